@@ -1,0 +1,323 @@
+"""What every measurement returns: numbers that carry their error, their cost and where they came from.
+
+All results are frozen dataclasses on top of `Result`, which gives them one JSON form and its inverse. Per-sample
+values are float64 tensors on the CPU. Nothing here computes on a model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import torch
+from scipy import stats
+from torch import Tensor
+
+
+def write_atomically(path: str | Path, text: str) -> None:
+    """Write `text` so that a reader sees the old file or the whole new one, never a part."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        Path(temporary).replace(path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def _encode(value: Any) -> Any:
+    """To strict JSON: NaN becomes null, infinities become strings, tensors carry their dtype and shape."""
+    if isinstance(value, Result):
+        return value.to_dict()
+    if isinstance(value, Tensor):
+        flat = value.detach().cpu().reshape(-1).tolist()
+        return {
+            "dtype": str(value.dtype).removeprefix("torch."),
+            "shape": list(value.shape),
+            "data": [_encode(item) for item in flat],
+        }
+    if isinstance(value, float):
+        if math.isnan(value):
+            return None
+        return value if math.isfinite(value) else ("Infinity" if value > 0 else "-Infinity")
+    if isinstance(value, dict):
+        return {str(key): _encode(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_encode(item) for item in value]
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    raise TypeError(f"results hold tensors, numbers, strings, dicts and lists, got {type(value).__name__}.")
+
+
+def _number(value: Any) -> float:
+    return math.nan if value is None else float(value)
+
+
+def _decode(value: Any) -> Any:
+    if isinstance(value, dict):
+        if "type" in value:
+            return Result.from_dict(value)
+        if set(value) == {"dtype", "shape", "data"}:
+            dtype = getattr(torch, value["dtype"])
+            data = [_number(item) for item in value["data"]] if dtype.is_floating_point else value["data"]
+            return torch.tensor(data, dtype=dtype).reshape(value["shape"])
+        return {key: _decode(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return tuple(_decode(item) for item in value)
+    return value
+
+
+class Result:
+    """Base of all results: one JSON form (`to_json`) and its inverse (`from_json`)."""
+
+    _types: ClassVar[dict[str, type[Result]]] = {}
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        Result._types[cls.__name__] = cls
+
+    def to_dict(self) -> dict[str, Any]:
+        """A dict of plain values, ready for strict JSON; `from_dict` reads it back."""
+        fields = dataclasses.fields(self)  # type: ignore[arg-type]
+        return {"type": type(self).__name__, **{f.name: _encode(getattr(self, f.name)) for f in fields}}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Self:
+        """The inverse of `to_dict`, for any kind of result."""
+        kind = Result._types.get(str(data.get("type")))
+        if kind is None or not issubclass(kind, cls):
+            known = ", ".join(sorted(name for name, known in Result._types.items() if issubclass(known, cls)))
+            raise ValueError(f"cannot read a result of type {data.get('type')!r}, expected one of: {known}.")
+        arguments = {}
+        for f in dataclasses.fields(kind):  # type: ignore[arg-type]
+            if f.name in data:
+                value = data[f.name]
+                arguments[f.name] = _number(value) if f.type == "float" else _decode(value)
+        return kind(**arguments)  # type: ignore[return-value]
+
+    def to_json(self, path: str | Path | None = None) -> str:
+        """Strict JSON text; with `path` also written there, atomically."""
+        text = json.dumps(self.to_dict(), allow_nan=False, ensure_ascii=False)
+        if path is not None:
+            write_atomically(path, text + "\n")
+        return text
+
+    @classmethod
+    def from_json(cls, text: str | Path) -> Self:
+        """Read what `to_json` wrote, from its text or (a `Path`) its file."""
+        if isinstance(text, Path):
+            text = text.read_text(encoding="utf-8")
+        return cls.from_dict(json.loads(text))
+
+
+@dataclass(frozen=True)
+class Estimate(Result):
+    """A number with its error, cost and seed.
+
+    `stderr` is the error of the random probes on the given data, 0 where the value is exact; `dof` its degrees of
+    freedom (infinite for a known variance). `data_stderr` is the sampling error when only a subset of the data was
+    measured, `None` where that does not apply. `matvecs` counts products with the matrix (or passes over the data).
+    An undefined value is NaN and `reason` says why.
+
+    >>> estimate = Estimate.from_draws(torch.tensor([1.0, 2.0, 3.0, 4.0]), seed=0)
+    >>> print(estimate)
+    2.5 ± 0.65
+    >>> low, high = estimate.interval(0.95)
+    >>> f"{low:.3f} {high:.3f}"
+    '0.446 4.554'
+    """
+
+    value: float
+    stderr: float = 0.0
+    dof: float = math.inf
+    matvecs: int = 0
+    seed: int | None = None
+    data_stderr: float | None = None
+    reason: str = ""
+
+    @classmethod
+    def from_draws(cls, draws: Tensor, *, matvecs: int | None = None, seed: int | None = None) -> Estimate:
+        """The mean of independent, unbiased draws, with the standard error of that mean."""
+        draws = draws.detach().double().cpu().reshape(-1)
+        count = draws.numel()
+        if count < 2:
+            raise ValueError(f"an estimate needs at least 2 draws to have a standard error, got {count}.")
+        stderr = float(draws.std()) / math.sqrt(count)
+        return cls(float(draws.mean()), stderr, count - 1, count if matvecs is None else matvecs, seed)
+
+    @property
+    def exact(self) -> bool:
+        """Whether the value carries no probe error."""
+        return self.stderr == 0.0 and not math.isnan(self.value)
+
+    def interval(self, level: float = 0.95, *, data: bool = False) -> tuple[float, float]:
+        """Student's t interval for the value on the given data; `data=True` adds the error of subsampling the data."""
+        if not 0 < level < 1:
+            raise ValueError(f"interval needs a level between 0 and 1, got {level}.")
+        error, dof = self.stderr, self.dof
+        if data and self.data_stderr:
+            error = math.hypot(self.stderr, self.data_stderr)
+            if self.stderr and math.isfinite(dof):
+                dof = dof * (error / self.stderr) ** 4  # Welch-Satterthwaite with a known second variance
+        half = error * float(stats.t.ppf(0.5 + level / 2, dof)) if error else 0.0
+        return self.value - half, self.value + half
+
+    def __float__(self) -> float:
+        return self.value
+
+    def __str__(self) -> str:
+        if math.isnan(self.value):
+            return f"undefined ({self.reason})" if self.reason else "undefined"
+        if self.stderr == 0.0:
+            return f"{self.value:.6g}"
+        digits = max(2, min(8, 2 + math.floor(math.log10(abs(self.value) or self.stderr)) - _magnitude(self.stderr)))
+        return f"{self.value:.{digits}g} ± {self.stderr:.2g}"
+
+
+def _magnitude(number: float) -> int:
+    return math.floor(math.log10(number)) if number > 0 and math.isfinite(number) else 0
+
+
+@dataclass(frozen=True)
+class SampleTraces(Result):
+    """The trace of the Hessian of every sample's own loss.
+
+    `values[n]` = Tr ∇²ℓ(θ; xₙ, yₙ) and `stderr[n]` its error (0 where exact). `layers` splits the values by parameter
+    tensor if that was asked for. `probes` counts the random probes a sample got. Where all samples shared their probes
+    their errors are correlated: `draws` (N, probes) keeps what each probe said, so that `mean` and `correlate` can
+    take the error from the spread over probes. `fingerprint` identifies the order of the data.
+    """
+
+    values: Tensor
+    stderr: Tensor
+    exact: bool
+    method: str
+    targets: Tensor
+    layers: dict[str, Tensor] = field(default_factory=dict)
+    probes: Tensor | None = None
+    dof: float = math.inf
+    draws: Tensor | None = None
+    matvecs: int = 0
+    seed: int | None = None
+    loss: str = "cross_entropy"
+    batch_norm: str = "eval"
+    fingerprint: str = ""
+    population: int | None = None
+    notes: tuple[str, ...] = ()
+
+    def __len__(self) -> int:
+        return self.values.numel()
+
+    def mean(self) -> Estimate:
+        """The trace of the mean loss, Tr ∇²L = mean of the per-sample traces, with the error of the probes.
+
+        Shared probes: the standard error is that of the probe-wise means. Independent ones: the root of the summed
+        squares. If these samples are a random subset of `population` points, `data_stderr` is the subset's error.
+        """
+        count = len(self)
+        value = float(self.values.mean())
+        data_stderr = None
+        if self.population is not None and self.population > count > 1:
+            share = 1 - count / self.population
+            data_stderr = float(self.values.std()) * math.sqrt(share / count)
+        if self.exact:
+            return Estimate(value, 0.0, math.inf, self.matvecs, self.seed, data_stderr)
+        if self.draws is not None:
+            means = self.draws.mean(0)
+            stderr = float(means.std()) / math.sqrt(means.numel())
+            return Estimate(value, stderr, means.numel() - 1, self.matvecs, self.seed, data_stderr)
+        stderr = float(self.stderr.square().sum().sqrt()) / count
+        return Estimate(value, stderr, self.dof, self.matvecs, self.seed, data_stderr)
+
+    def __str__(self) -> str:
+        how = "exact" if self.exact else f"estimated ({self.method})"
+        low, high = (float(self.values.min()), float(self.values.max())) if len(self) else (math.nan, math.nan)
+        return f"{len(self)} per-sample Hessian traces, {how}: mean {self.mean()}, from {low:.3g} to {high:.3g}"
+
+
+@dataclass(frozen=True)
+class Margins(Result):
+    """Margins of every sample.
+
+    `signed` = φ_y − max_{j≠y} φ_j, `output` its absolute value, `softmax` the same of the softmax probabilities in
+    absolute value (γ), `softmax_gap` = 1−γ² computed without cancellation, `correct` whether the label's output is the
+    strictly largest. `distance` is the signed linearised distance to the decision boundary if it was asked for, in
+    the space `layer` (the input where empty) and the norm `norm`.
+    """
+
+    output: Tensor
+    signed: Tensor
+    softmax: Tensor
+    softmax_gap: Tensor
+    correct: Tensor
+    targets: Tensor
+    distance: Tensor | None = None
+    norm: str = ""
+    layer: str = ""
+    fingerprint: str = ""
+
+    def __len__(self) -> int:
+        return self.signed.numel()
+
+    def __str__(self) -> str:
+        share = float(self.correct.double().mean()) if len(self) else math.nan
+        return (
+            f"{len(self)} output margins: mean {float(self.signed.mean()):.4g}, smallest {float(self.signed.min()):.4g}; "
+            f"{share:.2%} classified correctly"
+        )
+
+
+@dataclass(frozen=True)
+class Correlation(Result):
+    """Pearson's r of two per-sample quantities after removal of outliers, with a bootstrap interval.
+
+    `r_all` is r of all points. Where r is not defined it is NaN (never 0) and `reason` says why.
+    """
+
+    r: float
+    low: float
+    high: float
+    n: int
+    removed: int
+    r_all: float
+    spearman: float
+    slope: float
+    intercept: float
+    level: float = 0.95
+    outliers: str = "lof"
+    seed: int | None = None
+    reason: str = ""
+
+    def __str__(self) -> str:
+        if math.isnan(self.r):
+            return f"r undefined ({self.reason})"
+        return f"r = {self.r:.3f} [{self.low:.3f}, {self.high:.3f}] over {self.n} points ({self.removed} outliers removed)"
+
+
+@dataclass(frozen=True)
+class Eigenpairs(Result):
+    """Eigenvalues from the wanted end inwards, with their vectors as columns and their residuals ‖Hv − λv‖.
+
+    `converged` is true if every residual is at most tol · max|Ritz value|.
+    """
+
+    values: Tensor
+    vectors: Tensor | None
+    residuals: Tensor
+    converged: bool
+    matvecs: int
+    which: str = "largest"
+    tol: float = 1e-4
+    seed: int | None = None
+    reason: str = ""
