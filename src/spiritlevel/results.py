@@ -273,8 +273,8 @@ class Margins(Result):
     def __str__(self) -> str:
         share = float(self.correct.double().mean()) if len(self) else math.nan
         return (
-            f"{len(self)} output margins: mean {float(self.signed.mean()):.4g}, smallest {float(self.signed.min()):.4g}; "
-            f"{share:.2%} classified correctly"
+            f"{len(self)} output margins: mean {float(self.signed.mean()):.4g}, "
+            f"smallest {float(self.signed.min()):.4g}; {share:.2%} classified correctly"
         )
 
 
@@ -302,7 +302,8 @@ class Correlation(Result):
     def __str__(self) -> str:
         if math.isnan(self.r):
             return f"r undefined ({self.reason})"
-        return f"r = {self.r:.3f} [{self.low:.3f}, {self.high:.3f}] over {self.n} points ({self.removed} outliers removed)"
+        outliers = f"({self.removed} outliers removed)"
+        return f"r = {self.r:.3f} [{self.low:.3f}, {self.high:.3f}] over {self.n} points {outliers}"
 
 
 @dataclass(frozen=True)
