@@ -24,6 +24,6 @@ def unknown_name(kind: str, name: object, choices: Iterable[str]) -> InputError:
     unknown data set 'mnits': did you mean 'mnist'? Known: digits, mnist.
     """
     known = sorted(choices)
-    near = difflib.get_close_matches(str(name), known, n=3, cutoff=0.5)
+    near = difflib.get_close_matches(str(name), known, n=3, cutoff=0.6)
     hint = f" did you mean {' or '.join(repr(word) for word in near)}?" if near else ""
     return InputError(f"unknown {kind} {str(name)!r}:{hint} Known: {', '.join(known)}.")

@@ -1,0 +1,473 @@
+"""A module and a loss as pure functions of a dict of parameters, and data as batches in a fixed order.
+
+Nothing is mutated: `Problem.active()` puts the module into the state in which it is measured (eval mode, batch norm
+as asked, forms of attention, layer norm and weight norm that can be differentiated twice) and gives back every
+attribute, buffer, mode and random state afterwards, also after an exception.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import fnmatch
+import hashlib
+import os
+import random
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.data import DataLoader, Dataset, RandomSampler, SequentialSampler
+from torch.utils.data.sampler import SubsetRandomSampler, WeightedRandomSampler
+
+from spiritlevel import losses
+from spiritlevel.errors import InputError, unknown_name
+
+Params = dict[str, Tensor]
+BATCH_NORM_MODES = ("eval", "batch")
+
+# ---------------------------------------------------------------- state that must come back
+
+
+@contextlib.contextmanager
+def preserved_random_state() -> Iterator[None]:
+    """Give torch, NumPy and Python back the random states they had."""
+    python, numpy_state = random.getstate(), np.random.get_state()
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_available() and torch.cuda.is_initialized() else ()
+    with torch.random.fork_rng(devices=devices):
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy_state)
+
+
+@contextlib.contextmanager
+def preserved_module(model: nn.Module) -> Iterator[None]:
+    """Give every submodule back the attributes, mode, parameters and buffers (the same objects) that it had.
+
+    Old-style weight norm, for one, leaves a computed `weight` on the module at every call.
+    """
+    tables = ("_parameters", "_buffers", "_modules")
+    saved = [
+        (module, dict(module.__dict__), [dict(module.__dict__[table]) for table in tables])
+        for module in model.modules()
+    ]
+    try:
+        yield
+    finally:
+        for module, attributes, contents in saved:
+            module.__dict__.clear()
+            module.__dict__.update(attributes)
+            for table, content in zip(tables, contents, strict=True):
+                module.__dict__[table].clear()
+                module.__dict__[table].update(content)
+
+
+class _Elementary(TorchFunctionMode):
+    """Layer norm and weight norm written out, because their built-in second derivatives are wrong or missing.
+
+    Nested forward mode through layer norm is silently off by 10-20 %, double backward through weight norm by 24 %
+    (torch 2.13, MATH 6).
+    """
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is F.layer_norm or func is torch.layer_norm:
+            return _layer_norm(*args, **kwargs)
+        if func is torch._weight_norm:
+            return _weight_norm(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def _layer_norm(
+    input: Tensor,
+    normalized_shape: list[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    cudnn_enable: bool = False,
+) -> Tensor:
+    dims = tuple(range(-len(normalized_shape), 0))
+    centred = input - input.mean(dims, keepdim=True)
+    result = centred * (centred.square().mean(dims, keepdim=True) + eps).rsqrt()
+    if weight is not None:
+        result = result * weight
+    return result if bias is None else result + bias
+
+
+def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
+    if dim == -1:
+        return v * (g / v.square().sum().sqrt())
+    others = [d for d in range(v.ndim) if d != dim]
+    return v * (g / v.square().sum(others, keepdim=True).sqrt())
+
+
+@contextlib.contextmanager
+def _twice_differentiable() -> Iterator[None]:
+    """Attention and the encoder layer in forms that have forward and second derivatives."""
+    fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with sdpa_kernel(SDPBackend.MATH), _Elementary():
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
+
+
+# ---------------------------------------------------------------- parameters
+
+
+def select_parameters(model: nn.Module, params: str | Iterable[str] | None = None) -> list[str]:
+    """Names of the parameters to measure: all that require grad, or those that a name, prefix or glob picks.
+
+    >>> net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    >>> select_parameters(net, "1"), select_parameters(net, "*.bias")
+    (['1.weight', '1.bias'], ['0.bias', '1.bias'])
+    """
+    names = [name for name, _ in model.named_parameters()]
+    if params is None:
+        chosen = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+        if not chosen:
+            reason = "has no parameters" if not names else "has no parameter that requires grad"
+            raise InputError(
+                f"the model {type(model).__name__} {reason}; set requires_grad, or name the parameters with params=."
+            )
+        return chosen
+    wanted = [params] if isinstance(params, str) else list(params)
+    if not wanted:
+        raise InputError("params= is empty; name at least one parameter, or leave it out for all that require grad.")
+    picked: set[str] = set()
+    for pattern in wanted:
+        hits = [n for n in names if n == pattern or n.startswith(f"{pattern}.") or fnmatch.fnmatchcase(n, pattern)]
+        if not hits:
+            raise unknown_name("parameter", pattern, names)
+        picked.update(hits)
+    return [name for name in names if name in picked]
+
+
+# ---------------------------------------------------------------- the problem
+
+
+class Problem:
+    """A model and a loss at one point: pure functions of a dict of parameters.
+
+    `params` holds the chosen parameters, detached copies; everything else of the model's state is constant. Use the
+    functions inside `with problem.active():`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        loss: Any = "cross_entropy",
+        params: str | Iterable[str] | None = None,
+        batch_norm: str = "eval",
+    ) -> None:
+        if not isinstance(model, nn.Module):
+            raise InputError(f"the model must be a torch.nn.Module, got {type(model).__name__}.")
+        if batch_norm not in BATCH_NORM_MODES:
+            raise unknown_name("batch_norm mode", batch_norm, BATCH_NORM_MODES)
+        names = select_parameters(model, params)
+        dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
+        if dtypes & {torch.float16, torch.bfloat16}:
+            model = copy.deepcopy(model).float()  # half precision holds no curvature: measured as a float32 copy
+            dtypes = {torch.float32}
+        if len(dtypes) > 1:
+            kinds = ", ".join(sorted(str(d).removeprefix("torch.") for d in dtypes))
+            raise InputError(f"the model mixes parameters of {kinds}; convert it to one of them, e.g. model.double().")
+        self.model = model
+        self.loss = losses.resolve(loss)
+        self.batch_norm = batch_norm
+        state = {name: tensor.detach().clone() for name, tensor in _state(model)}
+        self.params: Params = {name: state.pop(name) for name in names}
+        self.constants: Params = state
+        first = next(iter(self.params.values()))
+        self.device, self.dtype = first.device, first.dtype
+
+    @property
+    def size(self) -> int:
+        """The number of measured parameters."""
+        return sum(tensor.numel() for tensor in self.params.values())
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """The state in which the model is measured; all of it is undone on leaving."""
+        with (
+            preserved_random_state(),
+            preserved_module(self.model),
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            _twice_differentiable(),
+        ):
+            self.model.eval()
+            if self.batch_norm == "batch":
+                for module in self.model.modules():
+                    if isinstance(module, nn.modules.batchnorm._BatchNorm):
+                        module.training = True
+                        module.track_running_stats = False  # batch statistics, and no running ones are written
+            yield
+
+    def outputs(self, params: Params, inputs: Any) -> Tensor:
+        """φ(θ, x): the model's outputs for one batch."""
+        args: tuple[Any, ...] = ()
+        kwargs: dict[str, Any] = {}
+        if isinstance(inputs, Mapping):
+            kwargs = dict(inputs)
+        elif isinstance(inputs, tuple | list):
+            args = tuple(inputs)
+        else:
+            args = (inputs,)
+        result = functional_call(self.model, {**self.constants, **params}, args, kwargs)
+        result = getattr(result, "logits", result)
+        if not isinstance(result, Tensor):
+            raise InputError(
+                f"the model must return a tensor or an object with .logits, got {type(result).__name__}; "
+                "wrap it in a module that picks the outputs."
+            )
+        return result
+
+    def losses(self, params: Params, inputs: Any, targets: Tensor) -> Tensor:
+        """ℓ(φ(θ, x), y) of every sample of a batch."""
+        return self.loss.values(self.outputs(params, inputs), targets)
+
+    def place(self, inputs: Any, targets: Tensor) -> tuple[Any, Tensor]:
+        """A batch on the model's device, its floats in the model's dtype."""
+
+        def move(tensor: Any) -> Any:
+            if not isinstance(tensor, Tensor):
+                return tensor
+            return tensor.to(self.device, self.dtype if tensor.is_floating_point() else None)
+
+        return tree_map(move, inputs), targets.to(self.device)
+
+    def checked(self, outputs: Tensor, inputs: Any, targets: Tensor, start: int = 0) -> None:
+        """Raise `InputError` unless the outputs fit the loss and are finite; `start` numbers the first sample."""
+        if outputs.ndim == 0 or outputs.shape[0] != targets.shape[0]:
+            raise InputError(
+                f"the model returned outputs of shape {tuple(outputs.shape)} for {targets.shape[0]} samples; "
+                "the first dimension must be the samples."
+            )
+        self.loss.check(outputs, targets)
+        if not bool(torch.isfinite(outputs.detach().sum())) and not bool(torch.isfinite(outputs).all()):
+            sample = int((~torch.isfinite(outputs)).flatten(1).any(1).nonzero()[0])
+            for leaf in tree_leaves(inputs):
+                if isinstance(leaf, Tensor) and leaf.is_floating_point() and not bool(torch.isfinite(leaf).all()):
+                    bad = int((~torch.isfinite(leaf)).flatten(1).any(1).nonzero()[0])
+                    raise InputError(f"the input of sample {start + bad} is NaN or infinite; clean the data first.")
+            raise InputError(
+                f"the model's output for sample {start + sample} is NaN or infinite although its input is finite; "
+                "check the weights."
+            )
+
+
+def _state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+# ---------------------------------------------------------------- data
+
+Pair = tuple[Any, Tensor]
+
+
+def _count(inputs: Any, targets: Tensor) -> int:
+    count = targets.shape[0] if targets.ndim else -1
+    for leaf in tree_leaves(inputs):
+        if isinstance(leaf, Tensor) and (leaf.ndim == 0 or leaf.shape[0] != count):
+            raise InputError(f"inputs of shape {tuple(leaf.shape)} do not fit targets of shape {tuple(targets.shape)}.")
+    return count
+
+
+def _as_pair(batch: Any) -> Pair:
+    if not (isinstance(batch, tuple | list) and len(batch) == 2):
+        raise InputError(f"data must give pairs (inputs, targets), got {type(batch).__name__}.")
+    inputs, targets = batch
+    inputs = tree_map(lambda leaf: torch.from_numpy(leaf) if isinstance(leaf, np.ndarray) else leaf, inputs)
+    if isinstance(targets, np.ndarray):
+        targets = torch.from_numpy(targets)
+    if not isinstance(targets, Tensor):
+        raise InputError(f"the targets of a batch must be a tensor, got {type(targets).__name__}.")
+    return inputs, targets
+
+
+def _slice(inputs: Any, start: int, stop: int) -> Any:
+    return tree_map(lambda leaf: leaf[start:stop] if isinstance(leaf, Tensor) else leaf, inputs)
+
+
+def _is_pair_of_tensors(data: Any) -> bool:
+    return (
+        isinstance(data, tuple | list)
+        and len(data) == 2
+        and isinstance(data[1], Tensor | np.ndarray)
+        and bool(tree_leaves(data[0]))
+        and all(isinstance(leaf, Tensor | np.ndarray) for leaf in tree_leaves(data[0]))
+    )
+
+
+def _shuffles(loader: DataLoader[Any]) -> bool:
+    sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
+    return isinstance(sampler, RandomSampler | SubsetRandomSampler | WeightedRandomSampler)
+
+
+class Batches:
+    """Data as batches in an order that repeats: a pair of tensors, a data set, a loader or re-iterable batches.
+
+    Batches larger than `size` are split, unless `whole` (batch statistics make them part of the definition). A
+    shuffling loader is refused if `ordered`, and read in the order of its data set otherwise.
+    """
+
+    def __init__(self, data: Any, *, size: int | None = None, ordered: bool = True, whole: bool = False) -> None:
+        if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
+            raise InputError(f"batch_size must be a whole number of at least 1, got {size!r}.")
+        self.size, self.whole = size, whole
+        if _is_pair_of_tensors(data):
+            data = _as_pair(data)
+            _count(*data)
+        elif isinstance(data, DataLoader):
+            if _shuffles(data):
+                if ordered or not isinstance(data.sampler, RandomSampler):
+                    raise InputError(
+                        "the data loader shuffles, and per-sample results need an order that repeats; "
+                        "pass its data set, or a loader with shuffle=False."
+                    )
+                data = DataLoader(
+                    data.dataset,
+                    batch_size=data.batch_size,
+                    sampler=SequentialSampler(data.dataset),  # type: ignore[arg-type]
+                    collate_fn=data.collate_fn,
+                    num_workers=data.num_workers,
+                )
+        elif isinstance(data, Dataset):
+            data = DataLoader(data, batch_size=size or 256)
+        elif isinstance(data, Iterator):
+            raise InputError(
+                "data can be read only once (an iterator); pass a list of batches, a data set or a data loader."
+            )
+        elif not isinstance(data, Iterable) or isinstance(data, str | bytes):
+            raise InputError(
+                "data must be a pair of tensors, a Dataset, a DataLoader or batches of (inputs, targets), "
+                f"got {type(data).__name__}."
+            )
+        self.data = data
+        if not self._in_memory:
+            self._check_repeats()
+
+    @property
+    def _in_memory(self) -> bool:
+        return _is_pair_of_tensors(self.data)
+
+    def _check_repeats(self) -> None:
+        first, second = (next(iter(self), None) for _ in range(2))
+        if first is None or second is None:
+            return  # empty: `__iter__` says so where it is read
+        same = [
+            torch.equal(a, b) if isinstance(a, Tensor) else a == b
+            for a, b in zip(tree_leaves(first), tree_leaves(second), strict=True)
+        ]
+        if not all(same):
+            raise InputError(
+                "the data change between two passes (random augmentation or shuffling?); "
+                "pass data that repeat, such as the unaugmented set."
+            )
+
+    def __iter__(self) -> Iterator[Pair]:
+        seen = 0
+        for inputs, targets in self._raw():
+            count = _count(inputs, targets)
+            size = count if self.size is None or (self.whole and not self._in_memory) else self.size
+            for start in range(0, count, max(size, 1)):
+                stop = min(start + size, count)
+                yield (_slice(inputs, start, stop), targets[start:stop]) if stop - start < count else (inputs, targets)
+            seen += count
+        if not seen:
+            raise InputError("the data are empty; there is nothing to measure.")
+
+    def _raw(self) -> Iterator[Pair]:
+        if self._in_memory:
+            yield self.data
+            return
+        with preserved_random_state():  # even a sequential loader draws a seed from the global generator
+            batches = iter(self.data)
+        for batch in batches:
+            yield _as_pair(batch)
+
+    def first(self, count: int) -> Pair:
+        """The first samples, at most `count`, of the first batch that has any."""
+        for inputs, targets in self:
+            if len(targets):
+                return _slice(inputs, 0, count), targets[:count]
+        raise InputError("the data are empty; there is nothing to measure.")
+
+
+class Fingerprint:
+    """A hash of the order of the data that does not depend on how they are split into batches.
+
+    It reads the targets and at most 16 numbers of each input, enough to tell two orders or two data sets apart.
+    """
+
+    def __init__(self) -> None:
+        self._inputs, self._targets = hashlib.blake2b(digest_size=8), hashlib.blake2b(digest_size=8)
+
+    def update(self, inputs: Any, targets: Tensor) -> None:
+        """Take in the next batch."""
+        for leaf in tree_leaves(inputs):
+            if isinstance(leaf, Tensor) and leaf.numel():
+                flat = leaf.reshape(leaf.shape[0], -1)
+                sample = flat[:, :: max(1, flat.shape[1] // 16)]
+                self._inputs.update(sample.detach().double().cpu().contiguous().numpy().tobytes())
+                break
+        self._targets.update(targets.detach().double().cpu().contiguous().numpy().tobytes())
+
+    def __str__(self) -> str:
+        return self._inputs.hexdigest() + self._targets.hexdigest()
+
+
+# ---------------------------------------------------------------- memory
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+
+
+def parse_memory(memory: int | str | None) -> int:
+    """Bytes from a number or a text such as "2GB"; `None` is half of what is available now.
+
+    >>> parse_memory("1.5GB"), parse_memory("512 MiB")
+    (1500000000, 536870912)
+    """
+    if memory is None:
+        return available_memory() // 2
+    if isinstance(memory, str):
+        match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([kmgt]i?)?b?\s*", memory.lower())
+        if match is None:
+            raise InputError(f"memory must be a number of bytes or a text such as '2GB', got {memory!r}.")
+        memory = int(float(match[1]) * _UNITS[match[2] or ""])
+    if memory <= 0:
+        raise InputError(f"memory must be positive, got {memory}.")
+    return int(memory)
+
+
+def available_memory() -> int:
+    """Bytes that this process may still take: of the machine, or of its container if that allows less."""
+    limits = [os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        text = Path("/proc/meminfo").read_text()
+        limits = [int(text.split("MemAvailable:")[1].split()[0]) * 1024]
+    for limit, used in (
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ):
+        with contextlib.suppress(OSError, ValueError):
+            root = Path("/sys/fs/cgroup")
+            limits.append(int((root / limit).read_text()) - int((root / used).read_text()))
+    return max(min(limits), 2**26)
