@@ -1,0 +1,53 @@
+# Every target sets up what it needs in .venv (or .venv-bench) and is quick when nothing has changed.
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+BENCH := .venv-bench
+SETUP := pyproject.toml constraints.txt
+PIP := -m pip --disable-pip-version-check --no-input install --quiet -c constraints.txt
+NO_CPU_TORCH := the install failed. If pip found no CPU build of torch 2.13.0, add an index that has one (see CONTRIBUTING.md).
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test test-full bench docs clean
+
+help:  ## Show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+install: $(VENV)/.installed  ## Set up .venv with the library, the command and the tools
+
+$(VENV)/.installed: $(SETUP)
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python $(PIP) -e '.[dev]' || { echo "make: $(NO_CPU_TORCH)" >&2; exit 1; }
+	touch $@
+
+demo: install  ## Train a small network and measure it, in a few seconds
+	$(BIN)/spiritlevel demo
+
+test: install  ## Lint, types, import directions, doctests, tests
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/pytest
+
+test-full: install  ## The same, with slow tests, tests that download, and more random examples
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	HYPOTHESIS_PROFILE=full $(BIN)/pytest -m "not peers"
+
+bench: $(BENCH)/.installed  ## Compare with other libraries, in an environment of its own
+	$(BENCH)/bin/python benchmarks/run.py
+
+# backpack and curvlinops would bring torchvision, which they do not need: pyproject.toml lists what they do need.
+$(BENCH)/.installed: $(SETUP)
+	test -x $(BENCH)/bin/python || $(PYTHON) -m venv $(BENCH)
+	$(BENCH)/bin/python $(PIP) -e '.[dev,bench]' || { echo "make: $(NO_CPU_TORCH)" >&2; exit 1; }
+	$(BENCH)/bin/python $(PIP) --no-deps backpack-for-pytorch curvlinops-for-pytorch
+	touch $@
+
+docs: install  ## Write the reference pages to build/docs
+	$(BIN)/pdoc spiritlevel --docformat google --output-directory build/docs
+
+clean:  ## Remove what the other targets made, but not .venv
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
