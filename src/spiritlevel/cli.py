@@ -1,0 +1,339 @@
+"""The command line: options come from dataclasses (tyro), tables and progress from Rich. The only place that prints.
+
+A command is a dataclass with a `run` method that shows its result and returns it as plain values; `main` writes those
+as JSON if asked and turns what happened into an exit code. PyTorch is imported inside `run`, so `--help` is quick.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import re
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, Self
+
+import tyro
+from tyro.conf import FlagCreatePairsOff, Positional, arg, subcommand
+
+from spiritlevel import __version__
+from spiritlevel.errors import InputError, NotExactError
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+    from torch import Tensor, nn
+
+DONE, CHECK_FAILED, BAD_INPUT, BUG, INTERRUPTED, PIPE_CLOSED = 0, 1, 2, 70, 130, 141
+
+
+class Outcome(NamedTuple):
+    """What a command found, as plain values for JSON, and whether all its checks passed."""
+
+    payload: dict[str, Any]
+    passed: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """What all commands share."""
+
+    json: Annotated[Path | None, arg(metavar="FILE")] = None
+    """Also write the result to FILE, as strict JSON."""
+    seed: int = 0
+    """Start of everything random."""
+    debug: bool = False
+    """Show the traceback of an error."""
+
+    def run(self) -> Outcome:
+        """Do the work and show it."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Demo(Command):
+    """Train LeNet-5 on the built-in Fashion-MNIST images for a few seconds and show its accuracy and margins.
+
+    For example: spiritlevel demo --seed 1
+    """
+
+    epochs: int = 5
+    """Passes over the 6,000 training images."""
+
+    def run(self) -> Outcome:
+        """Train, measure, show."""
+        if self.epochs < 1:
+            raise InputError(f"demo needs at least 1 epoch, got {self.epochs}.")
+        import torch
+        from rich.console import Console
+        from rich.table import Table
+
+        from spiritlevel import data, models
+        from spiritlevel.margins import margins
+
+        torch.set_num_threads(2)  # another number would add up in another order and round differently
+        images = data.load("fashion-mini")
+        with torch.random.fork_rng(devices=[]), ProgressBar() as progress:
+            torch.manual_seed(self.seed)
+            model = models.lenet5()
+            _train(model, *images.train, epochs=self.epochs, seed=self.seed, progress=progress)
+
+        rows: dict[str, dict[str, float]] = {}
+        for split, pair in (("train", images.train), ("test", images.test)):
+            found = margins(model, pair)
+            rows[split] = {
+                "accuracy": float(found.correct.double().mean()),
+                "mean output margin": float(found.signed.mean()),
+                "median output margin": float(found.signed.median()),
+                "smallest output margin": float(found.signed.min()),
+            }
+        size = models.count(model)
+        table = Table(title=f"LeNet-5 ({size:,} parameters) on {images.name}, {self.epochs} epochs, seed {self.seed}")
+        for heading in ("", *rows):
+            table.add_column(heading, justify="right" if heading else "left")
+        for measure in rows["test"]:
+            style = "{:.1%}" if measure == "accuracy" else "{:.3f}"
+            table.add_row(measure, *(style.format(row[measure]) for row in rows.values()))
+        console = Console()
+        console.print(table)
+        console.print(
+            "An output margin is the logit of the right class less the largest other one: negative where wrong."
+        )
+        return Outcome(
+            {"network": "lenet5", "parameters": size, "data": images.name, "epochs": self.epochs, "measures": rows}
+        )
+
+
+def _train(model: nn.Module, inputs: Tensor, targets: Tensor, *, epochs: int, seed: int, progress: ProgressBar) -> None:
+    """A plain training loop, enough for the demo."""
+    import torch
+
+    optimiser = torch.optim.Adam(model.parameters(), lr=2e-3)
+    generator = torch.Generator().manual_seed(seed)
+    model.train()
+    for epoch in range(epochs):
+        batches = torch.randperm(len(inputs), generator=generator).split(64)
+        for step, batch in enumerate(batches):
+            loss = torch.nn.functional.cross_entropy(model(inputs[batch]), targets[batch])
+            optimiser.zero_grad()
+            loss.backward()
+            optimiser.step()
+            progress("training LeNet-5", epoch * len(batches) + step + 1, epochs * len(batches))
+    model.eval()
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataList(Command):
+    """List the data sets by name, and where each one is.
+
+    For example: spiritlevel data list
+    """
+
+    def run(self) -> Outcome:
+        """One row a data set."""
+        from rich import box
+        from rich.console import Console
+        from rich.table import Table
+
+        from spiritlevel import data
+
+        rows = [row._asdict() for row in data.describe()]
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        for heading, value in rows[0].items():
+            number = isinstance(value, int)
+            table.add_column(
+                heading, justify="right" if number else "left", overflow="fold", no_wrap=heading != "licence"
+            )
+        for row in rows:
+            table.add_row(*(_cell(value) for value in row.values()))
+        Console().print(table)
+        return Outcome({"data": rows})
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataGet(Command):
+    """Fetch a data set, check its hashes, keep it in the cache and print where it lies.
+
+    For example: spiritlevel data get mnist
+    """
+
+    name: Annotated[Positional[str], arg(metavar="NAME")]
+    """One of the names that `spiritlevel data list` shows."""
+
+    def run(self) -> Outcome:
+        """Fetch once; a second call finds it in the cache."""
+        from spiritlevel import data
+
+        with ProgressBar() as progress:
+            where = data.fetch(self.name, progress)
+        print(where)
+        return Outcome({"name": self.name, "path": str(where)})
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataPath(Command):
+    """Print where a data set lies on this machine; exit code 1 if it is not here yet.
+
+    For example: spiritlevel data path mnist
+    """
+
+    name: Annotated[Positional[str], arg(metavar="NAME")]
+    """One of the names that `spiritlevel data list` shows."""
+
+    def run(self) -> Outcome:
+        """Look, but fetch nothing."""
+        from spiritlevel import data
+
+        where = data.path(self.name)
+        if where is None:
+            _say(f"{self.name} is not on this machine; `spiritlevel data get {self.name}` fetches it.")
+            return Outcome({"name": self.name, "path": None}, passed=False)
+        print(where)
+        return Outcome({"name": self.name, "path": str(where)})
+
+
+@dataclass(frozen=True)
+class Data:
+    """List, fetch and find data sets.
+
+    For example: spiritlevel data list
+    """
+
+    command: Annotated[
+        Annotated[DataList, subcommand("list")]
+        | Annotated[DataGet, subcommand("get")]
+        | Annotated[DataPath, subcommand("path")],
+        arg(name=""),
+    ]
+
+
+@dataclass(frozen=True)
+class Spiritlevel:
+    """A spirit level for loss surfaces. Try `spiritlevel COMMAND --help`, or `spiritlevel --version`."""
+
+    command: Annotated[Annotated[Demo, subcommand("demo")] | Annotated[Data, subcommand("data")], arg(name="")]
+
+
+class ProgressBar:
+    """A callable `(what, done, total)` that shows a bar on a terminal once the work has taken two seconds."""
+
+    PATIENCE = 2.0
+
+    def __init__(self) -> None:
+        self._begin = time.monotonic()
+        self._bar: Progress | None = None
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        """Report progress; `total` is 0 where unknown."""
+        if self._bar is None:
+            if time.monotonic() - self._begin < self.PATIENCE or not sys.stderr.isatty():
+                return
+            from rich.console import Console
+            from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+            columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+            self._bar = Progress(*columns, console=Console(stderr=True), transient=True)
+            self._task = self._bar.add_task(what)
+            self._bar.start()
+        self._bar.update(self._task, description=what, completed=done, total=total or None)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+
+def _cell(value: object) -> str:
+    if isinstance(value, tuple):
+        return "×".join(str(item) for item in value)
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def _say(sentence: str) -> None:
+    print(f"spiritlevel: {' '.join(sentence.split())}", file=sys.stderr)
+
+
+def _sentence(box: str) -> str:
+    """The sections of tyro's boxed complaint as sentences, without its title and the help text."""
+    lines = [line.strip("│ ") for line in re.sub(r"\x1b\[[0-9;]*m", "", box).splitlines()]
+    sections = re.split(r"^(?:[-─]{3,}|[╭╰].*)$", "\n".join(lines), flags=re.MULTILINE)[1:]
+    sentences = [" ".join(text.split()).rstrip(".") for text in sections]
+    wanted = [text for text in sentences if text and not text.startswith(("For full helptext", "Argument helptext"))]
+    return ". ".join([*wanted, "See `spiritlevel --help`."]) if wanted else box
+
+
+def _parse(args: list[str]) -> Command | int:
+    """The command that was asked for, or an exit code if there is nothing left to do."""
+    if args in (["--version"], ["-V"]):
+        print(f"spiritlevel {__version__}")
+        return DONE
+    complaint = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(complaint):
+            parsed = tyro.cli(Spiritlevel, prog="spiritlevel", args=args or ["--help"], config=(FlagCreatePairsOff,))
+    except SystemExit as exit_:
+        if exit_.code in (None, 0):
+            return DONE
+        _say(_sentence(complaint.getvalue()))
+        return BAD_INPUT
+    return parsed.command.command if isinstance(parsed.command, Data) else parsed.command
+
+
+def _check_writable(path: Path) -> None:
+    """Refuse a place for the result before the work is done, not after."""
+    folder = next(parent for parent in path.absolute().parents if parent.exists())
+    if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise InputError(f"--json needs the path of a file that can be written, got {str(path)!r}.")
+
+
+def _run(command: Command) -> int:
+    try:
+        if command.json is not None:
+            _check_writable(command.json)
+        payload, passed = command.run()
+        if command.json is not None:
+            from spiritlevel.results import write_atomically
+
+            heading = {"command": type(command).__name__, "version": __version__, "seed": command.seed}
+            text = json.dumps({**heading, **payload}, allow_nan=False, ensure_ascii=False, indent=2)
+            write_atomically(command.json, text + "\n")
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except (InputError, NotExactError, OSError) as error:
+        if command.debug:
+            traceback.print_exc()
+        _say(f"{error.strerror}: {error.filename}." if isinstance(error, OSError) and error.strerror else str(error))
+        return BAD_INPUT
+    return DONE if passed else CHECK_FAILED
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code.
+
+    0 done, 1 ran and a check failed, 2 bad input, 70 a bug in spiritlevel, 130 interrupted.
+
+    >>> main(["--version"])
+    spiritlevel ...
+    0
+    """
+    try:
+        command = _parse(list(sys.argv[1:] if args is None else args))
+        return command if isinstance(command, int) else _run(command)
+    except KeyboardInterrupt:
+        _say("interrupted.")
+        return INTERRUPTED
+    except (BrokenPipeError, SystemExit):  # the reader of a pipe has gone (Rich exits): stop without a word
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return PIPE_CLOSED
+    except Exception:
+        traceback.print_exc()
+        _say("this is a bug in spiritlevel; please report it with the lines above.")
+        return BUG
