@@ -185,9 +185,7 @@ def test_demo_learns_and_repeats_itself(tmp_path: Path, capsys: pytest.CaptureFi
 @pytest.mark.slow
 def test_control_c_stops_the_demo_with_one_line() -> None:
     command = [sys.executable, "-m", "spiritlevel", "demo", "--epochs", "100000"]
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, "COLUMNS": "80"}
-    )
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     time.sleep(8)
     process.send_signal(signal.SIGINT)
     out, errors = process.communicate(timeout=60)
