@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
+from torch.func import functional_call, jvp
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
@@ -270,6 +270,12 @@ class Problem:
                 f"the model's output for sample {start + sample} is NaN or infinite although its input is finite; "
                 "check the weights."
             )
+
+
+def along(function: Callable[[Params], Any], params: Params, direction: Params) -> tuple[Any, Any]:
+    """The value of a function of the parameters and its derivative along a direction, by forward mode."""
+    result = jvp(function, (params,), (direction,))
+    return result[0], result[1]
 
 
 def _state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

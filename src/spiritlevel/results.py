@@ -11,6 +11,7 @@ import json
 import math
 import os
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -214,6 +215,7 @@ class SampleTraces(Result):
     batch_norm: str = "eval"
     fingerprint: str = ""
     population: int | None = None
+    negative_stops: float | None = None
     notes: tuple[str, ...] = ()
 
     def __len__(self) -> int:
@@ -252,8 +254,9 @@ class Margins(Result):
 
     `signed` = φ_y − max_{j≠y} φ_j, `output` its absolute value, `softmax` the same of the softmax probabilities in
     absolute value (γ), `softmax_gap` = 1−γ² computed without cancellation, `correct` whether the label's output is the
-    strictly largest. `distance` is the signed linearised distance to the decision boundary if it was asked for, in
-    the space `layer` (the input where empty) and the norm `norm`.
+    strictly largest. `targets` are the labels, 0 and 1 for a single logit. `distance` is the signed linearised distance
+    to the decision boundary if it was asked for, in the space `layer` (the input where empty) and the norm `norm`;
+    `spread` is the root of the total variance of the points in that space, a unit for such distances.
     """
 
     output: Tensor
@@ -265,24 +268,32 @@ class Margins(Result):
     distance: Tensor | None = None
     norm: str = ""
     layer: str = ""
+    spread: float = math.nan
     fingerprint: str = ""
 
     def __len__(self) -> int:
         return self.signed.numel()
 
     def __str__(self) -> str:
-        share = float(self.correct.double().mean()) if len(self) else math.nan
-        return (
+        if not len(self):
+            return "0 output margins"
+        text = (
             f"{len(self)} output margins: mean {float(self.signed.mean()):.4g}, "
-            f"smallest {float(self.signed.min()):.4g}; {share:.2%} classified correctly"
+            f"smallest {float(self.signed.min()):.4g}; {float(self.correct.double().mean()):.2%} classified correctly"
         )
+        if self.distance is not None:
+            where = f"at layer {self.layer!r}" if self.layer else "in input space"
+            text += f"; median distance {float(self.distance.median()):.4g} {where} ({self.norm}-norm)"
+        return text
 
 
 @dataclass(frozen=True)
 class Correlation(Result):
     """Pearson's r of two per-sample quantities after removal of outliers, with a bootstrap interval.
 
-    `r_all` is r of all points. Where r is not defined it is NaN (never 0) and `reason` says why.
+    `n` points were kept and `removed` were outliers; `r_all` is r of all points. `low` and `high` bound r at `level`.
+    b = slope·a + intercept by least squares. `disattenuated` is r without the noise of random probes, NaN unless the
+    probes' draws were given. Where r is not defined it is NaN (never 0) and `reason` says why.
     """
 
     r: float
@@ -298,6 +309,8 @@ class Correlation(Result):
     outliers: str = "lof"
     seed: int | None = None
     reason: str = ""
+    disattenuated: float = math.nan
+    notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         if math.isnan(self.r):
@@ -310,7 +323,8 @@ class Correlation(Result):
 class Eigenpairs(Result):
     """Eigenvalues from the wanted end inwards, with their vectors as columns and their residuals ‖Hv − λv‖.
 
-    `converged` is true if every residual is at most tol · max|Ritz value|.
+    Each residual bounds the distance from its value to an eigenvalue. `converged` is true if every residual is at most
+    tol · max|Ritz value| and repeated eigenvalues were ruled out or found; otherwise `reason` says what is missing.
     """
 
     values: Tensor
@@ -322,3 +336,157 @@ class Eigenpairs(Result):
     tol: float = 1e-4
     seed: int | None = None
     reason: str = ""
+
+    def __len__(self) -> int:
+        return self.values.numel()
+
+    def __str__(self) -> str:
+        pairs = zip(self.values.tolist(), self.residuals.tolist(), strict=True)
+        listed = ", ".join(f"{value:.6g} (residual {residual:.1g})" for value, residual in pairs)
+        state = "converged" if self.converged else f"not converged: {self.reason}"
+        return f"{len(self)} eigenvalues, {self.which}: {listed}; {self.matvecs} products, {state}"
+
+
+@dataclass(frozen=True)
+class DiagonalEstimate(Result):
+    """The diagonal of a matrix: one value and one standard error an entry, `stderr` 0 where exact.
+
+    All entries share their probes, so their errors are correlated: the error of a sum of entries is not the root of
+    the summed squares.
+    """
+
+    values: Tensor
+    stderr: Tensor
+    dof: float = math.inf
+    matvecs: int = 0
+    seed: int | None = None
+
+    @property
+    def exact(self) -> bool:
+        """Whether no entry carries a probe error."""
+        return not bool(self.stderr.any())
+
+    def __len__(self) -> int:
+        return self.values.numel()
+
+    def __str__(self) -> str:
+        how = "exact" if self.exact else f"standard errors up to {float(self.stderr.max()):.2g}"
+        low, high = float(self.values.min()), float(self.values.max())
+        return f"diagonal of {len(self)} entries from {low:.4g} to {high:.4g}, {how}"
+
+
+@dataclass(frozen=True)
+class Density(Result):
+    """A spectral density smoothed by a Gaussian of standard deviation `width`, on the points of `grid`.
+
+    `stderr` is the error of the random probes at every point, 0 where all eigenvalues are known. It does not hold the
+    error of the quadrature, which is small once `width` exceeds the distance of neighbouring nodes.
+    """
+
+    grid: Tensor
+    values: Tensor
+    stderr: Tensor
+    width: float
+    dof: float = math.inf
+
+    def band(self, level: float = 0.95) -> tuple[Tensor, Tensor]:
+        """Student's t interval at every point (not for the curve as a whole), cut off at 0."""
+        if not 0 < level < 1:
+            raise ValueError(f"band needs a level between 0 and 1, got {level}.")
+        half = self.stderr * float(stats.t.ppf(0.5 + level / 2, self.dof))
+        return (self.values - half).clamp(min=0.0), self.values + half
+
+
+@dataclass(frozen=True)
+class Spectrum(Result):
+    """Stochastic Lanczos quadrature: the spectral distribution μ = (1/P) Σᵢ δ(λᵢ) as weighted nodes.
+
+    Row i of `nodes` and `weights` (probes, steps) comes from probe i alone; the weights of each row sum to 1/probes,
+    all weights to 1. Each row is a Gauss quadrature, exact for polynomials up to degree 2·steps − 1 under its own
+    probe, so every integral is unbiased for those and its error follows from the spread over the rows. `exact` means
+    that the nodes are the eigenvalues themselves, in one row.
+
+    >>> two_probes = Spectrum(torch.tensor([[0.0, 2.0], [0.0, 4.0]]), torch.full((2, 2), 0.25), size=9)
+    >>> print(two_probes.moment(1))
+    1.5 ± 0.5
+    """
+
+    nodes: Tensor
+    weights: Tensor
+    size: int
+    exact: bool = False
+    matvecs: int = 0
+    seed: int | None = None
+
+    def integrate(self, function: Callable[[Tensor], Tensor]) -> Estimate:
+        """∫ f dμ = Tr f(H)/P for an elementwise `function`; multiply by `size` for the trace."""
+        rows = (self.weights.double() * function(self.nodes.double())).sum(1) * self.weights.shape[0]
+        if self.exact:
+            return Estimate(float(rows.mean()), matvecs=self.matvecs, seed=self.seed)
+        return Estimate.from_draws(rows, matvecs=self.matvecs, seed=self.seed)
+
+    def moment(self, k: int) -> Estimate:
+        """∫ λᵏ dμ = Tr(Hᵏ)/P."""
+        if k < 0:
+            raise ValueError(f"moment needs k >= 0, got {k}.")
+        return self.integrate(lambda nodes: nodes**k)
+
+    def density(self, grid: Tensor | None = None, width: float | None = None) -> Density:
+        """The density smoothed by a Gaussian of standard deviation `width`, with its error at every point of `grid`.
+
+        `width` is 1/100 of the span of the nodes unless given, `grid` 512 points that reach 4 widths beyond the nodes.
+        """
+        nodes, weights = self.nodes.double(), self.weights.double()
+        low, high = float(nodes.min()), float(nodes.max())
+        if width is None:
+            width = (high - low) / 100 or max(abs(high), 1.0) / 100
+        if not (width > 0 and math.isfinite(width)):
+            raise ValueError(f"density needs a width > 0, got {width}.")
+        if grid is None:
+            grid = torch.linspace(low - 4 * width, high + 4 * width, 512, dtype=torch.float64)
+        grid = grid.double().cpu()
+        rows = torch.zeros(grid.numel(), nodes.shape[0], dtype=torch.float64)
+        for i, (node, weight) in enumerate(zip(nodes, weights, strict=True)):
+            bells = torch.exp(-0.5 * ((grid[:, None] - node) / width).square()) / (width * math.sqrt(2 * math.pi))
+            rows[:, i] = bells @ weight * nodes.shape[0]
+        values = rows.mean(1)
+        if self.exact:
+            return Density(grid, values, torch.zeros_like(values), width)
+        return Density(grid, values, rows.std(1) / math.sqrt(rows.shape[1]), width, rows.shape[1] - 1)
+
+    def __str__(self) -> str:
+        low, high = float(self.nodes.min()), float(self.nodes.max())
+        how = "all eigenvalues" if self.exact else f"{self.nodes.shape[0]} probes of {self.nodes.shape[1]} nodes"
+        return f"spectrum of size {self.size} from {low:.4g} to {high:.4g}: {how}, mean {self.moment(1)}"
+
+
+@dataclass(frozen=True)
+class SpectrumSummary(Result):
+    """Both ends of a spectrum, its trace, norms and density, from one set of Lanczos runs.
+
+    `mean_square` is Tr(H²)/P. `layers` holds the trace of every parameter's diagonal block; the layers share their
+    probes, so their errors are correlated and do not add up like independent ones.
+    """
+
+    largest: Eigenpairs
+    smallest: Eigenpairs
+    trace: Estimate
+    frobenius_norm: Estimate
+    mean_square: Estimate
+    density: Spectrum
+    layers: dict[str, Estimate]
+    size: int
+    matvecs: int
+    seed: int | None = None
+
+    @property
+    def spectral_norm(self) -> float:
+        """The largest absolute value of an eigenvalue, from the two ends."""
+        return max(abs(float(self.largest.values[0])), abs(float(self.smallest.values[0])))
+
+    def __str__(self) -> str:
+        low, high = float(self.smallest.values[0]), float(self.largest.values[0])
+        return (
+            f"spectrum of size {self.size}: from {low:.6g} to {high:.6g}, "
+            f"trace {self.trace}, Frobenius norm {self.frobenius_norm}, {self.matvecs} products"
+        )

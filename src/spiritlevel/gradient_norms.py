@@ -1,0 +1,502 @@
+"""Squared norms of per-sample gradients, ‖∇_p (vᵀφₙ)‖² for every sample n and parameter p, without the gradients.
+
+One forward pass is recorded: every operation that uses a measured parameter keeps its input and becomes a *tap*. One
+backward pass to all taps then serves the whole batch, and each tap turns what arrives there, δ, into norms by a rule of
+its own: a linear layer needs ‖a‖²‖δ‖² only, a convolution ‖δUᵀ‖² with U its unfolded input (MATH 4.4). A parameter
+that is used twice, or in an operation without a rule, gets the gradients of its own tensor alone, sample by sample
+under `vmap`: slower, still exact.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.func import vjp, vmap
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from spiritlevel.errors import InputError
+from spiritlevel.functional import Params, Problem
+from spiritlevel.structure import Structure
+
+Norms = dict[str, Tensor]
+Rule = Callable[[Tensor], Iterator[tuple[str, Tensor]]]
+"""From the cotangent δ at an operation's output to (parameter name, squared norm per sample)."""
+Names = dict[int, str]
+
+
+def _squared(tensor: Tensor) -> Tensor:
+    """‖·‖² of every sample, in float64. `vector_norm` is several times faster than square and sum on the CPU."""
+    return torch.linalg.vector_norm(tensor.flatten(1), dim=1).double().square()
+
+
+# ---------------------------------------------------------------- rules: what an operation does with its parameters
+
+
+def _product_rule(weight: str | None, bias: str | None, inputs: Tensor, passes: int) -> Rule:
+    """Weight gradient δᵀa over positions: inputs a (N, P, k), cotangents δ (N, P, o)."""
+    positions, fan_in = inputs.shape[1], inputs.shape[2]
+    if positions == 1:
+        size = _squared(inputs)
+
+        def single(delta: Tensor) -> Iterator[tuple[str, Tensor]]:
+            norms = _squared(delta)
+            if weight:
+                yield weight, norms * size
+            if bias:
+                yield bias, norms
+
+        return single
+    gram: list[Tensor] = []
+
+    def several(delta: Tensor) -> Iterator[tuple[str, Tensor]]:
+        fan_out = delta.shape[2]
+        if weight:
+            direct = passes * fan_in * fan_out
+            if direct > positions * (fan_in + passes * fan_out):
+                if not gram:
+                    gram.append(torch.bmm(inputs, inputs.mT))
+                yield weight, (torch.bmm(delta, delta.mT) * gram[0]).flatten(1).sum(1, dtype=torch.float64)
+            else:
+                yield weight, _squared(torch.bmm(delta.mT, inputs))
+        if bias:
+            yield bias, _squared(delta.sum(1))
+
+    return several
+
+
+def _linear(names: Names, passes: int, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Rule:
+    rule = _product_rule(
+        names.get(id(weight)), names.get(id(bias)), input.reshape(input.shape[0], -1, input.shape[-1]), passes
+    )
+    return lambda delta: rule(delta.reshape(delta.shape[0], -1, delta.shape[-1]))
+
+
+def _matmul(names: Names, passes: int, input: Tensor, other: Tensor) -> Rule | None:
+    return _linear(names, passes, input, other) if other.ndim == 2 and id(input) not in names else None
+
+
+def _addmm(names: Names, passes: int, bias: Tensor, input: Tensor, other: Tensor) -> Rule | None:
+    if id(input) in names or bias.ndim != 1:
+        return None
+    return _linear(names, passes, input, other, bias)
+
+
+def _tuple(value: Any, dims: int) -> tuple[int, ...]:
+    return tuple(value) * (dims // len(value)) if isinstance(value, list | tuple) else (value,) * dims
+
+
+def _patches(
+    input: Tensor, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int], groups: int
+) -> Tensor:
+    """The unfolded input (N·groups, channels·kernel, positions): one strided copy, faster than im2col on the CPU."""
+    dims = len(kernel)
+    for d in range(dims):
+        input = input.unfold(2 + d, dilation[d] * (kernel[d] - 1) + 1, stride[d])
+        input = input[..., :: dilation[d]]
+    order = [0, 1, *range(2 + dims, 2 + 2 * dims), *range(2, 2 + dims)]
+    count, channels = input.shape[:2]
+    size = channels // groups * math.prod(kernel)
+    return input.permute(order).reshape(count * groups, size, math.prod(input.shape[2 : 2 + dims]))
+
+
+def _convolution(
+    names: Names,
+    passes: int,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+) -> Rule | None:
+    dims = weight.ndim - 2
+    if input.ndim != dims + 2:
+        return None
+    kernel = weight.shape[2:]
+    stride, dilation = _tuple(stride, dims), _tuple(dilation, dims)
+    if padding == "same":
+        totals = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
+        pads = [(total // 2, total - total // 2) for total in totals]
+    else:
+        pads = [(0, 0)] * dims if padding == "valid" else [(p, p) for p in _tuple(padding, dims)]
+    name, bias_name = names.get(id(weight)), names.get(id(bias))
+    channels = weight.shape[0] // groups
+    unfolded: list[Tensor] = []
+
+    def rule(delta: Tensor) -> Iterator[tuple[str, Tensor]]:
+        count = delta.shape[0]
+        if name:
+            if not unfolded:
+                padded = F.pad(input, [p for pair in reversed(pads) for p in pair]) if any(map(any, pads)) else input
+                unfolded.append(_patches(padded, kernel, stride, dilation, groups))
+            patches = unfolded[0]
+            fan_in, positions = patches.shape[1:]
+            rows = delta.reshape(count * groups, channels, positions)
+            if passes * channels * fan_in > positions * (fan_in + passes * channels):
+                if len(unfolded) == 1:
+                    unfolded.append(torch.bmm(patches.mT, patches))
+                products = torch.bmm(rows.mT, rows).mul_(unfolded[1])
+                yield name, products.view(count, -1).sum(1, dtype=torch.float64)
+            else:
+                yield name, _squared(torch.bmm(rows, patches.mT).view(count, -1))
+        if bias_name:
+            yield bias_name, _squared(delta.flatten(2).sum(2))
+
+    return rule
+
+
+def _transposed_convolution(
+    names: Names,
+    passes: int,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    output_padding: Any = 0,
+    groups: int = 1,
+    dilation: Any = 1,
+) -> Rule | None:
+    dims = weight.ndim - 2
+    if input.ndim != dims + 2:
+        return None
+    kernel = weight.shape[2:]
+    stride, padding, dilation = _tuple(stride, dims), _tuple(padding, dims), _tuple(dilation, dims)
+    name, bias_name = names.get(id(weight)), names.get(id(bias))
+    sizes = input.shape[2:]
+
+    def rule(delta: Tensor) -> Iterator[tuple[str, Tensor]]:
+        count = delta.shape[0]
+        if name:
+            padded = F.pad(delta, [p for pad in reversed(padding) for p in (pad, pad)])
+            for d in range(dims):  # the windows that an input position reaches; output_padding adds room beyond them
+                padded = padded.narrow(2 + d, 0, (sizes[d] - 1) * stride[d] + dilation[d] * (kernel[d] - 1) + 1)
+            patches = _patches(padded, kernel, stride, dilation, groups)
+            rows = input.reshape(count * groups, -1, patches.shape[2])
+            yield name, _squared(torch.bmm(rows, patches.mT).view(count, -1))
+        if bias_name:
+            yield bias_name, _squared(delta.flatten(2).sum(2))
+
+    return rule
+
+
+def _scale_and_shift(weight: str | None, bias: str | None, shape: torch.Size, normalised: Tensor | None) -> Rule:
+    """Parameters of `shape`, broadcast against (N, …): gradients Σδ·x̂ and Σδ over what was broadcast."""
+
+    def reduced(product: Tensor) -> Tensor:
+        full = (1,) * (product.ndim - len(shape)) + tuple(shape)
+        dims = [d for d in range(1, product.ndim) if full[d] == 1 and product.shape[d] > 1]
+        return product.sum(dims, keepdim=True) if dims else product
+
+    def rule(delta: Tensor) -> Iterator[tuple[str, Tensor]]:
+        if weight and normalised is not None:
+            yield weight, _squared(reduced(delta * normalised))
+        if bias:
+            yield bias, _squared(reduced(delta))
+
+    return rule
+
+
+def _batch_norm(
+    names: Names,
+    passes: int,
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Rule | None:
+    if training or running_mean is None or running_var is None:
+        return None
+    shape = torch.Size([input.shape[1]] + [1] * (input.ndim - 2))
+    normalised = (input - running_mean.view(shape)) * (running_var.view(shape) + eps).rsqrt()
+    return _scale_and_shift(names.get(id(weight)), names.get(id(bias)), shape, normalised)
+
+
+def _layer_norm(
+    names: Names,
+    passes: int,
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    cudnn_enable: bool = False,
+) -> Rule:
+    normalised = F.layer_norm(input, list(normalized_shape), eps=eps)
+    return _scale_and_shift(names.get(id(weight)), names.get(id(bias)), torch.Size(normalized_shape), normalised)
+
+
+def _group_norm(
+    names: Names,
+    passes: int,
+    input: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Rule:
+    shape = torch.Size([input.shape[1]] + [1] * (input.ndim - 2))
+    normalised = F.group_norm(input, num_groups, eps=eps)
+    return _scale_and_shift(names.get(id(weight)), names.get(id(bias)), shape, normalised)
+
+
+def _prelu(names: Names, passes: int, input: Tensor, weight: Tensor) -> Rule:
+    shape = weight.shape if weight.numel() == 1 else torch.Size([weight.numel()] + [1] * (input.ndim - 2))
+    return _scale_and_shift(names.get(id(weight)), None, shape, input.clamp(max=0))
+
+
+def _embedding(
+    names: Names, passes: int, input: Tensor, weight: Tensor, padding_idx: int | None = None, *options: Any, **more: Any
+) -> Rule | None:
+    if options or any(more.get(option) for option in ("max_norm", "scale_grad_by_freq")):
+        return None
+    tokens = input.reshape(input.shape[0], -1)
+    # a token that occurs twice adds up its two gradients
+    same = (tokens[:, :, None] == tokens[:, None, :]).to(weight.dtype)
+    if padding_idx is not None:
+        padding_idx %= weight.shape[0]
+        same = same * (tokens != padding_idx)[:, :, None].to(weight.dtype)
+    name = names[id(weight)]
+
+    def rule(delta: Tensor) -> Iterator[tuple[str, Tensor]]:
+        rows = delta.reshape(delta.shape[0], tokens.shape[1], -1)
+        yield name, (torch.bmm(rows, rows.mT) * same).flatten(1).sum(1, dtype=torch.float64)
+
+    return rule
+
+
+def _multiply(names: Names, passes: int, first: Any, second: Any) -> Rule | None:
+    parameter, other = (first, second) if id(first) in names else (second, first)
+    return _bare(names, parameter, other, scales=True)
+
+
+def _add(names: Names, passes: int, first: Any, second: Any) -> Rule | None:
+    parameter, other = (first, second) if id(first) in names else (second, first)
+    return _bare(names, parameter, other, scales=False)
+
+
+def _bare(names: Names, parameter: Any, other: Any, *, scales: bool) -> Rule | None:
+    if not isinstance(other, Tensor) or id(other) in names or other.ndim < 2:
+        return None
+    shape = parameter.shape
+    if len(shape) > other.ndim or (len(shape) == other.ndim and shape[0] != 1):
+        return None  # it would be broadcast over the samples, or hold a row for each of them
+    if torch.broadcast_shapes(shape, other.shape) != other.shape:
+        return None
+    name = names[id(parameter)]
+    return _scale_and_shift(name, None, shape, other) if scales else _scale_and_shift(None, name, shape, None)
+
+
+_RULES: dict[Any, Callable[..., Rule | None]] = {
+    F.linear: _linear,
+    torch.conv1d: _convolution,
+    torch.conv2d: _convolution,
+    torch.conv3d: _convolution,
+    torch.conv_transpose1d: _transposed_convolution,
+    torch.conv_transpose2d: _transposed_convolution,
+    torch.conv_transpose3d: _transposed_convolution,
+    F.batch_norm: _batch_norm,
+    F.layer_norm: _layer_norm,
+    F.group_norm: _group_norm,
+    F.prelu: _prelu,
+    torch.prelu: _prelu,
+    F.embedding: _embedding,
+    torch.addmm: _addmm,
+}
+for _name in ("mul", "__mul__", "__rmul__", "multiply"):
+    _RULES |= {getattr(space, _name): _multiply for space in (torch, Tensor) if hasattr(space, _name)}
+for _name in ("add", "__add__", "__radd__", "sub", "__sub__", "__rsub__"):
+    _RULES |= {getattr(space, _name): _add for space in (torch, Tensor) if hasattr(space, _name)}
+for _name in ("matmul", "__matmul__", "mm"):
+    _RULES |= {getattr(space, _name): _matmul for space in (torch, Tensor) if hasattr(space, _name)}
+
+
+# ---------------------------------------------------------------- recording one forward pass
+
+
+class _Recorder(TorchFunctionMode):
+    """Taps every operation that uses one of the named parameters."""
+
+    def __init__(self, names: Names, passes: int, copies: bool) -> None:
+        super().__init__()
+        self.names, self.passes, self.copies = names, passes, copies
+        self.taps: list[tuple[Rule, Tensor, int]] = []
+        self.used: dict[str, int] = {}
+        self.without_rule: set[str] = set()
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        met = [self.names[id(leaf)] for leaf in tree_leaves((args, kwargs)) if id(leaf) in self.names]
+        if not met or not _computes(result):
+            return result
+        for name in met:
+            self.used[name] = self.used.get(name, 0) + 1
+        builder = _RULES.get(func)
+        rule = None
+        if builder is not None and isinstance(result, Tensor):
+            # a TypeError: called in a form that the rule does not know, such as add(..., alpha=)
+            with contextlib.suppress(TypeError), torch.no_grad():
+                rule = builder(self.names, self.passes, *args, **kwargs)
+        if rule is None:
+            self.without_rule.update(met)
+            return result
+        if not result.requires_grad:
+            result = result.detach().requires_grad_()
+        self.taps.append((rule, result, result._version))
+        return result.clone() if self.copies else result
+
+
+def _computes(result: Any) -> bool:
+    """Whether a call returned tensors, not a shape, a flag or a device."""
+    return any(isinstance(leaf, Tensor) for leaf in tree_leaves(result))
+
+
+class Recording:
+    """One recorded forward pass: `outputs` (N, C) and, for any cotangents v (N, C), the squared gradient norms."""
+
+    def __init__(self, outputs: Tensor, recorder: _Recorder, slow: Callable[[Tensor], Norms] | None) -> None:
+        self.outputs = outputs
+        self._rules = [rule for rule, _, _ in recorder.taps]
+        self._taps = [tap for _, tap, _ in recorder.taps]
+        self._slow = slow
+
+    def squared_norms(self, vectors: Tensor, *, last: bool = False) -> Norms:
+        """‖∇_p (vᵀφₙ)‖² of every sample and parameter, float64; `last` frees the recording."""
+        result: Norms = {}
+        if self._taps and self.outputs.requires_grad:
+            cotangents = torch.autograd.grad(
+                self.outputs, self._taps, vectors.to(self.outputs), retain_graph=not last, allow_unused=True
+            )
+            with torch.no_grad():
+                for rule, delta in zip(self._rules, cotangents, strict=True):
+                    if delta is not None:
+                        result.update(rule(delta))
+        if self._slow is not None:
+            result |= self._slow(vectors)
+        return result
+
+
+class GradientNorms:
+    """Records forward passes of a problem; knows which parameters have a rule and which need their own gradients.
+
+    Made once for a data set from a few of its samples, inside `problem.active()`. It checks that the outputs of one
+    sample do not depend on another (otherwise per-sample gradients do not exist), and every rule against autograd on
+    one sample: a parameter whose rule does not fit the way it is used falls back to its own gradients.
+    """
+
+    def __init__(self, problem: Problem, inputs: Any, structure: Structure, passes: int) -> None:
+        self.problem, self.passes = problem, passes
+        self.copies = False
+        self.without_rule = {name for name in problem.params if structure.uses.get(name, 2) > 1}
+        three = resized(inputs, 3)
+        try:
+            outputs, recorder = self._forward(three)
+            overwritten = any(tap._version != version for _, tap, version in recorder.taps)
+        except RuntimeError:  # autograd refuses to work in place on a leaf
+            overwritten = True
+        if overwritten:
+            self.copies = True  # operations in place get copies of the taps
+            outputs, recorder = self._forward(three)
+        self._check_independence(outputs, recorder)
+        # the first dimension holds the samples only if it follows their number
+        for size, taps in ((3, recorder.taps), (2, self._forward(resized(inputs, 2))[1].taps)):
+            for rule, tap, _ in taps:
+                if tap.shape[:1] != (size,):
+                    self.without_rule |= {name for name, _ in rule(torch.zeros_like(tap))}
+        self.without_rule |= recorder.without_rule
+        self._check_rules(resized(inputs, 1))
+
+    def _check_rules(self, inputs: Any) -> None:
+        params = {name: tensor.detach().requires_grad_() for name, tensor in self.problem.params.items()}
+        outputs = self.problem.outputs(params, inputs)
+        vector = torch.linspace(1, 2, outputs.numel()).view_as(outputs).to(outputs)
+        gradients = torch.autograd.grad(outputs, list(params.values()), vector, allow_unused=True)
+        norms = self.record(inputs).squared_norms(vector)
+        tolerance = 1e-3 if outputs.dtype == torch.float32 else 1e-8
+        for name, gradient in zip(params, gradients, strict=True):
+            expected = 0.0 if gradient is None else float(gradient.double().square().sum())
+            if abs(float(norms.get(name, torch.zeros(1)).sum()) - expected) > tolerance * expected:
+                self.without_rule.add(name)
+
+    def _forward(self, inputs: Any) -> tuple[Tensor, _Recorder]:
+        params = self.problem.params
+        names = {id(tensor): name for name, tensor in params.items() if name not in self.without_rule}
+        recorder = _Recorder(names, self.passes, self.copies)
+        with recorder:
+            outputs = self.problem.outputs(params, inputs)
+        return outputs, recorder
+
+    def _check_independence(self, outputs: Tensor, recorder: _Recorder) -> None:
+        taps = [tap for _, tap, _ in recorder.taps if tap.shape[:1] == outputs.shape[:1]]
+        if not taps or not outputs.requires_grad:
+            return
+        probe = torch.zeros_like(outputs)
+        probe[0] = torch.linspace(1, 2, probe[0].numel()).view_as(probe[0]).to(probe)
+        for delta in torch.autograd.grad(outputs, taps, probe, allow_unused=True, retain_graph=True):
+            if delta is not None and bool(delta[1:].any()):
+                raise InputError(
+                    "the model's output for one sample depends on other samples of the batch (batch statistics or "
+                    "attention across samples?), so traces per sample are not defined; measure with sl.hessian."
+                )
+
+    def record(self, inputs: Any) -> Recording:
+        """Run the model on one batch."""
+        outputs, recorder = self._forward(inputs)
+        slow = None
+        if self.without_rule:
+            params = {name: self.problem.params[name] for name in self.without_rule}
+
+            def slow(vectors: Tensor) -> Norms:
+                return _sample_by_sample(self.problem, params, inputs, vectors.to(outputs))
+
+        return Recording(outputs, recorder, slow)
+
+
+def resized(inputs: Any, count: int | Tensor) -> Any:
+    """The first `count` samples, repeated if there are fewer; or the samples with the given indices."""
+
+    def resize(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        return leaf[count if isinstance(count, Tensor) else torch.arange(count, device=leaf.device) % leaf.shape[0]]
+
+    return tree_map(resize, inputs)
+
+
+def _sample_by_sample(problem: Problem, params: Params, inputs: Any, vectors: Tensor) -> Norms:
+    """Norms from the gradients of these parameters themselves, each sample by itself, under `vmap`."""
+    leaves = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
+
+    def one(vector: Tensor, *sample: Tensor) -> Norms:
+        rest = iter(sample)
+        single = tree_map(lambda leaf: next(rest).unsqueeze(0) if isinstance(leaf, Tensor) else leaf, inputs)
+
+        def forward(chosen: Params) -> Tensor:
+            return problem.outputs({**problem.params, **chosen}, single).squeeze(0)
+
+        gradients = vjp(forward, params)[1](vector)[0]
+        return {name: torch.linalg.vector_norm(gradient) for name, gradient in gradients.items()}
+
+    size = sum(tensor.numel() for tensor in params.values())
+    chunk = max(1, 2**26 // max(size, 1))
+    try:
+        norms = vmap(one, chunk_size=chunk)(vectors, *leaves)
+    except RuntimeError:  # an operation without a batching rule: one sample after the other
+        each = [one(vectors[n], *(leaf[n] for leaf in leaves)) for n in range(len(vectors))]
+        norms = {name: torch.stack([norm[name] for norm in each]) for name in params}
+    return {name: norm.detach().double().square() for name, norm in norms.items()}

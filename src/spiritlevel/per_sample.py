@@ -1,0 +1,532 @@
+"""The trace of the Hessian of every single sample's loss: exact where the network allows it, with errors elsewhere.
+
+Four ways, from the best to the last resort:
+
+- *exact*: outputs at most linear in each parameter tensor (ReLU networks): Tr Hₙ = Tr GGNₙ = Σ_j d_j ‖v_jᵀJₙ‖², at most
+  C−1 backward passes for a whole batch, gradient norms only;
+- *recursion*: chains of linear layers and smooth elementwise functions, exact (`chains`);
+- *split*: any smooth network, the Gauss-Newton part exact and the remainder Σ_c g_c Tr ∇²φ_c by probes;
+- *hutchinson*: any network, all of it by probes, for the whole batch at once by nested forward-mode differentiation.
+
+The loss is never differentiated by autodiff: its gradient and Hessian in the outputs come from `losses` in float64, so
+the results stay right where the loss is tiny.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.func import grad
+
+from spiritlevel.chains import chain_traces, find_chain
+from spiritlevel.errors import InputError, NotExactError, unknown_name
+from spiritlevel.functional import Batches, Fingerprint, Params, Problem, along, parse_memory
+from spiritlevel.gradient_norms import GradientNorms, resized
+from spiritlevel.results import Estimate, SampleTraces
+from spiritlevel.structure import Structure, analyse
+
+METHODS = ("auto", "exact", "hutchinson", "pyhessian")
+DEFAULT_PROBES = 64
+PILOT_PROBES = 16
+MAX_PROBES = 100_000
+MANY_CLASSES = 2_000
+CHAIN_COST = 2e7  # multiply-adds a sample up to which the recursion is worth its while
+SPLIT_RANK = 128  # beyond so many factors the exact Gauss-Newton part costs more than the probes it saves
+BATCH_BYTES = 2.5e7  # activations of one batch: small enough to stay near the cache, large enough to hide overheads
+
+
+def sample_traces(
+    model: nn.Module,
+    data: Any,
+    *,
+    loss: Any = "cross_entropy",
+    method: str = "auto",
+    passes: int | None = None,
+    probes: int | None = None,
+    rel_err: float | None = None,
+    params: Any = None,
+    per_layer: bool = False,
+    batch_norm: str = "eval",
+    batch_size: int | None = None,
+    memory: int | str | None = None,
+    seed: int = 0,
+) -> SampleTraces:
+    """Tr ∇²ℓ(θ; xₙ, yₙ), the trace of the Hessian of each sample's own loss.
+
+    Exact for networks whose outputs are at most linear in each parameter tensor (linear and convolution layers, batch
+    norm in eval mode, ReLU and its relatives, pooling, residual sums, no weight used at two depths): there
+    Tr H = Tr GGN = Σ_j d_j ‖v_jᵀJ‖² with A = ∂²ℓ/∂φ² = Σ_j d_j v_j v_jᵀ. Exact as well for chains of linear layers and
+    smooth elementwise functions. Estimated, with errors, for everything else.
+
+    Args:
+        model: Any `torch.nn.Module`; it is measured in eval mode and comes back untouched.
+        data: A pair of tensors, a data set, a loader that does not shuffle, or re-iterable batches.
+        loss: A name, a `torch.nn` loss, or a callable that returns one value a sample.
+        method: "auto" takes the best way there is. "exact" raises `NotExactError`, naming the operation in the way,
+            where there is no exact one. "hutchinson" probes the whole trace. "pyhessian" repeats that package's
+            stopping rule, which stops by luck: for comparison only.
+        passes: k exact terms of A (the k most probable classes after the top one) and one random combination of the
+            rest, k + 1 backward passes in all: unbiased, for many classes. Its stderr is a conservative bound.
+        probes: Random probes for what is estimated, 64 by default. All samples share them.
+        rel_err: Instead of `probes`: the wanted relative standard error of the *mean*; a pilot of 16 probes fixes
+            their number, then all are run.
+        params: Names, prefixes or globs of the parameters to measure; all that require grad by default.
+        per_layer: Also split the values by parameter tensor.
+        batch_norm: "eval", or "batch" for batch statistics; the batches are then part of the definition.
+        batch_size: Samples at a time, chosen by itself; changes nothing but speed and memory.
+        memory: Bytes that may be used, or a text such as "2GB".
+        seed: Seed of all random numbers; the global random states stay untouched.
+
+    Cost: *exact* C−1 backward passes and one forward pass; *hutchinson* about 4 forward passes a probe.
+    References: paper A, section 3; Hutchinson 1990, doi:10.1080/03610919008812866; MATH 4.1-4.6.
+
+    >>> net = nn.Sequential(nn.Flatten(), nn.Linear(64, 16), nn.ReLU(), nn.Linear(16, 10))
+    >>> from spiritlevel import data
+    >>> inputs, targets = data.load("digits").train
+    >>> traces = sample_traces(net, (inputs[:100], targets[:100]))
+    >>> traces.exact, traces.values.shape
+    (True, torch.Size([100]))
+    """
+    _check_arguments(method, passes, probes, rel_err, seed)
+    problem = Problem(model, loss=loss, params=params, batch_norm=batch_norm)
+    whole = batch_norm == "batch"
+    batches = Batches(data, size=batch_size, whole=whole)
+    with problem.active():
+        inputs, targets = problem.place(*batches.first(3))
+        with torch.no_grad():
+            outputs = problem.outputs(problem.params, inputs)
+        problem.checked(outputs, inputs, targets)
+        if whole:
+            structure = Structure(failure="batch_norm='batch' couples the samples of a batch")
+        else:
+            structure = analyse(problem, resized(inputs, 2), 2)
+        if batch_size is None and not whole:
+            batches.size = _batch_size(problem, structure, outputs, parse_memory(memory))
+        way = _choose(problem, structure, inputs, outputs, method, passes)
+        collect = _Collector(problem, batches, seed, per_layer)
+        if way.name in ("exact", "passes"):
+            return collect.exact(way, structure)
+        if way.name == "recursion":
+            return collect.recursion(way)
+        if method == "pyhessian":
+            return collect.pyhessian()
+        return collect.probed(way, structure, probes, rel_err)
+
+
+def trace(model: nn.Module, data: Any, **options: Any) -> Estimate:
+    """Tr ∇²L of the mean loss over a data set: `sample_traces(...).mean()`, with the same options.
+
+    Exact (stderr 0) wherever `sample_traces` is, an estimate with its error elsewhere. Cost: as `sample_traces`.
+    Reference: paper A, section 3.
+
+    >>> net = nn.Linear(2, 2)
+    >>> estimate = trace(net, (torch.zeros(4, 2), torch.zeros(4, dtype=torch.long)))
+    >>> estimate.exact
+    True
+    """
+    return sample_traces(model, data, **options).mean()
+
+
+def _check_arguments(method: str, passes: int | None, probes: int | None, rel_err: float | None, seed: int) -> None:
+    if method not in METHODS:
+        raise unknown_name("method", method, METHODS)
+    if passes is not None and (not isinstance(passes, int) or passes < 0):
+        raise InputError(f"passes must be a whole number of at least 0, got {passes!r}.")
+    if passes is not None and method in ("hutchinson", "pyhessian"):
+        raise InputError(f"passes= belongs to exact traces; leave it out with method={method!r}.")
+    if probes is not None and (not isinstance(probes, int) or probes < 2):
+        raise InputError(f"probes must be a whole number of at least 2 to have an error, got {probes!r}.")
+    if rel_err is not None and not (isinstance(rel_err, int | float) and rel_err > 0):
+        raise InputError(f"rel_err must be a positive number such as 0.01, got {rel_err!r}.")
+    if rel_err is not None and probes is not None:
+        raise InputError("give probes= or rel_err=, not both: rel_err fixes the number of probes by itself.")
+    if not isinstance(seed, int) or seed < 0:
+        raise InputError(f"seed must be a whole number of at least 0, got {seed!r}.")
+
+
+# ---------------------------------------------------------------- choosing a way
+
+
+class _Way:
+    """What was chosen, and what it needs."""
+
+    def __init__(self, name: str, *, passes: int = 0, norms: GradientNorms | None = None, chain: Any = None) -> None:
+        self.name, self.passes, self.norms, self.chain = name, passes, norms, chain
+        self.notes: tuple[str, ...] = ()
+
+
+def _choose(
+    problem: Problem, structure: Structure, inputs: Any, outputs: Tensor, method: str, passes: int | None
+) -> _Way:
+    if method in ("hutchinson", "pyhessian"):
+        return _Way("hutchinson")
+    rank = problem.loss.rank(outputs.shape[1] if outputs.ndim > 1 else 1)
+    if structure.exact and problem.loss.closed_form:
+        way = _Way("exact")
+        if passes is not None and passes < rank - 1:
+            way = _Way("passes", passes=passes)
+        elif passes is None and rank >= MANY_CLASSES:
+            if method == "exact":
+                raise InputError(
+                    f"exact traces of {rank + 1} classes take {rank} backward passes a batch; "
+                    "pass passes=8 for a sampled rest, or passes={rank} to insist.".replace("{rank}", str(rank))
+                )
+            way = _Way("passes", passes=8)
+            way.notes = (f"{rank} factors: 8 taken exactly, the rest sampled; passes= changes that",)
+        way.norms = GradientNorms(problem, inputs, structure, way.passes + 1 if way.name == "passes" else rank)
+        return way
+    if passes is not None:
+        raise NotExactError(f"passes= needs exact terms, but {_obstacle(problem, structure)}; leave it out.")
+    if problem.loss.closed_form and not structure.failure:
+        chain = find_chain(problem, inputs)
+        if chain is not None and (chain.cost <= CHAIN_COST or method == "exact"):
+            return _Way("recursion", chain=chain)
+    if method == "exact":
+        raise NotExactError(
+            f"the per-sample traces of this model have no exact form here: {_obstacle(problem, structure)}; "
+            "use method='auto' or 'hutchinson' for an estimate with its error."
+        )
+    if problem.loss.closed_form and structure.smooth and rank <= SPLIT_RANK:
+        norms = GradientNorms(problem, inputs, structure, rank)
+        if not norms.without_rule:
+            return _Way("split", norms=norms)
+    return _Way("hutchinson")
+
+
+def _obstacle(problem: Problem, structure: Structure) -> str:
+    if not problem.loss.closed_form:
+        return "the loss offers no output factors"
+    return structure.reason
+
+
+def _batch_size(problem: Problem, structure: Structure, outputs: Tensor, memory: int) -> int:
+    floats = structure.floats_per_sample or 2**18
+    item = problem.params[next(iter(problem.params))].element_size()
+    classes = outputs[0].numel()
+    wanted = BATCH_BYTES / (item * floats)
+    allowed = memory / (8 * item * floats + 64 * classes)
+    return max(1, min(2 ** int(math.log2(max(wanted, 8))), 4096, int(allowed)))
+
+
+# ---------------------------------------------------------------- second derivatives along a probe
+
+
+def probe(params: Params, seed: int, index: int, only: str | None = None) -> Params:
+    """Random signs for every parameter, made anew from (seed, index): nothing has to be kept.
+
+    With `only` the direction lies inside that parameter and is zero elsewhere.
+    """
+    state = np.random.SeedSequence([seed, index]).generate_state(1, np.uint64)[0]
+    generator = torch.Generator().manual_seed(int(state))
+    result = {}
+    for name, tensor in params.items():
+        signs = torch.randint(0, 2, tensor.shape, generator=generator, dtype=torch.int8)
+        chosen = only is None or name == only
+        result[name] = signs.to(tensor.device, tensor.dtype).mul_(2).sub_(1) if chosen else torch.zeros_like(tensor)
+    return result
+
+
+Derivatives = tuple[Tensor, Tensor, Tensor]
+"""Outputs φ, their first derivative φ̇ = Jv and their second φ̈ = vᵀ∇²φ v along a direction v, each (N, C)."""
+
+
+def along_forward(problem: Problem, inputs: Any, direction: Params) -> Derivatives:
+    """By nested forward mode: no graph, no loop over samples."""
+
+    def velocity(params: Params) -> tuple[Tensor, Tensor]:
+        return along(lambda p: problem.outputs(p, inputs), params, direction)
+
+    with torch.no_grad():
+        (outputs, first), (_, second) = along(velocity, problem.params, direction)
+    return outputs, first, second
+
+
+def along_reverse(problem: Problem, inputs: Any, direction: Params) -> Derivatives:
+    """By reverse mode alone: derivatives, in dummy weights w of the outputs, of d/dt and d²/dt² of Σ w·φ."""
+    params = {name: tensor.detach().requires_grad_() for name, tensor in problem.params.items()}
+    leaves, directions = list(params.values()), list(direction.values())
+
+    def forward_derivative(scalar: Tensor) -> Tensor:
+        if not scalar.requires_grad:
+            return scalar.new_zeros(()).requires_grad_()
+        gradients = torch.autograd.grad(scalar, leaves, create_graph=True, allow_unused=True)
+        pairs = zip(gradients, directions, strict=True)
+        return sum(((g * d).sum() for g, d in pairs if g is not None), scalar.new_zeros(()))
+
+    outputs = problem.outputs(params, inputs)
+    weights = torch.ones_like(outputs, requires_grad=True)
+    once = forward_derivative((weights * outputs).sum())
+    twice = forward_derivative(once)
+    found = [
+        torch.autograd.grad(scalar, weights, retain_graph=True, allow_unused=True)[0] if scalar.requires_grad else None
+        for scalar in (once, twice)
+    ]
+    first, second = (torch.zeros_like(outputs) if item is None else item for item in found)
+    return outputs.detach(), first.detach(), second.detach()
+
+
+def _differentiator(
+    problem: Problem, inputs: Any, seed: int
+) -> tuple[Callable[[Problem, Any, Params], Derivatives], tuple[str, ...]]:
+    """Forward mode if this model has it and it agrees with reverse mode; else reverse mode, and a note.
+
+    The checksum (MATH 6): for one batch, one probe v and random weights w, Σ w·φ̇ = v·∇ and Σ w·φ̈ = v·∇²v of Σ w·φ by
+    forward-over-reverse, and u·∇²v = v·∇²u.
+    """
+    v, u = probe(problem.params, seed, 0), probe(problem.params, seed, 1)
+    try:
+        outputs, first, second = along_forward(problem, inputs, v)
+    except (NotImplementedError, RuntimeError) as error:
+        reason = str(error).strip().split("\n", 1)[0][:160]
+        return along_reverse, (f"reverse mode, because forward derivatives are missing ({reason})",)
+    weights = torch.linspace(-1, 1, outputs.numel()).view_as(outputs).to(outputs)
+
+    def scalar(params: Params) -> Tensor:
+        return (weights * problem.outputs(params, inputs)).sum()
+
+    def dot(a: Params, b: Params) -> float:
+        return sum(float((a[name].double() * b[name].double()).sum()) for name in a)
+
+    try:
+        gradient, product = along(grad(scalar), problem.params, v)
+        _, other = along(grad(scalar), problem.params, u)
+    except (NotImplementedError, RuntimeError):
+        _, first_reverse, second_reverse = along_reverse(problem, inputs, v)
+        wanted = [(weights * item).double().sum().item() for item in (first_reverse, second_reverse)]
+        symmetric = True
+    else:
+        wanted = [dot(v, gradient), dot(v, product)]
+        scale = math.sqrt(dot(product, product) * dot(u, u))
+        symmetric = abs(dot(u, product) - dot(v, other)) <= _tolerance(problem) * max(scale, 1e-30)
+    if not symmetric:
+        raise InputError(
+            "the second derivatives of this model are not symmetric (an operation whose double backward is wrong?), "
+            "so no curvature of it can be trusted."
+        )
+    for found, right in zip((first, second), wanted, strict=True):
+        terms = (weights * found).double()
+        if abs(terms.sum().item() - right) > _tolerance(problem) * max(float(terms.norm()), abs(right), 1e-30):
+            return along_reverse, ("reverse mode, because nested forward mode disagreed with it on this model",)
+    return along_forward, ()
+
+
+def _tolerance(problem: Problem) -> float:
+    return 1e-2 if problem.dtype == torch.float32 else 1e-6
+
+
+# ---------------------------------------------------------------- going over the data
+
+
+class _Collector:
+    """Goes over the batches and puts the result together."""
+
+    def __init__(self, problem: Problem, batches: Batches, seed: int, per_layer: bool) -> None:
+        self.problem, self.batches, self.seed, self.per_layer = problem, batches, seed, per_layer
+        self.fingerprint = Fingerprint()
+        self.targets: list[Tensor] = []
+        self.classes = 0
+
+    def each(self) -> Iterator[tuple[int, Any, Tensor]]:
+        """The batches on the model's device, each with the number of its first sample; also keeps the books."""
+        start = 0
+        for inputs, targets in self.batches:
+            if not len(targets):
+                continue
+            self.fingerprint.update(inputs, targets)
+            self.targets.append(targets.detach().cpu())
+            inputs, targets = self.problem.place(inputs, targets)
+            yield start, inputs, targets
+            start += len(targets)
+
+    def result(self, layers: dict[str, Tensor], stderr: Tensor | None = None, **fields: Any) -> SampleTraces:
+        values = fields.pop("values", None)
+        if values is None:
+            values = torch.stack(list(layers.values())).sum(0)
+        return SampleTraces(
+            values=values,
+            stderr=torch.zeros_like(values) if stderr is None else stderr,
+            targets=torch.cat(self.targets),
+            layers=layers if self.per_layer else {},
+            seed=self.seed,
+            loss=self.problem.loss.name,
+            batch_norm=self.problem.batch_norm,
+            fingerprint=str(self.fingerprint),
+            **fields,
+        )
+
+    def gauss_newton(self, way: _Way) -> tuple[dict[str, Tensor], Tensor | None, int]:
+        """Tr GGNₙ by parameter; the error bound of the sampled part if there is one; the number of passes."""
+        assert way.norms is not None
+        problem = self.problem
+        collected: list[dict[str, Tensor]] = []
+        errors: list[Tensor] = []
+        count = 0
+        for start, inputs, targets in self.each():
+            recording = way.norms.record(inputs)
+            outputs = recording.outputs.detach()
+            problem.checked(outputs, inputs, targets, start)
+            rank = problem.loss.rank(outputs.shape[1] if outputs.ndim > 1 else 1)
+            if way.name == "passes":
+                state = np.random.SeedSequence([self.seed, start]).generate_state(1, np.uint64)[0]
+                generator = torch.Generator().manual_seed(int(state))
+                factors = problem.loss.sampled_factors(outputs, targets, way.passes, generator)
+                count = way.passes + 1
+            else:
+                factors, count = problem.loss.factors(outputs, targets), rank
+            totals = {name: torch.zeros(len(targets), dtype=torch.float64) for name in problem.params}
+            share = torch.zeros(len(targets), dtype=torch.float64)
+            for index, (weight, vector) in enumerate(factors):
+                share = torch.zeros_like(share)
+                for name, norm in recording.squared_norms(vector, last=index == count - 1).items():
+                    term = (weight * norm).cpu()
+                    totals[name] += term
+                    share += term
+            collected.append(totals)
+            if way.name == "passes":
+                spread = 2 * (1 - 1 / (rank - way.passes))
+                errors.append(share * math.sqrt(spread / (1 + spread)))
+        layers = {name: torch.cat([item[name] for item in collected]) for name in problem.params}
+        return layers, torch.cat(errors) if errors else None, count
+
+    def exact(self, way: _Way, structure: Structure) -> SampleTraces:
+        layers, stderr, count = self.gauss_newton(way)
+        notes = way.notes
+        if way.norms is not None and way.norms.without_rule:
+            names = ", ".join(sorted(way.norms.without_rule))
+            notes += (f"gradients of their own, sample by sample, for: {names}",)
+        method = "exact" if way.name == "exact" else f"passes={way.passes}"
+        return self.result(layers, stderr, exact=stderr is None, method=method, matvecs=count, notes=notes)
+
+    def recursion(self, way: _Way) -> SampleTraces:
+        collected = [chain_traces(self.problem, way.chain, inputs, targets)[1] for _, inputs, targets in self.each()]
+        layers = {
+            name: torch.cat([item[name].cpu() for item in collected])
+            if name in collected[0]
+            else torch.zeros(sum(map(len, self.targets)), dtype=torch.float64)
+            for name in self.problem.params
+        }
+        return self.result(layers, exact=True, method="recursion")
+
+    def probed(self, way: _Way, structure: Structure, probes: int | None, rel_err: float | None) -> SampleTraces:
+        """All of the trace, or what Gauss-Newton leaves of it, by probes that all samples share."""
+        base: dict[str, Tensor] = {}
+        matvecs = 0
+        if way.name == "split":
+            base, _, matvecs = self.gauss_newton(way)
+        known = torch.stack(list(base.values())).sum(0) if base else None
+        notes: tuple[str, ...] = way.notes
+        if rel_err is None:
+            count = DEFAULT_PROBES if probes is None else probes
+            draws, derived = self._draws(range(count), known is not None)
+        else:
+            draws, derived = self._draws(range(PILOT_PROBES), known is not None)
+            means = torch.stack(list(draws.values())).sum(0).mean(0)
+            mean = float(means.mean()) + (float(known.mean()) if known is not None else 0.0)
+            error = float(means.std()) / math.sqrt(PILOT_PROBES)
+            need = PILOT_PROBES * (error / (rel_err * abs(mean))) ** 2 if mean else math.inf
+            count = max(PILOT_PROBES, min(MAX_PROBES, math.ceil(min(need, MAX_PROBES))))
+            if need > MAX_PROBES:
+                notes += (f"rel_err={rel_err:g} would take more than {MAX_PROBES} probes; {MAX_PROBES} were run",)
+            if count > PILOT_PROBES:
+                more, _ = self._draws(range(PILOT_PROBES, count), known is not None)
+                draws = {name: torch.cat([draws[name], more[name]], 1) for name in draws}
+        total = torch.stack(list(draws.values())).sum(0)
+        if known is not None:
+            total = total + known[:, None]
+        layers = {}
+        if self.per_layer:
+            layers = {name: base.get(name, 0.0) + rows.mean(1) for name, rows in draws.items()}
+        return self.result(
+            layers,
+            total.std(1) / math.sqrt(count),
+            values=total.mean(1),
+            exact=False,
+            method="gauss-newton + remainder" if known is not None else "hutchinson",
+            probes=torch.full((len(total),), count),
+            dof=count - 1,
+            draws=total,
+            matvecs=matvecs + count,
+            notes=notes + derived,
+        )
+
+    def _draws(self, indices: range, remainder: bool) -> tuple[dict[str, Tensor], tuple[str, ...]]:
+        """What every probe says of every sample, (N, probes): one table, or one a parameter if layers are wanted."""
+        problem = self.problem
+        parts: list[str | None] = [*problem.params] if self.per_layer else [None]
+        tables: dict[str, list[Tensor]] = {part or "": [] for part in parts}
+        notes: tuple[str, ...] = ()
+        differentiate = None
+        self.fingerprint, self.targets = Fingerprint(), []
+        for start, inputs, targets in self.each():
+            if differentiate is None:
+                few = inputs if problem.batch_norm == "batch" else resized(inputs, min(8, len(targets)))
+                differentiate, notes = _differentiator(problem, few, self.seed)
+            for part in parts:
+                rows: list[Tensor] = []
+                for index in indices:
+                    direction = probe(problem.params, self.seed, index, part)
+                    outputs, first, second = differentiate(problem, inputs, direction)
+                    if not rows:
+                        problem.checked(outputs, inputs, targets, start)
+                        gradient = problem.loss.gradient(outputs, targets).reshape(outputs.shape)
+                    row = (gradient * second.double()).reshape(len(targets), -1).sum(1)
+                    if not remainder:
+                        row = row + problem.loss.quadratic(outputs, targets, first)
+                    rows.append(row.cpu())
+                tables[part or ""].append(torch.stack(rows, 1))
+        return {name: torch.cat(table) for name, table in tables.items()}, notes
+
+    def pyhessian(self, most: int = 100, tolerance: float = 1e-3) -> SampleTraces:
+        """PyHessian 0.1's `trace()`, batched.
+
+        A sample stops when its running mean moved by less than `tolerance` relative to the *signed* previous mean, so
+        at once when that is negative.
+        """
+        problem = self.problem
+        values, counts, negative = [], [], 0
+        differentiate = None
+        for start, inputs, targets in self.each():
+            if differentiate is None:
+                differentiate, _ = _differentiator(problem, resized(inputs, min(8, len(targets))), self.seed)
+            total = torch.zeros(len(targets), dtype=torch.float64)
+            mean, count = torch.zeros_like(total), torch.zeros(len(targets), dtype=torch.long)
+            running = torch.arange(len(targets))
+            for index in range(most):
+                chosen = running.to(problem.device)
+                some = resized(inputs, chosen) if len(running) < len(targets) else inputs
+                some_targets = targets[chosen]
+                outputs, first, second = differentiate(problem, some, probe(problem.params, self.seed, index))
+                if not index:
+                    problem.checked(outputs, inputs, targets, start)
+                gradient = problem.loss.gradient(outputs, some_targets).reshape(outputs.shape)
+                draw = problem.loss.quadratic(outputs, some_targets, first)
+                draw = draw + (gradient * second.double()).reshape(len(chosen), -1).sum(1)
+                total[running] += draw.cpu()
+                count[running] += 1
+                updated, previous = total[running] / (index + 1), mean[running]
+                stop = (updated - previous).abs() / (previous + 1e-6) < tolerance
+                mean[running] = updated
+                negative += int((stop & (previous + 1e-6 < 0)).sum())
+                running = running[~stop]
+                if not len(running):
+                    break
+            values.append(mean)
+            counts.append(count)
+        traces, probes = torch.cat(values), torch.cat(counts)
+        share = negative / len(traces)
+        return self.result(
+            {},
+            torch.full_like(traces, math.nan),
+            values=traces,
+            exact=False,
+            method="pyhessian",
+            probes=probes,
+            matvecs=int(probes.max()),
+            negative_stops=share,
+            notes=(f"PyHessian's stopping rule, for comparison only: {share:.1%} stopped on a negative mean",),
+        )
