@@ -452,7 +452,7 @@ class Spectrum(Result):
         values = rows.mean(1)
         if self.exact:
             return Density(grid, values, torch.zeros_like(values), width)
-        return Density(grid, values, rows.std(1) / math.sqrt(rows.shape[1]), width, rows.shape[1] - 1)
+        return Density(grid, values, rows.std(1) / math.sqrt(rows.shape[1]), width, float(rows.shape[1] - 1))
 
     def __str__(self) -> str:
         low, high = float(self.nodes.min()), float(self.nodes.max())
