@@ -30,6 +30,8 @@ ORDER = [
     "data",
     "functional",
     "structure",
+    "chains",
+    "gradient_norms",
     "margins",
     "estimators",
     "curvature",
@@ -211,4 +213,6 @@ def test_the_example_in_the_readme_runs(capsys: pytest.CaptureFixture[str]) -> N
     readme = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
     (example,) = re.findall(r"```python\n(.*?)```", readme, flags=re.DOTALL)
     exec(example, {})
-    assert "margins" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "1000 output margins" in shown
+    assert "1000 per-sample Hessian traces, exact" in shown

@@ -14,8 +14,53 @@ __version__ = "0.1.0"
 
 # The public names, by the module that defines them. A new name goes here and, for type checkers, into the block below.
 _EXPORTS: dict[str, tuple[str, ...]] = {
-    "errors": ("InputError", "NotExactError"),
-    "results": ("Correlation", "Eigenpairs", "Estimate", "Margins", "Result", "SampleTraces"),
+    "errors": (
+        "InputError",
+        "NotExactError",
+    ),
+    "estimators": (
+        "Operator",
+        "diagonal",
+        "eigenvalues",
+        "frobenius_norm",
+        "operator_trace",
+        "spectral_density",
+        "spectral_norm",
+        "spectrum",
+    ),
+    "losses": (
+        "aceht",
+        "confidence_gap",
+    ),
+    "margins": (
+        "margin_bound",
+        "margins",
+        "output_margin",
+        "printed_margin_bound",
+        "signed_margin",
+        "softmax_margin",
+    ),
+    "per_sample": (
+        "sample_traces",
+        "trace",
+    ),
+    "results": (
+        "Correlation",
+        "Density",
+        "DiagonalEstimate",
+        "Eigenpairs",
+        "Estimate",
+        "Margins",
+        "Result",
+        "SampleTraces",
+        "Spectrum",
+        "SpectrumSummary",
+    ),
+    "stats": (
+        "correlate",
+        "kendall",
+        "skewness",
+    ),
 }
 # Modules that users reach as `sl.data` and so on.
 _SUBMODULES = ("data", "models")
@@ -25,12 +70,37 @@ if TYPE_CHECKING:
     from spiritlevel import models as models
     from spiritlevel.errors import InputError as InputError
     from spiritlevel.errors import NotExactError as NotExactError
+    from spiritlevel.estimators import Operator as Operator
+    from spiritlevel.estimators import diagonal as diagonal
+    from spiritlevel.estimators import eigenvalues as eigenvalues
+    from spiritlevel.estimators import frobenius_norm as frobenius_norm
+    from spiritlevel.estimators import operator_trace as operator_trace
+    from spiritlevel.estimators import spectral_density as spectral_density
+    from spiritlevel.estimators import spectral_norm as spectral_norm
+    from spiritlevel.estimators import spectrum as spectrum
+    from spiritlevel.losses import aceht as aceht
+    from spiritlevel.losses import confidence_gap as confidence_gap
+    from spiritlevel.margins import margin_bound as margin_bound
+    from spiritlevel.margins import margins as margins
+    from spiritlevel.margins import output_margin as output_margin
+    from spiritlevel.margins import printed_margin_bound as printed_margin_bound
+    from spiritlevel.margins import signed_margin as signed_margin
+    from spiritlevel.margins import softmax_margin as softmax_margin
+    from spiritlevel.per_sample import sample_traces as sample_traces
+    from spiritlevel.per_sample import trace as trace
     from spiritlevel.results import Correlation as Correlation
+    from spiritlevel.results import Density as Density
+    from spiritlevel.results import DiagonalEstimate as DiagonalEstimate
     from spiritlevel.results import Eigenpairs as Eigenpairs
     from spiritlevel.results import Estimate as Estimate
     from spiritlevel.results import Margins as Margins
     from spiritlevel.results import Result as Result
     from spiritlevel.results import SampleTraces as SampleTraces
+    from spiritlevel.results import Spectrum as Spectrum
+    from spiritlevel.results import SpectrumSummary as SpectrumSummary
+    from spiritlevel.stats import correlate as correlate
+    from spiritlevel.stats import kendall as kendall
+    from spiritlevel.stats import skewness as skewness
 else:
     _HOME = {name: module for module, names in _EXPORTS.items() for name in names}
     __all__ = sorted([*_HOME, *_SUBMODULES, "__version__"])
