@@ -101,9 +101,7 @@ class Demo(Command):
             style = "{:.1%}" if measure == "accuracy" else "{:.3f}"
             table.add_row(measure, *(style.format(row[measure]) for row in rows.values()))
         console = Console()
-        console.print(
-            f"LeNet-5 ({size:,} parameters) on {images.name}, {self.epochs} epoch{'s' * (self.epochs > 1)}, seed {self.seed}"
-        )
+        console.print(f"LeNet-5 ({size:,} parameters) on {images.name}, epochs: {self.epochs}, seed: {self.seed}")
         console.print(table)
         console.print("Output margin: the logit of the right class less the largest other one; negative where wrong.")
         return Outcome(
