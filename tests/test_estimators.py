@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.sparse.linalg import LinearOperator, aslinearoperator, eigsh
+from threadpoolctl import threadpool_limits
 
 from spiritlevel import estimators
 from spiritlevel.errors import InputError
@@ -36,7 +37,8 @@ def one_thread():
     """Small matrices on a busy machine are many times faster without threads."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    yield
+    with threadpool_limits(1):
+        yield
     torch.set_num_threads(threads)
 
 

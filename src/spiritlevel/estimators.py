@@ -796,7 +796,7 @@ def _eigenpairs(space: _Krylov, coordinates: Array, reason: str, which: str, tol
     projected = space.projected[: space.width, : space.width]
     values = np.einsum("ij,ik,kj->j", coordinates, projected, coordinates)
     columns = space.vectors(coordinates).T
-    if tol < 100 * torch.finfo(space.product.dtype).eps:
+    if not reason and tol < 100 * torch.finfo(space.product.dtype).eps:
         residuals = _measured_residuals(space.product, columns, values)
     else:
         residuals = space.residuals(coordinates)
