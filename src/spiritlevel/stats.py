@@ -1,0 +1,310 @@
+"""Statistics of per-sample quantities: correlation with outliers removed and an interval, Kendall's tau, skewness."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from scipy import stats as scipy_stats
+
+from spiritlevel.errors import InputError, unknown_name
+from spiritlevel.results import Correlation, Margins, Result, SampleTraces
+
+Array = NDArray[Any]
+OUTLIER_RULES = ("lof", "lof-standardised", "none")
+NEIGHBOURS = 20  # scikit-learn's default, which the paper used
+
+
+class _Column(NamedTuple):
+    """One quantity: a value a sample and, if it was estimated with shared probes, what each probe said."""
+
+    name: str
+    values: Array
+    draws: Array | None = None
+    fingerprint: str = ""
+
+    def pick(self, chosen: Array) -> _Column:
+        return self._replace(values=self.values[chosen], draws=None if self.draws is None else self.draws[chosen])
+
+
+def _numbers(data: Any) -> Array:
+    return np.asarray(data.detach().cpu() if isinstance(data, torch.Tensor) else data)
+
+
+def _column(name: str, data: Any) -> _Column:
+    if isinstance(data, SampleTraces):
+        values = _numbers(data.values).astype(np.float64)
+        if data.exact or data.draws is None:
+            return _Column(name, values, None, data.fingerprint)
+        draws = _numbers(data.draws).astype(np.float64)  # of the whole value, or of the part that was estimated
+        return _Column(name, values, draws - draws.mean(1, keepdims=True) + values[:, None], data.fingerprint)
+    if isinstance(data, Margins):
+        return _Column(name, _numbers(data.signed).astype(np.float64), None, data.fingerprint)
+    if isinstance(data, Result):
+        raise InputError(f"{name} must hold one number a sample, got a result of type {type(data).__name__}.")
+    try:
+        values = _numbers(data).astype(np.float64)
+    except (TypeError, ValueError):
+        raise InputError(f"{name} must hold one number a sample, got {type(data).__name__}.") from None
+    if values.ndim != 1:
+        raise InputError(f"{name} must hold one number a sample, got an array of shape {values.shape}.")
+    return _Column(name, values)
+
+
+def _pair(a: Any, b: Any) -> tuple[_Column, _Column]:
+    x, y = _column("a", a), _column("b", b)
+    if len(x.values) != len(y.values):
+        raise InputError(f"a and b must describe the same samples, got {len(x.values)} and {len(y.values)} values.")
+    if x.fingerprint and y.fingerprint and x.fingerprint != y.fingerprint:
+        raise InputError(
+            "a and b come from different data or their orders differ (the fingerprints are not equal); "
+            "measure both on the same data in the same order."
+        )
+    return x, y
+
+
+def _centred(values: Array) -> tuple[Array, float]:
+    """Deviations from the mean in units of their root mean square, and that unit; 0 where constant to rounding."""
+    size = float(np.abs(values).max())
+    if size == 0.0:
+        return values, 0.0
+    scaled = values / size  # squares neither overflow nor underflow
+    deviations = scaled - scaled.mean()
+    spread = float(np.linalg.norm(deviations))
+    if spread <= 1e-13 * float(np.linalg.norm(scaled)):
+        return deviations, 0.0
+    unit = spread / math.sqrt(len(values))
+    return deviations / unit, unit * size
+
+
+def _undefined(x: _Column, y: _Column, kind: str = "") -> str:
+    """Why Pearson's r of two columns does not exist; empty where it does."""
+    for column in (x, y):
+        wrong = ~np.isfinite(column.values)
+        if wrong.any():
+            count, first = int(wrong.sum()), int(wrong.argmax())
+            return f"{column.name} is NaN or infinite for {count} of the samples, the first is number {first}"
+    count = len(x.values)
+    if count < 3:
+        return f"r needs at least 3 points, there {'is' if count == 1 else 'are'} {count}{kind}"
+    for column in (x, y):
+        if _centred(column.values)[1] == 0.0:
+            return f"all values of {column.name} are equal{kind}"
+    return ""
+
+
+def _pearson(x: Array, y: Array) -> float:
+    return float(np.clip(_centred(x)[0] @ _centred(y)[0] / len(x), -1.0, 1.0))
+
+
+def _inliers(x: Array, y: Array, rule: str) -> tuple[Array, str]:
+    """Which points LocalOutlierFactor keeps, and a remark if points that coincide made it count distinct ones."""
+    if rule == "none":
+        return np.ones(len(x), dtype=bool), ""
+    from sklearn.neighbors import LocalOutlierFactor  # a second to import, and only this function needs it
+
+    cloud = np.stack([x, y], 1) if rule == "lof" else np.stack([_centred(x)[0], _centred(y)[0]], 1)
+    points, index, copies = np.unique(cloud, axis=0, return_inverse=True, return_counts=True)
+    crowded = int(copies.max()) > NEIGHBOURS
+    if crowded and len(points) < 3:
+        return np.ones(len(x), dtype=bool), ""
+    if not crowded:
+        points, index = cloud, np.arange(len(cloud))
+    # novelty=True gives the same factors of the fitted points, and no warning about duplicates
+    fitted = LocalOutlierFactor(n_neighbors=min(NEIGHBOURS, len(points) - 1), novelty=True).fit(points)
+    kept = np.asarray(fitted.negative_outlier_factor_ >= fitted.offset_)
+    remark = f"{int(copies.max())} points coincide: neighbours were counted among distinct points" if crowded else ""
+    return kept[index.reshape(-1)], remark
+
+
+def _counts(generator: np.random.Generator, rows: int, size: int) -> Array:
+    """How often each of `size` items comes in `rows` samples of that size with replacement, as shares."""
+    chosen = generator.integers(0, size, (rows, size))
+    chosen += np.arange(rows)[:, None] * size
+    return np.bincount(chosen.reshape(-1), minlength=rows * size).reshape(rows, size) / size
+
+
+def _resampled(x: _Column, y: _Column, resamples: int, seed: int) -> Array:
+    """Fisher's z of r over resampled points, and over resampled probes at the same time where there are any."""
+    generator = np.random.default_rng(seed)
+    columns = []
+    for column in (x, y):
+        values, unit = _centred(column.values)
+        noise = None if column.draws is None else (column.draws - column.values[:, None]).T / unit
+        columns.append((values, noise))
+    size = len(x.values)
+    results = []
+    chunk = max(1, 2**21 // size)
+    for start in range(0, resamples, chunk):
+        rows = min(chunk, resamples - start)
+        weights = _counts(generator, rows, size)
+        shares: dict[int, Array] = {}  # equal numbers of probes are resampled as pairs: right if shared, and if not
+        moved = []
+        for values, noise in columns:
+            if noise is None:
+                moved.append(np.broadcast_to(values, (rows, size)))
+                continue
+            if len(noise) not in shares:
+                shares[len(noise)] = _counts(generator, rows, len(noise))
+            moved.append(values + shares[len(noise)] @ noise)
+        left, right = moved
+        mean_l, mean_r = (np.einsum("kn,kn->k", weights, side) for side in moved)
+        square_l, square_r = (np.einsum("kn,kn,kn->k", weights, side, side) for side in moved)
+        product = np.einsum("kn,kn,kn->k", weights, left, right)
+        spread_l, spread_r = square_l - mean_l**2, square_r - mean_r**2
+        usable = (spread_l > 1e-20) & (spread_r > 1e-20)
+        covariance = (product - mean_l * mean_r)[usable]
+        results.append(_fisher(covariance / np.sqrt(spread_l[usable] * spread_r[usable])))
+    return np.concatenate(results)
+
+
+def _fisher(r: Any) -> Any:
+    return np.arctanh(np.clip(r, -1 + 1e-15, 1 - 1e-15))
+
+
+def _disattenuated(x: _Column, y: _Column) -> float:
+    """Pearson's r without the noise of the probes: moments from products of *different* probes, which are unbiased."""
+
+    def moment(p: _Column, q: _Column, *, paired: bool) -> float:
+        total = float(np.cov(p.values, q.values, ddof=0)[0, 1])
+        if not paired or p.draws is None or q.draws is None:
+            return total
+        probes = p.draws.shape[1]
+        left, right = p.draws - p.draws.mean(0), q.draws - q.draws.mean(0)
+        return (probes * total - float(np.einsum("nm,nm->", left, right)) / left.size) / (probes - 1)
+
+    if x.draws is None and y.draws is None:
+        return math.nan
+    if any(column.draws is not None and column.draws.shape[1] < 2 for column in (x, y)):
+        return math.nan
+    shared = x.draws is not None and y.draws is not None and x.draws.shape == y.draws.shape
+    spread_x, spread_y = moment(x, x, paired=True), moment(y, y, paired=True)
+    if not (spread_x > 0 and spread_y > 0):
+        return math.nan  # the noise exceeds the spread
+    return float(np.clip(moment(x, y, paired=shared) / math.sqrt(spread_x * spread_y), -1.0, 1.0))
+
+
+def correlate(
+    a: Any,
+    b: Any,
+    *,
+    where: Any = None,
+    outliers: str = "lof",
+    level: float = 0.95,
+    resamples: int = 2000,
+    seed: int = 0,
+) -> Correlation:
+    """Pearson's r of two per-sample quantities after removal of outliers, with a bootstrap interval.
+
+    `a` and `b` are tensors, arrays or lists with one number a sample, or results: `SampleTraces` stand for their
+    values, `Margins` for their signed output margins. Two results must come from the same data in the same order.
+    `where`, a mask, picks a group (say the correct points): all steps then see that group alone.
+
+    `outliers`: "lof" removes what scikit-learn's LocalOutlierFactor (20 neighbours) rejects in the raw cloud, where
+    the quantity with the larger spread decides, as in the paper; "lof-standardised" scales both to unit variance
+    first, and is the choice for tiny values (distances below 1e-10 are equal to that routine); "none" keeps all.
+    Where more than 20 points coincide, neighbours are counted among distinct points, as Breunig et al. advise.
+
+    The interval is tanh(z ± t·s), z = artanh r: s is half the width of the central 68.3 % of z over resampled points
+    (outliers stay removed), t Student's. With `SampleTraces` that carry their probes' draws, points and probes are
+    resampled together, which is conservative; the interval is then about r *as measured with that many probes*, and
+    `disattenuated` is the estimate of r without their noise. Slope and intercept are those of b = slope·a + intercept
+    by least squares, Spearman's coefficient is that of the same points; `r_all` keeps the outliers.
+
+    Where r does not exist (fewer than 3 points, equal or NaN values) it is NaN, and `reason` says why. Cost: 0.1 s for
+    1,000 points, O(resamples·N). Coverage of the 95 % interval in simulation: 94-95 % for normal data of 15 to 200
+    points, 90-93 % for heavy tails. References: paper A, section 3.2; Breunig et al. 2000; Owen 2007 (points and
+    probes); Spearman 1904 (attenuation).
+
+    >>> a = torch.arange(50.0)
+    >>> print(correlate(a, a + 10 * torch.sin(a), outliers="none"))
+    r = 0.891 [0.847, 0.923] over 50 points (0 outliers removed)
+    >>> correlate([1, 1, 1], [1, 2, 3]).reason
+    'all values of a are equal'
+    """
+    if outliers not in OUTLIER_RULES:
+        raise unknown_name("outlier rule", outliers, OUTLIER_RULES)
+    if not 0 < level < 1:
+        raise InputError(f"correlate needs a level between 0 and 1, got {level}.")
+    if resamples < 100:
+        raise InputError(f"correlate needs at least 100 resamples for an interval, got {resamples}.")
+    x, y = _pair(a, b)
+    group = ""
+    if where is not None:
+        mask = _numbers(where)
+        if mask.dtype != np.bool_ or mask.shape != x.values.shape:
+            raise InputError(
+                f"where must be a mask of {len(x.values)} booleans, got {mask.dtype} values of shape {mask.shape}."
+            )
+        x, y, group = x.pick(mask), y.pick(mask), " in this group"
+
+    fixed: dict[str, Any] = {"level": level, "outliers": outliers, "seed": seed}
+    undefined: dict[str, Any] = dict.fromkeys(("r", "low", "high", "spearman", "slope", "intercept"), math.nan)
+    if reason := _undefined(x, y, group):
+        return Correlation(n=len(x.values), removed=0, r_all=math.nan, reason=reason, **undefined, **fixed)
+    r_all = _pearson(x.values, y.values)
+    kept, remark = _inliers(x.values, y.values, outliers)
+    notes = [remark] if remark else []
+    removed = int((~kept).sum())
+    if removed:
+        x, y = x.pick(kept), y.pick(kept)
+        if reason := _undefined(x, y, f" after removal of {removed} outliers"):
+            return Correlation(n=len(x.values), removed=removed, r_all=r_all, reason=reason, **undefined, **fixed)
+
+    for column in (x, y):
+        if column.draws is not None and not np.isfinite(column.draws).all():
+            notes.append(f"the probes of {column.name} are not all finite: only the points were resampled")
+            x, y = (c._replace(draws=None) if c.name == column.name else c for c in (x, y))
+    r = _pearson(x.values, y.values)
+    fewest = min([len(x.values), *(c.draws.shape[1] for c in (x, y) if c.draws is not None and c.draws.shape[1] > 1)])
+    lower, upper = np.quantile(_resampled(x, y, resamples, seed), scipy_stats.norm.cdf([-1.0, 1.0]))
+    half = scipy_stats.t.ppf(0.5 + level / 2, fewest - 1) * (upper - lower) / 2
+    slope = r * _centred(y.values)[1] / _centred(x.values)[1]
+    return Correlation(
+        r=r,
+        low=float(np.tanh(_fisher(r) - half)),
+        high=float(np.tanh(_fisher(r) + half)),
+        n=len(x.values),
+        removed=removed,
+        r_all=r_all,
+        spearman=_pearson(scipy_stats.rankdata(x.values), scipy_stats.rankdata(y.values)),
+        slope=slope,
+        intercept=float(y.values.mean() - slope * x.values.mean()),
+        disattenuated=_disattenuated(x, y),
+        notes=tuple(notes),
+        **fixed,
+    )
+
+
+def kendall(a: Any, b: Any) -> float:
+    """Kendall's rank correlation τ_b: concordant minus discordant pairs, as a share, corrected for ties.
+
+    The usual measure of how well a sharpness *ranks* models. Takes what `correlate` takes. NaN where undefined: fewer
+    than 2 points, equal values, NaN. Cost: O(N log N). Exact. References: Kendall 1945; Jiang et al. 2019.
+
+    >>> kendall([1, 2, 3, 4], [1, 2, 4, 3])
+    0.666...
+    """
+    x, y = _pair(a, b)
+    if len(x.values) < 2 or np.ptp(x.values) == 0 or np.ptp(y.values) == 0:
+        return math.nan
+    return float(scipy_stats.kendalltau(x.values, y.values).statistic)
+
+
+def skewness(values: Any) -> float:
+    """The standardised third moment E[((v − μ)/σ)³], negative for a long tail to the left.
+
+    NaN where undefined: no values, equal values, NaN. Cost: O(N). Exact for the given values (moments divide by N).
+    Reference: paper A, section 4.2, whose caption says "standardized" and whose text omits it.
+
+    >>> skewness([0.0, 0.0, 0.0, 4.0])
+    1.154...
+    """
+    numbers = _column("values", values).values
+    if not len(numbers) or not np.isfinite(numbers).all():
+        return math.nan
+    deviations, unit = _centred(numbers)
+    return float((deviations**3).mean()) if unit else math.nan
