@@ -8,15 +8,19 @@ import inspect
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
+from conftest import Untouched
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import spiritlevel as sl
+from spiritlevel.errors import InputError
 
 ROOT = Path(sl.__file__).parent
 
@@ -198,7 +202,7 @@ def test_unknown_names_are_attribute_errors() -> None:
         lambda m: torch.set_grad_enabled(False),
     ],
 )
-def test_the_untouched_fixture_notices(untouched, disturb) -> None:  # type: ignore[no-untyped-def]
+def test_the_untouched_fixture_notices(untouched: Untouched, disturb: Callable[[nn.Module], object]) -> None:
     model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)).eval()
     with untouched(model), torch.no_grad():
         model(torch.ones(2, 3))
@@ -216,3 +220,32 @@ def test_the_example_in_the_readme_runs(capsys: pytest.CaptureFixture[str]) -> N
     shown = capsys.readouterr().out
     assert "1000 output margins" in shown
     assert "1000 per-sample Hessian traces, exact" in shown
+
+
+def takes_a_model(name: str) -> bool:
+    value = getattr(sl, name)
+    return inspect.isfunction(value) and next(iter(inspect.signature(value).parameters), "") == "model"
+
+
+MEASUREMENTS = sorted(name for _, name in EXPORTS if takes_a_model(name))
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["returns", "raises"])
+@pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
+@pytest.mark.parametrize("name", MEASUREMENTS)
+def test_every_measurement_leaves_model_and_random_states_alone(
+    name: str, training: bool, fails: bool, untouched: Untouched
+) -> None:
+    """Every public function of a model, called as `f(model, data)`; one that needs more gets its own case here."""
+    model = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Dropout(0.5), nn.Linear(5, 3)).train(
+        training
+    )
+    model(torch.rand(8, 4)).sum().backward()
+    model[3].train(not training)
+    model[0].bias.requires_grad_(False)
+    handles = [model[2].register_forward_hook(lambda *_: None), model[4].weight.register_hook(lambda grad: grad)]
+    targets = torch.tensor([0, 1, 2, 0, 1, 99 if fails else 2])
+    loader = DataLoader(TensorDataset(torch.rand(6, 4), targets), batch_size=4)
+    with untouched(model), pytest.raises(InputError) if fails else nullcontext():
+        getattr(sl, name)(model, loader)
+    assert handles
