@@ -10,31 +10,51 @@ import dataclasses
 import json
 import math
 import os
-import tempfile
+import secrets
+import stat
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from types import NoneType, UnionType
+from typing import Any, ClassVar, Self, Union, get_args, get_origin, get_type_hints
 
 import torch
 from scipy import stats
 from torch import Tensor
 
+from spiritlevel.errors import InputError
+
 
 def write_atomically(path: str | Path, text: str) -> None:
-    """Write `text` so that a reader sees the old file or the whole new one, never a part."""
-    path = Path(path)
+    """Write `text` so that a reader sees the old file or the whole new one, never a part.
+
+    The file gets the permissions of any new file, or keeps those it has. A link is followed; what is not a file, such
+    as a pipe or /dev/stdout, is written to directly.
+    """
+    path = Path(path).resolve()
+    if path.exists() and not path.is_file():
+        with path.open("w", encoding="utf-8") as stream:
+            stream.write(text)
+        return
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    temporary = path.with_name(f".{path.name[:100]}.{secrets.token_hex(8)}")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
+        with temporary.open("x", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        Path(temporary).replace(path)
+        if path.exists():
+            temporary.chmod(stat.S_IMODE(path.stat().st_mode))
+        temporary.replace(path)
     except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
+
+
+# In JSON, `null` is an undefined number where a field is declared as one, and an object with the key "type" is a result
+# (its class), a tensor, or a dict that happens to have a key of that name.
+_TAG, _TENSOR, _DICT = "type", "tensor", "dict"
+_INFINITIES = {"Infinity": math.inf, "-Infinity": -math.inf}
 
 
 def _encode(value: Any) -> Any:
@@ -44,6 +64,7 @@ def _encode(value: Any) -> Any:
     if isinstance(value, Tensor):
         flat = value.detach().cpu().reshape(-1).tolist()
         return {
+            _TAG: _TENSOR,
             "dtype": str(value.dtype).removeprefix("torch."),
             "shape": list(value.shape),
             "data": [_encode(item) for item in flat],
@@ -53,7 +74,11 @@ def _encode(value: Any) -> Any:
             return None
         return value if math.isfinite(value) else ("Infinity" if value > 0 else "-Infinity")
     if isinstance(value, dict):
-        return {str(key): _encode(item) for key, item in value.items()}
+        for key in value:
+            if not isinstance(key, str):
+                raise TypeError(f"the dicts of a result have texts as keys, got {key!r}.")
+        items = {key: _encode(item) for key, item in value.items()}
+        return {_TAG: _DICT, "items": items} if _TAG in items else items
     if isinstance(value, list | tuple):
         return [_encode(item) for item in value]
     if value is None or isinstance(value, bool | int | str):
@@ -62,25 +87,44 @@ def _encode(value: Any) -> Any:
 
 
 def _number(value: Any) -> float:
-    return math.nan if value is None else float(value)
+    return math.nan if value is None else _INFINITIES.get(value) or float(value)
 
 
-def _decode(value: Any) -> Any:
-    if isinstance(value, dict):
-        if "type" in value:
-            return Result.from_dict(value)
-        if set(value) == {"dtype", "shape", "data"}:
-            dtype = getattr(torch, value["dtype"])
-            data = [_number(item) for item in value["data"]] if dtype.is_floating_point else value["data"]
-            return torch.tensor(data, dtype=dtype).reshape(value["shape"])
-        return {key: _decode(item) for key, item in value.items()}
+def _decode(value: Any, hint: Any = Any) -> Any:
+    """The inverse of `_encode`; `hint` is the declared type, which alone tells an undefined number from `None`."""
+    if get_origin(hint) in (UnionType, Union):
+        kinds = [kind for kind in get_args(hint) if kind is not NoneType]
+        if value is None and len(kinds) < len(get_args(hint)):
+            return None
+        hint = kinds[0] if len(kinds) == 1 else Any
+    if hint is float:
+        return _number(value)
+    inner = get_args(hint)
     if isinstance(value, list):
-        return tuple(_decode(item) for item in value)
-    return value
+        if get_origin(hint) is tuple and len(inner) == len(value) and Ellipsis not in inner:
+            return tuple(_decode(item, kind) for item, kind in zip(value, inner, strict=True))
+        items = [_decode(item, inner[0] if inner else Any) for item in value]
+        return items if list in (hint, get_origin(hint)) else tuple(items)
+    if not isinstance(value, dict):
+        return value
+    kind = value.get(_TAG)
+    if kind == _TENSOR:
+        dtype = getattr(torch, value["dtype"])
+        data = [_number(item) for item in value["data"]] if dtype.is_floating_point else value["data"]
+        return torch.tensor(data, dtype=dtype).reshape(value["shape"])
+    if kind is not None and kind != _DICT:
+        return Result.from_dict(value)
+    items_hint = inner[1] if get_origin(hint) is dict else Any
+    return {key: _decode(item, items_hint) for key, item in (value["items"] if kind else value).items()}
 
 
 class Result:
-    """Base of all results: one JSON form (`to_json`) and its inverse (`from_json`)."""
+    """Base of all results: one JSON form (`to_json`) and its inverse (`from_json`).
+
+    Subclasses are frozen dataclasses whose fields hold numbers, texts, tensors, results, and dicts, tuples or lists of
+    those. An undefined number is NaN and becomes null; it comes back as NaN if the field is declared as `float` (also
+    inside `dict[str, float]` and the like), and as `None` if it may be absent (`float | None`).
+    """
 
     _types: ClassVar[dict[str, type[Result]]] = {}
 
@@ -90,22 +134,25 @@ class Result:
 
     def to_dict(self) -> dict[str, Any]:
         """A dict of plain values, ready for strict JSON; `from_dict` reads it back."""
-        fields = dataclasses.fields(self)  # type: ignore[arg-type]
-        return {"type": type(self).__name__, **{f.name: _encode(getattr(self, f.name)) for f in fields}}
+        fields = {f.name: _encode(getattr(self, f.name)) for f in _fields(type(self))}
+        if _TAG in fields:
+            raise TypeError(f"{type(self).__name__} has a field named {_TAG!r}, which results reserve for their class.")
+        return {_TAG: type(self).__name__, **fields}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Self:
         """The inverse of `to_dict`, for any kind of result."""
-        kind = Result._types.get(str(data.get("type")))
+        name = data.get(_TAG) if isinstance(data, dict) else None
+        kind = Result._types.get(str(name))
         if kind is None or not issubclass(kind, cls):
             known = ", ".join(sorted(name for name, known in Result._types.items() if issubclass(known, cls)))
-            raise ValueError(f"cannot read a result of type {data.get('type')!r}, expected one of: {known}.")
-        arguments = {}
-        for f in dataclasses.fields(kind):  # type: ignore[arg-type]
-            if f.name in data:
-                value = data[f.name]
-                arguments[f.name] = _number(value) if f.type == "float" else _decode(value)
-        return kind(**arguments)  # type: ignore[return-value]
+            raise InputError(f"cannot read a result of type {name!r}, expected one of: {known}.")
+        hints = _hints(kind)
+        present = [f for f in _fields(kind) if f.name in data]
+        missing = [f.name for f in _fields(kind) if f not in present and _required(f)]
+        if missing:
+            raise InputError(f"cannot read a result of type {name!r}: it lacks {', '.join(missing)}.")
+        return kind(**{f.name: _decode(data[f.name], hints.get(f.name, Any)) for f in present})
 
     def to_json(self, path: str | Path | None = None) -> str:
         """Strict JSON text; with `path` also written there, atomically."""
@@ -117,9 +164,30 @@ class Result:
     @classmethod
     def from_json(cls, text: str | Path) -> Self:
         """Read what `to_json` wrote, from its text or (a `Path`) its file."""
+        where = "the text"
         if isinstance(text, Path):
-            text = text.read_text(encoding="utf-8")
-        return cls.from_dict(json.loads(text))
+            where, text = str(text), text.read_text(encoding="utf-8")
+        try:
+            data = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise InputError(f"{where} is not JSON ({error}); pass what to_json wrote, a file as a Path.") from error
+        return cls.from_dict(data)
+
+
+def _fields(kind: type[Result]) -> tuple[dataclasses.Field[Any], ...]:
+    return dataclasses.fields(kind)  # type: ignore[arg-type]
+
+
+def _required(f: dataclasses.Field[Any]) -> bool:
+    return f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+
+
+def _hints(kind: type[Result]) -> dict[str, Any]:
+    """The declared types of the fields."""
+    try:
+        return get_type_hints(kind)
+    except NameError:  # a type that exists for the type checker only
+        return {f.name: float if f.type in ("float", float) else Any for f in _fields(kind)}
 
 
 @dataclass(frozen=True)
@@ -153,7 +221,7 @@ class Estimate(Result):
         draws = draws.detach().double().cpu().reshape(-1)
         count = draws.numel()
         if count < 2:
-            raise ValueError(f"an estimate needs at least 2 draws to have a standard error, got {count}.")
+            raise InputError(f"an estimate needs at least 2 draws to have a standard error, got {count}.")
         stderr = float(draws.std()) / math.sqrt(count)
         return cls(float(draws.mean()), stderr, count - 1, count if matvecs is None else matvecs, seed)
 
@@ -165,12 +233,12 @@ class Estimate(Result):
     def interval(self, level: float = 0.95, *, data: bool = False) -> tuple[float, float]:
         """Student's t interval for the value on the given data; `data=True` adds the error of subsampling the data."""
         if not 0 < level < 1:
-            raise ValueError(f"interval needs a level between 0 and 1, got {level}.")
+            raise InputError(f"interval needs a level between 0 and 1, got {level}.")
         error, dof = self.stderr, self.dof
         if data and self.data_stderr:
             error = math.hypot(self.stderr, self.data_stderr)
-            if self.stderr and math.isfinite(dof):
-                dof = dof * (error / self.stderr) ** 4  # Welch-Satterthwaite with a known second variance
+            # Welch-Satterthwaite with a known second variance
+            dof = dof * (error / self.stderr) ** 4 if self.stderr else math.inf
         half = error * float(stats.t.ppf(0.5 + level / 2, dof)) if error else 0.0
         return self.value - half, self.value + half
 
@@ -182,7 +250,7 @@ class Estimate(Result):
             return f"undefined ({self.reason})" if self.reason else "undefined"
         if self.stderr == 0.0:
             return f"{self.value:.6g}"
-        digits = max(2, min(8, 2 + math.floor(math.log10(abs(self.value) or self.stderr)) - _magnitude(self.stderr)))
+        digits = max(2, min(8, 2 + _magnitude(abs(self.value) or self.stderr) - _magnitude(self.stderr)))
         return f"{self.value:.{digits}g} ± {self.stderr:.2g}"
 
 
@@ -225,14 +293,15 @@ class SampleTraces(Result):
         """The trace of the mean loss, Tr ∇²L = mean of the per-sample traces, with the error of the probes.
 
         Shared probes: the standard error is that of the probe-wise means. Independent ones: the root of the summed
-        squares. If these samples are a random subset of `population` points, `data_stderr` is the subset's error.
+        squares. If these samples are a random subset of `population` points, `data_stderr` is the subset's error
+        (NaN for a single sample, which says nothing about the spread).
         """
         count = len(self)
         value = float(self.values.mean())
         data_stderr = None
-        if self.population is not None and self.population > count > 1:
+        if self.population is not None and self.population > count:
             share = 1 - count / self.population
-            data_stderr = float(self.values.std()) * math.sqrt(share / count)
+            data_stderr = float(self.values.std()) * math.sqrt(share / count) if count > 1 else math.nan
         if self.exact:
             return Estimate(value, 0.0, math.inf, self.matvecs, self.seed, data_stderr)
         if self.draws is not None:
@@ -392,7 +461,7 @@ class Density(Result):
     def band(self, level: float = 0.95) -> tuple[Tensor, Tensor]:
         """Student's t interval at every point (not for the curve as a whole), cut off at 0."""
         if not 0 < level < 1:
-            raise ValueError(f"band needs a level between 0 and 1, got {level}.")
+            raise InputError(f"band needs a level between 0 and 1, got {level}.")
         half = self.stderr * float(stats.t.ppf(0.5 + level / 2, self.dof))
         return (self.values - half).clamp(min=0.0), self.values + half
 
@@ -428,7 +497,7 @@ class Spectrum(Result):
     def moment(self, k: int) -> Estimate:
         """∫ λᵏ dμ = Tr(Hᵏ)/P."""
         if k < 0:
-            raise ValueError(f"moment needs k >= 0, got {k}.")
+            raise InputError(f"moment needs k >= 0, got {k}.")
         return self.integrate(lambda nodes: nodes**k)
 
     def density(self, grid: Tensor | None = None, width: float | None = None) -> Density:
@@ -441,7 +510,7 @@ class Spectrum(Result):
         if width is None:
             width = (high - low) / 100 or max(abs(high), 1.0) / 100
         if not (width > 0 and math.isfinite(width)):
-            raise ValueError(f"density needs a width > 0, got {width}.")
+            raise InputError(f"density needs a width > 0, got {width}.")
         if grid is None:
             grid = torch.linspace(low - 4 * width, high + 4 * width, 512, dtype=torch.float64)
         grid = grid.double().cpu()
