@@ -6,6 +6,7 @@ Nothing here imports spiritlevel, so that a test which compares the two has two 
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -15,6 +16,10 @@ from torch.func import functional_call, grad, jvp, vmap
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_map
+
+with warnings.catch_warnings():  # torch deprecates what it uses itself when it loads its forward mode
+    warnings.simplefilter("ignore", DeprecationWarning)
+    jvp(torch.clone, (torch.zeros(()),), (torch.zeros(()),))
 
 LossLike = str | Callable[[Tensor, Tensor], Tensor]
 

@@ -8,6 +8,7 @@ of positive terms and stay right to rounding at any margin (MATH 4.6).
 
 from __future__ import annotations
 
+import itertools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -58,7 +59,8 @@ def aceht(inputs: Tensor, logits: Tensor) -> Tensor:
         raise InputError(
             f"aceht needs one input per row of logits, got {inputs.shape[0]} inputs and {logits.shape[0]} logits."
         )
-    return (inputs.double().flatten(1).square().sum(1) + 1) * confidence_gap(logits)
+    flat = inputs.double().flatten(1) if inputs.ndim > 1 else inputs.double()[:, None]
+    return (flat.square().sum(1) + 1) * confidence_gap(logits)
 
 
 # ---------------------------------------------------------------- the losses
@@ -68,7 +70,10 @@ Factor = tuple[Tensor, Tensor]
 
 
 class Loss(ABC):
-    """A per-sample loss ℓ(φ, y) of a network's outputs φ (N, C)."""
+    """A per-sample loss ℓ(φ, y) of a network's outputs φ (N, C).
+
+    Losses of a single output also take φ of shape (N,). Gradients, products and vectors are shaped like φ.
+    """
 
     name: ClassVar[str] = ""
     closed_form: ClassVar[bool] = True  # whether `factors` is available
@@ -95,7 +100,8 @@ class Loss(ABC):
 
     def quadratic(self, outputs: Tensor, targets: Tensor, direction: Tensor) -> Tensor:
         """uᵀA u of every sample, (N,), float64."""
-        return (direction.double() * self.product(outputs, targets, direction)).sum(1)
+        product = self.product(outputs, targets, direction)
+        return (direction.double() * product).reshape(len(outputs), -1).sum(1)
 
     def rank(self, classes: int) -> int:
         """How many factors A has."""
@@ -119,11 +125,19 @@ class Loss(ABC):
 
     def hessian(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """A of every sample, (N, C, C), float64."""
-        total = outputs.new_zeros((*outputs.shape, outputs.shape[1]), dtype=torch.float64)
+        count, size = len(outputs), math.prod(outputs.shape[1:])
+        total = outputs.new_zeros((count, size, size), dtype=torch.float64)
         for weight, vector in self.factors(outputs, targets):
-            vector = vector.double()
+            vector = vector.double().reshape(count, size)
             total += weight[:, None, None] * vector[:, :, None] * vector[:, None, :]
         return total
+
+    def _check_exact(self, exact: int, outputs: Tensor) -> None:
+        if not 0 <= exact < self.rank(outputs.shape[1]):
+            raise InputError(
+                f"{self.name} of {outputs.shape[1]} outputs has {self.rank(outputs.shape[1])} factors; "
+                f"of those at least one must be left to be sampled, but {exact} are to be exact."
+            )
 
 
 def _class_targets(name: str, outputs: Tensor, targets: Tensor) -> None:
@@ -177,27 +191,35 @@ class CrossEntropy(Loss):
         """What multiplies A: 1, or (1−ε)w_y + (ε/C)Σw."""
         if self.weight is None:
             return torch.ones(len(targets), dtype=torch.float64, device=outputs.device)
-        weight = self.weight.to(outputs.device).double()
-        return (1 - self.label_smoothing) * weight[targets] + self.label_smoothing * weight.mean()
+        weight = self._weights(outputs)
+        return (1 - self.label_smoothing) * weight[targets.long()] + self.label_smoothing * weight.mean()
+
+    def _weights(self, outputs: Tensor) -> Tensor:
+        if self.weight is None:
+            return torch.ones(outputs.shape[1], dtype=torch.float64, device=outputs.device)
+        return self.weight.detach().to(outputs.device).double()
 
     def values(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        weight = None if self.weight is None else self.weight.to(outputs)
-        return F.cross_entropy(outputs, targets, weight=weight, reduction="none", label_smoothing=self.label_smoothing)
+        if self.label_smoothing:
+            weight = None if self.weight is None else self.weight.detach().to(outputs)
+            return F.cross_entropy(
+                outputs, targets.long(), weight=weight, reduction="none", label_smoothing=self.label_smoothing
+            )
+        label = targets.long()[:, None]
+        others = (outputs - outputs.gather(1, label)).scatter(1, label, -math.inf)
+        values = F.softplus(others.logsumexp(1), threshold=40)  # log(1 + Σ_{j≠y} exp(φ_j − φ_y)), right if tiny
+        return values if self.weight is None else self.weight.detach().to(outputs)[label[:, 0]] * values
 
     def gradient(self, outputs: Tensor, targets: Tensor) -> Tensor:
         probabilities = torch.softmax(outputs.double(), 1)
-        if self.weight is not None or self.label_smoothing:
-            classes = outputs.shape[1]
-            weight = (
-                torch.ones(classes, dtype=torch.float64, device=outputs.device)
-                if self.weight is None
-                else self.weight.to(outputs.device).double()
-            )
-            wanted = (self.label_smoothing / classes * weight).expand_as(probabilities).clone()
-            wanted.scatter_add_(1, targets[:, None], ((1 - self.label_smoothing) * weight[targets])[:, None])
-            return probabilities * self._scale(outputs, targets)[:, None] - wanted
-        others = probabilities.scatter(1, targets[:, None], 0.0)
-        return others.scatter(1, targets[:, None], -others.sum(1, keepdim=True))
+        label = targets.long()[:, None]
+        others = probabilities.scatter(1, label, 0.0)
+        gradient = others.scatter(1, label, -others.sum(1, keepdim=True))
+        if self.weight is None and not self.label_smoothing:
+            return gradient
+        weight = self._weights(outputs)
+        gradient = (1 - self.label_smoothing) * weight[label] * gradient
+        return gradient + self.label_smoothing * (weight.mean() * probabilities - weight / len(weight))
 
     def product(self, outputs: Tensor, targets: Tensor, direction: Tensor) -> Tensor:
         probabilities, top, _ = softmax_parts(outputs)
@@ -232,6 +254,7 @@ class CrossEntropy(Loss):
     def sampled_factors(
         self, outputs: Tensor, targets: Tensor, exact: int, generator: torch.Generator
     ) -> Iterator[Factor]:
+        self._check_exact(exact, outputs)
         probabilities, top, _ = softmax_parts(outputs)
         scale = self._scale(outputs, targets)
         top = top[:, None]
@@ -286,15 +309,16 @@ class BinaryCrossEntropy(Loss):
             raise InputError(f"binary_cross_entropy needs targets 0 and 1, got {wrong.item():g}.")
 
     def _parts(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """σ(φ), σ(−φ), and what multiplies the loss of a positive or negative sample."""
-        logit = outputs.double().reshape(len(targets), 1)
-        positive = targets.reshape(-1, 1).double()
-        return torch.sigmoid(logit), torch.sigmoid(-logit), positive
+        """σ(φ), σ(−φ), and 1 for a positive sample, 0 for a negative one."""
+        logit = outputs.double()
+        return torch.sigmoid(logit), torch.sigmoid(-logit), targets.reshape(outputs.shape).double()
 
     def values(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        logit = outputs.reshape(len(targets))
+        logit = outputs.reshape(len(outputs))
         positive = targets.reshape(-1).to(logit.dtype)
-        return self.pos_weight * positive * F.softplus(-logit) + (1 - positive) * F.softplus(logit)
+        # beyond the usual threshold of 20 float64 still sees the curve
+        wrong, right = F.softplus(-logit, threshold=40), F.softplus(logit, threshold=40)
+        return self.pos_weight * positive * wrong + (1 - positive) * right
 
     def gradient(self, outputs: Tensor, targets: Tensor) -> Tensor:
         up, down, positive = self._parts(outputs, targets)
@@ -305,10 +329,10 @@ class BinaryCrossEntropy(Loss):
         return (self.pos_weight * positive + 1 - positive) * up * down
 
     def product(self, outputs: Tensor, targets: Tensor, direction: Tensor) -> Tensor:
-        return self._curvature(outputs, targets) * direction.double().reshape(-1, 1)
+        return self._curvature(outputs, targets) * direction.double().reshape(outputs.shape)
 
     def factors(self, outputs: Tensor, targets: Tensor) -> Iterator[Factor]:
-        yield self._curvature(outputs, targets)[:, 0], torch.ones_like(outputs, dtype=torch.float64)
+        yield self._curvature(outputs, targets).reshape(-1), torch.ones_like(outputs, dtype=torch.float64)
 
 
 class SquaredError(Loss):
@@ -328,6 +352,9 @@ class SquaredError(Loss):
                 f"squared_error needs targets like the outputs {tuple(outputs.shape)} or integer classes, "
                 f"got {tuple(targets.shape)}."
             )
+        elif not bool(torch.isfinite(targets).all()):
+            where = int((~torch.isfinite(targets)).reshape(len(targets), -1).any(1).nonzero()[0])
+            raise InputError(f"squared_error: the target of sample {where} of its batch is NaN or infinite.")
 
     def _difference(self, outputs: Tensor, targets: Tensor) -> Tensor:
         if targets.is_floating_point():
@@ -358,10 +385,8 @@ class SquaredError(Loss):
     def sampled_factors(
         self, outputs: Tensor, targets: Tensor, exact: int, generator: torch.Generator
     ) -> Iterator[Factor]:
-        for j, factor in enumerate(self.factors(outputs, targets)):
-            if j == exact:
-                break
-            yield factor
+        self._check_exact(exact, outputs)
+        yield from itertools.islice(self.factors(outputs, targets), exact)
         count, classes = outputs.shape
         signs = torch.randint(0, 2, (count, classes), generator=generator, dtype=torch.int8).to(outputs.device)
         vector = signs.double().mul_(2).sub_(1)
@@ -382,6 +407,8 @@ class Exponential(Loss):
             return
         if outputs.ndim > 2:
             super().check(outputs, targets)
+        if targets.numel() != outputs.shape[0]:
+            raise InputError(f"exponential got {outputs.shape[0]} outputs for {targets.numel()} targets.")
         known = (targets == 0) | (targets == 1) | (targets == -1)
         if not bool(known.all()):
             raise InputError(
@@ -392,10 +419,10 @@ class Exponential(Loss):
     @staticmethod
     def _differences(outputs: Tensor, targets: Tensor) -> Tensor:
         """The exponents, (N, C) with −∞ at the label, or (N, 1)."""
-        outputs = outputs.reshape(len(targets), -1)
+        outputs = outputs.reshape(len(outputs), -1)
         if outputs.shape[1] == 1:
-            return outputs * torch.where(targets.reshape(-1, 1) > 0, -1.0, 1.0).to(outputs)
-        label = targets[:, None]
+            return outputs * _signs(targets).to(outputs)
+        label = targets.long()[:, None]
         return (outputs - outputs.gather(1, label)).scatter(1, label, -math.inf)
 
     def values(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -404,17 +431,24 @@ class Exponential(Loss):
     def gradient(self, outputs: Tensor, targets: Tensor) -> Tensor:
         terms = self._differences(outputs.double(), targets).exp()
         if terms.shape[1] == 1:
-            return terms * torch.where(targets.reshape(-1, 1) > 0, -1.0, 1.0)
-        return terms.scatter(1, targets[:, None], -terms.sum(1, keepdim=True))
+            return (terms * _signs(targets)).reshape(outputs.shape)
+        return terms.scatter(1, targets.long()[:, None], -terms.sum(1, keepdim=True))
 
     def product(self, outputs: Tensor, targets: Tensor, direction: Tensor) -> Tensor:
         terms = self._differences(outputs.double(), targets).exp()
         direction = direction.double().reshape(terms.shape)
         if terms.shape[1] == 1:
-            return terms * direction
-        label = targets[:, None]
+            return (terms * direction).reshape(outputs.shape)
+        label = targets.long()[:, None]
         moved = terms * (direction - direction.gather(1, label))
         return moved.scatter(1, label, -moved.sum(1, keepdim=True))
+
+    def quadratic(self, outputs: Tensor, targets: Tensor, direction: Tensor) -> Tensor:
+        terms = self._differences(outputs.double(), targets).exp()
+        direction = direction.double().reshape(terms.shape)
+        if terms.shape[1] > 1:
+            direction = direction - direction.gather(1, targets.long()[:, None])
+        return (terms * direction.square()).sum(1)
 
     def rank(self, classes: int) -> int:
         return max(1, classes - 1)
@@ -423,20 +457,25 @@ class Exponential(Loss):
         terms = self._differences(outputs.double(), targets).exp()
         classes = terms.shape[1]
         if classes == 1:
-            yield terms[:, 0], torch.ones_like(terms)
+            yield terms[:, 0], torch.ones_like(outputs, dtype=torch.float64)
             return
-        label = targets[:, None]
+        label = targets.long()[:, None]
         for j in range(classes - 1):
             other = j + (label <= j).long()
             vector = torch.zeros_like(terms).scatter_(1, other, 1.0).scatter_(1, label, -1.0)
             yield terms.gather(1, other)[:, 0], vector
 
 
+def _signs(targets: Tensor) -> Tensor:
+    """−1 for the label 1, +1 for 0 or −1, (N, 1)."""
+    return torch.where(targets.reshape(-1, 1) > 0, -1.0, 1.0)
+
+
 class CallableLoss(Loss):
-    """Any function (outputs, targets) → (N,): its output Hessian comes from autodiff, in float64.
+    """Any function (outputs, targets) → (N,): its output Hessian comes from autodiff, in float64 if it allows that.
 
     Exact traces need closed-form factors: give the callable a method `factors(outputs, targets)` that yields pairs of
-    weights (N,) and vectors (N, C).
+    weights (N,) and vectors (N, C), at most C of them, or as many as its method `rank(C)` says.
     """
 
     name = "callable"
@@ -458,14 +497,26 @@ class CallableLoss(Loss):
         return self.function(outputs, targets)
 
     def gradient(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return torch.func.grad(lambda out: self.function(out, targets).sum())(outputs.double())
+        def slope(point: Tensor, wanted: Tensor) -> Tensor:
+            return torch.func.grad(lambda out: self.function(out, wanted).sum())(point)
+
+        return _in_float64(slope, outputs, targets)
 
     def product(self, outputs: Tensor, targets: Tensor, direction: Tensor) -> Tensor:
-        with torch.enable_grad():
-            point = outputs.detach().double().requires_grad_()
-            (first,) = torch.autograd.grad(self.function(point, targets).sum(), point, create_graph=True)
-            (second,) = torch.autograd.grad(first, point, direction.double().reshape(point.shape))
-        return second
+        def bend(point: Tensor, wanted: Tensor) -> Tensor:
+            with torch.enable_grad():
+                point = point.detach().requires_grad_()
+                (first,) = torch.autograd.grad(self.function(point, wanted).sum(), point, create_graph=True)
+                if not first.requires_grad:
+                    return torch.zeros_like(point)  # linear in the outputs
+                along = direction.to(point).reshape(point.shape)
+                return torch.autograd.grad(first, point, along, materialize_grads=True)[0]
+
+        return _in_float64(bend, outputs, targets)
+
+    def rank(self, classes: int) -> int:
+        own = getattr(self.function, "rank", None)
+        return int(own(classes)) if callable(own) else classes
 
     def factors(self, outputs: Tensor, targets: Tensor) -> Iterator[Factor]:
         if not self.closed_form:
@@ -473,7 +524,33 @@ class CallableLoss(Loss):
                 "exact traces need the output factors of the loss: give your loss a method "
                 "factors(outputs, targets) that yields (weights, vectors), or use method='hutchinson'."
             )
-        yield from self.function.factors(outputs, targets)  # type: ignore[attr-defined]
+        most = self.rank(outputs.shape[1] if outputs.ndim > 1 else 1)
+        count = 0
+        for weight, vector in self.function.factors(outputs, targets):  # type: ignore[attr-defined]
+            count += 1
+            if count > most:
+                raise InputError(
+                    f"the factors of your loss are more than its {most} terms; give it a method rank(outputs) that "
+                    "returns their number."
+                )
+            if weight.shape != outputs.shape[:1] or vector.shape != outputs.shape:
+                raise InputError(
+                    f"the factors of your loss must be weights {tuple(outputs.shape[:1])} and vectors "
+                    f"{tuple(outputs.shape)}, got {tuple(weight.shape)} and {tuple(vector.shape)}."
+                )
+            yield weight.double(), vector
+        for _ in range(count, most):
+            yield outputs.new_zeros(len(outputs), dtype=torch.float64), torch.zeros_like(outputs, dtype=torch.float64)
+
+
+def _in_float64(compute: Callable[[Tensor, Tensor], Tensor], outputs: Tensor, targets: Tensor) -> Tensor:
+    """`compute(outputs, targets)` in float64, or in their own type if the loss holds tensors that do not mix."""
+    try:
+        return compute(outputs.double(), targets.double() if targets.is_floating_point() else targets)
+    except RuntimeError:
+        if outputs.dtype == torch.float64:
+            raise
+        return compute(outputs, targets).double()
 
 
 NAMED: dict[str, Callable[[], Loss]] = {
@@ -488,7 +565,8 @@ def resolve(loss: str | nn.Module | Callable[[Tensor, Tensor], Tensor] | Loss) -
     """The `Loss` that a name, a `torch.nn` loss or a callable stands for.
 
     `torch.nn` losses keep their class weights and label smoothing. The loss of a data set is always the mean over its
-    samples, so a reduction that means something else is refused.
+    samples, so a reduction that means something else is refused. A loss that computes something of its own, also one
+    derived from those of `torch.nn`, is called and must return one value a sample.
 
     >>> resolve("cross_entropy").name, resolve(nn.MSELoss()).name
     ('cross_entropy', 'squared_error')
@@ -499,7 +577,9 @@ def resolve(loss: str | nn.Module | Callable[[Tensor, Tensor], Tensor] | Loss) -
         if loss not in NAMED:
             raise unknown_name("loss", loss, NAMED)
         return NAMED[loss]()
-    if isinstance(loss, nn.modules.loss._Loss):
+    if isinstance(loss, type):
+        raise InputError(f"the loss is the class {loss.__name__}; pass an instance, e.g. {loss.__name__}().")
+    if isinstance(loss, nn.modules.loss._Loss) and type(loss).forward.__module__.startswith("torch."):
         return _translate(loss)
     if callable(loss):
         return CallableLoss(loss)
@@ -518,10 +598,18 @@ def _translate(loss: Any) -> Loss:
                 "CrossEntropyLoss(weight=…, reduction='mean') divides by the sum of the weights of a batch, which "
                 "depends on the batches; use reduction='none' for the mean of the weighted losses."
             )
+        if loss.ignore_index >= 0:
+            raise InputError(
+                f"CrossEntropyLoss(ignore_index={loss.ignore_index}) leaves samples out of the mean; leave them out "
+                "of the data instead."
+            )
         return CrossEntropy(loss.weight, loss.label_smoothing)
     if isinstance(loss, nn.BCEWithLogitsLoss):
         if loss.weight is not None or (loss.pos_weight is not None and loss.pos_weight.numel() != 1):
-            raise InputError("BCEWithLogitsLoss with weight=, or several positive weights, is not supported.")
+            raise InputError(
+                "BCEWithLogitsLoss with weight=, or several positive weights, is not supported; pass a callable "
+                "(outputs, targets) -> (N,)."
+            )
         return BinaryCrossEntropy(1.0 if loss.pos_weight is None else float(loss.pos_weight))
     if isinstance(loss, nn.MSELoss):
         if loss.reduction != "mean":
