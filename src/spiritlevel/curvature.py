@@ -1,0 +1,685 @@
+"""Curvature matrices of a loss over a data set, known by their products: Hessian, Gauss-Newton, Fisher, variance.
+
+All are built from one function, the product of one batch's matrix with one vector, and share how it is repeated.
+A batch's product is traced once to a list of operations and cut in two: what follows from the parameters and the data
+alone, and what follows from the vector. The first part is kept for as many batches as fit the memory budget
+(*replayed*) and computed again for the others (*recomputed*); both give the same bits. Where tracing fails the
+product is differentiated anew each time.
+
+The loss enters through its closed-form gradient and output Hessian, so products stay right at tiny losses, where
+autodiff through a cross entropy returns half the curvature or none (MATH 4.6).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx, nn
+from torch.func import functionalize, grad, jvp, vjp, vmap
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from spiritlevel.errors import InputError
+from spiritlevel.estimators import Operator
+from spiritlevel.functional import Batches, Fingerprint, Params, Problem, _is_pair_of_tensors, parse_memory
+from spiritlevel.losses import CallableLoss, Loss
+
+__all__ = ["empirical_fisher", "gauss_newton", "hessian", "hessian_variance"]
+
+# ---------------------------------------------------------------- the matrices
+
+
+def hessian(
+    model: nn.Module,
+    data: Any,
+    *,
+    loss: Any = "cross_entropy",
+    params: Any = None,
+    weight_decay: float = 0.0,
+    batch_norm: str = "eval",
+    batch_size: int | None = None,
+    memory: int | str | None = None,
+    group: Any = None,
+) -> Operator:
+    """The Hessian H = ∇²L of the mean loss L(θ) = 1/N Σₙ ℓ(φ(θ; xₙ), yₙ), plus weight_decay · I.
+
+    A product is the derivative of the gradient along v, H v = 1/N Σₙ [Jᵀ(A·Jv) + (Σ_c g_c ∇²φ_c) v], where g and A are
+    the loss's gradient and Hessian in the outputs φ and J = ∂φ/∂θ. Exact to rounding, also at tiny losses. Cost: about
+    two gradients a product when replayed, three when recomputed. The parameters are copied: later training steps do
+    not change the operator.
+
+    Args:
+        model: any module; it is left as it was.
+        data: a pair of tensors, a data set, a loader or batches that can be read again; see `memory`.
+        loss: a name, a `torch.nn` loss or a callable (outputs, targets) → (N,).
+        params: names, prefixes or globs of the parameters to measure; all that require grad unless given.
+        weight_decay: γ of a penalty ½γ‖θ‖²; adds γ to every eigenvalue.
+        batch_norm: "eval", or "batch" for batch statistics with frozen buffers; the batches are then part of the
+            definition: L is the mean over batches of each batch's loss, weighted by its size.
+        batch_size: how many samples to take at once; chosen from `memory` unless given. Changes no result but for
+            rounding, except with batch_norm="batch".
+        memory: bytes, or a text such as "2GB"; half of what is available unless given. Batches are replayed from
+            memory as far as half of it goes, and read again and recomputed beyond.
+        group: a `torch.distributed` group; every rank passes the same data and vectors and takes its share of the
+            batches. `None` never communicates.
+
+    Reference: Pearlmutter, Neural Comput. 6 (1994), doi:10.1162/neco.1994.6.1.147.
+
+    >>> net = nn.Linear(1, 1, bias=False)
+    >>> data = torch.tensor([[1.0], [3.0]]), torch.tensor([[0.0], [0.0]])
+    >>> hessian(net, data, loss="squared_error") @ torch.tensor([1.0])  # mean of x²
+    tensor([5.])
+    """
+    problem = Problem(model, loss=loss, params=params, batch_norm=batch_norm)
+    matrix = _Matrix(_hessian_product, problem, data, batch_size, memory, group)
+    return matrix.operator(matrix.multiply, weight_decay)
+
+
+def gauss_newton(
+    model: nn.Module,
+    data: Any,
+    *,
+    loss: Any = "cross_entropy",
+    params: Any = None,
+    weight_decay: float = 0.0,
+    batch_norm: str = "eval",
+    batch_size: int | None = None,
+    memory: int | str | None = None,
+    group: Any = None,
+) -> Operator:
+    """The generalised Gauss-Newton matrix G = 1/N Σₙ JₙᵀAₙJₙ, plus weight_decay · I.
+
+    J = ∂φ/∂θ, A = ∂²ℓ/∂φ². Positive semidefinite for convex losses; for cross entropy it is the Fisher matrix under
+    the model's own labels. Its trace equals the Hessian's for ReLU networks (MATH 4.1); its eigenvalues in general do
+    not. Exact to rounding, also at tiny losses. Cost: about one gradient a product when replayed. Arguments as in
+    `hessian`.
+
+    Reference: Schraudolph, Neural Comput. 14 (2002), doi:10.1162/08997660260028683.
+
+    >>> net = nn.Linear(2, 3)  # affine: Hessian and Gauss-Newton matrix are the same
+    >>> data = torch.ones(4, 2), torch.tensor([0, 1, 2, 0])
+    >>> torch.allclose(gauss_newton(net, data).dense(), hessian(net, data).dense())
+    True
+    """
+    problem = Problem(model, loss=loss, params=params, batch_norm=batch_norm)
+    matrix = _Matrix(_gauss_newton_product, problem, data, batch_size, memory, group)
+    return matrix.operator(matrix.multiply, weight_decay)
+
+
+def empirical_fisher(
+    model: nn.Module,
+    data: Any,
+    *,
+    loss: Any = "cross_entropy",
+    params: Any = None,
+    weight_decay: float = 0.0,
+    batch_norm: str = "eval",
+    batch_size: int | None = None,
+    memory: int | str | None = None,
+    group: Any = None,
+) -> Operator:
+    """The empirical Fisher matrix F = 1/N Σₙ gₙgₙᵀ of the per-sample gradients gₙ = ∇ℓₙ, plus weight_decay · I.
+
+    The gradients are those of the true labels, so F is the uncentred second moment of the gradients, not the Fisher
+    matrix of the model (that is `gauss_newton` for cross entropy), and far from a curvature where the model is wrong.
+    A product is F v = 1/N Gᵀ(G v), G the (N, P) matrix of per-sample gradients, without forming G. Exact to rounding,
+    also at tiny losses. Cost: about one gradient a product when replayed. Arguments as in `hessian`.
+
+    Reference: Kunstner, Balles & Hennig, NeurIPS 2019, arXiv:1905.12558.
+
+    >>> net = nn.Linear(2, 3)
+    >>> data = torch.ones(4, 2), torch.tensor([0, 1, 2, 0])
+    >>> float(empirical_fisher(net, data).dense().diagonal().min()) >= 0
+    True
+    """
+    problem = Problem(model, loss=loss, params=params, batch_norm=batch_norm)
+    matrix = _Matrix(_fisher_product, problem, data, batch_size, memory, group)
+    return matrix.operator(matrix.multiply, weight_decay)
+
+
+def hessian_variance(
+    model: nn.Module,
+    data: Any,
+    *,
+    loss: Any = "cross_entropy",
+    params: Any = None,
+    batch_norm: str = "eval",
+    batch_size: int | None = None,
+    memory: int | str | None = None,
+    group: Any = None,
+) -> Operator:
+    """The variance of the batches' Hessians, Σ = E_b[H_b²] − H² with H = E_b[H_b]: what limits the step size of SGD.
+
+    SGD with step α on batches b is stable in mean square if λ_max((I − αH)² + α²Σ) ≤ 1; in one dimension with
+    curvature a and variance s² that is a ≤ (1 + √(1 − α²s²))/α (MATH 3; paper C prints it without the 1/α). Σ for
+    batches of size B without replacement is (n − B)/(B(n − 1)) times that of single samples, batch_size=1.
+
+    The batches are those of the data, or `batch_size` samples each in order, never split, a larger batch weighing
+    more. Exact to rounding; positive semidefinite. Cost: three Hessian products. Weight decay would change nothing.
+    Other arguments as in `hessian`.
+
+    Reference: Wu, Ma & E, NeurIPS 2018, "How SGD selects the global minima in over-parameterized learning".
+
+    >>> net = nn.Linear(1, 1, bias=False)
+    >>> data = torch.tensor([[1.0], [2.0]]), torch.tensor([[0.0], [0.0]])
+    >>> hessian_variance(net, data, loss="squared_error", batch_size=1) @ torch.tensor([1.0])  # Hessians 1 and 4
+    tensor([2.2500])
+    """
+    if batch_size is None and _is_pair_of_tensors(data):
+        raise InputError(
+            "hessian_variance needs to know the batches: pass batch_size=, or data that come in batches, such as a "
+            "data loader."
+        )
+    problem = Problem(model, loss=loss, params=params, batch_norm=batch_norm)
+    matrix = _Matrix(_hessian_product, problem, data, batch_size, memory, group, whole=True)
+
+    def multiply(rows: Tensor) -> Tensor:
+        mean, mean_square = matrix.moments(rows, 2)
+        return mean_square - matrix.multiply(mean.to(rows.dtype))
+
+    return matrix.operator(multiply, 0.0)
+
+
+# ---------------------------------------------------------------- the product of one batch
+
+Product = Callable[[Problem, Params, Params, Any, Tensor], Params]
+"""(problem, v, θ, x, y) → the matrix of the batch's summed loss, times v."""
+
+
+def _hessian_product(problem: Problem, v: Params, params: Params, inputs: Any, targets: Tensor) -> Params:
+    def gradient(point: Params) -> Params:
+        outputs, pull, *_ = vjp(lambda p: problem.outputs(p, inputs), point)
+        return pull(_slope(problem.loss, outputs, targets))[0]
+
+    return jvp(gradient, (params,), (v,))[1]
+
+
+def _gauss_newton_product(problem: Problem, v: Params, params: Params, inputs: Any, targets: Tensor) -> Params:
+    def network(point: Params) -> Tensor:
+        return problem.outputs(point, inputs)
+
+    outputs, pull, *_ = vjp(network, params)
+    moved = jvp(network, (params,), (v,))[1]
+    return pull(_bend(problem.loss, outputs, targets, moved))[0]
+
+
+def _fisher_product(problem: Problem, v: Params, params: Params, inputs: Any, targets: Tensor) -> Params:
+    def network(point: Params) -> Tensor:
+        return problem.outputs(point, inputs)
+
+    outputs, pull, *_ = vjp(network, params)
+    moved = jvp(network, (params,), (v,))[1]
+    slope = _exact_slope(problem.loss, outputs, targets)
+    along = (slope * moved).flatten(1).sum(1).reshape(-1, *[1] * (slope.ndim - 1))
+    return pull((slope * along).to(outputs.dtype))[0]
+
+
+def _exact_slope(loss: Loss, outputs: Tensor, targets: Tensor) -> Tensor:
+    """∂ℓ/∂φ, shaped like φ; in float64 where it has a closed form."""
+    if isinstance(loss, CallableLoss):
+        return grad(lambda point: loss.values(point, targets).sum())(outputs)
+    return loss.gradient(outputs, targets).reshape(outputs.shape)
+
+
+def _bend(loss: Loss, outputs: Tensor, targets: Tensor, direction: Tensor) -> Tensor:
+    """A·u = ∂²ℓ/∂φ² u, shaped and typed like φ."""
+    if isinstance(loss, CallableLoss):
+        return jvp(lambda point: _exact_slope(loss, point, targets), (outputs,), (direction,))[1]
+    product = loss.product(outputs, targets, direction.reshape(outputs.shape))
+    return product.reshape(outputs.shape).to(outputs.dtype)
+
+
+def _slope(loss: Loss, outputs: Tensor, targets: Tensor) -> Tensor:
+    """∂ℓ/∂φ, typed like φ, in a form whose derivative along a direction u is the closed form A·u."""
+    if isinstance(loss, CallableLoss):
+        return _exact_slope(loss, outputs, targets)
+    here = outputs.detach()
+    return _exact_slope(loss, here, targets).to(outputs.dtype) + _bend(loss, here, targets, outputs - here)
+
+
+# ---------------------------------------------------------------- the product of a data set
+
+_BatchProduct = Callable[[Tensor], Sequence[Tensor]]
+"""Vectors (k, P) → the matrix of the batch's summed loss times each, in the parameters' shapes (k, …)."""
+
+_CACHE = 2**23  # bytes of the largest activation of a batch, and of that times vectors; more makes nothing faster
+_FOOTPRINT = 8  # bytes that a product takes for each byte of activations
+_MOST_VECTORS = 32  # multiplied at once
+_TENSOR = object()  # marks the place of a tensor among a batch's leaves
+
+
+class _Matrix:
+    """The mean over a data set of a matrix that is known by its products with each batch."""
+
+    def __init__(
+        self,
+        product: Product,
+        problem: Problem,
+        data: Any,
+        batch_size: int | None,
+        memory: int | str | None,
+        group: Any = None,
+        whole: bool = False,
+    ) -> None:
+        _load_forward_mode()
+        self.problem, self.product, self.group = problem, product, group
+        self.rank, self.ranks = _place_in(group)
+        self.params = list(problem.params.values())
+        whole = whole or problem.batch_norm == "batch"
+        self.batches = Batches(data, size=batch_size, ordered=False, whole=whole)
+        budget = parse_memory(memory)
+        saved, largest_tensor = _activation_bytes(problem, self.batches)
+        limit = budget // (4 * _FOOTPRINT * saved)  # samples times vectors
+        if batch_size is None and not whole:
+            self.batches.size = self._batch_size(min(limit, _CACHE // largest_tensor))
+        self.total, self.count, largest, self.fingerprint = self._inspect()
+        self.chunk = max(1, min(_MOST_VECTORS, limit // largest, _CACHE // (largest_tensor * largest)))
+        self.vectorised = True
+        self.room = budget // 2  # for what is kept between products
+        self.kept: dict[int, _Tape] = {}
+        self.traces: dict[Any, _Trace | None] = {}  # by the shape of the batch; None: tracing failed
+        self.verified: dict[Any, set[int]] = {}  # the batches on which a trace was compared
+        anyway = [*self.params, *problem.constants.values(), *_held(self.batches)]
+        self.owned = {tensor.untyped_storage().data_ptr() for tensor in anyway}
+
+    def _batch_size(self, most: int) -> int:
+        """Samples to take at once: equal batches if their number is known, and one for every rank."""
+        held = _held(self.batches)
+        if not held:
+            return max(1, most)
+        samples = len(held[-1])
+        return -(-samples // max(-(-samples // max(1, most)), self.ranks))
+
+    def operator(self, multiply: Callable[[Tensor], Tensor], weight_decay: float) -> Operator:
+        """`multiply`, of rows, plus weight_decay · I as an operator on columns."""
+        if not weight_decay >= 0:
+            raise InputError(f"weight_decay must be at least 0, got {weight_decay}.")
+
+        def matmat(block: Tensor) -> Tensor:
+            rows = block.detach().T.contiguous()
+            result = multiply(rows).to(block.dtype)
+            return (result.add_(rows, alpha=weight_decay) if weight_decay else result).T
+
+        shapes = {name: tensor.shape for name, tensor in self.problem.params.items()}
+        return Operator(matmat, self.problem.size, dtype=self.problem.dtype, device=self.problem.device, shapes=shapes)
+
+    def multiply(self, rows: Tensor) -> Tensor:
+        """The matrix times each row of (k, P)."""
+        return self.moments(rows, 1)[0]
+
+    def moments(self, rows: Tensor, order: int) -> list[Tensor]:
+        """The means over the batches, weighted by their sizes, of H_b v, H_b² v … up to `order`, for each row v.
+
+        Sums over several batches are taken in float64.
+        """
+        dtype = torch.float64 if self.count > 1 else rows.dtype
+        totals = [torch.zeros(rows.shape, dtype=dtype, device=rows.device) for _ in range(order)]
+        sizes = [tensor.numel() for tensor in self.params]
+        with torch.no_grad():
+            for samples, product in self._pass():
+                vectors = rows
+                for total in totals:
+                    parts = [part.reshape(len(rows), -1) for part in product(vectors)]
+                    for piece, part in zip(total.split(sizes, dim=1), parts, strict=True):
+                        piece.add_(part, alpha=1 / self.total)
+                    if order > 1:
+                        vectors = torch.cat(parts, dim=1) / samples
+        if self.group is not None:
+            for total in totals:
+                dist.all_reduce(total, group=self.group)
+        return totals
+
+    def _pass(self) -> Iterator[tuple[int, _BatchProduct]]:
+        """The size and the product of each batch of this rank; the data are read only if some are not kept."""
+        mine = range(self.rank, self.count, self.ranks)
+        if all(index in self.kept for index in mine):
+            yield from ((self.kept[index].samples, self.kept[index]) for index in mine)
+            return
+        seen, fingerprint = 0, Fingerprint()
+        for index, (inputs, targets) in enumerate(self.batches):
+            seen += len(targets)
+            fingerprint.update(inputs, targets)
+            if index % self.ranks == self.rank:
+                yield len(targets), self.kept.get(index) or self._batch(index, inputs, targets)
+        if seen != self.total or str(fingerprint) != self.fingerprint:
+            raise InputError(
+                f"the data changed between two passes ({self.total} samples, then {seen}); products need data that "
+                "repeat: pass the unaugmented set, unshuffled."
+            )
+
+    def _inspect(self) -> tuple[int, int, int, str]:
+        """Read and check all data once: the number of samples and batches, the largest batch, a fingerprint."""
+        total, largest, index, fingerprint = 0, 1, -1, Fingerprint()
+        with self.problem.active(), torch.no_grad():
+            for index, (inputs, targets) in enumerate(self.batches):
+                fingerprint.update(inputs, targets)
+                if index % self.ranks == self.rank:
+                    placed = self.problem.place(inputs, targets)
+                    outputs = self.problem.outputs(self.problem.params, placed[0])
+                    self.problem.checked(outputs, *placed, start=total)
+                total, largest = total + len(targets), max(largest, len(targets))
+        return total, index + 1, largest, str(fingerprint)
+
+    def _batch(self, index: int, inputs: Any, targets: Tensor) -> _BatchProduct:
+        """A batch's product: recomputed from a trace, and kept if there is room; or differentiated."""
+        leaves, form = tree_flatten(self.problem.place(inputs, targets))
+        fixed = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        rest = [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        names = list(self.problem.params)
+
+        def flat(*tensors: Tensor) -> tuple[Tensor, ...]:
+            vector, point = (dict(zip(names, tensors[start:], strict=False)) for start in (0, len(names)))
+            data = iter(tensors[2 * len(names) :])
+            x, y = tree_unflatten([next(data) if leaf is _TENSOR else leaf for leaf in rest], form)
+            return tuple(self.product(self.problem, vector, point, x, y).values())
+
+        def differentiate(vectors: Tensor) -> Sequence[Tensor]:
+            with self.problem.active():
+                return self._for_each(lambda *vector: flat(*vector, *self.params, *fixed), vectors)
+
+        shape = (str(form), repr(rest), tuple((leaf.shape, leaf.dtype) for leaf in fixed))
+        if shape not in self.traces:
+            with self.problem.active():
+                self.traces[shape] = _try_to_trace(flat, self.params, fixed)
+        trace, batches = self.traces[shape], self.verified.setdefault(shape, set())
+        if trace is not None and index not in batches and len(batches) < 2:
+            with self.problem.active():
+                trace = self.traces[shape] = trace if _agree(trace, flat, self.params, fixed) else None
+            batches.add(index)
+        if trace is None:
+            return differentiate
+        tape = _Tape(trace.multiply, trace.prepare(*self.params, *fixed), len(targets), self._for_each)
+        size = tape.size(self.owned)
+        if size <= self.room:
+            self.room -= size
+            self.kept[index] = tape
+        return tape
+
+    def _for_each(self, function: Callable[..., Sequence[Tensor]], rows: Tensor) -> Sequence[Tensor]:
+        """`function`, of a vector in the parameters' shapes, applied to each row of (k, P), several at once."""
+        sizes = [tensor.numel() for tensor in self.params]
+        results: list[Sequence[Tensor]] = []
+        for some in rows.split(self.chunk if self.vectorised else 1):
+            pieces = zip(some.split(sizes, dim=1), self.params, strict=True)
+            parts = [piece.reshape(len(some), *tensor.shape) for piece, tensor in pieces]
+            if len(some) == 1:
+                results.append([result[None] for result in function(*(part[0] for part in parts))])
+                continue
+            try:
+                results.append(vmap(function)(*parts))
+            except Exception:  # not every operation can be vectorised; if it fails alone too, that says why
+                self.vectorised = False
+                return self._for_each(function, rows)
+        return [torch.cat(parts) if len(parts) > 1 else parts[0] for parts in zip(*results, strict=True)]
+
+
+def _place_in(group: Any) -> tuple[int, int]:
+    """This process's rank in the group and the number of ranks."""
+    if group is None:
+        return 0, 1
+    if not (dist.is_available() and dist.is_initialized()):
+        raise InputError("group= needs torch.distributed.init_process_group first; leave it out to measure alone.")
+    return dist.get_rank(group), dist.get_world_size(group)
+
+
+@functools.cache
+def _load_forward_mode() -> None:
+    """Let torch load its forward derivatives, which it does at first use, with a warning that concerns no caller."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        jvp(torch.sin, (torch.zeros(()),), (torch.ones(()),))
+
+
+def _held(batches: Batches) -> list[Tensor]:
+    """The tensors of data that lie in memory as one pair, the targets last."""
+    return tree_leaves(batches.data) if _is_pair_of_tensors(batches.data) else []
+
+
+def _activation_bytes(problem: Problem, batches: Batches) -> tuple[int, int]:
+    """Bytes a sample that a forward pass saves for its derivative, all and the largest, from at most 16 samples."""
+    inputs, targets = problem.place(*batches.first(16))
+    params = {name: tensor.detach().requires_grad_() for name, tensor in problem.params.items()}
+    own = {tensor.untyped_storage().data_ptr() for tensor in [*params.values(), *problem.constants.values()]}
+    saved: dict[int, int] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        pointer = tensor.untyped_storage().data_ptr()
+        if pointer not in own:
+            saved[pointer] = max(saved.get(pointer, 0), tensor.nbytes)
+        return tensor
+
+    with problem.active(), torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        outputs = problem.outputs(params, inputs)
+    problem.checked(outputs, inputs, targets)
+    sizes = [*saved.values(), outputs.nbytes]
+    return max(1, sum(sizes) // len(targets)), max(1, max(sizes) // len(targets))
+
+
+# ---------------------------------------------------------------- traces
+
+
+@dataclass(frozen=True)
+class _Trace:
+    """A product cut in two lists of operations: from the fixed tensors to constants, and from those and v to H v."""
+
+    prepare: fx.GraphModule
+    multiply: fx.GraphModule
+
+
+@dataclass(frozen=True)
+class _Tape:
+    """One batch's product with its constants at hand."""
+
+    graph: fx.GraphModule
+    constants: tuple[Tensor, ...]
+    samples: int
+    for_each: Callable[[Callable[..., Sequence[Tensor]], Tensor], Sequence[Tensor]]
+
+    def __call__(self, rows: Tensor) -> Sequence[Tensor]:
+        return self.for_each(lambda *parts: self.graph(*parts, *self.constants), rows)
+
+    def size(self, owned: set[int]) -> int:
+        """Bytes of the constants, without the storages that exist anyway."""
+        storages = {c.untyped_storage().data_ptr(): c.untyped_storage().nbytes() for c in self.constants}
+        return sum(size for pointer, size in storages.items() if pointer not in owned)
+
+
+class _Untraceable(Exception):
+    """What was executed cannot be repeated for other numbers."""
+
+
+class _Recorder(TorchDispatchMode):
+    """Writes down all operations on tensors that are executed inside it, in functional form."""
+
+    def __init__(self, inputs: Sequence[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.graph = fx.Graph()
+        self.outside: dict[str, Tensor] = {}  # buffers and the like
+        self.nodes = WeakTensorKeyDictionary()
+        for index, tensor in enumerate(inputs):
+            self._name(tensor, self.graph.placeholder(f"input_{index}"))
+
+    def _name(self, tensor: Tensor, node: fx.Node) -> None:
+        node.meta["shape"], node.meta["dtype"] = tensor.shape, tensor.dtype
+        self.nodes[tensor] = node
+
+    def node(self, tensor: Tensor) -> fx.Node:
+        """The node that computed a tensor."""
+        if tensor not in self.nodes:
+            name = f"outside_{len(self.outside)}"
+            self.outside[name] = tensor
+            self._name(tensor, self.graph.create_node("get_attr", name))
+        return self.nodes[tensor]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not _UNREPEATABLE.isdisjoint(func.tags):
+            raise _Untraceable(str(func))
+        arguments = tree_map_only(Tensor, self.node, (args, kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor):
+            function = _functional(func) if func._schema.is_mutable else func
+            self._name(result, self.graph.create_node("call_function", function, *arguments))
+        elif isinstance(result, tuple | list) and any(isinstance(item, Tensor) for item in result):
+            if func._schema.is_mutable:
+                raise _Untraceable(str(func))
+            node = self.graph.create_node("call_function", func, *arguments)
+            for index, item in enumerate(result):
+                if isinstance(item, Tensor):
+                    self._name(item, self.graph.call_function(operator.getitem, (node, index)))
+        return result
+
+
+_UNREPEATABLE = {
+    torch.Tag.data_dependent_output,  # a number taken out of a tensor, perhaps to branch on
+    torch.Tag.dynamic_output_shape,
+    torch.Tag.nondeterministic_seeded,
+}
+
+
+def _functional(func: Any) -> Any:
+    """The operation that returns what an in-place one writes."""
+    name = func._schema.name.removeprefix("aten::")
+    packet = getattr(torch.ops.aten, name.removesuffix("_"), None)
+    if not name.endswith("_") or func._overloadname not in getattr(packet, "overloads", list)():
+        raise _Untraceable(str(func))
+    return getattr(packet, func._overloadname)
+
+
+def _try_to_trace(function: Callable[..., Sequence[Tensor]], params: list[Tensor], data: list[Tensor]) -> _Trace | None:
+    """`function(*vector, *params, *data)` as operations, cut in two; `None` if that fails."""
+    vector = _some_vector(params, seed=0)
+    recorder = _Recorder([*vector, *params, *data])
+    try:
+        with recorder:
+            results = functionalize(function)(*vector, *params, *data)
+            nodes = tuple(recorder.node(result) for result in results)
+        recorder.graph.output(nodes)
+        return _cut(_simplified(recorder.graph), len(vector), recorder.outside)
+    except Exception:  # whatever cannot be traced can still be differentiated
+        return None
+
+
+def _agree(trace: _Trace, function: Callable[..., Sequence[Tensor]], params: list[Tensor], data: list[Tensor]) -> bool:
+    """Whether a trace gives the product on these data too, and not only where it was recorded."""
+    vector = _some_vector(params, seed=1)
+    try:
+        replayed = trace.multiply(*vector, *trace.prepare(*params, *data))
+    except RuntimeError:
+        return False
+    wanted = function(*vector, *params, *data)
+    error, scale = (
+        math.hypot(*(float(tensor.norm()) for tensor in tensors))
+        for tensors in ([a - b for a, b in zip(replayed, wanted, strict=True)], wanted)
+    )
+    return error <= math.sqrt(torch.finfo(params[0].dtype).eps) * scale
+
+
+def _some_vector(params: list[Tensor], seed: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.rand(tensor.shape, generator=generator, dtype=tensor.dtype).to(tensor.device) for tensor in params]
+
+
+_aten = torch.ops.aten
+_SAME = {_aten.alias.default, _aten.detach.default}
+_ZEROS = {_aten.zeros.default, _aten.zeros_like.default, _aten._efficientzerotensor.default, _aten.new_zeros.default}
+_LINEAR_IN_EACH = {
+    _aten.mm.default,
+    _aten.bmm.default,
+    _aten.mul.Tensor,
+    _aten.mul.Scalar,
+    _aten.neg.default,
+    _aten.t.default,
+    _aten.transpose.int,
+    _aten.permute.default,
+    _aten.view.default,
+    _aten.expand.default,
+    _aten.unsqueeze.default,
+    _aten.squeeze.dim,
+    _aten._to_copy.default,
+    _aten.clone.default,
+    _aten.convolution.default,
+    _aten.convolution_backward.default,
+    operator.getitem,
+}
+
+
+def _simplified(graph: fx.Graph) -> fx.Graph:
+    """The same operations without aliases, repetitions, and additions of zeros (the tangents of what does not move)."""
+    graph.eliminate_dead_code()
+    result, image, known = fx.Graph(), dict[fx.Node, fx.Node](), dict[str, fx.Node]()
+    zeros: set[fx.Node] = set()
+    for node in graph.nodes:
+        arguments = [image[argument] for argument in node.all_input_nodes]
+        if node.target in _SAME or (node.target is _aten.copy.default and _alike(node, arguments[-1])):
+            image[node] = arguments[-1]
+            continue
+        if node.target is _aten.add.Tensor and len(arguments) == 2 and not node.kwargs:
+            others = [argument for argument in arguments if argument not in zeros]
+            if len(others) == 1 and others[0].meta["dtype"] == node.meta["dtype"]:
+                image[node] = others[0]
+                if not _alike(node, others[0]):
+                    image[node] = result.call_function(_aten.expand.default, (others[0], list(node.meta["shape"])))
+                    image[node].meta = node.meta
+                continue
+        copy = result.node_copy(node, lambda argument: image[argument])
+        if node.op == "call_function":
+            first = known.setdefault(f"{node.target} {copy.args} {copy.kwargs}", copy)
+            if first is not copy:
+                result.erase_node(copy)
+            image[node] = first
+            if node.target in _ZEROS or (node.target in _LINEAR_IN_EACH and _vanishes(first, zeros)):
+                zeros.add(first)
+        else:
+            image[node] = copy
+    result.eliminate_dead_code()
+    return result
+
+
+def _alike(a: fx.Node, b: fx.Node) -> bool:
+    return (a.meta["shape"], a.meta["dtype"]) == (b.meta["shape"], b.meta["dtype"])
+
+
+def _vanishes(node: fx.Node, zeros: set[fx.Node]) -> bool:
+    """Whether an operation that is linear in each of its factors has one that is zero."""
+    if node.target is _aten.convolution.default:
+        return node.args[2] is None and (node.args[0] in zeros or node.args[1] in zeros)
+    if node.target is _aten.convolution_backward.default:
+        return node.args[0] in zeros
+    return any(argument in zeros for argument in node.all_input_nodes)
+
+
+def _cut(graph: fx.Graph, vector: int, outside: dict[str, Tensor]) -> _Trace:
+    """The operations that follow from the first `vector` placeholders, and those before them."""
+    placeholders = list(graph.find_nodes(op="placeholder"))[:vector]
+    (output,) = graph.find_nodes(op="output")
+    moving = set(placeholders)
+    for node in graph.nodes:
+        if node is not output and not moving.isdisjoint(node.all_input_nodes):
+            moving.add(node)
+    needed = [argument for node in graph.nodes if node in moving or node is output for argument in node.all_input_nodes]
+    constants = dict.fromkeys(argument for argument in needed if argument not in moving)
+
+    prepare, image = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in graph.nodes:
+        if node not in moving and node is not output:
+            image[node] = prepare.node_copy(node, lambda argument: image[argument])
+    prepare.output(tuple(image[node] for node in constants))
+    prepare.eliminate_dead_code()
+
+    multiply, moved = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in [*placeholders, *constants]:
+        moved[node] = multiply.placeholder(f"given_{node.name}")
+    for node in graph.nodes:
+        if node in moving and node not in moved:
+            moved[node] = multiply.node_copy(node, lambda argument: moved[argument])
+    multiply.output(tuple(moved[node] for node in output.args[0]))
+    return _Trace(fx.GraphModule(outside, prepare), fx.GraphModule(outside, multiply))
