@@ -24,10 +24,10 @@ from torch.utils.data import DataLoader, TensorDataset
 from spiritlevel import curvature, estimators
 from spiritlevel.curvature import empirical_fisher, gauss_newton, hessian, hessian_variance
 from spiritlevel.errors import InputError
-from spiritlevel.functional import Problem
+from spiritlevel.functional import Problem, _load_forward_mode
 from spiritlevel.losses import CrossEntropy
 
-curvature._load_forward_mode()  # torch warns where its forward derivatives are first used
+_load_forward_mode()  # torch warns where its forward derivatives are first used
 
 
 # ---------------------------------------------------------------- networks of fewer than 300 parameters
@@ -159,8 +159,8 @@ def test_products_are_traced_and_equal_the_differentiated_ones(name: str, monkey
     net, data = network(name), some_data(6)
     problem = Problem(net)
     vectors = torch.randn(4, problem.size, dtype=torch.float64)
-    replaying = curvature._Matrix(curvature._hessian_product, problem, data, 3, None)
-    recomputing = curvature._Matrix(curvature._hessian_product, problem, data, 3, 1)
+    replaying = curvature._Matrix(curvature.hessian_product, problem, data, 3, None)
+    recomputing = curvature._Matrix(curvature.hessian_product, problem, data, 3, 1)
     first, again, anew = (
         torch.cat([matrix.multiply(vector[None]) for vector in vectors])
         for matrix in (replaying, replaying, recomputing)
@@ -172,7 +172,7 @@ def test_products_are_traced_and_equal_the_differentiated_ones(name: str, monkey
     assert_close(replaying.multiply(vectors), first, 1e-12)  # all at once
     assert all(trace is not None for trace in replaying.traces.values())
     monkeypatch.setattr(curvature, "_try_to_trace", lambda *_: None)
-    differentiating = curvature._Matrix(curvature._hessian_product, problem, data, 3, None)
+    differentiating = curvature._Matrix(curvature.hessian_product, problem, data, 3, None)
     assert_close(differentiating.multiply(vectors), first, 1e-12)
     assert not differentiating.kept
 
@@ -515,7 +515,7 @@ def test_a_model_that_branches_is_differentiated_every_time() -> None:
     with torch.no_grad():
         net.layer.bias.fill_(5.0)
     expected = naive.mean_hessian(nn.Sequential(net.layer, nn.Tanh()), *data)
-    matrix = curvature._Matrix(curvature._hessian_product, Problem(net), data, None, None)
+    matrix = curvature._Matrix(curvature.hessian_product, Problem(net), data, None, None)
     assert_close(matrix.multiply(torch.eye(39, dtype=torch.float64)), expected)
     assert list(matrix.traces.values()) == [None]  # a branch holds for one batch only
 
@@ -654,7 +654,7 @@ def test_memory_decides_how_much_is_kept() -> None:
     vector = torch.ones(1, problem.size, dtype=torch.float64)
 
     def kept(memory: int | None) -> tuple[int, int, Tensor]:
-        matrix = curvature._Matrix(curvature._hessian_product, problem, data, 8, memory)
+        matrix = curvature._Matrix(curvature.hessian_product, problem, data, 8, memory)
         result = matrix.multiply(vector)
         return len(matrix.kept), sum(tape.size(matrix.owned) for tape in matrix.kept.values()), result
 

@@ -12,10 +12,8 @@ autodiff through a cross entropy returns half the curvature or none (MATH 4.6).
 
 from __future__ import annotations
 
-import functools
 import math
 import operator
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -80,7 +78,7 @@ def hessian(
     tensor([5.])
     """
     problem = Problem(model, loss=loss, params=params, batch_norm=batch_norm)
-    matrix = _Matrix(_hessian_product, problem, data, batch_size, memory, group)
+    matrix = _Matrix(hessian_product, problem, data, batch_size, memory, group)
     return matrix.operator(matrix.multiply, weight_decay)
 
 
@@ -180,7 +178,7 @@ def hessian_variance(
             "data loader."
         )
     problem = Problem(model, loss=loss, params=params, batch_norm=batch_norm)
-    matrix = _Matrix(_hessian_product, problem, data, batch_size, memory, group, whole=True)
+    matrix = _Matrix(hessian_product, problem, data, batch_size, memory, group, whole=True)
 
     def multiply(rows: Tensor) -> Tensor:
         mean, mean_square = matrix.moments(rows, 2)
@@ -195,7 +193,9 @@ Product = Callable[[Problem, Params, Params, Any, Tensor], Params]
 """(problem, v, θ, x, y) → the matrix of the batch's summed loss, times v."""
 
 
-def _hessian_product(problem: Problem, v: Params, params: Params, inputs: Any, targets: Tensor) -> Params:
+def hessian_product(problem: Problem, v: Params, params: Params, inputs: Any, targets: Tensor) -> Params:
+    """The Hessian of the batch's summed loss at `params`, times v; use it inside `problem.active()`."""
+
     def gradient(point: Params) -> Params:
         outputs, pull, *_ = vjp(lambda p: problem.outputs(p, inputs), point)
         return pull(_slope(problem.loss, outputs, targets))[0]
@@ -218,12 +218,12 @@ def _fisher_product(problem: Problem, v: Params, params: Params, inputs: Any, ta
 
     outputs, pull, *_ = vjp(network, params)
     moved = jvp(network, (params,), (v,))[1]
-    slope = _exact_slope(problem.loss, outputs, targets)
+    slope = output_slope(problem.loss, outputs, targets)
     along = (slope * moved).flatten(1).sum(1).reshape(-1, *[1] * (slope.ndim - 1))
     return pull((slope * along).to(outputs.dtype))[0]
 
 
-def _exact_slope(loss: Loss, outputs: Tensor, targets: Tensor) -> Tensor:
+def output_slope(loss: Loss, outputs: Tensor, targets: Tensor) -> Tensor:
     """∂ℓ/∂φ, shaped like φ; in float64 where it has a closed form."""
     if isinstance(loss, CallableLoss):
         return grad(lambda point: loss.values(point, targets).sum())(outputs)
@@ -233,7 +233,7 @@ def _exact_slope(loss: Loss, outputs: Tensor, targets: Tensor) -> Tensor:
 def _bend(loss: Loss, outputs: Tensor, targets: Tensor, direction: Tensor) -> Tensor:
     """A·u = ∂²ℓ/∂φ² u, shaped and typed like φ."""
     if isinstance(loss, CallableLoss):
-        return jvp(lambda point: _exact_slope(loss, point, targets), (outputs,), (direction,))[1]
+        return jvp(lambda point: output_slope(loss, point, targets), (outputs,), (direction,))[1]
     product = loss.product(outputs, targets, direction.reshape(outputs.shape))
     return product.reshape(outputs.shape).to(outputs.dtype)
 
@@ -241,9 +241,9 @@ def _bend(loss: Loss, outputs: Tensor, targets: Tensor, direction: Tensor) -> Te
 def _slope(loss: Loss, outputs: Tensor, targets: Tensor) -> Tensor:
     """∂ℓ/∂φ, typed like φ, in a form whose derivative along a direction u is the closed form A·u."""
     if isinstance(loss, CallableLoss):
-        return _exact_slope(loss, outputs, targets)
+        return output_slope(loss, outputs, targets)
     here = outputs.detach()
-    return _exact_slope(loss, here, targets).to(outputs.dtype) + _bend(loss, here, targets, outputs - here)
+    return output_slope(loss, here, targets).to(outputs.dtype) + _bend(loss, here, targets, outputs - here)
 
 
 # ---------------------------------------------------------------- the product of a data set
@@ -270,7 +270,6 @@ class _Matrix:
         group: Any = None,
         whole: bool = False,
     ) -> None:
-        _load_forward_mode()
         self.problem, self.product, self.group = problem, product, group
         self.rank, self.ranks = _place_in(group)
         self.params = list(problem.params.values())
@@ -429,14 +428,6 @@ def _place_in(group: Any) -> tuple[int, int]:
     if not (dist.is_available() and dist.is_initialized()):
         raise InputError("group= needs torch.distributed.init_process_group first; leave it out to measure alone.")
     return dist.get_rank(group), dist.get_world_size(group)
-
-
-@functools.cache
-def _load_forward_mode() -> None:
-    """Let torch load its forward derivatives, which it does at first use, with a warning that concerns no caller."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        jvp(torch.sin, (torch.zeros(()),), (torch.ones(()),))
 
 
 def _held(batches: Batches) -> list[Tensor]:
