@@ -10,10 +10,13 @@ from __future__ import annotations
 import contextlib
 import copy
 import fnmatch
+import functools
 import hashlib
+import math
 import os
 import random
 import re
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -74,10 +77,12 @@ def preserved_module(model: nn.Module) -> Iterator[None]:
 
 
 class _Elementary(TorchFunctionMode):
-    """Layer norm and weight norm written out, because their built-in second derivatives are wrong or missing.
+    """Some operations written out, because their built-in second derivatives are wrong or missing (torch 2.13).
 
-    Nested forward mode through layer norm is silently off by 10-20 %, double backward through weight norm by 24 %
-    (torch 2.13, MATH 6).
+    Nested forward mode is silently wrong for layer norm (by 10-20 %), and for batch norm and instance norm that use the
+    statistics of their input (by 30 % and more; a `vmap` over their backward pass is off by 10 %). Double backward
+    through weight norm is off by 24 %. The hard sigmoid has no second derivative, the gated linear unit no nested
+    forward mode. Running statistics are never written.
     """
 
     def __torch_function__(
@@ -88,6 +93,13 @@ class _Elementary(TorchFunctionMode):
             return _layer_norm(*args, **kwargs)
         if func is torch._weight_norm:
             return _weight_norm(*args, **kwargs)
+        if func is F.batch_norm or func is F.instance_norm:
+            rewritten = (_batch_norm if func is F.batch_norm else _instance_norm)(*args, **kwargs)
+            return func(*args, **kwargs) if rewritten is None else rewritten
+        if func is F.hardsigmoid:
+            return F.relu6((args[0] if args else kwargs["input"]) + 3) / 6
+        if func is F.glu:
+            return _glu(*args, **kwargs)
         return func(*args, **kwargs)
 
 
@@ -107,6 +119,56 @@ def _layer_norm(
     return result if bias is None else result + bias
 
 
+def _standardised(input: Tensor, dims: list[int], weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    """Zero mean and unit variance over `dims`, then the channels' scale and shift."""
+    centred = input - input.mean(dims, keepdim=True)
+    result = centred * (centred.square().mean(dims, keepdim=True) + eps).rsqrt()
+    channels = [-1] + [1] * (input.ndim - 2)
+    if weight is not None:
+        result = result * weight.view(channels)
+    return result if bias is None else result + bias.view(channels)
+
+
+def _batch_norm(
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor | None:
+    if not training:
+        return None
+    if input.numel() <= input.shape[1]:
+        raise InputError(
+            f"batch statistics need more than one value a channel, got inputs of shape {tuple(input.shape)} for a "
+            "batch norm; pass larger batches (is the last one a single sample?), or batch_norm='eval'."
+        )
+    return _standardised(input, [0, *range(2, input.ndim)], weight, bias, eps)
+
+
+def _instance_norm(
+    input: Tensor,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor | None:
+    if not use_input_stats or math.prod(input.shape[2:]) <= 1:
+        return None
+    return _standardised(input, list(range(2, input.ndim)), weight, bias, eps)
+
+
+def _glu(input: Tensor, dim: int = -1) -> Tensor:
+    value, gate = input.chunk(2, dim)
+    return value * gate.sigmoid()
+
+
 def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
     if dim == -1:
         return v * (g / v.square().sum().sqrt())
@@ -114,9 +176,18 @@ def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
     return v * (g / v.square().sum(others, keepdim=True).sqrt())
 
 
+@functools.cache
+def _load_forward_mode() -> None:
+    """Have torch load its forward-mode rules, and keep its deprecation warnings about itself from the user."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        jvp(torch.clone, (torch.zeros(()),), (torch.zeros(()),))
+
+
 @contextlib.contextmanager
 def _twice_differentiable() -> Iterator[None]:
     """Attention and the encoder layer in forms that have forward and second derivatives."""
+    _load_forward_mode()
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
@@ -145,7 +216,10 @@ def select_parameters(model: nn.Module, params: str | Iterable[str] | None = Non
                 f"the model {type(model).__name__} {reason}; set requires_grad, or name the parameters with params=."
             )
         return chosen
-    wanted = [params] if isinstance(params, str) else list(params)
+    wanted = [params] if isinstance(params, str) else list(params) if isinstance(params, Iterable) else [params]
+    for pattern in wanted:
+        if not isinstance(pattern, str):
+            raise InputError(f"params= takes names, prefixes or globs of parameters, got {type(pattern).__name__}.")
     if not wanted:
         raise InputError("params= is empty; name at least one parameter, or leave it out for all that require grad.")
     picked: set[str] = set()
@@ -177,6 +251,10 @@ class Problem:
     ) -> None:
         if not isinstance(model, nn.Module):
             raise InputError(f"the model must be a torch.nn.Module, got {type(model).__name__}.")
+        if isinstance(model, torch.jit.ScriptModule):
+            raise InputError("a TorchScript model cannot be measured; pass the module that it was made from.")
+        if any(nn.parameter.is_lazy(tensor) for _, tensor in _state(model)):
+            raise InputError(f"the model {type(model).__name__} has lazy parameters; run it on one batch first.")
         if batch_norm not in BATCH_NORM_MODES:
             raise unknown_name("batch_norm mode", batch_norm, BATCH_NORM_MODES)
         names = select_parameters(model, params)
@@ -190,11 +268,15 @@ class Problem:
         self.model = model
         self.loss = losses.resolve(loss)
         self.batch_norm = batch_norm
-        state = {name: tensor.detach().clone() for name, tensor in _state(model)}
+        with torch.inference_mode(False):  # tensors made in inference mode could not be differentiated
+            state = {name: tensor.detach().clone() for name, tensor in _state(model)}
         self.params: Params = {name: state.pop(name) for name in names}
         self.constants: Params = state
         first = next(iter(self.params.values()))
         self.device, self.dtype = first.device, first.dtype
+        # known after one plain pass: does the model work in place on its inputs, and does it draw random numbers?
+        self._overwrites: bool | None = None
+        self._draws = False
 
     @property
     def size(self) -> int:
@@ -209,6 +291,7 @@ class Problem:
             preserved_module(self.model),
             torch.inference_mode(False),
             torch.enable_grad(),
+            _without_autocast(self.device),
             _twice_differentiable(),
         ):
             self.model.eval()
@@ -221,6 +304,9 @@ class Problem:
 
     def outputs(self, params: Params, inputs: Any) -> Tensor:
         """φ(θ, x): the model's outputs for one batch."""
+        before = None if self._overwrites is not None else _random_states(self.device)
+        if self._overwrites is not False:
+            inputs = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, inputs)
         args: tuple[Any, ...] = ()
         kwargs: dict[str, Any] = {}
         if isinstance(inputs, Mapping):
@@ -230,6 +316,9 @@ class Problem:
         else:
             args = (inputs,)
         result = functional_call(self.model, {**self.constants, **params}, args, kwargs)
+        if before is not None:
+            self._overwrites = any(leaf._version for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor))
+            self._draws = before != _random_states(self.device)
         result = getattr(result, "logits", result)
         if not isinstance(result, Tensor):
             raise InputError(
@@ -243,17 +332,22 @@ class Problem:
         return self.loss.values(self.outputs(params, inputs), targets)
 
     def place(self, inputs: Any, targets: Tensor) -> tuple[Any, Tensor]:
-        """A batch on the model's device, its floats in the model's dtype."""
+        """A batch on the model's device, its floats in the model's dtype, ready for differentiation."""
 
-        def move(tensor: Any) -> Any:
+        def move(tensor: Any, dtype: torch.dtype | None = None) -> Any:
             if not isinstance(tensor, Tensor):
                 return tensor
-            return tensor.to(self.device, self.dtype if tensor.is_floating_point() else None)
+            tensor = tensor.detach().to(self.device, dtype if tensor.is_floating_point() else None)
+            return tensor.clone() if tensor.is_inference() else tensor
 
-        return tree_map(move, inputs), targets.to(self.device)
+        with torch.inference_mode(False):
+            return tree_map(lambda leaf: move(leaf, self.dtype), inputs), move(targets)
 
     def checked(self, outputs: Tensor, inputs: Any, targets: Tensor, start: int = 0) -> None:
-        """Raise `InputError` unless the outputs fit the loss and are finite; `start` numbers the first sample."""
+        """Raise `InputError` unless the outputs fit the loss, are finite and repeat.
+
+        `start` is the number of the first sample in the data.
+        """
         if outputs.ndim == 0 or outputs.shape[0] != targets.shape[0]:
             raise InputError(
                 f"the model returned outputs of shape {tuple(outputs.shape)} for {targets.shape[0]} samples; "
@@ -261,15 +355,51 @@ class Problem:
             )
         self.loss.check(outputs, targets)
         if not bool(torch.isfinite(outputs.detach().sum())) and not bool(torch.isfinite(outputs).all()):
-            sample = int((~torch.isfinite(outputs)).flatten(1).any(1).nonzero()[0])
             for leaf in tree_leaves(inputs):
                 if isinstance(leaf, Tensor) and leaf.is_floating_point() and not bool(torch.isfinite(leaf).all()):
-                    bad = int((~torch.isfinite(leaf)).flatten(1).any(1).nonzero()[0])
-                    raise InputError(f"the input of sample {start + bad} is NaN or infinite; clean the data first.")
+                    where = start + _first_not_finite(leaf)
+                    raise InputError(f"the input of sample {where} is NaN or infinite; clean the data first.")
             raise InputError(
-                f"the model's output for sample {start + sample} is NaN or infinite although its input is finite; "
-                "check the weights."
+                f"the model's output for sample {start + _first_not_finite(outputs)} is NaN or infinite although its "
+                "input is finite; check the weights."
             )
+        if self._draws:
+            with self.active(), torch.no_grad():
+                _advance_random_states()
+                change = (self.outputs(self.params, inputs) - outputs.detach()).abs().max()
+            if change > 1e-3 * outputs.detach().abs().max():
+                raise InputError(
+                    "the model's outputs change from one pass to the next (dropout or noise that ignores eval mode?); "
+                    "make them repeat, e.g. with F.dropout(x, training=self.training)."
+                )
+            self._draws = False  # without effect, as it turned out
+
+
+def _first_not_finite(tensor: Tensor) -> int:
+    return int((~torch.isfinite(tensor.detach())).reshape(len(tensor), -1).any(1).nonzero()[0])
+
+
+def _without_autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """No reduced precision inside, whatever the caller has switched on."""
+    if not torch.amp.is_autocast_available(device.type):
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, enabled=False)
+
+
+def _random_states(device: torch.device) -> tuple[Any, ...] | None:
+    """What changes if anything draws from the global generators; `None` inside transformations of `torch.func`."""
+    try:
+        own = torch.cuda.get_rng_state(device).numpy().tobytes() if device.type == "cuda" else b""
+        shared = torch.get_rng_state().numpy().tobytes()
+    except RuntimeError:  # a wrapped tensor has no numbers to look at
+        return None
+    numbers: Any = np.random.get_state()
+    return shared, own, numbers[1].tobytes(), numbers[2:], random.getstate()
+
+
+def _advance_random_states() -> None:
+    """Move on from the present random states, so that whatever draws from them draws something else."""
+    torch.rand(1), np.random.random(), random.random()
 
 
 def along(function: Callable[[Params], Any], params: Params, direction: Params) -> tuple[Any, Any]:
@@ -296,13 +426,16 @@ def _count(inputs: Any, targets: Tensor) -> int:
     return count
 
 
+def _as_tensor(leaf: Any) -> Any:
+    return torch.from_numpy(np.require(leaf, requirements=["C", "W"])) if isinstance(leaf, np.ndarray) else leaf
+
+
 def _as_pair(batch: Any) -> Pair:
     if not (isinstance(batch, tuple | list) and len(batch) == 2):
         raise InputError(f"data must give pairs (inputs, targets), got {type(batch).__name__}.")
     inputs, targets = batch
-    inputs = tree_map(lambda leaf: torch.from_numpy(leaf) if isinstance(leaf, np.ndarray) else leaf, inputs)
-    if isinstance(targets, np.ndarray):
-        targets = torch.from_numpy(targets)
+    inputs = tree_map(_as_tensor, dict(inputs) if isinstance(inputs, Mapping) else inputs)
+    targets = _as_tensor(targets)
     if not isinstance(targets, Tensor):
         raise InputError(f"the targets of a batch must be a tensor, got {type(targets).__name__}.")
     return inputs, targets
@@ -313,18 +446,24 @@ def _slice(inputs: Any, start: int, stop: int) -> Any:
 
 
 def _is_pair_of_tensors(data: Any) -> bool:
-    return (
-        isinstance(data, tuple | list)
-        and len(data) == 2
-        and isinstance(data[1], Tensor | np.ndarray)
-        and bool(tree_leaves(data[0]))
-        and all(isinstance(leaf, Tensor | np.ndarray) for leaf in tree_leaves(data[0]))
-    )
+    if not (isinstance(data, tuple | list) and len(data) == 2 and isinstance(data[1], Tensor | np.ndarray)):
+        return False
+    leaves = tree_leaves(dict(data[0]) if isinstance(data[0], Mapping) else data[0])
+    return bool(leaves) and all(isinstance(leaf, Tensor | np.ndarray) for leaf in leaves)
 
 
 def _shuffles(loader: DataLoader[Any]) -> bool:
     sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
     return isinstance(sampler, RandomSampler | SubsetRandomSampler | WeightedRandomSampler)
+
+
+def _permutes(sampler: Any) -> bool:
+    """Whether a sampler gives every sample once, in random order."""
+    return (
+        isinstance(sampler, RandomSampler)
+        and not sampler.replacement
+        and sampler.num_samples == len(sampler.data_source)
+    )
 
 
 class Batches:
@@ -343,7 +482,7 @@ class Batches:
             _count(*data)
         elif isinstance(data, DataLoader):
             if _shuffles(data):
-                if ordered or not isinstance(data.sampler, RandomSampler):
+                if ordered or not _permutes(data.sampler):
                     raise InputError(
                         "the data loader shuffles, and per-sample results need an order that repeats; "
                         "pass its data set, or a loader with shuffle=False."
@@ -375,30 +514,40 @@ class Batches:
         return _is_pair_of_tensors(self.data)
 
     def _check_repeats(self) -> None:
-        first, second = (next(iter(self), None) for _ in range(2))
-        if first is None or second is None:
-            return  # empty: `__iter__` says so where it is read
-        same = [
-            torch.equal(a, b) if isinstance(a, Tensor) else a == b
-            for a, b in zip(tree_leaves(first), tree_leaves(second), strict=True)
-        ]
-        if not all(same):
+        """Read the first batch twice, from different random states, so that whatever depends on them shows."""
+        first = tree_leaves(next(iter(self)))
+        with preserved_random_state():
+            _advance_random_states()
+            second = tree_leaves(next(self._pieces(), None))
+        if second == [None]:
+            raise InputError(
+                "data can be read only once; pass a list of batches, a data set or a data loader, which start anew."
+            )
+        same = len(first) == len(second) and all(
+            torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else a is b or bool(a == b)
+            for a, b in zip(first, second, strict=True)
+        )
+        if not same:
             raise InputError(
                 "the data change between two passes (random augmentation or shuffling?); "
                 "pass data that repeat, such as the unaugmented set."
             )
 
     def __iter__(self) -> Iterator[Pair]:
-        seen = 0
+        empty = True
+        for piece in self._pieces():
+            empty = False
+            yield piece
+        if empty:
+            raise InputError("the data are empty; there is nothing to measure.")
+
+    def _pieces(self) -> Iterator[Pair]:
         for inputs, targets in self._raw():
             count = _count(inputs, targets)
             size = count if self.size is None or (self.whole and not self._in_memory) else self.size
             for start in range(0, count, max(size, 1)):
                 stop = min(start + size, count)
                 yield (_slice(inputs, start, stop), targets[start:stop]) if stop - start < count else (inputs, targets)
-            seen += count
-        if not seen:
-            raise InputError("the data are empty; there is nothing to measure.")
 
     def _raw(self) -> Iterator[Pair]:
         if self._in_memory:
@@ -406,7 +555,12 @@ class Batches:
             return
         with preserved_random_state():  # even a sequential loader draws a seed from the global generator
             batches = iter(self.data)
-        for batch in batches:
+        while True:
+            with preserved_random_state():
+                try:
+                    batch = next(batches)
+                except StopIteration:
+                    return
             yield _as_pair(batch)
 
     def first(self, count: int) -> Pair:
@@ -431,7 +585,7 @@ class Fingerprint:
         for leaf in tree_leaves(inputs):
             if isinstance(leaf, Tensor) and leaf.numel():
                 flat = leaf.reshape(leaf.shape[0], -1)
-                sample = flat[:, :: max(1, flat.shape[1] // 16)]
+                sample = flat[:, :: max(1, -(-flat.shape[1] // 16))]
                 self._inputs.update(sample.detach().double().cpu().contiguous().numpy().tobytes())
                 break
         self._targets.update(targets.detach().double().cpu().contiguous().numpy().tobytes())
@@ -458,22 +612,29 @@ def parse_memory(memory: int | str | None) -> int:
         if match is None:
             raise InputError(f"memory must be a number of bytes or a text such as '2GB', got {memory!r}.")
         memory = int(float(match[1]) * _UNITS[match[2] or ""])
-    if memory <= 0:
+    if isinstance(memory, bool) or not isinstance(memory, int | float) or not math.isfinite(memory):
+        raise InputError(f"memory must be a number of bytes or a text such as '2GB', got {memory!r}.")
+    if memory < 1:
         raise InputError(f"memory must be positive, got {memory}.")
     return int(memory)
 
 
 def available_memory() -> int:
     """Bytes that this process may still take: of the machine, or of its container if that allows less."""
-    limits = [os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    limits = []
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2]  # where nothing better is known
     with contextlib.suppress(OSError, ValueError, IndexError):
         text = Path("/proc/meminfo").read_text()
         limits = [int(text.split("MemAvailable:")[1].split()[0]) * 1024]
-    for limit, used in (
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    for folder, limit, used in (
+        ("", "memory.max", "memory.current"),
+        ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
     ):
         with contextlib.suppress(OSError, ValueError):
-            root = Path("/sys/fs/cgroup")
-            limits.append(int((root / limit).read_text()) - int((root / used).read_text()))
-    return max(min(limits), 2**26)
+            root = Path("/sys/fs/cgroup") / folder
+            free = int((root / limit).read_text()) - int((root / used).read_text())
+            with contextlib.suppress(OSError, ValueError, IndexError):  # what is used holds files that can be dropped
+                free += int((root / "memory.stat").read_text().split("inactive_file ")[1].split()[0])
+            limits.append(free)
+    return max(min(limits, default=2**32), 2**26)

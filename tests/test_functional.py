@@ -1,0 +1,1018 @@
+"""Modules as pure functions that can be differentiated twice, and data as batches that repeat."""
+
+from __future__ import annotations
+
+import functools
+import math
+import random
+import re
+import subprocess
+import sys
+from collections import OrderedDict, UserDict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import naive
+import numpy as np
+import pytest
+import torch
+from conftest import Untouched, random_states, same
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.func import grad, vjp, vmap
+from torch.nn import functional as F
+from torch.nn.utils import parametrizations, parametrize
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
+
+import spiritlevel as sl
+from spiritlevel import functional
+from spiritlevel.errors import InputError
+from spiritlevel.functional import (
+    Batches,
+    Fingerprint,
+    Params,
+    Problem,
+    along,
+    available_memory,
+    parse_memory,
+    select_parameters,
+)
+
+X, Y = torch.randn(6, 4, generator=torch.Generator().manual_seed(1)), torch.tensor([0, 1, 2, 0, 1, 2])
+
+
+class Around(nn.Module):
+    """A layer between two linear ones; its input has the given shape a sample."""
+
+    def __init__(self, layer: nn.Module, shape: tuple[int, ...]) -> None:
+        super().__init__()
+        self.first, self.layer, self.shape = nn.Linear(4, math.prod(shape)), layer, shape
+        with torch.no_grad():
+            size = self.middle(torch.zeros(2, 4)).shape[1]
+        self.last = nn.Linear(size, 3)
+
+    def middle(self, x: Tensor) -> Tensor:
+        result = self.layer(self.first(x).reshape(-1, *self.shape))
+        return (result[0] if isinstance(result, tuple) else result).flatten(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.middle(x))
+
+
+class Function(nn.Module):
+    """A function as a module."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
+
+
+class SelfAttention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attention(x, x, x, need_weights=False)[0]
+
+
+def old_weight_norm(module: nn.Module, **options: Any) -> nn.Module:
+    with pytest.warns(FutureWarning, match="weight_norm"):
+        return nn.utils.weight_norm(module, **options)
+
+
+def small_net() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Dropout(0.5), nn.Linear(5, 3))
+
+
+def warmed(model: nn.Module) -> nn.Module:
+    """In training mode, after two steps, so that running statistics say something."""
+    model.train()
+    with torch.no_grad():
+        for _ in range(2):
+            model(X)
+    return model
+
+
+# ---------------------------------------------------------------- the tests' own reference
+
+
+@pytest.mark.parametrize("loss", ["cross_entropy", "squared_error", "exponential"])
+@pytest.mark.parametrize("batch_norm", ["eval", "batch"])
+def test_dense_hessians_are_differences_of_gradients(loss: str, batch_norm: str) -> None:
+    """The reference of all other tests, against a way that takes no second derivative."""
+    model = warmed(small_net())
+    found = naive.mean_hessian(model, X, Y, loss, batch_norm=batch_norm)
+    assert torch.allclose(found, naive.finite_difference_hessian(model, X, Y, loss, batch_norm=batch_norm), atol=1e-8)
+    if batch_norm == "eval":
+        each = naive.dense_hessian(model, X, Y, loss)
+        assert torch.allclose(each.mean(0), found, atol=1e-14)
+        traces = naive.per_sample_traces(model, X, Y, loss)
+        blocks = naive.block_traces(model, X, Y, loss)
+        assert list(blocks) == [name for name, _ in model.named_parameters()]
+        assert torch.allclose(torch.stack(list(blocks.values())).sum(0), traces)
+        assert torch.allclose(naive.block_traces(model, X, Y, loss, ["4.bias"])["4.bias"], blocks["4.bias"])
+
+
+def test_dense_hessians_of_attention() -> None:
+    model = nn.Sequential(nn.TransformerEncoderLayer(4, 2, 5, batch_first=True), nn.Flatten(), nn.Linear(8, 3))
+    inputs = torch.randn(3, 2, 4)
+    found = naive.mean_hessian(model, inputs, Y[:3])
+    assert torch.allclose(found, naive.finite_difference_hessian(model, inputs, Y[:3]), atol=1e-8)
+
+
+def test_an_asymmetric_reference_is_noticed() -> None:
+    model = nn.Sequential(parametrizations.weight_norm(nn.Linear(4, 3)))
+    with pytest.raises((AssertionError, RuntimeError)):  # its forward mode is missing; were it there, it would be wrong
+        naive.dense_hessian(model, X, Y)
+    with pytest.raises(AssertionError, match="off its transpose"):
+        naive.symmetric(torch.tensor([[1.0, 2.0], [2.1, 1.0]]))
+
+
+# ---------------------------------------------------------------- parameters
+
+
+def test_parameters_are_chosen_by_name_prefix_or_glob() -> None:
+    model = nn.ModuleDict({"fc": nn.Linear(2, 2), "fc2": nn.Linear(2, 2), "conv": nn.Conv1d(1, 1, 1)})
+    everything = ["fc.weight", "fc.bias", "fc2.weight", "fc2.bias", "conv.weight", "conv.bias"]
+    assert select_parameters(model) == everything
+    assert select_parameters(model, "fc") == ["fc.weight", "fc.bias"]  # a prefix ends at a dot
+    assert select_parameters(model, "fc*") == everything[:4]
+    assert select_parameters(model, ["*.bias", "fc"]) == ["fc.weight", "fc.bias", "fc2.bias", "conv.bias"]
+    assert select_parameters(model, (n for n in ["conv.weight", "conv.weight"])) == ["conv.weight"]
+    model["fc"].weight.requires_grad_(False)
+    assert select_parameters(model) == everything[1:]
+    assert select_parameters(model, "fc") == ["fc.weight", "fc.bias"]  # whoever names it wants it
+
+
+@pytest.mark.parametrize(
+    ("model", "params", "message"),
+    [
+        (nn.Linear(2, 2), "wieght", "unknown parameter 'wieght': did you mean 'weight'? Known: bias, weight."),
+        (nn.Linear(2, 2), ["weight", "x*"], "unknown parameter 'x*'"),
+        (nn.Linear(2, 2), [], "params= is empty"),
+        (nn.Linear(2, 2), 3, "params= takes names, prefixes or globs of parameters, got int"),
+        (nn.Linear(2, 2), [torch.ones(1)], "got Tensor"),
+        (nn.ReLU(), None, "the model ReLU has no parameters"),
+        (nn.Linear(2, 2).requires_grad_(False), None, "the model Linear has no parameter that requires grad"),
+    ],
+)
+def test_a_wrong_choice_is_refused(model: nn.Module, params: Any, message: str) -> None:
+    with pytest.raises(InputError, match=re.escape(message)):
+        Problem(model, params=params)
+
+
+def test_tied_weights_are_one_parameter() -> None:
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Tanh(), nn.Linear(4, 4, bias=False))
+    model[2].weight = model[0].weight
+    problem = Problem(model)
+    assert list(problem.params) == ["0.weight"]
+    assert problem.size == 16
+    other = torch.randn(4, 4)
+    with problem.active():
+        assert torch.allclose(problem.outputs({"0.weight": other}, X), torch.tanh(X @ other.T) @ other.T)
+
+
+# ---------------------------------------------------------------- models that cannot be measured
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("model", "the model must be a torch.nn.Module, got str"),
+        (nn.LazyLinear(2), "the model LazyLinear has lazy parameters; run it on one batch first"),
+        (nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double()), "mixes parameters of float32, float64; convert it"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Lazy modules")
+def test_models_that_cannot_be_measured_are_refused(model: Any, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        Problem(model)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+def test_torchscript_is_refused() -> None:
+    with pytest.raises(InputError, match="TorchScript model cannot be measured; pass the module that it was made from"):
+        Problem(torch.jit.trace(nn.Linear(4, 3), X))
+
+
+def test_unknown_batch_norm_mode() -> None:
+    with pytest.raises(InputError, match=r"unknown batch_norm mode 'train'.*Known: batch, eval"):
+        Problem(nn.Linear(2, 2), batch_norm="train")
+
+
+# ---------------------------------------------------------------- modes
+
+
+@pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
+def test_everything_is_measured_in_eval_mode(training: bool) -> None:
+    model = warmed(small_net()).train(training)
+    problem = Problem(model)
+    with problem.active():
+        found = problem.outputs(problem.params, X)
+    with torch.no_grad():
+        assert torch.equal(found, model.eval()(X))
+
+
+def norms(dims: int) -> nn.Module:
+    kind = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d}[dims]
+    return nn.ModuleList([kind(3), kind(3, affine=False), kind(3, momentum=None), kind(3, track_running_stats=False)])
+
+
+@pytest.mark.parametrize("dims", [1, 2])
+def test_batch_statistics_are_those_of_training_without_dropout(dims: int, untouched: Untouched) -> None:
+    shape = (3,) if dims == 1 else (3, 2, 2)
+    for norm in norms(dims):
+        model = warmed(nn.Sequential(Around(norm, shape), nn.Dropout(0.5))).eval()
+        with untouched(model):  # buffers too, to the last bit
+            problem = Problem(model, batch_norm="batch")
+            with problem.active():
+                found = [problem.outputs(problem.params, X) for _ in range(2)]
+        model.train()
+        model[1].eval()
+        with torch.no_grad():
+            assert torch.allclose(found[0], model(X), atol=1e-6)
+        assert torch.equal(found[0], found[1])
+
+
+def test_batch_statistics_need_more_than_one_value() -> None:
+    problem = Problem(small_net(), batch_norm="batch")
+    message = r"more than one value a channel, got inputs of shape \(1, 5\).*is the last one a single sample"
+    with problem.active(), pytest.raises(InputError, match=message):
+        problem.outputs(problem.params, X[:1])
+
+
+# ---------------------------------------------------------------- second derivatives of every kind of layer
+
+LAYERS: dict[str, Callable[[], nn.Module]] = {
+    "relu": lambda: Around(nn.ReLU(), (4,)),
+    "leaky relu": lambda: Around(nn.LeakyReLU(), (4,)),
+    "prelu": lambda: Around(nn.PReLU(), (4,)),
+    "gelu": lambda: Around(nn.GELU(), (4,)),
+    "gelu, tanh": lambda: Around(nn.GELU(approximate="tanh"), (4,)),
+    "silu": lambda: Around(nn.SiLU(), (4,)),
+    "mish": lambda: Around(nn.Mish(), (4,)),
+    "elu": lambda: Around(nn.ELU(), (4,)),
+    "selu": lambda: Around(nn.SELU(), (4,)),
+    "softplus": lambda: Around(nn.Softplus(), (4,)),
+    "hard swish": lambda: Around(nn.Hardswish(), (4,)),
+    "hard sigmoid": lambda: Around(nn.Hardsigmoid(), (4,)),
+    "gated linear unit": lambda: Around(nn.GLU(), (4,)),
+    "gated linear unit, dim": lambda: Around(nn.GLU(1), (4, 2)),
+    "softmax": lambda: Around(nn.Softmax(-1), (4,)),
+    "log softmax": lambda: Around(nn.LogSoftmax(-1), (4,)),
+    "max pool": lambda: Around(nn.MaxPool2d(2), (2, 4, 4)),
+    "avg pool": lambda: Around(nn.AdaptiveAvgPool2d(2), (2, 3, 3)),
+    "conv": lambda: Around(nn.Conv2d(2, 4, 2, groups=2), (2, 3, 3)),
+    "transposed conv": lambda: Around(nn.ConvTranspose2d(2, 2, 2), (2, 2, 2)),
+    "upsample": lambda: Around(nn.Upsample(scale_factor=2, mode="bilinear"), (1, 2, 2)),
+    "layer norm": lambda: Around(nn.LayerNorm(4), (3, 4)),
+    "layer norm, two dims, no bias": lambda: Around(nn.LayerNorm((2, 2), bias=False), (3, 2, 2)),
+    "layer norm, plain": lambda: Around(nn.LayerNorm(4, elementwise_affine=False), (4,)),
+    "layer norm, low level": lambda: Around(Function(lambda x: torch.layer_norm(x, (4,))), (4,)),
+    "rms norm": lambda: Around(nn.RMSNorm(4), (4,)),
+    "group norm": lambda: Around(nn.GroupNorm(2, 4), (4, 3)),
+    "instance norm": lambda: Around(nn.InstanceNorm1d(4, affine=True), (4, 3)),
+    "instance norm, plain": lambda: Around(nn.InstanceNorm2d(2), (2, 3, 3)),
+    "instance norm, running": lambda: Around(nn.InstanceNorm1d(4, affine=True, track_running_stats=True), (4, 3)),
+    "batch norm": lambda: Around(nn.BatchNorm1d(4), (4,)),
+    "batch norm, 2d": lambda: Around(nn.BatchNorm2d(2), (2, 3, 3)),
+    "batch norm, plain": lambda: Around(nn.BatchNorm1d(4, affine=False), (4,)),
+    "local response norm": lambda: Around(nn.LocalResponseNorm(2), (3, 2, 2)),
+    "weight norm": lambda: Around(parametrizations.weight_norm(nn.Linear(4, 4)), (4,)),
+    "weight norm, dim 1": lambda: Around(parametrizations.weight_norm(nn.Conv1d(2, 3, 2), dim=1), (2, 4)),
+    "weight norm, whole": lambda: Around(parametrizations.weight_norm(nn.Linear(4, 4), dim=None), (4,)),
+    "weight norm, old": lambda: Around(old_weight_norm(nn.Linear(4, 4)), (4,)),
+    "weight norm, old, whole": lambda: Around(old_weight_norm(nn.Linear(4, 4), dim=None), (4,)),
+    "spectral norm": lambda: Around(parametrizations.spectral_norm(nn.Linear(4, 4)), (4,)),
+    "attention": lambda: Around(SelfAttention(), (3, 4)),
+    "causal attention": lambda: Around(
+        Function(lambda x: F.scaled_dot_product_attention(x, x, x, is_causal=True)), (1, 3, 4)
+    ),
+    "encoder layer": lambda: Around(nn.TransformerEncoderLayer(4, 2, 6, batch_first=True), (3, 4)),
+    "encoder layer, norm first": lambda: Around(
+        nn.TransformerEncoderLayer(4, 2, 6, batch_first=True, activation="gelu", norm_first=True), (3, 4)
+    ),
+    "lstm": lambda: Around(nn.LSTM(2, 3, batch_first=True), (3, 2)),
+    "gru": lambda: Around(nn.GRU(2, 3, batch_first=True), (3, 2)),
+    "normalize": lambda: Around(Function(F.normalize), (4,)),
+}
+MODES = [(name, "eval") for name in LAYERS] + [(name, "batch") for name in LAYERS if name.startswith("batch norm")]
+
+
+def dot(a: Params, b: Params) -> float:
+    return sum(float((a[name] * b[name]).sum()) for name in a)
+
+
+@pytest.mark.parametrize(("name", "batch_norm"), MODES)
+def test_second_derivatives_are_right_in_every_mode_of_differentiation(name: str, batch_norm: str) -> None:
+    """vᵀ∇²f v and ∇²f v of f = Σ w·φ, four ways, against differences of gradients in float64."""
+    model = warmed(LAYERS[name]()).double()
+    problem = Problem(model, batch_norm=batch_norm)
+    inputs = X.double()
+    weights = torch.randn(6, 3, dtype=torch.float64)
+    direction = {key: torch.randn_like(tensor) for key, tensor in problem.params.items()}
+
+    def network(params: Params) -> Tensor:
+        return problem.outputs(params, inputs)
+
+    def scalar(params: Params) -> Tensor:
+        return (weights * network(params)).sum()
+
+    def moved(step: float) -> Params:
+        return {key: tensor + step * direction[key] for key, tensor in problem.params.items()}
+
+    def pulled(params: Params) -> Params:  # what Gauss-Newton products and Jacobians do
+        _, pull = vjp(network, params)[:2]
+        return vmap(lambda cotangent: pull(cotangent)[0])(torch.stack([weights, -weights]))
+
+    with problem.active():
+        ends = [grad(scalar)(moved(step * 1e-4)) for step in (1, -1, 2, -2)]
+        wanted = {
+            key: ((8 * (ends[0][key] - ends[1][key]) - (ends[2][key] - ends[3][key])) / 12e-4).detach()
+            for key in direction
+        }
+        twice_forward = along(lambda p: along(scalar, p, direction)[1], problem.params, direction)[1]
+        forward_over_reverse = along(grad(scalar), problem.params, direction)[1]
+        vectorised = along(pulled, problem.params, direction)[1]
+        leaves = {key: tensor.clone().requires_grad_() for key, tensor in problem.params.items()}
+        first = torch.autograd.grad(scalar(leaves), list(leaves.values()), create_graph=True, materialize_grads=True)
+        along_first = sum(((g * direction[key]).sum() for g, key in zip(first, leaves, strict=True)), torch.zeros(()))
+        second = torch.autograd.grad(along_first, list(leaves.values()), materialize_grads=True)
+
+    size = max(1e-3, math.sqrt(dot(wanted, wanted)))
+    for found in (
+        forward_over_reverse,
+        {key: tensor[0] for key, tensor in vectorised.items()},
+        {key: -tensor[1] for key, tensor in vectorised.items()},
+        dict(zip(leaves, second, strict=True)),
+    ):
+        error = {key: found[key].detach() - wanted[key] for key in wanted}
+        assert math.sqrt(dot(error, error)) < 1e-6 * size
+    quadratic = dot(direction, wanted)
+    assert float(twice_forward) == pytest.approx(quadratic, rel=1e-6, abs=1e-6 * size)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_rewritten_layers_give_the_same_outputs(name: str) -> None:
+    model = warmed(LAYERS[name]()).double().eval()
+    problem = Problem(model)
+    with problem.active():
+        found = problem.outputs(problem.params, X.double())
+    with torch.no_grad():
+        assert torch.allclose(found, model(X.double()), rtol=1e-12, atol=1e-14)
+
+
+# ---------------------------------------------------------------- nothing is left behind
+
+
+def sdpa_flags() -> tuple[bool, ...]:
+    cuda = torch.backends.cuda
+    return cuda.flash_sdp_enabled(), cuda.math_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.cudnn_sdp_enabled()
+
+
+def restless_net() -> nn.Module:
+    """A bit of everything that a measurement switches, rewrites or leaves on a module."""
+    model = nn.Sequential(
+        OrderedDict(
+            old=old_weight_norm(nn.Linear(4, 4)),
+            new=parametrizations.weight_norm(nn.Linear(4, 4)),
+            bn=nn.BatchNorm1d(4),
+            drop=nn.Dropout(0.5),
+            view=nn.Unflatten(1, (1, 4)),
+            encoder=nn.TransformerEncoderLayer(4, 2, 6, batch_first=True),
+            flat=nn.Flatten(),
+            spectral=parametrizations.spectral_norm(nn.Linear(4, 3)),
+        )
+    )
+    warmed(model)
+    model(X).sum().backward()
+    model.get_submodule("drop").eval()
+    model.get_submodule("new").bias.requires_grad_(False)
+    model.get_submodule("old").note = ["mine"]
+    return model
+
+
+def attributes(model: nn.Module) -> dict[str, list[tuple[str, int]]]:
+    """All attributes of all modules and the identity of their values, also inside the tables of a module."""
+    tables = ("_parameters", "_buffers", "_modules")
+    return {
+        name: [(key, id(value)) for key, value in vars(module).items()]
+        + [(f"{table}.{key}", id(value)) for table in tables for key, value in vars(module)[table].items()]
+        for name, module in model.named_modules()
+    }
+
+
+@pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
+@pytest.mark.parametrize("batch_norm", ["eval", "batch"])
+@pytest.mark.parametrize("fast", [False, True])
+@pytest.mark.parametrize("fails", [False, True], ids=["returns", "raises"])
+def test_everything_is_given_back(
+    training: bool, batch_norm: str, fast: bool, fails: bool, untouched: Untouched
+) -> None:
+    model = restless_net().train(training)
+    torch.backends.mha.set_fastpath_enabled(fast)
+    torch.backends.cuda.enable_flash_sdp(fast)
+    try:
+        flags, before = sdpa_flags(), attributes(model)
+        with untouched(model):
+            problem = Problem(model, batch_norm=batch_norm)
+            try:
+                with problem.active():
+                    assert not torch.backends.mha.get_fastpath_enabled()
+                    problem.outputs(problem.params, X)
+                    along(lambda p: problem.losses(p, X, Y).sum(), problem.params, problem.params)
+                    torch.rand(3), np.random.random(), random.random()
+                    model.extra = nn.Linear(1, 1)
+                    model.get_submodule("bn").running_mean = torch.zeros(4)
+                    if fails:
+                        raise KeyError("stop")
+            except KeyError:
+                assert fails
+        assert attributes(model) == before
+        assert sdpa_flags() == flags
+        assert torch.backends.mha.get_fastpath_enabled() == fast
+        assert parametrize.is_parametrized(model.get_submodule("new"))
+        assert not hasattr(model, "extra")
+    finally:
+        torch.backends.mha.set_fastpath_enabled(True)
+        torch.backends.cuda.enable_flash_sdp(True)
+
+
+def test_activity_may_be_nested(untouched: Untouched) -> None:
+    model = restless_net()
+    problem = Problem(model)
+    with untouched(model), problem.active():
+        outside = problem.outputs(problem.params, X)
+        with problem.active():
+            inside = problem.outputs(problem.params, X)
+        assert torch.equal(inside, outside)
+        assert not model.training
+
+
+def test_parameters_are_copies() -> None:
+    model = nn.Linear(4, 3)
+    problem = Problem(model)
+    with problem.active():
+        before = problem.outputs(problem.params, X)
+        with torch.no_grad():
+            model.weight.add_(1)
+        assert torch.equal(problem.outputs(problem.params, X), before)
+
+
+class Counter(nn.Module):
+    """Counts its calls in a buffer, in eval mode too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.linear(x)
+
+
+def test_buffers_that_a_model_writes_in_place_stay(untouched: Untouched) -> None:
+    model = Counter()
+    problem = Problem(model)
+    with untouched(model), problem.active():
+        problem.outputs(problem.params, X)
+
+
+@pytest.mark.parametrize("first", [nn.ReLU(inplace=True), Function(lambda x: x.mul_(2))], ids=["relu", "mul"])
+def test_data_are_not_overwritten_by_models_that_work_in_place(first: nn.Module) -> None:
+    model = nn.Sequential(first, nn.Linear(4, 3))
+    problem, inputs = Problem(model), X.clone()
+    with problem.active():
+        passes = [problem.outputs(problem.params, inputs[:3]) for _ in range(3)]
+    assert torch.equal(inputs, X)
+    assert torch.equal(passes[0], passes[1])
+    assert torch.equal(passes[0], passes[2])
+    data = inputs, Y
+    assert torch.equal(sl.margins(model, data).signed, sl.margins(model, data).signed)
+    assert torch.equal(inputs, X)
+
+
+def test_a_random_model_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(4, 3), Function(lambda x: F.dropout(x)))  # always on
+    with pytest.raises(InputError, match=r"outputs change from one pass to the next .*training=self\.training"):
+        sl.margins(model, (X, Y))
+    with pytest.raises(InputError, match="outputs change from one pass to the next"):
+        sl.sample_traces(model, (X, Y))
+    idle = nn.Sequential(nn.Linear(4, 3), Function(lambda x: x + 0 * torch.rand(1) * random.random()))
+    assert len(sl.margins(idle, (X, Y))) == 6  # draws, but to no effect
+
+
+def test_warnings_of_torch_about_itself_stay_inside() -> None:
+    """Also in a process that turns warnings into errors and has not yet loaded forward mode."""
+    code = (
+        "import warnings, torch, spiritlevel as sl\n"
+        "warnings.simplefilter('error')\n"
+        "net = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Softmax(1))\n"
+        "data = torch.rand(6, 4), torch.arange(6) % 3\n"
+        "print(len(sl.sample_traces(net, data, method='hutchinson', probes=2)), len(warnings.filters))"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.split()[0] == "6"
+
+
+# ---------------------------------------------------------------- precision, gradients on and off
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_is_measured_as_a_float32_copy(dtype: torch.dtype, untouched: Untouched) -> None:
+    model = warmed(small_net()).to(dtype)
+    with untouched(model):
+        problem = Problem(model)
+        inputs, _ = problem.place(X.to(dtype), Y)
+        with problem.active():
+            outputs = problem.outputs(problem.params, inputs)
+    assert problem.dtype == inputs.dtype == outputs.dtype == torch.float32
+    assert problem.model is not model
+    assert all(torch.equal(problem.params[name], p.float()) for name, p in model.named_parameters())
+    assert {p.dtype for p in model.parameters()} == {dtype}
+
+
+def test_batches_are_placed() -> None:
+    problem = Problem(nn.Linear(4, 3).double())
+    inputs = {"a": X.clone().requires_grad_(), "b": (torch.ones(6, dtype=torch.int32), "text", None)}
+    placed, targets = problem.place(inputs, Y)
+    assert placed["a"].dtype == torch.float64
+    assert not placed["a"].requires_grad
+    assert placed["b"][0].dtype == torch.int32
+    assert placed["b"][1:] == ("text", None)
+    assert torch.equal(targets, Y)
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_the_callers_gradient_mode_does_not_matter(context: Callable[[], Any]) -> None:
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3), nn.LayerNorm(3))
+    wanted = {
+        "margins": sl.margins(model, (X, Y), distance=2).distance,
+        "traces": sl.sample_traces(model, (X, Y), method="hutchinson", probes=3).values,
+    }
+    with context():
+        inputs = X * 1  # made under inference mode, these could not be differentiated
+        found = {
+            "margins": sl.margins(model, (inputs, Y), distance=2).distance,
+            "traces": sl.sample_traces(model, (inputs, Y), method="hutchinson", probes=3).values,
+        }
+        assert torch.is_grad_enabled() == (context is torch.enable_grad)
+        assert torch.is_inference_mode_enabled() == (context is torch.inference_mode)
+    for name, values in wanted.items():
+        assert values is not None
+        assert torch.equal(values, found[name])  # type: ignore[arg-type]
+
+
+def test_a_model_made_under_inference_mode_can_be_measured() -> None:
+    with torch.inference_mode():
+        model, data = nn.Linear(4, 3), (torch.randn(6, 4), Y.clone())
+        inside = sl.sample_traces(model, data).values
+    assert torch.equal(sl.sample_traces(model, data).values, inside)
+
+
+def test_autocast_of_the_caller_does_not_lower_the_precision() -> None:
+    model = nn.Linear(4, 3)
+    problem = Problem(model)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        with problem.active():
+            assert problem.outputs(problem.params, X).dtype == torch.float32
+        assert torch.is_autocast_enabled("cpu")
+        inside = sl.margins(model, (X, Y)).signed
+    assert torch.equal(inside, sl.margins(model, (X, Y)).signed)
+
+
+# ---------------------------------------------------------------- inputs and outputs
+
+
+def test_inputs_may_be_tuples_or_dicts_and_outputs_may_have_logits() -> None:
+    linear = nn.Linear(4, 3)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = linear
+
+        def forward(self, x: Tensor, scale: Tensor, flag: bool = False) -> Any:
+            logits = self.linear(x) * scale[:, None]
+            return SimpleNamespace(logits=logits) if flag else logits
+
+    problem = Problem(Model())
+    scale = torch.arange(6.0)
+    wanted = linear(X).detach() * scale[:, None]
+    with problem.active():
+        for inputs in ((X, scale), [X, scale], {"x": X, "scale": scale}, {"scale": scale, "x": X, "flag": True}):
+            assert torch.equal(problem.outputs(problem.params, inputs), wanted)
+        assert torch.equal(
+            problem.losses(problem.params, (X, scale), Y),
+            problem.loss.values(problem.outputs(problem.params, inputs), Y),
+        )
+    for inputs in ((X, scale), {"x": X, "scale": scale}, UserDict(x=X, scale=scale)):
+        margins = sl.margins(Model(), (inputs, Y), batch_size=4)
+        assert torch.allclose(margins.signed, sl.signed_margin(wanted, Y))
+
+
+def test_other_outputs_are_refused() -> None:
+    model = nn.Sequential(nn.Linear(4, 3), Function(lambda x: (x, x)))
+    problem = Problem(model)
+    with problem.active(), pytest.raises(InputError, match=r"a tensor or an object with \.logits, got tuple; wrap it"):
+        problem.outputs(problem.params, X)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda x: x.sum(), r"outputs of shape \(\) for 6 samples; the first dimension must be the samples"),
+        (lambda x: x.T, r"outputs of shape \(3, 6\) for 6 samples"),
+        (lambda x: x[:, :2], "target 2 .* is outside the model's 2 classes"),
+        (lambda x: x / 0, "output for sample 10 is NaN or infinite although its input is finite; check the weights"),
+        (lambda x: torch.cat([x[:3], x[3:] * math.nan]), "output for sample 13 is NaN"),
+    ],
+)
+def test_outputs_that_do_not_fit_are_refused(change: Callable[[Tensor], Tensor], message: str) -> None:
+    problem = Problem(nn.Sequential(nn.Linear(4, 3), Function(change)))
+    with problem.active():
+        outputs = problem.outputs(problem.params, X)
+    with pytest.raises(InputError, match=message):
+        problem.checked(outputs, X, Y, start=10)
+
+
+@pytest.mark.parametrize("column", [False, True])
+def test_inputs_that_are_not_finite_are_named(column: bool) -> None:
+    """Also for inputs and outputs without a second dimension."""
+    inputs = torch.arange(6.0)
+    inputs[4] = math.nan
+    model = Function(lambda x: x[:, None].expand(-1, 3) if column else x)
+    model.weight = nn.Parameter(torch.zeros(()))
+    problem = Problem(model, loss="cross_entropy" if column else "exponential")
+    targets = Y if column else Y % 2
+    with problem.active():
+        outputs = problem.outputs(problem.params, inputs)
+    with pytest.raises(InputError, match="the input of sample 104 is NaN or infinite; clean the data first"):
+        problem.checked(outputs, inputs, targets, start=100)
+
+
+# ---------------------------------------------------------------- data
+
+
+class Pairs(Dataset[Any]):
+    def __init__(self, count: int = 6, change: Callable[[Tensor], Tensor] = lambda x: x) -> None:
+        self.count, self.change = count, change
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        if index >= self.count:
+            raise IndexError
+        return self.change(X[index]), int(Y[index])
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        yield from ((x, int(y)) for x, y in zip(X, Y, strict=True))
+
+
+class Again:
+    """Batches that can be read again, of uneven sizes, one empty."""
+
+    def __iter__(self) -> Iterator[Any]:
+        yield X[:1], Y[:1]
+        yield X[:0], Y[:0]
+        yield X[1:], Y[1:]
+
+
+class Once:
+    """Can be iterated, but only once."""
+
+    def __init__(self, batches: list[Any]) -> None:
+        self.batches = iter(batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.batches
+
+
+SOURCES: dict[str, Callable[[], Any]] = {
+    "pair": lambda: (X, Y),
+    "list of two tensors": lambda: [X, Y],
+    "pair of arrays": lambda: (X.numpy(), Y.numpy()),
+    "reversed arrays": lambda: (X.numpy()[::-1][::-1], Y.numpy()),
+    "data set": lambda: Pairs(),
+    "tensor data set": lambda: TensorDataset(X, Y),
+    "stream": lambda: Stream(),
+    "loader": lambda: DataLoader(Pairs(), batch_size=4),
+    "loader of a stream": lambda: DataLoader(Stream(), batch_size=4),
+    "loader, batch sampler": lambda: DataLoader(Pairs(), batch_sampler=BatchSampler(range(6), 4, drop_last=False)),
+    "list of batches": lambda: [(X[:4], Y[:4]), (X[4:], Y[4:])],
+    "two batches": lambda: ((X[:5], Y[:5]), (X[5:], Y[5:])),
+    "one batch": lambda: [(X, Y)],
+    "ragged, one empty": lambda: Again(),
+}
+
+
+@pytest.mark.parametrize("size", [None, 1, 4, 100])
+@pytest.mark.parametrize("name", SOURCES)
+def test_all_kinds_of_data_give_the_same_samples(name: str, size: int | None) -> None:
+    before = random_states()
+    batches = Batches(SOURCES[name](), size=size)
+    for _ in range(2):
+        pieces = list(batches)
+        assert torch.equal(torch.cat([inputs for inputs, _ in pieces]), X)
+        assert torch.equal(torch.cat([targets for _, targets in pieces]), Y)
+        assert all(0 < len(targets) <= (size or 6) for _, targets in pieces)
+    first = batches.first(2)
+    assert 1 <= len(first[1]) <= 2
+    assert torch.equal(first[0], X[: len(first[1])])
+    after = random_states()
+    assert all(same(before[key], after[key]) for key in before)
+
+
+@pytest.mark.parametrize("size", [None, 2])
+def test_whole_batches_are_not_split(size: int | None) -> None:
+    """With batch statistics a loader's batches are part of the definition; a pair in memory has none of its own."""
+    loader = DataLoader(Pairs(), batch_size=4)
+    assert [len(y) for _, y in Batches(loader, size=size, whole=True)] == [4, 2]
+    assert [len(y) for _, y in Batches((X, Y), size=size, whole=True)] == ([6] if size is None else [2, 2, 2])
+
+
+@pytest.mark.parametrize("inputs", [{"a": X, "b": X[:, 0]}, (X, X[:, 0]), UserDict(a=X, b=X[:, 0])])
+def test_structured_inputs_are_sliced(inputs: Any) -> None:
+    for data in ((inputs, Y), [(inputs, Y)]):
+        for part, targets in Batches(data, size=4):
+            leaves = list(part.values()) if isinstance(part, dict) else list(part)
+            assert [len(leaf) for leaf in leaves] == [len(targets)] * 2
+
+
+def test_what_is_not_a_tensor_goes_to_every_batch() -> None:
+    for part, targets in Batches([({"x": X, "flag": True}, Y)], size=4):
+        assert part["flag"] is True
+        assert len(part["x"]) == len(targets)
+
+
+def test_arrays_that_torch_cannot_share_are_copied() -> None:
+    fixed = X.numpy().copy()
+    fixed.flags.writeable = False
+    backwards = X.numpy()[::-1]
+    assert torch.equal(torch.cat([x for x, _ in Batches((fixed, Y.numpy()), size=4)]), X)
+    assert torch.equal(torch.cat([x for x, _ in Batches((backwards, Y.numpy()), size=4)]), X.flip(0))
+
+
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        lambda data: RandomSampler(data),
+        lambda data: SubsetRandomSampler(range(3)),
+        lambda data: WeightedRandomSampler([0.5] * 6, 6),
+        lambda data: RandomSampler(data, replacement=True),
+        lambda data: RandomSampler(data, num_samples=3),
+    ],
+    ids=["random", "subset", "weighted", "with replacement", "some"],
+)
+def test_shuffling_loaders(sampler: Callable[[Any], Any]) -> None:
+    """Refused where the order matters; elsewhere one that only changes the order is read in order."""
+    data = Pairs()
+    message = "the data loader shuffles, and per-sample results need an order that repeats; pass its data set"
+    for loader in (
+        DataLoader(data, batch_size=4, sampler=sampler(data)),
+        DataLoader(data, batch_sampler=BatchSampler(sampler(data), 4, drop_last=False)),
+    ):
+        with pytest.raises(InputError, match=message):
+            Batches(loader)
+    loader = DataLoader(data, batch_size=4, sampler=sampler(data))
+    found = sampler(data)
+    if type(found) is RandomSampler and not found.replacement and found.num_samples == 6:
+        before = torch.get_rng_state()
+        batches = Batches(loader, ordered=False)
+        assert [len(y) for _, y in batches] == [4, 2]
+        assert torch.equal(torch.cat([x for x, _ in batches]), X)
+        assert torch.equal(torch.get_rng_state(), before)
+    else:
+        with pytest.raises(InputError, match=message):
+            Batches(loader, ordered=False)
+
+
+class Shuffles:
+    """A sampler of the user's, which torch's classes do not give away."""
+
+    def __len__(self) -> int:
+        return 6
+
+    def __iter__(self) -> Iterator[int]:
+        yield from torch.randperm(6).tolist()
+
+
+NOISE: dict[str, Callable[[], Any]] = {
+    "torch": lambda: Pairs(change=lambda x: x + torch.rand(4)),
+    "numpy": lambda: Pairs(change=lambda x: x + float(np.random.random())),
+    "python": lambda: Pairs(change=lambda x: x + random.random()),
+    "own generator": lambda: Pairs(change=functools.partial(lambda g, x: x + g.random(), random.Random(0))),
+    "sampler": lambda: DataLoader(Pairs(), batch_size=6, sampler=Shuffles()),
+    "other length": lambda: Once([(X[:4], Y[:4]), (X[4:], Y[4:])]),
+}
+
+
+@pytest.mark.parametrize("name", NOISE)
+def test_data_that_change_are_refused(name: str) -> None:
+    before = random_states()
+    with pytest.raises(InputError, match="the data change between two passes"):
+        Batches(NOISE[name]())
+    after = random_states()
+    assert all(same(before[key], after[key]) for key in before)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (iter([(X, Y)]), "data can be read only once (an iterator); pass a list of batches"),
+        ((pair for pair in [(X, Y)]), "only once (an iterator)"),
+        (zip([X], [Y], strict=True), "only once (an iterator)"),
+        (Once([(X, Y)]), "data can be read only once; pass a list of batches"),
+        ((X[:0], Y[:0]), "the data are empty"),
+        ([], "the data are empty"),
+        ([(X[:0], Y[:0])], "the data are empty"),
+        (Pairs(0), "the data are empty"),
+        (DataLoader(Pairs(0)), "the data are empty"),
+        ((X, Y[:5]), "inputs of shape (6, 4) do not fit targets of shape (5,)"),
+        (((X, X[:5]), Y), "inputs of shape (5, 4) do not fit targets of shape (6,)"),
+        ([(X, Y[0])], "inputs of shape (6, 4) do not fit targets of shape ()"),
+        ([X, X, X], "data must give pairs (inputs, targets), got Tensor"),
+        ([(X, Y, Y)], "data must give pairs (inputs, targets), got tuple"),
+        ([(X, [0, 1])], "the targets of a batch must be a tensor, got list"),
+        (X, "data must give pairs"),
+        ({"x": X}, "data must give pairs"),
+        ("mnist", "data must be a pair of tensors, a Dataset, a DataLoader or batches of (inputs, targets), got str"),
+        (3, "got int"),
+        (None, "got NoneType"),
+    ],
+)
+def test_other_data_are_refused_in_a_sentence(data: Any, message: str) -> None:
+    with pytest.raises(InputError, match=re.escape(message)):
+        list(Batches(data))
+
+
+@pytest.mark.parametrize("size", [0, -1, 2.0, True, "4"])
+def test_batch_sizes_are_whole_numbers(size: Any) -> None:
+    with pytest.raises(InputError, match="batch_size must be a whole number of at least 1, got"):
+        Batches((X, Y), size=size)
+
+
+def test_workers_change_nothing() -> None:
+    loader = DataLoader(Pairs(), batch_size=4, num_workers=1)
+    before = random_states()
+    assert torch.equal(torch.cat([x for x, _ in Batches(loader)]), X)
+    after = random_states()
+    assert all(same(before[key], after[key]) for key in before)
+
+
+# ---------------------------------------------------------------- fingerprints
+
+
+def fingerprint(batches: Any) -> str:
+    result = Fingerprint()
+    for inputs, targets in batches:
+        result.update(inputs, targets)
+    return str(result)
+
+
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=6), st.sampled_from([(1,), (15,), (16,), (47,), (3, 11)]))
+def test_fingerprints_do_not_depend_on_the_split(sizes: list[int], shape: tuple[int, ...]) -> None:
+    count = sum(sizes)
+    generator = torch.Generator().manual_seed(count)
+    inputs, targets = torch.rand(count, *shape, generator=generator), torch.arange(count)
+    pieces = zip(inputs.split(sizes), targets.split(sizes), strict=True)
+    assert fingerprint(pieces) == fingerprint([(inputs, targets)])
+
+
+def test_fingerprints_tell_data_apart() -> None:
+    order = torch.tensor([1, 0, 2, 3, 4, 5])
+    other = X.clone()
+    other[5, 0] += 1
+    variants = [
+        [(X, Y)],
+        [(X[order], Y)],
+        [(X, Y[order])],
+        [(X[order], Y[order])],
+        [(other, Y)],
+        [(X[:5], Y[:5])],
+        [(X + 1, Y)],
+    ]
+    assert len({fingerprint(variant) for variant in variants}) == len(variants)
+    kinds = [X, X.double(), {"x": X}, (X, Y), (Y.float().new_zeros(6, 0), X)]
+    assert len({fingerprint([(kind, Y)]) for kind in kinds}) == 1  # the same numbers in other clothes
+
+
+def test_fingerprints_read_at_most_16_numbers_of_a_sample() -> None:
+    for width in (1, 15, 16, 17, 31, 32, 47, 784):
+        read: list[int] = []
+        made = Fingerprint()
+        made._inputs = SimpleNamespace(update=lambda data, read=read: read.append(len(data) // 8))  # type: ignore[assignment]
+        made.update(torch.rand(1, width), Y[:1])
+        assert min(width, 8) <= read[0] <= 16
+
+
+# ---------------------------------------------------------------- memory
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        (1, 1),
+        (1.5e9, 1_500_000_000),
+        ("100", 100),
+        ("2GB", 2 * 10**9),
+        ("2 gib", 2 * 2**30),
+        (" .5k ", 500),
+        ("1.5MB", 1_500_000),
+        ("3T", 3 * 10**12),
+        ("7b", 7),
+    ],
+)
+def test_memory_in_words_and_numbers(text: Any, size: int) -> None:
+    assert parse_memory(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GB", "2 PB", "-1GB", "1e9", "two", "2GBs", True, [1], math.nan, math.inf])
+def test_other_memory_is_refused(text: Any) -> None:
+    with pytest.raises(InputError, match=r"memory must be a number of bytes or a text such as '2GB', got"):
+        parse_memory(text)
+
+
+@pytest.mark.parametrize("memory", [0, -5, "0", "0.0001kb"])
+def test_memory_is_positive(memory: Any) -> None:
+    with pytest.raises(InputError, match="memory must be positive"):
+        parse_memory(memory)
+
+
+def test_memory_that_is_not_given_is_half_of_what_is_there() -> None:
+    assert 2**26 <= available_memory() < 2**50
+    assert 2**25 <= parse_memory(None) < 2**49
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({"/proc/meminfo": "MemTotal: 9 kB\nMemAvailable:  4194304 kB\n"}, 2**32),
+        (
+            {
+                "/proc/meminfo": "MemAvailable: 4194304 kB",
+                "/sys/fs/cgroup/memory.max": f"{2**31}\n",
+                "/sys/fs/cgroup/memory.current": f"{2**30}\n",
+            },
+            2**30,
+        ),
+        (  # files in the cache are not in the way
+            {
+                "/proc/meminfo": "MemAvailable: 4194304 kB",
+                "/sys/fs/cgroup/memory.max": f"{2**31}",
+                "/sys/fs/cgroup/memory.current": f"{2**31}",
+                "/sys/fs/cgroup/memory.stat": f"anon 5\ninactive_file {2**30}\nactive_file 3\n",
+            },
+            2**30,
+        ),
+        (
+            {
+                "/proc/meminfo": "MemAvailable: 4194304 kB",
+                "/sys/fs/cgroup/memory.max": "max",
+                "/sys/fs/cgroup/memory.current": "5",
+                "/sys/fs/cgroup/memory/memory.limit_in_bytes": f"{2**29}",
+                "/sys/fs/cgroup/memory/memory.usage_in_bytes": "0",
+            },
+            2**29,
+        ),
+        ({"/proc/meminfo": "MemAvailable: 1 kB"}, 2**26),
+    ],
+)
+def test_available_memory(monkeypatch: pytest.MonkeyPatch, files: dict[str, str], expected: int) -> None:
+    def read(path: Path) -> str:
+        if str(path) in files:
+            return files[str(path)]
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr(Path, "read_text", read)
+    assert available_memory() == expected
+
+
+def test_available_memory_where_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(*_: Any) -> Any:
+        raise ValueError
+
+    monkeypatch.setattr(Path, "read_text", missing)
+    monkeypatch.setattr(functional.os, "sysconf", missing)
+    assert available_memory() == 2**32
