@@ -562,6 +562,38 @@ class SpectrumSummary(Result):
 
 
 @dataclass(frozen=True)
+class Certificate(Result):
+    """What a transform of a network keeps, and how that was checked.
+
+    `preserves` says it in words, `scale` is the α of new outputs = α · old outputs (1: the function is the same).
+    `modes` are the batch-norm modes in which it holds exactly, "eval" and "batch" (statistics of the batch). The
+    outputs of both networks were compared in these modes on `samples` samples, described by `data`: they differ by at
+    most `largest_difference`, and by `relative_difference` of the largest output.
+
+    `factors` gives the diagonal map T for which the Hessian H of the loss of α·φ becomes T⁻¹HT⁻¹ (MATH 4.8): for each
+    parameter tensor a number, or a float64 tensor that broadcasts to its shape. It is `None` where the transform is no
+    such map.
+    """
+
+    transform: str
+    preserves: str
+    scale: float
+    modes: tuple[str, ...]
+    largest_difference: float
+    relative_difference: float
+    samples: int
+    data: str
+    factors: dict[str, Any] | None = None
+    notes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return (
+            f"{self.transform} preserves: {self.preserves} (batch norm: {' and '.join(self.modes)}); outputs differ by "
+            f"at most {self.largest_difference:.2g}, relatively {self.relative_difference:.2g}, on {self.data}"
+        )
+
+
+@dataclass(frozen=True)
 class Landscape(Result):
     """The loss, and the accuracy, on a line or a plane through a model's parameters θ.
 

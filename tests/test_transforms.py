@@ -1,0 +1,1043 @@
+"""Transforms against the networks they must not change, and the theorems on flatness as tests (float64, dense)."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import naive
+import pytest
+import torch
+from conftest import Untouched
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.func import jacfwd, jacrev
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from spiritlevel import models
+from spiritlevel.errors import InputError
+from spiritlevel.estimators import Operator
+from spiritlevel.results import Certificate, Result
+from spiritlevel.transforms import (
+    AffineMap,
+    RadialMap,
+    ScalingGroup,
+    Transformed,
+    fold_batchnorm,
+    input_map,
+    radial,
+    rescale_all,
+    rescale_layers,
+    scale_before_batchnorm,
+    scale_last_layer,
+    scaling_groups,
+    standardisation,
+    whitening,
+)
+
+BATCH_NORM = nn.BatchNorm1d | nn.BatchNorm2d
+
+# ---------------------------------------------------------------- naive twins
+
+
+def outputs(model: nn.Module, x: Tensor, batch_statistics: bool = False) -> Tensor:
+    """The outputs of a copy in eval mode, or with the statistics of the batch."""
+    model = copy.deepcopy(model).eval()
+    for module in model.modules():
+        if batch_statistics and isinstance(module, BATCH_NORM):
+            module.train()
+    with torch.no_grad():
+        return model(x)
+
+
+def apart(first: Tensor, second: Tensor) -> float:
+    """The largest difference relative to the largest entry."""
+    return float((first - second).abs().max() / second.abs().max().clamp(min=1e-300))
+
+
+def flat(model: nn.Module) -> Tensor:
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+
+
+def cross_entropy(phi: Tensor, y: Tensor) -> Tensor:
+    """log(1 + Σ_{j≠y} e^{φ_j − φ_y}): autodiff through it is right at any margin of a correct point."""
+    others = 1 - F.one_hot(y, phi.shape[1]).double()
+    return torch.log1p((others * torch.exp(phi - phi.gather(1, y[:, None]))).sum(1))
+
+
+def loss_of(y: Tensor, alpha: float = 1.0) -> Callable[[Tensor, Tensor], Tensor]:
+    """Cross entropy of α·φ, or squared error for targets that are no classes."""
+    loss = naive.squared_error if y.is_floating_point() else cross_entropy
+    return lambda phi, target: loss(alpha * phi, target)
+
+
+def hessian(model: nn.Module, x: Tensor, y: Tensor, alpha: float = 1.0) -> Tensor:
+    """The dense Hessian of the mean loss of α·φ in all parameters."""
+    return naive.mean_hessian(model, x, y, loss_of(y, alpha))
+
+
+def blocks(model: nn.Module) -> dict[str, slice]:
+    ends, result = 0, {}
+    for name, p in model.named_parameters():
+        result[name] = slice(ends, ends := ends + p.numel())
+    return result
+
+
+def norms(matrix: Tensor) -> tuple[float, float, float]:
+    """Trace, spectral norm, Frobenius norm."""
+    return float(matrix.trace()), float(torch.linalg.matrix_norm(matrix, 2)), float(matrix.norm())
+
+
+def mlp(*sizes: int, bias: bool = True, act: Callable[[], nn.Module] = nn.ReLU) -> nn.Sequential:
+    layers: list[nn.Module] = []
+    for fan_in, fan_out in itertools.pairwise(sizes):
+        layers += [nn.Linear(fan_in, fan_out, bias=bias), act()]
+    return nn.Sequential(*layers[:-1]).double()
+
+
+def with_statistics(model: nn.Module) -> nn.Module:
+    """Random statistics and affine parts for every batch norm."""
+    for module in model.modules():
+        if isinstance(module, BATCH_NORM):
+            nn.init.normal_(module.running_mean)
+            nn.init.uniform_(module.running_var, 0.3, 2.0)
+            if module.affine:
+                nn.init.uniform_(module.weight, 0.5, 1.5)
+                nn.init.normal_(module.bias)
+    return model
+
+
+class Joined(nn.Module):
+    """Two convolutions side by side, one depthwise behind them, a mean over positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Conv2d(2, 3, 3, padding=1), nn.Conv2d(2, 2, 1)
+        self.deep = nn.Conv2d(5, 10, 3, padding=1, groups=5)
+        self.act = nn.PReLU(10)
+        self.head = nn.Linear(10, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        joined = torch.cat([F.leaky_relu(self.left(x), 0.1), self.right(x).relu()], 1)
+        deep = 0.5 * self.act(self.deep(F.max_pool2d(joined, 2)))
+        return self.head(F.dropout(deep.mean((2, 3)), training=self.training))
+
+
+def residual_net() -> nn.Sequential:
+    body = nn.Sequential(nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 4, 1))
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3, padding=1),
+        models.Residual(body, nn.Identity()),
+        nn.ReLU(inplace=True),
+        nn.AvgPool2d(2, padding=1),
+        nn.Flatten(),
+        nn.Linear(36, 3),
+    )
+
+
+SMALL: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
+    "mlp": lambda: (mlp(3, 4, 3, 2), torch.randn(6, 3)),
+    "batch norm": lambda: (
+        nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 3, bias=False), nn.ReLU()).append(
+            nn.Linear(3, 2)
+        ),
+        torch.randn(6, 3),
+    ),
+    "residual": lambda: (residual_net(), torch.randn(4, 2, 4, 4)),
+    "joined": lambda: (Joined(), torch.randn(4, 2, 6, 6)),
+}
+
+
+@pytest.fixture(params=SMALL)
+def small(request: pytest.FixtureRequest) -> tuple[nn.Module, Tensor]:
+    model, x = SMALL[request.param]()
+    return with_statistics(model).double().eval(), x.double()
+
+
+def all_factors(model: nn.Module, x: Tensor, *, per_channel: bool = False, seed: int = 0) -> dict[str, Any]:
+    """Factors for all groups of a network at once."""
+    generator, result = torch.Generator().manual_seed(seed), {}
+    for group in scaling_groups(model, data=x):
+        if per_channel and group.channels is None:
+            continue
+        beta = 0.3 + 3 * torch.rand((group.channels,) if per_channel else (), generator=generator, dtype=torch.float64)
+        for name, factor in group.factors(beta if per_channel else float(beta)).items():
+            result[name] = result.get(name, 1.0) * factor
+    return result
+
+
+# ---------------------------------------------------------------- the function stays
+
+
+NETWORKS: dict[str, tuple[Callable[..., nn.Module], tuple[int, ...]]] = {
+    "lenet5": (models.lenet5, (1, 28, 28)),
+    "fcn_bn": (models.fcn_bn, (1, 28, 28)),
+    "all_cnn_c": (models.all_cnn_c, (3, 16, 16)),
+    "preresnet164": (models.preresnet164, (3, 8, 8)),
+    "vgg16_bn": (models.vgg16_bn, (3, 32, 32)),
+}
+
+
+def check_network(name: str, dtype: torch.dtype, width: float) -> None:
+    """Transforms of one of the papers' networks, on inputs that they have not seen."""
+    build, shape = NETWORKS[name]
+    model = with_statistics(build(width=width, classes=10)).to(dtype).eval()
+    x, fresh = torch.randn(2, 4, *shape, dtype=dtype)
+    normed = any(isinstance(module, BATCH_NORM) for module in model.modules())
+    mapping = standardisation(x + torch.rand(shape[0], 1, 1, dtype=dtype))
+    results = [
+        rescale_layers(model, all_factors(model, x), data=x),
+        rescale_layers(model, all_factors(model, x, per_channel=True), data=x),
+    ]
+    if normed:
+        groups = scaling_groups(model, data=x)
+        before = {g.writers[0]: 5.0 for g in groups if g.absorbers and not g.readers and len(g.writers) == 1}
+        results += [scale_before_batchnorm(model, before, data=x), fold_batchnorm(model, data=x)]
+    if width == 1.0 or name != "preresnet164":
+        results += [
+            rescale_all(model, 7.0, data=x),
+            scale_last_layer(model, 7.0, data=x),
+            input_map(model, mapping.matrix, mapping.shift, data=x),
+            radial(model, delta=1.0, rho=0.1, r_hat=0.5, data=x),
+        ]
+    modes = ("eval", "batch") if normed else ("eval",)
+    expected = {mode: outputs(model, fresh, mode == "batch") for mode in modes}
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-12
+    for new, certificate, inputs in ((r.model, r.certificate, r.inputs) for r in results):
+        assert certificate.relative_difference < 10 * tolerance
+        mapped = fresh if inputs is None else inputs(fresh)
+        for mode in set(modes) & set(certificate.modes):
+            allowed = tolerance if mode == "eval" else 10 * tolerance  # statistics of few samples amplify rounding
+            difference = apart(outputs(new, mapped, mode == "batch"), certificate.scale * expected[mode])
+            assert difference < allowed, (certificate.transform, mode)
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_the_papers_networks_keep_their_outputs(name: str) -> None:
+    check_network(name, torch.float64, 0.125)
+    if name != "preresnet164":  # in the full form below
+        check_network(name, torch.float32, 0.125)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+@pytest.mark.parametrize("name", NETWORKS)
+def test_the_papers_networks_keep_their_outputs_at_full_size(name: str, dtype: torch.dtype) -> None:
+    check_network(name, dtype, 1.0)
+
+
+BLOCKS: dict[str, Callable[[], nn.Module]] = {
+    "conv": lambda: nn.Conv2d(3, 3, 3, padding=1),
+    "circular": lambda: nn.Conv2d(3, 3, 3, padding=1, padding_mode="circular", bias=False),
+    "depthwise": lambda: nn.Conv2d(3, 3, 1, groups=3),
+    "norm": lambda: nn.BatchNorm2d(3),
+    "plain norm": lambda: nn.BatchNorm2d(3, affine=False),
+    "relu": lambda: nn.ReLU(inplace=True),
+    "prelu": lambda: nn.PReLU(),
+    "tanh": lambda: nn.Tanh(),
+    "max": lambda: nn.MaxPool2d(3, 1, padding=1),
+    "average": lambda: nn.AvgPool2d(3, 1, padding=1),
+    "dropout": lambda: nn.Dropout2d(),
+    "residual": lambda: models.Residual(nn.Sequential(nn.ReLU(), nn.Conv2d(3, 3, 1)), nn.Identity()),
+    "projected": lambda: models.Residual(nn.Conv2d(3, 3, 1), nn.Conv2d(3, 3, 1, bias=False)),
+}
+
+
+@given(st.lists(st.sampled_from(sorted(BLOCKS)), min_size=1, max_size=7), st.booleans(), st.integers(0, 99))
+def test_any_factors_of_the_groups_keep_any_network(names: list[str], per_channel: bool, seed: int) -> None:
+    torch.manual_seed(seed)
+    model = nn.Sequential(*(BLOCKS[name]() for name in names), nn.Flatten(), nn.Linear(75, 4))
+    model, x = with_statistics(model).double().eval(), torch.randn(3, 3, 5, 5).double()
+    result = rescale_layers(model, all_factors(model, x, per_channel=per_channel, seed=seed), data=x)
+    for mode in result.certificate.modes:
+        assert apart(outputs(result.model, x, mode == "batch"), outputs(model, x, mode == "batch")) < 1e-12
+    assert outputs(
+        rescale_layers(model, {str(len(names) + 1): 2.0}, data=x, allow_output_scale=True).model, x
+    ).allclose(2 * outputs(model, x))
+
+
+TRANSFORMS: dict[str, Callable[[nn.Module], Transformed]] = {
+    "rescale_layers": lambda m: rescale_layers(m, {"0": 2.0, "3": 3.0, "5": 1 / 3}),
+    "per channel": lambda m: rescale_layers(m, {"0": torch.tensor([1.0, 2.0, 3.0, 4.0])}),
+    "rescale_all": lambda m: rescale_all(m, 3.0),
+    "scale_last_layer": lambda m: scale_last_layer(m, 3.0),
+    "scale_before_batchnorm": lambda m: scale_before_batchnorm(m, {"0": 3.0}),
+    "fold_batchnorm": fold_batchnorm,
+    "input_map": lambda m: input_map(m, torch.tensor([1.0, 2.0, 3.0]), torch.tensor(1.0)),
+    "radial": lambda m: radial(m, delta=1.0, rho=0.2, r_hat=0.4),
+}
+
+
+@pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_the_original_is_untouched_and_the_copy_keeps_its_state(
+    name: str, training: bool, untouched: Untouched
+) -> None:
+    model, x = SMALL["batch norm"]()
+    with_statistics(model).train(training)
+    model[0].bias.requires_grad_(False)
+    model(x).sum().backward()
+    with untouched(model):
+        result = TRANSFORMS[name](model)
+    new = result.model
+    assert new.training is training
+    assert not dict(new.named_parameters())["0.bias"].requires_grad
+    assert not {id(p) for p in model.parameters()} & {id(p) for p in new.parameters()}
+    assert result.certificate.transform == name.replace("per channel", "rescale_layers")
+    assert Result.from_json(result.certificate.to_json()).to_json() == result.certificate.to_json()
+    with untouched(new):
+        copy.deepcopy(new).eval()(x)
+
+
+def test_a_certificate_says_what_was_checked_and_on_what() -> None:
+    model, x = SMALL["batch norm"]()
+    certificate = scale_last_layer(model, 2.0, data=TensorDataset(x, torch.zeros(6))).certificate
+    assert isinstance(certificate, Certificate)
+    assert (certificate.preserves, certificate.scale, certificate.samples) == ("outputs scaled by 2", 2.0, 6)
+    assert str(certificate).startswith("scale_last_layer preserves: outputs scaled by 2 (batch norm: eval and batch)")
+    assert str(certificate).endswith("on 6 given inputs of shape (3,)")
+    loader = DataLoader(TensorDataset(x, torch.zeros(6)), batch_size=4)
+    assert rescale_layers(model, {"0": 2.0}, data=loader).certificate.samples == 4
+    absorbed = rescale_layers(model, {"0": 2.0}, data=(x, torch.zeros(6))).certificate
+    assert absorbed.notes == ("the statistics and eps of batch norm '1' follow its scaled input",)
+    assert scale_last_layer(models.lenet5(), 2.0).certificate.data == "8 normal random inputs of shape (1, 28, 28)"
+
+
+def test_inputs_and_outputs_need_not_be_single_tensors() -> None:
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.head = nn.Linear(2, 3), nn.Linear(4, 3), nn.Linear(3, 2)
+
+        def forward(self, left: Tensor, right: Tensor) -> Any:
+            return type("Output", (), {"logits": self.head(torch.relu(self.a(left) + self.b(right)))})()
+
+    inputs = torch.randn(5, 2), torch.randn(5, 4)
+    model, data = Pair(), (inputs, torch.zeros(5))
+    result = rescale_layers(model, {"a": 4.0, "b": 4.0, "head": 0.25}, data=data)
+    assert torch.allclose(result.model(*inputs).logits, model(*inputs).logits, atol=1e-6)
+    assert scaling_groups(model, data=data) == (ScalingGroup(("a", "b"), ("head",), (), 3),)
+
+
+def test_parameters_outside_modules_are_layers_too() -> None:
+    class Bare(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Parameter(torch.randn(4, 3)), nn.Parameter(torch.randn(2, 4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.linear(F.relu(F.linear(x, self.first)), self.second)
+
+    result = rescale_layers(Bare(), {"first": 2.0, "second": 0.5}, data=torch.randn(5, 3))
+    assert result.certificate.factors == {"first": 2.0, "second": 0.5}
+
+
+def test_half_precision_is_followed_and_certified() -> None:
+    model = mlp(3, 4, 2).bfloat16()
+    result = rescale_layers(model, {"0": 4.0, "2": 0.25})
+    assert result.model[0].weight.dtype == torch.bfloat16
+    assert result.certificate.largest_difference == 0.0
+
+
+# ---------------------------------------------------------------- rules of the factors
+
+
+def test_each_bias_takes_the_product_of_the_factors_so_far() -> None:
+    alphas = {"0": 2.0, "2": 5.0, "4": 0.3, "6": 0.7, "8": 1 / (2 * 5 * 0.3 * 0.7)}
+    factors = rescale_layers(mlp(3, 4, 4, 4, 4, 2), alphas).certificate.factors
+    assert factors is not None
+    product = 1.0
+    for name, alpha in alphas.items():
+        product *= alpha
+        assert factors[f"{name}.weight"] == alpha
+        assert factors[f"{name}.bias"] == pytest.approx(product, rel=1e-15)
+
+
+def test_rescaling_and_its_inverse_are_the_identity(small: tuple[nn.Module, Tensor]) -> None:
+    model, x = small
+    for per_channel in (False, True):
+        factors = all_factors(model, x, per_channel=per_channel)
+        there = rescale_layers(model, factors, data=x).model
+        back = rescale_layers(there, {name: 1 / factor for name, factor in factors.items()}, data=x).model
+        assert not all(torch.equal(a, b) for a, b in zip(model.parameters(), there.parameters(), strict=True))
+        for (name, before), after in zip(model.named_parameters(), back.parameters(), strict=True):
+            assert torch.allclose(before, after, rtol=1e-13, atol=0), name
+        for before, after in zip(model.modules(), back.modules(), strict=True):
+            if isinstance(before, BATCH_NORM):
+                assert torch.allclose(before.running_mean, after.running_mean, rtol=1e-13, atol=0)
+                assert torch.allclose(before.running_var + before.eps, after.running_var + after.eps, rtol=1e-13)
+                assert per_channel or after.eps == pytest.approx(before.eps, rel=1e-13)
+
+
+@pytest.mark.parametrize("alpha", [1e-4, 1e4])
+def test_scaling_before_batch_norm_is_exact_in_both_modes(alpha: float) -> None:
+    model = with_statistics(SMALL["batch norm"]()[0]).double()
+    x = torch.randn(6, 3).double()
+    result = scale_before_batchnorm(model, {"0": alpha})
+    norm = result.model[1]
+    assert norm.eps == pytest.approx(1e-5 * alpha**2, rel=1e-14)
+    assert torch.allclose(norm.running_var, alpha**2 * model[1].running_var, rtol=1e-14)
+    for batch in (False, True):
+        assert apart(outputs(result.model, x, batch), outputs(model, x, batch)) < 1e-12
+    kept = copy.deepcopy(result.model)
+    kept[1].eps = model[1].eps  # the same scaling without eps is no symmetry
+    assert apart(outputs(kept, x, True), outputs(model, x, True)) > (1e-8 if alpha > 1 else 0.1)
+
+
+def test_channels_before_batch_norm_share_one_eps() -> None:
+    model = with_statistics(SMALL["batch norm"]()[0]).double()
+    model[1].running_var[0] = 1e-7  # where eps rules
+    x = torch.randn(6, 3).double()
+    result = rescale_layers(model, {"0": torch.tensor([0.01, 1.0, 2.0, 30.0])})
+    assert result.certificate.modes == ("eval",)
+    assert apart(outputs(result.model, x), outputs(model, x)) < 1e-12
+    assert bool((result.model[1].running_var > 0).all())
+
+
+def test_the_groups_of_a_residual_network_tie_its_stream() -> None:
+    assert scaling_groups(residual_net(), data=torch.randn(2, 2, 4, 4)) == (
+        ScalingGroup(("0", "1.body.4"), ("5",), ("1.body.0",), 4),
+        ScalingGroup(("1.body.0",), ("1.body.2",), (), 4),
+        ScalingGroup(("1.body.2",), ("1.body.4",), (), 4),
+    )
+
+
+def test_a_layer_may_write_the_group_it_reads() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), models.Residual(nn.Linear(4, 4), nn.Identity()), nn.Linear(4, 2)).double()
+    (group,) = scaling_groups(model)
+    assert group == ScalingGroup(("0", "1.body"), ("1.body", "2"), (), 4)
+    assert group.factors(3.0) == {"0": 3.0, "1.body": 1.0, "2": 1 / 3}
+    for beta in (3.0, torch.tensor([1.0, 2.0, 3.0, 4.0])):
+        assert rescale_layers(model, group.factors(beta)).certificate.relative_difference < 1e-14
+
+
+def test_concatenated_channels_need_one_number() -> None:
+    model, x = Joined(), torch.randn(4, 2, 6, 6)
+    groups = scaling_groups(model, data=x)
+    assert groups[0] == ScalingGroup(("left", "right"), ("deep",), (), None)
+    assert groups[1] == ScalingGroup(("deep",), ("head",), (), 10)
+    factors = {"left": torch.tensor([1.0, 2.0, 3.0]), "right": torch.tensor([4.0, 5.0])}
+    assert rescale_layers(model, factors, data=x).certificate.relative_difference < 1e-5
+
+
+def test_rescale_all_shares_the_factor_between_the_layers() -> None:
+    factors = rescale_all(mlp(3, 4, 4, 4, 2), 16.0).certificate.factors
+    assert factors is not None
+    for index, name in enumerate(["0", "2", "4", "6"], start=1):
+        assert factors[f"{name}.weight"] == pytest.approx(2.0, rel=1e-14)
+        assert factors[f"{name}.bias"] == pytest.approx(2.0**index, rel=1e-14)
+    stream = nn.Sequential(nn.Linear(3, 4), models.Residual(mlp(4, 5, 4), nn.Identity()), nn.Linear(4, 2)).double()
+    result = rescale_all(stream, 16.0)
+    assert result.certificate.scale == 16.0
+    shares = {name: factor for name, factor in result.certificate.factors.items() if name.endswith("weight")}
+    assert shares["0.weight"] * shares["2.weight"] == pytest.approx(16.0)
+    assert shares["1.body.0.weight"] * shares["1.body.2.weight"] == pytest.approx(1.0)
+    normed = rescale_all(SMALL["batch norm"]()[0], 8.0).certificate.factors
+    assert normed["0.weight"] == normed["0.bias"] == 1.0  # in front of the batch norm
+    assert [normed[f"{name}.weight"] for name in "135"] == pytest.approx([2.0, 2.0, 2.0], rel=1e-14)
+
+
+def test_one_layer_is_all_layers_and_the_last() -> None:
+    model = nn.Linear(3, 2)
+    wrapped = nn.Sequential(model)
+    for transform in (rescale_all, scale_last_layer):
+        assert transform(wrapped, 5.0).certificate.factors == {"0.weight": 5.0, "0.bias": 5.0}
+    assert scaling_groups(wrapped) == ()
+
+
+def test_scale_last_layer_finds_what_the_outputs_are_made_of() -> None:
+    class Ends(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stem, self.a, self.b = nn.Linear(3, 4), nn.Linear(4, 2), nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = torch.tanh(self.stem(x))
+            return self.a(x) - 2 * self.b(x)
+
+    factors = scale_last_layer(Ends(), 3.0).certificate.factors
+    assert factors == {
+        "stem.weight": 1.0,
+        "stem.bias": 1.0,
+        **dict.fromkeys(("a.weight", "a.bias"), 3.0),
+    } | dict.fromkeys(("b.weight", "b.bias"), 3.0)
+    folded = scale_last_layer(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)), 3.0).certificate.factors
+    assert folded == {"0.weight": 1.0, "0.bias": 1.0, "1.weight": 3.0, "1.bias": 3.0}
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.twice, self.last = nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(F.relu(self.twice(F.relu(self.twice(F.relu(self.first(x)))))))
+
+
+class Reads(nn.Module):
+    """A network that looks at its own weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(F.relu(self.first(x))) / (1 + self.first.weight.norm())
+
+
+class Fractious(nn.Module):
+    """A network whose dependence on its weights cannot be seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(F.relu(self.first(x))) * float(self.first.weight.detach().norm().item())
+
+
+class Overwrites(Reads):
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.zeros(len(x), 4)
+        hidden[:, 1:] = self.first(x)[:, 1:]
+        return self.last(hidden)
+
+
+class Hyper(Reads):
+    """A layer whose weight is the output of another."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x @ torch.ones(3, 4), self.first(x)[:2])
+
+
+class Rounds(Reads):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(10 * x).to(torch.int64).to(x.dtype))
+
+
+class Sloped(Reads):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(F.prelu(x @ torch.ones(3, 4), self.first(x)[0]))
+
+
+def norm_twice() -> nn.Sequential:
+    norm = nn.BatchNorm1d(4)
+    return nn.Sequential(nn.Linear(3, 4), norm, nn.Linear(4, 4), norm, nn.Linear(4, 2))
+
+
+def statistics_free() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4, track_running_stats=False), nn.Linear(4, 2))
+
+
+X = torch.randn(4, 3)
+TANH = mlp(3, 4, 4, 2, act=nn.Tanh).float()
+LAYER_NORM = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 2))
+PLAIN = mlp(3, 4, 2).float()
+REFUSALS: dict[str, tuple[Callable[[], object], str]] = {
+    "tanh": (
+        lambda: rescale_layers(TANH, {"0": 2.0, "2": 0.5}),
+        r"'tanh' at '1' \(Tanh\) passes no factor on, but .* 2;",
+    ),
+    "layer norm": (lambda: rescale_layers(LAYER_NORM, {"0": 2.0, "2": 0.5}), r"at '1' \(LayerNorm\) passes no factor"),
+    "sum": (
+        lambda: rescale_layers(residual_net(), {"0": 2.0, "5": 0.5}, data=torch.randn(2, 2, 4, 4)),
+        r"'add' at '1' \(Residual\) joins values scaled by .* and by .*; the products of the factors",
+    ),
+    "input": (
+        lambda: rescale_layers(models.Residual(nn.Linear(3, 3), nn.Identity()), {"body": 2.0}, data=X),
+        r"joins values scaled by 2 and by 1",
+    ),
+    "tied": (lambda: rescale_layers(Tied(), {"twice": 2.0, "last": 0.25}), r"'twice.weight' is used 2 times \(tied"),
+    "tied behind": (lambda: rescale_layers(Tied(), {"first": 2.0, "last": 0.5}), r"'twice.bias' is used 2 times"),
+    "read elsewhere": (lambda: rescale_layers(Reads(), {"first": 2.0, "last": 0.5}), r"'first.weight' is used 2 times"),
+    "unseen": (lambda: rescale_layers(Fractious(), {"first": 2.0, "last": 0.5}), "is used 2 times"),
+    "overwritten": (
+        lambda: rescale_layers(Overwrites(), {"first": 2.0, "last": 0.5}),
+        "'__setitem__' at the network's own forward passes no factor on",
+    ),
+    "computed weight": (
+        lambda: rescale_layers(Hyper(), {"first": 2.0}),
+        "'linear' at the network's own forward passes",
+    ),
+    "rounding": (lambda: rescale_layers(Rounds(), {"first": 2.0}), "'to' at the network's own forward passes no"),
+    "computed slope": (lambda: rescale_layers(Sloped(), {"first": 2.0}), "'prelu' at the network's own forward passes"),
+    "empty": (lambda: rescale_layers(PLAIN, {}, data=X[:0]), "data= holds no samples"),
+    "weight norm": (
+        lambda: rescale_layers(
+            nn.Sequential(nn.Linear(3, 4), nn.utils.parametrizations.weight_norm(nn.Linear(4, 2))),
+            {"0": torch.ones(4).mul(2)},
+        ),
+        "a tensor that is no parameter .* scaled by a factor of each channel",
+    ),
+    "product": (lambda: rescale_layers(PLAIN, {"0": 2.0}), "multiply the outputs by 2; choose factors whose product"),
+    "channels of the output": (
+        lambda: rescale_layers(PLAIN, {"2": torch.tensor([1.0, 2.0])}, allow_output_scale=True),
+        "scale the outputs differently in each channel",
+    ),
+    "name": (lambda: rescale_layers(PLAIN, {"1": 2.0}), "unknown layer that can be scaled '1': Known: 0, 2"),
+    "negative": (lambda: rescale_layers(PLAIN, {"0": -1.0}), "positive, finite factor of layer '0', got -1.0"),
+    "not a number": (lambda: rescale_layers(PLAIN, {"0": torch.tensor([1.0, math.nan])}), "must be a positive, finite"),
+    "matrix": (lambda: rescale_layers(PLAIN, {"0": torch.ones(4, 3)}), r"tensor of shape \(4, 3\) that is not"),
+    "number of channels": (lambda: rescale_layers(PLAIN, {"0": torch.ones(3)}), "has 4 output channels, but 3 factors"),
+    "overflow": (lambda: rescale_layers(PLAIN, {"0": 1e39, "2": 1e-39}), "too extreme for torch.float32"),
+    "norm twice": (lambda: rescale_layers(norm_twice(), {"0": 2.0}), "batch norm '1' is used more than once"),
+    "plain norm": (
+        lambda: rescale_layers(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4, affine=False)), {"1": 2.0}),
+        "batch norm '1' has no affine part to scale",
+    ),
+    "no statistics": (
+        lambda: rescale_layers(statistics_free(), {"0": torch.tensor([1.0, 2.0, 3.0, 4.0])}),
+        "'1' keeps no running statistics",
+    ),
+    "pixels": (
+        lambda: rescale_layers(
+            nn.Sequential(nn.Linear(3, 6), nn.Unflatten(1, (2, 3)), nn.MaxPool1d(3), nn.Flatten(), nn.Linear(2, 2)),
+            {"0": torch.arange(1.0, 7.0)},
+        ),
+        r"at '2' \(MaxPool1d\) different factors meet",
+    ),
+    "input shape": (lambda: rescale_layers(nn.Sequential(nn.Embedding(3, 4)), {}), "pass data=, a batch of inputs"),
+    "all, tanh": (
+        lambda: rescale_all(TANH, 2.0),
+        r"rescale_all: the operation 'tanh' at '1' \(Tanh\) passes no factor",
+    ),
+    "all, alpha": (lambda: rescale_all(PLAIN, 0.0), "positive, finite alpha, got 0.0"),
+    "last, softmax": (
+        lambda: scale_last_layer(nn.Sequential(nn.Linear(3, 2), nn.Softmax(1)), 2.0),
+        r"'softmax' at '1' \(Softmax\) passes no factor on; the network must end in a linear layer",
+    ),
+    "last, tied": (
+        lambda: scale_last_layer(nn.Sequential(*[nn.Linear(3, 3)] * 2), 2.0),
+        "layer '0' is used more than once",
+    ),
+    "before, no norm": (lambda: scale_before_batchnorm(PLAIN, {"0": 2.0}), "layer '0' are read by the layer '2'"),
+    "before, output": (lambda: scale_before_batchnorm(PLAIN, {"2": 2.0}), "layer '2' are read by no batch norm"),
+    "before, channels": (lambda: scale_before_batchnorm(norm_twice(), {"0": torch.ones(4)}), "one number a layer"),
+    "before, name": (lambda: scale_before_batchnorm(PLAIN, {"relu": 2.0}), "unknown layer that can be scaled 'relu'"),
+    "fold": (lambda: fold_batchnorm(PLAIN), "there is nothing to fold"),
+    "fold, tied": (lambda: fold_batchnorm(norm_twice()), "there is nothing to fold"),
+    "map, singular": (lambda: input_map(PLAIN, torch.zeros(3, 3)), "is not invertible"),
+    "map, shape": (lambda: input_map(PLAIN, torch.ones(4)), "4 features does not fit inputs of shape"),
+    "map, sides": (lambda: input_map(PLAIN, torch.ones(3), torch.ones(4)), r"got shapes \(3,\) and \(4,\)"),
+    "map, features": (
+        lambda: input_map(models.lenet5(), torch.ones(784)),
+        "'0' is a convolution, which can undo maps of its 1 channels only, not of 784 features",
+    ),
+    "map, tokens": (
+        lambda: input_map(nn.Linear(3, 2), torch.ones(5), data=torch.randn(2, 5, 3)),
+        "without flattening",
+    ),
+    "map, first operation": (
+        lambda: input_map(nn.Sequential(nn.ReLU(), nn.Linear(3, 2)), torch.tensor(2.0)),
+        r"the operation 'relu' at '0' \(ReLU\) reads the network's input",
+    ),
+    "map, first norm": (
+        lambda: input_map(nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 2)), torch.tensor(2.0)),
+        "the batch norm '0' reads the network's input",
+    ),
+    "map, tied": (lambda: input_map(nn.Sequential(*[nn.Linear(3, 3)] * 2), torch.tensor(2.0)), "used once"),
+    "whitening": (lambda: whitening(torch.ones(5, 3)), "covariance of the 3 features is singular; pass ridge="),
+    "per": (lambda: standardisation(X, per="pixel"), "unknown value of per 'pixel'"),
+    "radii": (lambda: RadialMap(torch.zeros(2), 1.0, 2.0, 0.5), "needs 0 < rho < delta"),
+    "center": (lambda: RadialMap(torch.zeros(2, 2), 1.0, 0.5, 0.5), "a flat center"),
+    "radial center": (lambda: radial(PLAIN, delta=1.0, rho=0.1, r_hat=0.5, center=torch.zeros(3)), r"shape \(26,\)"),
+    "no prediction": (lambda: fold_batchnorm(statistics()).hessian(Operator(lambda v: v, 1)), "not a diagonal map"),
+    "nameless": (lambda: rescale_layers(PLAIN, {}).hessian(Operator(lambda v: v, 1)), "names and shapes"),
+}
+
+
+def statistics() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_what_cannot_be_transformed_is_refused_with_its_place(name: str) -> None:
+    call, message = REFUSALS[name]
+    with pytest.raises(InputError, match=message):
+        call()
+
+
+def test_an_operation_that_passes_no_factor_on_may_stand_where_there_is_none() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2), nn.Softmax(1))
+    assert scaling_groups(model) == (ScalingGroup(("2",), ("4",), (), 4),)
+    assert rescale_layers(model, {"2": 2.0, "4": 0.5}).certificate.largest_difference == 0.0
+
+
+# ---------------------------------------------------------------- folding, inputs
+
+
+def test_folding_leaves_what_follows_no_layer_directly() -> None:
+    model = with_statistics(models.preresnet164(width=0.125)).double()
+    result = fold_batchnorm(model, data=torch.randn(2, 3, 8, 8))
+    count = [sum(isinstance(module, nn.BatchNorm2d) for module in m.modules()) for m in (model, result.model)]
+    assert count == [163, 55]  # the first of each block reads the sum, and the last one of all
+    assert len(result.certificate.notes) == 55
+    assert result.certificate.modes == ("eval",)
+
+
+def test_folding_looks_at_the_axis_of_the_channels() -> None:
+    tokens = with_statistics(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)))  # the norm acts on the middle axis
+    with pytest.raises(InputError, match="nothing to fold"):
+        fold_batchnorm(tokens, data=torch.randn(2, 4, 3))
+    bare = with_statistics(nn.Sequential(nn.Conv1d(3, 4, 2, bias=False), nn.BatchNorm1d(4, affine=False))).double()
+    folded = fold_batchnorm(bare, data=torch.randn(2, 3, 5)).model
+    assert folded[0].bias is not None
+    x = torch.randn(2, 3, 5).double()
+    assert apart(outputs(folded, x), outputs(bare, x)) < 1e-13
+
+
+@pytest.mark.parametrize("padding_mode", ["zeros", "reflect", "circular"])
+@pytest.mark.parametrize("padding", [0, 1, "same"])
+@pytest.mark.parametrize("kind", ["number", "channels", "colours"])
+def test_maps_of_channels_are_undone_also_at_the_border(kind: str, padding: int | str, padding_mode: str) -> None:
+    conv = nn.Conv2d(3, 4, 3, padding=padding, padding_mode=padding_mode, bias=kind != "number")
+    model = nn.Sequential(conv, nn.ReLU(), nn.Flatten(), nn.LazyLinear(2)).double()
+    images = torch.rand(6, 3, 5, 5).double() * torch.tensor([1.0, 2.0, 3.0]).reshape(3, 1, 1)
+    model(images)
+    mapping = {
+        "number": AffineMap(torch.tensor(2.0), torch.tensor(-3.0)),
+        "channels": standardisation(images),
+        "colours": whitening(images, per="channel"),
+    }[kind]
+    result = input_map(model, mapping.matrix, mapping.shift, data=images)
+    assert apart(outputs(result.model, mapping(images)), outputs(model, images)) < 1e-12
+    assert [name for name, _ in result.model.named_parameters()][:2] == ["0.weight", "0.bias"]
+    again = scale_last_layer(result.model, 2.0, data=mapping(images))  # what comes out can be transformed again
+    assert apart(outputs(again.model, mapping(images)), 2 * outputs(model, images)) < 1e-12
+
+
+@pytest.mark.parametrize("per", ["channel", "feature"])
+def test_a_linear_first_layer_undoes_any_map(per: str) -> None:
+    images = torch.rand(40, 2, 2, 3).double()
+    model = nn.Sequential(nn.Flatten(), nn.Linear(12, 4, bias=False), nn.ReLU(), nn.Linear(4, 2)).double()
+    for mapping in (standardisation(images, per=per), whitening(images, per=per)):
+        mapped = mapping(images)
+        rows = mapped.flatten(1) if per == "feature" else mapped.movedim(1, -1).flatten(0, -2)
+        assert rows.mean(0).abs().max() < 1e-12
+        assert torch.allclose(rows.std(0, correction=0), torch.ones(rows.shape[1]).double())
+        result = input_map(model, mapping.matrix, mapping.shift, data=images)
+        assert result.inputs is not None
+        assert torch.equal(result.inputs(images), mapped)
+        assert apart(outputs(result.model, mapped), outputs(model, images)) < 1e-12
+
+
+def test_standardisation_keeps_constant_features_and_whitening_takes_a_ridge() -> None:
+    points = torch.cat([torch.randn(20, 2), torch.ones(20, 1)], 1).double()
+    mapped = standardisation(points, per="feature")(points)
+    assert torch.equal(mapped[:, 2], torch.zeros(20).double())
+    assert float(whitening(points, ridge=0.1)(points).T.cov(correction=0).diagonal().max()) < 1
+
+
+# ---------------------------------------------------------------- theory: Hessians at the new point
+
+
+def predicted(result: Transformed, before: Tensor) -> Tensor:
+    """T⁻¹HT⁻¹ from the certificate's factors."""
+    factors = result.certificate.factors
+    assert factors is not None
+    parts = [
+        torch.as_tensor(factors[n], dtype=torch.float64).expand(p.shape).reshape(-1)
+        for n, p in result.model.named_parameters()
+    ]
+    inverse = 1 / torch.cat(parts)
+    return inverse[:, None] * before * inverse
+
+
+@pytest.mark.parametrize("transform", ["scalar", "channels", "all", "last", "radial"])
+def test_the_hessian_at_the_new_point_is_predicted_by_the_factors(
+    small: tuple[nn.Module, Tensor], transform: str
+) -> None:
+    model, x = small
+    y = torch.arange(len(x)) % outputs(model, x).shape[1]
+    result = {
+        "scalar": lambda: rescale_layers(model, all_factors(model, x), data=x),
+        "channels": lambda: rescale_layers(model, all_factors(model, x, per_channel=True), data=x),
+        "all": lambda: rescale_all(model, 3.0, data=x),
+        "last": lambda: scale_last_layer(model, 3.0, data=x),
+        "radial": lambda: radial(model, delta=1.0, rho=0.1, r_hat=0.5, data=x),
+    }[transform]()
+    before = hessian(model, x, y, result.certificate.scale)
+    after = hessian(result.model, x, y)
+    assert apart(after, predicted(result, before)) < 1e-9
+    shapes = {name: p.shape for name, p in model.named_parameters()}
+    operator = Operator(lambda v: before @ v, len(before), dtype=torch.float64, shapes=shapes)
+    assert apart(result.hessian(operator).dense(), after) < 1e-9
+
+
+def test_the_hessian_before_batch_norm_is_predicted_with_batch_statistics_too() -> None:
+    model, x = with_statistics(SMALL["batch norm"]()[0]).double(), torch.randn(6, 3).double()
+    result = scale_before_batchnorm(model, {"0": 3.0})
+    y = torch.tensor([0, 1] * 3)
+    before, after = (naive.mean_hessian(net, x, y, batch_norm="batch") for net in (model, result.model))
+    assert apart(after, predicted(result, before)) < 1e-9
+
+
+def test_a_diagonal_input_map_predicts_the_hessian() -> None:
+    model, x, y = mlp(3, 4, 2), torch.randn(5, 3).double(), torch.tensor([0, 1, 0, 1, 0])
+    diagonal = torch.tensor([0.5, 2.0, 3.0]).double()
+    result = input_map(model, diagonal)
+    assert apart(hessian(result.model, x * diagonal, y), predicted(result, hessian(model, x, y))) < 1e-9
+    assert input_map(model, diagonal, torch.tensor(1.0)).certificate.factors is None
+
+
+@pytest.mark.parametrize("alpha", [0.01, 5.0, 1000.0])
+def test_block_traces_follow_the_inverse_square(alpha: float) -> None:
+    model, x, y = mlp(3, 5, 2), torch.randn(8, 3).double(), torch.arange(8) % 2
+    after = rescale_layers(model, {"0": alpha, "2": 1 / alpha}).model
+    first, second = (hessian(net, x, y).diagonal() for net in (model, after))
+    powers = {"0.weight": alpha**-2, "0.bias": alpha**-2, "2.weight": alpha**2, "2.bias": 1.0}
+    for name, part in blocks(model).items():
+        assert float(second[part].sum()) == pytest.approx(powers[name] * float(first[part].sum()), rel=1e-10)
+
+
+@pytest.mark.parametrize("alpha", [1.0, 0.1, 1e-3])
+def test_the_gradient_grows_without_bound_at_equal_loss(alpha: float) -> None:
+    """Paper B, Theorem 1: ‖∇L(αθ₁, θ₂/α)‖² = α⁻²‖∇₁‖² + α²‖∇₂‖², so L is not Lipschitz."""
+    model, x, y = mlp(3, 5, 2, bias=False), torch.randn(8, 3).double(), torch.arange(8) % 2
+    after = rescale_layers(model, {"0": alpha, "2": 1 / alpha}).model
+    before, new = (naive.gradient(net, x, y, loss_of(y)) for net in (model, after))
+    first, second = before[:15].square().sum(), before[15:].square().sum()
+    assert float(new.square().sum()) == pytest.approx(float(first / alpha**2 + second * alpha**2), rel=1e-12)
+
+
+@pytest.mark.parametrize("sizes", [(3, 4, 4, 1), (3, 4, 4, 3), (6, 4, 3), (2, 5, 5, 2)])
+def test_as_many_eigenvalues_diverge_as_the_other_layers_have_rank(sizes: tuple[int, ...]) -> None:
+    """Paper B, Theorem 2 in the form of MATH 2: rank(H without layer k) of them, at least r − n_k."""
+    model, x = mlp(*sizes, bias=False), torch.randn(40, sizes[0]).double()
+    y = outputs(model, x)  # its own outputs: a minimum of loss zero
+    network, parts = naive.Flat(model), blocks(model)
+    jacobian = jacrev(lambda vector: network.outputs(vector, x).reshape(-1))(network.point) / math.sqrt(40)
+    assert apart(hessian(model, x, y), jacobian.T @ jacobian) < 1e-12  # ranks are read off its root, far more exactly
+    whole = int(torch.linalg.matrix_rank(jacobian))
+    for kept, part in parts.items():
+        others = [i for i in range(jacobian.shape[1]) if not part.start <= i < part.stop]
+        rank = int(torch.linalg.matrix_rank(jacobian[:, others]))
+        assert whole - (part.stop - part.start) <= rank <= whole
+        spectra = []
+        for beta in (1e3, 1e4):
+            factors = {name.removesuffix(".weight"): 1 / beta for name in parts}
+            factors[kept.removesuffix(".weight")] = beta ** (len(parts) - 1)
+            taus = rescale_layers(model, factors).certificate.factors
+            assert taus is not None
+            inverse = torch.cat([torch.full((p.numel(),), 1 / taus[n]).double() for n, p in model.named_parameters()])
+            spectra.append(torch.linalg.svdvals(jacobian * inverse).square())
+        first, second = spectra
+        assert bool((second > 90 * first)[:rank].all())  # they grow like β²
+        assert bool(((second < 0.1 * first) | (second < 1e-20 * second[0]))[rank:].all())  # the rest goes to zero
+
+
+# ---------------------------------------------------------------- theory: scaled outputs
+
+
+def margin(model: nn.Module, x: Tensor, y: int) -> float:
+    """φ_y minus the largest other output."""
+    phi = outputs(model, x)[0]
+    return float(phi[y] - torch.cat([phi[:y], phi[y + 1 :]]).max())
+
+
+def point(
+    *sizes: int, correct: bool, size: float, act: Callable[[], nn.Module] = nn.ReLU
+) -> tuple[Any, Tensor, Tensor]:
+    """A network, one input and its label, classified rightly or wrongly by a margin of `size`."""
+    model, x = mlp(*sizes, act=act), torch.randn(1, sizes[0]).double()
+    top = int(outputs(model, x).argmax())
+    model = scale_last_layer(model, size / margin(model, x, top), data=x).model
+    y = top if correct else int(outputs(model, x).topk(2).indices[0, 1])
+    return model, x, torch.tensor([y])
+
+
+@pytest.mark.parametrize("sizes", [(3, 6, 2), (3, 5, 5, 2)])
+def test_correct_points_become_flat_at_the_rate_of_their_margin(sizes: tuple[int, ...]) -> None:
+    """H(T_αθ) → e^{−αΔ} D⁻¹(α²ddᵀ)D⁻¹: α²e^{−αΔ} hidden, e^{−αΔ} last; trace and norms all go to zero."""
+    model, x, y = point(*sizes, correct=True, size=0.05)
+    network = naive.Flat(model)
+    slope = torch.func.grad(lambda v: network.outputs(v, x)[0] @ torch.tensor([1.0, -1.0]).double())(network.point)
+    last = torch.zeros_like(slope)
+    last[list(blocks(model).values())[-2].start :] = 1
+    ratios, sizes_seen = [], []
+    for alpha in (100.0, 200.0, 400.0):
+        new = scale_last_layer(model, alpha, data=x).model
+        found = norms(hessian(new, x, y))
+        leading = math.exp(-alpha * 0.05) * float((slope * torch.where(last > 0, 1.0, alpha)).square().sum())
+        ratios.append([value / leading for value in found])
+        sizes_seen.append(found)
+    assert abs(ratios[-1][0] - 1) < 1e-8  # trace: what is left is of order e^{−αΔ}
+    assert all(abs(ratio - 1) < 0.5 for ratio in ratios[-1])  # norms: of order 1/α
+    for first, second in itertools.pairwise(ratios):
+        assert all(abs(b - 1) < abs(a - 1) for a, b in zip(first, second, strict=True))
+    assert all(b < 1e-2 * a for a, b in zip(sizes_seen[0], sizes_seen[-1], strict=True))
+
+
+def test_the_last_block_goes_to_zero_fastest() -> None:
+    model, x, y = point(3, 6, 2, correct=True, size=0.05)
+    matrix = hessian(scale_last_layer(model, 300.0, data=x).model, x, y)
+    base = hessian(model, x, y, alpha=1.0)
+    split = 24
+    exact = hessian(model, x, y, alpha=300.0)  # reading 1: the Hessian in θ of ℓ(αφ)
+    assert torch.allclose(matrix[:split, :split], exact[:split, :split], rtol=1e-9)
+    assert torch.allclose(matrix[:split, split:], exact[:split, split:] / 300, rtol=1e-9)
+    assert torch.allclose(matrix[split:, split:], exact[split:, split:] / 300**2, rtol=1e-9)
+    hidden, last = (
+        float(matrix[part, part].norm() / base[part, part].norm()) for part in (slice(split), slice(split, 99))
+    )
+    assert last < 1e-3 * hidden
+
+
+def test_misclassified_points_of_one_hidden_layer_keep_their_spectral_norm() -> None:
+    """ReLU: the trace goes to zero although ‖H(T_αθ)‖ tends to a constant (MATH 1)."""
+    model, x, y = point(3, 6, 3, correct=False, size=0.5)
+    found = [norms(hessian(scale_last_layer(model, alpha, data=x).model, x, y)) for alpha in (10.0, 50.0, 100.0)]
+    assert found[1][0] < 1e-5 * found[0][0]
+    assert found[2][0] < 1e-12
+    assert found[2][1] == pytest.approx(found[1][1], rel=1e-6)
+    assert found[2][1] > 0.1
+
+
+def test_misclassified_points_of_deeper_networks_diverge_at_trace_zero() -> None:
+    model, x, y = point(3, 6, 6, 3, correct=False, size=0.5)
+    found = [norms(hessian(scale_last_layer(model, alpha, data=x).model, x, y)) for alpha in (100.0, 200.0, 400.0)]
+    assert all(abs(trace) < 1e-12 * norm for trace, norm, _ in found)
+    assert found[1][1] / found[0][1] == pytest.approx(2.0, rel=1e-2)  # ∝ α
+    assert found[2][1] / found[1][1] == pytest.approx(2.0, rel=1e-2)
+    whole = [norms(hessian(rescale_all(model, alpha, data=x).model, x, y))[1] for alpha in (1e2, 8e2)]
+    assert whole[1] / whole[0] == pytest.approx(8 ** (1 - 2 / 3), rel=0.05)  # ∝ α^{1−2/K}
+
+
+def test_misclassified_points_of_a_tanh_network_have_a_trace_like_alpha() -> None:
+    model, x, y = point(3, 6, 3, correct=False, size=0.5, act=nn.Tanh)
+    traces = [norms(hessian(scale_last_layer(model, alpha, data=x).model, x, y))[0] for alpha in (100.0, 200.0)]
+    assert abs(traces[0]) > 1e-3
+    assert traces[1] / traces[0] == pytest.approx(2.0, rel=1e-6)
+
+
+def test_a_tied_argmax_has_no_limit_zero() -> None:
+    model, x, _ = point(3, 6, 3, correct=True, size=0.5)
+    with torch.no_grad():
+        hidden = model[:2](x)[0]
+        phi = outputs(model, x)[0]
+        first, second, _ = phi.argsort(descending=True).tolist()
+        model[2].bias[second] += phi[first] - phi[second]
+        model[2].bias[second] += outputs(model, x)[0, first] - outputs(model, x)[0, second]
+    slope = (model[2].weight[first] - model[2].weight[second]).detach()
+    active = (hidden > 0).double()
+    squared = float((slope * active).square().sum() * (x.square().sum() + 1))  # hidden part of ‖∂(φ_y − φ_j)‖²
+    lasts = []
+    for alpha in (50.0, 100.0):
+        matrix = hessian(scale_last_layer(model, alpha, data=x).model, x, torch.tensor([first]))
+        assert float(matrix[:24, :24].trace()) / alpha**2 == pytest.approx(squared / 4, rel=1e-6)
+        lasts.append(float(matrix[24:, 24:].trace()))
+    assert lasts[0] == pytest.approx(lasts[1], rel=1e-6)
+    assert lasts[1] == pytest.approx(0.5 * float(hidden.square().sum() + 1), rel=1e-6)
+
+
+def test_a_general_scaling_may_diverge_while_the_loss_vanishes() -> None:
+    """Last layer ×αβ, first ×1/β, β = e^{αΔ}: outputs αφ, but H grows (MATH 1, against Proposition 5.1 of A)."""
+    model, x, y = point(3, 6, 3, correct=True, size=1.0)
+    losses, sizes = [], []
+    for alpha in (2.0, 4.0, 8.0):
+        beta = math.exp(alpha)
+        result = rescale_layers(model, {"0": 1 / beta, "2": alpha * beta}, data=x, allow_output_scale=True)
+        assert result.certificate.scale == pytest.approx(alpha, rel=1e-12)
+        losses.append(float(cross_entropy(outputs(result.model, x), y)))
+        sizes.append(float(hessian(result.model, x, y).abs().max()))
+    assert losses[2] < 1e-2 * losses[0]
+    assert sizes[0] < sizes[1] / 5 < sizes[2] / 100
+
+
+# ---------------------------------------------------------------- theory: radial maps
+
+MAP = RadialMap(torch.randn(4, generator=torch.Generator().manual_seed(0)).double(), delta=2.0, rho=0.4, r_hat=1.1)
+RADII = {"center": 0.0, "inner": 0.3, "middle": 1.3, "near the rim": 1.99, "outside": 2.5}
+
+
+def at(radius: float) -> Tensor:
+    direction = torch.randn(4, generator=torch.Generator().manual_seed(1)).double()
+    return MAP.center + radius * direction / direction.norm()
+
+
+@pytest.mark.parametrize("where", RADII)
+@pytest.mark.parametrize("mapping", [MAP, MAP.inverted()], ids=["g", "inverse"])
+def test_radial_maps_invert_and_know_their_jacobian(where: str, mapping: RadialMap) -> None:
+    eta = at(RADII[where])
+    assert torch.allclose(mapping.inverse(mapping(eta)), eta, rtol=1e-13, atol=1e-14)
+    jacobian = jacfwd(mapping)(eta)
+    assert torch.allclose(mapping.jacobian(eta), jacobian, rtol=1e-12, atol=1e-13)
+    assert mapping.log_det(eta) == pytest.approx(float(torch.linalg.slogdet(jacobian).logabsdet), abs=1e-12)
+    assert torch.allclose(mapping.jacobian(eta) @ mapping.inverted().jacobian(mapping(eta)), torch.eye(4).double())
+    if where == "outside":
+        assert torch.equal(mapping(eta), eta)
+
+
+@pytest.mark.parametrize("where", RADII)
+def test_the_printed_jacobian_of_the_inverse_holds_for_row_vectors(where: str) -> None:
+    """Paper B, section A, as printed: (θ−θ̂)ᵀ(θ−θ̂) is an outer product."""
+    theta, (delta, rho, r_hat) = at(RADII[where]), (MAP.delta, MAP.rho, MAP.r_hat)
+    moved = theta - MAP.center
+    r = float(moved.norm())
+    slope = 1.0 if r > delta else rho / r_hat if r <= r_hat else (rho - delta) / (r_hat - delta)
+    printed = slope * torch.eye(4).double()
+    if r_hat < r <= delta:
+        c = delta * (r_hat - rho) / (r_hat - delta)
+        printed = printed - c / r**3 * torch.outer(moved, moved) + c / r * torch.eye(4).double()
+    assert torch.allclose(MAP.inverted().jacobian(theta), printed, rtol=1e-12, atol=1e-13)
+
+
+def quartic(theta: Tensor) -> Tensor:
+    weights = torch.arange(1.0, 5.0).double()
+    return (weights * theta.square()).sum() + 0.3 * (theta**4).sum() + theta[0] * theta[1] * theta[2]
+
+
+@pytest.mark.parametrize("where", RADII)
+def test_the_curvature_in_radial_parameters_is_an_operator(where: str) -> None:
+    eta = at(RADII[where])
+    theta = MAP(eta)
+    inner = torch.func.hessian(quartic)(theta)
+    operator = Operator(lambda block: inner @ block, 4, dtype=torch.float64)
+    found = MAP.hessian(operator, at=eta, gradient=torch.func.grad(quartic)(theta)).dense()
+    expected = torch.func.hessian(lambda e: quartic(MAP(e)))(eta)
+    assert torch.allclose(found, expected, rtol=1e-11, atol=1e-11)
+    if where == "middle":
+        with pytest.raises(InputError, match=r"distance 1.3 .* pass gradient="):
+            MAP.hessian(operator, at=eta)
+
+
+def test_two_minima_change_places_in_flatness_and_nothing_changes_outside() -> None:
+    def loss(theta: Tensor) -> Tensor:  # minima at ±e₁ with Hessians diag(8, 1) and diag(8, 3)
+        return (theta[0] ** 2 - 1) ** 2 + 0.5 * (2 + theta[0].sign()) * theta[1] ** 2
+
+    sharp, flat_one = torch.tensor([1.0, 0.0]).double(), torch.tensor([-1.0, 0.0]).double()
+    g = RadialMap(flat_one, delta=0.5, rho=0.05, r_hat=0.2)
+
+    def mapped(eta: Tensor) -> Tensor:
+        return loss(g(eta))
+
+    before = [float(torch.func.hessian(loss)(minimum).trace()) for minimum in (sharp, flat_one)]
+    after = [float(torch.func.hessian(mapped)(minimum).trace()) for minimum in (sharp, flat_one)]
+    assert before[1] < before[0] < after[1]
+    assert after[0] == before[0]
+    assert after[1] == pytest.approx(before[1] * (0.2 / 0.05) ** 2, rel=1e-14)
+    operator = Operator(lambda block: torch.func.hessian(loss)(flat_one) @ block, 2, dtype=torch.float64)
+    assert torch.allclose(g.hessian(operator).dense(), torch.func.hessian(mapped)(flat_one))
+    for outside in torch.randn(50, 2).double() * 3:
+        if float((outside - flat_one).norm()) > 0.5:
+            assert torch.equal(mapped(outside), loss(outside))
+
+
+def test_a_radial_model_has_the_old_names_and_the_new_curvature() -> None:
+    model, x = mlp(3, 4, 2), torch.randn(6, 3).double()
+    y = outputs(model, x)
+    result = radial(model, delta=1.0, rho=0.1, r_hat=0.4)
+    assert [name for name, _ in result.model.named_parameters()] == [name for name, _ in model.named_parameters()]
+    assert apart(hessian(result.model, x, y), 16 * hessian(model, x, y)) < 1e-12  # a minimum: the loss is zero
+    assert apart(outputs(copy.deepcopy(result.model), x), y) == 0.0
+    far = flat(model) + 10
+    assert torch.equal(naive.Flat(result.model).outputs(far, x), naive.Flat(model).outputs(far, x))
+    middle = radial(model, delta=1.0, rho=0.1, r_hat=0.4, center=flat(model) + 0.6 / math.sqrt(26))
+    assert middle.certificate.factors is None
+    assert middle.certificate.relative_difference < 1e-14
+    assert radial(model, delta=1.0, rho=0.1, r_hat=0.4, center=far).certificate.factors["0.weight"] == 1.0
