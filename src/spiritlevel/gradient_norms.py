@@ -128,29 +128,91 @@ def _convolution(
     else:
         pads = [(0, 0)] * dims if padding == "valid" else [(p, p) for p in _tuple(padding, dims)]
     name, bias_name = names.get(id(weight)), names.get(id(bias))
-    channels = weight.shape[0] // groups
-    unfolded: list[Tensor] = []
+    if name is None:
+        return _scale_and_shift(None, bias_name, torch.Size([weight.shape[0]] + [1] * dims), None)
 
-    def rule(delta: Tensor) -> Iterator[tuple[str, Tensor]]:
-        count = delta.shape[0]
-        if name:
-            if not unfolded:
-                padded = F.pad(input, [p for pair in reversed(pads) for p in pair]) if any(map(any, pads)) else input
-                unfolded.append(_patches(padded, kernel, stride, dilation, groups))
-            patches = unfolded[0]
-            fan_in, positions = patches.shape[1:]
-            rows = delta.reshape(count * groups, channels, positions)
-            if passes * channels * fan_in > positions * (fan_in + passes * channels):
-                if len(unfolded) == 1:
-                    unfolded.append(torch.bmm(patches.mT, patches))
-                products = torch.bmm(rows.mT, rows).mul_(unfolded[1])
-                yield name, products.view(count, -1).sum(1, dtype=torch.float64)
-            else:
-                yield name, _squared(torch.bmm(rows, patches.mT).view(count, -1))
-        if bias_name:
-            yield bias_name, _squared(delta.flatten(2).sum(2))
+    def patches() -> Tensor:
+        padded = F.pad(input, [p for pair in reversed(pads) for p in pair]) if any(map(any, pads)) else input
+        return _patches(padded, kernel, stride, dilation, groups)
 
-    return rule
+    return _ConvolutionRule(name, bias_name, patches, groups, passes, weight[0].numel())
+
+
+class _ConvolutionRule:
+    """‖δUᵀ‖² with U the unfolded input, made at the first pass and kept for the others.
+
+    Where there are few positions and many channels, ⟨δᵀδ, UᵀU⟩ is cheaper. Cotangents of several passes go through one
+    product together if U is tall: a taller matrix keeps the processor busier than the copy costs.
+    """
+
+    def __init__(
+        self, name: str, bias: str | None, patches: Callable[[], Tensor], groups: int, passes: int, fan_in: int
+    ) -> None:
+        self.name, self.bias, self.make_patches, self.groups, self.passes = name, bias, patches, groups, passes
+        self.stacks = fan_in >= _TALL  # whether several passes at once are worth their memory
+        self.patches: Tensor | None = None
+        self.gram: Tensor | None = None
+
+    def __call__(self, delta: Tensor) -> Iterator[tuple[str, Tensor]]:
+        for name, norms in self.several([delta]):
+            yield name, norms[:, 0]
+
+    def several(self, deltas: list[Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """(parameter name, squared norms (N, passes)) for the cotangents of several passes."""
+        if self.patches is None:
+            self.patches = self.make_patches()
+        patches, groups, depth = self.patches, self.groups, len(deltas)
+        fan_in, positions = patches.shape[1:]
+        count, channels = deltas[0].shape[0], deltas[0].shape[1] // groups
+        rows = [delta.reshape(count * groups, channels, positions) for delta in deltas]
+        if self.passes * channels * fan_in > positions * (fan_in + self.passes * channels):
+            if self.gram is None:
+                self.gram = torch.bmm(patches.mT, patches)
+            products = [(torch.bmm(row.mT, row).mul_(self.gram)).view(count, -1) for row in rows]
+            yield self.name, torch.stack([product.sum(1, dtype=torch.float64) for product in products], 1)
+        else:
+            stacked = rows[0] if depth == 1 else torch.cat(rows, 1)
+            gradients = torch.bmm(stacked, patches.mT).view(count, groups, depth, -1)
+            norms = torch.linalg.vector_norm(gradients, dim=3).double().square()
+            yield self.name, norms.sum(1)
+        if self.bias:
+            sums = [torch.linalg.vector_norm(delta.flatten(2).sum(2), dim=1) for delta in deltas]
+            yield self.bias, torch.stack(sums, 1).double().square()
+
+
+_TALL = 64  # rows of an unfolded input from which on several passes share one product
+
+
+class _PooledConvolutionRule:
+    """A convolution whose output only a max pooling reads: of its positions, the chosen ones alone carry a gradient.
+
+    The rows of the unfolded input at those positions are gathered once; δ is the cotangent of the pooled values.
+    """
+
+    stacks = True
+
+    def __init__(self, convolution: _ConvolutionRule, chosen: Tensor) -> None:
+        self.name, self.bias = convolution.name, convolution.bias
+        self.make_patches, self.chosen = convolution.make_patches, chosen.flatten(2)
+        self.rows: Tensor | None = None
+
+    def __call__(self, delta: Tensor) -> Iterator[tuple[str, Tensor]]:
+        for name, norms in self.several([delta]):
+            yield name, norms[:, 0]
+
+    def several(self, deltas: list[Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """(parameter name, squared norms (N, passes)) for the cotangents of several passes."""
+        count, channels, positions = self.chosen.shape
+        if self.rows is None:
+            patches = self.make_patches()
+            starts = torch.arange(count, device=patches.device)[:, None, None] * patches.shape[2]
+            rows = patches.mT.reshape(-1, patches.shape[1])
+            self.rows = rows.index_select(0, (self.chosen + starts).flatten()).view(count * channels, positions, -1)
+        stacked = torch.stack([delta.flatten(2) for delta in deltas], 2)
+        gradients = torch.bmm(stacked.flatten(0, 1), self.rows).view(count, channels, len(deltas), -1)
+        yield self.name, torch.linalg.vector_norm(gradients, dim=(1, 3)).double().square()
+        if self.bias:
+            yield self.bias, torch.linalg.vector_norm(stacked.sum(3), dim=1).double().square()
 
 
 def _transposed_convolution(
@@ -224,20 +286,6 @@ def _batch_norm(
     return _scale_and_shift(names.get(id(weight)), names.get(id(bias)), shape, normalised)
 
 
-def _layer_norm(
-    names: Names,
-    passes: int,
-    input: Tensor,
-    normalized_shape: Sequence[int],
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-    cudnn_enable: bool = False,
-) -> Rule:
-    normalised = F.layer_norm(input, list(normalized_shape), eps=eps)
-    return _scale_and_shift(names.get(id(weight)), names.get(id(bias)), torch.Size(normalized_shape), normalised)
-
-
 def _group_norm(
     names: Names,
     passes: int,
@@ -308,7 +356,6 @@ _RULES: dict[Any, Callable[..., Rule | None]] = {
     torch.conv_transpose2d: _transposed_convolution,
     torch.conv_transpose3d: _transposed_convolution,
     F.batch_norm: _batch_norm,
-    F.layer_norm: _layer_norm,
     F.group_norm: _group_norm,
     F.prelu: _prelu,
     torch.prelu: _prelu,
@@ -326,21 +373,33 @@ for _name in ("matmul", "__matmul__", "mm"):
 # ---------------------------------------------------------------- recording one forward pass
 
 
+_RELU = frozenset({F.relu, torch.relu, Tensor.relu})
+
+
 class _Recorder(TorchFunctionMode):
     """Taps every operation that uses one of the named parameters."""
 
-    def __init__(self, names: Names, passes: int, copies: bool) -> None:
+    def __init__(self, names: Names, passes: int, copies: bool, sparse: bool) -> None:
         super().__init__()
-        self.names, self.passes, self.copies = names, passes, copies
+        self.names, self.passes, self.copies, self.sparse = names, passes, copies, sparse
         self.taps: list[tuple[Rule, Tensor, int]] = []
         self.used: dict[str, int] = {}
         self.without_rule: set[str] = set()
+        self.rectified: dict[int, tuple[Tensor, Tensor]] = {}  # by the id of a ReLU's result: its input and itself
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func is F.max_pool2d and not self.copies:
+            if id(args[0]) in self.rectified:
+                # max pooling commutes with ReLU, and the backward pass through ReLU is cheaper on the pooled values
+                return torch.relu(self._pool(self.rectified[id(args[0])][0], *args[1:], **kwargs))
+            return self._pool(*args, **kwargs)
         result = func(*args, **kwargs)
+        if func in _RELU and result is not args[0]:
+            self.rectified[id(result)] = args[0], result
+            return result
         met = [self.names[id(leaf)] for leaf in tree_leaves((args, kwargs)) if id(leaf) in self.names]
         if not met or not _computes(result):
             return result
@@ -360,10 +419,25 @@ class _Recorder(TorchFunctionMode):
         self.taps.append((rule, result, result._version))
         return result.clone() if self.copies else result
 
+    def _pool(self, input: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Max pooling; straight after the first convolution the tap moves behind it, where there is less to do."""
+        for position, (rule, tap, _) in enumerate(self.taps if self.sparse else ()):
+            if tap is input and tap.is_leaf and isinstance(rule, _ConvolutionRule) and rule.groups == 1:
+                if args[5:] or kwargs.get("return_indices"):
+                    break
+                pooled, chosen = F.max_pool2d(input.detach(), *args, **{**kwargs, "return_indices": True})
+                pooled.requires_grad_()
+                self.taps[position] = _PooledConvolutionRule(rule, chosen), pooled, pooled._version
+                return pooled
+        return F.max_pool2d(input, *args, **kwargs)
+
 
 def _computes(result: Any) -> bool:
     """Whether a call returned tensors, not a shape, a flag or a device."""
     return any(isinstance(leaf, Tensor) for leaf in tree_leaves(result))
+
+
+_Stacking = _ConvolutionRule | _PooledConvolutionRule
 
 
 class Recording:
@@ -375,20 +449,42 @@ class Recording:
         self._taps = [tap for _, tap, _ in recorder.taps]
         self._slow = slow
 
-    def squared_norms(self, vectors: Tensor, *, last: bool = False) -> Norms:
-        """‖∇_p (vᵀφₙ)‖² of every sample and parameter, float64; `last` frees the recording."""
-        result: Norms = {}
-        if self._taps and self.outputs.requires_grad:
-            cotangents = torch.autograd.grad(
-                self.outputs, self._taps, vectors.to(self.outputs), retain_graph=not last, allow_unused=True
+    def squared_norms(self, vectors: Sequence[Tensor], *, last: bool = False) -> list[Norms]:
+        """‖∇_p (vᵀφₙ)‖² of every sample and parameter, float64, for each v of `vectors`; `last` frees the recording.
+
+        The vectors are of order 1. Entries below the square of the machine epsilon are dropped: they add nothing, but
+        as denormal numbers would slow the pass down several times.
+        """
+        results: list[Norms] = []
+        waiting: dict[int, list[Tensor]] = {}
+        for index, vector in enumerate(vectors):
+            vector = vector.to(self.outputs)
+            vector = vector.masked_fill(vector.abs() < torch.finfo(vector.dtype).eps ** 2, 0.0)
+            norms: Norms = {} if self._slow is None else self._slow(vector)
+            results.append(norms)
+            if not self._taps or not self.outputs.requires_grad:
+                continue
+            keep = not (last and index == len(vectors) - 1)
+            cotangents: Sequence[Tensor | None] = torch.autograd.grad(
+                self.outputs, self._taps, vector, retain_graph=keep, allow_unused=True
             )
             with torch.no_grad():
-                for rule, delta in zip(self._rules, cotangents, strict=True):
-                    if delta is not None:
-                        result.update(rule(delta))
-        if self._slow is not None:
-            result |= self._slow(vectors)
-        return result
+                for position, delta in enumerate(cotangents):
+                    rule = self._rules[position]
+                    if delta is None:
+                        continue
+                    if isinstance(rule, _Stacking) and rule.stacks and len(vectors) > 1:
+                        waiting.setdefault(position, []).append(delta)
+                    else:
+                        norms.update(rule(delta))
+        with torch.no_grad():
+            for position, deltas in waiting.items():
+                rule = self._rules[position]
+                assert isinstance(rule, _Stacking)
+                for name, table in rule.several(deltas):
+                    for norms, column in zip(results[-len(deltas) :], table.unbind(1), strict=True):
+                        norms[name] = column
+        return results
 
 
 class GradientNorms:
@@ -401,7 +497,7 @@ class GradientNorms:
 
     def __init__(self, problem: Problem, inputs: Any, structure: Structure, passes: int) -> None:
         self.problem, self.passes = problem, passes
-        self.copies = False
+        self.copies, self.sparse = False, True
         self.without_rule = {name for name in problem.params if structure.uses.get(name, 2) > 1}
         three = resized(inputs, 3)
         try:
@@ -419,24 +515,29 @@ class GradientNorms:
                 if tap.shape[:1] != (size,):
                     self.without_rule |= {name for name, _ in rule(torch.zeros_like(tap))}
         self.without_rule |= recorder.without_rule
-        self._check_rules(resized(inputs, 1))
+        if self._misfits(one := resized(inputs, 1)):
+            self.sparse = False  # the first convolution's output may be read by more than its pooling
+            self.without_rule |= self._misfits(one)
 
-    def _check_rules(self, inputs: Any) -> None:
+    def _misfits(self, inputs: Any) -> set[str]:
+        """The parameters whose rule disagrees with autograd on one sample."""
         params = {name: tensor.detach().requires_grad_() for name, tensor in self.problem.params.items()}
         outputs = self.problem.outputs(params, inputs)
         vector = torch.linspace(1, 2, outputs.numel()).view_as(outputs).to(outputs)
         gradients = torch.autograd.grad(outputs, list(params.values()), vector, allow_unused=True)
-        norms = self.record(inputs).squared_norms(vector)
+        (norms,) = self.record(inputs).squared_norms([vector])
         tolerance = 1e-3 if outputs.dtype == torch.float32 else 1e-8
+        misfits = set()
         for name, gradient in zip(params, gradients, strict=True):
             expected = 0.0 if gradient is None else float(gradient.double().square().sum())
             if abs(float(norms.get(name, torch.zeros(1)).sum()) - expected) > tolerance * expected:
-                self.without_rule.add(name)
+                misfits.add(name)
+        return misfits
 
     def _forward(self, inputs: Any) -> tuple[Tensor, _Recorder]:
         params = self.problem.params
         names = {id(tensor): name for name, tensor in params.items() if name not in self.without_rule}
-        recorder = _Recorder(names, self.passes, self.copies)
+        recorder = _Recorder(names, self.passes, self.copies, self.sparse)
         with recorder:
             outputs = self.problem.outputs(params, inputs)
         return outputs, recorder
@@ -462,7 +563,7 @@ class GradientNorms:
             params = {name: self.problem.params[name] for name in self.without_rule}
 
             def slow(vectors: Tensor) -> Norms:
-                return _sample_by_sample(self.problem, params, inputs, vectors.to(outputs))
+                return _sample_by_sample(self.problem, params, inputs, vectors)
 
         return Recording(outputs, recorder, slow)
 

@@ -14,6 +14,7 @@ the results stay right where the loss is tiny.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -37,6 +38,7 @@ MAX_PROBES = 100_000
 MANY_CLASSES = 2_000
 CHAIN_COST = 2e7  # multiply-adds a sample up to which the recursion is worth its while
 SPLIT_RANK = 128  # beyond so many factors the exact Gauss-Newton part costs more than the probes it saves
+PASSES_AT_ONCE = 10  # backward passes whose norms are taken together
 BATCH_BYTES = 2.5e7  # activations of one batch: small enough to stay near the cache, large enough to hide overheads
 
 
@@ -380,12 +382,16 @@ class _Collector:
                 factors, count = problem.loss.factors(outputs, targets), rank
             totals = {name: torch.zeros(len(targets), dtype=torch.float64) for name in problem.params}
             share = torch.zeros(len(targets), dtype=torch.float64)
-            for index, (weight, vector) in enumerate(factors):
-                share = torch.zeros_like(share)
-                for name, norm in recording.squared_norms(vector, last=index == count - 1).items():
-                    term = (weight * norm).cpu()
-                    totals[name] += term
-                    share += term
+            done = 0
+            while some := list(itertools.islice(factors, PASSES_AT_ONCE)):
+                done += len(some)
+                norms = recording.squared_norms([vector for _, vector in some], last=done == count)
+                for (weight, _), terms in zip(some, norms, strict=True):
+                    share = torch.zeros_like(share)
+                    for name, norm in terms.items():
+                        term = (weight * norm).cpu()
+                        totals[name] += term
+                        share += term
             collected.append(totals)
             if way.name == "passes":
                 spread = 2 * (1 - 1 / (rank - way.passes))
