@@ -337,6 +337,12 @@ def test_parameters_outside_modules_are_layers_too() -> None:
     assert result.certificate.factors == {"first": 2.0, "second": 0.5}
 
 
+def test_numbers_keep_their_precision() -> None:
+    model, x = mlp(3, 4, 2), torch.randn(5, 3).double()
+    assert apart(outputs(input_map(model, 0.1, 0.7).model, 0.1 * x + 0.7), outputs(model, x)) < 1e-14
+    assert rescale_layers(model, {"0": 0.1, "2": 10.0}).certificate.relative_difference < 1e-14
+
+
 def test_half_precision_is_followed_and_certified() -> None:
     model = mlp(3, 4, 2).bfloat16()
     result = rescale_layers(model, {"0": 4.0, "2": 0.25})
@@ -515,6 +521,17 @@ class Hyper(Reads):
         return F.linear(x @ torch.ones(3, 4), self.first(x)[:2])
 
 
+class Constant(Reads):
+    """A layer whose weight is a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.randn(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(F.relu(F.linear(F.relu(self.first(x)), self.table)))
+
+
 class Rounds(Reads):
     def forward(self, x: Tensor) -> Tensor:
         return self.last(self.first(10 * x).to(torch.int64).to(x.dtype))
@@ -563,6 +580,11 @@ REFUSALS: dict[str, tuple[Callable[[], object], str]] = {
     "computed weight": (
         lambda: rescale_layers(Hyper(), {"first": 2.0}),
         "'linear' at the network's own forward passes",
+    ),
+    "constant weight": (lambda: rescale_layers(Constant(), {"table": 2.0, "last": 0.5}), "unknown layer .* 'table'"),
+    "constant": (
+        lambda: rescale_layers(Constant(), {"first": 2.0, "last": 0.5}),
+        "'linear' at the network's own forward",
     ),
     "rounding": (lambda: rescale_layers(Rounds(), {"first": 2.0}), "'to' at the network's own forward passes no"),
     "computed slope": (lambda: rescale_layers(Sloped(), {"first": 2.0}), "'prelu' at the network's own forward passes"),

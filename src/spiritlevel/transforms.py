@@ -144,7 +144,7 @@ class ScalingGroup:
 def scaling_groups(model: nn.Module, *, data: Any = None) -> tuple[ScalingGroup, ...]:
     """The groups of layers that may be scaled without changing the function, found by running the network.
 
-    Every combination of factors that `rescale_layers` accepts is a product of these. Layers next to an operation that
+    Every combination of numbers that `rescale_layers` accepts is a product of these. Layers next to an operation that
     passes no factor on (tanh, softmax, a weight used twice) and the output layer are in no group. Cost: one forward
     pass of two samples. `data` as in `rescale_layers`. Reference: paper B, section E; MATH 4.8.
 
@@ -307,7 +307,7 @@ def _rescale(
     """The one place where factors are followed, checked and applied; the outputs must be scaled by `expected`."""
     new = copy.deepcopy(model)
     walk = _walk(who, new, sample.inputs, {name: _checked_factor(who, name, a) for name, a in factors.items()})
-    scale = walk.output.scale
+    changes, scale = walk.changes(), walk.output.scale
     if walk.output.channels is not None and not _is_one(walk.output.channels):
         raise InputError(
             f"{who}: these factors scale the outputs differently in each channel; give the output layer one number."
@@ -319,7 +319,6 @@ def _rescale(
                 "path is 1 (a batch norm starts it again), or pass allow_output_scale=True."
             )
         scale = expected
-    changes = walk.changes()
     modules = dict(new.named_modules())
     with torch.no_grad():
         for name, parameter in new.named_parameters():
@@ -460,9 +459,9 @@ class _Call:
     @property
     def linear(self) -> bool:
         """Whether it multiplies its only tensor by a number, or adds nothing to it."""
-        numbers = [leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, int | float)]
+        summands = [leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, int | float)]
         scales = self.name in _NUMBER and "rounding_mode" not in self.kwargs
-        return len(self.tensors) == 1 and (scales or (self.name in ("add", "add_") and not any(numbers)))
+        return len(self.tensors) == 1 and (scales or (self.name in ("add", "add_") and not any(summands)))
 
     @property
     def pads_with_a_number(self) -> bool:
@@ -481,7 +480,7 @@ class _Walk(TorchFunctionMode):
     def __init__(self, who: str, problem: Problem, factors: Mapping[str, Factor]) -> None:
         super().__init__()
         self.who, self.factors, self.parameters = who, factors, tuple(problem.params)
-        self.names = {id(tensor): name for name, tensor in {**problem.constants, **problem.params}.items()}
+        self.names = {id(tensor): name for name, tensor in problem.params.items()}
         self.modules = {id(module): name for name, module in problem.model.named_modules()}
         self.running = contextlib.ExitStack()
         self.stack: list[nn.Module] = []
@@ -1146,7 +1145,10 @@ def input_map(
     >>> torch.allclose(result.model(whiten(x)), net(x), atol=1e-5)
     True
     """
-    mapping = AffineMap(*(torch.as_tensor(d if t is None else t).double() for t, d in ((matrix, 1.0), (shift, 0.0))))
+    mapping = AffineMap(
+        torch.as_tensor(1.0 if matrix is None else matrix, dtype=torch.float64),
+        torch.as_tensor(0.0 if shift is None else shift, dtype=torch.float64),
+    )
     square = mapping.matrix if mapping.matrix.ndim == 2 else torch.diag(mapping.matrix.reshape(-1))
     if (
         not bool(torch.isfinite(mapping.shift).all() & torch.isfinite(square).all())
@@ -1179,7 +1181,9 @@ def input_map(
             )
         else:
             factors = None
-    return Transformed(new, sample.certify("input_map", model, new, factors=factors, inputs=mapping), mapping)
+    notes = ("the new model takes mapped inputs",)
+    certificate = sample.certify("input_map", model, new, factors=factors, notes=notes, inputs=mapping)
+    return Transformed(new, certificate, mapping)
 
 
 def _first_layer_map(name: str, module: Any, shape: Any, mapping: AffineMap, whole: torch.Size) -> AffineMap:
