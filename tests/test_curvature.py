@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -21,6 +22,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 from torch.utils.data import DataLoader, TensorDataset
 
+import spiritlevel as sl
 from spiritlevel import curvature, estimators
 from spiritlevel.curvature import empirical_fisher, gauss_newton, hessian, hessian_variance
 from spiritlevel.errors import InputError
@@ -100,6 +102,7 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
         nn.Linear(2, 3),
     ),
     "layer norm": lambda: nn.Sequential(nn.Linear(12, 5), nn.LayerNorm(5), nn.SiLU(), nn.Linear(5, 3)),
+    "group norm": lambda: nn.Sequential(nn.Linear(12, 6), nn.GroupNorm(2, 6), nn.SiLU(), nn.Linear(6, 3)),
     "attention": Attention,
     "tied weights": Tied,
     "assignments": Assigning,
@@ -717,6 +720,30 @@ def test_losses_of_ones_own_may_be_loss_objects() -> None:
         hessian(net, data, loss=lambda out, y: F.cross_entropy(out, y, reduction="none")).dense(),
         naive.mean_hessian(net, *data),
     )
+
+
+# ---------------------------------------------------------------- the page
+
+
+def blocks_of(page: Path) -> list[tuple[str, str]]:
+    """The code blocks of a page, with the label in their first line."""
+    blocks = re.findall(r"```python\n# (\w+)\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    assert len(blocks) == page.read_text(encoding="utf-8").count("```python")
+    return blocks
+
+
+@pytest.mark.skipif(not hasattr(sl, "hessian"), reason="the operators are not public yet")
+def test_the_page_for_those_who_come_from_other_libraries() -> None:
+    names: dict[str, Any] = {}
+    for label, code in blocks_of(Path(__file__).parent.parent / "docs" / "coming-from.md"):
+        if label in ("all", "spiritlevel"):
+            exec(code, names)
+    model, batches = names["model"], names["batches"]
+    parts = [naive.mean_hessian(model, *batch) * len(batch[1]) / 100 for batch in batches]
+    expected = parts[0] + parts[1]
+    assert_close(names["product"], expected.sum(1), 1e-5)
+    assert float(names["largest"]) == pytest.approx(float(torch.linalg.eigvalsh(expected)[-1]), rel=1e-4)
+    assert abs(names["trace"] - float(expected.trace())) < 4 * names["error"]
 
 
 # ---------------------------------------------------------------- several processes
