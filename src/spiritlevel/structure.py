@@ -191,22 +191,3 @@ def _degrees(node: fx.Node, known: dict[fx.Node, Degrees]) -> Degrees:
 
 def _normalises_by_batch(name: str, node: fx.Node) -> bool:
     return name != "_native_batch_norm_legit_no_training" and node.args[5] is not False
-
-
-def curved_directions(problem: Problem, inputs: Any, seed: int = 0) -> dict[str, float]:
-    """For every parameter tensor the largest |d²φ/dt²| along a random direction inside it: 0 if truly of degree 1.
-
-    The slow, obvious twin of `analyse`, by second finite differences in the outputs: for tests.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    base = problem.outputs(problem.params, inputs)
-    result = {}
-    for name, tensor in problem.params.items():
-        direction = torch.randn(tensor.shape, generator=generator, dtype=torch.float64).to(tensor)
-        # small enough to stay on one linear piece, large enough for the difference to be read
-        step = 1e-3 * (1 + float(tensor.abs().max())) / float(direction.abs().max())
-        moved = [
-            problem.outputs({**problem.params, name: tensor + sign * step * direction}, inputs) for sign in (1, -1)
-        ]
-        result[name] = float((moved[0] + moved[1] - 2 * base).abs().max()) / step**2
-    return result
