@@ -508,11 +508,12 @@ class GradientNorms:
         if overwritten:
             self.copies = True  # operations in place get copies of the taps
             outputs, recorder = self._forward(three)
-        self._check_independence(outputs, recorder)
-        # the first dimension holds the samples only if it follows their number
-        for size, taps in ((3, recorder.taps), (2, self._forward(resized(inputs, 2))[1].taps)):
-            for rule, tap, _ in taps:
-                if tap.shape[:1] != (size,):
+        self._check_independence(outputs, inputs)
+        # the first dimension holds the samples only if it follows their number and keeps their order
+        for inputs_of_size in (three, resized(inputs, 2)):
+            outputs, recorder = self._forward(inputs_of_size)
+            for (rule, tap, _), fits in zip(recorder.taps, self._rows_are_samples(outputs, recorder), strict=False):
+                if not fits:
                     self.without_rule |= {name for name, _ in rule(torch.zeros_like(tap))}
         self.without_rule |= recorder.without_rule
         if self._misfits(one := resized(inputs, 1)):
@@ -542,18 +543,24 @@ class GradientNorms:
             outputs = self.problem.outputs(params, inputs)
         return outputs, recorder
 
-    def _check_independence(self, outputs: Tensor, recorder: _Recorder) -> None:
-        taps = [tap for _, tap, _ in recorder.taps if tap.shape[:1] == outputs.shape[:1]]
+    def _check_independence(self, outputs: Tensor, inputs: Any) -> None:
+        alone = self.problem.outputs(self.problem.params, resized(inputs, 1)).detach()
+        tolerance = 1e-3 if outputs.dtype == torch.float32 else 1e-8
+        if not torch.allclose(outputs[:1].detach(), alone, rtol=tolerance, atol=tolerance * float(alone.abs().max())):
+            raise InputError(
+                "the model's output for one sample depends on other samples of the batch (batch statistics or "
+                "attention across samples?), so traces per sample are not defined; measure with sl.hessian."
+            )
+
+    def _rows_are_samples(self, outputs: Tensor, recorder: _Recorder) -> Iterator[bool]:
+        """For every tap whether its first row belongs to the first sample and to it alone."""
+        taps = [tap for _, tap, _ in recorder.taps]
         if not taps or not outputs.requires_grad:
             return
-        probe = torch.zeros_like(outputs)
-        probe[0] = torch.linspace(1, 2, probe[0].numel()).view_as(probe[0]).to(probe)
-        for delta in torch.autograd.grad(outputs, taps, probe, allow_unused=True, retain_graph=True):
-            if delta is not None and bool(delta[1:].any()):
-                raise InputError(
-                    "the model's output for one sample depends on other samples of the batch (batch statistics or "
-                    "attention across samples?), so traces per sample are not defined; measure with sl.hessian."
-                )
+        first = torch.zeros_like(outputs)
+        first[0] = torch.linspace(1, 2, first[0].numel()).view_as(first[0]).to(first)
+        for delta in torch.autograd.grad(outputs, taps, first, allow_unused=True, retain_graph=True):
+            yield delta is None or (delta.shape[0] == len(outputs) and not bool(delta[1:].any()))
 
     def record(self, inputs: Any) -> Recording:
         """Run the model on one batch."""
