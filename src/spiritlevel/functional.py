@@ -17,6 +17,7 @@ import os
 import random
 import re
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -191,7 +192,7 @@ def _twice_differentiable() -> Iterator[None]:
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
-        with sdpa_kernel(SDPBackend.MATH), _Elementary():
+        with sdpa_kernel(SDPBackend.MATH):
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
@@ -285,7 +286,10 @@ class Problem:
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """The state in which the model is measured; all of it is undone on leaving."""
+        """The state in which the model is measured; all of it is undone on leaving.
+
+        Forward hooks run as they always do. Backward hooks do not: they see no gradients of a measurement.
+        """
         with (
             preserved_random_state(),
             preserved_module(self.model),
@@ -295,11 +299,12 @@ class Problem:
             _twice_differentiable(),
         ):
             self.model.eval()
-            if self.batch_norm == "batch":
-                for module in self.model.modules():
-                    if isinstance(module, nn.modules.batchnorm._BatchNorm):
-                        module.training = True
-                        module.track_running_stats = False  # batch statistics, and no running ones are written
+            for module in self.model.modules():
+                module._backward_hooks = OrderedDict()  # torch.func does not know them
+                module._backward_pre_hooks = OrderedDict()
+                if self.batch_norm == "batch" and isinstance(module, nn.modules.batchnorm._BatchNorm):
+                    module.training = True
+                    module.track_running_stats = False  # batch statistics, and no running ones are written
             yield
 
     def outputs(self, params: Params, inputs: Any) -> Tensor:
@@ -315,7 +320,8 @@ class Problem:
             args = tuple(inputs)
         else:
             args = (inputs,)
-        result = functional_call(self.model, {**self.constants, **params}, args, kwargs)
+        with _Elementary():
+            result = functional_call(self.model, {**self.constants, **params}, args, kwargs)
         if before is not None:
             self._overwrites = any(leaf._version for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor))
             self._draws = before != _random_states(self.device)
