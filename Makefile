@@ -37,7 +37,8 @@ test-full: install  ## The same, with slow tests, tests that download, and more 
 	HYPOTHESIS_PROFILE=full $(BIN)/pytest -m "not peers"
 
 bench: $(BENCH)/.installed  ## Compare with other libraries, in an environment of its own
-	$(BENCH)/bin/python benchmarks/run.py
+	$(BENCH)/bin/python -m pytest -q -m peers tests
+	$(BENCH)/bin/python benchmarks/run.py --page docs/benchmarks.md --json build/benchmarks.json
 
 # backpack and curvlinops would bring torchvision, which they do not need: pyproject.toml lists what they do need.
 $(BENCH)/.installed: $(SETUP)
