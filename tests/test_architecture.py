@@ -39,6 +39,7 @@ ORDER = [
     "margins",
     "estimators",
     "curvature",
+    "landscape",
     "per_sample",
     "transforms",
     "training",

@@ -14,6 +14,12 @@ __version__ = "0.1.0"
 
 # The public names, by the module that defines them. A new name goes here and, for type checkers, into the block below.
 _EXPORTS: dict[str, tuple[str, ...]] = {
+    "curvature": (
+        "empirical_fisher",
+        "gauss_newton",
+        "hessian",
+        "hessian_variance",
+    ),
     "errors": (
         "InputError",
         "NotExactError",
@@ -28,6 +34,7 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
         "spectral_norm",
         "spectrum",
     ),
+    "landscape": ("landscape",),
     "losses": (
         "aceht",
         "confidence_gap",
@@ -45,11 +52,13 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
         "trace",
     ),
     "results": (
+        "Certificate",
         "Correlation",
         "Density",
         "DiagonalEstimate",
         "Eigenpairs",
         "Estimate",
+        "Landscape",
         "Margins",
         "Result",
         "SampleTraces",
@@ -63,11 +72,16 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
     ),
 }
 # Modules that users reach as `sl.data` and so on.
-_SUBMODULES = ("data", "models")
+_SUBMODULES = ("data", "models", "transforms")
 
 if TYPE_CHECKING:
     from spiritlevel import data as data
     from spiritlevel import models as models
+    from spiritlevel import transforms as transforms
+    from spiritlevel.curvature import empirical_fisher as empirical_fisher
+    from spiritlevel.curvature import gauss_newton as gauss_newton
+    from spiritlevel.curvature import hessian as hessian
+    from spiritlevel.curvature import hessian_variance as hessian_variance
     from spiritlevel.errors import InputError as InputError
     from spiritlevel.errors import NotExactError as NotExactError
     from spiritlevel.estimators import Operator as Operator
@@ -78,6 +92,7 @@ if TYPE_CHECKING:
     from spiritlevel.estimators import spectral_density as spectral_density
     from spiritlevel.estimators import spectral_norm as spectral_norm
     from spiritlevel.estimators import spectrum as spectrum
+    from spiritlevel.landscape import landscape as landscape
     from spiritlevel.losses import aceht as aceht
     from spiritlevel.losses import confidence_gap as confidence_gap
     from spiritlevel.margins import margin_bound as margin_bound
@@ -88,11 +103,13 @@ if TYPE_CHECKING:
     from spiritlevel.margins import softmax_margin as softmax_margin
     from spiritlevel.per_sample import sample_traces as sample_traces
     from spiritlevel.per_sample import trace as trace
+    from spiritlevel.results import Certificate as Certificate
     from spiritlevel.results import Correlation as Correlation
     from spiritlevel.results import Density as Density
     from spiritlevel.results import DiagonalEstimate as DiagonalEstimate
     from spiritlevel.results import Eigenpairs as Eigenpairs
     from spiritlevel.results import Estimate as Estimate
+    from spiritlevel.results import Landscape as Landscape
     from spiritlevel.results import Margins as Margins
     from spiritlevel.results import Result as Result
     from spiritlevel.results import SampleTraces as SampleTraces
