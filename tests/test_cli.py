@@ -59,6 +59,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["demo", "--sede", "1"], "Unrecognized options: --sede"),
         (["demo", "--seed", "one"], "--seed: invalid literal for int"),
         (["demo", "--epochs", "0"], "demo needs at least 1 epoch, got 0."),
+        (["demo", "--points", "6001"], "demo measures 1 to 6000 training images, got --points 6001."),
         (["data"], "Expected one of {list, get, path}"),
         (["data", "get"], "NAME"),
         (["data", "get", "mnits"], "unknown data set 'mnits': did you mean 'mnist'"),
@@ -168,18 +169,40 @@ def test_progress_only_beyond_the_patience_and_on_a_terminal(
     assert ("weighing" in sys.stderr.getvalue()) == bool(shown)  # type: ignore[attr-defined]
 
 
-def test_demo_learns_and_repeats_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_demo_learns_measures_and_repeats_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     texts = []
     for name in ("a.json", "b.json"):
-        assert cli.main(["demo", "--epochs", "1", "--seed", "3", "--json", str(tmp_path / name)]) == 0
+        args = ["demo", "--epochs", "1", "--points", "600", "--seed", "3", "--json", str(tmp_path / name)]
+        assert cli.main(args) == 0
         texts.append((tmp_path / name).read_text(encoding="utf-8"))
     assert texts[0] == texts[1]
     found = json.loads(texts[0])
-    assert found["measures"]["test"]["accuracy"] > 0.6
-    assert found["measures"]["test"]["smallest output margin"] < 0
+    assert found["traces"] == {"exact": True, "backward passes": 9}
+    whole, right, wrong, test = found["measures"].values()
+    assert test["accuracy"] > 0.6
+    assert test["smallest output margin"] < 0
+    assert right["samples"] + wrong["samples"] == whole["samples"] == 600
+    for row in found["measures"].values():
+        assert 0 < row["last layer's share"] < 1
+        assert row["trace and ACEHT"]["low"] < row["trace and ACEHT"]["r"] < row["trace and ACEHT"]["high"]
+    total = sum(part["samples"] * part["mean Hessian trace"] for part in (right, wrong))
+    assert total / 600 == pytest.approx(whole["mean Hessian trace"])
+    assert right["trace and margin"]["spearman"] < -0.5
     shown = capsys.readouterr().out
-    assert "accuracy" in shown
-    assert "mean output margin" in shown
+    assert all(text in shown for text in ("accuracy", "mean output margin", "r(trace, ACEHT)", "exact, no sampling"))
+    assert "Among correct images the curvature falls with the margin" in shown
+    assert max(map(len, shown.splitlines())) <= 80
+
+
+def test_demo_says_null_and_why_where_a_number_is_undefined(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["demo", "--epochs", "1", "--points", "1", "--json", str(tmp_path / "a.json")]) == 0
+    found = json.loads((tmp_path / "a.json").read_text(encoding="utf-8"))["measures"]
+    assert found["train"]["trace and ACEHT"]["r"] is None
+    assert found["train"]["trace and ACEHT"]["reason"] == "r needs at least 3 points, there is 1"
+    (empty,) = [row for row in found.values() if row["samples"] == 0]
+    assert empty["reason"] == "there are no such samples"
+    assert empty["mean Hessian trace"] is None
+    assert "Too few images were measured to say more." in capsys.readouterr().out
 
 
 @pytest.mark.slow
