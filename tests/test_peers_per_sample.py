@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from spiritlevel import models
 from spiritlevel.per_sample import probe, sample_traces
 
-pytestmark = pytest.mark.peers
+pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("ignore")]  # the peers' warnings are their own
 
 
 def test_backpack_gives_the_same_values() -> None:
