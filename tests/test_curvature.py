@@ -23,7 +23,7 @@ from torch.nn.utils import parametrizations
 from torch.utils.data import DataLoader, TensorDataset
 
 import spiritlevel as sl
-from spiritlevel import curvature, estimators
+from spiritlevel import curvature, estimators, per_sample
 from spiritlevel.curvature import empirical_fisher, gauss_newton, hessian, hessian_variance
 from spiritlevel.errors import InputError
 from spiritlevel.functional import Problem, _load_forward_mode
@@ -523,6 +523,15 @@ def test_a_model_that_branches_is_differentiated_every_time() -> None:
     assert list(matrix.traces.values()) == [None]  # a branch holds for one batch only
 
 
+def test_batches_of_many_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(curvature, "_MOST_SHAPES", 2)
+    net, data = network("tanh"), some_data(15)
+    batches = rows(*data, 1, 2, 3, 4, 5)
+    matrix = curvature._Matrix(curvature.hessian_product, Problem(net), batches, None, None)
+    assert_close(matrix.multiply(torch.eye(83, dtype=torch.float64)), naive.mean_hessian(net, *data))
+    assert [trace is not None for trace in matrix.traces.values()] == [True, True, False, False, False]
+
+
 def test_operations_that_cannot_be_vectorised(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> Any:
         raise NotImplementedError("no batching rule")
@@ -631,6 +640,16 @@ def test_both_ends_of_the_spectrum() -> None:
         assert abs(float(value - expected[index])) <= 1e-8 * float(expected.abs().max())
 
 
+@pytest.mark.parametrize("name", ["relu in place", "convolutions", "batch norm"])
+def test_the_trace_is_that_of_the_samples(name: str) -> None:
+    net, data = network(name), some_data()
+    exact = per_sample.trace(net, data)
+    assert exact.exact
+    assert float(hessian(net, data).dense().trace()) == pytest.approx(exact.value, rel=1e-10)
+    estimate = estimators.operator_trace(hessian(net, data), probes=20)
+    assert abs(estimate.value - exact.value) <= 4 * estimate.stderr + 1e-10 * exact.value
+
+
 def test_the_variance_of_the_batches() -> None:
     net, data = network("tanh"), some_data()
     batches = rows(*data, 3, 4)
@@ -667,6 +686,44 @@ def test_memory_decides_how_much_is_kept() -> None:
     assert 2 <= some <= 4
     assert half <= size / 2
     assert torch.equal(first, second)
+
+
+PEAK = """
+import sys, torch
+from torch import nn
+from spiritlevel.curvature import hessian
+
+class Stream:
+    def __iter__(self):
+        for seed in range(int(sys.argv[1])):
+            generator = torch.Generator().manual_seed(seed)
+            yield torch.rand(100, 784, generator=generator), torch.randint(0, 10, (100,), generator=generator)
+
+def megabytes():
+    with open("/proc/self/status") as status:  # getrusage would start from the parent's peak
+        return next(int(line.split()[1]) / 1000 for line in status if line.startswith("VmHWM"))
+
+net = nn.Sequential(nn.Linear(784, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
+vector = torch.ones(sum(parameter.numel() for parameter in net.parameters()))
+hessian(net, (torch.rand(4, 784), torch.zeros(4, dtype=torch.long))) @ vector
+before = megabytes()
+op = hessian(net, Stream(), memory="60MB")
+op @ vector
+op @ vector
+print(megabytes() - before)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the peak from /proc")
+def test_memory_does_not_grow_with_the_data() -> None:
+    """Far beyond the budget, ten times the data take at most 1.2 times the memory, and never more than the budget."""
+    small, large = (
+        float(subprocess.run([sys.executable, "-c", PEAK, batches], capture_output=True, text=True, check=True).stdout)
+        for batches in ("100", "1000")
+    )
+    assert small < 60
+    assert large < min(60, 1.2 * small)
 
 
 # ---------------------------------------------------------------- bad input

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,7 @@ from test_curvature import blocks_of
 from torch import Tensor, nn
 
 import spiritlevel as sl
+from spiritlevel import models
 from spiritlevel.curvature import empirical_fisher, gauss_newton, hessian
 
 pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("ignore")]
@@ -123,3 +127,59 @@ def test_others_lose_the_curvature_of_tiny_losses() -> None:
     theirs = curvlinops.HessianLinearOperator(net, nn.CrossEntropyLoss(), list(net.parameters()), [data]) @ vector
     assert float((ours - expected).norm() / expected.norm()) < 1e-6
     assert float((theirs - expected).norm() / expected.norm()) > 0.4
+
+
+# ---------------------------------------------------------------- speed: ratios within one run, minima of many rounds
+
+
+def seconds(functions: dict[str, Callable[[], Any]], rounds: int = 12) -> dict[str, float]:
+    """The shortest time of each function, taking turns."""
+    best = dict.fromkeys(functions, float("inf"))
+    for turn in range(rounds + 2):
+        for name, function in functions.items():
+            start = time.perf_counter()
+            function()
+            if turn > 1:
+                best[name] = min(best[name], time.perf_counter() - start)
+    return best
+
+
+def deep_mlp() -> nn.Module:
+    sizes = [784, 512, 512, 512, 10]
+    layers = [layer for a, b in itertools.pairwise(sizes) for layer in (nn.Linear(a, b), nn.ReLU())]
+    return nn.Sequential(nn.Flatten(), *layers[:-1])
+
+
+@pytest.mark.parametrize(("build", "bar"), [(deep_mlp, 1.9), (models.lenet5, 1.3)], ids=["mlp", "lenet5"])
+def test_what_a_product_costs(build: Callable[[], nn.Module], bar: float) -> None:
+    """A replayed product in gradients, and against curvlinops, on 2,000 points."""
+    curvlinops = pytest.importorskip("curvlinops")
+    torch.manual_seed(0)
+    net, inputs, targets = build(), torch.rand(2000, 1, 28, 28), torch.randint(0, 10, (2000,))
+    loss = nn.CrossEntropyLoss()
+    op = hessian(net, (inputs, targets))
+    theirs = [
+        curvlinops.HessianLinearOperator(net, loss, list(net.parameters()), batches, check_deterministic=False)
+        for batches in ([(inputs, targets)], list(zip(inputs.split(500), targets.split(500), strict=True)))
+    ]
+    vector = torch.randn(op.size)
+
+    def gradient() -> None:
+        net.zero_grad()
+        loss(net(inputs), targets).backward()
+
+    times = seconds(
+        {
+            "gradient": gradient,
+            "ours": lambda: op @ vector,
+            "theirs": lambda: theirs[0] @ vector,
+            "theirs, in batches of 500": lambda: theirs[1] @ vector,
+        }
+    )
+    ours = times["ours"]
+    figures = f"product/gradient {ours / times['gradient']:.2f}, " + ", ".join(
+        f"{name}/ours {times[name] / ours:.2f}" for name in times if name.startswith("theirs")
+    )
+    print(figures)  # noqa: T201
+    assert ours <= bar * times["gradient"], figures
+    assert min(times["theirs"], times["theirs, in batches of 500"]) >= 1.6 * ours, figures

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch.func import functionalize, grad, jvp, vjp, vmap
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from spiritlevel.errors import InputError
@@ -52,8 +52,8 @@ def hessian(
 
     A product is the derivative of the gradient along v, H v = 1/N Σₙ [Jᵀ(A·Jv) + (Σ_c g_c ∇²φ_c) v], where g and A are
     the loss's gradient and Hessian in the outputs φ and J = ∂φ/∂θ. Exact to rounding, also at tiny losses. Cost: about
-    two gradients a product when replayed, three when recomputed. The parameters are copied: later training steps do
-    not change the operator.
+    two gradients a product when replayed, three when recomputed, and some ten once for the first. The parameters are
+    copied: later training steps do not change the operator.
 
     Args:
         model: any module; it is left as it was.
@@ -77,6 +77,8 @@ def hessian(
     >>> hessian(net, data, loss="squared_error") @ torch.tensor([1.0])  # mean of x²
     tensor([5.])
     """
+    if not weight_decay >= 0:
+        raise InputError(f"weight_decay must be at least 0, got {weight_decay}.")
     problem = Problem(model, loss=loss, params=params, batch_norm=batch_norm)
     matrix = _Matrix(hessian_product, problem, data, batch_size, memory, group)
     return matrix.operator(matrix.multiply, weight_decay)
@@ -108,6 +110,8 @@ def gauss_newton(
     >>> torch.allclose(gauss_newton(net, data).dense(), hessian(net, data).dense())
     True
     """
+    if not weight_decay >= 0:
+        raise InputError(f"weight_decay must be at least 0, got {weight_decay}.")
     problem = Problem(model, loss=loss, params=params, batch_norm=batch_norm)
     matrix = _Matrix(_gauss_newton_product, problem, data, batch_size, memory, group)
     return matrix.operator(matrix.multiply, weight_decay)
@@ -139,6 +143,8 @@ def empirical_fisher(
     >>> float(empirical_fisher(net, data).dense().diagonal().min()) >= 0
     True
     """
+    if not weight_decay >= 0:
+        raise InputError(f"weight_decay must be at least 0, got {weight_decay}.")
     problem = Problem(model, loss=loss, params=params, batch_norm=batch_norm)
     matrix = _Matrix(_fisher_product, problem, data, batch_size, memory, group)
     return matrix.operator(matrix.multiply, weight_decay)
@@ -184,7 +190,7 @@ def hessian_variance(
         mean, mean_square = matrix.moments(rows, 2)
         return mean_square - matrix.multiply(mean.to(rows.dtype))
 
-    return matrix.operator(multiply, 0.0)
+    return matrix.operator(multiply)
 
 
 # ---------------------------------------------------------------- the product of one batch
@@ -254,6 +260,7 @@ _BatchProduct = Callable[[Tensor], Sequence[Tensor]]
 _CACHE = 2**23  # bytes of the largest activation of a batch, and of that times vectors; more makes nothing faster
 _FOOTPRINT = 8  # bytes that a product takes for each byte of activations
 _MOST_VECTORS = 32  # multiplied at once
+_MOST_SHAPES = 16  # of batches that are traced
 _TENSOR = object()  # marks the place of a tensor among a batch's leaves
 
 
@@ -285,23 +292,23 @@ class _Matrix:
         self.vectorised = True
         self.room = budget // 2  # for what is kept between products
         self.kept: dict[int, _Tape] = {}
-        self.traces: dict[Any, _Trace | None] = {}  # by the shape of the batch; None: tracing failed
+        self.traces: dict[Any, _Trace | None] = {}  # by the shape of the batch; None: not to be traced
         self.verified: dict[Any, set[int]] = {}  # the batches on which a trace was compared
         anyway = [*self.params, *problem.constants.values(), *_held(self.batches)]
         self.owned = {tensor.untyped_storage().data_ptr() for tensor in anyway}
 
     def _batch_size(self, most: int) -> int:
-        """Samples to take at once: equal batches if their number is known, and one for every rank."""
+        """Samples to take at once: batches of one size if possible, so that one trace serves all; some a rank."""
         held = _held(self.batches)
         if not held:
             return max(1, most)
         samples = len(held[-1])
-        return -(-samples // max(-(-samples // max(1, most)), self.ranks))
+        most = max(1, min(most, -(-samples // self.ranks)))
+        equal = (size for size in range(most, most // 2, -1) if samples % size == 0)
+        return next(equal, -(-samples // -(-samples // most)))
 
-    def operator(self, multiply: Callable[[Tensor], Tensor], weight_decay: float) -> Operator:
+    def operator(self, multiply: Callable[[Tensor], Tensor], weight_decay: float = 0.0) -> Operator:
         """`multiply`, of rows, plus weight_decay · I as an operator on columns."""
-        if not weight_decay >= 0:
-            raise InputError(f"weight_decay must be at least 0, got {weight_decay}.")
 
         def matmat(block: Tensor) -> Tensor:
             rows = block.detach().T.contiguous()
@@ -388,7 +395,8 @@ class _Matrix:
         shape = (str(form), repr(rest), tuple((leaf.shape, leaf.dtype) for leaf in fixed))
         if shape not in self.traces:
             with self.problem.active():
-                self.traces[shape] = _try_to_trace(flat, self.params, fixed)
+                few = len(self.traces) < _MOST_SHAPES
+                self.traces[shape] = _try_to_trace(flat, self.params, fixed) if few else None
         trace, batches = self.traces[shape], self.verified.setdefault(shape, set())
         if trace is not None and index not in batches and len(batches) < 2:
             with self.problem.active():
@@ -511,21 +519,28 @@ class _Recorder(TorchDispatchMode):
             self._name(tensor, self.graph.create_node("get_attr", name))
         return self.nodes[tensor]
 
+    def _nodes(self, value: Any) -> Any:
+        """Arguments with nodes in the place of tensors."""
+        if isinstance(value, Tensor):
+            return self.node(value)
+        return [self._nodes(item) for item in value] if isinstance(value, list | tuple) else value
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not _UNREPEATABLE.isdisjoint(func.tags):
             raise _Untraceable(str(func))
-        arguments = tree_map_only(Tensor, self.node, (args, kwargs or {}))
-        result = func(*args, **(kwargs or {}))
-        if isinstance(result, Tensor):
-            function = _functional(func) if func._schema.is_mutable else func
-            self._name(result, self.graph.create_node("call_function", function, *arguments))
-        elif isinstance(result, tuple | list) and any(isinstance(item, Tensor) for item in result):
-            if func._schema.is_mutable:
-                raise _Untraceable(str(func))
-            node = self.graph.create_node("call_function", func, *arguments)
-            for index, item in enumerate(result):
-                if isinstance(item, Tensor):
-                    self._name(item, self.graph.call_function(operator.getitem, (node, index)))
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        several = isinstance(result, tuple | list)
+        tensors = [
+            (index, item) for index, item in enumerate(result if several else [result]) if isinstance(item, Tensor)
+        ]
+        if not tensors:
+            return result
+        function = _functional(func) if func._schema.is_mutable else func
+        arguments = tuple(map(self._nodes, args)), {key: self._nodes(value) for key, value in kwargs.items()}
+        node = self.graph.create_node("call_function", function, *arguments)
+        for index, item in tensors:
+            self._name(item, self.graph.call_function(operator.getitem, (node, index)) if several else node)
         return result
 
 
