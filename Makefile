@@ -47,7 +47,8 @@ $(BENCH)/.installed: $(SETUP)
 	$(BENCH)/bin/python $(PIP) --no-deps backpack-for-pytorch curvlinops-for-pytorch
 	touch $@
 
-docs: install  ## Write the reference pages to build/docs
+docs: install  ## Write docs/claims.md from a run of all claims, and the reference pages to build/docs
+	$(BIN)/python tools/make_claims_doc.py
 	$(BIN)/pdoc spiritlevel --docformat google --output-directory build/docs
 
 clean:  ## Remove what the other targets made, but not .venv

@@ -16,7 +16,7 @@ import pytest
 import torch
 from conftest import Untouched
 
-from spiritlevel import claims
+from spiritlevel import claims, cli
 from spiritlevel.claims import CLAIMS, Claim, Ruling, Verdict, base, decide, paper_a, paper_b, paper_c, show
 from spiritlevel.errors import InputError
 
@@ -371,3 +371,51 @@ def test_the_story_of_a_claim_tells_all() -> None:
         "printed passes: no",
     ):
         assert part in text
+
+
+# ---------------------------------------------------------------- the command
+
+
+def test_the_command_shows_a_table_and_writes_json_and_html(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = {ruling.claim: ruling for ruling in run(1)}
+    monkeypatch.setattr(claims, "examine", lambda claim, seed: known[claim])
+    text, page = tmp_path / "claims.json", tmp_path / "claims.html"
+    assert cli.main(["claims", "--paper", "B", "--seed", "1", "--json", str(text), "--html", str(page)]) == 0
+    shown = capsys.readouterr().out
+    found = json.loads(text.read_text(encoding="utf-8"))
+    assert [record["id"] for record in found["claims"]] == [claim.id for claim in claims.select("B")]
+    assert all(record["id"] in shown and record["id"] in page.read_text(encoding="utf-8") for record in found["claims"])
+    assert f"{len(found['claims'])} claims, seed 1:" in shown
+    assert found["seed"] == 1
+    assert sum(found["verdicts"].values()) == len(found["claims"])
+
+
+def test_the_command_tells_the_story_of_one_claim(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["claims", "--id", "c-4-softmax"]) == 0
+    assert "C-4-softmax: holds" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("args", "sentence"),
+    [
+        (["--id", "A-3.1-bond"], "unknown claim 'A-3.1-bond': did you mean 'A-3.1-bound'"),
+        (["--paper", "D"], "unknown paper 'D'"),
+        (["--seed", "-1"], "seed of at least 0"),
+        (["--html", "."], "--html needs the path of a file that can be written"),
+    ],
+)
+def test_the_command_answers_bad_input_in_a_sentence(
+    args: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["claims", *args]) == 2
+    assert sentence in capsys.readouterr().err
+
+
+def test_the_command_ends_with_1_if_a_claim_is_undecided(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    patched(monkeypatch, paper_a, margin_bound=paper_a.printed_margin_bound)
+    assert cli.main(["claims", "--id", "A-3.2-bound"]) == 1
+    assert "A-3.2-bound: undecided" in capsys.readouterr().out

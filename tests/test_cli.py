@@ -14,7 +14,7 @@ import spiritlevel as sl
 from spiritlevel import cli
 from spiritlevel.errors import InputError
 
-COMMANDS = [["demo"], ["data"], ["data", "list"], ["data", "get"], ["data", "path"]]
+COMMANDS = [["demo"], ["claims"], ["data"], ["data", "list"], ["data", "get"], ["data", "path"]]
 
 
 def run(*args: str, **options: object) -> subprocess.CompletedProcess[str]:
@@ -33,7 +33,7 @@ def test_every_command_has_help_with_an_example(command: list[str], capsys: pyte
 @pytest.mark.parametrize("args", [[], ["--help"]])
 def test_help_lists_the_commands_that_work_and_no_others(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(args) == 0
-    assert "usage: spiritlevel [-h] {demo,data}" in capsys.readouterr().out
+    assert "usage: spiritlevel [-h] {demo,claims,data}" in capsys.readouterr().out
 
 
 def test_help_is_quick_and_does_without_torch() -> None:

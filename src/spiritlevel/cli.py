@@ -245,6 +245,53 @@ def _train(model: nn.Module, inputs: Tensor, targets: Tensor, *, epochs: int, se
 
 
 @dataclass(frozen=True, kw_only=True)
+class Claims(Command):
+    """Run the formulas, theorems and counts of the three papers and say which hold; exit code 1 if one is undecided.
+
+    For example: spiritlevel claims --paper B --json claims.json
+    """
+
+    paper: Annotated[str | None, arg(metavar="A|B|C")] = None
+    """Only the claims of this paper."""
+    id: Annotated[str | None, arg(metavar="ID")] = None
+    """Only this claim, with its whole story."""
+    html: Annotated[Path | None, arg(metavar="FILE")] = None
+    """Also write a page to FILE."""
+
+    def run(self) -> Outcome:
+        """Run the checks, show the verdicts."""
+        if self.html is not None:
+            _check_writable(self.html, "--html")
+        from rich import box
+        from rich.console import Console
+        from rich.table import Table
+        from rich.text import Text
+
+        from spiritlevel import claims
+        from spiritlevel.claims import show
+        from spiritlevel.results import write_atomically
+
+        with ProgressBar() as progress:
+            rulings = claims.run(paper=self.paper, id=self.id, seed=self.seed, progress=progress)
+        records = [ruling.record() for ruling in rulings]
+        if self.id is not None:
+            print(*(show.story(record) for record in records), sep="\n")
+        else:
+            table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+            table.add_column("claim", no_wrap=True)
+            table.add_column("verdict", width=12)
+            table.add_column("evidence", overflow="fold")
+            for record in records:
+                evidence = "; ".join([record["text"].rstrip("."), *show.numbers(record)[:2]])
+                table.add_row(*(Text(cell) for cell in (record["id"], record["verdict"], evidence)))
+            Console().print(table)
+            print(f"{len(records)} claims, seed {self.seed}: {show.counts(records)}.")
+        if self.html is not None:
+            write_atomically(self.html, show.to_html(records, self.seed))
+        return Outcome({"verdicts": claims.tally(rulings), "claims": records}, passed=claims.decided(rulings))
+
+
+@dataclass(frozen=True, kw_only=True)
 class DataList(Command):
     """List the data sets by name, and where each one is.
 
@@ -333,7 +380,12 @@ class Data:
 class Spiritlevel:
     """A spirit level for loss surfaces. Try `spiritlevel COMMAND --help`, or `spiritlevel --version`."""
 
-    command: Annotated[Annotated[Demo, subcommand("demo")] | Annotated[Data, subcommand("data")], arg(name="")]
+    command: Annotated[
+        Annotated[Demo, subcommand("demo")]
+        | Annotated[Claims, subcommand("claims")]
+        | Annotated[Data, subcommand("data")],
+        arg(name=""),
+    ]
 
 
 class ProgressBar:
@@ -403,11 +455,11 @@ def _parse(args: list[str]) -> Command | int:
     return parsed.command.command if isinstance(parsed.command, Data) else parsed.command
 
 
-def _check_writable(path: Path) -> None:
+def _check_writable(path: Path, option: str = "--json") -> None:
     """Refuse a place for the result before the work is done, not after."""
     folder = next(parent for parent in path.absolute().parents if parent.exists())
     if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise InputError(f"--json needs the path of a file that can be written, got {str(path)!r}.")
+        raise InputError(f"{option} needs the path of a file that can be written, got {str(path)!r}.")
 
 
 def _run(command: Command) -> int:
