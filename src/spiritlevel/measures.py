@@ -1,0 +1,1338 @@
+"""The registry of flatness and margin measures: each with its formula, reference, cost and declared invariances.
+
+A measure is a function (model, data, *, loss, batch_norm, seed) → `Estimate`. `MEASURES` holds them by name; `Setting`
+holds what several measures of one model share (Hessian operator, traces, margins), so that a set of measures costs
+little more than its dearest. A *declared invariance* is the name of a transform that leaves the value as it is, for
+every network that the transform accepts: `TRANSFORMS` says which. What an optimiser found is a lower bound and is
+marked so. L is the mean loss, θ the P trainable parameters, H = ∇²L without any L2 term. Where a measure is not defined
+for a network, `InputError` says why.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from scipy.optimize import Bounds, minimize
+from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
+from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.conv import _ConvNd
+from torch.overrides import TorchFunctionMode
+
+from spiritlevel.curvature import empirical_fisher, gauss_newton, hessian
+from spiritlevel.errors import InputError, unknown_name
+from spiritlevel.estimators import Operator, eigenvalues, frobenius_norm, operator_trace, spectral_norm
+from spiritlevel.functional import Batches, Params, Problem, along
+from spiritlevel.gradient_norms import GradientNorms, resized
+from spiritlevel.losses import aceht
+from spiritlevel.margins import margin_bound, margins, printed_margin_bound, signed_margin
+from spiritlevel.per_sample import sample_traces
+from spiritlevel.results import Estimate, Margins, SampleTraces
+from spiritlevel.stats import skewness
+from spiritlevel.structure import Structure, analyse
+from spiritlevel.transforms import Transformed, fold_batchnorm
+
+__all__ = ["MEASURES", "TRANSFORMS", "Measure", "Setting", "select"]
+
+TRANSFORMS: dict[str, str] = {
+    "rescale_layers": "one factor for each layer, with product 1 along every path; the function stays",
+    "rescale_channels": "one factor for each channel, undone in the next layer; the function stays",
+    "scale_before_batchnorm": "a factor that the batch norm behind undoes; the function stays",
+    "fold_batchnorm": "batch norm folded into the layer in front of it; the function stays in eval mode",
+    "scale_last_layer": "outputs times a number, by the last layer; the predictions stay",
+    "rescale_all": "outputs times a number, by all layers; the predictions stay",
+}
+"""The transforms that invariances are declared for (`spiritlevel.transforms`)."""
+
+_SAME = frozenset({"rescale_layers", "rescale_channels", "scale_before_batchnorm", "fold_batchnorm"})
+_SCALED = frozenset({"scale_last_layer", "rescale_all"})
+_DIAGONAL = _SAME - {"fold_batchnorm"}  # diagonal maps of the parameters
+_BY_TENSOR = frozenset({"rescale_layers", "scale_before_batchnorm"})  # one number for each parameter tensor
+
+_BATCH = 500  # samples that a perturbed network sees at once
+_TOP = 10  # eigenvalues in the log volume
+_PROBES = 64
+_DRAWS = 16  # random perturbations, each with its mirror image
+_STEPS = 20  # of projected ascent
+_GRADIENTS = 2**25  # numbers that per-sample gradients hold at once
+
+
+# ---------------------------------------------------------------- what measures share
+
+
+class Setting:
+    """One model on one data set under one loss, and what its measures have in common, computed when first needed.
+
+    >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2))
+    >>> setting = Setting(net, (torch.ones(4, 2), torch.tensor([0, 1, 0, 1])))
+    >>> setting.problem.size
+    17
+    """
+
+    def __init__(
+        self, model: nn.Module, data: Any, *, loss: Any = "cross_entropy", batch_norm: str = "eval", seed: int = 0
+    ) -> None:
+        self.model, self.data, self.loss, self.batch_norm, self.seed = model, data, loss, batch_norm, seed
+        self.options = {"loss": loss, "batch_norm": batch_norm}
+
+    @functools.cached_property
+    def problem(self) -> Problem:
+        """The model and the loss as functions of the parameters."""
+        return Problem(self.model, loss=self.loss, batch_norm=self.batch_norm)
+
+    @functools.cached_property
+    def batches(self) -> Batches:
+        """The data in an order that repeats."""
+        whole = self.batch_norm == "batch"
+        return Batches(self.data, size=None if whole else _BATCH, whole=whole)
+
+    @functools.cached_property
+    def count(self) -> int:
+        """The number of samples."""
+        return sum(len(targets) for _, targets in self.batches)
+
+    @functools.cached_property
+    def theta(self) -> Tensor:
+        """The trainable parameters laid end to end."""
+        return torch.cat([tensor.reshape(-1) for tensor in self.problem.params.values()])
+
+    def split(self, flat: Tensor) -> Params:
+        """A vector of P numbers cut into the parameters' shapes."""
+        params = self.problem.params
+        parts = flat.split([tensor.numel() for tensor in params.values()])
+        return {name: part.reshape(params[name].shape) for name, part in zip(params, parts, strict=True)}
+
+    def each(self) -> Iterator[tuple[Any, Tensor]]:
+        """The batches on the model's device."""
+        for inputs, targets in self.batches:
+            if len(targets):
+                yield self.problem.place(inputs, targets)
+
+    def loss_at(self, theta: Tensor) -> float:
+        """L at other parameters."""
+        params, total = self.split(theta), 0.0
+        with self.problem.active(), torch.no_grad():
+            for inputs, targets in self.each():
+                total += float(self.problem.losses(params, inputs, targets).double().sum())
+        return total / self.count
+
+    def gradient_at(self, theta: Tensor) -> tuple[float, Tensor]:
+        """L and ∇L at other parameters."""
+        total, gradient = 0.0, torch.zeros_like(theta)
+        with self.problem.active():
+            for inputs, targets in self.each():
+                leaf = theta.detach().clone().requires_grad_()
+                value = self.problem.losses(self.split(leaf), inputs, targets).sum()
+                gradient += torch.autograd.grad(value, leaf)[0]
+                total += float(value.detach())
+        return total / self.count, gradient / self.count
+
+    def errors_at(self, theta: Tensor) -> float:
+        """The share of misclassified samples at other parameters."""
+        params, wrong = self.split(theta), 0
+        with self.problem.active(), torch.no_grad():
+            for inputs, targets in self.each():
+                logits, labels = _as_classes(self.problem.outputs(params, inputs), targets)
+                wrong += int((signed_margin(logits, labels) <= 0).sum())
+        return wrong / self.count
+
+    @functools.cached_property
+    def start(self) -> tuple[float, Tensor]:
+        """L and ∇L at the model."""
+        return self.gradient_at(self.theta)
+
+    @functools.cached_property
+    def structure(self) -> Structure:
+        """The degrees of the outputs in every parameter."""
+        if self.batch_norm == "batch":
+            return Structure(failure="batch_norm='batch' couples the samples of a batch")
+        with self.problem.active():
+            inputs, _ = self.problem.place(*self.batches.first(3))
+            return analyse(self.problem, resized(inputs, 2), 2)
+
+    @functools.cached_property
+    def hessian(self) -> Operator:
+        """H as an operator."""
+        return hessian(self.model, self.data, **self.options)
+
+    @functools.cached_property
+    def gauss_newton(self) -> Operator:
+        """The Gauss-Newton matrix as an operator."""
+        return gauss_newton(self.model, self.data, **self.options)
+
+    @functools.cached_property
+    def traces(self) -> SampleTraces:
+        """Per-sample traces of H, split by parameter where that is free."""
+        free = self.structure.exact and self.problem.loss.closed_form
+        return sample_traces(self.model, self.data, per_layer=free, seed=self.seed, **self.options)
+
+    @functools.cached_property
+    def frobenius(self) -> Estimate:
+        """‖H‖_F."""
+        return frobenius_norm(self.hessian, probes=_PROBES, seed=self.seed)
+
+    @functools.cached_property
+    def largest(self) -> Estimate:
+        """λ₁ of H."""
+        return _end(self.hessian, "largest", self.seed)
+
+    @functools.cached_property
+    def margins(self) -> Margins:
+        """Output margins of all samples."""
+        return margins(self.model, self.data, **self.options)
+
+    @functools.cached_property
+    def hidden(self) -> Margins:
+        """Distances at the last module in front of the last layer."""
+        layers = [index for index, call in enumerate(self.calls) if isinstance(call.module, nn.Linear | _ConvNd)]
+        if not layers or not layers[-1]:
+            raise InputError("a hidden-layer margin needs a network with a layer in front of its last one.")
+        return margins(self.model, self.data, distance=2, layer=self.calls[layers[-1] - 1].name, **self.options)
+
+    @functools.cached_property
+    def logits(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Inputs (N, d), outputs (N, C) and labels of all samples."""
+        rows = []
+        with self.problem.active(), torch.no_grad():
+            for inputs, targets in self.each():
+                if not (isinstance(inputs, Tensor) and inputs.is_floating_point()):
+                    raise InputError("this measure needs the norms of the inputs: one tensor of floats a sample.")
+                outputs, labels = _as_classes(self.problem.outputs(self.problem.params, inputs), targets)
+                rows.append((inputs.reshape(len(labels), -1).cpu(), outputs.cpu(), labels.cpu()))
+        found = tuple(torch.cat(column) for column in zip(*rows, strict=True))
+        return found[0], found[1], found[2]
+
+    @functools.cached_property
+    def calls(self) -> list[_Call]:
+        """The modules without children, in the order in which they ran on two samples."""
+        calls: list[_Call] = []
+        handles = []
+        for name, module in self.problem.model.named_modules():
+            if not any(True for _ in module.children()):
+
+                def hook(module: nn.Module, args: Any, output: Any, name: str = name) -> None:
+                    if args and isinstance(args[0], Tensor) and isinstance(output, Tensor):
+                        calls.append(_Call(name, module, args[0].shape, output.detach()))
+
+                handles.append(module.register_forward_hook(hook))
+        try:
+            with self.problem.active(), torch.no_grad():
+                outputs = self.problem.outputs(self.problem.params, self.problem.place(*self.batches.first(2))[0])
+        finally:
+            for handle in handles:
+                handle.remove()
+        self.final = outputs
+        return calls
+
+    @functools.cached_property
+    def layers(self) -> list[_Call]:
+        """The linear layers and convolutions whose weight is a trainable parameter, in the order in which they ran."""
+        known = (nn.Linear, _ConvNd)
+        found = [c for c in self.calls if isinstance(c.module, known) and c.weight in self.problem.params]
+        if not found:
+            raise InputError("the network has no linear layer or convolution with trainable weights of its own.")
+        return list({call.name: call for call in found}.values())
+
+    @functools.cached_property
+    def folded(self) -> Setting:
+        """The same model with every batch norm folded into the layer in front of it."""
+        if not any(isinstance(module, _BatchNorm) for module in self.model.modules()):
+            return self
+        if self.batch_norm == "batch":
+            raise InputError("batch norm can be folded in eval mode only; use batch_norm='eval'.")
+        model = fold_batchnorm(self.model, data=self.data).model
+        if any(isinstance(module, _BatchNorm) for module in model.modules()):
+            raise InputError("a batch norm of this network does not directly follow a layer, so it cannot be folded.")
+        return Setting(model, self.data, seed=self.seed, **self.options)
+
+    @functools.cached_property
+    def diagonal(self) -> Params:
+        """The diagonal of the Gauss-Newton matrix, exactly: mean over samples of Σ_j d_j (v_jᵀJ)²."""
+        problem = self.problem
+        if self.batch_norm == "batch":
+            raise InputError("with batch_norm='batch' a sample has no gradient of its own; use batch_norm='eval'.")
+        if not problem.loss.closed_form:
+            raise InputError("the diagonal of the Gauss-Newton matrix needs a loss that offers its output factors.")
+
+        def scalar(params: Params, inputs: Tensor, vector: Tensor) -> Tensor:
+            outputs = functional_call(problem.model, {**problem.constants, **params}, (inputs[None],))
+            return (getattr(outputs, "logits", outputs)[0] * vector).sum()
+
+        squares = vmap(grad(scalar), in_dims=(None, 0, 0))
+        total = {name: torch.zeros_like(tensor, dtype=torch.float64) for name, tensor in problem.params.items()}
+        size = max(1, _GRADIENTS // problem.size)
+        with problem.active():
+            for inputs, targets in self.each():
+                if not isinstance(inputs, Tensor):
+                    raise InputError("the diagonal of the Gauss-Newton matrix needs inputs that are one tensor.")
+                for begin in range(0, len(targets), size):
+                    some, labels = inputs[begin : begin + size], targets[begin : begin + size]
+                    with torch.no_grad():
+                        outputs = problem.outputs(problem.params, some)
+                    for weight, vector in problem.loss.factors(outputs, labels):
+                        rows = squares(problem.params, some, vector.reshape(outputs.shape).to(outputs))
+                        for name, gradient in rows.items():
+                            total[name] += torch.einsum("n,n...->...", weight, gradient.detach().double().square())
+        return {name: tensor / self.count for name, tensor in total.items()}
+
+    def normal(self, index: int, purpose: int) -> Tensor:
+        """The draw of standard normal numbers with this index, (P,), for this purpose."""
+        state = np.random.SeedSequence([self.seed, purpose, index]).generate_state(1, np.uint64)[0]
+        generator = torch.Generator().manual_seed(int(state))
+        return torch.randn(self.problem.size, generator=generator, dtype=torch.float64).to(self.theta)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A module that ran: the shape of its input and its output."""
+
+    name: str
+    module: nn.Module
+    inputs: torch.Size
+    output: Tensor
+
+    @property
+    def weight(self) -> str:
+        return f"{self.name}.weight" if self.name else "weight"
+
+
+def _as_classes(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Outputs (N, C ≥ 2), a single logit φ as (0, φ), and integer labels."""
+    outputs = outputs.reshape(len(targets), -1)
+    if outputs.shape[1] == 1:
+        return torch.cat([torch.zeros_like(outputs), outputs], 1), (targets.reshape(-1) > 0).long()
+    if targets.is_floating_point() or targets.ndim != 1:
+        raise InputError("this measure needs one integer class a sample.")
+    return outputs, targets.long()
+
+
+def _end(op: Any, which: str, seed: int) -> Estimate:
+    pair = eigenvalues(op, which=which, vectors=False, seed=seed)
+    reason = "" if pair.converged else f"not converged: {pair.reason}"
+    return Estimate(float(pair.values[0]), matvecs=pair.matvecs, seed=seed, reason=reason)
+
+
+# ---------------------------------------------------------------- the registry
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A number that is said to tell flatness or width, and what is known about it.
+
+    `direction` says what a larger value means: "sharper", "flatter", "wider" (margins) or "larger" (norms). `cost` is
+    the dearest thing it does: "forward", "backward", "matvecs" or "optimiser". `invariant_to` are the names of the
+    transforms that leave it as it is. `lower_bound` marks values that an optimiser found.
+
+    >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2))
+    >>> data = torch.ones(4, 2), torch.tensor([0, 1, 0, 1])
+    >>> MEASURES["trace"](net, data).exact, sorted(MEASURES["trace"].invariant_to)
+    (True, [])
+    """
+
+    name: str
+    meaning: str
+    formula: str
+    reference: str
+    cost: str
+    direction: str
+    invariant_to: frozenset[str]
+    compute: Callable[[Setting], Estimate]
+    predict: Callable[[Setting, Transformed], float | None] | None = None
+    lower_bound: bool = False
+    in_default: bool = False
+
+    def __call__(
+        self, model: nn.Module, data: Any, *, loss: Any = "cross_entropy", batch_norm: str = "eval", seed: int = 0
+    ) -> Estimate:
+        """The measure of a model on data, with its error; the model is left as it was."""
+        return self.compute(Setting(model, data, loss=loss, batch_norm=batch_norm, seed=seed))
+
+    def __str__(self) -> str:
+        bound = " (a lower bound)" if self.lower_bound else ""
+        return f"{self.name}{bound}: {self.meaning}; {self.formula} [{self.reference}]"
+
+
+MEASURES: dict[str, Measure] = {}
+"""All measures by name."""
+
+
+def select(names: str | Iterable[str] | None = None) -> tuple[Measure, ...]:
+    """Measures by their names: those of the default set, "all", or the ones listed.
+
+    >>> [measure.name for measure in select(["trace", "path_norm"])]
+    ['trace', 'path_norm']
+    """
+    if names is None:
+        return tuple(measure for measure in MEASURES.values() if measure.in_default)
+    if names == "all":
+        return tuple(MEASURES.values())
+    wanted = [names] if isinstance(names, str) else list(names)
+    for name in wanted:
+        if name not in MEASURES:
+            raise unknown_name("measure", name, MEASURES)
+    return tuple(MEASURES[name] for name in wanted)
+
+
+Compute = Callable[[Setting], Estimate]
+
+
+def _register(name: str, meaning: str, formula: str, reference: str, **fields: Any) -> Callable[[Compute], Compute]:
+    def add(compute: Compute) -> Compute:
+        MEASURES[name] = Measure(name, meaning, formula, reference, compute=compute, **fields)
+        return compute
+
+    return add
+
+
+def _nothing() -> frozenset[str]:
+    return frozenset()
+
+
+# ---------------------------------------------------------------- predictions for T: θ → Tθ (MATH 4.8)
+
+
+def _numbers(transformed: Transformed) -> dict[str, float] | None:
+    """The factor of every parameter tensor, if the function stays and each is one number."""
+    factors = transformed.certificate.factors
+    if factors is None or transformed.certificate.scale != 1.0:
+        return None
+    if any(isinstance(factor, Tensor) and factor.numel() > 1 for factor in factors.values()):
+        return None
+    return {name: float(factor) for name, factor in factors.items()}
+
+
+def _predicted_trace(setting: Setting, transformed: Transformed) -> float | None:
+    """Σ_l Tr H_ll/τ_l²."""
+    factors, traces = _numbers(transformed), setting.traces
+    if factors is None or not traces.layers:
+        return None
+    return sum(float(values.mean()) / factors[name] ** 2 for name, values in traces.layers.items())
+
+
+def _predicted_mean_eigenvalue(setting: Setting, transformed: Transformed) -> float | None:
+    value = _predicted_trace(setting, transformed)
+    return None if value is None else value / setting.problem.size
+
+
+def _from_operator(compute: Callable[[Operator, int], float]) -> Callable[[Setting, Transformed], float | None]:
+    """What an operator measure becomes, from T⁻¹HT⁻¹."""
+
+    def predict(setting: Setting, transformed: Transformed) -> float | None:
+        certificate = transformed.certificate
+        if certificate.factors is None or certificate.scale != 1.0:
+            return None
+        return compute(transformed.hessian(setting.hessian), setting.seed)
+
+    return predict
+
+
+def _times_scale(compute: Compute) -> Callable[[Setting, Transformed], float | None]:
+    """A quantity of the outputs that is proportional to them."""
+    return lambda setting, transformed: compute(setting).value * transformed.certificate.scale
+
+
+def _predicted_norm(setting: Setting, transformed: Transformed) -> float | None:
+    factors = transformed.certificate.factors
+    if factors is None:
+        return None
+    squares = 0.0
+    for name, tensor in setting.problem.params.items():
+        factor = torch.as_tensor(factors[name], dtype=torch.float64)
+        squares += float((factor * tensor.double().cpu()).square().sum())
+    return math.sqrt(squares)
+
+
+# ---------------------------------------------------------------- curvature
+
+
+@_register(
+    "trace",
+    "sum of the eigenvalues of the Hessian",
+    "Tr H",
+    "paper A, section 3; paper C",
+    cost="backward",
+    direction="sharper",
+    invariant_to=_nothing(),
+    predict=_predicted_trace,
+    in_default=True,
+)
+def _trace(setting: Setting) -> Estimate:
+    return setting.traces.mean()
+
+
+@_register(
+    "mean_eigenvalue",
+    "mean eigenvalue of the Hessian",
+    "Tr H / P",
+    "paper C",
+    cost="backward",
+    direction="sharper",
+    invariant_to=_nothing(),
+    predict=_predicted_mean_eigenvalue,
+)
+def _mean_eigenvalue(setting: Setting) -> Estimate:
+    return _scaled(setting.traces.mean(), 1 / setting.problem.size)
+
+
+def _scaled(estimate: Estimate, factor: float) -> Estimate:
+    return Estimate(
+        estimate.value * factor,
+        estimate.stderr * abs(factor),
+        estimate.dof,
+        estimate.matvecs,
+        estimate.seed,
+        None if estimate.data_stderr is None else estimate.data_stderr * abs(factor),
+        estimate.reason,
+    )
+
+
+@_register(
+    "spectral_norm",
+    "largest absolute eigenvalue of the Hessian",
+    "max |λ|",
+    "paper C",
+    cost="matvecs",
+    direction="sharper",
+    invariant_to=_nothing(),
+    predict=_from_operator(lambda op, seed: spectral_norm(op, seed=seed).value),
+)
+def _spectral_norm(setting: Setting) -> Estimate:
+    return spectral_norm(setting.hessian, seed=setting.seed)
+
+
+@_register(
+    "largest_eigenvalue",
+    "largest eigenvalue of the Hessian (paper C's 'spectral norm')",
+    "λ₁",
+    "paper C",
+    cost="matvecs",
+    direction="sharper",
+    invariant_to=_nothing(),
+    predict=_from_operator(lambda op, seed: _end(op, "largest", seed).value),
+    in_default=True,
+)
+def _largest_eigenvalue(setting: Setting) -> Estimate:
+    return setting.largest
+
+
+@_register(
+    "smallest_eigenvalue",
+    "smallest eigenvalue of the Hessian, negative off a minimum",
+    "λ_P",
+    "paper C",
+    cost="matvecs",
+    direction="flatter",
+    invariant_to=_nothing(),
+    predict=_from_operator(lambda op, seed: _end(op, "smallest", seed).value),
+)
+def _smallest_eigenvalue(setting: Setting) -> Estimate:
+    return _end(setting.hessian, "smallest", setting.seed)
+
+
+@_register(
+    "frobenius_norm",
+    "Frobenius norm of the Hessian",
+    "√Tr(H²)",
+    "paper C",
+    cost="matvecs",
+    direction="sharper",
+    invariant_to=_nothing(),
+    predict=_from_operator(lambda op, seed: frobenius_norm(op, probes=_PROBES, seed=seed).value),
+    in_default=True,
+)
+def _frobenius_norm(setting: Setting) -> Estimate:
+    return setting.frobenius
+
+
+@_register(
+    "mean_square_eigenvalue",
+    "mean square of the eigenvalues (what paper C prints as 'Frobenius norm')",
+    "Tr(H²)/P",
+    "paper C",
+    cost="matvecs",
+    direction="sharper",
+    invariant_to=_nothing(),
+)
+def _mean_square_eigenvalue(setting: Setting) -> Estimate:
+    norm, size = setting.frobenius, setting.problem.size
+    error = 2 * norm.value * norm.stderr / size
+    return Estimate(norm.value**2 / size, error, norm.dof, norm.matvecs, norm.seed, reason=norm.reason)
+
+
+@_register(
+    "log_volume",
+    f"log of the product of the positive ones among the {_TOP} largest eigenvalues",
+    "Σ_{i≤k} log λ_i",
+    "Wu, Zhu & E 2017, arXiv:1706.10239",
+    cost="matvecs",
+    direction="sharper",
+    invariant_to=_nothing(),
+)
+def _log_volume(setting: Setting) -> Estimate:
+    found = eigenvalues(setting.hessian, min(_TOP, setting.problem.size), vectors=False, seed=setting.seed)
+    noise = torch.finfo(setting.problem.dtype).eps * setting.problem.size * float(found.values.abs().max())
+    positive = found.values[found.values > noise].double()
+    if not len(positive):
+        raise InputError("log_volume: none of the largest eigenvalues is positive.")
+    reason = "" if found.converged else f"not converged: {found.reason}"
+    return Estimate(float(positive.log().sum()), matvecs=found.matvecs, seed=setting.seed, reason=reason)
+
+
+@_register(
+    "fisher_trace",
+    "trace of the Fisher matrix under the model's own labels, which is the Gauss-Newton matrix",
+    "E_x E_{c~S} ‖∇ℓ(θ; x, c)‖² = Tr GGN",
+    "Golatkar, Achille & Soatto 2019, arXiv:1905.13277",
+    cost="backward",
+    direction="sharper",
+    invariant_to=_nothing(),
+    predict=lambda setting, transformed: (
+        _predicted_trace(setting, transformed) if setting.traces.method == "exact" else None
+    ),
+)
+def _fisher_trace(setting: Setting) -> Estimate:
+    if setting.traces.method == "exact":  # there Tr H = Tr GGN (MATH 4.1)
+        return setting.traces.mean()
+    return operator_trace(setting.gauss_newton, probes=_PROBES, seed=setting.seed)
+
+
+@_register(
+    "empirical_fisher_trace",
+    "mean square norm of the per-sample gradients, true labels",
+    "E ‖∇ℓ(θ; x, y)‖²",
+    "Golatkar, Achille & Soatto 2019, arXiv:1905.13277",
+    cost="backward",
+    direction="sharper",
+    invariant_to=_nothing(),
+)
+def _empirical_fisher_trace(setting: Setting) -> Estimate:
+    problem = setting.problem
+    if setting.structure.failure or not problem.loss.closed_form:
+        fisher = empirical_fisher(setting.model, setting.data, **setting.options)
+        return operator_trace(fisher, probes=_PROBES, seed=setting.seed)
+    total = 0.0
+    with problem.active():
+        inputs, _ = problem.place(*setting.batches.first(3))
+        norms = GradientNorms(problem, inputs, setting.structure, 1)
+        for inputs, targets in setting.each():
+            recording = norms.record(inputs)
+            outputs = recording.outputs.detach()
+            slope = problem.loss.gradient(outputs, targets).reshape(outputs.shape)
+            size = slope.reshape(len(targets), -1).norm(dim=1).clamp_min(torch.finfo(torch.float64).tiny)
+            unit = slope / size.reshape(-1, *[1] * (slope.ndim - 1))  # vectors of order 1 keep all digits
+            (found,) = recording.squared_norms([unit], last=True)
+            total += sum(float((size.square() * square).sum()) for square in found.values())
+    return Estimate(total / setting.count, matvecs=1, seed=setting.seed)
+
+
+# ---------------------------------------------------------------- curvature in the network's own units
+
+
+@_register(
+    "fisher_rao_norm",
+    "length of the parameters in the Fisher metric",
+    "θᵀFθ, F the Gauss-Newton matrix",
+    "Liang, Poggio, Rakhlin & Stokes 2019, arXiv:1711.01530",
+    cost="backward",
+    direction="sharper",
+    invariant_to=_DIAGONAL,
+    in_default=True,
+)
+def _fisher_rao_norm(setting: Setting) -> Estimate:
+    problem, total = setting.problem, 0.0
+    with problem.active():
+        for inputs, targets in setting.each():
+            here = functools.partial(lambda inputs, params: problem.outputs(params, inputs), inputs)
+            outputs, slope = along(here, problem.params, problem.params)
+            total += float(problem.loss.quadratic(outputs.detach(), targets, slope.detach()).sum())
+    return Estimate(total / setting.count, matvecs=1, seed=setting.seed)
+
+
+def _layer_norms(setting: Setting) -> Tensor:
+    """‖w_l‖ of the tensor that each parameter belongs to, (P,)."""
+    return torch.cat([tensor.norm().expand(tensor.numel()) for tensor in setting.problem.params.values()])
+
+
+def _in_layer_norms(setting: Setting) -> Operator:
+    """N H N with N = blockdiag(‖w_l‖ I)."""
+    op, size = setting.hessian, _layer_norms(setting)[:, None]
+    return Operator(
+        lambda block: size * (op @ (size * block)), op.size, dtype=op.dtype, device=op.device, shapes=op.shapes
+    )
+
+
+@_register(
+    "layer_scaled_trace",
+    "trace with every tensor in units of its own norm",
+    "Σ_l ‖w_l‖² Tr H_ll",
+    "from H(Tθ) = T⁻¹H(θ)T⁻¹; MATH 4.8",
+    cost="backward",
+    direction="sharper",
+    invariant_to=_BY_TENSOR,
+    in_default=True,
+)
+def _layer_scaled_trace(setting: Setting) -> Estimate:
+    traces = setting.traces
+    if not traces.layers or not traces.exact:
+        return operator_trace(_in_layer_norms(setting), probes=_PROBES, seed=setting.seed)
+    squares = {name: float(tensor.double().square().sum()) for name, tensor in setting.problem.params.items()}
+    value = sum(squares[name] * float(values.mean()) for name, values in traces.layers.items())
+    return Estimate(value, matvecs=traces.matvecs, seed=setting.seed)
+
+
+@_register(
+    "quotient_norm",
+    "spectral norm of the Hessian with every tensor in units of its own norm",
+    "‖N H N‖₂, N = blockdiag(‖w_l‖ I)",
+    "Rangamani, Nguyen, Kumar, Phan, Chin & Tran 2019, arXiv:1902.02434",
+    cost="matvecs",
+    direction="sharper",
+    invariant_to=_BY_TENSOR,
+    in_default=True,
+)
+def _quotient_norm(setting: Setting) -> Estimate:
+    return spectral_norm(_in_layer_norms(setting), seed=setting.seed)
+
+
+@_register(
+    "relative_flatness",
+    "curvature of the last layer relative to its weights",
+    "Σ_{s,s'} ⟨w_s, w_s'⟩ Tr H_{s,s'}, w_s the rows of the last layer's weight",
+    "Petzka, Kamp, Adilova, Sminchisescu & Boley 2021, arXiv:2001.00939",
+    cost="forward",
+    direction="sharper",
+    invariant_to=_BY_TENSOR | {"fold_batchnorm"},
+    in_default=True,
+)
+def _relative_flatness(setting: Setting) -> Estimate:
+    problem, last = setting.problem, setting.layers[-1]
+    affine = isinstance(last.module, nn.Linear) and len(last.inputs) == 2 and problem.loss.closed_form
+    if not (affine and last.output.shape == setting.final.shape and torch.equal(last.output, setting.final)):
+        return _relative_flatness_of(setting, [last])
+    weight, total = problem.params[last.weight].double(), 0.0
+    points: list[Tensor] = []
+    handle = last.module.register_forward_pre_hook(lambda module, args: points.append(args[0].detach()))
+    try:
+        with problem.active(), torch.no_grad():
+            for inputs, targets in setting.each():
+                points.clear()
+                outputs = problem.outputs(problem.params, inputs)
+                square = points[-1].double().square().sum(1)
+                for scale, vector in problem.loss.factors(outputs, targets):  # tr WᵀAW = Σ_j d_j ‖Wᵀv_j‖²
+                    total += float((square * scale * (vector.double() @ weight).square().sum(1)).sum())
+    finally:
+        handle.remove()
+    return Estimate(total / setting.count, matvecs=0, seed=setting.seed)
+
+
+@_register(
+    "relative_flatness_sum",
+    "relative flatness of all linear layers and convolutions, added up",
+    "Σ_l Σ_{s,s'} ⟨w_s, w_s'⟩ Tr H_{s,s'}",
+    "Petzka, Kamp, Adilova, Sminchisescu & Boley 2021, arXiv:2001.00939",
+    cost="matvecs",
+    direction="sharper",
+    invariant_to=_BY_TENSOR | {"fold_batchnorm"},
+)
+def _relative_flatness_sum(setting: Setting) -> Estimate:
+    return _relative_flatness_of(setting, setting.layers)
+
+
+def _relative_flatness_of(setting: Setting, layers: list[_Call]) -> Estimate:
+    """Probes v_l = (W_l g) zᵀ with sign vectors g, z: E vᵀHv = Σ_l Σ_{s,s'} ⟨w_s, w_s'⟩ Tr H_{s,s'}, unbiased."""
+    op, draws = setting.hessian, []
+    params = setting.problem.params
+    for index in range(_PROBES):
+        state = np.random.SeedSequence([setting.seed, 5, index]).generate_state(1, np.uint64)[0]
+        generator = torch.Generator().manual_seed(int(state))
+        parts = {name: torch.zeros_like(tensor) for name, tensor in params.items()}
+        for layer in layers:
+            weight = params[layer.weight]
+            rows = weight.reshape(len(weight), -1)
+            signs = torch.randint(0, 2, (2, rows.shape[1]), generator=generator).mul(2).sub(1).to(rows)
+            parts[layer.weight] = torch.outer(rows @ signs[0], signs[1]).reshape(weight.shape)
+        vector = torch.cat([parts[name].reshape(-1) for name in op.names])
+        draws.append(float(vector.double() @ (op @ vector).double()))
+    return Estimate.from_draws(torch.tensor(draws, dtype=torch.float64), seed=setting.seed)
+
+
+@_register(
+    "normalised_sharpness",
+    "sharpness of the weights after the best scaling of every row and column",
+    "Σ_l min_{r,c>0} Σ_{ij} [h_ij r_i²c_j² + W_ij²/(r_i²c_j²)], h the diagonal of the Gauss-Newton matrix",
+    "Tsuzuku, Sato & Sugiyama 2020, arXiv:1901.04653",
+    cost="backward",
+    direction="sharper",
+    invariant_to=_SAME,
+)
+def _normalised_sharpness(setting: Setting) -> Estimate:
+    """Over the weights of linear layers and convolutions, columns are input channels; no further constant factor.
+
+    h is the diagonal of H itself for ReLU networks (MATH 4.1), and unlike it never negative elsewhere.
+    """
+    total, reasons = 0.0, []
+    for layer in setting.layers:
+        weight = setting.problem.params[layer.weight].double()
+        shape = (*weight.shape[:2], -1)
+        value, converged = _balanced(
+            setting.diagonal[layer.weight].reshape(shape).sum(2), weight.square().reshape(shape).sum(2)
+        )
+        total += value
+        if not converged:
+            reasons.append(layer.name)
+    reason = f"not converged: the scalings of layer {', '.join(reasons)} still move" if reasons else ""
+    return Estimate(total, seed=setting.seed, reason=reason)
+
+
+def _balanced(h: Tensor, w: Tensor, steps: int = 2000, tol: float = 1e-9) -> tuple[float, bool]:
+    """Minimum over a, b > 0 of Σ_ij h_ij a_i b_j + w_ij/(a_i b_j), convex in the logarithms: alternating forms."""
+    for _ in range(3):  # a row without h or without w can be scaled away
+        rows, columns = (h.sum(1) > 0) & (w.sum(1) > 0), (h.sum(0) > 0) & (w.sum(0) > 0)
+        h, w = h[rows][:, columns], w[rows][:, columns]
+    if not h.numel():
+        return 0.0, True
+    b = torch.ones(h.shape[1], dtype=torch.float64, device=h.device)
+    before = math.inf
+    for _ in range(steps):
+        a = ((w @ (1 / b)) / (h @ b)).sqrt()
+        b = (((1 / a) @ w) / (a @ h)).sqrt()
+        value = float(a @ h @ b + (1 / a) @ w @ (1 / b))
+        if before - value <= tol * value:
+            return value, True
+        before = value
+    return before, False
+
+
+# ---------------------------------------------------------------- perturbations
+
+
+def _ascent(setting: Setting, unit: Tensor, radius: float, norm: float) -> Estimate:
+    """Maximum of L(θ + unit∘u) − L over ‖u‖ ≤ radius: projected ascent along the unit gradient, the best point seen.
+
+    `norm` is 2 or infinity. The iteration knows only u, so scaling θ and `unit` alike changes no step.
+    """
+    base, slope = setting.start
+
+    def uphill(gradient: Tensor) -> Tensor:
+        moved = unit * gradient
+        if norm == math.inf:
+            return radius * moved.sign()
+        return moved * (radius / max(float(moved.norm()), torch.finfo(moved.dtype).tiny))
+
+    step = uphill(slope)
+    if not bool(step.any()):  # a critical point: any direction will do
+        step = uphill(setting.normal(0, 7) / unit.clamp_min(torch.finfo(unit.dtype).tiny) * (unit > 0))
+    u, best = step, 0.0
+    for _ in range(_STEPS):
+        value, gradient = setting.gradient_at(setting.theta + unit * u)
+        best = max(best, value - base)
+        moved = u + uphill(gradient)
+        u = (
+            moved.clamp(-radius, radius)
+            if norm == math.inf
+            else moved * min(1.0, radius / max(float(moved.norm()), torch.finfo(moved.dtype).tiny))
+        )
+    best = max(best, setting.loss_at(setting.theta + unit * u) - base)
+    return Estimate(best, matvecs=_STEPS + 1, seed=setting.seed)
+
+
+@_register(
+    "ball_sharpness",
+    "largest rise of the loss within a ball that 20 steps of projected ascent find",
+    "max_{‖δ‖₂≤ρ} L(θ+δ) − L, ρ = 0.05",
+    "Foret, Kleiner, Mobahi & Neyshabur 2021, arXiv:2010.01412",
+    cost="optimiser",
+    direction="sharper",
+    invariant_to=_nothing(),
+    lower_bound=True,
+)
+def _ball_sharpness(setting: Setting) -> Estimate:
+    return _ascent(setting, torch.ones_like(setting.theta), 0.05, 2)
+
+
+@_register(
+    "adaptive_sharpness_l2",
+    "largest rise of the loss within an ellipsoid of axes ρ|θ_i| that 20 steps of projected ascent find",
+    "max_{‖δ/|θ|‖₂≤ρ} L(θ+δ) − L, ρ = 0.5",
+    "Kwon, Kim, Park & Choi 2021, arXiv:2102.11600",
+    cost="optimiser",
+    direction="sharper",
+    invariant_to=_DIAGONAL,
+    lower_bound=True,
+)
+def _adaptive_sharpness_l2(setting: Setting) -> Estimate:
+    return _ascent(setting, setting.theta.abs(), 0.5, 2)
+
+
+@_register(
+    "adaptive_sharpness_linf",
+    "largest rise of the loss when every weight may move by 1 % that 20 steps of projected ascent find",
+    "max_{|δ_i|≤ρ|θ_i|} L(θ+δ) − L, ρ = 0.01",
+    "Kwon et al. 2021, arXiv:2102.11600; Andriushchenko et al. 2023, arXiv:2302.07011",
+    cost="optimiser",
+    direction="sharper",
+    invariant_to=_DIAGONAL,
+    lower_bound=True,
+)
+def _adaptive_sharpness_linf(setting: Setting) -> Estimate:
+    return _ascent(setting, setting.theta.abs(), 0.01, math.inf)
+
+
+def _average(setting: Setting, spread: Tensor | float, purpose: int) -> Estimate:
+    """E L(θ+δ) − L, δ = spread∘z, over normal z, each with its mirror image, which cancels the slope."""
+    base = setting.start[0]
+    draws = []
+    for index in range(_DRAWS):
+        delta = spread * setting.normal(index, purpose)
+        pair = (setting.loss_at(setting.theta + delta), setting.loss_at(setting.theta - delta))
+        draws.append(sum(pair) / 2 - base)
+    return Estimate.from_draws(torch.tensor(draws, dtype=torch.float64), matvecs=2 * _DRAWS, seed=setting.seed)
+
+
+@_register(
+    "average_sharpness",
+    "mean rise of the loss under normal noise on the parameters",
+    "E_{δ~N(0,σ²I)} L(θ+δ) − L ≈ ½σ² Tr H, σ = 0.01 the standard deviation",
+    "MATH 7",
+    cost="forward",
+    direction="sharper",
+    invariant_to=_nothing(),
+)
+def _average_sharpness(setting: Setting) -> Estimate:
+    return _average(setting, 0.01, 1)
+
+
+@_register(
+    "adaptive_sharpness_average",
+    "mean rise of the loss when every weight gets 5 % of normal noise",
+    "E L(θ+δ) − L, δ_i ~ N(0, ρ²θ_i²), ρ = 0.05",
+    "Andriushchenko, Croce, Müller, Hein & Flammarion 2023, arXiv:2302.07011",
+    cost="forward",
+    direction="sharper",
+    invariant_to=_DIAGONAL,
+    in_default=True,
+)
+def _adaptive_sharpness_average(setting: Setting) -> Estimate:
+    return _average(setting, 0.05 * setting.theta.abs(), 2)
+
+
+def _box(setting: Setting, epsilon: float, columns: int | None) -> Estimate:
+    """Bounded L-BFGS in the coordinates of the box, from two starts; the best point seen, which is inside."""
+    base, slope = setting.start
+    size, dtype = setting.problem.size, setting.problem.dtype
+    basis = None
+    if columns is not None:
+        generator = torch.Generator().manual_seed(setting.seed)
+        basis = torch.linalg.qr(torch.randn(size, min(columns, size), generator=generator, dtype=torch.float64)).Q
+        basis = basis.to(setting.theta)
+    inner = setting.theta if basis is None else basis.T @ setting.theta
+    half = epsilon * (inner.abs() + 1)
+    best, evaluations = base, 0
+
+    def outward(u: Tensor) -> Tensor:
+        return half * u if basis is None else basis @ (half * u)
+
+    def inward(gradient: Tensor) -> Tensor:
+        return half * (gradient if basis is None else basis.T @ gradient)
+
+    scale = 1.0
+
+    def negative(u: Any) -> tuple[float, Any]:
+        nonlocal best, evaluations
+        evaluations += 1
+        value, gradient = setting.gradient_at(setting.theta + outward(torch.from_numpy(u).to(half)))
+        best = max(best, value)
+        return (base - value) * scale, -(inward(gradient).double() * scale).cpu().numpy()
+
+    generator = torch.Generator().manual_seed(setting.seed + 1)
+    random = torch.rand(len(half), generator=generator, dtype=torch.float64).mul(2).sub(1).numpy()
+    starts = [random, np.sign(inward(slope).double().cpu().numpy())]
+    for start in starts if np.any(starts[1]) else starts[:1]:
+        scale = 1.0
+        scale = 1 / max(float(np.abs(negative(start)[1]).max()), float(torch.finfo(dtype).tiny))
+        options = {"maxiter": 12, "maxfun": 40, "ftol": 0.0, "gtol": 0.0}
+        minimize(negative, start, jac=True, bounds=Bounds(-1, 1), method="L-BFGS-B", options=options)
+    return Estimate(100 * (best - base) / (1 + base), matvecs=evaluations, seed=setting.seed)
+
+
+_KESKAR = "Keskar, Mudigere, Nocedal, Smelyanskiy & Tang 2016, arXiv:1609.04836"
+
+
+def _register_box(name: str, epsilon: float, columns: int | None) -> None:
+    where = "" if columns is None else f" of a random subspace of {columns} dimensions"
+    _register(
+        name,
+        f"largest rise of the loss within a box{where}, in percent, that bounded L-BFGS finds",
+        f"100 (max_{{|y_i|≤ε(|(A⁺θ)_i|+1)}} L(θ+Ay) − L)/(1+L), ε = {epsilon:g}, "
+        + ("A = I" if columns is None else f"A orthonormal with {columns} columns"),
+        _KESKAR,
+        cost="optimiser",
+        direction="sharper",
+        invariant_to=_nothing(),
+        lower_bound=True,
+    )(functools.partial(_box, epsilon=epsilon, columns=columns))
+
+
+_register_box("box_sharpness", 1e-3, None)
+_register_box("box_sharpness_narrow", 5e-4, None)
+_register_box("box_sharpness_subspace", 1e-3, 100)
+
+
+@_register(
+    "box_sharpness_curvature",
+    "what the largest eigenvalue allows box_sharpness to be, to second order at a critical point: an upper bound",
+    "100 κλ₁, κ = ½ε² Σ(|θ_i|+1)²/(1+L), ε = 1e-3",
+    "paper C, Eq. 2, in the form of MATH 3",
+    cost="matvecs",
+    direction="sharper",
+    invariant_to=_nothing(),
+)
+def _box_sharpness_curvature(setting: Setting) -> Estimate:
+    kappa = 0.5e-6 * float((setting.theta.double().abs() + 1).square().sum()) / (1 + setting.start[0])
+    return _scaled(setting.largest, 100 * kappa)
+
+
+# ---------------------------------------------------------------- PAC-Bayes
+
+_ALLOWED = 0.1  # rise of the error
+_PAC_DRAWS = 12
+
+
+def _pac_bayes(setting: Setting, deviation: Callable[[float], Tensor | float], purpose: int) -> Estimate:
+    """1/σ² by bisection on fixed draws; its error by the delta method, from the draws' spread and the slope in log σ.
+
+    `deviation` maps σ to the standard deviation of every parameter.
+    """
+    base = setting.errors_at(setting.theta)
+    evaluations = 0
+
+    def rises(sigma: float) -> Tensor:
+        nonlocal evaluations
+        evaluations += _PAC_DRAWS
+        found = [
+            setting.errors_at(setting.theta + deviation(sigma) * setting.normal(index, purpose)) - base
+            for index in range(_PAC_DRAWS)
+        ]
+        return torch.tensor(found, dtype=torch.float64)
+
+    def allowed(sigma: float) -> bool:
+        return float(rises(sigma).mean()) <= _ALLOWED
+
+    low = 0.1
+    growing = allowed(low)
+    for _ in range(40):
+        if allowed(low * 2 if growing else low / 2) != growing:
+            low = low if growing else low / 2
+            break
+        low = low * 2 if growing else low / 2
+    else:
+        direction = "a larger" if growing else "any smaller"
+        raise InputError(f"the error never crosses the allowed rise of {_ALLOWED}, however {direction} noise is tried.")
+    high = low * 2
+    for _ in range(8):
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if allowed(middle) else (low, middle)
+    spread = float(rises(low).std()) / math.sqrt(_PAC_DRAWS)
+    slope = float(rises(low * 1.25).mean() - rises(low / 1.25).mean()) / (2 * math.log(1.25))
+    error = 2 / low**2 * spread / slope if slope > 0 else math.inf
+    return Estimate(1 / low**2, error, _PAC_DRAWS - 1, evaluations, setting.seed)
+
+
+@_register(
+    "pac_bayes_flatness",
+    "how little noise it takes to raise the error by 0.1",
+    "1/σ², σ the largest standard deviation with E_{u~N(0,σ²I)} err(θ+u) − err(θ) ≤ 0.1",
+    "Neyshabur et al. 2017, arXiv:1706.08947; Jiang et al. 2019, arXiv:1912.02178",
+    cost="forward",
+    direction="sharper",
+    invariant_to=_nothing(),
+)
+def _pac_bayes_flatness(setting: Setting) -> Estimate:
+    return _pac_bayes(setting, lambda sigma: sigma, 3)
+
+
+@_register(
+    "pac_bayes_magnitude",
+    "how little relative noise it takes to raise the error by 0.1",
+    "1/σ², σ the largest with u_i ~ N(0, σ²θ_i² + ε²), E err(θ+u) − err(θ) ≤ 0.1, ε = 1e-3",
+    "Jiang, Neyshabur, Mobahi, Krishnan & Bengio 2019, arXiv:1912.02178",
+    cost="forward",
+    direction="sharper",
+    invariant_to=_nothing(),
+)
+def _pac_bayes_magnitude(setting: Setting) -> Estimate:
+    return _pac_bayes(setting, lambda sigma: (sigma**2 * setting.theta.square() + 1e-6).sqrt(), 4)
+
+
+# ---------------------------------------------------------------- norms
+
+
+@_register(
+    "weight_norm",
+    "length of the parameter vector",
+    "‖θ‖₂",
+    "Neyshabur, Bhojanapalli, McAllester & Srebro 2017, arXiv:1706.08947",
+    cost="forward",
+    direction="larger",
+    invariant_to=_nothing(),
+    predict=_predicted_norm,
+    in_default=True,
+)
+def _weight_norm(setting: Setting) -> Estimate:
+    return Estimate(float(setting.theta.double().norm()), seed=setting.seed)
+
+
+_AVERAGES = {F.avg_pool1d: 1, F.avg_pool2d: 2, F.avg_pool3d: 3}
+_ADAPTIVE = {F.adaptive_avg_pool1d: 1, F.adaptive_avg_pool2d: 2, F.adaptive_avg_pool3d: 3}
+
+
+class _SquaredPooling(TorchFunctionMode):
+    """Average pooling has weights too, 1/k; squared weights are 1/k²."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in _AVERAGES:
+            size = args[1] if len(args) > 1 else (kwargs or {})["kernel_size"]
+            sizes = (size,) * _AVERAGES[func] if isinstance(size, int) else tuple(size) * (_AVERAGES[func] // len(size))
+            return result / math.prod(sizes)
+        if func in _ADAPTIVE:
+            dims = _ADAPTIVE[func]
+            return result * (math.prod(result.shape[-dims:]) / math.prod(args[0].shape[-dims:]))
+        return result
+
+
+def _scaled_path_norm(setting: Setting, transformed: Transformed) -> float | None:
+    """Times the scale of the outputs where they are scaled by one factor for every path, biases included."""
+    return _path_norm(setting).value * transformed.certificate.scale
+
+
+@_register(
+    "path_norm",
+    "root of the summed squares of the weights' products along all paths, biases start paths too",
+    "√Σ_paths Π w²",
+    "Neyshabur, Bhojanapalli, McAllester & Srebro 2017, arXiv:1706.08947",
+    cost="forward",
+    direction="larger",
+    invariant_to=_SAME,
+    predict=_scaled_path_norm,
+    in_default=True,
+)
+def _path_norm(setting: Setting) -> Estimate:
+    """One pass of ones through the squared weights, batch norm folded first.
+
+    Max pooling passes on the largest of its sums of paths.
+    """
+    folded = setting.folded
+    if not folded.structure.exact:
+        raise InputError(f"path_norm is defined for ReLU networks only: {folded.structure.reason}.")
+    problem = Problem(copy.deepcopy(folded.model).double(), params="*")
+    inputs, _ = problem.place(*folded.batches.first(1))
+    if not (isinstance(inputs, Tensor) and inputs.is_floating_point()):
+        raise InputError("path_norm needs inputs that are one tensor of floats.")
+    with problem.active(), torch.no_grad(), _SquaredPooling():
+        squares = {name: tensor.square() for name, tensor in problem.params.items()}
+        total = float(problem.outputs(squares, torch.ones_like(inputs)).sum())
+    return Estimate(math.sqrt(total), seed=setting.seed)
+
+
+# ---------------------------------------------------------------- margins
+
+
+def _mean_over_samples(function: Callable[..., Tensor], labelled: bool) -> Compute:
+    def compute(setting: Setting) -> Estimate:
+        inputs, logits, labels = setting.logits
+        values = function(inputs, logits, labels) if labelled else function(inputs, logits)
+        return Estimate(float(values.mean()), seed=setting.seed)
+
+    return compute
+
+
+_register(
+    "mean_aceht",
+    "mean affine cross-entropy Hessian trace",
+    "E (‖x‖²+1)(1−ΣS²)",
+    "paper A, Proposition 3.1",
+    cost="forward",
+    direction="sharper",
+    invariant_to=_SAME,
+    in_default=True,
+)(_mean_over_samples(aceht, False))
+_register(
+    "margin_bound",
+    "mean upper bound of ACEHT by the softmax margin γ",
+    "E (‖x‖²+1)(1−γ²)",
+    "paper A, section 3.2, in the form of MATH 1",
+    cost="forward",
+    direction="sharper",
+    invariant_to=_SAME,
+)(_mean_over_samples(margin_bound, True))
+_register(
+    "printed_margin_bound",
+    "the margin bound as printed, in truth a lower bound of ACEHT; for comparison only",
+    "E ‖x‖(1−γ²)",
+    "paper A, section 3.2",
+    cost="forward",
+    direction="sharper",
+    invariant_to=_SAME,
+)(_mean_over_samples(printed_margin_bound, True))
+
+
+def _statistic(function: Callable[[Tensor], float]) -> Compute:
+    return lambda setting: Estimate(function(setting.margins.signed), seed=setting.seed)
+
+
+def _quantile(share: float) -> Callable[[Tensor], float]:
+    return lambda values: float(np.quantile(values.double().cpu().numpy(), share))
+
+
+def _register_margin(name: str, meaning: str, formula: str, function: Callable[[Tensor], float], **more: Any) -> None:
+    compute = _statistic(function)
+    more.setdefault("invariant_to", _SAME)
+    more.setdefault("predict", _times_scale(compute))
+    _register(name, meaning, formula, "paper A, section 4", cost="forward", direction="wider", **more)(compute)
+
+
+_register_margin(
+    "margin_mean", "mean output margin", "E Δ, Δ = φ_y − max_{j≠y} φ_j", lambda v: float(v.mean()), in_default=True
+)
+_register_margin("margin_min", "smallest output margin", "min Δ", lambda v: float(v.min()))
+for _share in (0.1, 0.25, 0.5, 0.75, 0.9):
+    _register_margin(
+        f"margin_q{round(100 * _share)}",
+        f"{_share:.0%} quantile of the output margins",
+        f"Q_{_share:g}(Δ)",
+        _quantile(_share),
+    )
+_register_margin(
+    "margin_skewness",
+    "standardised skewness of the output margins",
+    "E ((Δ−μ)/σ)³",
+    skewness,
+    invariant_to=_SAME | _SCALED,
+    predict=None,
+)
+
+
+def _distance(setting: Setting, norm: int | str) -> Estimate:
+    found = margins(setting.model, setting.data, distance=norm, **setting.options)
+    assert found.distance is not None
+    return Estimate(_quantile(0.5)(found.distance), seed=setting.seed)
+
+
+_ELSAYED = "Elsayed, Krishnan, Mobahi, Regan & Bengio 2018, arXiv:1803.05598"
+_register(
+    "input_distance",
+    "median linearised distance of the inputs to the decision boundary, Euclidean",
+    "median of min_{j≠y} (φ_y−φ_j)/‖∇_x(φ_y−φ_j)‖₂",
+    _ELSAYED,
+    cost="backward",
+    direction="wider",
+    invariant_to=_SAME | _SCALED,
+    in_default=True,
+)(functools.partial(_distance, norm=2))
+_register(
+    "input_distance_inf",
+    "median linearised distance of the inputs to the decision boundary, maximum norm",
+    "median of min_{j≠y} (φ_y−φ_j)/‖∇_x(φ_y−φ_j)‖₁",
+    _ELSAYED,
+    cost="backward",
+    direction="wider",
+    invariant_to=_SAME | _SCALED,
+)(functools.partial(_distance, norm="inf"))
+
+
+def _hidden(setting: Setting, lower: float, upper: float) -> Estimate:
+    """lower·Q1 + upper·Q3 of the hidden margins, or their median where both are 0."""
+    found = setting.hidden
+    assert found.distance is not None
+    values = found.distance / found.spread
+    if lower == upper == 0:
+        return Estimate(_quantile(0.5)(values), seed=setting.seed)
+    value = (lower * _quantile(0.25)(values) if lower else 0.0) + (upper * _quantile(0.75)(values) if upper else 0.0)
+    return Estimate(value, seed=setting.seed)
+
+
+for _name, _meaning, _formula, _lower, _upper in (
+    ("median", "median", "Q2", 0.0, 0.0),
+    ("q1", "first quartile", "Q1", 1.0, 0.0),
+    ("q3", "third quartile", "Q3", 0.0, 1.0),
+    ("low_fence", "lower fence", "Q1 − 1.5 (Q3 − Q1)", 2.5, -1.5),
+    ("high_fence", "upper fence", "Q3 + 1.5 (Q3 − Q1)", -1.5, 2.5),
+):
+    _register(
+        f"hidden_margin_{_name}",
+        f"{_meaning} of the distances to the boundary at the last layer's input, in units of its spread",
+        f"{_formula} of min_{{j≠y}} (φ_y−φ_j)/‖∇_h(φ_y−φ_j)‖₂ / √(total variance of h)",
+        "Jiang, Krishnan, Mobahi & Bengio 2018, arXiv:1810.00113",
+        cost="backward",
+        direction="wider",
+        invariant_to=(_SAME | _SCALED) - {"rescale_channels"},
+    )(functools.partial(_hidden, lower=_lower, upper=_upper))
+
+
+def _operator_norms(layer: _Call, weight: Tensor, seed: int) -> tuple[float, float, str]:
+    """‖A‖_σ and ‖Aᵀ‖_{2,1} of a layer as a linear map of its real input; and whether the first converged."""
+    module: Any = layer.module
+    if isinstance(module, nn.Linear):
+        rows = weight.square().sum(1).sqrt().sum() * math.prod(layer.inputs[1:-1])
+        return float(torch.linalg.matrix_norm(weight, 2)), float(rows), ""
+    shape = layer.inputs[1:]
+    kernel = copy.deepcopy(module).double()
+    kernel.bias = None
+
+    def run(values: Tensor, tensor: Tensor) -> Tensor:
+        return functional_call(kernel, {"weight": tensor}, (values,))
+
+    def gram(block: Tensor) -> Tensor:
+        with torch.enable_grad():
+            values = block.T.reshape(-1, *shape).detach().requires_grad_()
+            outputs = run(values, weight)
+            (back,) = torch.autograd.grad(outputs, values, outputs.detach())
+        return back.reshape(block.shape[1], -1).T
+
+    found = spectral_norm(Operator(gram, math.prod(shape), dtype=torch.float64, device=weight.device), seed=seed)
+    with torch.no_grad():  # a row of A holds the weights that one output reads; squared, a pass of ones adds them up
+        squares = run(torch.ones(1, *shape, dtype=torch.float64, device=weight.device), weight.square())
+    return math.sqrt(found.value), float(squares.clamp_min(0).sqrt().sum()), found.reason
+
+
+def _spectral_complexity(setting: Setting) -> tuple[float, str]:
+    """R·‖X‖_F/n of the network with batch norm folded."""
+    folded = setting.folded
+    if not folded.structure.exact:
+        raise InputError(
+            f"the spectrally normalised margin is defined for ReLU networks only: {folded.structure.reason}."
+        )
+    product, total, reason = 1.0, 0.0, ""
+    for layer in folded.layers:
+        weight = folded.problem.params[layer.weight].double()
+        norm, rows, failed = _operator_norms(layer, weight, setting.seed)
+        product, total, reason = product * norm, total + (rows / norm) ** (2 / 3), reason or failed
+    inputs = setting.logits[0].double()
+    return product * total**1.5 * float(inputs.norm()) / len(inputs), reason
+
+
+def _spectral_margin(setting: Setting, statistic: Callable[[Tensor], float]) -> Estimate:
+    scale, reason = _spectral_complexity(setting)
+    return Estimate(statistic(setting.margins.signed) / scale, seed=setting.seed, reason=reason)
+
+
+for _name, _meaning, _function in (("mean", "mean", lambda v: float(v.mean())), ("median", "median", _quantile(0.5))):
+    _register(
+        f"spectral_margin_{_name}",
+        f"{_meaning} output margin in units of the network's spectral complexity, batch norm folded",
+        f"{_meaning} Δ / (R ‖X‖_F/n), R = Π‖A_l‖_σ (Σ(‖A_lᵀ‖_{{2,1}}/‖A_l‖_σ)^(2/3))^(3/2)",
+        "Bartlett, Foster & Telgarsky 2017, arXiv:1706.08498",
+        cost="matvecs",
+        direction="wider",
+        invariant_to=(_SAME | _SCALED) - {"rescale_channels"},
+        in_default=_name == "mean",
+    )(functools.partial(_spectral_margin, statistic=_function))

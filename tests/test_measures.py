@@ -1,0 +1,592 @@
+"""Every measure against a brute-force evaluation of its formula on a tiny net, and every declared invariance."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+
+import naive
+import numpy as np
+import pytest
+import torch
+from conftest import Untouched
+from torch import Tensor, nn
+from torch.func import functional_call, jacrev
+
+from spiritlevel import transforms
+from spiritlevel.errors import InputError
+from spiritlevel.measures import MEASURES, TRANSFORMS, Setting, select
+from spiritlevel.results import Estimate, Result
+from spiritlevel.transforms import Transformed
+
+Data = tuple[Tensor, Tensor]
+
+
+def randomised(net: nn.Module, seed: int = 0, size: float = 0.8) -> nn.Module:
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(shape: torch.Size) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    net = net.double().eval()
+    with torch.no_grad():
+        for module in net.modules():
+            shift = 1.0 if isinstance(module, nn.BatchNorm1d) else 0.0
+            for name, parameter in module.named_parameters(recurse=False):
+                parameter.copy_(size * draw(parameter.shape) + (shift if name == "weight" else 0.0))
+            for buffer in module.buffers(recurse=False):
+                if buffer.is_floating_point():
+                    buffer.copy_(0.5 + draw(buffer.shape).abs())
+    return net
+
+
+def labelled(net: nn.Module, inputs: Tensor, classes: int = 3) -> Data:
+    """The network's own labels, every fifth one wrong."""
+    with torch.no_grad():
+        targets = net(inputs).argmax(1)
+    targets[::5] = (targets[::5] + 1) % classes
+    return inputs, targets
+
+
+def normal(*shape: int, seed: int = 5) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+@pytest.fixture(scope="module")
+def mlp() -> nn.Module:
+    return randomised(nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 3)))
+
+
+@pytest.fixture(scope="module")
+def data(mlp: nn.Module) -> Data:
+    return labelled(mlp, normal(20, 3))
+
+
+@pytest.fixture(scope="module")
+def dense(mlp: nn.Module, data: Data) -> Tensor:
+    return naive.mean_hessian(mlp, *data)
+
+
+@pytest.fixture(scope="module")
+def here(mlp: nn.Module, data: Data) -> Setting:
+    return Setting(mlp, data)
+
+
+def value(setting: Setting, name: str) -> float:
+    found = MEASURES[name].compute(setting)
+    assert not found.reason
+    return found.value
+
+
+def close(found: float, wanted: float, tolerance: float = 1e-8) -> bool:
+    return abs(found - float(wanted)) <= tolerance * max(abs(float(wanted)), 1e-12)
+
+
+def blocks(net: nn.Module) -> dict[str, slice]:
+    result, start = {}, 0
+    for name, parameter in net.named_parameters():
+        result[name] = slice(start, start + parameter.numel())
+        start += parameter.numel()
+    return result
+
+
+def jacobians(net: nn.Module, inputs: Tensor) -> Tensor:
+    """∂φ/∂θ of every sample, (N, C, P)."""
+    params = dict(net.named_parameters())
+    rows = []
+    for row in inputs:
+        parts = jacrev(lambda p, x: functional_call(net, p, (x,))[0])(params, row[None])
+        rows.append(torch.cat([part.reshape(part.shape[0], -1) for part in parts.values()], 1).detach())
+    return torch.stack(rows)
+
+
+def dense_gauss_newton(net: nn.Module, inputs: Tensor) -> Tensor:
+    """E_x E_{c~S} ∇ℓ ∇ℓᵀ, label by label."""
+    total = torch.zeros(())
+    for jacobian, logits in zip(jacobians(net, inputs), net(inputs).detach(), strict=True):
+        softmax = logits.softmax(0)
+        for label, share in enumerate(softmax):
+            gradient = (softmax - torch.eye(len(softmax)).double()[label]) @ jacobian
+            total = total + share * torch.outer(gradient, gradient)
+    return total / len(inputs)
+
+
+# ---------------------------------------------------------------- closed forms and operators
+
+
+def test_spectral_measures_are_those_of_the_dense_hessian(here: Setting, dense: Tensor) -> None:
+    eigen = torch.linalg.eigvalsh(dense)
+    size = len(eigen)
+    assert size < 64  # small enough for every estimate to be exact
+    assert close(value(here, "trace"), eigen.sum())
+    assert close(value(here, "mean_eigenvalue"), eigen.mean())
+    assert close(value(here, "spectral_norm"), eigen.abs().max())
+    assert close(value(here, "largest_eigenvalue"), eigen.max())
+    assert close(value(here, "smallest_eigenvalue"), eigen.min())
+    assert close(value(here, "frobenius_norm"), dense.norm())
+    assert close(value(here, "mean_square_eigenvalue"), dense.square().sum() / size)
+    top = eigen.flip(0)[:10]
+    assert close(value(here, "log_volume"), top[top > 1e-12].log().sum())
+
+
+def test_fisher_measures_enumerate_the_labels(here: Setting, mlp: nn.Module, data: Data) -> None:
+    fisher = dense_gauss_newton(mlp, data[0])
+    assert close(value(here, "fisher_trace"), fisher.trace())
+    theta = here.theta
+    assert close(value(here, "fisher_rao_norm"), theta @ fisher @ theta)
+    squares = [naive.gradient(mlp, data[0][n : n + 1], data[1][n : n + 1]).square().sum() for n in range(20)]
+    assert close(value(here, "empirical_fisher_trace"), sum(squares) / 20)
+
+
+def test_fisher_trace_of_a_smooth_net_is_not_the_hessians() -> None:
+    net = randomised(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)))
+    points = labelled(net, normal(10, 3))
+    setting = Setting(net, points)
+    assert close(value(setting, "fisher_trace"), dense_gauss_newton(net, points[0]).trace())
+    assert close(value(setting, "trace"), naive.mean_hessian(net, *points).trace())
+    assert not close(value(setting, "trace"), value(setting, "fisher_trace"), 1e-3)
+
+
+def test_fisher_rao_norm_of_a_net_without_bias_is_read_off_its_outputs() -> None:
+    layers = [nn.Linear(3, 4, bias=False), nn.ReLU(), nn.Linear(4, 3, bias=False)]
+    net, inputs = randomised(nn.Sequential(*layers)), normal(10, 3)
+    logits = net(inputs).detach()
+    softmax = logits.softmax(1)
+    inner = (softmax * logits).sum(1, keepdim=True) - logits  # ⟨∂ℓ/∂φ, φ⟩ for every label
+    wanted = 2**2 * (softmax * inner.square()).sum(1).mean()
+    assert close(MEASURES["fisher_rao_norm"](net, labelled(net, inputs)).value, wanted)
+
+
+def test_measures_in_units_of_the_layers(here: Setting, mlp: nn.Module, dense: Tensor) -> None:
+    norms = {name: float(p.detach().norm()) for name, p in mlp.named_parameters()}
+    units = torch.cat(
+        [torch.full((p.numel(),), norms[name], dtype=torch.float64) for name, p in mlp.named_parameters()]
+    )
+    total = sum(norms[name] ** 2 * float(dense[part, part].trace()) for name, part in blocks(mlp).items())
+    assert close(value(here, "layer_scaled_trace"), total)
+    assert close(value(here, "quotient_norm"), torch.linalg.eigvalsh(units[:, None] * dense * units).abs().max())
+
+
+def brute_relative_flatness(weight: Tensor, block: Tensor) -> float:
+    rows = weight.detach().reshape(len(weight), -1)
+    width, total = rows.shape[1], 0.0
+    for s, t in itertools.product(range(len(rows)), repeat=2):
+        inner = block[s * width : (s + 1) * width, t * width : (t + 1) * width]
+        total += float(rows[s] @ rows[t]) * float(inner.trace())
+    return total
+
+
+def test_relative_flatness(here: Setting, mlp: nn.Module, dense: Tensor) -> None:
+    parts = blocks(mlp)
+    each = [
+        brute_relative_flatness(parameter, dense[parts[name], parts[name]])
+        for name, parameter in mlp.named_parameters()
+        if parameter.ndim == 2
+    ]
+    assert close(value(here, "relative_flatness"), each[-1])
+    found = MEASURES["relative_flatness_sum"].compute(here)
+    assert found.stderr > 0
+    assert abs(found.value - sum(each)) < 4 * found.stderr
+
+
+def test_relative_flatness_of_a_last_convolution_is_estimated() -> None:
+    net = randomised(nn.Sequential(nn.Conv2d(1, 2, 2), nn.ReLU(), nn.Conv2d(2, 3, 2), nn.Flatten()))
+    points = labelled(net, normal(10, 1, 3, 3))
+    part = blocks(net)["2.weight"]
+    wanted = brute_relative_flatness(net[2].weight, naive.mean_hessian(net, *points)[part, part])  # type: ignore[index]
+    found = MEASURES["relative_flatness"](net, points)
+    assert found.stderr > 0
+    assert abs(found.value - wanted) < 4 * found.stderr
+
+
+def test_normalised_sharpness_is_the_minimum_over_scalings(here: Setting, mlp: nn.Module, dense: Tensor) -> None:
+    total = 0.0
+    for name, part in blocks(mlp).items():
+        weight = mlp.get_parameter(name).detach()
+        if weight.ndim != 2:
+            continue
+        h = dense.diagonal()[part].reshape(weight.shape).clamp_min(0)
+        logs = torch.zeros(sum(weight.shape), dtype=torch.float64, requires_grad=True)
+        search = torch.optim.LBFGS(
+            [logs], max_iter=2000, tolerance_grad=1e-14, tolerance_change=0, line_search_fn="strong_wolfe"
+        )
+
+        def objective(logs: Tensor = logs, h: Tensor = h, weight: Tensor = weight) -> Tensor:
+            scale = torch.exp(logs[: len(weight), None] + logs[len(weight) :])
+            return (h * scale + weight.square() / scale).sum()
+
+        def closure(search: torch.optim.LBFGS = search, objective: object = objective) -> Tensor:
+            search.zero_grad()
+            result = objective()  # type: ignore[operator]
+            result.backward()
+            return result
+
+        search.step(closure)  # type: ignore[arg-type]
+        total += float(objective().detach())
+    assert close(value(here, "normalised_sharpness"), total, 1e-5)
+
+
+@torch.no_grad()
+def test_weight_norm_and_path_norm_enumerate_weights_and_paths(here: Setting, mlp: nn.Module) -> None:
+    squares = sum(float(p.detach().square().sum()) for p in mlp.parameters())
+    assert close(value(here, "weight_norm"), math.sqrt(squares))
+    first, second, third = (mlp[i] for i in (0, 2, 4))  # type: ignore[index]
+    total = 0.0
+    for c in range(3):
+        total += float(third.bias[c]) ** 2
+        for j in range(3):
+            last = float(third.weight[c, j]) ** 2
+            total += last * float(second.bias[j]) ** 2
+            for i in range(4):
+                middle = last * float(second.weight[j, i]) ** 2
+                total += middle * float(first.bias[i]) ** 2
+                total += sum(middle * float(first.weight[i, k]) ** 2 for k in range(3))
+    assert close(value(here, "path_norm"), math.sqrt(total))
+
+
+@torch.no_grad()
+def test_path_norm_squares_the_weights_of_average_pooling() -> None:
+    conv, head = nn.Conv2d(1, 2, 2, bias=False), nn.Linear(2, 3, bias=False)
+    net = randomised(nn.Sequential(conv, nn.ReLU(), nn.AvgPool2d(2), nn.Flatten(), head))
+    points = labelled(net, normal(6, 1, 3, 3))
+    linear = nn.Sequential(net[0], net[2], net[3])  # type: ignore[index]
+    paths = 0.0
+    units = torch.eye(9).double().reshape(9, 1, 3, 3)
+    for unit in units:  # every input pixel, every position and channel behind the convolution
+        for channel, position in itertools.product(range(2), range(4)):
+            response = float(net[0](unit[None])[0, channel].reshape(-1)[position]) / 4  # type: ignore[index]
+            paths += sum(response**2 * float(head.weight[c, channel]) ** 2 for c in range(3))
+    assert linear(units).shape == (9, 2)
+    assert close(MEASURES["path_norm"](net, points).value, math.sqrt(paths))
+
+
+# ---------------------------------------------------------------- perturbations
+
+AFFINE_LOSS = {"loss": "squared_error"}
+
+
+@pytest.fixture(scope="module")
+def affine() -> tuple[nn.Module, Data]:
+    net = randomised(nn.Linear(3, 2))
+    return net, (normal(12, 3), normal(12, 2, seed=6))
+
+
+def largest_on_ball(hessian: Tensor, slope: Tensor, radius: float) -> float:
+    """max gᵀδ + ½δᵀHδ, ‖δ‖ ≤ radius, H ≥ 0: (μI − H)δ = g with μ ≥ λ₁, by bisection on ‖δ‖ = radius."""
+    eigen, basis = torch.linalg.eigh(hessian)
+    g = basis.T @ slope
+    low, high = float(eigen.max()), float(eigen.max()) + float(g.norm()) / radius + 1
+    for _ in range(200):
+        middle = (low + high) / 2
+        low, high = (middle, high) if float((g / (middle - eigen)).norm()) > radius else (low, middle)
+    delta = g / (high - eigen)
+    return float(g @ delta + 0.5 * (eigen * delta.square()).sum())
+
+
+def test_ball_and_ellipsoid_reach_the_maximum_of_a_quadratic(affine: tuple[nn.Module, Data]) -> None:
+    net, points = affine
+    matrix, slope = naive.mean_hessian(net, *points, **AFFINE_LOSS), naive.gradient(net, *points, **AFFINE_LOSS)
+    theta = torch.cat([p.detach().reshape(-1) for p in net.parameters()])
+    size = theta.abs()
+    for name, wanted in (
+        ("ball_sharpness", largest_on_ball(matrix, slope, 0.05)),
+        ("adaptive_sharpness_l2", largest_on_ball(size[:, None] * matrix * size, size * slope, 0.5)),
+    ):
+        found = MEASURES[name](net, points, **AFFINE_LOSS).value
+        assert MEASURES[name].lower_bound
+        assert 0.999 * wanted <= found <= wanted * (1 + 1e-9), name
+
+
+def test_ball_sharpness_moves_off_a_critical_point() -> None:
+    net, inputs = nn.Linear(2, 1, bias=False).double(), normal(10, 2)
+    points = inputs, net(inputs).detach()
+    top = float(torch.linalg.eigvalsh(inputs.T @ inputs / 10).max())
+    found = MEASURES["ball_sharpness"](net, points, **AFFINE_LOSS).value
+    assert 0.99 * 0.5 * 0.05**2 * top <= found <= 0.5 * 0.05**2 * top * (1 + 1e-9)
+
+
+def test_boxes_reach_the_best_corner() -> None:
+    net = randomised(nn.Linear(3, 2))  # cross entropy is convex in an affine net: the maximum is at a corner
+    points = labelled(net, normal(15, 3), classes=2)
+    theta = torch.cat([p.detach().reshape(-1) for p in net.parameters()])
+    flat = naive.Flat(net, "cross_entropy")
+    base = float(flat(theta, *points))
+    corners = torch.tensor(list(itertools.product((-1.0, 1.0), repeat=8))).double()
+
+    def best(half: Tensor, basis: Tensor | None = None) -> float:
+        moves = corners * half if basis is None else corners * half @ basis.T
+        return max(float(flat(theta + move, *points)) for move in moves)
+
+    generator = torch.Generator().manual_seed(0)
+    basis = torch.linalg.qr(torch.randn(8, 8, generator=generator, dtype=torch.float64)).Q
+    for name, wanted in (
+        ("box_sharpness", 100 * (best(1e-3 * (theta.abs() + 1)) - base) / (1 + base)),
+        ("box_sharpness_narrow", 100 * (best(5e-4 * (theta.abs() + 1)) - base) / (1 + base)),
+        ("box_sharpness_subspace", 100 * (best(1e-3 * ((basis.T @ theta).abs() + 1), basis) - base) / (1 + base)),
+        ("adaptive_sharpness_linf", best(0.01 * theta.abs()) - base),
+    ):
+        found = MEASURES[name](net, points).value
+        assert 0.999 * wanted <= found <= wanted * (1 + 1e-9), name
+
+
+def test_the_curvature_bound_of_the_box_holds_at_a_minimum() -> None:
+    net, inputs = nn.Linear(2, 1, bias=False).double(), normal(10, 2)
+    points = inputs, net(inputs).detach()
+    top = float(torch.linalg.eigvalsh(inputs.T @ inputs / 10).max())
+    wanted = 100 * 0.5e-6 * float((net.weight.detach().abs() + 1).square().sum()) * top
+    assert close(MEASURES["box_sharpness_curvature"](net, points, **AFFINE_LOSS).value, wanted)
+    assert 0 < MEASURES["box_sharpness"](net, points, **AFFINE_LOSS).value <= wanted
+
+
+def test_average_sharpness_of_a_quadratic_is_half_the_trace(affine: tuple[nn.Module, Data]) -> None:
+    net, points = affine
+    curvature = naive.mean_hessian(net, *points, **AFFINE_LOSS).diagonal()
+    theta = torch.cat([p.detach().reshape(-1) for p in net.parameters()])
+    plain = MEASURES["average_sharpness"](net, points, **AFFINE_LOSS)
+    assert abs(plain.value - 0.5 * 0.01**2 * float(curvature.sum())) < 4 * plain.stderr
+    adaptive = MEASURES["adaptive_sharpness_average"](net, points, **AFFINE_LOSS)
+    assert abs(adaptive.value - 0.5 * 0.05**2 * float((curvature * theta.square()).sum())) < 4 * adaptive.stderr
+
+
+def test_pac_bayes_finds_the_largest_allowed_standard_deviation(mlp: nn.Module, data: Data) -> None:
+    setting = Setting(mlp, data)
+    base = float((mlp(data[0]).argmax(1) != data[1]).double().mean())
+
+    def rise(deviation: Tensor, purpose: int) -> float:
+        total = 0.0
+        for index in range(12):
+            moved = setting.theta + deviation * setting.normal(index, purpose)
+            outputs = functional_call(mlp, setting.split(moved), (data[0],))
+            total += float((outputs.argmax(1) != data[1]).double().mean()) - base
+        return total / 12
+
+    for name, purpose in (("pac_bayes_flatness", 3), ("pac_bayes_magnitude", 4)):
+        sigma = 1 / math.sqrt(MEASURES[name].compute(setting).value)
+
+        def deviation(sigma: float, name: str = name) -> Tensor:
+            square = setting.theta.square() if name == "pac_bayes_magnitude" else torch.ones_like(setting.theta)
+            return (sigma**2 * square + (1e-6 if name == "pac_bayes_magnitude" else 0.0)).sqrt()
+
+        assert rise(deviation(sigma), purpose) <= 0.1 < rise(deviation(1.01 * sigma), purpose)
+
+
+def test_pac_bayes_noise_is_a_standard_deviation_and_not_a_variance() -> None:
+    net = nn.Linear(1, 1, bias=False).double()
+    with torch.no_grad():
+        net.weight.fill_(0.01)
+    inputs = normal(10, 1)
+    points = inputs, (inputs[:, 0] > 0).long()
+    found = MEASURES["pac_bayes_flatness"](net, points, loss="binary_cross_entropy")
+    wanted = (1.2815515655446004 / 0.01) ** 2  # all labels flip once u < −0.01: Φ(−0.01/σ) = 0.1
+    assert wanted / 6 < found.value < wanted * 6
+
+
+def test_pac_bayes_says_so_where_no_noise_is_enough(mlp: nn.Module, data: Data) -> None:
+    wrong = data[0], mlp(data[0]).argmin(1)  # all wrong already: the error cannot rise
+    with pytest.raises(InputError, match="never crosses the allowed rise"):
+        MEASURES["pac_bayes_flatness"](mlp, wrong)
+
+
+# ---------------------------------------------------------------- margins
+
+
+def test_margin_measures_sample_by_sample(here: Setting, mlp: nn.Module, data: Data) -> None:
+    signed, gaps, bounds, printed = [], [], [], []
+    for x, logits, y in zip(data[0], mlp(data[0]).detach(), data[1], strict=True):
+        others = [logits[j] for j in range(3) if j != y]
+        signed.append(float(logits[y] - max(others)))
+        softmax = logits.softmax(0)
+        gamma = abs(float(softmax[y] - max(softmax[j] for j in range(3) if j != y)))
+        gaps.append((float(x @ x) + 1) * (1 - float(softmax @ softmax)))
+        bounds.append((float(x @ x) + 1) * (1 - gamma**2))
+        printed.append(float(x.norm()) * (1 - gamma**2))
+    margin = np.array(signed)
+    assert close(value(here, "mean_aceht"), np.mean(gaps))
+    assert close(value(here, "margin_bound"), np.mean(bounds))
+    assert close(value(here, "printed_margin_bound"), np.mean(printed))
+    assert close(value(here, "margin_mean"), margin.mean())
+    assert close(value(here, "margin_min"), margin.min())
+    for share in (10, 25, 50, 75, 90):
+        assert close(value(here, f"margin_q{share}"), np.quantile(margin, share / 100))
+    assert close(value(here, "margin_skewness"), (((margin - margin.mean()) / margin.std()) ** 3).mean())
+
+
+def test_distances_to_the_boundary(here: Setting, mlp: nn.Module, data: Data) -> None:
+    def distances(head: nn.Module, points: Tensor, dual: float) -> np.ndarray:
+        found = []
+        for x, y in zip(points, data[1], strict=True):
+            rows = jacrev(lambda x: head(x[None])[0])(x)
+            logits = head(x[None])[0].detach()
+            ratios = [
+                float((logits[y] - logits[j]) / torch.linalg.vector_norm(rows[y] - rows[j], dual))
+                for j in range(3)
+                if j != y
+            ]
+            found.append(min(ratios))
+        return np.array(found)
+
+    assert close(value(here, "input_distance"), np.quantile(distances(mlp, data[0], 2), 0.5))
+    assert close(value(here, "input_distance_inf"), np.quantile(distances(mlp, data[0], 1), 0.5))
+    hidden = mlp[:4](data[0]).detach()  # type: ignore[index]
+    spread = math.sqrt(float(hidden.var(0, correction=0).sum()))
+    margins = distances(mlp[4], hidden, 2) / spread  # type: ignore[index]
+    low, middle, high = np.quantile(margins, [0.25, 0.5, 0.75])
+    for name, wanted in (
+        ("median", middle),
+        ("q1", low),
+        ("q3", high),
+        ("low_fence", low - 1.5 * (high - low)),
+        ("high_fence", high + 1.5 * (high - low)),
+    ):
+        assert close(value(here, f"hidden_margin_{name}"), wanted), name
+
+
+def test_spectral_margin_takes_convolutions_as_matrices_and_folds_batch_norm() -> None:
+    layers = [nn.Conv2d(1, 2, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(18, 4), nn.BatchNorm1d(4), nn.ReLU()]
+    net = randomised(nn.Sequential(*layers, nn.Linear(4, 3)))
+    inputs, targets = labelled(net, normal(10, 1, 3, 3))
+    conv, norm = copy.deepcopy(net[0]), net[4]  # type: ignore[index]
+    conv.bias = None
+    units = torch.eye(9).double().reshape(9, 1, 3, 3)
+    matrices = [
+        conv(units).detach().reshape(9, -1).T,
+        (norm.weight / (norm.running_var + norm.eps).sqrt())[:, None] * net[3].weight,  # type: ignore[index]
+        net[6].weight,  # type: ignore[index]
+    ]
+    sizes = [float(torch.linalg.matrix_norm(matrix, 2)) for matrix in matrices]
+    ratios = [float(m.norm(dim=1).sum()) / size for m, size in zip(matrices, sizes, strict=True)]
+    complexity = math.prod(sizes) * sum(ratio ** (2 / 3) for ratio in ratios) ** 1.5
+    logits = net(inputs).detach()
+    rivals = logits.scatter(1, targets[:, None], -math.inf).amax(1)
+    margin = (logits.gather(1, targets[:, None])[:, 0] - rivals) / (complexity * float(inputs.norm()) / 10)
+    found = {name: MEASURES[f"spectral_margin_{name}"](net, (inputs, targets)).value for name in ("mean", "median")}
+    assert close(found["mean"], margin.mean(), 1e-6)
+    assert close(found["median"], np.quantile(margin.numpy(), 0.5), 1e-6)
+
+
+# ---------------------------------------------------------------- the contract battery
+
+
+def plain_net() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3))
+
+
+def normed_net() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 3))
+
+
+Case = tuple[Setting, dict[str, tuple[Transformed, Setting]]]
+
+
+@pytest.fixture(scope="module")
+def cases() -> list[Case]:
+    result = []
+    for make, hidden, last in ((plain_net, "2", "4"), (normed_net, "1", "3")):
+        net = randomised(make(), seed=3)
+        points = labelled(net, normal(40, 4, seed=9))
+        channels = 2.0 ** torch.tensor([12.0, -9, 3, -2, -10, 5][: 5 if hidden == "2" else 6])
+        changed = {
+            "rescale_layers": transforms.rescale_layers(net, {hidden: 2.0**-10, last: 2.0**10}, data=points),
+            "rescale_channels": transforms.rescale_layers(net, {hidden: channels}, data=points),
+            "scale_last_layer": transforms.scale_last_layer(net, 2.0**-12, data=points),
+            "rescale_all": transforms.rescale_all(net, 2.0**-30, data=points),
+        }
+        if hidden == "1":
+            changed["scale_before_batchnorm"] = transforms.scale_before_batchnorm(net, {"0": 2.0**-10}, data=points)
+            changed["fold_batchnorm"] = transforms.fold_batchnorm(net, data=points)
+        settings = {name: (item, Setting(item.model, points)) for name, item in changed.items()}
+        result.append((Setting(net, points), settings))
+    return result
+
+
+# noise that is a little larger or smaller may misclassify the same points, so these can stay by chance
+MAY_STAY = {"pac_bayes_flatness", "pac_bayes_magnitude"}
+
+
+@pytest.mark.parametrize("name", MEASURES)
+def test_declared_invariance_is_what_is_measured(name: str, cases: list[Case]) -> None:
+    measure = MEASURES[name]
+    for setting, changed in cases:
+        before = measure.compute(setting).value
+        assert math.isfinite(before)
+        for transform, (transformed, there) in changed.items():
+            try:
+                after = measure.compute(there).value
+            except InputError:
+                assert name in MAY_STAY, f"{name} is not defined after {transform}"
+                continue
+            stayed = close(after, before, 1e-6)
+            if name in MAY_STAY:
+                assert transform not in measure.invariant_to
+                continue
+            assert stayed == (transform in measure.invariant_to), f"{transform}: {before} became {after}"
+            predicted = None if measure.predict is None else measure.predict(setting, transformed)
+            if predicted is not None and not MEASURES[name].compute(setting).stderr:
+                assert close(predicted, after, 1e-5), f"{transform}: predicted {predicted}, became {after}"
+
+
+def test_pac_bayes_magnitude_is_not_quite_invariant() -> None:
+    """ε = 1e-3 is an absolute amount of noise: weights of that size drown in it."""
+    net = randomised(plain_net(), seed=3)
+    points = labelled(net, normal(40, 4, seed=9))
+    small = transforms.rescale_layers(net, {"2": 2.0**-14, "4": 2.0**14}, data=points).model
+    before = MEASURES["pac_bayes_magnitude"](net, points).value
+    with pytest.raises(InputError, match="never crosses"):
+        MEASURES["pac_bayes_magnitude"](small, points)
+    assert before > 0
+
+
+@pytest.mark.parametrize("name", MEASURES)
+def test_a_measure_repeats_splits_and_leaves_no_trace(name: str, untouched: Untouched) -> None:
+    measure = MEASURES[name]
+    net = randomised(normed_net(), seed=1).train()
+    inputs, targets = labelled(copy.deepcopy(net).eval(), normal(24, 4))
+    with untouched(net):
+        whole = measure(net, (inputs, targets), seed=2)
+    pieces = [(inputs[:7], targets[:7]), (inputs[7:8], targets[7:8]), (inputs[8:], targets[8:])]
+    parts = measure(net, pieces, seed=2)
+    assert whole == measure(net, (inputs, targets), seed=2)
+    assert math.isfinite(whole.value)
+    assert not whole.reason
+    assert close(parts.value, whole.value, 1e-6)
+    assert isinstance(Result.from_json(whole.to_json()), Estimate)
+
+
+@pytest.mark.parametrize("name", MEASURES)
+def test_every_entry_is_complete(name: str) -> None:
+    measure = MEASURES[name]
+    assert measure.name == name
+    assert measure.meaning
+    assert measure.formula
+    assert measure.reference
+    assert measure.cost in ("forward", "backward", "matvecs", "optimiser")
+    assert measure.direction in ("sharper", "flatter", "wider", "larger")
+    assert measure.invariant_to <= set(TRANSFORMS)
+    assert measure.lower_bound == (measure.cost == "optimiser")
+    assert ("lower bound" in str(measure)) >= measure.lower_bound
+
+
+def test_selection() -> None:
+    assert {measure.name for measure in select()} < set(MEASURES)
+    assert len(select("all")) == len(MEASURES)
+    with pytest.raises(InputError, match="did you mean 'trace'"):
+        select("trce")
+
+
+@pytest.mark.parametrize("name", ["path_norm", "spectral_margin_mean"])
+def test_norms_of_relu_nets_refuse_others(name: str) -> None:
+    net = randomised(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)))
+    with pytest.raises(InputError, match="ReLU networks only"):
+        MEASURES[name](net, labelled(net, normal(6, 3)))
+
+
+def test_measures_that_need_more_than_the_network_has_say_so(mlp: nn.Module, data: Data) -> None:
+    with pytest.raises(InputError, match="a layer in front of its last one"):
+        MEASURES["hidden_margin_median"](randomised(nn.Linear(3, 3)), data)
+    normed = randomised(normed_net())
+    points = labelled(normed, normal(8, 4))
+    with pytest.raises(InputError, match="eval mode only"):
+        MEASURES["path_norm"](normed, points, batch_norm="batch")
+    with pytest.raises(InputError, match="no gradient of its own"):
+        MEASURES["normalised_sharpness"](normed, points, batch_norm="batch")
