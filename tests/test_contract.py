@@ -20,9 +20,10 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import spiritlevel as sl
-from spiritlevel.curvature import empirical_fisher, gauss_newton, hessian
+from spiritlevel.curvature import empirical_fisher, gauss_newton, hessian, hessian_variance
 from spiritlevel.errors import InputError
 from spiritlevel.estimators import Operator
+from spiritlevel.landscape import landscape
 from spiritlevel.results import Result
 
 
@@ -36,12 +37,13 @@ class Call:
     splits: bool = True  # whether the result is the same for all batch sizes
     smooth: bool = False  # measured on a network with layer norm, attention and weight norm instead of the ReLU one
     slow: bool = False  # left to the long run of the tests
+    inference: bool = True  # whether it works under torch.inference_mode
 
     def __call__(self, model: nn.Module, data: Any, **more: Any) -> Any:
         known = inspect.signature(self.function).parameters
         anything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
         wanted = {key: value for key, value in more.items() if anything or key in known}
-        return self.function(model, data, **self.options, **wanted)
+        return self.function(model, data, **{**wanted, **self.options})
 
 
 CALLS: dict[str, Call] = {
@@ -61,6 +63,9 @@ CALLS: dict[str, Call] = {
     "hessian, batch statistics": Call(hessian, {"batch_norm": "batch"}, splits=False),
     "gauss_newton": Call(gauss_newton),
     "empirical_fisher": Call(empirical_fisher),
+    "hessian_variance": Call(hessian_variance, {"batch_size": 3}, splits=False),
+    "landscape, random": Call(landscape, {"directions": "random", "points": 5}, random=True, inference=False),
+    "landscape, eigenvectors": Call(landscape, {"points": 5}, slow=True, inference=False),
 }
 
 
@@ -174,7 +179,7 @@ def test_the_mode_of_the_model_and_of_the_caller_do_not_matter(name: str) -> Non
     call, data = CALLS[name], make_data()
     model = make_model(call.smooth, training=False)
     usual = call(model.eval(), data)
-    with torch.inference_mode():  # implies no_grad
+    with torch.inference_mode() if call.inference else torch.no_grad():
         assert not differs(usual, call(model.train(), data), 0)
 
 
@@ -220,9 +225,10 @@ def test_half_precision_models_are_measured_as_float32(name: str, untouched: Unt
         ((make_data()[0], make_data()[1][:3]), "do not fit targets"),
         ((torch.full((7, 4), torch.nan), make_data()[1]), "the input of sample 0 is NaN or infinite"),
         (make_data(wrong=True), "target 99 .* is outside the model's 4 classes"),
+        ((torch.zeros(7, 3), make_data()[1]), r"fails on inputs of shape \(\d, 3\)"),
         (None, "data must be a pair of tensors"),
     ],
-    ids=["empty", "iterator", "lengths", "nan", "label", "none"],
+    ids=["empty", "iterator", "lengths", "nan", "label", "shape", "none"],
 )
 def test_bad_data_are_refused_in_one_sentence(name: str, data: Any, message: str) -> None:
     call = CALLS[name]

@@ -640,6 +640,25 @@ def test_other_outputs_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
+    ("model", "inputs", "message"),
+    [
+        (nn.Linear(5, 3), X, r"the model Linear fails on inputs of shape \(6, 4\): mat1 and mat2 shapes cannot be"),
+        (nn.Conv2d(1, 2, 3), X, r"Conv2d fails on inputs of shape \(6, 4\): Expected 3D"),
+        (nn.Linear(4, 3), (X, X), r"Linear fails on inputs of shape \(6, 4\), \(6, 4\): .* positional arguments"),
+        (nn.Linear(4, 3), {"x": X}, "unexpected keyword argument 'x'"),
+        (nn.Embedding(3, 2), torch.full((6, 1), 7), r"Embedding fails on inputs of shape \(6, 1\): index out of range"),
+        (nn.BatchNorm1d(3), X, "BatchNorm1d fails on inputs"),
+    ],
+)
+def test_inputs_of_the_wrong_shape_are_refused_in_a_sentence(model: nn.Module, inputs: Any, message: str) -> None:
+    with pytest.raises(InputError, match=message) as caught:
+        sl.margins(model, (inputs, Y))
+    assert "\n" not in str(caught.value)
+    assert caught.value.__cause__ is not None
+    assert isinstance(caught.value, RuntimeError)  # whoever expects what torch raises still gets it
+
+
+@pytest.mark.parametrize(
     ("change", "message"),
     [
         (lambda x: x.sum(), r"outputs of shape \(\) for 6 samples; the first dimension must be the samples"),

@@ -235,6 +235,10 @@ def select_parameters(model: nn.Module, params: str | Iterable[str] | None = Non
 # ---------------------------------------------------------------- the problem
 
 
+class _CannotRun(InputError, RuntimeError):
+    """The model raised an error in its first pass: most likely the inputs have the wrong shape."""
+
+
 class Problem:
     """A model and a loss at one point: pure functions of a dict of parameters.
 
@@ -278,6 +282,7 @@ class Problem:
         # known after one plain pass: does the model work in place on its inputs, and does it draw random numbers?
         self._overwrites: bool | None = None
         self._draws = False
+        self._has_data = False  # whether inputs came with targets: that the model fails on those is the caller's news
 
     @property
     def size(self) -> int:
@@ -320,8 +325,17 @@ class Problem:
             args = tuple(inputs)
         else:
             args = (inputs,)
-        with _Elementary():
-            result = functional_call(self.model, {**self.constants, **params}, args, kwargs)
+        try:
+            with _Elementary():
+                result = functional_call(self.model, {**self.constants, **params}, args, kwargs)
+        except (RuntimeError, ValueError, TypeError, IndexError) as error:
+            if before is None or not self._has_data or isinstance(error, InputError | torch.OutOfMemoryError):
+                raise
+            shapes = ", ".join(str(tuple(leaf.shape)) for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor))
+            reason = str(error).strip().split("\n", 1)[0].rstrip(".")
+            raise _CannotRun(
+                f"the model {type(self.model).__name__} fails on inputs of shape {shapes}: {reason}."
+            ) from error
         if before is not None:
             self._overwrites = any(leaf._version for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor))
             self._draws = before != _random_states(self.device)
@@ -346,6 +360,7 @@ class Problem:
             tensor = tensor.detach().to(self.device, dtype if tensor.is_floating_point() else None)
             return tensor.clone() if tensor.is_inference() else tensor
 
+        self._has_data |= targets.numel() > 0
         with torch.inference_mode(False):
             return tree_map(lambda leaf: move(leaf, self.dtype), inputs), move(targets)
 
