@@ -200,10 +200,10 @@ def _show_demo(title: str, columns: dict[str, dict[str, Any]], train: _Measured)
     console.print(table)
     console.print(_headline(columns), style="bold")
     legend = (
-        "Output margin: the logit of the right class less the largest other one; negative where wrong.\n"
-        "Hessian trace: the curvature of one image's own loss, summed over all parameters.\n"
+        "Output margin: the right class's logit less the best other's; negative if wrong.\n"
+        "Hessian trace: curvature of one image's own loss, summed over all parameters.\n"
         "ACEHT: what that trace would be for a linear classifier with the same outputs.\n"
-        "r: Pearson's, outliers removed; rank r: Spearman's, with the margin's absolute value."
+        "r: Pearson's; rank r: Spearman's, with the margin's size; both without outliers."
     )
     console.print()
     console.print(legend, style="dim")
@@ -221,7 +221,11 @@ def _headline(columns: dict[str, dict[str, Any]]) -> str:
         sentences.append(
             f"Among correct images the curvature {'falls' if margin < 0 else 'grows'} with the margin (rank "
             f"correlation {margin:.2f})"
-            + ("." if linear is None else f", and one forward pass predicts it with r = {linear:.2f}.")
+            + (
+                "."
+                if linear is None
+                else f", and ACEHT, which costs one forward pass, follows it with r = {linear:.2f}."
+            )
         )
     return " ".join(sentences) or "Too few images were measured to say more."
 
