@@ -107,6 +107,12 @@ def test_imports_point_downwards() -> None:
     assert list(faults(ROOT)) == []
 
 
+def test_the_map_of_the_code_has_the_same_order() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "architecture.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\w+)/?`", page, flags=re.MULTILINE)
+    assert rows[::-1] == [name for name in ORDER if name != "__main__"]
+
+
 @pytest.mark.parametrize(
     ("path", "code", "fault"),
     [

@@ -72,9 +72,10 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
     ),
 }
 # Modules that users reach as `sl.data` and so on.
-_SUBMODULES = ("data", "models", "transforms")
+_SUBMODULES = ("claims", "data", "models", "transforms")
 
 if TYPE_CHECKING:
+    from spiritlevel import claims as claims
     from spiritlevel import data as data
     from spiritlevel import models as models
     from spiritlevel import transforms as transforms
