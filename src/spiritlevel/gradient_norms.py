@@ -131,62 +131,79 @@ def _convolution(
     if name is None:
         return _scale_and_shift(None, bias_name, torch.Size([weight.shape[0]] + [1] * dims), None)
 
-    def patches() -> Tensor:
-        padded = F.pad(input, [p for pair in reversed(pads) for p in pair]) if any(map(any, pads)) else input
+    def patches(samples: slice) -> Tensor:
+        some = input[samples]
+        padded = F.pad(some, [p for pair in reversed(pads) for p in pair]) if any(map(any, pads)) else some
         return _patches(padded, kernel, stride, dilation, groups)
 
     return _ConvolutionRule(name, bias_name, patches, groups, passes, weight[0].numel())
 
 
-class _ConvolutionRule:
-    """‖δUᵀ‖² with U the unfolded input, made at the first pass and kept for the others.
+_TALL = 64  # rows of an unfolded input from which on several passes share one product
+_NEAR = 2**19  # numbers that stay near the processor while they are used: 2 MB in float32
 
-    Where there are few positions and many channels, ⟨δᵀδ, UᵀU⟩ is cheaper. Cotangents of several passes go through one
-    product together if U is tall: a taller matrix keeps the processor busier than the copy costs.
+
+class _ConvolutionRule:
+    """‖δUᵀ‖² with U the unfolded input; where positions are few and channels many, ⟨δᵀδ, UᵀU⟩.
+
+    If U is tall, the cotangents of several passes go through one product together, a few samples at a time so that
+    everything stays in the cache; otherwise U is made at the first pass and kept for the others.
     """
 
     def __init__(
-        self, name: str, bias: str | None, patches: Callable[[], Tensor], groups: int, passes: int, fan_in: int
+        self, name: str, bias: str | None, patches: Callable[[slice], Tensor], groups: int, passes: int, fan_in: int
     ) -> None:
         self.name, self.bias, self.make_patches, self.groups, self.passes = name, bias, patches, groups, passes
-        self.stacks = fan_in >= _TALL  # whether several passes at once are worth their memory
+        self.stacks = fan_in >= _TALL
         self.patches: Tensor | None = None
         self.gram: Tensor | None = None
 
     def __call__(self, delta: Tensor) -> Iterator[tuple[str, Tensor]]:
-        for name, norms in self.several([delta]):
+        if self.patches is None:
+            self.patches = self.make_patches(slice(None))
+        if self.gram is None and self._gram_is_cheaper(delta, self.patches):
+            self.gram = torch.bmm(self.patches.mT, self.patches)
+        for name, norms in self._norms([delta], self.patches, self.gram):
             yield name, norms[:, 0]
+
+    def _gram_is_cheaper(self, delta: Tensor, patches: Tensor) -> bool:
+        channels, (fan_in, positions) = delta.shape[1] // self.groups, patches.shape[1:]
+        return self.passes * channels * fan_in > positions * (fan_in + self.passes * channels)
 
     def several(self, deltas: list[Tensor]) -> Iterator[tuple[str, Tensor]]:
         """(parameter name, squared norms (N, passes)) for the cotangents of several passes."""
-        if self.patches is None:
-            self.patches = self.make_patches()
-        patches, groups, depth = self.patches, self.groups, len(deltas)
-        fan_in, positions = patches.shape[1:]
-        count, channels = deltas[0].shape[0], deltas[0].shape[1] // groups
-        rows = [delta.reshape(count * groups, channels, positions) for delta in deltas]
-        if self.passes * channels * fan_in > positions * (fan_in + self.passes * channels):
-            if self.gram is None:
-                self.gram = torch.bmm(patches.mT, patches)
-            products = [(torch.bmm(row.mT, row).mul_(self.gram)).view(count, -1) for row in rows]
+        few = self.make_patches(slice(0, 1))
+        chunk = max(1, _NEAR // (few.numel() + sum(delta[0].numel() for delta in deltas)))
+        found: dict[str, list[Tensor]] = {}
+        for start in range(0, len(deltas[0]), chunk):
+            samples = slice(start, start + chunk)
+            patches = self.make_patches(samples)
+            gram = torch.bmm(patches.mT, patches) if self._gram_is_cheaper(deltas[0], patches) else None
+            for name, norms in self._norms([delta[samples] for delta in deltas], patches, gram):
+                found.setdefault(name, []).append(norms)
+        for name, tables in found.items():
+            yield name, torch.cat(tables)
+
+    def _norms(self, deltas: list[Tensor], patches: Tensor, gram: Tensor | None) -> Iterator[tuple[str, Tensor]]:
+        count, groups, depth = len(deltas[0]), self.groups, len(deltas)
+        channels = deltas[0].shape[1] // groups
+        rows = [delta.reshape(count * groups, channels, patches.shape[2]) for delta in deltas]
+        stacked = rows[0] if depth == 1 else torch.cat(rows, 1)
+        if gram is not None:
+            products = [torch.bmm(row.mT, row).mul_(gram).view(count, -1) for row in rows]
             yield self.name, torch.stack([product.sum(1, dtype=torch.float64) for product in products], 1)
         else:
-            stacked = rows[0] if depth == 1 else torch.cat(rows, 1)
             gradients = torch.bmm(stacked, patches.mT).view(count, groups, depth, -1)
-            norms = torch.linalg.vector_norm(gradients, dim=3).double().square()
-            yield self.name, norms.sum(1)
+            yield self.name, torch.linalg.vector_norm(gradients, dim=3).double().square().sum(1)
         if self.bias:
-            sums = [torch.linalg.vector_norm(delta.flatten(2).sum(2), dim=1) for delta in deltas]
-            yield self.bias, torch.stack(sums, 1).double().square()
-
-
-_TALL = 64  # rows of an unfolded input from which on several passes share one product
+            sums = stacked.sum(2).view(count, groups, depth, channels)
+            yield self.bias, torch.linalg.vector_norm(sums, dim=3).double().square().sum(1)
 
 
 class _PooledConvolutionRule:
     """A convolution whose output only a max pooling reads: of its positions, the chosen ones alone carry a gradient.
 
-    The rows of the unfolded input at those positions are gathered once; δ is the cotangent of the pooled values.
+    The rows of the unfolded input at those positions are gathered; δ is the cotangent of the pooled values.
     """
 
     stacks = True
@@ -194,7 +211,6 @@ class _PooledConvolutionRule:
     def __init__(self, convolution: _ConvolutionRule, chosen: Tensor) -> None:
         self.name, self.bias = convolution.name, convolution.bias
         self.make_patches, self.chosen = convolution.make_patches, chosen.flatten(2)
-        self.rows: Tensor | None = None
 
     def __call__(self, delta: Tensor) -> Iterator[tuple[str, Tensor]]:
         for name, norms in self.several([delta]):
@@ -203,16 +219,20 @@ class _PooledConvolutionRule:
     def several(self, deltas: list[Tensor]) -> Iterator[tuple[str, Tensor]]:
         """(parameter name, squared norms (N, passes)) for the cotangents of several passes."""
         count, channels, positions = self.chosen.shape
-        if self.rows is None:
-            patches = self.make_patches()
-            starts = torch.arange(count, device=patches.device)[:, None, None] * patches.shape[2]
-            rows = patches.mT.reshape(-1, patches.shape[1])
-            self.rows = rows.index_select(0, (self.chosen + starts).flatten()).view(count * channels, positions, -1)
-        stacked = torch.stack([delta.flatten(2) for delta in deltas], 2)
-        gradients = torch.bmm(stacked.flatten(0, 1), self.rows).view(count, channels, len(deltas), -1)
-        yield self.name, torch.linalg.vector_norm(gradients, dim=(1, 3)).double().square()
+        chunk = max(1, _NEAR // (self.make_patches(slice(0, 1)).shape[1] * channels * positions))
+        weights, biases = [], []
+        for start in range(0, count, chunk):
+            patches, chosen = self.make_patches(slice(start, start + chunk)), self.chosen[start : start + chunk]
+            some = len(chosen)
+            first = torch.arange(some, device=patches.device)[:, None, None] * patches.shape[2]
+            rows = patches.mT.reshape(-1, patches.shape[1]).index_select(0, (chosen + first).flatten())
+            stacked = torch.stack([delta[start : start + chunk].flatten(2) for delta in deltas], 2)
+            gradients = torch.bmm(stacked.flatten(0, 1), rows.view(some * channels, positions, -1))
+            weights.append(torch.linalg.vector_norm(gradients.view(some, channels, len(deltas), -1), dim=3))
+            biases.append(torch.linalg.vector_norm(stacked.sum(3), dim=1))
+        yield self.name, torch.cat(weights).double().square().sum(1)
         if self.bias:
-            yield self.bias, torch.linalg.vector_norm(stacked.sum(3), dim=1).double().square()
+            yield self.bias, torch.cat(biases).double().square()
 
 
 def _transposed_convolution(
