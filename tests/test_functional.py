@@ -197,6 +197,8 @@ def test_tied_weights_are_one_parameter() -> None:
         ("model", "the model must be a torch.nn.Module, got str"),
         (nn.LazyLinear(2), "the model LazyLinear has lazy parameters; run it on one batch first"),
         (nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double()), "mixes parameters of float32, float64; convert it"),
+        (nn.Linear(2, 2, dtype=torch.complex64), "the parameter weight is complex; there is no curvature to measure"),
+        (nn.Linear(2, 2, device="meta"), "the parameter weight is on the meta device, without values"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:Lazy modules")
@@ -209,6 +211,22 @@ def test_models_that_cannot_be_measured_are_refused(model: Any, message: str) ->
 def test_torchscript_is_refused() -> None:
     with pytest.raises(InputError, match="TorchScript model cannot be measured; pass the module that it was made from"):
         Problem(torch.jit.trace(nn.Linear(4, 3), X))
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [nn.DataParallel, pytest.param(lambda model: nn.DataParallel(torch.compile(model)), marks=pytest.mark.slow)],
+    ids=["parallel", "compiled"],
+)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch about itself, when it loads its compiler
+def test_wrappers_are_opened(wrap: Callable[[nn.Module], nn.Module], untouched: Untouched) -> None:
+    inner = nn.Sequential(nn.Linear(4, 3))
+    wanted, model = sl.sample_traces(inner, (X, Y), per_layer=True), wrap(inner)
+    with untouched(model):
+        found = sl.sample_traces(model, (X, Y), per_layer=True)
+    assert found.exact
+    assert list(found.layers) == list(wanted.layers) == ["0.weight", "0.bias"]
+    assert torch.equal(found.values, wanted.values)
 
 
 def test_unknown_batch_norm_mode() -> None:

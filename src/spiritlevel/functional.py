@@ -235,6 +235,16 @@ def select_parameters(model: nn.Module, params: str | Iterable[str] | None = Non
 # ---------------------------------------------------------------- the problem
 
 
+def _unwrapped(model: nn.Module) -> nn.Module:
+    """The module inside `torch.compile` or a wrapper for several devices, which could not be differentiated twice."""
+    while True:
+        parallel = isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel)
+        inner = model.module if parallel else getattr(model, "_orig_mod", None)
+        if not isinstance(inner, nn.Module):
+            return model
+        model = inner
+
+
 class _CannotRun(InputError, RuntimeError):
     """The model raised an error in its first pass: most likely the inputs have the wrong shape."""
 
@@ -256,10 +266,15 @@ class Problem:
     ) -> None:
         if not isinstance(model, nn.Module):
             raise InputError(f"the model must be a torch.nn.Module, got {type(model).__name__}.")
+        model = _unwrapped(model)
         if isinstance(model, torch.jit.ScriptModule):
             raise InputError("a TorchScript model cannot be measured; pass the module that it was made from.")
         if any(nn.parameter.is_lazy(tensor) for _, tensor in _state(model)):
             raise InputError(f"the model {type(model).__name__} has lazy parameters; run it on one batch first.")
+        for name, parameter in model.named_parameters():
+            if parameter.is_complex() or parameter.is_meta:
+                kind = "is complex" if parameter.is_complex() else "is on the meta device, without values"
+                raise InputError(f"the parameter {name} {kind}; there is no curvature to measure.")
         if batch_norm not in BATCH_NORM_MODES:
             raise unknown_name("batch_norm mode", batch_norm, BATCH_NORM_MODES)
         names = select_parameters(model, params)
