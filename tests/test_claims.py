@@ -26,7 +26,7 @@ DOCUMENT = Path(__file__).parents[1] / "docs" / "claims.md"
 
 @functools.cache
 def run(seed: int) -> tuple[Ruling, ...]:
-    """All claims at one seed, once in a session."""
+    """All claims at one seed, run once."""
     return tuple(claims.run(seed=seed))
 
 
