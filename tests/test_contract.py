@@ -53,7 +53,7 @@ CALLS: dict[str, Call] = {
     "sample_traces, pyhessian": Call(sl.sample_traces, {"method": "pyhessian"}, random=True, slow=True),
     "sample_traces, smooth": Call(sl.sample_traces, {"probes": 3}, random=True, smooth=True),
     "trace": Call(sl.trace),
-    "trace, rel_err": Call(sl.trace, {"method": "hutchinson", "rel_err": 9.0}, random=True),
+    "trace, rel_err": Call(sl.trace, {"method": "hutchinson", "rel_err": 9.0}, random=True, slow=True),
     "margins": Call(sl.margins),
     "margins, distance": Call(sl.margins, {"distance": 2}),
     "margins, layer": Call(sl.margins, {"distance": "inf", "layer": "0"}),
