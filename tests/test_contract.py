@@ -48,7 +48,7 @@ class Call:
 
 CALLS: dict[str, Call] = {
     "sample_traces": Call(sl.sample_traces, {"per_layer": True}),
-    "sample_traces, passes": Call(sl.sample_traces, {"passes": 1}, random=True, splits=False),  # signs go by batches
+    "sample_traces, passes": Call(sl.sample_traces, {"passes": 1}, random=True),
     "sample_traces, hutchinson": Call(sl.sample_traces, {"method": "hutchinson", "probes": 3}, random=True),
     "sample_traces, pyhessian": Call(sl.sample_traces, {"method": "pyhessian"}, random=True, slow=True),
     "sample_traces, smooth": Call(sl.sample_traces, {"probes": 3}, random=True, smooth=True),

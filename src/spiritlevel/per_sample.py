@@ -368,14 +368,13 @@ class _Collector:
         collected: list[dict[str, Tensor]] = []
         errors: list[Tensor] = []
         count = 0
+        generator = torch.Generator().manual_seed(self.seed)  # one for all batches: their sizes must not matter
         for start, inputs, targets in self.each():
             recording = way.norms.record(inputs)
             outputs = recording.outputs.detach()
             problem.checked(outputs, inputs, targets, start)
             rank = problem.loss.rank(outputs.shape[1] if outputs.ndim > 1 else 1)
             if way.name == "passes":
-                state = np.random.SeedSequence([self.seed, start]).generate_state(1, np.uint64)[0]
-                generator = torch.Generator().manual_seed(int(state))
                 factors = problem.loss.sampled_factors(outputs, targets, way.passes, generator)
                 count = way.passes + 1
             else:
