@@ -218,13 +218,18 @@ def _batch_size(problem: Problem, structure: Structure, outputs: Tensor, memory:
 # ---------------------------------------------------------------- second derivatives along a probe
 
 
+def _generator(seed: int, index: int) -> torch.Generator:
+    """Independent streams for neighbouring seeds, which torch's own seeding does not promise."""
+    state = np.random.SeedSequence([seed, index]).generate_state(1, np.uint64)[0]
+    return torch.Generator().manual_seed(int(state))
+
+
 def probe(params: Params, seed: int, index: int, only: str | None = None) -> Params:
     """Random signs for every parameter, made anew from (seed, index): nothing has to be kept.
 
     With `only` the direction lies inside that parameter and is zero elsewhere.
     """
-    state = np.random.SeedSequence([seed, index]).generate_state(1, np.uint64)[0]
-    generator = torch.Generator().manual_seed(int(state))
+    generator = _generator(seed, index)
     result = {}
     for name, tensor in params.items():
         signs = torch.randint(0, 2, tensor.shape, generator=generator, dtype=torch.int8)
@@ -368,7 +373,7 @@ class _Collector:
         collected: list[dict[str, Tensor]] = []
         errors: list[Tensor] = []
         count = 0
-        generator = torch.Generator().manual_seed(self.seed)  # one for all batches: their sizes must not matter
+        generator = _generator(self.seed, 0)  # one for all batches: their sizes must not matter
         for start, inputs, targets in self.each():
             recording = way.norms.record(inputs)
             outputs = recording.outputs.detach()
