@@ -355,11 +355,11 @@ def test_pac_bayes_finds_the_largest_allowed_standard_deviation(mlp: nn.Module, 
 
     def rise(deviation: Tensor, purpose: int) -> float:
         total = 0.0
-        for index in range(12):
+        for index in range(10):
             moved = setting.theta + deviation * setting.normal(index, purpose)
             outputs = functional_call(mlp, setting.split(moved), (data[0],))
             total += float((outputs.argmax(1) != data[1]).double().mean()) - base
-        return total / 12
+        return total / 10
 
     for name, purpose in (("pac_bayes_flatness", 3), ("pac_bayes_magnitude", 4)):
         sigma = 1 / math.sqrt(MEASURES[name].compute(setting).value)
@@ -416,7 +416,7 @@ def test_distances_to_the_boundary(here: Setting, mlp: nn.Module, data: Data) ->
     def distances(head: nn.Module, points: Tensor, dual: float) -> np.ndarray:
         found = []
         for x, y in zip(points, data[1], strict=True):
-            rows = jacrev(lambda x: head(x[None])[0])(x)
+            rows = jacrev(lambda x: head(x[None])[0])(x).detach()
             logits = head(x[None])[0].detach()
             ratios = [
                 float((logits[y] - logits[j]) / torch.linalg.vector_norm(rows[y] - rows[j], dual))
@@ -454,6 +454,7 @@ def test_spectral_margin_takes_convolutions_as_matrices_and_folds_batch_norm() -
         (norm.weight / (norm.running_var + norm.eps).sqrt())[:, None] * net[3].weight,  # type: ignore[index]
         net[6].weight,  # type: ignore[index]
     ]
+    matrices = [matrix.detach() for matrix in matrices]
     sizes = [float(torch.linalg.matrix_norm(matrix, 2)) for matrix in matrices]
     ratios = [float(m.norm(dim=1).sum()) / size for m, size in zip(matrices, sizes, strict=True)]
     complexity = math.prod(sizes) * sum(ratio ** (2 / 3) for ratio in ratios) ** 1.5

@@ -59,7 +59,8 @@ _BY_TENSOR = frozenset({"rescale_layers", "scale_before_batchnorm"})  # one numb
 
 _BATCH = 500  # samples that a perturbed network sees at once
 _TOP = 10  # eigenvalues in the log volume
-_PROBES = 64
+_PROBES = 32
+_EXACT = 64  # up to so many parameters as many probes, which makes estimates exact
 _DRAWS = 16  # random perturbations, each with its mirror image
 _STEPS = 20  # of projected ascent
 _GRADIENTS = 2**25  # numbers that per-sample gradients hold at once
@@ -177,7 +178,7 @@ class Setting:
     @functools.cached_property
     def frobenius(self) -> Estimate:
         """‖H‖_F."""
-        return frobenius_norm(self.hessian, probes=_PROBES, seed=self.seed)
+        return frobenius_norm(self.hessian, probes=_probes(self.problem.size), seed=self.seed)
 
     @functools.cached_property
     def largest(self) -> Estimate:
@@ -312,6 +313,10 @@ def _as_classes(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     if targets.is_floating_point() or targets.ndim != 1:
         raise InputError("this measure needs one integer class a sample.")
     return outputs, targets.long()
+
+
+def _probes(size: int) -> int:
+    return size if 2 <= size <= _EXACT else _PROBES
 
 
 def _end(op: Any, which: str, seed: int) -> Estimate:
@@ -545,8 +550,7 @@ def _smallest_eigenvalue(setting: Setting) -> Estimate:
     cost="matvecs",
     direction="sharper",
     invariant_to=_nothing(),
-    predict=_from_operator(lambda op, seed: frobenius_norm(op, probes=_PROBES, seed=seed).value),
-    in_default=True,
+    predict=_from_operator(lambda op, seed: frobenius_norm(op, probes=_probes(op.size), seed=seed).value),
 )
 def _frobenius_norm(setting: Setting) -> Estimate:
     return setting.frobenius
@@ -601,7 +605,7 @@ def _log_volume(setting: Setting) -> Estimate:
 def _fisher_trace(setting: Setting) -> Estimate:
     if setting.traces.method == "exact":  # there Tr H = Tr GGN (MATH 4.1)
         return setting.traces.mean()
-    return operator_trace(setting.gauss_newton, probes=_PROBES, seed=setting.seed)
+    return operator_trace(setting.gauss_newton, probes=_probes(setting.problem.size), seed=setting.seed)
 
 
 @_register(
@@ -617,7 +621,7 @@ def _empirical_fisher_trace(setting: Setting) -> Estimate:
     problem = setting.problem
     if setting.structure.failure or not problem.loss.closed_form:
         fisher = empirical_fisher(setting.model, setting.data, **setting.options)
-        return operator_trace(fisher, probes=_PROBES, seed=setting.seed)
+        return operator_trace(fisher, probes=_probes(setting.problem.size), seed=setting.seed)
     total = 0.0
     with problem.active():
         inputs, _ = problem.place(*setting.batches.first(3))
@@ -629,7 +633,7 @@ def _empirical_fisher_trace(setting: Setting) -> Estimate:
             size = slope.reshape(len(targets), -1).norm(dim=1).clamp_min(torch.finfo(torch.float64).tiny)
             unit = slope / size.reshape(-1, *[1] * (slope.ndim - 1))  # vectors of order 1 keep all digits
             (found,) = recording.squared_norms([unit], last=True)
-            total += sum(float((size.square() * square).sum()) for square in found.values())
+            total += sum(float((size.square() * square.detach()).sum()) for square in found.values())
     return Estimate(total / setting.count, matvecs=1, seed=setting.seed)
 
 
@@ -682,7 +686,7 @@ def _in_layer_norms(setting: Setting) -> Operator:
 def _layer_scaled_trace(setting: Setting) -> Estimate:
     traces = setting.traces
     if not traces.layers or not traces.exact:
-        return operator_trace(_in_layer_norms(setting), probes=_PROBES, seed=setting.seed)
+        return operator_trace(_in_layer_norms(setting), probes=_probes(setting.problem.size), seed=setting.seed)
     squares = {name: float(tensor.double().square().sum()) for name, tensor in setting.problem.params.items()}
     value = sum(squares[name] * float(values.mean()) for name, values in traces.layers.items())
     return Estimate(value, matvecs=traces.matvecs, seed=setting.seed)
@@ -958,7 +962,7 @@ def _box(setting: Setting, epsilon: float, columns: int | None) -> Estimate:
     for start in starts if np.any(starts[1]) else starts[:1]:
         scale = 1.0
         scale = 1 / max(float(np.abs(negative(start)[1]).max()), float(torch.finfo(dtype).tiny))
-        options = {"maxiter": 12, "maxfun": 40, "ftol": 0.0, "gtol": 0.0}
+        options = {"maxiter": 10, "maxfun": 30, "ftol": 0.0, "gtol": 0.0}
         minimize(negative, start, jac=True, bounds=Bounds(-1, 1), method="L-BFGS-B", options=options)
     return Estimate(100 * (best - base) / (1 + base), matvecs=evaluations, seed=setting.seed)
 
@@ -1003,7 +1007,7 @@ def _box_sharpness_curvature(setting: Setting) -> Estimate:
 # ---------------------------------------------------------------- PAC-Bayes
 
 _ALLOWED = 0.1  # rise of the error
-_PAC_DRAWS = 12
+_PAC_DRAWS = 10
 
 
 def _pac_bayes(setting: Setting, deviation: Callable[[float], Tensor | float], purpose: int) -> Estimate:
@@ -1028,14 +1032,16 @@ def _pac_bayes(setting: Setting, deviation: Callable[[float], Tensor | float], p
 
     low = 0.1
     growing = allowed(low)
-    for _ in range(40):
+    for _ in range(24):
         if allowed(low * 2 if growing else low / 2) != growing:
             low = low if growing else low / 2
             break
         low = low * 2 if growing else low / 2
     else:
-        direction = "a larger" if growing else "any smaller"
-        raise InputError(f"the error never crosses the allowed rise of {_ALLOWED}, however {direction} noise is tried.")
+        raise InputError(
+            f"the error never crosses the allowed rise of {_ALLOWED}, however {'large' if growing else 'small'} the "
+            "noise; the error at the model is too close to chance, or the network too fragile."
+        )
     high = low * 2
     for _ in range(8):
         middle = math.sqrt(low * high)

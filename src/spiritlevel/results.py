@@ -635,3 +635,111 @@ class Landscape(Result):
         return (
             f"loss on {shape} points along {axes}: {self.value:.4g} at the model, from {low:.4g} to {high:.4g}{barrier}"
         )
+
+
+@dataclass(frozen=True)
+class AuditRow(Result):
+    """One measure before and after one transform.
+
+    `ratio` is after / before, NaN where that says nothing. `predicted` is the ratio that theory gives, NaN where it
+    gives none; `declared` whether the measure is declared invariant. Verdicts: "invariant"; "changes"; "unstable": the
+    difference is within the errors of the estimates, or the value is not defined any more, so nothing can be said;
+    "not converged": an iteration stopped before its tolerance. `note` says why.
+    """
+
+    measure: str
+    transform: str
+    before: Estimate
+    after: Estimate
+    ratio: float
+    predicted: float
+    verdict: str
+    declared: bool
+    lower_bound: bool = False
+    note: str = ""
+
+    def __str__(self) -> str:
+        bound = " (lower bound)" if self.lower_bound else ""
+        text = f"{self.measure}{bound} under {self.transform}: {self.before} → {self.after}, {self.verdict}"
+        return f"{text} ({self.note})" if self.note else text
+
+
+@dataclass(frozen=True)
+class WorstFactor(Result):
+    """How far a measure could be moved by scaling layers at the same outputs: what a short search found, at least.
+
+    `lowest` and `highest` are values that were measured on really rescaled networks, with the factors of their layers
+    beside them. `difference` is the largest relative difference of the outputs.
+    """
+
+    measure: str
+    before: float
+    lowest: float
+    highest: float
+    lowest_factors: dict[str, float]
+    highest_factors: dict[str, float]
+    difference: float
+
+    @property
+    def factor(self) -> float:
+        """The larger of highest / before and before / lowest."""
+        if not self.before > 0 or not self.lowest > 0:
+            return math.nan
+        return max(self.highest / self.before, self.before / self.lowest)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.measure} can be moved at least {self.factor:,.4g}-fold at the same outputs: "
+            f"{self.before:.4g} became {self.lowest:.4g} and {self.highest:.4g}"
+        )
+
+
+@dataclass(frozen=True)
+class Audit(Result):
+    """Measures × transforms: which numbers survive when the function, or the prediction, does not change.
+
+    `skipped` names the transforms that this network does not allow and the measures that are not defined for it, each
+    with the reason. `certificates` says of every transform what it kept. Printed as a table: "=" invariant, "×3.2" the
+    ratio of a value that changes, "?" unstable, "…" not converged.
+    """
+
+    rows: tuple[AuditRow, ...]
+    worst: tuple[WorstFactor, ...] = ()
+    certificates: dict[str, Certificate] = field(default_factory=dict)
+    skipped: dict[str, str] = field(default_factory=dict)
+    samples: int = 0
+    parameters: int = 0
+    loss: str = "cross_entropy"
+    batch_norm: str = "eval"
+    seed: int | None = None
+
+    def row(self, measure: str, transform: str) -> AuditRow:
+        """The row of one measure and one transform."""
+        for row in self.rows:
+            if (row.measure, row.transform) == (measure, transform):
+                return row
+        raise InputError(f"the audit holds no row of measure {measure!r} under transform {transform!r}.")
+
+    def __str__(self) -> str:
+        measures = list(dict.fromkeys(row.measure for row in self.rows))
+        transforms = list(dict.fromkeys(row.transform for row in self.rows))
+        cells = {(row.measure, row.transform): row for row in self.rows}
+        table = [["measure", "value", *transforms]]
+        for name in measures:
+            present = [cells[name, transform] for transform in transforms if (name, transform) in cells]
+            bound = "≥ " if present[0].lower_bound else ""
+            shown = [_cell(cells[name, t]) if (name, t) in cells else "" for t in transforms]
+            table.append([name, f"{bound}{present[0].before}", *shown])
+        widths = [max(len(line[column]) for line in table) for column in range(len(table[0]))]
+        lines = ["  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)) for line in table]
+        lines.insert(1, "  ".join("-" * width for width in widths))
+        lines.append("= invariant, ×r changes, ? unstable, … not converged, ≥ lower bound found by an optimiser")
+        lines += [str(item) for item in self.worst]
+        lines += [f"left out: {name}: {reason}" for name, reason in self.skipped.items()]
+        return "\n".join(line.rstrip() for line in lines)
+
+
+def _cell(row: AuditRow) -> str:
+    if row.verdict == "changes":
+        return "changes" if math.isnan(row.ratio) else f"×{row.ratio:.3g}"
+    return {"invariant": "=", "unstable": "?"}.get(row.verdict, "…")
