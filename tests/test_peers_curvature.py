@@ -14,7 +14,6 @@ import torch
 from test_curvature import blocks_of
 from torch import Tensor, nn
 
-import spiritlevel as sl
 from spiritlevel import models
 from spiritlevel.curvature import empirical_fisher, gauss_newton, hessian
 
@@ -86,7 +85,6 @@ def answers(library: str) -> dict[str, Any]:
     return names
 
 
-@pytest.mark.skipif(not hasattr(sl, "hessian"), reason="the operators are not public yet")
 def test_the_page_gives_the_same_answers_in_all_libraries() -> None:
     pytest.importorskip("curvlinops")
     pytest.importorskip("pyhessian")

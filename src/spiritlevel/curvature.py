@@ -293,7 +293,6 @@ class _Matrix:
         self.room = budget // 2  # for what is kept between products
         self.kept: dict[int, _Tape] = {}
         self.traces: dict[Any, _Trace | None] = {}  # by the shape of the batch; None: not to be traced
-        self.verified: dict[Any, set[int]] = {}  # the batches on which a trace was compared
         anyway = [*self.params, *problem.constants.values(), *_held(self.batches)]
         self.owned = {tensor.untyped_storage().data_ptr() for tensor in anyway}
 
@@ -397,11 +396,7 @@ class _Matrix:
             with self.problem.active():
                 few = len(self.traces) < _MOST_SHAPES
                 self.traces[shape] = _try_to_trace(flat, self.params, fixed) if few else None
-        trace, batches = self.traces[shape], self.verified.setdefault(shape, set())
-        if trace is not None and index not in batches and len(batches) < 2:
-            with self.problem.active():
-                trace = self.traces[shape] = trace if _agree(trace, flat, self.params, fixed) else None
-            batches.add(index)
+        trace = self.traces[shape]
         if trace is None:
             return differentiate
         tape = _Tape(trace.multiply, trace.prepare(*self.params, *fixed), len(targets), self._for_each)
@@ -561,37 +556,30 @@ def _functional(func: Any) -> Any:
 
 
 def _try_to_trace(function: Callable[..., Sequence[Tensor]], params: list[Tensor], data: list[Tensor]) -> _Trace | None:
-    """`function(*vector, *params, *data)` as operations, cut in two; `None` if that fails."""
-    vector = _some_vector(params, seed=0)
+    """`function(*vector, *params, *data)` as operations, cut in two; `None` if that fails.
+
+    A trace depends on nothing but its inputs: no number can leave a tensor unnoticed, since `functionalize` wraps them
+    all and the recorder refuses what reads one. That it has lost no dependence on the vector, and that what was done
+    in place is rightly written out of place, is checked by repeating it with the opposite vector.
+    """
+    generator = torch.Generator().manual_seed(0)
+    vector = [torch.rand(tensor.shape, generator=generator, dtype=tensor.dtype).to(tensor.device) for tensor in params]
     recorder = _Recorder([*vector, *params, *data])
     try:
         with recorder:
             results = functionalize(function)(*vector, *params, *data)
             nodes = tuple(recorder.node(result) for result in results)
         recorder.graph.output(nodes)
-        return _cut(_simplified(recorder.graph), len(vector), recorder.outside)
+        trace = _cut(_simplified(recorder.graph), len(vector), recorder.outside)
+        with torch.no_grad():
+            opposite = trace.multiply(*(-part for part in vector), *trace.prepare(*params, *data))
+            error, scale = (
+                math.hypot(*(float(tensor.norm()) for tensor in tensors))
+                for tensors in ([a + b for a, b in zip(opposite, results, strict=True)], results)
+            )
     except Exception:  # whatever cannot be traced can still be differentiated
         return None
-
-
-def _agree(trace: _Trace, function: Callable[..., Sequence[Tensor]], params: list[Tensor], data: list[Tensor]) -> bool:
-    """Whether a trace gives the product on these data too, and not only where it was recorded."""
-    vector = _some_vector(params, seed=1)
-    try:
-        replayed = trace.multiply(*vector, *trace.prepare(*params, *data))
-    except RuntimeError:
-        return False
-    wanted = function(*vector, *params, *data)
-    error, scale = (
-        math.hypot(*(float(tensor.norm()) for tensor in tensors))
-        for tensors in ([a - b for a, b in zip(replayed, wanted, strict=True)], wanted)
-    )
-    return error <= math.sqrt(torch.finfo(params[0].dtype).eps) * scale
-
-
-def _some_vector(params: list[Tensor], seed: int) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.rand(tensor.shape, generator=generator, dtype=tensor.dtype).to(tensor.device) for tensor in params]
+    return trace if error <= math.sqrt(torch.finfo(params[0].dtype).eps) * scale else None
 
 
 _aten = torch.ops.aten
