@@ -140,7 +140,7 @@ def _convolution(
 
 
 _TALL = 64  # rows of an unfolded input from which on several passes share one product
-_NEAR = 2**19  # numbers that stay near the processor while they are used: 2 MB in float32
+_NEAR = 2**21  # numbers in one go: few enough to stay near the processor, enough for all its cores
 
 
 class _ConvolutionRule:
