@@ -14,6 +14,7 @@ __version__ = "0.1.0"
 
 # The public names, by the module that defines them. A new name goes here and, for type checkers, into the block below.
 _EXPORTS: dict[str, tuple[str, ...]] = {
+    "audit": ("audit",),
     "curvature": (
         "empirical_fisher",
         "gauss_newton",
@@ -45,6 +46,7 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
         "output_margin",
         "printed_margin_bound",
         "signed_margin",
+        "softmax_gap",
         "softmax_margin",
     ),
     "per_sample": (
@@ -52,6 +54,7 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
         "trace",
     ),
     "results": (
+        "Audit",
         "Certificate",
         "Correlation",
         "Density",
@@ -72,13 +75,15 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
     ),
 }
 # Modules that users reach as `sl.data` and so on.
-_SUBMODULES = ("claims", "data", "models", "transforms")
+_SUBMODULES = ("claims", "data", "measures", "models", "transforms")
 
 if TYPE_CHECKING:
     from spiritlevel import claims as claims
     from spiritlevel import data as data
+    from spiritlevel import measures as measures
     from spiritlevel import models as models
     from spiritlevel import transforms as transforms
+    from spiritlevel.audit import audit as audit
     from spiritlevel.curvature import empirical_fisher as empirical_fisher
     from spiritlevel.curvature import gauss_newton as gauss_newton
     from spiritlevel.curvature import hessian as hessian
@@ -101,9 +106,11 @@ if TYPE_CHECKING:
     from spiritlevel.margins import output_margin as output_margin
     from spiritlevel.margins import printed_margin_bound as printed_margin_bound
     from spiritlevel.margins import signed_margin as signed_margin
+    from spiritlevel.margins import softmax_gap as softmax_gap
     from spiritlevel.margins import softmax_margin as softmax_margin
     from spiritlevel.per_sample import sample_traces as sample_traces
     from spiritlevel.per_sample import trace as trace
+    from spiritlevel.results import Audit as Audit
     from spiritlevel.results import Certificate as Certificate
     from spiritlevel.results import Correlation as Correlation
     from spiritlevel.results import Density as Density
