@@ -81,7 +81,7 @@ def audit(
     """
     chosen = select(measures)
     here = Setting(model, data, loss=loss, batch_norm=batch_norm, seed=seed)
-    here.count  # noqa: B018  data that cannot be measured fail before anything is transformed
+    here.check()  # data that cannot be measured fail before anything is transformed
     changed, skipped = _transformed(here, transforms)
     total, done = len(chosen) * (1 + len(changed)), 0
 

@@ -117,6 +117,14 @@ class Setting:
             if len(targets):
                 yield self.problem.place(inputs, targets)
 
+    def check(self) -> None:
+        """Raise `InputError` unless every sample fits the model and the loss: one forward pass."""
+        start = 0
+        with self.problem.active(), torch.no_grad():
+            for inputs, targets in self.each():
+                self.problem.checked(self.problem.outputs(self.problem.params, inputs), inputs, targets, start)
+                start += len(targets)
+
     def loss_at(self, theta: Tensor) -> float:
         """L at other parameters."""
         params, total = self.split(theta), 0.0
