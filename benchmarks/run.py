@@ -11,7 +11,6 @@ import argparse
 import importlib.metadata
 import itertools
 import json
-import os
 import platform
 import resource
 import statistics
@@ -22,8 +21,6 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
-
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
 from torch import Tensor, nn
