@@ -37,7 +37,6 @@ class Call:
     splits: bool = True  # whether the result is the same for all batch sizes
     smooth: bool = False  # measured on a network with layer norm, attention and weight norm instead of the ReLU one
     slow: bool = False  # left to the long run of the tests
-    inference: bool = True  # whether it works under torch.inference_mode
 
     def __call__(self, model: nn.Module, data: Any, **more: Any) -> Any:
         known = inspect.signature(self.function).parameters
@@ -64,8 +63,8 @@ CALLS: dict[str, Call] = {
     "gauss_newton": Call(gauss_newton),
     "empirical_fisher": Call(empirical_fisher),
     "hessian_variance": Call(hessian_variance, {"batch_size": 3}, splits=False),
-    "landscape, random": Call(landscape, {"directions": "random", "points": 5}, random=True, inference=False),
-    "landscape, eigenvectors": Call(landscape, {"points": 5}, slow=True, inference=False),
+    "landscape, random": Call(landscape, {"directions": "random", "points": 5}, random=True),
+    "landscape, eigenvectors": Call(landscape, {"points": 5}, slow=True),
 }
 
 
@@ -179,7 +178,7 @@ def test_the_mode_of_the_model_and_of_the_caller_do_not_matter(name: str) -> Non
     call, data = CALLS[name], make_data()
     model = make_model(call.smooth, training=False)
     usual = call(model.eval(), data)
-    with torch.inference_mode() if call.inference else torch.no_grad():
+    with torch.inference_mode():
         assert not differs(usual, call(model.train(), data), 0)
 
 

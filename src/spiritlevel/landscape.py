@@ -24,6 +24,7 @@ _NAMED = ("eigenvectors", "random")
 _AT_ONCE = 512  # samples in a forward pass, unless the caller says so
 
 
+@torch.inference_mode(False)  # it adds up in place, which tensors of that mode do not allow outside it
 def landscape(
     model: nn.Module,
     data: Any,
