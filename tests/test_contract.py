@@ -63,6 +63,9 @@ CALLS: dict[str, Call] = {
     "gauss_newton": Call(gauss_newton),
     "empirical_fisher": Call(empirical_fisher),
     "hessian_variance": Call(hessian_variance, {"batch_size": 3}, splits=False),
+    "audit": Call(
+        sl.audit, {"measures": ["trace", "path_norm", "ball_sharpness"], "transforms": ["rescale_layers"]}, splits=False
+    ),
     "landscape, random": Call(landscape, {"directions": "random", "points": 5}, random=True),
     "landscape, eigenvectors": Call(landscape, {"points": 5}, slow=True),
 }

@@ -16,7 +16,7 @@ from torch import nn
 
 from spiritlevel import transforms as maps
 from spiritlevel.errors import InputError, NotExactError, unknown_name
-from spiritlevel.functional import Batches
+from spiritlevel.functional import Batches, Problem
 from spiritlevel.measures import TRANSFORMS, Measure, Setting, select
 from spiritlevel.results import Audit, AuditRow, Certificate, Estimate, WorstFactor
 from spiritlevel.transforms import ScalingGroup, Transformed
@@ -41,6 +41,7 @@ _SINGLE, _BOUND = 1e-3, 0.02  # lower bounds that an optimiser found are compare
 Progress = Callable[[int, int, str], None]
 
 
+@torch.inference_mode(False)  # measures add up in place, which tensors of that mode do not allow outside it
 def audit(
     model: nn.Module,
     data: Any,
@@ -80,6 +81,7 @@ def audit(
     ('changes', 'invariant')
     """
     chosen = select(measures)
+    model = Problem(model, loss=loss, batch_norm=batch_norm).model  # half precision becomes a float32 copy at once
     here = Setting(model, data, loss=loss, batch_norm=batch_norm, seed=seed)
     here.check()  # data that cannot be measured fail before anything is transformed
     changed, skipped = _transformed(here, transforms)
