@@ -57,7 +57,7 @@ class Scale:
 
 
 SMOKE = Scale(points=256, whole=512, rounds=1, peer_points=32, pyhessian_points=1)
-FULL = Scale(points=6000, whole=60_000, rounds=5, peer_points=256, pyhessian_points=20)
+FULL = Scale(points=6000, whole=60_000, rounds=3, peer_points=256, pyhessian_points=20)
 
 
 def timed(function: Callable[[], Any]) -> float:
