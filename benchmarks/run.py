@@ -363,7 +363,7 @@ def as_markdown(rows: list[Row], about: dict[str, str]) -> str:
         "# Benchmarks",
         "",
         "Written by `make bench`. Ratios within one run, both sides in turns: best over best, and the median of the "
-        "rounds. Above all, a row that misses its bar says so.",
+        "rounds. A row that misses its bar says so.",
         "",
         "| | what | best | median | bar | met | |",
         "|---|---|---:|---:|---|---|---|",
