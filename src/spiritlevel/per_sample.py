@@ -112,12 +112,12 @@ def sample_traces(
         way = _choose(problem, structure, inputs, outputs, method, passes)
         collect = _Collector(problem, batches, seed, per_layer)
         if way.name in ("exact", "passes"):
-            return collect.exact(way, structure)
+            return collect.exact(way)
         if way.name == "recursion":
             return collect.recursion(way)
         if method == "pyhessian":
             return collect.pyhessian()
-        return collect.probed(way, structure, probes, rel_err)
+        return collect.probed(way, probes, rel_err)
 
 
 def trace(model: nn.Module, data: Any, **options: Any) -> Estimate:
@@ -176,7 +176,7 @@ def _choose(
             if method == "exact":
                 raise InputError(
                     f"exact traces of {rank + 1} classes take {rank} backward passes a batch; "
-                    "pass passes=8 for a sampled rest, or passes={rank} to insist.".replace("{rank}", str(rank))
+                    f"pass passes=8 for a sampled rest, or passes={rank} to insist."
                 )
             way = _Way("passes", passes=8)
             way.notes = (f"{rank} factors: 8 taken exactly, the rest sampled; passes= changes that",)
@@ -336,7 +336,6 @@ class _Collector:
         self.problem, self.batches, self.seed, self.per_layer = problem, batches, seed, per_layer
         self.fingerprint = Fingerprint()
         self.targets: list[Tensor] = []
-        self.classes = 0
 
     def each(self) -> Iterator[tuple[int, Any, Tensor]]:
         """The batches on the model's device, each with the number of its first sample; also keeps the books."""
@@ -403,7 +402,7 @@ class _Collector:
         layers = {name: torch.cat([item[name] for item in collected]) for name in problem.params}
         return layers, torch.cat(errors) if errors else None, count
 
-    def exact(self, way: _Way, structure: Structure) -> SampleTraces:
+    def exact(self, way: _Way) -> SampleTraces:
         layers, stderr, count = self.gauss_newton(way)
         notes = way.notes
         if way.norms is not None and way.norms.without_rule:
@@ -422,7 +421,7 @@ class _Collector:
         }
         return self.result(layers, exact=True, method="recursion")
 
-    def probed(self, way: _Way, structure: Structure, probes: int | None, rel_err: float | None) -> SampleTraces:
+    def probed(self, way: _Way, probes: int | None, rel_err: float | None) -> SampleTraces:
         """All of the trace, or what Gauss-Newton leaves of it, by probes that all samples share."""
         base: dict[str, Tensor] = {}
         matvecs = 0
