@@ -1,0 +1,122 @@
+"""Curvature operators, eigenvalues and spectra against a gradient and the peers."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from harness import FULL, Row, Scale, at_least, at_most, images, ratio, take_turns, trained_lenet
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import spiritlevel as sl
+
+
+def operators(scale: Scale) -> list[Row]:
+    count = 2000 if scale is FULL else 200
+    _, inputs, targets = images(count)
+    torch.manual_seed(0)
+    widths = (784, 512, 512, 512, 10)
+    layers: list[nn.Module] = [nn.Flatten()]
+    for fan_in, fan_out in itertools.pairwise(widths):
+        layers += [nn.Linear(fan_in, fan_out), nn.ReLU()]
+    mlp = nn.Sequential(*layers[:-1])
+    rows = []
+    for label, model, bar in (
+        ("MLP 784-512-512-512-10", mlp, 1.9),
+        ("LeNet-5", trained_lenet(inputs, targets, 200 if scale is FULL else 5), 1.3),
+    ):
+        rows += product_rows(label, model, (inputs, targets), bar, scale)
+    return rows
+
+
+def product_rows(label: str, model: nn.Module, batch: tuple[Tensor, Tensor], bar: float, scale: Scale) -> list[Row]:
+    area = f"operators, {label}"
+    inputs, targets = batch
+    operator = sl.hessian(model, batch)
+    vector = torch.randn(operator.size)
+    parameters = list(model.parameters())
+
+    def gradient() -> None:
+        torch.autograd.grad(F.cross_entropy(model(inputs), targets), parameters)
+
+    functions: list[Callable[[], Any]] = [gradient, lambda: operator @ vector]
+    try:
+        from curvlinops import HessianLinearOperator
+
+        theirs = HessianLinearOperator(model, nn.CrossEntropyLoss(), parameters, [batch], check_deterministic=False)
+        functions.append(lambda: theirs @ vector)
+    except ImportError:
+        theirs = None
+    times = take_turns(scale.rounds, *functions)
+    rows = [at_most(area, "Hessian product / gradient", ratio(times[1], times[0]), bar, f"{len(targets)} points")]
+    if theirs is None:
+        rows.append(Row(area, "curvlinops product / ours", None, bar="≥ 1.6", note="curvlinops is not installed"))
+    else:
+        error = float((theirs @ vector - operator @ vector).norm() / (operator @ vector).norm())
+        pair = ratio(times[2], times[1])
+        rows.append(at_least(area, "curvlinops product / ours", pair, 1.6, f"same product to {error:.1e}"))
+    rows += [largest_eigenvalue(area, model, batch, scale), five_eigenvalues(area, model, batch, scale)]
+    return rows
+
+
+def largest_eigenvalue(area: str, model: nn.Module, batch: tuple[Tensor, Tensor], scale: Scale) -> Row:
+    what = "PyHessian, largest eigenvalue / ours at residual 1e-3"
+    try:
+        from pyhessian import hessian
+    except ImportError:
+        return Row(area, what, None, bar="≥ 3", note="PyHessian is not installed")
+    found: dict[str, float] = {}
+
+    def theirs() -> None:
+        found["theirs"] = hessian(model, nn.CrossEntropyLoss(), data=batch, cuda=False).eigenvalues()[0][0]
+
+    def ours() -> None:
+        pairs = sl.eigenvalues(sl.hessian(model, batch), which="magnitude", tol=1e-3)
+        found["ours"] = float(pairs.values[0])
+
+    ours_times, theirs_times = take_turns(max(2, scale.rounds // 2), ours, theirs)
+    right = float(sl.eigenvalues(sl.hessian(model, batch), which="magnitude", tol=1e-6).values[0])
+    errors = {key: abs(value / right - 1) for key, value in found.items()}
+    note = f"relative error: theirs {errors['theirs']:.1e}, ours {errors['ours']:.1e}"
+    return at_least(area, what, ratio(theirs_times, ours_times), 3, note)
+
+
+def five_eigenvalues(area: str, model: nn.Module, batch: tuple[Tensor, Tensor], scale: Scale) -> Row:
+    what = "hessian-eigenthings, top 5 / ours"
+    try:
+        from hessian_eigenthings.algorithms.lanczos import lanczos
+        from hessian_eigenthings.loss_fns import supervised_loss
+        from hessian_eigenthings.operators.hessian import HessianOperator
+    except ImportError:
+        return Row(area, what, None, bar="≥ 1.5", note="hessian-eigenthings is not installed, or has another shape")
+    right = sl.eigenvalues(sl.hessian(model, batch), 5, tol=1e-6).values
+    state: dict[str, Any] = {}
+
+    def ours() -> None:
+        state["ours"] = sl.eigenvalues(sl.hessian(model, batch), 5, tol=1e-4).values
+
+    def theirs() -> None:
+        operator = HessianOperator(model, [batch], supervised_loss(F.cross_entropy))
+        state["theirs"] = lanczos(operator, k=5, which="LA", max_iter=state.get("steps", 20)).eigenvalues
+
+    def error(values: Tensor) -> float:
+        return float(((values.double().sort(descending=True).values - right) / right).abs().max())
+
+    try:
+        ours()
+        for steps in (10, 15, 20, 30, 40, 60):  # as few of their steps as reach our accuracy
+            state["steps"] = steps
+            theirs()
+            if error(state["theirs"]) <= max(error(state["ours"]), 1e-4):
+                break
+        ours_times, theirs_times = take_turns(max(2, scale.rounds // 2), ours, theirs)
+    except Exception as problem:
+        return Row(
+            area, what, None, bar="≥ 1.5", note=f"hessian-eigenthings failed: {type(problem).__name__}: {problem}"
+        )
+    errors = f"theirs {error(state['theirs']):.1e}, ours {error(state['ours']):.1e}"
+    note = f"{state['steps']} of their steps; largest error: {errors}"
+    return at_least(area, what, ratio(theirs_times, ours_times), 1.5, note)
