@@ -12,6 +12,7 @@ import pytest
 
 import spiritlevel as sl
 from spiritlevel import cli
+from spiritlevel.cli import base
 from spiritlevel.errors import InputError
 
 COMMANDS = [["demo"], ["claims"], ["data"], ["data", "list"], ["data", "get"], ["data", "path"]]
@@ -135,7 +136,7 @@ def test_exit_codes(
 
 
 def test_nothing_is_written_when_the_result_is_not_strict_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli.DataList, "run", lambda self: cli.Outcome({"x": float("nan")}))
+    monkeypatch.setattr(cli.data.DataList, "run", lambda self: base.Outcome({"x": float("nan")}))
     assert cli.main(["data", "list", "--json", str(tmp_path / "out.json")]) == 70
     assert list(tmp_path.iterdir()) == []
 
@@ -161,8 +162,8 @@ def test_progress_only_beyond_the_patience_and_on_a_terminal(
 ) -> None:
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(sys, "stderr", stream())
-    monkeypatch.setattr(cli.ProgressBar, "PATIENCE", patience)
-    with cli.ProgressBar() as progress:
+    monkeypatch.setattr(base.ProgressBar, "PATIENCE", patience)
+    with base.ProgressBar() as progress:
         for step in range(3):
             progress("weighing", step, 3)
         progress("of unknown length", 5, 0)

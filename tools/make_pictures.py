@@ -20,7 +20,8 @@ import polars as pl
 import torch
 
 import spiritlevel as sl
-from spiritlevel.cli import ProgressBar, demo_network
+from spiritlevel.cli.base import ProgressBar
+from spiritlevel.cli.demo import demo_network
 
 SHOWN = 1400  # points of the scatter plot; more would only make the file larger
 COLOURS = {"correct": "#3a6ea5", "misclassified": "#d1603d"}

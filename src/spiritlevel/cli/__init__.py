@@ -1,0 +1,125 @@
+"""The command line: options come from dataclasses (tyro), tables and progress from Rich. The only place that prints.
+
+A command is a dataclass with a `run` method that shows its result and returns it as plain values, one file each; `main`
+writes those as JSON if asked and turns what happened into an exit code. PyTorch is imported inside `run`, so `--help`
+is quick.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import re
+import sys
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated
+
+import tyro
+from tyro.conf import FlagCreatePairsOff, arg, subcommand
+
+from spiritlevel import __version__
+from spiritlevel.cli.base import (
+    BAD_INPUT,
+    BUG,
+    CHECK_FAILED,
+    DONE,
+    INTERRUPTED,
+    PIPE_CLOSED,
+    Command,
+    check_writable,
+    say,
+)
+from spiritlevel.cli.claims import Claims
+from spiritlevel.cli.data import Data
+from spiritlevel.cli.demo import Demo
+from spiritlevel.errors import InputError, NotExactError
+
+
+@dataclass(frozen=True)
+class Spiritlevel:
+    """A spirit level for loss surfaces. Try `spiritlevel COMMAND --help`, or `spiritlevel --version`."""
+
+    command: Annotated[
+        Annotated[Demo, subcommand("demo")]
+        | Annotated[Claims, subcommand("claims")]
+        | Annotated[Data, subcommand("data")],
+        arg(name=""),
+    ]
+
+
+def _sentence(box: str) -> str:
+    """The sections of tyro's boxed complaint as sentences, without its title and the help text."""
+    lines = [line.strip("│ ") for line in re.sub(r"\x1b\[[0-9;]*m", "", box).splitlines()]
+    sections = re.split(r"^(?:[-─]{3,}|[╭╰].*)$", "\n".join(lines), flags=re.MULTILINE)[1:]
+    sentences = [" ".join(text.split()).rstrip(".") for text in sections]
+    wanted = [text for text in sentences if text and not text.startswith(("For full helptext", "Argument helptext"))]
+    return ". ".join([*wanted, "See `spiritlevel --help`."]) if wanted else box
+
+
+def _parse(args: list[str]) -> Command | int:
+    """The command that was asked for, or an exit code if there is nothing left to do."""
+    if args in (["--version"], ["-V"]):
+        print(f"spiritlevel {__version__}")
+        return DONE
+    complaint = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(complaint):
+            parsed = tyro.cli(Spiritlevel, prog="spiritlevel", args=args or ["--help"], config=(FlagCreatePairsOff,))
+    except SystemExit as exit_:
+        if exit_.code in (None, 0):
+            return DONE
+        say(_sentence(complaint.getvalue()))
+        return BAD_INPUT
+    return parsed.command.command if isinstance(parsed.command, Data) else parsed.command
+
+
+def _run(command: Command) -> int:
+    try:
+        if command.json is not None:
+            check_writable(command.json)
+        payload, passed = command.run()
+        if command.json is not None:
+            from spiritlevel.results import write_atomically
+
+            heading = {"command": type(command).__name__, "version": __version__, "seed": command.seed}
+            text = json.dumps({**heading, **payload}, allow_nan=False, ensure_ascii=False, indent=2)
+            write_atomically(command.json, text + "\n")
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except (InputError, NotExactError, OSError) as error:
+        if command.debug:
+            traceback.print_exc()
+        say(f"{error.strerror}: {error.filename}." if isinstance(error, OSError) and error.strerror else str(error))
+        return BAD_INPUT
+    return DONE if passed else CHECK_FAILED
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code.
+
+    0 done, 1 ran and a check failed, 2 bad input, 70 a bug in spiritlevel, 130 interrupted.
+
+    >>> main(["--version"])
+    spiritlevel ...
+    0
+    """
+    # Threads that wait for each other must not spin: on a busy machine that made the demo thirteen times slower.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is imported
+    try:
+        command = _parse(list(sys.argv[1:] if args is None else args))
+        return command if isinstance(command, int) else _run(command)
+    except KeyboardInterrupt:
+        say("interrupted.")
+        return INTERRUPTED
+    except (BrokenPipeError, SystemExit):  # the reader of a pipe has gone (Rich exits): stop without a word
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return PIPE_CLOSED
+    except Exception:
+        traceback.print_exc()
+        say("this is a bug in spiritlevel; please report it with the lines above.")
+        return BUG

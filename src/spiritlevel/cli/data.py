@@ -1,0 +1,101 @@
+"""`spiritlevel data`: list, fetch and find data sets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from tyro.conf import Positional, arg, subcommand
+
+from spiritlevel.cli.base import Command, Outcome, ProgressBar, say
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataList(Command):
+    """List the data sets by name, and where each one is.
+
+    For example: spiritlevel data list
+    """
+
+    def run(self) -> Outcome:
+        """One row a data set."""
+        from rich import box
+        from rich.console import Console
+        from rich.table import Table
+
+        from spiritlevel import data
+
+        rows = [row._asdict() for row in data.describe()]
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        for heading, value in rows[0].items():
+            number = isinstance(value, int)
+            table.add_column(
+                heading, justify="right" if number else "left", overflow="fold", no_wrap=heading != "licence"
+            )
+        for row in rows:
+            table.add_row(*(_cell(value) for value in row.values()))
+        Console().print(table)
+        return Outcome({"data": rows})
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataGet(Command):
+    """Fetch a data set, check its hashes, keep it in the cache and print where it lies.
+
+    For example: spiritlevel data get mnist
+    """
+
+    name: Annotated[Positional[str], arg(metavar="NAME")]
+    """One of the names that `spiritlevel data list` shows."""
+
+    def run(self) -> Outcome:
+        """Fetch once; a second call finds it in the cache."""
+        from spiritlevel import data
+
+        with ProgressBar() as progress:
+            where = data.fetch(self.name, progress)
+        print(where)
+        return Outcome({"name": self.name, "path": str(where)})
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataPath(Command):
+    """Print where a data set lies on this machine; exit code 1 if it is not here yet.
+
+    For example: spiritlevel data path mnist
+    """
+
+    name: Annotated[Positional[str], arg(metavar="NAME")]
+    """One of the names that `spiritlevel data list` shows."""
+
+    def run(self) -> Outcome:
+        """Look, but fetch nothing."""
+        from spiritlevel import data
+
+        where = data.path(self.name)
+        if where is None:
+            say(f"{self.name} is not on this machine; `spiritlevel data get {self.name}` fetches it.")
+            return Outcome({"name": self.name, "path": None}, passed=False)
+        print(where)
+        return Outcome({"name": self.name, "path": str(where)})
+
+
+@dataclass(frozen=True)
+class Data:
+    """List, fetch and find data sets.
+
+    For example: spiritlevel data list
+    """
+
+    command: Annotated[
+        Annotated[DataList, subcommand("list")]
+        | Annotated[DataGet, subcommand("get")]
+        | Annotated[DataPath, subcommand("path")],
+        arg(name=""),
+    ]
+
+
+def _cell(value: object) -> str:
+    if isinstance(value, tuple):
+        return "×".join(str(item) for item in value)
+    return f"{value:,}" if isinstance(value, int) else str(value)
