@@ -43,6 +43,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spiritlevel.errors import InputError, unknown_name
+from spiritlevel.storage import cache_folder
 
 if TYPE_CHECKING:  # torch takes a second to import, and `spiritlevel data list` does not need it
     from torch import Tensor
@@ -350,11 +351,7 @@ def _in_folder(entry: _Set) -> tuple[_Form, list[Path]] | None:
 
 
 def _cache_file(name: str) -> Path:
-    if os.environ.get("SPIRITLEVEL_CACHE"):
-        return Path(os.environ["SPIRITLEVEL_CACHE"]).expanduser() / f"{name}.bin"
-    import pooch
-
-    return Path(pooch.os_cache("spiritlevel")) / f"{name}.bin"
+    return cache_folder() / f"{name}.bin"
 
 
 def _read_cache(path: Path, files: Sequence[_File]) -> list[_Blob] | None:

@@ -9,9 +9,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
-import secrets
-import stat
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,33 +20,7 @@ from scipy import stats
 from torch import Tensor
 
 from spiritlevel.errors import InputError
-
-
-def write_atomically(path: str | Path, text: str) -> None:
-    """Write `text` so that a reader sees the old file or the whole new one, never a part.
-
-    The file gets the permissions of any new file, or keeps those it has. A link is followed; what is not a file, such
-    as a pipe or /dev/stdout, is written to directly.
-    """
-    path = Path(path).resolve()
-    if path.exists() and not path.is_file():
-        with path.open("w", encoding="utf-8") as stream:
-            stream.write(text)
-        return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name[:100]}.{secrets.token_hex(8)}")
-    try:
-        with temporary.open("x", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        if path.exists():
-            temporary.chmod(stat.S_IMODE(path.stat().st_mode))
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-
+from spiritlevel.storage import write_atomically as write_atomically
 
 # In JSON, `null` is an undefined number where a field is declared as one, and an object with the key "type" is a result
 # (its class), a tensor, or a dict that happens to have a key of that name.

@@ -1,0 +1,144 @@
+"""Files that several processes may read or want to write at once: whole files, locks, keys of configs, the cache.
+
+Whatever is written appears whole or not at all, also if the process is killed, and the system frees a lock when its
+holder dies. Knows nothing of tensors, so it costs nothing to import.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import secrets
+import stat
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from spiritlevel.errors import InputError
+
+_POLL_SECONDS = 0.2
+
+
+def write_atomically(path: str | Path, content: str | bytes) -> None:
+    """Write `content` so that a reader sees the old file or the whole new one, never a part.
+
+    The file gets the permissions of any new file, or keeps those it has. A link is followed; what is not a file, such
+    as a pipe or /dev/stdout, is written to directly. Texts are written as UTF-8.
+    """
+    path = Path(path).resolve()
+    data = content.encode("utf-8") if isinstance(content, str) else content
+    if path.exists() and not path.is_file():
+        with path.open("wb") as stream:
+            stream.write(data)
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name[:100]}.{secrets.token_hex(8)}")
+    try:
+        with temporary.open("xb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        if path.exists():
+            temporary.chmod(stat.S_IMODE(path.stat().st_mode))
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+@contextmanager
+def lock(
+    folder: str | Path, *, waiting: Callable[[], None] | None = None, seconds: float | None = None
+) -> Iterator[bool]:
+    """Let one process at a time into `folder`, which is made if need be; the others wait for their turn.
+
+    The lock dies with its holder, however that ends, so a left-over lock file means nothing. It also holds between
+    threads of one process, but is not reentrant.
+
+    Args:
+        folder: The folder to own. The lock is the file `.lock` in it.
+        waiting: Called again and again while another process holds the lock.
+        seconds: Give up after so long. Default: wait for ever.
+
+    Yields:
+        Whether the lock is held: False after `seconds`, or where the system or its file system has no locks.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder, lock(folder) as held:
+    ...     held
+    True
+    """
+    folder, held = Path(folder), False
+    folder.mkdir(parents=True, exist_ok=True)
+    deadline = time.monotonic() + (float("inf") if seconds is None else seconds)
+    with (folder / ".lock").open("ab") as file:
+        if sys.platform != "win32":
+            import fcntl
+
+            while not held:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    held = True
+                except BlockingIOError:
+                    if time.monotonic() >= deadline:
+                        break
+                    if waiting:
+                        waiting()
+                    time.sleep(_POLL_SECONDS)
+                except OSError:  # a file system without locks
+                    break
+        yield held
+
+
+def plain(config: Any) -> Any:
+    """A config as plain JSON values: dataclasses become dicts with the name of their class, tuples become lists.
+
+    >>> plain({"sizes": (1, 2), "rate": 0.1})
+    {'sizes': [1, 2], 'rate': 0.1}
+    """
+    if dataclasses.is_dataclass(config) and not isinstance(config, type):
+        fields = {field.name: plain(getattr(config, field.name)) for field in dataclasses.fields(config)}
+        return {"class": type(config).__name__, **fields}
+    if isinstance(config, Mapping):
+        if not all(isinstance(key, str) for key in config):
+            raise InputError(f"the keys of a config are texts, got {sorted(map(repr, config))}.")
+        return {key: plain(value) for key, value in config.items()}
+    if isinstance(config, list | tuple):
+        return [plain(value) for value in config]
+    if isinstance(config, Path):
+        return str(config)
+    if config is None or isinstance(config, str | bool | int | float):
+        return config
+    raise InputError(f"a config holds texts, numbers, lists and dataclasses of them, got a {type(config).__name__}.")
+
+
+def digest(config: Any, length: int = 16) -> str:
+    """A short name for a config: the first `length` hex digits of the SHA-256 of its JSON form, keys sorted.
+
+    Equal configs have equal digests in every process and on every machine.
+
+    >>> digest({"a": 1, "b": (2, 3)}) == digest({"b": [2, 3], "a": 1})
+    True
+    >>> len(digest({"a": 1})), digest({"a": 1}) == digest({"a": 1.0})
+    (16, False)
+    """
+    text = json.dumps(plain(config), sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    return hashlib.sha256(text.encode("utf-8")).hexdigest()[:length]
+
+
+def cache_folder() -> Path:
+    """Where downloads and trained networks are kept: `SPIRITLEVEL_CACHE`, by default the platform's cache folder.
+
+    >>> isinstance(cache_folder(), Path)
+    True
+    """
+    if os.environ.get("SPIRITLEVEL_CACHE"):
+        return Path(os.environ["SPIRITLEVEL_CACHE"]).expanduser()
+    import pooch
+
+    return Path(pooch.os_cache("spiritlevel"))
