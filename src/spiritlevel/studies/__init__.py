@@ -1,0 +1,48 @@
+"""The papers' experiments as commands, one file each; they share `base` and never import each other.
+
+>>> studies = catalogue()
+>>> studies["confidence"].source
+'A, Fig. 1'
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+
+from spiritlevel.errors import unknown_name
+from spiritlevel.studies.base import SCALES, Config, Ruling, Run, Statement, Study, Verdict, combine, execute
+
+__all__ = [
+    "SCALES",
+    "Config",
+    "Ruling",
+    "Run",
+    "Statement",
+    "Study",
+    "Verdict",
+    "catalogue",
+    "combine",
+    "execute",
+    "find",
+]
+
+
+def catalogue() -> dict[str, Study]:
+    """Every study by name: each module of this package but `base` holds one as `STUDY`."""
+    modules = sorted(info.name for info in pkgutil.iter_modules(__path__) if info.name != "base")
+    found = [importlib.import_module(f"{__name__}.{name}").STUDY for name in modules]
+    return {study.name: study for study in found}
+
+
+def find(name: str) -> Study:
+    """The study of that name.
+
+    >>> find("confidense")
+    Traceback (most recent call last):
+    spiritlevel.errors.InputError: unknown study 'confidense': did you mean 'confidence'? Known: ...
+    """
+    known = catalogue()
+    if name not in known:
+        raise unknown_name("study", name, known)
+    return known[name]

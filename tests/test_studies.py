@@ -1,0 +1,150 @@
+"""Every study at smoke scale, and the folder that keeps its run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spiritlevel.errors import InputError
+from spiritlevel.studies import Config, Ruling, Run, Statement, Study, Verdict, catalogue, combine, execute, find
+from spiritlevel.studies.base import SUMMARY, not_fitted, read_summary
+
+LARGE = Statement("large", "the number is large", "3", "at least 2", "above 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Numbers(Config):
+    """A study of a number."""
+
+    number: float = 3.0
+    kind: str = "a"
+
+
+class Interrupted(Exception):
+    """Stands for a kill."""
+
+
+def study(calls: list[str] | None = None, *, stop: bool = False) -> Study:
+    calls = [] if calls is None else calls
+
+    def measure(config: Numbers) -> dict[str, float]:
+        calls.append("measure")
+        return {"number": config.number, "third": 1 / 3, "nothing": float("nan")}
+
+    def run(config: Numbers, run: Run) -> Iterator[Ruling]:
+        found = run.once("first", lambda: measure(config))
+        if stop:
+            raise Interrupted
+        run.table("numbers", [found])
+        run.report(third=found["third"])
+        yield LARGE.judge(found["number"], reproduced=found["number"] >= 2, direction=found["number"] > 1)
+
+    scales = {"smoke": {"number": 2.5}}
+    return Study("numbers", "A number", "nowhere", Numbers, (LARGE,), run, scales=scales, sweep={"kind": ("a", "b")})
+
+
+@pytest.mark.parametrize("name", sorted(catalogue()))
+def test_smoke(name: str, tmp_path: Path) -> None:
+    found = find(name)
+    assert all((found.title, found.source, found.statements))
+    assert len({statement.id for statement in found.statements}) == len(found.statements)
+    judged = set()
+    for config in found.jobs("smoke", seeds=[0]):
+        summary = execute(found, config, tmp_path / "out", cache=tmp_path / "networks")
+        folder = found.folder(config, tmp_path / "out")
+        ids = [ruling["id"] for ruling in summary["rulings"]]
+        judged |= set(ids)
+        assert len(set(ids)) == len(ids), "one verdict a statement"
+        assert all((folder / name).stat().st_size > 0 for name in summary["files"])
+        assert any(name.endswith(".svg") for name in summary["files"]), "a study shows a chart"
+        assert any(name.endswith(".parquet") for name in summary["files"]), "a study keeps its numbers"
+        assert read_summary(folder) == summary
+    assert judged == {statement.id for statement in found.statements}
+
+
+def test_a_finished_run_is_not_run_again(tmp_path: Path) -> None:
+    calls: list[str] = []
+    first = execute(study(calls), Numbers(), tmp_path)
+    assert execute(study(calls), Numbers(), tmp_path) == first
+    assert calls == ["measure"]
+
+
+def test_a_killed_run_goes_on_with_the_same_numbers(tmp_path: Path) -> None:
+    calls: list[str] = []
+    with pytest.raises(Interrupted):
+        execute(study(calls, stop=True), Numbers(), tmp_path)
+    resumed = execute(study(calls), Numbers(), tmp_path)
+    assert calls == ["measure"], "the piece was kept"
+    whole = execute(study(), Numbers(), tmp_path / "other")
+    assert {**resumed, "seconds": 0} == {**whole, "seconds": 0}
+
+
+@pytest.mark.parametrize("damage", ["summary cut", "table cut", "table gone"])
+def test_a_damaged_run_is_not_read_as_whole(tmp_path: Path, damage: str) -> None:
+    whole = execute(study(), Numbers(), tmp_path)
+    folder = study().folder(Numbers(), tmp_path)
+    path = folder / (SUMMARY if damage == "summary cut" else "numbers.parquet")
+    if damage == "table gone":
+        path.unlink()
+    else:
+        path.write_bytes(path.read_bytes()[:-5])
+    assert read_summary(folder) is None
+    assert {**execute(study(), Numbers(), tmp_path), "seconds": 0} == {**whole, "seconds": 0}
+
+
+def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(InputError, match=r"numbers could not write to .*file.*--out"):
+        execute(study(), Numbers(), tmp_path / "file")
+
+
+def test_jobs_are_every_combination() -> None:
+    jobs = study().jobs("smoke", seeds=[0, 1], number=[1.0, 2.0])
+    assert len(jobs) == 2 * 2 * 2
+    assert len({study().key(job) for job in jobs}) == 8
+    assert [job.seed for job in study().jobs("laptop", kind="a")] == [0, 1, 2, 3, 4]
+    (single,) = study().jobs("smoke", kind="a")
+    assert single == Numbers(scale="smoke", number=2.5)
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"numbr": 1}, "unknown option of numbers 'numbr': did you mean 'number'"),
+        ({"number": []}, "at least one value"),
+        ({"scale": "papr"}, "unknown scale 'papr': did you mean 'paper'"),
+    ],
+)
+def test_bad_options_are_named(given: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(InputError, match=sentence):
+        study().jobs(**given)
+
+
+def test_verdicts() -> None:
+    cases = [(2.5, Verdict.REPRODUCED), (1.5, Verdict.DIRECTION), (0.5, Verdict.NOT)]
+    for number, verdict in cases:
+        assert LARGE.judge(number, reproduced=number >= 2, direction=number > 1).verdict is verdict
+    ruling = LARGE.judge(float("nan"), reproduced=True, undecided=not_fitted(0.5, 1.0))
+    assert ruling.verdict is Verdict.UNDECIDED
+    assert ruling.ours is None
+    assert "not fitted" in ruling.remark
+
+
+def test_seeds_are_combined(tmp_path: Path) -> None:
+    numbers = [2.5, 1.5, 3.5, 0.5, 1.75]
+    configs = [Numbers(number=number, seed=seed) for seed, number in enumerate(numbers)]
+    summaries = [execute(study(), config, tmp_path) for config in configs]
+    for summary in summaries:
+        summary["config"].pop("number")  # the seeds of one setting
+    (row,) = combine(json.loads(json.dumps(summaries)))
+    mean = sum(numbers) / 5
+    assert row["verdict"] == Verdict.DIRECTION
+    assert (row["seeds"], row["agree"]) == (5, 2)
+    assert row["ours"] == pytest.approx(mean)
+    spread = (sum((number - mean) ** 2 for number in numbers) / 4 / 5) ** 0.5
+    assert row["high"] - row["ours"] == pytest.approx(2.7764451 * spread)
