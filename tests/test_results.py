@@ -24,12 +24,16 @@ import spiritlevel as sl
 from spiritlevel import results
 from spiritlevel.errors import InputError
 from spiritlevel.results import (
+    ComparisonRow,
     Correlation,
     Density,
     DiagonalEstimate,
     Eigenpairs,
     Estimate,
+    Fit,
     Margins,
+    Pictures,
+    ReportRow,
     Result,
     SampleTraces,
     Spectrum,
@@ -529,3 +533,69 @@ def test_a_density_integrates_to_one_and_its_band_is_a_t_interval() -> None:
         SPECTRUM.density(width=0.0)
     with pytest.raises(InputError, match="band needs a level between 0 and 1, got 2"):
         density.band(2.0)
+
+
+def small_report() -> sl.Report:
+    exact, unknown = Estimate(2.5, data_stderr=0.5), Estimate(math.nan, reason="no layer of its own")
+    texts = {"direction": "sharper", "family": "curvature", "meaning": "m", "formula": "f", "reference": "r"}
+    return sl.Report(
+        "net",
+        rows=(
+            ReportRow("trace", exact, "exact", invariant_to=(), cost="backward", seconds=0.1, **texts),
+            ReportRow("path_norm", unknown, "undefined", invariant_to=("rescale_layers",), cost="forward", **texts),
+        ),
+        headline=("A sentence.",),
+        fits={"train": Fit(3, 9, Estimate(0.5), Estimate(0.7))},
+        layers={"weight": 0.75, "bias": 0.25},
+        pictures=Pictures(torch.tensor([2]), torch.zeros(1, 1, 2, 2, dtype=torch.uint8), {"sharpest": (0,)}),
+        settings={"seed": "0"},
+        left_out={"audit": "the time limit"},
+        partial="interrupted",
+    )
+
+
+def test_a_report_comes_back_from_json_and_prints_what_matters() -> None:
+    report = small_report()
+    again = sl.Report.from_json(report.to_json())
+    assert again.to_json() == report.to_json()
+    assert again.pictures is not None
+    assert again.pictures.groups == {"sharpest": (0,)}
+    assert again.row("trace") == report.row("trace")
+    assert not again.row("trace").invariant
+    assert again.row("path_norm").invariant
+    shown = str(report)
+    for text in (
+        "PARTIAL: interrupted",
+        "3 of 9 samples",
+        "undefined",
+        "left out: audit: the time limit",
+        "A sentence.",
+    ):
+        assert text in shown
+    low, _ = report.row("trace").interval
+    assert low == pytest.approx(2.5 - 1.96 * 0.5, abs=1e-3)
+    with pytest.raises(InputError, match="no measure 'frob', only trace, path_norm"):
+        report.row("frob")
+
+
+def test_a_comparison_comes_back_from_json() -> None:
+    row = ComparisonRow(
+        "trace",
+        Estimate(1.0),
+        Estimate(2.0),
+        1.0,
+        0.5,
+        1.5,
+        "paired t",
+        2.0,
+        8.0,
+        "not comparable",
+        "sharper",
+        "m",
+        False,
+    )
+    comparison = sl.Comparison(("a", "b"), (row,), "No reason to prefer one.", samples=4)
+    again = sl.Comparison.from_json(comparison.to_json())
+    assert again == comparison
+    assert "not comparable" in str(again)
+    assert again.row("trace").ratio == 2.0

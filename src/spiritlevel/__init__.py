@@ -56,6 +56,7 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
     "results": (
         "Audit",
         "Certificate",
+        "Comparison",
         "Correlation",
         "Density",
         "DiagonalEstimate",
@@ -63,6 +64,7 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
         "Estimate",
         "Landscape",
         "Margins",
+        "Report",
         "Result",
         "SampleTraces",
         "Spectrum",
@@ -112,6 +114,7 @@ if TYPE_CHECKING:
     from spiritlevel.per_sample import trace as trace
     from spiritlevel.results import Audit as Audit
     from spiritlevel.results import Certificate as Certificate
+    from spiritlevel.results import Comparison as Comparison
     from spiritlevel.results import Correlation as Correlation
     from spiritlevel.results import Density as Density
     from spiritlevel.results import DiagonalEstimate as DiagonalEstimate
@@ -119,6 +122,7 @@ if TYPE_CHECKING:
     from spiritlevel.results import Estimate as Estimate
     from spiritlevel.results import Landscape as Landscape
     from spiritlevel.results import Margins as Margins
+    from spiritlevel.results import Report as Report
     from spiritlevel.results import Result as Result
     from spiritlevel.results import SampleTraces as SampleTraces
     from spiritlevel.results import Spectrum as Spectrum

@@ -701,16 +701,236 @@ class Audit(Result):
             bound = "≥ " if present[0].lower_bound else ""
             shown = [_cell(cells[name, t]) if (name, t) in cells else "" for t in transforms]
             table.append([name, f"{bound}{present[0].before}", *shown])
-        widths = [max(len(line[column]) for line in table) for column in range(len(table[0]))]
-        lines = ["  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)) for line in table]
-        lines.insert(1, "  ".join("-" * width for width in widths))
+        lines = _table(table)
         lines.append("= invariant, ×r changes, ? unstable, … not converged, ≥ lower bound found by an optimiser")
         lines += [str(item) for item in self.worst]
         lines += [f"left out: {name}: {reason}" for name, reason in self.skipped.items()]
-        return "\n".join(line.rstrip() for line in lines)
+        return "\n".join(lines)
 
 
 def _cell(row: AuditRow) -> str:
     if row.verdict == "changes":
         return "changes" if math.isnan(row.ratio) else f"×{row.ratio:.3g}"
     return {"invariant": "=", "unstable": "?"}.get(row.verdict, "…")
+
+
+# ---------------------------------------------------------------- answers: what was measured, as a whole
+
+
+class _Shown(Result):
+    """A result with a page of its own. `report` lies above: it is looked up when a page is asked for, never before."""
+
+    def to_html(self, path: str | Path | None = None) -> str:
+        """One self-contained HTML page; with `path` also written there, atomically."""
+        from spiritlevel.report import page
+
+        text = page(self)
+        if path is not None:
+            write_atomically(path, text)
+        return text
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        from spiritlevel.report import notebook
+
+        return notebook(self)
+
+
+@dataclass(frozen=True)
+class Fit(Result):
+    """How well a model fits some samples: `accuracy` and mean `loss`, with the error of a random subset if it was one.
+
+    `samples` were measured out of `population`. `accuracy` is undefined where the targets are no classes.
+    """
+
+    samples: int
+    population: int
+    accuracy: Estimate
+    loss: Estimate
+
+
+@dataclass(frozen=True)
+class ReportRow(Result):
+    """One measure of a report: its value and all that is known about it.
+
+    `kind` is "exact", "estimate", "lower bound" (found by an optimiser) or "undefined" (`value.reason` says why);
+    `direction` what a larger value means: "sharper", "flatter", "wider" or "larger". `invariant_to` are the transforms
+    that leave it as it is; `family` is "curvature", "margin" or "norm"; `cost` the dearest thing it does and `seconds`
+    what it took, without what other measures had computed before.
+    """
+
+    name: str
+    value: Estimate
+    kind: str
+    direction: str
+    family: str
+    meaning: str
+    formula: str
+    reference: str
+    invariant_to: tuple[str, ...]
+    cost: str
+    seconds: float = math.nan
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """95 % interval, with the error of a random subset where the data were one."""
+        return self.value.interval(data=True)
+
+    @property
+    def invariant(self) -> bool:
+        """Whether scaling layers at the same outputs leaves the value as it is."""
+        return "rescale_layers" in self.invariant_to
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.value} ({self.kind}); {self.meaning}"
+
+
+@dataclass(frozen=True)
+class Pictures(Result):
+    """Some samples as pictures: `images` (K, C, H, W) uint8, C = 1 or 3, of the samples `indices` (K,) of the report.
+
+    `groups` says why: each name ("sharpest", "least certain", "others") has the positions of its pictures in `indices`.
+    """
+
+    indices: Tensor
+    images: Tensor
+    groups: dict[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Report(_Shown):
+    """Everything that `measure` found about one model: prints as a table, shows itself in a notebook, has a page.
+
+    Per-sample results (`traces`, `margins`, `predicted`) are in the order of the samples measured; `indices` are their
+    places in the data if they are a random subset, else `None`. `fits` and `correlations` are by name ("train", "test";
+    "trace and margin", "trace and ACEHT"), an undefined correlation says why. `layers` is the share of the trace by
+    parameter tensor. `spectrum` holds no vectors. `settings` says how all this was measured: versions, seed, device,
+    dtype, data, batch norm. `left_out` names what was not measured, with the reason; `partial` is empty unless the
+    measurement was interrupted. `headline` says the most important in words, from the numbers alone.
+    """
+
+    name: str
+    rows: tuple[ReportRow, ...]
+    headline: tuple[str, ...] = ()
+    fits: dict[str, Fit] = field(default_factory=dict)
+    traces: SampleTraces | None = None
+    margins: Margins | None = None
+    test_margins: Margins | None = None
+    predicted: Tensor | None = None
+    indices: Tensor | None = None
+    correlations: dict[str, Correlation] = field(default_factory=dict)
+    layers: dict[str, float] = field(default_factory=dict)
+    spectrum: SpectrumSummary | None = None
+    landscape: Landscape | None = None
+    audit: Audit | None = None
+    pictures: Pictures | None = None
+    classes: tuple[str, ...] = ()
+    parameters: int = 0
+    settings: dict[str, str] = field(default_factory=dict)
+    left_out: dict[str, str] = field(default_factory=dict)
+    partial: str = ""
+    seconds: float = math.nan
+
+    def row(self, name: str) -> ReportRow:
+        """The row of one measure."""
+        for row in self.rows:
+            if row.name == name:
+                return row
+        raise InputError(f"the report holds no measure {name!r}, only {', '.join(row.name for row in self.rows)}.")
+
+    def __str__(self) -> str:
+        lines = [f"{self.name}: {self.parameters:,} parameters"]
+        lines += [f"PARTIAL: {self.partial}"] if self.partial else []
+        for name, fit in self.fits.items():
+            of = f" of {fit.population:,}" if fit.population > fit.samples else ""
+            lines.append(
+                f"{name}: {fit.samples:,}{of} samples, accuracy {fit.accuracy.value:.2%}, loss {fit.loss.value:.4g}"
+            )
+        table = [["measure", "value", "95 % interval", "kind", "larger is", "invariant to"]]
+        for row in self.rows:
+            low, high = row.interval
+            interval = "" if math.isnan(row.value.value) or low == high else f"{low:.4g} .. {high:.4g}"
+            value = "undefined" if math.isnan(row.value.value) else f"{row.value.value:.6g}"
+            table.append([row.name, value, interval, row.kind, row.direction, ", ".join(row.invariant_to) or "-"])
+        lines += _table(table)
+        lines += [f"{name}: {found}" for name, found in self.correlations.items()]
+        lines += [f"left out: {name}: {reason}" for name, reason in self.left_out.items()]
+        return "\n".join([*lines, *self.headline])
+
+
+def _table(rows: list[list[str]]) -> list[str]:
+    """Lines of aligned columns, the first row a heading."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return [lines[0], "  ".join("-" * width for width in widths), *lines[1:]]
+
+
+@dataclass(frozen=True)
+class ComparisonRow(Result):
+    """One measure of two models: `difference` is b − a, with `low` and `high` its interval where there is one.
+
+    `how` says where the interval comes from: "paired t", "bootstrap of the pairs", "probes", or "exact" (no error on
+    the data given). `ratio` is b / a. `factor` is how far the audit moved this measure at the same outputs, 1 for an
+    invariant one and NaN where that is not known. Verdicts: "a" or "b", the model that the measure favours; "equal":
+    the interval holds 0; "not comparable": the ratio lies within the factor, so the difference may be an artefact of
+    the parametrisation; "undefined". `note` says why.
+    """
+
+    name: str
+    a: Estimate
+    b: Estimate
+    difference: float
+    low: float
+    high: float
+    how: str
+    ratio: float
+    factor: float
+    verdict: str
+    direction: str
+    meaning: str
+    invariant: bool
+    note: str = ""
+
+    def __str__(self) -> str:
+        text = f"{self.name}: {self.a} and {self.b}, difference {self.difference:.4g}, {self.verdict}"
+        return f"{text} ({self.note})" if self.note else text
+
+
+@dataclass(frozen=True)
+class Comparison(_Shown):
+    """Two models on the same samples: which to trust, and why. Rows that no parametrisation can move come first.
+
+    `margins`, `traces` (where they could be had) and `losses` hold a pair, a and b, in the order of the samples.
+    `advice` is one sentence that follows from the rows alone; `reasons` are the rows that it rests on, in words.
+    """
+
+    names: tuple[str, str]
+    rows: tuple[ComparisonRow, ...]
+    advice: str
+    reasons: tuple[str, ...] = ()
+    margins: tuple[Margins, Margins] | None = None
+    traces: tuple[SampleTraces, SampleTraces] | None = None
+    losses: tuple[Tensor, Tensor] | None = None
+    samples: int = 0
+    level: float = 0.95
+    settings: dict[str, str] = field(default_factory=dict)
+    left_out: dict[str, str] = field(default_factory=dict)
+
+    def row(self, name: str) -> ComparisonRow:
+        """The row of one measure."""
+        for row in self.rows:
+            if row.name == name:
+                return row
+        raise InputError(f"the comparison holds no measure {name!r}, only {', '.join(row.name for row in self.rows)}.")
+
+    def __str__(self) -> str:
+        a, b = self.names
+        table = [["measure", a, b, "difference", f"{self.level:.0%} interval", "from", "favours"]]
+        for row in self.rows:
+            interval = "" if math.isnan(row.low) or row.low == row.high else f"{row.low:.3g} .. {row.high:.3g}"
+            favours = {"a": a, "b": b, "equal": "neither"}.get(row.verdict, row.verdict)
+            values = ["undefined" if math.isnan(v.value) else f"{v.value:.5g}" for v in (row.a, row.b)]
+            table.append([row.name, *values, f"{row.difference:.3g}", interval, row.how, favours])
+        lines = [f"{a} and {b} on {self.samples:,} samples", *_table(table)]
+        lines += [f"left out: {name}: {reason}" for name, reason in self.left_out.items()]
+        return "\n".join([*lines, self.advice])
