@@ -46,7 +46,9 @@ def run(config: Confidence, run: Run) -> Iterator[Ruling]:
         for (a, b, c), gap in zip(probabilities.tolist(), gaps.tolist(), strict=True)
     ]
     frame = run.table("simplex", rows)
-    run.chart("simplex", charts.simplex(frame, "gap", title="1 − η over the probabilities of three classes"))
+    run.chart(
+        "simplex", charts.triangle(frame, ("a", "b", "c"), "gap", title="1 − η over the probabilities of three classes")
+    )
 
     corners = max(row["gap"] for row in rows if max(row["a"], row["b"], row["c"]) == 1.0)
     yield CORNERS.judge(corners, reproduced=corners < 1e-12)
