@@ -22,6 +22,7 @@ import tyro
 from tyro.conf import FlagCreatePairsOff, arg, subcommand
 
 from spiritlevel import __version__
+from spiritlevel.cli import reproduce
 from spiritlevel.cli.base import (
     BAD_INPUT,
     BUG,
@@ -36,6 +37,7 @@ from spiritlevel.cli.base import (
 from spiritlevel.cli.claims import Claims
 from spiritlevel.cli.data import Data
 from spiritlevel.cli.demo import Demo
+from spiritlevel.cli.reproduce import Reproduce
 from spiritlevel.errors import InputError, NotExactError
 
 
@@ -45,6 +47,7 @@ class Spiritlevel:
 
     command: Annotated[
         Annotated[Demo, subcommand("demo")]
+        | Annotated[Reproduce, subcommand("reproduce")]
         | Annotated[Claims, subcommand("claims")]
         | Annotated[Data, subcommand("data")],
         arg(name=""),
@@ -68,7 +71,12 @@ def _parse(args: list[str]) -> Command | int:
     complaint = io.StringIO()
     try:
         with contextlib.redirect_stderr(complaint):
+            if args[:1] == ["reproduce"]:
+                return reproduce.parse(args[1:])
             parsed = tyro.cli(Spiritlevel, prog="spiritlevel", args=args or ["--help"], config=(FlagCreatePairsOff,))
+    except InputError as error:
+        say(str(error))
+        return BAD_INPUT
     except SystemExit as exit_:
         if exit_.code in (None, 0):
             return DONE

@@ -1,0 +1,66 @@
+"""`spiritlevel reproduce`: options from the configs, several jobs, one table."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from spiritlevel.cli import main
+from spiritlevel.cli.reproduce import number, parse
+from spiritlevel.studies import catalogue
+
+
+def test_the_studies_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["reproduce"]) == 0
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in catalogue())
+
+
+@pytest.mark.parametrize("name", sorted(catalogue()))
+def test_every_study_has_help_with_an_example(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["reproduce", name, "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert f"For example: spiritlevel reproduce {name}" in shown
+    assert "--scale smoke|laptop|paper" in shown
+
+
+def test_a_list_of_values_makes_independent_jobs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    args = ["reproduce", "confidence", "--scale", "smoke", "--divisions", "6,9", "--out", str(tmp_path / "out")]
+    assert main([*args, "--json", str(tmp_path / "out.json")]) == 0
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert [row["config"]["divisions"] for row in found["rows"]] == [6, 6, 9, 9]
+    assert {row["verdict"] for row in found["rows"]} == {"reproduced"}
+    assert all((Path(folder) / "summary.json").exists() for folder in found["runs"])
+    shown = capsys.readouterr().out
+    assert "reproduced if the largest value at the three corners is below 1e-12" in shown
+    assert "divisions" in shown
+
+
+def test_seeds() -> None:
+    command = parse(["--scale", "smoke", "confidence", "--seeds", "3,5"])
+    assert (command.scale, command.seeds) == ("smoke", "3,5")  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("args", "sentence"),
+    [
+        (["confidenc"], "unknown study 'confidenc': did you mean 'confidence'?"),
+        (["confidence", "--scale", "papr"], "unknown scale 'papr': did you mean 'paper'?"),
+        (["confidence", "--divisions", "ten"], "--divisions takes int, or several between commas, got 'ten'."),
+        (["confidence", "--seeds", "1;2"], "--seeds takes int, or several between commas, got '1;2'."),
+        (["confidence", "--divison", "4"], "--divisions"),
+    ],
+)
+def test_bad_input_is_one_sentence(args: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["reproduce", *args]) == 2
+    said = capsys.readouterr().err
+    assert sentence in said
+    assert said.count("\n") == 1
+
+
+def test_numbers_are_shown_with_their_interval() -> None:
+    assert number({"ours": 0.97123, "low": 0.9, "high": 1.0}) == "0.9712 [0.9, 1]"
+    assert number({"ours": None, "low": None, "high": None}) == "undefined"
+    assert number({"ours": "12 of 13", "low": None, "high": None}) == "12 of 13"
