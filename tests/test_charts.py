@@ -1,0 +1,178 @@
+"""Every chart draws, shows the numbers it was given, and says what it leaves out."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+import pytest
+import torch
+
+from spiritlevel import charts
+from spiritlevel.errors import InputError
+from spiritlevel.results import Audit, AuditRow, Density, Estimate, Landscape, Spectrum
+
+STEPS = torch.linspace(-1, 1, 9, dtype=torch.float64)
+
+
+def audit() -> Audit:
+    def row(measure: str, transform: str, ratio: float, verdict: str) -> AuditRow:
+        return AuditRow(measure, transform, Estimate(1.0), Estimate(ratio), ratio, math.nan, verdict, False)
+
+    return Audit(
+        (
+            row("trace", "scale", 100.0, "changes"),
+            row("trace", "fold", 1.0, "invariant"),
+            row("norm", "scale", 1.1, "unstable"),
+            row("norm", "fold", math.nan, "not converged"),
+        )
+    )
+
+
+def plane() -> Landscape:
+    losses = 0.1 + STEPS[:, None] ** 2 + 2 * STEPS[None, :] ** 2
+    curvatures = torch.tensor([[2.0, 0.0], [0.0, 4.0]], dtype=torch.float64)
+    zero = torch.zeros(2, dtype=torch.float64)
+    return Landscape(("eigenvector 1", "eigenvector 2"), (STEPS, STEPS), losses, None, 0.1, zero, curvatures, zero + 1)
+
+
+def line() -> Landscape:
+    one = torch.ones(1, dtype=torch.float64)
+    return Landscape(("eigenvector 1",), (STEPS,), 0.1 + STEPS**2, None, 0.1, 0 * one, 2 * one[:, None], one)
+
+
+def lattice(n: int) -> dict[str, list[float]]:
+    points = [(i / n, j / n, (n - i - j) / n) for i in range(n + 1) for j in range(n + 1 - i)]
+    return {
+        **{name: [point[k] for point in points] for k, name in enumerate("abc")},
+        "gap": [1 - sum(p * p for p in point) for point in points],
+    }
+
+
+TABLE = pl.DataFrame({"step [1.5]": [1, 10, 100], "loss": [2.0, 0.5, -0.1], "run": ["a", "b", "a"]})
+SPECTRUM = Spectrum(torch.tensor([[0.0, 2.0], [0.0, 4.0]]), torch.tensor([[0.4, 0.1], [0.45, 0.05]]), size=9)
+CURVED, LEVEL = np.meshgrid(np.linspace(0, 1, 5) ** 2, np.linspace(0, 1, 4), indexing="ij")
+
+CHARTS: dict[str, Callable[[], Any]] = {
+    "scatter": lambda: charts.scatter(TABLE, "step [1.5]", "loss", colour="run", fit=(-0.01, 1.0), log_x=True),
+    "lines": lambda: charts.lines(TABLE, "step [1.5]", "loss", series="run", low="loss", high="loss"),
+    "stems": lambda: charts.stems({"λ": [0.0, 1.0], "weight": [0.99, 0.01]}, "λ", "weight"),
+    "distribution": lambda: charts.distribution(torch.randn(500), "margin", skewness=0.25),
+    "bars": lambda: charts.bars({"layer": ["1", "2"], "share": [0.3, 0.7], "to": [0.4, 0.8]}, "layer", "share"),
+    "contours": lambda: charts.contours([0, 1, 2], [0, 1], [[1, 2], [2, 3], [3, 4]], names=("x", "y", "loss")),
+    "triangle": lambda: charts.triangle(lattice(6), ("a", "b", "c"), "gap"),
+    "grid": lambda: charts.grid(CURVED, LEVEL),
+    "ritz_values": lambda: charts.ritz_values(SPECTRUM),
+    "density": lambda: charts.density(SPECTRUM.density()),
+    "landscape_line": lambda: charts.landscape_line(line()),
+    "landscape_contours": lambda: charts.landscape_contours(plane()),
+    "audit_map": lambda: charts.audit_map(audit()),
+}
+
+
+def rows(chart: Any) -> list[dict[str, Any]]:
+    """All rows of all layers; they are strict JSON."""
+    spec = json.loads(json.dumps(chart.to_dict(), allow_nan=False))
+    return [row for values in spec.get("datasets", {}).values() for row in values] + [
+        row for part in [spec, *spec.get("layer", [])] for row in part.get("data", {}).get("values", [])
+    ]
+
+
+@pytest.mark.parametrize("name", CHARTS)
+def test_every_chart_draws_in_both_themes(name: str) -> None:
+    light, dark = (charts.svg(CHARTS[name](), dark=dark) for dark in (False, True))
+    assert light.count("<path") > 3
+    assert charts.theme()["background"] in light
+    assert charts.theme(dark=True)["background"] in dark
+    for colour in ("#1f2933", "#52606d"):  # ink of the light theme would be lost on dark ground
+        assert colour not in dark
+
+
+def test_every_public_chart_is_drawn_above() -> None:
+    assert set(CHARTS) == set(charts.__all__) - {"save", "svg", "theme"}
+
+
+def test_saved_files_are_whole_and_beside_each_other(tmp_path: Path) -> None:
+    vector, pixels = charts.save(CHARTS["bars"](), tmp_path / "new" / "layers v1.5")
+    assert vector.name == "layers v1.5.svg"
+    assert vector.read_text(encoding="utf-8").endswith("</svg>")
+    assert pixels.read_bytes().startswith(b"\x89PNG")
+    assert sorted(path.name for path in vector.parent.iterdir()) == ["layers v1.5.png", "layers v1.5.svg"]
+
+
+def test_the_fitted_line_has_the_slope_and_intercept_it_was_given() -> None:
+    chart = charts.scatter({"x": [1.0, 100.0], "y": [1.0, 5.0]}, "x", "y", fit=(2.0, -1.0), log_x=True, log_y=True)
+    (fit,) = [row for row in rows(chart) if "x2" in row]
+    for x, y in ((fit["x"], fit["y"]), (fit["x2"], fit["y2"])):
+        assert math.log10(y) == pytest.approx(2 * math.log10(x) - 1)
+
+
+def test_what_a_logarithmic_axis_cannot_show_is_counted() -> None:
+    chart = charts.scatter(TABLE, "step [1.5]", "loss", log_y=True)
+    assert "1 of 3 values of 'loss' are not positive and not shown" in charts.svg(chart)
+    assert len(rows(chart)) == 2
+
+
+def test_undefined_numbers_become_null_and_are_counted() -> None:
+    chart = charts.distribution([1.0, math.nan, 2.0, math.inf], "margin")
+    assert "2 of 4 values are not finite" in charts.svg(chart)
+    assert sum(row.get("count", 0) for row in rows(chart)) == 2
+
+
+def test_the_box_is_that_of_the_values() -> None:
+    values = torch.tensor([0.0, 1.0, 2.0, 3.0, 4.0, 100.0])
+    (box,) = [row for row in rows(charts.distribution(values, "x")) if "median" in row]
+    assert (box["median"], box["quarter"], box["three"]) == (2.5, 1.25, 3.75)
+    assert (box["low"], box["high"]) == (0.0, 4.0)  # 100 lies beyond 1.5 boxes
+
+
+def test_contour_lines_lie_on_their_level() -> None:
+    steps = np.linspace(-1, 1, 41)
+    heights = steps[:, None] ** 2 + steps[None, :] ** 2
+    segments = charts._isoline(steps, steps, heights, 0.4321)
+    ends = np.array(segments).reshape(-1, 2)
+    assert len(segments) > 40
+    assert np.hypot(*ends.T) == pytest.approx(math.sqrt(0.4321), abs=2e-3)
+    _, counts = np.unique(ends.round(9), axis=0, return_counts=True)
+    assert set(counts) == {2}  # every segment goes on in another: the line is closed
+
+
+def test_the_audit_shows_a_colour_only_where_a_ratio_is_known() -> None:
+    cells = {(row["measure"], row["transform"]): row for row in rows(charts.audit_map(audit())) if "log" in row}
+    assert cells["trace", "scale"]["log"] == pytest.approx(2)
+    assert cells["trace", "scale"]["text"] == "×100"
+    assert cells["trace", "fold"]["text"] == "="
+    assert (cells["norm", "scale"]["log"], cells["norm", "scale"]["text"]) == (None, "?")
+    assert (cells["norm", "fold"]["log"], cells["norm", "fold"]["text"]) == (None, "…")
+
+
+def test_the_density_reaches_six_decades_down_and_not_to_zero() -> None:
+    flat = Density(STEPS, torch.exp(-100 * STEPS**2), torch.zeros_like(STEPS), 0.1)
+    heights = [row["y"] for row in rows(charts.density(flat)) if "y" in row]
+    assert min(heights) == pytest.approx(1e-6)
+
+
+@pytest.mark.parametrize(
+    ("draw", "message"),
+    [
+        (lambda: charts.lines(TABLE, "stepp", "loss"), "unknown column 'stepp'"),
+        (lambda: charts.lines(TABLE, "step [1.5]", "loss", low="loss"), "needs both ends of a band"),
+        (lambda: charts.scatter({"x": [1], "y": [1, 2]}, "x", "y"), "must have one length"),
+        (lambda: charts.distribution([math.nan], "margin"), "needs at least one finite value"),
+        (lambda: charts.contours([0, 1], [0, 1], [[1, 2]], names=("x", "y", "z")), "needs 2 x 2 values"),
+        (lambda: charts.grid([1.0], [2.0]), "two matrices of one shape"),
+        (lambda: charts.triangle({"a": [1], "b": [0], "c": [0], "v": [1]}, ("a", "b", "c"), "v"), "on a lattice"),
+        (lambda: charts.landscape_line(plane()), "use landscape_contours"),
+        (lambda: charts.landscape_contours(line()), "use landscape_line"),
+        (lambda: charts.audit_map(Audit(())), "at least one row"),
+        (lambda: charts.save(CHARTS["bars"](), "layers.png"), "give the name without '.png'"),
+    ],
+)
+def test_bad_input_is_refused_in_a_sentence(draw: Callable[[], Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        draw()
