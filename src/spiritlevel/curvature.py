@@ -19,13 +19,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch.func import functionalize, grad, jvp, vjp, vmap
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from spiritlevel.distributed import Ranks
 from spiritlevel.errors import InputError
 from spiritlevel.estimators import Operator
 from spiritlevel.functional import Batches, Fingerprint, Params, Problem, _is_pair_of_tensors, parse_memory
@@ -67,8 +67,9 @@ def hessian(
             rounding, except with batch_norm="batch".
         memory: bytes, or a text such as "2GB"; half of what is available unless given. Batches are replayed from
             memory as far as half of it goes, and read again and recomputed beyond.
-        group: a `torch.distributed` group; every rank passes the same data and vectors and takes its share of the
-            batches. `None` never communicates.
+        group: a `torch.distributed` group; every rank passes the same model, data and options, makes the same
+            products and takes its share of the batches. Vectors are those of rank 0, results the same on all. Where
+            the ranks' batch sizes differ the smallest is used. `None` never communicates.
 
     Reference: Pearlmutter, Neural Comput. 6 (1994), doi:10.1162/neco.1994.6.1.147.
 
@@ -277,17 +278,25 @@ class _Matrix:
         group: Any = None,
         whole: bool = False,
     ) -> None:
-        self.problem, self.product, self.group = problem, product, group
-        self.rank, self.ranks = _place_in(group)
+        self.problem, self.product = problem, product
+        self.ranks = Ranks(group, problem.device)
+        if group is not None:
+            self.ranks.same(problem.fingerprint(), "their models, losses or batch norm modes")
         self.params = list(problem.params.values())
         whole = whole or problem.batch_norm == "batch"
-        self.batches = Batches(data, size=batch_size, ordered=False, whole=whole)
-        budget = parse_memory(memory)
-        saved, largest_tensor = _activation_bytes(problem, self.batches)
+        with self.ranks.together():
+            self.batches = Batches(data, size=batch_size, ordered=False, whole=whole)
+            budget = parse_memory(memory)
+            saved, largest_tensor = _activation_bytes(problem, self.batches)
         limit = budget // (4 * _FOOTPRINT * saved)  # samples times vectors
         if batch_size is None and not whole:
             self.batches.size = self._batch_size(min(limit, _CACHE // largest_tensor))
-        self.total, self.count, largest, self.fingerprint = self._inspect()
+        if self.batches.size is not None and not whole:
+            self.batches.size = self.ranks.least(self.batches.size)
+        with self.ranks.together():
+            sizes, self.fingerprint = self._inspect()
+        self.ranks.same((sizes, self.fingerprint), "their data or batches")
+        self.total, self.count, largest = sum(sizes), len(sizes), max(1, *sizes)
         self.chunk = max(1, min(_MOST_VECTORS, limit // largest, _CACHE // (largest_tensor * largest)))
         self.vectorised = True
         self.room = budget // 2  # for what is kept between products
@@ -302,7 +311,7 @@ class _Matrix:
         if not held:
             return max(1, most)
         samples = len(held[-1])
-        most = max(1, min(most, -(-samples // self.ranks)))
+        most = max(1, min(most, -(-samples // self.ranks.count)))
         equal = (size for size in range(most, most // 2, -1) if samples % size == 0)
         return next(equal, -(-samples // -(-samples // most)))
 
@@ -310,7 +319,7 @@ class _Matrix:
         """`multiply`, of rows, plus weight_decay · I as an operator on columns."""
 
         def matmat(block: Tensor) -> Tensor:
-            rows = block.detach().T.contiguous()
+            rows = self.ranks.first(block.detach().T.contiguous())
             result = multiply(rows).to(block.dtype)
             return (result.add_(rows, alpha=weight_decay) if weight_decay else result).T
 
@@ -329,7 +338,7 @@ class _Matrix:
         dtype = torch.float64 if self.count > 1 else rows.dtype
         totals = [torch.zeros(rows.shape, dtype=dtype, device=rows.device) for _ in range(order)]
         sizes = [tensor.numel() for tensor in self.params]
-        with torch.no_grad():
+        with torch.no_grad(), self.ranks.together():
             for samples, product in self._pass():
                 vectors = rows
                 for total in totals:
@@ -338,14 +347,12 @@ class _Matrix:
                         piece.add_(part, alpha=1 / self.total)
                     if order > 1:
                         vectors = torch.cat(parts, dim=1) / samples
-        if self.group is not None:
-            for total in totals:
-                dist.all_reduce(total, group=self.group)
+        self.ranks.add(totals)
         return totals
 
     def _pass(self) -> Iterator[tuple[int, _BatchProduct]]:
         """The size and the product of each batch of this rank; the data are read only if some are not kept."""
-        mine = range(self.rank, self.count, self.ranks)
+        mine = range(self.ranks.rank, self.count, self.ranks.count)
         if all(index in self.kept for index in mine):
             yield from ((self.kept[index].samples, self.kept[index]) for index in mine)
             return
@@ -353,7 +360,7 @@ class _Matrix:
         for index, (inputs, targets) in enumerate(self.batches):
             seen += len(targets)
             fingerprint.update(inputs, targets)
-            if index % self.ranks == self.rank:
+            if self.ranks.takes(index):
                 yield len(targets), self.kept.get(index) or self._batch(index, inputs, targets)
         if seen != self.total or str(fingerprint) != self.fingerprint:
             raise InputError(
@@ -361,18 +368,18 @@ class _Matrix:
                 "repeat: pass the unaugmented set, unshuffled."
             )
 
-    def _inspect(self) -> tuple[int, int, int, str]:
-        """Read and check all data once: the number of samples and batches, the largest batch, a fingerprint."""
-        total, largest, index, fingerprint = 0, 1, -1, Fingerprint()
+    def _inspect(self) -> tuple[list[int], str]:
+        """Read and check all data once: the sizes of the batches, and a fingerprint."""
+        sizes, fingerprint = list[int](), Fingerprint()
         with self.problem.active(), torch.no_grad():
             for index, (inputs, targets) in enumerate(self.batches):
                 fingerprint.update(inputs, targets)
-                if index % self.ranks == self.rank:
+                if self.ranks.takes(index):
                     placed = self.problem.place(inputs, targets)
                     outputs = self.problem.outputs(self.problem.params, placed[0])
-                    self.problem.checked(outputs, *placed, start=total)
-                total, largest = total + len(targets), max(largest, len(targets))
-        return total, index + 1, largest, str(fingerprint)
+                    self.problem.checked(outputs, *placed, start=sum(sizes))
+                sizes.append(len(targets))
+        return sizes, str(fingerprint)
 
     def _batch(self, index: int, inputs: Any, targets: Tensor) -> _BatchProduct:
         """A batch's product: recomputed from a trace, and kept if there is room; or differentiated."""
@@ -422,15 +429,6 @@ class _Matrix:
                 self.vectorised = False
                 return self._for_each(function, rows)
         return [torch.cat(parts) if len(parts) > 1 else parts[0] for parts in zip(*results, strict=True)]
-
-
-def _place_in(group: Any) -> tuple[int, int]:
-    """This process's rank in the group and the number of ranks."""
-    if group is None:
-        return 0, 1
-    if not (dist.is_available() and dist.is_initialized()):
-        raise InputError("group= needs torch.distributed.init_process_group first; leave it out to measure alone.")
-    return dist.get_rank(group), dist.get_world_size(group)
 
 
 def _held(batches: Batches) -> list[Tensor]:

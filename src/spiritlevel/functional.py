@@ -304,6 +304,14 @@ class Problem:
         """The number of measured parameters."""
         return sum(tensor.numel() for tensor in self.params.values())
 
+    def fingerprint(self) -> str:
+        """A hash of everything that fixes the function: names, values of parameters and constants, loss, mode."""
+        content = hashlib.blake2b(f"{self.loss.name} {self.batch_norm}".encode(), digest_size=16)
+        for name, tensor in [*self.params.items(), *self.constants.items()]:
+            content.update(f" {name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
+            content.update(tensor.contiguous().cpu().reshape(-1).view(torch.uint8).numpy())
+        return content.hexdigest()
+
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
         """The state in which the model is measured; all of it is undone on leaving.

@@ -1,0 +1,119 @@
+"""The processes that share one measurement: who takes which batch, and how all end with the same numbers.
+
+Every rank passes the same model and data and takes every R-th batch of R ranks. Sums, and nothing else, say what the
+batches of the others gave. Only tensors travel, never pickled objects. Alone nothing communicates, even where a process
+group exists.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from spiritlevel.errors import InputError
+
+
+class Ranks:
+    """This process among those of a `torch.distributed` group; alone if there is none.
+
+    What travels lies on `device`, the model's: Gloo takes tensors of the CPU, NCCL those of its GPU. A rank that does
+    not answer ends as a `ConnectionError`: at once if its process died, after the group's own timeout if it hangs.
+
+    >>> ranks = Ranks(None)
+    >>> ranks.rank, ranks.count, ranks.takes(7), ranks.least(3)
+    (0, 1, True, 3)
+    """
+
+    def __init__(self, group: Any = None, device: torch.device | str = "cpu") -> None:
+        self.group, self.device = group, torch.device(device)
+        self.rank, self.count = 0, 1
+        if group is None:
+            return
+        if not (dist.is_available() and dist.is_initialized()):
+            raise InputError("group= needs torch.distributed.init_process_group first; leave it out to measure alone.")
+        self.rank, self.count = dist.get_rank(group), dist.get_world_size(group)
+        if self.rank < 0:
+            raise InputError("this process is not a member of group=; only its ranks may take part in the measurement.")
+
+    def takes(self, index: int) -> bool:
+        """Whether the batch with this number is for this rank."""
+        return index % self.count == self.rank
+
+    def add(self, tensors: Iterable[Tensor]) -> None:
+        """Replace each tensor by its sum over the ranks."""
+        for tensor in tensors if self.group is not None else ():
+            with self._contact():
+                dist.all_reduce(tensor, group=self.group)
+
+    def first(self, tensor: Tensor) -> Tensor:
+        """The tensor as rank 0 has it."""
+        if self.group is None:
+            return tensor
+        received = tensor.contiguous() if self.rank == 0 else tensor.clone(memory_format=torch.contiguous_format)
+        with self._contact():
+            dist.broadcast(received, group=self.group, group_src=0)
+        return received
+
+    def least(self, number: int) -> int:
+        """The smallest of the ranks' numbers."""
+        return self._least(number)[0] if self.group is not None else number
+
+    def same(self, value: object, what: str) -> None:
+        """Raise `InputError` on every rank unless all have the same `value`."""
+        if self.group is None:
+            return
+        mark = int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=7).digest(), "big")
+        low, minus_high = self._least(mark, -mark)
+        if low != -minus_high:
+            raise InputError(
+                f"the ranks of group= differ in {what}; every rank must pass the same, and takes its share."
+            )
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """An error of one rank inside becomes an error of all, so that none waits for a rank that has given up.
+
+        Inside, nothing may communicate.
+        """
+        if self.group is None:
+            yield
+            return
+        failure: Exception | None = None
+        try:
+            yield
+        except Exception as error:
+            failure = error
+        culprit = self.least(self.count if failure is None else self.rank)
+        if culprit == self.count:
+            return
+        text = (str(failure) or type(failure).__name__).encode() if self.rank == culprit else b""
+        content = torch.zeros(-self.least(-len(text)), dtype=torch.uint8, device=self.device)
+        content[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
+        self.add([content])
+        if failure is not None:
+            raise failure
+        raise InputError(f"rank {culprit} of group= had to stop: {bytes(content.tolist()).decode(errors='replace')}")
+
+    def _least(self, *numbers: int) -> list[int]:
+        tensor = torch.tensor(numbers, dtype=torch.int64, device=self.device)
+        with self._contact():
+            dist.all_reduce(tensor, op=dist.ReduceOp.MIN, group=self.group)
+        return tensor.tolist()
+
+    @contextmanager
+    def _contact(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            reason = re.sub(r"^\[[^\]]*\] *", "", str(error)).split(". ")[0].split("\n")[0]  # without the source line
+            raise ConnectionError(
+                f"rank {self.rank} of {self.count} has lost another rank, which died or does not answer ({reason}); "
+                "see what that one said last, and start the job again."
+            ) from error

@@ -1,0 +1,227 @@
+"""One measurement over several processes, with real ones: equal to one process, silent without `group`, never hanging.
+
+The file is also the program that the processes run: `python test_distributed.py CHECK RANK RANKS STORE`.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import spiritlevel as sl
+from spiritlevel.errors import InputError
+
+OPERATORS = [sl.hessian, sl.gauss_newton, sl.empirical_fisher]
+
+
+def problem(samples: int = 7) -> tuple[nn.Module, tuple[Tensor, Tensor]]:
+    """A small network in float64 and data, the same in every process."""
+    generator = torch.Generator().manual_seed(samples)
+    net = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.ReLU(), nn.Linear(3, 3)).double().eval()
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
+    inputs = torch.randn(samples, 4, generator=generator, dtype=torch.float64)
+    return net, (inputs, torch.randint(0, 3, (samples,), generator=generator))
+
+
+def ragged(data: tuple[Tensor, Tensor], *sizes: int) -> list[tuple[Tensor, ...]]:
+    return list(zip(data[0].split(list(sizes)), data[1].split(list(sizes)), strict=True))
+
+
+def close(found: Any, expected: Any) -> None:
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+
+
+def refused(match: str, measure: Callable[[], Any]) -> None:
+    with pytest.raises(InputError, match=match):
+        measure()
+
+
+# ---------------------------------------------------------------- what the processes check
+
+
+def check_products(rank: int, ranks: int, group: Any) -> None:
+    """Uneven shards, empty shards, ragged batches, other batch sizes and memory on every rank."""
+    for samples in (7, ranks - 1):
+        net, data = problem(samples)
+        vectors = torch.randn(len(nn.utils.parameters_to_vector(net.parameters())), 3, dtype=torch.float64)
+        ways: list[tuple[Any, dict[str, Any]]] = [
+            (data, {"batch_size": 2 + rank}),
+            (data, {}),
+            (data, {"batch_size": 100}),
+            (data, {"memory": 1 if rank else None}),
+            (DataLoader(TensorDataset(*data), batch_size=3), {}),
+        ]
+        if samples == 7:
+            ways += [(ragged(data, 1, 4, 2), {}), (TensorDataset(*data), {"batch_size": 2})]
+        for operator in OPERATORS:
+            expected = operator(net, data, weight_decay=0.5) @ vectors
+            for given, options in ways if operator is sl.hessian else ways[:1]:
+                found = operator(net, given, weight_decay=0.5, group=group, **options) @ vectors
+                close(found, expected)
+
+    net, data = problem(16)
+    vectors = torch.randn(27 + 6, 2, dtype=torch.float64)
+    for options in ({"batch_norm": "batch", "batch_size": 6}, {"batch_norm": "batch", "batch_size": 8}):
+        close(sl.hessian(net, data, group=group, **options) @ vectors, sl.hessian(net, data, **options) @ vectors)
+    from spiritlevel.curvature import hessian_variance
+
+    close(
+        hessian_variance(net, data, batch_size=3, group=group) @ vectors,
+        hessian_variance(net, data, batch_size=3) @ vectors,
+    )
+
+
+def check_estimators(rank: int, ranks: int, group: Any) -> None:
+    """Whatever is built on products: the same numbers as alone, and the vectors of rank 0."""
+    net, data = problem(16)
+    alone, shared = sl.hessian(net, data), sl.hessian(net, data, group=group, batch_size=2)
+    close(shared.dense(), alone.dense())
+    for ask in (
+        lambda op: sl.eigenvalues(op, 2, tol=1e-10).values,
+        lambda op: sl.operator_trace(op, probes=8, seed=1).value,
+        lambda op: sl.spectral_density(op, probes=2, steps=10).moment(2).value,
+    ):
+        found, expected = ask(shared), ask(alone)
+        torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-10)
+    vector = torch.arange(33, dtype=torch.float64)
+    mine = vector.clone() if rank == 0 else torch.full_like(vector, torch.nan)
+    close(shared @ mine, alone @ vector)
+    if rank:
+        assert mine.isnan().all(), "the caller's vector is not written to"
+
+
+def check_refusals(rank: int, ranks: int, group: Any) -> None:
+    """What one rank refuses all refuse, and what the ranks disagree on is refused: nobody waits for ever."""
+    net, (inputs, targets) = problem()
+    last = torch.tensor([0] * 6 + [3])
+    refused(r"target 3 .* is outside the model's 3 classes", lambda: sl.hessian(net, (inputs, last), group=group))
+    broken = inputs.clone()
+    broken[5] = torch.nan
+    refused("input of sample 5 is NaN", lambda: sl.hessian(net, (broken, targets), group=group, batch_size=1))
+    rolled = inputs.roll(rank, 0)
+    refused("ranks of group= differ in their data", lambda: sl.hessian(net, (rolled, targets), group=group))
+    options: dict[str, Any] = {"batch_norm": "batch", "batch_size": 4 + min(rank, 1)}
+    refused(
+        "ranks of group= differ in their data or batches",
+        lambda: sl.hessian(net, (inputs, targets), group=group, **options),
+    )
+    if rank:
+        with torch.no_grad():
+            net[0].weight[0, 0] += 1e-3
+    refused("ranks of group= differ in their models", lambda: sl.hessian(net, (inputs, targets), group=group))
+
+    class Changing:
+        """Data that change after the first pass, on one rank only."""
+
+        passes = 0
+
+        def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+            self.passes += 1
+            shift = rank if self.passes > 4 else 0
+            yield from ragged((inputs + shift, targets), 2, 2, 2, 1)
+
+    op = sl.hessian(problem()[0], Changing(), group=group, memory=1)
+    refused("the data changed between two passes", lambda: [op @ torch.ones(op.size).double() for _ in range(4)])
+
+
+def check_silence(rank: int, ranks: int, group: Any) -> None:
+    """Without `group` rank 0 measures while the others do nothing at all."""
+    if rank == 0:
+        net, data = problem()
+        (sl.hessian(net, data) @ torch.ones(33, dtype=torch.float64)).sum()
+        sl.sample_traces(net, data), sl.trace(net, data), sl.margins(net, data, distance=2)
+        sl.eigenvalues(sl.hessian(net, data))
+
+
+def check_death(rank: int, ranks: int, group: Any) -> None:
+    """Rank 1 is killed between two products: the others say so."""
+    op = sl.hessian(*problem(), group=group, batch_size=1)
+    vector = torch.ones(33, dtype=torch.float64)
+    op @ vector
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    op @ vector
+
+
+def check_standstill(rank: int, ranks: int, group: Any) -> None:
+    """Rank 1 stands still: the others give up after the group's own timeout."""
+    op = sl.hessian(*problem(), group=group, batch_size=1)
+    if rank == 1:
+        time.sleep(30)
+        return
+    op @ torch.ones(33, dtype=torch.float64)
+
+
+# ---------------------------------------------------------------- starting them
+
+
+def run(check: str, ranks: int, folder: Path, seconds: float = 120) -> list[tuple[int, str]]:
+    """Exit code and last words of every process."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent)}
+    command = [sys.executable, "-W", "error::UserWarning:spiritlevel", __file__, check]
+    workers = [
+        subprocess.Popen(
+            [*command, str(rank), str(ranks), str(folder / f"store-{check}")],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=environment,
+        )
+        for rank in range(ranks)
+    ]
+    try:
+        return [(worker.returncode, said) for worker in workers for said in [worker.communicate(timeout=seconds)[0]]]
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.wait()
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_several_processes_equal_one(tmp_path: Path, ranks: int) -> None:
+    results = run("products,estimators,refusals,silence", ranks, tmp_path)
+    assert [code for code, _ in results] == [0] * ranks, "\n\n".join(said for _, said in results)
+
+
+@pytest.mark.parametrize("check", ["death", pytest.param("standstill", marks=pytest.mark.slow)])
+def test_a_lost_rank_ends_the_job_with_a_sentence(tmp_path: Path, check: str) -> None:
+    started = time.monotonic()
+    (code, said), *_ = run(check, 2, tmp_path, seconds=60)
+    assert time.monotonic() - started < 60
+    assert code == 1
+    assert "ConnectionError: rank 0 of 2 has lost another rank, which died or does not answer" in said
+    assert "start the job again." in said.strip().splitlines()[-1]
+
+
+def test_group_without_a_process_group_is_refused() -> None:
+    with pytest.raises(InputError, match=r"group= needs torch\.distributed\.init_process_group first"):
+        sl.hessian(*problem(), group=object())
+
+
+def main(checks: str, rank: int, ranks: int, store: str) -> None:
+    timeout = datetime.timedelta(seconds=4 if checks == "standstill" else 60)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=timeout)
+    torch.manual_seed(0)  # the same vectors everywhere
+    for check in checks.split(","):
+        globals()[f"check_{check}"](rank, ranks, dist.group.WORLD)
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
