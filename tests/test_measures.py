@@ -16,7 +16,7 @@ from torch.func import functional_call, jacrev
 
 from spiritlevel import transforms
 from spiritlevel.errors import InputError
-from spiritlevel.measures import MEASURES, TRANSFORMS, Setting, select
+from spiritlevel.measures import DEFAULT, MEASURES, TRANSFORMS, Setting, select
 from spiritlevel.results import Estimate, Result
 from spiritlevel.transforms import Transformed
 
@@ -177,27 +177,65 @@ def brute_relative_flatness(weight: Tensor, block: Tensor) -> float:
     return total
 
 
-def test_relative_flatness(here: Setting, mlp: nn.Module, dense: Tensor) -> None:
-    parts = blocks(mlp)
-    each = [
-        brute_relative_flatness(parameter, dense[parts[name], parts[name]])
-        for name, parameter in mlp.named_parameters()
-        if parameter.ndim == 2
+def brute_each(net: nn.Module, matrix: Tensor) -> list[float]:
+    """The relative flatness of every weight, from the matrix of all parameters."""
+    parts = blocks(net)
+    return [
+        brute_relative_flatness(parameter, matrix[parts[name], parts[name]])
+        for name, parameter in net.named_parameters()
+        if parameter.ndim > 1
     ]
+
+
+def test_relative_flatness(here: Setting, mlp: nn.Module, dense: Tensor) -> None:
+    each = brute_each(mlp, dense)
     assert close(value(here, "relative_flatness"), each[-1])
-    found = MEASURES["relative_flatness_sum"].compute(here)
+    assert close(value(here, "relative_flatness_sum"), sum(each))
+    assert MEASURES["relative_flatness_sum"].compute(here).exact
+
+
+def test_relative_flatness_of_convolutions() -> None:
+    net = randomised(nn.Sequential(nn.Conv2d(1, 2, 2), nn.ReLU(inplace=True), nn.Conv2d(2, 3, 2), nn.Flatten()))
+    points = labelled(net, normal(10, 1, 3, 3))
+    each = brute_each(net, naive.mean_hessian(net, *points))
+    assert close(MEASURES["relative_flatness"](net, points).value, each[-1])
+    assert close(MEASURES["relative_flatness_sum"](net, points).value, sum(each))
+
+
+def test_relative_flatness_of_a_smooth_net_is_estimated() -> None:
+    net = randomised(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)))
+    points = labelled(net, normal(10, 3))
+    each = brute_each(net, naive.mean_hessian(net, *points))
+    assert close(MEASURES["relative_flatness"](net, points).value, each[-1])  # affine in the last layer
+    found = MEASURES["relative_flatness_sum"](net, points)
     assert found.stderr > 0
     assert abs(found.value - sum(each)) < 4 * found.stderr
 
 
-def test_relative_flatness_of_a_last_convolution_is_estimated() -> None:
-    net = randomised(nn.Sequential(nn.Conv2d(1, 2, 2), nn.ReLU(), nn.Conv2d(2, 3, 2), nn.Flatten()))
-    points = labelled(net, normal(10, 1, 3, 3))
-    part = blocks(net)["2.weight"]
-    wanted = brute_relative_flatness(net[2].weight, naive.mean_hessian(net, *points)[part, part])  # type: ignore[index]
-    found = MEASURES["relative_flatness"](net, points)
-    assert found.stderr > 0
-    assert abs(found.value - wanted) < 4 * found.stderr
+class Twice(nn.Module):
+    """One layer that runs twice, in between a convolution of groups and a layer over positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(2, 4, 2, groups=2, padding=1, padding_mode="circular")
+        self.middle, self.last = nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.conv(x).transpose(1, 2).relu()
+        return self.last(self.middle(self.middle(x).relu_()).mean(1))
+
+
+def test_blocks_of_layers_that_run_twice_or_over_positions() -> None:
+    net = randomised(Twice())
+    inputs, targets = labelled(net, normal(8, 2, 3))
+    fisher, parts = dense_gauss_newton(net, inputs), blocks(net)
+    found = Setting(net, (inputs, targets)).blocks
+    assert set(found) == {"conv.weight", "middle.weight", "last.weight"}
+    for name, block in found.items():
+        part = fisher[parts[name], parts[name]]
+        weight = net.get_parameter(name)
+        torch.testing.assert_close(block.diagonal.reshape(-1), part.diagonal(), rtol=1e-9, atol=1e-15)
+        assert close(block.relative, brute_relative_flatness(weight, part)), name
 
 
 def test_normalised_sharpness_is_the_minimum_over_scalings(here: Setting, mlp: nn.Module, dense: Tensor) -> None:
@@ -570,7 +608,9 @@ def test_every_entry_is_complete(name: str) -> None:
 
 def test_selection() -> None:
     assert {measure.name for measure in select()} < set(MEASURES)
+    assert [measure.name for measure in select("default")] == list(DEFAULT) == [measure.name for measure in select()]
     assert len(select("all")) == len(MEASURES)
+    assert [measure.name for measure in select(["trace", "weight_norm", "trace"])] == ["trace", "weight_norm"]
     with pytest.raises(InputError, match="did you mean 'trace'"):
         select("trce")
 

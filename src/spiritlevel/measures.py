@@ -10,16 +10,18 @@ for a network, `InputError` says why.
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from scipy.optimize import Bounds, minimize
+from scipy.optimize import Bounds, minimize, toms748
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.nn import functional as F
@@ -40,7 +42,7 @@ from spiritlevel.stats import skewness
 from spiritlevel.structure import Structure, analyse
 from spiritlevel.transforms import Transformed, fold_batchnorm
 
-__all__ = ["MEASURES", "TRANSFORMS", "Measure", "Setting", "select"]
+__all__ = ["DEFAULT", "MEASURES", "TRANSFORMS", "Measure", "Setting", "select"]
 
 TRANSFORMS: dict[str, str] = {
     "rescale_layers": "one factor for each layer, with product 1 along every path; the function stays",
@@ -63,6 +65,7 @@ _PROBES = 32
 _EXACT = 64  # up to so many parameters as many probes, which makes estimates exact
 _DRAWS = 16  # random perturbations, each with its mirror image
 _STEPS = 20  # of projected ascent
+_GAIN = 1e-4  # of a step of ascent, relative; less ends it
 _GRADIENTS = 2**25  # numbers that per-sample gradients hold at once
 
 
@@ -83,6 +86,7 @@ class Setting:
     ) -> None:
         self.model, self.data, self.loss, self.batch_norm, self.seed = model, data, loss, batch_norm, seed
         self.options = {"loss": loss, "batch_norm": batch_norm}
+        self._after: tuple[Transformed, _Ends] | None = None
 
     @functools.cached_property
     def problem(self) -> Problem:
@@ -184,14 +188,18 @@ class Setting:
         return sample_traces(self.model, self.data, per_layer=free, seed=self.seed, **self.options)
 
     @functools.cached_property
-    def frobenius(self) -> Estimate:
-        """‖H‖_F."""
-        return frobenius_norm(self.hessian, probes=_probes(self.problem.size), seed=self.seed)
+    def spectrum(self) -> _Ends:
+        """The ends and the Frobenius norm of H."""
+        return _Ends(self.hessian, self.seed)
 
-    @functools.cached_property
-    def largest(self) -> Estimate:
-        """λ₁ of H."""
-        return _end(self.hessian, "largest", self.seed)
+    def spectrum_after(self, transformed: Transformed) -> _Ends | None:
+        """The same of T⁻¹HT⁻¹, what H becomes by theory, if the transform is a diagonal T that keeps the function."""
+        certificate = transformed.certificate
+        if certificate.factors is None or certificate.scale != 1.0:
+            return None
+        if self._after is None or self._after[0] is not transformed:  # measures of one transform come in a row
+            self._after = transformed, _Ends(transformed.hessian(self.hessian), self.seed)
+        return self._after[1]
 
     @functools.cached_property
     def margins(self) -> Margins:
@@ -263,34 +271,9 @@ class Setting:
         return Setting(model, self.data, seed=self.seed, **self.options)
 
     @functools.cached_property
-    def diagonal(self) -> Params:
-        """The diagonal of the Gauss-Newton matrix, exactly: mean over samples of Σ_j d_j (v_jᵀJ)²."""
-        problem = self.problem
-        if self.batch_norm == "batch":
-            raise InputError("with batch_norm='batch' a sample has no gradient of its own; use batch_norm='eval'.")
-        if not problem.loss.closed_form:
-            raise InputError("the diagonal of the Gauss-Newton matrix needs a loss that offers its output factors.")
-
-        def scalar(params: Params, inputs: Tensor, vector: Tensor) -> Tensor:
-            outputs = functional_call(problem.model, {**problem.constants, **params}, (inputs[None],))
-            return (getattr(outputs, "logits", outputs)[0] * vector).sum()
-
-        squares = vmap(grad(scalar), in_dims=(None, 0, 0))
-        total = {name: torch.zeros_like(tensor, dtype=torch.float64) for name, tensor in problem.params.items()}
-        size = max(1, _GRADIENTS // problem.size)
-        with problem.active():
-            for inputs, targets in self.each():
-                if not isinstance(inputs, Tensor):
-                    raise InputError("the diagonal of the Gauss-Newton matrix needs inputs that are one tensor.")
-                for begin in range(0, len(targets), size):
-                    some, labels = inputs[begin : begin + size], targets[begin : begin + size]
-                    with torch.no_grad():
-                        outputs = problem.outputs(problem.params, some)
-                    for weight, vector in problem.loss.factors(outputs, labels):
-                        rows = squares(problem.params, some, vector.reshape(outputs.shape).to(outputs))
-                        for name, gradient in rows.items():
-                            total[name] += torch.einsum("n,n...->...", weight, gradient.detach().double().square())
-        return {name: tensor / self.count for name, tensor in total.items()}
+    def blocks(self) -> dict[str, _Block]:
+        """What the Gauss-Newton matrix says of the weights of every layer."""
+        return _blocks(self, self.layers)
 
     def normal(self, index: int, purpose: int) -> Tensor:
         """The draw of standard normal numbers with this index, (P,), for this purpose."""
@@ -313,6 +296,102 @@ class _Call:
         return f"{self.name}.weight" if self.name else "weight"
 
 
+@dataclass
+class _Block:
+    """The block G of the Gauss-Newton matrix that belongs to a weight with rows w_s."""
+
+    diagonal: Tensor  # of G, in the weight's shape
+    relative: float  # Σ_{s,s'} ⟨w_s, w_s'⟩ Tr G_{s,s'}
+
+
+def _blocks(setting: Setting, layers: Sequence[_Call]) -> dict[str, _Block]:
+    """Diagonals and relative flatness of the layers' blocks, exactly, from C−1 backward passes at most.
+
+    G = E Σ_j d_j vec(g_j)vec(g_j)ᵀ with the per-sample gradients g_j of v_jᵀφ by the weight W: the diagonal is
+    E Σ_j d_j g_j², the other sum E Σ_j d_j ‖Wᵀg_j‖². A backward pass gives δ = ∂(v_jᵀφ)/∂z at a layer's output z; of a
+    linear layer with one row a sample g = δaᵀ, so both follow from δ and its input a, and no gradient is formed.
+    """
+    problem = setting.problem
+    if setting.batch_norm == "batch":
+        raise InputError("with batch_norm='batch' a sample has no gradient of its own; use batch_norm='eval'.")
+    if not problem.loss.closed_form:
+        raise InputError("the Gauss-Newton matrix of the weights needs a loss that offers its output factors.")
+    found = {layer.weight: _Block(torch.zeros_like(problem.params[layer.weight]).double(), 0.0) for layer in layers}
+    with problem.active():
+        for inputs, targets in setting.each():
+            params = {name: tensor.detach().requires_grad_() for name, tensor in problem.params.items()}
+            with _recorded(layers) as ran:
+                outputs = problem.outputs(params, inputs)
+            factors = list(problem.loss.factors(outputs.detach(), targets))
+            for index, (scale, vector) in enumerate(factors):
+                slopes = torch.autograd.grad(
+                    outputs,
+                    [output for *_, output in ran],
+                    vector.reshape(outputs.shape).to(outputs),
+                    retain_graph=index + 1 < len(factors),
+                    materialize_grads=True,
+                )
+                calls: dict[str, list[_Slope]] = {}
+                for (layer, points, _), slope in zip(ran, slopes, strict=True):
+                    calls.setdefault(layer.weight, []).append((layer.module, points, slope))
+                for weight, each in calls.items():
+                    _add_block(found[weight], problem.params[weight], each, scale)
+    for block in found.values():
+        block.diagonal /= setting.count
+        block.relative /= setting.count
+    return found
+
+
+_Slope = tuple[nn.Module, Tensor, Tensor]
+"""A call of a layer: its module, its input a, and the slope δ at its output."""
+
+
+@contextlib.contextmanager
+def _recorded(layers: Sequence[_Call]) -> Iterator[list[tuple[_Call, Tensor, Tensor]]]:
+    """A list of (layer, input, output) that a forward pass inside fills."""
+    ran: list[tuple[_Call, Tensor, Tensor]] = []
+
+    def hook(module: nn.Module, args: Any, output: Tensor, layer: _Call) -> Tensor:
+        ran.append((layer, args[0].detach(), output))
+        return output.clone()  # what comes next may write into it
+
+    handles = [layer.module.register_forward_hook(functools.partial(hook, layer=layer)) for layer in layers]
+    try:
+        yield ran
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _add_block(block: _Block, weight: Tensor, calls: list[_Slope], scale: Tensor) -> None:
+    """Add Σ_n d g² and Σ_n d ‖Wᵀg‖² of one factor; a layer that ran twice has the sum of two gradients."""
+    module, points, slope = calls[0]
+    if isinstance(module, nn.Linear) and points.ndim == 2 and len(calls) == 1:
+        block.diagonal += (scale[:, None] * slope.double().square()).T @ points.double().square()
+        sizes = (slope @ weight).double().square().sum(1) * points.double().square().sum(1)
+        block.relative += float(scale @ sizes)
+        return
+    samples, rows = max(1, _GRADIENTS // weight.numel()), weight.reshape(len(weight), -1)
+    gram = rows @ rows.T if len(rows) < rows.shape[1] else None
+    for begin in range(0, len(scale), samples):
+        part = slice(begin, begin + samples)
+        gradients = sum(_weight_gradients(module, weight, points[part], slope[part]) for module, points, slope in calls)
+        assert isinstance(gradients, Tensor)
+        block.diagonal += torch.einsum("n,n...->...", scale[part], gradients.double().square())
+        flat = gradients.reshape(len(gradients), *rows.shape)
+        forms = (rows.T @ flat).square() if gram is None else flat * (gram @ flat)
+        block.relative += float(scale[part] @ forms.double().sum((1, 2)))
+
+
+def _weight_gradients(module: nn.Module, weight: Tensor, points: Tensor, slope: Tensor) -> Tensor:
+    """∂(δ·z)/∂W of one layer for every sample, (N, …)."""
+
+    def form(weight: Tensor, point: Tensor, slope: Tensor) -> Tensor:
+        return (functional_call(module, {"weight": weight}, (point[None],))[0] * slope).sum()
+
+    return vmap(grad(form), in_dims=(None, 0, 0))(weight.detach(), points, slope).detach()
+
+
 def _as_classes(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """Outputs (N, C ≥ 2), a single logit φ as (0, φ), and integer labels."""
     outputs = outputs.reshape(len(targets), -1)
@@ -327,13 +406,48 @@ def _probes(size: int) -> int:
     return size if 2 <= size <= _EXACT else _PROBES
 
 
-def _end(op: Any, which: str, seed: int) -> Estimate:
-    pair = eigenvalues(op, which=which, vectors=False, seed=seed)
-    reason = "" if pair.converged else f"not converged: {pair.reason}"
-    return Estimate(float(pair.values[0]), matvecs=pair.matvecs, seed=seed, reason=reason)
+class _Ends:
+    """Both ends of an operator's spectrum and its Frobenius norm, each computed when first asked for."""
+
+    def __init__(self, op: Operator, seed: int) -> None:
+        self.op, self.seed = op, seed
+
+    def _end(self, which: str) -> tuple[float, Estimate]:
+        pair = eigenvalues(self.op, which=which, vectors=False, seed=self.seed)
+        reason = "" if pair.converged else f"not converged: {pair.reason}"
+        value = float(pair.values[0])
+        return value, Estimate(value, matvecs=pair.matvecs, seed=self.seed, reason=reason)
+
+    @functools.cached_property
+    def dominant(self) -> tuple[float, Estimate]:
+        """The eigenvalue of largest magnitude: by its sign it is also the largest or the smallest."""
+        return self._end("magnitude")
+
+    @functools.cached_property
+    def largest(self) -> Estimate:
+        """λ₁."""
+        return self.dominant[1] if self.dominant[0] > 0 else self._end("largest")[1]
+
+    @functools.cached_property
+    def smallest(self) -> Estimate:
+        """λ_P."""
+        return self.dominant[1] if self.dominant[0] < 0 else self._end("smallest")[1]
+
+    @functools.cached_property
+    def norm(self) -> Estimate:
+        """max|λ|."""
+        return dataclasses.replace(self.dominant[1], value=abs(self.dominant[0]))
+
+    @functools.cached_property
+    def frobenius(self) -> Estimate:
+        """√Σλ²."""
+        return frobenius_norm(self.op, probes=_probes(self.op.size), seed=self.seed)
 
 
 # ---------------------------------------------------------------- the registry
+
+Compute = Callable[[Setting], Estimate]
+Predict = Callable[[Setting, Transformed], float | None]
 
 
 @dataclass(frozen=True)
@@ -342,7 +456,7 @@ class Measure:
 
     `direction` says what a larger value means: "sharper", "flatter", "wider" (margins) or "larger" (norms). `cost` is
     the dearest thing it does: "forward", "backward", "matvecs" or "optimiser". `invariant_to` are the names of the
-    transforms that leave it as it is. `lower_bound` marks values that an optimiser found.
+    transforms that leave it as it is; `predict` gives the value after a transform where theory knows it.
 
     >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2))
     >>> data = torch.ones(4, 2), torch.tensor([0, 1, 0, 1])
@@ -355,18 +469,21 @@ class Measure:
     formula: str
     reference: str
     cost: str
-    direction: str
-    invariant_to: frozenset[str]
-    compute: Callable[[Setting], Estimate]
-    predict: Callable[[Setting, Transformed], float | None] | None = None
-    lower_bound: bool = False
-    in_default: bool = False
+    compute: Compute
+    direction: str = "sharper"
+    invariant_to: frozenset[str] = frozenset()
+    predict: Predict | None = None
 
     def __call__(
         self, model: nn.Module, data: Any, *, loss: Any = "cross_entropy", batch_norm: str = "eval", seed: int = 0
     ) -> Estimate:
         """The measure of a model on data, with its error; the model is left as it was."""
         return self.compute(Setting(model, data, loss=loss, batch_norm=batch_norm, seed=seed))
+
+    @property
+    def lower_bound(self) -> bool:
+        """Whether an optimiser found the value, so that the true one may be larger."""
+        return self.cost == "optimiser"
 
     def __str__(self) -> str:
         bound = " (a lower bound)" if self.lower_bound else ""
@@ -376,25 +493,38 @@ class Measure:
 MEASURES: dict[str, Measure] = {}
 """All measures by name."""
 
+DEFAULT = (
+    "trace",
+    "largest_eigenvalue",
+    "fisher_rao_norm",
+    "layer_scaled_trace",
+    "quotient_norm",
+    "relative_flatness",
+    "adaptive_sharpness_average",
+    "weight_norm",
+    "path_norm",
+    "mean_aceht",
+    "margin_mean",
+    "input_distance",
+    "spectral_margin_mean",
+)
+"""The measures that are taken unless others are named: cheap, and one or two of every kind."""
+
 
 def select(names: str | Iterable[str] | None = None) -> tuple[Measure, ...]:
-    """Measures by their names: those of the default set, "all", or the ones listed.
+    """Measures by their names: "default" (as is None), "all", or the ones listed.
 
     >>> [measure.name for measure in select(["trace", "path_norm"])]
     ['trace', 'path_norm']
     """
-    if names is None:
-        return tuple(measure for measure in MEASURES.values() if measure.in_default)
-    if names == "all":
-        return tuple(MEASURES.values())
-    wanted = [names] if isinstance(names, str) else list(names)
+    if names is None or isinstance(names, str):
+        sets = {None: DEFAULT, "default": DEFAULT, "all": tuple(MEASURES)}
+        names = sets.get(names) or (str(names),)
+    wanted = tuple(dict.fromkeys(names))
     for name in wanted:
         if name not in MEASURES:
-            raise unknown_name("measure", name, MEASURES)
+            raise unknown_name("measure", name, [*MEASURES, "default", "all"])
     return tuple(MEASURES[name] for name in wanted)
-
-
-Compute = Callable[[Setting], Estimate]
 
 
 def _register(name: str, meaning: str, formula: str, reference: str, **fields: Any) -> Callable[[Compute], Compute]:
@@ -403,10 +533,6 @@ def _register(name: str, meaning: str, formula: str, reference: str, **fields: A
         return compute
 
     return add
-
-
-def _nothing() -> frozenset[str]:
-    return frozenset()
 
 
 # ---------------------------------------------------------------- predictions for T: θ → Tθ (MATH 4.8)
@@ -435,18 +561,6 @@ def _predicted_mean_eigenvalue(setting: Setting, transformed: Transformed) -> fl
     return None if value is None else value / setting.problem.size
 
 
-def _from_operator(compute: Callable[[Operator, int], float]) -> Callable[[Setting, Transformed], float | None]:
-    """What an operator measure becomes, from T⁻¹HT⁻¹."""
-
-    def predict(setting: Setting, transformed: Transformed) -> float | None:
-        certificate = transformed.certificate
-        if certificate.factors is None or certificate.scale != 1.0:
-            return None
-        return compute(transformed.hessian(setting.hessian), setting.seed)
-
-    return predict
-
-
 def _times_scale(compute: Compute) -> Callable[[Setting, Transformed], float | None]:
     """A quantity of the outputs that is proportional to them."""
     return lambda setting, transformed: compute(setting).value * transformed.certificate.scale
@@ -472,10 +586,7 @@ def _predicted_norm(setting: Setting, transformed: Transformed) -> float | None:
     "Tr H",
     "paper A, section 3; paper C",
     cost="backward",
-    direction="sharper",
-    invariant_to=_nothing(),
     predict=_predicted_trace,
-    in_default=True,
 )
 def _trace(setting: Setting) -> Estimate:
     return setting.traces.mean()
@@ -487,8 +598,6 @@ def _trace(setting: Setting) -> Estimate:
     "Tr H / P",
     "paper C",
     cost="backward",
-    direction="sharper",
-    invariant_to=_nothing(),
     predict=_predicted_mean_eigenvalue,
 )
 def _mean_eigenvalue(setting: Setting) -> Estimate:
@@ -507,61 +616,25 @@ def _scaled(estimate: Estimate, factor: float) -> Estimate:
     )
 
 
-@_register(
-    "spectral_norm",
-    "largest absolute eigenvalue of the Hessian",
-    "max |λ|",
-    "paper C",
-    cost="matvecs",
-    direction="sharper",
-    invariant_to=_nothing(),
-    predict=_from_operator(lambda op, seed: spectral_norm(op, seed=seed).value),
-)
-def _spectral_norm(setting: Setting) -> Estimate:
-    return spectral_norm(setting.hessian, seed=setting.seed)
+def _register_end(name: str, get: Callable[[_Ends], Estimate], meaning: str, formula: str, **fields: Any) -> None:
+    def predict(setting: Setting, transformed: Transformed) -> float | None:
+        after = setting.spectrum_after(transformed)
+        return None if after is None else get(after).value
+
+    add = _register(name, meaning, formula, "paper C", cost="matvecs", predict=predict, **fields)
+    add(lambda setting: get(setting.spectrum))
 
 
-@_register(
-    "largest_eigenvalue",
-    "largest eigenvalue of the Hessian (paper C's 'spectral norm')",
-    "λ₁",
-    "paper C",
-    cost="matvecs",
-    direction="sharper",
-    invariant_to=_nothing(),
-    predict=_from_operator(lambda op, seed: _end(op, "largest", seed).value),
-    in_default=True,
-)
-def _largest_eigenvalue(setting: Setting) -> Estimate:
-    return setting.largest
-
-
-@_register(
+_register_end("spectral_norm", lambda ends: ends.norm, "largest absolute eigenvalue of the Hessian", "max |λ|")
+_register_end("largest_eigenvalue", lambda ends: ends.largest, "largest eigenvalue (paper C's 'spectral norm')", "λ₁")
+_register_end(
     "smallest_eigenvalue",
+    lambda ends: ends.smallest,
     "smallest eigenvalue of the Hessian, negative off a minimum",
     "λ_P",
-    "paper C",
-    cost="matvecs",
     direction="flatter",
-    invariant_to=_nothing(),
-    predict=_from_operator(lambda op, seed: _end(op, "smallest", seed).value),
 )
-def _smallest_eigenvalue(setting: Setting) -> Estimate:
-    return _end(setting.hessian, "smallest", setting.seed)
-
-
-@_register(
-    "frobenius_norm",
-    "Frobenius norm of the Hessian",
-    "√Tr(H²)",
-    "paper C",
-    cost="matvecs",
-    direction="sharper",
-    invariant_to=_nothing(),
-    predict=_from_operator(lambda op, seed: frobenius_norm(op, probes=_probes(op.size), seed=seed).value),
-)
-def _frobenius_norm(setting: Setting) -> Estimate:
-    return setting.frobenius
+_register_end("frobenius_norm", lambda ends: ends.frobenius, "Frobenius norm of the Hessian", "√Tr(H²)")
 
 
 @_register(
@@ -570,11 +643,9 @@ def _frobenius_norm(setting: Setting) -> Estimate:
     "Tr(H²)/P",
     "paper C",
     cost="matvecs",
-    direction="sharper",
-    invariant_to=_nothing(),
 )
 def _mean_square_eigenvalue(setting: Setting) -> Estimate:
-    norm, size = setting.frobenius, setting.problem.size
+    norm, size = setting.spectrum.frobenius, setting.problem.size
     error = 2 * norm.value * norm.stderr / size
     return Estimate(norm.value**2 / size, error, norm.dof, norm.matvecs, norm.seed, reason=norm.reason)
 
@@ -585,8 +656,6 @@ def _mean_square_eigenvalue(setting: Setting) -> Estimate:
     "Σ_{i≤k} log λ_i",
     "Wu, Zhu & E 2017, arXiv:1706.10239",
     cost="matvecs",
-    direction="sharper",
-    invariant_to=_nothing(),
 )
 def _log_volume(setting: Setting) -> Estimate:
     found = eigenvalues(setting.hessian, min(_TOP, setting.problem.size), vectors=False, seed=setting.seed)
@@ -604,8 +673,6 @@ def _log_volume(setting: Setting) -> Estimate:
     "E_x E_{c~S} ‖∇ℓ(θ; x, c)‖² = Tr GGN",
     "Golatkar, Achille & Soatto 2019, arXiv:1905.13277",
     cost="backward",
-    direction="sharper",
-    invariant_to=_nothing(),
     predict=lambda setting, transformed: (
         _predicted_trace(setting, transformed) if setting.traces.method == "exact" else None
     ),
@@ -622,8 +689,6 @@ def _fisher_trace(setting: Setting) -> Estimate:
     "E ‖∇ℓ(θ; x, y)‖²",
     "Golatkar, Achille & Soatto 2019, arXiv:1905.13277",
     cost="backward",
-    direction="sharper",
-    invariant_to=_nothing(),
 )
 def _empirical_fisher_trace(setting: Setting) -> Estimate:
     problem = setting.problem
@@ -654,9 +719,7 @@ def _empirical_fisher_trace(setting: Setting) -> Estimate:
     "θᵀFθ, F the Gauss-Newton matrix",
     "Liang, Poggio, Rakhlin & Stokes 2019, arXiv:1711.01530",
     cost="backward",
-    direction="sharper",
     invariant_to=_DIAGONAL,
-    in_default=True,
 )
 def _fisher_rao_norm(setting: Setting) -> Estimate:
     problem, total = setting.problem, 0.0
@@ -687,9 +750,7 @@ def _in_layer_norms(setting: Setting) -> Operator:
     "Σ_l ‖w_l‖² Tr H_ll",
     "from H(Tθ) = T⁻¹H(θ)T⁻¹; MATH 4.8",
     cost="backward",
-    direction="sharper",
     invariant_to=_BY_TENSOR,
-    in_default=True,
 )
 def _layer_scaled_trace(setting: Setting) -> Estimate:
     traces = setting.traces
@@ -706,9 +767,7 @@ def _layer_scaled_trace(setting: Setting) -> Estimate:
     "‖N H N‖₂, N = blockdiag(‖w_l‖ I)",
     "Rangamani, Nguyen, Kumar, Phan, Chin & Tran 2019, arXiv:1902.02434",
     cost="matvecs",
-    direction="sharper",
     invariant_to=_BY_TENSOR,
-    in_default=True,
 )
 def _quotient_norm(setting: Setting) -> Estimate:
     return spectral_norm(_in_layer_norms(setting), seed=setting.seed)
@@ -720,29 +779,12 @@ def _quotient_norm(setting: Setting) -> Estimate:
     "Σ_{s,s'} ⟨w_s, w_s'⟩ Tr H_{s,s'}, w_s the rows of the last layer's weight",
     "Petzka, Kamp, Adilova, Sminchisescu & Boley 2021, arXiv:2001.00939",
     cost="forward",
-    direction="sharper",
     invariant_to=_BY_TENSOR | {"fold_batchnorm"},
-    in_default=True,
 )
 def _relative_flatness(setting: Setting) -> Estimate:
-    problem, last = setting.problem, setting.layers[-1]
-    affine = isinstance(last.module, nn.Linear) and len(last.inputs) == 2 and problem.loss.closed_form
-    if not (affine and last.output.shape == setting.final.shape and torch.equal(last.output, setting.final)):
-        return _relative_flatness_of(setting, [last])
-    weight, total = problem.params[last.weight].double(), 0.0
-    points: list[Tensor] = []
-    handle = last.module.register_forward_pre_hook(lambda module, args: points.append(args[0].detach()))
-    try:
-        with problem.active(), torch.no_grad():
-            for inputs, targets in setting.each():
-                points.clear()
-                outputs = problem.outputs(problem.params, inputs)
-                square = points[-1].double().square().sum(1)
-                for scale, vector in problem.loss.factors(outputs, targets):  # tr WᵀAW = Σ_j d_j ‖Wᵀv_j‖²
-                    total += float((square * scale * (vector.double() @ weight).square().sum(1)).sum())
-    finally:
-        handle.remove()
-    return Estimate(total / setting.count, matvecs=0, seed=setting.seed)
+    last = setting.layers[-1]
+    ends = last.output.shape == setting.final.shape and torch.equal(last.output, setting.final)
+    return _relative_flatness_of(setting, [last], ends)
 
 
 @_register(
@@ -750,16 +792,22 @@ def _relative_flatness(setting: Setting) -> Estimate:
     "relative flatness of all linear layers and convolutions, added up",
     "Σ_l Σ_{s,s'} ⟨w_s, w_s'⟩ Tr H_{s,s'}",
     "Petzka, Kamp, Adilova, Sminchisescu & Boley 2021, arXiv:2001.00939",
-    cost="matvecs",
-    direction="sharper",
+    cost="backward",
     invariant_to=_BY_TENSOR | {"fold_batchnorm"},
 )
 def _relative_flatness_sum(setting: Setting) -> Estimate:
-    return _relative_flatness_of(setting, setting.layers)
+    return _relative_flatness_of(setting, setting.layers, False)
 
 
-def _relative_flatness_of(setting: Setting, layers: list[_Call]) -> Estimate:
-    """Probes v_l = (W_l g) zᵀ with sign vectors g, z: E vᵀHv = Σ_l Σ_{s,s'} ⟨w_s, w_s'⟩ Tr H_{s,s'}, unbiased."""
+def _relative_flatness_of(setting: Setting, layers: list[_Call], affine: bool) -> Estimate:
+    """Exact where these layers' blocks of H are those of the Gauss-Newton matrix: `affine` outputs, or ReLU networks.
+
+    Elsewhere from probes v_l = (W_l g) zᵀ with sign vectors g, z: E vᵀHv = Σ_l Σ_{s,s'} ⟨w_s, w_s'⟩ Tr H_{s,s'}.
+    """
+    closed = setting.problem.loss.closed_form and setting.batch_norm == "eval"
+    if closed and (affine or setting.structure.exact):
+        blocks = setting.blocks if layers is setting.layers else _blocks(setting, layers)
+        return Estimate(sum(block.relative for block in blocks.values()), seed=setting.seed)
     op, draws = setting.hessian, []
     params = setting.problem.params
     for index in range(_PROBES):
@@ -782,7 +830,6 @@ def _relative_flatness_of(setting: Setting, layers: list[_Call]) -> Estimate:
     "Σ_l min_{r,c>0} Σ_{ij} [h_ij r_i²c_j² + W_ij²/(r_i²c_j²)], h the diagonal of the Gauss-Newton matrix",
     "Tsuzuku, Sato & Sugiyama 2020, arXiv:1901.04653",
     cost="backward",
-    direction="sharper",
     invariant_to=_SAME,
 )
 def _normalised_sharpness(setting: Setting) -> Estimate:
@@ -795,7 +842,7 @@ def _normalised_sharpness(setting: Setting) -> Estimate:
         weight = setting.problem.params[layer.weight].double()
         shape = (*weight.shape[:2], -1)
         value, converged = _balanced(
-            setting.diagonal[layer.weight].reshape(shape).sum(2), weight.square().reshape(shape).sum(2)
+            setting.blocks[layer.weight].diagonal.reshape(shape).sum(2), weight.square().reshape(shape).sum(2)
         )
         total += value
         if not converged:
@@ -829,7 +876,8 @@ def _balanced(h: Tensor, w: Tensor, steps: int = 2000, tol: float = 1e-9) -> tup
 def _ascent(setting: Setting, unit: Tensor, radius: float, norm: float) -> Estimate:
     """Maximum of L(θ + unit∘u) − L over ‖u‖ ≤ radius: projected ascent along the unit gradient, the best point seen.
 
-    `norm` is 2 or infinity. The iteration knows only u, so scaling θ and `unit` alike changes no step.
+    `norm` is 2 or infinity. At most 20 steps, until one gains less than 0.01 %. The iteration knows only u, so scaling
+    θ and `unit` alike changes no step.
     """
     base, slope = setting.start
 
@@ -842,9 +890,12 @@ def _ascent(setting: Setting, unit: Tensor, radius: float, norm: float) -> Estim
     step = uphill(slope)
     if not bool(step.any()):  # a critical point: any direction will do
         step = uphill(setting.normal(0, 7) / unit.clamp_min(torch.finfo(unit.dtype).tiny) * (unit > 0))
-    u, best = step, 0.0
+    u, best, gradients = step, 0.0, 1
     for _ in range(_STEPS):
+        gradients += 1
         value, gradient = setting.gradient_at(setting.theta + unit * u)
+        if 0 < value - base <= best * (1 + _GAIN):
+            break
         best = max(best, value - base)
         moved = u + uphill(gradient)
         u = (
@@ -852,8 +903,9 @@ def _ascent(setting: Setting, unit: Tensor, radius: float, norm: float) -> Estim
             if norm == math.inf
             else moved * min(1.0, radius / max(float(moved.norm()), torch.finfo(moved.dtype).tiny))
         )
-    best = max(best, setting.loss_at(setting.theta + unit * u) - base)
-    return Estimate(best, matvecs=_STEPS + 1, seed=setting.seed)
+    else:
+        value = setting.loss_at(setting.theta + unit * u)
+    return Estimate(max(best, value - base), matvecs=gradients, seed=setting.seed)
 
 
 @_register(
@@ -862,9 +914,6 @@ def _ascent(setting: Setting, unit: Tensor, radius: float, norm: float) -> Estim
     "max_{‖δ‖₂≤ρ} L(θ+δ) − L, ρ = 0.05",
     "Foret, Kleiner, Mobahi & Neyshabur 2021, arXiv:2010.01412",
     cost="optimiser",
-    direction="sharper",
-    invariant_to=_nothing(),
-    lower_bound=True,
 )
 def _ball_sharpness(setting: Setting) -> Estimate:
     return _ascent(setting, torch.ones_like(setting.theta), 0.05, 2)
@@ -876,9 +925,7 @@ def _ball_sharpness(setting: Setting) -> Estimate:
     "max_{‖δ/|θ|‖₂≤ρ} L(θ+δ) − L, ρ = 0.5",
     "Kwon, Kim, Park & Choi 2021, arXiv:2102.11600",
     cost="optimiser",
-    direction="sharper",
     invariant_to=_DIAGONAL,
-    lower_bound=True,
 )
 def _adaptive_sharpness_l2(setting: Setting) -> Estimate:
     return _ascent(setting, setting.theta.abs(), 0.5, 2)
@@ -890,9 +937,7 @@ def _adaptive_sharpness_l2(setting: Setting) -> Estimate:
     "max_{|δ_i|≤ρ|θ_i|} L(θ+δ) − L, ρ = 0.01",
     "Kwon et al. 2021, arXiv:2102.11600; Andriushchenko et al. 2023, arXiv:2302.07011",
     cost="optimiser",
-    direction="sharper",
     invariant_to=_DIAGONAL,
-    lower_bound=True,
 )
 def _adaptive_sharpness_linf(setting: Setting) -> Estimate:
     return _ascent(setting, setting.theta.abs(), 0.01, math.inf)
@@ -915,8 +960,6 @@ def _average(setting: Setting, spread: Tensor | float, purpose: int) -> Estimate
     "E_{δ~N(0,σ²I)} L(θ+δ) − L ≈ ½σ² Tr H, σ = 0.01 the standard deviation",
     "MATH 7",
     cost="forward",
-    direction="sharper",
-    invariant_to=_nothing(),
 )
 def _average_sharpness(setting: Setting) -> Estimate:
     return _average(setting, 0.01, 1)
@@ -928,19 +971,19 @@ def _average_sharpness(setting: Setting) -> Estimate:
     "E L(θ+δ) − L, δ_i ~ N(0, ρ²θ_i²), ρ = 0.05",
     "Andriushchenko, Croce, Müller, Hein & Flammarion 2023, arXiv:2302.07011",
     cost="forward",
-    direction="sharper",
     invariant_to=_DIAGONAL,
-    in_default=True,
 )
 def _adaptive_sharpness_average(setting: Setting) -> Estimate:
     return _average(setting, 0.05 * setting.theta.abs(), 2)
 
 
 def _box(setting: Setting, epsilon: float, columns: int | None) -> Estimate:
-    """Bounded L-BFGS in the coordinates of the box, from two starts; the best point seen, which is inside."""
+    """Bounded L-BFGS in the coordinates of the box; the best point seen, which is inside.
+
+    It starts at the corner that the gradient points to, which is far better than a random point unless there is none.
+    """
     base, slope = setting.start
-    size, dtype = setting.problem.size, setting.problem.dtype
-    basis = None
+    size, basis = setting.problem.size, None
     if columns is not None:
         generator = torch.Generator().manual_seed(setting.seed)
         basis = torch.linalg.qr(torch.randn(size, min(columns, size), generator=generator, dtype=torch.float64)).Q
@@ -955,23 +998,22 @@ def _box(setting: Setting, epsilon: float, columns: int | None) -> Estimate:
     def inward(gradient: Tensor) -> Tensor:
         return half * (gradient if basis is None else basis.T @ gradient)
 
-    scale = 1.0
-
     def negative(u: Any) -> tuple[float, Any]:
         nonlocal best, evaluations
         evaluations += 1
         value, gradient = setting.gradient_at(setting.theta + outward(torch.from_numpy(u).to(half)))
         best = max(best, value)
-        return (base - value) * scale, -(inward(gradient).double() * scale).cpu().numpy()
+        return (base - value) / scale, -(inward(gradient).double() / scale).cpu().numpy()
 
-    generator = torch.Generator().manual_seed(setting.seed + 1)
-    random = torch.rand(len(half), generator=generator, dtype=torch.float64).mul(2).sub(1).numpy()
-    starts = [random, np.sign(inward(slope).double().cpu().numpy())]
-    for start in starts if np.any(starts[1]) else starts[:1]:
-        scale = 1.0
-        scale = 1 / max(float(np.abs(negative(start)[1]).max()), float(torch.finfo(dtype).tiny))
-        options = {"maxiter": 10, "maxfun": 30, "ftol": 0.0, "gtol": 0.0}
-        minimize(negative, start, jac=True, bounds=Bounds(-1, 1), method="L-BFGS-B", options=options)
+    uphill, scale = inward(slope).double().cpu().numpy(), 1.0
+    start = np.sign(uphill)
+    if not np.any(start):
+        generator = torch.Generator().manual_seed(setting.seed + 1)
+        start = torch.rand(len(half), generator=generator, dtype=torch.float64).mul(2).sub(1).numpy()
+        uphill = negative(start)[1]
+    scale = max(float(np.abs(uphill).max()), float(torch.finfo(setting.problem.dtype).tiny))
+    options = {"maxiter": 10, "maxfun": 30, "ftol": 0.0, "gtol": 0.0}
+    minimize(negative, start, jac=True, bounds=Bounds(-1, 1), method="L-BFGS-B", options=options)
     return Estimate(100 * (best - base) / (1 + base), matvecs=evaluations, seed=setting.seed)
 
 
@@ -987,9 +1029,6 @@ def _register_box(name: str, epsilon: float, columns: int | None) -> None:
         + ("A = I" if columns is None else f"A orthonormal with {columns} columns"),
         _KESKAR,
         cost="optimiser",
-        direction="sharper",
-        invariant_to=_nothing(),
-        lower_bound=True,
     )(functools.partial(_box, epsilon=epsilon, columns=columns))
 
 
@@ -1004,60 +1043,57 @@ _register_box("box_sharpness_subspace", 1e-3, 100)
     "100 κλ₁, κ = ½ε² Σ(|θ_i|+1)²/(1+L), ε = 1e-3",
     "paper C, Eq. 2, in the form of MATH 3",
     cost="matvecs",
-    direction="sharper",
-    invariant_to=_nothing(),
 )
 def _box_sharpness_curvature(setting: Setting) -> Estimate:
     kappa = 0.5e-6 * float((setting.theta.double().abs() + 1).square().sum()) / (1 + setting.start[0])
-    return _scaled(setting.largest, 100 * kappa)
+    return _scaled(setting.spectrum.largest, 100 * kappa)
 
 
 # ---------------------------------------------------------------- PAC-Bayes
 
 _ALLOWED = 0.1  # rise of the error
 _PAC_DRAWS = 10
+_PAC_WIDTH = 0.0099  # of the bracket that is left of log σ
 
 
 def _pac_bayes(setting: Setting, deviation: Callable[[float], Tensor | float], purpose: int) -> Estimate:
-    """1/σ² by bisection on fixed draws; its error by the delta method, from the draws' spread and the slope in log σ.
+    """1/σ² on fixed draws, by doubling or halving σ until the rise is crossed and then enclosing the crossing to 1 %.
 
-    `deviation` maps σ to the standard deviation of every parameter.
+    The error follows by the delta method, from the spread of the draws and the slope of the rise in log σ over the
+    first bracket. `deviation` maps σ to the standard deviation of every parameter.
     """
     base = setting.errors_at(setting.theta)
-    evaluations = 0
+    seen: dict[float, Tensor] = {}
 
-    def rises(sigma: float) -> Tensor:
-        nonlocal evaluations
-        evaluations += _PAC_DRAWS
+    def excess(log_sigma: float) -> float:
+        """How far the mean rise is above what is allowed; never 0, so that the search ends at both of its sides."""
+        sigma = math.exp(log_sigma)
         found = [
             setting.errors_at(setting.theta + deviation(sigma) * setting.normal(index, purpose)) - base
             for index in range(_PAC_DRAWS)
         ]
-        return torch.tensor(found, dtype=torch.float64)
+        seen[log_sigma] = torch.tensor(found, dtype=torch.float64)
+        return float(seen[log_sigma].mean()) - _ALLOWED - 1e-9
 
-    def allowed(sigma: float) -> bool:
-        return float(rises(sigma).mean()) <= _ALLOWED
-
-    low = 0.1
-    growing = allowed(low)
+    low = math.log(0.1)
+    first = excess(low)
+    step = math.log(2) if first < 0 else -math.log(2)
     for _ in range(24):
-        if allowed(low * 2 if growing else low / 2) != growing:
-            low = low if growing else low / 2
+        low += step
+        if excess(low) * first < 0:
             break
-        low = low * 2 if growing else low / 2
     else:
         raise InputError(
-            f"the error never crosses the allowed rise of {_ALLOWED}, however {'large' if growing else 'small'} the "
+            f"the error never crosses the allowed rise of {_ALLOWED}, however {'large' if first < 0 else 'small'} the "
             "noise; the error at the model is too close to chance, or the network too fragile."
         )
-    high = low * 2
-    for _ in range(8):
-        middle = math.sqrt(low * high)
-        low, high = (middle, high) if allowed(middle) else (low, middle)
-    spread = float(rises(low).std()) / math.sqrt(_PAC_DRAWS)
-    slope = float(rises(low * 1.25).mean() - rises(low / 1.25).mean()) / (2 * math.log(1.25))
-    error = 2 / low**2 * spread / slope if slope > 0 else math.inf
-    return Estimate(1 / low**2, error, _PAC_DRAWS - 1, evaluations, setting.seed)
+    ends = sorted((low - step, low))
+    slope = float(seen[ends[1]].mean() - seen[ends[0]].mean()) / math.log(2)
+    toms748(excess, *ends, xtol=_PAC_WIDTH, rtol=1e-12, k=1)
+    sigma = max(point for point, rises in seen.items() if float(rises.mean()) <= _ALLOWED + 1e-9)
+    spread = float(seen[sigma].std()) / math.sqrt(_PAC_DRAWS)
+    value = math.exp(-2 * sigma)
+    return Estimate(value, 2 * value * spread / slope, _PAC_DRAWS - 1, len(seen) * _PAC_DRAWS, setting.seed)
 
 
 @_register(
@@ -1066,8 +1102,6 @@ def _pac_bayes(setting: Setting, deviation: Callable[[float], Tensor | float], p
     "1/σ², σ the largest standard deviation with E_{u~N(0,σ²I)} err(θ+u) − err(θ) ≤ 0.1",
     "Neyshabur et al. 2017, arXiv:1706.08947; Jiang et al. 2019, arXiv:1912.02178",
     cost="forward",
-    direction="sharper",
-    invariant_to=_nothing(),
 )
 def _pac_bayes_flatness(setting: Setting) -> Estimate:
     return _pac_bayes(setting, lambda sigma: sigma, 3)
@@ -1079,8 +1113,6 @@ def _pac_bayes_flatness(setting: Setting) -> Estimate:
     "1/σ², σ the largest with u_i ~ N(0, σ²θ_i² + ε²), E err(θ+u) − err(θ) ≤ 0.1, ε = 1e-3",
     "Jiang, Neyshabur, Mobahi, Krishnan & Bengio 2019, arXiv:1912.02178",
     cost="forward",
-    direction="sharper",
-    invariant_to=_nothing(),
 )
 def _pac_bayes_magnitude(setting: Setting) -> Estimate:
     return _pac_bayes(setting, lambda sigma: (sigma**2 * setting.theta.square() + 1e-6).sqrt(), 4)
@@ -1096,9 +1128,7 @@ def _pac_bayes_magnitude(setting: Setting) -> Estimate:
     "Neyshabur, Bhojanapalli, McAllester & Srebro 2017, arXiv:1706.08947",
     cost="forward",
     direction="larger",
-    invariant_to=_nothing(),
     predict=_predicted_norm,
-    in_default=True,
 )
 def _weight_norm(setting: Setting) -> Estimate:
     return Estimate(float(setting.theta.double().norm()), seed=setting.seed)
@@ -1137,7 +1167,6 @@ def _scaled_path_norm(setting: Setting, transformed: Transformed) -> float | Non
     direction="larger",
     invariant_to=_SAME,
     predict=_scaled_path_norm,
-    in_default=True,
 )
 def _path_norm(setting: Setting) -> Estimate:
     """One pass of ones through the squared weights, batch norm folded first.
@@ -1175,9 +1204,7 @@ _register(
     "E (‖x‖²+1)(1−ΣS²)",
     "paper A, Proposition 3.1",
     cost="forward",
-    direction="sharper",
     invariant_to=_SAME,
-    in_default=True,
 )(_mean_over_samples(aceht, False))
 _register(
     "margin_bound",
@@ -1185,7 +1212,6 @@ _register(
     "E (‖x‖²+1)(1−γ²)",
     "paper A, section 3.2, in the form of MATH 1",
     cost="forward",
-    direction="sharper",
     invariant_to=_SAME,
 )(_mean_over_samples(margin_bound, True))
 _register(
@@ -1194,7 +1220,6 @@ _register(
     "E ‖x‖(1−γ²)",
     "paper A, section 3.2",
     cost="forward",
-    direction="sharper",
     invariant_to=_SAME,
 )(_mean_over_samples(printed_margin_bound, True))
 
@@ -1214,9 +1239,7 @@ def _register_margin(name: str, meaning: str, formula: str, function: Callable[[
     _register(name, meaning, formula, "paper A, section 4", cost="forward", direction="wider", **more)(compute)
 
 
-_register_margin(
-    "margin_mean", "mean output margin", "E Δ, Δ = φ_y − max_{j≠y} φ_j", lambda v: float(v.mean()), in_default=True
-)
+_register_margin("margin_mean", "mean output margin", "E Δ, Δ = φ_y − max_{j≠y} φ_j", lambda v: float(v.mean()))
 _register_margin("margin_min", "smallest output margin", "min Δ", lambda v: float(v.min()))
 for _share in (0.1, 0.25, 0.5, 0.75, 0.9):
     _register_margin(
@@ -1250,7 +1273,6 @@ _register(
     cost="backward",
     direction="wider",
     invariant_to=_SAME | _SCALED,
-    in_default=True,
 )(functools.partial(_distance, norm=2))
 _register(
     "input_distance_inf",
@@ -1348,5 +1370,4 @@ for _name, _meaning, _function in (("mean", "mean", lambda v: float(v.mean())), 
         cost="matvecs",
         direction="wider",
         invariant_to=(_SAME | _SCALED) - {"rescale_channels"},
-        in_default=_name == "mean",
     )(functools.partial(_spectral_margin, statistic=_function))
