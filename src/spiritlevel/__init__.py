@@ -77,13 +77,14 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
     ),
 }
 # Modules that users reach as `sl.data` and so on.
-_SUBMODULES = ("claims", "data", "measures", "models", "transforms")
+_SUBMODULES = ("claims", "data", "measures", "models", "training", "transforms")
 
 if TYPE_CHECKING:
     from spiritlevel import claims as claims
     from spiritlevel import data as data
     from spiritlevel import measures as measures
     from spiritlevel import models as models
+    from spiritlevel import training as training
     from spiritlevel import transforms as transforms
     from spiritlevel.audit import audit as audit
     from spiritlevel.curvature import empirical_fisher as empirical_fisher

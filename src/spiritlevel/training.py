@@ -28,7 +28,7 @@ import json
 import math
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -137,11 +137,6 @@ class Recipe:
         )
         if self.average_from is not None:
             _check_count("average_from", self.average_from, 0)
-            if self.epochs is not None and self.average_from >= self.epochs:
-                raise InputError(
-                    f"average_from={self.average_from} is not before the end of {self.epochs} epochs: averaging would "
-                    "never begin; choose an earlier epoch (they count from 0)."
-                )
         elif self.schedule == "averaging":
             raise InputError("schedule='averaging' needs average_from, the epoch from which the weights are averaged.")
 
@@ -197,7 +192,8 @@ class Job:
     """Of the first weights, the order of the data, crops and dropout."""
     split_seed: int = 0
     keep: tuple[int, ...] = ()
-    """Steps whose weights are kept, 0 for the first ones. Those of the last step always are."""
+    """Steps whose weights are kept, 0 for the first ones. Those of the last step always are. Not part of the key: a
+    training that kept other steps is run again if one is missing, and then keeps both."""
     evaluate: tuple[str, ...] = ("train", "validation", "test")
     """The sets whose loss and accuracy go into the history."""
     evaluate_every: int | None = None
@@ -222,8 +218,8 @@ class Job:
 
     @property
     def key(self) -> str:
-        """The digest of all fields, by which the trained network is found again."""
-        return digest({"version": _VERSION, "job": self})
+        """The digest of all fields but `keep`, which changes nothing about the training."""
+        return digest({"version": _VERSION, "job": {**plain(self), "keep": None}})
 
 
 class Parts(NamedTuple):
@@ -267,17 +263,19 @@ def parts(job: Job) -> Parts:
     validation = cut(whole.train, order[: job.validation]) if job.validation else None
     test = cut(whole.test, test_order)
     if job.pixels == "standard":
-        std, mean = torch.std_mean(train[0].double(), dim=(0, 2, 3), keepdim=True, correction=0)
-        mean, scale = mean.float(), torch.where(std > 0, std, 1.0).float()
+        std, mean = torch.std_mean(train[0], dim=(0, 2, 3), keepdim=True, correction=0)
+        std[std == 0] = 1.0
         for inputs, _ in filter(None, (train, validation, test)):
-            inputs.sub_(mean).div_(scale)
+            inputs.sub_(mean).div_(std)
     return Parts(train, validation, test, whole.classes)
 
 
-def _build(job: Job, found: Parts) -> nn.Module:
+def _build(job: Job) -> nn.Module:
     """The network of a job with its first weights. What the data decides is filled in."""
-    channels, height, _ = found.train[0].shape[1:]
-    facts = {"channels": channels, "inputs": found.train[0][0].numel(), "size": height, "classes": len(found.classes)}
+    (listing,) = (row for row in data_sets.describe() if row.name == job.data)
+    channels, height, width = listing.shape
+    channels = 1 if job.grey else channels
+    facts = {"channels": channels, "inputs": channels * height * width, "size": height, "classes": listing.classes}
     known = inspect.signature(getattr(models, job.network)).parameters
     options = {name: value for name, value in facts.items() if name in known} | dict(job.options)
     with preserved_random_state():
@@ -292,7 +290,7 @@ def _build(job: Job, found: Parts) -> nn.Module:
 class History:
     """What `fit` returns.
 
-    `rows` hold, at step 0, at every evaluation, at every kept step and at the end: `step`, `epoch`, `lr` (of the last
+    `rows` hold, at step 0, at every evaluation and at the end: `step`, `epoch`, `lr` (of the last
     update), `loss` (mean over the batches since the last row, NaN-free; absent at step 0), `weight_norm` ‖θ‖₂, and for
     each evaluated set its `_loss` and, for classes, `_accuracy`. `weights` has the state dict of every kept step and of
     the last one.
@@ -338,6 +336,8 @@ class _Run:
         self.device = self.parameters[0].device
         self.inputs, self.targets = (tensor.to(self.device) for tensor in train)
         self.loss = losses.resolve(recipe.loss)
+        # PyTorch's own cross entropy is what everybody trains with, and one operation instead of five.
+        self.objective = nn.functional.cross_entropy if recipe.loss == "cross_entropy" else self._mean_loss
         count, size = len(self.targets), recipe.batch_size
         if count == 0 or len(self.inputs) != count:
             raise InputError(f"training needs as many inputs as targets, got {len(self.inputs)} and {count}.")
@@ -346,16 +346,21 @@ class _Run:
         self.per_epoch = max(1, math.ceil(count / size) - (count % size == 1))
         self.total = recipe.steps if recipe.steps is not None else (recipe.epochs or 0) * self.per_epoch
         self.epochs = self.total / self.per_epoch
-        if recipe.average_from is not None and recipe.average_from * self.per_epoch >= max(self.total, 1):
-            raise InputError(
-                f"average_from={recipe.average_from} is not before the end of {self.total} steps, {self.per_epoch} an "
-                "epoch: averaging would never begin; choose an earlier epoch."
-            )
+        if recipe.average_from is not None:
+            first = recipe.average_from * self.per_epoch + (1 if recipe.average_every == "step" else self.per_epoch)
+            if first > self.total:
+                raise InputError(
+                    f"average_from={recipe.average_from} would take its first weights after {first} steps, but the "
+                    f"training has {self.total}: choose an earlier epoch (they count from 0)."
+                )
         self.optimizer = self._make_optimizer()
         self.step, self.rows, self.loss_sum, self.loss_count = 0, list[Row](), 0.0, 0
         self.average: list[Tensor] = []
         self.averaged = 0
         self.seconds = 0.0
+
+    def _mean_loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return self.loss.values(outputs, targets).mean()
 
     def _make_optimizer(self) -> torch.optim.Optimizer:
         # One call for all parameters instead of a loop in Python: up to a third less time a step for dense networks.
@@ -368,7 +373,7 @@ class _Run:
 
     def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Train to the end, handing out the outputs and targets of each batch after its update."""
-        recipe, optimizer, (group,) = self.recipe, self.optimizer, self.optimizer.param_groups
+        recipe, optimizer, (group,), checked = self.recipe, self.optimizer, self.optimizer.param_groups, False
         while self.step < self.total:
             epoch, first = divmod(self.step, self.per_epoch)
             order = torch.randperm(len(self.targets), generator=_generator(self.seed, "order", epoch)).to(self.device)
@@ -379,7 +384,13 @@ class _Run:
                 if recipe.augment:
                     inputs = _augmented(inputs, _generator(self.seed, "augment", self.step))
                 outputs = self.model(inputs)
-                loss = self.loss.values(outputs, targets).mean()
+                if not checked:  # all targets at once, so that no batch has to be checked
+                    self.loss.check(outputs[:1].expand(len(self.targets), *outputs.shape[1:]), self.targets)
+                    checked = True
+                loss = self.objective(outputs, targets)
+                value = float(loss.detach())
+                if not math.isfinite(value):
+                    raise self.diverged(f"the loss of its batch is {value}", rate)
                 optimizer.zero_grad()
                 loss.backward()
                 if recipe.decoupled and recipe.weight_decay:
@@ -387,9 +398,6 @@ class _Run:
                         torch._foreach_mul_(self.parameters, 1 - rate * recipe.weight_decay)
                 optimizer.step()
                 self.step += 1
-                value = float(loss.detach())
-                if not math.isfinite(value):
-                    raise self.diverged(f"the loss of its batch is {value}", rate)
                 self.loss_sum += value
                 self.loss_count += 1
                 self._average(epoch, last=number + 1 == self.per_epoch)
@@ -408,14 +416,16 @@ class _Run:
 
     def describe(self, outputs: Tensor, targets: Tensor) -> str:
         """Loss and accuracy of a batch in words."""
-        text = f"loss {float(self.loss.values(outputs, targets).mean()):.3g}"
+        text = f"loss {float(self.objective(outputs, targets)):.3g}"
         if _classifies(outputs, targets):
             text += f", accuracy {float((outputs.argmax(1) == targets).double().mean()):.0%}"
         return text
 
     def diverged(self, what: str, rate: float) -> InputError:
+        if self.step == 0:
+            return InputError(f"training cannot begin: {what} before any update; look for NaN in inputs and weights.")
         return InputError(
-            f"training diverged at step {self.step}: {what} at learning rate {rate:g}; lower lr, for example to "
+            f"training diverged after {self.step} steps: {what} at learning rate {rate:g}; lower lr, for example to "
             f"{self.recipe.lr / 10:g}."
         )
 
@@ -424,10 +434,6 @@ class _Run:
         if not self.averaged:
             return self.model.eval()
         network = copy.deepcopy(self.model)
-        self.take_average(network)
-        return network.eval()
-
-    def take_average(self, network: nn.Module) -> None:
         with torch.no_grad(), preserved_random_state():
             trainable = [parameter for parameter in network.parameters() if parameter.requires_grad]
             for parameter, average in zip(trainable, self.average, strict=True):
@@ -435,11 +441,10 @@ class _Run:
             order = torch.randperm(len(self.targets), generator=_generator(self.seed, "statistics")).to(self.device)
             batches = order.tensor_split(self.per_epoch)  # of equal size: the statistics are means over batches
             update_bn((self.inputs.index_select(0, batch) for batch in batches), network)
+        return network.eval()
 
     def evaluate(self, network: nn.Module, sets: Mapping[str, Pair]) -> None:
-        """Append a row to the history, unless this step has one."""
-        if self.rows and self.rows[-1]["step"] == self.step:
-            return
+        """Append a row to the history."""
         rate = self.recipe.rate(max(self.step - 1, 0) // self.per_epoch, self.epochs)
         row: Row = {"step": self.step, "epoch": self.step / self.per_epoch, "lr": rate}
         if self.loss_count:
@@ -562,9 +567,12 @@ class _Folder:
 
     def tensors(self, name: str) -> dict[str, Tensor]:
         """The tensors of a file, which is compared with its SHA-256 first."""
-        content = (self.path / name).read_bytes()
+        try:
+            content = (self.path / name).read_bytes()
+        except OSError:
+            content = b""
         if hashlib.sha256(content).hexdigest() != self.files[name]:
-            raise InputError(f"{self.path / name} was changed after it was written; delete {self.path} to train anew.")
+            raise InputError(f"{self.path / name} is gone or was changed after it was written; train again.")
         return safetensors.torch.load(content)
 
     def write(self, name: str, tensors: Mapping[str, Tensor]) -> None:
@@ -574,7 +582,7 @@ class _Folder:
         self.files[name] = hashlib.sha256(content).hexdigest()
 
     def commit(self, facts: Mapping[str, Any]) -> None:
-        """Make the files written so far, with `facts`, the state; remove what is no part of it."""
+        """Make the files written so far, with `facts`, the state."""
         versions = {"torch": torch.__version__, "threads": torch.get_num_threads()}
         state = {**facts, "key": self.key, "config": plain(self.config), "files": self.files, "versions": versions}
         with self.speaking():
@@ -582,9 +590,9 @@ class _Folder:
             self.clean()
 
     def clean(self) -> None:
-        """Remove all files but the lock, the state and what it names."""
+        """Remove old checkpoints and what a killed process left half-written."""
         for file in self.path.iterdir():
-            if file.name not in {".lock", "state.json", *self.files} and file.is_file():
+            if file.name.startswith((".", "checkpoint-")) and file.name not in {".lock", *self.files}:
                 file.unlink(missing_ok=True)
 
     def checkpoint(self, run: _Run) -> None:
@@ -606,6 +614,10 @@ class _Folder:
 
 def _kept_name(step: int) -> str:
     return f"step-{step}.safetensors"
+
+
+def _kept_steps(files: Iterable[str]) -> set[int]:
+    return {int(name[len("step-") : -len(".safetensors")]) for name in files if name.startswith("step-")}
 
 
 # --------------------------------------------------------------------------------------------------- training
@@ -654,7 +666,7 @@ def fit(
     """
     if checkpoint is None:
         return _fit(model, train, recipe, seed, keep, evaluate, evaluate_every, None, until, progress, label)
-    facts = {"recipe": recipe, "seed": seed, "keep": tuple(keep), "evaluate_every": evaluate_every}
+    facts = {"recipe": recipe, "seed": seed, "evaluate_every": evaluate_every}
     contents = {**_weights(model), "inputs": train[0], "targets": train[1]}
     seals = {name: hashlib.sha256(safetensors.torch.save({"": t})).hexdigest() for name, t in contents.items()}
     key = digest({"version": _VERSION, **facts, "evaluate": list(evaluate or ()), "contents": seals})
@@ -694,9 +706,10 @@ def _fit(
     sets = dict(evaluate or {})
     if recipe.until_loss is not None:
         sets.setdefault("train", (run.inputs, run.targets))
-    beyond = [step for step in keep if not 0 <= step <= run.total]
-    if beyond:
-        raise InputError(f"keep asks for step {beyond[0]} of a training of {run.total} steps.")
+    for step in keep:
+        if not 0 <= step <= run.total:
+            raise InputError(f"keep asks for step {step} of a training of {run.total} steps.")
+    wanted = set(keep)
     every = run.per_epoch if evaluate_every is None else evaluate_every
     _check_count("evaluate_every", every, 1)
     weights: dict[int, dict[str, Tensor]] = {}
@@ -707,12 +720,14 @@ def _fit(
 
     def ends() -> bool:
         """Evaluate and keep what is due at this step, and say whether it is the last one."""
-        if not (run.step in keep or run.step % every == 0 or run.step == run.total):
+        last, due = run.step == run.total, run.step % every == 0
+        if not (last or due or run.step in wanted):
             return False
         network = run.network()
-        run.evaluate(network, sets)
-        last = run.step == run.total or stop(run.rows[-1])
-        if last or run.step in keep:
+        if last or due:
+            run.evaluate(network, sets)
+            last = last or stop(run.rows[-1])
+        if last or run.step in wanted:
             weights[run.step] = _weights(network)
             if folder:
                 folder.write(_kept_name(run.step), weights[run.step])
@@ -723,9 +738,13 @@ def _fit(
         torch.manual_seed(seed)
         state = folder.read() if folder else None
         if folder and state:
-            weights = {step: folder.tensors(_kept_name(step)) for step in keep if _kept_name(step) in folder.files}
+            kept = _kept_steps(folder.files)
+            if any(step <= state["step"] for step in wanted - kept):  # passed without having been kept: begin again
+                wanted |= kept
+                state, folder.files = None, {}
+        if folder and state:
+            weights = {step: folder.tensors(_kept_name(step)) for step in kept}
             if state["finished"]:
-                weights[state["step"]] = folder.tensors(_kept_name(state["step"]))
                 model.load_state_dict(weights[state["step"]])
                 model.eval()
                 return History(state["rows"], weights, state["step"], state["step"] < run.total, state["seconds"])
@@ -748,8 +767,7 @@ def _fit(
             if folder:
                 folder.checkpoint(run)
         run.optimizer.zero_grad()
-        if run.averaged:
-            run.take_average(model)
+        model.load_state_dict(weights[run.step])  # differs from what the model has if the weights were averaged
         if folder:
             folder.finish(run.facts())
     model.eval()
@@ -800,7 +818,7 @@ class Trained:
         step = self.steps[-1] if step is None else step
         if step not in self.steps:
             raise InputError(f"the weights of step {step} were not kept; kept: {', '.join(map(str, self.steps))}.")
-        network = _build(self.job, self._parts)
+        network = _build(self.job)
         network.load_state_dict(self._files.tensors(_kept_name(step)))
         return network.eval()
 
@@ -824,10 +842,14 @@ def train(job: Job, *, cache: str | Path | None = None, progress: Progress | Non
     folder = _Folder(root / f"{job.network}-{job.data}-{job.key}", job.key, job)
     state = folder.read()
     found: Parts | None = None
-    if not (state and state["finished"]):
+    if not (
+        state
+        and state["finished"]
+        and {step for step in job.keep if step <= state["step"]} <= _kept_steps(state["files"])
+    ):
         label = f"training {job.network} on {job.data}"
         found = parts(job)
-        model = _build(job, found)
+        model = _build(job)
         sets = {name: pair for name in job.evaluate if (pair := getattr(found, name)) is not None}
         with _owned(folder, progress, label):
             every = job.evaluate_every
@@ -835,7 +857,7 @@ def train(job: Job, *, cache: str | Path | None = None, progress: Progress | Non
             state = folder.read()
     if not state:
         raise InputError(f"{folder.path} was changed while it was written; call train again.")
-    steps = sorted(int(name.removeprefix("step-").removesuffix(".safetensors")) for name in state["files"])
+    steps = sorted(_kept_steps(state["files"]) & {*job.keep, state["step"]})
     stopped = bool(state["step"] < state["total"])
     trained = Trained(job, folder.path, state["rows"], tuple(steps), stopped, state["seconds"], folder)
     if found:
