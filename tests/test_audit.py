@@ -154,10 +154,13 @@ def test_the_audit_repeats_reports_progress_and_leaves_no_trace(untouched: Untou
     net = network(norm=True)
     data = points(net)
     net.train()
-    steps: list[tuple[int, int, str]] = []
+    steps: list[tuple[str, int, int]] = []
     chosen = ["frobenius_norm", "adaptive_sharpness_average"]
     with untouched(net):
         first = audit(net, data, measures=chosen, progress=lambda *step: steps.append(step), seed=4)
     assert first.to_json() == audit(net, data, measures=chosen, seed=4).to_json()
-    assert [done for done, _, _ in steps] == list(range(steps[0][1]))
+    assert [done for _, done, _ in steps] == list(range(steps[0][2]))
+    assert steps[0][0] == "frobenius_norm"
+    assert steps[2][0] == "frobenius_norm after rescale_layers"
+    assert steps[-1][0] == "the search for the worst scaling"
     assert first.row("adaptive_sharpness_average", "rescale_channels").verdict == "invariant"

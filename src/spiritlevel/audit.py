@@ -38,7 +38,8 @@ _REACHES = (32.0, 8.0, 2.0)  # largest factor of a group in the search, the next
 _TOLERANCE = {torch.float64: 1e-6}  # relative difference that still counts as equal; 1e-3 in single precision
 _SINGLE, _BOUND = 1e-3, 0.02  # lower bounds that an optimiser found are compared to 2 %
 
-Progress = Callable[[int, int, str], None]
+Progress = Callable[[str, int, int], None]
+"""Called with what comes next, the steps done, and the steps in all."""
 
 
 @torch.inference_mode(False)  # measures add up in place, which tensors of that mode do not allow outside it
@@ -59,13 +60,13 @@ def audit(
     Args:
         model: any module; it is left as it was.
         data: a pair of tensors, a data set, a loader that does not shuffle, or batches.
-        measures: names of `measures.MEASURES`, "all", or the default set.
+        measures: names of `measures.MEASURES`, "all", or "default", which is what None means.
         transforms: names of `measures.TRANSFORMS`, "all", the default set, or transforms of your own: a dict of name →
             `Transformed`. Transforms that the network does not allow are listed in `skipped` with the reason.
         loss: a name, a `torch.nn` loss or a callable.
         batch_norm: "eval" or "batch"; transforms that do not hold in that mode are skipped.
         search: whether to look for the scaling of layers that moves the trace, and like measures, furthest.
-        progress: called with (done, total, what comes next) before every measurement.
+        progress: called with (what comes next, done, total) before every measurement and before the search.
         seed: of everything random.
 
     The predicted ratio is 1 for a declared invariance; for spectra, traces and norms it comes from
@@ -85,12 +86,12 @@ def audit(
     here = Setting(model, data, loss=loss, batch_norm=batch_norm, seed=seed)
     here.check()  # data that cannot be measured fail before anything is transformed
     changed, skipped = _transformed(here, transforms)
-    total, done = len(chosen) * (1 + len(changed)), 0
+    total, done = len(chosen) * (1 + len(changed)) + search, 0
 
     def announce(what: str) -> None:
         nonlocal done
         if progress is not None:
-            progress(done, total, what)
+            progress(what, done, total)
         done += 1
 
     before: dict[str, Estimate] = {}
@@ -110,11 +111,15 @@ def audit(
             if measure.name in before:
                 after = _value(measure, there)
                 rows.append(_row(measure, name, before[measure.name], after, here, transformed))
+    worst: tuple[WorstFactor, ...] = ()
+    if search:
+        announce("the search for the worst scaling")
+        worst = _worst(here, [measure for measure in chosen if measure.name in before], before)
     order = {measure.name: index for index, measure in enumerate(chosen)}
     rows.sort(key=lambda row: order[row.measure])
     return Audit(
         rows=tuple(rows),
-        worst=_worst(here, [measure for measure in chosen if measure.name in before], before) if search else (),
+        worst=worst,
         certificates={name: transformed.certificate for name, transformed in changed.items()},
         skipped=skipped,
         samples=here.count,
