@@ -35,6 +35,7 @@ __all__ = [
     "landscape_contours",
     "landscape_line",
     "lines",
+    "panels",
     "ritz_values",
     "save",
     "scatter",
@@ -558,6 +559,16 @@ def grid(x: Any, y: Any, *, names: tuple[str, str] = ("x", "y"), title: str = ""
         )
     )
     return _finish(chart.properties(width=size, height=size), title)
+
+
+def panels(
+    rows: Sequence[Sequence[Chart]], *, title: str = "", width: int = 300, height: int = 220
+) -> alt.VConcatChart:
+    """Charts beside and below each other, each `width` by `height` points, with legends of their own."""
+    if not rows or not all(rows):
+        raise InputError("panels needs at least one chart in every row.")
+    sized = [alt.hconcat(*(chart.properties(width=width, height=height) for chart in row)) for row in rows]
+    return _finish(alt.vconcat(*sized).resolve_scale(color="independent"), title)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -133,7 +133,7 @@ class Study:
         statements: What it will judge.
         run: The experiment: measures, adds tables and charts to the run, and returns one ruling a statement.
         scales: Fields that differ from the config's defaults, for each scale.
-        sweep: Values that a field takes, one job each, where the caller gives none.
+        sweep: Values that a field takes, one job each, where neither the caller nor the scale gives one.
         seeds: How many seeds each scale runs where the caller gives none.
         revision: Part of a run's key; raise it when the same config would give other numbers.
     """
@@ -165,7 +165,8 @@ class Study:
             seeds: Seeds; by default as many as the scale runs, from 0.
             given: Fields; a list of values makes as many jobs.
         """
-        lists: dict[str, Sequence[Any]] = {name: values for name, values in self.sweep.items() if name not in given}
+        fixed = {**self.scales.get(scale, {}), **given}
+        lists: dict[str, Sequence[Any]] = {name: values for name, values in self.sweep.items() if name not in fixed}
         lists |= {name: value if isinstance(value, list) else [value] for name, value in given.items()}
         lists["seed"] = range(self.seeds.get(scale, 1)) if seeds is None else seeds
         if not all(len(values) for values in lists.values()):
