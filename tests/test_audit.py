@@ -81,7 +81,9 @@ def test_json_round_trip_and_table(normed: Audit, tmp_path: Path) -> None:
     assert isinstance(again, Audit)
     assert str(again) == str(normed)
     lines = str(normed).splitlines()
-    assert lines[0].split() == ["measure", "value", *TRANSFORMS]
+    heading = " ".join(lines[:3])
+    assert all(heading.count(word) >= 1 for name in TRANSFORMS for word in name.split("_"))
+    assert max(map(len, lines)) <= 100
     (line,) = [line for line in lines if line.startswith("path_norm")]
     assert line.split()[2:] == ["=", "=", "=", "=", "×2", "×2"]
 

@@ -334,6 +334,9 @@ def test_batch_statistics_by_probes() -> None:
     result = trace(model, (inputs, targets), batch_norm="batch", probes=600)
     expected = naive.mean_hessian(model, inputs, targets, batch_norm="batch").trace()
     assert abs(result.value - float(expected)) < 4.5 * result.stderr
+    pieces = [(inputs[:6], targets[:6]), (inputs[6:], targets[6:])]
+    assert sample_traces(model, pieces, batch_norm="batch", probes=2).batches == (6, 4)  # they define the result
+    assert sample_traces(model, pieces, probes=2, method="hutchinson").batches is None
     with pytest.raises(NotExactError, match="couples the samples"):
         sample_traces(model, (inputs, targets), batch_norm="batch", method="exact")
 

@@ -210,7 +210,7 @@ def _transformed(
         try:
             found = _APPLY[name](here)
         except InputError as error:
-            skipped[name] = str(error)
+            skipped[name] = str(error).removeprefix(f"{name}: ")
             continue
         if here.batch_norm in found.certificate.modes:
             changed[name] = found

@@ -362,6 +362,7 @@ class _Collector:
             loss=self.problem.loss.name,
             batch_norm=self.problem.batch_norm,
             fingerprint=str(self.fingerprint),
+            batches=tuple(map(len, self.targets)) if self.problem.batch_norm == "batch" else None,
             **fields,
         )
 

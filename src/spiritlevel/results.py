@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -236,7 +237,8 @@ class SampleTraces(Result):
     `values[n]` = Tr ∇²ℓ(θ; xₙ, yₙ) and `stderr[n]` its error (0 where exact). `layers` splits the values by parameter
     tensor if that was asked for. `probes` counts the random probes a sample got. Where all samples shared their probes
     their errors are correlated: `draws` (N, probes) keeps what each probe said, so that `mean` and `correlate` can
-    take the error from the spread over probes. `fingerprint` identifies the order of the data.
+    take the error from the spread over probes. `fingerprint` identifies the order of the data. With batch statistics
+    the batches are part of the definition: `batches` then holds their sizes in order.
     """
 
     values: Tensor
@@ -256,6 +258,7 @@ class SampleTraces(Result):
     population: int | None = None
     negative_stops: float | None = None
     notes: tuple[str, ...] = ()
+    batches: tuple[int, ...] | None = None
 
     def __len__(self) -> int:
         return self.values.numel()
@@ -695,22 +698,42 @@ class Audit(Result):
         measures = list(dict.fromkeys(row.measure for row in self.rows))
         transforms = list(dict.fromkeys(row.transform for row in self.rows))
         cells = {(row.measure, row.transform): row for row in self.rows}
-        table = [["measure", "value", *transforms]]
+        words = [["measure"], ["value"], *(name.split("_") for name in transforms)]
+        height = max(map(len, words))
+        table = [list(line) for line in zip(*([""] * (height - len(name)) + name for name in words), strict=True)]
         for name in measures:
             present = [cells[name, transform] for transform in transforms if (name, transform) in cells]
-            bound = "≥ " if present[0].lower_bound else ""
             shown = [_cell(cells[name, t]) if (name, t) in cells else "" for t in transforms]
-            table.append([name, f"{bound}{present[0].before}", *shown])
-        lines = _table(table)
-        lines.append("= invariant, ×r changes, ? unstable, … not converged, ≥ lower bound found by an optimiser")
-        lines += [str(item) for item in self.worst]
-        lines += [f"left out: {name}: {reason}" for name, reason in self.skipped.items()]
-        return "\n".join(lines)
+            table.append([name, ("≥ " if present[0].lower_bound else "") + _short(present[0].before), *shown])
+        notes = ["= invariant, ×r changes, ? unstable, … not converged, ≥ lower bound found by an optimiser"]
+        notes += [str(item) for item in self.worst]
+        notes += [f"left out: {name}: {reason}" for name, reason in self.skipped.items()]
+        return "\n".join(
+            [*_table(table, height), *(textwrap.fill(note, 100, subsequent_indent="  ") for note in notes)]
+        )
+
+
+def _short(estimate: Estimate) -> str:
+    """Value and relative error.
+
+    >>> _short(Estimate(0.00065, 5.7e-05)), _short(Estimate(139.898)), _short(Estimate(-1.5e-7))
+    ('0.00065 ± 9%', '139.9', '-1.5e-7')
+    """
+    if not estimate.stderr:
+        return _digits(estimate.value, 4)
+    error = estimate.stderr / abs(estimate.value) if estimate.value else math.inf
+    return f"{_digits(estimate.value, 3)} ± {f'{error:.0%}' if error >= 0.01 else '<1%'}"
+
+
+def _digits(value: float, digits: int) -> str:
+    """A number with short exponents, 1.3e3 for 1.3e+03."""
+    mantissa, exponent, power = f"{value:.{digits}g}".partition("e")
+    return f"{mantissa}e{int(power)}" if exponent else mantissa
 
 
 def _cell(row: AuditRow) -> str:
     if row.verdict == "changes":
-        return "changes" if math.isnan(row.ratio) else f"×{row.ratio:.3g}"
+        return "changes" if math.isnan(row.ratio) else f"×{_digits(row.ratio, 2)}"
     return {"invariant": "=", "unstable": "?"}.get(row.verdict, "…")
 
 
@@ -858,11 +881,11 @@ class Report(_Shown):
         return "\n".join([*lines, *self.headline])
 
 
-def _table(rows: list[list[str]]) -> list[str]:
-    """Lines of aligned columns, the first row a heading."""
+def _table(rows: list[list[str]], heading: int = 1) -> list[str]:
+    """Lines of aligned columns, the first rows a heading."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return [lines[0], "  ".join("-" * width for width in widths), *lines[1:]]
+    return [*lines[:heading], "  ".join("-" * width for width in widths), *lines[heading:]]
 
 
 @dataclass(frozen=True)
