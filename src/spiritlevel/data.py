@@ -13,6 +13,7 @@ or not there.
 
 from __future__ import annotations
 
+import errno
 import gzip
 import hashlib
 import importlib.metadata
@@ -447,11 +448,18 @@ def _from_mirror(entry: _Set, staging: Path, progress: Progress) -> list[_Blob]:
         try:
             download(entry.mirror + file.name, str(staging / file.name), None)
         except (OSError, ValueError) as error:  # the errors of requests are OSErrors
+            if _disk_refuses(error):
+                raise
             raise _Unusable(f"the download of {file.name} broke off ({type(error).__name__})") from None
     if entry.archive:
         content = _read_file(staging / entry.archive.name, entry.archive)
         return _members(bytes(content), files, entry.archive.name)
     return [_read_file(staging / f"{file.name}.gz", file) for file in files]
+
+
+def _disk_refuses(error: Exception) -> bool:
+    """Whether it is no fault of the source: the next one would not fare better."""
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 
 def _run(command: Sequence[str], folder: Path) -> bytes:
@@ -507,6 +515,8 @@ def _download(name: str, entry: _Set, staging: Path, progress: Progress) -> list
         try:
             return [_checked(blob, file, file.name) for blob, file in zip(source(place, progress), files, strict=True)]
         except (_Unusable, OSError) as error:
+            if _disk_refuses(error):
+                raise
             tried.append(f"{label}: {str(error).replace(str(place) + os.sep, '')}")
     builtin = ", ".join(other for other in _SETS if not _SETS[other].folders)
     raise InputError(

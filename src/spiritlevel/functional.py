@@ -309,7 +309,7 @@ class Problem:
         content = hashlib.blake2b(f"{self.loss.name} {self.batch_norm}".encode(), digest_size=16)
         for name, tensor in [*self.params.items(), *self.constants.items()]:
             content.update(f" {name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
-            content.update(tensor.contiguous().cpu().reshape(-1).view(torch.uint8).numpy())
+            content.update(tensor.contiguous().cpu().reshape(-1).view(torch.uint8).numpy().data)
         return content.hexdigest()
 
     @contextlib.contextmanager
@@ -383,7 +383,7 @@ class Problem:
             tensor = tensor.detach().to(self.device, dtype if tensor.is_floating_point() else None)
             return tensor.clone() if tensor.is_inference() else tensor
 
-        self._has_data |= targets.numel() > 0
+        self._has_data |= len(targets) > 0
         with torch.inference_mode(False):
             return tree_map(lambda leaf: move(leaf, self.dtype), inputs), move(targets)
 
@@ -464,6 +464,8 @@ Pair = tuple[Any, Tensor]
 
 def _count(inputs: Any, targets: Tensor) -> int:
     count = targets.shape[0] if targets.ndim else -1
+    if targets.is_complex():
+        raise InputError("the targets are complex numbers; losses need real ones, or integer classes.")
     for leaf in tree_leaves(inputs):
         if isinstance(leaf, Tensor) and (leaf.ndim == 0 or leaf.shape[0] != count):
             raise InputError(f"inputs of shape {tuple(leaf.shape)} do not fit targets of shape {tuple(targets.shape)}.")
@@ -630,6 +632,7 @@ class Fingerprint:
             if isinstance(leaf, Tensor) and leaf.numel():
                 flat = leaf.reshape(leaf.shape[0], -1)
                 sample = flat[:, :: max(1, -(-flat.shape[1] // 16))]
+                sample = torch.view_as_real(sample) if sample.is_complex() else sample
                 self._inputs.update(sample.detach().double().cpu().contiguous().numpy().tobytes())
                 break
         self._targets.update(targets.detach().double().cpu().contiguous().numpy().tobytes())

@@ -396,6 +396,9 @@ class SquaredError(Loss):
         yield weight, vector / math.sqrt(rest)
 
 
+_LARGEST_EXPONENT = 690.0  # exp(709.8) is the largest float64; what multiplies it needs room
+
+
 class Exponential(Loss):
     """ℓ = Σ_{j≠y} exp(φ_j − φ_y); for a single output with targets 0/1 or ±1, ℓ = exp(∓φ)."""
 
@@ -404,7 +407,17 @@ class Exponential(Loss):
     def check(self, outputs: Tensor, targets: Tensor) -> None:
         if outputs.ndim == 2 and outputs.shape[1] > 1:
             _class_targets(self.name, outputs, targets)
-            return
+        else:
+            self._check_single(outputs, targets)
+        exponents = self._differences(outputs.detach().double(), targets)
+        if exponents.numel() and float(exponents.max()) > _LARGEST_EXPONENT:
+            where = int((exponents > _LARGEST_EXPONENT).any(1).nonzero()[0])
+            raise InputError(
+                f"the exponential loss of sample {where} of its batch, exp({float(exponents[where].max()):.4g}), is "
+                "beyond floating-point numbers; scale the outputs down, or use another loss."
+            )
+
+    def _check_single(self, outputs: Tensor, targets: Tensor) -> None:
         if outputs.ndim > 2:
             super().check(outputs, targets)
         if targets.numel() != outputs.shape[0]:

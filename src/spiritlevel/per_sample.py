@@ -28,7 +28,7 @@ from spiritlevel.chains import chain_traces, find_chain
 from spiritlevel.errors import InputError, NotExactError, unknown_name
 from spiritlevel.functional import Batches, Fingerprint, Params, Problem, along, parse_memory
 from spiritlevel.gradient_norms import GradientNorms, resized
-from spiritlevel.results import Estimate, SampleTraces
+from spiritlevel.results import Estimate, SampleTraces, standard_error
 from spiritlevel.structure import Structure, analyse
 
 METHODS = ("auto", "exact", "hutchinson", "pyhessian")
@@ -437,7 +437,7 @@ class _Collector:
             draws, derived = self._draws(range(PILOT_PROBES), known is not None)
             means = torch.stack(list(draws.values())).sum(0).mean(0)
             mean = float(means.mean()) + (float(known.mean()) if known is not None else 0.0)
-            error = float(means.std()) / math.sqrt(PILOT_PROBES)
+            error = float(standard_error(means))
             need = PILOT_PROBES * (error / (rel_err * abs(mean))) ** 2 if mean else math.inf
             count = max(PILOT_PROBES, min(MAX_PROBES, math.ceil(min(need, MAX_PROBES))))
             if need > MAX_PROBES:
@@ -453,7 +453,7 @@ class _Collector:
             layers = {name: base.get(name, 0.0) + rows.mean(1) for name, rows in draws.items()}
         return self.result(
             layers,
-            total.std(1) / math.sqrt(count),
+            standard_error(total),
             values=total.mean(1),
             exact=False,
             method="gauss-newton + remainder" if known is not None else "hutchinson",

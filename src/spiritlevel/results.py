@@ -64,6 +64,13 @@ def _number(value: Any) -> float:
 
 def _decode(value: Any, hint: Any = Any) -> Any:
     """The inverse of `_encode`; `hint` is the declared type, which alone tells an undefined number from `None`."""
+    result = _decoded(value, hint)
+    if hint is not Any and isinstance(hint, type) and not isinstance(result, hint):
+        raise TypeError(f"expected {hint.__name__}, got {type(result).__name__}")
+    return result
+
+
+def _decoded(value: Any, hint: Any) -> Any:
     if get_origin(hint) in (UnionType, Union):
         kinds = [kind for kind in get_args(hint) if kind is not NoneType]
         if value is None and len(kinds) < len(get_args(hint)):
@@ -82,6 +89,8 @@ def _decode(value: Any, hint: Any = Any) -> Any:
     kind = value.get(_TAG)
     if kind == _TENSOR:
         dtype = getattr(torch, value["dtype"])
+        if not isinstance(dtype, torch.dtype):
+            raise TypeError(f"{value['dtype']} is no type of numbers")
         data = [_number(item) for item in value["data"]] if dtype.is_floating_point else value["data"]
         return torch.tensor(data, dtype=dtype).reshape(value["shape"])
     if kind is not None and kind != _DICT:
@@ -124,7 +133,13 @@ class Result:
         missing = [f.name for f in _fields(kind) if f not in present and _required(f)]
         if missing:
             raise InputError(f"cannot read a result of type {name!r}: it lacks {', '.join(missing)}.")
-        return kind(**{f.name: _decode(data[f.name], hints.get(f.name, Any)) for f in present})
+        try:
+            return kind(**{f.name: _decode(data[f.name], hints.get(f.name, Any)) for f in present})
+        except InputError:
+            raise
+        except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            reason = str(error).split("\n", 1)[0]
+            raise InputError(f"cannot read a result of type {name!r}: it is damaged ({reason}).") from error
 
     def to_json(self, path: str | Path | None = None) -> str:
         """Strict JSON text; with `path` also written there, atomically."""
@@ -136,12 +151,14 @@ class Result:
     @classmethod
     def from_json(cls, text: str | Path) -> Self:
         """Read what `to_json` wrote, from its text or (a `Path`) its file."""
-        where = "the text"
-        if isinstance(text, Path):
-            where, text = str(text), text.read_text(encoding="utf-8")
+        where = str(text) if isinstance(text, Path) else "the text"
         try:
-            data = json.loads(text)
-        except json.JSONDecodeError as error:
+            data = json.loads(text.read_text(encoding="utf-8") if isinstance(text, Path) else text)
+        except OSError as error:
+            raise InputError(
+                f"cannot read {where} ({error.strerror or error}); pass a file that to_json wrote."
+            ) from error
+        except (ValueError, RecursionError) as error:  # also bytes that are no text, and numbers of endless digits
             raise InputError(f"{where} is not JSON ({error}); pass what to_json wrote, a file as a Path.") from error
         return cls.from_dict(data)
 
@@ -160,6 +177,12 @@ def _hints(kind: type[Result]) -> dict[str, Any]:
         return get_type_hints(kind)
     except NameError:  # a type that exists for the type checker only
         return {f.name: float if f.type in ("float", float) else Any for f in _fields(kind)}
+
+
+def standard_error(draws: Tensor) -> Tensor:
+    """The standard error of the mean over the last dimension, also of draws so small that their squares vanish."""
+    scale = draws.abs().amax(-1, keepdim=True).clamp_min(torch.finfo(draws.dtype).tiny)
+    return (draws / scale).std(-1) * scale.squeeze(-1) / math.sqrt(draws.shape[-1])
 
 
 @dataclass(frozen=True)
@@ -194,7 +217,7 @@ class Estimate(Result):
         count = draws.numel()
         if count < 2:
             raise InputError(f"an estimate needs at least 2 draws to have a standard error, got {count}.")
-        stderr = float(draws.std()) / math.sqrt(count)
+        stderr = float(standard_error(draws))
         return cls(float(draws.mean()), stderr, count - 1, count if matvecs is None else matvecs, seed)
 
     @property
@@ -280,9 +303,9 @@ class SampleTraces(Result):
             return Estimate(value, 0.0, math.inf, self.matvecs, self.seed, data_stderr)
         if self.draws is not None:
             means = self.draws.mean(0)
-            stderr = float(means.std()) / math.sqrt(means.numel())
+            stderr = float(standard_error(means))
             return Estimate(value, stderr, means.numel() - 1, self.matvecs, self.seed, data_stderr)
-        stderr = float(self.stderr.square().sum().sqrt()) / count
+        stderr = math.hypot(*self.stderr.tolist()) / count
         return Estimate(value, stderr, self.dof, self.matvecs, self.seed, data_stderr)
 
     def __str__(self) -> str:

@@ -1,0 +1,305 @@
+"""Random networks against dense twins, and damaged files against the readers.
+
+A measurement of a random network is equal to its slow twin, or refused with a sentence; never wrong, never a crash. A
+reader of a damaged file either returns something whole or says what is wrong in one sentence.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import naive
+import pytest
+import torch
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import spiritlevel as sl
+from spiritlevel.errors import InputError, NotExactError
+from spiritlevel.results import Result
+
+Draw = Callable[[st.SearchStrategy[Any]], Any]
+
+FEW = settings(max_examples=settings.get_profile("quick").max_examples // 2 if settings().max_examples < 100 else 100)
+
+
+def one_sentence(error: Exception) -> None:
+    text = str(error)
+    assert text.endswith((".", ")")), text
+    assert "\n" not in text, text
+
+
+# ---------------------------------------------------------------- random networks
+
+ACTIVATIONS: list[Callable[[], nn.Module]] = [
+    nn.ReLU,
+    nn.LeakyReLU,
+    nn.Tanh,
+    nn.GELU,
+    nn.Sigmoid,
+    nn.Softplus,
+    nn.Hardtanh,
+    nn.Identity,
+    lambda: nn.Dropout(0.5),
+]
+
+
+class Residual(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.inner(x)
+
+
+@st.composite
+def networks(draw: Draw) -> tuple[nn.Module, tuple[int, ...], int]:
+    """A small network, the shape of its inputs, and the number of its outputs."""
+    outputs = draw(st.integers(2, 4))
+    layers: list[nn.Module] = []
+    if draw(st.booleans()):
+        channels, side = draw(st.integers(1, 2)), draw(st.integers(3, 4))
+        shape: tuple[int, ...] = (channels, side, side)
+        width = draw(st.integers(1, 2))
+        layers.append(nn.Conv2d(channels, width, 2, padding=draw(st.integers(0, 1)), bias=draw(st.booleans())))
+        if draw(st.booleans()):
+            layers.append(nn.BatchNorm2d(width))
+        layers.append(draw(st.sampled_from(ACTIVATIONS))())
+        layers.append(draw(st.sampled_from([nn.Identity(), nn.MaxPool2d(2), nn.AvgPool2d(2), nn.AdaptiveAvgPool2d(1)])))
+        layers.append(nn.Flatten())
+    else:
+        shape = (draw(st.integers(1, 4)),)
+    with torch.no_grad():
+        width = nn.Sequential(*layers).eval()(torch.zeros(1, *shape)).shape[1] if layers else shape[0]
+    for _ in range(draw(st.integers(0, 2))):
+        kind = draw(st.sampled_from(["linear", "residual", "layer norm", "group norm", "tied"]))
+        if kind == "residual":
+            layers.append(Residual(nn.Linear(width, width)))
+        elif kind == "layer norm":
+            layers.append(nn.LayerNorm(width))
+        elif kind == "group norm":
+            layers.append(nn.GroupNorm(1, width))
+        elif kind == "tied":
+            same = nn.Linear(width, width)
+            layers += [same, nn.Tanh(), same]
+        else:
+            after = draw(st.integers(1, 4))
+            layers.append(nn.Linear(width, after, bias=draw(st.booleans())))
+            width = after
+        layers.append(draw(st.sampled_from(ACTIVATIONS))())
+    layers.append(nn.Linear(width, outputs))
+    net = nn.Sequential(*layers).double().train(draw(st.booleans()))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**16)))
+    with torch.no_grad():
+        for tensor in [*net.parameters(), *(b for b in net.buffers() if b.is_floating_point())]:
+            tensor.copy_(torch.randn(tensor.shape, generator=generator).double().mul(0.7))
+        for module in net.modules():
+            if isinstance(module, nn.BatchNorm2d) and module.running_var is not None:
+                module.running_var.abs_().add_(0.1)
+    return net, shape, outputs
+
+
+@st.composite
+def problems(draw: Draw) -> tuple[nn.Module, tuple[Tensor, Tensor], str]:
+    net, shape, outputs = draw(networks())
+    samples = draw(st.integers(1, 4))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**16)))
+    inputs = torch.randn(samples, *shape, generator=generator, dtype=torch.float64)
+    inputs *= draw(st.sampled_from([0.0, 1e-3, 1.0, 10.0]))
+    targets = torch.randint(0, outputs, (samples,), generator=generator)
+    return net, (inputs, targets), draw(st.sampled_from(["cross_entropy", "squared_error", "exponential"]))
+
+
+def close(found: Tensor, expected: Tensor, rtol: float = 1e-7) -> None:
+    atol = rtol * max(float(expected.abs().max()), 1e-9)
+    torch.testing.assert_close(found.double(), expected, rtol=rtol, atol=atol)
+
+
+@FEW
+@given(problems(), st.sampled_from([None, 1, 3]))
+def test_random_networks_have_the_traces_of_their_dense_twins(problem: Any, batch_size: int | None) -> None:
+    net, data, loss = problem
+    expected = naive.per_sample_traces(net, *data, loss)
+    try:
+        exact = sl.sample_traces(net, data, loss=loss, method="exact", batch_size=batch_size, per_layer=True)
+    except NotExactError as error:
+        one_sentence(error)
+        estimated = sl.sample_traces(net, data, loss=loss, probes=64, batch_size=batch_size)
+        sigma = estimated.stderr + 1e-7 * (expected.abs() + 1e-6)
+        assert bool(((estimated.values - expected).abs() <= 8 * sigma).all())
+        return
+    assert exact.exact
+    close(exact.values, expected)
+    blocks = naive.block_traces(net, *data, loss)
+    for name, values in exact.layers.items():
+        scale = max(float(expected.abs().max()), 1e-9)
+        torch.testing.assert_close(values, blocks[name], rtol=1e-7, atol=1e-7 * scale)
+    assert sl.trace(net, data, loss=loss, batch_size=batch_size).value == pytest.approx(
+        float(expected.mean()), rel=1e-7, abs=1e-15
+    )
+
+
+@FEW
+@given(problems(), st.sampled_from([None, 1, 3]), st.sampled_from([None, 1]))
+def test_random_networks_have_the_products_of_their_dense_twins(
+    problem: Any, batch_size: int | None, memory: int | None
+) -> None:
+    net, data, loss = problem
+    expected = naive.mean_hessian(net, *data, loss)
+    op = sl.hessian(net, data, loss=loss, batch_size=batch_size, memory=memory)
+    close(op.dense(), expected)
+
+
+@FEW
+@given(problems(), st.sampled_from([2, "inf", None]))
+def test_random_networks_have_the_margins_of_their_outputs(problem: Any, distance: Any) -> None:
+    net, data, _ = problem
+    found = sl.margins(net, data, distance=distance)
+    logits, targets = naive.Flat(net).outputs(naive.Flat(net).point, data[0]).detach(), data[1]
+    rivals = logits.scatter(1, targets[:, None], -math.inf).amax(1)
+    close(found.signed, logits.gather(1, targets[:, None])[:, 0] - rivals, 1e-10)
+    if distance is not None:
+        assert found.distance is not None
+        assert bool((torch.sign(found.distance) == torch.sign(found.signed)).all())
+
+
+DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64, torch.uint8, torch.bool]
+SHAPES = st.lists(st.integers(0, 3), max_size=3).map(tuple)
+
+
+@settings(max_examples=FEW.max_examples * 3)
+@given(
+    SHAPES,
+    SHAPES,
+    st.sampled_from([*DTYPES, torch.complex64]),
+    st.sampled_from([*DTYPES, torch.complex64]),
+    st.sampled_from(["cross_entropy", "binary_cross_entropy", "squared_error", "exponential", "none"]),
+    st.integers(-1, 3),
+    st.sampled_from([1.0, math.nan, math.inf, -1e30]),
+)
+def test_wrong_shapes_and_types_end_as_one_sentence(
+    shape: tuple[int, ...],
+    target_shape: tuple[int, ...],
+    dtype: torch.dtype,
+    target_dtype: torch.dtype,
+    loss: str,
+    label: int,
+    value: float,
+) -> None:
+    """Whatever is thrown at a measurement: a finite result, or an `InputError` of one sentence."""
+    net = nn.Linear(2, 3)
+    assume(math.isfinite(value) or dtype.is_floating_point or dtype.is_complex)
+    inputs = torch.full(shape, value if dtype.is_floating_point else 1).to(dtype)
+    targets = torch.full(target_shape, label).to(target_dtype)
+    for measure in (sl.sample_traces, sl.margins, sl.hessian):
+        try:
+            result = measure(net, (inputs, targets), loss=loss)
+        except (InputError, NotExactError) as error:
+            one_sentence(error)
+        else:
+            if measure is sl.sample_traces:
+                assert bool(torch.isfinite(result.values).all())
+
+
+# ---------------------------------------------------------------- damaged results
+
+
+def results() -> list[Result]:
+    net, data = nn.Linear(3, 3), (torch.randn(4, 3), torch.tensor([0, 1, 2, 0]))
+    traces = sl.sample_traces(net, data)
+    op = sl.hessian(net, data)
+    return [
+        traces,
+        traces.mean(),
+        sl.margins(net, data, distance=2),
+        sl.eigenvalues(op, 2),
+        sl.spectral_density(op, probes=2, steps=4),
+        sl.correlate(traces.values, traces.values),
+    ]
+
+
+def read(text: Any) -> None:
+    """Read, and use what was read; only an `InputError` of one sentence may stop it."""
+    try:
+        result = Result.from_json(text)
+    except InputError as error:
+        one_sentence(error)
+        return
+    json.loads(result.to_json())
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@settings(suppress_health_check=[HealthCheck.too_slow])
+@given(st.data())
+def test_mutated_results_are_refused_or_whole(data: st.DataObject) -> None:
+    """Any value of a result replaced by any other JSON value, or removed."""
+    chosen = data.draw(st.sampled_from(range(len(RESULTS))))
+    content = json.loads(RESULTS[chosen])
+    place = content
+    while True:
+        key = data.draw(st.sampled_from(sorted(place)) if isinstance(place, dict) else st.integers(0, len(place) - 1))
+        if isinstance(place[key], dict | list) and place[key] and data.draw(st.booleans()):
+            place = place[key]
+            continue
+        break
+    if data.draw(st.booleans()):
+        del place[key]
+    else:
+        place[key] = data.draw(JSON)
+    read(json.dumps(content))
+
+
+@given(st.data())
+def test_cut_and_flipped_results_are_refused_or_whole(tmp_path_factory: pytest.TempPathFactory, data: Any) -> None:
+    raw = bytearray(RESULTS[data.draw(st.sampled_from(range(len(RESULTS))))].encode())
+    del raw[data.draw(st.integers(0, len(raw))) :]
+    for _ in range(data.draw(st.integers(0, 3))):
+        if raw:
+            raw[data.draw(st.integers(0, len(raw) - 1))] = data.draw(st.integers(0, 255))
+    path = tmp_path_factory.getbasetemp() / "result.json"
+    path.write_bytes(bytes(raw))
+    read(path)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "null",
+        "[]",
+        "[" * 100_000,
+        '{"type":' * 50_000,
+        "9" * 100_000,
+        '{"type": "Estimate"}',
+        '{"type": "Estimate", "value": ' + "9" * 5000 + "}",
+        '{"type": "Estimate", "value": {"type": "tensor", "dtype": "load", "shape": [1], "data": ["x"]}}',
+        '{"type": "SampleTraces", "values": {"type": "tensor", "dtype": "float64", "shape": [9999999999], "data": []}}',
+    ],
+    ids=lambda text: text[:24],
+)
+def test_hostile_results_are_refused(text: str) -> None:
+    with pytest.raises(InputError):
+        Result.from_json(text)
+
+
+def test_a_result_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"cannot read .*nowhere\.json"):
+        Result.from_json(tmp_path / "nowhere.json")
+    (tmp_path / "noise.json").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(InputError, match=r"noise.json is not JSON"):
+        Result.from_json(tmp_path / "noise.json")
+
+
+RESULTS = [result.to_json() for result in results()]
