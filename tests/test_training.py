@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import json
+import os
 import random
 import re
 import signal
@@ -648,50 +649,64 @@ def test_a_checkpoint_of_another_training_is_not_used(tmp_path: Path) -> None:
         assert equal(model.state_dict(), alone.state_dict())
 
 
-KILLED = """
-import sys
-from pathlib import Path
+TRAIN = """
+import os, sys
 import torch
 torch.set_num_threads(1)
 from spiritlevel import training
 from spiritlevel.training import Job, Recipe
-if sys.argv[3] == "often":
-    training._CHECKPOINT_SECONDS = 0.0
+for line in sys.stdin:  # every line in a process of its own, all from one that has imported torch already
+    folder, steps, seconds = line.split()
+    if child := os.fork():
+        print(child, flush=True)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+        continue
+    training._CHECKPOINT_SECONDS = float(seconds)
     training._CHECKPOINT_SHARE = float("inf")
-recipe = Recipe(optimizer="adam", lr=1e-3, batch_size=100, steps=int(sys.argv[2]), average_from=1)
-job = Job(network="fcn_bn", options={"width": 0.1}, data="digits", train_size=500, recipe=recipe, keep=(0, 7, 60))
-done = training.train(job, cache=sys.argv[1])
-print(done.folder)
+    recipe = Recipe(optimizer="adam", lr=1e-3, batch_size=100, steps=int(steps), average_from=1)
+    job = Job(network="fcn_bn", options={"width": 0.1}, data="digits", train_size=500, recipe=recipe, keep=(0, 7, 60))
+    training.train(job, cache=folder)
+    os._exit(0)
 """
 
 
 def killed(tmp_path: Path, steps: int, kills: int) -> None:
-    def command(folder: str) -> list[str]:
-        return [sys.executable, "-c", KILLED, str(tmp_path / folder), str(steps), "often" if folder == "killed" else ""]
+    """Kill the same training again and again, each time after it got further, and compare it with one that was not."""
+    resumed, whole = tmp_path / "resumed", tmp_path / "whole"
 
-    draw = random.Random(kills)
-    last, hits = -1, 0
-    for _ in range(kills):
-        with subprocess.Popen(command("killed"), stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-            while process.poll() is None:
-                found = list((tmp_path / "killed").glob("*/state.json"))
-                step = json.loads(found[0].read_text())["step"] if found else -1
-                if step > last:
-                    time.sleep(draw.uniform(0, 0.05))
-                    process.send_signal(signal.SIGKILL)
-                    break
+    def state(folder: Path) -> dict[str, Any]:
+        found = list(folder.glob("*/state.json"))
+        return dict(json.loads(found[0].read_text())) if found else {"step": -1}
+
+    draw, last = random.Random(kills), -1
+    with subprocess.Popen(
+        [sys.executable, "-c", TRAIN], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdin
+        assert process.stdout
+
+        def begin(folder: Path, seconds: float) -> int:
+            process.stdin.write(f"{folder} {steps} {seconds}\n")
+            process.stdin.flush()
+            return int(process.stdout.readline())
+
+        for _ in range(kills):
+            child = begin(resumed, 0.0)
+            while state(resumed)["step"] <= last:
                 time.sleep(0.002)
-        hits += process.returncode == -signal.SIGKILL
-        last = step
-    assert hits == kills  # else the run was too short to be killed
-    folders = []
-    for folder in ("killed", "whole"):
-        done = subprocess.run(command(folder), capture_output=True, text=True, check=True)
-        folders.append(Path(done.stdout.strip()))
-    resumed, whole = (json.loads((folder / "state.json").read_text()) for folder in folders)
-    assert resumed["rows"] == whole["rows"]
-    assert resumed["files"] == whole["files"]  # SHA-256 of all tensors
-    assert {path.name for path in folders[0].iterdir()} == {path.name for path in folders[1].iterdir()}
+            time.sleep(draw.uniform(0, 0.05))
+            os.kill(child, signal.SIGKILL)
+            assert int(process.stdout.readline()) == -signal.SIGKILL  # else it was too short to be killed
+            last = state(resumed)["step"]
+        for folder, seconds in ((resumed, 0.0), (whole, 1e9)):
+            begin(folder, seconds)
+            assert int(process.stdout.readline()) == 0
+        process.stdin.close()
+    assert 0 < last < steps
+    assert state(resumed)["rows"] == state(whole)["rows"]
+    assert state(resumed)["files"] == state(whole)["files"]  # with the SHA-256 of all tensors
+    names = [{path.name for path in folder.glob("*/*")} for folder in (resumed, whole)]
+    assert names[0] == names[1]
 
 
 def test_a_killed_training_ends_where_the_whole_one_ends(tmp_path: Path) -> None:
@@ -700,7 +715,7 @@ def test_a_killed_training_ends_where_the_whole_one_ends(tmp_path: Path) -> None
 
 @pytest.mark.slow
 def test_a_training_killed_again_and_again_ends_where_the_whole_one_ends(tmp_path: Path) -> None:
-    killed(tmp_path, steps=1000, kills=12)
+    killed(tmp_path, steps=300, kills=8)
 
 
 # ---------------------------------------------------------------- speed
