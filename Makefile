@@ -9,7 +9,7 @@ PIP := -m pip --disable-pip-version-check --no-input install --quiet -c constrai
 NO_CPU_TORCH := the install failed. If pip found no CPU build of torch 2.13.0, add an index that has one (see CONTRIBUTING.md).
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-full bench docs clean
+.PHONY: help install demo test test-full bench docs audit-deps clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -50,6 +50,16 @@ $(BENCH)/.installed: $(SETUP)
 docs: install  ## Write docs/claims.md from a run of all claims, and the reference pages to build/docs
 	$(BIN)/python tools/make_claims_doc.py
 	$(BIN)/pdoc spiritlevel --docformat google --output-directory build/docs
+
+AUDIT := build/audit
+
+audit-deps: install  ## Compare the installed versions with the public list of known weaknesses (needs a network)
+	mkdir -p build
+	$(BIN)/python -m pip freeze --exclude-editable | sed 's/+cpu$$//' > build/installed.txt
+	test -x $(AUDIT)/bin/pip-audit || { $(PYTHON) -m venv $(AUDIT) && $(AUDIT)/bin/python -m pip --disable-pip-version-check --no-input install --quiet pip-audit; } \
+		|| { rm -rf $(AUDIT); echo "make: pip-audit could not be installed; this target needs a package index." >&2; exit 1; }
+	$(AUDIT)/bin/pip-audit --strict --no-deps --disable-pip --progress-spinner off -r build/installed.txt \
+		|| { echo "make: a known weakness is listed above, or the public list could not be reached for a package." >&2; exit 1; }
 
 clean:  ## Remove what the other targets made, but not .venv
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
