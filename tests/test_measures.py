@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, jacrev
 
 from spiritlevel import transforms
+from spiritlevel.audit import audit
 from spiritlevel.errors import InputError
 from spiritlevel.measures import DEFAULT, MEASURES, TRANSFORMS, Setting, select
 from spiritlevel.results import Estimate, Result
@@ -539,30 +540,54 @@ def cases() -> list[Case]:
     return result
 
 
-# noise that is a little larger or smaller may misclassify the same points, so these can stay by chance
-MAY_STAY = {"pac_bayes_flatness", "pac_bayes_magnitude"}
+def test_the_battery_leaves_no_transform_out(cases: list[Case]) -> None:
+    assert set(cases[1][1]) == set(TRANSFORMS)
+    assert set(cases[0][1]) == set(TRANSFORMS) - {"scale_before_batchnorm", "fold_batchnorm"}  # it has no batch norm
+
+
+# errors are counted: noise that is a little larger or smaller may misclassify the same points
+COUNTED = {"pac_bayes_flatness", "pac_bayes_magnitude"}
 
 
 @pytest.mark.parametrize("name", MEASURES)
 def test_declared_invariance_is_what_is_measured(name: str, cases: list[Case]) -> None:
     measure = MEASURES[name]
     for setting, changed in cases:
-        before = measure.compute(setting).value
+        found = measure.compute(setting)
+        before, moved = found.value, set()
         assert math.isfinite(before)
         for transform, (transformed, there) in changed.items():
             try:
                 after = measure.compute(there).value
-            except InputError:
-                assert name in MAY_STAY, f"{name} is not defined after {transform}"
+            except InputError:  # no noise of any size does it any more
+                assert name in COUNTED, f"{name} is not defined after {transform}"
+                moved.add(transform)
                 continue
-            stayed = close(after, before, 1e-6)
-            if name in MAY_STAY:
-                assert transform not in measure.invariant_to
-                continue
-            assert stayed == (transform in measure.invariant_to), f"{transform}: {before} became {after}"
+            assert math.isfinite(after), transform
+            if not close(after, before, 1e-6):
+                moved.add(transform)
             predicted = None if measure.predict is None else measure.predict(setting, transformed)
-            if predicted is not None and not MEASURES[name].compute(setting).stderr:
+            if predicted is not None and not found.stderr:
                 assert close(predicted, after, 1e-5), f"{transform}: predicted {predicted}, became {after}"
+        declared = set(changed) - measure.invariant_to
+        assert moved == declared if name not in COUNTED else {"rescale_layers", "scale_last_layer"} & moved
+
+
+SAME_OUTPUTS = {name for name in MEASURES if name.startswith(("margin_m", "margin_q", "margin_s", "hidden_margin_"))}
+
+
+@pytest.mark.parametrize("name", MEASURES)
+def test_what_an_affine_map_of_the_inputs_leaves(name: str) -> None:
+    """What sees only the outputs or the last layer stays, and θᵀFθ: W'x' + b' = Wx + b along θ itself, too."""
+    net = randomised(plain_net(), seed=3)
+    inputs, targets = labelled(net, normal(40, 4, seed=9))
+    result = transforms.input_map(net, normal(4, 4, seed=1) + 5 * torch.eye(4), normal(4, seed=2), data=inputs)
+    assert result.inputs is not None
+    before = MEASURES[name](net, (inputs, targets)).value
+    after = MEASURES[name](result.model, (result.inputs(inputs), targets)).value
+    assert math.isfinite(after)
+    stays = name in SAME_OUTPUTS | {"fisher_rao_norm", "relative_flatness"}
+    assert name in COUNTED or close(after, before, 1e-6) == stays, f"{before} became {after}"
 
 
 def test_pac_bayes_magnitude_is_not_quite_invariant() -> None:
@@ -590,6 +615,41 @@ def test_a_measure_repeats_splits_and_leaves_no_trace(name: str, untouched: Unto
     assert not whole.reason
     assert close(parts.value, whole.value, 1e-6)
     assert isinstance(Result.from_json(whole.to_json()), Estimate)
+
+
+class Wide(nn.Module):
+    """Convolutions, batch norm, a residual sum, pooling."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(1, 3, 3, padding=1), nn.BatchNorm2d(3)
+        self.inner, self.outer = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 3, 1)
+        self.last = nn.Linear(12, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.first(x)).relu()
+        x = (x + self.outer(self.inner(x).relu())).relu()
+        return self.last(nn.functional.max_pool2d(x, 2).flatten(1))
+
+
+@pytest.mark.slow
+def test_the_battery_on_convolutions_and_residual_sums() -> None:
+    """All measures, all transforms, by the audit itself."""
+    net = randomised(Wide(), size=0.4)
+    for buffer in (net.norm.running_mean, net.norm.running_var):  # type: ignore[union-attr]
+        buffer.fill_(0.7)  # type: ignore[operator, union-attr]
+    found = audit(net, labelled(net, normal(40, 1, 4, 4)), measures="all", transforms="all")
+    assert not found.skipped
+    assert {(row.measure, row.transform) for row in found.rows} == set(itertools.product(MEASURES, TRANSFORMS))
+    for row in found.rows:
+        if row.measure in COUNTED:
+            assert not row.declared
+        elif row.declared:
+            assert row.verdict == "invariant", str(row)
+        else:
+            assert row.verdict in (("changes", "unstable") if row.before.stderr else ("changes",)), str(row)
+        if not math.isnan(row.predicted) and row.verdict == "changes":
+            assert row.ratio == pytest.approx(row.predicted, rel=1e-4), str(row)
 
 
 @pytest.mark.parametrize("name", MEASURES)
