@@ -15,6 +15,7 @@ __version__ = "0.1.0"
 # The public names, by the module that defines them. A new name goes here and, for type checkers, into the block below.
 _EXPORTS: dict[str, tuple[str, ...]] = {
     "audit": ("audit",),
+    "comparing": ("compare",),
     "curvature": (
         "empirical_fisher",
         "gauss_newton",
@@ -49,6 +50,7 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
         "softmax_gap",
         "softmax_margin",
     ),
+    "measuring": ("measure",),
     "per_sample": (
         "sample_traces",
         "trace",
@@ -87,6 +89,7 @@ if TYPE_CHECKING:
     from spiritlevel import training as training
     from spiritlevel import transforms as transforms
     from spiritlevel.audit import audit as audit
+    from spiritlevel.comparing import compare as compare
     from spiritlevel.curvature import empirical_fisher as empirical_fisher
     from spiritlevel.curvature import gauss_newton as gauss_newton
     from spiritlevel.curvature import hessian as hessian
@@ -111,6 +114,7 @@ if TYPE_CHECKING:
     from spiritlevel.margins import signed_margin as signed_margin
     from spiritlevel.margins import softmax_gap as softmax_gap
     from spiritlevel.margins import softmax_margin as softmax_margin
+    from spiritlevel.measuring import measure as measure
     from spiritlevel.per_sample import sample_traces as sample_traces
     from spiritlevel.per_sample import trace as trace
     from spiritlevel.results import Audit as Audit

@@ -770,6 +770,7 @@ class _Shown(Result):
         """One self-contained HTML page; with `path` also written there, atomically."""
         from spiritlevel.report import page
 
+        assert isinstance(self, Report | Comparison)
         text = page(self)
         if path is not None:
             write_atomically(path, text)
@@ -779,6 +780,7 @@ class _Shown(Result):
         """What a notebook shows."""
         from spiritlevel.report import notebook
 
+        assert isinstance(self, Report | Comparison)
         return notebook(self)
 
 

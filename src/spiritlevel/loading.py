@@ -1,0 +1,462 @@
+"""Models, weights and data from what a user writes on the command line; every misfit is one `InputError`.
+
+Files are read as data, never as programs: no pickle is executed, and sizes are checked before memory is taken. Only
+what is written as `file.py:function` or `package.module:function` runs, because the user names it to be run.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import importlib
+import importlib.util
+import pickle
+import sys
+import warnings
+import zipfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.lib import format as npy
+from torch import Tensor, nn
+
+from spiritlevel import data as named_data
+from spiritlevel import models
+from spiritlevel.errors import InputError, unknown_name
+from spiritlevel.functional import Problem, available_memory
+
+__all__ = ["Samples", "check_classes", "load_model", "load_samples", "load_weights"]
+
+_PICTURES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".pgm", ".ppm"})
+_PAIRS = (
+    ("x", "y"),
+    ("X", "Y"),
+    ("inputs", "targets"),
+    ("images", "labels"),
+    ("data", "targets"),
+    ("x_train", "y_train"),
+)
+_WRAPPERS = ("state_dict", "model_state_dict", "model")  # keys under which training scripts keep the weights
+_PREFIXES = ("module.", "_orig_mod.")  # of DataParallel and torch.compile
+
+
+class Samples(NamedTuple):
+    """Data to measure: what `measure` takes, the names of the classes (empty if unknown), and where they came from."""
+
+    data: Any
+    classes: tuple[str, ...]
+    name: str
+
+
+# ---------------------------------------------------------------- models
+
+
+def load_model(
+    spec: str, weights: str | Path | None = None, *, device: str | None = None, dtype: str | None = None
+) -> nn.Module:
+    """The model that `spec` names, with its weights, on its device and in its number format.
+
+    Args:
+        spec: a built-in name (`lenet5`, or with options `lenet5:channels=3,width=0.5`), `package.module:callable` or
+            `file.py:callable`, where the callable takes no arguments and returns the module.
+        weights: a `.safetensors` file, or a `.pt` file that holds nothing but tensors.
+        device: as torch names it; where the module is unless given.
+        dtype: "float32" or "float64"; as the module is unless given.
+
+    >>> models.count(load_model("lenet5:channels=3"))
+    62006
+    """
+    model = _built_in(spec) if spec.partition(":")[0] in models.NAMES else _own_model(spec)
+    if weights is not None:
+        load_weights(model, weights)
+    try:
+        return model.to(device=device, dtype=None if dtype is None else _float(dtype))
+    except (RuntimeError, AssertionError) as error:
+        raise InputError(f"the model cannot be moved to device {device!r}: {_first_line(error)}.") from error
+
+
+def _float(name: str) -> torch.dtype:
+    kinds = {"float32": torch.float32, "float64": torch.float64}
+    if name not in kinds:
+        raise unknown_name("dtype", name, kinds)
+    return kinds[name]
+
+
+def _built_in(spec: str) -> nn.Module:
+    name, _, text = spec.partition(":")
+    options: dict[str, Any] = {}
+    for item in filter(None, text.split(",")):
+        key, equals, value = item.partition("=")
+        if not equals:
+            raise InputError(f"options of {name} are written as {name}:channels=3,width=0.5, got {item!r}.")
+        try:
+            options[key.strip()] = ast.literal_eval(value.strip())
+        except (ValueError, SyntaxError):
+            options[key.strip()] = value.strip()
+    try:
+        return models.build(name, **options)
+    except (TypeError, RuntimeError) as error:
+        raise InputError(f"{name} cannot be built with {text}: {_first_line(error)}.") from error
+
+
+def _own_model(spec: str) -> nn.Module:
+    if ":" not in spec:
+        near = difflib.get_close_matches(spec, models.NAMES, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise InputError(
+            f"the model {spec!r} is neither file.py:function nor package.module:function nor a built-in name "
+            f"({', '.join(models.NAMES)}){hint}" + ("" if hint else ".")
+        )
+    made = _call(spec)
+    if not isinstance(made, nn.Module):
+        raise InputError(f"{spec} must return a torch.nn.Module, got {type(made).__name__}.")
+    return made
+
+
+def _call(spec: str) -> Any:
+    """What `file.py:name` or `package.module:name` returns; something that is no function is taken as it is."""
+    place, _, name = spec.rpartition(":")
+    with _importable(Path(place).parent if place.endswith(".py") else Path()):
+        try:
+            module = _import_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
+        except InputError:
+            raise
+        except ModuleNotFoundError as error:
+            raise InputError(f"{place} cannot be imported: {error}.") from error
+        except (Exception, SystemExit) as error:
+            raise InputError(f"{place} fails while it is imported: {_named(error)}.") from error
+        if not hasattr(module, name):
+            names = [each for each in vars(module) if not each.startswith("_")]
+            near = difflib.get_close_matches(name, names, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else "."
+            raise InputError(f"{place} has no {name!r}{hint}")
+        found = getattr(module, name)
+        if isinstance(found, nn.Module) or not callable(found):
+            return found
+        try:
+            return found()
+        except (Exception, SystemExit) as error:
+            raise InputError(f"{spec}, called without arguments, fails: {_named(error)}.") from error
+
+
+def _import_file(path: Path) -> Any:
+    if not path.is_file():
+        raise InputError(f"there is no file {str(path)!r}.")
+    name = f"spiritlevel_user_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and pickling of the user's classes look it up
+    spec.loader.exec_module(module)
+    return module
+
+
+@contextmanager
+def _importable(folder: Path) -> Iterator[None]:
+    """The user's own modules can be imported from `folder`, as if Python had been started there."""
+    place = str(folder.resolve())
+    sys.path.insert(0, place)
+    try:
+        yield
+    finally:
+        if place in sys.path:
+            sys.path.remove(place)
+
+
+def _named(error: BaseException) -> str:
+    text = _first_line(error)
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [""])[0].rstrip(".")
+
+
+# ---------------------------------------------------------------- weights
+
+
+def load_weights(model: nn.Module, path: str | Path) -> None:
+    """Fill a model with the weights of a file; `InputError` names the first differences and the nearest names."""
+    path = Path(path)
+    found = _read_tensors(path) if path.suffix == ".safetensors" else _read_checkpoint(path)
+    expected = model.state_dict()
+    found = _without_prefix(found, expected)
+    problems = [*_missing(found, expected), *_too_many(found, expected)]
+    for key, tensor in expected.items():
+        if key in found and found[key].shape != tensor.shape:
+            problems.append(f"{key} has shape {tuple(found[key].shape)} instead of {tuple(tensor.shape)}")
+    if problems:
+        more = f", and {len(problems) - 3} more differences" if len(problems) > 3 else ""
+        listed = "; ".join(problems[:3])
+        raise InputError(f"the weights in {path.name} do not fit the model {type(model).__name__}: {listed}{more}.")
+    model.load_state_dict(found)
+
+
+def _missing(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> list[str]:
+    spare = [key for key in found if key not in expected]
+    return [f"{key} is missing{_nearest(key, spare, 'the file has')}" for key in expected if key not in found]
+
+
+def _too_many(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> list[str]:
+    wanted = [key for key in expected if key not in found]
+    unknown = [key for key in found if key not in expected]
+    return [f"the model has no {key}{_nearest(key, wanted, 'it needs')}" for key in unknown]
+
+
+def _nearest(key: str, keys: Sequence[str], how: str) -> str:
+    near = difflib.get_close_matches(key, keys, n=1, cutoff=0.5)
+    return f" ({how} {near[0]})" if near else ""
+
+
+def _without_prefix(found: dict[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    for prefix in _PREFIXES:
+        if found and all(key.startswith(prefix) for key in found) and not any(key in expected for key in found):
+            found = {key.removeprefix(prefix): tensor for key, tensor in found.items()}
+    return found
+
+
+def _read_tensors(path: Path) -> dict[str, Tensor]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    _check_file(path)
+    try:
+        return load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise InputError(f"{path} is not a safetensors file: {_first_line(error)}.") from error
+
+
+def _read_checkpoint(path: Path) -> dict[str, Tensor]:
+    _check_file(path)
+    try:
+        found = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise InputError(
+            f"{path} holds more than tensors, or is no checkpoint, and is not opened, because that could run a "
+            "program; save model.state_dict() alone, as .pt or .safetensors."
+        ) from error
+    except (RuntimeError, EOFError, ValueError, KeyError, OSError, zipfile.BadZipFile) as error:
+        raise InputError(f"{path} is no checkpoint of PyTorch: {_first_line(error)}.") from error
+    for key in _WRAPPERS:
+        if isinstance(found, dict) and isinstance(found.get(key), dict):
+            found = found[key]
+    if not isinstance(found, dict) or not all(isinstance(tensor, Tensor) for tensor in found.values()):
+        kind = type(found).__name__
+        raise InputError(f"{path} must hold a dict of tensors, as model.state_dict() gives it, got a {kind}.")
+    return found
+
+
+def _check_file(path: Path) -> None:
+    if not path.is_file():
+        raise InputError(f"there is no file {str(path)!r}.")
+
+
+# ---------------------------------------------------------------- data
+
+
+def load_samples(spec: str, split: str = "train") -> Samples:
+    """The samples that `spec` names.
+
+    Args:
+        spec: a built-in name (`fashion-mini`; `fashion-mini:test` for its other part), an `.npz` or `.safetensors`
+            file with x and y, a folder of images with one folder a class, or `file.py:function` that returns a pair of
+            tensors, a data set or a loader.
+        split: the part of a built-in data set, "train" or "test", where `spec` does not say it.
+
+    Images of bytes become float32 in [0, 1] and (N, C, H, W).
+
+    >>> load_samples("digits", "test").data[0].shape
+    torch.Size([360, 1, 8, 8])
+    """
+    head, _, tail = spec.partition(":")
+    if head in named_data.names() and tail in ("", "train", "test"):
+        found = named_data.load(head)
+        part = tail or split
+        return Samples(found.test if part == "test" else found.train, found.classes, f"{head} ({part})")
+    path = Path(spec)
+    if path.is_dir():
+        return _from_folder(path)
+    if path.suffix in (".npz", ".safetensors"):
+        _check_file(path)
+        arrays = _read_npz(path) if path.suffix == ".npz" else _read_tensors(path)
+        return Samples(_as_pair(arrays, path), (), path.name)
+    if ":" in spec and (head.endswith(".py") or "." in head or head.isidentifier()):
+        return _from_function(spec, split)
+    if path.exists():
+        raise InputError(f"data {spec!r}: expected an .npz or .safetensors file or a folder of images.")
+    near = difflib.get_close_matches(spec, named_data.names(), n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"Known names: {', '.join(named_data.names())}."
+    raise InputError(f"data {spec!r} is no file, no folder, no file.py:function and no built-in name: {hint}")
+
+
+def check_classes(train: Samples, test: Samples | None, model: nn.Module) -> None:
+    """Refuse class names that differ between two data sets, or that are more than the model's outputs."""
+    if test is not None and train.classes and test.classes and train.classes != test.classes:
+        first = next(
+            (name for name in test.classes if name not in train.classes),
+            next((name for name in train.classes if name not in test.classes), test.classes[0]),
+        )
+        here, there = (test, train) if first in test.classes else (train, test)
+        raise InputError(
+            f"the classes of {train.name} ({len(train.classes)}) and {test.name} ({len(test.classes)}) differ: "
+            f"only {here.name} has {first!r}{_nearest(first, there.classes, 'the other has')}."
+        )
+    outputs = _outputs(model, train.data) if train.classes else None
+    if outputs is not None and outputs > 1 and outputs < len(train.classes):
+        names = ", ".join(train.classes[:3])
+        raise InputError(
+            f"{train.name} has {len(train.classes)} classes ({names}, ...) and the model {outputs} outputs; "
+            "one of the two is not the right one."
+        )
+
+
+def _outputs(model: nn.Module, data: Any) -> int | None:
+    if not (isinstance(data, tuple) and isinstance(data[0], Tensor)):
+        return None
+    problem = Problem(model)
+    with problem.active(), torch.no_grad():
+        inputs, _ = problem.place(data[0][:2], data[1][:2])
+        outputs = problem.outputs(problem.params, inputs)
+    return outputs.shape[1] if outputs.ndim == 2 else None
+
+
+def _from_function(spec: str, split: str) -> Samples:
+    found = _call(spec)
+    if isinstance(found, named_data.Data):
+        return Samples(found.test if split == "test" else found.train, found.classes, spec)
+    classes = getattr(found, "classes", ())
+    names = tuple(str(name) for name in classes) if isinstance(classes, list | tuple) else ()
+    return Samples(found, names, spec)
+
+
+def _as_pair(arrays: Mapping[str, Any], path: Path) -> tuple[Tensor, Tensor]:
+    for first, second in _PAIRS:
+        if first in arrays and second in arrays:
+            break
+    else:
+        listed = ", ".join(sorted(arrays)) or "nothing"
+        raise InputError(f"{path.name} must hold the inputs as x and the targets as y, it holds {listed}.")
+    inputs, targets = torch.as_tensor(arrays[first]), torch.as_tensor(arrays[second])
+    if inputs.ndim == 0 or targets.ndim == 0 or len(inputs) != len(targets):
+        shapes = f"{tuple(inputs.shape)} and {tuple(targets.shape)}"
+        raise InputError(f"{path.name} must hold as many targets as inputs, it holds shapes {shapes}.")
+    if targets.ndim == 2 and targets.shape[1] == 1 and not targets.is_floating_point():
+        targets = targets[:, 0]
+    return _as_inputs(inputs), targets.float() if targets.is_floating_point() else targets.long()
+
+
+def _as_inputs(inputs: Tensor) -> Tensor:
+    """Bytes are pictures, channels last or first; anything else stays as it is, floats in single precision."""
+    if inputs.dtype == torch.uint8:
+        if inputs.ndim == 3:
+            inputs = inputs[:, None]
+        elif inputs.ndim == 4 and inputs.shape[3] in (1, 3) and inputs.shape[1] not in (1, 3):
+            inputs = inputs.permute(0, 3, 1, 2)
+        return inputs.contiguous().float() / 255
+    return inputs.float() if inputs.is_floating_point() else inputs.long()
+
+
+def _read_npz(path: Path) -> dict[str, np.ndarray[Any, Any]]:
+    """All arrays of the file; none is read before its size, as the file states it, is known to fit the memory."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            members = [member for member in archive.infolist() if member.filename.endswith(".npy")]
+            wanted = {name for pair in _PAIRS for name in pair}
+            sizes = 0
+            for member in members:
+                with archive.open(member) as stream:
+                    _check_member(member, stream, path)
+                sizes += member.file_size if member.filename.removesuffix(".npy") in wanted else 0
+            _check_size(sizes, path)
+            arrays = {}
+            for member in members:
+                name = member.filename.removesuffix(".npy")
+                if name in wanted:
+                    with archive.open(member) as stream:
+                        arrays[name] = npy.read_array(stream, allow_pickle=False)
+            return arrays or {member.filename.removesuffix(".npy"): np.empty(0) for member in members}
+    except (zipfile.BadZipFile, ValueError, EOFError, NotImplementedError, OSError) as error:
+        if isinstance(error, InputError):
+            raise
+        raise InputError(f"{path} is not an .npz file that can be read: {_first_line(error)}.") from error
+
+
+def _check_member(member: zipfile.ZipInfo, stream: IO[bytes], path: Path) -> None:
+    """Refuse arrays of Python objects, and headers that promise another size than the archive holds."""
+    version = npy.read_magic(stream)
+    read = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
+    shape, _, dtype = read(stream)
+    if dtype.hasobject:
+        raise InputError(f"{path.name}: {member.filename} holds Python objects, which are not opened; save numbers.")
+    promised = int(np.prod(shape, dtype=object)) * dtype.itemsize
+    if promised != member.file_size - stream.tell():
+        raise InputError(
+            f"{path.name} is damaged: {member.filename} says it holds {promised:,} bytes of shape {shape}, "
+            f"and the archive has {member.file_size - stream.tell():,}."
+        )
+
+
+def _check_size(size: int, path: Path) -> None:
+    limit = available_memory() // 4  # the numbers are held twice while they are converted, and the work needs memory
+    if size > limit:
+        raise InputError(
+            f"{path.name} unpacks to {size / 1e9:,.1f} GB, and {limit / 1e9:,.1f} GB of memory can be spared for it; "
+            "pass fewer samples, or a function that returns a loader (file.py:function)."
+        )
+
+
+def _from_folder(folder: Path) -> Samples:
+    """One folder a class, in the order of their names; all images of one size."""
+    classes = sorted(entry.name for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith("."))
+    files = [
+        (path, number)
+        for number, name in enumerate(classes)
+        for path in sorted((folder / name).rglob("*"))
+        if path.suffix.lower() in _PICTURES and path.is_file()
+    ]
+    if len(classes) < 2 or not files:
+        raise InputError(
+            f"the folder {folder} must hold one folder of images for every class, at least two; it holds "
+            f"{len(classes)} folders and {len(files)} images."
+        )
+    empty = sorted(set(range(len(classes))) - {number for _, number in files})
+    if empty:
+        raise InputError(f"the folder {folder / classes[empty[0]]} holds no image.")
+    first = _picture(files[0][0])
+    _check_size(4 * first.size * len(files), folder)
+    images = np.empty((len(files), *first.shape), dtype=np.uint8)
+    for index, (path, _) in enumerate(files):
+        image = _picture(path, grey=first.shape[2] == 1)
+        if image.shape != first.shape:
+            raise InputError(
+                f"all images must have one size and kind: {files[0][0]} has {_size(first)} and {path} {_size(image)}."
+            )
+        images[index] = image
+    targets = torch.tensor([number for _, number in files])
+    return Samples(
+        (_as_inputs(torch.from_numpy(images.transpose(0, 3, 1, 2).copy())), targets), tuple(classes), folder.name
+    )
+
+
+def _picture(path: Path, grey: bool | None = None) -> np.ndarray[Any, Any]:
+    """One image as (H, W, 1 or 3) bytes; grey if it is so itself, or as told."""
+    from PIL import Image
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", Image.DecompressionBombWarning)
+            with Image.open(path) as image:
+                grey = image.mode in ("1", "L", "LA", "I", "I;16") if grey is None else grey
+                array = np.asarray(image.convert("L" if grey else "RGB"))
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        raise InputError(f"the image {path} cannot be read: {_first_line(error)}.") from error
+    return array[..., None] if array.ndim == 2 else array
+
+
+def _size(image: np.ndarray[Any, Any]) -> str:
+    return f"{image.shape[1]}×{image.shape[0]} pixels"

@@ -1,0 +1,583 @@
+"""`measure`: how flat one model is, how wide its margins, how sure that is, and what the parametrisation decides.
+
+It calls what the modules below compute and puts the answers together; it adds no estimator. What it says in words
+follows from the numbers that it returns, by the rules written down at the end.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import platform
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils._pytree import tree_map
+
+from spiritlevel import __version__
+from spiritlevel.audit import audit as run_audit
+from spiritlevel.errors import InputError, NotExactError, unknown_name
+from spiritlevel.estimators import spectrum
+from spiritlevel.functional import Batches, Problem
+from spiritlevel.landscape import landscape
+from spiritlevel.losses import aceht
+from spiritlevel.measures import Measure, Setting, select
+from spiritlevel.results import (
+    Audit,
+    Estimate,
+    Fit,
+    Margins,
+    Pictures,
+    Report,
+    ReportRow,
+    SampleTraces,
+)
+from spiritlevel.stats import correlate, skewness
+
+__all__ = ["measure"]
+
+PARTS = ("audit", "spectrum", "landscape", "pictures")
+"""What a report holds beside its measures, unless `parts` says otherwise."""
+
+FEW = 500  # samples that audit, spectrum and landscape are computed on, at most
+_PROBES, _STEPS = 4, 50  # Lanczos runs of the spectrum
+_GRID = 17  # points a side of the landscape
+_SHOWN = {"sharpest": 24, "least certain": 24, "others": 120}  # pictures of each group, at most
+_SIDE = 64  # pixels of a picture, at most
+RESAMPLES = 999
+
+# What a measure costs in forward passes over the data, roughly: decides only what still fits a time limit.
+_PASSES = {"forward": 2.0, "matvecs": 60.0, "optimiser": 120.0}
+_DEAR = ("adaptive_sharpness_average", "average_sharpness", "pac_bayes_flatness", "pac_bayes_magnitude")
+
+Progress = Callable[[str, int, int], None]
+
+
+# ---------------------------------------------------------------- one model
+
+
+@torch.inference_mode(False)  # measures add up in place, which tensors of that mode do not allow outside it
+def measure(
+    model: nn.Module,
+    train: Any,
+    *,
+    test: Any = None,
+    loss: Any = "cross_entropy",
+    measures: str | Iterable[str] | None = None,
+    parts: Iterable[str] | None = None,
+    samples: int | None = None,
+    batch_norm: str = "eval",
+    time_limit: float | None = None,
+    name: str | None = None,
+    classes: Sequence[str] = (),
+    progress: Progress | None = None,
+    seed: int = 0,
+) -> Report:
+    """How flat a model is, how wide its margins are, how sure that is, and how much of it the parametrisation decides.
+
+    Every measure with its error and what leaves it as it is; the trace and the margin of every sample and how they go
+    together; the trace layer by layer; audit, spectrum and landscape (these three on at most 500 of the samples, drawn
+    at random; `settings` says so). The model and all random states are left as they were.
+
+    Args:
+        model: any module.
+        train: the data to measure: a pair of tensors, a data set, a loader that does not shuffle, or batches.
+        test: other data, for accuracy, loss and margins.
+        loss: a name, a `torch.nn` loss or a callable.
+        measures: names of `measures.MEASURES`, "all", or the default set.
+        parts: which of "audit", "spectrum", "landscape", "pictures" to add; all unless given.
+        samples: measure a random subset of so many; `data_stderr` is then the error of taking a subset, NaN where it
+            is not known.
+        batch_norm: "eval" or "batch".
+        time_limit: seconds. What is estimated to fit is measured, cheap things first; `left_out` names the rest. What
+            has begun runs to its end.
+        name: of the model in the report; its class unless given.
+        classes: names of the classes, for the page.
+        progress: called with (what, done, total) before every step.
+        seed: of everything random.
+
+    Cost: the measures (about 150 forward passes by default), audit, 200 Hessian products and 289 forward passes on
+    the 500 samples. An interrupt (Ctrl-C) ends the measurement, and the report of what is done by then says so.
+
+    >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2))
+    >>> report = measure(net, (torch.randn(20, 2), torch.tensor([0, 1] * 10)), measures=["trace"], parts=["audit"])
+    >>> report.row("trace").kind, report.audit.row("trace", "rescale_layers").verdict
+    ('exact', 'changes')
+    """
+    run = _Run(model, train, test, loss, measures, parts, samples, batch_norm, time_limit, progress, seed)
+    run.everything()
+    return run.report(name or type(model).__name__, tuple(str(item) for item in classes))
+
+
+class _Step(NamedTuple):
+    name: str
+    passes: float  # estimated cost, in forward passes over the data measured
+    work: Callable[[], None]
+
+
+class _Run:
+    """One measurement: the steps in their order, and what they have found so far."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        train: Any,
+        test: Any,
+        loss: Any,
+        measures: Any,
+        parts: Iterable[str] | None,
+        samples: int | None,
+        batch_norm: str,
+        time_limit: float | None,
+        progress: Progress | None,
+        seed: int,
+    ) -> None:
+        self.begin = time.monotonic()
+        self.chosen = select(measures)
+        self.parts = PARTS if parts is None else tuple(parts)
+        for part in self.parts:
+            if part not in PARTS:
+                raise unknown_name("part", part, PARTS)
+        if time_limit is not None and not time_limit > 0:
+            raise InputError(f"time_limit must be a positive number of seconds, got {time_limit}.")
+        self.limit, self.progress, self.seed = time_limit, progress or silent, seed
+        kinds = {parameter.dtype for parameter in model.parameters()} if isinstance(model, nn.Module) else set()
+        problem = Problem(model, loss=loss, batch_norm=batch_norm)
+        self.model = problem.model  # half precision becomes a float32 copy at once
+        self.dtype = _kind(problem.dtype)
+        if kinds & {torch.float16, torch.bfloat16}:
+            self.dtype += f", a copy of a {_kind(next(iter(kinds & {torch.float16, torch.bfloat16})))} model"
+        self.data, self.indices, self.population = subset(train, samples, seed, batch_norm)
+        self.here = Setting(self.model, self.data, loss=loss, batch_norm=batch_norm, seed=seed)
+        self.there = Setting(self.model, test, loss=loss, batch_norm=batch_norm) if test is not None else None
+        begin = time.monotonic()
+        self.here.check()  # data that cannot be measured fail before anything is
+        self.forward = time.monotonic() - begin
+        if self.there is not None:
+            self.there.check()
+        self.found: dict[str, Any] = {"fits": {}, "correlations": {}, "layers": {}}
+        self.values: dict[str, ReportRow] = {}
+        self.left_out: dict[str, str] = {}
+        self.partial = ""
+
+    # ------------------------------------------------------------ the steps
+
+    def steps(self) -> Iterator[_Step]:
+        """All steps, the cheap and the telling ones first."""
+        count, few = self.here.count, min(FEW, self.here.count)
+        share = few / count
+        yield _Step("accuracy and margins", 2, self._fit)
+        if self.there is not None:
+            yield _Step("test accuracy and margins", 2 * self.there.count / count, self._test)
+        order = sorted(self.chosen, key=self._passes)
+        yield from (self._measuring(each) for each in order if each.name == "trace")
+        yield _Step("correlations", 1, self._correlations)
+        if "pictures" in self.parts:
+            yield _Step("pictures", 1, self._pictures)
+        cheap = [each for each in order if each.cost in ("forward", "backward") and each.name not in ("trace", *_DEAR)]
+        yield from (self._measuring(each) for each in cheap)
+        if "audit" in self.parts:
+            per_measure = sum(self._passes(each) for each in self.chosen)
+            yield _Step("audit", 5 * share * per_measure, self._audit)
+        yield from (self._measuring(each) for each in order if each not in cheap and each.name != "trace")
+        if "spectrum" in self.parts:
+            yield _Step("spectrum", 4 * share * _PROBES * _STEPS, self._spectrum)
+        if "landscape" in self.parts:
+            yield _Step("landscape", share * (_GRID**2 + 4 * 45), self._landscape)
+
+    def everything(self) -> None:
+        """Take the steps one after the other, within the time limit and until an interrupt."""
+        steps = list(self.steps())
+        for number, step in enumerate(steps):
+            try:
+                self.progress(step.name, number, len(steps))
+                if self.limit is not None and (left := self.limit - (time.monotonic() - self.begin)) < (
+                    cost := step.passes * self.forward
+                ):
+                    self.left_out[step.name] = (
+                        f"about {cost:.1f} s, and {max(left, 0):.1f} s of the time limit were left"
+                    )
+                    continue
+                step.work()
+            except (InputError, NotExactError) as error:
+                self.left_out[step.name] = str(error)
+            except KeyboardInterrupt:
+                self.partial = f"interrupted at step {number + 1} of {len(steps)}, {step.name}"
+                self.left_out |= {later.name: "interrupted" for later in steps[number:]}
+                return
+
+    def _passes(self, each: Measure) -> float:
+        if each.name in _DEAR:
+            return 40.0
+        return _PASSES.get(each.cost, 3.0 * self.classes)
+
+    @property
+    def classes(self) -> int:
+        """The number of outputs, seen on one sample."""
+        with self.here.problem.active(), torch.no_grad():
+            inputs, _ = self.here.problem.place(*self.here.batches.first(2))
+            return self.here.problem.outputs(self.here.problem.params, inputs).shape[-1]
+
+    def _measuring(self, each: Measure) -> _Step:
+        def work() -> None:
+            begin = time.monotonic()
+            try:
+                value = each.compute(self.here)
+            except (InputError, NotExactError) as error:
+                value = Estimate(math.nan, reason=str(error))
+            value = dataclasses.replace(value, data_stderr=self._sampling_error(each.name))
+            kind = "lower bound" if each.lower_bound else "exact" if value.stderr == 0 else "estimate"
+            self.values[each.name] = ReportRow(
+                name=each.name,
+                value=value,
+                kind="undefined" if math.isnan(value.value) else kind,
+                direction=each.direction,
+                family={"wider": "margin", "larger": "norm"}.get(each.direction, "curvature"),
+                meaning=each.meaning,
+                formula=each.formula,
+                reference=each.reference,
+                invariant_to=tuple(sorted(each.invariant_to)),
+                cost=each.cost,
+                seconds=time.monotonic() - begin,
+            )
+
+        return _Step(each.name, self._passes(each), work)
+
+    # ------------------------------------------------------------ what is found
+
+    def _fit(self) -> None:
+        predicted, losses = outcomes(self.here)
+        self.found["predicted"] = predicted
+        found = self._margins(self.here)
+        self.found["margins"] = found
+        self.found["fits"]["train"] = self._as_fit(found, losses, self.population)
+
+    def _test(self) -> None:
+        assert self.there is not None
+        _, losses = outcomes(self.there)
+        found = self._margins(self.there)
+        self.found["test_margins"] = found
+        self.found["fits"]["test"] = self._as_fit(found, losses, len(losses))
+
+    def _margins(self, setting: Setting) -> Margins | None:
+        try:
+            return setting.margins
+        except InputError as error:
+            self.left_out["margins"] = str(error)
+            return None
+
+    def _as_fit(self, found: Margins | None, losses: Tensor, population: int) -> Fit:
+        no_classes = Estimate(math.nan, reason="the targets are no classes")
+        accuracy = no_classes if found is None else _mean(found.correct.double(), population)
+        return Fit(len(losses), population, accuracy, _mean(losses, population))
+
+    def _sampling_error(self, name: str) -> float | None:
+        """The standard error of having measured a subset; None if it was none, NaN where it is not known."""
+        if self.indices is None:
+            return None
+        values = self._per_sample(name)
+        if values is None or len(values) < 2:
+            return math.nan
+        statistic = _STATISTICS.get(name, torch.mean)
+        share = 1 - len(values) / self.population
+        if statistic is torch.mean:
+            return float(values.std()) * math.sqrt(share / len(values))
+        generator = np.random.default_rng((self.seed, 3))
+        rows = torch.from_numpy(generator.integers(len(values), size=(RESAMPLES, len(values))))
+        draws = torch.tensor([float(statistic(values[row])) for row in rows], dtype=torch.float64)
+        return float(draws.std()) * math.sqrt(share)
+
+    def _per_sample(self, name: str) -> Tensor | None:
+        if name == "trace":
+            return self.here.traces.values
+        if name == "mean_aceht":
+            inputs, logits, _ = self.here.logits
+            return aceht(inputs, logits)
+        if name in _STATISTICS:
+            return self.here.margins.signed
+        return None
+
+    def _correlations(self) -> None:
+        """How the curvature goes with the margin, and with what a linear classifier's would be."""
+        traces, found = self._traces(), self.found.get("margins")
+        if traces is None or found is None:
+            raise InputError("correlations need the traces and the margins of the samples.")
+        pairs: dict[str, Any] = {"trace and margin": (found.output, None)}
+        pairs["trace and margin, correct samples"] = (found.output, found.correct)
+        try:
+            inputs, logits, _ = self.here.logits
+            pairs["trace and ACEHT"] = (aceht(inputs, logits), None)
+        except InputError as error:
+            self.left_out["trace and ACEHT"] = str(error)
+        for name, (other, where) in pairs.items():
+            self.found["correlations"][name] = correlate(traces, other, where=where, seed=self.seed)
+
+    def _traces(self) -> SampleTraces | None:
+        """The traces, if they were measured."""
+        return self.here.traces if "trace" in self.values and "traces" in vars(self.here) else None
+
+    def _pictures(self) -> None:
+        found, traces = self.found.get("margins"), self._traces()
+        groups: dict[str, list[int]] = {}
+        if traces is not None:
+            groups["sharpest"] = traces.values.argsort(descending=True)[: _SHOWN["sharpest"]].tolist()
+        if found is not None:
+            groups["least certain"] = found.output.argsort()[: _SHOWN["least certain"]].tolist()
+        spread = torch.linspace(0, self.here.count - 1, min(_SHOWN["others"], self.here.count)).long()
+        groups["others"] = spread.unique().tolist()
+        wanted = sorted({index for group in groups.values() for index in group})
+        images = _thumbnails(_rows(self.here.batches, torch.tensor(wanted)))
+        place = {index: position for position, index in enumerate(wanted)}
+        self.found["pictures"] = Pictures(
+            torch.tensor(wanted), images, {name: tuple(place[i] for i in group) for name, group in groups.items()}
+        )
+
+    def _few(self) -> Any:
+        """At most so many of the samples, for what is dear."""
+        if self.here.batch_norm == "batch":
+            return self.data
+        return subset(self.data, min(FEW, self.here.count), self.seed, "eval")[0]
+
+    def _audit(self) -> None:
+        def forward(what: str, done: int, total: int) -> None:
+            self.progress(f"audit: {what}", done, total)
+
+        names = [each.name for each in self.chosen]
+        self.found["audit"] = run_audit(
+            self.model, self._few(), measures=names, progress=forward, seed=self.seed, **self.here.options
+        )
+
+    def _spectrum(self) -> None:
+        few = self._few()
+        there = self.here if few is self.data else Setting(self.model, few, seed=self.seed, **self.here.options)
+        self.found["spectrum"] = spectrum(there.hessian, k=2, probes=_PROBES, steps=_STEPS, seed=self.seed)
+
+    def _landscape(self) -> None:
+        self.found["landscape"] = landscape(
+            self.model, self._few(), dimensions=2, points=_GRID, seed=self.seed, **self.here.options
+        )
+
+    # ------------------------------------------------------------ the report
+
+    def report(self, name: str, classes: tuple[str, ...]) -> Report:
+        """What was found, in the order of the registry, and in words."""
+        traces = self._traces()
+        if traces is not None and traces.layers:
+            totals = {key: float(values.mean()) for key, values in traces.layers.items()}
+            whole = sum(totals.values())
+            self.found["layers"] = {key: value / whole for key, value in totals.items()} if whole > 0 else {}
+        if traces is not None:
+            traces = dataclasses.replace(traces, layers={}, population=self.population)
+        count, few = self.here.count, min(FEW, self.here.count)
+        drawn = f", {few:,} drawn at random for audit, spectrum and landscape" if few < count else ""
+        subset = (
+            f"a random subset of {count:,} of {self.population:,}" if self.indices is not None else f"all {count:,}"
+        )
+        settings = {
+            "spiritlevel": __version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "machine": f"{platform.system()} {platform.machine()}, {torch.get_num_threads()} threads",
+            "seed": str(self.seed),
+            "device": str(self.here.problem.device),
+            "dtype": self.dtype,
+            "loss": self.here.problem.loss.name,
+            "batch norm": self.here.batch_norm,
+            "samples": subset + drawn,
+        }
+        if self.limit is not None:
+            settings["time limit"] = f"{self.limit:g} s"
+        report = Report(
+            name=name,
+            rows=tuple(self.values[each.name] for each in self.chosen if each.name in self.values),
+            traces=traces,
+            indices=self.indices,
+            classes=classes,
+            parameters=self.here.problem.size,
+            settings=settings,
+            left_out=self.left_out,
+            partial=self.partial,
+            seconds=time.monotonic() - self.begin,
+            **self.found,
+        )
+        return dataclasses.replace(report, headline=tuple(_headline(report)))
+
+
+_STATISTICS: dict[str, Callable[[Tensor], Any]] = {
+    "margin_mean": torch.mean,
+    "margin_min": torch.min,
+    **{f"margin_q{q}": functools.partial(torch.quantile, q=q / 100) for q in (10, 25, 50, 75, 90)},
+    "margin_skewness": skewness,
+}  # of the output margins
+
+
+def silent(what: str, done: int, total: int) -> None:
+    pass
+
+
+def _kind(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _mean(values: Tensor, population: int) -> Estimate:
+    """The mean over samples, with the error of a random subset if the population is larger."""
+    count, error = len(values), None
+    if population > count:
+        share = 1 - count / population
+        error = float(values.std()) * math.sqrt(share / count) if count > 1 else math.nan
+    return Estimate(float(values.mean()), data_stderr=error)
+
+
+def outcomes(setting: Setting) -> tuple[Tensor | None, Tensor]:
+    """Every sample's predicted class (None where outputs are no classes) and loss."""
+    classes, losses = [], []
+    problem = setting.problem
+    with problem.active(), torch.no_grad():
+        for inputs, targets in setting.each():
+            outputs = problem.outputs(problem.params, inputs)
+            losses.append(problem.loss.values(outputs, targets).double().cpu())
+            flat = outputs.reshape(len(targets), -1)
+            classes.append((flat.argmax(1) if flat.shape[1] > 1 else (flat[:, 0] > 0).long()).cpu())
+            labelled = not targets.is_floating_point() or flat.shape[1] == 1
+    return torch.cat(classes) if labelled else None, torch.cat(losses)
+
+
+def subset(data: Any, count: int | None, seed: int, batch_norm: str) -> tuple[Any, Tensor | None, int]:
+    """At most `count` of the samples, drawn without replacement and in their order; where they are; of how many."""
+    if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
+        raise InputError(f"samples must be a whole number of at least 1, got {count!r}.")
+    if count is not None and batch_norm == "batch":
+        raise InputError("samples= would change the batches, which batch_norm='batch' measures; leave one of them out.")
+    batches = Batches(data, whole=batch_norm == "batch")
+    population = sum(len(targets) for _, targets in batches)
+    if count is None or count >= population:
+        return data, None, population
+    generator = np.random.default_rng((seed, 1))
+    indices = torch.from_numpy(np.sort(generator.choice(population, count, replace=False)))
+    return _rows(batches, indices), indices, population
+
+
+def _rows(batches: Batches, indices: Tensor) -> Any:
+    """The samples at these sorted places: a pair of tensors where the inputs are one tensor, else batches."""
+    start, pieces = 0, []
+    for inputs, targets in batches:
+        here = indices[(indices >= start) & (indices < start + len(targets))] - start
+        if len(here):
+
+            def pick(leaf: Any, here: Tensor = here) -> Any:
+                return leaf[here.to(leaf.device)] if isinstance(leaf, Tensor) else leaf
+
+            pieces.append((tree_map(pick, inputs), pick(targets)))
+        start += len(targets)
+    if all(isinstance(inputs, Tensor) for inputs, _ in pieces) and len({inputs.shape[1:] for inputs, _ in pieces}) == 1:
+        return torch.cat([inputs for inputs, _ in pieces]), torch.cat([targets for _, targets in pieces])
+    return pieces
+
+
+def _thumbnails(samples: Any) -> Tensor:
+    """Small uint8 pictures of samples that are images; one range of grey for all."""
+    inputs = samples[0] if isinstance(samples, tuple) else None
+    if not isinstance(inputs, Tensor) or inputs.is_complex():
+        raise InputError("pictures need inputs that are one tensor a sample.")
+    images = inputs.detach().float().cpu()
+    images = images[:, None] if images.ndim == 3 else images
+    if images.ndim != 4 or images.shape[1] not in (1, 3) or min(images.shape[2:]) < 4:
+        raise InputError(f"pictures need images of 1 or 3 channels, got samples of shape {tuple(inputs.shape[1:])}.")
+    low, high = float(images.min()), float(images.max())
+    if low < 0 or high > 1:  # standardised inputs: a range of their own
+        images = (images - low) / ((high - low) or 1.0)
+    if max(images.shape[2:]) > _SIDE:
+        scale = _SIDE / max(images.shape[2:])
+        sides = [max(1, round(side * scale)) for side in images.shape[2:]]
+        images = F.interpolate(images, size=sides, mode="area")
+    return (images * 255).round().to(torch.uint8)
+
+
+# ---------------------------------------------------------------- in words
+
+
+def _headline(report: Report) -> Iterator[str]:
+    """What the numbers say; each sentence only if its numbers are there."""
+    if report.partial:
+        yield f"This report is not complete: {report.partial}."
+    fits = [
+        f"{fit.accuracy.value:.1%}{_plus_minus(fit.accuracy.data_stderr, '.1%')} of {fit.samples:,} {name} samples"
+        for name, fit in report.fits.items()
+        if not math.isnan(fit.accuracy.value)
+    ]
+    if fits:
+        yield f"It classifies {' and '.join(fits)} correctly."
+    values = {row.name: row for row in report.rows}
+    if "trace" in values and not math.isnan(values["trace"].value.value):
+        yield _about_trace(report, values["trace"])
+    margin = report.margins
+    if margin is not None:
+        skew = skewness(margin.signed)
+        shape = "" if math.isnan(skew) else f", with skewness {skew:.2f}"
+        yield f"The median output margin is {float(margin.signed.median()):.3g}{shape}." + _about_correlation(report)
+    if report.audit is not None:
+        yield from _about_audit(report.audit)
+
+
+def _plus_minus(error: float | None, style: str) -> str:
+    return f" ± {error:{style}}" if error and not math.isnan(error) else ""
+
+
+def _about_trace(report: Report, row: ReportRow) -> str:
+    error = math.hypot(row.value.stderr, row.value.data_stderr or 0.0)
+    text = f"The mean Hessian trace is {row.value.value:.4g}{_plus_minus(error, '.2g')}"
+    if report.layers:
+        layer, share = max(report.layers.items(), key=lambda item: item[1])
+        text += f", {share:.0%} of it in {layer}"
+    traces, found = report.traces, report.margins
+    if traces is not None and found is not None and found.correct.any() and not found.correct.all():
+        right, wrong = traces.values[found.correct].mean(), traces.values[~found.correct].mean()
+        if right > 0:
+            ratio = float(wrong / right)
+            text += f"; the loss is {ratio:.2g} times as curved at a misclassified sample as at a correct one"
+    return text + "."
+
+
+def _about_correlation(report: Report) -> str:
+    found = report.correlations.get("trace and margin, correct samples")
+    if found is None or math.isnan(found.r):
+        return ""
+    way = "falls" if found.spearman < 0 else "grows"
+    return f" Among correct samples the curvature {way} with the margin (rank correlation {found.spearman:.2f})."
+
+
+def _about_audit(found: Audit) -> Iterator[str]:
+    factors = moved_by(found)
+    if "trace" in factors and factors["trace"] > 1:
+        yield (
+            f"Scaling layers moves the trace at least {factors['trace']:,.3g}-fold while the outputs stay the same: "
+            "compare it between networks only beyond that factor."
+        )
+    kept = [name for name in dict.fromkeys(row.measure for row in found.rows) if name not in factors]
+    if kept and found.rows:
+        yield f"These kept their value wherever the function stayed the same: {', '.join(kept)}."
+
+
+def moved_by(found: Audit) -> dict[str, float]:
+    """How far each measure was moved at the same outputs, by transforms and by the search; unmoved ones are left out.
+
+    >>> moved_by(Audit(()))
+    {}
+    """
+    factors: dict[str, float] = {}
+    for row in found.rows:
+        certificate = found.certificates.get(row.transform)
+        if row.verdict == "changes" and certificate is not None and certificate.scale == 1.0:
+            ratio = abs(row.ratio)
+            factor = max(ratio, 1 / ratio) if ratio > 0 else math.inf
+            factors[row.measure] = max(factors.get(row.measure, 1.0), factor)
+    for worst in found.worst:
+        if not math.isnan(worst.factor):
+            factors[worst.measure] = max(factors.get(worst.measure, 1.0), worst.factor)
+    return factors
