@@ -118,6 +118,20 @@ def test_what_a_logarithmic_axis_cannot_show_is_counted() -> None:
     assert len(rows(chart)) == 2
 
 
+def test_a_crowd_is_counted_and_its_rare_and_extreme_members_are_drawn() -> None:
+    n = 10_000
+    values = torch.randn(n, generator=torch.Generator().manual_seed(0)).double()
+    kind = ["wrong" if k % 200 == 7 else "correct" for k in range(n)]
+    data = {"x": values, "y": values.exp(), "kind": kind, "sample": list(range(n))}
+    chart = charts.scatter(data, "x", "y", colour="kind", hover=["sample"], log_y=True, most=1000, keep=[4321])
+    cells = [row for row in rows(chart) if "count" in row]
+    points = {row["hover0"]: row for row in rows(chart) if "series" in row}
+    assert sum(cell["count"] for cell in cells) == n
+    assert 500 < len(points) <= 1000
+    assert {4321, int(values.argmin()), int(values.argmax()), *range(7, n, 200)} <= points.keys()
+    assert f"{len(points):,} of 10,000 drawn as points" in charts.svg(chart)
+
+
 def test_undefined_numbers_become_null_and_are_counted() -> None:
     chart = charts.distribution([1.0, math.nan, 2.0, math.inf], "margin")
     assert "2 of 4 values are not finite" in charts.svg(chart)

@@ -126,6 +126,7 @@ def theme(*, dark: bool = False) -> dict[str, Any]:
         "mark": {"color": first},
         "line": {"strokeWidth": 2},
         "rule": {"color": colours["quiet"]},
+        "rect": {"color": colours["quiet"]},
         "text": {"color": colours["ink"], "fontSize": 12},
         "tick": {"color": colours["ink"]},
     }
@@ -239,39 +240,97 @@ def scatter(
     *,
     colour: str | None = None,
     order: Sequence[str] | None = None,
+    hover: Sequence[str] = (),
     fit: tuple[float, float] | None = None,
     log_x: bool = False,
     log_y: bool = False,
+    most: int = 4000,
+    keep: Iterable[int] = (),
     title: str = "",
 ) -> Chart:
     """Points, coloured by a column, and a fitted line.
 
-    `order` gives the values of `colour` in the order of the palette, by default that of their first appearance. `fit`
-    is (slope, intercept) in the coordinates of the axes: on a logarithmic axis that of log₁₀. What a logarithmic axis
-    cannot show is counted below the title.
+    Of more than `most` rows all are counted in cells behind the points, and a part is drawn as points: the rows `keep`,
+    those at the ends of both axes, all of a rare colour, and every so-manieth of the others. What is not drawn is
+    said below the title, also what a logarithmic axis cannot show.
+
+    Args:
+        data: The columns.
+        x: The column across.
+        y: The column upwards.
+        colour: The column of groups.
+        order: The groups in the order of the palette, by default that of their first appearance.
+        hover: Further columns that are shown where the pointer is.
+        fit: Slope and intercept of a line in the coordinates of the axes: on a logarithmic axis those of log₁₀.
+        log_x: Whether the axis across is logarithmic.
+        log_y: Whether the axis upwards is logarithmic.
+        most: How many points are drawn, about.
+        keep: Rows that are drawn in any case.
+        title: The heading.
     """
-    rows = _table(data, x=x, y=y, series=colour)
+    extra = {f"hover{k}": name for k, name in enumerate(hover)}
+    rows = _table(data, x=x, y=y, series=colour, **extra).values
     encoding = {
         "x": _axis(alt.X, "x", data, x, log=log_x),
         "y": _axis(alt.Y, "y", data, y, log=log_y),
-        "tooltip": _tooltip(data, x=x, y=y, series=colour),
+        "tooltip": _tooltip(data, **extra, x=x, y=y, series=colour),
         **_colour(colour, data, order=order),
     }
-    shown = [
-        row
-        for row in rows.values
-        if all(row[k] is not None and (row[k] > 0 or not log) for k, log in (("x", log_x), ("y", log_y)))
-    ]
-    points = alt.Chart(alt.InlineData(values=shown)).mark_circle(size=18, opacity=0.55).encode(**encoding)
-    layers: list[Any] = [points]
-    if fit is not None and shown:
-        ends = [min(row["x"] for row in shown), max(row["x"] for row in shown)]
+    logs = {"x": log_x, "y": log_y}
+    shown = {
+        k: row
+        for k, row in enumerate(rows)
+        if all(row[axis] is not None and (row[axis] > 0 or not log) for axis, log in logs.items())
+    }
+    notes = [note] if (note := _left_out(data, (x, log_x), (y, log_y))) else []
+    layers: list[Any] = []
+    drawn = list(shown.values())
+    if len(shown) > most:
+        drawn = [shown[k] for k in _selection(shown, most, set(keep))]
+        notes.insert(0, f"{len(drawn):,} of {len(rows):,} drawn as points, all counted in the cells behind them")
+        cells = alt.Chart(alt.InlineData(values=_crowd(list(shown.values()), logs))).mark_rect(strokeWidth=0)
+        opacity = alt.Opacity("count:Q", scale=alt.Scale(type="log", range=[0.12, 0.5]), legend=None)
+        layers.append(cells.encode(x=encoding["x"], y=encoding["y"], x2="x2:Q", y2="y2:Q", opacity=opacity))
+    points = alt.Chart(alt.InlineData(values=drawn)).mark_circle(size=20, opacity=0.6)
+    layers.append(points.encode(**encoding))
+    if fit is not None and drawn:
+        ends = [min(row["x"] for row in drawn), max(row["x"] for row in drawn)]
         heights = [fit[0] * (math.log10(end) if log_x else end) + fit[1] for end in ends]
         low, high = [10**height if log_y else height for height in heights]
         line = alt.Chart(alt.InlineData(values=[{"x": ends[0], "y": low, "x2": ends[1], "y2": high}]))
         rule = line.mark_rule(strokeWidth=2, strokeDash=[6, 3], clip=True)
         layers.append(rule.encode(x=encoding["x"], y=encoding["y"], x2="x2:Q", y2="y2:Q"))
-    return _finish(alt.layer(*layers), title, _left_out(data, (x, log_x), (y, log_y)))
+    return _finish(alt.layer(*layers), title, "; ".join(notes))
+
+
+def _selection(rows: dict[int, dict[str, Any]], most: int, keep: set[int]) -> list[int]:
+    """Which rows are drawn as points, see `scatter`; the most frequent colour first, so that rare ones lie above."""
+    chosen = keep & rows.keys()
+    for axis in ("x", "y"):
+        ranked = sorted(rows, key=lambda k: rows[k][axis])
+        chosen.update(ranked[: most // 100], ranked[-(most // 100) :])
+    groups: dict[Any, list[int]] = {}
+    for k, row in rows.items():
+        groups.setdefault(row.get("series"), []).append(k)
+    for members in groups.values():
+        if len(members) <= most // 4:
+            chosen.update(members)
+    rest = [k for k in rows if k not in chosen]
+    stride = max(1, math.ceil(len(rest) / max(1, most - len(chosen))))
+    chosen.update(rest[::stride])
+    return sorted(chosen, key=lambda k: (-len(groups[rows[k].get("series")]), k))
+
+
+def _crowd(rows: list[dict[str, Any]], logs: dict[str, bool]) -> list[dict[str, Any]]:
+    """How many rows lie in each cell of a grid that is even in the coordinates of the axes; empty cells left out."""
+    columns = [np.array([row[axis] for row in rows], dtype=float) for axis in logs]
+    across, up = [np.log10(column) if log else column for column, log in zip(columns, logs.values(), strict=True)]
+    counts, *edges = np.histogram2d(across, up, bins=[80, 50])
+    x, y = [10**edge if log else edge for edge, log in zip(edges, logs.values(), strict=True)]
+    return [
+        {"x": float(x[i]), "x2": float(x[i + 1]), "y": float(y[j]), "y2": float(y[j + 1]), "count": int(counts[i, j])}
+        for i, j in np.argwhere(counts)
+    ]
 
 
 def lines(
@@ -372,7 +431,7 @@ def distribution(values: Any, name: str, *, bins: int = 40, skewness: float | No
     middle = base.mark_bar(size=14, cornerRadius=2).encode(
         x=alt.X("quarter:Q"),
         x2="three:Q",
-        color=alt.Color("kind:N", scale=alt.Scale(domain=["histogram", "box"]), legend=None),
+        color=alt.Color("kind:N", scale=alt.Scale(domain=["", "wrong", "box"]), legend=None),
     )
     line = base.mark_tick(size=14, thickness=2.5).encode(x=alt.X("median:Q"))
     return _finish(alt.layer(histogram, whisker, middle, line), title, "; ".join(notes))
@@ -396,7 +455,7 @@ def bars(
         layers.append(base.mark_rule(strokeWidth=2).encode(x=alt.X("low:Q"), x2="high:Q"))
     end = alt.X("high:Q") if high is not None else across
     layers.append(base.mark_text(align="left", dx=5).encode(x=end, text=alt.Text("value:Q", format=".3~g")))
-    return _finish(alt.layer(*layers), title)
+    return _finish(alt.layer(*layers).properties(height=26 * len(rows.values)), title)
 
 
 def contours(
@@ -421,9 +480,11 @@ def contours(
     log = log and bool(np.nanmin(heights) > 0)
     scaled = np.log10(heights) if log else heights
     cells = [
-        {"x": left, "x2": right, "y": bottom, "y2": top, "value": float(f"{heights[i, j]:.7g}")}
+        {"x": left, "x2": right + wide, "y": bottom, "y2": top + high, "value": float(f"{heights[i, j]:.7g}")}
         for i, (left, right) in enumerate(_edges(across))
         for j, (bottom, top) in enumerate(_edges(up))
+        # the next cell lies over a hundredth of this one, so that no seam is seen between them
+        for wide, high in [(0.01 * (right - left) * (i + 1 < len(across)), 0.01 * (top - bottom) * (j + 1 < len(up)))]
         if math.isfinite(heights[i, j])
     ]
     cuts = np.linspace(np.nanmin(scaled), np.nanmax(scaled), levels + 2)[1:-1]
@@ -434,7 +495,8 @@ def contours(
     ]
     horizontal = alt.X("x:Q", title=names[0], scale=alt.Scale(zero=False, nice=False), axis=_NUMBERS)
     vertical = alt.Y("y:Q", title=names[1], scale=alt.Scale(zero=False, nice=False), axis=_NUMBERS)
-    scale = alt.Scale(type="log" if log else "linear", scheme="viridis", reverse=False)
+    scale = alt.Scale(type="log" if log else "linear", scheme="viridis")
+    legend = alt.Legend(labelExpr=_LABEL, gradientLength=200)
     surface = (
         alt.Chart(alt.InlineData(values=cells))
         .mark_rect(strokeWidth=0)
@@ -443,9 +505,7 @@ def contours(
             x2="x2:Q",
             y=vertical,
             y2="y2:Q",
-            color=alt.Color(
-                "value:Q", title=names[2], scale=scale, legend=alt.Legend(labelExpr=_LABEL, gradientLength=200)
-            ),
+            color=alt.Color("value:Q", title=names[2], scale=scale, legend=legend),
             tooltip=[alt.Tooltip("value:Q", title=names[2], format=".4~g")],
         )
     )
@@ -600,7 +660,7 @@ def density(curve: Density, *, level: float = 0.95, title: str = "") -> Chart:
     }
     chart = lines(columns, "eigenvalue", "density", low="low", high="high", log_y=True)
     band = "" if not bool(curve.stderr.any()) else f", band: {level:.0%} pointwise"
-    return _finish(chart, title or "Spectral density", f"smoothed by a Gaussian of width {curve.width:.2g}{band}")
+    return _finish(chart, title, f"smoothed by a Gaussian of width {curve.width:.2g}{band}")
 
 
 def landscape_line(surface: Landscape, *, title: str = "") -> Chart:
@@ -637,7 +697,7 @@ def landscape_contours(surface: Landscape, *, title: str = "") -> Chart:
     )
     model = alt.Chart(alt.InlineData(values=[{"x": 0.0, "y": 0.0}]))
     cross = model.mark_point(shape="cross", size=90, filled=True, color="#ffffff", stroke="#000000", opacity=1)
-    return chart + cross.encode(x="x:Q", y="y:Q", tooltip=alt.value("the model"))
+    return (chart + cross.encode(x="x:Q", y="y:Q", tooltip=alt.value("the model"))).properties(width=420, height=400)
 
 
 def audit_map(audit: Audit, *, title: str = "") -> Chart:
@@ -664,7 +724,7 @@ def audit_map(audit: Audit, *, title: str = "") -> Chart:
     )
     scale = alt.Scale(domain=[-largest, largest], domainMid=0, range="diverging", interpolate="rgb")
     colour = alt.Color(
-        "log:Q", title="log₁₀(after / before)", scale=scale, legend=alt.Legend(format="+~g", gradientLength=160)
+        "log:Q", title="log₁₀(after / before)", scale=scale, legend=alt.Legend(labelExpr=_LABEL, gradientLength=160)
     )
     sure = base.transform_filter("isValid(datum.log)").mark_rect(cornerRadius=2).encode(color=colour)
     unsure = base.transform_filter("!isValid(datum.log)").mark_rect(

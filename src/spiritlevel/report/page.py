@@ -1,0 +1,640 @@
+"""A report, several reports or comparisons as one HTML file that needs no network, now or later."""
+
+from __future__ import annotations
+
+import functools
+import html
+import json
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from importlib import resources
+from importlib.metadata import version
+from typing import Any
+
+import numpy as np
+import vl_convert
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from spiritlevel import __version__, charts
+from spiritlevel.errors import InputError
+from spiritlevel.report.parts import (
+    Card,
+    Cell,
+    Figure,
+    Gallery,
+    Section,
+    Sheet,
+    Table,
+    Thumbnail,
+    number,
+    packed,
+    sheet,
+)
+from spiritlevel.results import Comparison, Estimate, Report, ReportRow
+from spiritlevel.storage import cache_folder, write_atomically
+
+__all__ = ["notebook", "page"]
+
+# The page asks for nothing, and this line makes the browser see to it. Vega compiles its expressions: 'unsafe-eval'.
+_POLICY = (
+    "default-src 'none'; script-src 'unsafe-inline' 'unsafe-eval'; style-src 'unsafe-inline'; img-src data: blob:; "
+    "base-uri 'none'; form-action 'none'"
+)
+
+
+def page(*results: Report | Comparison) -> str:
+    """One self-contained HTML page about one model, several models, or comparisons of two.
+
+    Everything that came from outside (names of classes, files and layers) is escaped. Charts are drawn by Vega from
+    data inside the file. Of very many samples all are counted and a part is drawn; the page says how many.
+
+    >>> print(page(Report("my net", ()))[:15])
+    <!DOCTYPE html>
+    """
+    if not results or not all(isinstance(result, Report | Comparison) for result in results):
+        kinds = ", ".join(type(result).__name__ for result in results) or "nothing"
+        raise InputError(f"page shows reports and comparisons, got {kinds}.")
+    reports = [result for result in results if isinstance(result, Report)]
+    comparisons = [result for result in results if isinstance(result, Comparison)]
+    runs: list[dict[str, Any]] = []
+    for k, comparison in enumerate(comparisons):
+        runs.append(_run(f"c{k}", " and ".join(comparison.names), list(_comparison(comparison, f"c{k}"))))
+    if len(reports) > 1:
+        runs.append(_run("side", "Side by side", [_side_by_side(reports)]))
+    for k, report in enumerate(reports):
+        key = f"r{k}"
+        pictures = _sheet(report)
+        sections = list(_report(report, key, pictures))
+        runs.append(_run(key, report.name, sections, report.partial, pictures, _samples(report)))
+    figures = {figure.key: figure.spec for run in runs for section in run["sections"] for figure in section.figures}
+    return (
+        _environment()
+        .get_template("page.html.j2")
+        .render(
+            title=" · ".join(dict.fromkeys(run["title"] for run in runs if run["key"] != "side")),
+            runs=runs,
+            policy=_POLICY,
+            style=Markup(_static("page.css")),
+            vega=Markup(_vega()),
+            script=Markup(_static("page.js")),
+            data=_json(
+                {
+                    "charts": figures,
+                    "themes": {"light": charts.theme(), "dark": charts.theme(dark=True)},
+                    "runs": {run["key"]: {"samples": run["samples"], "sheet": _places(run["sheet"])} for run in runs},
+                }
+            ),
+            version=__version__,
+        )
+    )
+
+
+def notebook(result: Report | Comparison) -> str:
+    """The page inside a notebook's cell, in a frame of its own that can neither see nor style the notebook."""
+    return (
+        '<iframe sandbox="allow-scripts allow-downloads" style="width:100%;height:46rem;border:1px solid #8886" '
+        f'title="spiritlevel" srcdoc="{html.escape(page(result))}"></iframe>'
+    )
+
+
+def _run(
+    key: str,
+    title: str,
+    sections: list[Section],
+    partial: str = "",
+    pictures: Sheet | None = None,
+    samples: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    return {
+        "key": key,
+        "title": title,
+        "sections": sections,
+        "partial": partial,
+        "sheet": pictures,
+        "samples": samples or {},
+    }
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The file
+
+
+@functools.cache
+def _environment() -> Environment:
+    environment = Environment(
+        loader=PackageLoader("spiritlevel.report"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["number"] = number
+    return environment
+
+
+def _static(name: str) -> str:
+    return resources.files("spiritlevel.report").joinpath("static", name).read_text(encoding="utf-8")
+
+
+@functools.cache
+def _vega() -> str:
+    """Vega, Vega-Lite and Vega-Embed as one script, kept in the cache folder because bundling takes seconds."""
+    file = cache_folder() / f"vega-{version('vl-convert-python')}.js"
+    with suppress(OSError):
+        return file.read_text(encoding="utf-8")
+    script = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")
+    with suppress(OSError):  # a read-only home is no reason not to have a page
+        write_atomically(file, script)
+    return script
+
+
+def _json(value: Any) -> Markup:
+    """JSON that no browser can mistake for markup, wherever it stands in the file."""
+    text = json.dumps(value, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
+    return Markup(text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e"))
+
+
+def _places(pictures: Sheet | None) -> dict[str, Any] | None:
+    if pictures is None:
+        return None
+    return {"columns": pictures.columns, "width": pictures.width, "height": pictures.height, "places": pictures.places}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# One report
+
+
+def _report(report: Report, key: str, pictures: Sheet | None) -> Iterator[Section]:
+    yield _summary(report, key)
+    yield _trace_against_margin(report, key)
+    yield _pictures(report, key, pictures)
+    yield _margins(report, key)
+    yield _spectrum(report, key)
+    yield _landscape(report, key)
+    yield _layers(report, key)
+    yield _audit(report, key)
+    yield _measures(report, key)
+    yield _how(report, key)
+
+
+def _missing(report: Report, what: str, *names: str) -> str:
+    """Why a part is not there, in a sentence."""
+    for name, reason in report.left_out.items():
+        if name in names:
+            return f"{what} was left out: {reason.rstrip('.')}."
+    return f"{what} was not measured."
+
+
+def _find(report: Report, *names: str) -> ReportRow | None:
+    rows = {row.name: row for row in report.rows}
+    return next((rows[name] for name in names if name in rows and not math.isnan(rows[name].value.value)), None)
+
+
+def _certainty(row: ReportRow) -> str:
+    low, high = row.interval
+    if low != high:
+        return f"95 % interval {number(low, 3)} to {number(high, 3)}"
+    return {"exact": "exact on the samples measured", "lower bound": "a lower bound"}.get(row.kind, row.kind)
+
+
+def _card(report: Report, label: str, names: tuple[str, ...]) -> Card:
+    row = _find(report, *names)
+    if row is None:
+        return Card(label, "–", "", _missing(report, "It", *names))
+    meaning = f"{row.meaning[:1].upper()}{row.meaning[1:]} ({row.formula}). Larger is {row.direction}."
+    return Card(label, number(row.value.value), _certainty(row), meaning)
+
+
+def _artefact_card(report: Report) -> Card:
+    label = "How much of it is parametrisation"
+    factors = {} if report.audit is None else {item.measure: item.factor for item in report.audit.worst}
+    known = {name: factor for name, factor in factors.items() if math.isfinite(factor)}
+    if not known:
+        return Card(label, "–", "", _missing(report, "The audit's search", "audit"))
+    name = next((name for name in ("trace", "largest_eigenvalue") if name in known), next(iter(known)))
+    return Card(
+        label,
+        f"× {number(known[name], 3)}",
+        "at least; found by a short search",
+        f"So far can ‘{name}’ be moved by scaling layers, while every output stays the same. Differences between "
+        "models that are smaller than this factor say nothing by themselves.",
+    )
+
+
+def _summary(report: Report, key: str) -> Section:
+    section = Section(f"{key}-summary", "Summary", list(report.headline))
+    section.cards = [
+        _card(report, "How sharp", ("trace", "largest_eigenvalue", "frobenius_norm")),
+        _card(report, "How wide the margins", ("margin_q50", "margin_mean", "input_distance")),
+        _artefact_card(report),
+    ]
+    if report.fits:
+        columns = ["data", "samples", "of", "accuracy (%)", "± (95 %)", "loss"]
+        rows = [
+            (name, fit.samples, fit.population, 100 * fit.accuracy.value, _plus_minus(fit.accuracy), fit.loss.value)
+            for name, fit in report.fits.items()
+        ]
+        section.tables.append(Table(f"{key}-fit", "How well it fits", columns, rows))
+    if not report.headline:
+        section.texts.append(f"{report.name} has {report.parameters:,} parameters.")
+    return section
+
+
+def _plus_minus(accuracy: Estimate) -> Cell:
+    low, high = accuracy.interval(data=True)
+    return 50 * (high - low) if low != high else "exact"
+
+
+def _sample_names(report: Report, count: int) -> list[int]:
+    """The places of the samples in the data, which is how a reader can find them again."""
+    return list(range(count)) if report.indices is None else [int(index) for index in report.indices.tolist()]
+
+
+def _class(report: Report, target: float) -> str:
+    known = 0 <= target < len(report.classes) and float(target).is_integer()
+    return report.classes[int(target)] if known else number(target)
+
+
+def _both(report: Report) -> bool:
+    return report.traces is not None and report.margins is not None and len(report.traces) == len(report.margins)
+
+
+def _trace_against_margin(report: Report, key: str) -> Section:
+    section = Section(f"{key}-samples", "Every sample: trace against margin")
+    traces, margins = report.traces, report.margins
+    if traces is None or margins is None or not _both(report) or not len(traces):
+        section.texts.append(_missing(report, "The trace or the margin of every sample", "traces", "trace", "margins"))
+        return section
+    count = len(traces)
+    names = _sample_names(report, count)
+    columns: dict[str, Any] = {
+        "sample": [str(name) for name in names],
+        "label": [_class(report, target) for target in margins.targets.tolist()],
+        "output margin": margins.signed,
+        "Hessian trace": traces.values,
+        "prediction": ["correct" if correct else "wrong" for correct in margins.correct.tolist()],
+    }
+    hover = ["sample", "label"]
+    if report.predicted is not None:
+        columns["predicted"] = [_class(report, target) for target in report.predicted.tolist()]
+        hover.append("predicted")
+    chart = charts.scatter(
+        columns,
+        "output margin",
+        "Hessian trace",
+        colour="prediction",
+        order=["correct", "wrong"],
+        hover=hover,
+        log_y=True,
+        keep=[] if report.pictures is None else report.pictures.indices.tolist(),
+    )
+    wrong = int((~margins.correct).sum())
+    section.texts.append(
+        f"One point is one of {count:,} samples; {wrong:,} of them are classified wrongly (margin below 0). A sample "
+        "with a small margin lies near a decision boundary, one with a large trace makes the minimum sharp. "
+        "Point at a sample to see it."
+    )
+    section.texts += [_correlation(name, found) for name, found in report.correlations.items()]
+    alt = f"Scatter plot of the Hessian trace against the output margin of {count:,} samples, coloured by prediction."
+    section.figures.append(_figure(f"{key}-scatter", "Trace against margin", alt, chart))
+    section.samples = key
+    return section
+
+
+def _correlation(name: str, found: Any) -> str:
+    if math.isnan(found.r):
+        return f"Correlation of {name}: undefined, {found.reason}."
+    return (
+        f"Correlation of {name}: r = {found.r:.3f} ({found.level:.0%} interval {found.low:.3f} to {found.high:.3f}), "
+        f"rank correlation {found.spearman:.3f}, over {found.n:,} samples; {found.removed:,} outliers removed."
+    )
+
+
+def _samples(report: Report) -> dict[str, Any]:
+    """The per-sample columns for download."""
+    if not _both(report) or report.traces is None or report.margins is None:
+        return {}
+    traces, margins = report.traces, report.margins
+    columns: dict[str, Any] = {"sample": _sample_names(report, len(traces)), "target": margins.targets.numpy()}
+    if report.predicted is not None:
+        columns["predicted"] = report.predicted.numpy()
+    columns["correct"] = margins.correct.numpy().astype(np.int32)
+    columns["signed_output_margin"] = margins.signed.numpy()
+    columns["softmax_margin"] = margins.softmax.numpy()
+    columns["hessian_trace"] = traces.values.numpy()
+    if not traces.exact:
+        columns["hessian_trace_stderr"] = traces.stderr.numpy()
+    return {name: packed(column) for name, column in columns.items()}
+
+
+def _sheet(report: Report) -> Sheet | None:
+    if report.pictures is None or not len(report.pictures.indices):
+        return None
+    count = int(report.pictures.indices.max()) + 1
+    names = _sample_names(report, count)
+    return sheet(report.pictures.images.numpy(), [names[k] for k in report.pictures.indices.tolist()])
+
+
+def _pictures(report: Report, key: str, pictures: Sheet | None) -> Section:
+    section = Section(f"{key}-pictures", "Samples to look at")
+    if pictures is None or report.pictures is None:
+        section.texts.append("There are no pictures: the samples are no images, or were not kept.")
+        return section
+    for group, places in report.pictures.groups.items():
+        if group == "others":  # shown on the chart of all samples only
+            continue
+        thumbnails = tuple(_thumbnail(report, place) for place in places)
+        section.galleries.append(Gallery(f"{group[:1].upper()}{group[1:]}", thumbnails))
+    return section
+
+
+def _thumbnail(report: Report, place: int) -> Thumbnail:
+    assert report.pictures is not None
+    row = int(report.pictures.indices[place])
+    lines = []
+    if report.margins is not None and row < len(report.margins):
+        label = _class(report, report.margins.targets[row].item())
+        found = None if report.predicted is None else _class(report, report.predicted[row].item())
+        lines.append(label if found in (None, label) else f"{label}, taken for {found}")
+        lines.append(f"margin {number(float(report.margins.signed[row]), 3)}")
+    if report.traces is not None and row < len(report.traces):
+        lines.append(f"trace {number(float(report.traces.values[row]), 3)}")
+    return Thumbnail(place, _sample_names(report, row + 1)[row], tuple(lines))
+
+
+def _margins(report: Report, key: str) -> Section:
+    section = Section(f"{key}-margins", "Margins")
+    for name, margins in (("train", report.margins), ("test", report.test_margins)):
+        if margins is None or not len(margins):
+            continue
+        row = _find(report, "margin_skewness") if name == "train" else None
+        skewness = None if row is None else row.value.value
+        chart = charts.distribution(margins.signed, "output margin", skewness=skewness)
+        low, middle, high = np.quantile(margins.signed.numpy(), [0.1, 0.5, 0.9])
+        text = f"median {number(float(middle), 3)}, 80 % between {number(float(low), 3)} and {number(float(high), 3)}"
+        alt = f"Histogram with box plot of {len(margins):,} output margins ({name} data): {text}."
+        section.figures.append(_figure(f"{key}-margins-{name}", f"Output margins, {name} data", alt, chart))
+    if section.figures:
+        section.texts.append(
+            "The output margin of a sample is the output of its own class minus the largest of the others. Below 0 it "
+            "is classified wrongly. The box holds the middle half of the samples, its line the median."
+        )
+    else:
+        section.texts.append(_missing(report, "The margins", "margins"))
+    return section
+
+
+def _spectrum(report: Report, key: str) -> Section:
+    section = Section(f"{key}-spectrum", "Spectrum of the Hessian")
+    found = report.spectrum
+    if found is None:
+        section.texts.append(_missing(report, "The spectrum", "spectrum"))
+        return section
+    top, bottom = float(found.largest.values[0]), float(found.smallest.values[0])
+    unsure = [] if found.largest.converged and found.smallest.converged else ["An end of it did not converge fully."]
+    section.texts.append(
+        " ".join(
+            [
+                f"The {found.size:,} eigenvalues reach from {number(bottom)} to {number(top)}; their sum, the trace, "
+                f"is {_estimate(found.trace)}, the root of their summed squares {_estimate(found.frobenius_norm)}. Few "
+                "large values and very many near 0 are usual: the loss is flat in most directions.",
+                *unsure,
+            ]
+        )
+    )
+    spectrum = found.density
+    curve = spectrum.density()
+    probes = "all eigenvalues" if spectrum.exact else f"{spectrum.nodes.shape[0]} probes"
+    alt = f"Smoothed density of the eigenvalues from {number(bottom)} to {number(top)} on a logarithmic axis, {probes}."
+    section.figures.append(_figure(f"{key}-density", "Density of eigenvalues", alt, charts.density(curve)))
+    alt = f"Stem plot of Ritz values against their weights on a logarithmic axis, {probes}."
+    chart = charts.ritz_values(spectrum, floor=1e-12)
+    section.figures.append(_figure(f"{key}-ritz", "Ritz values and their weights", alt, chart))
+    values = [(k + 1, v, r) for k, (v, r) in enumerate(_pairs(found.largest.values, found.largest.residuals))]
+    section.tables.append(
+        Table(f"{key}-eigenvalues", "Largest eigenvalues", ["rank", "eigenvalue", "residual ‖Hv − λv‖"], values, True)
+    )
+    return section
+
+
+def _pairs(a: Any, b: Any) -> Iterable[tuple[float, float]]:
+    return zip(a.tolist(), b.tolist(), strict=True)
+
+
+def _estimate(estimate: Estimate) -> str:
+    if math.isnan(estimate.value) or estimate.stderr == 0:
+        return number(estimate.value)
+    return f"{number(estimate.value)} ± {number(estimate.stderr, 2)}"
+
+
+def _landscape(report: Report, key: str) -> Section:
+    section = Section(f"{key}-landscape", "The loss around the minimum")
+    surface = report.landscape
+    if surface is None:
+        section.texts.append(_missing(report, "The landscape", "landscape"))
+        return section
+    axes = " and ".join(surface.directions)
+    square = len(surface.steps) > 1
+    if not square:
+        chart = charts.landscape_line(surface)
+        alt = f"Line chart of the loss along {axes}, with the parabola that the curvature predicts."
+        text = "The dashed parabola is what slope and curvature at the minimum predict."
+    else:
+        chart = charts.landscape_contours(surface)
+        alt = f"Contour map of the loss on the plane of {axes}."
+        text = "Colours and lines are on a logarithmic scale. The cross is the model."
+    curvature = ", ".join(number(float(value), 3) for value in surface.curvatures.diagonal())
+    section.texts.append(
+        f"Loss of {surface.samples:,} samples when the parameters move along {axes} (curvature {curvature}). {text}"
+    )
+    section.texts += list(surface.notes)
+    section.figures.append(_figure(f"{key}-landscape-chart", f"Loss along {axes}", alt, chart, square=square))
+    return section
+
+
+def _layers(report: Report, key: str) -> Section:
+    section = Section(f"{key}-layers", "Which layers hold the trace")
+    if not report.layers:
+        section.texts.append(_missing(report, "The share of each layer", "layers"))
+        return section
+    column = "share of the trace (%)"
+    shares = {name: 100 * share for name, share in report.layers.items()}
+    largest = max(shares, key=lambda name: shares[name])
+    section.texts.append(
+        f"Each bar is the share of one parameter tensor; the largest is {largest} with {number(shares[largest], 3)} %. "
+        "These shares change when layers are rescaled at the same function."
+    )
+    chart = charts.bars({"layer": list(shares), column: list(shares.values())}, "layer", column)
+    alt = (
+        f"Bar chart of the shares of the trace by parameter tensor; largest: {largest}, {number(shares[largest], 3)} %."
+    )
+    section.figures.append(_figure(f"{key}-layers-chart", "Shares of the trace", alt, chart))
+    section.tables.append(
+        Table(f"{key}-layers-table", "Shares of the trace", ["tensor", column], list(shares.items()), True)
+    )
+    return section
+
+
+def _audit(report: Report, key: str) -> Section:
+    section = Section(f"{key}-audit", "Audit: what the numbers are worth")
+    audit = report.audit
+    if audit is None or not audit.rows:
+        section.texts.append(_missing(report, "The audit", "audit"))
+        return section
+    section.texts.append(
+        "Each column changes the parameters and keeps what the network computes or predicts. A measure that moves "
+        "there (× the factor) describes the parametrisation as much as the model; one that stays (=) can be compared "
+        "between models. ‘?’: nothing can be said within the errors; ‘…’: an iteration did not converge."
+    )
+    section.texts += [f"{item}." for item in audit.worst if math.isfinite(item.factor)]
+    changed = sum(row.verdict == "changes" for row in audit.rows)
+    same = sum(row.verdict == "invariant" for row in audit.rows)
+    alt = f"Heat map of measures against transforms: {changed} of {len(audit.rows)} change, {same} are invariant."
+    section.figures.append(_figure(f"{key}-audit-map", "Measures under transforms", alt, charts.audit_map(audit)))
+    columns = ["measure", "transform", "before", "after", "after / before", "predicted ratio", "verdict", "note"]
+    rows = [
+        (r.measure, r.transform, r.before.value, r.after.value, r.ratio, r.predicted, r.verdict, r.note)
+        for r in audit.rows
+    ]
+    section.tables.append(Table(f"{key}-audit-table", "The audit in numbers", columns, rows, True))
+    kept = [
+        (name, found.preserves, found.relative_difference, found.data) for name, found in audit.certificates.items()
+    ]
+    if kept:
+        columns = ["transform", "keeps", "largest relative difference of the outputs", "checked on"]
+        section.tables.append(Table(f"{key}-certificates", "What each transform keeps", columns, kept, True))
+    if audit.skipped:
+        rows_ = list(audit.skipped.items())
+        section.tables.append(Table(f"{key}-skipped", "Left out of the audit", ["name", "reason"], rows_, True))
+    return section
+
+
+def _measures(report: Report, key: str) -> Section:
+    section = Section(f"{key}-measures", "All measures")
+    if not report.rows:
+        section.texts.append("No measure was taken.")
+        return section
+    columns = ["measure", "value", "95 % low", "95 % high", "kind", "larger is", "meaning", "unchanged by"]
+    rows = []
+    for row in report.rows:
+        low, high = row.interval
+        undefined = math.isnan(row.value.value) and row.value.reason
+        meaning = f"{row.meaning} (undefined: {row.value.reason})" if undefined else row.meaning
+        kept = ", ".join(row.invariant_to) or "nothing"
+        ends: tuple[Cell, Cell] = (low, high) if low < high else ("", "")
+        rows.append((row.name, row.value.value, *ends, row.kind, row.direction, meaning, kept))
+    section.tables.append(Table(f"{key}-measures-table", "Measures", columns, rows))
+    return section
+
+
+def _how(report: Report, key: str) -> Section:
+    section = Section(f"{key}-how", "How this was measured")
+    if math.isfinite(report.seconds):
+        section.texts.append(f"{report.parameters:,} parameters, measured in {number(report.seconds, 3)} s.")
+    if report.settings:
+        section.tables.append(
+            Table(f"{key}-settings", "Settings and versions", ["setting", "value"], list(report.settings.items()))
+        )
+    if report.rows:
+        columns = ["measure", "formula", "reference", "dearest step", "products", "seed", "seconds"]
+        rows = [
+            (
+                row.name,
+                row.formula,
+                row.reference,
+                row.cost,
+                row.value.matvecs,
+                "–" if row.value.seed is None else str(row.value.seed),
+                row.seconds,
+            )
+            for row in report.rows
+        ]
+        section.tables.append(Table(f"{key}-costs", "How each number was computed", columns, rows, True))
+    if report.left_out:
+        section.tables.append(
+            Table(f"{key}-left-out", "Left out, and why", ["what", "reason"], list(report.left_out.items()))
+        )
+    if not (section.texts or section.tables):
+        section.texts.append("The report does not say.")
+    return section
+
+
+def _figure(key: str, title: str, alt: str, chart: Any, *, square: bool = False) -> Figure:
+    """A chart without its colours, as wide as the page allows; what it says below its title becomes a text."""
+    spec = {name: value for name, value in chart.to_dict().items() if name not in ("$schema", "config", "title")}
+    heading = chart.to_dict().get("title", {})
+    note = heading.get("subtitle") or heading.get("text", "") if isinstance(heading, dict) else ""
+    if square or "width" not in spec:
+        spec["width"] = "container"
+    return Figure(key, title, alt, spec, f"{note[:1].upper()}{note[1:]}." if note else "", square)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Several
+
+
+def _comparison(found: Comparison, key: str) -> Iterator[Section]:
+    a, b = found.names
+    section = Section(f"{key}-advice", "Which to trust", [found.advice, *found.reasons])
+    columns = ["measure", a, b, "difference", "low", "high", "interval from", "ratio", "movable by", "favours", "note"]
+    favours = {"a": a, "b": b, "equal": "neither"}
+    rows = [
+        (
+            *(row.name, row.a.value, row.b.value, row.difference, row.low, row.high, row.how, row.ratio, row.factor),
+            *(favours.get(row.verdict, row.verdict), row.note),
+        )
+        for row in found.rows
+    ]
+    caption = f"{a} (a) and {b} (b) on {found.samples:,} samples, intervals of {found.level:.0%}"
+    section.tables.append(Table(f"{key}-comparison", caption, columns, rows))
+    yield section
+    if found.margins is not None:
+        first, second = found.margins
+        change = second.signed - first.signed
+        wider = float((change > 0).double().mean())
+        section = Section(f"{key}-pairs", "Sample by sample")
+        section.texts.append(f"{b} has the wider margin on {wider:.1%} of the samples.")
+        chart = charts.distribution(change, f"margin of {b} minus margin of {a}")
+        alt = f"Histogram of the differences of the margins, {b} minus {a}, of {len(change):,} samples."
+        section.figures.append(_figure(f"{key}-pairs-chart", "Differences of the margins", alt, chart))
+        yield section
+    section = Section(f"{key}-how", "How this was measured")
+    if found.settings:
+        rows_ = list(found.settings.items())
+        section.tables.append(Table(f"{key}-settings", "Settings and versions", ["setting", "value"], rows_))
+    if found.left_out:
+        rows_ = list(found.left_out.items())
+        section.tables.append(Table(f"{key}-left-out", "Left out, and why", ["what", "reason"], rows_))
+    if section.tables:
+        yield section
+
+
+def _side_by_side(reports: list[Report]) -> Section:
+    section = Section("side-by-side", "All runs")
+    names = [f"{k + 1}: {report.name}" for k, report in enumerate(reports)]
+    measures = list(dict.fromkeys(row.name for report in reports for row in report.rows))
+    tables = [{row.name: row for row in report.rows} for report in reports]
+    rows = []
+    for measure in measures:
+        values = [table[measure].value.value if measure in table else "–" for table in tables]
+        first = next(table[measure] for table in tables if measure in table)
+        rows.append((measure, *values, first.direction, "yes" if first.invariant else "no"))
+    section.texts.append(
+        "Measures that scaling layers cannot move are comparable as they stand; for the others see each run's audit."
+    )
+    columns = ["measure", *names, "larger is", "unmoved by scaling layers"]
+    section.tables.append(Table("side-table", "Measures of all runs", columns, rows))
+    shares = np.linspace(0, 1, 101)
+    curves: dict[str, list[Any]] = {"share of the samples (%)": [], "output margin": [], "run": []}
+    for name, report in zip(names, reports, strict=True):
+        if report.margins is not None and len(report.margins):
+            curves["share of the samples (%)"] += (100 * shares).tolist()
+            curves["output margin"] += np.quantile(report.margins.signed.numpy(), shares).tolist()
+            curves["run"] += [name] * len(shares)
+    if curves["run"]:
+        chart = charts.lines(curves, "share of the samples (%)", "output margin", series="run")
+        alt = "Line chart of the quantiles of the output margins of every run."
+        section.figures.append(_figure("side-margins", "Margins: this share of the samples lies below", alt, chart))
+    return section

@@ -1,0 +1,235 @@
+"""The page as text: whole, escaped, honest about what is missing, and free of addresses to load from."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from reports import MARKUP, comparison, report
+
+from spiritlevel.errors import InputError
+from spiritlevel.report import notebook, page, parts
+from spiritlevel.results import Estimate, Report
+
+VOID = {"meta", "link", "br", "img", "rect", "path", "circle"}
+
+
+class Reader(HTMLParser):
+    """Elements with their attributes and text; complains about tags that are not closed in order."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.words: list[str] = []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in VOID:
+            assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if not self.open or self.open[-1] not in ("script", "style"):
+            self.words.append(data)
+
+    @property
+    def text(self) -> str:
+        return " ".join(" ".join(self.words).split())
+
+    def all(self, tag: str) -> list[dict[str, str | None]]:
+        return [attributes for name, attributes in self.elements if name == tag]
+
+
+def data(text: str) -> dict[str, Any]:
+    (found,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', text, flags=re.DOTALL)
+    return json.loads(found)
+
+
+@pytest.fixture(scope="module")
+def whole() -> str:
+    return page(report())
+
+
+def test_the_page_has_every_part(whole: str) -> None:
+    text = Reader(whole).text
+    for words in (
+        "lenet5 on made-up digits",
+        "How sharp",
+        "95 % interval",
+        "× 486",
+        "Every sample: trace against margin",
+        "Sharpest",
+        "Least certain",
+        "Spectrum of the Hessian",
+        "The loss around the minimum",
+        "Which layers hold the trace",
+        "Audit: what the numbers are worth",
+        "How this was measured",
+        "the network is not a chain",
+        "r = -0.610",
+        "undefined, ACEHT needs flat inputs",
+        "it did not converge",
+    ):
+        assert words in text
+    charts = {key.partition("-")[2] for key in data(whole)["charts"]}
+    assert charts == {
+        *("scatter", "margins-train", "margins-test", "density", "ritz", "landscape-chart", "layers-chart"),
+        "audit-map",
+    }
+
+
+def test_nothing_is_loaded_from_anywhere(whole: str) -> None:
+    reader = Reader(whole)
+    sources = [a.get("src") or a.get("href") for _, a in reader.elements if "src" in a or "href" in a]
+    assert all(str(source).startswith(("#", "data:")) for source in sources)
+    assert "default-src 'none'" in str(reader.all("meta")[1]["content"])
+    assert "url(http" not in whole
+    assert "@import" not in whole
+
+
+def test_landmarks_headings_and_labels_are_there_for_those_who_do_not_see(whole: str) -> None:
+    reader = Reader(whole)
+    tags = [tag for tag, _ in reader.elements]
+    for tag in ("header", "nav", "main", "footer", "h1", "h2"):
+        assert tag in tags
+    levels = [int(tag[1]) for tag in tags if re.fullmatch(r"h[1-6]", tag)]
+    assert levels[0] == 1
+    assert all(after <= before + 1 for before, after in zip(levels, levels[1:], strict=False))
+    plots = [a for a in reader.all("div") if a.get("class") == "plot"]
+    assert plots
+    assert all(a["role"] == "img" and a["aria-label"] for a in plots)
+    assert len(reader.all("table")) == len(reader.all("caption"))
+    identifiers = [a["id"] for _, a in reader.elements if "id" in a]
+    assert len(identifiers) == len(set(identifiers))
+    targets = {str(a["href"])[1:] for a in reader.all("a")}
+    assert targets <= set(identifiers)
+
+
+def test_every_name_from_outside_is_escaped() -> None:
+    made = report(40, name=MARKUP)
+    made = dataclasses.replace(
+        made,
+        classes=(MARKUP,) * 10,
+        layers={MARKUP: 1.0},
+        settings={MARKUP: MARKUP},
+        left_out={MARKUP: MARKUP},
+        headline=(MARKUP,),
+        partial=MARKUP,
+        rows=(dataclasses.replace(made.rows[0], name=MARKUP, meaning=MARKUP), *made.rows),
+    )
+    text = page(made, dataclasses.replace(comparison(), names=(MARKUP, MARKUP), advice=MARKUP))
+    reader = Reader(text)
+    assert MARKUP not in text
+    assert MARKUP in reader.text
+    assert not reader.all("img")
+    assert text.count("</script") == 3
+    assert MARKUP in json.dumps(data(text)["charts"], ensure_ascii=False).replace('\\"', '"')
+
+
+PARTS = ["traces", "margins", "test_margins", "predicted", "spectrum", "landscape", "audit", "pictures", "indices"]
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_a_part_that_is_missing_is_said_to_be(name: str) -> None:
+    text = page(report(30, **{name: None}))
+    Reader(text)
+    expected = {
+        "traces": "The trace or the margin of every sample was not measured.",
+        "margins": "The trace or the margin of every sample was not measured.",
+        "spectrum": "The spectrum was not measured.",
+        "landscape": "The landscape was not measured.",
+        "audit": "The audit was not measured.",
+        "pictures": "There are no pictures",
+    }
+    assert expected.get(name, "") in text
+
+
+def test_the_reason_for_leaving_a_part_out_is_given() -> None:
+    text = page(report(30, spectrum=None, left_out={"spectrum": "the time limit was reached."}))
+    assert "The spectrum was left out: the time limit was reached." in text
+
+
+def test_an_empty_report_has_a_page() -> None:
+    text = page(Report("nothing yet", (), partial="Interrupted after 3 s."))
+    reader = Reader(text)
+    assert "Partial. Interrupted after 3 s." in reader.text
+    assert data(text)["charts"] == {}
+
+
+def test_several_runs_stand_side_by_side_with_their_comparison() -> None:
+    text = page(report(40, name="small"), report(50, name="large"), comparison())
+    reader = Reader(text)
+    for words in ("All runs", "1: small", "2: large", "Trust large: its margins are wider.", "not comparable"):
+        assert words in reader.text
+    assert {"r0-scatter", "r1-scatter", "side-margins", "c0-pairs-chart"} <= data(text)["charts"].keys()
+
+
+def test_a_subset_is_named_by_its_places_in_the_data() -> None:
+    text = page(report(30, indices=torch.arange(30) * 10 + 5))
+    points = [row for rows in _datasets(data(text)["charts"]["r0-scatter"]) for row in rows if "hover0" in row]
+    assert {row["hover0"] for row in points} == {str(10 * k + 5) for k in range(30)}
+    assert data(text)["runs"]["r0"]["sheet"]["places"].keys() <= {row["hover0"] for row in points}
+
+
+def _datasets(spec: dict[str, Any]) -> list[list[dict[str, Any]]]:
+    return [*spec.get("datasets", {}).values()] + [
+        part["data"]["values"] for part in [spec, *spec.get("layer", [])] if "values" in part.get("data", {})
+    ]
+
+
+def test_packed_columns_come_back_bit_by_bit() -> None:
+    import base64
+
+    values = np.array([1e-300, math.nan, -math.inf, 0.1])
+    column = parts.packed(values)
+    assert column["kind"] == "f8"
+    assert np.frombuffer(base64.b64decode(column["data"]), "<f8").tobytes() == values.tobytes()
+
+
+def test_large_colour_pictures_become_small_ones() -> None:
+    sheet = parts.sheet(torch.randint(0, 255, (5, 3, 128, 256), dtype=torch.uint8).numpy(), [7, 8, 9, 10, 11])
+    assert (sheet.width, sheet.height, sheet.columns, sheet.rows) == (64, 32, 3, 2)
+    assert sheet.places["11"] == 4
+    assert sheet.image.startswith("data:image/webp;base64,")
+
+
+def test_a_report_writes_its_own_page_and_shows_itself_in_a_notebook(tmp_path: Path, whole: str) -> None:
+    file = tmp_path / "page.html"
+    assert report().to_html(file) == file.read_text(encoding="utf-8") == whole
+    frame = notebook(report(30))
+    assert report(30)._repr_html_() == frame
+    assert frame.startswith("<iframe sandbox=")
+    assert frame.count("<") == 2
+    assert "allow-same-origin" not in frame
+
+
+def test_only_reports_and_comparisons_have_a_page() -> None:
+    with pytest.raises(InputError, match="page shows reports and comparisons, got Estimate"):
+        page(Estimate(1.0))  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="got nothing"):
+        page()
+
+
+def test_the_page_of_a_large_data_set_stays_small() -> None:
+    text = page(report(60_000, pictured=600))
+    assert len(text.encode()) < 15e6
+    scatter = data(text)["charts"]["r0-scatter"]
+    assert "title" not in scatter
+    points = [row for rows in _datasets(scatter) for row in rows if "hover0" in row]
+    assert len(points) <= 4000
+    assert f"{len(points):,} of 60,000 drawn as points" in text
