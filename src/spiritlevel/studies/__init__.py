@@ -1,4 +1,4 @@
-"""The papers' experiments as commands, one file each; they share `base` and never import each other.
+"""The papers' experiments as commands, one file each; they share `base` and `recipes` and never import each other.
 
 >>> studies = catalogue()
 >>> studies["confidence"].source
@@ -29,8 +29,8 @@ __all__ = [
 
 
 def catalogue() -> dict[str, Study]:
-    """Every study by name: each module of this package but `base` holds one as `STUDY`."""
-    modules = sorted(info.name for info in pkgutil.iter_modules(__path__) if info.name != "base")
+    """Every study by name: each module of this package but the two that studies share holds one as `STUDY`."""
+    modules = sorted(info.name for info in pkgutil.iter_modules(__path__) if info.name not in ("base", "recipes"))
     found = [importlib.import_module(f"{__name__}.{name}").STUDY for name in modules]
     return {study.name: study for study in found}
 

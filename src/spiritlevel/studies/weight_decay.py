@@ -11,12 +11,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from spiritlevel.errors import InputError, unknown_name
 from spiritlevel.studies.base import Config, Ruling, Run, Statement, Study, not_fitted
+from spiritlevel.studies.recipes import LAST_RATE, MOMENTUM, paper_c
 
 if TYPE_CHECKING:
     from spiritlevel.training import Job, Trained
-
-MOMENTUM = 0.9
-LAST_RATE = 0.01  # of the first, by the schedule of Eq. 14
 
 
 class Network(NamedTuple):
@@ -170,30 +168,20 @@ class WeightDecay(Config):
 
 
 def job(config: WeightDecay, gamma: float, pixels: str, lr: float | None = None) -> Job:
-    """The training of one γ: SGD with momentum 0.9, batch 128, Eq. 14's schedule."""
-    from spiritlevel.training import Job, Recipe
-
+    """The training of one γ."""
     network = NETWORKS[config.network]
-    epochs = config.epochs or network.epochs
-    recipe = Recipe(
+    return paper_c(
+        network.builder,
+        config.data or network.data,
         lr=lr or config.lr or network.lr,
-        momentum=MOMENTUM,
+        epochs=config.epochs or network.epochs,
         weight_decay=gamma,
-        batch_size=128,
-        epochs=epochs,
-        schedule="paper_c",
-        augment=network.augment,
-    )
-    return Job(
-        network=network.builder,
-        options={} if config.width == 1.0 else {"width": config.width},
-        data=config.data or network.data,
+        width=config.width,
         train_size=config.train_size,
         validation=config.validation,
-        pixels=pixels,  # type: ignore[arg-type]  # checked there
-        recipe=recipe,
+        pixels=pixels,
+        augment=network.augment,
         seed=config.seed,
-        evaluate_every=max(1, epochs // 50) * -(-config.train_size // 128),
     )
 
 
