@@ -25,7 +25,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from spiritlevel.distributed import Ranks
 from spiritlevel.errors import InputError
 from spiritlevel.estimators import Operator
 from spiritlevel.functional import Batches, Fingerprint, Params, Problem, _is_pair_of_tensors, parse_memory
@@ -78,11 +77,8 @@ def hessian(
     >>> hessian(net, data, loss="squared_error") @ torch.tensor([1.0])  # mean of x²
     tensor([5.])
     """
-    if not weight_decay >= 0:
-        raise InputError(f"weight_decay must be at least 0, got {weight_decay}.")
     problem = Problem(model, loss=loss, params=params, batch_norm=batch_norm)
-    matrix = _Matrix(hessian_product, problem, data, batch_size, memory, group)
-    return matrix.operator(matrix.multiply, weight_decay)
+    return _Matrix(hessian_product, problem, data, batch_size, memory, group).operator(weight_decay=weight_decay)
 
 
 def gauss_newton(
@@ -111,11 +107,8 @@ def gauss_newton(
     >>> torch.allclose(gauss_newton(net, data).dense(), hessian(net, data).dense())
     True
     """
-    if not weight_decay >= 0:
-        raise InputError(f"weight_decay must be at least 0, got {weight_decay}.")
     problem = Problem(model, loss=loss, params=params, batch_norm=batch_norm)
-    matrix = _Matrix(_gauss_newton_product, problem, data, batch_size, memory, group)
-    return matrix.operator(matrix.multiply, weight_decay)
+    return _Matrix(_gauss_newton_product, problem, data, batch_size, memory, group).operator(weight_decay=weight_decay)
 
 
 def empirical_fisher(
@@ -144,11 +137,8 @@ def empirical_fisher(
     >>> float(empirical_fisher(net, data).dense().diagonal().min()) >= 0
     True
     """
-    if not weight_decay >= 0:
-        raise InputError(f"weight_decay must be at least 0, got {weight_decay}.")
     problem = Problem(model, loss=loss, params=params, batch_norm=batch_norm)
-    matrix = _Matrix(_fisher_product, problem, data, batch_size, memory, group)
-    return matrix.operator(matrix.multiply, weight_decay)
+    return _Matrix(_fisher_product, problem, data, batch_size, memory, group).operator(weight_decay=weight_decay)
 
 
 def hessian_variance(
@@ -279,9 +269,7 @@ class _Matrix:
         whole: bool = False,
     ) -> None:
         self.problem, self.product = problem, product
-        self.ranks = Ranks(group, problem.device)
-        if group is not None:
-            self.ranks.same(problem.fingerprint(), "their models, losses or batch norm modes")
+        self.ranks = problem.shared_by(group)
         self.params = list(problem.params.values())
         whole = whole or problem.batch_norm == "batch"
         with self.ranks.together():
@@ -315,8 +303,11 @@ class _Matrix:
         equal = (size for size in range(most, most // 2, -1) if samples % size == 0)
         return next(equal, -(-samples // -(-samples // most)))
 
-    def operator(self, multiply: Callable[[Tensor], Tensor], weight_decay: float = 0.0) -> Operator:
-        """`multiply`, of rows, plus weight_decay · I as an operator on columns."""
+    def operator(self, multiply: Callable[[Tensor], Tensor] | None = None, *, weight_decay: float = 0.0) -> Operator:
+        """This matrix, or another `multiply` of rows, plus weight_decay · I as an operator on columns."""
+        if not weight_decay >= 0:
+            raise InputError(f"weight_decay must be at least 0, got {weight_decay}.")
+        multiply = multiply or self.multiply
 
         def matmat(block: Tensor) -> Tensor:
             rows = self.ranks.first(block.detach().T.contiguous())
@@ -370,15 +361,16 @@ class _Matrix:
 
     def _inspect(self) -> tuple[list[int], str]:
         """Read and check all data once: the sizes of the batches, and a fingerprint."""
-        sizes, fingerprint = list[int](), Fingerprint()
+        sizes, total, fingerprint = list[int](), 0, Fingerprint()
         with self.problem.active(), torch.no_grad():
             for index, (inputs, targets) in enumerate(self.batches):
                 fingerprint.update(inputs, targets)
                 if self.ranks.takes(index):
                     placed = self.problem.place(inputs, targets)
                     outputs = self.problem.outputs(self.problem.params, placed[0])
-                    self.problem.checked(outputs, *placed, start=sum(sizes))
+                    self.problem.checked(outputs, *placed, start=total)
                 sizes.append(len(targets))
+                total += len(targets)
         return sizes, str(fingerprint)
 
     def _batch(self, index: int, inputs: Any, targets: Tensor) -> _BatchProduct:
@@ -399,14 +391,17 @@ class _Matrix:
                 return self._for_each(lambda *vector: flat(*vector, *self.params, *fixed), vectors)
 
         shape = (str(form), repr(rest), tuple((leaf.shape, leaf.dtype) for leaf in fixed))
+        constants = None
         if shape not in self.traces:
             with self.problem.active():
                 few = len(self.traces) < _MOST_SHAPES
-                self.traces[shape] = _try_to_trace(flat, self.params, fixed) if few else None
+                traced = _try_to_trace(flat, self.params, fixed) if few else None
+            self.traces[shape], constants = traced or (None, None)
         trace = self.traces[shape]
         if trace is None:
             return differentiate
-        tape = _Tape(trace.multiply, trace.prepare(*self.params, *fixed), len(targets), self._for_each)
+        constants = constants or trace.prepare(*self.params, *fixed)
+        tape = _Tape(trace.multiply, constants, len(targets), self._for_each)
         size = tape.size(self.owned)
         if size <= self.room:
             self.room -= size
@@ -553,8 +548,10 @@ def _functional(func: Any) -> Any:
     return getattr(packet, func._overloadname)
 
 
-def _try_to_trace(function: Callable[..., Sequence[Tensor]], params: list[Tensor], data: list[Tensor]) -> _Trace | None:
-    """`function(*vector, *params, *data)` as operations, cut in two; `None` if that fails.
+def _try_to_trace(
+    function: Callable[..., Sequence[Tensor]], params: list[Tensor], data: list[Tensor]
+) -> tuple[_Trace, tuple[Tensor, ...]] | None:
+    """`function(*vector, *params, *data)` as operations, cut in two, and the constants; `None` if that fails.
 
     A trace depends on nothing but its inputs: no number can leave a tensor unnoticed, since `functionalize` wraps them
     all and the recorder refuses what reads one. That it has lost no dependence on the vector, and that what was done
@@ -570,14 +567,15 @@ def _try_to_trace(function: Callable[..., Sequence[Tensor]], params: list[Tensor
         recorder.graph.output(nodes)
         trace = _cut(_simplified(recorder.graph), len(vector), recorder.outside)
         with torch.no_grad():
-            opposite = trace.multiply(*(-part for part in vector), *trace.prepare(*params, *data))
+            constants = trace.prepare(*params, *data)
+            opposite = trace.multiply(*(-part for part in vector), *constants)
             error, scale = (
                 math.hypot(*(float(tensor.norm()) for tensor in tensors))
                 for tensors in ([a + b for a, b in zip(opposite, results, strict=True)], results)
             )
     except Exception:  # whatever cannot be traced can still be differentiated
         return None
-    return trace if error <= math.sqrt(torch.finfo(params[0].dtype).eps) * scale else None
+    return (trace, constants) if error <= math.sqrt(torch.finfo(params[0].dtype).eps) * scale else None
 
 
 _aten = torch.ops.aten

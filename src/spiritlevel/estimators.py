@@ -758,7 +758,7 @@ def _converge(
             wanted = np.concatenate([indices[:k] for indices in order])
             leaks = space.leaks(coordinates[:, wanted])
             residual = math.sqrt(max(sum((leak**2 for leak in leaks.values()), np.zeros(wanted.size))))
-            converged = residual <= max(distance / 2, space.noise)
+            converged = residual <= space.noise or math.hypot(residual, space.noise) <= distance
             begin = False
             if converged:
                 found = np.sort(values[wanted])
