@@ -17,7 +17,7 @@ from torch.func import functional_call, jacrev
 from spiritlevel import transforms
 from spiritlevel.audit import audit
 from spiritlevel.errors import InputError
-from spiritlevel.measures import DEFAULT, MEASURES, TRANSFORMS, Setting, select
+from spiritlevel.measures import DEFAULT, MEASURES, TRANSFORMS, Setting, evaluate, select
 from spiritlevel.results import Estimate, Result
 from spiritlevel.transforms import Transformed
 
@@ -673,6 +673,22 @@ def test_selection() -> None:
     assert [measure.name for measure in select(["trace", "weight_norm", "trace"])] == ["trace", "weight_norm"]
     with pytest.raises(InputError, match="did you mean 'trace'"):
         select("trce")
+
+
+def test_evaluate_gives_plain_rows_of_what_each_measure_says_alone(untouched: Untouched) -> None:
+    net = randomised(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)))
+    points = labelled(net, normal(12, 3))
+    chosen = ["trace", "path_norm", "average_sharpness", "adaptive_sharpness_linf", "margin_mean"]
+    with untouched(net):
+        rows = evaluate(net, points, measures=chosen, seed=3)
+    assert [row["name"] for row in rows] == chosen
+    assert [row["kind"] for row in rows] == ["exact", "undefined", "estimate", "lower bound", "exact"]
+    assert math.isnan(rows[1]["value"])
+    assert "ReLU networks only" in rows[1]["reason"]
+    for row in rows[:1] + rows[2:]:
+        alone = MEASURES[row["name"]](net, points, seed=3)
+        assert (row["value"], row["stderr"]) == (alone.value, alone.stderr)
+        assert row["seconds"] > 0
 
 
 @pytest.mark.parametrize("name", ["path_norm", "spectral_margin_mean"])

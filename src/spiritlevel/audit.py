@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from spiritlevel import transforms as maps
-from spiritlevel.errors import InputError, NotExactError, unknown_name
+from spiritlevel.errors import InputError, unknown_name
 from spiritlevel.functional import Batches, Problem
 from spiritlevel.measures import TRANSFORMS, Measure, Setting, select
 from spiritlevel.results import Audit, AuditRow, Certificate, Estimate, WorstFactor
@@ -97,7 +97,7 @@ def audit(
     before: dict[str, Estimate] = {}
     for measure in chosen:
         announce(measure.name)
-        value = _value(measure, here)
+        value = measure.attempt(here)
         if math.isnan(value.value):
             skipped[measure.name] = value.reason
         else:
@@ -109,7 +109,7 @@ def audit(
         for measure in chosen:
             announce(f"{measure.name} after {name}")
             if measure.name in before:
-                after = _value(measure, there)
+                after = measure.attempt(there)
                 rows.append(_row(measure, name, before[measure.name], after, here, transformed))
     worst: tuple[WorstFactor, ...] = ()
     if search:
@@ -128,17 +128,6 @@ def audit(
         batch_norm=batch_norm,
         seed=seed,
     )
-
-
-def _value(measure: Measure, setting: Setting) -> Estimate:
-    """The measure, or NaN and the reason why there is none."""
-    try:
-        found = measure.compute(setting)
-    except (InputError, NotExactError) as error:
-        return Estimate(math.nan, seed=setting.seed, reason=str(error))
-    if math.isnan(found.value) and not found.reason:
-        return dataclasses.replace(found, reason="the value is not a number")
-    return found
 
 
 def _moved(here: Setting, transformed: Transformed) -> Setting:

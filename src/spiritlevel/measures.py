@@ -15,6 +15,7 @@ import copy
 import dataclasses
 import functools
 import math
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,7 +31,7 @@ from torch.nn.modules.conv import _ConvNd
 from torch.overrides import TorchFunctionMode
 
 from spiritlevel.curvature import empirical_fisher, gauss_newton, hessian
-from spiritlevel.errors import InputError, unknown_name
+from spiritlevel.errors import InputError, NotExactError, unknown_name
 from spiritlevel.estimators import Operator, eigenvalues, frobenius_norm, operator_trace, spectral_norm
 from spiritlevel.functional import Batches, Params, Problem, along
 from spiritlevel.gradient_norms import GradientNorms, resized
@@ -42,7 +43,7 @@ from spiritlevel.stats import skewness
 from spiritlevel.structure import Structure, analyse
 from spiritlevel.transforms import Transformed, fold_batchnorm
 
-__all__ = ["DEFAULT", "MEASURES", "TRANSFORMS", "Measure", "Setting", "select"]
+__all__ = ["DEFAULT", "MEASURES", "TRANSFORMS", "Measure", "Setting", "evaluate", "select"]
 
 TRANSFORMS: dict[str, str] = {
     "rescale_layers": "one factor for each layer, with product 1 along every path; the function stays",
@@ -480,6 +481,16 @@ class Measure:
         """The measure of a model on data, with its error; the model is left as it was."""
         return self.compute(Setting(model, data, loss=loss, batch_norm=batch_norm, seed=seed))
 
+    def attempt(self, setting: Setting) -> Estimate:
+        """The measure, or NaN with the reason why there is none."""
+        try:
+            found = self.compute(setting)
+        except (InputError, NotExactError) as error:
+            return Estimate(math.nan, seed=setting.seed, reason=str(error))
+        if math.isnan(found.value) and not found.reason:
+            return dataclasses.replace(found, reason="the value is not a number")
+        return found
+
     @property
     def lower_bound(self) -> bool:
         """Whether an optimiser found the value, so that the true one may be larger."""
@@ -525,6 +536,57 @@ def select(names: str | Iterable[str] | None = None) -> tuple[Measure, ...]:
         if name not in MEASURES:
             raise unknown_name("measure", name, [*MEASURES, "default", "all"])
     return tuple(MEASURES[name] for name in wanted)
+
+
+@torch.inference_mode(False)  # measures add up in place, which tensors of that mode do not allow outside it
+def evaluate(
+    model: nn.Module,
+    data: Any,
+    *,
+    measures: str | Iterable[str] | None = None,
+    loss: Any = "cross_entropy",
+    batch_norm: str = "eval",
+    seed: int = 0,
+) -> list[dict[str, Any]]:
+    """Several measures of one model as plain rows, for tables of many models; what they share is computed once.
+
+    A row has name, value, stderr, seconds (of what no earlier row had computed), direction, kind and reason. Kinds:
+    "exact", "estimate", "lower bound", "not converged", and "undefined", where value is NaN. The model is left as it
+    was.
+
+    >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2))
+    >>> rows = evaluate(net, (torch.ones(4, 2), torch.tensor([0, 1, 0, 1])), measures=["trace", "ball_sharpness"])
+    >>> [(row["name"], row["kind"]) for row in rows]
+    [('trace', 'exact'), ('ball_sharpness', 'lower bound')]
+    """
+    chosen = select(measures)
+    model = Problem(model, loss=loss, batch_norm=batch_norm).model  # half precision becomes a float32 copy at once
+    setting = Setting(model, data, loss=loss, batch_norm=batch_norm, seed=seed)
+    setting.check()
+    rows = []
+    for measure in chosen:
+        start = time.perf_counter()
+        found = measure.attempt(setting)
+        rows.append(
+            {
+                "name": measure.name,
+                "value": found.value,
+                "stderr": found.stderr,
+                "seconds": time.perf_counter() - start,
+                "direction": measure.direction,
+                "kind": _kind(measure, found),
+                "reason": found.reason,
+            }
+        )
+    return rows
+
+
+def _kind(measure: Measure, found: Estimate) -> str:
+    if math.isnan(found.value):
+        return "undefined"
+    if found.reason:
+        return "not converged"
+    return "lower bound" if measure.lower_bound else "estimate" if found.stderr else "exact"
 
 
 def _register(name: str, meaning: str, formula: str, reference: str, **fields: Any) -> Callable[[Compute], Compute]:
