@@ -49,8 +49,9 @@ class Rescaling(Config):
     """Layer widths of the networks, joined by hyphens."""
     samples: int = 60
     """Inputs at which each network teaches itself."""
-    betas: tuple[float, ...] = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
-    """Factors β of the theorem's path; the last two decide what grows."""
+    betas: tuple[float, ...] = (1.0, 4.0, 16.0, 64.0, 256.0, 1024.0, 2048.0)
+    """Factors β of the theorem's path. The last two decide what grows: at β = 30 an eigenvalue can still rise like β²
+    that is bounded."""
 
 
 def run(config: Rescaling, run: Run) -> Iterator[Ruling]:
@@ -131,7 +132,8 @@ def _measure(config: Rescaling, widths: str, bias: bool) -> dict[str, Any]:
         model, {n: 2.0 ** (len(layers) - 1) if k == enlarged else 0.5 for k, n in enumerate(layers)}
     )
     growing = torch.cat([torch.full((p.numel(),), _factor(scaled, name) < 1) for name, p in model.named_parameters()])
-    growth = (spectra[-1] / spectra[-2])[:rank]
+    rounding = len(whole) * torch.finfo(torch.float64).eps * spectra[-1][0]
+    growth = (spectra[-1] / spectra[-2])[:rank] * (spectra[-1][:rank] > rounding)  # below it: vanished
     step = config.betas[-1] / config.betas[-2]
     return {
         "network": widths,
@@ -178,6 +180,7 @@ STUDY = Study(
     config=Rescaling,
     statements=(THEOREM, EXACT, BIASES, SAME),
     run=run,
+    revision=2,
     scales={"smoke": {"networks": ("3-4-4-3", "6-4-3")}},
     seeds={},
 )
