@@ -86,3 +86,48 @@ def test_the_papers_networks_are_exact(name: str) -> None:
 
 def test_tanh_lenet_is_not() -> None:
     assert "tanh" in structure_of(models.lenet5(activation="tanh"), torch.rand(2, 1, 28, 28)).reason
+
+
+class Decides(nn.Module):
+    """Takes a Python value out of what its parameters computed, in one way or another."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way, self.inner = way, nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.inner(x)
+        if self.way == "item":
+            return y * y.sum().item()
+        if self.way == "comparison" and (y > 0).any():
+            return y
+        if self.way == "equal" and torch.equal(y, y + 1):
+            return y
+        return y if self.way == "list" and (y > 0).int().tolist() else 2 * y
+
+
+@pytest.mark.parametrize("way", ["item", "comparison", "equal", "list"])
+def test_a_python_value_that_parameters_decide_is_never_exact(way: str) -> None:
+    structure = structure_of(Decides(way), torch.randn(2, 6))
+    assert not structure.exact
+    assert "cannot be traced" in structure.reason
+
+
+class WritesIntoAView(nn.Module):
+    """Squares its layer's outputs through a view that it overwrites."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.head = nn.Linear(6, 4), nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.inner(x)
+        y[:, :2].mul_(y[:, 2:])
+        return self.head(y)
+
+
+def test_what_is_written_into_a_view_reaches_its_base() -> None:
+    structure = structure_of(WritesIntoAView(), torch.randn(2, 6))
+    assert structure.degrees["inner.weight"] > 1
+    assert structure.degrees["head.weight"] == 1
+    assert "'mul'" in structure.reason

@@ -1,7 +1,7 @@
 """What the executed operations say about a network: in which degree does each output depend on each parameter?
 
-The forward pass is traced to ATen operations and every value gets, for every parameter tensor, a degree 0, 1 or
-'more'. Linear and piecewise linear operations keep the largest degree of their arguments, bilinear ones add degrees,
+The forward pass is watched down to its ATen operations and every value gets, for every parameter tensor, a degree 0, 1
+or 'more'. Linear and piecewise linear operations keep the largest degree of their arguments, bilinear ones add degrees,
 anything else makes 'more' of each parameter it touches. If no output has more than degree 1 in any one parameter
 tensor, then ∂²φ/∂θᵢ² = 0 almost everywhere, every within-tensor block of the Hessian equals that of the Gauss-Newton
 matrix, and Tr H = Tr GGN exactly (MATH 4.1). What cannot be traced, or is not known here, counts as 'more': the
@@ -10,15 +10,17 @@ analysis may miss an exact network, it never invents one.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 from torch.func import functionalize
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from spiritlevel.functional import Problem
+from spiritlevel.functional import Params, Problem
 
 MORE = 2
 
@@ -94,62 +96,76 @@ class Structure:
 
 
 def analyse(problem: Problem, inputs: Any, count: int) -> Structure:
-    """Trace one small batch of `count` samples inside `problem.active()` and read off the degrees.
+    """Run one small batch of `count` samples inside `problem.active()` and read off the degrees.
 
-    Cost: one forward pass of that batch and its tracing.
+    Cost: one forward pass of that batch, a few milliseconds.
     """
-    names = list(problem.params)
-
-    def forward(*tensors: Tensor) -> Tensor:
-        return problem.outputs(dict(zip(names, tensors, strict=True)), inputs)
-
+    watch = _Watch(problem.params)
+    # what is written in place becomes an operation of its own
+    forward = functionalize(lambda params: problem.outputs(params, inputs))
     try:
-        with torch._C.DisableTorchFunction():  # name layer norm as such, not the operations it is rewritten to
-            graph = make_fx(functionalize(forward))(*problem.params.values()).graph
-    except Exception as error:  # whatever stops the tracer, the network is simply not known to be exact
+        # name layer norm as such, not the operations it is rewritten to
+        with torch.no_grad(), torch._C.DisableTorchFunction(), watch:
+            outputs = forward(problem.params)
+    except Exception as error:  # whatever stops the run, the network is simply not known to be exact
         reason = str(error).strip().split("\n", 1)[0][:200]
         return Structure(failure=f"the forward pass cannot be traced ({type(error).__name__}: {reason})")
-    return _read(graph, names, count)
+    return watch.structure(outputs, count)
 
 
-def _read(graph: fx.Graph, names: list[str], count: int) -> Structure:
-    known: dict[fx.Node, Degrees] = {}
-    obstacles: dict[str, str] = {}
-    result: Degrees = {}
-    floats = 0
-    uses: dict[str, int] = {}
-    placeholders = iter(names)
-    for node in graph.nodes:
-        if node.op == "placeholder":
-            name = next(placeholders)
-            known[node], uses[name] = {name: 1}, len(node.users)
-        elif node.op == "output":
-            if len(node.all_input_nodes) != 1:
-                return Structure(failure="the outputs do not depend on the traced operations")
-            result = known[node.all_input_nodes[0]]
-        elif node.op == "call_function":
-            before = _largest(*(known.get(source, {}) for source in node.all_input_nodes))
-            degrees = _degrees(node, known)
-            operation = _name(node)
-            for name, degree in degrees.items():
-                if degree >= MORE > before.get(name, 0):
-                    obstacles.setdefault(name, operation)
-            value = node.meta.get("val")
-            if isinstance(value, Tensor):
-                floats += value.numel()
-                if not (value.is_floating_point() or value.is_complex()):
-                    degrees = {}  # integers and booleans are constant almost everywhere
-            known[node] = degrees
-        else:
-            known[node] = {}
-    degrees = {name: result.get(name, 0) for name in names}
-    hit = {name: operation for name, operation in obstacles.items() if degrees[name] >= MORE}
-    return Structure(degrees, hit, "", floats // max(count, 1), uses)
+class _Watch(TorchDispatchMode):
+    """Gives every value that an operation returns its degrees, and keeps it, so that it stays known by its id."""
+
+    def __init__(self, params: Params) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.parameters = {id(tensor): name for name, tensor in params.items()}
+        self.known: dict[int, Degrees] = {id(tensor): {name: 1} for name, tensor in params.items()}
+        self.kept: list[Tensor] = []  # alive, so that no id is given twice
+        self.uses = dict.fromkeys(params, 0)
+        self.obstacles: dict[str, str] = {}
+        self.floats = 0
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        met = [self.known[id(leaf)] for leaf in tree_leaves((args, kwargs)) if id(leaf) in self.known]
+        values = tree_leaves(result)
+        self.floats += sum(value.numel() for value in values if isinstance(value, Tensor))
+        if not met:
+            return result  # constant
+        if not all(isinstance(value, Tensor | None) for value in values):
+            raise RuntimeError(f"the operation '{_name(func)}' makes a Python value of one that parameters decide")
+        for leaf in tree_leaves((args, kwargs)):
+            name = self.parameters.get(id(leaf))
+            if name:
+                self.uses[name] += 1
+        degrees = _degrees(func, args, met, self.known)
+        before = _largest(*met)
+        for name, degree in degrees.items():
+            if degree >= MORE > before.get(name, 0):
+                self.obstacles.setdefault(name, _name(func))
+        for value in values:
+            if isinstance(value, Tensor) and id(value) not in self.parameters:
+                # integers and booleans are constant almost everywhere
+                smooth = value.is_floating_point() or value.is_complex()
+                self.known[id(value)] = degrees if smooth else {}
+                self.kept.append(value)
+        return result
+
+    def structure(self, outputs: Any, count: int) -> Structure:
+        """What was seen, for the outputs that the watched run returned."""
+        if id(outputs) not in self.known:
+            return Structure(failure="the outputs do not depend on the traced operations")
+        degrees = {name: self.known[id(outputs)].get(name, 0) for name in self.uses}
+        hit = {name: operation for name, operation in self.obstacles.items() if degrees[name] >= MORE}
+        return Structure(degrees, hit, "", self.floats // max(count, 1), self.uses)
 
 
-def _name(node: fx.Node) -> str:
-    packet = getattr(node.target, "overloadpacket", None)
-    return str(getattr(packet, "__name__", getattr(node.target, "__name__", node.target)))
+def _name(func: Callable[..., Any]) -> str:
+    packet = getattr(func, "overloadpacket", None)
+    return str(getattr(packet, "__name__", getattr(func, "__name__", func)))
 
 
 def _largest(*several: Degrees) -> Degrees:
@@ -164,15 +180,13 @@ def _sum(first: Degrees, second: Degrees) -> Degrees:
     return {name: min(MORE, first.get(name, 0) + second.get(name, 0)) for name in {**first, **second}}
 
 
-def _degrees(node: fx.Node, known: dict[fx.Node, Degrees]) -> Degrees:
-    def of(argument: Any) -> Degrees:
-        return known.get(argument, {}) if isinstance(argument, fx.Node) else {}
-
-    sources = [known.get(source, {}) for source in node.all_input_nodes]
-    args = [of(argument) for argument in node.args]
-    name = _name(node)
-    if name == "getitem" or name in _LINEAR:
-        return _largest(*sources)
+def _degrees(
+    func: Callable[..., Any], arguments: tuple[Any, ...], met: list[Degrees], known: dict[int, Degrees]
+) -> Degrees:
+    args = [known.get(id(argument), {}) for argument in arguments]
+    name = _name(func)
+    if name in _LINEAR:
+        return _largest(*met)
     if name in _BILINEAR:
         return _largest(_sum(args[0], args[1]), *args[2:])
     if name in _ADDED_BILINEAR:
@@ -181,13 +195,13 @@ def _degrees(node: fx.Node, known: dict[fx.Node, Degrees]) -> Degrees:
         return _largest(_sum(args[0], args[1]), args[2])
     if name == "div" and not args[1]:
         return args[0]
-    if name in _BATCH_NORM and not any(args[3:5]) and not _normalises_by_batch(name, node):
+    if name in _BATCH_NORM and not any(args[3:5]) and not _normalises_by_batch(name, arguments):
         return _largest(_sum(args[0], args[1]), args[2])
     if name in _NORMALISATION:
         weight, bias = (args[position] for position in _NORMALISATION[name])
         return _largest(dict.fromkeys(args[0], MORE), weight, bias)
-    return dict.fromkeys(_largest(*sources), MORE)
+    return dict.fromkeys(_largest(*met), MORE)
 
 
-def _normalises_by_batch(name: str, node: fx.Node) -> bool:
-    return name != "_native_batch_norm_legit_no_training" and node.args[5] is not False
+def _normalises_by_batch(name: str, arguments: tuple[Any, ...]) -> bool:
+    return name != "_native_batch_norm_legit_no_training" and arguments[5] is not False
