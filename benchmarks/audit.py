@@ -17,6 +17,7 @@ from spiritlevel.results import Audit
 
 BARS = {"default": 60.0, "all": 300.0}
 _POINTS = 1000
+_SILENT = ("not converged", "unstable")
 
 
 class Clock:
@@ -39,9 +40,6 @@ class Clock:
 def open_cells(audit: Audit) -> list[str]:
     """The cells that say nothing: not converged, or differences within their errors."""
     return [f"{row.measure} under {row.transform}: {row.verdict}" for row in audit.rows if row.verdict in _SILENT]
-
-
-_SILENT = ("not converged", "unstable")
 
 
 def audits(scale: Scale) -> list[Row]:

@@ -681,7 +681,8 @@ def _scaled(estimate: Estimate, factor: float) -> Estimate:
 def _register_end(name: str, get: Callable[[_Ends], Estimate], meaning: str, formula: str, **fields: Any) -> None:
     def predict(setting: Setting, transformed: Transformed) -> float | None:
         after = setting.spectrum_after(transformed)
-        return None if after is None else get(after).value
+        found = None if after is None else get(after)
+        return None if found is None or found.reason else found.value  # nothing is predicted from an open iteration
 
     add = _register(name, meaning, formula, "paper C", cost="matvecs", predict=predict, **fields)
     add(lambda setting: get(setting.spectrum))
