@@ -30,7 +30,7 @@ ONE_VALUE = Statement(
 IN_GENERAL = Statement(
     "in general",
     "smaller losses imply flatter Hessians, on any path",
-    "implied by 'we show that the Hessian vanishes with the loss'",
+    "implied by section 2 and Theorem 1",
     "along w = (e^t, −te^{−t}, 1) with X = 1 all three measures fall with the loss",
     "one of them does",
 )
