@@ -74,6 +74,7 @@ def run(config: Rescaling, run: Run) -> Iterator[Ruling]:
             {"β": beta, "eigenvalue": value, "number": float(k + 1)}
             for beta, values in zip(config.betas, case["spectra"], strict=True)
             for k, value in enumerate(values[: case["rank"]])
+            if value > 1e-14 * values[0]  # what is left is rounding
         ]
         label = "with biases" if case["biases"] else "without biases"
         frame = run.table(f"spectra {label}", points)
