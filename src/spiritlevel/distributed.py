@@ -49,8 +49,23 @@ class Ranks:
     def add(self, tensors: Iterable[Tensor]) -> None:
         """Replace each tensor by its sum over the ranks."""
         for tensor in tensors if self.group is not None else ():
+            moved = tensor.to(self.device)
             with self._contact():
-                dist.all_reduce(tensor, group=self.group)
+                dist.all_reduce(moved, group=self.group)
+            if moved is not tensor:
+                tensor.copy_(moved)
+
+    def joined(self, pieces: Iterable[tuple[int, Tensor]], *shape: int) -> Tensor:
+        """One float64 tensor of this shape, each piece of each rank at the row where it begins; zero elsewhere.
+
+        >>> Ranks(None).joined([(2, torch.tensor([5.0]))], 3)
+        tensor([0., 0., 5.], dtype=torch.float64)
+        """
+        whole = torch.zeros(shape, dtype=torch.float64)
+        for start, piece in pieces:
+            whole[start : start + len(piece)] = piece
+        self.add([whole])
+        return whole
 
     def first(self, tensor: Tensor) -> Tensor:
         """The tensor as rank 0 has it."""

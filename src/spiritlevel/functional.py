@@ -34,6 +34,7 @@ from torch.utils.data import DataLoader, Dataset, RandomSampler, SequentialSampl
 from torch.utils.data.sampler import SubsetRandomSampler, WeightedRandomSampler
 
 from spiritlevel import losses
+from spiritlevel.distributed import Ranks
 from spiritlevel.errors import InputError, unknown_name
 
 Params = dict[str, Tensor]
@@ -303,6 +304,13 @@ class Problem:
     def size(self) -> int:
         """The number of measured parameters."""
         return sum(tensor.numel() for tensor in self.params.values())
+
+    def shared_by(self, group: Any) -> Ranks:
+        """The ranks of a process group, after making sure that all measure this problem; alone without a group."""
+        ranks = Ranks(group, self.device)
+        if group is not None:
+            ranks.same(self.fingerprint(), "their models, losses or batch norm modes")
+        return ranks
 
     def fingerprint(self) -> str:
         """A hash of everything that fixes the function: names, values of parameters and constants, loss, mode."""

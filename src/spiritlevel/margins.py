@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from spiritlevel.distributed import Ranks
 from spiritlevel.errors import InputError, unknown_name
 from spiritlevel.functional import Batches, Fingerprint, Problem
 from spiritlevel.losses import Loss, softmax_parts
@@ -155,6 +156,7 @@ def margins(
     loss: str | Loss | nn.Module | Callable[[Tensor, Tensor], Tensor] = "cross_entropy",
     batch_norm: str = "eval",
     batch_size: int | None = None,
+    group: Any = None,
 ) -> Margins:
     """Margins of every sample, and its linearised distance to the decision boundary if asked for.
 
@@ -166,6 +168,9 @@ def margins(
     in the dual norm: the distance to the boundary of the linearised network, negative for misclassified points. The
     space is that of the floating-point inputs, or the output of the module named `layer`. Exact for networks that are
     affine from there on. Where the gradient is zero no boundary is in sight: ±inf with the sign of φ_y−φ_j.
+
+    `group`: a `torch.distributed` group; every rank passes the same model and data, takes its share of the batches, and
+    returns the whole result. `None` never communicates.
 
     Cost: one forward pass, no graph; with `distance` C−1 backward passes more, for a whole batch at once. Memory: one
     batch, by default at most 512 samples (256 with `distance`), fewer if they are large. Margins are exact to the
@@ -187,16 +192,24 @@ def margins(
         )
     everything = "*" if isinstance(model, nn.Module) and next(model.parameters(), None) is not None else None
     problem = Problem(model, loss=loss, params=everything, batch_norm=batch_norm)
-    batches = Batches(data, size=batch_size, whole=batch_norm == "batch")
-    if batch_size is None and batch_norm == "eval":
-        batches.size = _batch_size(batches.first(1)[0], 256 if norm else 512)
+    ranks = problem.shared_by(group)
+    with ranks.together():
+        batches = Batches(data, size=batch_size, whole=batch_norm == "batch")
+        if batch_size is None and batch_norm == "eval":
+            batches.size = _batch_size(batches.first(1)[0], 256 if norm else 512)
+    if batches.size is not None and batch_norm == "eval":
+        batches.size = ranks.least(batches.size)
 
     fingerprint, spread = Fingerprint(), _Spread()
-    parts: list[tuple[Tensor, ...]] = []
-    start = 0
-    with problem.active(), torch.set_grad_enabled(bool(norm)):
-        for raw_inputs, raw_targets in batches:
+    parts: list[tuple[int, Tensor]] = []
+    sizes, total = list[int](), 0
+    with ranks.together(), problem.active(), torch.set_grad_enabled(bool(norm)):
+        for index, (raw_inputs, raw_targets) in enumerate(batches):
+            start, total = total, total + len(raw_targets)
+            sizes.append(len(raw_targets))
             fingerprint.update(raw_inputs, raw_targets)
+            if not ranks.takes(index):
+                continue
             inputs, targets = problem.place(raw_inputs, raw_targets)
             outputs, points = (
                 _linearised(problem, inputs, layer) if norm else (problem.outputs(problem.params, inputs), [])
@@ -204,24 +217,24 @@ def margins(
             problem.checked(outputs, inputs, targets, start)
             outputs, label = _classes(outputs, targets)
             logits = outputs.detach().double()
-            part = [_signed(logits, label), *_softmax(logits, label), label[:, 0]]
+            part = [_signed(logits, label), *_softmax(logits, label), label[:, 0].double()]
             if norm:
                 part.append(_distance(outputs, logits, label, points, _DUAL[norm], start))
                 spread.update(points)
-            parts.append(tuple(tensor.cpu() for tensor in part))
-            start += len(label)
-    signed, softmax, gap, labels, *rest = (torch.cat(column) for column in zip(*parts, strict=True))
+            parts.append((start, torch.stack(part, 1).cpu()))
+    ranks.same((sizes, str(fingerprint)), "their data or batches")
+    signed, softmax, gap, labels, *rest = ranks.joined(parts, total, 5 if norm else 4).T.contiguous()
     return Margins(
         output=signed.abs(),
         signed=signed,
         softmax=softmax,
         softmax_gap=gap,
         correct=signed > 0,
-        targets=labels,
+        targets=labels.long(),
         distance=rest[0] if norm else None,
         norm=norm,
         layer=layer or "",
-        spread=spread.root() if norm else math.nan,
+        spread=spread.over(ranks).root() if norm else math.nan,
         fingerprint=str(fingerprint),
     )
 
@@ -340,6 +353,25 @@ class _Spread:
             self.squares += float(shift.square().sum()) * self.count * count / (self.count + count)
             mean = self.mean + shift * (count / (self.count + count))
         self.count, self.mean = self.count + count, mean
+
+    def over(self, ranks: Ranks) -> _Spread:
+        """The spread of the points of all ranks."""
+        if ranks.count == 1:
+            return self
+        size = -ranks.least(-self.mean.numel())
+        mean, total = torch.zeros(size, dtype=torch.float64), _Spread()
+        if self.count and self.mean.numel() == size:
+            mean += self.mean.reshape(-1).cpu()
+        sums = torch.cat([self.count * mean, torch.tensor([self.count], dtype=torch.float64)])
+        ranks.add([sums])
+        total.count, total.mean = int(sums[-1]), sums[:-1] / sums[-1]
+        own = self.squares + self.count * float((mean - total.mean).square().sum())
+        squares = torch.tensor([own], dtype=torch.float64)
+        if self.count and self.mean.numel() != size:
+            squares.fill_(math.nan)  # the space is not the same on all ranks
+        ranks.add([squares])
+        total.squares = float(squares)
+        return total
 
     def root(self) -> float:
         return math.sqrt(self.squares / self.count) if self.count else math.nan

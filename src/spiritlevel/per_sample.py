@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.func import grad
 
 from spiritlevel.chains import chain_traces, find_chain
+from spiritlevel.distributed import Ranks
 from spiritlevel.errors import InputError, NotExactError, unknown_name
 from spiritlevel.functional import Batches, Fingerprint, Params, Problem, along, parse_memory
 from spiritlevel.gradient_norms import GradientNorms, resized
@@ -57,6 +58,7 @@ def sample_traces(
     batch_size: int | None = None,
     memory: int | str | None = None,
     seed: int = 0,
+    group: Any = None,
 ) -> SampleTraces:
     """Tr ∇²ℓ(θ; xₙ, yₙ), the trace of the Hessian of each sample's own loss.
 
@@ -83,6 +85,8 @@ def sample_traces(
         batch_size: Samples at a time, chosen by itself; changes nothing but speed and memory.
         memory: Bytes that may be used, or a text such as "2GB".
         seed: Seed of all random numbers; the global random states stay untouched.
+        group: A `torch.distributed` group: every rank passes the same model, data and options, takes its share of the
+            batches, and returns the whole result. `None` never communicates.
 
     Cost: *exact* C−1 backward passes and one forward pass; *hutchinson* about 4 forward passes a probe.
     References: paper A, section 3; Hutchinson 1990, doi:10.1080/03610919008812866; MATH 4.1-4.6.
@@ -97,20 +101,24 @@ def sample_traces(
     _check_arguments(method, passes, probes, rel_err, seed)
     problem = Problem(model, loss=loss, params=params, batch_norm=batch_norm)
     whole = batch_norm == "batch"
-    batches = Batches(data, size=batch_size, whole=whole)
+    ranks = problem.shared_by(group)
     with problem.active():
-        inputs, targets = problem.place(*batches.first(3))
-        with torch.no_grad():
-            outputs = problem.outputs(problem.params, inputs)
-        problem.checked(outputs, inputs, targets)
-        if whole:
-            structure = Structure(failure="batch_norm='batch' couples the samples of a batch")
-        else:
-            structure = analyse(problem, resized(inputs, 2), 2)
-        if batch_size is None and not whole:
-            batches.size = _batch_size(problem, structure, outputs, parse_memory(memory))
-        way = _choose(problem, structure, inputs, outputs, method, passes)
-        collect = _Collector(problem, batches, seed, per_layer)
+        with ranks.together():
+            batches = Batches(data, size=batch_size, whole=whole)
+            inputs, targets = problem.place(*batches.first(3))
+            with torch.no_grad():
+                outputs = problem.outputs(problem.params, inputs)
+            problem.checked(outputs, inputs, targets)
+            if whole:
+                structure = Structure(failure="batch_norm='batch' couples the samples of a batch")
+            else:
+                structure = analyse(problem, resized(inputs, 2), 2)
+            if batch_size is None and not whole:
+                batches.size = _batch_size(problem, structure, outputs, parse_memory(memory))
+            way = _choose(problem, structure, inputs, outputs, method, passes)
+        if batches.size is not None and not whole:
+            batches.size = ranks.least(batches.size)
+        collect = _Collector(problem, batches, ranks, seed, per_layer)
         if way.name in ("exact", "passes"):
             return collect.exact(way)
         if way.name == "recursion":
@@ -329,25 +337,48 @@ def _tolerance(problem: Problem) -> float:
 # ---------------------------------------------------------------- going over the data
 
 
+_Measure = Callable[[int, Any, Tensor], dict[str, Tensor]]
+"""(number of the first sample, inputs, targets) → values of the samples of a batch, by name."""
+
+_ERROR = ""  # the name of a column that is no parameter
+
+
 class _Collector:
     """Goes over the batches and puts the result together."""
 
-    def __init__(self, problem: Problem, batches: Batches, seed: int, per_layer: bool) -> None:
-        self.problem, self.batches, self.seed, self.per_layer = problem, batches, seed, per_layer
+    def __init__(self, problem: Problem, batches: Batches, ranks: Ranks, seed: int, per_layer: bool) -> None:
+        self.problem, self.batches, self.ranks = problem, batches, ranks
+        self.seed, self.per_layer = seed, per_layer
         self.fingerprint = Fingerprint()
         self.targets: list[Tensor] = []
 
     def each(self) -> Iterator[tuple[int, Any, Tensor]]:
-        """The batches on the model's device, each with the number of its first sample; also keeps the books."""
+        """This rank's batches on the model's device, each with the number of its first sample; keeps the books."""
+        self.fingerprint, self.targets = Fingerprint(), []
         start = 0
-        for inputs, targets in self.batches:
+        for index, (inputs, targets) in enumerate(self.batches):
             if not len(targets):
                 continue
             self.fingerprint.update(inputs, targets)
             self.targets.append(targets.detach().cpu())
-            inputs, targets = self.problem.place(inputs, targets)
-            yield start, inputs, targets
+            if self.ranks.takes(index):
+                yield start, *self.problem.place(inputs, targets)
             start += len(targets)
+
+    def columns(self, names: Sequence[str], measure: _Measure, *width: int) -> dict[str, Tensor]:
+        """What `measure` says of the samples of a batch, by name, (samples, *width): of all batches and ranks.
+
+        What it leaves out is zero.
+        """
+        pieces: list[tuple[int, Tensor]] = []
+        with self.ranks.together():
+            for start, inputs, targets in self.each():
+                found, nothing = measure(start, inputs, targets), torch.zeros(len(targets), *width, dtype=torch.float64)
+                pieces.append((start, torch.stack([found.get(name, nothing).cpu() for name in names], 1)))
+        sizes = [len(targets) for targets in self.targets]
+        self.ranks.same((sizes, str(self.fingerprint)), "their data or batches")
+        table = self.ranks.joined(pieces, sum(sizes), len(names), *width)
+        return dict(zip(names, table.unbind(1), strict=True))
 
     def result(self, layers: dict[str, Tensor], stderr: Tensor | None = None, **fields: Any) -> SampleTraces:
         values = fields.pop("values", None)
@@ -369,17 +400,20 @@ class _Collector:
     def gauss_newton(self, way: _Way) -> tuple[dict[str, Tensor], Tensor | None, int]:
         """Tr GGNₙ by parameter; the error bound of the sampled part if there is one; the number of passes."""
         assert way.norms is not None
-        problem = self.problem
-        collected: list[dict[str, Tensor]] = []
-        errors: list[Tensor] = []
-        count = 0
+        problem, record = self.problem, way.norms.record
+        count = drawn = 0
         generator = _generator(self.seed, 0)  # one for all batches: their sizes must not matter
-        for start, inputs, targets in self.each():
-            recording = way.norms.record(inputs)
+
+        def measure(start: int, inputs: Any, targets: Tensor) -> dict[str, Tensor]:
+            nonlocal count, drawn
+            recording = record(inputs)
             outputs = recording.outputs.detach()
             problem.checked(outputs, inputs, targets, start)
             rank = problem.loss.rank(outputs.shape[1] if outputs.ndim > 1 else 1)
             if way.name == "passes":
+                others = (start - drawn, outputs.shape[1])  # samples of other ranks have signs of their own
+                torch.randint(0, 2, others, generator=generator, dtype=torch.int8)
+                drawn = start + len(targets)
                 factors = problem.loss.sampled_factors(outputs, targets, way.passes, generator)
                 count = way.passes + 1
             else:
@@ -396,12 +430,12 @@ class _Collector:
                         term = (weight * norm).cpu()
                         totals[name] += term
                         share += term
-            collected.append(totals)
-            if way.name == "passes":
-                spread = 2 * (1 - 1 / (rank - way.passes))
-                errors.append(share * math.sqrt(spread / (1 + spread)))
-        layers = {name: torch.cat([item[name] for item in collected]) for name in problem.params}
-        return layers, torch.cat(errors) if errors else None, count
+            spread = 2 * (1 - 1 / (rank - way.passes)) if way.name == "passes" else 0.0
+            return {**totals, _ERROR: share * math.sqrt(spread / (1 + spread))}
+
+        layers = self.columns([*problem.params, _ERROR], measure)
+        error = layers.pop(_ERROR)
+        return layers, error if way.name == "passes" else None, -self.ranks.least(-count)
 
     def exact(self, way: _Way) -> SampleTraces:
         layers, stderr, count = self.gauss_newton(way)
@@ -413,14 +447,10 @@ class _Collector:
         return self.result(layers, stderr, exact=stderr is None, method=method, matvecs=count, notes=notes)
 
     def recursion(self, way: _Way) -> SampleTraces:
-        collected = [chain_traces(self.problem, way.chain, inputs, targets)[1] for _, inputs, targets in self.each()]
-        layers = {
-            name: torch.cat([item[name].cpu() for item in collected])
-            if name in collected[0]
-            else torch.zeros(sum(map(len, self.targets)), dtype=torch.float64)
-            for name in self.problem.params
-        }
-        return self.result(layers, exact=True, method="recursion")
+        def measure(start: int, inputs: Any, targets: Tensor) -> dict[str, Tensor]:
+            return chain_traces(self.problem, way.chain, inputs, targets)[1]
+
+        return self.result(self.columns([*self.problem.params], measure), exact=True, method="recursion")
 
     def probed(self, way: _Way, probes: int | None, rel_err: float | None) -> SampleTraces:
         """All of the trace, or what Gauss-Newton leaves of it, by probes that all samples share."""
@@ -468,11 +498,12 @@ class _Collector:
         """What every probe says of every sample, (N, probes): one table, or one a parameter if layers are wanted."""
         problem = self.problem
         parts: list[str | None] = [*problem.params] if self.per_layer else [None]
-        tables: dict[str, list[Tensor]] = {part or "": [] for part in parts}
         notes: tuple[str, ...] = ()
         differentiate = None
-        self.fingerprint, self.targets = Fingerprint(), []
-        for start, inputs, targets in self.each():
+
+        def measure(start: int, inputs: Any, targets: Tensor) -> dict[str, Tensor]:
+            nonlocal differentiate, notes
+            tables: dict[str, Tensor] = {}
             if differentiate is None:
                 few = inputs if problem.batch_norm == "batch" else resized(inputs, min(8, len(targets)))
                 differentiate, notes = _differentiator(problem, few, self.seed)
@@ -488,8 +519,10 @@ class _Collector:
                     if not remainder:
                         row = row + problem.loss.quadratic(outputs, targets, first)
                     rows.append(row.cpu())
-                tables[part or ""].append(torch.stack(rows, 1))
-        return {name: torch.cat(table) for name, table in tables.items()}, notes
+                tables[part or ""] = torch.stack(rows, 1)
+            return tables
+
+        return self.columns([part or "" for part in parts], measure, len(indices)), notes
 
     def pyhessian(self, most: int = 100, tolerance: float = 1e-3) -> SampleTraces:
         """PyHessian 0.1's `trace()`, batched.
@@ -498,13 +531,14 @@ class _Collector:
         at once when that is negative.
         """
         problem = self.problem
-        values, counts, negative = [], [], 0
         differentiate = None
-        for start, inputs, targets in self.each():
+
+        def measure(start: int, inputs: Any, targets: Tensor) -> dict[str, Tensor]:
+            nonlocal differentiate
             if differentiate is None:
                 differentiate, _ = _differentiator(problem, resized(inputs, min(8, len(targets))), self.seed)
             total = torch.zeros(len(targets), dtype=torch.float64)
-            mean, count = torch.zeros_like(total), torch.zeros(len(targets), dtype=torch.long)
+            mean, count, negative = torch.zeros_like(total), torch.zeros_like(total), torch.zeros_like(total)
             running = torch.arange(len(targets))
             for index in range(most):
                 chosen = running.to(problem.device)
@@ -521,14 +555,14 @@ class _Collector:
                 updated, previous = total[running] / (index + 1), mean[running]
                 stop = (updated - previous).abs() / (previous + 1e-6) < tolerance
                 mean[running] = updated
-                negative += int((stop & (previous + 1e-6 < 0)).sum())
+                negative[running[stop & (previous + 1e-6 < 0)]] = 1
                 running = running[~stop]
                 if not len(running):
                     break
-            values.append(mean)
-            counts.append(count)
-        traces, probes = torch.cat(values), torch.cat(counts)
-        share = negative / len(traces)
+            return {"mean": mean, "count": count, "negative": negative}
+
+        columns = self.columns(["mean", "count", "negative"], measure)
+        traces, probes, share = columns["mean"], columns["count"].long(), float(columns["negative"].mean())
         return self.result(
             {},
             torch.full_like(traces, math.nan),
