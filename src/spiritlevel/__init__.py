@@ -77,6 +77,7 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
         "kendall",
         "skewness",
     ),
+    "tracking": ("Tracker",),
 }
 # Modules that users reach as `sl.data` and so on.
 _SUBMODULES = ("claims", "data", "measures", "models", "training", "transforms")
@@ -135,6 +136,7 @@ if TYPE_CHECKING:
     from spiritlevel.stats import correlate as correlate
     from spiritlevel.stats import kendall as kendall
     from spiritlevel.stats import skewness as skewness
+    from spiritlevel.tracking import Tracker as Tracker
 else:
     _HOME = {name: module for module, names in _EXPORTS.items() for name in names}
     __all__ = sorted([*_HOME, *_SUBMODULES, "__version__"])

@@ -26,7 +26,6 @@ __all__ = ["compare"]
 
 _KEEP_FUNCTION = ("rescale_layers", "rescale_channels", "scale_before_batchnorm", "fold_batchnorm")
 _KEEP_CLASSES = (*_KEEP_FUNCTION, "scale_last_layer", "rescale_all")
-_FIT = ("accuracy", "loss")  # rows that are no measures of the registry
 _BETTER = {"wider": 1, "flatter": 1, "sharper": -1, "larger": 0}  # the sign of a difference b - a that favours b
 
 
@@ -134,7 +133,7 @@ class _Pair:
             rows.append(self._row(each))
         self.progress("audit", total - 2, total)
         rows = self._judged(rows)
-        rows.sort(key=lambda row: (row.name != "accuracy", self._movable(row.name), row.name != "loss"))
+        rows.sort(key=lambda row: (row.name != "accuracy", self._movable(row), row.name != "loss"))
         traces = None
         if "traces" in vars(self.a) and "traces" in vars(self.b):
             traces = (dataclasses.replace(self.a.traces, layers={}), dataclasses.replace(self.b.traces, layers={}))
@@ -169,15 +168,10 @@ class _Pair:
             self.left_out[name] = str(error)
             return None
 
-    def _movable(self, name: str) -> int:
-        """0: nothing that keeps the classes moves it; 1: no scaling that keeps the function does; 2: that may."""
-        kept = self._invariances(name)
-        return 0 if kept.issuperset(_KEEP_CLASSES) else 1 if kept.issuperset(_KEEP_FUNCTION[:1]) else 2
-
-    def _invariances(self, name: str) -> frozenset[str]:
-        if name in _FIT:
-            return frozenset(_KEEP_CLASSES if name == "accuracy" else _KEEP_FUNCTION)
-        return next(each.invariant_to for each in self.chosen if each.name == name)
+    def _movable(self, row: ComparisonRow) -> int:
+        """0: nothing that keeps the classes moves it; 1: nothing that keeps the function does; 2: that may."""
+        kept = next((each.invariant_to for each in self.chosen if each.name == row.name), frozenset())
+        return 0 if row.name == "accuracy" or kept.issuperset(_KEEP_CLASSES) else 1 if row.invariant else 2
 
     # ------------------------------------------------------------ rows
 
@@ -258,7 +252,7 @@ class _Pair:
         note: str,
     ) -> ComparisonRow:
         meaning, direction = each if isinstance(each, tuple) else (each.meaning, each.direction)
-        difference = b.value - a.value
+        difference, invariant = b.value - a.value, frozenset(kept).issuperset(_KEEP_FUNCTION)
         if math.isnan(difference):
             verdict, note = "undefined", a.reason or b.reason or "the values are not finite"
         elif not limits[0] * limits[1] > 0:
@@ -276,11 +270,11 @@ class _Pair:
             high=limits[1],
             how=how,
             ratio=b.value / a.value if a.value else math.nan,
-            factor=1.0 if "rescale_layers" in kept else math.nan,
+            factor=1.0 if invariant else math.nan,
             verdict=verdict,
             direction=direction,
             meaning=meaning,
-            invariant="rescale_layers" in kept,
+            invariant=invariant,
             note=note,
         )
 
@@ -316,12 +310,14 @@ class _Pair:
                 factor = factors.get(row.name, math.nan if reason else 1.0)
                 size = max(abs(row.ratio), 1 / abs(row.ratio)) if row.ratio else math.inf
                 note, verdict = row.note, row.verdict
-                if row.ratio < 0 or math.isnan(row.ratio):
+                if factor == 1.0:
+                    pass  # the audit left it as it is
+                elif row.ratio < 0 or math.isnan(row.ratio):
                     verdict, note = "not comparable", reason or "the values differ in sign, or one is 0"
                 elif reason or size <= factor:
                     verdict = "not comparable"
                     note = reason or f"the ratio {row.ratio:.3g} lies within the factor {factor:,.3g} of the audit"
-                row = dataclasses.replace(row, factor=factor, verdict=verdict, note=note)
+                row = dataclasses.replace(row, factor=factor, verdict=verdict, note=note, invariant=factor == 1.0)
             judged.append(row)
         return judged
 
@@ -330,12 +326,16 @@ class _Pair:
     def _advice(self, rows: dict[str, ComparisonRow]) -> tuple[str, list[str]]:
         """One sentence, and what it rests on; from the verdicts and intervals of the rows alone."""
         phrases = {
-            "accuracy": "it classifies {:.2%} more of the samples correctly",
+            "accuracy": "it classifies {count:,.0f} more of the {samples:,} samples correctly",
             "input_distance": "its samples lie further from the decision boundary",
-            "loss": "its mean loss is lower by {:.3g}",
+            "loss": "its mean loss is lower by {difference:.3g}",
         }
         present = [(rows[key], phrase) for key, phrase in phrases.items() if key in rows]
-        decisive = [(row, text.format(abs(row.difference))) for row, text in present if row.verdict in ("a", "b")]
+        decisive = []
+        for row, phrase in present:
+            if row.verdict in ("a", "b"):
+                size, count = abs(row.difference), self.a.count
+                decisive.append((row, phrase.format(difference=size, count=size * count, samples=count)))
         reasons = [self._reason(row) for row in rows.values() if row.verdict in ("a", "b", "not comparable")]
         if not decisive:
             return "These samples give no reason to trust one of the two models more than the other.", reasons

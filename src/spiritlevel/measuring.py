@@ -54,6 +54,7 @@ RESAMPLES = 999
 
 # What a measure costs in forward passes over the data, roughly: decides only what still fits a time limit.
 _PASSES = {"forward": 2.0, "matvecs": 60.0, "optimiser": 120.0}
+_WEIGHTS_ALONE = ("weight_norm", "path_norm")
 _DEAR = ("adaptive_sharpness_average", "average_sharpness", "pac_bayes_flatness", "pac_bayes_magnitude")
 
 Progress = Callable[[str, int, int], None]
@@ -279,7 +280,7 @@ class _Run:
 
     def _sampling_error(self, name: str) -> float | None:
         """The standard error of having measured a subset; None if it was none, NaN where it is not known."""
-        if self.indices is None:
+        if self.indices is None or name in _WEIGHTS_ALONE:
             return None
         values = self._per_sample(name)
         if values is None or len(values) < 2:
@@ -375,10 +376,9 @@ class _Run:
         if traces is not None:
             traces = dataclasses.replace(traces, layers={}, population=self.population)
         count, few = self.here.count, min(FEW, self.here.count)
-        drawn = f", {few:,} drawn at random for audit, spectrum and landscape" if few < count else ""
-        subset = (
-            f"a random subset of {count:,} of {self.population:,}" if self.indices is not None else f"all {count:,}"
-        )
+        chosen = f"all {count:,}"
+        if self.indices is not None:
+            chosen = f"a random subset of {count:,} of {self.population:,}"
         settings = {
             "spiritlevel": __version__,
             "torch": torch.__version__,
@@ -389,8 +389,10 @@ class _Run:
             "dtype": self.dtype,
             "loss": self.here.problem.loss.name,
             "batch norm": self.here.batch_norm,
-            "samples": subset + drawn,
+            "samples": chosen,
         }
+        if few < count:
+            settings["audit, spectrum and landscape"] = f"{few:,} of these samples, drawn at random"
         if self.limit is not None:
             settings["time limit"] = f"{self.limit:g} s"
         report = Report(

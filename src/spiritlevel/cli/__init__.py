@@ -23,6 +23,7 @@ from tyro.conf import FlagCreatePairsOff, arg, subcommand
 
 from spiritlevel import __version__
 from spiritlevel.cli import reproduce
+from spiritlevel.cli.audit import Audit
 from spiritlevel.cli.base import (
     BAD_INPUT,
     BUG,
@@ -35,8 +36,11 @@ from spiritlevel.cli.base import (
     say,
 )
 from spiritlevel.cli.claims import Claims
+from spiritlevel.cli.compare import Compare
 from spiritlevel.cli.data import Data
 from spiritlevel.cli.demo import Demo
+from spiritlevel.cli.measure import Measure
+from spiritlevel.cli.report import Report
 from spiritlevel.cli.reproduce import Reproduce
 from spiritlevel.errors import InputError, NotExactError
 
@@ -47,9 +51,13 @@ class Spiritlevel:
 
     command: Annotated[
         Annotated[Demo, subcommand("demo")]
+        | Annotated[Measure, subcommand("measure")]
+        | Annotated[Compare, subcommand("compare")]
+        | Annotated[Audit, subcommand("audit")]
         | Annotated[Reproduce, subcommand("reproduce")]
         | Annotated[Claims, subcommand("claims")]
-        | Annotated[Data, subcommand("data")],
+        | Annotated[Data, subcommand("data")]
+        | Annotated[Report, subcommand("report")],
         arg(name=""),
     ]
 

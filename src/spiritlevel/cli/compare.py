@@ -1,0 +1,72 @@
+"""`spiritlevel compare`: which of two models to trust."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from tyro.conf import Positional, arg
+
+from spiritlevel.cli.base import Outcome, ProgressBar
+from spiritlevel.cli.measure import OnData, check_folder, write_run
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compare(OnData):
+    """Compare two models on the same samples: which to trust, why, and which differences say nothing.
+
+    For example: spiritlevel compare net.py:small net.py:large --weights small.pt large.pt --data test.npz
+    """
+
+    a: Annotated[Positional[str], arg(metavar="A")]
+    """A model, written as for `spiritlevel measure`."""
+    b: Annotated[Positional[str], arg(metavar="B")]
+    """The other one."""
+    weights: Annotated[tuple[Path, Path] | None, arg(metavar="FILE FILE")] = None
+    """The weights of both, in the same order."""
+    out: Annotated[Path | None, arg(metavar="DIR")] = None
+    """Also write report.html and report.json to DIR."""
+
+    def run(self) -> Outcome:
+        """Load both, compare, show the rows and the advice."""
+        if self.out is not None:
+            check_folder(self.out)
+        from spiritlevel.cli.show import show_comparison
+        from spiritlevel.comparing import compare
+        from spiritlevel.loading import check_classes, load_model, load_samples
+
+        with ProgressBar() as progress:
+            progress("loading", 0, 0)
+            files = self.weights or (None, None)
+            a = load_model(self.a, files[0], device=self.device, dtype=self.dtype)
+            b = load_model(self.b, files[1], device=self.device, dtype=self.dtype)
+            samples = load_samples(self.data, "test")
+            check_classes(samples, None, a)
+            check_classes(samples, None, b)
+            comparison = compare(
+                a,
+                b,
+                samples.data,
+                names=self._labels(),
+                loss=self.loss,
+                measures=self.names,
+                samples=self.samples,
+                batch_norm=self.batch_norm,
+                progress=progress,
+                seed=self.seed,
+            )
+            if self.out is not None:
+                progress("writing the page", 0, 0)
+                write_run(comparison, self.out)
+        show_comparison(comparison)
+        if self.out is not None:
+            print(f"The page: {self.out / 'report.html'}")
+        return Outcome({"comparison": comparison.to_dict()})
+
+    def _labels(self) -> tuple[str, str]:
+        """Short names that tell the two apart: the files of the weights, the models, or a and b."""
+        candidates = [(self.a, self.b)]
+        if self.weights is not None:
+            candidates.insert(0, (self.weights[0].stem, self.weights[1].stem))
+        return next(((first, second) for first, second in candidates if first != second), ("a", "b"))

@@ -1,0 +1,129 @@
+"""`spiritlevel measure`: a model of your own, one command, one page."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from tyro.conf import Positional, arg
+
+from spiritlevel.cli.base import Command, Outcome, ProgressBar, say
+from spiritlevel.errors import InputError
+
+if TYPE_CHECKING:
+    from spiritlevel.loading import Samples
+    from spiritlevel.results import Comparison, Report
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnData(Command):
+    """What the commands that measure models share."""
+
+    data: Annotated[str, arg(metavar="DATA")]
+    """A built-in name, an .npz or .safetensors file with x and y, a folder of images with one folder a class, or
+    file.py:function."""
+    loss: Annotated[str, arg(metavar="NAME")] = "cross_entropy"
+    """cross_entropy, binary_cross_entropy, squared_error or exponential."""
+    measures: Annotated[str | None, arg(metavar="NAME,NAME,...")] = None
+    """Only these measures, or all; about a dozen by default."""
+    samples: Annotated[int | None, arg(metavar="N")] = None
+    """Measure a random subset of N samples, and show the error of that."""
+    batch_norm: Annotated[str, arg(metavar="eval|batch")] = "eval"
+    """Running statistics, or those of each batch."""
+    device: Annotated[str | None, arg(metavar="DEVICE")] = None
+    """cpu, cuda:0 and so on; where the model is unless given."""
+    dtype: Annotated[str | None, arg(metavar="float32|float64")] = None
+    """Convert the model to this number format first."""
+
+    @property
+    def names(self) -> str | list[str] | None:
+        """The measures asked for."""
+        if self.measures in (None, "all"):
+            return self.measures
+        return [name.strip() for name in str(self.measures).split(",") if name.strip()]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measure(OnData):
+    """Measure a model of your own: how flat, how wide the margins, how sure, how much of it is parametrisation.
+
+    For example: spiritlevel measure net.py:make --weights net.safetensors --data train.npz --test test.npz
+    """
+
+    model: Annotated[Positional[str], arg(metavar="MODEL")]
+    """file.py:function, package.module:function, or a built-in name such as lenet5 or lenet5:channels=3."""
+    weights: Annotated[Path | None, arg(metavar="FILE")] = None
+    """Its weights: .safetensors, or a .pt file that holds nothing but tensors."""
+    test: Annotated[str | None, arg(metavar="DATA")] = None
+    """Other data, for the test accuracy; the test part of a built-in data set unless given."""
+    out: Annotated[Path, arg(metavar="DIR")] = Path("report")
+    """The folder for report.html and report.json."""
+    time_limit: Annotated[float | None, arg(metavar="SECONDS")] = None
+    """Measure what fits, and list the rest."""
+
+    def run(self) -> Outcome:
+        """Load, measure, write the page, show the numbers."""
+        check_folder(self.out)
+        from spiritlevel import data as named
+        from spiritlevel.loading import check_classes, load_model, load_samples
+        from spiritlevel.measuring import measure
+
+        with ProgressBar() as progress:
+            progress("loading", 0, 0)
+            model = load_model(self.model, self.weights, device=self.device, dtype=self.dtype)
+            train = load_samples(self.data)
+            test: Samples | None = None
+            if self.test is not None:
+                test = load_samples(self.test, "test")
+            elif self.data in named.names():
+                test = load_samples(self.data, "test")
+            check_classes(train, test, model)
+            report = measure(
+                model,
+                train.data,
+                test=None if test is None else test.data,
+                loss=self.loss,
+                measures=self.names,
+                samples=self.samples,
+                batch_norm=self.batch_norm,
+                time_limit=self.time_limit,
+                name=self.model if self.weights is None else f"{self.model} ({self.weights.name})",
+                classes=train.classes,
+                progress=progress,
+                seed=self.seed,
+            )
+            sources = {"model": self.model, "weights": str(self.weights or "as built"), "train data": train.name}
+            sources |= {} if test is None else {"test data": test.name}
+            report = dataclasses.replace(report, settings={**sources, **report.settings})
+            progress("writing the page", 0, 0)
+            write_run(report, self.out)
+        from spiritlevel.cli.show import show_report
+
+        show_report(report)
+        print(f"The page: {self.out / 'report.html'}")
+        finish(report)
+        return Outcome({"report": report.to_dict()})
+
+
+def finish(report: Report) -> None:
+    """An interrupted measurement ends as one, after its page is written."""
+    if report.partial:
+        say(f"{report.partial}; the page holds what was measured until then.")
+        raise KeyboardInterrupt
+
+
+def check_folder(folder: Path) -> None:
+    """Refuse a place for the run before the work is done, not after."""
+    from spiritlevel.cli.base import check_writable
+
+    if folder.exists() and not folder.is_dir():
+        raise InputError(f"--out needs a folder, and {str(folder)!r} is a file.")
+    check_writable(folder / "report.html", "--out")
+
+
+def write_run(result: Report | Comparison, folder: Path) -> None:
+    """The result as JSON and as a page, each whole or not at all."""
+    result.to_json(folder / "report.json")
+    result.to_html(folder / "report.html")

@@ -1,0 +1,73 @@
+"""`spiritlevel report`: one page from several runs."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from tyro.conf import Positional, arg
+
+from spiritlevel.cli.base import Command, Outcome, check_writable
+from spiritlevel.errors import InputError
+
+if TYPE_CHECKING:
+    from spiritlevel.results import Comparison
+    from spiritlevel.results import Report as Found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report(Command):
+    """Put several runs of `spiritlevel measure` or `compare` onto one page, side by side.
+
+    For example: spiritlevel report small/ large/ --out page.html
+    """
+
+    runs: Annotated[Positional[tuple[Path, ...]], arg(metavar="RUN ...")]
+    """Folders that measure or compare wrote, or their report.json."""
+    out: Annotated[Path, arg(metavar="FILE")] = Path("page.html")
+    """The page to write."""
+
+    def run(self) -> Outcome:
+        """Read the runs, write the page."""
+        if not self.runs:
+            raise InputError("report needs at least one run: a folder that `spiritlevel measure` wrote.")
+        check_writable(self.out, "--out")
+        from spiritlevel.report import page
+        from spiritlevel.results import Comparison
+        from spiritlevel.storage import write_atomically
+
+        results = [_read(path) for path in self.runs]
+        titles = [_title(result) for result in results]
+        for number, (path, result) in enumerate(zip(self.runs, results, strict=True)):
+            if titles.count(titles[number]) > 1 and not isinstance(result, Comparison):
+                where = path.parent if path.suffix == ".json" else path
+                results[number] = dataclasses.replace(result, name=f"{titles[number]} in {where.resolve().name}")
+        write_atomically(self.out, page(*results))
+        print(f"The page: {self.out}")
+        return Outcome({"page": str(self.out), "runs": [_title(result) for result in results]})
+
+
+def _title(result: Found | Comparison) -> str:
+    from spiritlevel.results import Comparison
+
+    return " and ".join(result.names) if isinstance(result, Comparison) else result.name
+
+
+def _read(path: Path) -> Found | Comparison:
+    from spiritlevel.results import Comparison, Result
+    from spiritlevel.results import Report as Found
+
+    file = path / "report.json" if path.is_dir() else path
+    if not file.is_file():
+        raise InputError(f"{str(path)!r} is no run: there is no file {str(file)!r}; `spiritlevel measure` writes one.")
+    try:
+        found = Result.from_json(file)
+    except InputError as error:
+        raise InputError(f"{file} is no run: {error}") from error
+    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:  # JSON of another shape
+        raise InputError(f"{file} is no run that can be read: {type(error).__name__} {error}.") from error
+    if not isinstance(found, Found | Comparison):
+        raise InputError(f"{file} holds a {type(found).__name__}, and a page shows reports and comparisons.")
+    return found
