@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import resource
 import statistics
 import subprocess
@@ -75,20 +77,28 @@ def at_least(area: str, what: str, pair: tuple[float, float], bar: float, note: 
     return Row(area, what, pair[0], pair[1], f"≥ {bar:g}", pair[0] >= bar, note)
 
 
+def alone(area: str, what: str, pair: tuple[float, float], note: str = "") -> Row:
+    """A row without a bar."""
+    return Row(area, what, *pair, note=note)
+
+
+@functools.cache
+def _loaded() -> tuple[str, Tensor, Tensor]:
+    try:
+        found = sl.data.load("mnist")
+    except sl.InputError:
+        found = sl.data.load("fashion-mini")
+    return found.name, *found.train
+
+
 def images(count: int) -> tuple[str, Tensor, Tensor]:
     """MNIST, or the built-in images repeated where MNIST cannot be had."""
-    try:
-        loaded = sl.data.load("mnist")
-    except sl.InputError:
-        loaded = sl.data.load("fashion-mini")
-    inputs, targets = loaded.train
+    name, inputs, targets = _loaded()
     times = -(-count // len(inputs))
-    return loaded.name, inputs.repeat(times, 1, 1, 1)[:count], targets.repeat(times)[:count]
+    return name, inputs.repeat(times, 1, 1, 1)[:count], targets.repeat(times)[:count]
 
 
-def trained_lenet(inputs: Tensor, targets: Tensor, steps: int) -> nn.Module:
-    torch.manual_seed(0)
-    model = sl.models.lenet5()
+def trained(model: nn.Module, inputs: Tensor, targets: Tensor, steps: int) -> nn.Module:
     optimiser = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     generator = torch.Generator().manual_seed(0)
     for _ in range(steps):
@@ -97,6 +107,20 @@ def trained_lenet(inputs: Tensor, targets: Tensor, steps: int) -> nn.Module:
         F.cross_entropy(model(inputs[chosen]), targets[chosen]).backward()
         optimiser.step()
     return model.eval()
+
+
+def trained_lenet(inputs: Tensor, targets: Tensor, steps: int) -> nn.Module:
+    torch.manual_seed(0)
+    return trained(sl.models.lenet5(), inputs, targets, steps)
+
+
+def dense_net(*widths: int) -> nn.Module:
+    """A ReLU network of these widths for images, the input's first."""
+    torch.manual_seed(0)
+    layers: list[nn.Module] = [nn.Flatten()]
+    for fan_in, fan_out in itertools.pairwise(widths):
+        layers += [nn.Linear(fan_in, fan_out), nn.ReLU()]
+    return nn.Sequential(*layers[:-1])
 
 
 def forward(model: nn.Module, inputs: Tensor, size: int = 512) -> None:

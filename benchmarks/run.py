@@ -17,10 +17,18 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
+from growth import growth
 from harness import FULL, SMOKE, Row, Scale
 from operators import operators
 from per_sample import per_sample
+from spectra import spectra
 
+PARTS: dict[str, Callable[[Scale], list[Row]]] = {
+    "per-sample": per_sample,
+    "operators": operators,
+    "spectra": spectra,
+    "growth": growth,
+}
 PEERS = ("pyhessian", "backpack-for-pytorch", "curvlinops-for-pytorch", "hessian-eigenthings")
 
 
@@ -56,14 +64,13 @@ def as_markdown(rows: list[Row], about: dict[str, str]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--smoke", action="store_true", help="a few seconds, to see that the benchmarks still run")
-    parser.add_argument("--only", choices=("per-sample", "operators"), help="one part alone")
+    parser.add_argument("--only", choices=PARTS, help="one part alone")
     parser.add_argument("--json", type=Path, help="also write the rows there")
     parser.add_argument("--page", type=Path, help="also write the page docs/benchmarks.md there")
     arguments = parser.parse_args()
-    torch.set_num_threads(2)
     scale = SMOKE if arguments.smoke else FULL
-    parts: dict[str, Callable[[Scale], list[Row]]] = {"per-sample": per_sample, "operators": operators}
-    rows = [row for name, part in parts.items() if arguments.only in (None, name) for row in part(scale)]
+    torch.set_num_threads(1 if arguments.smoke else 2)
+    rows = [row for name, part in PARTS.items() if arguments.only in (None, name) for row in part(scale)]
     text = as_markdown(rows, versions())
     print(text)
     if arguments.json:

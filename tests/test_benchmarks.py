@@ -15,6 +15,8 @@ def test_smoke(tmp_path: Path) -> None:
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=200)
     rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
     assert {"exact / forward pass", "Hessian product / gradient"} <= {row["what"] for row in rows}
+    areas = "per-sample traces", "operators", "trace of a data set", "spectral density", "growth"
+    assert all(any(row["area"].startswith(area) for row in rows) for area in areas)
     measured = [row for row in rows if row["value"] is not None]
     assert all(row["value"] >= 0 for row in measured)
     assert all("not installed" in row["note"] or "failed" in row["note"] for row in rows if row["value"] is None)
