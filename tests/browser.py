@@ -21,7 +21,8 @@ NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"
 FLAGS = (
     "--headless=new --no-sandbox --disable-gpu --disable-dev-shm-usage --disable-background-networking "
     "--disable-component-update --disable-sync --disable-extensions --disable-default-apps --no-first-run "
-    "--no-default-browser-check --metrics-recording-only --hide-scrollbars --remote-debugging-pipe"
+    "--no-default-browser-check --metrics-recording-only --hide-scrollbars --disable-features=IsolateSandboxedIframes "
+    "--remote-debugging-pipe"
 ).split()
 
 

@@ -67,6 +67,7 @@ CHARTS: dict[str, Callable[[], Any]] = {
     "contours": lambda: charts.contours([0, 1, 2], [0, 1], [[1, 2], [2, 3], [3, 4]], names=("x", "y", "loss")),
     "triangle": lambda: charts.triangle(lattice(6), ("a", "b", "c"), "gap"),
     "grid": lambda: charts.grid(CURVED, LEVEL),
+    "panels": lambda: charts.panels([[CHARTS["bars"](), CHARTS["lines"]()], [CHARTS["stems"]()]], title="Three"),
     "ritz_values": lambda: charts.ritz_values(SPECTRUM),
     "density": lambda: charts.density(SPECTRUM.density()),
     "landscape_line": lambda: charts.landscape_line(line()),

@@ -7,6 +7,7 @@ import json
 import math
 import re
 from html.parser import HTMLParser
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +110,7 @@ def test_landmarks_headings_and_labels_are_there_for_those_who_do_not_see(whole:
         assert tag in tags
     levels = [int(tag[1]) for tag in tags if re.fullmatch(r"h[1-6]", tag)]
     assert levels[0] == 1
-    assert all(after <= before + 1 for before, after in zip(levels, levels[1:], strict=False))
+    assert all(after <= before + 1 for before, after in pairwise(levels))
     plots = [a for a in reader.all("div") if a.get("class") == "plot"]
     assert plots
     assert all(a["role"] == "img" and a["aria-label"] for a in plots)

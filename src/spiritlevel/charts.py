@@ -161,7 +161,20 @@ def _plain(values: Any) -> list[Any]:
     ]
 
 
-def _table(data: Columns, **fields: str | None) -> alt.InlineData:
+Rows = list[dict[str, Any]]
+
+
+class _Inline(alt.InlineData):
+    """Rows that Altair takes as they are; it would check each number of them against its schema, for many seconds."""
+
+    _class_is_valid_at_instantiation = False
+
+
+def _chart(rows: Rows) -> alt.Chart:
+    return alt.Chart(_Inline(values=rows))
+
+
+def _table(data: Columns, **fields: str | None) -> Rows:
     """Rows for Vega under short names that cannot hold a dot or a bracket, which Vega would read as a path."""
     columns = {}
     for field, name in fields.items():
@@ -173,7 +186,7 @@ def _table(data: Columns, **fields: str | None) -> alt.InlineData:
     lengths = {fields[field]: len(column) for field, column in columns.items()}
     if len(set(lengths.values())) > 1:
         raise InputError(f"the columns of a chart must have one length, got {lengths}.")
-    return alt.InlineData(values=[dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)])
+    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
 
 def _kind(data: Columns, name: str) -> Literal["nominal", "quantitative"]:
@@ -203,6 +216,9 @@ def _colour(
     if series is None:
         return {}
     gradual = ordered and _kind(data, series) == "quantitative"
+    if gradual and len(set(_plain(data[series]))) > 12:  # a legend with a name for each would dwarf the chart
+        colour = alt.Color("series:Q", scale=alt.Scale(scheme="viridis"), legend=alt.Legend(title=series))
+        return {"color": colour, "detail": alt.Detail("series:O")}
     kind: Literal["ordinal", "nominal"] = "ordinal" if gradual else "nominal"
     scale = alt.Scale(scheme="viridis") if gradual else alt.Scale(domain=list(order) if order else alt.Undefined)
     return {"color": alt.Color("series", type=kind, sort=None, scale=scale, legend=alt.Legend(title=series))}
@@ -269,7 +285,7 @@ def scatter(
         title: The heading.
     """
     extra = {f"hover{k}": name for k, name in enumerate(hover)}
-    rows = _table(data, x=x, y=y, series=colour, **extra).values
+    rows = _table(data, x=x, y=y, series=colour, **extra)
     encoding = {
         "x": _axis(alt.X, "x", data, x, log=log_x),
         "y": _axis(alt.Y, "y", data, y, log=log_y),
@@ -288,16 +304,16 @@ def scatter(
     if len(shown) > most:
         drawn = [shown[k] for k in _selection(shown, most, set(keep))]
         notes.insert(0, f"{len(drawn):,} of {len(rows):,} drawn as points, all counted in the cells behind them")
-        cells = alt.Chart(alt.InlineData(values=_crowd(list(shown.values()), logs))).mark_rect(strokeWidth=0)
+        cells = _chart(_crowd(list(shown.values()), logs)).mark_rect(strokeWidth=0)
         opacity = alt.Opacity("count:Q", scale=alt.Scale(type="log", range=[0.12, 0.5]), legend=None)
         layers.append(cells.encode(x=encoding["x"], y=encoding["y"], x2="x2:Q", y2="y2:Q", opacity=opacity))
-    points = alt.Chart(alt.InlineData(values=drawn)).mark_circle(size=20, opacity=0.6)
+    points = _chart(drawn).mark_circle(size=20, opacity=0.6)
     layers.append(points.encode(**encoding))
     if fit is not None and drawn:
         ends = [min(row["x"] for row in drawn), max(row["x"] for row in drawn)]
         heights = [fit[0] * (math.log10(end) if log_x else end) + fit[1] for end in ends]
         low, high = [10**height if log_y else height for height in heights]
-        line = alt.Chart(alt.InlineData(values=[{"x": ends[0], "y": low, "x2": ends[1], "y2": high}]))
+        line = _chart([{"x": ends[0], "y": low, "x2": ends[1], "y2": high}])
         rule = line.mark_rule(strokeWidth=2, strokeDash=[6, 3], clip=True)
         layers.append(rule.encode(x=encoding["x"], y=encoding["y"], x2="x2:Q", y2="y2:Q"))
     return _finish(alt.layer(*layers), title, "; ".join(notes))
@@ -356,7 +372,7 @@ def lines(
     across = _axis(alt.X, "x", data, x, log=log_x)
     up = _axis(alt.Y, "y", data, y, log=log_y)
     colour = _colour(series, data, ordered=True)
-    base = alt.Chart(rows)
+    base = _chart(rows)
     layers: list[Any] = []
     if low is not None:
         layers.append(base.mark_area(opacity=0.2, clip=True).encode(x=across, y=up, y2="high:Q", **colour))
@@ -378,13 +394,11 @@ def stems(data: Columns, x: str, y: str, *, floor: float | None = None, title: s
     top = max([*heights, floor * 10])
     rows = [
         {**row, "floor": floor}
-        for row in _table(data, x=x, y=y).values
+        for row in _table(data, x=x, y=y)
         if row["x"] is not None and row["y"] is not None and row["y"] >= floor
     ]
     up = alt.Y("y:Q", title=y, scale=alt.Scale(type="log", domain=[floor, top * 2], nice=False), axis=_NUMBERS)
-    base = alt.Chart(alt.InlineData(values=rows)).encode(
-        x=_axis(alt.X, "x", data, x, log=False), y=up, tooltip=_tooltip(data, x=x, y=y)
-    )
+    base = _chart(rows).encode(x=_axis(alt.X, "x", data, x, log=False), y=up, tooltip=_tooltip(data, x=x, y=y))
     stem = base.mark_rule(strokeWidth=1.2, opacity=0.7).encode(y2="floor:Q")
     head = base.mark_circle(size=26, opacity=1)
     return _finish(alt.layer(stem, head), title)
@@ -412,7 +426,7 @@ def distribution(values: Any, name: str, *, bins: int = 40, skewness: float | No
     scale = alt.Scale(domain=[0, float(counts.max()) * 1.18], nice=False)
     across = alt.Scale(zero=False, nice=True)
     histogram = (
-        alt.Chart(bars_)
+        _chart(bars_)
         .mark_bar(binSpacing=1)
         .encode(
             x=alt.X("low:Q", bin="binned", title=name, scale=across, axis=_NUMBERS),
@@ -426,7 +440,7 @@ def distribution(values: Any, name: str, *, bins: int = 40, skewness: float | No
         )
     )
     shown = [alt.Tooltip(f"{key}:Q", title=text, format=".4~g") for key, text in _BOX.items()]
-    base = alt.Chart(alt.InlineData(values=[{"kind": "box", **box}])).encode(y=alt.value(10), tooltip=shown)
+    base = _chart([{"kind": "box", **box}]).encode(y=alt.value(10), tooltip=shown)
     whisker = base.mark_rule(strokeWidth=1.5).encode(x=alt.X("low:Q"), x2="high:Q")
     middle = base.mark_bar(size=14, cornerRadius=2).encode(
         x=alt.X("quarter:Q"),
@@ -446,7 +460,7 @@ def bars(
     """Horizontal bars in the order of the rows, with an error bar from `low` to `high`, and each value as a number."""
     rows = _table(data, name=name, value=value, low=low, high=high)
     across = alt.X("value:Q", title=value, axis=_NUMBERS)
-    base = alt.Chart(rows).encode(
+    base = _chart(rows).encode(
         y=alt.Y("name:N", title=None, sort=None, axis=alt.Axis(labelLimit=180, labelOverlap=False)),
         tooltip=_tooltip(data, name=name, value=value, low=low, high=high),
     )
@@ -455,7 +469,7 @@ def bars(
         layers.append(base.mark_rule(strokeWidth=2).encode(x=alt.X("low:Q"), x2="high:Q"))
     end = alt.X("high:Q") if high is not None else across
     layers.append(base.mark_text(align="left", dx=5).encode(x=end, text=alt.Text("value:Q", format=".3~g")))
-    return _finish(alt.layer(*layers).properties(height=26 * len(rows.values)), title)
+    return _finish(alt.layer(*layers).properties(height=26 * len(rows)), title)
 
 
 def contours(
@@ -498,7 +512,7 @@ def contours(
     scale = alt.Scale(type="log" if log else "linear", scheme="viridis")
     legend = alt.Legend(labelExpr=_LABEL, gradientLength=200)
     surface = (
-        alt.Chart(alt.InlineData(values=cells))
+        _chart(cells)
         .mark_rect(strokeWidth=0)
         .encode(
             x=horizontal,
@@ -510,7 +524,7 @@ def contours(
         )
     )
     rules = (
-        alt.Chart(alt.InlineData(values=segments))
+        _chart(segments)
         .mark_rule(color="#ffffff", opacity=0.7, strokeWidth=1, strokeCap="round")
         .encode(x=horizontal, y=vertical, x2="x2:Q", y2="y2:Q")
     )
@@ -552,12 +566,12 @@ def triangle(data: Columns, corners: tuple[str, str, str], value: str, *, width:
     Every point is drawn as a hexagon, the set of places that are nearest to it.
     """
     table = _table(data, a=corners[0], b=corners[1], c=corners[2], value=value)
-    first = sorted({round(float(row["a"]), 9) for row in table.values})
+    first = sorted({round(float(row["a"]), 9) for row in table})
     if len(first) < 2:
         raise InputError(f"triangle needs points on a lattice, got {len(first)} different value of {corners[0]!r}.")
     step = min(np.diff(first))
     height = width * math.sqrt(3) / 2
-    for row in table.values:  # corner a at the left, b at the right, c at the top
+    for row in table:  # corner a at the left, b at the right, c at the top
         row["x"], row["y"] = row["b"] + row["c"] / 2, row["c"]
     # Vega draws a path of inner radius 1 with inner radius √size / 2; 2 % more hide the seams
     inner = step * width / 2
@@ -568,7 +582,7 @@ def triangle(data: Columns, corners: tuple[str, str, str], value: str, *, width:
     scale = alt.Scale(domain=[0, 1], nice=False)
     across, up = alt.X("x:Q", scale=scale, axis=None), alt.Y("y:Q", scale=scale, axis=None)
     cells = (
-        alt.Chart(table)
+        _chart(table)
         .mark_point(shape=path, filled=True, size=(2 * inner * 1.02) ** 2, opacity=1, strokeWidth=0)
         .encode(
             x=across,
@@ -580,8 +594,8 @@ def triangle(data: Columns, corners: tuple[str, str, str], value: str, *, width:
         )
     )
     places = [{"x": 0, "y": 0, "text": corners[0]}, {"x": 1, "y": 0, "text": corners[1]}]
-    below = alt.Chart(alt.InlineData(values=places)).mark_text(dy=inner + 18).encode(x=across, y=up, text="text:N")
-    top = alt.Chart(alt.InlineData(values=[{"x": 0.5, "y": 1, "text": corners[2]}]))
+    below = _chart(places).mark_text(dy=inner + 18).encode(x=across, y=up, text="text:N")
+    top = _chart([{"x": 0.5, "y": 1, "text": corners[2]}])
     above = top.mark_text(dy=-inner - 12).encode(x=across, y=up, text="text:N")
     return _finish(alt.layer(cells, below, above).properties(width=width, height=round(height)), title)
 
@@ -608,7 +622,7 @@ def grid(x: Any, y: Any, *, names: tuple[str, str] = ("x", "y"), title: str = ""
         return alt.Scale(domain=[middle - half, middle + half], nice=False)
 
     chart = (
-        alt.Chart(alt.InlineData(values=rows))
+        _chart(rows)
         .mark_line(strokeWidth=1)
         .encode(
             x=alt.X("x:Q", title=names[0], scale=scale(across), axis=_NUMBERS),
@@ -695,7 +709,7 @@ def landscape_contours(surface: Landscape, *, title: str = "") -> Chart:
     chart = contours(
         surface.steps[0].tolist(), surface.steps[1].tolist(), surface.losses, names=names, log=True, title=title
     )
-    model = alt.Chart(alt.InlineData(values=[{"x": 0.0, "y": 0.0}]))
+    model = _chart([{"x": 0.0, "y": 0.0}])
     cross = model.mark_point(shape="cross", size=90, filled=True, color="#ffffff", stroke="#000000", opacity=1)
     return (chart + cross.encode(x="x:Q", y="y:Q", tooltip=alt.value("the model"))).properties(width=420, height=400)
 
@@ -710,8 +724,7 @@ def audit_map(audit: Audit, *, title: str = "") -> Chart:
         raise InputError("audit_map needs an audit with at least one row, got none.")
     cells = [_audit_cell(row) for row in audit.rows]
     largest = max([abs(cell["log"]) for cell in cells if cell["log"] is not None] + [1.0])
-    rows = alt.InlineData(values=cells)
-    base = alt.Chart(rows).encode(
+    base = _chart(cells).encode(
         x=alt.X(
             "transform:N",
             title=None,

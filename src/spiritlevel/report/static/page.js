@@ -153,6 +153,7 @@
     printing = false;
     document.querySelectorAll("details[data-folded]").forEach((part) => { part.open = false; delete part.dataset.folded; });
   });
+  document.querySelectorAll(".plot").forEach((plot) => plot.addEventListener("pointerleave", () => { tip.hidden = true; }));
   addEventListener("scroll", () => { tip.hidden = true; }, { passive: true });
   drawAll(darkness.matches);
 })();

@@ -1,0 +1,265 @@
+"""The page in a real browser: it draws, answers the pointer, saves files, fits a phone and asks nobody for anything."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from browser import Browser, chromium
+from reports import MARKUP, comparison, report
+
+from spiritlevel.report import notebook, page
+from spiritlevel.results import Report
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    with chromium(tmp_path_factory.mktemp("browser")) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def small() -> Report:
+    return report(300)
+
+
+@pytest.fixture(scope="module")
+def file(small: Report, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    written = tmp_path_factory.mktemp("page") / "a page & its name.html"
+    small.to_html(written)
+    return written
+
+
+def colours(browser: Browser, key: str) -> int:
+    """How many different colours the canvas of a chart shows: a chart that failed to draw has one."""
+    return browser.evaluate(
+        f"""(() => {{ const canvas = document.querySelector('[data-chart="{key}"] canvas');
+        const pixels = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
+        return new Set(new Uint32Array(pixels.buffer)).size; }})()"""
+    )
+
+
+def sharp_spot(browser: Browser) -> tuple[float, float]:
+    """Where on the screen a drawn point of the scatter plot lies, found by its colour."""
+    found = browser.evaluate(
+        """(() => { const canvas = document.querySelector('[data-chart="r0-scatter"] canvas');
+        canvas.scrollIntoView({block: "center", behavior: "instant"});
+        const context = canvas.getContext("2d"), box = canvas.getBoundingClientRect();
+        const {width, height} = canvas, pixels = context.getImageData(0, 0, width, height).data;
+        for (let y = 60; y < height - 60; y++) for (let x = 80; x < width; x++) {
+          const k = 4 * (y * width + x), full = (dx, dy) => { const j = k + 4 * (dy * width + dx);
+            return pixels[j + 2] > 150 && pixels[j] < 110; };
+          if (full(0, 0) && full(2, 2) && full(0, 2) && full(2, 0))
+            return [box.x + (x + 1) * box.width / width, box.y + (y + 1) * box.height / height];
+        } return null; })()"""
+    )
+    assert found, "no blue point was drawn"
+    return found[0], found[1]
+
+
+def test_the_page_loads_without_an_error_or_a_request_and_all_charts_draw(browser: Browser, file: Path) -> None:
+    browser.show(file)
+    keys = browser.evaluate("[...document.querySelectorAll('.plot')].map((plot) => plot.dataset.chart)")
+    assert len(keys) == 8
+    assert all(colours(browser, key) > 20 for key in keys)
+    assert browser.faults == []
+    assert browser.requests == []
+
+
+def test_the_checks_above_can_fail(browser: Browser, tmp_path: Path) -> None:
+    bad = tmp_path / "bad.html"
+    bad.write_text(
+        '<html data-ready="yes"><img src="http://127.0.0.1:9/x.png"><script>console.error("oh"); nothing();</script>'
+    )
+    browser.show(bad)
+    browser.wait(lambda: browser.evaluate("1") and browser.requests)
+    assert any("oh" in fault for fault in browser.faults)
+    assert any("nothing is not defined" in fault for fault in browser.faults)
+    assert browser.requests == ["http://127.0.0.1:9/x.png"]
+
+
+def test_the_pages_policy_blocks_requests(browser: Browser, file: Path) -> None:
+    browser.show(file)
+    blocked = browser.evaluate("fetch('http://127.0.0.1:9/').then(() => 'answered', (error) => 'blocked')")
+    assert blocked == "blocked"
+    assert browser.requests == []
+
+
+def test_pointing_at_a_sample_shows_its_numbers_and_its_picture(browser: Browser, file: Path, small: Report) -> None:
+    browser.show(file)
+    x, y = sharp_spot(browser)
+    browser.point(x, y)
+    browser.wait("!document.getElementById('tip').hidden")
+    names = browser.evaluate("[...document.querySelectorAll('#tip dt')].map((name) => name.textContent)")
+    values = browser.evaluate("[...document.querySelectorAll('#tip dd')].map((value) => value.textContent)")
+    shown = dict(zip(names, values, strict=True))
+    assert list(shown) == ["sample", "label", "predicted", "output margin", "Hessian trace", "prediction"]
+    row = int(shown["sample"])
+    assert small.traces is not None
+    assert small.margins is not None
+    assert shown["label"] == f"digit {int(small.margins.targets[row])}"
+    assert float(shown["output margin"].replace("−", "-")) == pytest.approx(float(small.margins.signed[row]), rel=1e-3)
+    assert float(shown["Hessian trace"].replace("−", "-")) == pytest.approx(float(small.traces.values[row]), rel=1e-3)
+    assert small.pictures is not None
+    pictured = row in small.pictures.indices.tolist()
+    assert browser.evaluate("document.querySelectorAll('#tip .picture').length") == int(pictured)
+    browser.point(1, 1)
+    browser.wait("document.getElementById('tip').hidden")
+
+
+def test_every_chart_and_table_can_be_saved(browser: Browser, file: Path, small: Report) -> None:
+    browser.show(file, dark=True)
+    browser.press('[data-save="svg"][data-for="r0-scatter"]')
+    svg = browser.downloaded("r0-scatter.svg").decode()
+    assert svg.startswith("<svg")
+    assert svg.count("<path") > 200
+    assert "#ffffff" in svg  # light, whatever the screen
+    browser.press('[data-save="png"][data-for="r0-audit-map"]')
+    assert browser.downloaded("r0-audit-map.png").startswith(b"\x89PNG")
+    browser.press('[data-csv="r0-measures-table"]')
+    rows = list(csv.reader(io.StringIO(browser.downloaded("r0-measures-table.csv").decode())))
+    assert rows[0][:2] == ["measure", "value"]
+    assert float(rows[1][1]) == small.rows[0].value.value  # all digits, not those on the screen
+    assert rows[3][1] == ""  # undefined
+    browser.press('[data-samples="r0"]')
+    table = list(csv.DictReader(io.StringIO(browser.downloaded("r0-samples.csv").decode())))
+    assert small.traces is not None
+    assert small.margins is not None
+    assert [float(row["hessian_trace"]) for row in table] == small.traces.values.tolist()
+    assert [row["correct"] == "1" for row in table] == small.margins.correct.tolist()
+    assert browser.faults == []
+
+
+def test_a_narrow_screen_does_not_scroll_sideways(browser: Browser, file: Path) -> None:
+    browser.show(file, width=360, height=740, phone=True)
+    assert browser.evaluate("document.documentElement.scrollWidth") <= 360
+    browser.evaluate("document.querySelectorAll('details').forEach((part) => { part.open = true; })")
+    assert browser.evaluate("document.documentElement.scrollWidth") <= 360
+    wide = browser.evaluate(
+        "[...document.querySelectorAll('main *')].filter((part) => part.getBoundingClientRect().right > 361 "
+        "&& !part.closest('.scroll, .plot')).map((part) => part.tagName)"
+    )
+    assert wide == []
+
+
+def luminance(colour: str) -> float:
+    parts = [int(part) / 255 for part in colour[colour.index("(") + 1 : -1].split(",")[:3]]
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_texts_stand_out_from_their_ground(browser: Browser, file: Path, dark: bool) -> None:
+    browser.show(file, dark=dark)
+    ground = luminance(browser.evaluate("getComputedStyle(document.body).backgroundColor"))
+    assert (ground < 0.05) == dark
+    inks = browser.evaluate(
+        "[...document.querySelectorAll('main p, main dd, main dt, a, th, td, summary, button')]"
+        ".map((part) => getComputedStyle(part).color)"
+    )
+    for ink in set(inks):
+        lighter, darker = sorted((luminance(ink), ground), reverse=True)
+        assert (lighter + 0.05) / (darker + 0.05) >= 4.5  # WCAG AA
+
+
+def test_names_with_markup_are_shown_and_not_run(browser: Browser, tmp_path: Path) -> None:
+    written = tmp_path / "page.html"
+    made = report(60, name=MARKUP, classes=(MARKUP,) * 10, layers={MARKUP: 0.5, "b": 0.5}, settings={MARKUP: MARKUP})
+    written.write_text(page(made), encoding="utf-8")
+    browser.show(written)
+    assert browser.evaluate("document.querySelector('h1').textContent") == MARKUP
+    assert browser.evaluate("document.images.length") == 0
+    x, y = sharp_spot(browser)
+    browser.point(x, y)
+    browser.wait("!document.getElementById('tip').hidden")
+    shown = browser.evaluate("[...document.querySelectorAll('#tip dd')].map((value) => value.textContent)")
+    assert shown[1] == MARKUP
+    assert browser.evaluate("document.images.length") == 0
+    assert browser.faults == []
+    assert browser.requests == []
+
+
+def test_sixty_thousand_samples_stay_usable(browser: Browser, tmp_path: Path) -> None:
+    written = tmp_path / "large.html"
+    written.write_text(page(report(60_000, pictured=600)), encoding="utf-8")
+    assert written.stat().st_size < 15e6
+    browser.call("Page.addScriptToEvaluateOnNewDocument", source=FIRST_CHART)
+    times = []
+    for _ in range(3):  # other work on the machine disturbs one round, hardly three
+        browser.show(written)
+        times.append(browser.evaluate("window.firstChart"))
+    assert min(times) < 3000, f"milliseconds until the first chart: {times}"
+    started = time.monotonic()
+    x, y = sharp_spot(browser)
+    browser.point(x, y)
+    browser.wait("!document.getElementById('tip').hidden")
+    assert time.monotonic() - started < 5
+
+
+FIRST_CHART = """window.firstChart = null;
+new MutationObserver((_, observer) => {
+  if (document.querySelector('.plot[data-drawn]')) { window.firstChart = performance.now(); observer.disconnect(); }
+}).observe(document, {subtree: true, childList: true, attributes: true});"""
+
+
+@pytest.mark.slow
+def test_several_runs_and_a_comparison(browser: Browser, tmp_path: Path) -> None:
+    written = tmp_path / "runs.html"
+    written.write_text(page(report(200, name="small"), report(150, name="large"), comparison()), encoding="utf-8")
+    for settings in ({"width": 1300}, {"width": 360, "phone": True}, {"dark": True}):
+        browser.show(written, **settings)  # type: ignore[arg-type]
+        keys = browser.evaluate("[...document.querySelectorAll('.plot')].map((plot) => plot.dataset.chart)")
+        assert len(keys) == 18
+        assert all(colours(browser, key) > 20 for key in keys)
+        assert browser.evaluate("document.documentElement.scrollWidth") <= settings.get("width", 1200)
+        assert browser.faults == []
+        assert browser.requests == []
+
+
+@pytest.mark.slow
+def test_a_notebooks_frame_draws_and_cannot_reach_out(browser: Browser, tmp_path: Path) -> None:
+    written = tmp_path / "notebook.html"
+    written.write_text(f'<html data-ready="yes"><body>{notebook(report(50))}</body>', encoding="utf-8")
+    browser.show(written)
+
+    def drawn() -> bool:
+        (inner,) = browser.call("Page.getFrameTree")["frameTree"]["childFrames"]
+        world = browser.call("Page.createIsolatedWorld", frameId=inner["frame"]["id"])["executionContextId"]
+        ready = "document.documentElement.dataset.ready === 'yes'"
+        return browser.call("Runtime.evaluate", expression=ready, contextId=world)["result"]["value"]
+
+    browser.wait(drawn)
+    assert browser.faults == []
+    assert browser.requests == []
+
+
+@pytest.mark.slow
+def test_the_page_prints_on_light_ground_with_every_table_open(browser: Browser, file: Path, tmp_path: Path) -> None:
+    browser.show(file, dark=True)
+    pdf = tmp_path / "page.pdf"
+    browser.pdf(pdf)
+    assert pdf.read_bytes().startswith(b"%PDF")
+    assert 3 <= pdf.read_bytes().count(b"/Type /Page\n") <= 20
+    browser.call("Emulation.setEmulatedMedia", media="print", features=[])
+    assert luminance(browser.evaluate("getComputedStyle(document.body).backgroundColor")) > 0.9
+    assert browser.evaluate("getComputedStyle(document.querySelector('nav')).display") == "none"
+    browser.call("Emulation.setEmulatedMedia", media="", features=[])
+
+
+def test_keyboard_users_reach_the_results_first(browser: Browser, file: Path) -> None:
+    browser.show(file)
+    for kind in ("keyDown", "keyUp"):
+        browser.call("Input.dispatchKeyEvent", type=kind, key="Tab", code="Tab", windowsVirtualKeyCode=9)
+    focused = json.loads(
+        browser.evaluate(
+            "JSON.stringify([document.activeElement.className, document.activeElement.getBoundingClientRect().x])"
+        )
+    )
+    assert focused[0] == "skip"
+    assert math.isclose(focused[1], 0)
