@@ -179,6 +179,22 @@ def test_products_are_traced_and_equal_the_differentiated_ones(name: str, monkey
     assert not differentiating.kept
 
 
+def test_the_constants_of_a_kept_batch_are_prepared_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    prepared: list[int] = []
+    cut = curvature._cut
+
+    def counting(*arguments: Any) -> Any:
+        trace = cut(*arguments)
+        trace.prepare.register_forward_hook(lambda *_: prepared.append(1))
+        return trace
+
+    monkeypatch.setattr(curvature, "_cut", counting)
+    matrix = curvature._Matrix(curvature.hessian_product, Problem(network("tanh")), some_data(6), 3, None)
+    for _ in range(2):
+        matrix.multiply(torch.ones(1, matrix.problem.size, dtype=torch.float64))
+    assert len(matrix.kept) == len(prepared) == 2
+
+
 LOSSES: dict[str, tuple[Any, Any]] = {  # what the library gets, and the same written out
     "cross_entropy": ("cross_entropy", "cross_entropy"),
     "weighted": (

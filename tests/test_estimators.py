@@ -192,6 +192,19 @@ def test_an_iteration_as_long_as_the_matrix_is_wide_ends_dense():
     assert not bounded.converged
 
 
+@pytest.mark.parametrize("tol", [1e-2, 1e-3, 1e-4, 1e-6])
+@pytest.mark.parametrize("name", ["outliers", "dense edge"])
+def test_no_product_is_made_beyond_the_tolerance(name: str, tol: float) -> None:
+    matrix = rotated(SPECTRA[name])
+    pairs = eigenvalues(matrix, tol=tol, which="magnitude")
+    fewer = eigenvalues(matrix, tol=tol, which="magnitude", max_matvecs=pairs.matvecs - 1)
+    assert pairs.converged
+    assert float(pairs.residuals[0]) <= tol * abs(float(pairs.values[0]))
+    assert not fewer.converged
+    if pairs.matvecs < 20:  # beyond, convergence is looked at every second product
+        assert float(fewer.residuals[0]) > tol * abs(float(fewer.values[0]))
+
+
 def test_running_out_of_products_is_said():
     pairs = eigenvalues(rotated(SPECTRA["dense edge"]), 2, max_matvecs=10)
     assert pairs.matvecs == 10
