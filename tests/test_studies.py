@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -148,3 +149,13 @@ def test_seeds_are_combined(tmp_path: Path) -> None:
     assert row["ours"] == pytest.approx(mean)
     spread = (sum((number - mean) ** 2 for number in numbers) / 4 / 5) ** 0.5
     assert row["high"] - row["ours"] == pytest.approx(2.7764451 * spread)
+
+
+def test_the_page_of_results_shows_the_results_that_are_kept() -> None:
+    root = Path(__file__).parents[1]
+    spec = importlib.util.spec_from_file_location("make_results_doc", root / "tools" / "make_results_doc.py")
+    assert spec is not None
+    assert spec.loader is not None
+    tool = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tool)
+    assert tool.text() == (root / "docs" / "results.md").read_text(encoding="utf-8"), "run `make docs`"
