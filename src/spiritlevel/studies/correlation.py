@@ -333,12 +333,12 @@ STUDY = Study(
     run=run,
     scales={
         "smoke": {
-            "setting": "fcn-mnist",
+            "setting": "lenet-mnist",
             "data": "fashion-mini",
-            "width": 0.05,
+            "width": 0.25,
             "train_size": 300,
             "steps": 8,
-            "checkpoints": 3,
+            "checkpoints": 2,
             "points": 40,
         },
         "laptop": {"train_size": 5_000, "steps": 1_000, "checkpoints": 11, "points": 500},
