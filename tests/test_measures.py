@@ -678,11 +678,11 @@ def test_selection() -> None:
 def test_evaluate_gives_plain_rows_of_what_each_measure_says_alone(untouched: Untouched) -> None:
     net = randomised(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)))
     points = labelled(net, normal(12, 3))
-    chosen = ["trace", "path_norm", "average_sharpness", "adaptive_sharpness_linf", "margin_mean"]
+    chosen = ["trace", "path_norm", "average_sharpness", "adaptive_sharpness_linf", "spectral_norm"]
     with untouched(net):
         rows = evaluate(net, points, measures=chosen, seed=3)
     assert [row["name"] for row in rows] == chosen
-    assert [row["kind"] for row in rows] == ["exact", "undefined", "estimate", "lower bound", "exact"]
+    assert [row["kind"] for row in rows] == ["exact", "undefined", "estimate", "lower bound", "converged"]
     assert math.isnan(rows[1]["value"])
     assert "ReLU networks only" in rows[1]["reason"]
     for row in rows[:1] + rows[2:]:

@@ -551,8 +551,8 @@ def evaluate(
     """Several measures of one model as plain rows, for tables of many models; what they share is computed once.
 
     A row has name, value, stderr, seconds (of what no earlier row had computed), direction, kind and reason. Kinds:
-    "exact", "estimate", "lower bound", "not converged", and "undefined", where value is NaN. The model is left as it
-    was.
+    "exact"; "converged" to the tolerance of an iteration, or "not converged"; "estimate", with an error; "lower bound",
+    found by an optimiser; "undefined", where value is NaN. The model is left as it was.
 
     >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2))
     >>> rows = evaluate(net, (torch.ones(4, 2), torch.tensor([0, 1, 0, 1])), measures=["trace", "ball_sharpness"])
@@ -586,7 +586,9 @@ def _kind(measure: Measure, found: Estimate) -> str:
         return "undefined"
     if found.reason:
         return "not converged"
-    return "lower bound" if measure.lower_bound else "estimate" if found.stderr else "exact"
+    if found.stderr:
+        return "estimate"
+    return {"optimiser": "lower bound", "matvecs": "converged"}.get(measure.cost, "exact")
 
 
 def _register(name: str, meaning: str, formula: str, reference: str, **fields: Any) -> Callable[[Compute], Compute]:
