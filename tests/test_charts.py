@@ -64,6 +64,12 @@ CHARTS: dict[str, Callable[[], Any]] = {
     "stems": lambda: charts.stems({"λ": [0.0, 1.0], "weight": [0.99, 0.01]}, "λ", "weight"),
     "distribution": lambda: charts.distribution(torch.randn(500), "margin", skewness=0.25),
     "bars": lambda: charts.bars({"layer": ["1", "2"], "share": [0.3, 0.7], "to": [0.4, 0.8]}, "layer", "share"),
+    "intervals": lambda: charts.intervals(
+        {"measure": ["a", "b"], "τ": [0.5, -0.1], "from": [0.3, -0.4], "to": [0.6, 0.2], "family": ["x", "y"]},
+        *("measure", "τ", "from", "to"),
+        colour="family",
+        order=["y", "x"],
+    ),
     "contours": lambda: charts.contours([0, 1, 2], [0, 1], [[1, 2], [2, 3], [3, 4]], names=("x", "y", "loss")),
     "triangle": lambda: charts.triangle(lattice(6), ("a", "b", "c"), "gap"),
     "grid": lambda: charts.grid(CURVED, LEVEL),

@@ -32,6 +32,7 @@ __all__ = [
     "density",
     "distribution",
     "grid",
+    "intervals",
     "landscape_contours",
     "landscape_line",
     "lines",
@@ -470,6 +471,34 @@ def bars(
     end = alt.X("high:Q") if high is not None else across
     layers.append(base.mark_text(align="left", dx=5).encode(x=end, text=alt.Text("value:Q", format=".3~g")))
     return _finish(alt.layer(*layers).properties(height=26 * len(rows)), title)
+
+
+def intervals(
+    data: Columns,
+    name: str,
+    value: str,
+    low: str,
+    high: str,
+    *,
+    colour: str | None = None,
+    order: Sequence[str] | None = None,
+    title: str = "",
+) -> Chart:
+    """A point with its interval from `low` to `high` for every row, in the order of the rows, and a line at 0.
+
+    `order` has the groups of the column `colour` in the order of the palette.
+    """
+    rows = _table(data, name=name, value=value, low=low, high=high, series=colour)
+    across = alt.X("value:Q", title=value, axis=_NUMBERS)
+    base = _chart(rows).encode(
+        y=alt.Y("name:N", title=None, sort=None, axis=alt.Axis(labelLimit=240, labelOverlap=False, grid=True)),
+        tooltip=_tooltip(data, name=name, value=value, low=low, high=high, series=colour),
+        **_colour(colour, data, order=order),
+    )
+    zero = _chart([{"value": 0}]).mark_rule(strokeDash=[4, 3]).encode(x=across)
+    whisker = base.mark_rule(strokeWidth=2, opacity=0.55).encode(x=alt.X("low:Q", title=value), x2="high:Q")
+    point = base.mark_circle(size=60, opacity=1).encode(x=across)
+    return _finish(alt.layer(zero, whisker, point).properties(height=18 * len(rows)), title)
 
 
 def contours(
