@@ -6,6 +6,7 @@ to the same promises.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import inspect
 from collections.abc import Callable, Iterator
@@ -45,6 +46,12 @@ class Call:
         return self.function(model, data, **{**wanted, **self.options})
 
 
+def _compared(model: nn.Module, data: Any, *, loss: Any = "cross_entropy", seed: int = 0) -> Any:
+    """A model beside a second one of the same kind."""
+    other = copy.deepcopy(model) if isinstance(model, nn.Module) else model
+    return sl.compare(model, other, data, loss=loss, measures=["margin_mean"], audit=False, seed=seed)
+
+
 CALLS: dict[str, Call] = {
     "sample_traces": Call(sl.sample_traces, {"per_layer": True}),
     "sample_traces, passes": Call(sl.sample_traces, {"passes": 1}, random=True),
@@ -66,6 +73,8 @@ CALLS: dict[str, Call] = {
     "audit": Call(
         sl.audit, {"measures": ["trace", "path_norm", "ball_sharpness"], "transforms": ["rescale_layers"]}, splits=False
     ),
+    "measure": Call(sl.measure, {"measures": ["trace", "margin_mean"], "parts": ["pictures"]}, random=True),
+    "compare": Call(_compared),
     "landscape, random": Call(landscape, {"directions": "random", "points": 5}, random=True),
     "landscape, eigenvectors": Call(landscape, {"points": 5}, slow=True),
 }
@@ -136,7 +145,7 @@ def numbers(result: Any) -> dict[str, Tensor]:
         return {"products": (result @ vectors.to(result.dtype)).double()}
     if isinstance(result, Result):
         names = [f.name for f in dataclasses.fields(result)]  # type: ignore[arg-type]
-        result = {name: getattr(result, name) for name in names if name not in ("matvecs", "seed")}
+        result = {name: getattr(result, name) for name in names if name not in ("matvecs", "seed", "seconds")}
     if isinstance(result, list | tuple):
         result = {str(index): item for index, item in enumerate(result)}
     if isinstance(result, dict):

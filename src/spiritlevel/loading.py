@@ -234,7 +234,9 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
 def _read_checkpoint(path: Path) -> dict[str, Tensor]:
     _check_file(path)
     try:
-        found = torch.load(path, map_location="cpu", weights_only=True)
+        with warnings.catch_warnings():  # a user needs our sentence alone
+            warnings.simplefilter("ignore")
+            found = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise InputError(
             f"{path} holds more than tensors, or is no checkpoint, and is not opened, because that could run a "

@@ -24,7 +24,7 @@ from spiritlevel import __version__
 from spiritlevel.audit import audit as run_audit
 from spiritlevel.errors import InputError, NotExactError, unknown_name
 from spiritlevel.estimators import spectrum
-from spiritlevel.functional import Batches, Problem
+from spiritlevel.functional import Batches, Problem, preserved_random_state
 from spiritlevel.landscape import landscape
 from spiritlevel.losses import aceht
 from spiritlevel.measures import Measure, Setting, select
@@ -111,8 +111,9 @@ def measure(
     >>> report.row("trace").kind, report.audit.row("trace", "rescale_layers").verdict
     ('exact', 'changes')
     """
-    run = _Run(model, train, test, loss, measures, parts, samples, batch_norm, time_limit, progress, seed)
-    run.everything()
+    with preserved_random_state():  # libraries that are imported on first use may draw from the global states
+        run = _Run(model, train, test, loss, measures, parts, samples, batch_norm, time_limit, progress, seed)
+        run.everything()
     return run.report(name or type(model).__name__, tuple(str(item) for item in classes))
 
 

@@ -52,16 +52,18 @@ def show_comparison(comparison: Comparison) -> None:
     for row in comparison.rows:
         spread = "" if math.isnan(row.low) or row.low == row.high else f"{(row.high - row.low) / 2:.2g}"
         favours = {"a": a, "b": b, "equal": "neither", "no preference": "-"}.get(row.verdict, row.verdict)
+        if row.verdict == "not comparable" and not math.isnan(row.factor):
+            favours = f"within ×{row.factor:,.3g}"
         if row.verdict == "undefined":
             table.add_row(row.name, "", "", "undefined", "", "")
             continue
-        table.add_row(row.name, f"{row.a.value:.4g}", f"{row.b.value:.4g}", f"{row.difference:+.3g}", spread, favours)
+        table.add_row(row.name, f"{row.a.value:.3g}", f"{row.b.value:.3g}", f"{row.difference:+.3g}", spread, favours)
     console.print(table)
     for name, reason in comparison.left_out.items():
         console.print(f"left out: {name}: {reason}", style="dim", markup=False)
-    for row in comparison.rows:
-        if row.verdict == "not comparable":
-            console.print(f"{row.name} is not comparable: {row.note}.", style="dim", markup=False)
+    if any(row.verdict == "not comparable" for row in comparison.rows):
+        legend = "within ×n: not comparable, as the audit moved it n-fold at the same outputs"
+        console.print(legend, style="dim", markup=False)
     console.print(comparison.advice, style="bold", markup=False)
 
 
@@ -97,7 +99,7 @@ def _table(*headings: str, right: tuple[int, ...]) -> Table:
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for number, heading in enumerate(headings):
-        table.add_column(Text(heading), justify="right" if number in right else "left", no_wrap=number == 0)
+        table.add_column(Text(heading), justify="right" if number in right else "left", no_wrap=True)
     return table

@@ -1,0 +1,268 @@
+"""Whatever a user may name on the command line: it is loaded, or refused in one sentence, and nothing of it is run."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import sys
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from numpy.lib import format as npy
+from PIL import Image
+from safetensors.torch import save_file
+from torch import nn
+
+import spiritlevel as sl
+from spiritlevel import loading
+from spiritlevel.errors import InputError
+from spiritlevel.loading import check_classes, load_model, load_samples, load_weights
+
+NET = """
+import torch
+from torch import nn
+from helper import WIDTH
+def make():
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 10))
+def broken():
+    raise RuntimeError("no luck\\nand more")
+def exits():
+    raise SystemExit(3)
+number = 3
+def points():
+    return torch.zeros(4, 1, 8, 8), torch.arange(4)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "net.py").write_text(NET)
+    (tmp_path / "helper.py").write_text("WIDTH = 5\n")
+    (tmp_path / "bad.py").write_text("import no_such_module\n")
+    (tmp_path / "worse.py").write_text("1 / 0\n")
+    return tmp_path
+
+
+def make() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 5), nn.ReLU(), nn.Linear(5, 10))
+
+
+# ---------------------------------------------------------------- models and weights
+
+
+def test_models_from_files_modules_and_names(folder: Path) -> None:
+    path = list(sys.path)
+    assert isinstance(load_model("net.py:make"), nn.Sequential)
+    assert isinstance(load_model(f"{folder}/net.py:make"), nn.Sequential)
+    assert isinstance(load_model("net:make"), nn.Sequential)
+    assert sl.models.count(load_model("lenet5:channels=3,classes=7,activation=tanh")) < 62006
+    assert next(load_model("mlp", dtype="float64").parameters()).dtype == torch.float64
+    assert sys.path == path
+
+
+@pytest.mark.parametrize(
+    ("spec", "sentence"),
+    [
+        ("lenet", r"neither file\.py:function nor .* did you mean 'lenet5'\?"),
+        ("lenet5:chanels=3", "unknown option of lenet5 'chanels': did you mean 'channels'"),
+        ("lenet5:3", "options of lenet5 are written as lenet5:channels=3,width=0.5, got '3'"),
+        ("lenet5:channels=x", "lenet5 cannot be built with channels=x"),
+        ("net.py:mak", r"net\.py has no 'mak'; did you mean 'make'"),
+        ("net.py:broken", r"called without arguments, fails: RuntimeError: no luck\."),
+        ("net.py:exits", "fails: SystemExit: 3"),
+        ("net.py:number", r"must return a torch\.nn\.Module, got int"),
+        ("none.py:make", r"there is no file 'none\.py'"),
+        ("bad.py:make", "cannot be imported: No module named 'no_such_module'"),
+        ("worse.py:make", "fails while it is imported: ZeroDivisionError"),
+        ("no.such.module:make", "cannot be imported"),
+    ],
+)
+def test_models_that_cannot_be_had(folder: Path, spec: str, sentence: str) -> None:
+    with pytest.raises(InputError, match=sentence) as caught:
+        load_model(spec)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [({"device": "cuda:99"}, "cannot be moved to device 'cuda:99'"), ({"dtype": "float46"}, "unknown dtype 'float46'")],
+)
+def test_devices_and_dtypes_that_do_not_exist(options: dict[str, str], sentence: str) -> None:
+    with pytest.raises(InputError, match=sentence):
+        load_model("mlp", **options)  # type: ignore[arg-type]
+
+
+def test_weights_in_every_form(tmp_path: Path) -> None:
+    source = make()
+    state = source.state_dict()
+    save_file(state, tmp_path / "a.safetensors")
+    torch.save(state, tmp_path / "b.pt")
+    torch.save({"state_dict": {f"module.{key}": value for key, value in state.items()}}, tmp_path / "c.pt")
+    for name in ("a.safetensors", "b.pt", "c.pt"):
+        target = make()
+        load_weights(target, tmp_path / name)
+        assert all(torch.equal(value, state[key]) for key, value in target.state_dict().items())
+
+
+def test_weights_that_do_not_fit_name_the_first_differences_and_the_nearest_names(tmp_path: Path) -> None:
+    renamed = {key.replace("1.weight", "1.weigth"): value for key, value in make().state_dict().items()}
+    save_file(renamed, tmp_path / "renamed.safetensors")
+    with pytest.raises(
+        InputError, match=r"1\.weight is missing \(the file has 1\.weigth\); the model has no 1\.weigth"
+    ):
+        load_weights(make(), tmp_path / "renamed.safetensors")
+    wide = nn.Sequential(nn.Flatten(), nn.Linear(64, 6), nn.ReLU(), nn.Linear(6, 10))
+    torch.save(wide.state_dict(), tmp_path / "wide.pt")
+    with pytest.raises(InputError, match=r"1\.weight has shape \(6, 64\) instead of \(5, 64\)"):
+        load_weights(make(), tmp_path / "wide.pt")
+
+
+class Trap:
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return exec, ("import pathlib; pathlib.Path('sprung').touch()",)
+
+
+def test_no_program_in_a_file_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.save({"weight": Trap()}, "trap.pt")
+    Path("plain.pt").write_bytes(pickle.dumps(Trap()))
+    np.savez("trap.npz", x=np.array([Trap()], dtype=object), y=np.zeros(1))
+    for name in ("trap.pt", "plain.pt"):
+        with pytest.raises(InputError, match="holds more than tensors"):
+            load_weights(make(), name)
+    with pytest.raises(InputError, match="holds Python objects, which are not opened"):
+        load_samples("trap.npz")
+    assert not Path("sprung").exists()
+
+
+@pytest.mark.parametrize("name", ["w.safetensors", "w.pt"])
+@pytest.mark.parametrize("content", [b"", b"nonsense", b"PK\x03\x04 half a zip"])
+def test_damaged_weights(tmp_path: Path, name: str, content: bytes) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(InputError) as caught:
+        load_weights(make(), tmp_path / name)
+    assert name in str(caught.value)
+    with pytest.raises(InputError, match="there is no file"):
+        load_weights(make(), tmp_path / f"no-{name}")
+
+
+# ---------------------------------------------------------------- data
+
+
+def test_built_in_data_and_functions(folder: Path) -> None:
+    assert len(load_samples("digits").data[0]) == 1437
+    assert len(load_samples("digits:test").data[0]) == 360
+    assert load_samples("digits", "test").name == "digits (test)"
+    assert load_samples("net.py:points").data[1].tolist() == [0, 1, 2, 3]
+
+
+def test_arrays_become_inputs_and_targets(tmp_path: Path) -> None:
+    bytes_last = np.random.default_rng(0).integers(0, 256, (3, 8, 8, 3), dtype=np.uint8)
+    np.savez_compressed(tmp_path / "a.npz", x=bytes_last, y=np.array([[0], [1], [2]]))
+    inputs, targets = load_samples(str(tmp_path / "a.npz")).data
+    assert inputs.shape == (3, 3, 8, 8)
+    assert torch.equal(inputs[1, 2], torch.from_numpy(bytes_last[1, :, :, 2] / np.float32(255)))
+    assert targets.tolist() == [0, 1, 2]
+    save_file(
+        {"images": torch.zeros(2, 4, dtype=torch.float64), "labels": torch.tensor([1, 0])}, tmp_path / "b.safetensors"
+    )
+    inputs, targets = load_samples(str(tmp_path / "b.safetensors")).data
+    assert (inputs.dtype, targets.dtype) == (torch.float32, torch.int64)
+
+
+@pytest.mark.parametrize(
+    ("arrays", "sentence"),
+    [
+        ({"a": np.zeros(2), "b": np.zeros(2)}, r"must hold the inputs as x and the targets as y, it holds a, b\."),
+        ({"x": np.zeros((3, 2)), "y": np.zeros(2)}, r"as many targets as inputs, it holds shapes \(3, 2\) and \(2,\)"),
+    ],
+)
+def test_arrays_that_are_no_data(tmp_path: Path, arrays: dict[str, np.ndarray], sentence: str) -> None:
+    np.savez(tmp_path / "a.npz", **arrays)
+    with pytest.raises(InputError, match=sentence):
+        load_samples(str(tmp_path / "a.npz"))
+
+
+def member(shape: tuple[int, ...], content: bytes) -> bytes:
+    stream = io.BytesIO()
+    npy.write_array_header_1_0(stream, {"descr": "<f8", "fortran_order": False, "shape": shape})
+    return stream.getvalue() + content
+
+
+def test_bombs_are_refused_before_memory_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "bomb.npz"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("x.npy", member((10**15,), b""))
+        archive.writestr("y.npy", member((1,), bytes(8)))
+    with pytest.raises(InputError, match=r"x\.npy says it holds 8,000,000,000,000,000 bytes .* the archive has 0"):
+        load_samples(str(path))
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("x.npy", member((10**6,), bytes(8 * 10**6)))  # honest, and 1000 times its packed size
+        archive.writestr("y.npy", member((10**6,), bytes(8 * 10**6)))
+    assert path.stat().st_size < 10**5
+    monkeypatch.setattr(loading, "available_memory", lambda: 10**7)
+    with pytest.raises(InputError, match=r"unpacks to 0\.0 GB, and 0\.0 GB of memory can be spared"):
+        load_samples(str(path))
+
+
+@pytest.mark.parametrize("name", ["a.npz", "a.safetensors", "a.csv"])
+def test_files_that_hold_no_data(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(b"nonsense")
+    with pytest.raises(InputError, match=r"a\."):
+        load_samples(str(tmp_path / name))
+
+
+def test_names_that_are_nothing(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="did you mean 'fashion-mini'"):
+        load_samples("fashion-minni")
+    with pytest.raises(InputError, match=r"there is no file '.*none\.npz'"):
+        load_samples(str(tmp_path / "none.npz"))
+
+
+def draw(path: Path, size: tuple[int, int] = (8, 6), mode: str = "L", value: int = 51) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.new(mode, size, value if mode == "L" else (value, 0, 0)).save(path)
+
+
+def test_a_folder_of_images(tmp_path: Path) -> None:
+    for name in ("cat", "dog"):
+        for number in range(2):
+            draw(tmp_path / name / f"{number}.png")
+    (tmp_path / "cat" / "notes.txt").write_text("not a picture")
+    samples = load_samples(str(tmp_path))
+    inputs, targets = samples.data
+    assert inputs.shape == (4, 1, 6, 8)
+    assert float(inputs.max()) == pytest.approx(0.2)
+    assert (targets.tolist(), samples.classes) == ([0, 0, 1, 1], ("cat", "dog"))
+    draw(tmp_path / "dog" / "2.png", size=(9, 6))
+    with pytest.raises(InputError, match=r"one size and kind: .* has 8×6 pixels and .*2\.png 9×6 pixels"):
+        load_samples(str(tmp_path))
+    (tmp_path / "dog" / "2.png").write_bytes(b"nonsense")
+    with pytest.raises(InputError, match=r"the image .*2\.png cannot be read"):
+        load_samples(str(tmp_path))
+
+
+def test_folders_that_hold_no_classes(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="one folder of images for every class"):
+        load_samples(str(tmp_path))
+    draw(tmp_path / "cat" / "0.png")
+    (tmp_path / "dog").mkdir()
+    with pytest.raises(InputError, match=r"dog holds no image"):
+        load_samples(str(tmp_path))
+
+
+def test_classes_that_differ(tmp_path: Path) -> None:
+    for folder, names in (("train", ("cat", "dog", "eel")), ("test", ("cat", "dogs", "eel"))):
+        for name in names:
+            draw(tmp_path / folder / name / "0.png", size=(8, 8))
+    train, test = load_samples(str(tmp_path / "train")), load_samples(str(tmp_path / "test"))
+    with pytest.raises(InputError, match=r"only test has 'dogs' \(the other has dog\)"):
+        check_classes(train, test, make())
+    two = nn.Sequential(nn.Flatten(), nn.Linear(64, 2))
+    with pytest.raises(InputError, match=r"train has 3 classes .* and the model 2 outputs"):
+        check_classes(train, None, two)
+    check_classes(train, train, make())

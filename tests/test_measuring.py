@@ -1,0 +1,179 @@
+"""One report: its numbers are those of the functions below it, its words follow from its numbers."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import spiritlevel as sl
+from spiritlevel import measuring
+from spiritlevel.errors import InputError
+from spiritlevel.measuring import measure, subset
+
+FAST = ["trace", "weight_norm", "mean_aceht", "margin_mean"]
+
+
+def net(classes: int = 3) -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Flatten(), nn.Linear(16, 6), nn.ReLU(), nn.Linear(6, classes)).double()
+
+
+def points(count: int = 60, classes: int = 3) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    inputs = torch.rand(count, 1, 4, 4, generator=generator, dtype=torch.float64)
+    return inputs, torch.arange(count) % classes
+
+
+def test_the_numbers_are_those_of_the_functions() -> None:
+    model, data, test = net(), points(), points(20)
+    report = measure(model, data, test=test, measures=FAST, parts=["audit", "pictures", "spectrum", "landscape"])
+    traces, margins = sl.sample_traces(model, data, per_layer=True), sl.margins(model, data)
+    assert report.row("trace").value.value == pytest.approx(float(traces.values.mean()))
+    assert report.row("margin_mean").value.value == pytest.approx(float(margins.signed.mean()))
+    assert report.traces is not None
+    assert report.margins is not None
+    assert torch.allclose(report.traces.values, traces.values)
+    assert torch.equal(report.margins.signed, margins.signed)
+    assert report.predicted is not None
+    assert torch.equal(report.predicted, model(data[0]).argmax(1))
+    assert report.fits["train"].accuracy.value == pytest.approx(float(margins.correct.double().mean()))
+    losses = nn.functional.cross_entropy(model(test[0]), test[1])
+    assert report.fits["test"].loss.value == pytest.approx(losses.item())
+    assert sum(report.layers.values()) == pytest.approx(1)
+    for name, share in report.layers.items():
+        assert share == pytest.approx(float(traces.layers[name].mean() / traces.values.mean()))
+    found = sl.correlate(traces, margins.output)
+    assert report.correlations["trace and margin"].r == pytest.approx(found.r)
+    dense = torch.linalg.eigvalsh(sl.hessian(model, data).dense())
+    assert report.spectrum is not None
+    assert float(report.spectrum.largest.values[0]) == pytest.approx(float(dense[-1]))
+    assert report.landscape is not None
+    assert report.landscape.losses.shape == (17, 17)
+    assert report.audit is not None
+    assert report.audit.row("trace", "rescale_layers").verdict == "changes"
+    assert report.left_out == {}
+    assert (report.indices, report.partial) == (None, "")
+    assert "Scaling layers moves the trace at least" in " ".join(report.headline)
+    assert sl.Report.from_json(report.to_json()).to_json() == report.to_json()
+
+
+def test_pictures_are_the_samples_they_claim_to_be() -> None:
+    model, data = net(), points()
+    report = measure(model, data, measures=["trace"], parts=["pictures"])
+    pictures = report.pictures
+    assert pictures is not None
+    assert report.traces is not None
+    assert pictures.images.dtype == torch.uint8
+    sharpest = pictures.indices[list(pictures.groups["sharpest"])]
+    assert sharpest[0] == report.traces.values.argmax()
+    assert torch.equal(pictures.images, (data[0][pictures.indices].float() * 255).round().to(torch.uint8))
+    flat = measure(
+        nn.Linear(4, 3), (torch.rand(9, 4), torch.arange(9) % 3), measures=["weight_norm"], parts=["pictures"]
+    )
+    assert flat.pictures is None
+    assert "pictures need images" in flat.left_out["pictures"]
+
+
+def test_a_subset_is_stated_and_its_error_covers_the_whole() -> None:
+    model, data = net(), points(400)
+    whole = measure(model, data, measures=FAST, parts=[])
+    hits = 0
+    for seed in range(20):
+        report = measure(model, data, measures=FAST, parts=[], samples=100, seed=seed)
+        assert report.indices is not None
+        assert torch.equal(report.indices, report.indices.unique())
+        assert report.settings["samples"] == "a random subset of 100 of 400"
+        for name in ("trace", "margin_mean", "mean_aceht"):
+            low, high = report.row(name).interval
+            hits += low <= whole.row(name).value.value <= high
+    assert hits >= 50  # of 60; 57 expected at 95 %
+    assert report.row("weight_norm").value.data_stderr is None
+    assert report.fits["train"].population == 400
+
+
+def test_a_subset_of_any_kind_of_data_is_the_same() -> None:
+    inputs, targets = points()
+    pair, indices, population = subset((inputs, targets), 10, 3, "eval")
+    assert (population, len(pair[1])) == (60, 10)
+    assert indices is not None
+    assert torch.equal(pair[0], inputs[indices])
+    batches = [(inputs[:7], targets[:7]), (inputs[7:], targets[7:])]
+    again, other, _ = subset(batches, 10, 3, "eval")
+    assert torch.equal(again[0], pair[0])
+    assert other is not None
+    named = [({"x": inputs[:30]}, targets[:30]), ({"x": inputs[30:]}, targets[30:])]
+    parts, _, _ = subset(named, 10, 3, "eval")
+    assert torch.equal(torch.cat([piece["x"] for piece, _ in parts]), pair[0])
+    with pytest.raises(InputError, match="samples= would change the batches"):
+        subset(batches, 10, 0, "batch")
+    with pytest.raises(InputError, match="samples must be a whole number of at least 1, got 0"):
+        subset(batches, 0, 0, "eval")
+
+
+def test_what_does_not_fit_the_time_limit_is_listed() -> None:
+    report = measure(net(), points(), time_limit=1e-9)
+    assert report.rows == ()
+    assert {"trace", "audit", "spectrum", "landscape", "pictures"} <= set(report.left_out)
+    assert "of the time limit were left" in report.left_out["trace"]
+    everything = measure(net(), points(), measures=["trace"], parts=[], time_limit=1e9)
+    assert everything.left_out == {}
+    with pytest.raises(InputError, match="time_limit must be a positive number of seconds, got 0"):
+        measure(net(), points(), time_limit=0)
+
+
+def test_an_interrupt_leaves_a_partial_report_that_says_so() -> None:
+    def interrupt(what: str, done: int, total: int) -> None:
+        if what == "mean_aceht":
+            raise KeyboardInterrupt
+
+    report = measure(net(), points(), measures=FAST, progress=interrupt)
+    assert "interrupted at step" in report.partial
+    assert report.row("trace").kind == "exact"
+    assert report.left_out["audit"] == "interrupted"
+    assert report.headline[0].startswith("This report is not complete")
+    assert "PARTIAL" in str(report)
+
+
+def test_regression_has_no_margins_and_says_so() -> None:
+    model = nn.Linear(4, 2)
+    data = torch.rand(12, 4), torch.rand(12, 2)
+    report = measure(model, data, loss="squared_error", measures=["trace", "margin_mean"], parts=["pictures"])
+    assert (report.margins, report.predicted) == (None, None)
+    assert math.isnan(report.fits["train"].accuracy.value)
+    assert report.row("margin_mean").kind == "undefined"
+    assert report.row("trace").value.value > 0
+    assert "margins" in report.left_out
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"measures": ["trce"]}, "unknown measure 'trce': did you mean 'trace'"),
+        ({"parts": ["spectra"]}, "unknown part 'spectra': did you mean 'spectrum'"),
+        ({"test": (torch.rand(2, 16), torch.tensor([0, 7]))}, "target 7"),
+        ({"loss": "crossentropy"}, "did you mean 'cross_entropy'"),
+    ],
+)
+def test_wrong_arguments_are_refused_before_the_work(options: dict[str, Any], sentence: str) -> None:
+    steps: list[str] = []
+    with pytest.raises(InputError, match=sentence):
+        measure(net(), points(), progress=lambda what, done, total: steps.append(what), **options)
+    assert steps == []
+
+
+def test_half_precision_is_told() -> None:
+    report = measure(net().to(torch.bfloat16), points(), measures=["weight_norm"], parts=[])
+    assert report.settings["dtype"] == "float32, a copy of a bfloat16 model"
+
+
+def test_the_factor_of_the_audit_leaves_out_what_changes_the_outputs() -> None:
+    audit = sl.audit(net(), points(), measures=["trace", "margin_mean"], search=False)
+    factors = measuring.moved_by(audit)
+    row = audit.row("trace", "rescale_layers")
+    assert factors["trace"] >= max(row.ratio, 1 / row.ratio)
+    assert audit.row("margin_mean", "scale_last_layer").verdict == "changes"
+    assert "margin_mean" not in factors

@@ -1,0 +1,117 @@
+"""The tracker: right numbers, training that goes on as without it, a bounded share of the time."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from pathlib import Path
+
+import polars as pl
+import pytest
+import torch
+from conftest import Untouched
+from torch import Tensor, nn
+
+import spiritlevel as sl
+from spiritlevel.errors import InputError
+from spiritlevel.tracking import Tracker
+
+
+def points(count: int = 90) -> tuple[Tensor, Tensor]:
+    inputs = torch.randn(count, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    return inputs, inputs[:, :3].argmax(1)
+
+
+def net(width: int = 40) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, width), nn.ReLU(), nn.Dropout(0.2), nn.Linear(width, 3)).double()
+
+
+def train(model: nn.Module, steps: int, tracker: Tracker | None = None) -> None:
+    inputs, targets = points()
+    optimiser = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(steps):
+        optimiser.zero_grad()
+        nn.functional.cross_entropy(model(inputs), targets).backward()
+        optimiser.step()
+        if tracker is not None:
+            tracker.step()
+
+
+def test_rows_hold_what_the_functions_say_and_the_start_is_warm() -> None:
+    model = net()
+    tracker = Tracker(model, points(), every=20, share=math.inf)
+    train(model, 60, tracker)
+    assert [row["step"] for row in tracker.rows] == [20, 40, 60]
+    row, data = tracker.rows[-1], points()
+    assert row["trace"] == pytest.approx(sl.trace(model, data).value)
+    assert row["margin_mean"] == pytest.approx(float(sl.margins(model, data).signed.mean()))
+    exact = float(torch.linalg.eigvalsh(sl.hessian(model, data).dense())[-1])
+    assert row["largest_eigenvalue"] == pytest.approx(exact, rel=0.02)
+    assert row["converged"]
+    assert row["products"] <= tracker.rows[0]["products"]
+    model.eval()
+    with torch.no_grad():
+        assert row["loss"] == pytest.approx(float(nn.functional.cross_entropy(model(data[0]), data[1])))
+
+
+def test_training_goes_on_as_without_it(untouched: Untouched) -> None:
+    alone, watched = net(), net()
+    torch.manual_seed(5)
+    train(alone, 12)
+    torch.manual_seed(5)
+    train(watched, 12, Tracker(watched, points(), every=3, share=math.inf))
+    assert all(map(torch.equal, alone.state_dict().values(), watched.state_dict().values()))
+    tracker = Tracker(watched, points(), every=1, share=math.inf)
+    with untouched(watched):
+        tracker.step()
+
+
+def test_a_measurement_waits_until_it_can_be_afforded() -> None:
+    tracker = Tracker(net(), points(), every=1, share=0.1)
+    tracker._cost = 0.05
+    assert tracker.step() is None
+    while tracker.step() is None:
+        time.sleep(0.02)
+        assert tracker.training_seconds < 30
+    assert tracker.rows[0]["training_seconds"] >= 0.5
+    assert tracker.spent == pytest.approx(tracker.rows[0]["seconds"])
+
+
+def test_files_are_whole_and_curves_are_drawn(tmp_path: Path) -> None:
+    model = net()
+    tracker = Tracker(model, points(), every=5, share=math.inf, path=tmp_path / "run" / "curves.parquet")
+    assert "nothing measured yet" in str(tracker)
+    with pytest.raises(InputError, match="no rows yet"):
+        tracker.chart()
+    train(model, 10, tracker)
+    table = pl.read_parquet(tmp_path / "run" / "curves.parquet")
+    assert table["step"].to_list() == [5, 10]
+    assert list((tmp_path / "run").iterdir()) == [tmp_path / "run" / "curves.parquet"]
+    assert [row["step"] for row in json.loads(tracker.to_json(tmp_path / "rows.json"))] == [5, 10]
+    vector, pixels = tracker.save(tmp_path / "curves")
+    assert vector.read_text().startswith("<svg")
+    assert pixels.stat().st_size > 1000
+    assert "of the training time" in str(tracker)
+
+
+def test_targets_without_classes_and_batch_statistics() -> None:
+    model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    regression = Tracker(model, (torch.rand(8, 6), torch.rand(8, 2)), every=1, share=math.inf, loss="squared_error")
+    row = regression.measure()
+    assert math.isnan(row["accuracy"])
+    assert row["trace"] > 0
+    json.loads(regression.to_json())
+    regression.chart()
+    batches = [(points(8)[0], points(8)[1] % 2)]
+    assert Tracker(model.double(), batches, every=1, batch_norm="batch").measure()["products"] > 0
+
+
+def test_wrong_arguments() -> None:
+    with pytest.raises(InputError, match="every >= 1 steps, got 0"):
+        Tracker(net(), points(), every=0)
+    with pytest.raises(InputError, match="above 0, got 0"):
+        Tracker(net(), points(), share=0)
+    with pytest.raises(InputError, match="fails on inputs"):
+        Tracker(net(), (torch.rand(4, 5), torch.zeros(4, dtype=torch.int64)))
