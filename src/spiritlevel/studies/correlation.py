@@ -320,7 +320,7 @@ def judge(rows: Sequence[Mapping[str, Any]], accuracy: Mapping[int, float]) -> I
             yield statement.judge(None, reproduced=False, undecided=f"no checkpoint has {ENOUGH} such points")
             continue
         middle, other = (statistics.median(of[step] for step in common) for of in (wrong, right))
-        remark = f"At the {len(common)} checkpoints with enough of them; correct points have {other:.2f} there."
+        remark = f"Checkpoints with enough of them: {len(common)}; correct points have a median of {other:.2f} there."
         yield statement.judge(middle, reproduced=abs(middle) < 0.3, direction=middle <= other - 0.2, remark=remark)
 
 
