@@ -408,10 +408,13 @@ def stems(data: Columns, x: str, y: str, *, floor: float | None = None, title: s
 def distribution(values: Any, name: str, *, bins: int = 40, skewness: float | None = None, title: str = "") -> Chart:
     """A histogram with a box plot above it: median, quartiles, whiskers to the furthest value within 1.5 box lengths.
 
-    `skewness` is written below the title. Values that are not finite are left out and counted there.
+    The skewness is written below the title, by default E((x−μ)/σ)³ of the values. Values that are not finite are left
+    out and counted there.
     """
     column = np.asarray(_plain(values), dtype=float)
     finite = np.sort(column[np.isfinite(column)])
+    if skewness is None and len(finite) > 2 and finite[0] < finite[-1]:
+        skewness = float(np.mean(((finite - finite.mean()) / finite.std()) ** 3))
     notes = [f"skewness {skewness:.3g}"] if skewness is not None and math.isfinite(skewness) else []
     if len(finite) < len(column):
         notes.append(f"{len(column) - len(finite):,} of {len(column):,} values are not finite and not shown")
@@ -432,7 +435,7 @@ def distribution(values: Any, name: str, *, bins: int = 40, skewness: float | No
         .encode(
             x=alt.X("low:Q", bin="binned", title=name, scale=across, axis=_NUMBERS),
             x2="high:Q",
-            y=alt.Y("count:Q", title="samples", scale=scale, axis=alt.Axis(format="~s")),
+            y=alt.Y("count:Q", title="samples", scale=scale, axis=_NUMBERS),
             tooltip=[
                 alt.Tooltip("low:Q", title="from", format=".4~g"),
                 alt.Tooltip("high:Q", title="to", format=".4~g"),
@@ -498,7 +501,7 @@ def intervals(
     zero = _chart([{"value": 0}]).mark_rule(strokeDash=[4, 3]).encode(x=across)
     whisker = base.mark_rule(strokeWidth=2, opacity=0.55).encode(x=alt.X("low:Q", title=value), x2="high:Q")
     point = base.mark_circle(size=60, opacity=1).encode(x=across)
-    return _finish(alt.layer(zero, whisker, point).properties(height=18 * len(rows)), title)
+    return _finish(alt.layer(zero, whisker, point).properties(width=460, height=18 * len(rows)), title)
 
 
 def contours(
@@ -752,7 +755,7 @@ def audit_map(audit: Audit, *, title: str = "") -> Chart:
     if not audit.rows:
         raise InputError("audit_map needs an audit with at least one row, got none.")
     cells = [_audit_cell(row) for row in audit.rows]
-    largest = max([abs(cell["log"]) for cell in cells if cell["log"] is not None] + [1.0])
+    largest = math.ceil(max([abs(cell["log"]) for cell in cells if cell["log"] is not None] + [1.0]))
     base = _chart(cells).encode(
         x=alt.X(
             "transform:N",
@@ -778,11 +781,23 @@ def audit_map(audit: Audit, *, title: str = "") -> Chart:
     return _finish(alt.layer(sure, unsure, text).properties(width=alt.Step(64)), title)
 
 
+def _short(ratio: float) -> str:
+    """Three digits in the room of a cell.
+
+    >>> _short(0.0421), _short(1284.0), _short(3.28e5), _short(1.8e-4)
+    ('0.0421', '1,280', '3e5', '2e-4')
+    """
+    if 1e-3 <= abs(ratio) < 1e5:
+        return f"{float(f'{ratio:.3g}'):,.6g}"
+    mantissa, power = f"{ratio:.0e}".split("e")
+    return f"{mantissa}e{int(power)}"
+
+
 def _audit_cell(row: AuditRow) -> dict[str, Any]:
     known = row.verdict in ("invariant", "changes") and math.isfinite(row.ratio) and row.ratio > 0
     text = {"invariant": "=", "unstable": "?", "not converged": "…"}.get(row.verdict, "")
     if row.verdict == "changes":
-        text = f"×{row.ratio:.3g}" if math.isfinite(row.ratio) else "changes"
+        text = f"×{_short(row.ratio)}" if math.isfinite(row.ratio) else "changes"
     return {
         "measure": row.measure,
         "transform": row.transform,

@@ -59,7 +59,7 @@ SCALE = Statement(
     "weight-scale",
     "flatness must be used in conjunction with the weights' scale",
     "a recommendation (abstract, conclusion)",
-    "as `margins`, with the measures of flatness that know the weights' scale in place of the margin measures",
+    "by the rule of `margins`, a measure of flatness that knows the weights' scale ranks better than Tr H and λ₁",
     "the same with an interval that reaches 0",
 )
 TIMES_NORM = Statement(
@@ -506,6 +506,9 @@ def judge(rankings: Mapping[str, Ranking], undecided: str = "") -> Iterator[Ruli
             continue
         (gain, own, best), (other, _, _) = (ranking.advantage(group, plain) for ranking in rankings.values())
         low, high = interval(gain)
+        single = {
+            name: rankings["gap"].conditional(name)["mean"][0] for name in dict.fromkeys((*best.split(", "), *plain))
+        }
         yield statement.judge(
             float(gain[0]),
             reproduced=bool(own[0] > 0 and low > 0),
@@ -514,7 +517,9 @@ def judge(rankings: Mapping[str, Ranking], undecided: str = "") -> Iterator[Ruli
             low=low,
             high=high,
             remark=f"Difference of τ; chosen: {best}, with τ = {own[0]:.2f}. By the gap in loss: {other[0]:+.2f} "
-            f"[{interval(other)[0]:+.2f}, {interval(other)[1]:+.2f}].",
+            f"[{interval(other)[0]:+.2f}, {interval(other)[1]:+.2f}]. Ψ: "
+            + ", ".join(f"{name} {value:.2f}" for name, value in single.items())
+            + ".",
         )
 
     if "margin_mean" in names and "trace" in names:
@@ -592,7 +597,12 @@ def _draw(
         }
         panels.append(
             charts.scatter(
-                table, name, "gap in error (%)", colour="width", log_x=one_sign, title=f"{name}: τ = {tau[name]:.2f}"
+                table,
+                name,
+                "gap in error (%)",
+                colour="width",
+                log_x=one_sign,
+                title=f"{name}: τ = {tau[name]:.2f}".replace("-", "−"),
             )
         )
     run.chart("gap", charts.panels([panels]))
