@@ -8,14 +8,29 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.torch import save_file
 
 import spiritlevel as sl
 from spiritlevel import cli
 from spiritlevel.cli import base
 from spiritlevel.errors import InputError
+from spiritlevel.loading import load_model
+from spiritlevel.training import Recipe, fit
 
-COMMANDS = [["demo"], ["claims"], ["data"], ["data", "list"], ["data", "get"], ["data", "path"]]
+COMMANDS = [
+    ["demo"],
+    ["measure"],
+    ["compare"],
+    ["audit"],
+    ["report"],
+    ["claims"],
+    ["data"],
+    ["data", "list"],
+    ["data", "get"],
+    ["data", "path"],
+]
 
 
 def run(*args: str, **options: object) -> subprocess.CompletedProcess[str]:
@@ -34,7 +49,9 @@ def test_every_command_has_help_with_an_example(command: list[str], capsys: pyte
 @pytest.mark.parametrize("args", [[], ["--help"]])
 def test_help_lists_the_commands_that_work_and_no_others(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(args) == 0
-    assert "usage: spiritlevel [-h] {demo,claims,data}" in capsys.readouterr().out
+    assert (
+        "usage: spiritlevel [-h] {demo,measure,compare,audit,reproduce,claims,data,report}" in capsys.readouterr().out
+    )
 
 
 def test_help_is_quick_and_does_without_torch() -> None:
@@ -60,7 +77,25 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["demo", "--sede", "1"], "Unrecognized options: --sede"),
         (["demo", "--seed", "one"], "--seed: invalid literal for int"),
         (["demo", "--epochs", "0"], "demo needs at least 1 epoch, got 0."),
-        (["demo", "--points", "6001"], "demo measures 1 to 6000 training images, got --points 6001."),
+        (["demo", "--samples", "0"], "demo measures at least 1 training image, got --samples 0."),
+        (["demo", "--data", "digits"], "demo needs images of 28×28 or 32×32 pixels, and digits has others"),
+        (["demo", "--out", "pyproject.toml"], "--out needs a folder, and 'pyproject.toml' is a file."),
+        (["measure", "--data", "digits"], "MODEL"),
+        (["measure", "lenet", "--data", "digits"], "did you mean 'lenet5'?"),
+        (["measure", "lenet5", "--data", "digit"], "did you mean 'digits'?"),
+        (["measure", "lenet5", "--data", "digits"], "the model Sequential fails on inputs of shape (2, 1, 8, 8)"),
+        (["measure", "mlp:inputs=64", "--data", "digits", "--measures", "trce"], "did you mean 'trace'?"),
+        (["measure", "mlp:inputs=64", "--data", "digits", "--samples", "0"], "samples must be a whole number"),
+        (["measure", "mlp:inputs=64", "--data", "digits", "--batch-norm", "evil"], "did you mean 'eval'?"),
+        (["measure", "mlp:inputs=64", "--data", "digits", "--loss", "crossentropy"], "did you mean 'cross_entropy'"),
+        (["measure", "mlp:inputs=64", "--data", "digits", "--weights", "none.pt"], "there is no file 'none.pt'."),
+        (["measure", "mlp:inputs=64,classes=4", "--data", "digits"], "has 10 classes (0, 1, 2, ...) and the model 4"),
+        (["measure", "mlp:inputs=64", "--data", "digits", "--time-limit", "-1"], "time_limit must be a positive"),
+        (["compare", "mlp:inputs=64", "mlp", "--data", "digits"], "fails on inputs of shape"),
+        (["audit", "mlp:inputs=64", "--data", "digits", "--transforms", "rescale"], "unknown transform 'rescale'"),
+        (["report", "nowhere"], "'nowhere' is no run: there is no file 'nowhere'"),
+        (["report", "tests"], "there is no file 'tests/report.json'"),
+        (["report", "pyproject.toml"], "pyproject.toml is no run"),
         (["data"], "Expected one of {list, get, path}"),
         (["data", "get"], "NAME"),
         (["data", "get", "mnits"], "unknown data set 'mnits': did you mean 'mnist'"),
@@ -170,45 +205,113 @@ def test_progress_only_beyond_the_patience_and_on_a_terminal(
     assert ("weighing" in sys.stderr.getvalue()) == bool(shown)  # type: ignore[attr-defined]
 
 
-def test_demo_learns_measures_and_repeats_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    texts = []
-    for name in ("a.json", "b.json"):
-        args = ["demo", "--epochs", "1", "--points", "600", "--seed", "3", "--json", str(tmp_path / name)]
+NET = """
+from torch import nn
+def small():
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 6), nn.ReLU(), nn.Linear(6, 10))
+"""
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a model of somebody's own, two sets of weights and data."""
+    folder = tmp_path_factory.mktemp("own")
+    (folder / "net.py").write_text(NET)
+    digits = sl.data.load("digits")
+    for name, steps in (("early", 5), ("late", 200)):
+        model = load_model(f"{folder}/net.py:small")
+        fit(model, digits.train, Recipe(optimizer="adam", lr=0.01, steps=steps))
+        save_file(model.state_dict(), folder / f"{name}.safetensors")
+    np.savez_compressed(folder / "train.npz", x=digits.train[0][:300].numpy(), y=digits.train[1][:300].numpy())
+    np.savez_compressed(folder / "test.npz", x=digits.test[0].numpy(), y=digits.test[1].numpy())
+    return folder
+
+
+def test_measure_compare_and_report_end_in_pages(
+    own: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(own)
+    measures = "trace,largest_eigenvalue,margin_mean,path_norm"
+    for name in ("early", "late"):
+        args = ["measure", "net.py:small", "--weights", f"{name}.safetensors", "--data", "train.npz", "--test"]
+        args += ["test.npz", "--out", name, "--samples", "80", "--measures", measures, "--json", f"{name}.json"]
         assert cli.main(args) == 0
-        texts.append((tmp_path / name).read_text(encoding="utf-8"))
-    assert texts[0] == texts[1]
-    found = json.loads(texts[0])
-    assert found["traces"] == {"exact": True, "backward passes": 9}
-    whole, right, wrong, test = found["measures"].values()
-    assert test["accuracy"] > 0.6
-    assert test["smallest output margin"] < 0
-    assert right["samples"] + wrong["samples"] == whole["samples"] == 600
-    for row in found["measures"].values():
-        assert 0 < row["last layer's share"] < 1
-        assert row["trace and ACEHT"]["low"] < row["trace and ACEHT"]["r"] < row["trace and ACEHT"]["high"]
-    total = sum(part["samples"] * part["mean Hessian trace"] for part in (right, wrong))
-    assert total / 600 == pytest.approx(whole["mean Hessian trace"])
-    assert right["trace and margin"]["spearman"] < -0.5
+        shown = capsys.readouterr().out
+        assert all(text in shown for text in ("a random subset of 80 of 300", "moves ×", "stays", "It classifies"))
+        assert max(map(len, shown.splitlines())) <= 80
+        report = sl.Report.from_json(own / name / "report.json")
+        assert report.settings["train data"] == "train.npz"
+        assert report.traces is not None
+        assert len(report.traces) == 80
+        assert (own / name / "report.html").read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
+        assert json.loads((own / f"{name}.json").read_text())["report"]["type"] == "Report"
+    assert cli.main(["report", "early", "late", "--out", "both.html"]) == 0
+    page = (own / "both.html").read_text(encoding="utf-8")
+    assert "early.safetensors" in page
+    assert "late.safetensors" in page
+    models = ["net.py:small", "net.py:small", "--weights", "early.safetensors", "late.safetensors"]
+    assert cli.main(["compare", *models, "--data", "test.npz", "--measures", measures, "--out", "pair"]) == 0
     shown = capsys.readouterr().out
-    assert all(text in shown for text in ("accuracy", "mean output margin", "r(trace, ACEHT)", "exact, no sampling"))
-    assert "Among correct images the curvature falls with the margin" in shown
+    assert "Trust late: it classifies" in shown
+    assert "within ×" in shown
     assert max(map(len, shown.splitlines())) <= 80
+    assert sl.Comparison.from_json(own / "pair" / "report.json").names == ("early", "late")
 
 
-def test_demo_says_null_and_why_where_a_number_is_undefined(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["demo", "--epochs", "1", "--points", "1", "--json", str(tmp_path / "a.json")]) == 0
-    found = json.loads((tmp_path / "a.json").read_text(encoding="utf-8"))["measures"]
-    assert found["train"]["trace and ACEHT"]["r"] is None
-    assert found["train"]["trace and ACEHT"]["reason"] == "r needs at least 3 points, there is 1"
-    (empty,) = [row for row in found.values() if row["samples"] == 0]
-    assert empty["reason"] == "there are no such samples"
-    assert empty["mean Hessian trace"] is None
-    assert "Too few images were measured to say more." in capsys.readouterr().out
+def test_audit_shows_what_stays(own: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(own)
+    args = ["audit", "net.py:small", "--weights", "late.safetensors", "--data", "test.npz", "--samples", "50"]
+    assert cli.main([*args, "--measures", "trace,path_norm", "--transforms", "rescale_layers"]) == 0
+    shown = capsys.readouterr().out
+    assert "trace can be moved at least" in shown
+    assert any(line.split()[:1] == ["path_norm"] and line.split()[-1] == "=" for line in shown.splitlines())
+
+
+def test_an_interrupt_leaves_a_page_that_says_so(
+    own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(self: base.ProgressBar, what: str, done: int, total: int) -> None:
+        if what == "largest_eigenvalue":
+            raise KeyboardInterrupt
+
+    monkeypatch.chdir(own)
+    monkeypatch.setattr(base.ProgressBar, "__call__", interrupt)
+    args = ["measure", "net.py:small", "--data", "train.npz", "--measures", "trace,largest_eigenvalue"]
+    assert cli.main([*args, "--out", str(tmp_path), "--samples", "20"]) == 130
+    assert "the page holds what was measured until then" in capsys.readouterr().err
+    assert "interrupted at step" in (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert sl.Report.from_json(tmp_path / "report.json").row("trace").value.value > 0
+
+
+def test_damaged_runs_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "report.json"
+    for content in (
+        '{"type": "Report"}',
+        '{"type": "Report", "name": 1, "rows": 2}',
+        '{"type": "Estimate", "value": 1}',
+        "[]",
+    ):
+        file.write_text(content)
+        assert cli.main(["report", str(tmp_path), "--out", str(tmp_path / "page.html")]) == 2, content
+        assert capsys.readouterr().err.count("\n") == 1
+    assert not (tmp_path / "page.html").exists()
+
+
+def test_demo_learns_and_ends_in_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    args = ["demo", "--data", "fashion-mini", "--epochs", "1", "--samples", "40", "--seed", "3", "--out", str(tmp_path)]
+    assert cli.main(args) == 0
+    report = sl.Report.from_json(tmp_path / "report.json")
+    assert report.fits["test"].accuracy.value > 0.6
+    assert report.row("trace").kind == "exact"
+    assert report.left_out == {}
+    shown = capsys.readouterr().out
+    assert f"The page: {tmp_path}" in shown.replace("\n", "")
+    assert "Among correct samples the curvature falls with the margin" in " ".join(shown.split())
 
 
 @pytest.mark.slow
 def test_control_c_stops_the_demo_with_one_line() -> None:
-    command = [sys.executable, "-m", "spiritlevel", "demo", "--epochs", "100000"]
+    command = [sys.executable, "-m", "spiritlevel", "demo", "--data", "fashion-mini", "--epochs", "100000"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     time.sleep(8)
     process.send_signal(signal.SIGINT)
