@@ -166,7 +166,7 @@ def run(config: Outliers, run: Run) -> Iterator[Ruling]:
     tops = charts.lines(
         listed, "rank", "eigenvalue", series="classes", log_y=True, points=True, title="The largest eigenvalues"
     )
-    run.chart("outliers", charts.panels([[against, tops]], width=400, height=280))
+    run.chart("outliers", charts.panels([[against], [tops]], width=480, height=260))
     yield from judge(rows)
 
 

@@ -52,6 +52,7 @@ NEEDED = Statement(
     "assumed by Cor. 5.2",
     "on misclassified test points the spectral norm at the largest α is at least a tenth of that at α = 1",
 )
+FLOOR = 1e-30  # of the chart: beyond it a logarithmic axis would show nothing else
 NETWORKS = {"fcn": "fcn_bn", "lenet": "lenet5"}
 
 
@@ -165,7 +166,7 @@ def run(config: Scaling, run: Run) -> Iterator[Ruling]:
     panels = []
     for transform, points in ways:
         lines = [
-            {"α": row["α"], "value": row[quantity], "quantity": quantity}
+            {"α": row["α"], "value": row[quantity] if row[quantity] > FLOOR else None, "quantity": quantity}
             for quantity in ("loss", "trace", "spectral norm", "Frobenius norm", "smallest margin")
             if not (quantity == "smallest margin" and points == "misclassified")
             for row in rows
@@ -176,7 +177,8 @@ def run(config: Scaling, run: Run) -> Iterator[Ruling]:
         panels.append(
             charts.lines(columns, "α", "value", series="quantity", log_x=True, log_y=True, points=True, title=title)
         )
-    run.chart("scaling", charts.panels([panels], title="At unchanged predictions", width=340, height=300))
+    title = f"Scaling at unchanged predictions (values below {FLOOR:g} are not drawn)"
+    run.chart("scaling", charts.panels([panels], title=title, width=340, height=300))
     yield from judge(rows)
 
 
