@@ -19,7 +19,7 @@ from spiritlevel.functional import Problem
 from spiritlevel.losses import aceht
 from spiritlevel.margins import margins
 from spiritlevel.measures import Measure, Setting, select
-from spiritlevel.measuring import FEW, RESAMPLES, Progress, moved_by, outcomes, silent, subset
+from spiritlevel.measuring import FEW, RESAMPLES, Progress, moved_by, outcomes, silent, subset, times
 from spiritlevel.results import Comparison, ComparisonRow, Estimate
 
 __all__ = ["compare"]
@@ -316,7 +316,7 @@ class _Pair:
                     verdict, note = "not comparable", reason or "the values differ in sign, or one is 0"
                 elif reason or size <= factor:
                     verdict = "not comparable"
-                    note = reason or f"the ratio {row.ratio:.3g} lies within the factor {factor:,.3g} of the audit"
+                    note = reason or f"the ratio {row.ratio:.3g} lies within the factor {times(factor)} of the audit"
                 row = dataclasses.replace(row, factor=factor, verdict=verdict, note=note, invariant=factor == 1.0)
             judged.append(row)
         return judged

@@ -391,6 +391,7 @@ class _Run:
             "loss": self.here.problem.loss.name,
             "batch norm": self.here.batch_norm,
             "samples": chosen,
+            "limits": "± and intervals hold 95 %",
         }
         if few < count:
             settings["audit, spectrum and landscape"] = f"{few:,} of these samples, drawn at random"
@@ -529,7 +530,8 @@ def _headline(report: Report) -> Iterator[str]:
 
 
 def _plus_minus(error: float | None, style: str) -> str:
-    return f" ± {error:{style}}" if error and not math.isnan(error) else ""
+    """95 % limits of a standard error."""
+    return f" ± {1.96 * error:{style}}" if error and not math.isnan(error) else ""
 
 
 def _about_trace(report: Report, row: ReportRow) -> str:
@@ -559,12 +561,21 @@ def _about_audit(found: Audit) -> Iterator[str]:
     factors = moved_by(found)
     if "trace" in factors and factors["trace"] > 1:
         yield (
-            f"Scaling layers moves the trace at least {factors['trace']:,.3g}-fold while the outputs stay the same: "
+            f"Scaling layers moves the trace at least {times(factors['trace'])}-fold while the outputs stay the same: "
             "compare it between networks only beyond that factor."
         )
     kept = [name for name in dict.fromkeys(row.measure for row in found.rows) if name not in factors]
     if kept and found.rows:
         yield f"These kept their value wherever the function stayed the same: {', '.join(kept)}."
+
+
+def times(factor: float) -> str:
+    """A factor in words that people read.
+
+    >>> times(97312.4), times(3.14159)
+    ('97,312', '3.14')
+    """
+    return f"{factor:,.0f}" if 100 <= factor < 1e9 else f"{factor:.3g}"
 
 
 def moved_by(found: Audit) -> dict[str, float]:

@@ -15,7 +15,7 @@ def show_report(report: Report) -> None:
     """The measures with their errors, what the audit did to each, and the headline."""
     from rich.console import Console
 
-    from spiritlevel.measuring import moved_by
+    from spiritlevel.measuring import moved_by, times
 
     console = Console(highlight=False)
     console.print(
@@ -30,7 +30,7 @@ def show_report(report: Report) -> None:
         low, high = row.interval
         interval = "unknown" if math.isnan(low) else "exact" if low == high else f"{(high - low) / 2:.2g}"
         value = f"{'≥ ' if row.kind == 'lower bound' else ''}{row.value.value:.4g}"
-        same = f"moves ×{moved[row.name]:,.3g}" if row.name in moved else "stays" if row.name in judged else ""
+        same = f"moves ×{times(moved[row.name])}" if row.name in moved else "stays" if row.name in judged else ""
         if row.kind == "undefined":
             value, interval = "undefined", ""
         table.add_row(row.name, value, interval, row.direction, same)
@@ -45,6 +45,8 @@ def show_comparison(comparison: Comparison) -> None:
     """The rows in their order and the advice."""
     from rich.console import Console
 
+    from spiritlevel.measuring import times
+
     console = Console(highlight=False)
     a, b = comparison.names
     console.print(f"{a} and {b} on {comparison.samples:,} samples", markup=False)
@@ -53,7 +55,7 @@ def show_comparison(comparison: Comparison) -> None:
         spread = "" if math.isnan(row.low) or row.low == row.high else f"{(row.high - row.low) / 2:.2g}"
         favours = {"a": a, "b": b, "equal": "neither", "no preference": "-"}.get(row.verdict, row.verdict)
         if row.verdict == "not comparable" and not math.isnan(row.factor):
-            favours = f"within ×{row.factor:,.3g}"
+            favours = f"within ×{times(row.factor)}"
         if row.verdict == "undefined":
             table.add_row(row.name, "", "", "undefined", "", "")
             continue
