@@ -6,21 +6,27 @@ reader of a damaged file either returns something whole or says what is wrong in
 
 from __future__ import annotations
 
+import io
 import json
 import math
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import naive
+import numpy as np
 import pytest
+import safetensors.torch
 import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
+from PIL import Image
 from torch import Tensor, nn
 
 import spiritlevel as sl
 from spiritlevel.errors import InputError, NotExactError
+from spiritlevel.loading import load_samples, load_weights
 from spiritlevel.results import Result
 
 Draw = Callable[[st.SearchStrategy[Any]], Any]
@@ -205,6 +211,109 @@ def test_wrong_shapes_and_types_end_as_one_sentence(
         else:
             if measure is sl.sample_traces:
                 assert bool(torch.isfinite(result.values).all())
+
+
+# ---------------------------------------------------------------- damaged files of the user
+
+
+def files() -> dict[str, bytes]:
+    """A small whole file of every kind that the readers take."""
+    numbers = np.random.default_rng(0)
+    x, y = numbers.standard_normal((4, 3)).astype(np.float32), np.arange(4)
+    found = {}
+    for name, write in {
+        "packed.npz": lambda stream: np.savez_compressed(stream, x=x, y=y),
+        "plain.npz": lambda stream: np.savez(stream, x=x, y=y),
+        "weights.pt": lambda stream: torch.save(nn.Linear(3, 2).state_dict(), stream),
+        "old.pt": lambda stream: torch.save(nn.Linear(3, 2).state_dict(), stream, _use_new_zipfile_serialization=False),
+    }.items():
+        stream = io.BytesIO()
+        write(stream)
+        found[name] = stream.getvalue()
+    tensors = {"x": torch.from_numpy(x), "y": torch.from_numpy(y)}
+    found["data.safetensors"] = safetensors.torch.save(tensors)
+    found["weights.safetensors"] = safetensors.torch.save(nn.Linear(3, 2).state_dict())
+    for kind in ("png", "jpeg", "gif", "bmp", "tiff", "webp", "ppm"):
+        stream = io.BytesIO()
+        Image.fromarray(numbers.integers(0, 256, (6, 6, 3), dtype=np.uint8)).save(stream, kind)
+        found[f"image.{kind}"] = stream.getvalue()
+    return found
+
+
+def open_file(path: Path) -> None:
+    if path.suffix == ".pt" or path.name.startswith("weights"):
+        load_weights(nn.Linear(3, 2), path)
+    elif path.suffix in (".npz", ".safetensors"):
+        load_samples(str(path))
+    else:
+        load_samples(str(path.parent.parent))
+
+
+@pytest.mark.filterwarnings("ignore")
+@settings(max_examples=2 * settings().max_examples, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_damaged_files_end_as_one_sentence(tmp_path: Path, data: st.DataObject) -> None:
+    """Cut, with bytes changed, removed or put in: read as something, or refused; quickly, and in little memory."""
+    name = data.draw(st.sampled_from(sorted(FILES)))
+    raw = bytearray(FILES[name])
+    for _ in range(data.draw(st.integers(1, 4))):
+        place = data.draw(st.integers(0, max(0, len(raw) - 1)))
+        harm = data.draw(st.sampled_from(["flip", "set", "cut", "remove", "insert"]))
+        if harm == "cut" and data.draw(st.booleans()):
+            del raw[place:]
+        elif harm == "remove":
+            del raw[place : place + data.draw(st.integers(1, 8))]
+        elif harm == "insert":
+            raw[place:place] = data.draw(st.binary(min_size=1, max_size=8))
+        elif raw:
+            raw[place] = raw[place] ^ (1 << data.draw(st.integers(0, 7))) if harm == "flip" else data.draw(BYTES)
+    folder = tmp_path / "pictures" / "a" if name.startswith("image") else tmp_path
+    for place_of_class in (tmp_path / "pictures" / "a", tmp_path / "pictures" / "b"):
+        place_of_class.mkdir(parents=True, exist_ok=True)
+    if name.startswith("image"):
+        for left in (tmp_path / "pictures").rglob("*.*"):
+            left.unlink()
+        (tmp_path / "pictures" / "b" / name).write_bytes(FILES[name])
+    (folder / name).write_bytes(bytes(raw))
+    started = time.monotonic()
+    try:
+        open_file(folder / name)
+    except InputError as error:
+        one_sentence(error)
+    assert time.monotonic() - started < 20
+
+
+BYTES = st.integers(0, 255)
+FILES = files()
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.array(["a", "b"]),
+        np.array(["2020-01-01", "2020-01-02"], dtype="datetime64[D]"),
+        np.zeros(2, dtype=[("a", "i4"), ("b", "f4")]),
+        np.zeros(2, dtype=np.complex64),
+        np.zeros(2, dtype=np.longdouble),
+        np.zeros(2, dtype=">f4"),
+        np.zeros(2, dtype=np.uint64),
+        np.zeros((2, 0)),
+        np.zeros(()),
+    ],
+    ids=lambda array: f"{array.dtype} {array.shape}",
+)
+def test_arrays_of_every_kind_are_read_or_refused(tmp_path: Path, array: Any) -> None:
+    for name, pair in {
+        "inputs": {"x": array, "y": np.arange(2)},
+        "targets": {"x": np.zeros((2, 3)), "y": array},
+    }.items():
+        np.savez(tmp_path / f"{name}.npz", **pair)
+        try:
+            found = load_samples(str(tmp_path / f"{name}.npz")).data
+        except InputError as error:
+            one_sentence(error)
+        else:
+            assert all(isinstance(part, Tensor) for part in found)
 
 
 # ---------------------------------------------------------------- damaged results

@@ -242,8 +242,8 @@ def _read_checkpoint(path: Path) -> dict[str, Tensor]:
             f"{path} holds more than tensors, or is no checkpoint, and is not opened, because that could run a "
             "program; save model.state_dict() alone, as .pt or .safetensors."
         ) from error
-    except (RuntimeError, EOFError, ValueError, KeyError, OSError, zipfile.BadZipFile) as error:
-        raise InputError(f"{path} is no checkpoint of PyTorch: {_first_line(error)}.") from error
+    except Exception as error:  # a damaged file can raise almost anything
+        raise InputError(f"{path} is no checkpoint of PyTorch, or damaged: {_named(error)}.") from error
     for key in _WRAPPERS:
         if isinstance(found, dict) and isinstance(found.get(key), dict):
             found = found[key]
@@ -380,12 +380,13 @@ def _read_npz(path: Path) -> dict[str, np.ndarray[Any, Any]]:
                 name = member.filename.removesuffix(".npy")
                 if name in wanted:
                     with archive.open(member) as stream:
-                        arrays[name] = npy.read_array(stream, allow_pickle=False)
+                        array = npy.read_array(stream, allow_pickle=False)
+                        arrays[name] = array.astype(array.dtype.newbyteorder("="), copy=False)
             return arrays or {member.filename.removesuffix(".npy"): np.empty(0) for member in members}
-    except (zipfile.BadZipFile, ValueError, EOFError, NotImplementedError, OSError) as error:
-        if isinstance(error, InputError):
-            raise
-        raise InputError(f"{path} is not an .npz file that can be read: {_first_line(error)}.") from error
+    except InputError:
+        raise
+    except Exception as error:  # a damaged archive can raise almost anything
+        raise InputError(f"{path} is not an .npz file that can be read: {_named(error)}.") from error
 
 
 def _check_member(member: zipfile.ZipInfo, stream: IO[bytes], path: Path) -> None:
@@ -395,6 +396,8 @@ def _check_member(member: zipfile.ZipInfo, stream: IO[bytes], path: Path) -> Non
     shape, _, dtype = read(stream)
     if dtype.hasobject:
         raise InputError(f"{path.name}: {member.filename} holds Python objects, which are not opened; save numbers.")
+    if dtype.kind not in "biuf" or dtype.itemsize > 8:
+        raise InputError(f"{path.name}: {member.filename} holds {dtype}, which is no real number of at most 64 bits.")
     promised = int(np.prod(shape, dtype=object)) * dtype.itemsize
     if promised != member.file_size - stream.tell():
         raise InputError(
@@ -455,8 +458,8 @@ def _picture(path: Path, grey: bool | None = None) -> np.ndarray[Any, Any]:
             with Image.open(path) as image:
                 grey = image.mode in ("1", "L", "LA", "I", "I;16") if grey is None else grey
                 array = np.asarray(image.convert("L" if grey else "RGB"))
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        raise InputError(f"the image {path} cannot be read: {_first_line(error)}.") from error
+    except Exception as error:  # a damaged image can raise almost anything
+        raise InputError(f"the image {path} cannot be read: {_first_line(error) or type(error).__name__}.") from error
     return array[..., None] if array.ndim == 2 else array
 
 
