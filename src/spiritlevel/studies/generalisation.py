@@ -619,14 +619,14 @@ STUDY = Study(
     run=run,
     scales={
         "smoke": {
-            "data": "digits",
             "train_size": 100,
-            "held_out": 1_000,
-            "lr": (0.05, 0.1),
+            "held_out": 500,
+            "lr": (0.02, 0.04),
             "batch_size": (25,),
             "width": (1.0, 2.0),
             "weight_decay": (0.0,),
             "replicas": 2,
+            "until_loss": 0.05,
             "epochs": 100,
             "measures": ("trace", "largest_eigenvalue", "fisher_rao_norm", "weight_norm", "margin_mean"),
             "resamples": 100,
