@@ -316,7 +316,7 @@ class _Pair:
                     verdict, note = "not comparable", reason or "the values differ in sign, or one is 0"
                 elif reason or size <= factor:
                     verdict = "not comparable"
-                    note = reason or f"the ratio {row.ratio:.3g} lies within the factor {times(factor)} of the audit"
+                    note = reason or f"the audit moved it {times(factor)}-fold"
                 row = dataclasses.replace(row, factor=factor, verdict=verdict, note=note, invariant=factor == 1.0)
             judged.append(row)
         return judged
@@ -336,7 +336,7 @@ class _Pair:
             if row.verdict in ("a", "b"):
                 size, count = abs(row.difference), self.a.count
                 decisive.append((row, phrase.format(difference=size, count=size * count, samples=count)))
-        reasons = [self._reason(row) for row in rows.values() if row.verdict in ("a", "b", "not comparable")]
+        reasons = self._reasons(list(rows.values()))
         if not decisive:
             return "These samples give no reason to trust one of the two models more than the other.", reasons
         first, phrase = decisive[0]
@@ -351,8 +351,23 @@ class _Pair:
             text += f"; for {self.names[winner == 'a']} speaks that " + " and ".join(other)
         return f"Trust {self.names[winner == 'b']}: {text}.", reasons
 
-    def _reason(self, row: ComparisonRow) -> str:
-        if row.verdict == "not comparable":
-            return f"{row.name} says nothing: {row.note}."
-        speaks = f"{row.name} favours {self.names[row.verdict == 'b']}: {row.a.value:.4g} and {row.b.value:.4g}"
-        return f"{speaks} ({row.how})."
+    def _reasons(self, rows: list[ComparisonRow]) -> list[str]:
+        """Which rows speak for which model, and which for none."""
+        texts = []
+        for side, name in zip("ab", self.names, strict=True):
+            favours = [row.name for row in rows if row.verdict == side]
+            if favours:
+                texts.append(f"For {name}: {', '.join(favours)}.")
+        moved = [row for row in rows if row.verdict == "not comparable"]
+        if moved:
+            sizes = [
+                f"{row.name} (ratio {row.ratio:.3g}"
+                + ("" if math.isnan(row.factor) else f", moved {times(row.factor)}-fold")
+                + ")"
+                for row in moved
+            ]
+            texts.append(
+                "Not comparable, because the parametrisation alone may move them as far at the same outputs: "
+                f"{', '.join(sizes)}."
+            )
+        return texts
