@@ -102,6 +102,7 @@ def test_conditional_information() -> None:
     assert found.tau("width")[0] > 0.3
     assert found.information("width") == pytest.approx(0.0, abs=1e-12), "a known hyper-parameter tells nothing new"
     assert found.information("nothing") < 0.05
+    assert 0 < found.noise() < 0.05
 
 
 def test_a_long_list_of_noise_has_no_advantage() -> None:

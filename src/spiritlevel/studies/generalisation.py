@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import statistics
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,6 +27,8 @@ from spiritlevel.studies.base import Config, Ruling, Run, Statement, Study, not_
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+
+    from spiritlevel.training import Job
 
     Array = NDArray[Any]
 
@@ -113,13 +114,9 @@ def cells(config: Generalisation) -> list[dict[str, Any]]:
     ]
 
 
-def network(config: Generalisation, cell: Mapping[str, Any], run: Run) -> dict[str, Any]:
-    """Train one network; if it is fitted, its gaps and all its measures, otherwise the reason why not."""
-    import torch
-
-    from spiritlevel.measures import evaluate as evaluate_measures
-    from spiritlevel.models import count
-    from spiritlevel.training import Job, Recipe, evaluate
+def job(config: Generalisation, cell: Mapping[str, Any]) -> Job:
+    """The training of one network."""
+    from spiritlevel.training import Job, Recipe
 
     recipe = Recipe(
         lr=cell["lr"],
@@ -129,7 +126,7 @@ def network(config: Generalisation, cell: Mapping[str, Any], run: Run) -> dict[s
         epochs=config.epochs,
         until_loss=config.until_loss,
     )
-    job = Job(
+    return Job(
         network=config.network,
         options={"width": cell["width"]},
         data=config.data,
@@ -140,9 +137,19 @@ def network(config: Generalisation, cell: Mapping[str, Any], run: Run) -> dict[s
         evaluate=("train",),
         evaluate_every=config.check_every,
     )
+
+
+def network(config: Generalisation, cell: Mapping[str, Any], run: Run) -> dict[str, Any]:
+    """Train one network; if it is fitted, its gaps and all its measures, otherwise the reason why not."""
+    import torch
+
+    from spiritlevel.measures import evaluate as evaluate_measures
+    from spiritlevel.models import count
+    from spiritlevel.training import evaluate
+
     found: dict[str, Any] = {**cell}
     try:
-        trained = run.train(job)
+        trained = run.train(job(config, cell))
     except InputError as error:
         if "diverged" not in str(error):
             raise
@@ -169,9 +176,25 @@ def network(config: Generalisation, cell: Mapping[str, Any], run: Run) -> dict[s
         "gap on even points": 1 - even["accuracy"] - found["error"],
         "gap on odd points": 1 - odd["accuracy"] - found["error"],
     }
-    begin = time.process_time()
     rows = evaluate_measures(model, trained.train, measures=config.measures or "all", seed=config.seed)
-    return {**found, "measuring CPU seconds": time.process_time() - begin, "measures": rows}
+    return {**found, "measures": rows}
+
+
+def costs(config: Generalisation, cell: Mapping[str, Any], run: Run) -> dict[str, float]:
+    """CPU seconds of every measure of one trained network, each on its own with nothing shared."""
+    from spiritlevel.measures import evaluate, select
+
+    trained = run.train(job(config, cell))
+    model = trained.model()
+    names = [measure.name for measure in select(config.measures or "all")]
+    evaluate(model, trained.train, measures=names[:1])  # what only a first call costs
+    found = {}
+    for number, name in enumerate(names):
+        run.progress("cost of each measure", number, len(names))
+        begin = time.process_time()
+        evaluate(model, trained.train, measures=[name], seed=config.seed)
+        found[name] = time.process_time() - begin
+    return found
 
 
 _HALVES = (slice(None), slice(0, None, 2), slice(1, None, 2))
@@ -303,9 +326,12 @@ class Ranking:
 
         V are the signs of the differences over ordered pairs of networks, U_S the values of S for both networks.
         """
+        return self._information(self.measures[name])
+
+    def _information(self, values: Array) -> float:
         import numpy as np
 
-        signs, known = _signs(self.measures[name])
+        signs, known = _signs(values)
         if not known.any():
             return math.nan
         varying = [codes for codes in self.codes.values() if codes.max()]
@@ -322,6 +348,13 @@ class Ranking:
                 shared = uncertain - (_entropy(table) - _entropy(table.sum(2)))
                 shares.append(shared / uncertain if uncertain > 0 else math.nan)
         return float(np.clip(np.nanmin(shares), 0.0, 1.0)) if np.isfinite(shares).any() else math.nan
+
+    def noise(self, draws: int = 20) -> float:
+        """The mean K of random numbers: what the finite number of networks alone gives."""
+        import numpy as np
+
+        generator = np.random.default_rng(0)
+        return float(np.mean([self._information(generator.random(len(self.replicas))) for _ in range(draws)]))
 
     def advantage(self, names: Sequence[str], rivals: Sequence[str]) -> tuple[Array, Array, str]:
         """How much better the best of `names` ranks than the best of `rivals`, and its own τ; its usual name.
@@ -408,8 +441,11 @@ def run(config: Generalisation, run: Run) -> Iterator[Ruling]:
         )
         for target in ("gap", "loss gap")
     }
-    rows = ranked(rankings, fitted)
+    seconds = run.once("cost", lambda: costs(config, fitted[-1], run))
+    rows = ranked(rankings, fitted, seconds)
     run.table("measures", rows)
+    best = {name: next((row for row in rows if row["family"] == name), None) for name in FAMILIES}
+    run.report(best_by_family=best, information_of_noise=rankings["gap"].noise())
     values = [
         {**{name: net[name] for name in (*SETTINGS, "seed", "gap", "loss gap")}, **row}
         for net in fitted
@@ -451,20 +487,17 @@ def gap_spread(nets: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     }
 
 
-def ranked(rankings: Mapping[str, Ranking], nets: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """One row a measure, the highest τ first.
-
-    Its seconds are those beyond what the rows before it in the registry have computed, median over networks, on the
-    clock of the process: each network's are scaled so that they add up to the CPU time of all its measures.
-    """
+def ranked(
+    rankings: Mapping[str, Ranking], nets: Sequence[Mapping[str, Any]], seconds: Mapping[str, float]
+) -> list[dict[str, Any]]:
+    """One row a measure, the highest τ first."""
     import numpy as np
 
     found = []
     details: dict[str, list[Mapping[str, Any]]] = {}
     for net in nets:
-        busy = net["measuring CPU seconds"] / sum(entry["seconds"] for entry in net["measures"])
         for entry in net["measures"]:
-            details.setdefault(entry["name"], []).append({**entry, "seconds": entry["seconds"] * busy})
+            details.setdefault(entry["name"], []).append(entry)
     main = rankings["gap"]
     for name, values in main.measures.items():
         row: dict[str, Any] = {"measure": name, "family": family(name)}
@@ -481,7 +514,7 @@ def ranked(rankings: Mapping[str, Ranking], nets: Sequence[Mapping[str, Any]]) -
         row["networks"] = int(np.isfinite(values).sum())
         row["not converged"] = sum(entry["kind"] == "not converged" for entry in own)
         row["reason"] = next((entry["reason"] for entry in own if entry["reason"]), "")
-        row["CPU seconds a network"] = statistics.median(entry["seconds"] for entry in own) if own else 0.0
+        row["CPU seconds"] = seconds.get(PRODUCTS.get(name, name))
         found.append(row)
     return sorted(found, key=lambda row: -_or_least(row["τ gap"]))
 
@@ -556,6 +589,10 @@ def judge(rankings: Mapping[str, Ranking], undecided: str = "") -> Iterator[Ruli
         yield TIMES_NORM.judge(None, reproduced=False, undecided="needs the measures weight_norm and " + PLAIN[0])
 
 
+def _label(row: Mapping[str, Any]) -> str:
+    return str(row["measure"]) if row["CPU seconds"] is None else f"{row['measure']} ({row['CPU seconds']:.2f} s)"
+
+
 def _draw(
     run: Run,
     rows: Sequence[Mapping[str, Any]],
@@ -574,13 +611,13 @@ def _draw(
             continue
         axis = f"{symbol} with the generalisation gap ({pairs}); + is what the measure promises"
         table = {
-            "measure": [row["measure"] for row in shown],
+            "measure": [_label(row) for row in shown],
             axis: [row[key] for row in shown],
             "low": [row[f"{key} low"] for row in shown],
             "high": [row[f"{key} high"] for row in shown],
             "family": [row["family"] for row in shown],
         }
-        title = f"How measures rank {len(nets)} fitted networks; 95 % bootstrap over {number} cells"
+        title = f"How measures rank {len(nets)} fitted networks (95 % over {number} cells; CPU seconds of one network)"
         run.chart(
             chart, charts.intervals(table, "measure", axis, "low", "high", colour="family", order=chosen, title=title)
         )
