@@ -271,13 +271,15 @@ class CrossEntropy(Loss):
             vector = (probabilities / -mass).scatter_(1, chosen[:, :step], 0.0).scatter_(1, label, 1.0)
             yield scale * (share * mass / (mass + share))[:, 0], vector
 
+        del probabilities  # what follows decides the peak of the memory
         weights, after = _elimination(rest, tops)
         signs = torch.randint(0, 2, rest.shape, generator=generator, dtype=torch.int8).to(outputs.device)
         coefficients = weights.sqrt_().mul_(signs.mul_(2).sub_(1))
-        size = coefficients.square().sum(1, keepdim=True).sqrt_()
+        size = torch.linalg.vector_norm(coefficients, dim=1, keepdim=True)
         coefficients /= size.clamp_min(torch.finfo(torch.float64).tiny)
         sums = (coefficients / after).cumsum_(1)
-        coefficients[:, 1:] -= rest[:, 1:] * sums[:, :-1]
+        del after
+        coefficients[:, 1:] -= rest[:, 1:].mul_(sums[:, :-1])
         yield scale * size[:, 0].square(), coefficients.scatter_(1, top, -tops * sums[:, -1:])
 
 
@@ -285,7 +287,7 @@ def _elimination(others: Tensor, tops: Tensor) -> tuple[Tensor, Tensor]:
     """Weights d and the mass q after each class, when the classes of `others` go in order and the top one stays."""
     upto = others.flip(1).cumsum_(1).flip(1).add_(tops)
     after = torch.cat([upto[:, 1:], tops], 1)
-    return others * after / upto, after
+    return (others * after).div_(upto), after
 
 
 class BinaryCrossEntropy(Loss):

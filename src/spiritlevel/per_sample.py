@@ -421,7 +421,8 @@ class _Collector:
             totals = {name: torch.zeros(len(targets), dtype=torch.float64) for name in problem.params}
             share = torch.zeros(len(targets), dtype=torch.float64)
             done = 0
-            while some := list(itertools.islice(factors, PASSES_AT_ONCE)):
+            few = ((weight, vector.to(outputs.dtype)) for weight, vector in factors)  # in half the memory
+            while some := list(itertools.islice(few, PASSES_AT_ONCE)):
                 done += len(some)
                 norms = recording.squared_norms([vector for _, vector in some], last=done == count)
                 for (weight, _), terms in zip(some, norms, strict=True):
