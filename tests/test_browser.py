@@ -242,6 +242,7 @@ def test_a_notebooks_frame_draws_and_cannot_reach_out(browser: Browser, tmp_path
 @pytest.mark.slow
 def test_the_page_prints_on_light_ground_with_every_table_open(browser: Browser, file: Path, tmp_path: Path) -> None:
     browser.show(file, dark=True)
+    browser.wait("document.querySelectorAll('.paper').length === document.querySelectorAll('.plot').length")
     pdf = tmp_path / "page.pdf"
     browser.pdf(pdf)
     assert pdf.read_bytes().startswith(b"%PDF")
@@ -249,6 +250,8 @@ def test_the_page_prints_on_light_ground_with_every_table_open(browser: Browser,
     browser.call("Emulation.setEmulatedMedia", media="print", features=[])
     assert luminance(browser.evaluate("getComputedStyle(document.body).backgroundColor")) > 0.9
     assert browser.evaluate("getComputedStyle(document.querySelector('nav')).display") == "none"
+    assert browser.evaluate("getComputedStyle(document.querySelector('.plot canvas')).display") == "none"
+    assert browser.evaluate("document.querySelector('.paper').getBoundingClientRect().width") > 200
     browser.call("Emulation.setEmulatedMedia", media="", features=[])
 
 

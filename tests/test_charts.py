@@ -16,6 +16,7 @@ import torch
 from spiritlevel import charts
 from spiritlevel.errors import InputError
 from spiritlevel.results import Audit, AuditRow, Density, Estimate, Landscape, Spectrum
+from spiritlevel.stats import skewness
 
 STEPS = torch.linspace(-1, 1, 9, dtype=torch.float64)
 
@@ -150,6 +151,7 @@ def test_the_box_is_that_of_the_values() -> None:
     (box,) = [row for row in rows(charts.distribution(values, "x")) if "median" in row]
     assert (box["median"], box["quarter"], box["three"]) == (2.5, 1.25, 3.75)
     assert (box["low"], box["high"]) == (0.0, 4.0)  # 100 lies beyond 1.5 boxes
+    assert f"skewness {skewness(values):.3g}" in charts.svg(charts.distribution(values, "x"))
 
 
 def test_contour_lines_lie_on_their_level() -> None:

@@ -82,7 +82,7 @@ def test_the_page_has_every_part(whole: str) -> None:
         "Audit: what the numbers are worth",
         "How this was measured",
         "the network is not a chain",
-        "r = -0.610",
+        "r = −0.610",
         "undefined, ACEHT needs flat inputs",
         "it did not converge",
     ):
@@ -170,6 +170,24 @@ def test_an_empty_report_has_a_page() -> None:
     reader = Reader(text)
     assert "Partial. Interrupted after 3 s." in reader.text
     assert data(text)["charts"] == {}
+
+
+def test_an_unknown_error_of_a_subset_is_never_called_exact() -> None:
+    made = report(30)
+    fit = dataclasses.replace(made.fits["train"], population=300)
+    unknown = dataclasses.replace(made.rows[1], value=Estimate(12.5, data_stderr=math.nan))
+    subset = dataclasses.replace(made, fits={"train": fit}, rows=(unknown,))
+    for shown in (subset, Report.from_json(subset.to_json())):
+        text = Reader(page(shown)).text
+        assert "for all data the error is not known" in text
+        assert "largest_eigenvalue 12.5 unknown unknown" in text
+    assert "exact on the samples measured" in Reader(page(made)).text
+
+
+def test_the_measures_say_what_moves_them_at_the_same_outputs() -> None:
+    text = Reader(page(report(30))).text
+    assert "sharper moves × 486 sum of the eigenvalues" in text  # the search found as much as the transform
+    assert "sharper stays the relative flatness" in text  # ×0.0448 came from a transform that changes the outputs
 
 
 def test_several_runs_stand_side_by_side_with_their_comparison() -> None:

@@ -199,7 +199,7 @@ def _axis(channel: Any, field: str, data: Columns, name: str, *, log: bool, zero
     if kind == "nominal":
         return channel(field, type=kind, title=name, sort=None, axis=alt.Axis(labelAngle=0), **more)
     scale = alt.Scale(type="log", nice=False) if log else alt.Scale(zero=zero)
-    return channel(field, type=kind, title=name, scale=scale, axis=_NUMBERS, **more)
+    return channel(field, type=kind, title=name, scale=scale, axis=_DECADES if log else _NUMBERS, **more)
 
 
 def _tooltip(data: Columns, **fields: str | None) -> list[alt.Tooltip]:
@@ -231,6 +231,14 @@ _LABEL = (
     "? format(datum.value, '.2~e') : format(datum.value, ',.6~r')"
 )
 _NUMBERS = alt.Axis(labelExpr=_LABEL)
+# a logarithmic axis has lines between the powers of ten too; those stay in the background
+_DECADES = alt.Axis(
+    labelExpr=_LABEL,
+    gridOpacity={
+        "condition": {"test": "abs(log(datum.value) / LN10 - round(log(datum.value) / LN10)) > 1e-6", "value": 0.3},
+        "value": 1,
+    },
+)
 
 
 def _left_out(data: Columns, *axes: tuple[str, bool]) -> str:

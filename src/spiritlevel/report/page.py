@@ -32,7 +32,7 @@ from spiritlevel.report.parts import (
     packed,
     sheet,
 )
-from spiritlevel.results import Comparison, Estimate, Report, ReportRow
+from spiritlevel.results import Audit, Comparison, Estimate, Report, ReportRow
 from spiritlevel.storage import cache_folder, write_atomically
 
 __all__ = ["notebook", "page"]
@@ -192,8 +192,22 @@ def _find(report: Report, *names: str) -> ReportRow | None:
     return next((rows[name] for name in names if name in rows and not math.isnan(rows[name].value.value)), None)
 
 
-def _certainty(row: ReportRow) -> str:
-    low, high = row.interval
+def _interval(report: Report, row: ReportRow) -> tuple[float, float]:
+    """The 95 % interval, not a number where a subset was measured and its error is not known.
+
+    JSON knows one null for an error that does not apply and for one that is not known, so a report that was read
+    back says `None` for both; only a norm of the weights does not depend on the samples.
+    """
+    subset = any(fit.population > fit.samples for name, fit in report.fits.items() if name == "train")
+    if subset and row.value.data_stderr is None and row.family != "norm":
+        return math.nan, math.nan
+    return row.interval
+
+
+def _certainty(report: Report, row: ReportRow) -> str:
+    low, high = _interval(report, row)
+    if math.isnan(low):
+        return f"{row.kind} on the samples measured; for all data the error is not known"
     if low != high:
         return f"95 % interval {number(low, 3)} to {number(high, 3)}"
     return {"exact": "exact on the samples measured", "lower bound": "a lower bound"}.get(row.kind, row.kind)
@@ -203,8 +217,8 @@ def _card(report: Report, label: str, names: tuple[str, ...]) -> Card:
     row = _find(report, *names)
     if row is None:
         return Card(label, "–", "", _missing(report, "It", *names))
-    meaning = f"{row.meaning[:1].upper()}{row.meaning[1:]} ({row.formula}). Larger is {row.direction}."
-    return Card(label, number(row.value.value), _certainty(row), meaning)
+    meaning = f"{row.meaning[:1].upper()}{row.meaning[1:]}. Larger is {row.direction}."
+    return Card(label, number(row.value.value), _certainty(report, row), meaning)
 
 
 def _artefact_card(report: Report) -> Card:
@@ -224,7 +238,7 @@ def _artefact_card(report: Report) -> Card:
 
 
 def _summary(report: Report, key: str) -> Section:
-    section = Section(f"{key}-summary", "Summary", list(report.headline))
+    section = Section(f"{key}-summary", "Summary", list(report.headline[:1]), notes=list(report.headline[1:]))
     section.cards = [
         _card(report, "How sharp", ("trace", "largest_eigenvalue", "frobenius_norm")),
         _card(report, "How wide the margins", ("margin_q50", "margin_mean", "input_distance")),
@@ -296,7 +310,7 @@ def _trace_against_margin(report: Report, key: str) -> Section:
         "with a small margin lies near a decision boundary, one with a large trace makes the minimum sharp. "
         "Point at a sample to see it."
     )
-    section.texts += [_correlation(name, found) for name, found in report.correlations.items()]
+    section.notes += [_correlation(name, found) for name, found in report.correlations.items()]
     alt = f"Scatter plot of the Hessian trace against the output margin of {count:,} samples, coloured by prediction."
     section.figures.append(_figure(f"{key}-scatter", "Trace against margin", alt, chart))
     section.samples = key
@@ -306,9 +320,12 @@ def _trace_against_margin(report: Report, key: str) -> Section:
 def _correlation(name: str, found: Any) -> str:
     if math.isnan(found.r):
         return f"Correlation of {name}: undefined, {found.reason}."
+    r, low, high, rank = (
+        f"{value:.3f}".replace("-", "−") for value in (found.r, found.low, found.high, found.spearman)
+    )
     return (
-        f"Correlation of {name}: r = {found.r:.3f} ({found.level:.0%} interval {found.low:.3f} to {found.high:.3f}), "
-        f"rank correlation {found.spearman:.3f}, over {found.n:,} samples; {found.removed:,} outliers removed."
+        f"Correlation of {name}: r = {r} ({found.level:.0%} interval {low} to {high}), rank correlation {rank}, "
+        f"over {found.n:,} samples; {found.removed:,} outliers removed."
     )
 
 
@@ -370,7 +387,7 @@ def _margins(report: Report, key: str) -> Section:
         if margins is None or not len(margins):
             continue
         row = _find(report, "margin_skewness") if name == "train" else None
-        skewness = None if row is None else row.value.value
+        skewness = None if row is None else row.value.value  # as measured, if it was
         chart = charts.distribution(margins.signed, "output margin", skewness=skewness)
         low, middle, high = np.quantile(margins.signed.numpy(), [0.1, 0.5, 0.9])
         text = f"median {number(float(middle), 3)}, 80 % between {number(float(low), 3)} and {number(float(high), 3)}"
@@ -488,7 +505,12 @@ def _audit(report: Report, key: str) -> Section:
         "there (× the factor) describes the parametrisation as much as the model; one that stays (=) can be compared "
         "between models. ‘?’: nothing can be said within the errors; ‘…’: an iteration did not converge."
     )
-    section.texts += [f"{item}." for item in audit.worst if math.isfinite(item.factor)]
+    section.texts += [
+        f"‘{item.measure}’ can be moved at least {number(item.factor, 3)}-fold by scaling layers at the same outputs: "
+        f"{number(item.before)} became {number(item.lowest)} and {number(item.highest)}."
+        for item in audit.worst
+        if math.isfinite(item.factor)
+    ]
     changed = sum(row.verdict == "changes" for row in audit.rows)
     same = sum(row.verdict == "invariant" for row in audit.rows)
     alt = f"Heat map of measures against transforms: {changed} of {len(audit.rows)} change, {same} are invariant."
@@ -511,20 +533,40 @@ def _audit(report: Report, key: str) -> Section:
     return section
 
 
+def _moved(audit: Audit | None) -> dict[str, str]:
+    """What the audit saw of every measure where the outputs stayed the same: it stays, or moves so many times."""
+    seen: dict[str, list[float]] = {}
+    for row in () if audit is None else audit.rows:
+        certificate = audit.certificates.get(row.transform) if audit is not None else None
+        if certificate is not None and certificate.scale == 1 and row.verdict in ("invariant", "changes"):
+            known = row.verdict == "changes" and row.ratio > 0
+            factor = max(row.ratio, 1 / row.ratio) if known else 1.0 if row.verdict == "invariant" else math.inf
+            seen.setdefault(row.measure, []).append(factor)
+    for item in () if audit is None else audit.worst:
+        if math.isfinite(item.factor):
+            seen.setdefault(item.measure, []).append(item.factor)
+    largest = {name: max(factors) for name, factors in seen.items()}
+    return {
+        name: "stays" if factor == 1 else f"moves × {number(factor, 3)}" if math.isfinite(factor) else "moves"
+        for name, factor in largest.items()
+    }
+
+
 def _measures(report: Report, key: str) -> Section:
     section = Section(f"{key}-measures", "All measures")
     if not report.rows:
         section.texts.append("No measure was taken.")
         return section
-    columns = ["measure", "value", "95 % low", "95 % high", "kind", "larger is", "meaning", "unchanged by"]
+    columns = ["measure", "value", "95 % low", "95 % high", "kind", "larger is", "at the same outputs", "meaning"]
     rows = []
+    moved = _moved(report.audit)
     for row in report.rows:
-        low, high = row.interval
+        low, high = _interval(report, row)
         undefined = math.isnan(row.value.value) and row.value.reason
         meaning = f"{row.meaning} (undefined: {row.value.reason})" if undefined else row.meaning
-        kept = ", ".join(row.invariant_to) or "nothing"
-        ends: tuple[Cell, Cell] = (low, high) if low < high else ("", "")
-        rows.append((row.name, row.value.value, *ends, row.kind, row.direction, meaning, kept))
+        # the error of a subset is not known for every measure
+        ends: tuple[Cell, Cell] = (low, high) if low < high else ("unknown",) * 2 if math.isnan(low) else ("", "")
+        rows.append((row.name, row.value.value, *ends, row.kind, row.direction, moved.get(row.name, "–"), meaning))
     section.tables.append(Table(f"{key}-measures-table", "Measures", columns, rows))
     return section
 
@@ -538,7 +580,7 @@ def _how(report: Report, key: str) -> Section:
             Table(f"{key}-settings", "Settings and versions", ["setting", "value"], list(report.settings.items()))
         )
     if report.rows:
-        columns = ["measure", "formula", "reference", "dearest step", "products", "seed", "seconds"]
+        columns = ["measure", "formula", "reference", "dearest step", "products", "seed", "seconds", "unchanged by"]
         rows = [
             (
                 row.name,
@@ -548,6 +590,7 @@ def _how(report: Report, key: str) -> Section:
                 row.value.matvecs,
                 "–" if row.value.seed is None else str(row.value.seed),
                 row.seconds,
+                ", ".join(row.invariant_to) or "nothing",
             )
             for row in report.rows
         ]

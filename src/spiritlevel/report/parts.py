@@ -74,6 +74,7 @@ class Section:
     texts: list[str] = field(default_factory=list)
     cards: list[Card] = field(default_factory=list)
     figures: list[Figure] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)  # texts below the figures
     galleries: list[Gallery] = field(default_factory=list)
     tables: list[Table] = field(default_factory=list)
     samples: str = ""  # the run whose per-sample values can be downloaded here
@@ -142,6 +143,7 @@ def number(value: float, digits: int = 4) -> str:
         return "∞" if value > 0 else "−∞"
     if isinstance(value, int) or value == 0:
         return f"{value:,.0f}".replace("-", "−")
+    value = float(f"{value:.{digits - 1}e}")
     exponent = math.floor(math.log10(abs(value)))
     if -4 < exponent < 6:
         text = f"{value:,.{max(0, digits - 1 - exponent)}f}"

@@ -39,6 +39,20 @@
       await new Promise((resolve) => setTimeout(resolve));
     }
     document.documentElement.dataset.ready = "yes";
+    if (dark) await preparePaper();
+  }
+
+  // Paper is light. A print cannot wait for charts to be drawn again, so a dark page keeps light pictures of them.
+  async function preparePaper() {
+    for (const plot of document.querySelectorAll(".plot")) {
+      const { view, finalize } = await embed(element("div"), plot.dataset.chart, false, plot.clientWidth);
+      const picture = element("img", undefined, "paper");
+      picture.alt = "";
+      picture.src = await view.toImageURL("png", 2);
+      finalize();
+      plot.querySelector(".paper")?.remove();
+      plot.append(picture);
+    }
   }
 
   // ------------------------------------------------------------------------------------------------------ tooltip
@@ -143,7 +157,7 @@
   // -------------------------------------------------------------------------------------------------------- start
   document.querySelectorAll(".picture[data-place]").forEach((picture) =>
     place(picture, picture.closest("[data-run]").dataset.run, Number(picture.dataset.place)));
-  let printing = false; // browsers print on light ground and say so as a change; the style sheet inverts dark charts
+  let printing = false; // browsers print on light ground and say so as a change
   darkness.addEventListener("change", () => printing || drawAll(darkness.matches));
   addEventListener("beforeprint", () => {
     printing = true;
