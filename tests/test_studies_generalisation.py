@@ -149,6 +149,9 @@ def test_every_verdict_can_occur() -> None:
     assert set(verdicts("too few", **close, **near).values()) == {Verdict.UNDECIDED}
     upside_down = verdicts(trace=-gap, largest_eigenvalue=-gap, margin_mean=-0.5 * gap + noise(1))
     assert upside_down["margins"] == Verdict.NOT, "better than a wrong ranking is not enough"
+    some = np.where(np.arange(len(GRID)) < 5, math.nan, gap)
+    assert verdicts(margin_mean=some)["margins"] == Verdict.UNDECIDED, "a measure of some networks is not chosen"
+    assert set(verdicts(trace=some, largest_eigenvalue=some).values()) == {Verdict.UNDECIDED}
 
 
 def test_every_measure_has_a_family() -> None:

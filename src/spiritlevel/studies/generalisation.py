@@ -67,8 +67,9 @@ TIMES_NORM = Statement(
     "times-norm",
     "flatness times the squared weight norm, the plainest such conjunction, beats flatness alone",
     "a recommendation (abstract, conclusion)",
-    "τ(Tr H·‖θ‖²) > τ(Tr H) and τ(λ₁·‖θ‖²) > τ(λ₁); the 95 % interval of the smaller difference lies above 0",
-    "both differences are above 0",
+    "τ(Tr H·‖θ‖²) > τ(Tr H) and τ(λ₁·‖θ‖²) > τ(λ₁), both products with a positive τ; the 95 % interval of the smaller "
+    "difference lies above 0",
+    "the same with an interval that reaches 0",
 )
 
 
@@ -527,10 +528,11 @@ def judge(rankings: Mapping[str, Ranking], undecided: str = "") -> Iterator[Ruli
     """The verdicts by the gap in error, with the gap in cross entropy as a remark."""
     import numpy as np
 
-    names = list(rankings["gap"].measures)
+    # what only some networks have could be chosen for the networks it leaves out
+    names = [name for name, values in rankings["gap"].measures.items() if np.isfinite(values).all()]
     plain = [name for name in PLAIN if name in names]
     if len(plain) < len(PLAIN):
-        undecided = undecided or "needs the measures " + " and ".join(PLAIN)
+        undecided = undecided or "needs the measures " + " and ".join(PLAIN) + " of every network"
 
     for statement, kind in ((MARGINS, "margin"), (SCALE, "scale-aware flatness")):
         group = [name for name in names if family(name) == kind]
@@ -569,24 +571,29 @@ def judge(rankings: Mapping[str, Ranking], undecided: str = "") -> Iterator[Ruli
             remark=f"τ = {own[0]:.2f} (margin) and {rival[0]:.2f} (trace).",
         )
     else:
-        yield OWN_MARGIN.judge(None, reproduced=False, undecided="needs the measures margin_mean and trace")
+        yield OWN_MARGIN.judge(
+            None, reproduced=False, undecided="needs the measures margin_mean and trace of every network"
+        )
 
     if set(PRODUCTS) <= set(names):
         tau = {name: rankings["gap"].tau(name) for name in (*PRODUCTS, *PLAIN)}
         gain = np.minimum(*(tau[name] - tau[base] for name, base in PRODUCTS.items()))
         low, high = interval(gain)
         text = ", ".join(f"{name} {draws[0]:.2f}" for name, draws in tau.items())
+        positive = all(tau[name][0] > 0 for name in PRODUCTS)
         yield TIMES_NORM.judge(
             float(gain[0]),
-            reproduced=bool(low > 0),
-            direction=bool(gain[0] > 0),
+            reproduced=bool(positive and low > 0),
+            direction=bool(positive and gain[0] > 0),
             undecided=undecided,
             low=low,
             high=high,
             remark=f"τ: {text}.",
         )
     else:
-        yield TIMES_NORM.judge(None, reproduced=False, undecided="needs the measures weight_norm and " + PLAIN[0])
+        yield TIMES_NORM.judge(
+            None, reproduced=False, undecided="needs weight_norm, trace and largest_eigenvalue of every network"
+        )
 
 
 def _label(row: Mapping[str, Any]) -> str:
@@ -622,9 +629,9 @@ def _draw(
             chart, charts.intervals(table, "measure", axis, "low", "high", colour="family", order=chosen, title=title)
         )
     tau = {row["measure"]: row["τ gap"] for row in rows}
-    best = next(row["measure"] for row in rows if row["family"] != "control")
+    whole = [row["measure"] for row in rows if row["family"] != "control" and row["networks"] == len(nets)]
     panels = []
-    for name in dict.fromkeys((best, *(name for name in PLAIN if name in measures))):
+    for name in dict.fromkeys((*whole[:1], *(name for name in PLAIN if name in measures))):
         values = [abs(value) for value in measures[name].tolist()]
         one_sign = all(v > 0 for v in measures[name].tolist()) or all(v < 0 for v in measures[name].tolist())
         table = {
@@ -642,7 +649,8 @@ def _draw(
                 title=f"{name}: τ = {tau[name]:.2f}".replace("-", "−"),
             )
         )
-    run.chart("gap", charts.panels([panels]))
+    if panels:
+        run.chart("gap", charts.panels([panels]))
 
 
 STATEMENTS = (MARGINS, OWN_MARGIN, SCALE, TIMES_NORM)
