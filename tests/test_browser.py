@@ -48,8 +48,10 @@ def colours(browser: Browser, key: str) -> int:
 def sharp_spot(browser: Browser) -> tuple[float, float]:
     """Where on the screen a drawn point of the scatter plot lies, found by its colour."""
     found = browser.evaluate(
-        """(() => { const canvas = document.querySelector('[data-chart="r0-scatter"] canvas');
+        """(async () => { const canvas = document.querySelector('[data-chart="r0-scatter"] canvas');
         canvas.scrollIntoView({block: "center", behavior: "instant"});
+        const frame = () => new Promise(requestAnimationFrame);
+        await frame(); await frame();  // the page hears of the scrolling in the next frame, and hides its tooltip
         const context = canvas.getContext("2d"), box = canvas.getBoundingClientRect();
         const {width, height} = canvas, pixels = context.getImageData(0, 0, width, height).data;
         for (let y = 60; y < height - 60; y++) for (let x = 80; x < width; x++) {
@@ -247,7 +249,8 @@ def test_the_page_prints_on_light_ground_with_every_table_open(browser: Browser,
     browser.pdf(pdf)
     assert pdf.read_bytes().startswith(b"%PDF")
     assert 3 <= pdf.read_bytes().count(b"/Type /Page\n") <= 20
-    browser.call("Emulation.setEmulatedMedia", media="print", features=[])
+    features = [{"name": "prefers-color-scheme", "value": "dark"}]
+    browser.call("Emulation.setEmulatedMedia", media="print", features=features)
     assert luminance(browser.evaluate("getComputedStyle(document.body).backgroundColor")) > 0.9
     assert browser.evaluate("getComputedStyle(document.querySelector('nav')).display") == "none"
     assert browser.evaluate("getComputedStyle(document.querySelector('.plot canvas')).display") == "none"
