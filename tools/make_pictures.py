@@ -1,10 +1,13 @@
-"""Make docs/pictures/overview.svg and .png from the network that `spiritlevel demo` trains.
+"""Make docs/pictures/overview.svg and .png from the network that `spiritlevel demo` trains, and a picture of its run.
 
-Usage: python tools/make_pictures.py [FOLDER]   (offline, about a minute)
+Usage: python tools/make_pictures.py [FOLDER [RUN]]   (offline, about a minute)
+
+With RUN, a folder that `spiritlevel demo --data fashion-mini --out RUN` wrote, terminal.svg shows what it prints.
 """
 
 from __future__ import annotations
 
+import io
 import math
 import os
 import re
@@ -18,10 +21,12 @@ import altair as alt
 import numpy as np
 import polars as pl
 import torch
+from rich.console import Console
 
 import spiritlevel as sl
 from spiritlevel.cli.base import ProgressBar
 from spiritlevel.cli.demo import demo_network
+from spiritlevel.cli.show import show_report
 
 SHOWN = 1400  # points of the scatter plot; more would only make the file larger
 COLOURS = {"correct": "#3a6ea5", "misclassified": "#d1603d"}
@@ -115,8 +120,22 @@ def _skewness(table: pl.DataFrame) -> float:
     return sl.skewness(table["margin"].to_numpy())
 
 
-def main(folder: str = "docs/pictures") -> None:
+def terminal(run: str, target: Path) -> None:
+    """What the command prints about a run, as it looks on a terminal of 80 columns."""
+    report = sl.Report.from_json(Path(run) / "report.json")
+    console = Console(record=True, width=80, file=io.StringIO(), highlight=False, force_terminal=True)
+    console.print("$ spiritlevel demo")
+    show_report(report, console)
+    drawing = console.export_svg(title="spiritlevel demo")
+    local = re.sub(r"@font-face \{.*?\}", "", drawing, flags=re.DOTALL)  # these would be fetched from the network
+    (target / "terminal.svg").write_text(local, encoding="utf-8")
+
+
+def main(folder: str = "docs/pictures", run: str | None = None) -> None:
     """Train, measure, draw."""
+    if run is not None:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        terminal(run, Path(folder))
     with ProgressBar() as progress:
         model, images = demo_network(progress=progress)
     chart = overview(*measure(model, images.train))

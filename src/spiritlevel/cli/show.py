@@ -6,18 +6,19 @@ import math
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.table import Table
 
     from spiritlevel.results import Audit, Comparison, Report
 
 
-def show_report(report: Report) -> None:
+def show_report(report: Report, console: Console | None = None) -> None:
     """The measures with their errors, what the audit did to each, and the headline."""
     from rich.console import Console
 
     from spiritlevel.measuring import moved_by, times
 
-    console = Console(highlight=False)
+    console = console or Console(highlight=False)
     console.print(
         f"{report.name}: {report.parameters:,} parameters, {report.settings['samples']} samples measured", markup=False
     )
