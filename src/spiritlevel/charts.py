@@ -500,9 +500,10 @@ def intervals(
     `order` has the groups of the column `colour` in the order of the palette.
     """
     rows = _table(data, name=name, value=value, low=low, high=high, series=colour)
+    names = [row["name"] for row in rows]  # in their order even where an interval is missing
     across = alt.X("value:Q", title=value, axis=_NUMBERS)
     base = _chart(rows).encode(
-        y=alt.Y("name:N", title=None, sort=None, axis=alt.Axis(labelLimit=240, labelOverlap=False, grid=True)),
+        y=alt.Y("name:N", title=None, sort=names, axis=alt.Axis(labelLimit=240, labelOverlap=False, grid=True)),
         tooltip=_tooltip(data, name=name, value=value, low=low, high=high, series=colour),
         **_colour(colour, data, order=order),
     )
