@@ -95,6 +95,15 @@ def test_a_subset_is_stated_and_its_error_covers_the_whole() -> None:
     assert report.fits["train"].population == 400
 
 
+def test_an_unknown_error_stays_unknown_through_json() -> None:
+    report = measure(net(), points(), measures=["largest_eigenvalue", "weight_norm"], parts=[], samples=20)
+    for each in (report, sl.Report.from_json(report.to_json())):
+        assert math.isnan(each.row("largest_eigenvalue").interval[0])
+        low, high = each.row("weight_norm").interval
+        assert low == high
+    assert report.to_json() == sl.Report.from_json(report.to_json()).to_json()
+
+
 def test_a_subset_of_any_kind_of_data_is_the_same() -> None:
     inputs, targets = points()
     pair, indices, population = subset((inputs, targets), 10, 3, "eval")

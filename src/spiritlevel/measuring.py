@@ -231,9 +231,10 @@ class _Run:
             begin = time.monotonic()
             try:
                 value = each.compute(self.here)
-            except (InputError, NotExactError) as error:
-                value = Estimate(math.nan, reason=str(error))
-            value = dataclasses.replace(value, data_stderr=self._sampling_error(each.name))
+            except (InputError, NotExactError) as reason:
+                value = Estimate(math.nan, reason=str(reason))
+            error = self._sampling_error(each.name)
+            value = dataclasses.replace(value, data_stderr=error)
             kind = "lower bound" if each.lower_bound else "exact" if value.stderr == 0 else "estimate"
             self.values[each.name] = ReportRow(
                 name=each.name,
@@ -247,6 +248,7 @@ class _Run:
                 invariant_to=tuple(sorted(each.invariant_to)),
                 cost=each.cost,
                 seconds=time.monotonic() - begin,
+                subset_error_unknown=error is not None and math.isnan(error),
             )
 
         return _Step(each.name, self._passes(each), work)

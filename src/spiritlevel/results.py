@@ -818,11 +818,12 @@ class ReportRow(Result):
     invariant_to: tuple[str, ...]
     cost: str
     seconds: float = math.nan
+    subset_error_unknown: bool = False
 
     @property
     def interval(self) -> tuple[float, float]:
-        """95 % interval, with the error of a random subset where the data were one."""
-        return self.value.interval(data=True)
+        """95 % interval, with the error of a random subset where the data were one; NaN where that is not known."""
+        return (math.nan, math.nan) if self.subset_error_unknown else self.value.interval(data=True)
 
     @property
     def invariant(self) -> bool:
