@@ -21,8 +21,8 @@ $(VENV)/.installed: $(SETUP)
 	$(BIN)/python $(PIP) -e '.[dev]' || { echo "make: $(NO_CPU_TORCH)" >&2; exit 1; }
 	touch $@
 
-demo: install  ## Train a small network and measure it, in a few seconds
-	$(BIN)/spiritlevel demo
+demo: install  ## Train a small network, measure and audit it, write its page
+	$(BIN)/spiritlevel demo --out build/demo
 
 test: install  ## Lint, types, import directions, doctests, tests
 	$(BIN)/ruff check .
