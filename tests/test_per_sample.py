@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import mpmath
@@ -463,3 +464,71 @@ def test_not_exact_names_the_culprit(name: str) -> None:
         sample_traces(model, batch, method="exact")
     with pytest.raises(NotExactError, match="passes= needs exact terms"):
         sample_traces(model, batch, passes=1)
+
+
+class _ReadsTwice(nn.Module):
+    """The first convolution feeds a pooling and something else."""
+
+    def __init__(self, second: str) -> None:
+        super().__init__()
+        self.conv, self.head, self.second = nn.Conv2d(2, 3, 3), nn.Linear(3 * 4, 3), second
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.conv(inputs)
+        pooled = F.max_pool2d(torch.relu(hidden), 2)
+        if self.second == "mean":
+            pooled = pooled + hidden.mean((2, 3), keepdim=True)
+        elif self.second == "pooling":
+            pooled = pooled + F.max_pool2d(hidden, 2, 2)
+        elif self.second == "shape":
+            pooled = pooled * hidden.shape[1]
+        return self.head(pooled.flatten(1))
+
+
+POOLED: dict[str, Callable[[], tuple[nn.Module, tuple[int, ...]]]] = {
+    "plain": lambda: (nn.Sequential(nn.Conv2d(2, 3, 3), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(12, 3)), (2, 6, 6)),
+    "relu, padding, no bias": lambda: (
+        nn.Sequential(
+            nn.Conv2d(2, 3, 3, padding=1, bias=False), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(27, 3)
+        ),
+        (2, 6, 7),
+    ),
+    "overlapping, strided, oblong": lambda: (
+        nn.Sequential(
+            nn.Conv2d(1, 2, (3, 2), stride=(1, 2)), nn.MaxPool2d((2, 2), stride=(2, 1)), nn.Flatten(), nn.Linear(12, 3)
+        ),
+        (1, 6, 9),
+    ),
+    "two of them": lambda: (
+        nn.Sequential(
+            nn.Conv2d(1, 2, 3),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Conv2d(2, 3, 2),
+            nn.MaxPool2d(2),
+            nn.Flatten(),
+            nn.Linear(3, 3),
+        ),
+        (1, 8, 8),
+    ),
+    "large cells, padded pooling": lambda: (
+        nn.Sequential(nn.Conv2d(1, 2, 2), nn.MaxPool2d(3, 2, 1), nn.Flatten(), nn.Linear(18, 3)),
+        (1, 6, 6),
+    ),
+    "read by a mean too": lambda: (_ReadsTwice("mean"), (2, 6, 6)),
+    "pooled twice": lambda: (_ReadsTwice("pooling"), (2, 6, 6)),
+    "asked for its shape": lambda: (_ReadsTwice("shape"), (2, 6, 6)),
+}
+
+
+@pytest.mark.parametrize("name", POOLED)
+def test_a_first_convolution_and_its_pooling_as_one_product(name: str) -> None:
+    torch.manual_seed(0)
+    model, shape = POOLED[name]()
+    model = model.double()
+    inputs, targets = torch.randn(5, *shape, dtype=torch.float64), torch.tensor([0, 1, 2, 1, 0])
+    inputs[0, :, 2:] = 0  # a blank part: equal values in a cell
+    found = sample_traces(model, (inputs, targets), method="exact", per_layer=True)
+    expected = naive.block_traces(model, inputs, targets)
+    for parameter, values in expected.items():
+        torch.testing.assert_close(found.layers[parameter], values, rtol=1e-10, atol=1e-12)

@@ -10,9 +10,10 @@ under `vmap`: slower, still exact.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -131,15 +132,21 @@ def _convolution(
     if name is None:
         return _scale_and_shift(None, bias_name, torch.Size([weight.shape[0]] + [1] * dims), None)
 
-    def patches(samples: slice) -> Tensor:
+    def padded(samples: slice) -> Tensor:
         some = input[samples]
-        padded = F.pad(some, [p for pair in reversed(pads) for p in pair]) if any(map(any, pads)) else some
-        return _patches(padded, kernel, stride, dilation, groups)
+        return F.pad(some, [p for pair in reversed(pads) for p in pair]) if any(map(any, pads)) else some
 
-    return _ConvolutionRule(name, bias_name, patches, groups, passes, weight[0].numel())
+    def patches(samples: slice) -> Tensor:
+        return _patches(padded(samples), kernel, stride, dilation, groups)
+
+    rule = _ConvolutionRule(name, bias_name, patches, groups, passes, weight[0].numel())
+    if dims == 2 and groups == 1 and set(dilation) == {1}:
+        rule.pooled = lambda cell: _PooledConvolution(name, bias_name, padded(slice(None)), weight, bias, stride, cell)
+    return rule
 
 
 _TALL = 64  # rows of an unfolded input from which on several passes share one product
+_PLACES = 4  # in a cell of a pooling; each costs a product of its own
 _NEAR = 2**21  # numbers in one go: few enough to stay near the processor, enough for all its cores
 
 
@@ -157,6 +164,8 @@ class _ConvolutionRule:
         self.stacks = fan_in >= _TALL
         self.patches: Tensor | None = None
         self.gram: Tensor | None = None
+        self.pooled: Callable[[_Cell], _PooledConvolution] | None = None
+        """The same convolution together with a max pooling, where that can be one product."""
 
     def __call__(self, delta: Tensor) -> Iterator[tuple[str, Tensor]]:
         if self.patches is None:
@@ -200,17 +209,54 @@ class _ConvolutionRule:
             yield self.bias, torch.linalg.vector_norm(sums, dim=3).double().square().sum(1)
 
 
-class _PooledConvolutionRule:
-    """A convolution whose output only a max pooling reads: of its positions, the chosen ones alone carry a gradient.
+class _PooledConvolution:
+    """A first convolution and the max pooling that alone reads it, as one product over the cells of the pooling.
 
-    The rows of the unfolded input at those positions are gathered; δ is the cotangent of the pooled values.
+    A cell of p×p outputs looks at one window of the input; the kernel at each place of the cell is a row of a bank over
+    that window. Windows times bank gives all outputs of all cells, of which each channel keeps its largest: fewer
+    copies than a convolution and a pooling, and the same windows serve the gradients. Only the chosen places carry
+    one: with δ of the pooled values spread over the places, δᵀ·windows has the kernel's gradient at every place of the
+    cell, and shifted on top of each other these add up to the gradient of the kernel.
     """
 
     stacks = True
 
-    def __init__(self, convolution: _ConvolutionRule, chosen: Tensor) -> None:
-        self.name, self.bias = convolution.name, convolution.bias
-        self.make_patches, self.chosen = convolution.make_patches, chosen.flatten(2)
+    def __init__(
+        self,
+        name: str,
+        bias_name: str | None,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        stride: tuple[int, ...],
+        cell: _Cell,
+    ) -> None:
+        self.name, self.bias, self.kernel = name, bias_name, weight.shape[2:]
+        self.steps = [(i * stride[0], j * stride[1]) for i in range(cell.size[0]) for j in range(cell.size[1])]
+        reach = [self.kernel[d] + (cell.size[d] - 1) * stride[d] for d in range(2)]
+        bank = weight.new_zeros(len(self.steps), *weight.shape[:2], *reach)
+        for kernels in self._shifted(bank):
+            kernels.copy_(weight)
+        self.bank = bank.shape
+        for d in range(2):
+            input = input.unfold(2 + d, reach[d], cell.step[d] * stride[d])
+        count, _, *cells = input.shape[:4]
+        self.windows = input.permute(0, 2, 3, 1, 4, 5).reshape(count, math.prod(cells), -1)
+        values = torch.matmul(bank.flatten(2).flatten(0, 1), self.windows.mT).view(count, *bank.shape[:2], -1)
+        top = values.amax(1)
+        self.chosen = values.new_empty(values.shape)  # one at the first largest of each cell, zero elsewhere
+        free = torch.ones_like(top, dtype=torch.bool)
+        for place in range(len(self.steps)):
+            largest = (values[:, place] == top).logical_and_(free)
+            free.logical_xor_(largest)
+            self.chosen[:, place] = largest
+        self.output = (top if bias is None else top.add_(bias[:, None])).view(count, -1, *cells)
+
+    def _shifted(self, bank: Tensor) -> Iterator[Tensor]:
+        """The parts (…, out, in, k, k) of a bank (…, places, out, in, reach, reach) where each place has its kernel."""
+        height, width = self.kernel
+        for place, (row, column) in enumerate(self.steps):
+            yield bank[..., place, :, :, row : row + height, column : column + width]
 
     def __call__(self, delta: Tensor) -> Iterator[tuple[str, Tensor]]:
         for name, norms in self.several([delta]):
@@ -218,21 +264,44 @@ class _PooledConvolutionRule:
 
     def several(self, deltas: list[Tensor]) -> Iterator[tuple[str, Tensor]]:
         """(parameter name, squared norms (N, passes)) for the cotangents of several passes."""
-        count, channels, positions = self.chosen.shape
-        chunk = max(1, _NEAR // (self.make_patches(slice(0, 1)).shape[1] * channels * positions))
+        count, depth = len(self.windows), len(deltas)
+        chunk = max(1, _NEAR // (self.windows[0].numel() + depth * self.chosen[0].numel()))
         weights, biases = [], []
         for start in range(0, count, chunk):
-            patches, chosen = self.make_patches(slice(start, start + chunk)), self.chosen[start : start + chunk]
-            some = len(chosen)
-            first = torch.arange(some, device=patches.device)[:, None, None] * patches.shape[2]
-            rows = patches.mT.reshape(-1, patches.shape[1]).index_select(0, (chosen + first).flatten())
-            stacked = torch.stack([delta[start : start + chunk].flatten(2) for delta in deltas], 2)
-            gradients = torch.bmm(stacked.flatten(0, 1), rows.view(some * channels, positions, -1))
-            weights.append(torch.linalg.vector_norm(gradients.view(some, channels, len(deltas), -1), dim=3))
-            biases.append(torch.linalg.vector_norm(stacked.sum(3), dim=1))
-        yield self.name, torch.cat(weights).double().square().sum(1)
+            some = slice(start, start + chunk)
+            rows = torch.stack([delta[some].flatten(2) for delta in deltas], 1)  # (n, passes, channels, cells)
+            spread = rows[:, :, None] * self.chosen[some, None]
+            products = torch.bmm(spread.flatten(1, 3), self.windows[some])
+            parts = list(self._shifted(products.view(len(rows), depth, *self.bank)))
+            gradients = functools.reduce(torch.add, parts)
+            weights.append(torch.linalg.vector_norm(gradients.flatten(2), dim=2))
+            biases.append(torch.linalg.vector_norm(rows.sum(3), dim=2))
+        yield self.name, torch.cat(weights).double().square()
         if self.bias:
             yield self.bias, torch.cat(biases).double().square()
+
+
+class _Cell(NamedTuple):
+    """The `size` of the values of which a max pooling keeps one, and the `step` from one cell to the next."""
+
+    size: tuple[int, ...]
+    step: tuple[int, ...]
+
+
+def _cell(
+    kernel_size: Any,
+    stride: Any = None,
+    padding: Any = 0,
+    dilation: Any = 1,
+    ceil_mode: bool = False,
+    return_indices: bool = False,
+) -> _Cell | None:
+    """The cell of a max pooling called with these arguments, if it has the plain form and is small."""
+    plain = _tuple(padding, 2) == (0, 0) and _tuple(dilation, 2) == (1, 1) and not ceil_mode and not return_indices
+    size = _tuple(kernel_size, 2)
+    if not plain or math.prod(size) > _PLACES:
+        return None
+    return _Cell(size, size if stride is None or stride == [] else _tuple(stride, 2))
 
 
 def _transposed_convolution(
@@ -396,26 +465,53 @@ for _name in ("matmul", "__matmul__", "mm"):
 _RELU = frozenset({F.relu, torch.relu, Tensor.relu})
 
 
-class _Recorder(TorchFunctionMode):
-    """Taps every operation that uses one of the named parameters."""
+class _Pending(NamedTuple):
+    """A convolution that is not done yet, since a max pooling is expected to be its only reader."""
 
-    def __init__(self, names: Names, passes: int, copies: bool, sparse: bool) -> None:
+    rule: _ConvolutionRule
+    call: Callable[[], Tensor]
+    rectified: bool = False
+
+
+class _Recorder(TorchFunctionMode):
+    """Taps every operation that uses one of the named parameters.
+
+    `pooled` names the kernels of first convolutions that a max pooling was seen to read. Their call returns a promise;
+    the pooling turns it into a `_PooledConvolution`, any other operation makes it real. If both happen, the recording
+    is `spoiled`, for then the two taps share a kernel.
+    """
+
+    def __init__(self, names: Names, passes: int, copies: bool, pooled: set[str]) -> None:
         super().__init__()
-        self.names, self.passes, self.copies, self.sparse = names, passes, copies, sparse
+        self.names, self.passes, self.copies, self.pooled = names, passes, copies, pooled
         self.taps: list[tuple[Rule, Tensor, int]] = []
         self.used: dict[str, int] = {}
         self.without_rule: set[str] = set()
         self.rectified: dict[int, tuple[Tensor, Tensor]] = {}  # by the id of a ReLU's result: its input and itself
+        self.poolable: set[str] = set()  # kernels of first convolutions whose output went into a pooling
+        self.pending: dict[int, _Pending] = {}
+        self.promises: list[Tensor] = []  # kept, so that no other tensor gets the id of one
+        self.made: dict[str, Tensor | None] = {}  # by kernel: the output, None for a pooled one
+        self.spoiled = False
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if self.pending:
+            first = self.pending.get(id(args[0])) if args else None
+            if first is not None and func in _RELU and not kwargs.get("inplace"):
+                return self._promise(first._replace(rectified=True))
+            if first is not None and func is F.max_pool2d and (cell := _cell(*args[1:], **kwargs)):
+                return self._pooled(first, cell)
+            args, kwargs = tree_map(self._made, (args, kwargs))
         if func is F.max_pool2d and not self.copies:
             if id(args[0]) in self.rectified:
                 # max pooling commutes with ReLU, and the backward pass through ReLU is cheaper on the pooled values
                 return torch.relu(self._pool(self.rectified[id(args[0])][0], *args[1:], **kwargs))
             return self._pool(*args, **kwargs)
+        if func is torch.conv2d and self.pooled and (promise := self._postponed(func, args, kwargs)) is not None:
+            return promise
         result = func(*args, **kwargs)
         if func in _RELU and result is not args[0]:
             self.rectified[id(result)] = args[0], result
@@ -425,31 +521,63 @@ class _Recorder(TorchFunctionMode):
             return result
         for name in met:
             self.used[name] = self.used.get(name, 0) + 1
-        builder = _RULES.get(func)
-        rule = None
-        if builder is not None and isinstance(result, Tensor):
-            # a TypeError: called in a form that the rule does not know, such as add(..., alpha=)
-            with contextlib.suppress(TypeError), torch.no_grad():
-                rule = builder(self.names, self.passes, *args, **kwargs)
+        rule = self._rule(func, args, kwargs) if isinstance(result, Tensor) else None
         if rule is None:
             self.without_rule.update(met)
             return result
+        return self._tap(rule, result)
+
+    def _rule(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rule | None:
+        builder = _RULES.get(func)
+        # a TypeError: called in a form that the rule does not know, such as add(..., alpha=)
+        with contextlib.suppress(TypeError), torch.no_grad():
+            return builder(self.names, self.passes, *args, **kwargs) if builder else None
+        return None
+
+    def _tap(self, rule: Rule, result: Tensor) -> Tensor:
         if not result.requires_grad:
             result = result.detach().requires_grad_()
         self.taps.append((rule, result, result._version))
         return result.clone() if self.copies else result
 
     def _pool(self, input: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Max pooling; straight after the first convolution the tap moves behind it, where there is less to do."""
-        for position, (rule, tap, _) in enumerate(self.taps if self.sparse else ()):
-            if tap is input and tap.is_leaf and isinstance(rule, _ConvolutionRule) and rule.groups == 1:
-                if args[5:] or kwargs.get("return_indices"):
-                    break
-                pooled, chosen = F.max_pool2d(input.detach(), *args, **{**kwargs, "return_indices": True})
-                pooled.requires_grad_()
-                self.taps[position] = _PooledConvolutionRule(rule, chosen), pooled, pooled._version
-                return pooled
+        for rule, tap, _ in self.taps:
+            if tap is input and tap.is_leaf and isinstance(rule, _ConvolutionRule) and rule.pooled is not None:
+                self.poolable.add(rule.name)
         return F.max_pool2d(input, *args, **kwargs)
+
+    def _postponed(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+        """A promise in place of the output, if this is the convolution of a kernel in `pooled`."""
+        rule = self._rule(func, args, kwargs)
+        if not isinstance(rule, _ConvolutionRule) or rule.name not in self.pooled or rule.pooled is None:
+            return None
+        return self._promise(_Pending(rule, lambda: self._tap(rule, func(*args, **kwargs))))
+
+    def _promise(self, pending: _Pending) -> Tensor:
+        self.promises.append(torch.empty(0))
+        self.pending[id(self.promises[-1])] = pending
+        return self.promises[-1]
+
+    def _made(self, leaf: Any) -> Any:
+        """What was promised, if this is a promise."""
+        pending = self.pending.get(id(leaf))
+        if pending is None:
+            return leaf
+        name = pending.rule.name
+        result = self.made.get(name)
+        if result is None:
+            self.spoiled |= name in self.made
+            result = self.made[name] = pending.call()
+        return torch.relu(result) if pending.rectified else result
+
+    def _pooled(self, pending: _Pending, cell: _Cell) -> Tensor:
+        assert pending.rule.pooled is not None
+        self.spoiled |= pending.rule.name in self.made
+        self.made[pending.rule.name] = None
+        with torch.no_grad():
+            rule = pending.rule.pooled(cell)
+        pooled = self._tap(rule, rule.output)
+        return torch.relu(pooled) if pending.rectified else pooled
 
 
 def _computes(result: Any) -> bool:
@@ -457,7 +585,7 @@ def _computes(result: Any) -> bool:
     return any(isinstance(leaf, Tensor) for leaf in tree_leaves(result))
 
 
-_Stacking = _ConvolutionRule | _PooledConvolutionRule
+_Stacking = _ConvolutionRule | _PooledConvolution
 
 
 class Recording:
@@ -517,7 +645,8 @@ class GradientNorms:
 
     def __init__(self, problem: Problem, inputs: Any, structure: Structure, passes: int) -> None:
         self.problem, self.passes = problem, passes
-        self.copies, self.sparse = False, True
+        self.copies = False
+        self.pooled: set[str] = set()
         self.without_rule = {name for name in problem.params if structure.uses.get(name, 2) > 1}
         three = resized(inputs, 3)
         try:
@@ -528,6 +657,8 @@ class GradientNorms:
         if overwritten:
             self.copies = True  # operations in place get copies of the taps
             outputs, recorder = self._forward(three)
+        else:
+            self.pooled = recorder.poolable
         self._check_independence(outputs, inputs)
         # the first dimension holds the samples only if it follows their number and keeps their order
         for inputs_of_size in (three, resized(inputs, 2)):
@@ -537,7 +668,7 @@ class GradientNorms:
                     self.without_rule |= {name for name, _ in rule(torch.zeros_like(tap))}
         self.without_rule |= recorder.without_rule
         if self._misfits(one := resized(inputs, 1)):
-            self.sparse = False  # the first convolution's output may be read by more than its pooling
+            self.pooled = set()
             self.without_rule |= self._misfits(one)
 
     def _misfits(self, inputs: Any) -> set[str]:
@@ -558,9 +689,12 @@ class GradientNorms:
     def _forward(self, inputs: Any) -> tuple[Tensor, _Recorder]:
         params = self.problem.params
         names = {id(tensor): name for name, tensor in params.items() if name not in self.without_rule}
-        recorder = _Recorder(names, self.passes, self.copies, self.sparse)
+        recorder = _Recorder(names, self.passes, self.copies, self.pooled)
         with recorder:
             outputs = self.problem.outputs(params, inputs)
+        if recorder.spoiled:  # a first convolution has more readers than its pooling
+            self.pooled = set()
+            return self._forward(inputs)
         return outputs, recorder
 
     def _check_independence(self, outputs: Tensor, inputs: Any) -> None:
