@@ -181,14 +181,19 @@ def test_signs_and_products() -> None:
 
 def test_spread_of_the_gaps() -> None:
     nets = [
-        {"gap": gap, "test error": 0.2, "held out": 1600, "gap on even points": gap, "gap on odd points": odd}
-        for gap, odd in ((0.10, 0.10), (0.12, 0.13), (0.14, 0.12))
+        {
+            **{"gap": gap, "test error": 0.2, "held out": 1600, "gap on even points": gap, "gap on odd points": odd},
+            **{"lr": 0.1, "batch_size": size, "width": gap, "weight_decay": 0.0},
+        }
+        for gap, odd, size in ((0.10, 0.10, 1), (0.12, 0.13, 1), (0.14, 0.12, 2))
     ]
     found = study.gap_spread(nets)
     assert found["gap_sd"] == pytest.approx(0.02)
     assert found["binomial_error"] == pytest.approx(0.01)
     assert found["spread_ratio"] == pytest.approx(2.0)
     assert found["tau_between_halves"] == pytest.approx(1 / 3)
+    expected = {"lr": 0.0, "batch_size": 0.75, "width": 1.0, "weight_decay": 0.0}
+    assert found["variance_explained"] == pytest.approx(expected, abs=1e-12)
 
 
 @pytest.mark.parametrize(("lr", "reason"), [(0.02, "not fitted"), (1e9, "diverged")])

@@ -462,8 +462,11 @@ def run(config: Generalisation, run: Run) -> Iterator[Ruling]:
     yield from judge(rankings, undecided)
 
 
-def gap_spread(nets: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """How far the gaps lie apart, beside the binomial error of one, and τ between the gaps on two halves of the points.
+def gap_spread(nets: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """How far the gaps lie apart, beside the binomial error of one; and what of it is no chance.
+
+    That is τ between the gaps on two halves of the points, and the share of the variance that each hyper-parameter
+    explains.
 
     All networks see the same points, so the error of a difference is smaller than the binomial one suggests. τ of
     the halves is about what a perfect measure of the true gap could reach with half of the points.
@@ -477,6 +480,11 @@ def gap_spread(nets: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     noise = float(np.sqrt(np.mean(errors * (1 - errors) / np.array([net["held out"] for net in nets]))))
     sd = float(gaps.std(ddof=1))
     halves = kendall([net["gap on even points"] for net in nets], [net["gap on odd points"] for net in nets])
+    shares = {}
+    for name in SETTINGS:
+        groups = [gaps[[net[name] == value for net in nets]] for value in {net[name] for net in nets}]
+        between = sum(len(group) * (group.mean() - gaps.mean()) ** 2 for group in groups)
+        shares[name] = float(between / max(((gaps - gaps.mean()) ** 2).sum(), 1e-300))
     return {
         "gap_mean": float(gaps.mean()),
         "gap_sd": sd,
@@ -485,6 +493,7 @@ def gap_spread(nets: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         "binomial_error": noise,
         "spread_ratio": sd / noise if noise else math.nan,
         "tau_between_halves": halves,
+        "variance_explained": shares,
     }
 
 
@@ -541,9 +550,8 @@ def judge(rankings: Mapping[str, Ranking], undecided: str = "") -> Iterator[Ruli
             continue
         (gain, own, best), (other, _, _) = (ranking.advantage(group, plain) for ranking in rankings.values())
         low, high = interval(gain)
-        single = {
-            name: rankings["gap"].conditional(name)["mean"][0] for name in dict.fromkeys((*best.split(", "), *plain))
-        }
+        psi = {name: rankings["gap"].conditional(name)["mean"] for name in (best.split(", ")[0], *plain)}
+        first, better = best.split(", ")[0], max(plain, key=lambda name: _or_least(psi[name][0]))
         yield statement.judge(
             float(gain[0]),
             reproduced=bool(own[0] > 0 and low > 0),
@@ -551,10 +559,8 @@ def judge(rankings: Mapping[str, Ranking], undecided: str = "") -> Iterator[Ruli
             undecided=undecided,
             low=low,
             high=high,
-            remark=f"Difference of τ; chosen: {best}, with τ = {own[0]:.2f}. By the gap in loss: {other[0]:+.2f} "
-            f"[{interval(other)[0]:+.2f}, {interval(other)[1]:+.2f}]. Ψ: "
-            + ", ".join(f"{name} {value:.2f}" for name, value in single.items())
-            + ".",
+            remark=f"Difference of τ; chosen: {best}, with τ = {own[0]:.2f}. By the gap in loss {_signed(other)}. "
+            f"Ψ({first}) − Ψ({better}) = {_signed(psi[first] - psi[better])}. " + _size_alone(rankings["gap"]),
         )
 
     if "margin_mean" in names and "trace" in names:
@@ -594,6 +600,17 @@ def judge(rankings: Mapping[str, Ranking], undecided: str = "") -> Iterator[Ruli
         yield TIMES_NORM.judge(
             None, reproduced=False, undecided="needs weight_norm, trace and largest_eigenvalue of every network"
         )
+
+
+def _signed(draws: Array) -> str:
+    low, high = interval(draws)
+    return f"{draws[0]:+.2f} [{low:+.2f}, {high:+.2f}]"
+
+
+def _size_alone(ranking: Ranking) -> str:
+    """What any measure has to be held against: the number of parameters ranks without looking at the weights."""
+    name = "number of parameters"
+    return f"The {name} alone has τ = {ranking.tau(name)[0]:.2f}." if name in ranking.measures else ""
 
 
 def _label(row: Mapping[str, Any]) -> str:
@@ -664,10 +681,10 @@ STUDY = Study(
     run=run,
     scales={
         "smoke": {
-            "train_size": 100,
+            "train_size": 60,
             "held_out": 500,
             "lr": (0.02, 0.04),
-            "batch_size": (25,),
+            "batch_size": (30,),
             "width": (1.0, 2.0),
             "weight_decay": (0.0,),
             "replicas": 2,
