@@ -10,7 +10,7 @@ under `vmap`: slower, still exact.
 from __future__ import annotations
 
 import contextlib
-import functools
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -215,8 +215,8 @@ class _PooledConvolution:
     A cell of p×p outputs looks at one window of the input; the kernel at each place of the cell is a row of a bank over
     that window. Windows times bank gives all outputs of all cells, of which each channel keeps its largest: fewer
     copies than a convolution and a pooling, and the same windows serve the gradients. Only the chosen places carry
-    one: with δ of the pooled values spread over the places, δᵀ·windows has the kernel's gradient at every place of the
-    cell, and shifted on top of each other these add up to the gradient of the kernel.
+    one: with δ of the pooled values spread over the places, δ·windows is the gradient of the bank, and the map from
+    kernel to bank, transposed, turns that into the gradient of the kernel.
     """
 
     stacks = True
@@ -231,32 +231,31 @@ class _PooledConvolution:
         stride: tuple[int, ...],
         cell: _Cell,
     ) -> None:
-        self.name, self.bias, self.kernel = name, bias_name, weight.shape[2:]
-        self.steps = [(i * stride[0], j * stride[1]) for i in range(cell.size[0]) for j in range(cell.size[1])]
-        reach = [self.kernel[d] + (cell.size[d] - 1) * stride[d] for d in range(2)]
-        bank = weight.new_zeros(len(self.steps), *weight.shape[:2], *reach)
-        for kernels in self._shifted(bank):
-            kernels.copy_(weight)
-        self.bank = bank.shape
+        self.name, self.bias = name, bias_name
+        places = list(itertools.product(*map(range, cell.size)))
+        kernel = weight.shape[1:].numel()
+        reach = [weight.shape[2 + d] + (cell.size[d] - 1) * stride[d] for d in range(2)]
+        at_place = weight.new_zeros(kernel, len(places), weight.shape[1], *reach)  # from a kernel to its rows
+        units = torch.eye(kernel).view(kernel, *weight.shape[1:]).to(weight)
+        for place, (i, j) in enumerate(places):
+            rows = slice(i * stride[0], i * stride[0] + weight.shape[2])
+            columns = slice(j * stride[1], j * stride[1] + weight.shape[3])
+            at_place[:, place, :, rows, columns] = units
+        self.at_place = at_place.flatten(1)
         for d in range(2):
             input = input.unfold(2 + d, reach[d], cell.step[d] * stride[d])
         count, _, *cells = input.shape[:4]
         self.windows = input.permute(0, 2, 3, 1, 4, 5).reshape(count, math.prod(cells), -1)
-        values = torch.matmul(bank.flatten(2).flatten(0, 1), self.windows.mT).view(count, *bank.shape[:2], -1)
-        top = values.amax(1)
+        bank = (weight.flatten(1) @ self.at_place).view(-1, self.windows.shape[2])
+        values = torch.matmul(bank, self.windows.mT).view(count, len(weight), len(places), -1)
+        top = values.amax(2)
         self.chosen = values.new_empty(values.shape)  # one at the first largest of each cell, zero elsewhere
         free = torch.ones_like(top, dtype=torch.bool)
-        for place in range(len(self.steps)):
-            largest = (values[:, place] == top).logical_and_(free)
+        for place in range(len(places)):
+            largest = (values[:, :, place] == top).logical_and_(free)
             free.logical_xor_(largest)
-            self.chosen[:, place] = largest
+            self.chosen[:, :, place] = largest
         self.output = (top if bias is None else top.add_(bias[:, None])).view(count, -1, *cells)
-
-    def _shifted(self, bank: Tensor) -> Iterator[Tensor]:
-        """The parts (…, out, in, k, k) of a bank (…, places, out, in, reach, reach) where each place has its kernel."""
-        height, width = self.kernel
-        for place, (row, column) in enumerate(self.steps):
-            yield bank[..., place, :, :, row : row + height, column : column + width]
 
     def __call__(self, delta: Tensor) -> Iterator[tuple[str, Tensor]]:
         for name, norms in self.several([delta]):
@@ -270,11 +269,10 @@ class _PooledConvolution:
         for start in range(0, count, chunk):
             some = slice(start, start + chunk)
             rows = torch.stack([delta[some].flatten(2) for delta in deltas], 1)  # (n, passes, channels, cells)
-            spread = rows[:, :, None] * self.chosen[some, None]
+            spread = rows[:, :, :, None] * self.chosen[some, None]
             products = torch.bmm(spread.flatten(1, 3), self.windows[some])
-            parts = list(self._shifted(products.view(len(rows), depth, *self.bank)))
-            gradients = functools.reduce(torch.add, parts)
-            weights.append(torch.linalg.vector_norm(gradients.flatten(2), dim=2))
+            gradients = products.view(-1, self.at_place.shape[1]) @ self.at_place.T
+            weights.append(torch.linalg.vector_norm(gradients.view(len(rows), depth, -1), dim=2))
             biases.append(torch.linalg.vector_norm(rows.sum(3), dim=2))
         yield self.name, torch.cat(weights).double().square()
         if self.bias:
