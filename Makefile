@@ -38,7 +38,7 @@ test-full: install  ## The same, with slow tests, tests that download, and more 
 
 bench: $(BENCH)/.installed  ## Compare with other libraries, in an environment of its own
 	$(BENCH)/bin/python -m pytest -q -m peers tests
-	$(BENCH)/bin/python benchmarks/run.py --page docs/benchmarks.md --json build/benchmarks.json
+	$(BENCH)/bin/python benchmarks/run.py --page docs/benchmarks.md --json benchmarks/last_run.json
 
 # backpack and curvlinops would bring torchvision, which they do not need: pyproject.toml lists what they do need.
 $(BENCH)/.installed: $(SETUP)

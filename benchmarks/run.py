@@ -10,25 +10,33 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import json
+import os
 import platform
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
+from audit import audits
 from growth import growth
 from harness import FULL, SMOKE, Row, Scale
 from operators import operators
 from per_sample import per_sample
 from spectra import spectra
 
+from spiritlevel.storage import write_atomically
+
 PARTS: dict[str, Callable[[Scale], list[Row]]] = {
     "per-sample": per_sample,
     "operators": operators,
     "spectra": spectra,
+    "audit": audits,
     "growth": growth,
 }
+PICTURE = "benchmarks"
 PEERS = ("pyhessian", "backpack-for-pytorch", "curvlinops-for-pytorch", "hessian-eigenthings")
 
 
@@ -42,42 +50,73 @@ def versions() -> dict[str, str]:
     return found
 
 
-def as_markdown(rows: list[Row], about: dict[str, str]) -> str:
-    """The page docs/benchmarks.md."""
+def as_markdown(parts: dict[str, dict[str, Any]]) -> str:
+    """The page docs/benchmarks.md, from the last run of every part."""
     lines = [
         "# Benchmarks",
         "",
-        "Written by `make bench`. Ratios within one run, both sides in turns: best over best, and the median of the "
-        "rounds. A row that misses its bar says so.",
+        "Written by `make bench` from `benchmarks/last_run.json`. Ratios within one run, both sides in turns: best "
+        "over best, and the median of the rounds. A row that misses its bar says so. What limits the misses, and what was "
+        "tried, stands in [architecture.md](architecture.md).",
         "",
-        "| | what | best | median | bar | met | |",
-        "|---|---|---:|---:|---|---|---|",
+        f"![How often longer the other libraries take](pictures/{PICTURE}.svg)",
+        "",
     ]
-    for row in rows:
-        value, median = (("–" if item is None else f"{item:.3g}") for item in (row.value, row.median))
-        met = {True: "yes", False: "**no**", None: "–"}[row.met]
-        lines.append(f"| {row.area} | {row.what} | {value} | {median} | {row.bar} | {met} | {row.note} |")
-    lines += ["", "Versions: " + ", ".join(f"{name} {version}" for name, version in about.items()) + ".", ""]
+    for name, part in parts.items():
+        missed = sum(row["met"] is False for row in part["rows"])
+        barred = sum(row["met"] is not None for row in part["rows"])
+        lines += [f"## {name}", ""]
+        lines += [f"{barred - missed} of {barred} bars met.", ""] if barred else []
+        lines += ["| | what | best | median | bar | met | |", "|---|---|---:|---:|---|---|---|"]
+        for row in part["rows"]:
+            value, median = (("–" if row[item] is None else f"{row[item]:.3g}") for item in ("value", "median"))
+            met = {True: "yes", False: "**no**", None: "–"}[row["met"]]
+            cells = (row["area"], row["what"], value, median, row["bar"], met, row["note"])
+            lines.append(f"| {' | '.join(cells)} |")
+        about = ", ".join(f"{package} {version}" for package, version in part["versions"].items())
+        lines += ["", f"Took {part['seconds']:.0f} s, load of the machine before it {part['load']:.1f}; {about}.", ""]
     return "\n".join(lines)
+
+
+def draw(parts: dict[str, dict[str, Any]], folder: Path) -> None:
+    """The peers' times over ours as bars."""
+    from spiritlevel import charts
+
+    rows = [row for part in parts.values() for row in part["rows"] if row["value"] and "/ ours" in row["what"]]
+    columns = {
+        "what": [f"{row['what'].split(' / ours')[0]} ({row['area'].split(', ')[-1]})" for row in rows],
+        "time of the other library / ours": [row["value"] for row in rows],
+    }
+    if rows:
+        chart = charts.bars(
+            columns, "what", "time of the other library / ours", title="The same work by other libraries"
+        )
+        charts.save(chart, folder / PICTURE)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--smoke", action="store_true", help="a few seconds, to see that the benchmarks still run")
-    parser.add_argument("--only", choices=PARTS, help="one part alone")
-    parser.add_argument("--json", type=Path, help="also write the rows there")
+    parser.add_argument("--only", choices=PARTS, help="one part alone; the others keep their last run")
+    parser.add_argument("--json", type=Path, help="keep the last run of every part there")
     parser.add_argument("--page", type=Path, help="also write the page docs/benchmarks.md there")
     arguments = parser.parse_args()
     scale = SMOKE if arguments.smoke else FULL
     torch.set_num_threads(1 if arguments.smoke else 2)
-    rows = [row for name, part in PARTS.items() if arguments.only in (None, name) for row in part(scale)]
-    text = as_markdown(rows, versions())
-    print(text)
-    if arguments.json:
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(json.dumps({"rows": [asdict(row) for row in rows], "versions": versions()}, indent=1))
+    kept: dict[str, dict[str, Any]] = {}
+    if arguments.json and arguments.json.exists():
+        kept = json.loads(arguments.json.read_text(encoding="utf-8"))
+    for name in PARTS if arguments.only is None else (arguments.only,):
+        load, begin = os.getloadavg()[0], time.monotonic()
+        rows = [asdict(row) for row in PARTS[name](scale)]
+        kept[name] = {"rows": rows, "versions": versions(), "seconds": time.monotonic() - begin, "load": load}
+        kept = {part: kept[part] for part in PARTS if part in kept}
+        if arguments.json:  # after every part: a run that is cut short loses one part
+            write_atomically(arguments.json, json.dumps(kept, indent=1, ensure_ascii=False) + "\n")
+    print(as_markdown(kept))
     if arguments.page:
-        arguments.page.write_text(text)
+        write_atomically(arguments.page, as_markdown(kept))
+        draw(kept, arguments.page.parent / "pictures")
     return 0
 
 
