@@ -56,8 +56,8 @@ def as_markdown(parts: dict[str, dict[str, Any]]) -> str:
         "# Benchmarks",
         "",
         "Written by `make bench` from `benchmarks/last_run.json`. Ratios within one run, both sides in turns: best "
-        "over best, and the median of the rounds. A row that misses its bar says so. What limits the misses, and what was "
-        "tried, stands in [architecture.md](architecture.md).",
+        "over best, and the median of the rounds. A row that misses its bar says so; what limits it and what was "
+        "tried stands in [architecture.md](architecture.md).",
         "",
         f"![How often longer the other libraries take](pictures/{PICTURE}.svg)",
         "",
