@@ -75,7 +75,7 @@ def measure(w: Tensor, x: float) -> dict[str, float]:
     """Loss, weight norm, and trace, λ₁ and Frobenius norm of the Hessian, by autodiff in float64."""
     import torch
 
-    hessian = torch.func.hessian(lambda v: loss(v, x))(w)
+    hessian = torch.func.jacrev(torch.func.grad(lambda v: loss(v, x)))(w)
     values = torch.linalg.eigvalsh(hessian)
     return {
         "loss": float(loss(w, x)),

@@ -125,7 +125,7 @@ def _plane(config: Radial, run: Run) -> Iterator[Ruling]:
         return bowls.prod() / bowls.sum().clamp(min=1e-12)  # near one centre the other bowl's factor goes to 1
 
     def sharpness(function: Any, at: Any) -> Any:
-        return torch.func.hessian(function)(at)
+        return torch.func.jacrev(torch.func.grad(function))(at)
 
     flat, sharp = centres
     before = [torch.linalg.eigvalsh(sharpness(loss, centre))[-1] for centre in (flat, sharp)]

@@ -218,7 +218,7 @@ def judge(config: WeightDecay, rows: Sequence[Mapping[str, Any]]) -> Iterator[Ru
     paper = network.spectral_norm if usual else ()
 
     def distance(form: str) -> float:
-        return max((abs(math.log(r["λ₁"] / p)) for r, p in zip(groups[form], paper, strict=True)), default=0.0)
+        return max((abs(math.log(r["λ₁"] / p)) for r, p in zip(groups[form], paper, strict=bool(paper))), default=0.0)
 
     nearest = min(groups, key=distance)
     solutions = groups[nearest]
