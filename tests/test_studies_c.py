@@ -33,7 +33,7 @@ def test_descent_follows_the_gradient() -> None:
         objective = deep_linear.loss(w, -1.0) + 0.3 * w.square().sum() / 2
         (gradient,) = torch.autograd.grad(objective, w)
         w = w - 0.1 * gradient
-    assert deep_linear.descend(config, 0.3)[-1]["‖w‖"] == pytest.approx(float(w.norm()), rel=1e-12)
+    assert deep_linear.descend(config, 0.3)[-1]["‖w‖"] == pytest.approx(float(w.detach().norm()), rel=1e-12)
 
 
 def solutions(**changes: list[float]) -> list[dict[str, Any]]:

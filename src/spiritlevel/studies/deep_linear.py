@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from spiritlevel.studies.base import Config, Ruling, Run, Statement, Study
@@ -75,7 +76,7 @@ def measure(w: Tensor, x: float) -> dict[str, float]:
     """Loss, weight norm, and trace, λ₁ and Frobenius norm of the Hessian, by autodiff in float64."""
     import torch
 
-    hessian = torch.func.jacrev(torch.func.grad(lambda v: loss(v, x)))(w)
+    hessian = torch.func.jacrev(torch.func.grad(partial(loss, x=x)))(w)
     values = torch.linalg.eigvalsh(hessian)
     return {
         "loss": float(loss(w, x)),
