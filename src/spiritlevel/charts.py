@@ -139,14 +139,17 @@ def svg(chart: Chart, *, dark: bool = False) -> str:
 
 
 def save(chart: Chart, stem: str | Path, *, dark: bool = False) -> tuple[Path, Path]:
-    """Write `stem`.svg and `stem`.png (two pixels a point), each whole or not at all; returns both paths."""
+    """Write `stem`.svg and `stem`.png (two pixels a point), each whole or not at all; returns both paths.
+
+    The files carry no description of every single mark, which would double the size of a scatter plot.
+    """
     stem = Path(stem)
     if stem.suffix in (".svg", ".png"):
         raise InputError(f"save writes both an SVG and a PNG file: give the name without {stem.suffix!r}, got {stem}.")
     vector, pixels = stem.with_name(stem.name + ".svg"), stem.with_name(stem.name + ".png")
-    spec = chart.to_dict()
-    write_atomically(vector, vl_convert.vegalite_to_svg(spec, config=theme(dark=dark)))
-    write_atomically(pixels, vl_convert.vegalite_to_png(spec, config=theme(dark=dark), scale=2))
+    spec, config = chart.to_dict(), {**theme(dark=dark), "aria": False}
+    write_atomically(vector, vl_convert.vegalite_to_svg(spec, config=config))
+    write_atomically(pixels, vl_convert.vegalite_to_png(spec, config=config, scale=2))
     return vector, pixels
 
 
