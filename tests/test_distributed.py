@@ -6,15 +6,20 @@ The file is also the program that the processes run: `python test_distributed.py
 from __future__ import annotations
 
 import datetime
+import json
+import math
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -22,6 +27,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import spiritlevel as sl
+from spiritlevel import measuring
 from spiritlevel.errors import InputError
 
 OPERATORS = [sl.hessian, sl.gauss_newton, sl.empirical_fisher]
@@ -151,6 +157,27 @@ def size(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
+def check_measure(rank: int, ranks: int, group: Any) -> None:
+    """A report of all ranks: the numbers of one, by the clock of rank 0, and refused if the ranks would differ."""
+    net, data = problem(16)
+    options: dict[str, Any] = {"measures": ["trace", "largest_eigenvalue", "average_sharpness", "ball_sharpness"]}
+    options["parts"] = ["spectrum"]
+    alone, shared = sl.measure(net, data, **options), sl.measure(net, data, group=group, **options)
+    assert not list(differences(alone.to_dict(), shared.to_dict()))
+    with pytest.MonkeyPatch.context() as patch:
+        if rank:  # a clock that runs fast: alone this rank would find no time for anything
+            patch.setattr(measuring, "time", SimpleNamespace(monotonic=lambda: 1e6 * time.monotonic()))
+        assert len(sl.measure(net, data, time_limit=1000, group=group, **options).rows) == 4
+    refused(
+        "ranks of group= differ in their options",
+        lambda: sl.measure(net, data, measures=["trace", "weight_norm"][: 1 + min(rank, 1)], group=group),
+    )
+    refused("ranks of group= differ in their data", lambda: sl.measure(net, (data[0] + rank, data[1]), group=group))
+    if rank == 1:
+        data[0][3] = torch.nan
+    refused("input of sample 3 is NaN", lambda: sl.measure(net, data, group=group, **options))
+
+
 def check_refusals(rank: int, ranks: int, group: Any) -> None:
     """What one rank refuses all refuse, and what the ranks disagree on is refused: nobody waits for ever."""
     net, (inputs, targets) = problem()
@@ -253,16 +280,124 @@ def run(check: str, ranks: int, folder: Path, seconds: float = 250) -> list[tupl
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_several_processes_equal_one(tmp_path: Path, ranks: int) -> None:
-    results = run("products,estimators,samples,refusals,silence", ranks, tmp_path)
+    results = run("products,estimators,samples,measure,refusals,silence", ranks, tmp_path)
     assert [code for code, _ in results] == [0] * ranks, "\n\n".join(said for _, said in results)
 
 
-@pytest.mark.parametrize("check", ["death", pytest.param("standstill", marks=pytest.mark.slow)])
+@pytest.mark.slow  # the command is killed in the quick form too, below
+@pytest.mark.parametrize("check", ["death", "standstill"])
 def test_a_lost_rank_ends_the_job_with_a_sentence(tmp_path: Path, check: str) -> None:
     (code, said), *_ = run(check, 2, tmp_path)
     assert code == 1
     assert "ConnectionError: rank 0 of 2 has lost another rank, which died or does not answer" in said
     assert "start the job again." in said.strip().splitlines()[-1]
+
+
+# ---------------------------------------------------------------- the command, under torchrun
+
+NETWORK = """
+import os, signal
+import torch
+from torch import nn
+
+class Mortal(nn.Module):
+    calls = 0
+
+    def forward(self, x):
+        Mortal.calls += 1
+        if Mortal.calls == 40 and os.environ.get("RANK") == os.environ.get("VICTIM", "nobody"):
+            os.kill(os.getpid(), getattr(signal, os.environ["HARM"]))
+        return x
+
+def make():
+    torch.manual_seed(0)
+    return nn.Sequential(Mortal(), nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
+"""
+
+
+def command(folder: Path, *options: str, ranks: int = 1, **environment: str) -> subprocess.CompletedProcess[str]:
+    """`spiritlevel measure` on 101 samples, alone or with so many ranks."""
+    generator = np.random.default_rng(0)
+    for name, samples in (("train", 101), ("test", 37)):
+        x, y = generator.normal(size=(samples, 6)), generator.integers(0, 3, samples)
+        np.savez(folder / f"{name}.npz", x=x, y=y)
+    (folder / "net.py").write_text(NETWORK)
+    start = (
+        [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}"] if ranks > 1 else [sys.executable]
+    )
+    data = ["--data", "train.npz", "--test", "test.npz", "--dtype", "float64"]
+    return subprocess.run(
+        [*start, "-m", "spiritlevel", "measure", "net.py:make", *data, *options],
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+        capture_output=True,
+        text=True,
+        timeout=250,
+        check=False,
+    )
+
+
+def differences(one: Any, other: Any, where: str = "") -> Iterator[str]:
+    """The places at which two JSON values differ by more than 1e-10; times apart."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        for key in one.keys() | other.keys():
+            if key != "seconds":
+                yield from differences(one.get(key), other.get(key), f"{where}/{key}")
+    elif isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
+        for index, pair in enumerate(zip(one, other, strict=True)):
+            yield from differences(*pair, f"{where}/{index}")
+    elif isinstance(one, float) and isinstance(other, float):
+        if not math.isclose(one, other, rel_tol=1e-10, abs_tol=1e-12):
+            yield f"{where}: {one} and {other}"
+    elif one != other:
+        yield f"{where}: {one} and {other}"
+
+
+FEW = "trace,largest_eigenvalue,margin_mean,adaptive_sharpness_average"
+
+
+@pytest.mark.parametrize(
+    ("measures", "ranks"),
+    [(FEW, 2), *(pytest.param("all", ranks, marks=pytest.mark.slow) for ranks in (2, 3))],
+)
+def test_the_report_of_several_processes_is_that_of_one(tmp_path: Path, measures: str, ranks: int) -> None:
+    options = ["--measures", measures]
+    alone = command(tmp_path, *options, "--out", "one", "--json", "one.json")
+    shared = command(tmp_path, *options, "--out", "many", "--json", "many.json", ranks=ranks)
+    assert (alone.returncode, shared.returncode) == (0, 0), alone.stderr + shared.stderr
+    one, many = (json.loads((tmp_path / name).read_text()) for name in ("one.json", "many.json"))
+    assert len(one["report"]["rows"]) >= 4
+    assert not list(differences(one, many))
+    assert shared.stdout.count("The page: ") == 1, "only rank 0 prints"
+    assert (tmp_path / "many" / "report.html").exists()
+
+
+@pytest.mark.slow
+def test_bad_input_of_a_job_is_said_once(tmp_path: Path) -> None:
+    done = command(tmp_path, "--measures", "tracce", ranks=2)
+    assert done.returncode == 1, "torchrun's own"
+    assert done.stderr.count("spiritlevel: unknown measure 'tracce': did you mean 'trace'?") == 1
+    assert "exitcode: 2" in done.stderr
+    assert not (tmp_path / "report").exists()
+
+
+@pytest.mark.parametrize(
+    ("harm", "victim"),
+    [("SIGKILL", "1"), *(pytest.param(*pair, marks=pytest.mark.slow) for pair in [("SIGKILL", "0"), ("SIGSTOP", "1")])],
+)
+def test_a_lost_rank_ends_the_command_within_a_minute(tmp_path: Path, harm: str, victim: str) -> None:
+    started = time.monotonic()
+    done = command(tmp_path, ranks=2, VICTIM=victim, HARM=harm)
+    seconds = time.monotonic() - started
+    assert done.returncode == 1
+    survivor = 1 - int(victim)
+    (said,) = [line for line in done.stderr.splitlines() if line.startswith("spiritlevel: ")]
+    assert re.match(rf"spiritlevel: rank {survivor} of 2 (has lost another rank|was told to stop)", said)
+    assert "see what that one said last, and start the job again." in said
+    assert ("Set SPIRITLEVEL_PATIENCE" in said) == (harm == "SIGSTOP")
+    assert "Traceback" not in done.stderr.split("ChildFailedError")[0].split("torch/distributed/elastic")[0]
+    assert not (tmp_path / "report").exists()
+    assert seconds < (90 if harm == "SIGSTOP" else 60), "with the half minute that loading may take on a busy machine"
 
 
 def test_group_without_a_process_group_is_refused() -> None:

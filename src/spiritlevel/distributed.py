@@ -7,8 +7,12 @@ group exists.
 
 from __future__ import annotations
 
+import datetime
 import hashlib
+import os
 import re
+import signal
+import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,6 +22,59 @@ import torch.distributed as dist
 from torch import Tensor
 
 from spiritlevel.errors import InputError
+
+PATIENCE = 25.0
+"""Seconds that a rank waits for another before it gives up, unless `SPIRITLEVEL_PATIENCE` says otherwise.
+
+torchrun gives a process that hangs another 30 to end, so that the job ends within a minute.
+"""
+
+
+@contextmanager
+def job() -> Iterator[Any]:
+    """The group of the processes that `torchrun` has started, this one among them; None for a process on its own.
+
+    Gloo carries what lies on the CPU, NCCL what lies on a GPU; `"cuda"` then means the GPU with this process's local
+    rank. torchrun stops all processes as soon as one has died: here that ends as a `ConnectionError` too.
+
+    >>> with job() as group:
+    ...     group is None
+    True
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) < 2:
+        yield None
+        return
+    gpus = torch.cuda.is_available()
+    if gpus:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    try:
+        patience = float(os.environ.get("SPIRITLEVEL_PATIENCE", PATIENCE))
+        timeout = datetime.timedelta(seconds=patience)
+        dist.init_process_group("cpu:gloo,cuda:nccl" if gpus else "gloo", timeout=timeout)
+    except ValueError as error:
+        raise InputError(f"WORLD_SIZE asks for several processes, but {error}; start them with torchrun.") from error
+    except RuntimeError as error:
+        raise ConnectionError(f"the processes of this job did not find each other ({_reason(error)}).") from error
+
+    def stop(*_: object) -> None:
+        raise ConnectionError(
+            f"rank {dist.get_rank()} of {dist.get_world_size()} was told to stop, as happens when another rank has "
+            "died; see what that one said last, and start the job again."
+        )
+
+    main = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGTERM, stop) if main else None
+    try:
+        yield dist.group.WORLD
+    except ConnectionError as error:
+        if "timed out" not in str(error).lower():
+            raise
+        more = f"Set SPIRITLEVEL_PATIENCE to more than its {patience:g} seconds if the other was only slow."
+        raise ConnectionError(f"{error} {more}") from error
+    finally:
+        dist.destroy_process_group()  # its threads would abort an interpreter that ends before them
+        if main:
+            signal.signal(signal.SIGTERM, before)
 
 
 class Ranks:
@@ -127,8 +184,12 @@ class Ranks:
         try:
             yield
         except RuntimeError as error:
-            reason = re.sub(r"^\[[^\]]*\] *", "", str(error)).split(". ")[0].split("\n")[0]  # without the source line
             raise ConnectionError(
-                f"rank {self.rank} of {self.count} has lost another rank, which died or does not answer ({reason}); "
-                "see what that one said last, and start the job again."
+                f"rank {self.rank} of {self.count} has lost another rank, which died or does not answer "
+                f"({_reason(error)}); see what that one said last, and start the job again."
             ) from error
+
+
+def _reason(error: Exception) -> str:
+    """The first sentence of an error of torch.distributed, without its place in the source."""
+    return re.sub(r"^\[[^\]]*\] *", "", str(error)).split(". ")[0].split("\n")[0]

@@ -31,6 +31,7 @@ from torch.nn.modules.conv import _ConvNd
 from torch.overrides import TorchFunctionMode
 
 from spiritlevel.curvature import empirical_fisher, gauss_newton, hessian
+from spiritlevel.distributed import Ranks
 from spiritlevel.errors import InputError, NotExactError, unknown_name
 from spiritlevel.estimators import Operator, eigenvalues, frobenius_norm, operator_trace, spectral_norm
 from spiritlevel.functional import Batches, Params, Problem, along
@@ -83,10 +84,18 @@ class Setting:
     """
 
     def __init__(
-        self, model: nn.Module, data: Any, *, loss: Any = "cross_entropy", batch_norm: str = "eval", seed: int = 0
+        self,
+        model: nn.Module,
+        data: Any,
+        *,
+        loss: Any = "cross_entropy",
+        batch_norm: str = "eval",
+        seed: int = 0,
+        group: Any = None,
     ) -> None:
         self.model, self.data, self.loss, self.batch_norm, self.seed = model, data, loss, batch_norm, seed
         self.options = {"loss": loss, "batch_norm": batch_norm}
+        self.shared = {**self.options, "group": group}  # for what the ranks of a group compute together
         self._after: tuple[Transformed, _Ends] | None = None
 
     @functools.cached_property
@@ -99,6 +108,11 @@ class Setting:
         """The data in an order that repeats."""
         whole = self.batch_norm == "batch"
         return Batches(self.data, size=None if whole else _BATCH, whole=whole)
+
+    @functools.cached_property
+    def ranks(self) -> Ranks:
+        """The processes that share the sums over the data."""
+        return Ranks(self.shared["group"], self.problem.device)
 
     @functools.cached_property
     def count(self) -> int:
@@ -122,6 +136,12 @@ class Setting:
             if len(targets):
                 yield self.problem.place(inputs, targets)
 
+    def mine(self) -> Iterator[tuple[Any, Tensor]]:
+        """Those of the batches that are for this rank: all of them without a group."""
+        for index, (inputs, targets) in enumerate(self.batches):
+            if self.ranks.takes(index) and len(targets):
+                yield self.problem.place(inputs, targets)
+
     def check(self) -> None:
         """Raise `InputError` unless every sample fits the model and the loss: one forward pass."""
         start = 0
@@ -132,31 +152,34 @@ class Setting:
 
     def loss_at(self, theta: Tensor) -> float:
         """L at other parameters."""
-        params, total = self.split(theta), 0.0
-        with self.problem.active(), torch.no_grad():
-            for inputs, targets in self.each():
-                total += float(self.problem.losses(params, inputs, targets).double().sum())
-        return total / self.count
+        params, total = self.split(theta), torch.zeros((), dtype=torch.float64)
+        with self.ranks.together(), self.problem.active(), torch.no_grad():
+            for inputs, targets in self.mine():
+                total += self.problem.losses(params, inputs, targets).double().sum().cpu()
+        self.ranks.add([total])
+        return float(total) / self.count
 
     def gradient_at(self, theta: Tensor) -> tuple[float, Tensor]:
         """L and ∇L at other parameters."""
-        total, gradient = 0.0, torch.zeros_like(theta)
-        with self.problem.active():
-            for inputs, targets in self.each():
+        total, gradient = torch.zeros((), dtype=torch.float64), torch.zeros_like(theta)
+        with self.ranks.together(), self.problem.active():
+            for inputs, targets in self.mine():
                 leaf = theta.detach().clone().requires_grad_()
                 value = self.problem.losses(self.split(leaf), inputs, targets).sum()
                 gradient += torch.autograd.grad(value, leaf)[0]
-                total += float(value.detach())
-        return total / self.count, gradient / self.count
+                total += value.detach().double().cpu()
+        self.ranks.add([total, gradient])
+        return float(total) / self.count, gradient / self.count
 
     def errors_at(self, theta: Tensor) -> float:
         """The share of misclassified samples at other parameters."""
-        params, wrong = self.split(theta), 0
-        with self.problem.active(), torch.no_grad():
-            for inputs, targets in self.each():
+        params, wrong = self.split(theta), torch.zeros((), dtype=torch.int64)
+        with self.ranks.together(), self.problem.active(), torch.no_grad():
+            for inputs, targets in self.mine():
                 logits, labels = _as_classes(self.problem.outputs(params, inputs), targets)
-                wrong += int((signed_margin(logits, labels) <= 0).sum())
-        return wrong / self.count
+                wrong += (signed_margin(logits, labels) <= 0).sum().cpu()
+        self.ranks.add([wrong])
+        return int(wrong) / self.count
 
     @functools.cached_property
     def start(self) -> tuple[float, Tensor]:
@@ -175,18 +198,18 @@ class Setting:
     @functools.cached_property
     def hessian(self) -> Operator:
         """H as an operator."""
-        return hessian(self.model, self.data, **self.options)
+        return hessian(self.model, self.data, **self.shared)
 
     @functools.cached_property
     def gauss_newton(self) -> Operator:
         """The Gauss-Newton matrix as an operator."""
-        return gauss_newton(self.model, self.data, **self.options)
+        return gauss_newton(self.model, self.data, **self.shared)
 
     @functools.cached_property
     def traces(self) -> SampleTraces:
         """Per-sample traces of H, split by parameter where that is free."""
         free = self.structure.exact and self.problem.loss.closed_form
-        return sample_traces(self.model, self.data, per_layer=free, seed=self.seed, **self.options)
+        return sample_traces(self.model, self.data, per_layer=free, seed=self.seed, **self.shared)
 
     @functools.cached_property
     def spectrum(self) -> _Ends:
@@ -205,7 +228,7 @@ class Setting:
     @functools.cached_property
     def margins(self) -> Margins:
         """Output margins of all samples."""
-        return margins(self.model, self.data, **self.options)
+        return margins(self.model, self.data, **self.shared)
 
     @functools.cached_property
     def hidden(self) -> Margins:
@@ -213,7 +236,7 @@ class Setting:
         layers = [index for index, call in enumerate(self.calls) if isinstance(call.module, nn.Linear | _ConvNd)]
         if not layers or not layers[-1]:
             raise InputError("a hidden-layer margin needs a network with a layer in front of its last one.")
-        return margins(self.model, self.data, distance=2, layer=self.calls[layers[-1] - 1].name, **self.options)
+        return margins(self.model, self.data, distance=2, layer=self.calls[layers[-1] - 1].name, **self.shared)
 
     @functools.cached_property
     def logits(self) -> tuple[Tensor, Tensor, Tensor]:

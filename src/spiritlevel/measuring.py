@@ -22,9 +22,10 @@ from torch.utils._pytree import tree_map
 
 from spiritlevel import __version__
 from spiritlevel.audit import audit as run_audit
+from spiritlevel.distributed import Ranks
 from spiritlevel.errors import InputError, NotExactError, unknown_name
 from spiritlevel.estimators import spectrum
-from spiritlevel.functional import Batches, Problem, preserved_random_state
+from spiritlevel.functional import Batches, Fingerprint, Problem, preserved_random_state
 from spiritlevel.landscape import landscape
 from spiritlevel.losses import aceht
 from spiritlevel.measures import Measure, Setting, select
@@ -78,6 +79,7 @@ def measure(
     name: str | None = None,
     classes: Sequence[str] = (),
     progress: Progress | None = None,
+    group: Any = None,
     seed: int = 0,
 ) -> Report:
     """How flat a model is, how wide its margins are, how sure that is, and how much of it the parametrisation decides.
@@ -101,6 +103,9 @@ def measure(
         name: of the model in the report; its class unless given.
         classes: names of the classes, for the page.
         progress: called with (what, done, total) before every step.
+        group: a `torch.distributed` group whose ranks all make this same call. Traces, margins, products of the Hessian
+            and of the Gauss-Newton matrix, losses and gradients are shared; all else, audit and landscape among it,
+            every rank computes for itself. Rank 0 decides what fits the time limit; all return the same report.
         seed: of everything random.
 
     Cost: the measures (about 150 forward passes by default), audit, 200 Hessian products and 289 forward passes on
@@ -112,7 +117,12 @@ def measure(
     ('exact', 'changes')
     """
     with preserved_random_state():  # libraries that are imported on first use may draw from the global states
-        run = _Run(model, train, test, loss, measures, parts, samples, batch_norm, time_limit, progress, seed)
+        device = next((p.device for p in model.parameters()), "cpu") if isinstance(model, nn.Module) else "cpu"
+        with Ranks(group, device).together():
+            run = _Run(
+                model, train, test, loss, measures, parts, samples, batch_norm, time_limit, progress, group, seed
+            )
+        run.agree()
         run.everything()
     return run.report(name or type(model).__name__, tuple(str(item) for item in classes))
 
@@ -138,6 +148,7 @@ class _Run:
         batch_norm: str,
         time_limit: float | None,
         progress: Progress | None,
+        group: Any,
         seed: int,
     ) -> None:
         self.begin = time.monotonic()
@@ -156,8 +167,10 @@ class _Run:
         if kinds & {torch.float16, torch.bfloat16}:
             self.dtype += f", a copy of a {_kind(next(iter(kinds & {torch.float16, torch.bfloat16})))} model"
         self.data, self.indices, self.population = subset(train, samples, seed, batch_norm)
-        self.here = Setting(self.model, self.data, loss=loss, batch_norm=batch_norm, seed=seed)
-        self.there = Setting(self.model, test, loss=loss, batch_norm=batch_norm) if test is not None else None
+        self.here = Setting(self.model, self.data, loss=loss, batch_norm=batch_norm, seed=seed, group=group)
+        self.there = None
+        if test is not None:
+            self.there = Setting(self.model, test, loss=loss, batch_norm=batch_norm, group=group)
         begin = time.monotonic()
         self.here.check()  # data that cannot be measured fail before anything is
         self.forward = time.monotonic() - begin
@@ -167,6 +180,20 @@ class _Run:
         self.values: dict[str, ReportRow] = {}
         self.left_out: dict[str, str] = {}
         self.partial = ""
+
+    def agree(self) -> None:
+        """Raise `InputError` unless all ranks are about to measure the same: else one would wait for another."""
+        ranks = self.here.ranks
+        if ranks.count == 1:
+            return
+        self.here.problem.shared_by(ranks.group)
+        mark = Fingerprint()
+        with ranks.together():
+            for setting in filter(None, (self.here, self.there)):
+                for inputs, targets in setting.batches:
+                    mark.update(inputs, targets)
+        ranks.same(str(mark), "their data")
+        ranks.same(([each.name for each in self.chosen], self.parts, self.limit, self.seed), "their options")
 
     # ------------------------------------------------------------ the steps
 
@@ -199,12 +226,8 @@ class _Run:
         for number, step in enumerate(steps):
             try:
                 self.progress(step.name, number, len(steps))
-                if self.limit is not None and (left := self.limit - (time.monotonic() - self.begin)) < (
-                    cost := step.passes * self.forward
-                ):
-                    self.left_out[step.name] = (
-                        f"about {cost:.1f} s, and {max(left, 0):.1f} s of the time limit were left"
-                    )
+                if reason := self._too_long(step):
+                    self.left_out[step.name] = reason
                     continue
                 step.work()
             except (InputError, NotExactError) as error:
@@ -213,6 +236,15 @@ class _Run:
                 self.partial = f"interrupted at step {number + 1} of {len(steps)}, {step.name}"
                 self.left_out |= {later.name: "interrupted" for later in steps[number:]}
                 return
+
+    def _too_long(self, step: _Step) -> str:
+        """Why a step does not fit the time limit any more, or nothing; by the clock of rank 0."""
+        if self.limit is None:
+            return ""
+        left, cost = self.limit - (time.monotonic() - self.begin), step.passes * self.forward
+        times = self.here.ranks.first(torch.tensor([left, cost], device=self.here.problem.device))
+        left, cost = times.tolist()
+        return f"about {cost:.1f} s, and {max(left, 0):.1f} s of the time limit were left" if left < cost else ""
 
     def _passes(self, each: Measure) -> float:
         if each.name in _DEAR:
@@ -359,7 +391,7 @@ class _Run:
 
     def _spectrum(self) -> None:
         few = self._few()
-        there = self.here if few is self.data else Setting(self.model, few, seed=self.seed, **self.here.options)
+        there = self.here if few is self.data else Setting(self.model, few, seed=self.seed, **self.here.shared)
         self.found["spectrum"] = spectrum(there.hessian, k=2, probes=_PROBES, steps=_STEPS, seed=self.seed)
 
     def _landscape(self) -> None:

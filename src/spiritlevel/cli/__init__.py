@@ -98,7 +98,7 @@ def _run(command: Command) -> int:
         if command.json is not None:
             check_writable(command.json)
         payload, passed = command.run()
-        if command.json is not None:
+        if command.json is not None and payload is not None:
             from spiritlevel.results import write_atomically
 
             heading = {"command": type(command).__name__, "version": __version__, "seed": command.seed}

@@ -20,9 +20,12 @@ DONE, CHECK_FAILED, BAD_INPUT, BUG, INTERRUPTED, PIPE_CLOSED = 0, 1, 2, 70, 130,
 
 
 class Outcome(NamedTuple):
-    """What a command found, as plain values for JSON, and whether all its checks passed."""
+    """What a command found, as plain values for JSON, and whether all its checks passed.
 
-    payload: dict[str, Any]
+    Nothing (None) was found by a process whose rank 0 tells it.
+    """
+
+    payload: dict[str, Any] | None
     passed: bool = True
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -13,6 +14,7 @@ from spiritlevel.cli.base import Command, Outcome, ProgressBar, say
 from spiritlevel.errors import InputError
 
 if TYPE_CHECKING:
+    from spiritlevel.distributed import Ranks
     from spiritlevel.loading import Samples
     from spiritlevel.results import Comparison, Report
 
@@ -64,13 +66,41 @@ class Measure(OnData):
     """Measure what fits, and list the rest."""
 
     def run(self) -> Outcome:
-        """Load, measure, write the page, show the numbers."""
+        """Load, measure, write the page, show the numbers; of several processes (torchrun) rank 0 does all but measure.
+
+        What one rank refuses all refuse, and rank 0 says it.
+        """
         check_folder(self.out)
+        from spiritlevel.distributed import Ranks, job
+        from spiritlevel.measuring import silent
+
+        with job() as group, ProgressBar() as bar:
+            ranks = Ranks(group)
+            progress = silent if ranks.rank else bar
+            try:
+                report = self._measured(ranks, progress)
+            except InputError:  # of all ranks: rank 0 says it, and gives the job its exit code
+                if ranks.rank == 0:
+                    raise
+            if ranks.rank:
+                return Outcome(None)
+            progress("writing the page", 0, 0)
+            write_run(report, self.out)
+        from spiritlevel.cli.show import show_report
+
+        show_report(report)
+        print(f"The page: {self.out / 'report.html'}")
+        finish(report)
+        return Outcome({"report": report.to_dict()})
+
+    def _measured(self, ranks: Ranks, progress: Callable[[str, int, int], None]) -> Report:
         from spiritlevel import data as named
         from spiritlevel.loading import check_classes, load_model, load_samples
         from spiritlevel.measuring import measure
 
-        with ProgressBar() as progress:
+        with ranks.together():
+            if ranks.count > 1 and str(self.device).startswith("cuda:"):
+                raise InputError("--device is cuda, without a number, under torchrun: every process takes its own GPU.")
             progress("loading", 0, 0)
             model = load_model(self.model, self.weights, device=self.device, dtype=self.dtype)
             train = load_samples(self.data)
@@ -80,31 +110,24 @@ class Measure(OnData):
             elif self.data in named.names():
                 test = load_samples(self.data, "test")
             check_classes(train, test, model)
-            report = measure(
-                model,
-                train.data,
-                test=None if test is None else test.data,
-                loss=self.loss,
-                measures=self.names,
-                samples=self.samples,
-                batch_norm=self.batch_norm,
-                time_limit=self.time_limit,
-                name=self.model if self.weights is None else f"{self.model} ({self.weights.name})",
-                classes=train.classes,
-                progress=progress,
-                seed=self.seed,
-            )
-            sources = {"model": self.model, "weights": str(self.weights or "as built"), "train data": train.name}
-            sources |= {} if test is None else {"test data": test.name}
-            report = dataclasses.replace(report, settings={**sources, **report.settings})
-            progress("writing the page", 0, 0)
-            write_run(report, self.out)
-        from spiritlevel.cli.show import show_report
-
-        show_report(report)
-        print(f"The page: {self.out / 'report.html'}")
-        finish(report)
-        return Outcome({"report": report.to_dict()})
+        report = measure(
+            model,
+            train.data,
+            test=None if test is None else test.data,
+            loss=self.loss,
+            measures=self.names,
+            samples=self.samples,
+            batch_norm=self.batch_norm,
+            time_limit=self.time_limit,
+            name=self.model if self.weights is None else f"{self.model} ({self.weights.name})",
+            classes=train.classes,
+            progress=progress,
+            group=ranks.group,
+            seed=self.seed,
+        )
+        sources = {"model": self.model, "weights": str(self.weights or "as built"), "train data": train.name}
+        sources |= {} if test is None else {"test data": test.name}
+        return dataclasses.replace(report, settings={**sources, **report.settings})
 
 
 def finish(report: Report) -> None:
