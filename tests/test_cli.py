@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import json
+import resource
 import signal
 import subprocess
 import sys
@@ -58,11 +59,11 @@ def test_help_is_quick_and_does_without_torch() -> None:
     code = "import sys; from spiritlevel.cli import main; main(['--help']); print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.endswith("False\n")
     seconds = []
-    for _ in range(3):
-        begin = time.perf_counter()
+    for _ in range(3):  # time of the processor, which other work on the machine does not lengthen
+        begin = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
         assert run("--help").returncode == 0
-        seconds.append(time.perf_counter() - begin)
-    assert min(seconds) < 0.5
+        seconds.append(resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - begin)
+    assert 0 < min(seconds) < 0.5
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -73,7 +74,11 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("args", "sentence"),
     [
-        (["dmo"], "Unrecognized options: dmo. Available subcommands: "),
+        (["dmo"], "unknown command 'dmo': did you mean 'demo'?"),
+        (["data", "lst"], "unknown command 'lst': did you mean 'list'?"),
+        (["measure", "mlp", "--data", "digits", "--measures", "trace", "path_norm"], "--measures takes one list, with"),
+        (["compare", "mlp", "mlp", "--data", "digits", "--weights", "a.pt"], "--weights takes PATH PATH, got ['a.pt']"),
+        (["measure", "net.py", "--data", "digits"], "lacks the function that makes it: write net.py:function."),
         (["demo", "--sede", "1"], "Unrecognized options: --sede"),
         (["demo", "--seed", "one"], "--seed: invalid literal for int"),
         (["demo", "--epochs", "0"], "demo needs at least 1 epoch, got 0."),
@@ -253,7 +258,8 @@ def test_measure_compare_and_report_end_in_pages(
     assert cli.main(["compare", *models, "--data", "test.npz", "--measures", measures, "--out", "pair"]) == 0
     shown = capsys.readouterr().out
     assert "Trust late: it classifies" in shown
-    assert "within ×" in shown
+    assert "(×" in shown
+    assert "…" not in shown  # nothing is cut off
     assert max(map(len, shown.splitlines())) <= 80
     assert sl.Comparison.from_json(own / "pair" / "report.json").names == ("early", "late")
 

@@ -13,6 +13,7 @@ import spiritlevel as sl
 from spiritlevel import measuring
 from spiritlevel.errors import InputError
 from spiritlevel.measuring import measure, subset
+from spiritlevel.results import Audit, AuditRow, Certificate, Estimate
 
 FAST = ["trace", "weight_norm", "mean_aceht", "margin_mean"]
 
@@ -174,6 +175,25 @@ def test_wrong_arguments_are_refused_before_the_work(options: dict[str, Any], se
     assert steps == []
 
 
+def test_what_the_audit_could_not_decide_is_not_said_to_stay() -> None:
+    def row(measure: str, transform: str, verdict: str, ratio: float) -> AuditRow:
+        return AuditRow(measure, transform, Estimate(1.0), Estimate(ratio), ratio, math.nan, verdict, False)
+
+    def keeps(scale: float) -> Certificate:
+        return Certificate("rescale", "outputs", scale, ("eval",), 0.0, 0.0, 2, "noise")
+
+    rows = [row("stays", "same", "invariant", 1.0), row("stays", "doubled", "changes", 2.0)]
+    rows += [row("undecided", "same", "invariant", 1.0), row("undecided", "same too", "unstable", 1.1)]
+    rows += [row("moves", "same", "unstable", 1.1), row("moves", "same too", "changes", 0.25)]
+    rows += [row("vanishes", "same", "changes", 0.0)]
+    audit = Audit(tuple(rows), certificates={"same": keeps(1.0), "same too": keeps(1.0), "doubled": keeps(2.0)})
+    moved = audit.moved()
+    assert math.isnan(moved.pop("undecided"))
+    assert moved == {"stays": 1.0, "moves": 4.0, "vanishes": math.inf}
+    sentences = list(measuring._about_audit(audit))
+    assert sentences == ["These kept their value wherever the function stayed the same: stays."]
+
+
 def test_half_precision_is_told() -> None:
     report = measure(net().to(torch.bfloat16), points(), measures=["weight_norm"], parts=[])
     assert report.settings["dtype"] == "float32, a copy of a bfloat16 model"
@@ -181,8 +201,8 @@ def test_half_precision_is_told() -> None:
 
 def test_the_factor_of_the_audit_leaves_out_what_changes_the_outputs() -> None:
     audit = sl.audit(net(), points(), measures=["trace", "margin_mean"], search=False)
-    factors = measuring.moved_by(audit)
+    factors = audit.moved()
     row = audit.row("trace", "rescale_layers")
     assert factors["trace"] >= max(row.ratio, 1 / row.ratio)
     assert audit.row("margin_mean", "scale_last_layer").verdict == "changes"
-    assert "margin_mean" not in factors
+    assert factors["margin_mean"] == 1

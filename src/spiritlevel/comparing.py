@@ -19,8 +19,8 @@ from spiritlevel.functional import Problem
 from spiritlevel.losses import aceht
 from spiritlevel.margins import margins
 from spiritlevel.measures import Measure, Setting, select
-from spiritlevel.measuring import FEW, RESAMPLES, Progress, moved_by, outcomes, silent, subset, times
-from spiritlevel.results import Comparison, ComparisonRow, Estimate
+from spiritlevel.measuring import FEW, RESAMPLES, Progress, outcomes, silent, subset
+from spiritlevel.results import Comparison, ComparisonRow, Estimate, largest, times
 
 __all__ = ["compare"]
 
@@ -300,23 +300,25 @@ class _Pair:
                     **setting.options,
                 )
                 if found.rows:
-                    for name in movable:
-                        factors[name] = max(factors.get(name, 1.0), moved_by(found).get(name, 1.0))
+                    for name, factor in found.moved().items():
+                        factors[name] = largest((factors.get(name, 1.0), factor))
             if not factors:
                 self.left_out["audit"] = "none of the transforms that keep the function applies to these networks"
         judged = []
         for row in rows:
             if row.name in movable:
-                factor = factors.get(row.name, math.nan if reason else 1.0)
+                factor = factors.get(row.name, math.nan if reason or factors else 1.0)
                 size = max(abs(row.ratio), 1 / abs(row.ratio)) if row.ratio else math.inf
                 note, verdict = row.note, row.verdict
                 if factor == 1.0:
                     pass  # the audit left it as it is
                 elif row.ratio < 0 or math.isnan(row.ratio):
                     verdict, note = "not comparable", reason or "the values differ in sign, or one is 0"
-                elif reason or size <= factor:
+                elif math.isnan(factor):
                     verdict = "not comparable"
-                    note = reason or f"the audit moved it {times(factor)}-fold"
+                    note = reason or "the audit could not decide whether the parametrisation moves it"
+                elif size <= factor:
+                    verdict, note = "not comparable", f"the audit moved it {times(factor)}-fold"
                 row = dataclasses.replace(row, factor=factor, verdict=verdict, note=note, invariant=factor == 1.0)
             judged.append(row)
         return judged

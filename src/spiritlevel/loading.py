@@ -105,6 +105,8 @@ def _built_in(spec: str) -> nn.Module:
 
 def _own_model(spec: str) -> nn.Module:
     if ":" not in spec:
+        if spec.endswith(".py"):
+            raise InputError(f"the model {spec!r} lacks the function that makes it: write {spec}:function.")
         near = difflib.get_close_matches(spec, models.NAMES, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise InputError(

@@ -38,6 +38,7 @@ from spiritlevel.results import (
     Report,
     ReportRow,
     SampleTraces,
+    times,
 )
 from spiritlevel.stats import correlate, skewness
 
@@ -175,7 +176,10 @@ class _Run:
         self.here.check()  # data that cannot be measured fail before anything is
         self.forward = time.monotonic() - begin
         if self.there is not None:
-            self.there.check()
+            try:
+                self.there.check()
+            except InputError as error:
+                raise InputError(f"test data: {error}") from error
         self.found: dict[str, Any] = {"fits": {}, "correlations": {}, "layers": {}}
         self.values: dict[str, ReportRow] = {}
         self.left_out: dict[str, str] = {}
@@ -544,11 +548,7 @@ def _headline(report: Report) -> Iterator[str]:
     """What the numbers say; each sentence only if its numbers are there."""
     if report.partial:
         yield f"This report is not complete: {report.partial}."
-    fits = [
-        f"{fit.accuracy.value:.1%}{_plus_minus(fit.accuracy.data_stderr, '.1%')} of {fit.samples:,} {name} samples"
-        for name, fit in report.fits.items()
-        if not math.isnan(fit.accuracy.value)
-    ]
+    fits = [_about_fit(name, fit) for name, fit in report.fits.items() if not math.isnan(fit.accuracy.value)]
     if fits:
         yield f"It classifies {' and '.join(fits)} correctly."
     values = {row.name: row for row in report.rows}
@@ -557,20 +557,43 @@ def _headline(report: Report) -> Iterator[str]:
     margin = report.margins
     if margin is not None:
         skew = skewness(margin.signed)
-        shape = "" if math.isnan(skew) else f", with skewness {skew:.2f}"
-        yield f"The median output margin is {float(margin.signed.median()):.3g}{shape}." + _about_correlation(report)
+        shape = "" if math.isnan(skew) else f", their skewness {_signed(skew)}"
+        centre = f"{_signed(float(margin.signed.mean()))} on average and {_signed(float(margin.signed.median()))}"
+        yield f"The output margins are {centre} in the median{shape}." + _about_correlation(report)
     if report.audit is not None:
         yield from _about_audit(report.audit)
 
 
-def _plus_minus(error: float | None, style: str) -> str:
-    """95 % limits of a standard error."""
-    return f" ± {1.96 * error:{style}}" if error and not math.isnan(error) else ""
+def _about_fit(name: str, fit: Fit) -> str:
+    error = fit.accuracy.data_stderr
+    limits = f" ± {1.96 * error:.1%}" if error and not math.isnan(error) else ""
+    seen = f" ({fit.samples:,} measured)" if fit.samples < fit.population else ""
+    return f"{fit.accuracy.value:.1%}{limits} of the {fit.population:,} {name} samples{seen}"
+
+
+def _signed(value: float) -> str:
+    """Two decimals with a true minus sign."""
+    return f"{value:.2f}".replace("-", "−")
+
+
+def _with_error(value: float, error: float) -> str:
+    """A value and its 95 % limits, two digits of these and no more of the value.
+
+    >>> _with_error(64.5312, 5.4), _with_error(0.0123456, 0.0), _with_error(1234.6, 200.0)
+    ('65 ± 11', '0.01235', '1,235 ± 392')
+    """
+    if not error or math.isnan(error):
+        return f"{value:.4g}" if abs(value) < 1e4 else f"{value:,.0f}"
+    limits = 1.96 * error
+    places = max(0, 1 - math.floor(math.log10(limits)))
+    if places > 6 or abs(value) >= 1e9:
+        return f"{value:.4g} ± {limits:.2g}"
+    return f"{value:,.{places}f} ± {limits:,.{places}f}"
 
 
 def _about_trace(report: Report, row: ReportRow) -> str:
     error = math.hypot(row.value.stderr, row.value.data_stderr or 0.0)
-    text = f"The mean Hessian trace is {row.value.value:.4g}{_plus_minus(error, '.2g')}"
+    text = f"The mean Hessian trace is {_with_error(row.value.value, error)}"
     if report.layers:
         layer, share = max(report.layers.items(), key=lambda item: item[1])
         text += f", {share:.0%} of it in {layer}"
@@ -578,8 +601,8 @@ def _about_trace(report: Report, row: ReportRow) -> str:
     if traces is not None and found is not None and found.correct.any() and not found.correct.all():
         right, wrong = traces.values[found.correct].mean(), traces.values[~found.correct].mean()
         if right > 0:
-            ratio = float(wrong / right)
-            text += f"; the loss is {ratio:.2g} times as curved at a misclassified sample as at a correct one"
+            ratio = float(f"{wrong / right:.2g}")
+            text += f"; the loss is {times(ratio)} times as curved at a misclassified sample as at a correct one"
     return text + "."
 
 
@@ -588,44 +611,16 @@ def _about_correlation(report: Report) -> str:
     if found is None or math.isnan(found.r):
         return ""
     way = "falls" if found.spearman < 0 else "grows"
-    return f" Among correct samples the curvature {way} with the margin (rank correlation {found.spearman:.2f})."
+    return f" Among correct samples the curvature {way} with the margin (rank correlation {_signed(found.spearman)})."
 
 
 def _about_audit(found: Audit) -> Iterator[str]:
-    factors = moved_by(found)
-    if "trace" in factors and factors["trace"] > 1:
+    moved = found.moved()
+    if moved.get("trace", 1.0) > 1:
         yield (
-            f"Scaling layers moves the trace at least {times(factors['trace'])}-fold while the outputs stay the same: "
+            f"Scaling layers moves the trace at least {times(moved['trace'])}-fold while the outputs stay the same: "
             "compare it between networks only beyond that factor."
         )
-    kept = [name for name in dict.fromkeys(row.measure for row in found.rows) if name not in factors]
-    if kept and found.rows:
+    kept = [name for name, factor in moved.items() if factor == 1]
+    if kept:
         yield f"These kept their value wherever the function stayed the same: {', '.join(kept)}."
-
-
-def times(factor: float) -> str:
-    """A factor in words that people read.
-
-    >>> times(97312.4), times(3.14159)
-    ('97,312', '3.14')
-    """
-    return f"{factor:,.0f}" if 100 <= factor < 1e9 else f"{factor:.3g}"
-
-
-def moved_by(found: Audit) -> dict[str, float]:
-    """How far each measure was moved at the same outputs, by transforms and by the search; unmoved ones are left out.
-
-    >>> moved_by(Audit(()))
-    {}
-    """
-    factors: dict[str, float] = {}
-    for row in found.rows:
-        certificate = found.certificates.get(row.transform)
-        if row.verdict == "changes" and certificate is not None and certificate.scale == 1.0:
-            ratio = abs(row.ratio)
-            factor = max(ratio, 1 / ratio) if ratio > 0 else math.inf
-            factors[row.measure] = max(factors.get(row.measure, 1.0), factor)
-    for worst in found.worst:
-        if not math.isnan(worst.factor):
-            factors[worst.measure] = max(factors.get(worst.measure, 1.0), worst.factor)
-    return factors

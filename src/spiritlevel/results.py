@@ -10,7 +10,7 @@ import dataclasses
 import json
 import math
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import NoneType, UnionType
@@ -686,7 +686,7 @@ class WorstFactor(Result):
 
     def __str__(self) -> str:
         return (
-            f"{self.measure} can be moved at least {self.factor:,.4g}-fold at the same outputs: "
+            f"{self.measure} can be moved at least {times(self.factor)}-fold at the same outputs: "
             f"{self.before:.4g} became {self.lowest:.4g} and {self.highest:.4g}"
         )
 
@@ -717,6 +717,26 @@ class Audit(Result):
                 return row
         raise InputError(f"the audit holds no row of measure {measure!r} under transform {transform!r}.")
 
+    def moved(self) -> dict[str, float]:
+        """How far each measure was moved while every output stayed the same, by a transform or by the search.
+
+        1 where it stayed under all of them; infinite where it became 0 or changed its sign; NaN where it was seen to
+        move nowhere but something could not be decided. Transforms that change the outputs do not count.
+
+        >>> Audit(()).moved()
+        {}
+        """
+        factors: dict[str, list[float]] = {}
+        for row in self.rows:
+            certificate = self.certificates.get(row.transform)
+            if certificate is not None and certificate.scale == 1.0:
+                moved = max(row.ratio, 1 / row.ratio) if row.ratio > 0 else math.inf
+                factor = {"invariant": 1.0, "changes": moved}.get(row.verdict, math.nan)
+                factors.setdefault(row.measure, []).append(factor)
+        for worst in self.worst:
+            factors.setdefault(worst.measure, []).append(worst.factor)
+        return {name: largest(found) for name, found in factors.items()}
+
     def __str__(self) -> str:
         measures = list(dict.fromkeys(row.measure for row in self.rows))
         transforms = list(dict.fromkeys(row.transform for row in self.rows))
@@ -734,6 +754,28 @@ class Audit(Result):
         return "\n".join(
             [*_table(table, height), *(textwrap.fill(note, 100, subsequent_indent="  ") for note in notes)]
         )
+
+
+def largest(factors: Iterable[float]) -> float:
+    """The largest factor; an undecided one (NaN) counts only if none is above 1.
+
+    >>> largest([1.0, math.nan, 3.0]), largest([1.0, math.nan]), largest([1.0])
+    (3.0, nan, 1.0)
+    """
+    every = list(factors)
+    known = [factor for factor in every if not math.isnan(factor)]
+    return max(known) if known and (len(known) == len(every) or max(known) > 1) else math.nan
+
+
+def times(factor: float) -> str:
+    """A factor as people read it, in three digits.
+
+    >>> times(327886.0), times(3.14159), times(2.5e12), times(math.inf)
+    ('328,000', '3.14', '2.5e12', 'infinitely')
+    """
+    if math.isinf(factor):
+        return "infinitely"
+    return f"{float(f'{factor:.3g}'):,.0f}" if 100 <= factor < 1e9 else _digits(factor, 3)
 
 
 def _short(estimate: Estimate) -> str:

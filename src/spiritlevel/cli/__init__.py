@@ -42,7 +42,7 @@ from spiritlevel.cli.demo import Demo
 from spiritlevel.cli.measure import Measure
 from spiritlevel.cli.report import Report
 from spiritlevel.cli.reproduce import Reproduce
-from spiritlevel.errors import InputError, NotExactError
+from spiritlevel.errors import InputError, NotExactError, unknown_name
 
 
 @dataclass(frozen=True)
@@ -66,9 +66,25 @@ def _sentence(box: str) -> str:
     """The sections of tyro's boxed complaint as sentences, without its title and the help text."""
     lines = [line.strip("│ ") for line in re.sub(r"\x1b\[[0-9;]*m", "", box).splitlines()]
     sections = re.split(r"^(?:[-─]{3,}|[╭╰].*)$", "\n".join(lines), flags=re.MULTILINE)[1:]
-    sentences = [" ".join(text.split()).rstrip(".") for text in sections]
+    sentences = [_plain(" ".join(text.split()).rstrip(".")) for text in sections]
     wanted = [text for text in sentences if text and not text.startswith(("For full helptext", "Argument helptext"))]
-    return ". ".join([*wanted, "See `spiritlevel --help`."]) if wanted else box
+    text = ". ".join(wanted)
+    if misspelt := re.match(r"Unrecognized options: (\w+)\S*.*Available subcommands: (.*)", text):
+        return str(unknown_name("command", misspelt[1], misspelt[2].split(", ")))
+    return f"{text}. See `spiritlevel --help`." if wanted else box
+
+
+def _plain(complaint: str) -> str:
+    """A union's complaint, which names Python's types, as what the option takes and what it got.
+
+    >>> _plain("Error parsing --weights: no type matching {None}|{PATH PATH} could be instantiated from ['a.pt']. Got")
+    "--weights takes PATH PATH, got ['a.pt']"
+    """
+    union = re.match(r"Error parsing (\S+): no type matching (.*) could be instantiated from (\[.*?\])", complaint)
+    if union is None:
+        return complaint
+    wanted = " or ".join(kind for kind in re.findall(r"{(.*?)}", union[2]) if kind != "None")
+    return f"{union[1]} takes {wanted}, got {union[3]}"
 
 
 def _parse(args: list[str]) -> Command | int:
@@ -88,7 +104,9 @@ def _parse(args: list[str]) -> Command | int:
     except SystemExit as exit_:
         if exit_.code in (None, 0):
             return DONE
-        say(_sentence(complaint.getvalue()))
+        lists = [option for option in ("--measures", "--transforms") if option in args]
+        hint = f"{lists[0]} takes one list, with commas and no spaces." if lists else ""
+        say(f"{_sentence(complaint.getvalue())} {hint}")
         return BAD_INPUT
     return parsed.command.command if isinstance(parsed.command, Data) else parsed.command
 

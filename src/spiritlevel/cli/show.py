@@ -16,25 +16,21 @@ def show_report(report: Report, console: Console | None = None) -> None:
     """The measures with their errors, what the audit did to each, and the headline."""
     from rich.console import Console
 
-    from spiritlevel.measuring import moved_by, times
-
     console = console or Console(highlight=False)
     console.print(
         f"{report.name}: {report.parameters:,} parameters, {report.settings['samples']} samples measured", markup=False
     )
     if report.partial:
         console.print(f"Not complete: {report.partial}.", style="bold red", markup=False)
-    moved = moved_by(report.audit) if report.audit is not None else {}
-    judged = {row.measure for row in report.audit.rows} if report.audit is not None else set()
+    moved = report.audit.moved() if report.audit is not None else {}
     table = _table("measure", "value", "± (95 %)", "larger is", "at the same\noutputs", right=(1, 2))
     for row in report.rows:
         low, high = row.interval
         interval = "unknown" if math.isnan(low) else "exact" if low == high else f"{(high - low) / 2:.2g}"
-        value = f"{'≥ ' if row.kind == 'lower bound' else ''}{row.value.value:.4g}"
-        same = f"moves ×{times(moved[row.name])}" if row.name in moved else "stays" if row.name in judged else ""
+        value = f"{'≥ ' if row.kind == 'lower bound' else ''}{_digits(row.value.value, 4)}"
         if row.kind == "undefined":
             value, interval = "undefined", ""
-        table.add_row(row.name, value, interval, row.direction, same)
+        table.add_row(row.name, value, interval, row.direction, _fate(moved[row.name]) if row.name in moved else "")
     console.print(table)
     for name, reason in report.left_out.items():
         console.print(f"left out: {name}: {reason}", style="dim", markup=False)
@@ -46,26 +42,29 @@ def show_comparison(comparison: Comparison) -> None:
     """The rows in their order and the advice."""
     from rich.console import Console
 
-    from spiritlevel.measuring import times
+    from spiritlevel.results import times
 
     console = Console(highlight=False)
     a, b = comparison.names
-    console.print(f"{a} and {b} on {comparison.samples:,} samples", markup=False)
-    table = _table("measure", a, b, "difference", f"± ({comparison.level:.0%})", "favours", right=(1, 2, 3, 4))
+    title = f"{a} and {b} on {comparison.samples:,} samples; change: from {a} to {b}, {comparison.level:.0%} limits"
+    console.print(title, markup=False)
+    table = _table("measure", a, b, "change", "±", "favours", right=(1, 2, 3, 4))
     for row in comparison.rows:
-        spread = "" if math.isnan(row.low) or row.low == row.high else f"{(row.high - row.low) / 2:.2g}"
+        spread = "" if math.isnan(row.low) or row.low == row.high else _digits((row.high - row.low) / 2, 2)
         favours = {"a": a, "b": b, "equal": "neither", "no preference": "-"}.get(row.verdict, row.verdict)
         if row.verdict == "not comparable" and not math.isnan(row.factor):
-            favours = f"within ×{times(row.factor)}"
+            favours = f"(×{times(row.factor)})"
         if row.verdict == "undefined":
             table.add_row(row.name, "", "", "undefined", "", "")
             continue
-        table.add_row(row.name, f"{row.a.value:.3g}", f"{row.b.value:.3g}", f"{row.difference:+.3g}", spread, favours)
+        sign = "+" if row.difference > 0 else ""
+        change = sign + _digits(row.difference, 3)
+        table.add_row(row.name, _digits(row.a.value, 3), _digits(row.b.value, 3), change, spread, favours)
     console.print(table)
     for name, reason in comparison.left_out.items():
         console.print(f"left out: {name}: {reason}", style="dim", markup=False)
     if any(row.verdict == "not comparable" for row in comparison.rows):
-        legend = "within ×n: not comparable, as the audit moved it n-fold at the same outputs"
+        legend = "(×n): not comparable, as the audit moved it n-fold at the same outputs"
         console.print(legend, style="dim", markup=False)
     console.print(comparison.advice, style="bold", markup=False)
 
@@ -76,13 +75,13 @@ def show_audit(audit: Audit) -> None:
 
     console = Console(highlight=False)
     transforms = list(dict.fromkeys(row.transform for row in audit.rows))
-    table = _table("measure", "value", *(name.replace("_", "\n") for name in transforms), right=(1,))
+    words = [name.replace("_", "\n").replace("batchnorm", "batch\nnorm") for name in transforms]
+    table = _table("measure", "value", *words, right=(1,))
     for measure in dict.fromkeys(row.measure for row in audit.rows):
         rows = {row.transform: row for row in audit.rows if row.measure == measure}
         first = next(iter(rows.values()))
-        table.add_row(
-            measure, f"{first.before.value:.4g}", *(_cell(rows[name].verdict, rows[name].ratio) for name in rows)
-        )
+        cells = [_cell(rows[name].verdict, rows[name].ratio) if name in rows else "" for name in transforms]
+        table.add_row(measure, _digits(first.before.value, 4), *cells)
     console.print(table)
     console.print("= invariant, ×r changes by that factor, ? within the error, … not converged", style="dim")
     for worst in audit.worst:
@@ -93,8 +92,30 @@ def show_audit(audit: Audit) -> None:
 
 def _cell(verdict: str, ratio: float) -> str:
     if verdict == "changes":
-        return "changes" if math.isnan(ratio) else f"×{ratio:.3g}"
+        return "changes" if math.isnan(ratio) else f"×{_digits(ratio, 2)}"
     return {"invariant": "=", "unstable": "?"}.get(verdict, "…")
+
+
+def _fate(factor: float) -> str:
+    """What the audit saw of a measure where the outputs stayed the same."""
+    from spiritlevel.results import times
+
+    if math.isnan(factor):
+        return "undecided"
+    return "stays" if factor == 1 else "moves" if math.isinf(factor) else f"moves ×{times(factor)}"
+
+
+def _digits(value: float, digits: int) -> str:
+    """A number in few characters.
+
+    >>> _digits(2267.4, 3), _digits(0.000507, 3), _digits(-0.0346, 3), _digits(3.2e12, 3), _digits(0.0119, 2)
+    ('2,270', '5.07e-4', '-0.0346', '3.2e12', '0.012')
+    """
+    rounded = float(f"{value:.{digits}g}")
+    if rounded == 0 or 1e-3 <= abs(rounded) < 1e7:
+        return f"{rounded:,.0f}" if abs(rounded) >= 1000 else f"{value:.{digits}g}"
+    mantissa, _, power = f"{value:.{digits - 1}e}".partition("e")
+    return f"{mantissa.rstrip('0').rstrip('.') if '.' in mantissa else mantissa}e{int(power)}" if power else mantissa
 
 
 def _table(*headings: str, right: tuple[int, ...]) -> Table:

@@ -32,7 +32,7 @@ from spiritlevel.report.parts import (
     packed,
     sheet,
 )
-from spiritlevel.results import Audit, Comparison, Estimate, Report, ReportRow
+from spiritlevel.results import Comparison, Estimate, Report, ReportRow
 from spiritlevel.storage import cache_folder, write_atomically
 
 __all__ = ["notebook", "page"]
@@ -533,23 +533,13 @@ def _audit(report: Report, key: str) -> Section:
     return section
 
 
-def _moved(audit: Audit | None) -> dict[str, str]:
-    """What the audit saw of every measure where the outputs stayed the same: it stays, or moves so many times."""
-    seen: dict[str, list[float]] = {}
-    for row in () if audit is None else audit.rows:
-        certificate = audit.certificates.get(row.transform) if audit is not None else None
-        if certificate is not None and certificate.scale == 1 and row.verdict in ("invariant", "changes"):
-            known = row.verdict == "changes" and row.ratio > 0
-            factor = max(row.ratio, 1 / row.ratio) if known else 1.0 if row.verdict == "invariant" else math.inf
-            seen.setdefault(row.measure, []).append(factor)
-    for item in () if audit is None else audit.worst:
-        if math.isfinite(item.factor):
-            seen.setdefault(item.measure, []).append(item.factor)
-    largest = {name: max(factors) for name, factors in seen.items()}
-    return {
-        name: "stays" if factor == 1 else f"moves × {number(factor, 3)}" if math.isfinite(factor) else "moves"
-        for name, factor in largest.items()
-    }
+def _fate(factor: float | None) -> str:
+    """What the audit saw of a measure where the outputs stayed the same; the words do not break."""
+    if factor is None:
+        return "–"
+    if math.isnan(factor):
+        return "undecided"
+    return "stays" if factor == 1 else "moves" if math.isinf(factor) else f"moves\u00a0×\u00a0{number(factor, 3)}"
 
 
 def _measures(report: Report, key: str) -> Section:
@@ -559,14 +549,14 @@ def _measures(report: Report, key: str) -> Section:
         return section
     columns = ["measure", "value", "95 % low", "95 % high", "kind", "larger is", "at the same outputs", "meaning"]
     rows = []
-    moved = _moved(report.audit)
+    moved = {} if report.audit is None else report.audit.moved()
     for row in report.rows:
         low, high = _interval(report, row)
         undefined = math.isnan(row.value.value) and row.value.reason
         meaning = f"{row.meaning} (undefined: {row.value.reason})" if undefined else row.meaning
         # the error of a subset is not known for every measure
         ends: tuple[Cell, Cell] = (low, high) if low < high else ("unknown",) * 2 if math.isnan(low) else ("", "")
-        rows.append((row.name, row.value.value, *ends, row.kind, row.direction, moved.get(row.name, "–"), meaning))
+        rows.append((row.name, row.value.value, *ends, row.kind, row.direction, _fate(moved.get(row.name)), meaning))
     section.tables.append(Table(f"{key}-measures-table", "Measures", columns, rows))
     return section
 
