@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from audit import audits
+from compiled import compiled
 from growth import growth
 from harness import FULL, SMOKE, Row, Scale
 from operators import operators
@@ -35,6 +36,7 @@ PARTS: dict[str, Callable[[Scale], list[Row]]] = {
     "spectra": spectra,
     "audit": audits,
     "growth": growth,
+    "torch.compile": compiled,
 }
 PICTURE = "benchmarks"
 PEERS = ("pyhessian", "backpack-for-pytorch", "curvlinops-for-pytorch", "hessian-eigenthings")

@@ -1,0 +1,61 @@
+"""Whether `torch.compile` pays for the replayed Hessian product: the question behind a path that is not there."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from harness import FULL, Row, Scale, alone, dense_net, images, ratio, take_turns
+
+import spiritlevel as sl
+from spiritlevel import curvature
+
+
+@contextmanager
+def compiled_products() -> Iterator[None]:
+    """Operators made inside compile the product that they have recorded."""
+    plain = curvature._try_to_trace
+
+    def trace(*arguments: Any) -> Any:
+        found = plain(*arguments)
+        if found is None:
+            return None
+        recorded, constants = found
+        return dataclasses.replace(recorded, multiply=torch.compile(recorded.multiply)), constants
+
+    curvature._try_to_trace = trace
+    try:
+        yield
+    finally:
+        curvature._try_to_trace = plain
+
+
+def compiled(scale: Scale) -> list[Row]:
+    """Compiled product over replayed product, with the seconds that compiling took. Only at full scale: it is slow."""
+    area = "torch.compile"
+    if scale is not FULL:
+        return []
+    _, inputs, targets = images(2000)
+    rows = []
+    for name, model in (("MLP 784-512-512-512-10", dense_net(784, 512, 512, 512, 10)), ("LeNet-5", sl.models.lenet5())):
+        what = f"compiled product / replayed product, {name}"
+        plain = sl.hessian(model.eval(), (inputs, targets))
+        vector = torch.ones(plain.size)
+        _ = plain @ vector
+        try:
+            begin = time.perf_counter()
+            with compiled_products():
+                fast = sl.hessian(model, (inputs, targets))
+                _ = fast @ vector
+                _ = fast @ vector
+            seconds = time.perf_counter() - begin
+        except Exception as error:
+            rows.append(Row(area, what, None, note=f"failed: {type(error).__name__} (needs a C++ compiler)"))
+            continue
+        pair = ratio(*take_turns(scale.rounds, lambda fast=fast, v=vector: fast @ v, lambda op=plain, v=vector: op @ v))
+        rows.append(alone(area, what, pair, f"first two products: {seconds:.0f} s"))
+    return rows
