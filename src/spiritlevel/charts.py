@@ -225,7 +225,10 @@ def _colour(
         return {"color": colour, "detail": alt.Detail("series:O")}
     kind: Literal["ordinal", "nominal"] = "ordinal" if gradual else "nominal"
     scale = alt.Scale(scheme="viridis") if gradual else alt.Scale(domain=list(order) if order else alt.Undefined)
-    return {"color": alt.Color("series", type=kind, sort=None, scale=scale, legend=alt.Legend(title=series))}
+    names = {str(name) for name in _plain(data[series])}
+    stacked = not gradual and sum(map(len, names)) > 40  # side by side they would not fit on a phone
+    legend = alt.Legend(title=series, columns=1, labelLimit=280) if stacked else alt.Legend(title=series)
+    return {"color": alt.Color("series", type=kind, sort=None, scale=scale, legend=legend)}
 
 
 # Plain decimals where they are short, 2e-7 elsewhere. Vega leaves labels empty where a logarithmic axis has no room.
@@ -426,7 +429,7 @@ def distribution(values: Any, name: str, *, bins: int = 40, skewness: float | No
     finite = np.sort(column[np.isfinite(column)])
     if skewness is None and len(finite) > 2 and finite[0] < finite[-1]:
         skewness = float(np.mean(((finite - finite.mean()) / finite.std()) ** 3))
-    notes = [f"skewness {skewness:.3g}"] if skewness is not None and math.isfinite(skewness) else []
+    notes = [f"skewness {skewness:.3g}".replace("-", "−")] if skewness is not None and math.isfinite(skewness) else []
     if len(finite) < len(column):
         notes.append(f"{len(column) - len(finite):,} of {len(column):,} values are not finite and not shown")
     if not len(finite):

@@ -363,10 +363,7 @@ class _Pair:
         moved = [row for row in rows if row.verdict == "not comparable"]
         if moved:
             sizes = [
-                f"{row.name} (ratio {row.ratio:.3g}"
-                + ("" if math.isnan(row.factor) else f", moved {times(row.factor)}-fold")
-                + ")"
-                for row in moved
+                row.name if math.isnan(row.factor) else f"{row.name} (moved {times(row.factor)}-fold)" for row in moved
             ]
             texts.append(
                 "Not comparable, because the parametrisation alone may move them as far at the same outputs: "

@@ -233,7 +233,10 @@ class _Run:
                 if reason := self._too_long(step):
                     self.left_out[step.name] = reason
                     continue
+                begin = time.monotonic()
                 step.work()
+                if not number:  # the first pass of all was slowed down by what libraries do on their first call
+                    self.forward = min(self.forward, (time.monotonic() - begin) / step.passes)
             except (InputError, NotExactError) as error:
                 self.left_out[step.name] = str(error)
             except KeyboardInterrupt:

@@ -26,7 +26,7 @@ def show_report(report: Report, console: Console | None = None) -> None:
     table = _table("measure", "value", "± (95 %)", "larger is", "at the same\noutputs", right=(1, 2))
     for row in report.rows:
         low, high = row.interval
-        interval = "unknown" if math.isnan(low) else "exact" if low == high else f"{(high - low) / 2:.2g}"
+        interval = "unknown" if math.isnan(low) else "exact" if low == high else _digits((high - low) / 2, 2)
         value = f"{'≥ ' if row.kind == 'lower bound' else ''}{_digits(row.value.value, 4)}"
         if row.kind == "undefined":
             value, interval = "undefined", ""

@@ -32,7 +32,7 @@ from spiritlevel.report.parts import (
     packed,
     sheet,
 )
-from spiritlevel.results import Comparison, Estimate, Report, ReportRow
+from spiritlevel.results import Comparison, ComparisonRow, Estimate, Report, ReportRow, largest
 from spiritlevel.storage import cache_folder, write_atomically
 
 __all__ = ["notebook", "page"]
@@ -73,7 +73,7 @@ def page(*results: Report | Comparison) -> str:
         _environment()
         .get_template("page.html.j2")
         .render(
-            title=" · ".join(dict.fromkeys(run["title"] for run in runs if run["key"] != "side")),
+            title=_title(runs),
             runs=runs,
             policy=_POLICY,
             style=Markup(_static("page.css")),
@@ -89,6 +89,11 @@ def page(*results: Report | Comparison) -> str:
             version=__version__,
         )
     )
+
+
+def _title(runs: list[dict[str, Any]]) -> str:
+    names = list(dict.fromkeys(run["title"] for run in runs if run["key"] != "side"))
+    return " · ".join(names) if len(names) < 3 else f"{len(names)} runs"
 
 
 def notebook(result: Report | Comparison) -> str:
@@ -258,7 +263,7 @@ def _summary(report: Report, key: str) -> Section:
 
 def _plus_minus(accuracy: Estimate) -> Cell:
     low, high = accuracy.interval(data=True)
-    return 50 * (high - low) if low != high else "exact"
+    return float(f"{50 * (high - low):.2g}") if low != high else "exact"
 
 
 def _sample_names(report: Report, count: int) -> list[int]:
@@ -547,7 +552,7 @@ def _measures(report: Report, key: str) -> Section:
     if not report.rows:
         section.texts.append("No measure was taken.")
         return section
-    columns = ["measure", "value", "95 % low", "95 % high", "kind", "larger is", "at the same outputs", "meaning"]
+    columns = ["measure", "value", "95 % interval", "kind", "larger is", "at the same outputs", "meaning"]
     rows = []
     moved = {} if report.audit is None else report.audit.moved()
     for row in report.rows:
@@ -555,8 +560,8 @@ def _measures(report: Report, key: str) -> Section:
         undefined = math.isnan(row.value.value) and row.value.reason
         meaning = f"{row.meaning} (undefined: {row.value.reason})" if undefined else row.meaning
         # the error of a subset is not known for every measure
-        ends: tuple[Cell, Cell] = (low, high) if low < high else ("unknown",) * 2 if math.isnan(low) else ("", "")
-        rows.append((row.name, row.value.value, *ends, row.kind, row.direction, _fate(moved.get(row.name)), meaning))
+        ends = f"{number(low, 3)} to {number(high, 3)}" if low < high else "unknown" if math.isnan(low) else "–"
+        rows.append((row.name, row.value.value, ends, row.kind, row.direction, _fate(moved.get(row.name)), meaning))
     section.tables.append(Table(f"{key}-measures-table", "Measures", columns, rows))
     return section
 
@@ -610,18 +615,29 @@ def _figure(key: str, title: str, alt: str, chart: Any, *, square: bool = False)
 
 def _comparison(found: Comparison, key: str) -> Iterator[Section]:
     a, b = found.names
-    section = Section(f"{key}-advice", "Which to trust", [found.advice, *found.reasons])
-    columns = ["measure", a, b, "difference", "low", "high", "interval from", "ratio", "movable by", "favours", "note"]
+    section = Section(f"{key}-advice", "Which to trust", [found.advice], notes=list(found.reasons))
     favours = {"a": a, "b": b, "equal": "neither"}
-    rows = [
-        (
-            *(row.name, row.a.value, row.b.value, row.difference, row.low, row.high, row.how, row.ratio, row.factor),
-            *(favours.get(row.verdict, row.verdict), row.note),
-        )
-        for row in found.rows
-    ]
-    caption = f"{a} (a) and {b} (b) on {found.samples:,} samples, intervals of {found.level:.0%}"
-    section.tables.append(Table(f"{key}-comparison", caption, columns, rows))
+    decisive = {row.name: row for row in found.rows if row.verdict in ("a", "b", "equal")}
+    for name in ("accuracy", "input_distance", "loss"):  # what the advice rests on
+        if name in decisive:
+            row = decisive[name]
+            section.cards.append(
+                Card(
+                    row.name.replace("_", " ").capitalize(),
+                    f"{number(row.a.value, 3)} → {number(row.b.value, 3)}",
+                    f"for {favours[row.verdict]}; difference {_difference(row)}",
+                    f"{row.meaning[:1].upper()}{row.meaning[1:]}, {a} → {b}.",
+                )
+            )
+    columns = ["measure", a, b, f"difference ({found.level:.0%} interval)", "favours"]
+    rows = []
+    for row in found.rows:
+        verdict = favours.get(row.verdict, row.verdict) + (f": {row.note}" if row.note else "")
+        rows.append((row.name, row.a.value, row.b.value, _difference(row), verdict))
+    section.tables.append(Table(f"{key}-comparison", f"{a} and {b} on {found.samples:,} samples", columns, rows))
+    columns = ["measure", "difference", "low", "high", "interval from", f"ratio {b} / {a}", "movable by"]
+    details = [(row.name, row.difference, row.low, row.high, row.how, row.ratio, row.factor) for row in found.rows]
+    section.tables.append(Table(f"{key}-details", "Differences, intervals and ratios", columns, details, True))
     yield section
     if found.margins is not None:
         first, second = found.margins
@@ -644,20 +660,29 @@ def _comparison(found: Comparison, key: str) -> Iterator[Section]:
         yield section
 
 
+def _difference(row: ComparisonRow) -> str:
+    """The difference, and its interval where it has one."""
+    text = number(row.difference, 3)
+    return f"{text} ({number(row.low, 3)} to {number(row.high, 3)})" if row.low < row.high else text
+
+
 def _side_by_side(reports: list[Report]) -> Section:
     section = Section("side-by-side", "All runs")
     names = [f"{k + 1}: {report.name}" for k, report in enumerate(reports)]
     measures = list(dict.fromkeys(row.name for report in reports for row in report.rows))
     tables = [{row.name: row for row in report.rows} for report in reports]
+    moved = [report.audit.moved() for report in reports if report.audit is not None]
     rows = []
     for measure in measures:
         values = [table[measure].value.value if measure in table else "–" for table in tables]
         first = next(table[measure] for table in tables if measure in table)
-        rows.append((measure, *values, first.direction, "yes" if first.invariant else "no"))
+        factors = [audit[measure] for audit in moved if measure in audit]
+        rows.append((measure, *values, first.direction, _fate(largest(factors) if factors else None)))
     section.texts.append(
-        "Measures that scaling layers cannot move are comparable as they stand; for the others see each run's audit."
+        "What stays while the outputs stay the same can be compared as it stands; what the audits moved, only beyond "
+        "that factor."
     )
-    columns = ["measure", *names, "larger is", "unmoved by scaling layers"]
+    columns = ["measure", *names, "larger is", "at the same outputs"]
     section.tables.append(Table("side-table", "Measures of all runs", columns, rows))
     shares = np.linspace(0, 1, 101)
     curves: dict[str, list[Any]] = {"share of the samples (%)": [], "output margin": [], "run": []}
