@@ -658,7 +658,7 @@ def fit(
         InputError: the arguments do not fit; the training diverged; `checkpoint` cannot be written.
 
     >>> from spiritlevel import data, models
-    >>> digits = data.load("digits")
+    >>> digits, _ = data.load("digits"), torch.manual_seed(0)
     >>> model = models.softmax_regression(inputs=64)
     >>> history = fit(model, digits.train, Recipe(lr=0.5, epochs=5), evaluate={"test": digits.test})
     >>> history.step, len(history.rows), history.rows[-1]["test_accuracy"] > 0.85
