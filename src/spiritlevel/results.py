@@ -687,7 +687,7 @@ class WorstFactor(Result):
     def __str__(self) -> str:
         return (
             f"{self.measure} can be moved at least {times(self.factor)}-fold at the same outputs: "
-            f"{self.before:.4g} became {self.lowest:.4g} and {self.highest:.4g}"
+            f"{figure(self.before, 4)} became {figure(self.lowest, 4)} and {figure(self.highest, 4)}"
         )
 
 
@@ -775,30 +775,38 @@ def times(factor: float) -> str:
     """
     if math.isinf(factor):
         return "infinitely"
-    return f"{float(f'{factor:.3g}'):,.0f}" if 100 <= factor < 1e9 else _digits(factor, 3)
+    return f"{float(f'{factor:.3g}'):,.0f}" if 100 <= factor < 1e9 else figure(factor, 3)
 
 
 def _short(estimate: Estimate) -> str:
     """Value and relative error.
 
     >>> _short(Estimate(0.00065, 5.7e-05)), _short(Estimate(139.898)), _short(Estimate(-1.5e-7))
-    ('0.00065 ± 9%', '139.9', '-1.5e-7')
+    ('6.5e-4 ± 9%', '139.9', '-1.5e-7')
     """
     if not estimate.stderr:
-        return _digits(estimate.value, 4)
+        return figure(estimate.value, 4)
     error = estimate.stderr / abs(estimate.value) if estimate.value else math.inf
-    return f"{_digits(estimate.value, 3)} ± {f'{error:.0%}' if error >= 0.01 else '<1%'}"
+    return f"{figure(estimate.value, 3)} ± {f'{error:.0%}' if error >= 0.01 else '<1%'}"
 
 
-def _digits(value: float, digits: int) -> str:
-    """A number with short exponents, 1.3e3 for 1.3e+03."""
-    mantissa, exponent, power = f"{value:.{digits}g}".partition("e")
-    return f"{mantissa}e{int(power)}" if exponent else mantissa
+def figure(value: float, digits: int) -> str:
+    """A number in few digits and few characters.
+
+    >>> figure(2267.4, 3), figure(224.0, 2), figure(0.000507, 3), figure(-0.0346, 3), figure(3.2e12, 3)
+    ('2,270', '220', '5.07e-4', '-0.0346', '3.2e12')
+    """
+    rounded = float(f"{value:.{digits}g}")
+    if rounded == 0 or 1e-3 <= abs(rounded) < 1e7:
+        return f"{rounded:,.0f}" if abs(rounded) >= min(1000, 10**digits) else f"{value:.{digits}g}"
+    mantissa, exponent, power = f"{value:.{digits - 1}e}".partition("e")
+    short = mantissa.rstrip("0").rstrip(".") if "." in mantissa else mantissa
+    return f"{short}e{int(power)}" if exponent else mantissa  # else: not a number
 
 
 def _cell(row: AuditRow) -> str:
     if row.verdict == "changes":
-        return "changes" if math.isnan(row.ratio) else f"×{_digits(row.ratio, 2)}"
+        return "changes" if math.isnan(row.ratio) else f"×{figure(row.ratio, 2)}"
     return {"invariant": "=", "unstable": "?"}.get(row.verdict, "…")
 
 
@@ -941,6 +949,7 @@ class Report(_Shown):
         for row in self.rows:
             low, high = row.interval
             interval = "" if math.isnan(row.value.value) or low == high else f"{low:.4g} .. {high:.4g}"
+            interval = "unknown" if math.isnan(low) and not math.isnan(row.value.value) else interval
             value = "undefined" if math.isnan(row.value.value) else f"{row.value.value:.6g}"
             table.append([row.name, value, interval, row.kind, row.direction, ", ".join(row.invariant_to) or "-"])
         lines += _table(table)

@@ -16,6 +16,8 @@ def show_report(report: Report, console: Console | None = None) -> None:
     """The measures with their errors, what the audit did to each, and the headline."""
     from rich.console import Console
 
+    from spiritlevel.results import figure
+
     console = console or Console(highlight=False)
     console.print(
         f"{report.name}: {report.parameters:,} parameters, {report.settings['samples']} samples measured", markup=False
@@ -26,8 +28,8 @@ def show_report(report: Report, console: Console | None = None) -> None:
     table = _table("measure", "value", "± (95 %)", "larger is", "at the same\noutputs", right=(1, 2))
     for row in report.rows:
         low, high = row.interval
-        interval = "unknown" if math.isnan(low) else "exact" if low == high else _digits((high - low) / 2, 2)
-        value = f"{'≥ ' if row.kind == 'lower bound' else ''}{_digits(row.value.value, 4)}"
+        interval = "unknown" if math.isnan(low) else "exact" if low == high else figure((high - low) / 2, 2)
+        value = f"{'≥ ' if row.kind == 'lower bound' else ''}{figure(row.value.value, 4)}"
         if row.kind == "undefined":
             value, interval = "undefined", ""
         table.add_row(row.name, value, interval, row.direction, _fate(moved[row.name]) if row.name in moved else "")
@@ -42,7 +44,7 @@ def show_comparison(comparison: Comparison) -> None:
     """The rows in their order and the advice."""
     from rich.console import Console
 
-    from spiritlevel.results import times
+    from spiritlevel.results import figure, times
 
     console = Console(highlight=False)
     a, b = comparison.names
@@ -50,7 +52,7 @@ def show_comparison(comparison: Comparison) -> None:
     console.print(title, markup=False)
     table = _table("measure", a, b, "change", "±", "favours", right=(1, 2, 3, 4))
     for row in comparison.rows:
-        spread = "" if math.isnan(row.low) or row.low == row.high else _digits((row.high - row.low) / 2, 2)
+        spread = "" if math.isnan(row.low) or row.low == row.high else figure((row.high - row.low) / 2, 2)
         favours = {"a": a, "b": b, "equal": "neither", "no preference": "-"}.get(row.verdict, row.verdict)
         if row.verdict == "not comparable" and not math.isnan(row.factor):
             favours = f"(×{times(row.factor)})"
@@ -58,8 +60,8 @@ def show_comparison(comparison: Comparison) -> None:
             table.add_row(row.name, "", "", "undefined", "", "")
             continue
         sign = "+" if row.difference > 0 else ""
-        change = sign + _digits(row.difference, 3)
-        table.add_row(row.name, _digits(row.a.value, 3), _digits(row.b.value, 3), change, spread, favours)
+        change = sign + figure(row.difference, 3)
+        table.add_row(row.name, figure(row.a.value, 3), figure(row.b.value, 3), change, spread, favours)
     console.print(table)
     for name, reason in comparison.left_out.items():
         console.print(f"left out: {name}: {reason}", style="dim", markup=False)
@@ -73,6 +75,8 @@ def show_audit(audit: Audit) -> None:
     """Measures × transforms, and how far a search went."""
     from rich.console import Console
 
+    from spiritlevel.results import figure
+
     console = Console(highlight=False)
     transforms = list(dict.fromkeys(row.transform for row in audit.rows))
     words = [name.replace("_", "\n").replace("batchnorm", "batch\nnorm") for name in transforms]
@@ -81,7 +85,7 @@ def show_audit(audit: Audit) -> None:
         rows = {row.transform: row for row in audit.rows if row.measure == measure}
         first = next(iter(rows.values()))
         cells = [_cell(rows[name].verdict, rows[name].ratio) if name in rows else "" for name in transforms]
-        table.add_row(measure, _digits(first.before.value, 4), *cells)
+        table.add_row(measure, figure(first.before.value, 4), *cells)
     console.print(table)
     console.print("= invariant, ×r changes by that factor, ? within the error, … not converged", style="dim")
     for worst in audit.worst:
@@ -91,8 +95,10 @@ def show_audit(audit: Audit) -> None:
 
 
 def _cell(verdict: str, ratio: float) -> str:
+    from spiritlevel.results import figure
+
     if verdict == "changes":
-        return "changes" if math.isnan(ratio) else f"×{_digits(ratio, 2)}"
+        return "changes" if math.isnan(ratio) else f"×{figure(ratio, 2)}"
     return {"invariant": "=", "unstable": "?"}.get(verdict, "…")
 
 
@@ -103,19 +109,6 @@ def _fate(factor: float) -> str:
     if math.isnan(factor):
         return "undecided"
     return "stays" if factor == 1 else "moves" if math.isinf(factor) else f"moves ×{times(factor)}"
-
-
-def _digits(value: float, digits: int) -> str:
-    """A number in few characters.
-
-    >>> _digits(2267.4, 3), _digits(0.000507, 3), _digits(-0.0346, 3), _digits(3.2e12, 3), _digits(0.0119, 2)
-    ('2,270', '5.07e-4', '-0.0346', '3.2e12', '0.012')
-    """
-    rounded = float(f"{value:.{digits}g}")
-    if rounded == 0 or 1e-3 <= abs(rounded) < 1e7:
-        return f"{rounded:,.0f}" if abs(rounded) >= 1000 else f"{value:.{digits}g}"
-    mantissa, _, power = f"{value:.{digits - 1}e}".partition("e")
-    return f"{mantissa.rstrip('0').rstrip('.') if '.' in mantissa else mantissa}e{int(power)}" if power else mantissa
 
 
 def _table(*headings: str, right: tuple[int, ...]) -> Table:
