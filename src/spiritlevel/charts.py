@@ -797,14 +797,14 @@ def audit_map(audit: Audit, *, title: str = "") -> Chart:
 
 
 def _short(ratio: float) -> str:
-    """Three digits in the room of a cell.
+    """Three digits in the room of a cell, two beside an exponent.
 
-    >>> _short(0.0421), _short(1284.0), _short(3.28e5), _short(1.8e-4)
-    ('0.0421', '1,280', '3e5', '2e-4')
+    >>> _short(0.0421), _short(1284.0), _short(3.28e5), _short(1.79e-4), _short(2.5e7)
+    ('0.0421', '1,280', '328,000', '1.8e-4', '2.5e7')
     """
-    if 1e-3 <= abs(ratio) < 1e5:
+    if 1e-3 <= abs(ratio) < 1e6:
         return f"{float(f'{ratio:.3g}'):,.6g}"
-    mantissa, power = f"{ratio:.0e}".split("e")
+    mantissa, power = f"{ratio:.1e}".split("e")
     return f"{mantissa}e{int(power)}"
 
 

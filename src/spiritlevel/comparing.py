@@ -344,8 +344,11 @@ class _Pair:
         first, phrase = decisive[0]
         winner = first.verdict
         low, high = sorted((abs(first.low), abs(first.high)))
-        style = ".2%" if first.name == "accuracy" else ".3g"
-        text = f"{phrase} ({self.level:.0%} interval {low:{style}} to {high:{style}})"
+        if first.name == "accuracy":  # in samples, as the phrase counts
+            limits = f"{low * self.a.count:,.0f} to {high * self.a.count:,.0f}"
+        else:
+            limits = f"{low:.3g} to {high:.3g}"
+        text = f"{phrase} ({self.level:.0%} interval {limits})"
         same = [more for row, more in decisive[1:] if row.verdict == winner]
         other = [more for row, more in decisive[1:] if row.verdict != winner]
         text += "".join(f", and {more}" for more in same)

@@ -245,7 +245,7 @@ def _read_checkpoint(path: Path) -> dict[str, Tensor]:
             "program; save model.state_dict() alone, as .pt or .safetensors."
         ) from error
     except Exception as error:  # a damaged file can raise almost anything
-        raise InputError(f"{path} is no checkpoint of PyTorch, or damaged: {_named(error)}.") from error
+        raise InputError(f"{path} is no checkpoint of PyTorch, or damaged; save model.state_dict() again.") from error
     for key in _WRAPPERS:
         if isinstance(found, dict) and isinstance(found.get(key), dict):
             found = found[key]
