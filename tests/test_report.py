@@ -190,6 +190,13 @@ def test_the_measures_say_what_moves_them_at_the_same_outputs() -> None:
     assert "sharper stays the relative flatness" in text  # ×0.0448 came from a transform that changes the outputs
 
 
+def test_a_partial_report_says_so_once() -> None:
+    why = "interrupted at step 3 of 9, audit"
+    text = Reader(page(report(40, partial=why, headline=(f"This report is not complete: {why}.", "It fits.")))).text
+    assert text.count(why) == 1
+    assert "It fits." in text
+
+
 def test_several_runs_stand_side_by_side_with_their_comparison() -> None:
     text = page(report(40, name="small"), report(50, name="large"), comparison())
     reader = Reader(text)

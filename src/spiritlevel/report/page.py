@@ -243,7 +243,9 @@ def _artefact_card(report: Report) -> Card:
 
 
 def _summary(report: Report, key: str) -> Section:
-    section = Section(f"{key}-summary", "Summary", list(report.headline[:1]), notes=list(report.headline[1:]))
+    # the banner above has said already that a report is partial
+    lead, *rest = [text for text in report.headline if not (report.partial and report.partial in text)] or [""]
+    section = Section(f"{key}-summary", "Summary", [lead] if lead else [], notes=rest)
     section.cards = [
         _card(report, "How sharp", ("trace", "largest_eigenvalue", "frobenius_norm")),
         _card(report, "How wide the margins", ("margin_q50", "margin_mean", "input_distance")),
