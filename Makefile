@@ -30,7 +30,11 @@ test: install  ## Lint, types, import directions, doctests, tests
 	$(BIN)/mypy
 	$(BIN)/pytest
 
-test-full: install  ## The same, with slow tests, tests that download, and more random examples
+$(VENV)/.installed-cluster: $(VENV)/.installed
+	$(BIN)/python $(PIP) -e '.[dev,cluster]'
+	touch $@
+
+test-full: $(VENV)/.installed-cluster  ## The same, with slow tests, a Ray cluster, tests that download, and more random examples
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy

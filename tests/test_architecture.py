@@ -53,6 +53,7 @@ ORDER = [
     "tracking",
     "claims",
     "studies",
+    "cluster",
     "report",
     "loading",
     "cli",

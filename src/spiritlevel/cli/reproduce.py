@@ -38,6 +38,8 @@ class Reproduce(Command):
     """The first seed; laptop scale runs five of them, from here."""
     seeds: Annotated[str | None, arg(metavar="S,S,...")] = None
     """Run these seeds instead, each an independent job."""
+    cluster: Annotated[str | None, arg(metavar="ray|ray://HOST:PORT")] = None
+    """Run the jobs on a Ray cluster: one on this machine for the time of the command, or a running one."""
     out: Annotated[Path, arg(metavar="DIR")] = Path("results")
     """Each run keeps its summary, tables and charts in a folder below DIR; a finished run is not run again."""
 
@@ -56,12 +58,17 @@ class Reproduce(Command):
         for statement in study.statements:
             middle = f"; in direction if {statement.direction}" if statement.direction else ""
             console.print(f"  {statement.id}: reproduced if {statement.reproduced}{middle}.", style="dim", markup=False)
-        summaries = []
         with ProgressBar() as progress:
-            for number, config in enumerate(jobs, 1):
-                where = f"{study.name} {number}/{len(jobs)}: " if len(jobs) > 1 else ""
-                report = lambda what, done, total, where=where: progress(where + what, done, total)  # noqa: E731
-                summaries.append(execute(study, config, self.out, progress=report))
+            if self.cluster is not None:
+                from spiritlevel.cluster import run_jobs
+
+                summaries = run_jobs(study.name, jobs, self.out, address=self.cluster, progress=progress)
+            else:
+                summaries = []
+                for number, config in enumerate(jobs, 1):
+                    where = f"{study.name} {number}/{len(jobs)}: " if len(jobs) > 1 else ""
+                    report = lambda what, done, total, where=where: progress(where + what, done, total)  # noqa: E731
+                    summaries.append(execute(study, config, self.out, progress=report))
         rows = combine(summaries)
         folders = [str(study.folder(config, self.out)) for config in jobs]
         show(rows, varied(summaries), console)
