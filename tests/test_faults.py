@@ -1,6 +1,6 @@
 """What is killed, or finds no room, leaves nothing half-written that would be read as whole, and ends the same later.
 
-Processes are killed with SIGKILL at moments spread over the half second that an undisturbed run takes: three in
+Processes are killed with SIGKILL at moments spread over the time that an undisturbed run takes: two or three in
 `make test`, twenty in `make test-full`. Trainings are killed in test_training.py.
 """
 
@@ -23,7 +23,7 @@ import torch
 
 from spiritlevel import data, storage
 from spiritlevel.errors import InputError
-from spiritlevel.results import Estimate, Result
+from spiritlevel.results import Estimate, Report, Result
 
 MOMENTS = pytest.mark.parametrize("moments", [3, pytest.param(20, marks=pytest.mark.slow)])
 ESTIMATE = Estimate.from_draws(torch.arange(10.0))
@@ -39,13 +39,13 @@ def start(code: str, *arguments: object) -> subprocess.Popen[str]:
 
 
 def killed_at_random_moments(
-    moments: int, begin: Callable[[], subprocess.Popen[str]], check: Callable[[], None]
+    moments: int, begin: Callable[[], subprocess.Popen[str]], check: Callable[[], None], seconds: float = 0.5
 ) -> int:
-    """Kill so many runs, each later in its half second; how many had not ended by themselves."""
+    """Kill so many runs, each later in the seconds that one takes; how many had not ended by themselves."""
     rng, killed = random.Random(0), 0
     for moment in range(moments):
         process = begin()
-        time.sleep(0.5 * (moment + rng.random()) / moments)
+        time.sleep(seconds * (moment + rng.random()) / moments)
         process.send_signal(signal.SIGKILL)
         process.communicate()
         killed += process.returncode == -signal.SIGKILL
@@ -140,6 +140,8 @@ STATEMENT = Statement("sum", "the sum is large", "3", "above 2")
 def run(config, run):
     def piece(index):
         time.sleep(0.02)
+        with open(sys.argv[1] + ".log", "a") as log:
+            print(index, file=log)
         return {"value": random.Random(index).random(), "third": 1 / 3}
     rows = [run.once(f"piece-{index}", lambda: piece(index)) for index in range(20)]
     run.table("rows", rows)
@@ -171,6 +173,93 @@ def test_a_study_killed_at_random_moments_goes_on_to_the_same_numbers(tmp_path: 
     process = start(STUDY, tmp_path / "killed")
     assert process.communicate(timeout=60)[1] == ""
     assert summary("killed") == expected
+
+
+REPORT = """
+import sys
+from pathlib import Path
+import altair, torch, vl_convert
+from spiritlevel import measuring, report
+from spiritlevel.cli.measure import write_run
+torch.manual_seed(0)
+net = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU(), torch.nn.Linear(3, 2)).double()
+data = torch.randn(30, 4).double(), torch.arange(30) % 2
+print("ready", flush=True)
+write_run(measuring.measure(net, data, measures=["trace", "largest_eigenvalue"], parts=["spectrum"]), Path(sys.argv[1]))
+"""
+
+COMMAND = """
+import sys
+import altair, torch, vl_convert
+from spiritlevel import cli, measuring
+print("ready", flush=True)
+sys.exit(cli.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("moments", [2, pytest.param(20, marks=pytest.mark.slow)])
+def test_a_report_killed_at_random_moments_is_whole_or_not_there(tmp_path: Path, moments: int) -> None:
+
+    def numbers(folder: str) -> tuple[Any, ...]:
+        found = Result.from_json(tmp_path / folder / "report.json")
+        assert isinstance(found, Report)
+        assert found.traces is not None
+        return [(row.name, row.value) for row in found.rows], found.traces.values.tolist(), found.headline
+
+    process = start(REPORT, tmp_path / "whole")
+    ready = time.monotonic()
+    assert process.communicate(timeout=100)[1] == ""
+    assert process.returncode == 0
+    seconds = time.monotonic() - ready
+
+    def check() -> None:
+        folder = tmp_path / "killed"
+        if (folder / "report.json").exists():
+            assert numbers("killed") == numbers("whole")
+        if (folder / "report.html").exists():
+            assert (folder / "report.html").read_text().rstrip().endswith("</html>")
+
+    assert killed_at_random_moments(moments, lambda: start(REPORT, tmp_path / "killed"), check, seconds)
+    process = start(REPORT, tmp_path / "killed")
+    assert process.communicate(timeout=100)[1] == ""
+    check()
+    assert numbers("killed") == numbers("whole")
+
+
+@pytest.mark.parametrize("moments", [pytest.param(20, marks=[pytest.mark.slow, pytest.mark.timeout(900)])])
+def test_a_study_of_the_papers_killed_at_random_moments(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moments: int
+) -> None:
+    """Two trainings, their measurements and charts."""
+
+    def begin(folder: str) -> subprocess.Popen[str]:
+        monkeypatch.setenv("SPIRITLEVEL_CACHE", str(tmp_path / f"{folder} cache"))
+        options = ["--scale", "smoke", "--steps", 20, "--json", tmp_path / f"{folder}.json", "--out", tmp_path / folder]
+        return start(COMMAND, "reproduce", "radial", *options)
+
+    process = begin("whole")
+    ready = time.monotonic()
+    assert process.communicate(timeout=200)[1] == ""
+    seconds = time.monotonic() - ready
+
+    def check() -> None:
+        for path in tmp_path.glob("killed*/**/[!.]*.json"):
+            json.loads(path.read_text())
+
+    assert killed_at_random_moments(moments, lambda: begin("killed"), check, seconds)
+    process = begin("killed")
+    assert process.communicate(timeout=200)[1] == ""
+    whole, killed = (json.loads((tmp_path / f"{name}.json").read_text())["rows"] for name in ("whole", "killed"))
+    assert whole == killed
+
+
+def test_two_processes_that_want_the_same_run_take_turns(tmp_path: Path) -> None:
+    processes = [start(STUDY, tmp_path / "shared") for _ in range(2)]
+    for process in processes:
+        assert process.communicate(timeout=60)[1] == ""
+        assert process.returncode == 0
+    computed = (tmp_path / "shared.log").read_text().split()
+    assert computed == [str(index) for index in range(20)], "one of them computed, the other read"
 
 
 # ---------------------------------------------------------------- full and read-only disks

@@ -692,7 +692,9 @@ def killed(tmp_path: Path, steps: int, kills: int) -> None:
 
         for _ in range(kills):
             child = begin(resumed, 0.0)
+            deadline = time.monotonic() + 60
             while state(resumed)["step"] <= last:
+                assert time.monotonic() < deadline, "the training gets no further"
                 time.sleep(0.002)
             time.sleep(draw.uniform(0, 0.05))
             os.kill(child, signal.SIGKILL)
