@@ -218,7 +218,7 @@ def _batch_size(problem: Problem, structure: Structure, outputs: Tensor, memory:
     floats = structure.floats_per_sample or 2**18
     item = problem.params[next(iter(problem.params))].element_size()
     classes = outputs[0].numel()
-    wanted = BATCH_BYTES / (item * floats)
+    wanted = BATCH_BYTES / (item * floats + 64 * classes)  # the loss's factors take some float64 numbers a class
     allowed = memory / (8 * item * floats + 64 * classes)
     return max(1, min(2 ** int(math.log2(max(wanted, 8))), 4096, int(allowed)))
 
