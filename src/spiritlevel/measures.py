@@ -1163,19 +1163,19 @@ def _pac_bayes(setting: Setting, deviation: Callable[[float], Tensor | float], p
         seen[log_sigma] = torch.tensor(found, dtype=torch.float64)
         return float(seen[log_sigma].mean()) - _ALLOWED - 1e-9
 
-    low = math.log(0.1)
-    first = excess(low)
+    point = math.log(0.1)
+    first = excess(point)
     step = math.log(2) if first < 0 else -math.log(2)
     for _ in range(24):
-        low += step
-        if excess(low) * first < 0:
+        before, point = point, point + step
+        if excess(point) * first < 0:
             break
     else:
         raise InputError(
             f"the error never crosses the allowed rise of {_ALLOWED}, however {'large' if first < 0 else 'small'} the "
             "noise; the error at the model is too close to chance, or the network too fragile."
         )
-    ends = sorted((low - step, low))
+    ends = sorted((before, point))  # the points themselves: point − step would round to another number
     slope = float(seen[ends[1]].mean() - seen[ends[0]].mean()) / math.log(2)
     toms748(excess, *ends, xtol=_PAC_WIDTH, rtol=1e-12, k=1)
     sigma = max(point for point, rises in seen.items() if float(rises.mean()) <= _ALLOWED + 1e-9)
