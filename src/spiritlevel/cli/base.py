@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, Self
@@ -30,7 +31,7 @@ class Outcome(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Command:
+class Command(ABC):
     """What all commands share."""
 
     json: Annotated[Path | None, arg(metavar="FILE")] = None
@@ -40,9 +41,9 @@ class Command:
     debug: bool = False
     """Show the traceback of an error."""
 
+    @abstractmethod
     def run(self) -> Outcome:
         """Do the work and show it."""
-        raise NotImplementedError
 
 
 class ProgressBar:

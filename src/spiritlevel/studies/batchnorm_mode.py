@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from spiritlevel.studies.base import Config, Ruling, Run, Statement, Study, not_fitted
-from spiritlevel.studies.recipes import paper_c
+from spiritlevel.studies.recipes import paper_c, spectrum_row
 
 if TYPE_CHECKING:
     from spiritlevel.training import Job, Trained
@@ -142,21 +142,16 @@ def run(config: BatchnormMode, run: Run) -> Iterator[Ruling]:
 
 
 def _curvature(config: BatchnormMode, trained: Trained, mode: str) -> dict[str, Any]:
-    from spiritlevel.curvature import hessian
-    from spiritlevel.estimators import spectrum
-
-    data = tuple(part[: config.curvature_points] for part in trained.train)
-    operator = hessian(trained.model(), data, batch_norm=mode, batch_size=128)
-    found = spectrum(operator, probes=config.probes, steps=config.steps, tol=1e-3, seed=config.seed)
-    return {
-        "λ₁": float(found.largest.values[0]),
-        "λ_min": float(found.smallest.values[0]),
-        "trace": found.trace.value,
-        "Frobenius norm": found.frobenius_norm.value,
-        "Tr(H²)/P": found.mean_square.value,
-        "converged": found.largest.converged and found.smallest.converged,
-        "density": found.density.to_dict(),
-    }
+    """The spectrum on the training set."""
+    return spectrum_row(
+        trained,
+        points=config.curvature_points,
+        batch_norm=mode,
+        batch_size=128,
+        probes=config.probes,
+        steps=config.steps,
+        seed=config.seed,
+    )
 
 
 STUDY = Study(

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from spiritlevel.errors import unknown_name
 from spiritlevel.studies.base import Config, Ruling, Run, Statement, Study
+from spiritlevel.studies.recipes import paper_a
 
 if TYPE_CHECKING:
     from spiritlevel.training import Job, Trained
@@ -112,27 +113,20 @@ class Correlate(Config):
 
 
 def job(config: Correlate) -> Job:
-    """The training of a config: plain SGD, lr 0.05 for LeNet and 0.1 for the dense network."""
-    from spiritlevel.training import Job, Recipe
-
+    """The training of a config."""
     setting = SETTINGS[config.setting]
-    lenet = setting.network == "lenet5"
-    every = max(1, config.steps // (config.checkpoints - 1))
-    options: dict[str, Any] = {"activation": setting.activation} if setting.activation != "relu" else {}
-    if config.width != 1.0:
-        options["width"] = config.width
-    return Job(
-        network=setting.network,
-        options=options,
-        data=config.data or setting.data,
+    return paper_a(
+        setting.network,
+        config.data or setting.data,
+        steps=config.steps,
+        checkpoints=config.checkpoints,
+        batch_size=setting.batch_size,
+        options={"activation": setting.activation} if setting.activation != "relu" else None,
+        width=config.width,
         train_size=config.train_size,
-        pixels=config.pixels,  # type: ignore[arg-type]  # checked there
+        pixels=config.pixels,
         grey=setting.grey,
-        recipe=Recipe(lr=0.05 if lenet else 0.1, batch_size=setting.batch_size, steps=config.steps),
         seed=config.seed,
-        keep=tuple(range(0, config.steps + 1, every)),
-        evaluate=("train", "test"),
-        evaluate_every=every,
     )
 
 

@@ -1,14 +1,85 @@
-"""Trainings that several studies share: the same call gives the same job, and so the same cached network."""
+"""What several studies share: trainings (the same call gives the same job, and so the same cached network), spectra."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from spiritlevel.training import Job
+    from spiritlevel.training import Job, Trained
 
 MOMENTUM = 0.9
 LAST_RATE = 0.01  # of the first, by the schedule of Eq. 14
+
+
+def paper_a(
+    network: str,
+    data: str,
+    *,
+    steps: int,
+    checkpoints: int,
+    batch_size: int = 256,
+    options: Mapping[str, Any] | None = None,
+    width: float = 1.0,
+    train_size: int | None = None,
+    pixels: str = "unit",
+    grey: bool = False,
+    seed: int = 0,
+) -> Job:
+    """Paper A's training: plain SGD, lr 0.05 for LeNet and 0.1 for the dense network, kept at evenly spaced steps.
+
+    Args:
+        network: One of `models.NAMES`.
+        data: One of `data.names()`.
+        steps: Updates.
+        checkpoints: Kept and evaluated steps, from 0 to the last one.
+        batch_size: Samples an update.
+        options: Of the network.
+        width: Factor on the network's widths.
+        train_size: Training points, if not all.
+        pixels: "unit" or "standard".
+        grey: Colour images as one channel.
+        seed: Of weights and order.
+    """
+    from spiritlevel.training import Job, Recipe
+
+    every = max(1, steps // (checkpoints - 1))
+    return Job(
+        network=network,
+        options={**(options or {}), **({} if width == 1.0 else {"width": width})},
+        data=data,
+        train_size=train_size,
+        pixels=pixels,  # type: ignore[arg-type]  # checked there
+        grey=grey,
+        recipe=Recipe(lr=0.05 if network == "lenet5" else 0.1, batch_size=batch_size, steps=steps),
+        seed=seed,
+        keep=tuple(range(0, steps + 1, every)),
+        evaluate=("train", "test"),
+        evaluate_every=every,
+    )
+
+
+def spectrum_row(
+    trained: Trained, *, points: int | None, batch_norm: str, batch_size: int | None, probes: int, steps: int, seed: int
+) -> dict[str, Any]:
+    """The spectrum of the unregularised loss on the first `points` training points, as plain values for a table."""
+    from spiritlevel.curvature import hessian
+    from spiritlevel.estimators import spectrum
+
+    data = tuple(part[:points] for part in trained.train)
+    operator = hessian(trained.model(), data, batch_norm=batch_norm, batch_size=batch_size)
+    found = spectrum(operator, probes=probes, steps=steps, tol=1e-3, seed=seed)
+    return {
+        "λ₁": float(found.largest.values[0]),
+        "λ_min": float(found.smallest.values[0]),
+        "trace": found.trace.value,
+        "trace stderr": found.trace.stderr,
+        "Frobenius norm": found.frobenius_norm.value,
+        "Frobenius norm stderr": found.frobenius_norm.stderr,
+        "Tr(H²)/P": found.mean_square.value,
+        "converged": found.largest.converged and found.smallest.converged,
+        "density": found.density.to_dict(),
+    }
 
 
 def paper_c(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from spiritlevel.errors import unknown_name
 from spiritlevel.studies.base import Config, Ruling, Run, Statement, Study
+from spiritlevel.studies.recipes import paper_a
 
 if TYPE_CHECKING:
     from torch import nn
@@ -86,21 +87,16 @@ class Scaling(Config):
 
 
 def job(config: Scaling) -> Job:
-    """The training: plain SGD, as in the study of correlations."""
-    from spiritlevel.training import Job, Recipe
-
-    every = max(1, config.steps // (config.checkpoints - 1))
-    return Job(
-        network=NETWORKS[config.network],
-        options={"width": config.width} if config.width != 1.0 else {},
-        data=config.data,
+    """The training, as in the study of correlations."""
+    return paper_a(
+        NETWORKS[config.network],
+        config.data,
+        steps=config.steps,
+        checkpoints=config.checkpoints,
+        width=config.width,
         train_size=config.train_size,
-        pixels=config.pixels,  # type: ignore[arg-type]  # checked there
-        recipe=Recipe(lr=0.05 if config.network == "lenet" else 0.1, batch_size=256, steps=config.steps),
+        pixels=config.pixels,
         seed=config.seed,
-        keep=tuple(range(0, config.steps + 1, every)),
-        evaluate=("train", "test"),
-        evaluate_every=every,
     )
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from spiritlevel.errors import InputError, unknown_name
 from spiritlevel.studies.base import Config, Ruling, Run, Statement, Study, not_fitted
-from spiritlevel.studies.recipes import LAST_RATE, MOMENTUM, paper_c
+from spiritlevel.studies.recipes import LAST_RATE, MOMENTUM, paper_c, spectrum_row
 
 if TYPE_CHECKING:
     from spiritlevel.training import Job, Trained
@@ -287,35 +287,32 @@ def _training(trained: Trained) -> dict[str, Any]:
 
 def _curvature(config: WeightDecay, trained: Trained) -> dict[str, Any]:
     """The spectrum of the unregularised loss on the training set, and the limits that stability sets to λ₁."""
-    from spiritlevel.curvature import hessian, hessian_variance
-    from spiritlevel.estimators import eigenvalues, spectrum
+    from spiritlevel.curvature import hessian_variance
+    from spiritlevel.estimators import eigenvalues
 
     network = NETWORKS[config.network]
-    inputs, targets = (part[: config.curvature_points] for part in trained.train)
-    model, size = trained.model(), 128 if network.batch_norm == "batch" else None
-    operator = hessian(model, (inputs, targets), batch_norm=network.batch_norm, batch_size=size)
-    found = spectrum(operator, probes=config.probes, steps=config.steps, tol=1e-3, seed=config.seed)
-    del operator
-    batches = hessian_variance(model, (inputs, targets), batch_norm=network.batch_norm, batch_size=128)
+    row = spectrum_row(
+        trained,
+        points=config.curvature_points,
+        batch_norm=network.batch_norm,
+        batch_size=128 if network.batch_norm == "batch" else None,
+        probes=config.probes,
+        steps=config.steps,
+        seed=config.seed,
+    )
+    data = tuple(part[: config.curvature_points] for part in trained.train)
+    batches = hessian_variance(trained.model(), data, batch_norm=network.batch_norm, batch_size=128)
     spread = eigenvalues(batches, k=1, tol=1e-2, max_matvecs=config.steps, vectors=False, seed=config.seed)
     variance = max(float(spread.values[0]), 0.0)
     rate = trained.job.recipe.lr * LAST_RATE
     inside = 1 - rate**2 * variance
     return {
-        "λ₁": float(found.largest.values[0]),
-        "λ_min": float(found.smallest.values[0]),
-        "trace": found.trace.value,
-        "trace stderr": found.trace.stderr,
-        "Frobenius norm": found.frobenius_norm.value,
-        "Frobenius norm stderr": found.frobenius_norm.stderr,
-        "Tr(H²)/P": found.mean_square.value,
-        "converged": found.largest.converged and found.smallest.converged,
+        **row,
         "largest eigenvalue of the variance": variance,
         "last learning rate": rate,
         "bound of descent": 2 / rate,
         "bound of momentum": 2 * (1 + MOMENTUM) / rate,
         "bound of SGD": (1 + math.sqrt(inside)) / rate if inside >= 0 else None,
-        "density": found.density.to_dict(),
     }
 
 
