@@ -14,7 +14,7 @@ from conftest import Untouched
 from torch import Tensor, nn
 from torch.func import functional_call, jacrev
 
-from spiritlevel import transforms
+from spiritlevel import measures, transforms
 from spiritlevel.audit import audit
 from spiritlevel.errors import InputError
 from spiritlevel.measures import DEFAULT, MEASURES, TRANSFORMS, Setting, evaluate, select
@@ -707,3 +707,20 @@ def test_measures_that_need_more_than_the_network_has_say_so(mlp: nn.Module, dat
         MEASURES["path_norm"](normed, points, batch_norm="batch")
     with pytest.raises(InputError, match="no gradient of its own"):
         MEASURES["normalised_sharpness"](normed, points, batch_norm="batch")
+
+
+@pytest.mark.parametrize("critical", [0.003, 0.02, 0.07, 0.4, 3.0])
+def test_the_search_of_pac_bayes_ends_at_the_crossing(critical: float) -> None:
+    """Whatever number of halvings or doublings leads to it: the rise is 0.1·(σ/critical)² for every draw."""
+
+    class Stub:
+        theta, seed = torch.zeros(4, dtype=torch.float64), 0
+
+        def errors_at(self, theta: Tensor) -> float:
+            return 0.1 * float(theta.square().mean()) / critical**2
+
+        def normal(self, index: int, purpose: int) -> Tensor:
+            return torch.ones(4, dtype=torch.float64)
+
+    found = measures._pac_bayes(Stub(), lambda sigma: sigma, 3)  # type: ignore[arg-type]
+    assert found.value == pytest.approx(critical**-2, rel=0.03)
