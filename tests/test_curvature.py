@@ -26,7 +26,7 @@ from spiritlevel import curvature, estimators, per_sample
 from spiritlevel.curvature import empirical_fisher, gauss_newton, hessian, hessian_variance
 from spiritlevel.errors import InputError
 from spiritlevel.functional import Problem, _load_forward_mode
-from spiritlevel.losses import CrossEntropy
+from spiritlevel.losses import CrossEntropy, confidence_gap
 
 _load_forward_mode()  # torch warns where its forward derivatives are first used
 
@@ -184,15 +184,88 @@ def test_the_constants_of_a_kept_batch_are_prepared_once(monkeypatch: pytest.Mon
     cut = curvature._cut
 
     def counting(*arguments: Any) -> Any:
-        trace = cut(*arguments)
+        trace, values = cut(*arguments)
         trace.prepare.register_forward_hook(lambda *_: prepared.append(1))
-        return trace
+        return trace, values
 
     monkeypatch.setattr(curvature, "_cut", counting)
     matrix = curvature._Matrix(curvature.hessian_product, Problem(network("tanh")), some_data(6), 3, None)
     for _ in range(2):
         matrix.multiply(torch.ones(1, matrix.problem.size, dtype=torch.float64))
     assert len(matrix.kept) == len(prepared) == 2
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_the_product_that_is_traced_is_the_one_that_is_replayed(name: str) -> None:
+    """Beyond 128 samples a trace is tried on a few, and the first product comes from the tracing itself."""
+    data, problem = some_data(150), Problem(network(name))
+    matrix = curvature._Matrix(curvature.hessian_product, problem, data, 150, None)
+    vector = torch.randn(1, problem.size, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    first, again = matrix.multiply(vector), matrix.multiply(vector.clone())
+    assert matrix.kept
+    assert torch.equal(first, again)
+    assert_close(first[0], naive.mean_hessian(problem.model, *data) @ vector[0])
+
+
+def test_a_trace_keeps_no_tensor_but_its_constants() -> None:
+    matrix = curvature._Matrix(curvature.hessian_product, Problem(network("tanh")), some_data(150), 150, None)
+    matrix.multiply(torch.ones(1, matrix.problem.size, dtype=torch.float64))
+    (trace,) = matrix.traces.values()
+    assert trace is not None
+    assert not any(node.meta for graph in (trace.prepare, trace.multiply) for node in graph.graph.nodes)
+
+
+# ---------------------------------------------------------------- the preview of the largest eigenvalue
+
+
+def fitted() -> tuple[nn.Module, tuple[Tensor, Tensor]]:
+    """A float64 network that is sure of most of its 1,200 points."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(12, 16), nn.ReLU(), nn.Linear(16, 3)).double()
+    inputs, _ = some_data(1200)
+    targets = inputs[:, :3].argmax(1)
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.02)
+    for _ in range(150):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(net(inputs), targets).backward()
+        optimizer.step()
+    return net, (inputs, targets)
+
+
+@pytest.mark.parametrize("matrix", [hessian, gauss_newton])
+@pytest.mark.parametrize("which", ["largest", "magnitude"])
+def test_a_preview_saves_products_and_changes_no_value(matrix: Any, which: str) -> None:
+    net, data = fitted()
+    op = matrix(net, data, weight_decay=0.01)
+    expected = torch.linalg.eigvalsh(op.dense())[-1]
+    found = estimators.eigenvalues(op, which=which, tol=1e-6)
+    op.preview = None
+    plain = estimators.eigenvalues(op, which=which, tol=1e-6)
+    assert found.converged
+    assert found.matvecs < plain.matvecs
+    assert abs(found.values[0] - expected) < 1e-10 * expected
+    assert abs(plain.values[0] - expected) < 1e-10 * expected
+
+
+def test_the_preview_is_the_matrix_of_the_samples_that_bend_the_loss_most() -> None:
+    net, (inputs, targets) = fitted()
+    op = hessian(net, (inputs, targets))
+    assert op.preview is not None
+    part, share = op.preview()
+    chosen = confidence_gap(net(inputs).detach()).argsort(descending=True)[:300]
+    assert share == 0.25
+    assert_close(part.dense(), hessian(net, (inputs[chosen], targets[chosen])).dense())
+    assert part.preview is None  # too few samples for another one
+
+
+def test_where_there_is_no_preview() -> None:
+    net, (inputs, targets) = fitted()
+    data = inputs, targets
+    assert hessian(net, (inputs[:1000], targets[:1000])).preview is None
+    assert hessian(net, rows(*data, 600, 600)).preview is None
+    assert hessian(net, data, batch_norm="batch", batch_size=600).preview is None
+    assert hessian(net, data, loss=lambda outputs, wanted: outputs.sum(1)).preview is None
+    assert hessian_variance(net, data, batch_size=600).preview is None
 
 
 LOSSES: dict[str, tuple[Any, Any]] = {  # what the library gets, and the same written out

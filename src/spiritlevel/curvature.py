@@ -16,18 +16,18 @@ import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
 from torch.func import functionalize, grad, jvp, vjp, vmap
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from spiritlevel.errors import InputError
 from spiritlevel.estimators import Operator
-from spiritlevel.functional import Batches, Fingerprint, Params, Problem, _is_pair_of_tensors, parse_memory
+from spiritlevel.functional import Batches, Fingerprint, Params, Problem, _is_pair_of_tensors, _slice, parse_memory
 from spiritlevel.losses import CallableLoss, Loss
 
 __all__ = ["empirical_fisher", "gauss_newton", "hessian", "hessian_variance"]
@@ -252,6 +252,10 @@ _CACHE = 2**23  # bytes of the largest activation of a batch, and of that times 
 _FOOTPRINT = 8  # bytes that a product takes for each byte of activations
 _MOST_VECTORS = 32  # multiplied at once
 _MOST_SHAPES = 16  # of batches that are traced
+_FEW = 16  # samples on which a trace is tried
+_PREVIEW = 0.25  # of the samples
+_ENOUGH = 1024  # samples for a preview to be worth its trace
+_Flat = Callable[..., tuple[Tensor, ...]]  # of a vector, the parameters and a batch, each as tensors
 _TENSOR = object()  # marks the place of a tensor among a batch's leaves
 
 
@@ -281,6 +285,10 @@ class _Matrix:
             self.batches.size = self._batch_size(min(limit, _CACHE // largest_tensor))
         if self.batches.size is not None and not whole:
             self.batches.size = self.ranks.least(self.batches.size)
+        held = _held(self.batches)
+        self.bends: list[Tensor] | None = None  # Tr ∂²ℓ/∂φ² of each sample, where a preview can be made of them
+        if held and not whole and self.ranks.count == 1 and problem.loss.closed_form and len(held[-1]) >= _ENOUGH:
+            self.bends = []
         with self.ranks.together():
             sizes, self.fingerprint = self._inspect()
         self.ranks.same((sizes, self.fingerprint), "their data or batches")
@@ -289,6 +297,7 @@ class _Matrix:
         self.vectorised = True
         self.room = budget // 2  # for what is kept between products
         self.kept: dict[int, _Tape] = {}
+        self.traceable: bool | None = None  # not known yet
         self.traces: dict[Any, _Trace | None] = {}  # by the shape of the batch; None: not to be traced
         anyway = [*self.params, *problem.constants.values(), *_held(self.batches)]
         self.owned = {tensor.untyped_storage().data_ptr() for tensor in anyway}
@@ -314,8 +323,34 @@ class _Matrix:
             result = multiply(rows).to(block.dtype)
             return (result.add_(rows, alpha=weight_decay) if weight_decay else result).T
 
-        shapes = {name: tensor.shape for name, tensor in self.problem.params.items()}
-        return Operator(matmat, self.problem.size, dtype=self.problem.dtype, device=self.problem.device, shapes=shapes)
+        def preview() -> tuple[Operator, float]:
+            return self._preview().operator(weight_decay=weight_decay), _PREVIEW
+
+        problem = self.problem
+        return Operator(
+            matmat,
+            problem.size,
+            dtype=problem.dtype,
+            device=problem.device,
+            shapes={name: tensor.shape for name, tensor in problem.params.items()},
+            preview=preview if self.bends and multiply == self.multiply else None,
+        )
+
+    def _preview(self) -> _Matrix:
+        """The same matrix over the samples that bend the loss most: of a trained network they hold most of it.
+
+        Samples that bend it equally are taken at random. The scale is off, the dominant eigenvector is not much.
+        """
+        bends = torch.cat(self.bends or [])
+        order = torch.randperm(len(bends), generator=torch.Generator().manual_seed(0))
+        order = order[bends[order].argsort(descending=True, stable=True)]
+        chosen = order[: math.ceil(_PREVIEW * len(bends))].sort().values
+        data = tree_map(lambda leaf: leaf[chosen.to(leaf.device)], self.batches.data)
+        matrix = _Matrix(self.product, self.problem, data, None, self.room)
+        if self.traceable is None:
+            self._try(*self.batches.first(_FEW), _FEW)
+        matrix.traceable = self.traceable
+        return matrix
 
     def multiply(self, rows: Tensor) -> Tensor:
         """The matrix times each row of (k, P)."""
@@ -330,7 +365,7 @@ class _Matrix:
         totals = [torch.zeros(rows.shape, dtype=dtype, device=rows.device) for _ in range(order)]
         sizes = [tensor.numel() for tensor in self.params]
         with torch.no_grad(), self.ranks.together():
-            for samples, product in self._pass():
+            for samples, product in self._pass(rows):
                 vectors = rows
                 for total in totals:
                     parts = [part.reshape(len(rows), -1) for part in product(vectors)]
@@ -341,8 +376,11 @@ class _Matrix:
         self.ranks.add(totals)
         return totals
 
-    def _pass(self) -> Iterator[tuple[int, _BatchProduct]]:
-        """The size and the product of each batch of this rank; the data are read only if some are not kept."""
+    def _pass(self, rows: Tensor) -> Iterator[tuple[int, _BatchProduct]]:
+        """The size and the product of each batch of this rank; the data are read only if some are not kept.
+
+        What is multiplied first are `rows`: a batch that has to be traced is traced along them.
+        """
         mine = range(self.ranks.rank, self.count, self.ranks.count)
         if all(index in self.kept for index in mine):
             yield from ((self.kept[index].samples, self.kept[index]) for index in mine)
@@ -352,7 +390,7 @@ class _Matrix:
             seen += len(targets)
             fingerprint.update(inputs, targets)
             if self.ranks.takes(index):
-                yield len(targets), self.kept.get(index) or self._batch(index, inputs, targets)
+                yield len(targets), self.kept.get(index) or self._batch(index, inputs, targets, rows)
         if seen != self.total or str(fingerprint) != self.fingerprint:
             raise InputError(
                 f"the data changed between two passes ({self.total} samples, then {seen}); products need data that "
@@ -369,12 +407,35 @@ class _Matrix:
                     placed = self.problem.place(inputs, targets)
                     outputs = self.problem.outputs(self.problem.params, placed[0])
                     self.problem.checked(outputs, *placed, start=total)
+                    if self.bends is not None:
+                        self.bends.append(self.problem.loss.trace(outputs, placed[1]).cpu())
                 sizes.append(len(targets))
                 total += len(targets)
         return sizes, str(fingerprint)
 
-    def _batch(self, index: int, inputs: Any, targets: Tensor) -> _BatchProduct:
+    def _batch(self, index: int, inputs: Any, targets: Tensor, rows: Tensor) -> _BatchProduct:
         """A batch's product: recomputed from a trace, and kept if there is room; or differentiated."""
+        flat, fixed, shape = self._flat(inputs, targets)
+        constants, known = None, None
+        if shape not in self.traces:
+            traced = self._trace(inputs, targets, rows[0]) if len(self.traces) < _MOST_SHAPES else None
+            self.traces[shape], constants, known = traced or (None, None, None)
+        trace = self.traces[shape]
+        if trace is None:
+            return lambda vectors: self._differentiate(flat, fixed, vectors)
+        constants = constants or trace.prepare(*self.params, *fixed)
+        tape = _Tape(trace.multiply, constants, len(targets), self._for_each)
+        size = tape.size(self.owned)
+        if size <= self.room:
+            self.room -= size
+            self.kept[index] = tape
+        if known is None or len(rows) > 1:
+            return tape
+        first = [part[None] for part in known]
+        return lambda vectors: first if vectors is rows else tape(vectors)
+
+    def _flat(self, inputs: Any, targets: Tensor) -> tuple[_Flat, list[Tensor], tuple[Any, ...]]:
+        """A batch's product as a function of tensors alone, the batch's own tensors, and what a trace depends on."""
         leaves, form = tree_flatten(self.problem.place(inputs, targets))
         fixed = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         rest = [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]
@@ -386,27 +447,34 @@ class _Matrix:
             x, y = tree_unflatten([next(data) if leaf is _TENSOR else leaf for leaf in rest], form)
             return tuple(self.product(self.problem, vector, point, x, y).values())
 
-        def differentiate(vectors: Tensor) -> Sequence[Tensor]:
-            with self.problem.active():
-                return self._for_each(lambda *vector: flat(*vector, *self.params, *fixed), vectors)
+        return flat, fixed, (str(form), repr(rest), tuple((leaf.shape, leaf.dtype) for leaf in fixed))
 
-        shape = (str(form), repr(rest), tuple((leaf.shape, leaf.dtype) for leaf in fixed))
-        constants = None
-        if shape not in self.traces:
-            with self.problem.active():
-                few = len(self.traces) < _MOST_SHAPES
-                traced = _try_to_trace(flat, self.params, fixed) if few else None
-            self.traces[shape], constants = traced or (None, None)
-        trace = self.traces[shape]
-        if trace is None:
-            return differentiate
-        constants = constants or trace.prepare(*self.params, *fixed)
-        tape = _Tape(trace.multiply, constants, len(targets), self._for_each)
-        size = tape.size(self.owned)
-        if size <= self.room:
-            self.room -= size
-            self.kept[index] = tape
-        return tape
+    def _trace(self, inputs: Any, targets: Tensor, row: Tensor) -> _Traced | None:
+        """The trace of a batch's product, along `row`; `None` if there is none."""
+        few = len(targets) if len(targets) <= 8 * _FEW else _FEW
+        if self.traceable is None:
+            checked = self._try(inputs, targets, few)
+            if few == len(targets):
+                return checked
+        if not self.traceable:
+            return None
+        flat, fixed, _ = self._flat(inputs, targets)
+        sizes = [tensor.numel() for tensor in self.params]
+        vector = [part.reshape(tensor.shape) for part, tensor in zip(row.split(sizes), self.params, strict=True)]
+        with self.problem.active():
+            return _try_to_trace(flat, vector, self.params, fixed)
+
+    def _try(self, inputs: Any, targets: Tensor, few: int) -> _Traced | None:
+        """Find out on a few samples whether the product can be traced."""
+        flat, fixed, _ = self._flat(_slice(inputs, 0, few), targets[:few])
+        with self.problem.active():
+            checked = _checked_trace(flat, self.params, fixed)
+        self.traceable = checked is not None
+        return checked
+
+    def _differentiate(self, flat: _Flat, fixed: list[Tensor], vectors: Tensor) -> Sequence[Tensor]:
+        with self.problem.active():
+            return self._for_each(lambda *vector: flat(*vector, *self.params, *fixed), vectors)
 
     def _for_each(self, function: Callable[..., Sequence[Tensor]], rows: Tensor) -> Sequence[Tensor]:
         """`function`, of a vector in the parameters' shapes, applied to each row of (k, P), several at once."""
@@ -485,18 +553,24 @@ class _Untraceable(Exception):
 
 
 class _Recorder(TorchDispatchMode):
-    """Writes down all operations on tensors that are executed inside it, in functional form."""
+    """Writes down all operations on tensors that are executed inside it, in functional form.
 
-    def __init__(self, inputs: Sequence[Tensor]) -> None:
+    `node.meta["value"]` is the tensor itself where it does not follow from the first `moving` inputs.
+    """
+
+    def __init__(self, inputs: Sequence[Tensor], moving: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.graph = fx.Graph()
         self.outside: dict[str, Tensor] = {}  # buffers and the like
         self.nodes = WeakTensorKeyDictionary()
+        self.in_place = False  # whether a value may have been overwritten
         for index, tensor in enumerate(inputs):
-            self._name(tensor, self.graph.placeholder(f"input_{index}"))
+            self._name(tensor, self.graph.placeholder(f"input_{index}"), moves=index < moving)
 
-    def _name(self, tensor: Tensor, node: fx.Node) -> None:
+    def _name(self, tensor: Tensor, node: fx.Node, moves: bool = False) -> None:
         node.meta["shape"], node.meta["dtype"] = tensor.shape, tensor.dtype
+        if not moves:
+            node.meta["value"] = tensor
         self.nodes[tensor] = node
 
     def node(self, tensor: Tensor) -> fx.Node:
@@ -524,11 +598,16 @@ class _Recorder(TorchDispatchMode):
         ]
         if not tensors:
             return result
-        function = _functional(func) if func._schema.is_mutable else func
+        function = func
+        if func._schema.is_mutable:
+            function, self.in_place = _functional(func), True
         arguments = tuple(map(self._nodes, args)), {key: self._nodes(value) for key, value in kwargs.items()}
         node = self.graph.create_node("call_function", function, *arguments)
+        moves = any("value" not in argument.meta for argument in node.all_input_nodes)
+        if several and not moves:
+            node.meta["value"] = None  # the items have values, the list has not
         for index, item in tensors:
-            self._name(item, self.graph.call_function(operator.getitem, (node, index)) if several else node)
+            self._name(item, self.graph.call_function(operator.getitem, (node, index)) if several else node, moves)
         return result
 
 
@@ -548,34 +627,56 @@ def _functional(func: Any) -> Any:
     return getattr(packet, func._overloadname)
 
 
+class _Traced(NamedTuple):
+    trace: _Trace
+    constants: tuple[Tensor, ...] | None
+    """Of this batch, if they are at hand."""
+    product: tuple[Tensor, ...] | None
+    """With the vector that it was traced along, if that was asked for."""
+
+
 def _try_to_trace(
-    function: Callable[..., Sequence[Tensor]], params: list[Tensor], data: list[Tensor]
-) -> tuple[_Trace, tuple[Tensor, ...]] | None:
-    """`function(*vector, *params, *data)` as operations, cut in two, and the constants; `None` if that fails.
+    function: _Flat, vector: Sequence[Tensor], params: Sequence[Tensor], data: Sequence[Tensor]
+) -> _Traced | None:
+    """`function(*vector, *params, *data)` as operations, cut in two; `None` if that fails.
 
     A trace depends on nothing but its inputs: no number can leave a tensor unnoticed, since `functionalize` wraps them
-    all and the recorder refuses what reads one. That it has lost no dependence on the vector, and that what was done
-    in place is rightly written out of place, is checked by repeating it with the opposite vector.
+    all and the recorder refuses what reads one.
     """
-    generator = torch.Generator().manual_seed(0)
-    vector = [torch.rand(tensor.shape, generator=generator, dtype=tensor.dtype).to(tensor.device) for tensor in params]
-    recorder = _Recorder([*vector, *params, *data])
+    recorder = _Recorder([*vector, *params, *data], len(vector))
     try:
         with recorder:
             results = functionalize(function)(*vector, *params, *data)
             nodes = tuple(recorder.node(result) for result in results)
         recorder.graph.output(nodes)
-        trace = _cut(_simplified(recorder.graph), len(vector), recorder.outside)
-        with torch.no_grad():
-            constants = trace.prepare(*params, *data)
-            opposite = trace.multiply(*(-part for part in vector), *constants)
-            error, scale = (
-                math.hypot(*(float(tensor.norm()) for tensor in tensors))
-                for tensors in ([a + b for a, b in zip(opposite, results, strict=True)], results)
-            )
+        trace, constants = _cut(_simplified(recorder.graph), len(vector), recorder.outside)
     except Exception:  # whatever cannot be traced can still be differentiated
         return None
-    return (trace, constants) if error <= math.sqrt(torch.finfo(params[0].dtype).eps) * scale else None
+    return _Traced(trace, None if recorder.in_place else constants, tuple(result.detach() for result in results))
+
+
+def _checked_trace(function: _Flat, params: Sequence[Tensor], data: Sequence[Tensor]) -> _Traced | None:
+    """A trace along a random vector, if it gives the product with the opposite vector as well.
+
+    It does not if a dependence on the vector was lost, or if what was done in place is wrongly written out of place.
+    """
+    generator = torch.Generator().manual_seed(0)
+    vector = [torch.rand(tensor.shape, generator=generator, dtype=tensor.dtype).to(tensor.device) for tensor in params]
+    traced = _try_to_trace(function, vector, params, data)
+    if traced is None or traced.product is None:
+        return None
+    try:
+        with torch.no_grad():
+            constants = traced.trace.prepare(*params, *data)
+            opposite = traced.trace.multiply(*(-part for part in vector), *constants)
+    except Exception:
+        return None
+    error, scale = (
+        math.hypot(*(float(tensor.norm()) for tensor in tensors))
+        for tensors in ([a + b for a, b in zip(opposite, traced.product, strict=True)], traced.product)
+    )
+    right = error <= math.sqrt(torch.finfo(params[0].dtype).eps) * scale
+    return _Traced(traced.trace, constants, None) if right else None
 
 
 _aten = torch.ops.aten
@@ -647,8 +748,8 @@ def _vanishes(node: fx.Node, zeros: set[fx.Node]) -> bool:
     return any(argument in zeros for argument in node.all_input_nodes)
 
 
-def _cut(graph: fx.Graph, vector: int, outside: dict[str, Tensor]) -> _Trace:
-    """The operations that follow from the first `vector` placeholders, and those before them."""
+def _cut(graph: fx.Graph, vector: int, outside: dict[str, Tensor]) -> tuple[_Trace, tuple[Tensor, ...]]:
+    """The operations that follow from the first `vector` placeholders, those before them, and what these gave."""
     placeholders = list(graph.find_nodes(op="placeholder"))[:vector]
     (output,) = graph.find_nodes(op="output")
     moving = set(placeholders)
@@ -672,4 +773,7 @@ def _cut(graph: fx.Graph, vector: int, outside: dict[str, Tensor]) -> _Trace:
         if node in moving and node not in moved:
             moved[node] = multiply.node_copy(node, lambda argument: moved[argument])
     multiply.output(tuple(moved[node] for node in output.args[0]))
-    return _Trace(fx.GraphModule(outside, prepare), fx.GraphModule(outside, multiply))
+    values = tuple(node.meta["value"].detach() for node in constants)
+    for node in [*prepare.nodes, *multiply.nodes]:
+        node.meta.clear()  # nothing of this batch outlives it
+    return _Trace(fx.GraphModule(outside, prepare), fx.GraphModule(outside, multiply)), values

@@ -42,6 +42,7 @@ _DENSE_EIGENVALUES = 128  # up to this size all eigenvalues are computed at once
 _DENSE_LATER = 2048  # up to this size the same where it saves products
 _PILOT = 16  # probes that decide how many a relative error needs
 _MOST_PROBES = 4096  # where a relative error gives up
+_PREVIEW = 0.03  # relative residual to which the preview of an operator is solved
 _MISS = 1e-3  # chance that a repeated eigenvalue stays hidden
 
 
@@ -49,7 +50,8 @@ class Operator:
     """A symmetric matrix H known by its products, over named parameters laid end to end.
 
     `matmat` maps a (P, k) tensor to H times it. `shapes` gives the parameters' names and shapes in order; without it
-    the operator has no names and cannot `split`. Exact; `op @ v` costs one product a column.
+    the operator has no names and cannot `split`. `preview` makes a cheaper operator that has a similar dominant
+    eigenvector, and says what share of the cost its products have. Exact; `op @ v` costs one product a column.
 
     >>> matrix = torch.tensor([[2.0, 1.0], [1.0, 3.0]])
     >>> op = Operator(lambda block: matrix @ block, 2, dtype=torch.float32, shapes={"weight": (1, 1), "bias": (1,)})
@@ -67,12 +69,14 @@ class Operator:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         shapes: Mapping[str, Sequence[int]] | None = None,
+        preview: Callable[[], tuple[Operator, float]] | None = None,
     ) -> None:
         self.size = size
         self.shape = (size, size)
         self.dtype = dtype
         self.device = torch.device(device)
         self.shapes = {name: torch.Size(shape) for name, shape in (shapes or {}).items()}
+        self.preview = preview
         self._matmat = matmat
         total = sum(shape.numel() for shape in self.shapes.values())
         if self.shapes and total != size:
@@ -166,7 +170,9 @@ def eigenvalues(
         vectors: whether to return the eigenvectors, as columns (P, k) in the operator's dtype.
         seed: of the start vectors.
         start: a first guess, (P,) or (P, j), for example the vectors of a nearby matrix; a tenth of its length is
-            added at random so that the statements above keep holding.
+            added at random so that the statements above keep holding. Unless given, an operator's `preview` is solved
+            for it where the one dominant eigenvalue is wanted: for the Hessian of a trained network, that of the
+            quarter of the samples whose outputs bend the loss most, which saves about half of the products.
         basis: how many vectors to hold in memory; max(2k + 20, k + 40) unless given.
 
     References: Wu & Simon, SIAM J. Matrix Anal. Appl. 22 (2000), doi:10.1137/S0895479898334605; Kuczyński &
@@ -190,6 +196,8 @@ def eigenvalues(
     if size <= max(_DENSE_EIGENVALUES, 4 * k) and size <= spare:
         return _dense_eigenpairs(product, _dense(product), k, which, tol, vectors, seed)
     may_go_dense = size <= _DENSE_LATER and 2 * size <= spare
+    if start is None and k == 1 and which != "smallest" and max_matvecs is None:
+        start = _previewed(product, which, seed)
     space = _Krylov(product, _capacity(size, k, basis), seed, _first_vector(product, seed, start))
     coordinates, reason = _converge(space, _ENDS[which], k, tol, min(limit, size) if may_go_dense else limit)
     if reason and may_go_dense:
@@ -413,7 +421,7 @@ def _checked(product: Tensor, v: Tensor) -> Tensor:
             f"a product with the operator must keep the shape of the vectors, {tuple(v.shape)}, "
             f"got {tuple(product.shape)}."
         )
-    if not bool(torch.isfinite(product).all()):
+    if not math.isfinite(torch.linalg.vector_norm(product, ord=math.inf)):  # the quickest look at every number
         raise InputError(
             "a product with the operator holds NaN or infinity; check the model's outputs and loss, or use float64."
         )
@@ -435,7 +443,7 @@ class _Product:
         dtype = known.get(str(given).removeprefix("torch."))
         if dtype is None:
             raise InputError(f"estimators need a float32 or float64 operator, got {given}; convert it first.")
-        self._op = op
+        self.op = op
         self.size = int(shape[0])
         self.dtype = dtype
         self.device = torch.device(op.device) if self._speaks_torch else torch.device("cpu")
@@ -450,12 +458,12 @@ class _Product:
                 )
 
     def __call__(self, v: Tensor) -> Tensor:
-        if self._speaks_torch:
-            product = (self._op @ v).detach()
-        else:
-            product = torch.tensor(np.asarray(self._op @ v.numpy()), dtype=self.dtype)
         self.count += v[0].numel()
-        return _checked(product, v)
+        if isinstance(self.op, Operator):
+            return self.op @ v  # has checked it
+        if self._speaks_torch:
+            return _checked((self.op @ v).detach(), v)
+        return _checked(torch.tensor(np.asarray(self.op @ v.numpy()), dtype=self.dtype), v)
 
 
 def _columns(size: int) -> int:
@@ -721,6 +729,16 @@ def _first_vector(product: _Product, seed: int, start: Tensor | None) -> Tensor:
     if not (math.isfinite(length) and length > 0):
         raise InputError(f"eigenvalues needs a start of finite length above 0, got {length}.")
     return guess / length + 0.1 * noise / torch.linalg.vector_norm(noise)
+
+
+def _previewed(product: _Product, which: str, seed: int) -> Tensor | None:
+    """The dominant eigenvector of the operator's preview, roughly; its products count as what they cost."""
+    if getattr(product.op, "preview", None) is None:
+        return None
+    part, share = product.op.preview()
+    found = eigenvalues(part, which=which, tol=_PREVIEW, seed=seed)
+    product.count += math.ceil(share * found.matvecs)
+    return found.vectors
 
 
 def _capacity(size: int, k: int, basis: int | None) -> int:

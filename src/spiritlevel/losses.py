@@ -132,6 +132,13 @@ class Loss(ABC):
             total += weight[:, None, None] * vector[:, :, None] * vector[:, None, :]
         return total
 
+    def trace(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Tr A of every sample, (N,), float64."""
+        shape = len(outputs), -1
+        factors = self.factors(outputs, targets)
+        terms = (weight * vector.double().reshape(shape).square().sum(1) for weight, vector in factors)
+        return sum(terms, torch.zeros(len(outputs), dtype=torch.float64, device=outputs.device))
+
     def _check_exact(self, exact: int, outputs: Tensor) -> None:
         if not 0 <= exact < self.rank(outputs.shape[1]):
             raise InputError(
@@ -234,6 +241,9 @@ class CrossEntropy(Loss):
         shifted = direction - direction.gather(1, top[:, None])
         centred = shifted - (probabilities * shifted).sum(1, keepdim=True)
         return self._scale(outputs, targets) * (probabilities * centred.square()).sum(1)
+
+    def trace(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return self._scale(outputs, targets) * confidence_gap(outputs)
 
     def rank(self, classes: int) -> int:
         return classes - 1
