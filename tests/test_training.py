@@ -717,7 +717,7 @@ def test_a_killed_training_ends_where_the_whole_one_ends(tmp_path: Path) -> None
 
 @pytest.mark.slow
 def test_a_training_killed_again_and_again_ends_where_the_whole_one_ends(tmp_path: Path) -> None:
-    killed(tmp_path, steps=300, kills=8)
+    killed(tmp_path, steps=600, kills=20)
 
 
 # ---------------------------------------------------------------- speed
