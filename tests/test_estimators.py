@@ -689,3 +689,38 @@ def aslinearoperator_of(matmat, size):
 def test_a_product_of_the_wrong_shape_is_refused():
     with pytest.raises(InputError, match="must keep the shape"):
         operator_trace(Operator(lambda block: block[:-1], 200))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "exponent"),
+    [(torch.float32, -100), (torch.float32, -60), (torch.float32, 110), (torch.float64, -450), (torch.float64, 450)],
+)
+def test_nothing_depends_on_the_scale_of_the_matrix(dtype: torch.dtype, exponent: int) -> None:
+    """A fitted network's Hessian may be 1e-30, a rescaled one's 1e30: their squares are beyond float32."""
+    basis = torch.linalg.qr(torch.randn(300, 300, dtype=torch.float64, generator=torch.Generator().manual_seed(0)))[0]
+    matrix = (basis * torch.linspace(-0.3, 1, 300, dtype=torch.float64) ** 3) @ basis.T
+    matrix = ((matrix + matrix.T) / 2).to(dtype)
+
+    def measured(op: torch.Tensor) -> list[float]:
+        summary = estimators.spectrum(op, probes=2, steps=30)
+        top, bottom = estimators.eigenvalues(op, 2), estimators.eigenvalues(op, which="smallest")
+        frobenius = estimators.frobenius_norm(op, probes=10)
+        assert top.converged
+        assert bottom.converged
+        return [
+            *top.values.tolist(),
+            *bottom.values.tolist(),
+            estimators.spectral_norm(op).value,
+            frobenius.value,
+            frobenius.stderr,
+            estimators.operator_trace(op, probes=10).value,
+            estimators.operator_trace(op, probes=12, method="hutch++").value,
+            float(estimators.diagonal(op, probes=5).values.double().norm()),
+            float(summary.largest.values[0]),
+            summary.frobenius_norm.value,
+            summary.trace.value,
+            estimators.spectral_density(op, probes=2, steps=20).moment(1).value,
+        ]
+
+    factor = 2.0**exponent
+    assert [value / factor for value in measured(matrix * factor)] == pytest.approx(measured(matrix), rel=1e-6)

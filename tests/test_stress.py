@@ -6,6 +6,7 @@ sample's Hessian is (‖x‖² + 1)(1 − ΣS²).
 
 from __future__ import annotations
 
+import copy
 import subprocess
 import sys
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import spiritlevel as sl
+from spiritlevel import measures
 from spiritlevel.errors import InputError
 
 
@@ -226,3 +228,25 @@ def test_a_hundred_thousand_classes_with_three_passes_in_little_memory(classes: 
     assert float(times) <= 12, f"peak memory of {float(times):.1f} · (N·C + P) floats"
     assert float(sigmas) < 4
     assert float(share) == pytest.approx(1, abs=0.2)
+
+
+@pytest.mark.parametrize(("factor", "largest"), [(30.0, 1e-8), (70.0, 1e-25)])
+def test_a_network_that_is_very_sure_is_as_sharp_in_float32_as_in_float64(factor: float, largest: float) -> None:
+    """Its curvature is far below what float32 can square."""
+    torch.manual_seed(0)
+    inputs = torch.rand(40, 6)
+    targets = inputs[:, :3].argmax(1)
+    inputs[torch.arange(40), targets] += 1.0
+    single = nn.Sequential(nn.Linear(6, 20), nn.ReLU(), nn.Linear(20, 3))
+    with torch.no_grad():
+        for layer, size in ((single[0], 1.0), (single[2], factor)):
+            layer.weight.zero_().fill_diagonal_(size)
+            layer.bias.zero_()
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        model, data = copy.deepcopy(single).to(dtype), (inputs.to(dtype), targets)
+        op = sl.hessian(model, data)
+        (ball,) = measures.evaluate(model, data, measures=["ball_sharpness"])
+        found.append([sl.spectral_norm(op).value, sl.frobenius_norm(op, probes=16).value, ball["value"]])
+    assert 0 < found[1][0] < largest
+    assert found[0] == pytest.approx(found[1], rel=1e-3)

@@ -501,7 +501,7 @@ def _dots(v: Tensor, hv: Tensor) -> Tensor:
 
 def _squares(v: Tensor, hv: Tensor) -> Tensor:
     """‖Hv‖² of every column."""
-    return hv.square().sum(0, dtype=torch.float64)
+    return torch.linalg.vector_norm(hv, dim=0, dtype=torch.float64).square()  # float32 squares end at 1e-45 and 3e38
 
 
 def _expected_form(
@@ -621,7 +621,7 @@ class _Krylov:
 
         product = self.product(q)
         remainder, h = self._outside(product)
-        beta = float(torch.linalg.vector_norm(remainder))
+        beta = float(torch.linalg.vector_norm(remainder, dtype=torch.float64))  # below 1e-23 float32 would give 0
         self._scale = max(self._scale, beta, float(np.linalg.norm(h)))
         self.noise = max(self.noise, float(np.linalg.norm(h[:j] - expected)))
         self.projected[: j + 1, j] = self.projected[j, : j + 1] = h

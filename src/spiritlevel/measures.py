@@ -973,7 +973,10 @@ def _ascent(setting: Setting, unit: Tensor, radius: float, norm: float) -> Estim
         moved = unit * gradient
         if norm == math.inf:
             return radius * moved.sign()
-        return moved * (radius / max(float(moved.norm()), torch.finfo(moved.dtype).tiny))
+        return moved * (radius / length(moved))
+
+    def length(moved: Tensor) -> float:  # in float64: the squares of a fitted network's gradient leave float32
+        return max(float(torch.linalg.vector_norm(moved, dtype=torch.float64)), torch.finfo(moved.dtype).tiny)
 
     step = uphill(slope)
     if not bool(step.any()):  # a critical point: any direction will do
@@ -986,11 +989,7 @@ def _ascent(setting: Setting, unit: Tensor, radius: float, norm: float) -> Estim
             break
         best = max(best, value - base)
         moved = u + uphill(gradient)
-        u = (
-            moved.clamp(-radius, radius)
-            if norm == math.inf
-            else moved * min(1.0, radius / max(float(moved.norm()), torch.finfo(moved.dtype).tiny))
-        )
+        u = moved.clamp(-radius, radius) if norm == math.inf else moved * min(1.0, radius / length(moved))
     else:
         value = setting.loss_at(setting.theta + unit * u)
     return Estimate(max(best, value - base), matvecs=gradients, seed=setting.seed)
