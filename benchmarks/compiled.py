@@ -24,8 +24,8 @@ def compiled_products() -> Iterator[None]:
         found = plain(*arguments)
         if found is None:
             return None
-        recorded, constants = found
-        return dataclasses.replace(recorded, multiply=torch.compile(recorded.multiply)), constants
+        compiled_trace = dataclasses.replace(found.trace, multiply=torch.compile(found.trace.multiply))
+        return found._replace(trace=compiled_trace)
 
     curvature._try_to_trace = trace
     try:
@@ -54,7 +54,8 @@ def compiled(scale: Scale) -> list[Row]:
                 _ = fast @ vector
             seconds = time.perf_counter() - begin
         except Exception as error:
-            rows.append(Row(area, what, None, note=f"failed: {type(error).__name__} (needs a C++ compiler)"))
+            note = f"failed: {type(error).__name__}: {str(error).splitlines()[0]} (it needs a C++ compiler)"
+            rows.append(Row(area, what, None, note=note))
             continue
         pair = ratio(*take_turns(scale.rounds, lambda fast=fast, v=vector: fast @ v, lambda op=plain, v=vector: op @ v))
         rows.append(alone(area, what, pair, f"first two products: {seconds:.0f} s"))
