@@ -258,9 +258,21 @@ def test_the_preview_is_the_matrix_of_the_samples_that_bend_the_loss_most() -> N
     assert part.preview is None  # too few samples for another one
 
 
+def test_a_preview_has_room_of_its_own() -> None:
+    """Also when what was kept of earlier products has filled the budget."""
+    net, data = fitted()
+    problem = Problem(net)
+    matrix = curvature._Matrix(curvature.hessian_product, problem, data, None, "1MB")
+    matrix.multiply(torch.ones(1, problem.size, dtype=torch.float64))
+    matrix.room = 0
+    assert (matrix._preview().batches.size or 0) > 30
+
+
 def test_where_there_is_no_preview() -> None:
     net, (inputs, targets) = fitted()
     data = inputs, targets
+    assert hessian(net, data).preview is not None
+    assert hessian(net, data, memory=4 * inputs.nbytes // 5).preview is None  # the copy of a quarter has no room
     assert hessian(net, (inputs[:1000], targets[:1000])).preview is None
     assert hessian(net, rows(*data, 600, 600)).preview is None
     assert hessian(net, data, batch_norm="batch", batch_size=600).preview is None

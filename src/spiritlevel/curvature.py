@@ -51,7 +51,7 @@ def hessian(
 
     A product is the derivative of the gradient along v, H v = 1/N Σₙ [Jᵀ(A·Jv) + (Σ_c g_c ∇²φ_c) v], where g and A are
     the loss's gradient and Hessian in the outputs φ and J = ∂φ/∂θ. Exact to rounding, also at tiny losses. Cost: about
-    two gradients a product when replayed, three when recomputed, and some ten once for the first. The parameters are
+    two gradients a product when replayed, three when recomputed, and some five once for the first. The parameters are
     copied: later training steps do not change the operator.
 
     Args:
@@ -285,10 +285,8 @@ class _Matrix:
             self.batches.size = self._batch_size(min(limit, _CACHE // largest_tensor))
         if self.batches.size is not None and not whole:
             self.batches.size = self.ranks.least(self.batches.size)
-        held = _held(self.batches)
-        self.bends: list[Tensor] | None = None  # Tr ∂²ℓ/∂φ² of each sample, where a preview can be made of them
-        if held and not whole and self.ranks.count == 1 and problem.loss.closed_form and len(held[-1]) >= _ENOUGH:
-            self.bends = []
+        self.budget = budget
+        self.bends: list[Tensor] | None = [] if self._can_preview(whole) else None  # Tr ∂²ℓ/∂φ² of each sample
         with self.ranks.together():
             sizes, self.fingerprint = self._inspect()
         self.ranks.same((sizes, self.fingerprint), "their data or batches")
@@ -336,6 +334,13 @@ class _Matrix:
             preview=preview if self.bends and multiply == self.multiply else None,
         )
 
+    def _can_preview(self, whole: bool) -> bool:
+        """Whether the data are one pair in memory, large enough for a preview and small enough for a copy of it."""
+        held = _held(self.batches)
+        if not held or whole or self.ranks.count > 1 or not self.problem.loss.closed_form:
+            return False
+        return len(held[-1]) >= _ENOUGH and _PREVIEW * sum(tensor.nbytes for tensor in held) <= self.budget / 4
+
     def _preview(self) -> _Matrix:
         """The same matrix over the samples that bend the loss most: of a trained network they hold most of it.
 
@@ -346,7 +351,7 @@ class _Matrix:
         order = order[bends[order].argsort(descending=True, stable=True)]
         chosen = order[: math.ceil(_PREVIEW * len(bends))].sort().values
         data = tree_map(lambda leaf: leaf[chosen.to(leaf.device)], self.batches.data)
-        matrix = _Matrix(self.product, self.problem, data, None, self.room)
+        matrix = _Matrix(self.product, self.problem, data, None, self.budget // 2)
         if self.traceable is None:
             self._try(*self.batches.first(_FEW), _FEW)
         matrix.traceable = self.traceable
@@ -672,7 +677,7 @@ def _checked_trace(function: _Flat, params: Sequence[Tensor], data: Sequence[Ten
     except Exception:
         return None
     error, scale = (
-        math.hypot(*(float(tensor.norm()) for tensor in tensors))
+        math.hypot(*(float(torch.linalg.vector_norm(tensor, dtype=torch.float64)) for tensor in tensors))
         for tensors in ([a + b for a, b in zip(opposite, traced.product, strict=True)], traced.product)
     )
     right = error <= math.sqrt(torch.finfo(params[0].dtype).eps) * scale
