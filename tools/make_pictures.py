@@ -1,8 +1,9 @@
-"""Make docs/pictures/overview.svg and .png from the network that `spiritlevel demo` trains, and a picture of its run.
+"""Make docs/pictures/overview.svg and .png from the network that `spiritlevel demo` trains, and pictures of its run.
 
 Usage: python tools/make_pictures.py [FOLDER [RUN]]   (offline, about a minute)
 
-With RUN, a folder that `spiritlevel demo --data fashion-mini --out RUN` wrote, terminal.svg shows what it prints.
+With RUN, a folder that `spiritlevel demo --data fashion-mini --out RUN` wrote, terminal.svg shows what it prints, and
+page-light.png, page-dark.png and page-phone.png its page in Chromium.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import math
 import os
 import re
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -131,11 +133,28 @@ def terminal(run: str, target: Path) -> None:
     (target / "terminal.svg").write_text(local, encoding="utf-8")
 
 
+def pages(run: str, target: Path) -> None:
+    """The top of a run's page as a browser shows it, light, dark and on a phone."""
+    sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+    from browser import chromium
+
+    views: dict[str, dict[str, Any]] = {
+        "light": {"width": 1200, "height": 1560},
+        "dark": {"width": 1200, "height": 1560, "dark": True},
+        "phone": {"width": 390, "height": 1700, "phone": True},
+    }
+    with tempfile.TemporaryDirectory() as profile, chromium(Path(profile)) as browser:
+        for name, view in views.items():
+            browser.show(Path(run) / "report.html", **view)
+            browser.picture(target / f"page-{name}.png", whole=False)
+
+
 def main(folder: str = "docs/pictures", run: str | None = None) -> None:
     """Train, measure, draw."""
     if run is not None:
         Path(folder).mkdir(parents=True, exist_ok=True)
         terminal(run, Path(folder))
+        pages(run, Path(folder))
     with ProgressBar() as progress:
         model, images = demo_network(progress=progress)
     chart = overview(*measure(model, images.train))
