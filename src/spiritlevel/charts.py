@@ -105,6 +105,7 @@ def theme(*, dark: bool = False) -> dict[str, Any]:
             "tickColor": colours["quiet"],
             "labelLimit": 260,
             "labelOverlap": True,
+            "labelSeparation": 8,
         },
         "axisX": {"grid": False, "tickCount": 6},
         "axisY": {"domain": False, "ticks": False, "tickCount": 6},
