@@ -65,29 +65,17 @@ def test_a_running_cluster_is_joined_by_its_address(tmp_path: Path, monkeypatch:
     command += ["--temp-dir", f"/tmp/sl{port}"]  # short, for its sockets; and so that no other program finds it
     head = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
     try:
-        time.sleep(5)
-        found = subprocess.run(
-            [
-                sys.executable,
-                "-m",
-                "spiritlevel",
-                "reproduce",
-                "confidence",
-                "--scale",
-                "smoke",
-                "--divisions",
-                "6,9",
-                "--cluster",
-                f"ray://127.0.0.1:{client_port}",
-                "--json",
-                str(tmp_path / "found.json"),
-            ],
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=200,
-            check=False,
-        )
+        command = [sys.executable, "-m", "spiritlevel", "reproduce", "confidence", "--scale", "smoke"]
+        command += ["--divisions", "6,9", "--cluster", f"ray://127.0.0.1:{client_port}"]
+        command += ["--json", str(tmp_path / "found.json")]
+        deadline = time.monotonic() + 120  # for the head to answer, on a busy machine
+        while not listens(client_port) and time.monotonic() < deadline:
+            time.sleep(0.5)
+        time.sleep(4)  # it listens before it can serve
+        while True:
+            found = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False)
+            if found.returncode == 0 or "no cluster could be had" not in found.stderr or time.monotonic() > deadline:
+                break
         assert found.returncode == 0, found.stderr
     finally:
         head.terminate()
@@ -96,6 +84,11 @@ def test_a_running_cluster_is_joined_by_its_address(tmp_path: Path, monkeypatch:
     study = find("confidence")
     alone = [execute(study, config, tmp_path / "alone") for config in study.jobs("smoke", divisions=[6, 9])]
     assert json.loads((tmp_path / "found.json").read_text())["rows"] == json.loads(json.dumps(combine(alone)))
+
+
+def listens(port: int) -> bool:
+    with socket.socket() as caller:
+        return caller.connect_ex(("127.0.0.1", port)) == 0
 
 
 def free_ports(count: int) -> list[int]:
