@@ -712,7 +712,7 @@ def killed(tmp_path: Path, steps: int, kills: int) -> None:
 
 
 def test_a_killed_training_ends_where_the_whole_one_ends(tmp_path: Path) -> None:
-    killed(tmp_path, steps=100, kills=2)
+    killed(tmp_path, steps=70, kills=1)
 
 
 @pytest.mark.slow
