@@ -423,7 +423,7 @@ class _Matrix:
         flat, fixed, shape = self._flat(inputs, targets)
         constants, known = None, None
         if shape not in self.traces:
-            traced = self._trace(inputs, targets, rows[0]) if len(self.traces) < _MOST_SHAPES else None
+            traced = self._trace(flat, fixed, inputs, targets, rows[0]) if len(self.traces) < _MOST_SHAPES else None
             self.traces[shape], constants, known = traced or (None, None, None)
         trace = self.traces[shape]
         if trace is None:
@@ -454,7 +454,7 @@ class _Matrix:
 
         return flat, fixed, (str(form), repr(rest), tuple((leaf.shape, leaf.dtype) for leaf in fixed))
 
-    def _trace(self, inputs: Any, targets: Tensor, row: Tensor) -> _Traced | None:
+    def _trace(self, flat: _Flat, fixed: list[Tensor], inputs: Any, targets: Tensor, row: Tensor) -> _Traced | None:
         """The trace of a batch's product, along `row`; `None` if there is none."""
         few = len(targets) if len(targets) <= 8 * _FEW else _FEW
         if self.traceable is None:
@@ -463,7 +463,6 @@ class _Matrix:
                 return checked
         if not self.traceable:
             return None
-        flat, fixed, _ = self._flat(inputs, targets)
         sizes = [tensor.numel() for tensor in self.params]
         vector = [part.reshape(tensor.shape) for part, tensor in zip(row.split(sizes), self.params, strict=True)]
         with self.problem.active():
@@ -637,7 +636,7 @@ class _Traced(NamedTuple):
     constants: tuple[Tensor, ...] | None
     """Of this batch, if they are at hand."""
     product: tuple[Tensor, ...] | None
-    """With the vector that it was traced along, if that was asked for."""
+    """With the vector that it was traced along, unless that was a random one."""
 
 
 def _try_to_trace(
