@@ -253,7 +253,7 @@ _FOOTPRINT = 8  # bytes that a product takes for each byte of activations
 _MOST_VECTORS = 32  # multiplied at once
 _MOST_SHAPES = 16  # of batches that are traced
 _FEW = 16  # samples on which a trace is tried
-_PREVIEW = 0.25  # of the samples
+_PREVIEW = 0.25  # of the samples, about
 _ENOUGH = 1024  # samples for a preview to be worth its trace
 _Flat = Callable[..., tuple[Tensor, ...]]  # of a vector, the parameters and a batch, each as tensors
 _TENSOR = object()  # marks the place of a tensor among a batch's leaves
@@ -322,7 +322,8 @@ class _Matrix:
             return (result.add_(rows, alpha=weight_decay) if weight_decay else result).T
 
         def preview() -> tuple[Operator, float]:
-            return self._preview().operator(weight_decay=weight_decay), _PREVIEW
+            part = self._preview()
+            return part.operator(weight_decay=weight_decay), part.total / self.total
 
         problem = self.problem
         return Operator(
@@ -349,12 +350,17 @@ class _Matrix:
         bends = torch.cat(self.bends or [])
         order = torch.randperm(len(bends), generator=torch.Generator().manual_seed(0))
         order = order[bends[order].argsort(descending=True, stable=True)]
-        chosen = order[: math.ceil(_PREVIEW * len(bends))].sort().values
+        count, size = math.ceil(_PREVIEW * len(bends)), self.batches.size
+        if size is not None and size <= 1.25 * count:  # batches of the usual shape, so that one trace serves all
+            count = round(count / size) * size
+        else:
+            size = None
+        chosen = order[:count].sort().values
         data = tree_map(lambda leaf: leaf[chosen.to(leaf.device)], self.batches.data)
-        matrix = _Matrix(self.product, self.problem, data, None, self.budget // 2)
+        matrix = _Matrix(self.product, self.problem, data, size, self.budget // 2)
         if self.traceable is None:
             self._try(*self.batches.first(_FEW), _FEW)
-        matrix.traceable = self.traceable
+        matrix.traceable, matrix.traces = self.traceable, self.traces
         return matrix
 
     def multiply(self, rows: Tensor) -> Tensor:

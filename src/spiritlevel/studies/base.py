@@ -133,6 +133,7 @@ class Study:
         statements: What it will judge.
         run: The experiment: measures, adds tables and charts to the run, and returns one ruling a statement.
         scales: Fields that differ from the config's defaults, for each scale.
+        adapted: The same for single values of a swept field: scale, field, value, fields. They go before `scales`.
         sweep: Values that a field takes, one job each, where neither the caller nor the scale gives one.
         seeds: How many seeds each scale runs where the caller gives none.
         revision: Part of a run's key; raise it when the same config would give other numbers.
@@ -145,6 +146,7 @@ class Study:
     statements: tuple[Statement, ...]
     run: Callable[[Any, Run], Iterable[Ruling]]
     scales: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    adapted: Mapping[str, Mapping[str, Mapping[Any, Mapping[str, Any]]]] = field(default_factory=dict)
     sweep: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     seeds: Mapping[str, int] = field(default_factory=lambda: {"laptop": 5})
     revision: int = 1
@@ -155,7 +157,10 @@ class Study:
         for name in given:
             if name not in known:
                 raise unknown_name(f"option of {self.name}", name, known)
-        return self.config(**{**self.scales.get(scale, {}), **given, "scale": scale})
+        preset = dict(self.scales.get(scale, {}))
+        for name, values in self.adapted.get(scale, {}).items():
+            preset |= values.get(given.get(name), {})
+        return self.config(**{**preset, **given, "scale": scale})
 
     def jobs(self, scale: str = "smoke", *, seeds: Sequence[int] | None = None, **given: Any) -> list[Config]:
         """One config for every seed and every combination of the listed values: independent jobs.
