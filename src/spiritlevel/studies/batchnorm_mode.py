@@ -171,13 +171,13 @@ STUDY = Study(
             "validation": 100,
             "steps": 8,
         },
-        "laptop": {
+        "laptop": {  # the networks of `weight-decay`
             "epochs": 60,
-            "width": 0.1,
-            "train_size": 2000,
-            "validation": 2000,
-            "curvature_points": 1000,
-            "steps": 40,
+            "width": 0.05,
+            "train_size": 512,
+            "validation": 1000,
+            "curvature_points": 256,
+            "steps": 20,
         },
     },
 )

@@ -241,14 +241,7 @@ STUDY = Study(
             "validation": 100,
             "steps": 6,
         },
-        "laptop": {
-            "epochs": 60,
-            "width": 0.25,
-            "train_size": 2000,
-            "validation": 2000,
-            "curvature_points": 1000,
-            "steps": 40,
-        },
+        "laptop": {"width": 0.125, "train_size": 512, "validation": 1000, "steps": 40},
     },
     sweep={"data": ("cifar100", "cifar10")},
 )

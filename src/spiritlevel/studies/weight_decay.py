@@ -326,6 +326,8 @@ def _chosen_rate(config: WeightDecay, run: Run) -> float:
     return max(scores, key=scores.__getitem__)
 
 
+_ONE_PAIR = {"curvature_points": 256, "steps": 20, "probes": 2}  # of batches: the least that has a variance
+
 STUDY = Study(
     name="weight-decay",
     title="L2 regularisation: sharper solutions that generalise better",
@@ -343,7 +345,16 @@ STUDY = Study(
             "steps": 8,
             "probes": 2,
         },
-        "laptop": {"epochs": 60, "width": 0.25, "train_size": 2000, "validation": 2000, "steps": 60, "probes": 3},
+        "laptop": {"epochs": 300, "width": 0.25, "train_size": 2000, "validation": 2000, "steps": 60, "probes": 3},
+    },
+    adapted={
+        "laptop": {
+            "network": {
+                "cnn": {"train_size": 512, "validation": 1000, "steps": 40, "probes": 2},
+                "preresnet": {"epochs": 60, "train_size": 512, "validation": 1000, **_ONE_PAIR},
+                "wideresnet": {"epochs": 60, "width": 0.05, "train_size": 512, "validation": 1000, **_ONE_PAIR},
+            }
+        }
     },
     sweep={"network": tuple(NETWORKS)},
 )
