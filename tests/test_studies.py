@@ -45,8 +45,17 @@ def study(calls: list[str] | None = None, *, stop: bool = False) -> Study:
         run.report(third=found["third"])
         yield LARGE.judge(found["number"], reproduced=found["number"] >= 2, direction=found["number"] > 1)
 
-    scales = {"smoke": {"number": 2.5}}
-    return Study("numbers", "A number", "nowhere", Numbers, (LARGE,), run, scales=scales, sweep={"kind": ("a", "b")})
+    return Study(
+        "numbers",
+        "A number",
+        "nowhere",
+        Numbers,
+        (LARGE,),
+        run,
+        scales={"smoke": {"number": 2.5}, "laptop": {"number": 4.0}},
+        adapted={"laptop": {"kind": {"b": {"number": 5.0}}}},
+        sweep={"kind": ("a", "b")},
+    )
 
 
 @pytest.mark.parametrize("name", sorted(catalogue()))
@@ -109,6 +118,9 @@ def test_jobs_are_every_combination() -> None:
     assert len(jobs) == 2 * 2 * 2
     assert len({study().key(job) for job in jobs}) == 8
     assert [job.seed for job in study().jobs("laptop", kind="a")] == [0, 1, 2, 3, 4]
+    found = [vars(job)["number"] for job in study().jobs("laptop", seeds=[0])]
+    assert found == [4.0, 5.0]  # one kind has a size of its own
+    assert vars(study().at("laptop", kind="b", number=6.0))["number"] == 6.0
     (single,) = study().jobs("smoke", kind="a")
     assert single == Numbers(scale="smoke", number=2.5)
 

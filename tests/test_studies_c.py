@@ -139,14 +139,20 @@ def test_studies_share_their_trainings() -> None:
     """`weight-decay` and `batchnorm-mode` ask for the same WideResNets."""
     from spiritlevel.studies import batchnorm_mode
 
-    first = weight_decay.job(weight_decay.WeightDecay(scale="paper", network="wideresnet"), 5e-4, "standard")
-    second = batchnorm_mode.job(batchnorm_mode.BatchnormMode(scale="paper"), 5e-4)
-    assert first.key == second.key
+    for scale in ("laptop", "paper"):
+        (one,), (two,) = (
+            weight_decay.STUDY.jobs(scale, seeds=[0], network="wideresnet"),
+            batchnorm_mode.STUDY.jobs(scale, seeds=[0]),
+        )
+        assert weight_decay.job(one, 5e-4, "standard").key == batchnorm_mode.job(two, 5e-4).key
 
 
 def test_the_recipes_of_paper_c() -> None:
     sgd = recipes.paper_c("vgg16_bn", "cifar100", lr=0.1, epochs=300, weight_decay=5e-4).recipe
     assert (sgd.optimizer, sgd.momentum, sgd.schedule, sgd.decoupled) == ("sgd", 0.9, "paper_c", False)
+    assert sgd.augment
+    few = recipes.paper_c("vgg16_bn", "cifar100", lr=0.1, epochs=300, train_size=512, validation=1000)
+    assert (few.recipe.augment, few.test_size, few.evaluate_every) == (False, 1000, 25 * 4)
     assert [sgd.rate(epoch, 300) for epoch in (0, 150, 270, 299)] == pytest.approx([0.1, 0.1, 0.001, 0.001])
     adam = recipes.paper_c(
         "vgg16_bn", "cifar100", lr=5e-4, epochs=300, weight_decay=0.25, adam=True, average_from=161
