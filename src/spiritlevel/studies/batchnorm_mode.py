@@ -171,13 +171,6 @@ STUDY = Study(
             "validation": 100,
             "steps": 8,
         },
-        "laptop": {  # the networks of `weight-decay`
-            "epochs": 60,
-            "width": 0.05,
-            "train_size": 512,
-            "validation": 1000,
-            "curvature_points": 256,
-            "steps": 20,
-        },
+        "laptop": {"width": 0.05, "train_size": 256, "validation": 1000, "steps": 20},  # as in `weight-decay`
     },
 )

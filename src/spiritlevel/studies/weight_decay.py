@@ -326,7 +326,7 @@ def _chosen_rate(config: WeightDecay, run: Run) -> float:
     return max(scores, key=scores.__getitem__)
 
 
-_ONE_PAIR = {"curvature_points": 256, "steps": 20, "probes": 2}  # of batches: the least that has a variance
+_FEW = {"train_size": 256, "validation": 1000, "steps": 20, "probes": 2}  # two batches: the fewest with a variance
 
 STUDY = Study(
     name="weight-decay",
@@ -350,9 +350,9 @@ STUDY = Study(
     adapted={
         "laptop": {
             "network": {
-                "cnn": {"train_size": 512, "validation": 1000, "steps": 40, "probes": 2},
-                "preresnet": {"epochs": 60, "train_size": 512, "validation": 1000, **_ONE_PAIR},
-                "wideresnet": {"epochs": 60, "width": 0.05, "train_size": 512, "validation": 1000, **_ONE_PAIR},
+                "cnn": {**_FEW, "epochs": 1000, "width": 0.125, "steps": 40},
+                "preresnet": {**_FEW, "epochs": 100, "validation": 500},
+                "wideresnet": {**_FEW, "width": 0.05},
             }
         }
     },
