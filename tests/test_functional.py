@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 import random
 import re
 import subprocess
 import sys
-from collections import OrderedDict, UserDict
+from collections import OrderedDict, UserDict, deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -516,6 +517,115 @@ def test_buffers_that_a_model_writes_in_place_stay(untouched: Untouched) -> None
         problem.outputs(problem.params, X)
 
 
+class Calls(Counter):
+    """Its outputs depend on the buffer that it writes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.calls
+
+
+class Means(Counter):
+    """Writes a value that depends on its parameters."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs = self.linear(x)
+        self.calls.copy_(outputs.detach().mean())
+        return outputs
+
+
+@pytest.mark.parametrize("model", [Counter(), Calls(), Means()], ids=["counts", "reads what it wrote", "means"])
+def test_models_that_write_their_buffers_can_be_differentiated(model: Any, untouched: Untouched) -> None:
+    """Every pass starts from the buffers as they are, so all give the same outputs: here those of the linear layer."""
+    wanted = sl.hessian(model.linear, (X, Y)).dense()
+    with untouched(model):
+        assert torch.allclose(sl.hessian(model, (X, Y)).dense(), wanted, atol=1e-6)
+        found = sl.trace(model, (X, Y), method="hutchinson", probes=4)
+    assert found.value == pytest.approx(sl.trace(model.linear, (X, Y), method="hutchinson", probes=4).value, rel=1e-5)
+    problem = Problem(model)
+    with problem.active():
+        first, second = (problem.outputs(problem.params, X) for _ in range(2))
+    assert torch.equal(first, second)
+
+
+class Collects(nn.Module):
+    """Keeps what it computes in containers of all kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+        self.seen: list[Any] = ["before"]
+        self.recent = deque(["before"], maxlen=2)
+        self.named: dict[str, Any] = {"inside": [0], "kept": 1}
+        self.shapes = {"before"}
+        self.itself: list[Any] = []
+        self.itself.append(self.itself)
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs = self.linear(x)
+        self.seen.append(outputs)
+        self.recent.append(outputs)
+        self.named["inside"].append(outputs)
+        self.named["new"] = outputs
+        self.shapes.add(str(outputs.shape))
+        self.itself.append(outputs)
+        return outputs
+
+
+def test_containers_get_their_contents_back() -> None:
+    model = Collects()
+    containers = model.seen, model.recent, model.named, model.shapes
+    sl.hessian(model, (X, Y)) @ torch.ones(15)
+    assert [id(item) for item in containers] == [
+        id(getattr(model, key)) for key in ("seen", "recent", "named", "shapes")
+    ]
+    assert model.seen == ["before"]
+    assert list(model.recent) == ["before"]
+    assert model.named == {"inside": [0], "kept": 1}
+    assert model.shapes == {"before"}
+    assert len(model.itself) == 1
+    assert model.itself[0] is model.itself
+
+
+class Refuses(OrderedDict[str, int]):
+    """As the outputs of some libraries are: not to be changed."""
+
+    def clear(self) -> None:
+        raise TypeError("frozen")
+
+
+def test_containers_of_other_kinds_are_left_alone() -> None:
+    model = nn.Linear(4, 3)
+    model.settings = Refuses(a=1)
+    sl.hessian(model, (X, Y)) @ torch.ones(15)
+    assert model.settings == {"a": 1}
+
+
+class Recurrent(nn.Module):
+    def __init__(self, layer: type[nn.RNNBase]) -> None:
+        super().__init__()
+        self.layer, self.head = layer(4, 5, batch_first=True), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layer(torch.stack([x, x.flip(1)], 1))[0][:, -1])
+
+
+@pytest.mark.parametrize("layer", [nn.RNN, nn.GRU, nn.LSTM])
+@pytest.mark.parametrize("enabled", [True, False])
+def test_recurrent_layers_in_single_precision(layer: type[nn.RNNBase], enabled: bool, untouched: Untouched) -> None:
+    """oneDNN's form of them, which float32 takes on a CPU, has no forward derivative."""
+    model, flags = Recurrent(layer), torch.backends.mkldnn
+    wanted = sl.hessian(copy.deepcopy(model).double(), (X, Y)).dense().float()
+    before = flags.enabled
+    try:
+        flags.enabled = enabled
+        with untouched(model):
+            found = sl.hessian(model, (X, Y)).dense()
+        assert flags.enabled is enabled
+    finally:
+        flags.enabled = before
+    assert torch.allclose(found, wanted, atol=1e-5)
+
+
 @pytest.mark.parametrize("first", [nn.ReLU(inplace=True), Function(lambda x: x.mul_(2))], ids=["relu", "mul"])
 def test_data_are_not_overwritten_by_models_that_work_in_place(first: nn.Module) -> None:
     model = nn.Sequential(first, nn.Linear(4, 3))
@@ -676,6 +786,15 @@ def test_inputs_of_the_wrong_shape_are_refused_in_a_sentence(model: nn.Module, i
     assert isinstance(caught.value, RuntimeError)  # whoever expects what torch raises still gets it
 
 
+@pytest.mark.parametrize("measure", [sl.hessian, sl.gauss_newton, sl.landscape])
+def test_a_model_that_reads_memory_is_refused_in_a_sentence(measure: Callable[..., Any]) -> None:
+    model = nn.Sequential(nn.Linear(4, 3), Function(lambda x: x * float(x.detach().numpy().max())))
+    message = r"the model Sequential reads the memory of a tensor in its forward \(as .numpy\(\) does\).*; write that"
+    with pytest.raises(InputError, match=message) as caught:
+        measure(model, (X, Y)) @ torch.ones(15)
+    assert isinstance(caught.value.__cause__, RuntimeError)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -784,12 +903,27 @@ def test_all_kinds_of_data_give_the_same_samples(name: str, size: int | None) ->
     assert all(same(before[key], after[key]) for key in before)
 
 
-@pytest.mark.parametrize("size", [None, 2])
+@pytest.mark.parametrize("size", [None, 4])
 def test_whole_batches_are_not_split(size: int | None) -> None:
     """With batch statistics a loader's batches are part of the definition; a pair in memory has none of its own."""
-    loader = DataLoader(Pairs(), batch_size=4)
-    assert [len(y) for _, y in Batches(loader, size=size, whole=True)] == [4, 2]
-    assert [len(y) for _, y in Batches((X, Y), size=size, whole=True)] == ([6] if size is None else [2, 2, 2])
+    for data in (DataLoader(Pairs(), batch_size=4), [(X[:4], Y[:4]), (X[:0], Y[:0]), (X[4:], Y[4:])]):
+        assert [len(y) for _, y in Batches(data, size=size, whole=True)] == [4, 2]
+    assert [len(y) for _, y in Batches((X, Y), size=size, whole=True)] == ([6] if size is None else [4, 2])
+    assert [len(y) for _, y in Batches(Pairs(), size=size, whole=True)] == ([6] if size is None else [4, 2])
+    assert [len(y) for _, y in Batches([(X, Y)], size=100, whole=True)] == [6]
+
+
+@pytest.mark.parametrize(("size", "own"), [(2, 4), (1, 4), (5, 4), (100, 4)])
+def test_a_batch_size_that_whole_batches_do_not_have_is_refused(size: int, own: int) -> None:
+    message = f"batch_size={size} does not fit data that come in batches of {own}, .*; leave batch_size out, or pass a"
+    for data in (DataLoader(Pairs(), batch_size=own), [(X[:own], Y[:own]), (X[own:], Y[own:])]):
+        with pytest.raises(InputError, match=message):
+            list(Batches(data, size=size, whole=True))
+        assert sum(len(y) for _, y in Batches(data, size=size)) == 6
+    with pytest.raises(InputError, match=message):
+        sl.hessian_variance(nn.Linear(4, 3), DataLoader(Pairs(), batch_size=own), batch_size=size)
+    with pytest.raises(InputError, match=message):
+        sl.hessian(nn.Linear(4, 3), DataLoader(Pairs(), batch_size=own), batch_size=size, batch_norm="batch")
 
 
 @pytest.mark.parametrize("inputs", [{"a": X, "b": X[:, 0]}, (X, X[:, 0]), UserDict(a=X, b=X[:, 0])])
@@ -835,17 +969,48 @@ def test_shuffling_loaders(sampler: Callable[[Any], Any]) -> None:
     ):
         with pytest.raises(InputError, match=message):
             Batches(loader)
-    loader = DataLoader(data, batch_size=4, sampler=sampler(data))
-    found = sampler(data)
-    if type(found) is RandomSampler and not found.replacement and found.num_samples == 6:
-        before = torch.get_rng_state()
-        batches = Batches(loader, ordered=False)
-        assert [len(y) for _, y in batches] == [4, 2]
-        assert torch.equal(torch.cat([x for x, _ in batches]), X)
-        assert torch.equal(torch.get_rng_state(), before)
+        found = sampler(data)
+        if type(found) is RandomSampler and not found.replacement and found.num_samples == 6:
+            before = torch.get_rng_state()
+            batches = Batches(loader, ordered=False)
+            assert [len(y) for _, y in batches] == [4, 2]
+            assert torch.equal(torch.cat([x for x, _ in batches]), X)
+            assert torch.equal(torch.get_rng_state(), before)
+        else:
+            with pytest.raises(InputError, match=f"the data loader draws by {type(found).__name__}, which may leave"):
+                Batches(loader, ordered=False)
+
+
+class Pieces(BatchSampler):
+    """A batch sampler of the user's, about which nothing is known."""
+
+
+def test_shuffling_batch_samplers() -> None:
+    data = Pairs()
+    part = DataLoader(data, batch_sampler=BatchSampler(RandomSampler(range(4)), 3, drop_last=False))
+    assert torch.equal(torch.cat([x for x, _ in Batches(part, ordered=False)]), X[:4])
+    batches_in_data = DataLoader([(X[:4], Y[:4]), (X[4:], Y[4:])], batch_size=None, shuffle=True)  # type: ignore[arg-type]
+    assert [len(y) for _, y in Batches(batches_in_data, ordered=False)] == [4, 2]
+    unknown = DataLoader(data, batch_sampler=Pieces(RandomSampler(data), 4, drop_last=False))
+    with pytest.raises(InputError, match="the data loader draws by Pieces, which may leave out samples"):
+        Batches(unknown, ordered=False)
+
+
+@pytest.mark.parametrize("size", [4, 3])
+def test_a_last_batch_that_a_shuffling_loader_drops(size: int) -> None:
+    """It is another one in every pass: all samples are measured, unless the batches themselves matter."""
+    loaders = {
+        shuffle: DataLoader(Pairs(), batch_size=size, shuffle=shuffle, drop_last=True) for shuffle in (False, True)
+    }
+    assert [len(y) for _, y in Batches(loaders[False], whole=True)] == ([4] if size == 4 else [3, 3])
+    assert [len(y) for _, y in Batches(loaders[True], ordered=False)] == ([4, 2] if size == 4 else [3, 3])
+    if size == 3:
+        assert [len(y) for _, y in Batches(loaders[True], ordered=False, whole=True)] == [3, 3]
     else:
-        with pytest.raises(InputError, match=message):
-            Batches(loader, ordered=False)
+        with pytest.raises(
+            InputError, match=r"shuffles and drops its last batch, .*; pass a loader with shuffle=False"
+        ):
+            Batches(loaders[True], ordered=False, whole=True)
 
 
 class Shuffles:

@@ -2,7 +2,8 @@
 
 Nothing is mutated: `Problem.active()` puts the module into the state in which it is measured (eval mode, batch norm
 as asked, forms of attention, layer norm and weight norm that can be differentiated twice) and gives back every
-attribute, buffer, mode and random state afterwards, also after an exception.
+attribute of its submodules (lists, dicts and sets with their contents), buffers, modes and random states afterwards,
+also after an exception.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ import os
 import random
 import re
 import warnings
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -30,7 +31,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.data import DataLoader, Dataset, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, SequentialSampler
 from torch.utils.data.sampler import SubsetRandomSampler, WeightedRandomSampler
 
 from spiritlevel import losses
@@ -56,26 +57,31 @@ def preserved_random_state() -> Iterator[None]:
             np.random.set_state(numpy_state)
 
 
+_CONTAINERS = {list, deque, dict, OrderedDict, defaultdict, set}  # exactly these: a subclass may refuse to be refilled
+
+
 @contextlib.contextmanager
 def preserved_module(model: nn.Module) -> Iterator[None]:
     """Give every submodule back the attributes, mode, parameters and buffers (the same objects) that it had.
 
-    Old-style weight norm, for one, leaves a computed `weight` on the module at every call.
+    Old-style weight norm, for one, leaves a computed `weight` on the module at every call. Lists, dicts and sets that
+    are reached from the attributes get their contents back: a module that collects its activations in one would
+    otherwise be left with tensors that are of no use outside the transformation that made them.
     """
-    tables = ("_parameters", "_buffers", "_modules")
-    saved = [
-        (module, dict(module.__dict__), [dict(module.__dict__[table]) for table in tables])
-        for module in model.modules()
-    ]
+    saved: dict[int, tuple[Any, list[Any]]] = {}
+    found: list[Any] = [module.__dict__ for module in model.modules()]
+    while found:
+        container = found.pop()
+        if id(container) not in saved:
+            saved[id(container)] = container, list(container.items() if isinstance(container, dict) else container)
+            inside = container.values() if isinstance(container, dict) else container
+            found += [item for item in inside if type(item) in _CONTAINERS]
     try:
         yield
     finally:
-        for module, attributes, contents in saved:
-            module.__dict__.clear()
-            module.__dict__.update(attributes)
-            for table, content in zip(tables, contents, strict=True):
-                module.__dict__[table].clear()
-                module.__dict__[table].update(content)
+        for container, content in saved.values():
+            container.clear()
+            (container.update if isinstance(container, dict | set) else container.extend)(content)
 
 
 class _Elementary(TorchFunctionMode):
@@ -115,20 +121,27 @@ def _layer_norm(
 ) -> Tensor:
     dims = tuple(range(-len(normalized_shape), 0))
     centred = input - input.mean(dims, keepdim=True)
-    result = centred * (centred.square().mean(dims, keepdim=True) + eps).rsqrt()
-    if weight is not None:
-        result = result * weight
-    return result if bias is None else result + bias
+    return normalised(centred, centred.square().mean(dims, keepdim=True), weight, bias, eps)
 
 
 def _standardised(input: Tensor, dims: list[int], weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     """Zero mean and unit variance over `dims`, then the channels' scale and shift."""
     centred = input - input.mean(dims, keepdim=True)
-    result = centred * (centred.square().mean(dims, keepdim=True) + eps).rsqrt()
-    channels = [-1] + [1] * (input.ndim - 2)
+    weight, bias = (None if item is None else by_channel(item, input) for item in (weight, bias))
+    return normalised(centred, centred.square().mean(dims, keepdim=True), weight, bias, eps)
+
+
+def normalised(centred: Tensor, variance: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    """The end of every normalisation, written out: divide by the standard deviation, scale and shift."""
+    result = centred * (variance + eps).rsqrt()
     if weight is not None:
-        result = result * weight.view(channels)
-    return result if bias is None else result + bias.view(channels)
+        result = result * weight
+    return result if bias is None else result + bias
+
+
+def by_channel(tensor: Tensor, input: Tensor) -> Tensor:
+    """One number a channel, in a shape that broadcasts to the inputs (N, C, …)."""
+    return tensor.view([-1] + [1] * (input.ndim - 2))
 
 
 def _batch_norm(
@@ -187,16 +200,20 @@ def _load_forward_mode() -> None:
 
 
 @contextlib.contextmanager
-def _twice_differentiable() -> Iterator[None]:
-    """Attention and the encoder layer in forms that have forward and second derivatives."""
+def _twice_differentiable(model: nn.Module) -> Iterator[None]:
+    """Attention, the encoder layer and recurrent layers in forms that have forward and second derivatives."""
     _load_forward_mode()
-    fast = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
+    attention, onednn = torch.backends.mha, cast(Any, torch.backends.mkldnn)
+    before = attention.get_fastpath_enabled(), onednn.enabled
+    attention.set_fastpath_enabled(False)
+    if any(isinstance(module, nn.RNNBase) for module in model.modules()):
+        onednn.enabled = False
     try:
         with sdpa_kernel(SDPBackend.MATH):
             yield
     finally:
-        torch.backends.mha.set_fastpath_enabled(fast)
+        attention.set_fastpath_enabled(before[0])
+        onednn.enabled = before[1]
 
 
 # ---------------------------------------------------------------- parameters
@@ -236,7 +253,7 @@ def select_parameters(model: nn.Module, params: str | Iterable[str] | None = Non
 # ---------------------------------------------------------------- the problem
 
 
-def _unwrapped(model: nn.Module) -> nn.Module:
+def unwrapped(model: nn.Module) -> nn.Module:
     """The module inside `torch.compile` or a wrapper for several devices, which could not be differentiated twice."""
     while True:
         parallel = isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel)
@@ -247,7 +264,7 @@ def _unwrapped(model: nn.Module) -> nn.Module:
 
 
 class _CannotRun(InputError, RuntimeError):
-    """The model raised an error in its first pass: most likely the inputs have the wrong shape."""
+    """The model raised an error: in its first pass, mostly about the shape of its inputs, or while differentiated."""
 
 
 class Problem:
@@ -267,7 +284,7 @@ class Problem:
     ) -> None:
         if not isinstance(model, nn.Module):
             raise InputError(f"the model must be a torch.nn.Module, got {type(model).__name__}.")
-        model = _unwrapped(model)
+        model = unwrapped(model)
         if isinstance(model, torch.jit.ScriptModule):
             raise InputError("a TorchScript model cannot be measured; pass the module that it was made from.")
         if any(nn.parameter.is_lazy(tensor) for _, tensor in _state(model)):
@@ -295,7 +312,8 @@ class Problem:
         self.constants: Params = state
         first = next(iter(self.params.values()))
         self.device, self.dtype = first.device, first.dtype
-        # known after one plain pass: does the model work in place on its inputs, and does it draw random numbers?
+        self._buffers = {name for name, _ in model.named_buffers()}
+        # known after one plain pass: does the model work in place on inputs or buffers, does it draw random numbers?
         self._overwrites: bool | None = None
         self._draws = False
         self._has_data = False  # whether inputs came with targets: that the model fails on those is the caller's news
@@ -332,7 +350,7 @@ class Problem:
             torch.inference_mode(False),
             torch.enable_grad(),
             _without_autocast(self.device),
-            _twice_differentiable(),
+            _twice_differentiable(self.model),
         ):
             self.model.eval()
             for module in self.model.modules():
@@ -346,8 +364,10 @@ class Problem:
     def outputs(self, params: Params, inputs: Any) -> Tensor:
         """φ(θ, x): the model's outputs for one batch."""
         before = None if self._overwrites is not None else _random_states(self.device)
-        if self._overwrites is not False:
+        constants = self.constants
+        if self._overwrites is not False:  # every pass gets copies, so that none changes the function for the next
             inputs = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, inputs)
+            constants = {name: t.clone() if name in self._buffers else t for name, t in constants.items()}
         args: tuple[Any, ...] = ()
         kwargs: dict[str, Any] = {}
         if isinstance(inputs, Mapping):
@@ -358,8 +378,13 @@ class Problem:
             args = (inputs,)
         try:
             with _Elementary():
-                result = functional_call(self.model, {**self.constants, **params}, args, kwargs)
+                result = functional_call(self.model, {**constants, **params}, args, kwargs)
         except (RuntimeError, ValueError, TypeError, IndexError) as error:
+            if "doesn't have storage" in str(error):  # what torch says of a tensor inside its transformations
+                raise _CannotRun(
+                    f"the model {type(self.model).__name__} reads the memory of a tensor in its forward (as .numpy() "
+                    "does), which has none while it is differentiated; write that part in operations of torch."
+                ) from error
             if before is None or not self._has_data or isinstance(error, InputError | torch.OutOfMemoryError):
                 raise
             shapes = ", ".join(str(tuple(leaf.shape)) for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor))
@@ -368,7 +393,8 @@ class Problem:
                 f"the model {type(self.model).__name__} fails on inputs of shape {shapes}: {reason}."
             ) from error
         if before is not None:
-            self._overwrites = any(leaf._version for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor))
+            copies = [*tree_leaves(inputs), *(constants[name] for name in self._buffers & constants.keys())]
+            self._overwrites = any(leaf._version for leaf in copies if isinstance(leaf, Tensor))
             self._draws = before != _random_states(self.device)
         result = getattr(result, "logits", result)
         if not isinstance(result, Tensor):
@@ -506,25 +532,47 @@ def _is_pair_of_tensors(data: Any) -> bool:
     return bool(leaves) and all(isinstance(leaf, Tensor | np.ndarray) for leaf in leaves)
 
 
-def _shuffles(loader: DataLoader[Any]) -> bool:
-    sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
-    return isinstance(sampler, RandomSampler | SubsetRandomSampler | WeightedRandomSampler)
-
-
-def _permutes(sampler: Any) -> bool:
-    """Whether a sampler gives every sample once, in random order."""
-    return (
-        isinstance(sampler, RandomSampler)
-        and not sampler.replacement
-        and sampler.num_samples == len(sampler.data_source)
+def _in_order(loader: DataLoader[Any], *, ordered: bool, whole: bool) -> DataLoader[Any]:
+    """The loader, if its order repeats; one that reads the same samples in order, where that is what is measured."""
+    batched: Any = loader.batch_sampler
+    sampler: Any = getattr(batched, "sampler", loader.sampler)
+    if not isinstance(sampler, RandomSampler | SubsetRandomSampler | WeightedRandomSampler):
+        return loader
+    if ordered:
+        raise InputError(
+            "the data loader shuffles, and per-sample results need an order that repeats; "
+            "pass its data set, or a loader with shuffle=False."
+        )
+    known = batched is None or type(batched) is BatchSampler
+    samples: Any = getattr(sampler, "data_source", ())
+    once = isinstance(sampler, RandomSampler) and not sampler.replacement and sampler.num_samples == len(samples)
+    if not (known and once):
+        raise InputError(
+            f"the data loader draws by {type(sampler if known else batched).__name__}, which may leave out samples or "
+            "repeat them, others in every pass; pass its data set, or a loader with shuffle=False."
+        )
+    size = None if batched is None else batched.batch_size
+    if whole and size and batched.drop_last and len(samples) % size:
+        raise InputError(
+            "the data loader shuffles and drops its last batch, so other samples are left out in every pass, and "
+            "batches are part of what is measured here; pass a loader with shuffle=False or with drop_last=False."
+        )
+    return DataLoader(
+        loader.dataset,
+        batch_size=size,
+        sampler=SequentialSampler(samples),
+        collate_fn=loader.collate_fn,
+        num_workers=loader.num_workers,
     )
 
 
 class Batches:
     """Data as batches in an order that repeats: a pair of tensors, a data set, a loader or re-iterable batches.
 
-    Batches larger than `size` are split, unless `whole` (batch statistics make them part of the definition). A
-    shuffling loader is refused if `ordered`, and read in the order of its data set otherwise.
+    Batches larger than `size` are split, unless `whole` (batch statistics make them part of the definition): then
+    data that come in batches of another size are refused. A shuffling loader is refused if `ordered`, and read in the
+    order of its data set otherwise; all of it, for `drop_last` leaves out other samples in every pass, and is refused
+    if `whole`.
     """
 
     def __init__(self, data: Any, *, size: int | None = None, ordered: bool = True, whole: bool = False) -> None:
@@ -535,19 +583,7 @@ class Batches:
             data = _as_pair(data)
             _count(*data)
         elif isinstance(data, DataLoader):
-            if _shuffles(data):
-                if ordered or not _permutes(data.sampler):
-                    raise InputError(
-                        "the data loader shuffles, and per-sample results need an order that repeats; "
-                        "pass its data set, or a loader with shuffle=False."
-                    )
-                data = DataLoader(
-                    data.dataset,
-                    batch_size=data.batch_size,
-                    sampler=SequentialSampler(data.dataset),  # type: ignore[arg-type]
-                    collate_fn=data.collate_fn,
-                    num_workers=data.num_workers,
-                )
+            data = _in_order(data, ordered=ordered, whole=whole)
         elif isinstance(data, Dataset):
             data = DataLoader(data, batch_size=size or 256)
         elif isinstance(data, Iterator):
@@ -596,9 +632,17 @@ class Batches:
             raise InputError("the data are empty; there is nothing to measure.")
 
     def _pieces(self) -> Iterator[Pair]:
+        fixed, last = self.whole and not self._in_memory, None
         for inputs, targets in self._raw():
             count = _count(inputs, targets)
-            size = count if self.size is None or (self.whole and not self._in_memory) else self.size
+            if fixed and self.size is not None and (count > self.size or last not in (None, self.size)):
+                raise InputError(
+                    f"batch_size={self.size} does not fit data that come in batches of {max(count, last or 0)}, and "
+                    "batches are part of what is measured here; leave batch_size out, or pass a data set or a pair of "
+                    "tensors."
+                )
+            last = count or last
+            size = count if self.size is None or fixed else self.size
             for start in range(0, count, max(size, 1)):
                 stop = min(start + size, count)
                 yield (_slice(inputs, start, stop), targets[start:stop]) if stop - start < count else (inputs, targets)
