@@ -134,6 +134,30 @@ def test_a_path_to_another_model(batch_norm: bool) -> None:
     assert float(path.curvatures) == pytest.approx((around[2] - 2 * around[1] + around[0]) / h**2, rel=1e-4)
 
 
+def test_a_path_moves_the_running_statistics_of_instance_norm_too() -> None:
+    def normed(seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        norm = nn.InstanceNorm1d(2, affine=True, track_running_stats=True)
+        net = nn.Sequential(nn.Linear(4, 6), nn.Unflatten(1, (2, 3)), norm, nn.Tanh(), nn.Flatten(), nn.Linear(6, 3))
+        net.double()(torch.randn(50, 4, dtype=torch.float64))  # statistics of its own
+        return net.eval()
+
+    here, there, data = normed(0), normed(1), some_data()
+    path = landscape(here, data, directions=there, points=3)
+    h = 1e-3
+    around = [float(value) for value in _values(here, there, data, (-h, 0.0, h))]
+    assert path.value == pytest.approx(around[1], rel=1e-12)
+    assert float(path.slopes) == pytest.approx((around[2] - around[0]) / (2 * h), rel=1e-4)
+    assert float(path.curvatures) == pytest.approx((around[2] - 2 * around[1] + around[0]) / h**2, rel=1e-4)
+
+
+def test_a_path_to_a_wrapped_model() -> None:
+    here, there, data = network(0), network(1), some_data()
+    wanted = landscape(here, data, directions=there, points=3).losses
+    assert torch.equal(landscape(nn.DataParallel(here), data, directions=there, points=3).losses, wanted)
+    assert torch.equal(landscape(here, data, directions=nn.DataParallel(there), points=3).losses, wanted)
+
+
 def _values(here: nn.Module, there: nn.Module, data: Any, steps: tuple[float, ...]) -> list[float]:
     """The loss at mixtures of all parameters and running statistics."""
     result = []
@@ -224,10 +248,14 @@ def test_bad_input_in_one_sentence() -> None:
         landscape(net, data, directions=[net, net, net])
     with pytest.raises(InputError, match="dimensions=1 or 2, got 3"):
         landscape(net, data, dimensions=3)
-    with pytest.raises(InputError, match=r"needs an odd number of points, at least 3, .*, got 4"):
-        landscape(net, data, points=4)
-    with pytest.raises(InputError, match="needs at least 3 points, got 2"):
-        landscape(net, data, directions=network(1), points=2)
+    for points in (4, 3.0, "5"):
+        with pytest.raises(InputError, match=rf"needs an odd whole number of points, at least 3, .*, got {points!r}"):
+            landscape(net, data, points=points)  # type: ignore[arg-type]
+    for points in (2, 3.0):
+        with pytest.raises(InputError, match=f"needs a whole number of points, at least 3, got {points}"):
+            landscape(net, data, directions=network(1), points=points)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match=r"dimensions=1 or 2, got 2\.0"):
+        landscape(net, data, dimensions=2.0)  # type: ignore[arg-type]
     with pytest.raises(InputError, match=r"needs a positive radius, got -1\.0"):
         landscape(net, data, radius=-1.0)
     with pytest.raises(InputError, match="params= does not go with a path to another model"):

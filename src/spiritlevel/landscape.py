@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -15,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from spiritlevel.curvature import hessian, hessian_product, output_slope
 from spiritlevel.errors import InputError, unknown_name
 from spiritlevel.estimators import eigenvalues
-from spiritlevel.functional import Batches, Params, Problem
+from spiritlevel.functional import Batches, Params, Problem, by_channel, normalised, unwrapped
 from spiritlevel.results import Landscape
 
 __all__ = ["landscape"]
@@ -109,7 +110,7 @@ def landscape(
     axes = (steps,) * dimensions
     grid = torch.cartesian_prod(*axes).reshape(-1, dimensions)
     losses, accuracies, samples = _evaluate(problem, batches, moves, grid)
-    shape = (points if not others else len(steps),) * dimensions
+    shape = (len(steps),) * dimensions
     losses, accuracies = losses.reshape(shape), None if accuracies is None else accuracies.reshape(shape)
     slopes, curvatures = _derivatives(problem, batches, moves)
     barrier = None
@@ -148,17 +149,15 @@ def _other_models(directions: Any) -> list[nn.Module]:
         raise InputError(f"directions must be 'eigenvectors', 'random', a model or two models, got {directions!r}.")
     if len(models) not in (1, 2):
         raise InputError(f"a landscape has one or two directions, got {len(models)} models.")
-    return list(models)
+    return [unwrapped(model) for model in models]
 
 
 def _check(dimensions: int, points: int | None, radius: float | None, others: list[nn.Module], params: Any) -> None:
-    if dimensions not in (1, 2):
-        raise InputError(f"a landscape has dimensions=1 or 2, got {dimensions}.")
-    if points is not None and (points < 3 or (not others and points % 2 == 0)):
-        wanted = (
-            "at least 3 points" if others else "an odd number of points, at least 3, so that the model is one of them"
-        )
-        raise InputError(f"landscape needs {wanted}, got {points}.")
+    if not isinstance(dimensions, int) or dimensions not in (1, 2):
+        raise InputError(f"a landscape has dimensions=1 or 2, got {dimensions!r}.")
+    if points is not None and (not isinstance(points, int) or points < 3 or (not others and points % 2 == 0)):
+        kind, why = ("a", "") if others else ("an odd", ", so that the model is one of them")
+        raise InputError(f"landscape needs {kind} whole number of points, at least 3{why}, got {points!r}.")
     if radius is not None and not (math.isfinite(radius) and (radius > 0 or (others and radius == 0))):
         raise InputError(f"landscape needs a positive radius, got {radius}.")
     if others and params is not None:
@@ -286,32 +285,21 @@ def _correct(outputs: Tensor, targets: Tensor) -> int | None:
 
 
 class _MovingStatistics(TorchFunctionMode):
-    """Batch norm in eval mode written out, because the built-in one has no derivative in its running statistics."""
+    """Norms by running statistics written out, because the built-in ones have no derivative in these."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is F.batch_norm and not (kwargs.get("training") or (len(args) > 5 and args[5])):
-            return _batch_norm(*args, **kwargs)
+        if func is F.batch_norm or func is F.instance_norm:
+            call = inspect.signature(func).bind(*args, **kwargs)
+            call.apply_defaults()
+            input, *of_channels, by_input, _, eps = call.arguments.values()
+            if not by_input:
+                shaped: list[Any] = [None if item is None else by_channel(item, input) for item in of_channels]
+                mean, variance, weight, bias = shaped
+                return normalised(input - mean, variance, weight, bias, eps)
         return func(*args, **kwargs)
-
-
-def _batch_norm(
-    input: Tensor,
-    running_mean: Tensor,
-    running_var: Tensor,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    training: bool = False,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-) -> Tensor:
-    channels = [1, -1] + [1] * (input.ndim - 2)
-    result = (input - running_mean.view(channels)) * (running_var.view(channels) + eps).rsqrt()
-    if weight is not None:
-        result = result * weight.view(channels)
-    return result if bias is None else result + bias.view(channels)
 
 
 def _derivatives(problem: Problem, batches: Batches, moves: Sequence[Params]) -> tuple[Tensor, Tensor]:
