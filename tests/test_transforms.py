@@ -1063,3 +1063,48 @@ def test_a_radial_model_has_the_old_names_and_the_new_curvature() -> None:
     assert middle.certificate.factors is None
     assert middle.certificate.relative_difference < 1e-14
     assert radial(model, delta=1.0, rho=0.1, r_hat=0.4, center=far).certificate.factors["0.weight"] == 1.0
+
+
+def test_only_linear_maps_predict_what_becomes_of_the_parameters() -> None:
+    """At the center a radial map leaves the parameters as they are and changes the curvature by T all the same."""
+    model = mlp(3, 4, 2)
+    inside = radial(model, delta=1.0, rho=0.1, r_hat=0.4)
+    near = radial(model, delta=1.0, rho=0.1, r_hat=0.4, center=flat(model) + 0.3 / math.sqrt(26))
+    for result in (inside, near):
+        assert {float(factor) for factor in (result.certificate.factors or {}).values()} == {0.25}
+        assert not result.linear
+        assert not torch.allclose(flat(result.model), 0.25 * flat(model))
+    outside = radial(model, delta=1.0, rho=0.1, r_hat=0.4, center=flat(model) + 10)
+    scaled = rescale_layers(model, {"0": 2.0, "2": 0.5})
+    mapped = input_map(model, torch.tensor([1.0, 2.0, 4.0]), torch.zeros(3))
+    for result in (outside, scaled, mapped, scale_last_layer(model, 3.0)):
+        assert result.linear
+        factors = result.certificate.factors
+        assert factors is not None
+        after = dict(result.model.named_parameters())
+        for name, parameter in model.named_parameters():
+            assert torch.allclose(after[name], torch.as_tensor(factors[name]).double() * parameter)
+
+
+class Named(nn.Module):
+    """Children with names that a wrapper might take for its own attributes."""
+
+    def __init__(self, *names: str) -> None:
+        super().__init__()
+        for name in names:
+            self.add_module(name, nn.Linear(3, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.children():
+            x = layer(x).relu()
+        return x
+
+
+def test_a_radial_model_takes_no_name_from_the_model() -> None:
+    names = ("inner", "mapping", "names", "_inner", "model", "center", "weights")
+    model, x = Named(*names).double(), torch.randn(6, 3).double()
+    result = radial(model, delta=1.0, rho=0.1, r_hat=0.4, data=x).model
+    for model_now in (result, copy.deepcopy(result)):
+        assert apart(outputs(model_now, x), outputs(model, x)) == 0.0
+        assert all(isinstance(model_now.get_submodule(name), nn.Linear) for name in names)
+    assert list(result.state_dict()) == list(model.state_dict())

@@ -69,11 +69,14 @@ class Transformed:
     """A new model and the certificate of what it keeps.
 
     `inputs` is the map that the new model's inputs must have gone through, `None` unless the transform is `input_map`.
+    `linear` says whether the diagonal map T of the certificate is all that happens to the parameters, θ → Tθ. Inside
+    its ball a radial map is θ → θ̂ + T(θ − θ̂): then T predicts Hessians, but not what becomes of ‖θ‖.
     """
 
     model: nn.Module
     certificate: Certificate
     inputs: AffineMap | None = None
+    linear: bool = True
 
     def hessian(self, operator: Operator) -> Operator:
         """The Hessian at the new parameters, T⁻¹HT⁻¹, from the operator H at the old ones.
@@ -1375,17 +1378,19 @@ class _Radial(nn.Module):
         super().__init__()
         self._parameters, self._buffers, self._modules = model._parameters, model._buffers, model._modules
         self.training = model.training
-        self.mapping, self.names = mapping, names
-        self.inner = (model,)  # inside a tuple, because its tables are already this module's own
+        # One attribute with a name that no child of the model has. The model stands in a tuple, because its tables are
+        # already this module's own.
+        self._spiritlevel_radial = model, mapping, names
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's outputs at g(η)."""
-        self.inner[0].training = self.training
+        model, mapping, names = self._spiritlevel_radial
+        model.training = self.training
         own = dict(self.named_parameters())
-        flat = self.mapping(torch.cat([own[name].reshape(-1) for name in self.names]))
-        parts = flat.split([own[name].numel() for name in self.names])
-        weights = {name: part.reshape(own[name].shape) for name, part in zip(self.names, parts, strict=True)}
-        return functional_call(self.inner[0], weights, args, kwargs)
+        flat = mapping(torch.cat([own[name].reshape(-1) for name in names]))
+        parts = flat.split([own[name].numel() for name in names])
+        weights = {name: part.reshape(own[name].shape) for name, part in zip(names, parts, strict=True)}
+        return functional_call(model, weights, args, kwargs)
 
 
 def radial(
@@ -1433,4 +1438,5 @@ def radial(
         ratio = rho / r_hat if radius <= r_hat else 1.0
         factors = {name: ratio if name in parameters else 1.0 for name, _ in new.named_parameters()}
     wrapped = _Radial(new, mapping, list(parameters))
-    return Transformed(wrapped, sample.certify("radial", model, wrapped, factors=factors))
+    certificate = sample.certify("radial", model, wrapped, factors=factors)
+    return Transformed(wrapped, certificate, linear=radius > delta)
