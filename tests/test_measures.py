@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import itertools
 import math
+from collections.abc import Callable
 
 import naive
 import numpy as np
@@ -239,6 +241,130 @@ def test_blocks_of_layers_that_run_twice_or_over_positions() -> None:
         assert close(block.relative, brute_relative_flatness(weight, part)), name
 
 
+class Recurrent(nn.Module):
+    """The last layer runs twice, so that the outputs are not linear in its weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.last(torch.tanh(self.first(x)))))
+
+
+class Curved(nn.Module):
+    """An exponential linear unit at the outputs, which does nothing to a sample whose outputs are all positive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.elu(self.last(torch.relu(self.first(x))))
+
+
+@pytest.mark.parametrize("make", [Recurrent, Curved])
+def test_relative_flatness_is_no_gauss_newton_sum_where_the_outputs_curve_in_the_last_weight(
+    make: type[nn.Module],
+) -> None:
+    net = randomised(make())
+    inputs, targets = labelled(net, normal(30, 3))
+    positive = (net(inputs) > 0).all(1)
+    if make is Curved:
+        assert 2 <= positive.sum() < 30
+        order = torch.argsort(positive.int(), descending=True)
+        inputs, targets = inputs[order], targets[order]
+    wanted = brute_each(net, naive.mean_hessian(net, inputs, targets))[-1]
+    wrong = brute_each(net, dense_gauss_newton(net, inputs))[-1]
+    found = MEASURES["relative_flatness"](net, (inputs, targets))
+    assert found.stderr > 0
+    assert abs(found.value - wanted) < 4 * found.stderr
+    assert not close(wanted, wrong, 1e-2)
+
+
+class Siamese(nn.Module):
+    """Two modules with one weight, as two calls of modules, one of them a function, or only functions."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.form, self.a, self.b, self.o = form, nn.Linear(3, 5), nn.Linear(3, 5), nn.Linear(5, 3)
+        self.b.weight = self.a.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.a(x[:, :3]) if self.form != "functions" else nn.functional.linear(x[:, :3], self.a.weight)
+        second = self.b(x[:, 3:]) if self.form == "modules" else x[:, 3:] @ self.a.weight.t()
+        return self.o(torch.relu(first) + torch.relu(second))
+
+
+class Doubled(nn.Linear):
+    """A linear layer that is not what its class is."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return 2 * super().forward(input)
+
+
+class Tokens(nn.Module):
+    """Linear layers over tokens, which are folded into the samples or stand in front of them."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.form, self.a, self.o = form, nn.Linear(2, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.form == "folded":
+            return self.o(torch.relu(self.a(x.reshape(-1, 2))).reshape(len(x), -1, 4).mean(1))
+        return self.o(torch.relu(self.a(x.reshape(len(x), -1, 2).transpose(0, 1)))).mean(0)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Siamese("modules"),
+        lambda: Siamese("mixed"),
+        lambda: Siamese("functions"),
+        lambda: Tokens("folded"),
+        lambda: Tokens("in front"),
+        lambda: nn.Sequential(Doubled(6, 4), nn.ReLU(), nn.Linear(4, 3)),
+    ],
+)
+@pytest.mark.parametrize("count", [3, 8])  # there are 3 tokens, too
+def test_blocks_count_every_use_of_a_weight(make: Callable[[], nn.Module], count: int) -> None:
+    net = randomised(make())
+    inputs, targets = labelled(net, normal(count, 6))
+    hessian, parts = naive.mean_hessian(net, inputs, targets), blocks(net)
+    setting = Setting(net, (inputs, targets))
+    assert set(setting.blocks) == {name for name, parameter in net.named_parameters() if parameter.ndim > 1}
+    for name, block in setting.blocks.items():
+        diagonal = hessian[parts[name], parts[name]].diagonal()
+        torch.testing.assert_close(block.diagonal.reshape(-1), diagonal, rtol=1e-8, atol=1e-14)
+    found = MEASURES["relative_flatness_sum"].compute(setting)
+    assert found.exact
+    assert close(found.value, sum(brute_each(net, hessian)))
+    assert math.isfinite(value(setting, "normalised_sharpness"))
+
+
+def test_the_last_layer_is_the_last_one_whether_frozen_or_not() -> None:
+    net = randomised(nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 3)))
+    points = labelled(net, normal(10, 3))
+    wanted = value(Setting(net, points), "relative_flatness")
+    net[0].requires_grad_(False)  # type: ignore[index]
+    assert close(value(Setting(net, points), "relative_flatness"), wanted)
+    net.requires_grad_(True)[2].requires_grad_(False)  # type: ignore[index]
+    with pytest.raises(InputError, match="weight of '2' is frozen"):
+        MEASURES["relative_flatness"](net, points)
+    with pytest.raises(InputError, match="bare operation 'linear'"):
+        MEASURES["relative_flatness"](randomised(FunctionalHead()), points)
+
+
+class FunctionalHead(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(3, 4), nn.Parameter(torch.zeros(3, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(torch.relu(self.first(x)), self.head)
+
+
 def test_normalised_sharpness_is_the_minimum_over_scalings(here: Setting, mlp: nn.Module, dense: Tensor) -> None:
     total = 0.0
     for name, part in blocks(mlp).items():
@@ -298,6 +424,159 @@ def test_path_norm_squares_the_weights_of_average_pooling() -> None:
             paths += sum(response**2 * float(head.weight[c, channel]) ** 2 for c in range(3))
     assert linear(units).shape == (9, 2)
     assert close(MEASURES["path_norm"](net, points).value, math.sqrt(paths))
+
+
+class Pooled(nn.Module):
+    """A convolution, some map of the images to 4 channels, a linear layer."""
+
+    def __init__(self, between: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.conv, self.head, self.between = nn.Conv2d(2, 4, 3), nn.Linear(4, 3), between
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.between(torch.relu(self.conv(x))))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "between",
+    [
+        lambda h: nn.functional.adaptive_avg_pool2d(h, 1).flatten(1),
+        lambda h: h.mean((2, 3)),
+        lambda h: h.flatten(2).mean(-1),
+        lambda h: h.sum((2, 3)) / 36,
+        lambda h: h.sum(3).sum(2).mul_(1 / 36),
+        lambda h: nn.functional.avg_pool2d(h, 6).flatten(1),
+        lambda h: nn.functional.avg_pool2d(h, 6, divisor_override=36).flatten(1),
+        lambda h: nn.functional.avg_pool2d(nn.functional.avg_pool2d(h, 2), 3).flatten(1),
+    ],
+)
+def test_path_norm_is_the_same_however_a_mean_is_written(between: Callable[[Tensor], Tensor]) -> None:
+    net = randomised(Pooled(between))
+    conv, head = net.conv, net.head
+    ones = torch.ones(1, 2, 8, 8).double()
+    behind = nn.functional.conv2d(ones, conv.weight.square(), conv.bias.square())  # type: ignore[union-attr, operator]
+    total = behind.sum((2, 3))[0] / 36**2 @ head.weight.square().T + head.bias.square()  # type: ignore[union-attr, operator]
+    points = labelled(net, normal(5, 2, 8, 8))
+    assert close(MEASURES["path_norm"](net, points).value, math.sqrt(float(total.sum())))
+
+
+class Wired(nn.Module):
+    """Two linear layers and a function of the inputs and both."""
+
+    def __init__(self, form: Callable[[Wired, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.a, self.b, self.form = nn.Linear(3, 3), nn.Linear(3, 3), form
+        self.register_buffer("shift", torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.form(self, x)
+
+
+def _sums(net: Wired) -> tuple[Tensor, Tensor]:
+    """Σ w² + b² of every output of each layer."""
+    a, b = ((m.weight.square().sum(1) + m.bias.square()).detach() for m in (net.a, net.b))
+    return a, b
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("form", "paths"),
+    [
+        (lambda net, x: net.a(x) - net.b(x), lambda net: sum(_sums(net))),
+        (lambda net, x: 3 - net.a(x), lambda net: _sums(net)[0] + 9),
+        (lambda net, x: torch.sub(net.a(x), net.b(x), alpha=2), lambda net: _sums(net)[0] + 4 * _sums(net)[1]),
+        (lambda net, x: net.a(x) / 4 * torch.tensor(8), lambda net: 4 * _sums(net)[0]),
+        (lambda net, x: net.a(x).clamp(min=0), lambda net: _sums(net)[0]),
+        (
+            lambda net, x: torch.cat([net.a(x)[:, :1], -net.b(x)[:, 1:]], 1),
+            lambda net: torch.cat([_sums(net)[0][:1], _sums(net)[1][1:]]),
+        ),
+        (
+            lambda net, x: net.a((x - net.shift) / 2),
+            lambda net: net.a.weight.square() @ (1 + net.shift.square()) / 4 + net.a.bias.square(),
+        ),
+        (
+            lambda net, x: net.a(torch.relu(net.a(x))),  # a weight at two depths
+            lambda net: net.a.weight.square() @ _sums(net)[0] + net.a.bias.square(),
+        ),
+    ],
+)
+def test_path_norm_of_sums_and_constants(
+    form: Callable[[Wired, Tensor], Tensor], paths: Callable[[Wired], Tensor]
+) -> None:
+    net = randomised(Wired(form))
+    assert isinstance(net, Wired)
+    found = MEASURES["path_norm"](net, labelled(net, normal(5, 3))).value
+    assert close(found, math.sqrt(float(paths(net).sum())))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("pooling", "size"),
+    [
+        (nn.AdaptiveAvgPool1d(4), 4),  # cells that overlap
+        (nn.AvgPool1d(2, padding=1, count_include_pad=False), 4),
+        (nn.AvgPool1d(2, padding=1), 4),
+        (nn.AvgPool1d(4, stride=3, ceil_mode=True), 2),
+        (nn.ConstantPad1d(1, 0.0), 8),
+    ],
+)
+def test_path_norm_squares_the_matrix_of_every_average(pooling: nn.Module, size: int) -> None:
+    net = randomised(nn.Sequential(nn.Conv1d(1, 1, 1, bias=False), pooling, nn.Flatten(), nn.Linear(size, 3)))
+    matrix = pooling(torch.eye(6).double()[:, None])[:, 0].T
+    kernel, head = net[0].weight.square().reshape(()), net[3]  # type: ignore[index]
+    paths = head.weight.square() @ matrix.square().sum(1) * kernel + head.bias.square()
+    found = MEASURES["path_norm"](net, labelled(net, normal(5, 1, 6))).value
+    assert close(found, math.sqrt(float(paths.sum())))
+
+
+@pytest.mark.parametrize(
+    ("form", "operation"),
+    [
+        (lambda net, x: nn.functional.relu6(net.a(x)), "hardtanh"),
+        (lambda net, x: net.a(x).clamp(min=0, max=1), "clamp"),
+        (lambda net, x: torch.maximum(net.a(x), torch.ones(3)), "maximum"),
+        (lambda net, x: net.a(x) * net.b(x), "mul"),
+        (lambda net, x: net.b(x) / net.a(x), "div"),
+        (lambda net, x: torch.where(net.a(x) > 0, net.b(x), 0.0), "gt"),
+        (lambda net, x: net.a(x).gather(1, net.b(x).argsort(1)), "sort"),
+        (lambda net, x: nn.functional.leaky_relu(net.a(x), 2.0), "leaky_relu"),
+        (lambda net, x: nn.functional.layer_norm(net.a(x), (3,)), "native_layer_norm"),
+    ],
+)
+def test_path_norm_names_the_operation_that_it_has_no_rule_for(
+    form: Callable[[Wired, Tensor], Tensor], operation: str
+) -> None:
+    net = randomised(Wired(form))
+    with pytest.raises(InputError, match=f"no rule for the operation '{operation}'"):
+        MEASURES["path_norm"](net, (normal(5, 3), torch.tensor([0, 1, 2, 0, 1])))
+
+
+def spread_spectrum(dtype: torch.dtype) -> tuple[nn.Module, Data]:
+    """A linear map whose squared error has the Hessian eigenvalues 1, 0.1, …, 1e-12, 1e-13, 1e-13, … of 200."""
+    values = (10.0 ** -torch.arange(200).double()).clamp_min(1e-13)
+    basis = torch.linalg.qr(normal(200, 200)).Q
+    inputs = (basis * (200 * values).sqrt()).T.to(dtype)
+    return nn.Linear(200, 1, bias=False).to(dtype), (inputs, torch.zeros(200, 1, dtype=dtype))
+
+
+def test_log_volume_knows_every_logarithm() -> None:
+    found = MEASURES["log_volume"](*spread_spectrum(torch.float64), **AFFINE_LOSS)
+    assert not found.reason
+    assert found.value == pytest.approx(-math.log(10) * sum(range(10)), abs=0.01)
+
+
+def test_log_volume_says_which_eigenvalues_a_precision_loses() -> None:
+    found = MEASURES["log_volume"](*spread_spectrum(torch.float32), **AFFINE_LOSS)
+    assert "cannot be told from zero" in found.reason
+    assert found.value == pytest.approx(-math.log(10) * sum(range(5)), abs=0.01)
+
+
+def test_log_volume_says_what_its_products_do_not_resolve(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measures, "_RESOLVED", 1e-14)
+    found = MEASURES["log_volume"](*spread_spectrum(torch.float64), **AFFINE_LOSS)
+    assert found.reason.startswith("not converged")
 
 
 # ---------------------------------------------------------------- perturbations
@@ -479,6 +758,96 @@ def test_distances_to_the_boundary(here: Setting, mlp: nn.Module, data: Data) ->
         ("high_fence", high + 1.5 * (high - low)),
     ):
         assert close(value(here, f"hidden_margin_{name}"), wanted), name
+
+
+class Functional(nn.Module):
+    """The same network without a module for the activation."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.a, self.b = net[0], net[2]  # type: ignore[index]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(input=torch.relu(self.a(x)))
+
+
+def test_hidden_margins_are_taken_at_the_last_layers_input() -> None:
+    net = randomised(nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 3)))
+    points = labelled(net, normal(20, 3))
+    wanted = value(Setting(net, points), "hidden_margin_median")  # the output of the module nn.ReLU is that input
+    assert close(value(Setting(Functional(net), points), "hidden_margin_median"), wanted)
+    head = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Identity(), nn.ReLU(), nn.Linear(4, 3)).double()
+    head.append(nn.Softplus())  # what follows the last layer does not move the place
+    assert value(Setting(head, labelled(head, normal(20, 3))), "hidden_margin_q1")
+    again = randomised(Recurrent())
+    with pytest.raises(InputError, match="runs repeatedly"):
+        MEASURES["hidden_margin_median"](again, labelled(again, normal(6, 3)))
+
+
+def test_spectral_margin_counts_frozen_layers() -> None:
+    net = randomised(nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 3)))
+    points = labelled(net, normal(20, 3))
+    wanted = value(Setting(net, points), "spectral_margin_mean")
+    net[0].requires_grad_(False)  # type: ignore[index]
+    assert close(value(Setting(net, points), "spectral_margin_mean"), wanted)
+    assert not net[0].weight.requires_grad  # type: ignore[index]
+    smooth = randomised(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)))
+    smooth[0].requires_grad_(False)  # type: ignore[index]
+    for name in ("spectral_margin_mean", "path_norm"):  # a frozen layer makes no ReLU network of it
+        with pytest.raises(InputError, match="ReLU networks only"):
+            MEASURES[name](smooth, points)
+    with pytest.raises(InputError, match="plain nn"):
+        MEASURES["spectral_margin_mean"](randomised(FunctionalHead()), points)
+
+
+def test_a_head_of_zeros_leaves_the_rest_of_the_report() -> None:
+    net = randomised(nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 3)))
+    nn.init.zeros_(net[2].weight)  # type: ignore[index]
+    points = normal(10, 3), torch.arange(10) % 3
+    with pytest.raises(InputError, match="all weights of layer '2' are zero"):
+        MEASURES["spectral_margin_mean"](net, points)
+    rows = {row["name"]: row for row in evaluate(net, points, measures="all")}
+    assert rows["spectral_margin_mean"]["kind"] == "undefined"
+    assert "infinite distances" in rows["hidden_margin_median"]["reason"]
+    assert rows["trace"]["kind"] == rows["relative_flatness"]["kind"] == "exact"
+
+
+def test_a_measure_that_breaks_down_is_undefined_by_the_name_of_its_error(
+    mlp: nn.Module, data: Data, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for error in (ZeroDivisionError("division by zero"), RuntimeError("no such kernel\nmore"), ValueError("domain")):
+
+        def broken(setting: Setting, error: Exception = error) -> Estimate:
+            raise error
+
+        monkeypatch.setitem(MEASURES, "trace", dataclasses.replace(MEASURES["trace"], compute=broken))
+        first, second = evaluate(mlp, data, measures=["trace", "weight_norm"])
+        assert first["kind"] == "undefined"
+        assert first["reason"] == f"failed with {type(error).__name__}: {str(error).splitlines()[0]}"
+        assert second["kind"] == "exact"
+        shared = Setting(mlp, data)
+        shared.shared["group"] = object()  # other ranks may wait
+        with pytest.raises(type(error)):
+            MEASURES["trace"].attempt(shared)
+
+    def mistaken(setting: Setting) -> Estimate:
+        raise KeyError("a mistake in the program")
+
+    monkeypatch.setitem(MEASURES, "trace", dataclasses.replace(MEASURES["trace"], compute=mistaken))
+    with pytest.raises(KeyError):
+        evaluate(mlp, data, measures=["trace"])
+
+
+@pytest.mark.parametrize("name", ["trace", "largest_eigenvalue", "margin_mean", "hidden_margin_q1", "input_distance"])
+def test_a_setting_does_not_mix_two_states_of_a_model(name: str, mlp: nn.Module, data: Data) -> None:
+    net = copy.deepcopy(mlp)
+    setting = Setting(net, data)
+    norm = value(setting, "weight_norm")
+    net[0].weight.data.mul_(2)  # type: ignore[index]
+    assert close(value(setting, "weight_norm"), norm)
+    with pytest.raises(InputError, match=r"0.weight of the model has changed"):
+        MEASURES[name].compute(setting)
+    assert math.isfinite(value(Setting(net, data), name))
 
 
 def test_spectral_margin_takes_convolutions_as_matrices_and_folds_batch_norm() -> None:

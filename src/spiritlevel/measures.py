@@ -14,6 +14,7 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -24,11 +25,12 @@ import numpy as np
 import torch
 from scipy.optimize import Bounds, minimize, toms748
 from torch import Tensor, nn
-from torch.func import functional_call, grad, vmap
-from torch.nn import functional as F
+from torch.func import functional_call, functionalize, grad, vjp, vmap
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
 
 from spiritlevel.curvature import empirical_fisher, gauss_newton, hessian
 from spiritlevel.distributed import Ranks
@@ -63,6 +65,7 @@ _BY_TENSOR = frozenset({"rescale_layers", "scale_before_batchnorm"})  # one numb
 
 _BATCH = 500  # samples that a perturbed network sees at once
 _TOP = 10  # eigenvalues in the log volume
+_RESOLVED = 1e-3  # of an eigenvalue: a residual up to here leaves its logarithm right to as much
 _PROBES = 32
 _EXACT = 64  # up to so many parameters as many probes, which makes estimates exact
 _DRAWS = 16  # random perturbations, each with its mirror image
@@ -93,15 +96,27 @@ class Setting:
         seed: int = 0,
         group: Any = None,
     ) -> None:
-        self.model, self.data, self.loss, self.batch_norm, self.seed = model, data, loss, batch_norm, seed
+        self._given, self.data, self.loss, self.batch_norm, self.seed = model, data, loss, batch_norm, seed
         self.options = {"loss": loss, "batch_norm": batch_norm}
         self.shared = {**self.options, "group": group}  # for what the ranks of a group compute together
         self._after: tuple[Transformed, _Ends] | None = None
 
     @functools.cached_property
     def problem(self) -> Problem:
-        """The model and the loss as functions of the parameters."""
-        return Problem(self.model, loss=self.loss, batch_norm=self.batch_norm)
+        """The model and the loss as functions of the parameters, which are copied here."""
+        return Problem(self._given, loss=self.loss, batch_norm=self.batch_norm)
+
+    @property
+    def model(self) -> nn.Module:
+        """The model, as long as it is the one that `problem` copied: one setting never mixes two states of a model."""
+        model, copied = self.problem.model, {**self.problem.params, **self.problem.constants}
+        for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
+            if not _same(tensor.detach(), copied[name]):
+                raise InputError(
+                    f"{name} of the model has changed since this Setting first looked at it, so its measures would mix "
+                    "two models; make a new Setting after every change."
+                )
+        return model
 
     @functools.cached_property
     def batches(self) -> Batches:
@@ -232,11 +247,16 @@ class Setting:
 
     @functools.cached_property
     def hidden(self) -> Margins:
-        """Distances at the last module in front of the last layer."""
-        layers = [index for index, call in enumerate(self.calls) if isinstance(call.module, nn.Linear | _ConvNd)]
-        if not layers or not layers[-1]:
+        """Distances at the input of the last layer."""
+        last = self.last
+        own = {id(parameter) for parameter in last.module.parameters()}
+        if all(id(parameter) in own for parameter in self.model.parameters()):
             raise InputError("a hidden-layer margin needs a network with a layer in front of its last one.")
-        return margins(self.model, self.data, distance=2, layer=self.calls[layers[-1] - 1].name, **self.shared)
+        if sum(call.module is last.module for call in self.calls) > 1:
+            raise InputError(f"a hidden-layer margin needs a last layer that runs once; {last.name!r} runs repeatedly.")
+        return margins(
+            _Tapped(self.model, last.name), self.data, distance=2, layer="input_of_last_layer", **self.shared
+        )
 
     @functools.cached_property
     def logits(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -253,71 +273,175 @@ class Setting:
 
     @functools.cached_property
     def calls(self) -> list[_Call]:
-        """The modules without children, in the order in which they ran on two samples."""
-        calls: list[_Call] = []
+        """The linear layers and convolutions, in the order in which they ran on two samples, by whatever way."""
+        problem = self.problem
+        watch = _LayerWatch({id(tensor): name for name, tensor in {**problem.constants, **problem.params}.items()})
         handles = []
-        for name, module in self.problem.model.named_modules():
-            if not any(True for _ in module.children()):
-
-                def hook(module: nn.Module, args: Any, output: Any, name: str = name) -> None:
-                    if args and isinstance(args[0], Tensor) and isinstance(output, Tensor):
-                        calls.append(_Call(name, module, args[0].shape, output.detach()))
-
-                handles.append(module.register_forward_hook(hook))
+        for name, module in problem.model.named_modules():
+            if isinstance(module, _LAYERS):
+                handles.append(module.register_forward_pre_hook(watch.enter))
+                leave = functools.partial(watch.leave, name=name)
+                handles.append(module.register_forward_hook(leave, with_kwargs=True))
         try:
-            with self.problem.active(), torch.no_grad():
-                outputs = self.problem.outputs(self.problem.params, self.problem.place(*self.batches.first(2))[0])
+            with problem.active(), torch.no_grad(), watch:
+                problem.outputs(problem.params, problem.place(*self.batches.first(2))[0])
         finally:
             for handle in handles:
                 handle.remove()
-        self.final = outputs
-        return calls
+        return watch.calls
+
+    @property
+    def last(self) -> _Call:
+        """The last layer that ran, frozen or not."""
+        if not self.calls:
+            raise InputError("the network has no linear layer or convolution.")
+        last = self.calls[-1]
+        if last.module is None:
+            raise InputError(
+                f"the last layer of the network is the bare operation '{last.name}' on parameter {last.weight!r}; "
+                "write it as a module, e.g. nn.Linear, to measure at the last layer."
+            )
+        return last
 
     @functools.cached_property
-    def layers(self) -> list[_Call]:
-        """The linear layers and convolutions whose weight is a trainable parameter, in the order in which they ran."""
-        known = (nn.Linear, _ConvNd)
-        found = [c for c in self.calls if isinstance(c.module, known) and c.weight in self.problem.params]
+    def layers(self) -> list[str]:
+        """The trainable weights of linear layers and convolutions that the outputs use, by the names of parameters."""
+        names = {id(parameter): name for name, parameter in self.problem.model.named_parameters()}
+        modules = [module for module in self.problem.model.modules() if isinstance(module, _LAYERS)]
+        own = [names[id(weight)] for module in modules if (weight := module._parameters.get("weight")) is not None]
+        used = [call.weight for call in self.calls] + [name for name in own if self.structure.uses.get(name)]
+        found = [name for name in dict.fromkeys(used) if name in own and name in self.problem.params]
         if not found:
             raise InputError("the network has no linear layer or convolution with trainable weights of its own.")
-        return list({call.name: call for call in found}.values())
+        return found
 
     @functools.cached_property
     def folded(self) -> Setting:
-        """The same model with every batch norm folded into the layer in front of it."""
-        if not any(isinstance(module, _BatchNorm) for module in self.model.modules()):
+        """The same model, every batch norm folded into the layer in front of it and no parameter frozen.
+
+        What is said of the network as a function must not depend on what an optimiser may move.
+        """
+        model = self.model
+        frozen = any(p.is_floating_point() and not p.requires_grad for p in model.parameters())
+        normed = any(isinstance(module, _BatchNorm) for module in model.modules())
+        if not normed and not frozen:
             return self
+        if normed:
+            model = self._without_batch_norm()
+        elif frozen:
+            model = copy.deepcopy(model)
+        for parameter in model.parameters():
+            parameter.requires_grad_(parameter.is_floating_point())
+        return Setting(model, self.data, seed=self.seed, **self.options)
+
+    def _without_batch_norm(self) -> nn.Module:
         if self.batch_norm == "batch":
             raise InputError("batch norm can be folded in eval mode only; use batch_norm='eval'.")
         model = fold_batchnorm(self.model, data=self.data).model
         if any(isinstance(module, _BatchNorm) for module in model.modules()):
             raise InputError("a batch norm of this network does not directly follow a layer, so it cannot be folded.")
-        return Setting(model, self.data, seed=self.seed, **self.options)
+        return model
 
     @functools.cached_property
     def blocks(self) -> dict[str, _Block]:
         """What the Gauss-Newton matrix says of the weights of every layer."""
         return _blocks(self, self.layers)
 
+    def generator(self, index: int, purpose: int) -> torch.Generator:
+        """Random numbers of their own for the draw with this index, for this purpose."""
+        state = np.random.SeedSequence([self.seed, purpose, index]).generate_state(1, np.uint64)[0]
+        return torch.Generator().manual_seed(int(state))
+
     def normal(self, index: int, purpose: int) -> Tensor:
         """The draw of standard normal numbers with this index, (P,), for this purpose."""
-        state = np.random.SeedSequence([self.seed, purpose, index]).generate_state(1, np.uint64)[0]
-        generator = torch.Generator().manual_seed(int(state))
-        return torch.randn(self.problem.size, generator=generator, dtype=torch.float64).to(self.theta)
+        numbers = torch.randn(self.problem.size, generator=self.generator(index, purpose), dtype=torch.float64)
+        return numbers.to(self.theta)
+
+
+def _same(now: Tensor, then: Tensor) -> bool:
+    """Whether two tensors hold the same numbers, NaN in the same places included."""
+    if now.shape != then.shape:
+        return False
+    now = now.to(then)
+    return not bool(((now != then) & ((now == now) | (then == then))).any())
+
+
+_LAYERS = (nn.Linear, _ConvNd)
+_PLAIN: tuple[Any, ...] = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_PLAIN += (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_PRODUCTS = frozenset(
+    """
+    linear conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d matmul __matmul__ __rmatmul__ mm bmm
+    addmm baddbmm mv einsum tensordot bilinear multi_head_attention_forward lstm gru rnn_tanh rnn_relu
+    """.split()
+)
+"""Operations that make a layer of a matrix of parameters, by the names of their functions."""
 
 
 @dataclass(frozen=True)
 class _Call:
-    """A module that ran: the shape of its input and its output."""
+    """A layer that ran: its module, or None for a bare operation, and the parameter that is its weight, if one is."""
 
     name: str
-    module: nn.Module
+    module: Any
+    weight: str
+    value: Tensor
     inputs: torch.Size
-    output: Tensor
 
     @property
-    def weight(self) -> str:
-        return f"{self.name}.weight" if self.name else "weight"
+    def plain(self) -> bool:
+        """Whether it is a module that does with a weight of its own what its class does, and nothing else."""
+        if self.module is None or not self.weight or self.module._forward_hooks or self.module._forward_pre_hooks:
+            return False
+        return type(self.module).forward in [kind.forward for kind in _PLAIN]
+
+
+class _LayerWatch(TorchFunctionMode):
+    """Lists the layers that run: modules by their hooks, and what uses a matrix of parameters without a module."""
+
+    def __init__(self, names: dict[int, str]) -> None:
+        super().__init__()
+        self.names, self.calls, self.inside = names, list[_Call](), 0
+
+    def enter(self, module: nn.Module, args: Any) -> None:
+        self.inside += 1
+
+    def leave(self, module: Any, args: Any, kwargs: Any, output: Any, name: str) -> None:
+        self.inside -= 1
+        shape = next(leaf.shape for leaf in (*args, *kwargs.values()) if isinstance(leaf, Tensor))
+        weight = module.weight
+        self.calls.append(_Call(name, module, self.names.get(id(weight), ""), weight.detach(), shape))
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        operation = getattr(func, "__name__", "")
+        if not self.inside and operation in _PRODUCTS:
+            for leaf in tree_leaves((args, kwargs)):
+                for tensor in (leaf, getattr(leaf, "_base", None)):  # itself, or transposed
+                    if isinstance(tensor, Tensor) and tensor.ndim > 1 and id(tensor) in self.names:
+                        name = self.names[id(tensor)]
+                        self.calls.append(_Call(operation, None, name, tensor.detach(), torch.Size()))
+        return func(*args, **(kwargs or {}))
+
+
+class _Tapped(nn.Module):
+    """The model, with the input of its last layer passed through a module, which gives that place a name."""
+
+    def __init__(self, model: nn.Module, layer: str) -> None:
+        super().__init__()
+        self.model, self.layer, self.input_of_last_layer = model, layer, nn.Identity()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        def through_tap(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            if args:
+                return (self.input_of_last_layer(args[0]), *args[1:]), kwargs
+            return args, {**kwargs, "input": self.input_of_last_layer(kwargs["input"])}
+
+        layer = self.model.get_submodule(self.layer)
+        handle = layer.register_forward_pre_hook(through_tap, with_kwargs=True)
+        try:
+            return self.model(*args, **kwargs)
+        finally:
+            handle.remove()
 
 
 @dataclass
@@ -328,58 +452,66 @@ class _Block:
     relative: float  # Σ_{s,s'} ⟨w_s, w_s'⟩ Tr G_{s,s'}
 
 
-def _blocks(setting: Setting, layers: Sequence[_Call]) -> dict[str, _Block]:
-    """Diagonals and relative flatness of the layers' blocks, exactly, from C−1 backward passes at most.
+def _blocks(setting: Setting, weights: Sequence[str]) -> dict[str, _Block]:
+    """Diagonals and relative flatness of the weights' blocks, exactly, from C−1 backward passes at most.
 
     G = E Σ_j d_j vec(g_j)vec(g_j)ᵀ with the per-sample gradients g_j of v_jᵀφ by the weight W: the diagonal is
     E Σ_j d_j g_j², the other sum E Σ_j d_j ‖Wᵀg_j‖². A backward pass gives δ = ∂(v_jᵀφ)/∂z at a layer's output z; of a
-    linear layer with one row a sample g = δaᵀ, so both follow from δ and its input a, and no gradient is formed.
+    linear layer with one row a sample g = δaᵀ, so both follow from δ and its input a, and no gradient is formed. That
+    needs a weight with one use, in a module whose rows are the samples; others get gradients sample by sample.
     """
     problem = setting.problem
     if setting.batch_norm == "batch":
         raise InputError("with batch_norm='batch' a sample has no gradient of its own; use batch_norm='eval'.")
     if not problem.loss.closed_form:
         raise InputError("the Gauss-Newton matrix of the weights needs a loss that offers its output factors.")
-    found = {layer.weight: _Block(torch.zeros_like(problem.params[layer.weight]).double(), 0.0) for layer in layers}
+    found = {name: _Block(torch.zeros_like(problem.params[name]).double(), 0.0) for name in weights}
     with problem.active():
+        few, _ = problem.place(*setting.batches.first(3))
+        without_rule = GradientNorms(problem, few, setting.structure, 1).without_rule
+        modules = {}
+        for name in weights:
+            calls = [call for call in setting.calls if call.weight == name]
+            if name not in without_rule and len(calls) == 1 and calls[0].plain:
+                modules[name] = calls[0].module
+        alone = {name: problem.params[name] for name in weights if name not in modules}
         for inputs, targets in setting.each():
             params = {name: tensor.detach().requires_grad_() for name, tensor in problem.params.items()}
-            with _recorded(layers) as ran:
+            with _recorded(modules) as ran:
                 outputs = problem.outputs(params, inputs)
+            if len(ran) != len(modules):
+                raise InputError("the layers of this network do not run equally often for all samples.")
             factors = list(problem.loss.factors(outputs.detach(), targets))
             for index, (scale, vector) in enumerate(factors):
-                slopes = torch.autograd.grad(
-                    outputs,
-                    [output for *_, output in ran],
-                    vector.reshape(outputs.shape).to(outputs),
-                    retain_graph=index + 1 < len(factors),
-                    materialize_grads=True,
-                )
-                calls: dict[str, list[_Slope]] = {}
-                for (layer, points, _), slope in zip(ran, slopes, strict=True):
-                    calls.setdefault(layer.weight, []).append((layer.module, points, slope))
-                for weight, each in calls.items():
-                    _add_block(found[weight], problem.params[weight], each, scale)
+                vector = vector.reshape(outputs.shape).to(outputs)
+                slopes: Sequence[Tensor] = ()
+                if ran:
+                    taps, more = [output for *_, output in ran], index + 1 < len(factors)
+                    slopes = torch.autograd.grad(outputs, taps, vector, retain_graph=more, materialize_grads=True)
+                for (name, points, _), slope in zip(ran, slopes, strict=True):
+                    _add_call(found[name], modules[name], problem.params[name], points, slope, scale)
+                for part, gradients in _sample_by_sample(problem, alone, inputs, vector):
+                    for name, gradient in gradients.items():
+                        _add_gradients(found[name], problem.params[name], gradient, scale[part])
     for block in found.values():
         block.diagonal /= setting.count
         block.relative /= setting.count
     return found
 
 
-_Slope = tuple[nn.Module, Tensor, Tensor]
-"""A call of a layer: its module, its input a, and the slope δ at its output."""
-
-
 @contextlib.contextmanager
-def _recorded(layers: Sequence[_Call]) -> Iterator[list[tuple[_Call, Tensor, Tensor]]]:
-    """A list of (layer, input, output) that a forward pass inside fills."""
-    ran: list[tuple[_Call, Tensor, Tensor]] = []
+def _recorded(modules: dict[str, nn.Module]) -> Iterator[list[tuple[str, Tensor, Tensor]]]:
+    """A list of (weight, input, output) of the modules that a forward pass inside fills."""
+    ran: list[tuple[str, Tensor, Tensor]] = []
 
-    def hook(module: nn.Module, args: Any, output: Tensor, layer: _Call) -> Tensor:
-        ran.append((layer, args[0].detach(), output))
+    def hook(module: nn.Module, args: Any, kwargs: Any, output: Tensor, name: str) -> Tensor:
+        ran.append((name, (args[0] if args else kwargs["input"]).detach(), output))
         return output.clone()  # what comes next may write into it
 
-    handles = [layer.module.register_forward_hook(functools.partial(hook, layer=layer)) for layer in layers]
+    handles = [
+        module.register_forward_hook(functools.partial(hook, name=name), with_kwargs=True)
+        for name, module in modules.items()
+    ]
     try:
         yield ran
     finally:
@@ -387,33 +519,59 @@ def _recorded(layers: Sequence[_Call]) -> Iterator[list[tuple[_Call, Tensor, Ten
             handle.remove()
 
 
-def _add_block(block: _Block, weight: Tensor, calls: list[_Slope], scale: Tensor) -> None:
-    """Add Σ_n d g² and Σ_n d ‖Wᵀg‖² of one factor; a layer that ran twice has the sum of two gradients."""
-    module, points, slope = calls[0]
-    if isinstance(module, nn.Linear) and points.ndim == 2 and len(calls) == 1:
+def _add_call(block: _Block, module: nn.Module, weight: Tensor, points: Tensor, slope: Tensor, scale: Tensor) -> None:
+    """Add Σ_n d g² and Σ_n d ‖Wᵀg‖² of one factor, from a layer's inputs and the slopes at its outputs."""
+    if isinstance(module, nn.Linear) and points.ndim == 2:
         block.diagonal += (scale[:, None] * slope.double().square()).T @ points.double().square()
         sizes = (slope @ weight).double().square().sum(1) * points.double().square().sum(1)
         block.relative += float(scale @ sizes)
         return
-    samples, rows = max(1, _GRADIENTS // weight.numel()), weight.reshape(len(weight), -1)
-    gram = rows @ rows.T if len(rows) < rows.shape[1] else None
-    for begin in range(0, len(scale), samples):
-        part = slice(begin, begin + samples)
-        gradients = sum(_weight_gradients(module, weight, points[part], slope[part]) for module, points, slope in calls)
-        assert isinstance(gradients, Tensor)
-        block.diagonal += torch.einsum("n,n...->...", scale[part], gradients.double().square())
-        flat = gradients.reshape(len(gradients), *rows.shape)
-        forms = (rows.T @ flat).square() if gram is None else flat * (gram @ flat)
-        block.relative += float(scale[part] @ forms.double().sum((1, 2)))
-
-
-def _weight_gradients(module: nn.Module, weight: Tensor, points: Tensor, slope: Tensor) -> Tensor:
-    """∂(δ·z)/∂W of one layer for every sample, (N, …)."""
 
     def form(weight: Tensor, point: Tensor, slope: Tensor) -> Tensor:
         return (functional_call(module, {"weight": weight}, (point[None],))[0] * slope).sum()
 
-    return vmap(grad(form), in_dims=(None, 0, 0))(weight.detach(), points, slope).detach()
+    samples = max(1, _GRADIENTS // weight.numel())
+    for begin in range(0, len(scale), samples):
+        part = slice(begin, begin + samples)
+        gradients = vmap(grad(form), in_dims=(None, 0, 0))(weight.detach(), points[part], slope[part])
+        _add_gradients(block, weight, gradients.detach(), scale[part])
+
+
+def _add_gradients(block: _Block, weight: Tensor, gradients: Tensor, scale: Tensor) -> None:
+    """The same from the gradients g of every sample, (N, …)."""
+    block.diagonal += torch.einsum("n,n...->...", scale, gradients.double().square())
+    rows = weight.reshape(len(weight), -1)
+    flat = gradients.reshape(len(gradients), *rows.shape)
+    forms = flat * (rows @ rows.T @ flat) if len(rows) < rows.shape[1] else (rows.T @ flat).square()
+    block.relative += float(scale @ forms.double().sum((1, 2)))
+
+
+def _sample_by_sample(problem: Problem, chosen: Params, inputs: Any, vectors: Tensor) -> Iterator[tuple[slice, Params]]:
+    """The gradients of vᵀφ by the chosen parameters, every use of them included, for some samples after the other."""
+    if not chosen:
+        return
+    leaves = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
+
+    def one(vector: Tensor, *sample: Tensor) -> Params:
+        rest = iter(sample)
+        single = tree_map(lambda leaf: next(rest)[None] if isinstance(leaf, Tensor) else leaf, inputs)
+
+        def forward(chosen: Params) -> Tensor:
+            return problem.outputs({**problem.params, **chosen}, single)[0]
+
+        gradients: Params = vjp(forward, chosen)[1](vector)[0]
+        return gradients
+
+    samples = max(1, _GRADIENTS // sum(tensor.numel() for tensor in chosen.values()))
+    for begin in range(0, len(vectors), samples):
+        part = slice(begin, begin + samples)
+        rows = [vectors[part], *(leaf[part] for leaf in leaves)]
+        try:
+            gradients = vmap(one)(*rows)
+        except RuntimeError:  # an operation without a batching rule
+            each = [one(*(row[n] for row in rows)) for n in range(len(rows[0]))]
+            gradients = {name: torch.stack([sample[name] for sample in each]) for name in chosen}
+        yield part, {name: gradient.detach() for name, gradient in gradients.items()}
 
 
 def _as_classes(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -505,11 +663,21 @@ class Measure:
         return self.compute(Setting(model, data, loss=loss, batch_norm=batch_norm, seed=seed))
 
     def attempt(self, setting: Setting) -> Estimate:
-        """The measure, or NaN with the reason why there is none."""
+        """The measure, or NaN with the reason why there is none.
+
+        A computation that breaks down (a division by zero, an operation that PyTorch refuses, no memory left) makes
+        this one number undefined, under the name of its error, and leaves the others of a report. Errors of other
+        kinds are mistakes in the program and pass, as does a failure of one among several ranks.
+        """
         try:
             found = self.compute(setting)
         except (InputError, NotExactError) as error:
             return Estimate(math.nan, seed=setting.seed, reason=str(error))
+        except (ArithmeticError, RuntimeError, ValueError) as error:
+            if setting.shared["group"] is not None:  # the other ranks may still wait for this one
+                raise
+            first = str(error).strip().split("\n", 1)[0][:200]
+            return Estimate(math.nan, seed=setting.seed, reason=f"failed with {type(error).__name__}: {first}")
         if math.isnan(found.value) and not found.reason:
             return dataclasses.replace(found, reason="the value is not a number")
         return found
@@ -692,14 +860,9 @@ def _mean_eigenvalue(setting: Setting) -> Estimate:
 
 
 def _scaled(estimate: Estimate, factor: float) -> Estimate:
-    return Estimate(
-        estimate.value * factor,
-        estimate.stderr * abs(factor),
-        estimate.dof,
-        estimate.matvecs,
-        estimate.seed,
-        None if estimate.data_stderr is None else estimate.data_stderr * abs(factor),
-        estimate.reason,
+    data = None if estimate.data_stderr is None else estimate.data_stderr * abs(factor)
+    return dataclasses.replace(
+        estimate, value=estimate.value * factor, stderr=estimate.stderr * abs(factor), data_stderr=data
     )
 
 
@@ -740,19 +903,36 @@ def _mean_square_eigenvalue(setting: Setting) -> Estimate:
 
 @_register(
     "log_volume",
-    f"log of the product of the positive ones among the {_TOP} largest eigenvalues",
+    f"log of the product of those of the {_TOP} largest eigenvalues that are positive beyond rounding",
     "Σ_{i≤k} log λ_i",
     "Wu, Zhu & E 2017, arXiv:1706.10239",
     cost="matvecs",
 )
 def _log_volume(setting: Setting) -> Estimate:
-    found = eigenvalues(setting.hessian, min(_TOP, setting.problem.size), vectors=False, seed=setting.seed)
-    noise = torch.finfo(setting.problem.dtype).eps * setting.problem.size * float(found.values.abs().max())
-    positive = found.values[found.values > noise].double()
-    if not len(positive):
-        raise InputError("log_volume: none of the largest eigenvalues is positive.")
-    reason = "" if found.converged else f"not converged: {found.reason}"
-    return Estimate(float(positive.log().sum()), matvecs=found.matvecs, seed=setting.seed, reason=reason)
+    """A logarithm needs a relative accuracy of every value, where eigenvalues promise one relative to the largest."""
+    op, size, unit = setting.hessian, setting.problem.size, torch.finfo(setting.problem.dtype).eps
+    tol, finest, matvecs = 1e-4, 32 * unit, 0
+    while True:
+        found = eigenvalues(op, min(_TOP, size), tol=tol, vectors=False, seed=setting.seed)
+        matvecs += found.matvecs
+        largest = float(found.values.abs().max())
+        noise = unit * size * largest
+        counted = found.values > noise
+        values, residuals = found.values[counted].double(), found.residuals[counted].double()
+        if not len(values):
+            raise InputError("log_volume: none of the largest eigenvalues is positive.")
+        open_ones = int((residuals > _RESOLVED * values).sum())
+        if not open_ones or not found.converged or tol <= finest:
+            break
+        tol = max(finest, min(tol / 10, _RESOLVED * float(values.min()) / largest))
+    reasons = [] if found.converged else [found.reason]
+    if found.converged and open_ones:
+        reasons.append(f"{open_ones} of {len(values)} eigenvalues are not known to {_RESOLVED:.1%} of themselves")
+    lost = int((found.values.abs() <= noise).sum())
+    if lost:
+        reasons.append(f"{lost} of {len(found.values)} cannot be told from zero in this precision and are left out")
+    reason = f"not converged: {'; '.join(reasons)}" if reasons else ""
+    return Estimate(float(values.log().sum()), matvecs=matvecs, seed=setting.seed, reason=reason)
 
 
 @_register(
@@ -870,43 +1050,44 @@ def _quotient_norm(setting: Setting) -> Estimate:
     invariant_to=_BY_TENSOR | {"fold_batchnorm"},
 )
 def _relative_flatness(setting: Setting) -> Estimate:
-    last = setting.layers[-1]
-    ends = last.output.shape == setting.final.shape and torch.equal(last.output, setting.final)
-    return _relative_flatness_of(setting, [last], ends)
+    last = setting.last
+    if last.weight not in setting.problem.params:
+        why = "frozen; set its requires_grad" if last.weight else "computed from other parameters (weight norm?)"
+        raise InputError(f"relative_flatness is about the last layer, and the weight of {last.name!r} is {why}.")
+    return _relative_flatness_of(setting, [last.weight])
 
 
 @_register(
     "relative_flatness_sum",
-    "relative flatness of all linear layers and convolutions, added up",
+    "relative flatness of all trainable linear layers and convolutions, added up",
     "Σ_l Σ_{s,s'} ⟨w_s, w_s'⟩ Tr H_{s,s'}",
     "Petzka, Kamp, Adilova, Sminchisescu & Boley 2021, arXiv:2001.00939",
     cost="backward",
     invariant_to=_BY_TENSOR | {"fold_batchnorm"},
 )
 def _relative_flatness_sum(setting: Setting) -> Estimate:
-    return _relative_flatness_of(setting, setting.layers, False)
+    return _relative_flatness_of(setting, setting.layers)
 
 
-def _relative_flatness_of(setting: Setting, layers: list[_Call], affine: bool) -> Estimate:
-    """Exact where these layers' blocks of H are those of the Gauss-Newton matrix: `affine` outputs, or ReLU networks.
+def _relative_flatness_of(setting: Setting, weights: list[str]) -> Estimate:
+    """Exact where the outputs are of degree 1 in each of these weights: there the blocks of H and GGN are the same.
 
     Elsewhere from probes v_l = (W_l g) zᵀ with sign vectors g, z: E vᵀHv = Σ_l Σ_{s,s'} ⟨w_s, w_s'⟩ Tr H_{s,s'}.
     """
-    closed = setting.problem.loss.closed_form and setting.batch_norm == "eval"
-    if closed and (affine or setting.structure.exact):
-        blocks = setting.blocks if layers is setting.layers else _blocks(setting, layers)
+    degrees = setting.structure.degrees  # none if the network cannot be traced
+    if setting.problem.loss.closed_form and all(degrees.get(name, 2) <= 1 for name in weights):
+        blocks = setting.blocks if weights is setting.layers else _blocks(setting, weights)
         return Estimate(sum(block.relative for block in blocks.values()), seed=setting.seed)
     op, draws = setting.hessian, []
     params = setting.problem.params
     for index in range(_PROBES):
-        state = np.random.SeedSequence([setting.seed, 5, index]).generate_state(1, np.uint64)[0]
-        generator = torch.Generator().manual_seed(int(state))
+        generator = setting.generator(index, 5)
         parts = {name: torch.zeros_like(tensor) for name, tensor in params.items()}
-        for layer in layers:
-            weight = params[layer.weight]
+        for name in weights:
+            weight = params[name]
             rows = weight.reshape(len(weight), -1)
             signs = torch.randint(0, 2, (2, rows.shape[1]), generator=generator).mul(2).sub(1).to(rows)
-            parts[layer.weight] = torch.outer(rows @ signs[0], signs[1]).reshape(weight.shape)
+            parts[name] = torch.outer(rows @ signs[0], signs[1]).reshape(weight.shape)
         vector = torch.cat([parts[name].reshape(-1) for name in op.names])
         draws.append(float(vector.double() @ (op @ vector).double()))
     return Estimate.from_draws(torch.tensor(draws, dtype=torch.float64), seed=setting.seed)
@@ -926,16 +1107,16 @@ def _normalised_sharpness(setting: Setting) -> Estimate:
     h is the diagonal of H itself for ReLU networks (MATH 4.1), and unlike it never negative elsewhere.
     """
     total, reasons = 0.0, []
-    for layer in setting.layers:
-        weight = setting.problem.params[layer.weight].double()
+    for name in setting.layers:
+        weight = setting.problem.params[name].double()
         shape = (*weight.shape[:2], -1)
         value, converged = _balanced(
-            setting.blocks[layer.weight].diagonal.reshape(shape).sum(2), weight.square().reshape(shape).sum(2)
+            setting.blocks[name].diagonal.reshape(shape).sum(2), weight.square().reshape(shape).sum(2)
         )
         total += value
         if not converged:
-            reasons.append(layer.name)
-    reason = f"not converged: the scalings of layer {', '.join(reasons)} still move" if reasons else ""
+            reasons.append(name)
+    reason = f"not converged: the scalings of {', '.join(reasons)} still move" if reasons else ""
     return Estimate(total, seed=setting.seed, reason=reason)
 
 
@@ -1221,28 +1402,138 @@ def _weight_norm(setting: Setting) -> Estimate:
     return Estimate(float(setting.theta.double().norm()), seed=setting.seed)
 
 
-_AVERAGES = {F.avg_pool1d: 1, F.avg_pool2d: 2, F.avg_pool3d: 3}
-_ADAPTIVE = {F.adaptive_avg_pool1d: 1, F.adaptive_avg_pool2d: 2, F.adaptive_avg_pool3d: 3}
+_MOVED = frozenset(
+    """
+    expand expand_copy permute permute_copy transpose transpose_copy t t_copy squeeze squeeze_copy unsqueeze
+    unsqueeze_copy slice select narrow split split_with_sizes chunk unbind cat stack index index_select roll flip repeat
+    diagonal tril triu copy slice_scatter select_scatter im2col col2im pixel_shuffle pixel_unshuffle channel_shuffle
+    reflection_pad1d reflection_pad2d reflection_pad3d replication_pad1d replication_pad2d replication_pad3d
+    upsample_nearest1d upsample_nearest2d upsample_nearest3d cumsum
+    max amax maximum max_pool2d_with_indices max_pool3d_with_indices adaptive_max_pool2d adaptive_max_pool3d
+    """.split()
+)
+"""Operations that copy, add or choose among values, so that they do the same with sums of paths."""
+_RESHAPED = frozenset("view view_copy _unsafe_view reshape clone alias detach lift_fresh contiguous _to_copy".split())
+_ACTIVATIONS = frozenset("relu abs neg leaky_relu _prelu_kernel threshold clamp clamp_min".split())
+_MULTIPLIED = frozenset("mul mm bmm mv dot matmul linear".split())
+_ADDED = frozenset("addmm addmv baddbmm".split())
+_EMPTY = frozenset("zeros_like ones_like full_like empty_like new_zeros new_ones new_full new_empty".split())
+_AVERAGES = ("kernel_size", "stride", "padding", "ceil_mode", "count_include_pad", "divisor_override")
 
 
-class _SquaredPooling(TorchFunctionMode):
-    """Average pooling has weights too, 1/k; squared weights are 1/k²."""
+class _Paths(TorchDispatchMode):
+    """Σ_paths Π w² of every value that the inputs reach, while the network runs: one rule for each known operation.
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if func in _AVERAGES:
-            size = args[1] if len(args) > 1 else (kwargs or {})["kernel_size"]
-            sizes = (size,) * _AVERAGES[func] if isinstance(size, int) else tuple(size) * (_AVERAGES[func] // len(size))
-            return result / math.prod(sizes)
-        if func in _ADAPTIVE:
-            dims = _ADAPTIVE[func]
-            return result * (math.prod(result.shape[-dims:]) / math.prod(args[0].shape[-dims:]))
+    The squares of a path's weights multiply and those of paths that meet add up. A value that no input reaches is a
+    weight where it multiplies, and a bias, which starts paths of its own, where it is added. Positively homogeneous
+    activations pass paths on as they are. Every other operation is refused: a number for it would be a guess.
+    """
+
+    def __init__(self, inputs: Tensor) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.known: dict[int, Tensor | None] = {id(inputs): torch.ones_like(inputs, dtype=torch.float64)}
+        self.kept: list[Any] = [inputs]  # alive, so that no id is given twice
+
+    def squares(self, value: Any) -> Any:
+        """The sums of squared paths that end in these entries; other arguments as they are."""
+        if id(value) in self.known:
+            return self.known[id(value)]
+        return value.double().square() if isinstance(value, Tensor) and value.is_floating_point() else value
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        name = func.overloadpacket.__name__
+        reached = [id(leaf) for leaf in tree_leaves((args, kwargs)) if id(leaf) in self.known]
+        if not reached or name in _EMPTY:
+            return result
+        values, found = tree_leaves(result), None
+        if all(self.known[leaf] is not None for leaf in reached):
+            found = self._rule(name, func, args, kwargs, result)
+        elif not any(isinstance(value, Tensor) and value.is_floating_point() for value in values):
+            found = values  # indices, made from others
+        if found is None:
+            raise InputError(
+                f"path_norm is defined for ReLU networks only: it has no rule for the operation '{name}' in the form "
+                "that this network uses."
+            )
+        for value, squares in zip(values, tree_leaves(found), strict=True):
+            # None for a choice that depends on the inputs, such as the places of a max pooling: nothing may use it
+            self.known[id(value)] = squares if value.is_floating_point() else None
+            self.kept.append(value)
         return result
 
+    def _rule(self, name: str, func: Any, args: Any, kwargs: Any, result: Any) -> Any:
+        """The sums of paths behind an operation, None where no rule is known."""
+        squares = self.squares
+        if name in _MOVED:
+            constants = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor) and id(leaf) not in self.known]
+            if name in ("max", "maximum") and any(bool(constant.any()) for constant in constants):
+                return None  # a clip, not homogeneous
+            if "index" not in name and not all(constant.is_floating_point() for constant in constants):
+                return None
+            return func(*tree_map(squares, args), **tree_map(squares, kwargs))
+        if name in _RESHAPED:
+            return squares(args[0]).reshape(result.shape).to(result.device) if result.is_floating_point() else None
+        if name in _ACTIVATIONS:
+            return squares(args[0]) if _is_homogeneous(name, args, kwargs) else None
+        if name in ("add", "sub", "rsub"):
+            first, second = (squares(_as_tensor(argument, result)) for argument in args[:2])
+            alpha = kwargs.get("alpha", args[2] if len(args) > 2 else 1) ** 2
+            return first * alpha + second if name == "rsub" else first + second * alpha
+        if name == "sum":
+            return func(squares(args[0]), *args[1:], **{**kwargs, "dtype": torch.float64})
+        if name == "mean":
+            averaged = args[0].numel() / max(1, result.numel())
+            return func(squares(args[0]), *args[1:], **{**kwargs, "dtype": torch.float64}) / averaged
+        if name == "constant_pad_nd":
+            value = args[2] if len(args) > 2 else kwargs.get("value", 0)
+            return func(squares(args[0]), args[1], value**2)
+        if name in _MULTIPLIED | _ADDED | {"div", "convolution"}:
+            return self._product(name, func, args, kwargs, result)
+        if name in ("avg_pool2d", "avg_pool3d"):
+            options = dict(zip(_AVERAGES, args[1:], strict=False)) | kwargs
+            ones = torch.ones_like(squares(args[0]))
+            divisor = func(ones, **{**options, "divisor_override": 1}) / func(ones, **options)
+            return func(squares(args[0]), **options) / divisor
+        if name in ("_adaptive_avg_pool2d", "_adaptive_avg_pool3d"):
+            pooled = func(squares(args[0]), args[1])
+            for dim in range(-len(args[1]), 0):
+                size, cells = args[0].shape[dim], torch.arange(result.shape[dim], device=result.device)
+                ends = -(-(cells + 1) * size // len(cells))
+                widths = ends - cells * size // len(cells)
+                pooled = pooled / widths.reshape(-1, *[1] * (-1 - dim))
+            return pooled
+        return None
 
-def _scaled_path_norm(setting: Setting, transformed: Transformed) -> float | None:
-    """Times the scale of the outputs where they are scaled by one factor for every path, biases included."""
-    return _path_norm(setting).value * transformed.certificate.scale
+    def _product(self, name: str, func: Any, args: Any, kwargs: Any, result: Any) -> Any:
+        """Of a value with weights, plus a bias; a product of two values that the inputs reach has no paths."""
+        factors = args[1:3] if name in _ADDED else args[:2]
+        if all(id(factor) in self.known for factor in factors) or kwargs.get("rounding_mode"):
+            return None
+        if name in ("mul", "div"):
+            first, second = (self.squares(_as_tensor(argument, result)) for argument in args[:2])
+            if name == "mul":
+                return first * second
+            return None if id(args[1]) in self.known else first / second
+        scales = {key: number**2 for key, number in kwargs.items()}  # alpha and beta
+        return func(*(self.squares(argument) for argument in args), **scales)
+
+
+def _as_tensor(argument: Any, like: Tensor) -> Tensor:
+    """A number, or a tensor of integers, as a tensor of floats, so that it is squared like one."""
+    if isinstance(argument, Tensor):
+        return argument if argument.is_floating_point() else argument.double()
+    return torch.tensor(float(argument), dtype=torch.float64, device=like.device)
+
+
+def _is_homogeneous(name: str, args: Any, kwargs: Any) -> bool:
+    """Whether an activation f has f(cx) = c f(x) for c > 0, and no slope above 1."""
+    options = [option for option in (*args[1:], *kwargs.values()) if option is not None]
+    if name in ("leaky_relu", "_prelu_kernel"):
+        return all(bool(torch.as_tensor(slope).abs().le(1).all()) for slope in options)
+    one_bound = not name.startswith("clamp") or len(options) == 1
+    return one_bound and all(isinstance(bound, int | float) and bound == 0 for bound in options)
 
 
 @_register(
@@ -1253,24 +1544,27 @@ def _scaled_path_norm(setting: Setting, transformed: Transformed) -> float | Non
     cost="forward",
     direction="larger",
     invariant_to=_SAME,
-    predict=_scaled_path_norm,
+    predict=_times_scale(lambda setting: _path_norm(setting)),  # biases are scaled with the paths that they start
 )
 def _path_norm(setting: Setting) -> Estimate:
-    """One pass of ones through the squared weights, batch norm folded first.
-
-    Max pooling passes on the largest of its sums of paths.
-    """
+    """Batch norm folded first; `_Paths` has the rules. Max pooling passes on the largest of its sums of paths."""
     folded = setting.folded
-    if not folded.structure.exact:
-        raise InputError(f"path_norm is defined for ReLU networks only: {folded.structure.reason}.")
-    problem = Problem(copy.deepcopy(folded.model).double(), params="*")
+    problem = folded.problem
     inputs, _ = problem.place(*folded.batches.first(1))
     if not (isinstance(inputs, Tensor) and inputs.is_floating_point()):
         raise InputError("path_norm needs inputs that are one tensor of floats.")
-    with problem.active(), torch.no_grad(), _SquaredPooling():
-        squares = {name: tensor.square() for name, tensor in problem.params.items()}
-        total = float(problem.outputs(squares, torch.ones_like(inputs)).sum())
-    return Estimate(math.sqrt(total), seed=setting.seed)
+    paths = _Paths(inputs)
+    # what is written in place becomes an operation of its own; layer norm keeps its name
+    forward = functionalize(lambda inputs: problem.outputs(problem.params, inputs))
+    try:
+        with problem.active(), torch.no_grad(), torch._C.DisableTorchFunction(), paths:
+            outputs = forward(inputs)
+    except RuntimeError as error:
+        first = str(error).strip().split("\n", 1)[0][:200]
+        raise InputError(f"path_norm follows the operations of the network, which fails: {first}.") from error
+    if id(outputs) not in paths.known:
+        raise InputError("path_norm: no path leads from the inputs to the outputs.")
+    return Estimate(math.sqrt(float(paths.squares(outputs).sum())), seed=setting.seed)
 
 
 # ---------------------------------------------------------------- margins
@@ -1316,7 +1610,17 @@ def _statistic(function: Callable[[Tensor], float]) -> Compute:
 
 
 def _quantile(share: float) -> Callable[[Tensor], float]:
-    return lambda values: float(np.quantile(values.double().cpu().numpy(), share))
+    def compute(values: Tensor) -> float:
+        with np.errstate(invalid="ignore"):
+            found = float(np.quantile(values.double().cpu().numpy(), share))
+        if math.isnan(found):
+            raise InputError(
+                f"the {share:.0%} quantile lies among infinite distances: no boundary is in sight of these samples, as "
+                "the outputs do not change with what the distance is measured in."
+            )
+        return found
+
+    return compute
 
 
 def _register_margin(name: str, meaning: str, formula: str, function: Callable[[Tensor], float], **more: Any) -> None:
@@ -1401,9 +1705,9 @@ for _name, _meaning, _formula, _lower, _upper in (
     )(functools.partial(_hidden, lower=_lower, upper=_upper))
 
 
-def _operator_norms(layer: _Call, weight: Tensor, seed: int) -> tuple[float, float, str]:
+def _operator_norms(layer: _Call, seed: int) -> tuple[float, float, str]:
     """‖A‖_σ and ‖Aᵀ‖_{2,1} of a layer as a linear map of its real input; and whether the first converged."""
-    module: Any = layer.module
+    module, weight = layer.module, layer.value.double()
     if isinstance(module, nn.Linear):
         rows = weight.square().sum(1).sqrt().sum() * math.prod(layer.inputs[1:-1])
         return float(torch.linalg.matrix_norm(weight, 2)), float(rows), ""
@@ -1435,12 +1739,27 @@ def _spectral_complexity(setting: Setting) -> tuple[float, str]:
             f"the spectrally normalised margin is defined for ReLU networks only: {folded.structure.reason}."
         )
     product, total, reason = 1.0, 0.0, ""
-    for layer in folded.layers:
-        weight = folded.problem.params[layer.weight].double()
-        norm, rows, failed = _operator_norms(layer, weight, setting.seed)
+    for layer in {call.weight or call.name: call for call in folded.calls}.values():
+        if not layer.plain:
+            raise InputError(
+                f"the spectrally normalised margin needs layers that are plain nn.Linear or convolutions, and "
+                f"{layer.name!r} is not; write it as one."
+            )
+        norm, rows, failed = _operator_norms(layer, setting.seed)
+        if norm == 0:
+            raise InputError(
+                f"the spectrally normalised margin is not defined: all weights of layer {layer.name!r} are zero, so "
+                "the outputs do not depend on the inputs through it."
+            )
         product, total, reason = product * norm, total + (rows / norm) ** (2 / 3), reason or failed
     inputs = setting.logits[0].double()
-    return product * total**1.5 * float(inputs.norm()) / len(inputs), reason
+    scale = product * total**1.5 * float(inputs.norm()) / len(inputs)
+    if not 0 < scale < math.inf:
+        raise InputError(
+            f"the spectrally normalised margin is not defined: the spectral complexity times the size of the inputs "
+            f"is {scale:g}."
+        )
+    return scale, reason
 
 
 def _spectral_margin(setting: Setting, statistic: Callable[[Tensor], float]) -> Estimate:
