@@ -304,7 +304,7 @@ class Doubled(nn.Linear):
 
 
 class Tokens(nn.Module):
-    """Linear layers over tokens, which are folded into the samples or stand in front of them."""
+    """Linear layers over tokens, which are folded into the samples, stand in front of them, or behind."""
 
     def __init__(self, form: str) -> None:
         super().__init__()
@@ -313,7 +313,10 @@ class Tokens(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.form == "folded":
             return self.o(torch.relu(self.a(x.reshape(-1, 2))).reshape(len(x), -1, 4).mean(1))
-        return self.o(torch.relu(self.a(x.reshape(len(x), -1, 2).transpose(0, 1)))).mean(0)
+        tokens = x.reshape(len(x), -1, 2)
+        if self.form == "in front":
+            return self.o(torch.relu(self.a(tokens.transpose(0, 1))).mean(0))
+        return self.o(torch.relu(self.a(tokens)).mean(1))
 
 
 @pytest.mark.parametrize(
@@ -798,6 +801,21 @@ def test_spectral_margin_counts_frozen_layers() -> None:
             MEASURES[name](smooth, points)
     with pytest.raises(InputError, match="plain nn"):
         MEASURES["spectral_margin_mean"](randomised(FunctionalHead()), points)
+
+
+@pytest.mark.parametrize("count", [1, 7])
+def test_spectral_margin_counts_the_tokens_of_a_sample_wherever_they_stand(count: int) -> None:
+    forms = [randomised(Tokens(form)) for form in ("behind", "in front", "folded")]
+    points = labelled(forms[0], normal(count, 6))
+    wanted, *others = (value(Setting(net, points), "spectral_margin_mean") for net in forms)
+    assert all(close(other, wanted) for other in others)
+    first, last = (net.weight.detach() for net in (forms[0].a, forms[0].o))  # type: ignore[union-attr]
+    first = torch.block_diag(*[first] * 3)
+    sizes = [float(torch.linalg.matrix_norm(matrix, 2)) for matrix in (first, last)]
+    ratios = [float(matrix.norm(dim=1).sum()) / size for matrix, size in zip((first, last), sizes, strict=True)]
+    complexity = math.prod(sizes) * sum(ratio ** (2 / 3) for ratio in ratios) ** 1.5
+    margin = value(Setting(forms[0], points), "margin_mean")
+    assert close(wanted, margin / (complexity * float(points[0].norm()) / count))
 
 
 def test_a_head_of_zeros_leaves_the_rest_of_the_report() -> None:

@@ -64,6 +64,7 @@ _DIAGONAL = _SAME - {"fold_batchnorm"}  # diagonal maps of the parameters
 _BY_TENSOR = frozenset({"rescale_layers", "scale_before_batchnorm"})  # one number for each parameter tensor
 
 _BATCH = 500  # samples that a perturbed network sees at once
+_WATCHED = 2  # samples on which the layers are found
 _TOP = 10  # eigenvalues in the log volume
 _RESOLVED = 1e-3  # of an eigenvalue: a residual up to here leaves its logarithm right to as much
 _PROBES = 32
@@ -273,7 +274,7 @@ class Setting:
 
     @functools.cached_property
     def calls(self) -> list[_Call]:
-        """The linear layers and convolutions, in the order in which they ran on two samples, by whatever way."""
+        """The linear layers and convolutions in the order in which they ran on a few samples, by whatever way."""
         problem = self.problem
         watch = _LayerWatch({id(tensor): name for name, tensor in {**problem.constants, **problem.params}.items()})
         handles = []
@@ -284,7 +285,7 @@ class Setting:
                 handles.append(module.register_forward_hook(leave, with_kwargs=True))
         try:
             with problem.active(), torch.no_grad(), watch:
-                problem.outputs(problem.params, problem.place(*self.batches.first(2))[0])
+                problem.outputs(problem.params, resized(problem.place(*self.batches.first(2))[0], _WATCHED))
         finally:
             for handle in handles:
                 handle.remove()
@@ -1709,7 +1710,8 @@ def _operator_norms(layer: _Call, seed: int) -> tuple[float, float, str]:
     """‖A‖_σ and ‖Aᵀ‖_{2,1} of a layer as a linear map of its real input; and whether the first converged."""
     module, weight = layer.module, layer.value.double()
     if isinstance(module, nn.Linear):
-        rows = weight.square().sum(1).sqrt().sum() * math.prod(layer.inputs[1:-1])
+        times = math.prod(layer.inputs[:-1]) / _WATCHED  # a sample's tokens, wherever their dimension is
+        rows = weight.square().sum(1).sqrt().sum() * times
         return float(torch.linalg.matrix_norm(weight, 2)), float(rows), ""
     shape = layer.inputs[1:]
     kernel = copy.deepcopy(module).double()
@@ -1728,7 +1730,8 @@ def _operator_norms(layer: _Call, seed: int) -> tuple[float, float, str]:
     found = spectral_norm(Operator(gram, math.prod(shape), dtype=torch.float64, device=weight.device), seed=seed)
     with torch.no_grad():  # a row of A holds the weights that one output reads; squared, a pass of ones adds them up
         squares = run(torch.ones(1, *shape, dtype=torch.float64, device=weight.device), weight.square())
-    return math.sqrt(found.value), float(squares.clamp_min(0).sqrt().sum()), found.reason
+    rows = squares.clamp_min(0).sqrt().sum() * layer.inputs[0] / _WATCHED
+    return math.sqrt(found.value), float(rows), found.reason
 
 
 def _spectral_complexity(setting: Setting) -> tuple[float, str]:
