@@ -241,7 +241,7 @@ STUDY = Study(
             "validation": 100,
             "steps": 6,
         },
-        "laptop": {"width": 0.125, "train_size": 256, "validation": 1000, "steps": 40},
+        "laptop": {"epochs": 600, "width": 0.25, "train_size": 256, "validation": 1000, "steps": 40},
     },
     sweep={"data": ("cifar100", "cifar10")},
 )
