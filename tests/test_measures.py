@@ -359,6 +359,26 @@ def test_the_last_layer_is_the_last_one_whether_frozen_or_not() -> None:
         MEASURES["relative_flatness"](randomised(FunctionalHead()), points)
 
 
+class Graph(nn.Module):
+    """A fixed matrix behind the last layer, which is no layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 4), nn.Linear(4, 3)
+        self.register_buffer("mix", torch.eye(3) + 0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.relu(self.first(x))) @ self.mix
+
+
+def test_a_fixed_matrix_is_no_layer() -> None:
+    net = randomised(Graph())
+    points = labelled(net, normal(10, 3))
+    wanted = brute_each(net, naive.mean_hessian(net, *points))
+    assert close(value(Setting(net, points), "relative_flatness"), wanted[-1])
+    assert close(value(Setting(net, points), "relative_flatness_sum"), sum(wanted))
+
+
 class FunctionalHead(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -276,7 +276,8 @@ class Setting:
     def calls(self) -> list[_Call]:
         """The linear layers and convolutions in the order in which they ran on a few samples, by whatever way."""
         problem = self.problem
-        watch = _LayerWatch({id(tensor): name for name, tensor in {**problem.constants, **problem.params}.items()})
+        tensors = {**problem.constants, **problem.params}
+        watch = _LayerWatch({id(tensors[name]): name for name, _ in problem.model.named_parameters()})
         handles = []
         for name, module in problem.model.named_modules():
             if isinstance(module, _LAYERS):
@@ -327,10 +328,7 @@ class Setting:
         normed = any(isinstance(module, _BatchNorm) for module in model.modules())
         if not normed and not frozen:
             return self
-        if normed:
-            model = self._without_batch_norm()
-        elif frozen:
-            model = copy.deepcopy(model)
+        model = self._without_batch_norm() if normed else copy.deepcopy(model)
         for parameter in model.parameters():
             parameter.requires_grad_(parameter.is_floating_point())
         return Setting(model, self.data, seed=self.seed, **self.options)
