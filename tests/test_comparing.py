@@ -67,7 +67,64 @@ def test_the_same_function_in_other_coordinates_is_no_evidence() -> None:
     assert "no reason to trust one" in found.advice
     for name in ("accuracy", "loss", "margin_mean", "input_distance"):
         assert found.row(name).difference == pytest.approx(0, abs=1e-9)
-    assert any(reason.startswith("Not comparable") and "trace (moved" in reason for reason in found.reasons)
+    assert any(reason.startswith("Not comparable") and "trace (at least" in reason for reason in found.reasons)
+
+
+@pytest.mark.parametrize("scale", [100.0, 1e4])
+def test_no_size_of_a_rescaling_makes_the_trace_comparable(scale: float) -> None:
+    model, (inputs, targets) = trained(150).float(), points(100)
+    data = inputs.float(), targets
+    scaled = copy.deepcopy(model)
+    with torch.no_grad():  # not a power of 2, so the outputs differ by rounding
+        scaled[0].weight *= scale
+        scaled[0].bias *= scale
+        scaled[2].weight /= scale
+    found = compare(model, scaled, data, measures=[*FAST, "weight_norm", "fisher_rao_norm", "margin_q50"])
+    verdicts = {row.name: row.verdict for row in found.rows}
+    trace = found.row("trace")
+    assert max(trace.ratio, 1 / trace.ratio) > trace.factor  # further than the audit went, and no evidence all the same
+    assert (verdicts.pop("trace"), verdicts.pop("weight_norm")) == ("not comparable", "not comparable")
+    assert set(verdicts.values()) == {"equal"}  # what differs by rounding favours nobody
+    assert any(row.difference for row in found.rows if row.verdict == "equal")
+    assert "both give the same outputs, up to rounding" in found.advice
+
+
+def test_a_difference_without_an_interval_favours_nobody() -> None:
+    a, b, data = trained(2), trained(150), points(80)
+    found = compare(a, b, data, measures=["fisher_rao_norm", "margin_min", "margin_q25"])
+    assert found.row("fisher_rao_norm").verdict == found.row("margin_min").verdict == "no interval"
+    assert found.row("margin_q25").verdict == "b"  # a quantile of the samples has a bootstrap
+    assert any(reason.startswith("No verdict") and "margin_min" in reason for reason in found.reasons)
+    assert compare(a, b, points(2), measures=["margin_mean"]).row("margin_mean").verdict == "no interval"
+
+
+def test_the_difference_of_medians_is_that_of_the_measure() -> None:
+    a, b, data = trained(2), trained(150), points(80)  # an even number: the lower of the two middle ones is no median
+    row = compare(a, b, data, measures=["input_distance"]).row("input_distance")
+    expected = [sl.measures.MEASURES["input_distance"](model, data).value for model in (a, b)]
+    assert [row.a.value, row.b.value] == pytest.approx(expected)
+
+
+def test_probabilities_in_place_of_logits_win_nothing() -> None:
+    model, data = trained(150), points(100)
+    found = compare(model, nn.Sequential(model, nn.Softmax(1)), data, names=("plain", "soft"), measures=FAST)
+    assert found.advice.startswith("No advice: the outputs of soft all lie in [0, 1] and sum to 1")
+    assert {row.verdict for row in found.rows} <= {"equal", "not comparable"}
+    assert "look like probabilities" in found.row("input_distance").note
+
+
+def test_what_no_transform_could_test_is_not_compared() -> None:
+    torch.manual_seed(0)
+    a, b = (nn.Sequential(nn.Linear(2, 8), nn.GELU(), nn.Linear(8, 2)).double() for _ in range(2))
+    row = compare(a, b, points(40), measures=["trace"]).row("trace")
+    assert row.verdict == "not comparable"
+    assert row.note.startswith("not tested: none of the transforms")
+
+
+def test_the_settings_name_models_device_and_number_format() -> None:
+    settings = compare(trained(1), trained(2), points(8), names=("x", "y"), measures=["margin_mean"]).settings
+    assert settings["models"] == "x: Sequential and y: Sequential"
+    assert (settings["device"], settings["dtype"]) == ("cpu", "float64")
 
 
 def test_without_the_audit_nothing_that_can_be_moved_is_compared() -> None:
@@ -98,5 +155,7 @@ def test_models_that_do_not_fit_are_named() -> None:
         compare(trained(1), nn.Linear(3, 2), points(8), names=("first", "second"))
     with pytest.raises(InputError, match="two different names"):
         compare(trained(1), trained(1), points(8), names=("x", "x"))
+    with pytest.raises(InputError, match="a seed must be a whole number >= 0, got -1"):
+        compare(trained(1), trained(1), points(8), seed=-1)
     with pytest.raises(InputError, match="level between 0 and 1"):
         compare(trained(1), trained(1), points(8), level=95)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+import time
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ import spiritlevel as sl
 from spiritlevel import measuring
 from spiritlevel.errors import InputError
 from spiritlevel.measuring import measure, subset
-from spiritlevel.results import Audit, AuditRow, Certificate, Estimate
+from spiritlevel.results import Audit, AuditRow, Certificate, Estimate, Fit
 
 FAST = ["trace", "weight_norm", "mean_aceht", "margin_mean"]
 
@@ -59,6 +61,7 @@ def test_the_numbers_are_those_of_the_functions() -> None:
     assert report.left_out == {}
     assert (report.indices, report.partial) == (None, "")
     assert "Scaling layers moves the trace at least" in " ".join(report.headline)
+    assert "its size does not tell two networks apart" in " ".join(report.headline)
     assert sl.Report.from_json(report.to_json()).to_json() == report.to_json()
 
 
@@ -124,15 +127,93 @@ def test_a_subset_of_any_kind_of_data_is_the_same() -> None:
         subset(batches, 0, 0, "eval")
 
 
+def test_the_error_of_an_accuracy_is_never_nothing() -> None:
+    model, (inputs, _) = net(), points(400)
+    with torch.no_grad():
+        data = inputs, model(inputs).argmax(1)  # all correct
+    report = measure(model, data, measures=["trace"], parts=[], samples=60)
+    fit = report.fits["train"]
+    assert fit.accuracy.data_stderr is not None
+    assert fit.accuracy.data_stderr > 0
+    low, high = measuring.accuracy_limits(fit)
+    assert high == pytest.approx(1)
+    assert 0.93 < low < 0.97
+    assert f"100.0% (at least {low:.1%}) of the 400 train samples (60 measured)" in report.headline[0]
+    for count, limit in ((1, 0.6), (2, 0.5)):  # not 50 % ± 98 %
+        low, high = measuring.accuracy_limits(Fit(2, 10**6, Estimate(count / 2), Estimate(0.0)))
+        assert 0 <= low < limit < high <= 1
+    whole = measure(model, data, measures=["trace"], parts=[])
+    assert "100.0% of the 400 train samples" in whole.headline[0]
+
+
+def test_wilsons_interval_covers_the_accuracy_of_the_whole() -> None:
+    generator = torch.Generator().manual_seed(0)
+    correct = torch.zeros(300, dtype=torch.float64)
+    correct[:285] = 1.0
+    hits = 0
+    for _ in range(400):
+        drawn = correct[torch.randperm(300, generator=generator)[:80]]
+        low, high = measuring.accuracy_limits(Fit(80, 300, Estimate(float(drawn.mean())), Estimate(0.0)))
+        hits += low <= 0.95 <= high
+    assert hits >= 368  # 380 expected; fewer than 368 has a chance below 1 in 100
+
+
+def test_probabilities_in_place_of_logits_are_told() -> None:
+    def sentences(model: nn.Module) -> str:
+        return " ".join(measure(model, points(), measures=["weight_norm"], parts=[]).headline)
+
+    assert "look like probabilities, and the loss expects logits" in sentences(nn.Sequential(net(), nn.Softmax(1)))
+    assert "probabilities" not in sentences(net())
+    assert "probabilities" not in sentences(nn.Sequential(net(), nn.Sigmoid()))
+
+
+def test_the_median_in_words_is_that_of_the_table() -> None:
+    report = measure(net(), points(6), measures=["margin_q50"], parts=[])
+    assert f"{report.row('margin_q50').value.value:.2f}".replace("-", "−") + " in the median" in " ".join(
+        report.headline
+    )
+
+
+def test_what_the_audit_could_not_test_and_what_is_undefined_is_said() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(16, 6), nn.GELU(), nn.Linear(6, 3)).double()
+    text = " ".join(measure(model, points(), measures=["margin_mean", "path_norm"], parts=["audit"]).headline)
+    assert "was not tested: the network has no two layers between which a factor passes." in text
+    assert "Not defined here: path_norm (" in text
+
+
+def test_sentences_of_one() -> None:
+    report = measure(net(), points(1), measures=["trace"], parts=[])
+    assert report.settings["samples"] == "1 of 1"
+    assert "of the one train sample" in report.headline[0]
+    curved = dataclasses.replace(measure(net(), points(), measures=["trace"], parts=[]), layers={})
+    assert curved.traces is not None
+    flat = dataclasses.replace(curved.traces, values=torch.ones_like(curved.traces.values))
+    alike = measuring._about_trace(dataclasses.replace(curved, traces=flat), curved.row("trace"))
+    assert "; the loss is as curved at a misclassified sample as at a correct one." in alike
+
+
 def test_what_does_not_fit_the_time_limit_is_listed() -> None:
     report = measure(net(), points(), time_limit=1e-9)
     assert report.rows == ()
     assert {"trace", "audit", "spectrum", "landscape", "pictures"} <= set(report.left_out)
-    assert "of the time limit were left" in report.left_out["trace"]
+    assert set(report.left_out.values()) == {"no time was left of the limit of 1e-09 s"}  # one reason, one line
     everything = measure(net(), points(), measures=["trace"], parts=[], time_limit=1e9)
     assert everything.left_out == {}
+    with pytest.raises(InputError, match="a seed must be a whole number >= 0, got -1"):
+        measure(net(), points(), seed=-1)
     with pytest.raises(InputError, match="time_limit must be a positive number of seconds, got 0"):
         measure(net(), points(), time_limit=0)
+
+
+def test_margins_that_are_known_are_never_left_out() -> None:
+    def slow(what: str, done: int, total: int) -> None:
+        if what == "trace":
+            time.sleep(0.6)
+
+    report = measure(net(), points(), measures=["trace", "margin_mean"], parts=[], time_limit=0.5, progress=slow)
+    assert report.row("margin_mean").kind == "exact"
+    assert list(report.left_out) == ["trace", "correlations"]
 
 
 def test_an_interrupt_leaves_a_partial_report_that_says_so() -> None:

@@ -21,7 +21,7 @@ from spiritlevel.measures import TRANSFORMS, Measure, Setting, select
 from spiritlevel.results import Audit, AuditRow, Certificate, Estimate, WorstFactor
 from spiritlevel.transforms import ScalingGroup, Transformed
 
-__all__ = ["DEFAULT_TRANSFORMS", "audit"]
+__all__ = ["DEFAULT_TRANSFORMS", "audit", "checked_seed"]
 
 DEFAULT_TRANSFORMS = (
     "rescale_layers",
@@ -73,7 +73,8 @@ def audit(
     H(Tθ) = T⁻¹H(θ)T⁻¹ and the transform's own factors. The search scales every group of layers by up to 32 either way,
     guided by the prediction, and measures the network it ends at: the factor it reports is reached, hence a lower bound
     of what is possible. Values count as equal up to 1e-6 in double precision, 1e-3 in single, 2 % where an optimiser
-    found them. Cost: the measures, once for the model and once a transform. References: paper B, section E; MATH 4.8.
+    found them. A larger reach would move it further, so what moves at all has no size that tells two networks apart.
+    Cost: the measures, once for the model and once a transform. References: paper B, section E; MATH 4.8.
 
     >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2)).double()
     >>> points = torch.randn(8, 2, dtype=torch.float64), torch.tensor([0, 1] * 4)
@@ -81,7 +82,7 @@ def audit(
     >>> found.row("trace", "rescale_layers").verdict, found.row("path_norm", "rescale_layers").verdict
     ('changes', 'invariant')
     """
-    chosen = select(measures)
+    chosen, seed = select(measures), checked_seed(seed)
     model = Problem(model, loss=loss, batch_norm=batch_norm).model  # half precision becomes a float32 copy at once
     here = Setting(model, data, loss=loss, batch_norm=batch_norm, seed=seed)
     here.check()  # data that cannot be measured fail before anything is transformed
@@ -128,6 +129,13 @@ def audit(
         batch_norm=batch_norm,
         seed=seed,
     )
+
+
+def checked_seed(seed: int) -> int:
+    """The seed, if it is one; otherwise every measure would fail by itself, and look as if it were undefined."""
+    if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**63:
+        raise InputError(f"a seed must be a whole number >= 0, got {seed!r}.")
+    return seed
 
 
 def _moved(here: Setting, transformed: Transformed) -> Setting:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -14,18 +14,20 @@ from torch import Tensor, nn
 
 from spiritlevel import __version__
 from spiritlevel.audit import audit as run_audit
+from spiritlevel.audit import checked_seed
 from spiritlevel.errors import InputError, NotExactError
 from spiritlevel.functional import Problem
 from spiritlevel.losses import aceht
 from spiritlevel.margins import margins
 from spiritlevel.measures import Measure, Setting, select
-from spiritlevel.measuring import FEW, RESAMPLES, Progress, outcomes, silent, subset
+from spiritlevel.measuring import FEW, MARGIN_STATISTICS, RESAMPLES, Progress, kind, median, outcomes, silent, subset
 from spiritlevel.results import Comparison, ComparisonRow, Estimate, largest, times
 
 __all__ = ["compare"]
 
 _KEEP_FUNCTION = ("rescale_layers", "rescale_channels", "scale_before_batchnorm", "fold_batchnorm")
 _KEEP_CLASSES = (*_KEEP_FUNCTION, "scale_last_layer", "rescale_all")
+_ROUNDING = {torch.float64: 1e-10}  # what counts as rounding, relative to the values; 1e-5 in single precision
 _BETTER = {"wider": 1, "flatter": 1, "sharper": -1, "larger": 0}  # the sign of a difference b - a that favours b
 
 
@@ -50,11 +52,15 @@ def compare(
     What every sample has (whether it is classified correctly, its loss, margin, distance to the boundary, trace) is
     compared sample by sample: the interval of a mean is Student's t of the paired differences, that of a median a
     percentile bootstrap of the pairs (999 resamples). Both speak of other samples of the same kind, so pass data that
-    neither model was trained on. Numbers of the whole data set have the error of their probes only, or none.
+    neither model was trained on. Numbers of the whole data set have the error of their probes only, or none; without
+    an interval there is no verdict. Values that differ by no more than rounding (1e-5 of their size in single
+    precision, 1e-10 in double) are equal.
 
     Rows that no parametrisation of the same function can move come first. For the others both models are audited, and
-    a ratio within the factor that the audit reached at the same outputs is *not comparable*, whatever its interval.
-    The advice rests on the first of accuracy, distance to the boundary and loss whose interval excludes 0.
+    what the audit moves at the same outputs is *not comparable*, however large the difference: the factor that it
+    reached is no limit, a larger scaling moves the measure further. So is what could not be tested.
+    The advice rests on the first of accuracy, distance to the boundary and loss whose interval excludes 0. There is
+    none where the outputs of a model look like probabilities, since the loss takes logits.
 
     Args:
         model_a: any module.
@@ -84,6 +90,7 @@ def compare(
         raise InputError(f"compare needs a level between 0 and 1, got {level}.")
     if len(names) != 2 or names[0] == names[1]:
         raise InputError(f"compare needs two different names, got {names!r}.")
+    seed = checked_seed(seed)
     chosen = [each for each in select(measures) if measures is not None or each.direction != "larger"]
     data, _, population = subset(data, samples, seed, batch_norm)
     pair = []
@@ -96,6 +103,19 @@ def compare(
         except InputError as error:
             raise InputError(f"model {name!r}: {error}") from error
     return _Pair(pair[0], pair[1], names, chosen, audit, level, progress or silent, seed).comparison(population)
+
+
+class _Plain(NamedTuple):
+    """What a row needs to know of a number that is no measure of the registry."""
+
+    name: str
+    meaning: str
+    direction: str
+    invariant_to: tuple[str, ...]
+
+
+def _once(values: Iterable[str]) -> str:
+    return " and ".join(dict.fromkeys(values))
 
 
 class _Pair:
@@ -119,20 +139,22 @@ class _Pair:
     def comparison(self, population: int) -> Comparison:
         total = len(self.chosen) + 3
         self.progress("accuracy and loss", 0, total)
-        losses = outcomes(self.a)[1], outcomes(self.b)[1]
-        rows = [self._paired("loss", *losses, torch.mean, -1, "mean loss", "sharper", _KEEP_FUNCTION)]
+        seen = outcomes(self.a), outcomes(self.b)
+        self.twice = [name for name, each in zip(self.names, seen, strict=True) if each.probabilities]
+        self.same = self._same_outputs()
+        losses = seen[0].losses, seen[1].losses
+        rows = [self._paired(_Plain("loss", "mean loss", "sharper", _KEEP_FUNCTION), *losses, torch.mean)]
         found = self._both(lambda setting: setting.margins, "margins")
         if found is not None:
-            correct = [each.correct.double() for each in found]
+            right = found[0].correct.double(), found[1].correct.double()
             meaning = "share of the samples that are classified correctly"
-            rows.append(
-                self._paired("accuracy", correct[0], correct[1], torch.mean, 1, meaning, "wider", _KEEP_CLASSES)
-            )
+            accuracy = _Plain("accuracy", meaning, "wider", _KEEP_CLASSES)
+            rows.append(self._paired(accuracy, *right, torch.mean, exact=True))
         for number, each in enumerate(self.chosen):
             self.progress(each.name, number + 1, total)
             rows.append(self._row(each))
         self.progress("audit", total - 2, total)
-        rows = self._judged(rows)
+        rows = self._of_logits(self._judged(rows))
         rows.sort(key=lambda row: (row.name != "accuracy", self._movable(row), row.name != "loss"))
         traces = None
         if "traces" in vars(self.a) and "traces" in vars(self.b):
@@ -155,11 +177,39 @@ class _Pair:
                 "seed": str(self.seed),
                 "loss": self.a.problem.loss.name,
                 "batch norm": self.a.batch_norm,
+                "models": " and ".join(f"{name}: {type(setting.model).__name__}" for name, setting in self._sides),
+                "device": _once(str(setting.problem.device) for _, setting in self._sides),
+                "dtype": _once(kind(setting.problem.dtype) for _, setting in self._sides),
                 "samples": f"{count:,} of {population:,}" + (", drawn at random" if count < population else ""),
                 "parameters": f"{self.a.problem.size:,} and {self.b.problem.size:,}",
             },
             left_out=self.left_out,
         )
+
+    @property
+    def _sides(self) -> tuple[tuple[str, Setting], tuple[str, Setting]]:
+        return (self.names[0], self.a), (self.names[1], self.b)
+
+    @property
+    def _precision(self) -> float:
+        """What counts as rounding, relative to the values."""
+        return max(_ROUNDING.get(setting.problem.dtype, 1e-5) for _, setting in self._sides)
+
+    def _same_outputs(self) -> bool:
+        """Whether both models give the same outputs for every sample, up to rounding."""
+        apart, size = 0.0, 0.0
+        for inputs, targets in self.a.batches:
+            found = []
+            for _, setting in self._sides:
+                problem = setting.problem
+                with problem.active(), torch.no_grad():
+                    found.append(problem.outputs(problem.params, problem.place(inputs, targets)[0]).double().cpu())
+            a, b = found
+            if a.shape != b.shape:
+                return False
+            if a.numel():
+                apart, size = max(apart, float((b - a).abs().max())), max(size, float(a.abs().max()))
+        return apart <= self._precision * size
 
     def _both(self, compute: Callable[[Setting], Any], name: str) -> tuple[Any, Any] | None:
         try:
@@ -176,52 +226,41 @@ class _Pair:
     # ------------------------------------------------------------ rows
 
     def _row(self, each: Measure) -> ComparisonRow:
-        sign, kept = _BETTER[each.direction], each.invariant_to
         samples = self._per_sample(each)
         if samples is not None:
-            return self._paired(each.name, *samples, sign, each.meaning, each.direction, kept)
-        values = []
-        for setting in (self.a, self.b):
-            try:
-                values.append(each.compute(setting))
-            except (InputError, NotExactError) as error:
-                values.append(Estimate(math.nan, reason=str(error)))
-        a, b = values
+            return self._paired(each, *samples)
+        a, b = each.attempt(self.a), each.attempt(self.b)
         difference, spread = b.value - a.value, math.hypot(a.stderr, b.stderr)
         half = spread * float(stats.t.ppf(0.5 + self.level / 2, max(1.0, min(a.dof, b.dof)))) if spread else 0.0
         note = "both are lower bounds that an optimiser found" if each.lower_bound else ""
+        if spread:
+            note = "the interval is that of the probes, on these samples"
         how = "probes" if spread else "exact"
-        return self._verdict(each.name, a, b, (difference - half, difference + half), how, sign, each, kept, note)
+        rounding = self._precision * max(abs(a.value), abs(b.value))
+        return self._verdict(each, a, b, (difference - half, difference + half), how, rounding, note)
 
-    def _per_sample(self, each: Measure) -> tuple[Tensor, Tensor, Callable[[Tensor], Tensor]] | None:
+    def _per_sample(self, each: Measure) -> tuple[Tensor, Tensor, Callable[[Tensor], Any]] | None:
         """What both models say of every sample, and which number of all samples the measure is."""
         try:
             if each.name == "trace":
                 return self.a.traces.values, self.b.traces.values, torch.mean
-            if each.name == "margin_mean":
-                return self.a.margins.signed, self.b.margins.signed, torch.mean
+            if each.name in MARGIN_STATISTICS and each.name != "margin_min":  # a minimum has no bootstrap
+                return self.a.margins.signed, self.b.margins.signed, MARGIN_STATISTICS[each.name]
             if each.name == "mean_aceht":
                 values = [aceht(setting.logits[0], setting.logits[1]) for setting in (self.a, self.b)]
                 return values[0], values[1], torch.mean
             if each.name in ("input_distance", "input_distance_inf"):
                 norm = 2 if each.name == "input_distance" else "inf"
                 found = [margins(s.model, s.data, distance=norm, **s.options).distance for s in (self.a, self.b)]
-                return (found[0], found[1], torch.median) if found[0] is not None and found[1] is not None else None
+                return (found[0], found[1], median) if found[0] is not None and found[1] is not None else None
         except (InputError, NotExactError):
             pass  # the measure itself says why
         return None
 
     def _paired(
-        self,
-        name: str,
-        a: Tensor,
-        b: Tensor,
-        statistic: Callable[[Tensor], Tensor],
-        sign: int,
-        meaning: str,
-        direction: str,
-        kept: Iterable[str],
+        self, each: Measure | _Plain, a: Tensor, b: Tensor, statistic: Callable[[Tensor], Any], exact: bool = False
     ) -> ComparisonRow:
+        """One number of all samples for both models, from the values of every sample; `exact` ones have no rounding."""
         values = Estimate(float(statistic(a))), Estimate(float(statistic(b)))
         difference = values[1].value - values[0].value
         if len(a) < 3:
@@ -232,37 +271,39 @@ class _Pair:
             limits, how = (difference - half, difference + half), "paired t"
         else:
             rows = torch.from_numpy(np.random.default_rng((self.seed, 2)).integers(len(a), size=(RESAMPLES, len(a))))
-            draws = torch.stack([statistic(b[row]) - statistic(a[row]) for row in rows]).double()
-            ends = torch.tensor([0.5 - self.level / 2, 0.5 + self.level / 2], dtype=torch.float64)
-            low, high = draws.quantile(ends).tolist()
+            draws = [float(statistic(b[row])) - float(statistic(a[row])) for row in rows]
+            low, high = np.quantile(draws, [0.5 - self.level / 2, 0.5 + self.level / 2]).tolist()
             limits, how = (low, high), "bootstrap of the pairs"
-        each = (meaning, direction)
-        return self._verdict(name, values[0], values[1], limits, how, sign, each, kept, "")
+        both = torch.cat((a, b))
+        size = float(both[both.isfinite()].abs().mean())  # of a sample: in a mean they cancel, their rounding does not
+        return self._verdict(each, *values, limits, how, 0.0 if exact else self._precision * size, "")
 
     def _verdict(
         self,
-        name: str,
+        each: Measure | _Plain,
         a: Estimate,
         b: Estimate,
         limits: tuple[float, float],
         how: str,
-        sign: int,
-        each: Measure | tuple[str, str],
-        kept: Iterable[str],
+        rounding: float,
         note: str,
     ) -> ComparisonRow:
-        meaning, direction = each if isinstance(each, tuple) else (each.meaning, each.direction)
-        difference, invariant = b.value - a.value, frozenset(kept).issuperset(_KEEP_FUNCTION)
+        difference, sign = b.value - a.value, _BETTER[each.direction]
+        invariant = frozenset(each.invariant_to).issuperset(_KEEP_FUNCTION)
         if math.isnan(difference):
             verdict, note = "undefined", a.reason or b.reason or "the values are not finite"
-        elif not limits[0] * limits[1] > 0:
+        elif math.isfinite(difference) and abs(difference) <= rounding:
+            verdict, note = "equal", "they differ by rounding only" if difference else ""
+        elif how == "exact" or math.isnan(limits[0]):
+            verdict = "no interval"
+        elif not limits[0] * limits[1] > 0 or (self.same and how == "probes"):
             verdict = "equal"
         elif sign == 0:
             verdict = "no preference"
         else:
             verdict = "b" if difference * sign > 0 else "a"
         return ComparisonRow(
-            name=name,
+            name=each.name,
             a=a,
             b=b,
             difference=difference,
@@ -272,56 +313,64 @@ class _Pair:
             ratio=b.value / a.value if a.value else math.nan,
             factor=1.0 if invariant else math.nan,
             verdict=verdict,
-            direction=direction,
-            meaning=meaning,
+            direction=each.direction,
+            meaning=each.meaning,
             invariant=invariant,
             note=note,
         )
 
     def _judged(self, rows: list[ComparisonRow]) -> list[ComparisonRow]:
-        """The rows that the parametrisation can move, judged by how far the audit moved them."""
+        """The rows with what the parametrisation moves taken out of the comparison: its size says nothing."""
         movable = [row.name for row in rows if not row.invariant and row.verdict != "undefined"]
-        if not movable:
-            return rows
-        factors: dict[str, float] = {}
-        reason = "the audit was left out, so nothing is known of what the parametrisation does"
-        if self.audited:
-            reason = ""
-            for setting in (self.a, self.b):
-                few = setting.data
-                if setting.batch_norm == "eval":
-                    few = subset(setting.data, min(FEW, setting.count), self.seed, "eval")[0]
-                found = run_audit(
-                    setting.model,
-                    few,
-                    measures=movable,
-                    transforms=_KEEP_FUNCTION,
-                    seed=self.seed,
-                    **setting.options,
-                )
-                if found.rows:
-                    for name, factor in found.moved().items():
-                        factors[name] = largest((factors.get(name, 1.0), factor))
-            if not factors:
-                self.left_out["audit"] = "none of the transforms that keep the function applies to these networks"
+        factors = self._moved(movable) if self.audited and movable else {}
         judged = []
         for row in rows:
             if row.name in movable:
-                factor = factors.get(row.name, math.nan if reason or factors else 1.0)
-                size = max(abs(row.ratio), 1 / abs(row.ratio)) if row.ratio else math.inf
-                note, verdict = row.note, row.verdict
-                if factor == 1.0:
-                    pass  # the audit left it as it is
-                elif row.ratio < 0 or math.isnan(row.ratio):
-                    verdict, note = "not comparable", reason or "the values differ in sign, or one is 0"
-                elif math.isnan(factor):
-                    verdict = "not comparable"
-                    note = reason or "the audit could not decide whether the parametrisation moves it"
-                elif size <= factor:
-                    verdict, note = "not comparable", f"the audit moved it {times(factor)}-fold"
-                row = dataclasses.replace(row, factor=factor, verdict=verdict, note=note, invariant=factor == 1.0)
+                factor = factors.get(row.name, math.nan)
+                row = dataclasses.replace(row, factor=factor, invariant=factor == 1.0)
+                if factor != 1.0:
+                    row = dataclasses.replace(row, verdict="not comparable", note=self._why(factor, bool(factors)))
             judged.append(row)
         return judged
+
+    def _moved(self, names: list[str]) -> dict[str, float]:
+        """How far the audits of both models moved these measures at the same outputs; nothing where none applies."""
+        factors: dict[str, float] = {}
+        for _, setting in self._sides:
+            few = setting.data
+            if setting.batch_norm == "eval":
+                few = subset(setting.data, min(FEW, setting.count), self.seed, "eval")[0]
+            found = run_audit(
+                setting.model, few, measures=names, transforms=_KEEP_FUNCTION, seed=self.seed, **setting.options
+            )
+            for name, factor in found.moved().items():
+                factors[name] = largest((factors.get(name, 1.0), factor))
+        if not factors:
+            self.left_out["audit"] = "none of the transforms that keep the function applies to these networks"
+        return factors
+
+    def _why(self, factor: float, tested: bool) -> str:
+        if not self.audited:
+            return "the audit was left out, so nothing is known of what the parametrisation does"
+        if not tested:
+            return "not tested: none of the transforms that keep the function applies to these networks"
+        if math.isnan(factor):
+            return "the audit could not decide whether the parametrisation moves it"
+        if math.isinf(factor):
+            return "the audit moved it to 0, or to the other sign, at the same outputs"
+        return f"the audit moved it {times(factor)}-fold at the same outputs, and more is possible"
+
+    def _of_logits(self, rows: list[ComparisonRow]) -> list[ComparisonRow]:
+        """All rows but the accuracy out of the comparison where a model gives probabilities for logits."""
+        if not self.twice:
+            return rows
+        note = f"the outputs of {' and '.join(self.twice)} look like probabilities"
+        return [
+            dataclasses.replace(row, verdict="not comparable", factor=math.nan, note=note)
+            if row.name != "accuracy" and row.verdict in ("a", "b", "no preference", "no interval")
+            else row
+            for row in rows
+        ]
 
     # ------------------------------------------------------------ the advice
 
@@ -339,6 +388,16 @@ class _Pair:
                 size, count = abs(row.difference), self.a.count
                 decisive.append((row, phrase.format(difference=size, count=size * count, samples=count)))
         reasons = self._reasons(list(rows.values()))
+        if self.twice:
+            return (
+                f"No advice: the outputs of {' and '.join(self.twice)} all lie in [0, 1] and sum to 1. They look like "
+                "probabilities, and the loss expects logits: compare again without the last softmax."
+            ), reasons
+        if self.same and not decisive:
+            return (
+                "These samples give no reason to trust one of the two models more than the other: both give the same "
+                "outputs, up to rounding. Numbers that differ describe the parametrisation."
+            ), reasons
         if not decisive:
             return "These samples give no reason to trust one of the two models more than the other.", reasons
         first, phrase = decisive[0]
@@ -363,13 +422,17 @@ class _Pair:
             favours = [row.name for row in rows if row.verdict == side]
             if favours:
                 texts.append(f"For {name}: {', '.join(favours)}.")
-        moved = [row for row in rows if row.verdict == "not comparable"]
+        unsure = [row.name for row in rows if row.verdict == "no interval"]
+        if unsure:
+            texts.append(f"No verdict, because the difference has no interval: {', '.join(unsure)}.")
+        apart = [row for row in rows if row.verdict == "not comparable"]
+        moved = [f"{row.name} (at least {times(row.factor)}-fold)" for row in apart if row.factor > 1]
         if moved:
-            sizes = [
-                row.name if math.isnan(row.factor) else f"{row.name} (moved {times(row.factor)}-fold)" for row in moved
-            ]
             texts.append(
-                "Not comparable, because the parametrisation alone may move them as far at the same outputs: "
-                f"{', '.join(sizes)}."
+                "Not comparable, because the parametrisation alone moves them at the same outputs, without a known "
+                f"limit: {', '.join(moved)}."
             )
+        for note in dict.fromkeys(row.note for row in apart if not row.factor > 1):
+            names = ", ".join(row.name for row in apart if row.note == note and not row.factor > 1)
+            texts.append(f"Not comparable: {names} ({note}).")
         return texts

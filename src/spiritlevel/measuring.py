@@ -22,13 +22,14 @@ from torch.utils._pytree import tree_map
 
 from spiritlevel import __version__
 from spiritlevel.audit import audit as run_audit
+from spiritlevel.audit import checked_seed
 from spiritlevel.distributed import Ranks
 from spiritlevel.errors import InputError, NotExactError, unknown_name
 from spiritlevel.estimators import spectrum
 from spiritlevel.functional import Batches, Fingerprint, Problem, preserved_random_state
 from spiritlevel.landscape import landscape
 from spiritlevel.losses import aceht
-from spiritlevel.measures import Measure, Setting, select
+from spiritlevel.measures import TRANSFORMS, Measure, Setting, select
 from spiritlevel.results import (
     Audit,
     Estimate,
@@ -53,6 +54,7 @@ _GRID = 17  # points a side of the landscape
 _SHOWN = {"sharpest": 24, "least certain": 24, "others": 120}  # pictures of each group, at most
 _SIDE = 64  # pixels of a picture, at most
 RESAMPLES = 999
+_Z = 1.96  # 95 % of a normal distribution
 
 # What a measure costs in forward passes over the data, roughly: decides only what still fits a time limit.
 _PASSES = {"forward": 2.0, "matvecs": 60.0, "optimiser": 120.0}
@@ -160,13 +162,13 @@ class _Run:
                 raise unknown_name("part", part, PARTS)
         if time_limit is not None and not time_limit > 0:
             raise InputError(f"time_limit must be a positive number of seconds, got {time_limit}.")
-        self.limit, self.progress, self.seed = time_limit, progress or silent, seed
+        self.limit, self.progress, self.seed = time_limit, progress or silent, checked_seed(seed)
         kinds = {parameter.dtype for parameter in model.parameters()} if isinstance(model, nn.Module) else set()
         problem = Problem(model, loss=loss, batch_norm=batch_norm)
         self.model = problem.model  # half precision becomes a float32 copy at once
-        self.dtype = _kind(problem.dtype)
+        self.dtype = kind(problem.dtype)
         if kinds & {torch.float16, torch.bfloat16}:
-            self.dtype += f", a copy of a {_kind(next(iter(kinds & {torch.float16, torch.bfloat16})))} model"
+            self.dtype += f", a copy of a {kind(next(iter(kinds & {torch.float16, torch.bfloat16})))} model"
         self.data, self.indices, self.population = subset(train, samples, seed, batch_norm)
         self.here = Setting(self.model, self.data, loss=loss, batch_norm=batch_norm, seed=seed, group=group)
         self.there = None
@@ -183,7 +185,7 @@ class _Run:
         self.found: dict[str, Any] = {"fits": {}, "correlations": {}, "layers": {}}
         self.values: dict[str, ReportRow] = {}
         self.left_out: dict[str, str] = {}
-        self.partial = ""
+        self.partial, self.probabilities = "", False
 
     def agree(self) -> None:
         """Raise `InputError` unless all ranks are about to measure the same: else one would wait for another."""
@@ -246,12 +248,16 @@ class _Run:
 
     def _too_long(self, step: _Step) -> str:
         """Why a step does not fit the time limit any more, or nothing; by the clock of rank 0."""
-        if self.limit is None:
-            return ""
+        if self.limit is None or (step.name in MARGIN_STATISTICS and self.found.get("margins") is not None):
+            return ""  # what the margins say is known with them
         left, cost = self.limit - (time.monotonic() - self.begin), step.passes * self.forward
         times = self.here.ranks.first(torch.tensor([left, cost], device=self.here.problem.device))
         left, cost = times.tolist()
-        return f"about {cost:.1f} s, and {max(left, 0):.1f} s of the time limit were left" if left < cost else ""
+        if left >= cost:
+            return ""
+        if left < 0.05:  # one sentence for all that come too late
+            return f"no time was left of the limit of {self.limit:g} s"
+        return f"it takes about {cost:.1f} s, and {left:.1f} s of the limit of {self.limit:g} s were left"
 
     def _passes(self, each: Measure) -> float:
         if each.name in _DEAR:
@@ -268,17 +274,14 @@ class _Run:
     def _measuring(self, each: Measure) -> _Step:
         def work() -> None:
             begin = time.monotonic()
-            try:
-                value = each.compute(self.here)
-            except (InputError, NotExactError) as reason:
-                value = Estimate(math.nan, reason=str(reason))
+            value = each.attempt(self.here)
             error = self._sampling_error(each.name)
             value = dataclasses.replace(value, data_stderr=error)
-            kind = "lower bound" if each.lower_bound else "exact" if value.stderr == 0 else "estimate"
+            sure = "lower bound" if each.lower_bound else "exact" if value.stderr == 0 else "estimate"
             self.values[each.name] = ReportRow(
                 name=each.name,
                 value=value,
-                kind="undefined" if math.isnan(value.value) else kind,
+                kind="undefined" if math.isnan(value.value) else sure,
                 direction=each.direction,
                 family={"wider": "margin", "larger": "norm"}.get(each.direction, "curvature"),
                 meaning=each.meaning,
@@ -295,7 +298,7 @@ class _Run:
     # ------------------------------------------------------------ what is found
 
     def _fit(self) -> None:
-        predicted, losses = outcomes(self.here)
+        predicted, losses, self.probabilities = outcomes(self.here)
         self.found["predicted"] = predicted
         found = self._margins(self.here)
         self.found["margins"] = found
@@ -303,7 +306,7 @@ class _Run:
 
     def _test(self) -> None:
         assert self.there is not None
-        _, losses = outcomes(self.there)
+        losses = outcomes(self.there).losses
         found = self._margins(self.there)
         self.found["test_margins"] = found
         self.found["fits"]["test"] = self._as_fit(found, losses, len(losses))
@@ -317,7 +320,7 @@ class _Run:
 
     def _as_fit(self, found: Margins | None, losses: Tensor, population: int) -> Fit:
         no_classes = Estimate(math.nan, reason="the targets are no classes")
-        accuracy = no_classes if found is None else _mean(found.correct.double(), population)
+        accuracy = no_classes if found is None else _share(found.correct.double(), population)
         return Fit(len(losses), population, accuracy, _mean(losses, population))
 
     def _sampling_error(self, name: str) -> float | None:
@@ -327,7 +330,7 @@ class _Run:
         values = self._per_sample(name)
         if values is None or len(values) < 2:
             return math.nan
-        statistic = _STATISTICS.get(name, torch.mean)
+        statistic = MARGIN_STATISTICS.get(name, torch.mean)
         share = 1 - len(values) / self.population
         if statistic is torch.mean:
             return float(values.std()) * math.sqrt(share / len(values))
@@ -342,7 +345,7 @@ class _Run:
         if name == "mean_aceht":
             inputs, logits, _ = self.here.logits
             return aceht(inputs, logits)
-        if name in _STATISTICS:
+        if name in MARGIN_STATISTICS:
             return self.here.margins.signed
         return None
 
@@ -418,7 +421,7 @@ class _Run:
         if traces is not None:
             traces = dataclasses.replace(traces, layers={}, population=self.population)
         count, few = self.here.count, min(FEW, self.here.count)
-        chosen = f"all {count:,}"
+        chosen = f"all {count:,}" if count > 1 else "1 of 1"
         if self.indices is not None:
             chosen = f"a random subset of {count:,} of {self.population:,}"
         settings = {
@@ -451,22 +454,25 @@ class _Run:
             seconds=time.monotonic() - self.begin,
             **self.found,
         )
-        return dataclasses.replace(report, headline=tuple(_headline(report)))
+        return dataclasses.replace(report, headline=tuple(_headline(report, self.probabilities)))
 
 
-_STATISTICS: dict[str, Callable[[Tensor], Any]] = {
+MARGIN_STATISTICS: dict[str, Callable[[Tensor], Any]] = {
     "margin_mean": torch.mean,
     "margin_min": torch.min,
     **{f"margin_q{q}": functools.partial(torch.quantile, q=q / 100) for q in (10, 25, 50, 75, 90)},
     "margin_skewness": skewness,
-}  # of the output margins
+}
+"""The measures that are one number of the output margins of all samples."""
+median = MARGIN_STATISTICS["margin_q50"]  # of an even number the middle of the two; `torch.median` takes the lower
 
 
 def silent(what: str, done: int, total: int) -> None:
     pass
 
 
-def _kind(dtype: torch.dtype) -> str:
+def kind(dtype: torch.dtype) -> str:
+    """The name of a number format."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -479,22 +485,44 @@ def _mean(values: Tensor, population: int) -> Estimate:
     return Estimate(float(values.mean()), data_stderr=error)
 
 
-def outcomes(setting: Setting) -> tuple[Tensor | None, Tensor]:
-    """Every sample's predicted class (None where outputs are no classes) and loss."""
-    classes, losses = [], []
+def _share(correct: Tensor, population: int) -> Estimate:
+    """The mean of zeros and ones; the error of a subset is that of Agresti and Coull, which no outcome makes 0."""
+    found = _mean(correct, population)
+    if found.data_stderr is None:
+        return found
+    count = len(correct)
+    pulled = (float(correct.sum()) + 0.5 * _Z**2) / (count + _Z**2)
+    error = math.sqrt(pulled * (1 - pulled) / (count + _Z**2) * (1 - count / population))
+    return dataclasses.replace(found, data_stderr=error)
+
+
+class Outcomes(NamedTuple):
+    """What a model says of every sample, and whether all that it says looks like probabilities in place of logits."""
+
+    classes: Tensor | None  # None where outputs are no classes
+    losses: Tensor
+    probabilities: bool
+
+
+def outcomes(setting: Setting) -> Outcomes:
+    """Every sample's predicted class and loss."""
+    classes, losses, probabilities = [], [], setting.problem.loss.name.startswith("cross_entropy")
     problem = setting.problem
     with problem.active(), torch.no_grad():
         for inputs, targets in setting.each():
             outputs = problem.outputs(problem.params, inputs)
             losses.append(problem.loss.values(outputs, targets).double().cpu())
             flat = outputs.reshape(len(targets), -1)
+            within = bool(((flat >= 0) & (flat <= 1)).all())
+            probabilities &= within and bool((flat.sum(1) - 1).abs().max() < 1e-3)
             classes.append((flat.argmax(1) if flat.shape[1] > 1 else (flat[:, 0] > 0).long()).cpu())
             labelled = not targets.is_floating_point() or flat.shape[1] == 1
-    return torch.cat(classes) if labelled else None, torch.cat(losses)
+    return Outcomes(torch.cat(classes) if labelled else None, torch.cat(losses), probabilities and flat.shape[1] > 1)
 
 
 def subset(data: Any, count: int | None, seed: int, batch_norm: str) -> tuple[Any, Tensor | None, int]:
     """At most `count` of the samples, drawn without replacement and in their order; where they are; of how many."""
+    checked_seed(seed)
     if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
         raise InputError(f"samples must be a whole number of at least 1, got {count!r}.")
     if count is not None and batch_norm == "batch":
@@ -546,11 +574,18 @@ def _thumbnails(samples: Any) -> Tensor:
 
 # ---------------------------------------------------------------- in words
 
+_TWICE = (
+    "The outputs all lie in [0, 1] and sum to 1: they look like probabilities, and the loss expects logits. If the "
+    "network ends in a softmax, measure it without: every number here would be that of a softmax taken twice."
+)
 
-def _headline(report: Report) -> Iterator[str]:
+
+def _headline(report: Report, probabilities: bool) -> Iterator[str]:
     """What the numbers say; each sentence only if its numbers are there."""
     if report.partial:
         yield f"This report is not complete: {report.partial}."
+    if probabilities:
+        yield _TWICE
     fits = [_about_fit(name, fit) for name, fit in report.fits.items() if not math.isnan(fit.accuracy.value)]
     if fits:
         yield f"It classifies {' and '.join(fits)} correctly."
@@ -561,17 +596,37 @@ def _headline(report: Report) -> Iterator[str]:
     if margin is not None:
         skew = skewness(margin.signed)
         shape = "" if math.isnan(skew) else f", their skewness {_signed(skew)}"
-        centre = f"{_signed(float(margin.signed.mean()))} on average and {_signed(float(margin.signed.median()))}"
+        centre = f"{_signed(float(margin.signed.mean()))} on average and {_signed(float(median(margin.signed)))}"
         yield f"The output margins are {centre} in the median{shape}." + _about_correlation(report)
     if report.audit is not None:
         yield from _about_audit(report.audit)
+    undefined = {row.name: row.value.reason.rstrip(".") for row in report.rows if row.kind == "undefined"}
+    for reason in dict.fromkeys(undefined.values()):
+        yield f"Not defined here: {', '.join(name for name in undefined if undefined[name] == reason)} ({reason})."
 
 
 def _about_fit(name: str, fit: Fit) -> str:
-    error = fit.accuracy.data_stderr
-    limits = f" ± {1.96 * error:.1%}" if error and not math.isnan(error) else ""
-    seen = f" ({fit.samples:,} measured)" if fit.samples < fit.population else ""
-    return f"{fit.accuracy.value:.1%}{limits} of the {fit.population:,} {name} samples{seen}"
+    share, samples = fit.accuracy.value, f"{fit.population:,} {name} samples"
+    if fit.population == 1:
+        return f"{share:.1%} of the one {name} sample"
+    if fit.samples == fit.population:
+        return f"{share:.1%} of the {samples}"
+    low, high = accuracy_limits(fit)
+    limits = f"95 % interval {low:.1%} to {high:.1%}"
+    limits = f"at least {low:.1%}" if share == 1 else f"at most {high:.1%}" if share == 0 else limits
+    return f"{share:.1%} ({limits}) of the {samples} ({fit.samples:,} measured)"
+
+
+def accuracy_limits(fit: Fit) -> tuple[float, float]:
+    """Wilson's 95 % interval of the accuracy on the whole population, of which a random subset was measured.
+
+    >>> [f"{limit:.3f}" for limit in accuracy_limits(Fit(60, 10**9, Estimate(1.0), Estimate(0.0)))]
+    ['0.940', '1.000']
+    """
+    share, worth = fit.accuracy.value, fit.samples / (1 - fit.samples / fit.population)  # the rest alone is unknown
+    centre = (share + _Z**2 / (2 * worth)) / (1 + _Z**2 / worth)
+    half = _Z * math.sqrt(share * (1 - share) / worth + _Z**2 / (4 * worth**2)) / (1 + _Z**2 / worth)
+    return max(0.0, centre - half), min(1.0, centre + half)
 
 
 def _signed(value: float) -> str:
@@ -605,7 +660,8 @@ def _about_trace(report: Report, row: ReportRow) -> str:
         right, wrong = traces.values[found.correct].mean(), traces.values[~found.correct].mean()
         if right > 0:
             ratio = float(f"{wrong / right:.2g}")
-            text += f"; the loss is {times(ratio)} times as curved at a misclassified sample as at a correct one"
+            size = "" if ratio == 1 else f"{times(ratio)} times "
+            text += f"; the loss is {size}as curved at a misclassified sample as at a correct one"
     return text + "."
 
 
@@ -619,10 +675,14 @@ def _about_correlation(report: Report) -> str:
 
 def _about_audit(found: Audit) -> Iterator[str]:
     moved = found.moved()
+    if not moved:
+        reason = next((f": {text}" for name, text in found.skipped.items() if name in TRANSFORMS), "")
+        yield f"What the parametrisation does to these numbers was not tested{reason.rstrip('.')}."
     if moved.get("trace", 1.0) > 1:
+        size = "to 0" if math.isinf(moved["trace"]) else f"at least {times(moved['trace'])}-fold"
         yield (
-            f"Scaling layers moves the trace at least {times(moved['trace'])}-fold while the outputs stay the same: "
-            "compare it between networks only beyond that factor."
+            f"Scaling layers moves the trace {size} while the outputs stay the same, and no limit is known: "
+            "its size does not tell two networks apart."
         )
     kept = [name for name, factor in moved.items() if factor == 1]
     if kept:
