@@ -54,6 +54,43 @@ def make() -> nn.Module:
 # ---------------------------------------------------------------- models and weights
 
 
+def test_a_model_without_weights_is_the_same_in_every_run(folder: Path) -> None:
+    for spec in ("net.py:make", "lenet5:width=0.5"):
+        torch.manual_seed(1)
+        one, before = load_model(spec).state_dict(), torch.get_rng_state()
+        torch.manual_seed(2)
+        two, other = load_model(spec).state_dict(), load_model(spec, seed=3).state_dict()
+        assert all(map(torch.equal, one.values(), two.values()))
+        assert not all(map(torch.equal, one.values(), other.values()))
+        torch.manual_seed(1)
+        assert torch.equal(before, torch.get_rng_state())
+    with pytest.raises(InputError, match="a seed must be a whole number >= 0, got -1"):
+        load_model("lenet5", seed=-1)
+
+
+def test_weights_that_were_not_loaded_are_told() -> None:
+    assert loading.about_weights("lenet5:width=0.5", None) == "Weights: as built, not trained."
+    assert "net.py:make built them, not trained unless" in loading.about_weights("net.py:make", None)
+    assert loading.about_weights("lenet5", "w.pt") == ""
+
+
+def test_what_was_done_to_bytes_is_told(tmp_path: Path) -> None:
+    def kept(name: str, array: np.ndarray) -> loading.Samples:
+        np.savez(tmp_path / name, x=array, y=np.zeros(len(array), dtype=np.int64))
+        return load_samples(str(tmp_path / name))
+
+    bright = np.full((3, 8, 8), 200, dtype=np.uint8)
+    found = kept("grey.npz", bright)
+    assert found.notes == ("bytes divided by 255", "a channel axis added, (8, 8) to (1, 8, 8)")
+    assert found.name == "grey.npz (bytes divided by 255; a channel axis added, (8, 8) to (1, 8, 8))"
+    last = kept("last.npz", np.repeat(bright[..., None], 3, axis=3))
+    assert last.notes[1] == "channels moved to the front, (8, 8, 3) to (3, 8, 8)"
+    faint = kept("faint.npz", np.full((3, 1, 8, 8), 16, dtype=np.uint8))
+    assert "the largest byte is 16, so all inputs lie in [0, 0.063]" in faint.notes[1]
+    floats = kept("floats.npz", bright.astype(np.float32))
+    assert (floats.name, floats.notes) == ("floats.npz", ())
+
+
 def test_models_from_files_modules_and_names(folder: Path) -> None:
     path = list(sys.path)
     assert isinstance(load_model("net.py:make"), nn.Sequential)

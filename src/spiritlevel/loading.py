@@ -11,6 +11,7 @@ import difflib
 import importlib
 import importlib.util
 import pickle
+import random
 import sys
 import warnings
 import zipfile
@@ -26,10 +27,11 @@ from torch import Tensor, nn
 
 from spiritlevel import data as named_data
 from spiritlevel import models
+from spiritlevel.audit import checked_seed
 from spiritlevel.errors import InputError, unknown_name
-from spiritlevel.functional import Problem, available_memory
+from spiritlevel.functional import Problem, available_memory, preserved_random_state
 
-__all__ = ["Samples", "check_classes", "load_model", "load_samples", "load_weights"]
+__all__ = ["Samples", "about_weights", "check_classes", "load_model", "load_samples", "load_weights"]
 
 _PICTURES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".pgm", ".ppm"})
 _PAIRS = (
@@ -40,23 +42,35 @@ _PAIRS = (
     ("data", "targets"),
     ("x_train", "y_train"),
 )
+_FAINT = 17  # images of bytes that stay below were counted on another scale, like the 16 levels of scanned digits
 _WRAPPERS = ("state_dict", "model_state_dict", "model")  # keys under which training scripts keep the weights
 _PREFIXES = ("module.", "_orig_mod.")  # of DataParallel and torch.compile
 
 
 class Samples(NamedTuple):
-    """Data to measure: what `measure` takes, the names of the classes (empty if unknown), and where they came from."""
+    """Data to measure: what `measure` takes, the names of the classes (empty if unknown), and where they came from.
+
+    `name` also says, in brackets, what was done to the numbers of a file: a network that was trained on other numbers
+    would be measured wrongly without a sign.
+    """
 
     data: Any
     classes: tuple[str, ...]
     name: str
+    notes: tuple[str, ...] = ()
+    """What was done to the numbers of the file on the way, as sentences."""
 
 
 # ---------------------------------------------------------------- models
 
 
 def load_model(
-    spec: str, weights: str | Path | None = None, *, device: str | None = None, dtype: str | None = None
+    spec: str,
+    weights: str | Path | None = None,
+    *,
+    device: str | None = None,
+    dtype: str | None = None,
+    seed: int = 0,
 ) -> nn.Module:
     """The model that `spec` names, with its weights, on its device and in its number format.
 
@@ -66,17 +80,36 @@ def load_model(
         weights: a `.safetensors` file, or a `.pt` file that holds nothing but tensors.
         device: as torch names it; where the module is unless given.
         dtype: "float32" or "float64"; as the module is unless given.
+        seed: of the weights that the model starts with, so that two runs without `weights` measure the same network.
+            The global random states are left as they were.
 
     >>> models.count(load_model("lenet5:channels=3"))
     62006
     """
-    model = _built_in(spec) if spec.partition(":")[0] in models.NAMES else _own_model(spec)
+    with preserved_random_state():
+        torch.manual_seed(checked_seed(seed))
+        np.random.seed(seed % 2**32)
+        random.seed(seed)
+        model = _built_in(spec) if spec.partition(":")[0] in models.NAMES else _own_model(spec)
     if weights is not None:
         load_weights(model, weights)
     try:
         return model.to(device=device, dtype=None if dtype is None else _float(dtype))
     except (RuntimeError, AssertionError) as error:
         raise InputError(f"the model cannot be moved to device {device!r}: {_first_line(error)}.") from error
+
+
+def about_weights(spec: str, weights: str | Path | None) -> str:
+    """A sentence where no weights were loaded, since the numbers are then those of an untrained network, or may be.
+
+    >>> about_weights("lenet5", None), about_weights("lenet5", "lenet5.pt")
+    ('Weights: as built, not trained.', '')
+    """
+    if weights is not None:
+        return ""
+    if spec.partition(":")[0] in models.NAMES:
+        return "Weights: as built, not trained."
+    return f"Weights: as {spec} built them, not trained unless it loads some itself."
 
 
 def _float(name: str) -> torch.dtype:
@@ -272,7 +305,7 @@ def load_samples(spec: str, split: str = "train") -> Samples:
             tensors, a data set or a loader.
         split: the part of a built-in data set, "train" or "test", where `spec` does not say it.
 
-    Images of bytes become float32 in [0, 1] and (N, C, H, W).
+    Images of bytes become float32 in [0, 1] and (N, C, H, W); `notes` says so.
 
     >>> load_samples("digits", "test").data[0].shape
     torch.Size([360, 1, 8, 8])
@@ -288,7 +321,8 @@ def load_samples(spec: str, split: str = "train") -> Samples:
     if path.suffix in (".npz", ".safetensors"):
         _check_file(path)
         arrays = _read_npz(path) if path.suffix == ".npz" else _read_tensors(path)
-        return Samples(_as_pair(arrays, path), (), path.name)
+        pair, notes = _as_pair(arrays, path)
+        return Samples(pair, (), f"{path.name} ({'; '.join(notes)})" if notes else path.name, notes)
     if ":" in spec and (head.endswith(".py") or "." in head or head.isidentifier()):
         return _from_function(spec, split)
     if path.exists():
@@ -338,7 +372,7 @@ def _from_function(spec: str, split: str) -> Samples:
     return Samples(found, names, spec)
 
 
-def _as_pair(arrays: Mapping[str, Any], path: Path) -> tuple[Tensor, Tensor]:
+def _as_pair(arrays: Mapping[str, Any], path: Path) -> tuple[tuple[Tensor, Tensor], tuple[str, ...]]:
     for first, second in _PAIRS:
         if first in arrays and second in arrays:
             break
@@ -351,18 +385,29 @@ def _as_pair(arrays: Mapping[str, Any], path: Path) -> tuple[Tensor, Tensor]:
         raise InputError(f"{path.name} must hold as many targets as inputs, it holds shapes {shapes}.")
     if targets.ndim == 2 and targets.shape[1] == 1 and not targets.is_floating_point():
         targets = targets[:, 0]
-    return _as_inputs(inputs), targets.float() if targets.is_floating_point() else targets.long()
+    converted, notes = _as_inputs(inputs)
+    return (converted, targets.float() if targets.is_floating_point() else targets.long()), notes
 
 
-def _as_inputs(inputs: Tensor) -> Tensor:
-    """Bytes are pictures, channels last or first; anything else stays as it is, floats in single precision."""
-    if inputs.dtype == torch.uint8:
-        if inputs.ndim == 3:
-            inputs = inputs[:, None]
-        elif inputs.ndim == 4 and inputs.shape[3] in (1, 3) and inputs.shape[1] not in (1, 3):
-            inputs = inputs.permute(0, 3, 1, 2)
-        return inputs.contiguous().float() / 255
-    return inputs.float() if inputs.is_floating_point() else inputs.long()
+def _as_inputs(inputs: Tensor) -> tuple[Tensor, tuple[str, ...]]:
+    """Bytes are pictures, channels last or first; anything else stays as it is, floats in single precision.
+
+    Also what was done, in words.
+    """
+    if inputs.dtype != torch.uint8:
+        return inputs.float() if inputs.is_floating_point() else inputs.long(), ()
+    notes, before = ["bytes divided by 255"], tuple(inputs.shape[1:])
+    highest = int(inputs.max()) if inputs.numel() else 255
+    if 0 < highest < _FAINT:
+        reach = f"the largest byte is {highest}, so all inputs lie in [0, {highest / 255:.2g}]"
+        notes.append(f"{reach}: save floats if the network was trained on others")
+    if inputs.ndim == 3:
+        inputs = inputs[:, None]
+        notes.append(f"a channel axis added, {before} to {tuple(inputs.shape[1:])}")
+    elif inputs.ndim == 4 and inputs.shape[3] in (1, 3) and inputs.shape[1] not in (1, 3):
+        inputs = inputs.permute(0, 3, 1, 2)
+        notes.append(f"channels moved to the front, {before} to {tuple(inputs.shape[1:])}")
+    return inputs.contiguous().float() / 255, tuple(notes)
 
 
 def _read_npz(path: Path) -> dict[str, np.ndarray[Any, Any]]:
@@ -445,9 +490,8 @@ def _from_folder(folder: Path) -> Samples:
             )
         images[index] = image
     targets = torch.tensor([number for _, number in files])
-    return Samples(
-        (_as_inputs(torch.from_numpy(images.transpose(0, 3, 1, 2).copy())), targets), tuple(classes), folder.name
-    )
+    inputs, notes = _as_inputs(torch.from_numpy(images.transpose(0, 3, 1, 2).copy()))
+    return Samples((inputs, targets), tuple(classes), folder.name, notes)
 
 
 def _picture(path: Path, grey: bool | None = None) -> np.ndarray[Any, Any]:
