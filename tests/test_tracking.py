@@ -47,6 +47,7 @@ def test_rows_hold_what_the_functions_say_and_the_start_is_warm() -> None:
     row, data = tracker.rows[-1], points()
     assert row["trace"] == pytest.approx(sl.trace(model, data).value)
     assert row["margin_mean"] == pytest.approx(float(sl.margins(model, data).signed.mean()))
+    assert row["margin_median"] == pytest.approx(float(sl.margins(model, data).signed.quantile(0.5)))
     exact = float(torch.linalg.eigvalsh(sl.hessian(model, data).dense())[-1])
     assert row["largest_eigenvalue"] == pytest.approx(exact, rel=0.02)
     assert row["converged"]
@@ -72,6 +73,7 @@ def test_a_measurement_waits_until_it_can_be_afforded() -> None:
     tracker = Tracker(net(), points(), every=1, share=0.1)
     tracker._cost = 0.05
     assert tracker.step() is None
+    assert "it waits, as a measurement takes about 0.05 s and 10% of" in str(tracker)
     while tracker.step() is None:
         time.sleep(0.02)
         assert tracker.training_seconds < 30
@@ -82,7 +84,7 @@ def test_a_measurement_waits_until_it_can_be_afforded() -> None:
 def test_files_are_whole_and_curves_are_drawn(tmp_path: Path) -> None:
     model = net()
     tracker = Tracker(model, points(), every=5, share=math.inf, path=tmp_path / "run" / "curves.parquet")
-    assert "nothing measured yet" in str(tracker)
+    assert "nothing measured yet; it waits, measuring first after 5 steps" in str(tracker)
     with pytest.raises(InputError, match="no rows yet"):
         tracker.chart()
     train(model, 10, tracker)
@@ -111,6 +113,8 @@ def test_targets_without_classes_and_batch_statistics() -> None:
 def test_wrong_arguments() -> None:
     with pytest.raises(InputError, match="every >= 1 steps, got 0"):
         Tracker(net(), points(), every=0)
+    with pytest.raises(InputError, match="a seed must be a whole number >= 0, got -1"):
+        Tracker(net(), points(), seed=-1)
     with pytest.raises(InputError, match="above 0, got 0"):
         Tracker(net(), points(), share=0)
     with pytest.raises(InputError, match="fails on inputs"):
