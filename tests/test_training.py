@@ -277,7 +277,8 @@ def test_squared_error_of_numbers_has_no_accuracy() -> None:
     ("pair", "options", "sentence"),
     [
         ((torch.rand(3, 2, 8, 8), torch.arange(4)), {}, "as many inputs as targets, got 3 and 4"),
-        ((torch.rand(0, 2, 8, 8), torch.arange(0)), {}, "got 0 and 0"),
+        ((torch.rand(0, 2, 8, 8), torch.arange(0)), {}, "training needs at least one sample, got none; look at"),
+        (images(), {"evaluate": {"some": images(0)}}, "the evaluation on 'some' needs at least one sample, got none"),
         ((torch.rand(4, 2, 8, 8), torch.arange(4)), {}, "target 3 .* is outside the model's 3 classes"),
         ((torch.rand(4, 2, 8, 8), torch.zeros(4)), {}, "needs one integer class a sample"),
         ((torch.full((3, 2, 8, 8), torch.nan), torch.arange(3)), {}, "cannot begin: .* before any update"),
@@ -295,6 +296,30 @@ def test_a_divergence_ends_with_a_sentence(tmp_path: Path) -> None:
     job = dataclasses.replace(SMALL, recipe=Recipe(lr=1e20, steps=50))
     with pytest.raises(InputError, match=r"diverged after \d+ steps: .* at learning rate 1e\+20; lower lr, .* 1e\+19"):
         train(job, cache=tmp_path)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_divergence_leaves_mode_and_gradients_as_they_should_be(training: bool) -> None:
+    model = network().train(training)
+    model[1].eval()  # as somebody does who freezes the statistics
+    modes = [module.training for module in model.modules()]
+    with pytest.raises(InputError, match="diverged after"):
+        fit(model, images(), Recipe(lr=1e20, weight_decay=1.0, steps=50))
+    assert [module.training for module in model.modules()] == modes
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("pair", "sentence"),
+    [
+        (images(0), "evaluate needs at least one sample, got none"),
+        ((images(4)[0], images(5)[1]), "evaluate needs as many inputs as targets, got 4 and 5"),
+        ((images(4)[0], images(2000)[1]), "evaluate needs as many inputs as targets, got 4 and 2000"),
+    ],
+)
+def test_evaluation_on_data_that_do_not_fit(pair: Any, sentence: str) -> None:
+    with pytest.raises(InputError, match=sentence):
+        evaluate(network(), pair)
 
 
 # ---------------------------------------------------------------- history and stopping
@@ -646,6 +671,120 @@ def test_a_checkpoint_of_another_training_is_not_used(tmp_path: Path) -> None:
         fit(model, pair, Recipe(steps=4), seed=seed, checkpoint=tmp_path)
         alone = network()
         fit(alone, pair, Recipe(steps=4), seed=seed)
+        assert equal(model.state_dict(), alone.state_dict())
+
+
+def at(step: int) -> Callable[[training.Row], bool]:
+    return lambda row: row["step"] >= step
+
+
+@pytest.mark.parametrize("name", HARD)
+def test_a_training_that_the_caller_stopped_goes_on(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever calls came before, each one returns what it would have returned alone."""
+    pair, recipe = images(), HARD[name]
+    options: dict[str, Any] = {"evaluate": {"train": pair}, "evaluate_every": 3}
+    trained: list[int] = []
+    batches = training._Run.batches
+
+    def counted(run: training._Run) -> Any:
+        trained.append(run.step)
+        return batches(run)
+
+    monkeypatch.setattr(training._Run, "batches", counted)
+    for until, begins in (
+        (at(0), []),  # at once
+        (at(6), [0]),
+        (at(6), []),  # found
+        (at(5), []),  # the same row
+        (at(15), [6]),
+        (at(0), []),  # it had gone further: begins again, and stops at once
+        (at(9), [0]),
+        (None, [9]),
+        (None, []),
+        (at(100), []),
+        (at(12), [0]),
+        (None, [12]),
+    ):
+        alone, model = network(), network()
+        wanted = fit(alone, pair, recipe, **options, until=until)
+        trained.clear()
+        found = fit(model, pair, recipe, **options, until=until, checkpoint=tmp_path)
+        assert trained == begins
+        assert (found.rows, found.step, found.stopped) == (wanted.rows, wanted.step, wanted.stopped)
+        assert found.weights.keys() == wanted.weights.keys()
+        assert all(equal(found.weights[step], wanted.weights[step]) for step in wanted.weights)
+        assert equal(model.state_dict(), alone.state_dict())
+        assert not model.training
+
+
+def test_a_checkpoint_may_lie_where_the_caller_wants_to_stop_now(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(training, "_CHECKPOINT_SECONDS", 0.0)
+    monkeypatch.setattr(training, "_CHECKPOINT_SHARE", float("inf"))
+    monkeypatch.setattr(training, "_REPORT_SECONDS", -1.0)
+
+    def interrupt(what: str, step: int, total: int) -> None:
+        if step > 6:
+            raise Stop
+
+    for recipe in HARD.values():
+        with pytest.raises(Stop):
+            fit(network(), images(), recipe, evaluate_every=3, checkpoint=tmp_path, progress=interrupt)
+        for _ in range(2):
+            found = fit(network(), images(), recipe, evaluate_every=3, checkpoint=tmp_path, until=at(6))
+            wanted = fit(network(), images(), recipe, evaluate_every=3, until=at(6))
+            assert found.rows == wanted.rows
+            assert equal(found.weights[6], wanted.weights[6])
+
+
+def test_a_folder_without_a_way_on_is_trained_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Earlier versions called a training finished that the caller had stopped."""
+    recipe = Recipe(steps=8)
+    with monkeypatch.context() as earlier:
+        earlier.setattr(training._Folder, "suspend", training._Folder.finish)
+        fit(network(), images(), recipe, evaluate_every=2, checkpoint=tmp_path, until=at(4))
+    assert fit(network(), images(), recipe, evaluate_every=2, checkpoint=tmp_path, until=at(4)).step == 4
+    found = fit(network(), images(), recipe, evaluate_every=2, checkpoint=tmp_path)
+    assert found.step == 8
+    assert found.weights.keys() == {8}
+
+
+def test_other_sets_to_evaluate_are_another_training(tmp_path: Path) -> None:
+    pair, recipe = images(), Recipe(steps=4)
+    inputs, targets = images(20)
+    for some in ((inputs, targets), (inputs, (targets + 1) % 3), (inputs.flip(1), targets), pair, (inputs, targets)):
+        wanted = fit(network(), pair, recipe, evaluate={"some": some}).rows
+        assert fit(network(), pair, recipe, evaluate={"some": some}, checkpoint=tmp_path).rows == wanted
+
+
+def test_keys_stay(tmp_path: Path) -> None:
+    """Long trainings lie in folders with these keys, which must be found again."""
+    model = nn.Linear(2, 2)
+    with torch.no_grad():
+        model.weight.copy_(torch.eye(2))
+        model.bias.zero_()
+    pair = torch.eye(2), torch.arange(2)
+    fit(model, pair, Recipe(steps=2, until_loss=0.1), checkpoint=tmp_path, evaluate={"train": pair}, evaluate_every=1)
+    assert json.loads((tmp_path / "state.json").read_text())["key"] == "03138b43ac9f124d"
+    assert SMALL.key == "727aaf50b0d403c8"
+
+
+LAYOUTS: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
+    "transposed": lambda: (network(), (images()[0].transpose(2, 3), images()[1])),
+    "every second": lambda: (network(), (images(100)[0][::2], images(100)[1][::2])),
+    "expanded": lambda: (network(), (images(1)[0].expand(50, -1, -1, -1), images()[1])),
+    "channels last": lambda: (network().to(memory_format=torch.channels_last), images()),  # type: ignore[call-overload]
+    "with gradient": lambda: (network(), (images()[0].requires_grad_(), images()[1])),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_tensors_of_any_layout_can_be_kept(name: str, tmp_path: Path) -> None:
+    for _ in range(2):
+        (model, pair), (alone, _) = LAYOUTS[name](), LAYOUTS[name]()
+        found = fit(model, pair, Recipe(steps=4), evaluate={"some": pair}, checkpoint=tmp_path)
+        assert found.rows == fit(alone, pair, Recipe(steps=4), evaluate={"some": pair}).rows
         assert equal(model.state_dict(), alone.state_dict())
 
 

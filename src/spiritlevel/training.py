@@ -339,8 +339,7 @@ class _Run:
         # PyTorch's own cross entropy is what everybody trains with, and one operation instead of five.
         self.objective = nn.functional.cross_entropy if recipe.loss == "cross_entropy" else self._mean_loss
         count, size = len(self.targets), recipe.batch_size
-        if count == 0 or len(self.inputs) != count:
-            raise InputError(f"training needs as many inputs as targets, got {len(self.inputs)} and {count}.")
+        _check_pair("training", (self.inputs, self.targets))
         if recipe.augment and self.inputs.ndim != 4:
             raise InputError(f"augment needs images (N, C, H, W), got inputs of shape {tuple(self.inputs.shape)}.")
         self.per_epoch = max(1, math.ceil(count / size) - (count % size == 1))
@@ -505,12 +504,21 @@ def _classifies(outputs: Tensor, targets: Tensor) -> bool:
     return not targets.is_floating_point() and outputs.ndim == 2 and outputs.shape[1] > 1
 
 
+def _check_pair(what: str, pair: Pair) -> None:
+    inputs, targets = pair
+    if len(inputs) != len(targets):
+        raise InputError(f"{what} needs as many inputs as targets, got {len(inputs)} and {len(targets)}.")
+    if not len(targets):
+        raise InputError(f"{what} needs at least one sample, got none; look at how the data were chosen.")
+
+
 def evaluate(model: nn.Module, pair: Pair, loss: str | losses.Loss = "cross_entropy") -> dict[str, float]:
     """The mean loss (of the outputs in float64) and, for classes, the accuracy, of `model` as it is, in its mode.
 
     >>> evaluate(nn.Identity(), (torch.tensor([[2.0, 0.0], [0.0, 2.0]]), torch.tensor([0, 0])))
     {'loss': 1.126928..., 'accuracy': 0.5}
     """
+    _check_pair("evaluate", pair)
     chosen, total, right = losses.resolve(loss), 0.0, 0
     inputs, targets = pair
     device = next((parameter.device for parameter in model.parameters()), inputs.device)
@@ -600,16 +608,23 @@ class _Folder:
         now = time.monotonic()
         if now - self.last_write < max(_CHECKPOINT_SECONDS, self.cost / _CHECKPOINT_SHARE):
             return
-        self.files = {name: seal for name, seal in self.files.items() if not name.startswith("checkpoint-")}
-        name = f"checkpoint-{run.step}-{secrets.token_hex(4)}.safetensors"  # never the name of the one in use
-        self.write(name, run.tensors())
-        self.commit({**run.facts(), "checkpoint": name, "finished": False})
+        self.suspend(run)
         self.last_write = time.monotonic()
         self.cost = self.last_write - now
 
-    def finish(self, facts: Mapping[str, Any]) -> None:
+    def suspend(self, run: _Run) -> None:
+        """Write a checkpoint, from which another call can go on."""
+        self._forget_checkpoint()
+        name = f"checkpoint-{run.step}-{secrets.token_hex(4)}.safetensors"  # never the name of the one in use
+        self.write(name, run.tensors())
+        self.commit({**run.facts(), "checkpoint": name, "finished": False})
+
+    def finish(self, run: _Run) -> None:
+        self._forget_checkpoint()
+        self.commit({**run.facts(), "finished": True})
+
+    def _forget_checkpoint(self) -> None:
         self.files = {name: seal for name, seal in self.files.items() if not name.startswith("checkpoint-")}
-        self.commit({**facts, "finished": True})
 
 
 def _kept_name(step: int) -> str:
@@ -649,13 +664,17 @@ def fit(
         keep: Steps whose weights are kept, 0 for the first ones; those of the last step always are.
         evaluate: Sets whose loss and accuracy go into the history, by name.
         evaluate_every: Steps between two rows of the history. Default: an epoch.
-        checkpoint: A folder for checkpoints. A run that finds one of its own there goes on from it.
-        until: Asked after every row of the history whether to stop.
+        checkpoint: A folder for checkpoints. A run that finds one of its own there goes on from it. Its own is one with
+            the same first weights, data, sets to evaluate, recipe, seed and `evaluate_every`.
+        until: Asked about every row of the history whether to stop there; has to depend on that row alone. Rows that
+            are found in `checkpoint` are asked about too: a run that `until` has ended goes on if it does not end it
+            now, and one that has gone further begins again.
         progress: Called a few times a second with what is under way, the steps done and the steps in all.
         label: What is under way, for `progress`.
 
     Raises:
-        InputError: the arguments do not fit; the training diverged; `checkpoint` cannot be written.
+        InputError: the arguments do not fit; the training diverged; `checkpoint` cannot be written. The model is then
+            in the mode it had, with the weights of its last step.
 
     >>> from spiritlevel import data, models
     >>> digits, _ = data.load("digits"), torch.manual_seed(0)
@@ -664,48 +683,91 @@ def fit(
     >>> history.step, len(history.rows), history.rows[-1]["test_accuracy"] > 0.85
     (60, 6, True)
     """
-    if checkpoint is None:
-        return _fit(model, train, recipe, seed, keep, evaluate, evaluate_every, None, until, progress, label)
-    facts = {"recipe": recipe, "seed": seed, "evaluate_every": evaluate_every}
-    contents = {**_weights(model), "inputs": train[0], "targets": train[1]}
-    seals = {name: hashlib.sha256(safetensors.torch.save({"": t})).hexdigest() for name, t in contents.items()}
-    key = digest({"version": _VERSION, **facts, "evaluate": list(evaluate or ()), "contents": seals})
-    folder = _Folder(Path(checkpoint), key, facts)
+    folder = None
+    if checkpoint is not None:
+        facts = {"recipe": recipe, "seed": seed, "evaluate_every": evaluate_every}
+        folder = _Folder(Path(checkpoint), _key(model, train, evaluate or {}, facts), facts)
     with _owned(folder, progress, label):
-        return _fit(model, train, recipe, seed, keep, evaluate, evaluate_every, folder, until, progress, label)
+        return _fit(
+            model,
+            train,
+            recipe,
+            folder,
+            seed=seed,
+            keep=keep,
+            evaluate=evaluate or {},
+            evaluate_every=evaluate_every,
+            until=until,
+            progress=progress,
+            label=label,
+        )
+
+
+def _key(model: nn.Module, train: Pair, evaluate: Mapping[str, Pair], facts: Mapping[str, Any]) -> str:
+    """The digest of all that decides what `fit` computes; not of `until`, which is asked again."""
+
+    def seal(tensor: Tensor) -> str:
+        content = safetensors.torch.save({"": tensor.detach().cpu().contiguous()})
+        return hashlib.sha256(content).hexdigest()
+
+    contents = {name: seal(t) for name, t in {**_weights(model), "inputs": train[0], "targets": train[1]}.items()}
+    known = [contents["inputs"], contents["targets"]]  # no need to be named twice, as in the keys of earlier folders
+    others = {name: sealed for name, pair in evaluate.items() if (sealed := [seal(t) for t in pair]) != known}
+    config = {"version": _VERSION, **facts, "evaluate": list(evaluate), "contents": contents}
+    return digest({**config, "evaluated": others} if others else config)
 
 
 @contextlib.contextmanager
-def _owned(folder: _Folder, progress: Progress | None, label: str) -> Iterator[None]:
-    """Keep other processes away from `folder`, after waiting for one that is at work there."""
+def _owned(folder: _Folder | None, progress: Progress | None, label: str) -> Iterator[None]:
+    """Keep other processes away from `folder`, if there is one, after waiting for one that is at work there."""
 
     def waiting() -> None:
         if progress:
             progress(f"{label}: waiting for another process that does the same", 0, 0)
 
     with contextlib.ExitStack() as stack:
-        with folder.speaking():
-            stack.enter_context(lock(folder.path, waiting=waiting))
+        if folder:
+            with folder.speaking():
+                stack.enter_context(lock(folder.path, waiting=waiting))
         yield
+
+
+@contextlib.contextmanager
+def _in_training(run: _Run) -> Iterator[None]:
+    """The model in training mode, then in eval mode; after an error in the mode it had. It keeps no gradients."""
+    modes = [(module, module.training) for module in run.model.modules()]
+    run.model.train()
+    try:
+        yield
+        run.model.eval()
+    except BaseException:
+        for module, mode in modes:
+            module.training = mode
+        raise
+    finally:
+        run.optimizer.zero_grad()
 
 
 def _fit(
     model: nn.Module,
     train: Pair,
     recipe: Recipe,
+    folder: _Folder | None,
+    *,
     seed: int,
     keep: Sequence[int],
-    evaluate: Mapping[str, Pair] | None,
+    evaluate: Mapping[str, Pair],
     evaluate_every: int | None,
-    folder: _Folder | None,
-    until: Callable[[Row], bool] | None,
+    until: Callable[[Row], bool] | None = None,
     progress: Progress | None,
     label: str,
 ) -> History:
     run = _Run(model, train, recipe, seed)
-    sets = dict(evaluate or {})
+    sets = dict(evaluate)
     if recipe.until_loss is not None:
         sets.setdefault("train", (run.inputs, run.targets))
+    for name, pair in sets.items():
+        _check_pair(f"the evaluation on {name!r}", pair)
     for step in keep:
         if not 0 <= step <= run.total:
             raise InputError(f"keep asks for step {step} of a training of {run.total} steps.")
@@ -714,9 +776,20 @@ def _fit(
     _check_count("evaluate_every", every, 1)
     weights: dict[int, dict[str, Tensor]] = {}
 
-    def stop(row: Row) -> bool:
-        low = recipe.until_loss is not None and run.step >= recipe.until_step and row["train_loss"] <= recipe.until_loss
-        return low or (until is not None and until(dict(row)))
+    def complete(row: Row) -> bool:
+        """Whether the recipe ends here."""
+        goal = recipe.until_loss
+        fitted = goal is not None and row["step"] >= recipe.until_step and row["train_loss"] <= goal
+        return fitted or row["step"] == run.total
+
+    def asked_to_stop(row: Row) -> bool:
+        """Whether the caller ends it here."""
+        return until is not None and until(dict(row))
+
+    def take(network: nn.Module) -> None:
+        weights[run.step] = _weights(network)
+        if folder:
+            folder.write(_kept_name(run.step), weights[run.step])
 
     def ends() -> bool:
         """Evaluate and keep what is due at this step, and say whether it is the last one."""
@@ -726,35 +799,41 @@ def _fit(
         network = run.network()
         if last or due:
             run.evaluate(network, sets)
-            last = last or stop(run.rows[-1])
+            last = complete(run.rows[-1]) or asked_to_stop(run.rows[-1])
         if last or run.step in wanted:
-            weights[run.step] = _weights(network)
-            if folder:
-                folder.write(_kept_name(run.step), weights[run.step])
+            take(network)
         model.train()
         return last
 
-    with preserved_random_state(), torch.enable_grad():
+    def history(rows: list[Row], step: int, seconds: float) -> History:
+        model.load_state_dict(weights[step])  # differs from what the model has if the weights were averaged
+        chosen = {kept: weights[kept] for kept in sorted(weights) if kept in keep or kept == step}
+        return History(rows, chosen, step, step < run.total, seconds)
+
+    with preserved_random_state(), torch.enable_grad(), _in_training(run):
         torch.manual_seed(seed)
-        state = folder.read() if folder else None
-        if folder and state:
-            kept = _kept_steps(folder.files)
-            if any(step <= state["step"] for step in wanted - kept):  # passed without having been kept: begin again
+        ended = False
+        if folder and (state := folder.read()):
+            step, rows, kept = state["step"], state["rows"], _kept_steps(folder.files)
+            stop = next((row["step"] for row in rows if asked_to_stop(row)), step + 1)
+            ended = complete(rows[-1]) or stop == step
+            # begin again if steps were passed that had to be kept, or the one to stop at, or there is no way on
+            again = any(missed <= step for missed in wanted - kept) or stop < step
+            if again or not (ended or "checkpoint" in state):
                 wanted |= kept
-                state, folder.files = None, {}
-        if folder and state:
-            weights = {step: folder.tensors(_kept_name(step)) for step in kept}
-            if state["finished"]:
-                model.load_state_dict(weights[state["step"]])
-                model.eval()
-                return History(state["rows"], weights, state["step"], state["step"] < run.total, state["seconds"])
-            run.restore(state, folder.tensors(state["checkpoint"]))
+                ended, folder.files = False, {}
+            else:
+                weights = {found: folder.tensors(_kept_name(found)) for found in kept & {*wanted, step}}
+                if ended and step in kept:
+                    return history(rows, step, state["seconds"])
+                run.restore(state, folder.tensors(state["checkpoint"]))
+                if ended:  # it only passed here, without its weights being kept
+                    take(run.network())
         if folder:
             with folder.speaking():
                 folder.clean()
-        model.train()
         first, begin, reported, earlier = run.step, time.monotonic(), 0.0, run.seconds
-        ended = run.step == 0 and ends()
+        ended = ended or (not run.rows and ends())
         for outputs, targets in () if ended else run.batches():
             now = time.monotonic()
             run.seconds = earlier + now - begin
@@ -766,12 +845,11 @@ def _fit(
                 break
             if folder:
                 folder.checkpoint(run)
-        run.optimizer.zero_grad()
-        model.load_state_dict(weights[run.step])  # differs from what the model has if the weights were averaged
-        if folder:
-            folder.finish(run.facts())
-    model.eval()
-    return History(run.rows, weights, run.step, run.step < run.total, run.seconds)
+        if folder and complete(run.rows[-1]):
+            folder.finish(run)
+        elif folder:
+            folder.suspend(run)  # the next call may want to go on
+        return history(run.rows, run.step, run.seconds)
 
 
 @dataclass(frozen=True, eq=False)
@@ -852,8 +930,18 @@ def train(job: Job, *, cache: str | Path | None = None, progress: Progress | Non
         model = _build(job)
         sets = {name: pair for name in job.evaluate if (pair := getattr(found, name)) is not None}
         with _owned(folder, progress, label):
-            every = job.evaluate_every
-            _fit(model, found.train, job.recipe, job.seed, job.keep, sets, every, folder, None, progress, label)
+            _fit(
+                model,
+                found.train,
+                job.recipe,
+                folder,
+                seed=job.seed,
+                keep=job.keep,
+                evaluate=sets,
+                evaluate_every=job.evaluate_every,
+                progress=progress,
+                label=label,
+            )
             state = folder.read()
     if not state:
         raise InputError(f"{folder.path} was changed while it was written; call train again.")
