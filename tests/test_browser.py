@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import io
 import json
 import math
@@ -72,6 +73,19 @@ def test_the_page_loads_without_an_error_or_a_request_and_all_charts_draw(browse
     assert all(colours(browser, key) > 20 for key in keys)
     assert browser.faults == []
     assert browser.requests == []
+
+
+def test_a_desktop_shows_every_column_of_the_measures(browser: Browser, small: Report, tmp_path: Path) -> None:
+    long = dataclasses.replace(
+        small.rows[0],
+        name="adaptive_sharpness_average",
+        meaning="the mean rise of the loss when every weight is moved by noise in proportion to its own size",
+    )
+    wide = dataclasses.replace(small, rows=(*small.rows, long))
+    wide.to_html(tmp_path / "long.html")
+    browser.show(tmp_path / "long.html", width=1200)
+    box = "document.querySelector('#r0-measures .scroll')"
+    assert browser.evaluate(f"{box}.scrollWidth") <= browser.evaluate(f"{box}.clientWidth")
 
 
 def test_the_checks_above_can_fail(browser: Browser, tmp_path: Path) -> None:

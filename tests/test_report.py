@@ -18,7 +18,7 @@ from reports import MARKUP, comparison, report
 
 from spiritlevel.errors import InputError
 from spiritlevel.report import notebook, page, parts
-from spiritlevel.results import Estimate, Report
+from spiritlevel.results import Estimate, Fit, Report, WorstFactor
 
 VOID = {"meta", "link", "br", "img", "rect", "path", "circle"}
 
@@ -186,8 +186,55 @@ def test_an_unknown_error_of_a_subset_is_never_called_exact() -> None:
 
 def test_the_measures_say_what_moves_them_at_the_same_outputs() -> None:
     text = Reader(page(report(30))).text
-    assert "sharper moves × 486 sum of the eigenvalues" in text  # the search found as much as the transform
+    assert "sharper moves at least × 486 sum of the eigenvalues" in text  # the search found as much as the transform
+    assert "sharper not tested the largest eigenvalue" in text
+    assert "smaller than this factor" not in text
     assert "sharper stays the relative flatness" in text  # ×0.0448 came from a transform that changes the outputs
+
+
+def test_the_search_is_told_from_the_fixed_scaling() -> None:
+    made = report(30)
+    assert made.audit is not None
+    text = Reader(page(made)).text
+    assert "one fixed scaling. A short search for a worse one moved ‘trace’ 486-fold at the same outputs" in text
+    assert "from 2 down to 0.01 and up to 972; larger scalings move it further." in text
+    upwards = WorstFactor("trace", 10.42, 10.42, 7000.0, {}, {"conv1": 10.0}, 0.0)
+    text = Reader(page(dataclasses.replace(made, audit=dataclasses.replace(made.audit, worst=(upwards,))))).text
+    assert "from 10.42 up to 7,000;" in text
+    untested = dataclasses.replace(made.audit, worst=(), certificates={})
+    text = Reader(page(dataclasses.replace(made, audit=untested))).text
+    assert "Not tested: none of the transforms that keep the outputs applies to this network." in text
+
+
+def test_parts_of_fewer_samples_say_so() -> None:
+    words = "500 of these samples, drawn at random"
+    text = Reader(page(report(30, settings={"audit, spectrum and landscape": words}))).text
+    assert text.count(f"Computed on {words}, so the values differ from those of all samples.") == 2
+    assert "Computed on" not in Reader(page(report(30))).text
+
+
+def test_an_accuracy_of_a_subset_always_has_an_interval() -> None:
+    def shown(fit: Fit) -> str:
+        return Reader(page(report(30, fits={"train": fit}))).text
+
+    assert "train 60 10,000 100 94 to 100" in shown(Fit(60, 10_000, Estimate(1.0), Estimate(0.2)))
+    assert "train 2 10,000 50 9.45 to 90.5" in shown(Fit(2, 10_000, Estimate(0.5), Estimate(0.2)))
+    assert "train 60 60 100 exact" in shown(Fit(60, 60, Estimate(1.0), Estimate(0.2)))
+
+
+def test_numbers_of_one_and_of_pictures_are_named() -> None:
+    made = report(30, classes=())
+    one = dataclasses.replace(made.correlations["trace and margin"], removed=1)
+    text = Reader(page(dataclasses.replace(made, correlations={"trace and margin": one}))).text
+    assert "1 outlier removed" in text
+    assert re.search(r"sample 0 class \d", text)
+
+
+def test_the_outermost_points_lie_inside_the_frame(whole: str) -> None:
+    for key, axes in (("r0-scatter", "xy"), ("r0-ritz", "x")):
+        layers = data(whole)["charts"][key]["layer"]
+        assert all(layer["encoding"][axis]["scale"]["padding"] == 8 for layer in layers for axis in axes)
+    assert "One stem is one Ritz value of a probe" in Reader(whole).text
 
 
 def test_a_partial_report_says_so_once() -> None:
@@ -203,6 +250,21 @@ def test_several_runs_stand_side_by_side_with_their_comparison() -> None:
     for words in ("All runs", "1: small", "2: large", "Trust large: its margins are wider.", "not comparable"):
         assert words in reader.text
     assert {"r0-scatter", "r1-scatter", "side-margins", "c0-pairs-chart"} <= data(text)["charts"].keys()
+    articles = [a["id"] for a in reader.all("article")]
+    assert articles == ["side", "r0", "r1", "c0"]  # as they were given
+    again = [a["id"] for a in Reader(page(comparison(), report(40), report(40))).all("article")]
+    assert again == ["side", "c0", "r0", "r1"]
+
+
+def test_side_by_side_shows_limits_data_samples_and_accuracy() -> None:
+    fit = {"train": Fit(60, 10_000, Estimate(1.0), Estimate(0.2))}
+    subset = report(60, name="small", fits=fit, settings={"train data": "mnist (train)"})
+    text = Reader(page(subset, report(50, name="large"))).text
+    assert "train data mnist (train) not named" in text
+    assert "train samples 60 of 10,000 50" in text
+    assert "train accuracy (%) 100 (94 to 100) 93" in text
+    assert "relative_flatness 31.5 ± unknown 31.5 ± 3.2 sharper stays" in text
+    assert "only beyond" not in text
 
 
 def test_a_subset_is_named_by_its_places_in_the_data() -> None:

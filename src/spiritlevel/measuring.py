@@ -428,7 +428,7 @@ class _Run:
             "spiritlevel": __version__,
             "torch": torch.__version__,
             "python": platform.python_version(),
-            "machine": f"{platform.system()} {platform.machine()}, {torch.get_num_threads()} threads",
+            "machine": f"{platform.system()} {platform.machine()}, threads: {torch.get_num_threads()}",
             "seed": str(self.seed),
             "device": str(self.here.problem.device),
             "dtype": self.dtype,

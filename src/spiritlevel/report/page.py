@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import html
+import itertools
 import json
 import math
 from collections.abc import Iterable, Iterator
@@ -32,7 +33,7 @@ from spiritlevel.report.parts import (
     packed,
     sheet,
 )
-from spiritlevel.results import Comparison, ComparisonRow, Estimate, Report, ReportRow, largest
+from spiritlevel.results import Comparison, ComparisonRow, Estimate, Fit, Report, ReportRow, WorstFactor, largest
 from spiritlevel.storage import cache_folder, write_atomically
 
 __all__ = ["notebook", "page"]
@@ -57,17 +58,18 @@ def page(*results: Report | Comparison) -> str:
         kinds = ", ".join(type(result).__name__ for result in results) or "nothing"
         raise InputError(f"page shows reports and comparisons, got {kinds}.")
     reports = [result for result in results if isinstance(result, Report)]
-    comparisons = [result for result in results if isinstance(result, Comparison)]
     runs: list[dict[str, Any]] = []
-    for k, comparison in enumerate(comparisons):
-        runs.append(_run(f"c{k}", " and ".join(comparison.names), list(_comparison(comparison, f"c{k}"))))
     if len(reports) > 1:
         runs.append(_run("side", "Side by side", [_side_by_side(reports)]))
-    for k, report in enumerate(reports):
-        key = f"r{k}"
-        pictures = _sheet(report)
-        sections = list(_report(report, key, pictures))
-        runs.append(_run(key, report.name, sections, report.partial, pictures, _samples(report)))
+    numbers = {Report: itertools.count(), Comparison: itertools.count()}
+    for result in results:  # in the order in which they were given
+        if isinstance(result, Comparison):
+            key = f"c{next(numbers[Comparison])}"
+            runs.append(_run(key, " and ".join(result.names), list(_comparison(result, key))))
+        else:
+            key, pictures = f"r{next(numbers[Report])}", _sheet(result)
+            sections = list(_report(result, key, pictures))
+            runs.append(_run(key, result.name, sections, result.partial, pictures, _samples(result)))
     figures = {figure.key: figure.spec for run in runs for section in run["sections"] for figure in section.figures}
     return (
         _environment()
@@ -237,8 +239,8 @@ def _artefact_card(report: Report) -> Card:
         label,
         f"× {number(known[name], 3)}",
         "at least; found by a short search",
-        f"So far can ‘{name}’ be moved by scaling layers, while every output stays the same. Differences between "
-        "models that are smaller than this factor say nothing by themselves.",
+        f"So far was ‘{name}’ moved by scaling layers, while every output stayed the same. A larger scaling moves it "
+        "further, so its size alone does not tell two models apart.",
     )
 
 
@@ -252,9 +254,9 @@ def _summary(report: Report, key: str) -> Section:
         _artefact_card(report),
     ]
     if report.fits:
-        columns = ["data", "samples", "of", "accuracy (%)", "± (95 %)", "loss"]
+        columns = ["data", "samples", "of", "accuracy (%)", "95 % interval", "loss"]
         rows = [
-            (name, fit.samples, fit.population, 100 * fit.accuracy.value, _plus_minus(fit.accuracy), fit.loss.value)
+            (name, fit.samples, fit.population, 100 * fit.accuracy.value, _accuracy_limits(fit), fit.loss.value)
             for name, fit in report.fits.items()
         ]
         section.tables.append(Table(f"{key}-fit", "How well it fits", columns, rows))
@@ -263,9 +265,14 @@ def _summary(report: Report, key: str) -> Section:
     return section
 
 
-def _plus_minus(accuracy: Estimate) -> Cell:
-    low, high = accuracy.interval(data=True)
-    return float(f"{50 * (high - low):.2g}") if low != high else "exact"
+def _accuracy_limits(fit: Fit) -> str:
+    """Wilson's 95 % interval in percent where a random subset was measured: an accuracy of 100 % has an error, too."""
+    if math.isnan(fit.accuracy.value) or not 0 < fit.samples < fit.population:
+        return "–" if math.isnan(fit.accuracy.value) else "exact"
+    share, worth, z = fit.accuracy.value, fit.samples / (1 - fit.samples / fit.population), 1.96
+    centre = (share + z**2 / (2 * worth)) / (1 + z**2 / worth)
+    half = z * math.sqrt(share * (1 - share) / worth + z**2 / (4 * worth**2)) / (1 + z**2 / worth)
+    return f"{number(100 * max(0.0, centre - half), 3)} to {number(100 * min(1.0, centre + half), 3)}"
 
 
 def _sample_names(report: Report, count: int) -> list[int]:
@@ -313,13 +320,13 @@ def _trace_against_margin(report: Report, key: str) -> Section:
     )
     wrong = int((~margins.correct).sum())
     section.texts.append(
-        f"One point is one of {count:,} samples; {wrong:,} of them are classified wrongly (margin below 0). A sample "
-        "with a small margin lies near a decision boundary, one with a large trace makes the minimum sharp. "
+        f"One point is one of {_counted(count, 'sample')}, {wrong:,} of which are classified wrongly (margin below 0). "
+        "A sample with a small margin lies near a decision boundary, one with a large trace makes the minimum sharp. "
         "Point at a sample to see it."
     )
     section.notes += [_correlation(name, found) for name, found in report.correlations.items()]
     alt = f"Scatter plot of the Hessian trace against the output margin of {count:,} samples, coloured by prediction."
-    section.figures.append(_figure(f"{key}-scatter", "Trace against margin", alt, chart))
+    section.figures.append(_figure(f"{key}-scatter", "Trace against margin", alt, chart, inset="xy"))
     section.samples = key
     return section
 
@@ -332,8 +339,12 @@ def _correlation(name: str, found: Any) -> str:
     )
     return (
         f"Correlation of {name}: r = {r} ({found.level:.0%} interval {low} to {high}), rank correlation {rank}, "
-        f"over {found.n:,} samples; {found.removed:,} outliers removed."
+        f"over {_counted(found.n, 'sample')}; {_counted(found.removed, 'outlier')} removed."
     )
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def _samples(report: Report) -> dict[str, Any]:
@@ -379,8 +390,9 @@ def _thumbnail(report: Report, place: int) -> Thumbnail:
     row = int(report.pictures.indices[place])
     lines = []
     if report.margins is not None and row < len(report.margins):
-        label = _class(report, report.margins.targets[row].item())
-        found = None if report.predicted is None else _class(report, report.predicted[row].item())
+        kind = "" if report.classes else "class "  # a number alone says nothing
+        label = kind + _class(report, report.margins.targets[row].item())
+        found = None if report.predicted is None else kind + _class(report, report.predicted[row].item())
         lines.append(label if found in (None, label) else f"{label}, taken for {found}")
         lines.append(f"margin {number(float(report.margins.signed[row]), 3)}")
     if report.traces is not None and row < len(report.traces):
@@ -421,6 +433,7 @@ def _spectrum(report: Report, key: str) -> Section:
     section.texts.append(
         " ".join(
             [
+                *_few(report),
                 f"The {found.size:,} eigenvalues reach from {number(bottom)} to {number(top)}; their sum, the trace, "
                 f"is {_estimate(found.trace)}, the root of their summed squares {_estimate(found.frobenius_norm)}. Few "
                 "large values and very many near 0 are usual: the loss is flat in most directions.",
@@ -435,7 +448,8 @@ def _spectrum(report: Report, key: str) -> Section:
     section.figures.append(_figure(f"{key}-density", "Density of eigenvalues", alt, charts.density(curve)))
     alt = f"Stem plot of Ritz values against their weights on a logarithmic axis, {probes}."
     chart = charts.ritz_values(spectrum, floor=1e-12)
-    section.figures.append(_figure(f"{key}-ritz", "Ritz values and their weights", alt, chart))
+    note = "One stem is one Ritz value of a probe, its height the share of the spectrum that it stands for"
+    section.figures.append(_figure(f"{key}-ritz", "Ritz values and their weights", alt, chart, inset="x", note=note))
     values = [(k + 1, v, r) for k, (v, r) in enumerate(_pairs(found.largest.values, found.largest.residuals))]
     section.tables.append(
         Table(f"{key}-eigenvalues", "Largest eigenvalues", ["rank", "eigenvalue", "residual ‖Hv − λv‖"], values, True)
@@ -448,9 +462,15 @@ def _pairs(a: Any, b: Any) -> Iterable[tuple[float, float]]:
 
 
 def _estimate(estimate: Estimate) -> str:
-    if math.isnan(estimate.value) or estimate.stderr == 0:
-        return number(estimate.value)
-    return f"{number(estimate.value)} ± {number(estimate.stderr, 2)}"
+    """A value and its 95 % limits."""
+    low, high = estimate.interval()
+    return f"{number(estimate.value)} ± {number((high - low) / 2, 2)}" if low < high else number(estimate.value)
+
+
+def _few(report: Report) -> list[str]:
+    """That a part was computed on fewer samples than the measures, whose values may differ from it."""
+    few = report.settings.get("audit, spectrum and landscape")
+    return [f"Computed on {few}, so the values differ from those of all samples."] if few else []
 
 
 def _landscape(report: Report, key: str) -> Section:
@@ -507,14 +527,18 @@ def _audit(report: Report, key: str) -> Section:
     if audit is None or not audit.rows:
         section.texts.append(_missing(report, "The audit", "audit"))
         return section
+    section.texts += _few(report)
     section.texts.append(
         "Each column changes the parameters and keeps what the network computes or predicts. A measure that moves "
-        "there (× the factor) describes the parametrisation as much as the model; one that stays (=) can be compared "
-        "between models. ‘?’: nothing can be said within the errors; ‘…’: an iteration did not converge."
+        "there (× the factor) describes the parametrisation as much as the model, and its size tells no two models "
+        "apart; one that stays (=) can be compared between models. ‘?’: nothing can be said within the errors; ‘…’: an "
+        "iteration did not converge."
     )
+    if not audit.moved():
+        section.texts.append("Not tested: none of the transforms that keep the outputs applies to this network.")
     section.texts += [
-        f"‘{item.measure}’ can be moved at least {number(item.factor, 3)}-fold by scaling layers at the same outputs: "
-        f"{number(item.before)} became {number(item.lowest)} and {number(item.highest)}."
+        f"The map below shows one fixed scaling. A short search for a worse one moved ‘{item.measure}’ "
+        f"{number(item.factor, 3)}-fold at the same outputs, from {_journey(item)}; larger scalings move it further."
         for item in audit.worst
         if math.isfinite(item.factor)
     ]
@@ -540,13 +564,21 @@ def _audit(report: Report, key: str) -> Section:
     return section
 
 
+def _journey(item: WorstFactor) -> str:
+    """Where the search began and how far it came, in each direction in which it came anywhere."""
+    ends = [f"down to {number(item.lowest)}"] if item.lowest < item.before else []
+    ends += [f"up to {number(item.highest)}"] if item.highest > item.before else []
+    return f"{number(item.before)} {' and '.join(ends)}"
+
+
 def _fate(factor: float | None) -> str:
-    """What the audit saw of a measure where the outputs stayed the same; the words do not break."""
+    """What the audit saw of a measure where the outputs stayed the same: a factor is as far as it went, no limit."""
     if factor is None:
-        return "–"
+        return "not tested"
     if math.isnan(factor):
         return "undecided"
-    return "stays" if factor == 1 else "moves" if math.isinf(factor) else f"moves\u00a0×\u00a0{number(factor, 3)}"
+    moves = "moves at least\u00a0×\u00a0"
+    return "stays" if factor == 1 else "moves" if math.isinf(factor) else f"{moves}{number(factor, 3)}"
 
 
 def _measures(report: Report, key: str) -> Section:
@@ -601,11 +633,21 @@ def _how(report: Report, key: str) -> Section:
     return section
 
 
-def _figure(key: str, title: str, alt: str, chart: Any, *, square: bool = False) -> Figure:
-    """A chart without its colours, as wide as the page allows; what it says below its title becomes a text."""
+def _figure(
+    key: str, title: str, alt: str, chart: Any, *, square: bool = False, inset: str = "", note: str = ""
+) -> Figure:
+    """A chart without its colours, as wide as the page allows; what it says below its title becomes a text.
+
+    `inset` names the axes that leave room between the frame and the outermost marks, which lie half outside without.
+    """
     spec = {name: value for name, value in chart.to_dict().items() if name not in ("$schema", "config", "title")}
     heading = chart.to_dict().get("title", {})
-    note = heading.get("subtitle") or heading.get("text", "") if isinstance(heading, dict) else ""
+    said = heading.get("subtitle") or heading.get("text", "") if isinstance(heading, dict) else ""
+    note = "; ".join(filter(None, (said, note)))
+    for part in [spec, *spec.get("layer", [])]:
+        for axis in inset:
+            if "scale" in part.get("encoding", {}).get(axis, {}):
+                part["encoding"][axis]["scale"] |= {"padding": 8}  # pixels
     if square or "width" not in spec:
         spec["width"] = "container"
     return Figure(key, title, alt, spec, f"{note[:1].upper()}{note[1:]}." if note else "", square)
@@ -618,7 +660,7 @@ def _figure(key: str, title: str, alt: str, chart: Any, *, square: bool = False)
 def _comparison(found: Comparison, key: str) -> Iterator[Section]:
     a, b = found.names
     section = Section(f"{key}-advice", "Which to trust", [found.advice], notes=list(found.reasons))
-    favours = {"a": a, "b": b, "equal": "neither"}
+    favours = {"a": a, "b": b, "equal": "neither", "no interval": "none, as the difference has no interval"}
     decisive = {row.name: row for row in found.rows if row.verdict in ("a", "b", "equal")}
     for name in ("accuracy", "input_distance", "loss"):  # what the advice rests on
         if name in decisive:
@@ -637,7 +679,7 @@ def _comparison(found: Comparison, key: str) -> Iterator[Section]:
         verdict = favours.get(row.verdict, row.verdict) + (f": {row.note}" if row.note else "")
         rows.append((row.name, row.a.value, row.b.value, _difference(row), verdict))
     section.tables.append(Table(f"{key}-comparison", f"{a} and {b} on {found.samples:,} samples", columns, rows))
-    columns = ["measure", "difference", "low", "high", "interval from", f"ratio {b} / {a}", "movable by"]
+    columns = ["measure", "difference", "low", "high", "interval from", f"ratio {b} / {a}", "moved at least"]
     details = [(row.name, row.difference, row.low, row.high, row.how, row.ratio, row.factor) for row in found.rows]
     section.tables.append(Table(f"{key}-details", "Differences, intervals and ratios", columns, details, True))
     yield section
@@ -668,21 +710,54 @@ def _difference(row: ComparisonRow) -> str:
     return f"{text} ({number(row.low, 3)} to {number(row.high, 3)})" if row.low < row.high else text
 
 
+def _facts(reports: list[Report]) -> Iterator[tuple[str, list[str]]]:
+    """What the runs measured, before what they found: rows that differ here make the others hard to compare."""
+    for kind in ("train", "test"):
+        fits = [report.fits.get(kind) for report in reports]
+        if not any(fits):
+            continue
+        named = [report.settings.get(f"{kind} data", "not named") for report in reports]
+        yield f"{kind} data", ["–" if fit is None else name for fit, name in zip(fits, named, strict=True)]
+        counts = [None if fit is None else (number(fit.samples), number(fit.population)) for fit in fits]
+        yield f"{kind} samples", ["–" if c is None else c[0] if c[0] == c[1] else f"{c[0]} of {c[1]}" for c in counts]
+        yield f"{kind} accuracy (%)", ["–" if fit is None else _accuracy(fit) for fit in fits]
+        yield f"{kind} loss", ["–" if fit is None else number(fit.loss.value) for fit in fits]
+    yield "parameters", [f"{report.parameters:,}" for report in reports]
+
+
+def _accuracy(fit: Fit) -> str:
+    limits = _accuracy_limits(fit)
+    text = number(100 * fit.accuracy.value)
+    return text if limits in ("exact", "–") else f"{text} ({limits})"
+
+
+def _with_limits(report: Report, row: ReportRow) -> Cell:
+    """A value with its 95 % limits; a number alone where it has none."""
+    low, high = _interval(report, row)
+    value = row.value.value
+    if math.isnan(low) and not math.isnan(value):
+        return f"{number(value)} ± unknown"
+    return f"{number(value)} ± {number((high - low) / 2, 2)}" if low < high else value
+
+
 def _side_by_side(reports: list[Report]) -> Section:
     section = Section("side-by-side", "All runs")
     names = [f"{k + 1}: {report.name}" for k, report in enumerate(reports)]
     measures = list(dict.fromkeys(row.name for report in reports for row in report.rows))
     tables = [{row.name: row for row in report.rows} for report in reports]
     moved = [report.audit.moved() for report in reports if report.audit is not None]
-    rows = []
+    rows: list[tuple[Cell, ...]] = []
+    for label, found in _facts(reports):
+        rows.append((label, *found, "", ""))
     for measure in measures:
-        values = [table[measure].value.value if measure in table else "–" for table in tables]
+        pairs = zip(reports, tables, strict=True)
+        values = [_with_limits(report, table[measure]) if measure in table else "–" for report, table in pairs]
         first = next(table[measure] for table in tables if measure in table)
         factors = [audit[measure] for audit in moved if measure in audit]
         rows.append((measure, *values, first.direction, _fate(largest(factors) if factors else None)))
     section.texts.append(
-        "What stays while the outputs stay the same can be compared as it stands; what the audits moved, only beyond "
-        "that factor."
+        "What stays while the outputs stay the same can be compared as it stands, within its limits (±, 95 %). What "
+        "the audits moved cannot: the factor is as far as they went, and larger scalings move it further."
     )
     columns = ["measure", *names, "larger is", "at the same outputs"]
     section.tables.append(Table("side-table", "Measures of all runs", columns, rows))
