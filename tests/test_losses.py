@@ -81,10 +81,10 @@ CASES: dict[str, tuple[Callable[[int], Loss], Function, tuple[int, ...]]] = {
         (1,),
     ),
     "squared_error": (lambda _: SquaredError(), naive.squared_error, (1, 2, 5)),
-    "squared_error, as MSELoss": (
+    "MSELoss of whole numbers": (
         lambda _: resolve(nn.MSELoss()),
-        lambda o, t: F.mse_loss(o, naive.one_hot(o, t), reduction="none").mean(1),
-        (2, 5),
+        lambda o, t: F.mse_loss(o, t.to(o)[:, None], reduction="none").mean(1),
+        (1,),
     ),
     "exponential": (lambda _: Exponential(), naive.exponential, (1, 2, 5)),
     "callable": (lambda _: CallableLoss(smooth), smooth, (2, 5)),
@@ -417,7 +417,7 @@ def test_nothing_can_be_sampled_if_all_is_exact() -> None:
     with pytest.raises(InputError, match="squared_error of 3 outputs has 3 factors"):
         list(SquaredError().sampled_factors(outputs, targets, 3, generator))
     for loss in (Exponential(), BinaryCrossEntropy(), CallableLoss(smooth)):
-        with pytest.raises(InputError, match=f"passes= is for .*; {loss.name} is measured exactly without it"):
+        with pytest.raises(InputError, match=f"passes= is for .*; {loss.name} is measured without it"):
             loss.sampled_factors(outputs, targets, 0, generator)
 
 
@@ -597,7 +597,8 @@ LABELS = torch.tensor([0, 1, 2, 0])
         ("binary_cross_entropy", torch.zeros(4, 1), torch.tensor([0.0, 1, 0.5, 1]), "got 0.5"),
         ("binary_cross_entropy", torch.zeros(4, 1), torch.zeros(3), "4 outputs for 3 targets"),
         ("squared_error", torch.zeros(4), LABELS, "got (4,)"),
-        ("squared_error", torch.zeros(4, 3), torch.zeros(4, 2), "targets like the outputs (4, 3) or integer classes"),
+        ("squared_error", torch.zeros(4, 3), torch.zeros(4, 2), "squared_error needs targets like the outputs (4, 3)"),
+        (SquaredError(None), torch.zeros(4, 3), LABELS, "MSELoss needs targets like the outputs (4, 3), got (4,); int"),
         ("squared_error", torch.zeros(4, 2), LABELS, "target 2 (sample 2"),
         ("squared_error", torch.zeros(2, 1), torch.tensor([[0.0], [math.nan]]), "sample 1 of its batch is NaN"),
         ("exponential", torch.zeros(4, 2), LABELS, "target 2 (sample 2"),
@@ -627,8 +628,17 @@ def test_squared_error_takes_targets_of_any_float_type_and_shape() -> None:
 
 def test_the_confidence_gap_of_known_softmaxes() -> None:
     for classes in (2, 3, 10, 1000):
-        assert confidence_gap(torch.zeros(classes)).item() == pytest.approx(1 - 1 / classes, rel=1e-12)
-    assert confidence_gap(torch.tensor([1e4, 0.0])).item() == 0.0
+        assert confidence_gap(torch.zeros(1, classes)).item() == pytest.approx(1 - 1 / classes, rel=1e-12)
+    assert confidence_gap(torch.tensor([[1e4, 0.0]])).item() == 0.0
+
+
+@pytest.mark.parametrize("logits", [torch.randn(4), torch.randn(4, 1), torch.randn(4, 3, 2), torch.tensor(1.0)])
+def test_a_softmax_needs_a_row_of_classes_a_sample(logits: Tensor) -> None:
+    """One logit has a sigmoid, not a softmax; a vector would be read as one sample."""
+    with pytest.raises(InputError, match=r"confidence_gap needs logits of shape \(samples, classes >= 2\)"):
+        confidence_gap(logits)
+    with pytest.raises(InputError, match=r"aceht needs logits of shape \(samples, classes >= 2\)"):
+        aceht(torch.randn(4, 3), logits)
 
 
 @pytest.mark.parametrize("shape", [(5,), (5, 3), (5, 2, 2, 2)])
@@ -644,3 +654,31 @@ def test_aceht_is_the_trace_of_an_affine_classifier(shape: tuple[int, ...]) -> N
 def test_aceht_needs_one_input_a_row() -> None:
     with pytest.raises(InputError, match="one input per row of logits, got 3 inputs and 2 logits"):
         aceht(torch.zeros(3, 2), torch.zeros(2, 2))
+
+
+# ---------------------------------------------------------------- what once gave a wrong number or a raw error
+
+
+def test_large_exponentials_are_finite_wherever_they_are_admitted() -> None:
+    outputs, targets = torch.tensor([[0.0, 100.0]]), torch.tensor([0])
+    Exponential().check(outputs, targets)
+    assert float(Exponential().values(outputs, targets)) == pytest.approx(math.exp(100.0))  # inf in float32
+
+
+@pytest.mark.parametrize("name", ["cross_entropy", "squared_error", "exponential"])
+def test_classes_may_be_unsigned_short_integers(name: str) -> None:
+    loss, outputs, targets = resolve(name), torch.randn(3, 4), torch.tensor([0, 3, 1])
+    short = targets.to(torch.uint16)
+    loss.check(outputs, short)
+    assert torch.equal(loss.gradient(outputs, short), loss.gradient(outputs, targets))
+    assert torch.equal(loss.values(outputs, short), loss.values(outputs, targets))
+    with pytest.raises(InputError, match=r"target 4 .* outside the model's 4 classes"):
+        loss.check(outputs, torch.tensor([0, 4, 0], dtype=torch.uint16))
+
+
+def test_a_loss_without_a_second_derivative_is_named() -> None:
+    def hinge(outputs: Tensor, targets: Tensor) -> Tensor:
+        return F.multi_margin_loss(outputs, targets, p=2, reduction="none")
+
+    with pytest.raises(InputError, match=r"the loss hinge cannot be differentiated twice \(derivative for aten"):
+        resolve(hinge).product(torch.randn(2, 3), torch.tensor([0, 1]), torch.randn(2, 3))

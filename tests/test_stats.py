@@ -6,6 +6,7 @@ import dataclasses
 import math
 import random
 import time
+from typing import Any
 
 import numpy as np
 import pytest
@@ -329,3 +330,24 @@ def test_margins_of_a_softmax_regression_on_digits() -> None:
     assert correlate(trace, found, where=found.correct).r < -0.8  # wide margins are flat
     assert found.distance is not None
     assert correlate(found.distance, found, outliers="none").r > 0.95
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"seed": -1}, "a seed that is a whole number of at least 0, got -1"),
+        ({"seed": 0.5}, "a seed that is a whole number"),
+        ({"level": "x"}, "a level between 0 and 1, got 'x'"),
+        ({"resamples": "x"}, "at least 100 resamples for an interval, got 'x'"),
+    ],
+)
+def test_bad_options_get_a_sentence(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        correlate([1.0, 2, 3, 4], [1.0, 2, 4, 3], **options)
+    assert correlate([1.0, 2, 3, 4], [1.0, 2, 4, 3], seed=np.int64(3)).seed == 3  # type: ignore[arg-type]
+
+
+def test_complex_numbers_are_not_cut_to_their_real_part() -> None:
+    for numbers in (np.array([1j, 2, 3]), torch.tensor([1j, 2, 3])):
+        with pytest.raises(InputError, match="b holds complex numbers"):
+            correlate([1.0, 2, 3], numbers)

@@ -31,6 +31,11 @@ def softmax_parts(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return probabilities, top, others.sum(-1)
 
 
+def _check_logits(name: str, logits: Tensor) -> None:
+    if logits.ndim != 2 or logits.shape[1] < 2:
+        raise InputError(f"{name} needs logits of shape (samples, classes >= 2), got {tuple(logits.shape)}.")
+
+
 def confidence_gap(logits: Tensor) -> Tensor:
     """1 − Σ_c S_c², the lack of confidence of a softmax, in float64 and without cancellation.
 
@@ -40,6 +45,7 @@ def confidence_gap(logits: Tensor) -> Tensor:
     >>> float(confidence_gap(torch.tensor([[40.0, 0.0]])))  # 1 - (S**2).sum() gives 0 here
     8.49670851...e-18
     """
+    _check_logits("confidence_gap", logits)
     probabilities, top, q = softmax_parts(logits)
     others = probabilities.scatter(-1, top.unsqueeze(-1), 0.0)
     return 2 * q - q.square() - others.square().sum(-1)
@@ -55,11 +61,11 @@ def aceht(inputs: Tensor, logits: Tensor) -> Tensor:
     >>> aceht(torch.ones(1, 3), torch.zeros(1, 2))
     tensor([2.], dtype=torch.float64)
     """
-    if inputs.shape[0] != logits.shape[0]:
-        raise InputError(
-            f"aceht needs one input per row of logits, got {inputs.shape[0]} inputs and {logits.shape[0]} logits."
-        )
-    flat = inputs.double().flatten(1) if inputs.ndim > 1 else inputs.double()[:, None]
+    _check_logits("aceht", logits)
+    count = len(inputs) if inputs.ndim else 0
+    if count != len(logits):
+        raise InputError(f"aceht needs one input per row of logits, got {count} inputs and {len(logits)} logits.")
+    flat = inputs.double().reshape(len(inputs), -1)
     return (flat.square().sum(1) + 1) * confidence_gap(logits)
 
 
@@ -77,6 +83,7 @@ class Loss(ABC):
 
     name: ClassVar[str] = ""
     closed_form: ClassVar[bool] = True  # whether `factors` is available
+    can_sample: ClassVar[bool] = False  # whether `sampled_factors` is
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:
         """Raise `InputError` unless outputs and targets fit this loss."""
@@ -119,9 +126,7 @@ class Loss(ABC):
         The signs are independent for every sample, so d‖vᵀJ‖² of the last term is an unbiased estimate of what the
         others add to the trace.
         """
-        raise InputError(
-            f"passes= is for losses whose Hessian has many factors; {self.name} is measured exactly without it."
-        )
+        raise InputError(f"passes= is for cross_entropy and squared_error; {self.name} is measured without it.")
 
     def hessian(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """A of every sample, (N, C, C), float64."""
@@ -157,6 +162,7 @@ def _class_targets(name: str, outputs: Tensor, targets: Tensor) -> None:
     if targets.shape[0] != outputs.shape[0]:
         raise InputError(f"{name} got {outputs.shape[0]} outputs for {targets.shape[0]} targets.")
     if targets.numel():
+        targets = targets.long()  # not all kinds of integers can be compared
         low, high = int(targets.min()), int(targets.max())
         if low < 0 or high >= classes:
             wrong = high if high >= classes else low
@@ -176,6 +182,7 @@ class CrossEntropy(Loss):
     """
 
     name = "cross_entropy"
+    can_sample = True
 
     def __init__(self, weight: Tensor | None = None, label_smoothing: float = 0.0) -> None:
         self.weight = weight
@@ -228,18 +235,20 @@ class CrossEntropy(Loss):
         gradient = (1 - self.label_smoothing) * weight[label] * gradient
         return gradient + self.label_smoothing * (weight.mean() * probabilities - weight / len(weight))
 
-    def product(self, outputs: Tensor, targets: Tensor, direction: Tensor) -> Tensor:
+    @staticmethod
+    def _centred(outputs: Tensor, direction: Tensor) -> tuple[Tensor, Tensor]:
+        """S, and the direction minus its mean over S."""
         probabilities, top, _ = softmax_parts(outputs)
         direction = direction.double()
         shifted = direction - direction.gather(1, top[:, None])  # zero at the top class: nothing large cancels
-        mean = (probabilities * shifted).sum(1, keepdim=True)
-        return self._scale(outputs, targets)[:, None] * probabilities * (shifted - mean)
+        return probabilities, shifted - (probabilities * shifted).sum(1, keepdim=True)
+
+    def product(self, outputs: Tensor, targets: Tensor, direction: Tensor) -> Tensor:
+        probabilities, centred = self._centred(outputs, direction)
+        return self._scale(outputs, targets)[:, None] * probabilities * centred
 
     def quadratic(self, outputs: Tensor, targets: Tensor, direction: Tensor) -> Tensor:
-        probabilities, top, _ = softmax_parts(outputs)
-        direction = direction.double()
-        shifted = direction - direction.gather(1, top[:, None])
-        centred = shifted - (probabilities * shifted).sum(1, keepdim=True)
+        probabilities, centred = self._centred(outputs, direction)
         return self._scale(outputs, targets) * (probabilities * centred.square()).sum(1)
 
     def trace(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -348,31 +357,39 @@ class BinaryCrossEntropy(Loss):
 
 
 class SquaredError(Loss):
-    """ℓ = ½c‖φ − y‖² with c = 1; integer targets are one-hot encoded. The output Hessian is c·I."""
+    """ℓ = ½c‖φ − y‖² with c = 1; integer targets are one-hot encoded. The output Hessian is c·I.
+
+    With `scale=None` it is torch.nn.MSELoss of every sample: c = 2/C, and integer targets are numbers.
+    """
 
     name = "squared_error"
+    can_sample = True
 
     def __init__(self, scale: float | None = 1.0) -> None:
-        self.scale = scale  # None: 2/C, the scale of torch.nn.MSELoss with reduction "mean"
+        self.scale = scale
+
+    def _are_classes(self, targets: Tensor) -> bool:
+        return self.scale is not None and not targets.is_floating_point()
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:
         super().check(outputs, targets)
-        if not targets.is_floating_point():
+        if self._are_classes(targets):
             _class_targets(self.name, outputs, targets)
         elif targets.reshape(len(targets), -1).shape != outputs.shape:
             raise InputError(
-                f"squared_error needs targets like the outputs {tuple(outputs.shape)} or integer classes, "
-                f"got {tuple(targets.shape)}."
+                f"{'MSELoss' if self.scale is None else 'squared_error'} needs targets like the outputs "
+                f"{tuple(outputs.shape)}, got {tuple(targets.shape)}; integer classes are one-hot encoded by "
+                "loss='squared_error'."
             )
         elif not bool(torch.isfinite(targets).all()):
             where = int((~torch.isfinite(targets)).reshape(len(targets), -1).any(1).nonzero()[0])
             raise InputError(f"squared_error: the target of sample {where} of its batch is NaN or infinite.")
 
     def _difference(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        if targets.is_floating_point():
+        if not self._are_classes(targets):
             return outputs - targets.reshape(outputs.shape).to(outputs)
         classes = torch.arange(outputs.shape[1], device=outputs.device)
-        return outputs - (targets[:, None] == classes).to(outputs)
+        return outputs - (targets.long()[:, None] == classes).to(outputs)
 
     def _factor(self, outputs: Tensor) -> float:
         return 2.0 / outputs.shape[1] if self.scale is None else self.scale
@@ -451,7 +468,7 @@ class Exponential(Loss):
         return (outputs - outputs.gather(1, label)).scatter(1, label, -math.inf)
 
     def values(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return self._differences(outputs, targets).exp().sum(1)
+        return self._differences(outputs.double(), targets).exp().sum(1)  # float32 ends at exp(88)
 
     def gradient(self, outputs: Tensor, targets: Tensor) -> Tensor:
         terms = self._differences(outputs.double(), targets).exp()
@@ -537,7 +554,14 @@ class CallableLoss(Loss):
                 along = direction.to(point).reshape(point.shape)
                 return torch.autograd.grad(first, point, along, materialize_grads=True)[0]
 
-        return _in_float64(bend, outputs, targets)
+        try:
+            return _in_float64(bend, outputs, targets)
+        except RuntimeError as error:
+            name = getattr(self.function, "__name__", type(self.function).__name__)
+            reason = str(error).strip().split("\n", 1)[0].rstrip(".")
+            raise InputError(
+                f"the loss {name} cannot be differentiated twice ({reason}); write it in operations that can."
+            ) from error
 
     def rank(self, classes: int) -> int:
         own = getattr(self.function, "rank", None)

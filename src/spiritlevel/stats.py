@@ -46,7 +46,12 @@ def _column(name: str, data: Any) -> _Column:
     if isinstance(data, Result):
         raise InputError(f"{name} must hold one number a sample, got a result of type {type(data).__name__}.")
     try:
-        values = _numbers(data).astype(np.float64)
+        values = _numbers(data)
+        if np.iscomplexobj(values):
+            raise InputError(f"{name} holds complex numbers; pass their real part, or their size.")
+        values = values.astype(np.float64)
+    except InputError:
+        raise
     except (TypeError, ValueError):
         raise InputError(f"{name} must hold one number a sample, got {type(data).__name__}.") from None
     if values.ndim != 1:
@@ -227,10 +232,13 @@ def correlate(
     """
     if outliers not in OUTLIER_RULES:
         raise unknown_name("outlier rule", outliers, OUTLIER_RULES)
-    if not 0 < level < 1:
-        raise InputError(f"correlate needs a level between 0 and 1, got {level}.")
-    if resamples < 100:
-        raise InputError(f"correlate needs at least 100 resamples for an interval, got {resamples}.")
+    if not isinstance(level, int | float) or not 0 < level < 1:
+        raise InputError(f"correlate needs a level between 0 and 1, got {level!r}.")
+    if not isinstance(resamples, int | np.integer) or resamples < 100:
+        raise InputError(f"correlate needs at least 100 resamples for an interval, got {resamples!r}.")
+    if not isinstance(seed, int | np.integer) or seed < 0:
+        raise InputError(f"correlate needs a seed that is a whole number of at least 0, got {seed!r}.")
+    seed = int(seed)
     x, y = _pair(a, b)
     group = ""
     if where is not None:
