@@ -131,3 +131,49 @@ def test_what_is_written_into_a_view_reaches_its_base() -> None:
     assert structure.degrees["inner.weight"] > 1
     assert structure.degrees["head.weight"] == 1
     assert "'mul'" in structure.reason
+
+
+class ReadsItsInputs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) if x.abs().max() < 3 else torch.tanh(self.inner(x))
+
+
+def test_a_python_value_that_inputs_decide_is_never_exact() -> None:
+    structure = structure_of(ReadsItsInputs(), torch.zeros(2, 6))
+    assert not structure.exact
+    assert "that parameters or inputs decide" in structure.reason
+
+
+class Modulus(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.fft.rfft(self.inner(x)).abs()
+
+
+def test_the_size_of_a_complex_number_is_not_piecewise_linear() -> None:
+    structure = structure_of(Modulus(), torch.randn(2, 6))
+    assert structure.degrees["inner.weight"] > 1
+    assert "'abs'" in structure.reason
+
+
+class OwnReLU(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.head = nn.Linear(6, 4), nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.inner(x)
+        return self.head(torch.where(y > 0, y, torch.zeros_like(y)))
+
+
+def test_comparisons_and_constants_are_no_obstacles() -> None:
+    structure = structure_of(OwnReLU(), torch.randn(2, 6))
+    assert structure.exact
+    assert not structure.obstacles

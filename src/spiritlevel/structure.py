@@ -26,33 +26,39 @@ MORE = 2
 
 _LINEAR = frozenset(
     """
-    add sub rsub neg sum mean cumsum clone alias contiguous copy lift lift_fresh lift_fresh_copy _to_copy
-    view _unsafe_view reshape _reshape_alias flatten unflatten expand expand_copy permute transpose t squeeze unsqueeze
-    view_copy permute_copy transpose_copy t_copy squeeze_copy unsqueeze_copy as_strided slice select narrow split
-    split_with_sizes chunk unbind stack cat index index_select gather take roll flip diagonal diag_embed tril triu
+    add sub rsub neg sum mean cumsum clone alias copy lift lift_fresh lift_fresh_copy _to_copy
+    view _unsafe_view _reshape_alias expand expand_copy permute transpose t squeeze unsqueeze
+    view_copy permute_copy transpose_copy t_copy squeeze_copy unsqueeze_copy as_strided slice select split
+    split_with_sizes unbind stack cat index index_select gather take roll flip diagonal diag_embed tril triu
     repeat repeat_interleave constant_pad_nd reflection_pad1d reflection_pad2d reflection_pad3d replication_pad1d
     replication_pad2d replication_pad3d scatter scatter_add index_add index_put slice_scatter select_scatter
-    masked_fill masked_scatter where trace im2col col2im pixel_shuffle pixel_unshuffle channel_shuffle movedim
+    masked_fill masked_scatter where trace im2col col2im pixel_shuffle pixel_unshuffle channel_shuffle
     avg_pool1d avg_pool2d avg_pool3d _adaptive_avg_pool2d _adaptive_avg_pool3d adaptive_avg_pool1d
     upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_linear1d upsample_bilinear2d upsample_trilinear3d
-    upsample_bicubic2d _upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d embedding real imag
-    _fft_r2c _fft_c2c _fft_c2r view_as_real view_as_complex dropout
-    relu leaky_relu threshold hardtanh relu6 clamp clamp_min clamp_max abs hardshrink softshrink hardsigmoid rrelu
+    upsample_bicubic2d _upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d embedding
+    _fft_r2c _fft_c2c _fft_c2r view_as_real view_as_complex
+    relu leaky_relu threshold hardtanh clamp clamp_min clamp_max abs hardshrink softshrink hardsigmoid
     maximum minimum fmax fmin max min amax amin topk sort kthvalue median nanmedian max_pool2d_with_indices
-    max_pool3d_with_indices adaptive_max_pool2d adaptive_max_pool3d max_pool2d mkldnn_max_pool2d
+    max_pool3d_with_indices adaptive_max_pool2d adaptive_max_pool3d mkldnn_max_pool2d
     """.split()
 )
-_BILINEAR = frozenset("mul mm bmm mv dot vdot outer matmul linear _prelu_kernel prelu".split())
+_CONSTANT = frozenset(
+    """
+    zeros_like ones_like full_like empty_like rand_like randn_like new_zeros new_ones new_full new_empty
+    new_empty_strided
+    """.split()
+)  # they look at the shape and type of their argument only
+_BILINEAR = frozenset("mul mm bmm mv dot vdot linear _prelu_kernel".split())
 _ADDED_BILINEAR = frozenset("addmm baddbmm addbmm addmv addr".split())  # first argument + product of the next two
-_CONVOLUTION = frozenset("convolution _convolution conv1d conv2d conv3d mkldnn_convolution".split())
+_CONVOLUTION = frozenset("convolution _convolution mkldnn_convolution".split())
 _BATCH_NORM = frozenset(
     "native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_no_training cudnn_batch_norm".split()
 )
 _NORMALISATION = {"native_layer_norm": (2, 3), "native_group_norm": (1, 2)}  # where weight and bias stand
 SMOOTH = frozenset(
     """
-    tanh sigmoid gelu silu softplus elu celu selu mish hardswish log_sigmoid log_sigmoid_forward exp expm1 log1p sin
-    cos erf square pow atan softsign mul div
+    tanh sigmoid gelu silu softplus elu celu mish hardswish log_sigmoid_forward exp expm1 log1p sin cos erf pow atan
+    mul div
     """.split()
 )
 """Elementwise operations that curve: where only these stand in the way, Gauss-Newton part and remainder split well."""
@@ -100,13 +106,13 @@ def analyse(problem: Problem, inputs: Any, count: int) -> Structure:
 
     Cost: one forward pass of that batch, a few milliseconds.
     """
-    watch = _Watch(problem.params)
+    watch = _Watch(problem.params, inputs)
     # what is written in place becomes an operation of its own
-    forward = functionalize(lambda params: problem.outputs(params, inputs))
+    forward = functionalize(problem.outputs)
     try:
         # name layer norm as such, not the operations it is rewritten to
         with torch.no_grad(), torch._C.DisableTorchFunction(), watch:
-            outputs = forward(problem.params)
+            outputs = forward(problem.params, inputs)
     except Exception as error:  # whatever stops the run, the network is simply not known to be exact
         reason = str(error).strip().split("\n", 1)[0][:200]
         return Structure(failure=f"the forward pass cannot be traced ({type(error).__name__}: {reason})")
@@ -116,10 +122,11 @@ def analyse(problem: Problem, inputs: Any, count: int) -> Structure:
 class _Watch(TorchDispatchMode):
     """Gives every value that an operation returns its degrees, and keeps it, so that it stays known by its id."""
 
-    def __init__(self, params: Params) -> None:
+    def __init__(self, params: Params, inputs: Any) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.parameters = {id(tensor): name for name, tensor in params.items()}
-        self.known: dict[int, Degrees] = {id(tensor): {name: 1} for name, tensor in params.items()}
+        self.known: dict[int, Degrees] = {id(leaf): {} for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)}
+        self.known |= {id(tensor): {name: 1} for name, tensor in params.items()}
         self.kept: list[Tensor] = []  # alive, so that no id is given twice
         self.uses = dict.fromkeys(params, 0)
         self.obstacles: dict[str, str] = {}
@@ -136,22 +143,24 @@ class _Watch(TorchDispatchMode):
         if not met:
             return result  # constant
         if not all(isinstance(value, Tensor | None) for value in values):
-            raise RuntimeError(f"the operation '{_name(func)}' makes a Python value of one that parameters decide")
+            raise RuntimeError(
+                f"the operation '{_name(func)}' makes a Python value of one that parameters or inputs decide"
+            )
         for leaf in tree_leaves((args, kwargs)):
             name = self.parameters.get(id(leaf))
             if name:
                 self.uses[name] += 1
         degrees = _degrees(func, args, met, self.known)
         before = _largest(*met)
-        for name, degree in degrees.items():
-            if degree >= MORE > before.get(name, 0):
-                self.obstacles.setdefault(name, _name(func))
         for value in values:
             if isinstance(value, Tensor) and id(value) not in self.parameters:
-                # integers and booleans are constant almost everywhere
-                smooth = value.is_floating_point() or value.is_complex()
-                self.known[id(value)] = degrees if smooth else {}
+                self.known[id(value)] = {}  # integers and booleans are constant almost everywhere
                 self.kept.append(value)
+                if value.is_floating_point() or value.is_complex():
+                    self.known[id(value)] = degrees
+                    for name, degree in degrees.items():
+                        if degree >= MORE > before.get(name, 0):
+                            self.obstacles.setdefault(name, _name(func))
         return result
 
     def structure(self, outputs: Any, count: int) -> Structure:
@@ -185,7 +194,9 @@ def _degrees(
 ) -> Degrees:
     args = [known.get(id(argument), {}) for argument in arguments]
     name = _name(func)
-    if name in _LINEAR:
+    if name in _CONSTANT:
+        return {}
+    if name in _LINEAR and not (name == "abs" and arguments[0].is_complex()):  # |z| = √(x² + y²) is curved
         return _largest(*met)
     if name in _BILINEAR:
         return _largest(_sum(args[0], args[1]), *args[2:])
