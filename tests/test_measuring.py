@@ -197,7 +197,7 @@ def test_what_does_not_fit_the_time_limit_is_listed() -> None:
     report = measure(net(), points(), time_limit=1e-9)
     assert report.rows == ()
     assert {"trace", "audit", "spectrum", "landscape", "pictures"} <= set(report.left_out)
-    assert set(report.left_out.values()) == {"no time was left of the limit of 1e-09 s"}  # one reason, one line
+    assert set(report.left_out.values()) == {"no time for it within the limit of 1e-09 s"}  # one reason, one line
     everything = measure(net(), points(), measures=["trace"], parts=[], time_limit=1e9)
     assert everything.left_out == {}
     with pytest.raises(InputError, match="a seed must be a whole number >= 0, got -1"):

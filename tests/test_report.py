@@ -165,6 +165,12 @@ def test_the_reason_for_leaving_a_part_out_is_given() -> None:
     assert "The spectrum was left out: the time limit was reached." in text
 
 
+def test_one_reason_is_given_once() -> None:
+    text = Reader(page(report(30, left_out={"trace": "no time", "path_norm": "no chain", "audit": "no time"}))).text
+    assert "trace, audit no time" in text
+    assert "path_norm no chain" in text
+
+
 def test_an_empty_report_has_a_page() -> None:
     text = page(Report("nothing yet", (), partial="Interrupted after 3 s."))
     reader = Reader(text)

@@ -174,8 +174,10 @@ class _Run:
         self.there = None
         if test is not None:
             self.there = Setting(self.model, test, loss=loss, batch_norm=batch_norm, group=group)
-        begin = time.monotonic()
         self.here.check()  # data that cannot be measured fail before anything is
+        begin = time.monotonic()
+        if time_limit is not None:  # again: what libraries do on their first call would pass for the cost of a step
+            self.here.check()
         self.forward = time.monotonic() - begin
         if self.there is not None:
             try:
@@ -235,10 +237,7 @@ class _Run:
                 if reason := self._too_long(step):
                     self.left_out[step.name] = reason
                     continue
-                begin = time.monotonic()
                 step.work()
-                if not number:  # the first pass of all was slowed down by what libraries do on their first call
-                    self.forward = min(self.forward, (time.monotonic() - begin) / step.passes)
             except (InputError, NotExactError) as error:
                 self.left_out[step.name] = str(error)
             except KeyboardInterrupt:
@@ -253,11 +252,7 @@ class _Run:
         left, cost = self.limit - (time.monotonic() - self.begin), step.passes * self.forward
         times = self.here.ranks.first(torch.tensor([left, cost], device=self.here.problem.device))
         left, cost = times.tolist()
-        if left >= cost:
-            return ""
-        if left < 0.05:  # one sentence for all that come too late
-            return f"no time was left of the limit of {self.limit:g} s"
-        return f"it takes about {cost:.1f} s, and {left:.1f} s of the limit of {self.limit:g} s were left"
+        return "" if left >= cost else f"no time for it within the limit of {self.limit:g} s"
 
     def _passes(self, each: Measure) -> float:
         if each.name in _DEAR:

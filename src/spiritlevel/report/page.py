@@ -625,12 +625,19 @@ def _how(report: Report, key: str) -> Section:
         ]
         section.tables.append(Table(f"{key}-costs", "How each number was computed", columns, rows, True))
     if report.left_out:
-        section.tables.append(
-            Table(f"{key}-left-out", "Left out, and why", ["what", "reason"], list(report.left_out.items()))
-        )
+        section.tables.append(_left_out(report.left_out, key))
     if not (section.texts or section.tables):
         section.texts.append("The report does not say.")
     return section
+
+
+def _left_out(reasons: dict[str, str], key: str) -> Table:
+    """One row for all that was left out for the same reason."""
+    rows = [
+        (", ".join(name for name in reasons if reasons[name] == reason), reason)
+        for reason in dict.fromkeys(reasons.values())
+    ]
+    return Table(f"{key}-left-out", "Left out, and why", ["what", "reason"], rows)
 
 
 def _figure(
@@ -698,8 +705,7 @@ def _comparison(found: Comparison, key: str) -> Iterator[Section]:
         rows_ = list(found.settings.items())
         section.tables.append(Table(f"{key}-settings", "Settings and versions", ["setting", "value"], rows_))
     if found.left_out:
-        rows_ = list(found.left_out.items())
-        section.tables.append(Table(f"{key}-left-out", "Left out, and why", ["what", "reason"], rows_))
+        section.tables.append(_left_out(found.left_out, key))
     if section.tables:
         yield section
 
