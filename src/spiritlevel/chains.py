@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from spiritlevel.functional import Problem
 _ELEMENTWISE = frozenset(
     """
     relu relu_ leaky_relu leaky_relu_ relu6 hardtanh tanh sigmoid gelu silu softplus elu elu_ celu selu mish hardswish
-    hardsigmoid logsigmoid softsign tanhshrink sin cos exp erf square abs neg
+    log_sigmoid softsign tanhshrink sin cos exp erf square abs neg
     """.split()
 )
 _SHAPING = frozenset("flatten view reshape dropout contiguous".split())
@@ -47,23 +47,39 @@ Step = _Linear | _BatchNorm | Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Chain:
-    """The steps from a flat input to the outputs, and what the recursion costs a sample in multiply-adds."""
+    """The steps from a flat input to the outputs, and what the recursion costs a sample.
+
+    That is `cost` multiply-adds, and matrices of `width`² numbers.
+    """
 
     steps: tuple[Step, ...]
     cost: int
+    width: int
+
+
+class _Call(NamedTuple):
+    func: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    tensors: list[Tensor]
+    versions: list[int]  # of these tensors when the call was made: a write in place raises them
+    result: Tensor
+    version: int
 
 
 class _Log(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
-        self.calls: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], Tensor]] = []
+        self.calls: list[_Call] = []
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        versions = [tensor._version for tensor in tensors]
         result = func(*args, **(kwargs or {}))
         if isinstance(result, Tensor):
-            self.calls.append((func, args, kwargs or {}, result))
+            self.calls.append(_Call(func, args, kwargs or {}, tensors, versions, result, result._version))
         return result
 
 
@@ -72,17 +88,17 @@ def find_chain(problem: Problem, inputs: Any) -> Chain | None:
     if not isinstance(inputs, Tensor) or not inputs.is_floating_point():
         return None
     log = _Log()
-    state = {**problem.constants, **problem.params}
-    with torch.no_grad(), log:
-        outputs = problem.outputs(problem.params, inputs)
-    names = {id(tensor): name for name, tensor in state.items()}
-    current, cost = inputs, 0
+    params = {name: tensor.detach().requires_grad_() for name, tensor in problem.params.items()}
+    with log:
+        outputs = problem.outputs(params, inputs)
+    names = {id(tensor): name for name, tensor in {**problem.constants, **params}.items()}
+    current, version, differentiable = inputs, inputs._version, False
+    cost = width = 0
     steps: list[Step] = []
     used: set[str | None] = set()
-    for func, args, kwargs, result in log.calls:
+    for func, args, kwargs, tensors, versions, result, result_version in log.calls:
         name = getattr(func, "__name__", "")
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        if not tensors or tensors[0] is not current:
+        if not tensors or tensors[0] is not current or versions[0] != version:
             return None
         own = [names.get(id(tensor)) for tensor in tensors[1:]]
         if name in _SHAPING and not own and (not steps or result.shape == current.shape):
@@ -91,6 +107,7 @@ def find_chain(problem: Problem, inputs: Any) -> Chain | None:
             weight = tensors[1]
             fan_out, fan_in = weight.shape
             cost += fan_out * fan_out * fan_in + fan_out * fan_in * fan_in if steps else fan_out * fan_out
+            width = max(width, fan_out, fan_in if steps else 0)
             steps.append(_Linear(str(own[0]), own[1] if len(own) > 1 else None))
             used.update(own)
         elif func is F.batch_norm and current.ndim == 2 and steps and None not in own and not used.intersection(own):
@@ -103,10 +120,13 @@ def find_chain(problem: Problem, inputs: Any) -> Chain | None:
             steps.append(_elementwise(func, args, kwargs))
         else:
             return None
-        current = result
-    if not steps or current is not outputs or outputs.ndim != 2:
+        differentiable |= not problem.params.keys().isdisjoint(own)
+        if differentiable and not result.requires_grad:
+            return None  # a part under no_grad, which the recursion would differentiate
+        current, version = result, result_version
+    if not steps or current is not outputs or current._version != version or outputs.ndim != 2:
         return None
-    return Chain(tuple(steps), cost)
+    return Chain(tuple(steps), cost, width)
 
 
 def _batch_norm_step(
@@ -149,10 +169,16 @@ def _derivatives(function: Callable[[Tensor], Tensor], values: Tensor) -> tuple[
     return result.detach(), first.detach(), second.detach()
 
 
-def chain_traces(problem: Problem, chain: Chain, inputs: Tensor, targets: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """Outputs (N, C) and, for every measured parameter, the exact trace of its block of each sample's Hessian."""
+def chain_traces(
+    problem: Problem, chain: Chain, inputs: Tensor, targets: Tensor, start: int = 0
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Outputs (N, C) and, for every measured parameter, the exact trace of its block of each sample's Hessian.
+
+    `start` is the number of the first sample. The outputs are those of the steps, in float64: if the model gives
+    others, it is not this chain.
+    """
     state = {name: tensor.double() for name, tensor in {**problem.constants, **problem.params}.items()}
-    current = inputs.double().flatten(1)
+    current = inputs.double().reshape(len(inputs), -1)
     entering: list[Tensor] = []
     curves: dict[int, tuple[Tensor, Tensor]] = {}
     for index, step in enumerate(chain.steps):
@@ -168,7 +194,7 @@ def chain_traces(problem: Problem, chain: Chain, inputs: Tensor, targets: Tensor
             current, first, second = _derivatives(step, current)
             curves[index] = first, second
     outputs = current
-    problem.checked(outputs, inputs, targets)
+    problem.checked(outputs, inputs, targets, start)
     hessian = problem.loss.hessian(outputs, targets)
     gradient = problem.loss.gradient(outputs, targets)
 

@@ -12,19 +12,21 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.func import vjp, vmap
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.checkpoint import CheckpointError
 
 from spiritlevel.errors import InputError
 from spiritlevel.functional import Params, Problem
-from spiritlevel.structure import Structure
+from spiritlevel.structure import Structure, analyse
 
 Norms = dict[str, Tensor]
 Rule = Callable[[Tensor], Iterator[tuple[str, Tensor]]]
@@ -32,9 +34,30 @@ Rule = Callable[[Tensor], Iterator[tuple[str, Tensor]]]
 Names = dict[int, str]
 
 
-def _squared(tensor: Tensor) -> Tensor:
-    """‖·‖² of every sample, in float64. `vector_norm` is several times faster than square and sum on the CPU."""
-    return torch.linalg.vector_norm(tensor.flatten(1), dim=1).double().square()
+def _squared(tensor: Tensor, dim: int = 1) -> Tensor:
+    """‖·‖² over all dimensions from `dim` on, in float64: of every sample by default.
+
+    `vector_norm` is several times faster than square and sum on the CPU. Its squares leave the range of float32 where
+    the norms do not; those norms are taken again in float64.
+    """
+    rows = tensor.flatten(dim)
+    norms = torch.linalg.vector_norm(rows, dim=dim)
+    if rows.dtype != torch.float64:
+        least, most = torch.aminmax(norms) if norms.numel() else (norms.new_ones(()),) * 2
+        if not (least > 1e-15 and most < 1e18):
+            unsafe = ~((norms > 1e-15) & (norms < 1e18))
+            norms = norms.double()
+            norms[unsafe] = torch.linalg.vector_norm(rows[unsafe], dim=1, dtype=torch.float64)
+    return norms.double().square()
+
+
+def _gram(rows: Tensor) -> Tensor:
+    """All products of the rows of every sample, in float64: they are squares, of which most may cancel later."""
+    rows = rows.double()
+    return torch.bmm(rows, rows.mT)
+
+
+_GRAM_COST = 2  # a product in float64 costs twice that in float32
 
 
 # ---------------------------------------------------------------- rules: what an operation does with its parameters
@@ -60,10 +83,10 @@ def _product_rule(weight: str | None, bias: str | None, inputs: Tensor, passes: 
         fan_out = delta.shape[2]
         if weight:
             direct = passes * fan_in * fan_out
-            if direct > positions * (fan_in + passes * fan_out):
+            if direct > _GRAM_COST * positions * (fan_in + passes * fan_out):
                 if not gram:
-                    gram.append(torch.bmm(inputs, inputs.mT))
-                yield weight, (torch.bmm(delta, delta.mT) * gram[0]).flatten(1).sum(1, dtype=torch.float64)
+                    gram.append(_gram(inputs))
+                yield weight, (_gram(delta) * gram[0]).flatten(1).sum(1)
             else:
                 yield weight, _squared(torch.bmm(delta.mT, inputs))
         if bias:
@@ -171,13 +194,13 @@ class _ConvolutionRule:
         if self.patches is None:
             self.patches = self.make_patches(slice(None))
         if self.gram is None and self._gram_is_cheaper(delta, self.patches):
-            self.gram = torch.bmm(self.patches.mT, self.patches)
+            self.gram = _gram(self.patches.mT)
         for name, norms in self._norms([delta], self.patches, self.gram):
             yield name, norms[:, 0]
 
     def _gram_is_cheaper(self, delta: Tensor, patches: Tensor) -> bool:
         channels, (fan_in, positions) = delta.shape[1] // self.groups, patches.shape[1:]
-        return self.passes * channels * fan_in > positions * (fan_in + self.passes * channels)
+        return self.passes * channels * fan_in > _GRAM_COST * positions * (fan_in + self.passes * channels)
 
     def several(self, deltas: list[Tensor]) -> Iterator[tuple[str, Tensor]]:
         """(parameter name, squared norms (N, passes)) for the cotangents of several passes."""
@@ -187,7 +210,7 @@ class _ConvolutionRule:
         for start in range(0, len(deltas[0]), chunk):
             samples = slice(start, start + chunk)
             patches = self.make_patches(samples)
-            gram = torch.bmm(patches.mT, patches) if self._gram_is_cheaper(deltas[0], patches) else None
+            gram = _gram(patches.mT) if self._gram_is_cheaper(deltas[0], patches) else None
             for name, norms in self._norms([delta[samples] for delta in deltas], patches, gram):
                 found.setdefault(name, []).append(norms)
         for name, tables in found.items():
@@ -199,14 +222,13 @@ class _ConvolutionRule:
         rows = [delta.reshape(count * groups, channels, patches.shape[2]) for delta in deltas]
         stacked = rows[0] if depth == 1 else torch.cat(rows, 1)
         if gram is not None:
-            products = [torch.bmm(row.mT, row).mul_(gram).view(count, -1) for row in rows]
-            yield self.name, torch.stack([product.sum(1, dtype=torch.float64) for product in products], 1)
+            yield self.name, torch.stack([_gram(row.mT).mul_(gram).view(count, -1).sum(1) for row in rows], 1)
         else:
             gradients = torch.bmm(stacked, patches.mT).view(count, groups, depth, -1)
-            yield self.name, torch.linalg.vector_norm(gradients, dim=3).double().square().sum(1)
+            yield self.name, _squared(gradients, 3).sum(1)
         if self.bias:
             sums = stacked.sum(2).view(count, groups, depth, channels)
-            yield self.bias, torch.linalg.vector_norm(sums, dim=3).double().square().sum(1)
+            yield self.bias, _squared(sums, 3).sum(1)
 
 
 class _PooledConvolution:
@@ -271,11 +293,11 @@ class _PooledConvolution:
             spread = rows[:, :, :, None] * self.chosen[some, None]
             products = torch.bmm(spread.flatten(1, 3), self.windows[some])
             gradients = products.view(-1, self.at_place.shape[1]) @ self.at_place.T
-            weights.append(torch.linalg.vector_norm(gradients.view(len(rows), depth, -1), dim=2))
-            biases.append(torch.linalg.vector_norm(rows.sum(3), dim=2))
-        yield self.name, torch.cat(weights).double().square()
+            weights.append(_squared(gradients.view(len(rows), depth, -1), 2))
+            biases.append(_squared(rows.sum(3), 2))
+        yield self.name, torch.cat(weights)
         if self.bias:
-            yield self.bias, torch.cat(biases).double().square()
+            yield self.bias, torch.cat(biases)
 
 
 class _Cell(NamedTuple):
@@ -398,39 +420,34 @@ def _embedding(
         return None
     tokens = input.reshape(input.shape[0], -1)
     # a token that occurs twice adds up its two gradients
-    same = (tokens[:, :, None] == tokens[:, None, :]).to(weight.dtype)
+    same = tokens[:, :, None] == tokens[:, None, :]
     if padding_idx is not None:
-        padding_idx %= weight.shape[0]
-        same = same * (tokens != padding_idx)[:, :, None].to(weight.dtype)
+        same = same & (tokens != padding_idx % weight.shape[0])[:, :, None]
     name = names[id(weight)]
 
     def rule(delta: Tensor) -> Iterator[tuple[str, Tensor]]:
         rows = delta.reshape(delta.shape[0], tokens.shape[1], -1)
-        yield name, (torch.bmm(rows, rows.mT) * same).flatten(1).sum(1, dtype=torch.float64)
+        yield name, (_gram(rows) * same).flatten(1).sum(1)
 
     return rule
 
 
-def _multiply(names: Names, passes: int, first: Any, second: Any) -> Rule | None:
-    parameter, other = (first, second) if id(first) in names else (second, first)
-    return _bare(names, parameter, other, scales=True)
+def _broadcast(*, scales: bool) -> Callable[..., Rule | None]:
+    """The rule of a sum, or of a product if it `scales`, of a bare parameter and values (N, …)."""
 
+    def build(names: Names, passes: int, first: Any, second: Any) -> Rule | None:
+        parameter, other = (first, second) if id(first) in names else (second, first)
+        if not isinstance(other, Tensor) or id(other) in names or other.ndim < 2:
+            return None
+        shape = parameter.shape
+        if len(shape) > other.ndim or (len(shape) == other.ndim and shape[0] != 1):
+            return None  # it would be broadcast over the samples, or hold a row for each of them
+        if torch.broadcast_shapes(shape, other.shape) != other.shape:
+            return None
+        name = names[id(parameter)]
+        return _scale_and_shift(name, None, shape, other) if scales else _scale_and_shift(None, name, shape, None)
 
-def _add(names: Names, passes: int, first: Any, second: Any) -> Rule | None:
-    parameter, other = (first, second) if id(first) in names else (second, first)
-    return _bare(names, parameter, other, scales=False)
-
-
-def _bare(names: Names, parameter: Any, other: Any, *, scales: bool) -> Rule | None:
-    if not isinstance(other, Tensor) or id(other) in names or other.ndim < 2:
-        return None
-    shape = parameter.shape
-    if len(shape) > other.ndim or (len(shape) == other.ndim and shape[0] != 1):
-        return None  # it would be broadcast over the samples, or hold a row for each of them
-    if torch.broadcast_shapes(shape, other.shape) != other.shape:
-        return None
-    name = names[id(parameter)]
-    return _scale_and_shift(name, None, shape, other) if scales else _scale_and_shift(None, name, shape, None)
+    return build
 
 
 _RULES: dict[Any, Callable[..., Rule | None]] = {
@@ -449,9 +466,9 @@ _RULES: dict[Any, Callable[..., Rule | None]] = {
     torch.addmm: _addmm,
 }
 for _name in ("mul", "__mul__", "__rmul__", "multiply"):
-    _RULES |= {getattr(space, _name): _multiply for space in (torch, Tensor) if hasattr(space, _name)}
+    _RULES |= {getattr(space, _name): _broadcast(scales=True) for space in (torch, Tensor) if hasattr(space, _name)}
 for _name in ("add", "__add__", "__radd__", "sub", "__sub__", "__rsub__"):
-    _RULES |= {getattr(space, _name): _add for space in (torch, Tensor) if hasattr(space, _name)}
+    _RULES |= {getattr(space, _name): _broadcast(scales=False) for space in (torch, Tensor) if hasattr(space, _name)}
 for _name in ("matmul", "__matmul__", "mm"):
     _RULES |= {getattr(space, _name): _matmul for space in (torch, Tensor) if hasattr(space, _name)}
 
@@ -470,6 +487,18 @@ class _Pending(NamedTuple):
     rectified: bool = False
 
 
+class _Rectified(NamedTuple):
+    """What went into a ReLU and what came out, each with its version, which a write in place raises."""
+
+    input: Tensor
+    input_version: int
+    output: Tensor
+    output_version: int
+
+    def untouched(self) -> bool:
+        return self.input._version == self.input_version and self.output._version == self.output_version
+
+
 class _Recorder(TorchFunctionMode):
     """Taps every operation that uses one of the named parameters.
 
@@ -482,9 +511,9 @@ class _Recorder(TorchFunctionMode):
         super().__init__()
         self.names, self.passes, self.copies, self.pooled = names, passes, copies, pooled
         self.taps: list[tuple[Rule, Tensor, int]] = []
-        self.used: dict[str, int] = {}
+        self.path: list[tuple[str, ...]] = []  # every function that was called, and the named parameters it was given
         self.without_rule: set[str] = set()
-        self.rectified: dict[int, tuple[Tensor, Tensor]] = {}  # by the id of a ReLU's result: its input and itself
+        self.rectified: dict[int, _Rectified] = {}  # by the id of a ReLU's result
         self.poolable: set[str] = set()  # kernels of first convolutions whose output went into a pooling
         self.pending: dict[int, _Pending] = {}
         self.promises: list[Tensor] = []  # kept, so that no other tensor gets the id of one
@@ -495,6 +524,8 @@ class _Recorder(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        met = [self.names[id(leaf)] for leaf in tree_leaves((args, kwargs)) if id(leaf) in self.names]
+        self.path.append((getattr(func, "__name__", ""), *met))
         if self.pending:
             first = self.pending.get(id(args[0])) if args else None
             if first is not None and func in _RELU and not kwargs.get("inplace"):
@@ -502,22 +533,20 @@ class _Recorder(TorchFunctionMode):
             if first is not None and func is F.max_pool2d and (cell := _cell(*args[1:], **kwargs)):
                 return self._pooled(first, cell)
             args, kwargs = tree_map(self._made, (args, kwargs))
-        if func is F.max_pool2d and not self.copies:
-            if id(args[0]) in self.rectified:
+        if func is F.max_pool2d and args and not self.copies:
+            before = self.rectified.get(id(args[0]))
+            if before is not None and before.untouched():
                 # max pooling commutes with ReLU, and the backward pass through ReLU is cheaper on the pooled values
-                return torch.relu(self._pool(self.rectified[id(args[0])][0], *args[1:], **kwargs))
+                return torch.relu(self._pool(before.input, *args[1:], **kwargs))
             return self._pool(*args, **kwargs)
         if func is torch.conv2d and self.pooled and (promise := self._postponed(func, args, kwargs)) is not None:
             return promise
         result = func(*args, **kwargs)
-        if func in _RELU and result is not args[0]:
-            self.rectified[id(result)] = args[0], result
+        if func in _RELU and args and result is not args[0]:
+            self.rectified[id(result)] = _Rectified(args[0], args[0]._version, result, result._version)
             return result
-        met = [self.names[id(leaf)] for leaf in tree_leaves((args, kwargs)) if id(leaf) in self.names]
         if not met or not _computes(result):
             return result
-        for name in met:
-            self.used[name] = self.used.get(name, 0) + 1
         rule = self._rule(func, args, kwargs) if isinstance(result, Tensor) else None
         if rule is None:
             self.without_rule.update(met)
@@ -632,90 +661,152 @@ class Recording:
         return results
 
 
+SPREAD = 5
+"""Samples on which rules and independence are tested: enough that an order which is no order of theirs shows."""
+
+
+def spread(count: int) -> Tensor:
+    """At most `SPREAD` numbers from 0 to count − 1, the first and the last among them."""
+    return torch.linspace(0, count - 1, min(SPREAD, count)).round().long()
+
+
+def same_outputs(first: Tensor, second: Tensor) -> bool:
+    """Whether two runs of a model gave the same outputs, up to the rounding of another order of summation."""
+    if first.shape != second.shape:
+        return False
+    tolerance, second = _tolerance(first), second.detach().to(first)
+    largest = float(second.nan_to_num().abs().max()) if second.numel() else 0.0
+    return torch.allclose(first.detach(), second, rtol=tolerance, atol=tolerance * largest, equal_nan=True)
+
+
+def _tolerance(tensor: Tensor) -> float:
+    return 1e-8 if tensor.dtype == torch.float64 else 1e-3
+
+
+def check_independence(problem: Problem, inputs: Any) -> None:
+    """Raise `InputError` if the outputs of the first or the last of these samples depend on the others.
+
+    Each is compared with itself in a batch that holds nothing else. Call inside `problem.active()`.
+    """
+    with torch.no_grad():
+        outputs = problem.outputs(problem.params, inputs)
+        for row in (0, len(outputs) - 1):
+            alone = torch.tensor([row, row])  # twice, since batch statistics and squeezes make one sample special
+            if not same_outputs(problem.outputs(problem.params, resized(inputs, alone)), outputs[alone]):
+                raise InputError(
+                    "the model's output for one sample depends on other samples of the batch (batch statistics or "
+                    "attention across samples?), so nothing is defined per sample; measure with sl.hessian."
+                )
+
+
 class GradientNorms:
     """Records forward passes of a problem; knows which parameters have a rule and which need their own gradients.
 
     Made once for a data set from a few of its samples, inside `problem.active()`. It checks that the outputs of one
     sample do not depend on another (otherwise per-sample gradients do not exist), and every rule against autograd on
-    one sample: a parameter whose rule does not fit the way it is used falls back to its own gradients.
+    each of these samples: a parameter whose rule does not fit the way it is used falls back to its own gradients. All
+    of this is repeated for a batch with inputs of another shape, or on which the model calls other functions;
+    `structure` is that of the last batch.
     """
 
     def __init__(self, problem: Problem, inputs: Any, structure: Structure, passes: int) -> None:
         self.problem, self.passes = problem, passes
-        self.copies = False
+        self._learn(inputs, structure)
+
+    def _learn(self, inputs: Any, structure: Structure) -> None:
+        """Find out on these samples what can be done by rules, and keep what they looked like."""
+        self._shapes, self._known = _shapes(inputs), _samples(inputs)
+        if self._known < 3:  # with so few, tokens or channels could be taken for samples
+            inputs = resized(inputs, 3)
+        self.structure = structure
+        self.without_rule = {name for name in self.problem.params if structure.uses.get(name, 2) > 1}
+        self.copies = False  # whether operations in place get copies of the taps
         self.pooled: set[str] = set()
-        self.without_rule = {name for name in problem.params if structure.uses.get(name, 2) > 1}
-        three = resized(inputs, 3)
+        check_independence(self.problem, inputs)
         try:
-            outputs, recorder = self._forward(three)
-            overwritten = any(tap._version != version for _, tap, version in recorder.taps)
+            _, recorder = self._forward(inputs)
+            self.copies = any(tap._version != version for _, tap, version in recorder.taps)
         except RuntimeError:  # autograd refuses to work in place on a leaf
-            overwritten = True
-        if overwritten:
-            self.copies = True  # operations in place get copies of the taps
-            outputs, recorder = self._forward(three)
-        else:
+            self.copies = True
+        if self.copies:
+            _, recorder = self._forward(inputs)
+        elif not _has_forward_hooks(self.problem.model):  # a hook would see the promise of an output
             self.pooled = recorder.poolable
-        self._check_independence(outputs, inputs)
-        # the first dimension holds the samples only if it follows their number and keeps their order
-        for inputs_of_size in (three, resized(inputs, 2)):
-            outputs, recorder = self._forward(inputs_of_size)
-            for (rule, tap, _), fits in zip(recorder.taps, self._rows_are_samples(outputs, recorder), strict=False):
-                if not fits:
-                    self.without_rule |= {name for name, _ in rule(torch.zeros_like(tap))}
         self.without_rule |= recorder.without_rule
-        if self._misfits(one := resized(inputs, 1)):
-            self.pooled = set()
-            self.without_rule |= self._misfits(one)
+        try:
+            if self._misfits(inputs):
+                self.pooled = set()
+                self.without_rule |= self._misfits(inputs)
+        except CheckpointError:
+            raise InputError(
+                "the model recomputes parts of its forward pass (torch.utils.checkpoint), which hides them from the "
+                "recording; switch checkpointing off, which changes no result, or use method='hutchinson'."
+            ) from None
+        except RuntimeError as error:
+            reason = str(error).strip().split("\n", 1)[0].rstrip(".")
+            raise InputError(
+                f"autograd cannot differentiate the model {type(self.problem.model).__name__}: {reason}; mend that, or "
+                "use method='hutchinson'."
+            ) from error
+        self._path = self._forward(inputs)[1].path
 
     def _misfits(self, inputs: Any) -> set[str]:
-        """The parameters whose rule disagrees with autograd on one sample."""
+        """The parameters whose rule disagrees with autograd on one of the samples, or finds it in another row."""
         params = {name: tensor.detach().requires_grad_() for name, tensor in self.problem.params.items()}
-        outputs = self.problem.outputs(params, inputs)
-        vector = torch.linspace(1, 2, outputs.numel()).view_as(outputs).to(outputs)
-        gradients = torch.autograd.grad(outputs, list(params.values()), vector, allow_unused=True)
-        (norms,) = self.record(inputs).squared_norms([vector])
-        tolerance = 1e-3 if outputs.dtype == torch.float32 else 1e-8
+        plain = self.problem.outputs(params, inputs)
+        outputs, recorder = self._forward(inputs)
+        if not same_outputs(outputs, plain):  # something read a value that is not there, or is no more what it was
+            self.pooled, self.copies = set(), True
+            outputs, recorder = self._forward(inputs)
+        rows = spread(len(plain)).tolist()
+        vectors = [torch.zeros_like(plain) for _ in rows]
+        for row, vector in zip(rows, vectors, strict=True):
+            vector[row] = torch.linspace(1, 2, vector[row].numel()).view_as(vector[row]).to(vector)
         misfits = set()
-        for name, gradient in zip(params, gradients, strict=True):
-            expected = 0.0 if gradient is None else float(gradient.double().square().sum())
-            if abs(float(norms.get(name, torch.zeros(1)).sum()) - expected) > tolerance * expected:
-                misfits.add(name)
-        return misfits
+        for row, vector, norms in zip(
+            rows, vectors, Recording(outputs, recorder, None).squared_norms(vectors), strict=True
+        ):
+            gradients: Sequence[Tensor | None] = [None] * len(params)
+            if plain.requires_grad:
+                gradients = torch.autograd.grad(
+                    plain, list(params.values()), vector, retain_graph=True, allow_unused=True
+                )
+            for name, gradient in zip(params, gradients, strict=True):
+                expected = 0.0 if gradient is None else float(gradient.double().square().sum())
+                found = norms.get(name, plain.new_zeros(len(plain)))
+                wanted = torch.zeros_like(found)
+                if len(found) == len(plain):
+                    wanted[row] = expected
+                if len(found) != len(plain) or not float((found - wanted).abs().sum()) <= _tolerance(plain) * expected:
+                    misfits.add(name)
+        return misfits - self.without_rule
 
     def _forward(self, inputs: Any) -> tuple[Tensor, _Recorder]:
         params = self.problem.params
         names = {id(tensor): name for name, tensor in params.items() if name not in self.without_rule}
         recorder = _Recorder(names, self.passes, self.copies, self.pooled)
-        with recorder:
-            outputs = self.problem.outputs(params, inputs)
+        try:
+            with recorder:
+                outputs = self.problem.outputs(params, inputs)
+        except RuntimeError:
+            if not self.pooled:
+                raise
+            recorder.spoiled = True  # a scripted function was handed the promise of an output
         if recorder.spoiled:  # a first convolution has more readers than its pooling
             self.pooled = set()
             return self._forward(inputs)
         return outputs, recorder
 
-    def _check_independence(self, outputs: Tensor, inputs: Any) -> None:
-        alone = self.problem.outputs(self.problem.params, resized(inputs, 1)).detach()
-        tolerance = 1e-3 if outputs.dtype == torch.float32 else 1e-8
-        if not torch.allclose(outputs[:1].detach(), alone, rtol=tolerance, atol=tolerance * float(alone.abs().max())):
-            raise InputError(
-                "the model's output for one sample depends on other samples of the batch (batch statistics or "
-                "attention across samples?), so traces per sample are not defined; measure with sl.hessian."
-            )
-
-    def _rows_are_samples(self, outputs: Tensor, recorder: _Recorder) -> Iterator[bool]:
-        """For every tap whether its first row belongs to the first sample and to it alone."""
-        taps = [tap for _, tap, _ in recorder.taps]
-        if not taps or not outputs.requires_grad:
-            return
-        first = torch.zeros_like(outputs)
-        first[0] = torch.linspace(1, 2, first[0].numel()).view_as(first[0]).to(first)
-        for delta in torch.autograd.grad(outputs, taps, first, allow_unused=True, retain_graph=True):
-            yield delta is None or (delta.shape[0] == len(outputs) and not bool(delta[1:].any()))
-
     def record(self, inputs: Any) -> Recording:
         """Run the model on one batch."""
+        count = _samples(inputs)
+        if _shapes(inputs) != self._shapes or self._known < min(count, SPREAD):
+            few = resized(inputs, spread(count))
+            self._learn(few, analyse(self.problem, resized(few, 2), 2))
         outputs, recorder = self._forward(inputs)
+        if recorder.path != self._path:  # the model looks at more than the shapes: at the number of samples, say
+            self._learn(inputs, analyse(self.problem, inputs, count))
+            outputs, recorder = self._forward(inputs)
         slow = None
         if self.without_rule:
             params = {name: self.problem.params[name] for name in self.without_rule}
@@ -724,6 +815,27 @@ class GradientNorms:
                 return _sample_by_sample(self.problem, params, inputs, vectors)
 
         return Recording(outputs, recorder, slow)
+
+
+def _has_forward_hooks(model: nn.Module) -> bool:
+    everywhere = nn.modules.module._global_forward_hooks or nn.modules.module._global_forward_pre_hooks
+    return bool(everywhere) or any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def as_whole(number: Any) -> Any:
+    """An `int` of every kind of whole number, NumPy's too; whatever else it is unchanged, to be refused by name."""
+    with contextlib.suppress(TypeError):
+        return number if isinstance(number, bool) else operator.index(number)
+    return number
+
+
+def _samples(inputs: Any) -> int:
+    return next(len(leaf) for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor))
+
+
+def _shapes(inputs: Any) -> list[Any]:
+    """All that is known of a batch before the model sees it, but the number of its samples."""
+    return [leaf.shape[1:] if isinstance(leaf, Tensor) else str(leaf) for leaf in tree_leaves(inputs)]
 
 
 def resized(inputs: Any, count: int | Tensor) -> Any:
@@ -749,7 +861,7 @@ def _sample_by_sample(problem: Problem, params: Params, inputs: Any, vectors: Te
             return problem.outputs({**problem.params, **chosen}, single).squeeze(0)
 
         gradients = vjp(forward, params)[1](vector)[0]
-        return {name: torch.linalg.vector_norm(gradient) for name, gradient in gradients.items()}
+        return {name: torch.linalg.vector_norm(gradient, dtype=torch.float64) for name, gradient in gradients.items()}
 
     size = sum(tensor.numel() for tensor in params.values())
     chunk = max(1, 2**26 // max(size, 1))
@@ -758,4 +870,4 @@ def _sample_by_sample(problem: Problem, params: Params, inputs: Any, vectors: Te
     except RuntimeError:  # an operation without a batching rule: one sample after the other
         each = [one(vectors[n], *(leaf[n] for leaf in leaves)) for n in range(len(vectors))]
         norms = {name: torch.stack([norm[name] for norm in each]) for name in params}
-    return {name: norm.detach().double().square() for name, norm in norms.items()}
+    return {name: norm.detach().square() for name, norm in norms.items()}

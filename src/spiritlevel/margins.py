@@ -17,14 +17,16 @@ from torch.utils._pytree import tree_leaves, tree_map
 from spiritlevel.distributed import Ranks
 from spiritlevel.errors import InputError, unknown_name
 from spiritlevel.functional import Batches, Fingerprint, Problem
+from spiritlevel.gradient_norms import as_whole, check_independence, resized
+from spiritlevel.gradient_norms import spread as spread_rows
 from spiritlevel.losses import Loss, softmax_parts
 from spiritlevel.results import Margins
 
 # ---------------------------------------------------------------- margins of given logits
 
 
-def _checked(name: str, logits: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Logits (N, C ≥ 2) in float64 and labels (N, 1) on their device."""
+def _checked(name: str, logits: Tensor, y: Tensor, start: int = 0) -> tuple[Tensor, Tensor]:
+    """Logits (N, C ≥ 2) in float64 and labels (N, 1) on their device; `start` is the number of the first sample."""
     if logits.ndim != 2 or logits.shape[1] < 2:
         raise InputError(f"{name} needs logits of shape (samples, classes >= 2), got {tuple(logits.shape)}.")
     if y.is_floating_point() or y.shape != logits.shape[:1]:
@@ -37,7 +39,7 @@ def _checked(name: str, logits: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     if bool(wrong.any()):
         sample = int(wrong[:, 0].nonzero()[0])
         raise InputError(
-            f"{name}: label {int(label[sample, 0])} of sample {sample} is outside the classes "
+            f"{name}: label {int(label[sample, 0])} of sample {start + sample} is outside the classes "
             f"0 to {logits.shape[1] - 1}."
         )
     return logits.detach().double(), label
@@ -194,7 +196,7 @@ def margins(
     problem = Problem(model, loss=loss, params=everything, batch_norm=batch_norm)
     ranks = problem.shared_by(group)
     with ranks.together():
-        batches = Batches(data, size=batch_size, whole=batch_norm == "batch")
+        batches = Batches(data, size=as_whole(batch_size), whole=batch_norm == "batch")
         if batch_size is None and batch_norm == "eval":
             batches.size = _batch_size(batches.first(1)[0], 256 if norm else 512)
     if batches.size is not None and batch_norm == "eval":
@@ -215,7 +217,9 @@ def margins(
                 _linearised(problem, inputs, layer) if norm else (problem.outputs(problem.params, inputs), [])
             )
             problem.checked(outputs, inputs, targets, start)
-            outputs, label = _classes(outputs, targets)
+            if not parts and len(targets) and batch_norm == "eval":
+                check_independence(problem, resized(inputs, spread_rows(len(targets))))
+            outputs, label = _classes(outputs, targets, start)
             logits = outputs.detach().double()
             part = [_signed(logits, label), *_softmax(logits, label), label[:, 0].double()]
             if norm:
@@ -254,14 +258,20 @@ def _batch_size(sample: Any, most: int) -> int:
     return max(1, min(most, _NUMBERS // max(1, size)))
 
 
-def _classes(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Outputs (N, C ≥ 2), a single logit φ as (0, φ), and labels (N, 1)."""
-    outputs = outputs.reshape(len(targets), -1)
-    if outputs.shape[1] == 1:
-        return torch.cat([torch.zeros_like(outputs), outputs], 1), (targets.reshape(-1, 1) > 0).long()
-    if targets.is_floating_point():
-        raise InputError("margins need one integer class a sample, got floating-point targets.")
-    return outputs, targets.long().reshape(-1, 1)
+def _classes(outputs: Tensor, targets: Tensor, start: int) -> tuple[Tensor, Tensor]:
+    """Outputs (N, C ≥ 2), a single logit φ as (0, φ), and labels (N, 1); `start` is the number of the first sample."""
+    if outputs.ndim == 1 or outputs.shape[1:] == (1,):
+        targets = targets.reshape(-1, 1).double()
+        strange = (targets != 0) & (targets.abs() != 1)
+        if bool(strange.any()):
+            sample = int(strange[:, 0].nonzero()[0])
+            raise InputError(
+                f"margins of one output need labels 0 and 1, or -1 and 1, got {targets[sample].item():g} for sample "
+                f"{start + sample}; a regression has no margins."
+            )
+        outputs = outputs.reshape(-1, 1)
+        return torch.cat([torch.zeros_like(outputs), outputs], 1), (targets > 0).long()
+    return outputs, _checked("margins", outputs, targets, start)[1]
 
 
 def _linearised(problem: Problem, inputs: Any, layer: str | None) -> tuple[Tensor, list[Tensor]]:

@@ -24,11 +24,11 @@ import torch
 from torch import Tensor, nn
 from torch.func import grad
 
-from spiritlevel.chains import chain_traces, find_chain
+from spiritlevel.chains import Chain, chain_traces, find_chain
 from spiritlevel.distributed import Ranks
 from spiritlevel.errors import InputError, NotExactError, unknown_name
 from spiritlevel.functional import Batches, Fingerprint, Params, Problem, along, parse_memory
-from spiritlevel.gradient_norms import GradientNorms, resized
+from spiritlevel.gradient_norms import GradientNorms, as_whole, check_independence, resized, same_outputs, spread
 from spiritlevel.results import Estimate, SampleTraces, standard_error
 from spiritlevel.structure import Structure, analyse
 
@@ -98,6 +98,7 @@ def sample_traces(
     >>> traces.exact, traces.values.shape
     (True, torch.Size([100]))
     """
+    passes, probes, seed, batch_size = map(as_whole, (passes, probes, seed, batch_size))
     _check_arguments(method, passes, probes, rel_err, seed)
     problem = Problem(model, loss=loss, params=params, batch_norm=batch_norm)
     whole = batch_norm == "batch"
@@ -112,20 +113,36 @@ def sample_traces(
             if whole:
                 structure = Structure(failure="batch_norm='batch' couples the samples of a batch")
             else:
+                inputs = _few_of(problem, batches)
                 structure = analyse(problem, resized(inputs, 2), 2)
-            if batch_size is None and not whole:
-                batches.size = _batch_size(problem, structure, outputs, parse_memory(memory))
             way = _choose(problem, structure, inputs, outputs, method, passes)
+            if not whole and way.norms is None:  # which look for themselves
+                check_independence(problem, inputs)
+            if batch_size is None and not whole:
+                batches.size = _batch_size(problem, structure, way.chain, outputs, parse_memory(memory))
         if batches.size is not None and not whole:
             batches.size = ranks.least(batches.size)
         collect = _Collector(problem, batches, ranks, seed, per_layer)
-        if way.name in ("exact", "passes"):
-            return collect.exact(way)
-        if way.name == "recursion":
-            return collect.recursion(way)
+        try:
+            if way.name in ("exact", "passes"):
+                return collect.exact(way)
+            if way.name == "recursion":
+                return collect.recursion(way)
+        except _OtherFunction as error:
+            if method == "exact" or passes is not None or ranks.count > 1:
+                raise
+            way = _Way("hutchinson")
+            way.notes = (f"estimated, because {error.reason}",)
         if method == "pyhessian":
             return collect.pyhessian()
         return collect.probed(way, probes, rel_err)
+
+
+def _few_of(problem: Problem, batches: Batches) -> Any:
+    """A few samples from all over the first batch, on which everything is tried first."""
+    inputs, targets = batches.first(4096)
+    chosen = spread(len(targets))
+    return problem.place(resized(inputs, chosen), targets[chosen])[0]
 
 
 def trace(model: nn.Module, data: Any, **options: Any) -> Estimate:
@@ -162,10 +179,20 @@ def _check_arguments(method: str, passes: int | None, probes: int | None, rel_er
 # ---------------------------------------------------------------- choosing a way
 
 
+class _OtherFunction(NotExactError):
+    """On a later batch the model did something for which what was chosen is not exact."""
+
+    def __init__(self, start: int, reason: str) -> None:
+        self.reason = f"on the batch that begins with sample {start} {reason}"
+        super().__init__(f"the per-sample traces have no exact form here: {self.reason}; use method='hutchinson'.")
+
+
 class _Way:
     """What was chosen, and what it needs."""
 
-    def __init__(self, name: str, *, passes: int = 0, norms: GradientNorms | None = None, chain: Any = None) -> None:
+    def __init__(
+        self, name: str, *, passes: int = 0, norms: GradientNorms | None = None, chain: Chain | None = None
+    ) -> None:
         self.name, self.passes, self.norms, self.chain = name, passes, norms, chain
         self.notes: tuple[str, ...] = ()
 
@@ -182,10 +209,13 @@ def _choose(
             way = _Way("passes", passes=passes)
         elif passes is None and rank >= MANY_CLASSES:
             if method == "exact":
+                sampled = "passes=8 for a sampled rest, or " if problem.loss.can_sample else ""
                 raise InputError(
-                    f"exact traces of {rank + 1} classes take {rank} backward passes a batch; "
-                    f"pass passes=8 for a sampled rest, or passes={rank} to insist."
+                    f"exact traces of {outputs.shape[1]} outputs take {rank} backward passes a batch; "
+                    f"pass {sampled}passes={rank} to insist."
                 )
+            if not problem.loss.can_sample:
+                return _Way("hutchinson")
             way = _Way("passes", passes=8)
             way.notes = (f"{rank} factors: 8 taken exactly, the rest sampled; passes= changes that",)
         way.norms = GradientNorms(problem, inputs, structure, way.passes + 1 if way.name == "passes" else rank)
@@ -214,12 +244,14 @@ def _obstacle(problem: Problem, structure: Structure) -> str:
     return structure.reason
 
 
-def _batch_size(problem: Problem, structure: Structure, outputs: Tensor, memory: int) -> int:
+def _batch_size(problem: Problem, structure: Structure, chain: Chain | None, outputs: Tensor, memory: int) -> int:
     floats = structure.floats_per_sample or 2**18
     item = problem.params[next(iter(problem.params))].element_size()
-    classes = outputs[0].numel()
-    wanted = BATCH_BYTES / (item * floats + 64 * classes)  # the loss's factors take some float64 numbers a class
-    allowed = memory / (8 * item * floats + 64 * classes)
+    extra = 64 * outputs[0].numel()  # the loss's factors take some float64 numbers a class
+    if chain is not None:
+        extra += 4 * 8 * chain.width**2  # the Hessian of a layer, the next one, and what lies between
+    wanted = BATCH_BYTES / (item * floats + extra)
+    allowed = memory / (8 * item * floats + extra)
     return max(1, min(2 ** int(math.log2(max(wanted, 8))), 4096, int(allowed)))
 
 
@@ -248,6 +280,9 @@ def probe(params: Params, seed: int, index: int, only: str | None = None) -> Par
 
 Derivatives = tuple[Tensor, Tensor, Tensor]
 """Outputs φ, their first derivative φ̇ = Jv and their second φ̈ = vᵀ∇²φ v along a direction v, each (N, C)."""
+
+
+Differentiate = Callable[[Problem, Any, Params], Derivatives]
 
 
 def along_forward(problem: Problem, inputs: Any, direction: Params) -> Derivatives:
@@ -285,9 +320,7 @@ def along_reverse(problem: Problem, inputs: Any, direction: Params) -> Derivativ
     return outputs.detach(), first.detach(), second.detach()
 
 
-def _differentiator(
-    problem: Problem, inputs: Any, seed: int
-) -> tuple[Callable[[Problem, Any, Params], Derivatives], tuple[str, ...]]:
+def _differentiator(problem: Problem, inputs: Any, seed: int) -> tuple[Differentiate, tuple[str, ...]]:
     """Forward mode if this model has it and it agrees with reverse mode; else reverse mode, and a note.
 
     The checksum (MATH 6): for one batch, one probe v and random weights w, Σ w·φ̇ = v·∇ and Σ w·φ̈ = v·∇²v of Σ w·φ by
@@ -297,8 +330,15 @@ def _differentiator(
     try:
         outputs, first, second = along_forward(problem, inputs, v)
     except (NotImplementedError, RuntimeError) as error:
-        reason = str(error).strip().split("\n", 1)[0][:160]
-        return along_reverse, (f"reverse mode, because forward derivatives are missing ({reason})",)
+        missing = _first_line(error)
+        try:
+            along_reverse(problem, inputs, v)
+        except (NotImplementedError, RuntimeError) as second:
+            raise InputError(
+                f"the curvature of this model cannot be probed: an operation has no forward derivative ({missing}) and "
+                f"no second derivative either ({_first_line(second)}); write that part in other operations."
+            ) from second
+        return along_reverse, (f"reverse mode, because forward derivatives are missing ({missing})",)
     weights = torch.linspace(-1, 1, outputs.numel()).view_as(outputs).to(outputs)
 
     def scalar(params: Params) -> Tensor:
@@ -320,14 +360,19 @@ def _differentiator(
         symmetric = abs(dot(u, product) - dot(v, other)) <= _tolerance(problem) * max(scale, 1e-30)
     if not symmetric:
         raise InputError(
-            "the second derivatives of this model are not symmetric (an operation whose double backward is wrong?), "
-            "so no curvature of it can be trusted."
+            "the second derivatives of this model are not symmetric, so no curvature of it can be trusted: is a part "
+            "of its forward under torch.no_grad() (then freeze its parameters by requires_grad_(False) instead), or is "
+            "the double backward of an operation wrong?"
         )
     for found, right in zip((first, second), wanted, strict=True):
         terms = (weights * found).double()
         if abs(terms.sum().item() - right) > _tolerance(problem) * max(float(terms.norm()), abs(right), 1e-30):
             return along_reverse, ("reverse mode, because nested forward mode disagreed with it on this model",)
     return along_forward, ()
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n", 1)[0].rstrip(".")[:160]
 
 
 def _tolerance(problem: Problem) -> float:
@@ -400,15 +445,17 @@ class _Collector:
     def gauss_newton(self, way: _Way) -> tuple[dict[str, Tensor], Tensor | None, int]:
         """Tr GGNₙ by parameter; the error bound of the sampled part if there is one; the number of passes."""
         assert way.norms is not None
-        problem, record = self.problem, way.norms.record
+        problem, norms = self.problem, way.norms
         count = drawn = 0
         generator = _generator(self.seed, 0)  # one for all batches: their sizes must not matter
 
         def measure(start: int, inputs: Any, targets: Tensor) -> dict[str, Tensor]:
             nonlocal count, drawn
-            recording = record(inputs)
+            recording = norms.record(inputs)
             outputs = recording.outputs.detach()
             problem.checked(outputs, inputs, targets, start)
+            if way.name != "split" and not norms.structure.exact:  # a split is right whatever the network is
+                raise _OtherFunction(start, norms.structure.reason)
             rank = problem.loss.rank(outputs.shape[1] if outputs.ndim > 1 else 1)
             if way.name == "passes":
                 others = (start - drawn, outputs.shape[1])  # samples of other ranks have signs of their own
@@ -424,15 +471,22 @@ class _Collector:
             few = ((weight, vector.to(outputs.dtype)) for weight, vector in factors)  # in half the memory
             while some := list(itertools.islice(few, PASSES_AT_ONCE)):
                 done += len(some)
-                norms = recording.squared_norms([vector for _, vector in some], last=done == count)
-                for (weight, _), terms in zip(some, norms, strict=True):
+                found = recording.squared_norms([vector for _, vector in some], last=done == count)
+                for (weight, _), terms in zip(some, found, strict=True):
                     share = torch.zeros_like(share)
                     for name, norm in terms.items():
                         term = (weight * norm).cpu()
                         totals[name] += term
                         share += term
-            spread = 2 * (1 - 1 / (rank - way.passes)) if way.name == "passes" else 0.0
-            return {**totals, _ERROR: share * math.sqrt(spread / (1 + spread))}
+            for name, total in totals.items():
+                if not bool(torch.isfinite(total).all()):
+                    sample = start + int((~torch.isfinite(total)).nonzero()[0])
+                    raise InputError(
+                        f"the gradient of the outputs by {name} is beyond {str(outputs.dtype).removeprefix('torch.')} "
+                        f"for sample {sample}; measure model.double()."
+                    )
+            variance = 2 * (1 - 1 / (rank - way.passes)) if way.name == "passes" else 0.0
+            return {**totals, _ERROR: share * math.sqrt(variance / (1 + variance))}
 
         layers = self.columns([*problem.params, _ERROR], measure)
         error = layers.pop(_ERROR)
@@ -448,8 +502,16 @@ class _Collector:
         return self.result(layers, stderr, exact=stderr is None, method=method, matvecs=count, notes=notes)
 
     def recursion(self, way: _Way) -> SampleTraces:
+        chain = way.chain
+        assert chain is not None
+
         def measure(start: int, inputs: Any, targets: Tensor) -> dict[str, Tensor]:
-            return chain_traces(self.problem, way.chain, inputs, targets)[1]
+            outputs, traces = chain_traces(self.problem, chain, inputs, targets, start)
+            with torch.no_grad():
+                wanted = self.problem.outputs(self.problem.params, inputs)
+            if not same_outputs(wanted, outputs):
+                raise _OtherFunction(start, "the model's outputs are not those of the layers that were seen at first")
+            return traces
 
         return self.result(self.columns([*self.problem.params], measure), exact=True, method="recursion")
 
@@ -469,7 +531,7 @@ class _Collector:
             means = torch.stack(list(draws.values())).sum(0).mean(0)
             mean = float(means.mean()) + (float(known.mean()) if known is not None else 0.0)
             error = float(standard_error(means))
-            need = PILOT_PROBES * (error / (rel_err * abs(mean))) ** 2 if mean else math.inf
+            need = 0.0 if not error else PILOT_PROBES * (error / (rel_err * abs(mean))) ** 2 if mean else math.inf
             count = max(PILOT_PROBES, min(MAX_PROBES, math.ceil(min(need, MAX_PROBES))))
             if need > MAX_PROBES:
                 notes += (f"rel_err={rel_err:g} would take more than {MAX_PROBES} probes; {MAX_PROBES} were run",)
@@ -506,24 +568,31 @@ class _Collector:
             nonlocal differentiate, notes
             tables: dict[str, Tensor] = {}
             if differentiate is None:
-                few = inputs if problem.batch_norm == "batch" else resized(inputs, min(8, len(targets)))
-                differentiate, notes = _differentiator(problem, few, self.seed)
+                differentiate, notes = self._differentiator(inputs, targets)
             for part in parts:
                 rows: list[Tensor] = []
                 for index in indices:
                     direction = probe(problem.params, self.seed, index, part)
-                    outputs, first, second = differentiate(problem, inputs, direction)
+                    derivatives = differentiate(problem, inputs, direction)
                     if not rows:
-                        problem.checked(outputs, inputs, targets, start)
-                        gradient = problem.loss.gradient(outputs, targets).reshape(outputs.shape)
-                    row = (gradient * second.double()).reshape(len(targets), -1).sum(1)
-                    if not remainder:
-                        row = row + problem.loss.quadratic(outputs, targets, first)
-                    rows.append(row.cpu())
+                        problem.checked(derivatives[0], inputs, targets, start)
+                    rows.append(self._draw(derivatives, targets, remainder))
                 tables[part or ""] = torch.stack(rows, 1)
             return tables
 
         return self.columns([part or "" for part in parts], measure, len(indices)), notes
+
+    def _differentiator(self, inputs: Any, targets: Tensor) -> tuple[Differentiate, tuple[str, ...]]:
+        few = inputs if self.problem.batch_norm == "batch" else resized(inputs, min(8, len(targets)))
+        return _differentiator(self.problem, few, self.seed)
+
+    def _draw(self, derivatives: Derivatives, targets: Tensor, remainder: bool = False) -> Tensor:
+        """vᵀHₙv of every sample from the derivatives along v; without the Gauss-Newton part if only the remainder."""
+        outputs, first, second = derivatives
+        loss = self.problem.loss
+        gradient = loss.gradient(outputs, targets).reshape(outputs.shape)
+        draw = (gradient * second.double()).reshape(len(targets), -1).sum(1)
+        return (draw if remainder else draw + loss.quadratic(outputs, targets, first)).cpu()
 
     def pyhessian(self, most: int = 100, tolerance: float = 1e-3) -> SampleTraces:
         """PyHessian 0.1's `trace()`, batched.
@@ -537,21 +606,20 @@ class _Collector:
         def measure(start: int, inputs: Any, targets: Tensor) -> dict[str, Tensor]:
             nonlocal differentiate
             if differentiate is None:
-                differentiate, _ = _differentiator(problem, resized(inputs, min(8, len(targets))), self.seed)
+                differentiate, _ = self._differentiator(inputs, targets)
             total = torch.zeros(len(targets), dtype=torch.float64)
             mean, count, negative = torch.zeros_like(total), torch.zeros_like(total), torch.zeros_like(total)
             running = torch.arange(len(targets))
             for index in range(most):
-                chosen = running.to(problem.device)
-                some = resized(inputs, chosen) if len(running) < len(targets) else inputs
-                some_targets = targets[chosen]
-                outputs, first, second = differentiate(problem, some, probe(problem.params, self.seed, index))
+                some, some_targets = inputs, targets
+                if problem.batch_norm == "eval" and len(running) < len(targets):  # batch statistics need the others too
+                    chosen = running.to(problem.device)
+                    some, some_targets = resized(inputs, chosen), targets[chosen]
+                derivatives = differentiate(problem, some, probe(problem.params, self.seed, index))
                 if not index:
-                    problem.checked(outputs, inputs, targets, start)
-                gradient = problem.loss.gradient(outputs, some_targets).reshape(outputs.shape)
-                draw = problem.loss.quadratic(outputs, some_targets, first)
-                draw = draw + (gradient * second.double()).reshape(len(chosen), -1).sum(1)
-                total[running] += draw.cpu()
+                    problem.checked(derivatives[0], inputs, targets, start)
+                draw = self._draw(derivatives, some_targets)
+                total[running] += draw if len(draw) == len(running) else draw[running]
                 count[running] += 1
                 updated, previous = total[running] / (index + 1), mean[running]
                 stop = (updated - previous).abs() / (previous + 1e-6) < tolerance

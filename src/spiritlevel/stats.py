@@ -46,14 +46,12 @@ def _column(name: str, data: Any) -> _Column:
     if isinstance(data, Result):
         raise InputError(f"{name} must hold one number a sample, got a result of type {type(data).__name__}.")
     try:
-        values = _numbers(data)
-        if np.iscomplexobj(values):
-            raise InputError(f"{name} holds complex numbers; pass their real part, or their size.")
-        values = values.astype(np.float64)
-    except InputError:
-        raise
+        numbers = _numbers(data)
+        values = numbers.real.astype(np.float64)
     except (TypeError, ValueError):
         raise InputError(f"{name} must hold one number a sample, got {type(data).__name__}.") from None
+    if np.iscomplexobj(numbers):
+        raise InputError(f"{name} holds complex numbers; pass their real parts, or their sizes.")
     if values.ndim != 1:
         raise InputError(f"{name} must hold one number a sample, got an array of shape {values.shape}.")
     return _Column(name, values)
