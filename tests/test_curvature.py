@@ -26,7 +26,7 @@ from spiritlevel import curvature, estimators, per_sample
 from spiritlevel.curvature import empirical_fisher, gauss_newton, hessian, hessian_variance
 from spiritlevel.errors import InputError
 from spiritlevel.functional import Problem, _load_forward_mode
-from spiritlevel.losses import CrossEntropy, confidence_gap
+from spiritlevel.losses import CrossEntropy
 
 _load_forward_mode()  # torch warns where its forward derivatives are first used
 
@@ -215,69 +215,105 @@ def test_a_trace_keeps_no_tensor_but_its_constants() -> None:
     assert not any(node.meta for graph in (trace.prepare, trace.multiply) for node in graph.graph.nodes)
 
 
-# ---------------------------------------------------------------- the preview of the largest eigenvalue
+# ---------------------------------------------------------------- what would give a wrong matrix unnoticed
 
 
-def fitted() -> tuple[nn.Module, tuple[Tensor, Tensor]]:
-    """A float64 network that is sure of most of its 1,200 points."""
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(12, 16), nn.ReLU(), nn.Linear(16, 3)).double()
-    inputs, _ = some_data(1200)
-    targets = inputs[:, :3].argmax(1)
-    optimizer = torch.optim.Adam(net.parameters(), lr=0.02)
-    for _ in range(150):
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(net(inputs), targets).backward()
-        optimizer.step()
-    return net, (inputs, targets)
+class Scaled(nn.Module):
+    """Divides by a length that its gradient does not see."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.first, self.last, self.way = nn.Linear(12, 5), nn.Linear(5, 3), way
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        if self.way == "detach":
+            length = h.norm(dim=1, keepdim=True).detach()
+        elif self.way == "data":
+            length = h.norm(dim=1, keepdim=True).data
+        else:
+            with torch.no_grad():
+                length = h.norm(dim=1, keepdim=True)
+        out: Tensor = self.last(torch.tanh(h / length))
+        return out
 
 
 @pytest.mark.parametrize("matrix", [hessian, gauss_newton])
-@pytest.mark.parametrize("which", ["largest", "magnitude"])
-def test_a_preview_saves_products_and_changes_no_value(matrix: Any, which: str) -> None:
-    net, data = fitted()
-    op = matrix(net, data, weight_decay=0.01)
-    expected = torch.linalg.eigvalsh(op.dense())[-1]
-    found = estimators.eigenvalues(op, which=which, tol=1e-6)
-    op.preview = None
-    plain = estimators.eigenvalues(op, which=which, tol=1e-6)
-    assert found.converged
-    assert found.matvecs < plain.matvecs
-    assert abs(found.values[0] - expected) < 1e-10 * expected
-    assert abs(plain.values[0] - expected) < 1e-10 * expected
+def test_a_gradient_cut_by_no_grad_is_refused_one_cut_by_detach_is_not(matrix: Any) -> None:
+    torch.manual_seed(0)
+    data = some_data(40)
+    op = matrix(Scaled("no_grad").double(), data)
+    with pytest.raises(InputError, match=r"not symmetric.*no_grad.*detach"):
+        op @ torch.ones(op.size, dtype=torch.float64)
+    right = matrix(Scaled("detach").double(), data).dense()
+    assert_close(right, right.T)
 
 
-def test_the_preview_is_the_matrix_of_the_samples_that_bend_the_loss_most() -> None:
-    net, (inputs, targets) = fitted()
-    op = hessian(net, (inputs, targets))
-    assert op.preview is not None
-    part, share = op.preview()
-    chosen = confidence_gap(net(inputs).detach()).argsort(descending=True)[:300]
-    assert share == 0.25
-    assert_close(part.dense(), hessian(net, (inputs[chosen], targets[chosen])).dense())
-    assert part.preview is None  # too few samples for another one
+class Centred(nn.Module):
+    """Subtracts the mean over the batch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.mean(0)
 
 
-def test_a_preview_has_room_of_its_own() -> None:
-    """Also when what was kept of earlier products has filled the budget."""
-    net, data = fitted()
-    problem = Problem(net)
-    matrix = curvature._Matrix(curvature.hessian_product, problem, data, None, "1MB")
-    matrix.multiply(torch.ones(1, problem.size, dtype=torch.float64))
-    matrix.room = 0
-    assert (matrix._preview().batches.size or 0) > 30
+@pytest.mark.parametrize("layer", [nn.BatchNorm1d(5, track_running_stats=False), Centred()])
+def test_a_network_that_mixes_its_samples_is_refused_unless_batches_are_meant(layer: nn.Module) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(12, 5), layer, nn.Tanh(), nn.Linear(5, 3)).double()
+    with pytest.raises(InputError, match=r"depends on the other samples.*batch_norm='batch'"):
+        hessian(net, some_data(40))
+    hessian(net, some_data(40), batch_norm="batch", batch_size=10)
 
 
-def test_where_there_is_no_preview() -> None:
-    net, (inputs, targets) = fitted()
-    data = inputs, targets
-    assert hessian(net, data).preview is not None
-    assert hessian(net, data, memory=4 * inputs.nbytes // 5).preview is None  # the copy of a quarter has no room
-    assert hessian(net, (inputs[:1000], targets[:1000])).preview is None
-    assert hessian(net, rows(*data, 600, 600)).preview is None
-    assert hessian(net, data, batch_norm="batch", batch_size=600).preview is None
-    assert hessian(net, data, loss=lambda outputs, wanted: outputs.sum(1)).preview is None
-    assert hessian_variance(net, data, batch_size=600).preview is None
+def test_data_that_are_written_to_are_refused() -> None:
+    inputs, targets = some_data(30)
+    op = hessian(network("tanh"), (inputs, targets))
+    vector = torch.ones(op.size, dtype=torch.float64)
+    op @ vector
+    inputs.mul_(2)
+    with pytest.raises(InputError, match=r"written to in place.*new operator"):
+        op @ vector
+
+
+class Config:
+    """Options of a forward pass, all with the same name."""
+
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+
+    def __repr__(self) -> str:
+        return "Config"
+
+
+class Configured(nn.Module):
+    """Has an option."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(12, 3)
+
+    def forward(self, x: Tensor, config: Config) -> Tensor:
+        out: Tensor = torch.tanh(config.factor * self.layer(x))
+        return out
+
+
+def test_what_only_looks_the_same_is_not_traced_as_the_same() -> None:
+    torch.manual_seed(0)
+    net = Configured().double()
+    inputs, targets = some_data(20)
+    batches = [({"x": inputs[i : i + 10], "config": Config(c)}, targets[i : i + 10]) for i, c in ((0, 1.0), (10, 3.0))]
+    parts = [hessian(net, [batch]).dense() for batch in batches]
+    assert_close(hessian(net, batches).dense(), (parts[0] + parts[1]) / 2)
+
+
+def test_batches_of_other_strides_are_traced_anew() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Flatten(), nn.Linear(12, 3)).double()
+    inputs, targets = some_data(20)
+    first, second = inputs.reshape(2, 10, 3, 4)
+    turned = second.transpose(1, 2).contiguous().transpose(1, 2)
+    expected = hessian(net, (inputs.reshape(20, 3, 4), targets)).dense()
+    assert_close(hessian(net, [(first, targets[:10]), (turned, targets[10:])]).dense(), expected)
 
 
 LOSSES: dict[str, tuple[Any, Any]] = {  # what the library gets, and the same written out
@@ -668,7 +704,8 @@ def test_batch_statistics() -> None:
     batches = rows(inputs, targets, 3, 5)
     parts = [naive.mean_hessian(net, *batch, batch_norm="batch") * len(batch[1]) / 8 for batch in batches]
     assert_close(hessian(net, batches, batch_norm="batch").dense(), parts[0] + parts[1])
-    assert_close(hessian(net, batches, batch_norm="batch", batch_size=2).dense(), parts[0] + parts[1])  # never split
+    with pytest.raises(InputError, match="batch_size=2 does not fit data that come in batches of 3"):
+        hessian(net, batches, batch_norm="batch", batch_size=2)
 
 
 def test_batch_statistics_of_gauss_newton_and_fisher() -> None:

@@ -149,8 +149,8 @@ def test_memory_stays_bounded_by_the_basis(monkeypatch):
     spaces = []
 
     class Spy(estimators._Krylov):
-        def __init__(self, *args):
-            super().__init__(*args)
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
             spaces.append(self)
 
     monkeypatch.setattr(estimators, "_Krylov", Spy)
@@ -164,14 +164,64 @@ def test_memory_stays_bounded_by_the_basis(monkeypatch):
     torch.testing.assert_close(pairs.values, sorted_end(values, "largest")[:3], rtol=0, atol=1e-8)
 
 
-def test_warm_start_saves_products_and_cannot_hide_a_larger_eigenvalue():
-    values = torch.cat([torch.tensor([3.0, 2.0]).double(), bulk(298)])
-    matrix = rotated(values)
-    cold = eigenvalues(matrix, 2)
-    warm = eigenvalues(matrix, 1, start=cold.vectors[:, 0])
-    assert warm.matvecs < eigenvalues(matrix, 1).matvecs
-    misled = eigenvalues(matrix, 1, start=cold.vectors[:, 1], tol=1e-6)  # an eigenvector, but of the second value
-    assert float(misled.values[0]) == pytest.approx(3.0, abs=1e-8)
+@pytest.mark.parametrize(("size", "more"), [(10**6, 0.09), (10**4, 0.009)])
+@pytest.mark.parametrize("k", [1, 2])
+def test_a_small_residual_cannot_hide_a_larger_eigenvalue(size: int, more: float, k: int) -> None:
+    """Of a random vector e₁ is so small a part that the vector looks like an eigenvector itself."""
+    values = torch.ones(size, dtype=torch.float64)
+    values[size // 3] += more
+    op = Operator(lambda block: values[:, None] * block, size, dtype=torch.float64)
+    for seed in range(3):
+        found = eigenvalues(op, k, seed=seed, vectors=False)
+        assert found.converged
+        assert float(found.values[0]) == pytest.approx(1 + more, abs=1e-9)
+        smallest = eigenvalues(
+            Operator(lambda block: -values[:, None] * block, size, dtype=torch.float64),
+            k,
+            which="smallest",
+            seed=seed,
+            vectors=False,
+        )
+        assert float(smallest.values[0]) == pytest.approx(-1 - more, abs=1e-9)
+
+
+def test_a_random_start_that_misses_the_largest_eigenvector_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the chance allows once in a thousand times, but for the second vector; the space has restarted by then."""
+    size = 3000
+    values = torch.cat([torch.tensor([1.2]), torch.linspace(0.0, 1.0, size - 1)]).double()
+    gaussian = estimators._gaussian
+
+    def unlucky(product: object, seed: int, index: int) -> torch.Tensor:
+        drawn = gaussian(product, seed, index)
+        if index == 0:
+            drawn[0] = 0.0
+        return drawn
+
+    monkeypatch.setattr(estimators, "_gaussian", unlucky)
+    op = Operator(lambda block: values[:, None] * block, size, dtype=torch.float64)
+    found = eigenvalues(op, basis=14, tol=1e-3)
+    assert found.converged
+    assert float(found.values[0]) == pytest.approx(1.2, abs=1e-5)
+
+
+@pytest.mark.parametrize("values", [[1.0, 0.1, 0.01, 0.001], [1.0, 0.5, 0.3]])
+def test_a_matrix_of_low_rank_takes_few_products_in_float32(values: list[float]) -> None:
+    """What is left of a random vector is rounding: rounds that see nothing add up, they do not start again for ever."""
+    diagonal = torch.zeros(3000)
+    diagonal[: len(values)] = torch.tensor(values)
+    op = Operator(lambda block: diagonal[:, None] * block, 3000)
+    found = eigenvalues(op, len(values) + 1)
+    assert found.converged
+    assert found.matvecs < 20
+    torch.testing.assert_close(found.values[:-1], torch.tensor(values).double(), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("seed", [18, 28, 29, 31])
+def test_edges_that_are_not_orthogonal_add_up_rightly(seed: int) -> None:
+    values = torch.zeros(2696, dtype=torch.float64)
+    values[:8] = torch.tensor([1.0, 2, 3, 1, 2, 3, 2, 1]).double()
+    op = Operator(lambda block: values[:, None] * block, 2696, dtype=torch.float64)
+    assert eigenvalues(op, 6, which="smallest", tol=1e-2, seed=seed).converged
 
 
 def test_small_operators_are_dense_and_exact():
@@ -201,7 +251,7 @@ def test_no_product_is_made_beyond_the_tolerance(name: str, tol: float) -> None:
     assert pairs.converged
     assert float(pairs.residuals[0]) <= tol * abs(float(pairs.values[0]))
     assert not fewer.converged
-    if pairs.matvecs < 20:  # beyond, convergence is looked at every second product
+    if pairs.matvecs < 20 and "ruled out" not in fewer.reason:  # beyond, it looks at every second product only
         assert float(fewer.residuals[0]) > tol * abs(float(fewer.values[0]))
 
 
@@ -212,7 +262,7 @@ def test_running_out_of_products_is_said():
     assert "raise max_matvecs" in pairs.reason
     pairs = eigenvalues(rotated(SPECTRA["outliers"]), 2, max_matvecs=14)
     assert not pairs.converged
-    assert "repeated eigenvalues were not ruled out" in pairs.reason
+    assert "repeated or lie further out were not ruled out" in pairs.reason
     assert "not converged" in spectral_norm(rotated(SPECTRA["dense edge"]), max_matvecs=5).reason
 
 
@@ -634,8 +684,6 @@ WRONG = {
     "internal which": (lambda: eigenvalues(GOOD, which="both"), "unknown end of the spectrum 'both'"),
     "budget": (lambda: eigenvalues(GOOD, 3, max_matvecs=2), "max_matvecs >= k = 3, got 2"),
     "basis": (lambda: eigenvalues(GOOD, 3, basis=5), "basis >= k [+] 4 = 7 vectors"),
-    "start": (lambda: eigenvalues(rotated(bulk(200)), start=torch.ones(3)), r"start of shape \(200,\) or \(200, j\)"),
-    "zero start": (lambda: eigenvalues(rotated(bulk(200)), start=torch.zeros(200)), "finite length above 0"),
     "not square": (lambda: operator_trace(torch.ones(3, 4)), r"square operator, got shape \(3, 4\)"),
     "not symmetric": (lambda: operator_trace(torch.ones(3, 3).triu()), "need a symmetric matrix"),
     "no operator": (lambda: operator_trace([1.0]), "`shape` and `@`, got list"),

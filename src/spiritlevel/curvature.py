@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.func import functionalize, grad, jvp, vjp, vmap
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from spiritlevel.errors import InputError
@@ -253,8 +253,6 @@ _FOOTPRINT = 8  # bytes that a product takes for each byte of activations
 _MOST_VECTORS = 32  # multiplied at once
 _MOST_SHAPES = 16  # of batches that are traced
 _FEW = 16  # samples on which a trace is tried
-_PREVIEW = 0.25  # of the samples, about
-_ENOUGH = 1024  # samples for a preview to be worth its trace
 _Flat = Callable[..., tuple[Tensor, ...]]  # of a vector, the parameters and a batch, each as tensors
 _TENSOR = object()  # marks the place of a tensor among a batch's leaves
 
@@ -275,7 +273,7 @@ class _Matrix:
         self.problem, self.product = problem, product
         self.ranks = problem.shared_by(group)
         self.params = list(problem.params.values())
-        whole = whole or problem.batch_norm == "batch"
+        self.whole = whole = whole or problem.batch_norm == "batch"
         with self.ranks.together():
             self.batches = Batches(data, size=batch_size, ordered=False, whole=whole)
             budget = parse_memory(memory)
@@ -285,11 +283,10 @@ class _Matrix:
             self.batches.size = self._batch_size(min(limit, _CACHE // largest_tensor))
         if self.batches.size is not None and not whole:
             self.batches.size = self.ranks.least(self.batches.size)
-        self.budget = budget
-        self.bends: list[Tensor] | None = [] if self._can_preview(whole) else None  # Tr ∂²ℓ/∂φ² of each sample
         with self.ranks.together():
             sizes, self.fingerprint = self._inspect()
         self.ranks.same((sizes, self.fingerprint), "their data or batches")
+        self.versions = _versions(self.batches)
         self.total, self.count, largest = sum(sizes), len(sizes), max(1, *sizes)
         self.chunk = max(1, min(_MOST_VECTORS, limit // largest, _CACHE // (largest_tensor * largest)))
         self.vectorised = True
@@ -321,10 +318,6 @@ class _Matrix:
             result = multiply(rows).to(block.dtype)
             return (result.add_(rows, alpha=weight_decay) if weight_decay else result).T
 
-        def preview() -> tuple[Operator, float]:
-            part = self._preview()
-            return part.operator(weight_decay=weight_decay), part.total / self.total
-
         problem = self.problem
         return Operator(
             matmat,
@@ -332,36 +325,7 @@ class _Matrix:
             dtype=problem.dtype,
             device=problem.device,
             shapes={name: tensor.shape for name, tensor in problem.params.items()},
-            preview=preview if self.bends and multiply == self.multiply else None,
         )
-
-    def _can_preview(self, whole: bool) -> bool:
-        """Whether the data are one pair in memory, large enough for a preview and small enough for a copy of it."""
-        held = _held(self.batches)
-        if not held or whole or self.ranks.count > 1 or not self.problem.loss.closed_form:
-            return False
-        return len(held[-1]) >= _ENOUGH and _PREVIEW * sum(tensor.nbytes for tensor in held) <= self.budget / 4
-
-    def _preview(self) -> _Matrix:
-        """The same matrix over the samples that bend the loss most: of a trained network they hold most of it.
-
-        Samples that bend it equally are taken at random. The scale is off, the dominant eigenvector is not much.
-        """
-        bends = torch.cat(self.bends or [])
-        order = torch.randperm(len(bends), generator=torch.Generator().manual_seed(0))
-        order = order[bends[order].argsort(descending=True, stable=True)]
-        count, size = math.ceil(_PREVIEW * len(bends)), self.batches.size
-        if size is not None and size <= 1.25 * count:  # batches of the usual shape, so that one trace serves all
-            count = round(count / size) * size
-        else:
-            size = None
-        chosen = order[:count].sort().values
-        data = tree_map(lambda leaf: leaf[chosen.to(leaf.device)], self.batches.data)
-        matrix = _Matrix(self.product, self.problem, data, size, self.budget // 2)
-        if self.traceable is None:
-            self._try(*self.batches.first(_FEW), _FEW)
-        matrix.traceable, matrix.traces = self.traceable, self.traces
-        return matrix
 
     def multiply(self, rows: Tensor) -> Tensor:
         """The matrix times each row of (k, P)."""
@@ -394,6 +358,11 @@ class _Matrix:
         """
         mine = range(self.ranks.rank, self.count, self.ranks.count)
         if all(index in self.kept for index in mine):
+            if _versions(self.batches) != self.versions:
+                raise InputError(
+                    "the data were written to in place after the operator was made; products need data that stay as "
+                    "they are: build a new operator for the new data."
+                )
             yield from ((self.kept[index].samples, self.kept[index]) for index in mine)
             return
         seen, fingerprint = 0, Fingerprint()
@@ -418,11 +387,25 @@ class _Matrix:
                     placed = self.problem.place(inputs, targets)
                     outputs = self.problem.outputs(self.problem.params, placed[0])
                     self.problem.checked(outputs, *placed, start=total)
-                    if self.bends is not None:
-                        self.bends.append(self.problem.loss.trace(outputs, placed[1]).cpu())
+                    if not index and not self.whole:
+                        self._check_independence(placed[0], outputs)
                 sizes.append(len(targets))
                 total += len(targets)
         return sizes, str(fingerprint)
+
+    def _check_independence(self, inputs: Any, outputs: Tensor) -> None:
+        """Refuse a network whose output for a sample depends on the rest of the batch, unless batches are meant."""
+        first = len(outputs) - 2
+        if first < 1:
+            return
+        alone = self.problem.outputs(self.problem.params, _slice(inputs, first, first + 2))  # one has no variance
+        difference, size = float((alone - outputs[first:]).abs().max()), float(outputs.abs().max())
+        if difference > (1e-3 if outputs.dtype == torch.float32 else 1e-8) * size:
+            raise InputError(
+                "the network's output for a sample depends on the other samples of its batch (batch norm without "
+                "running statistics, or an operation across the batch), so this matrix would depend on the batch "
+                "size; batch_norm='batch' with a batch_size measures the batches as they are."
+            )
 
     def _batch(self, index: int, inputs: Any, targets: Tensor, rows: Tensor) -> _BatchProduct:
         """A batch's product: recomputed from a trace, and kept if there is room; or differentiated."""
@@ -458,7 +441,7 @@ class _Matrix:
             x, y = tree_unflatten([next(data) if leaf is _TENSOR else leaf for leaf in rest], form)
             return tuple(self.product(self.problem, vector, point, x, y).values())
 
-        return flat, fixed, (str(form), repr(rest), tuple((leaf.shape, leaf.dtype) for leaf in fixed))
+        return flat, fixed, (str(form), repr(rest), tuple((leaf.shape, leaf.stride(), leaf.dtype) for leaf in fixed))
 
     def _trace(self, flat: _Flat, fixed: list[Tensor], inputs: Any, targets: Tensor, row: Tensor) -> _Traced | None:
         """The trace of a batch's product, along `row`; `None` if there is none."""
@@ -477,10 +460,29 @@ class _Matrix:
     def _try(self, inputs: Any, targets: Tensor, few: int) -> _Traced | None:
         """Find out on a few samples whether the product can be traced."""
         flat, fixed, _ = self._flat(_slice(inputs, 0, few), targets[:few])
+        self._check_symmetry(flat, fixed)
         with self.problem.active():
-            checked = _checked_trace(flat, self.params, fixed)
+            leaves = tree_leaves((inputs, targets))
+            plain = all(isinstance(leaf, Tensor | bool | int | float | str | None) for leaf in leaves)
+            checked = _checked_trace(flat, self.params, fixed) if plain else None
         self.traceable = checked is not None
         return checked
+
+    def _check_symmetry(self, flat: _Flat, fixed: list[Tensor]) -> None:
+        """Refuse a product that is not symmetric: uᵀHv = vᵀHu for two random vectors, whose size is about ‖Hv‖."""
+        generator = torch.Generator().manual_seed(1)
+        pair = torch.randn(2, self.problem.size, generator=generator, dtype=self.problem.dtype)
+        pair = pair.to(self.problem.device)
+        parts = [part.reshape(2, -1) for part in self._differentiate(flat, fixed, pair)]
+        products = torch.cat(parts, dim=1).double()
+        one, other = (products.flip(0) * pair).sum(1).tolist()
+        size = float(torch.linalg.vector_norm(products, dim=1).max())
+        if abs(one - other) > (1e-2 if self.problem.dtype == torch.float32 else 1e-6) * size:
+            raise InputError(
+                "the second derivatives of this model are not symmetric, so no curvature of it can be trusted: a part "
+                "of its forward pass runs under torch.no_grad() or on .data (use .detach() to cut a gradient), or an "
+                "operation has a wrong double backward."
+            )
 
     def _differentiate(self, flat: _Flat, fixed: list[Tensor], vectors: Tensor) -> Sequence[Tensor]:
         with self.problem.active():
@@ -507,6 +509,11 @@ class _Matrix:
 def _held(batches: Batches) -> list[Tensor]:
     """The tensors of data that lie in memory as one pair, the targets last."""
     return tree_leaves(batches.data) if _is_pair_of_tensors(batches.data) else []
+
+
+def _versions(batches: Batches) -> list[int]:
+    """How often the tensors of data that lie in memory were written to."""
+    return [tensor._version for tensor in _held(batches) if not tensor.is_inference()]
 
 
 def _activation_bytes(problem: Problem, batches: Batches) -> tuple[int, int]:
@@ -650,8 +657,8 @@ def _try_to_trace(
 ) -> _Traced | None:
     """`function(*vector, *params, *data)` as operations, cut in two; `None` if that fails.
 
-    A trace depends on nothing but its inputs: no number can leave a tensor unnoticed, since `functionalize` wraps them
-    all and the recorder refuses what reads one.
+    A trace depends on nothing but its inputs and the tensors that the model holds: no number can leave a tensor
+    unnoticed, since `functionalize` wraps them all and the recorder refuses what reads one.
     """
     recorder = _Recorder([*vector, *params, *data], len(vector))
     try:

@@ -9,7 +9,9 @@ standard error 0.
 
 from __future__ import annotations
 
+import itertools
 import math
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -42,16 +44,14 @@ _DENSE_EIGENVALUES = 128  # up to this size all eigenvalues are computed at once
 _DENSE_LATER = 2048  # up to this size the same where it saves products
 _PILOT = 16  # probes that decide how many a relative error needs
 _MOST_PROBES = 4096  # where a relative error gives up
-_PREVIEW = 0.03  # relative residual to which the preview of an operator is solved
-_MISS = 1e-3  # chance that a repeated eigenvalue stays hidden
+_MISS = 1e-3  # chance that an eigenvalue stays hidden
 
 
 class Operator:
     """A symmetric matrix H known by its products, over named parameters laid end to end.
 
     `matmat` maps a (P, k) tensor to H times it. `shapes` gives the parameters' names and shapes in order; without it
-    the operator has no names and cannot `split`. `preview` makes a cheaper operator that has a similar dominant
-    eigenvector, and says what share of the cost its products have. Exact; `op @ v` costs one product a column.
+    the operator has no names and cannot `split`. Exact; `op @ v` costs one product a column.
 
     >>> matrix = torch.tensor([[2.0, 1.0], [1.0, 3.0]])
     >>> op = Operator(lambda block: matrix @ block, 2, dtype=torch.float32, shapes={"weight": (1, 1), "bias": (1,)})
@@ -69,14 +69,12 @@ class Operator:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         shapes: Mapping[str, Sequence[int]] | None = None,
-        preview: Callable[[], tuple[Operator, float]] | None = None,
     ) -> None:
         self.size = size
         self.shape = (size, size)
         self.dtype = dtype
         self.device = torch.device(device)
         self.shapes = {name: torch.Size(shape) for name, shape in (shapes or {}).items()}
-        self.preview = preview
         self._matmat = matmat
         total = sum(shape.numel() for shape in self.shapes.values())
         if self.shapes and total != size:
@@ -140,7 +138,6 @@ def eigenvalues(
     max_matvecs: int | None = None,
     vectors: bool = True,
     seed: int = 0,
-    start: Tensor | None = None,
     basis: int | None = None,
 ) -> Eigenpairs:
     """The k eigenvalues at one end of the spectrum, by thick-restarted Lanczos with full re-orthogonalisation.
@@ -156,7 +153,10 @@ def eigenvalues(
     been missed, then |zᵀq| of the random start q would have to be below 1/‖g‖, where g are the components of z in
     the round's basis that H and its products dictate (the Christoffel function of the round), and that has probability
     below 0.001. Eigenvalues closer than tol · max|Ritz value| count as equal. Usually this takes 4 to 10 products.
-    For k = 1 no repetition matters; the chance that an eigenvalue larger by δ was overlooked is about residual/δ.
+
+    A small residual does not tell that no eigenvalue lies further out: the start vector may hardly have contained its
+    eigenvector. That is excluded in the same way, for eigenvalues further out by min(50 tol, 5 %) of max|Ritz value|
+    or more; what the first round has made for its residual usually suffices.
 
     Up to size max(128, 4k) all eigenvalues are computed from the dense matrix, and up to size 2048 once the iteration
     has made as many products as the matrix has columns, unless `max_matvecs` forbids it.
@@ -169,10 +169,6 @@ def eigenvalues(
         max_matvecs: where to stop unconverged; 500 + 50k unless given.
         vectors: whether to return the eigenvectors, as columns (P, k) in the operator's dtype.
         seed: of the start vectors.
-        start: a first guess, (P,) or (P, j), for example the vectors of a nearby matrix; a tenth of its length is
-            added at random so that the statements above keep holding. Unless given, an operator's `preview` is solved
-            for it where the one dominant eigenvalue is wanted: for the Hessian of a trained network, that of the
-            quarter of the samples whose outputs bend the loss most, which saves about half of the products.
         basis: how many vectors to hold in memory; max(2k + 20, k + 40) unless given.
 
     References: Wu & Simon, SIAM J. Matrix Anal. Appl. 22 (2000), doi:10.1137/S0895479898334605; Kuczyński &
@@ -196,18 +192,14 @@ def eigenvalues(
     if size <= max(_DENSE_EIGENVALUES, 4 * k) and size <= spare:
         return _dense_eigenpairs(product, _dense(product), k, which, tol, vectors, seed)
     may_go_dense = size <= _DENSE_LATER and 2 * size <= spare
-    if start is None and k == 1 and which != "smallest" and max_matvecs is None:
-        start = _previewed(product, which, seed)
-    space = _Krylov(product, _capacity(size, k, basis), seed, _first_vector(product, seed, start))
+    space = _Krylov(product, _capacity(size, k, basis), seed, _gaussian(product, seed, 0), uniform=True)
     coordinates, reason = _converge(space, _ENDS[which], k, tol, min(limit, size) if may_go_dense else limit)
     if reason and may_go_dense:
         return _dense_eigenpairs(product, _dense(product), k, which, tol, vectors, seed)
     return _eigenpairs(space, coordinates, reason, which, tol, vectors)
 
 
-def spectral_norm(
-    op: Any, *, tol: float = 1e-4, max_matvecs: int | None = None, seed: int = 0, start: Tensor | None = None
-) -> Estimate:
+def spectral_norm(op: Any, *, tol: float = 1e-4, max_matvecs: int | None = None, seed: int = 0) -> Estimate:
     """The spectral norm ‖H‖₂ = max|λ|, by `eigenvalues(op, 1, which="magnitude")`.
 
     Accurate to tol · ‖H‖₂ and in practice to about its square; no random error, so `stderr` is 0. If the iteration
@@ -216,7 +208,7 @@ def spectral_norm(
     >>> print(spectral_norm(torch.diag(torch.tensor([1.0, -3.0, 2.0]))))
     3
     """
-    pair = eigenvalues(op, which="magnitude", tol=tol, max_matvecs=max_matvecs, vectors=False, seed=seed, start=start)
+    pair = eigenvalues(op, which="magnitude", tol=tol, max_matvecs=max_matvecs, vectors=False, seed=seed)
     reason = "" if pair.converged else f"not converged: {pair.reason}"
     return Estimate(abs(float(pair.values[0])), matvecs=pair.matvecs, seed=seed, reason=reason)
 
@@ -458,12 +450,22 @@ class _Product:
                 )
 
     def __call__(self, v: Tensor) -> Tensor:
+        first = not self.count
         self.count += v[0].numel()
         if isinstance(self.op, Operator):
-            return self.op @ v  # has checked it
-        if self._speaks_torch:
-            return _checked((self.op @ v).detach(), v)
-        return _checked(torch.tensor(np.asarray(self.op @ v.numpy()), dtype=self.dtype), v)
+            product = self.op @ v  # has checked it
+        elif self._speaks_torch:
+            product = _checked((self.op @ v).detach(), v)
+        else:
+            product = _checked(torch.tensor(np.asarray(self.op @ v.numpy()), dtype=self.dtype), v)
+        if first:
+            size = float(torch.linalg.vector_norm(product, ord=math.inf))
+            if size and not 1e-140 < size < 1e140:
+                raise InputError(
+                    f"the products with this operator are of size {size:.1g}, beyond what can be squared in float64; "
+                    "multiply the loss by a constant and divide the results by it."
+                )
+        return product
 
 
 def _columns(size: int) -> int:
@@ -579,10 +581,12 @@ class _Krylov:
     each eigenvalue μ in `points`: as μ zᵀq = zᵀHq, its components along all later vectors are fixed multiples, the
     `shadows`, of zᵀq for the random q. They cannot exceed ‖z‖ = 1 together, so |zᵀq| ≤ 1/‖shadows‖; and for q uniform
     on the sphere P(|zᵀq| ≤ t) ≤ t √(2P/π). So a point is dropped, ruled out but for the chance _MISS, once its
-    shadows are long enough.
+    shadows are long enough. The chances of rounds for the same points multiply, since their q are independent.
+
+    `uniform` tells that the direction of `first` is uniform on the sphere.
     """
 
-    def __init__(self, product: _Product, capacity: int, seed: int, first: Tensor) -> None:
+    def __init__(self, product: _Product, capacity: int, seed: int, first: Tensor, uniform: bool = False) -> None:
         self.product = product
         self.capacity = capacity
         self.seed = seed
@@ -593,6 +597,9 @@ class _Krylov:
         self.edges: dict[int, _Edge] = {0: _Edge(first, np.zeros(capacity), np.zeros(0))}
         self.rounds = 0
         self.points: Array = np.zeros(0)
+        self.chances: Array = np.zeros(0)  # that the earlier rounds for these points have missed them
+        self.missed: Array = np.zeros(0)  # that these and the present round have
+        self.knows_first = uniform  # the basis still is that of a first vector which was uniform on the sphere
         self.shadows: Array = np.zeros((0, capacity))
         self.norm = 0.0  # largest |Ritz value| seen
         self.noise = 0.0  # largest ‖qᵢᵀHq − qᵀHqᵢ‖ seen: rounding, or products that change from call to call
@@ -655,13 +662,43 @@ class _Krylov:
         return given
 
     def _rule_out(self, lengths: Array) -> None:
-        hidden = lengths < 2 * self.product.size / (math.pi * _MISS**2)
-        self.points, self.shadows = self.points[hidden], self.shadows[hidden]
+        """Drop the points whose shadows have grown so long, and remember the chance of the others."""
+        self.missed = self.chances * np.minimum(1.0, math.sqrt(2 * self.product.size / math.pi) / np.sqrt(lengths))
+        hidden = self.missed > _MISS
+        self.points, self.chances, self.missed = self.points[hidden], self.chances[hidden], self.missed[hidden]
+        self.shadows = self.shadows[hidden]
         for edge in self.edges.values():
             edge.shadows = edge.shadows[hidden]
 
-    def begin(self, points: Array) -> None:
-        """Add a random edge, orthogonal to the basis, and look for more eigenvectors with eigenvalues `points`."""
+    def overlooks(self, point: float) -> bool:
+        """Whether the first vector may have hidden an eigenvector z of this eigenvalue, with a chance above _MISS.
+
+        For z with components c in the basis and e along the edge u, (μ − A) c = e · shares and ‖c‖² + e² ≤ 1: that
+        bounds the component c₀ along the first vector.
+        """
+        if not self.knows_first:
+            return True
+        w = self.width
+        shares = np.zeros(w)
+        shares[-1] = self.noise
+        if 0 in self.edges:
+            shares = self.edges[0].shares[:w]
+        c = np.linalg.solve(point * np.eye(w) - self.projected[:w, :w], shares)
+        most = abs(float(c[0])) / math.hypot(1.0, float(np.linalg.norm(c)))
+        return most * math.sqrt(2 * self.product.size / math.pi) > _MISS
+
+    def begin(self, points: Array) -> bool:
+        """Add a random edge, orthogonal to the basis, and look for more eigenvectors with eigenvalues `points`.
+
+        Returns whether that can help: not if the last round for the same points has told next to nothing about one
+        of them, because what it leaves of the edge cannot be told from rounding.
+        """
+        again = points is self.points
+        if again and points.size and self.missed.max() > 0.5 * self.chances.max():
+            return False
+        self.chances = self.missed if again else np.ones(points.size)
+        self.missed = self.chances
+        self.knows_first = False
         self.rounds += 1
         self.points = points
         self.shadows = np.zeros((points.size, self.capacity))
@@ -670,6 +707,7 @@ class _Krylov:
         v, _ = self._outside(_gaussian(self.product, self.seed, self.rounds))
         v /= torch.linalg.vector_norm(v)
         self.edges[self.rounds] = _Edge(v, np.zeros(self.capacity), np.ones(points.size))
+        return True
 
     def ritz(self) -> tuple[Array, Array]:
         """The Ritz values, ascending, and their coordinates in the basis, as columns."""
@@ -686,17 +724,19 @@ class _Krylov:
         return torch.from_numpy(coordinates.T.copy()).to(self.basis) @ self.basis[: self.width]
 
     def residuals(self, coordinates: Array) -> Array:
-        """‖Hy − θy‖ of Ritz vectors y, from the products already made, with their asymmetry added."""
-        squares = np.full(coordinates.shape[1], self.noise**2)
-        for i, s in enumerate(coordinates.T):
-            rest = torch.zeros_like(self.basis[0])
-            for edge in self.edges.values():
-                rest.add_(edge.vector, alpha=float(edge.shares[: self.width] @ s))
-            squares[i] += float(torch.linalg.vector_norm(rest, dtype=torch.float64)) ** 2
-        return np.sqrt(squares)
+        """‖Hy − θy‖ of Ritz vectors y, from the products already made, without their asymmetry (`noise`)."""
+        vectors = [edge.vector for edge in self.edges.values()]
+        shares = np.array([edge.shares[: self.width] @ coordinates for edge in self.edges.values()])
+        if not vectors:
+            return np.zeros(coordinates.shape[1])
+        overlaps = np.eye(len(vectors))  # edges are unit vectors, but not orthogonal to each other
+        for i, j in itertools.combinations(range(len(vectors)), 2):
+            overlaps[i, j] = overlaps[j, i] = float(vectors[i] @ vectors[j])
+        return np.sqrt(np.maximum(np.einsum("ik,ij,jk->k", shares, overlaps, shares), 0.0))
 
     def restart(self, values: Array, coordinates: Array) -> None:
         """Keep these Ritz vectors and all edges, forget the rest (thick restart)."""
+        self.knows_first = False
         w, keep = coordinates.shape
         rotation = torch.from_numpy(coordinates.T.copy()).to(self.basis)
         for columns in self.basis.split(2**16, dim=1):
@@ -713,32 +753,6 @@ def _gaussian(product: _Product, seed: int, index: int) -> Tensor:
     kind = np.float64 if product.dtype == torch.float64 else np.float32
     draws = np.random.default_rng((seed, _STARTS, index)).standard_normal(product.size, dtype=kind)
     return torch.from_numpy(draws).to(product.device)
-
-
-def _first_vector(product: _Product, seed: int, start: Tensor | None) -> Tensor:
-    """A random direction; with `start`, the sum of its columns plus a tenth of its length in a random direction."""
-    noise = _gaussian(product, seed, 0)
-    if start is None:
-        return noise
-    if not isinstance(start, Tensor) or start.ndim not in (1, 2) or start.shape[0] != product.size:
-        got = tuple(start.shape) if isinstance(start, Tensor) else type(start).__name__
-        raise InputError(f"eigenvalues needs a start of shape ({product.size},) or ({product.size}, j), got {got}.")
-    guess = start.to(product.device, product.dtype)
-    guess = guess.sum(1) if guess.ndim == 2 else guess
-    length = float(torch.linalg.vector_norm(guess))
-    if not (math.isfinite(length) and length > 0):
-        raise InputError(f"eigenvalues needs a start of finite length above 0, got {length}.")
-    return guess / length + 0.1 * noise / torch.linalg.vector_norm(noise)
-
-
-def _previewed(product: _Product, which: str, seed: int) -> Tensor | None:
-    """The dominant eigenvector of the operator's preview, roughly; its products count as what they cost."""
-    if getattr(product.op, "preview", None) is None:
-        return None
-    part, share = product.op.preview()
-    found = eigenvalues(part, which=which, tol=_PREVIEW, seed=seed)
-    product.count += math.ceil(share * found.matvecs)
-    return found.vectors
 
 
 def _capacity(size: int, k: int, basis: int | None) -> int:
@@ -775,19 +789,25 @@ def _converge(
             order = [np.argsort(-end(values), kind="stable") for end in ends]
             wanted = np.concatenate([indices[:k] for indices in order])
             leaks = space.leaks(coordinates[:, wanted])
-            residual = math.sqrt(max(sum((leak**2 for leak in leaks.values()), np.zeros(wanted.size))))
+            residual = float(space.residuals(coordinates[:, wanted]).max())
             converged = residual <= space.noise or math.hypot(residual, space.noise) <= distance
             begin = False
             if converged:
-                found = np.sort(values[wanted])
-                points = np.concatenate(
-                    [_repeatable(end, values[i[:k]], distance) for end, i in zip(ends, order, strict=True)]
-                )
-                begin = settled is None or bool(np.abs(found - settled).sum() > distance)
-                if space.width == product.size or not points.size or not (begin or space.points.size):
+                if space.width == product.size:
                     return coordinates[:, wanted], ""
+                found = np.sort(values[wanted])
+                margin = min(50 * tol, 0.05) * space.norm
+                repeats = [_repeatable(end, values[i[:k]], distance) for end, i in zip(ends, order, strict=True)]
+                beyond = [_beyond(end, values, margin) for end in ends] if margin else []
+                hidden = [point for point in np.concatenate([*beyond, []]) if space.overlooks(point)]
+                points = np.concatenate([*repeats, hidden])
+                begin = settled is None or bool(np.abs(found - settled).sum() > distance)
+                if not (points.size if begin else space.points.size):
+                    return coordinates[:, wanted], ""
+                if len(hidden) == points.size and space.knows_first and 0 in space.edges:
+                    begin = False  # the first round goes on until it excludes them
             if exhausted:
-                what = "repeated eigenvalues were not ruled out"
+                what = "eigenvalues that are repeated or lie further out were not ruled out"
                 if not converged:
                     what = f"residual {residual:.2g} > tol · max|Ritz value| = {distance:.2g}"
                 return coordinates[:, wanted], f"{what} after {product.count} products; raise max_matvecs"
@@ -800,9 +820,21 @@ def _converge(
                 space.begin(points)
             number = space.rounds if converged or not leaks else max(leaks, key=lambda edge: float(leaks[edge].max()))
         if number not in space.edges:
-            space.begin(space.points)
+            if not space.begin(space.points):
+                least = float(np.abs(space.points).min())
+                return coordinates[:, wanted], (
+                    f"repetitions of an eigenvalue as small as {least:.2g} cannot be told from rounding in "
+                    f"{product.dtype}; use float64"
+                )
             number = space.rounds
         space.extend(number)
+
+
+def _beyond(end: Callable[[Array], Array], values: Array, margin: float) -> Array:
+    """The nearest places of an eigenvalue that lies further out than all `values` by `margin`."""
+    edge = float(end(values).max()) + margin
+    points = np.array([edge, -edge])
+    return points[end(points) >= edge]
 
 
 def _repeatable(end: Callable[[Array], Array], values: Array, distance: float) -> Array:
@@ -817,7 +849,7 @@ def _eigenpairs(space: _Krylov, coordinates: Array, reason: str, which: str, tol
     if not reason and tol < 100 * torch.finfo(space.product.dtype).eps:
         residuals = _measured_residuals(space.product, columns, values)
     else:
-        residuals = space.residuals(coordinates)
+        residuals = np.hypot(space.residuals(coordinates), space.noise)
     bound = tol * space.norm
     if not reason and residuals.max() > bound:
         reason = (
@@ -939,8 +971,15 @@ def _dense_summary(
 # --- arguments --------------------------------------------------------------------------------------------------------
 
 
+def _whole(who: str, name: str, value: Any) -> int:
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise InputError(f"{who} needs a whole number for {name}, got {value!r}.") from None
+
+
 def _check_seed(seed: int) -> None:
-    if not isinstance(seed, int) or seed < 0:
+    if isinstance(seed, bool) or _whole("an estimator", "its seed", seed) < 0:
         raise InputError(f"a seed must be a whole number >= 0, got {seed!r}.")
 
 
@@ -948,7 +987,7 @@ def _check_end(product: _Product, k: int, which: str, tol: float, seed: int) -> 
     public = tuple(name for name in _ENDS if name != "both")
     if which not in public:
         raise unknown_name("end of the spectrum", which, public)
-    if not 1 <= k <= product.size:
+    if not 1 <= _whole("eigenvalues", "k", k) <= product.size:
         raise InputError(f"eigenvalues needs k between 1 and the operator's size {product.size}, got {k}.")
     if not tol > 0:
         raise InputError(f"eigenvalues needs a tolerance tol > 0, got {tol}.")
@@ -956,7 +995,7 @@ def _check_end(product: _Product, k: int, which: str, tol: float, seed: int) -> 
 
 
 def _check_probes(who: str, probes: int, rel_err: float | None, seed: int, least: int = 2) -> None:
-    if probes < least:
+    if _whole(who, "probes", probes) < least:
         raise InputError(f"{who} needs probes >= {least} to report a standard error, got {probes}.")
     if rel_err is not None and not rel_err > 0:
         raise InputError(f"{who} needs rel_err > 0, got {rel_err}.")
@@ -965,5 +1004,5 @@ def _check_probes(who: str, probes: int, rel_err: float | None, seed: int, least
 
 def _check_density(who: str, probes: int, steps: int, seed: int) -> None:
     _check_probes(who, probes, None, seed)
-    if steps < 1:
+    if _whole(who, "steps", steps) < 1:
         raise InputError(f"{who} needs steps >= 1, got {steps}.")

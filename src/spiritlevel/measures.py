@@ -822,7 +822,7 @@ def _times_scale(compute: Compute) -> Callable[[Setting, Transformed], float | N
 
 def _predicted_norm(setting: Setting, transformed: Transformed) -> float | None:
     factors = transformed.certificate.factors
-    if factors is None:
+    if factors is None or not transformed.linear:
         return None
     squares = 0.0
     for name, tensor in setting.problem.params.items():
