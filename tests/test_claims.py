@@ -231,7 +231,7 @@ def test_selection_by_paper_and_id() -> None:
         claims.select("B", "A-3.1")
     with pytest.raises(InputError, match="unknown paper 'D'"):
         claims.select("D")
-    with pytest.raises(InputError, match="seed of at least 0, got -1"):
+    with pytest.raises(InputError, match="seed must be a whole number from 0 to 4,000,000,000, got -1"):
         claims.run(seed=-1)
 
 
@@ -401,8 +401,9 @@ def test_the_command_tells_the_story_of_one_claim(capsys: pytest.CaptureFixture[
     ("args", "sentence"),
     [
         (["--id", "A-3.1-bond"], "unknown claim 'A-3.1-bond': did you mean 'A-3.1-bound'"),
-        (["--paper", "D"], "unknown paper 'D'"),
-        (["--seed", "-1"], "seed of at least 0"),
+        (["--id", "A-3.2"], "did you mean 'A-3.2-bound' or 'A-3.2-layer' or"),
+        (["--paper", "D"], "unknown paper 'D': the papers are A, B, C."),
+        (["--seed", "-1"], "--seed must be a whole number from 0 to"),
         (["--html", "."], "--html needs the path of a file that can be written"),
     ],
 )
@@ -411,6 +412,17 @@ def test_the_command_answers_bad_input_in_a_sentence(
 ) -> None:
     assert cli.main(["claims", *args]) == 2
     assert sentence in capsys.readouterr().err
+
+
+def test_a_claim_of_a_trained_network_says_which_one() -> None:
+    for id in ("A-3.2-training", "A-3.2-incorrect"):
+        assert claims.run(id=id)[0].finding.text.startswith("Tested on a small CNN on digits: ")
+
+
+def test_one_claim_is_no_plural() -> None:
+    records = [claims.run(id="C-4-softmax")[0].record()]
+    assert "\n1 claim: 1 holds." in show.to_markdown(records)
+    assert "<p>1 claim, seed 0: 1 holds.</p>" in show.to_html(records, 0)
 
 
 def test_the_command_ends_with_1_if_a_claim_is_undecided(

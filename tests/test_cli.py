@@ -16,8 +16,11 @@ from safetensors.torch import save_file
 import spiritlevel as sl
 from spiritlevel import cli
 from spiritlevel.cli import base
+from spiritlevel.cli.measures import describe, to_markdown
+from spiritlevel.cli.show import show_report
 from spiritlevel.errors import InputError
 from spiritlevel.loading import load_model
+from spiritlevel.results import figure
 from spiritlevel.training import Recipe, fit
 
 COMMANDS = [
@@ -27,6 +30,7 @@ COMMANDS = [
     ["audit"],
     ["report"],
     ["claims"],
+    ["measures"],
     ["data"],
     ["data", "list"],
     ["data", "get"],
@@ -44,15 +48,16 @@ def test_every_command_has_help_with_an_example(command: list[str], capsys: pyte
     text = capsys.readouterr().out
     assert f"For example: spiritlevel {command[0]}" in text
     if command != ["data"]:
-        assert all(option in text for option in ("--json FILE", "--seed INT", "--debug"))
+        assert all(option in text for option in ("--json FILE", "--debug"))
+    draws = command[0] in ("demo", "measure", "compare", "audit", "claims")
+    assert ("--seed INT" in text) == draws  # where nothing is random there is no seed
+    assert "(default: )" not in text
 
 
 @pytest.mark.parametrize("args", [[], ["--help"]])
 def test_help_lists_the_commands_that_work_and_no_others(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(args) == 0
-    assert (
-        "usage: spiritlevel [-h] {demo,measure,compare,audit,reproduce,claims,data,report}" in capsys.readouterr().out
-    )
+    assert "{demo,measure,compare,audit,reproduce,claims,measures,data,report}" in capsys.readouterr().out
 
 
 def test_help_is_quick_and_does_without_torch() -> None:
@@ -75,12 +80,34 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     ("args", "sentence"),
     [
         (["dmo"], "unknown command 'dmo': did you mean 'demo'?"),
+        (["mesure", "mlp", "--data", "digits"], "unknown command 'mesure': did you mean 'measure'"),
+        (["--seed", "1", "demo"], "the command comes first, then its options, got '--seed'"),
         (["data", "lst"], "unknown command 'lst': did you mean 'list'?"),
         (["measure", "mlp", "--data", "digits", "--measures", "trace", "path_norm"], "--measures takes one list, with"),
-        (["compare", "mlp", "mlp", "--data", "digits", "--weights", "a.pt"], "--weights takes PATH PATH, got ['a.pt']"),
+        (
+            ["compare", "mlp", "mlp", "--data", "digits", "--weights", "a.pt"],
+            "--weights takes FILE FILE, got a.pt. See",
+        ),
         (["measure", "net.py", "--data", "digits"], "lacks the function that makes it: write net.py:function."),
-        (["demo", "--sede", "1"], "Unrecognized options: --sede"),
-        (["demo", "--seed", "one"], "--seed: invalid literal for int"),
+        (
+            ["demo", "--sede", "1"],
+            "unknown option '--sede': did you mean '--seed'? See `spiritlevel demo --help`.",
+        ),
+        (
+            ["measure", "mlp", "--weight", "a.pt", "--data", "digits"],
+            "did you mean '--weights'? See `spiritlevel measure",
+        ),
+        (["demo", "--seed", "one"], "--seed takes a whole number, got 'one'. See `spiritlevel demo --help`."),
+        (["measure", "mlp", "--data", "digits", "--samples", "abc"], "--samples takes a whole number, got 'abc'. See"),
+        (["measure", "mlp", "--data", "digits", "--time-limit", "x"], "--time-limit takes a number, got 'x'. See"),
+        (["data", "list", "--json"], "--json takes FILE, got nothing. See `spiritlevel data list --help`."),
+        (["demo", "--seed", "-1"], "--seed must be a whole number from 0 to 4,000,000,000, got -1."),
+        (["claims", "--seed", str(10**30)], "--seed must be a whole number from 0 to 4,000,000,000, got 1000"),
+        (["measure", "mlp", "--data", "digits", "--seed", "-1"], "--seed must be a whole number from 0 to"),
+        (["measure"], "spiritlevel: MODEL and --data DATA must be given. See `spiritlevel measure --help`."),
+        (["measures", "trce"], "unknown measure 'trce': did you mean 'trace'"),
+        (["measure", "mlp:inputs=64,classes=1", "--data", "digits"], "use --loss binary_cross_entropy for a single"),
+        (["measure", "mlp:inputs=64", "--data", "digits", "--loss", "mse"], "did you mean 'squared_error'?"),
         (["demo", "--epochs", "0"], "demo needs at least 1 epoch, got 0."),
         (["demo", "--samples", "0"], "demo measures at least 1 training image, got --samples 0."),
         (["demo", "--data", "digits"], "demo needs images of 28×28 or 32×32 pixels, and digits has others"),
@@ -90,18 +117,19 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["measure", "lenet5", "--data", "digit"], "did you mean 'digits'?"),
         (["measure", "lenet5", "--data", "digits"], "the model Sequential fails on inputs of shape (2, 1, 8, 8)"),
         (["measure", "mlp:inputs=64", "--data", "digits", "--measures", "trce"], "did you mean 'trace'?"),
-        (["measure", "mlp:inputs=64", "--data", "digits", "--samples", "0"], "samples must be a whole number"),
+        (["measure", "mlp:inputs=64", "--data", "digits", "--samples", "0"], "--samples must be a whole number"),
         (["measure", "mlp:inputs=64", "--data", "digits", "--batch-norm", "evil"], "did you mean 'eval'?"),
         (["measure", "mlp:inputs=64", "--data", "digits", "--loss", "crossentropy"], "did you mean 'cross_entropy'"),
         (["measure", "mlp:inputs=64", "--data", "digits", "--weights", "none.pt"], "there is no file 'none.pt'."),
         (["measure", "mlp:inputs=64,classes=4", "--data", "digits"], "has 10 classes (0, 1, 2, ...) and the model 4"),
-        (["measure", "mlp:inputs=64", "--data", "digits", "--time-limit", "-1"], "time_limit must be a positive"),
+        (["measure", "mlp:inputs=64", "--data", "digits", "--time-limit", "-1"], "--time-limit must be a positive"),
         (["compare", "mlp:inputs=64", "mlp", "--data", "digits"], "fails on inputs of shape"),
         (["audit", "mlp:inputs=64", "--data", "digits", "--transforms", "rescale"], "unknown transform 'rescale'"),
         (["report", "nowhere"], "'nowhere' is no run: there is no file 'nowhere'"),
         (["report", "tests"], "there is no file 'tests/report.json'"),
         (["report", "pyproject.toml"], "pyproject.toml is no run"),
-        (["data"], "Expected one of {list, get, path}"),
+        (["data"], "data needs one of list, get, path. See `spiritlevel data --help`."),
+        (["data", "list", "--seed", "1"], "unknown option '--seed'"),
         (["data", "get"], "NAME"),
         (["data", "get", "mnits"], "unknown data set 'mnits': did you mean 'mnist'"),
         (["data", "path", "fashion"], "did you mean 'fashion-mini'"),
@@ -134,6 +162,7 @@ def test_data_list_names_every_set_and_writes_strict_json(tmp_path: Path, capsys
     found = json.loads(file.read_text(encoding="utf-8"))
     assert [row["name"] for row in found["data"]] == list(sl.data.names())
     assert found["version"] == sl.__version__
+    assert found["command"] == "data list"
     assert list(file.parent.iterdir()) == [file]
 
 
@@ -210,6 +239,36 @@ def test_progress_only_beyond_the_patience_and_on_a_terminal(
     assert ("weighing" in sys.stderr.getvalue()) == bool(shown)  # type: ignore[attr-defined]
 
 
+def test_a_log_gets_a_line_a_minute_and_one_a_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    log, clock = io.StringIO(), [0]
+    monkeypatch.setattr(sys, "stderr", log)
+    monkeypatch.setattr("spiritlevel.cli.base.time.monotonic", lambda: clock[0])
+    with base.ProgressBar() as progress:
+        for clock[0] in range(0, 200, 5):
+            progress("training: loss 0.1", clock[0], 1000)
+        for clock[0] in range(200, 230, 5):
+            progress("measuring", 0, 0)
+    assert log.getvalue().splitlines() == [
+        "spiritlevel: training: loss 0.1, 10 of 1,000 (0 min)",
+        "spiritlevel: training: loss 0.1, 70 of 1,000 (1 min)",
+        "spiritlevel: training: loss 0.1, 130 of 1,000 (2 min)",
+        "spiritlevel: training: loss 0.1, 190 of 1,000 (3 min)",
+        "spiritlevel: measuring (3 min)",
+    ]
+
+
+def test_the_bar_begins_anew_where_other_things_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    monkeypatch.setattr(base.ProgressBar, "PATIENCE", 0)
+    with base.ProgressBar() as progress:
+        progress("training", 65, 100)
+        progress("trace", 1, 14)
+        assert progress._bar is not None
+        (task,) = progress._bar.tasks
+        assert (task.description, task.completed, task.total) == ("trace", 1, 14)
+
+
 NET = """
 from torch import nn
 def small():
@@ -232,6 +291,51 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def test_numbers_are_never_cut(own: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(own)
+    args = ["measure", "net.py:small", "--weights", "late.safetensors", "--data", "train.npz", "--out", "narrow"]
+    args += ["--samples", "60", "--measures", "trace,largest_eigenvalue,adaptive_sharpness_average,path_norm"]
+    assert cli.main(args) == 0
+    report, shown = sl.Report.from_json(own / "narrow" / "report.json"), capsys.readouterr().out
+    for width in (60, 30):
+        monkeypatch.setenv("COLUMNS", str(width))
+        show_report(report)
+        shown = capsys.readouterr().out
+        assert "…" not in shown
+        assert all(figure(row.value.value, 4) in shown for row in report.rows)
+        assert "unknown" in shown
+
+
+def test_measures_are_listed_and_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["measures", "--json", str(tmp_path / "all.json")]) == 0
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in sl.measures.MEASURES)
+    rows = {row["measure"]: row for row in json.loads((tmp_path / "all.json").read_text())["measures"]}
+    assert set(rows) == set(sl.measures.MEASURES)
+    worth = {
+        name: rows[name]["value"] for name in ("ball_sharpness", "quotient_norm", "average_sharpness", "margin_min")
+    }
+    assert list(worth.values()) == ["lower bound", "to a tolerance", "estimated", "exact"]
+    assert cli.main(["measures", "path_norm"]) == 0
+    assert f"formula: {sl.measures.MEASURES['path_norm'].formula}" in capsys.readouterr().out
+
+
+def test_what_a_measure_is_worth_is_what_is_found(own: Path) -> None:
+    digits = sl.data.load("digits")
+    cheap = [each.name for each in sl.measures.MEASURES.values() if each.cost in ("forward", "backward")]
+    data = digits.train[0][:50], digits.train[1][:50]
+    model = load_model(f"{own}/net.py:small", own / "late.safetensors")
+    rows = [row for row in sl.measures.evaluate(model, data, measures=cheap) if row["kind"] != "undefined"]
+    assert len(rows) > 25
+    for row in rows:
+        assert row["kind"].removesuffix("e") in describe(sl.measures.MEASURES[row["name"]])["value"], row["name"]
+
+
+def test_the_page_of_measures_is_up_to_date() -> None:
+    page = Path(__file__).parents[1] / "docs" / "measures.md"
+    assert page.read_text(encoding="utf-8") == to_markdown()
+
+
 def test_measure_compare_and_report_end_in_pages(
     own: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -249,8 +353,9 @@ def test_measure_compare_and_report_end_in_pages(
         assert report.traces is not None
         assert len(report.traces) == 80
         assert (own / name / "report.html").read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
-        assert json.loads((own / f"{name}.json").read_text())["report"]["type"] == "Report"
-    assert cli.main(["report", "early", "late", "--out", "both.html"]) == 0
+        written = json.loads((own / f"{name}.json").read_text())
+        assert (written["command"], written["report"]["type"]) == ("measure", "Report")
+    assert cli.main(["report", "early", "late.json", "--out", "both.html"]) == 0  # a folder, and what --json wrote
     page = (own / "both.html").read_text(encoding="utf-8")
     assert "early.safetensors" in page
     assert "late.safetensors" in page
@@ -284,7 +389,10 @@ def test_an_interrupt_leaves_a_page_that_says_so(
     monkeypatch.setattr(base.ProgressBar, "__call__", interrupt)
     args = ["measure", "net.py:small", "--data", "train.npz", "--measures", "trace,largest_eigenvalue"]
     assert cli.main([*args, "--out", str(tmp_path), "--samples", "20"]) == 130
-    assert "the page holds what was measured until then" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert said.startswith("spiritlevel: interrupted at step ")
+    assert said.endswith("the page holds what was measured until then.\n")
+    assert said.count("\n") == 1
     assert "interrupted at step" in (tmp_path / "report.html").read_text(encoding="utf-8")
     assert sl.Report.from_json(tmp_path / "report.json").row("trace").value.value > 0
 
@@ -296,10 +404,14 @@ def test_damaged_runs_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[
         '{"type": "Report", "name": 1, "rows": 2}',
         '{"type": "Estimate", "value": 1}',
         "[]",
+        '{"command": "data list", "data": []}',
+        '{"command": "audit", "audit": {"type": "Estimate", "value": 1}}',
     ):
         file.write_text(content)
         assert cli.main(["report", str(tmp_path), "--out", str(tmp_path / "page.html")]) == 2, content
-        assert capsys.readouterr().err.count("\n") == 1
+        said = capsys.readouterr().err
+        assert said.count("\n") == 1
+        assert "_Shown" not in said
     assert not (tmp_path / "page.html").exists()
 
 

@@ -24,6 +24,8 @@ def test_every_study_has_help_with_an_example(name: str, capsys: pytest.CaptureF
     shown = capsys.readouterr().out
     assert f"For example: spiritlevel reproduce {name}" in shown
     assert "--scale smoke|laptop|paper" in shown
+    own = shown[shown.index("--out DIR") :]  # the study's options come last
+    assert not any(word in own for word in ("None", "tuple[", "str |"))
 
 
 def test_a_list_of_values_makes_independent_jobs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -32,10 +34,18 @@ def test_a_list_of_values_makes_independent_jobs(tmp_path: Path, capsys: pytest.
     found = json.loads((tmp_path / "out.json").read_text())
     assert [row["config"]["divisions"] for row in found["rows"]] == [6, 6, 9, 9]
     assert {row["verdict"] for row in found["rows"]} == {"reproduced"}
+    assert (found["command"], found["study"]) == ("reproduce", "confidence")
     assert all((Path(folder) / "summary.json").exists() for folder in found["runs"])
     shown = capsys.readouterr().out
     assert "reproduced if the largest value at the three corners is below 1e-12" in shown
     assert "divisions" in shown
+    assert "scale, 2 jobs." in " ".join(shown.split())
+    assert "6, middle: 0 from the middle." in shown  # remarks stand below the table, not in it
+
+
+def test_help_names_the_defaults_of_the_scales(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["reproduce", "confidence", "--help"]) == 0
+    assert "(default: 120; smoke 30)" in " ".join(capsys.readouterr().out.replace("│", "").split())
 
 
 def test_seeds() -> None:
@@ -48,9 +58,22 @@ def test_seeds() -> None:
     [
         (["confidenc"], "unknown study 'confidenc': did you mean 'confidence'?"),
         (["confidence", "--scale", "papr"], "unknown scale 'papr': did you mean 'paper'?"),
-        (["confidence", "--divisions", "ten"], "--divisions takes int, or several between commas, got 'ten'."),
-        (["confidence", "--seeds", "1;2"], "--seeds takes int, or several between commas, got '1;2'."),
-        (["confidence", "--divison", "4"], "--divisions"),
+        (
+            ["confidence", "--divisions", "ten"],
+            "--divisions takes a whole number, or several between commas, got 'ten'.",
+        ),
+        (["confidence", "--divisions", "10"], "confidence needs a multiple of 3 as --divisions, so that"),
+        (["confidence", "--seeds", "1;2"], "--seeds takes a whole number, or several between commas, got '1;2'."),
+        (["confidence", "--seeds", "0,0"], "confidence: seed 0 is given twice; every value is one job."),
+        (["confidence", "--divisions", "6,9,6"], "confidence: divisions 6 is given twice"),
+        (["confidence", "--seeds", "-1"], "--seeds must be a whole number from 0 to 4,000,000,000, got -1."),
+        (["confidence", "--seed", "-1"], "--seed must be a whole number from 0 to 4,000,000,000, got -1."),
+        (["confidence", "--out", __file__], "--out needs a folder, and"),
+        (
+            ["confidence", "--divison", "4"],
+            "did you mean '--divisions'? See `spiritlevel reproduce confidence --help`.",
+        ),
+        (["weight-decay", "--gammas", "a,b"], "--gammas takes a number, or several between commas, got 'a,b'."),
     ],
 )
 def test_bad_input_is_one_sentence(args: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -64,3 +87,4 @@ def test_numbers_are_shown_with_their_interval() -> None:
     assert number({"ours": 0.97123, "low": 0.9, "high": 1.0}) == "0.9712 [0.9, 1]"
     assert number({"ours": None, "low": None, "high": None}) == "undefined"
     assert number({"ours": "12 of 13", "low": None, "high": None}) == "12 of 13"
+    assert number({"ours": 1.976e-323, "low": None, "high": None}) == "below 1e-300"

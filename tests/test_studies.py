@@ -12,7 +12,19 @@ from typing import Any
 import pytest
 
 from spiritlevel.errors import InputError
-from spiritlevel.studies import Config, Ruling, Run, Statement, Study, Verdict, catalogue, combine, execute, find
+from spiritlevel.studies import (
+    Config,
+    Ruling,
+    Run,
+    Statement,
+    Study,
+    Verdict,
+    catalogue,
+    combine,
+    correlation,
+    execute,
+    find,
+)
 from spiritlevel.studies.base import SUMMARY, not_fitted, read_summary
 
 LARGE = Statement("large", "the number is large", "3", "at least 2", "above 1")
@@ -130,6 +142,9 @@ def test_jobs_are_every_combination() -> None:
     [
         ({"numbr": 1}, "unknown option of numbers 'numbr': did you mean 'number'"),
         ({"number": []}, "at least one value"),
+        ({"seeds": [0, 1, 0]}, "numbers: seed 0 is given twice; every value is one job"),
+        ({"number": [1.0, 1.0]}, "numbers: number 1.0 is given twice"),
+        ({"seeds": [-1]}, "seed must be a whole number from 0 to 4,000,000,000, got -1"),
         ({"scale": "papr"}, "unknown scale 'papr': did you mean 'paper'"),
     ],
 )
@@ -163,11 +178,69 @@ def test_seeds_are_combined(tmp_path: Path) -> None:
     assert row["high"] - row["ours"] == pytest.approx(2.7764451 * spread)
 
 
-def test_the_page_of_results_shows_the_results_that_are_kept() -> None:
+def test_the_interval_of_a_correlation_stays_within_one() -> None:
+    affine = find("affine")
+    statement = next(statement for statement in affine.statements if statement.id == "pyhessian")
+    summaries = [
+        {
+            "study": "affine",
+            "config": {"seed": seed},
+            "rulings": [statement.judge(r, reproduced=True, remark="Two seeds.").record()],
+        }
+        for seed, r in enumerate((0.9695, 0.9825))
+    ]
+    (row,) = combine(summaries, affine.statements)
+    assert row["high"] == 1
+    assert row["low"] == pytest.approx(0.893, abs=1e-3)
+    assert row["remark"] == "Two seeds. The interval over the seeds is cut at 1, the end of what is possible."
+    assert "limits" not in row  # what a run keeps is as it was
+
+
+def test_a_correlation_over_one_checkpoint_says_so() -> None:
+    rows = [
+        {"step": 0, "trace": way, "quantity": quantity, "points": points, "r": 0.5, "n": 20, "removed": 0}
+        for way in correlation.WAYS
+        for quantity in correlation.QUANTITIES
+        for points in ("correct", "incorrect")
+    ]
+    found = {ruling.statement.id: ruling.remark for ruling in correlation.judge(rows, {0: 0.1})}
+    assert found["incorrect"].endswith("there. So this rests on a single checkpoint.")
+
+
+@pytest.mark.parametrize("divisions", [0, 10, -3])
+def test_the_triangle_has_its_middle_on_the_grid(divisions: int) -> None:
+    with pytest.raises(InputError, match="confidence needs a multiple of 3"):
+        find("confidence").at("smoke", divisions=divisions)
+
+
+def test_statements_of_a_study_can_be_told_apart() -> None:
+    for each in catalogue().values():
+        texts = [statement.text for statement in each.statements]
+        assert len(set(texts)) == len(texts), each.name
+
+
+def results_tool() -> Any:
     root = Path(__file__).parents[1]
     spec = importlib.util.spec_from_file_location("make_results_doc", root / "tools" / "make_results_doc.py")
     assert spec is not None
     assert spec.loader is not None
     tool = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(tool)
-    assert tool.text() == (root / "docs" / "results.md").read_text(encoding="utf-8"), "run `make docs`"
+    return tool
+
+
+def test_the_page_of_results_shows_the_results_that_are_kept() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "results.md").read_text(encoding="utf-8")
+    assert results_tool().text() == page, "run `make docs`"
+
+
+def test_the_page_of_results_says_which_rule_gave_a_verdict() -> None:
+    tool = results_tool()
+    row = {"verdict": "reproduced in direction", "reproduced": "at least 2", "direction": "above 1"}
+    assert tool.rule(row) == "The rule was: reproduced if at least 2; in direction, as here, if above 1."
+    assert tool.rule({**row, "verdict": "reproduced"}) == ""
+    assert tool.rule({**row, "verdict": "undecided"}).startswith("The rule was: reproduced if at least 2; in direction")
+    said = "Checkpoints with enough of them: 1; more."
+    assert tool.remark({"remark": said}) == f"{said} {correlation.ONE_CHECKPOINT}"
+    page = tool.text()
+    assert not any(text in page for text in ("(1 minutes", "(0 minutes", "e-323", "):  ", "so does the trace"))

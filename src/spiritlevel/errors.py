@@ -1,4 +1,4 @@
-"""The two exceptions of the library, and the sentences that name the nearest right word.
+"""The two exceptions of the library, and the sentences that many modules share.
 
 Every message says who complains, what was expected, and what to do instead.
 """
@@ -17,14 +17,58 @@ class NotExactError(ValueError):
     """An exact answer was demanded where the network does not allow one; the message names the operation in the way."""
 
 
+LARGEST_SEED = 4_000_000_000  # NumPy and scikit-learn end at 2³² − 1; the rest is room for seeds counted up from one
+
+# What others call the things that have a name here.
+_OTHER_NAMES = {
+    "mse": "squared_error",
+    "mse_loss": "squared_error",
+    "l2": "squared_error",
+    "ce": "cross_entropy",
+    "nll": "cross_entropy",
+    "softmax": "cross_entropy",
+    "bce": "binary_cross_entropy",
+    "logistic": "binary_cross_entropy",
+    "hessian_trace": "trace",
+    "lambda_max": "largest_eigenvalue",
+    "top_eigenvalue": "largest_eigenvalue",
+    "margin": "margin_mean",
+    "sam": "ball_sharpness",
+    "asam": "adaptive_sharpness_l2",
+}
+
+
+def check_seed(seed: int, name: str = "seed") -> None:
+    """Refuse a seed that one of the random generators would not take.
+
+    >>> check_seed(-1, "--seed")
+    Traceback (most recent call last):
+    spiritlevel.errors.InputError: --seed must be a whole number from 0 to 4,000,000,000, got -1.
+    """
+    if not 0 <= seed <= LARGEST_SEED:
+        raise InputError(f"{name} must be a whole number from 0 to {LARGEST_SEED:,}, got {seed}.")
+
+
+def counted(count: int, noun: str) -> str:
+    """A number with its noun.
+
+    >>> counted(1, "job"), counted(1200, "job")
+    ('1 job', '1,200 jobs')
+    """
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
 def unknown_name(kind: str, name: object, choices: Iterable[str]) -> InputError:
-    """An `InputError` for an unknown name that lists the nearest known ones.
+    """An `InputError` for an unknown name that lists the nearest known ones, or what is called so elsewhere.
 
     >>> print(unknown_name("data set", "mnits", ["mnist", "digits"]))
     unknown data set 'mnits': did you mean 'mnist'? Known: digits, mnist.
+    >>> print(unknown_name("loss", "MSE", ["cross_entropy", "squared_error"]))
+    unknown loss 'MSE': did you mean 'squared_error'? Known: cross_entropy, squared_error.
     """
     known = sorted(choices)
-    near = difflib.get_close_matches(str(name), known, n=3, cutoff=0.6)
+    other = _OTHER_NAMES.get(str(name).casefold())
+    near = [other] if other in known else difflib.get_close_matches(str(name), known, n=3, cutoff=0.6)
     hint = f" did you mean {' or '.join(repr(word) for word in near)}?" if near else ""
     if near and len(known) > 20:  # a page of names would hide the right one
         return InputError(f"unknown {kind} {str(name)!r}:{hint}")

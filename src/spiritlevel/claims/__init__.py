@@ -26,7 +26,7 @@ from spiritlevel.claims.base import Claim as Claim
 from spiritlevel.claims.base import Finding as Finding
 from spiritlevel.claims.base import Verdict as Verdict
 from spiritlevel.claims.base import decide as decide
-from spiritlevel.errors import InputError, unknown_name
+from spiritlevel.errors import InputError, check_seed
 from spiritlevel.functional import preserved_random_state
 
 CLAIMS: tuple[Claim, ...] = (*paper_a.CLAIMS, *paper_b.CLAIMS, *paper_c.CLAIMS)
@@ -71,14 +71,15 @@ def select(paper: str | None = None, id: str | None = None) -> tuple[Claim, ...]
     spiritlevel.errors.InputError: unknown claim 'A-3.11': did you mean 'A-3.1' ...
     """
     if paper is not None and paper not in PAPERS:
-        raise unknown_name("paper", paper, PAPERS)
+        raise InputError(f"unknown paper {paper!r}: the papers are {', '.join(PAPERS)}.")
     chosen = tuple(claim for claim in CLAIMS if paper in (None, claim.paper))
     if id is None:
         return chosen
     found = tuple(claim for claim in chosen if claim.id.casefold() == id.casefold())
     if not found:
         names = {claim.id.casefold(): claim.id for claim in chosen}
-        near = difflib.get_close_matches(id.casefold(), names, n=3, cutoff=0.4)
+        below = [name for name in names if name.startswith(f"{id.casefold()}-")]
+        near = below or difflib.get_close_matches(id.casefold(), names, n=3, cutoff=0.4)
         hint = f"did you mean {' or '.join(repr(names[name]) for name in near)}? " if near else ""
         where = "" if paper is None else f" of paper {paper}"
         raise InputError(f"unknown claim{where} {id!r}: {hint}`spiritlevel claims` lists all {len(CLAIMS)}.")
@@ -118,8 +119,7 @@ def run(
 
     `progress(what, done, total)` is called after every claim. Cost: all of them some 15 s on one core.
     """
-    if seed < 0:
-        raise InputError(f"claims need a seed of at least 0, got {seed}.")
+    check_seed(seed)
     chosen = select(paper, id)
     rulings = []
     for done, claim in enumerate(chosen, 1):

@@ -8,6 +8,7 @@ from typing import Any
 from jinja2 import Environment
 
 from spiritlevel.claims.base import PAPERS, PASSES, Verdict
+from spiritlevel.errors import counted
 
 Record = dict[str, Any]
 
@@ -86,13 +87,13 @@ def to_markdown(records: Sequence[Record]) -> str:
         "`spiritlevel.claims.decide`. Numbers of trained networks differ in their digits between machines and are left "
         "out here.",
         "",
-        f"{len(records)} claims: {counts(records)}.",
+        f"{counted(len(records), 'claim')}: {counts(records)}.",
     ]
     for paper, title in PAPERS.items():
         rows = [record for record in records if record["paper"] == paper]
         if not rows:
             continue
-        lines += ["", f"## Paper {paper}: {title}", "", f"{len(rows)} claims: {counts(rows)}.", ""]
+        lines += ["", f"## Paper {paper}: {title}", "", f"{counted(len(rows), 'claim')}: {counts(rows)}.", ""]
         lines += ["| Claim | Place | Printed | Verdict | What holds | Evidence |", "|---|---|---|---|---|---|"]
         for record in rows:
             shown = "; ".join(numbers(record, volatile=False))
@@ -125,7 +126,7 @@ dt { color: #555; } dd { margin: 0; overflow-wrap: anywhere; }
 </head>
 <body>
 <h1>Claims</h1>
-<p>{{ records | length }} claims, seed {{ seed }}: {{ summary }}.</p>
+<p>{{ total }}, seed {{ seed }}: {{ summary }}.</p>
 {% for paper, title in papers.items() %}
 {% set rows = records | selectattr("paper", "equalto", paper) | list %}
 {% if rows %}
@@ -154,4 +155,5 @@ dt { color: #555; } dd { margin: 0; overflow-wrap: anywhere; }
 def to_html(records: Sequence[Record], seed: int) -> str:
     """One page that needs no network; all texts are escaped."""
     template = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(PAGE)
-    return template.render(records=records, papers=PAPERS, seed=seed, summary=counts(records), numbers=numbers) + "\n"
+    heading = {"total": counted(len(records), "claim"), "seed": seed, "summary": counts(records)}
+    return template.render(records=records, papers=PAPERS, numbers=numbers, **heading) + "\n"

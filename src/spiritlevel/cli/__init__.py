@@ -7,22 +7,20 @@ is quick.
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import os
-import re
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated
 
 import tyro
 from tyro.conf import FlagCreatePairsOff, arg, subcommand
 
 from spiritlevel import __version__
-from spiritlevel.cli import reproduce
+from spiritlevel.cli import data, reproduce
 from spiritlevel.cli.audit import Audit
 from spiritlevel.cli.base import (
     BAD_INPUT,
@@ -32,6 +30,7 @@ from spiritlevel.cli.base import (
     INTERRUPTED,
     PIPE_CLOSED,
     Command,
+    Seeded,
     check_writable,
     say,
 )
@@ -40,9 +39,20 @@ from spiritlevel.cli.compare import Compare
 from spiritlevel.cli.data import Data
 from spiritlevel.cli.demo import Demo
 from spiritlevel.cli.measure import Measure
+from spiritlevel.cli.measures import Measures
+from spiritlevel.cli.parsing import in_options, parse
 from spiritlevel.cli.report import Report
 from spiritlevel.cli.reproduce import Reproduce
-from spiritlevel.errors import InputError, NotExactError, unknown_name
+from spiritlevel.errors import InputError, NotExactError, check_seed, unknown_name
+
+COMMANDS: dict[str, Callable[[Sequence[str]], Command]] = {
+    **{
+        kind.NAME: partial(parse, kind, f"spiritlevel {kind.NAME}")
+        for kind in (Demo, Measure, Compare, Audit, Claims, Measures, Report)
+    },
+    "reproduce": reproduce.parse,  # a kind for each study, built when it is asked for
+    "data": data.parse,
+}
 
 
 @dataclass(frozen=True)
@@ -56,35 +66,11 @@ class Spiritlevel:
         | Annotated[Audit, subcommand("audit")]
         | Annotated[Reproduce, subcommand("reproduce")]
         | Annotated[Claims, subcommand("claims")]
+        | Annotated[Measures, subcommand("measures")]
         | Annotated[Data, subcommand("data")]
         | Annotated[Report, subcommand("report")],
         arg(name=""),
     ]
-
-
-def _sentence(box: str) -> str:
-    """The sections of tyro's boxed complaint as sentences, without its title and the help text."""
-    lines = [line.strip("│ ") for line in re.sub(r"\x1b\[[0-9;]*m", "", box).splitlines()]
-    sections = re.split(r"^(?:[-─]{3,}|[╭╰].*)$", "\n".join(lines), flags=re.MULTILINE)[1:]
-    sentences = [_plain(" ".join(text.split()).rstrip(".")) for text in sections]
-    wanted = [text for text in sentences if text and not text.startswith(("For full helptext", "Argument helptext"))]
-    text = ". ".join(wanted)
-    if misspelt := re.match(r"Unrecognized options: (\w+)\S*.*Available subcommands: (.*)", text):
-        return str(unknown_name("command", misspelt[1], misspelt[2].split(", ")))
-    return f"{text}. See `spiritlevel --help`." if wanted else box
-
-
-def _plain(complaint: str) -> str:
-    """A union's complaint, which names Python's types, as what the option takes and what it got.
-
-    >>> _plain("Error parsing --weights: no type matching {None}|{PATH PATH} could be instantiated from ['a.pt']. Got")
-    "--weights takes PATH PATH, got ['a.pt']"
-    """
-    union = re.match(r"Error parsing (\S+): no type matching (.*) could be instantiated from (\[.*?\])", complaint)
-    if union is None:
-        return complaint
-    wanted = " or ".join(kind for kind in re.findall(r"{(.*?)}", union[2]) if kind != "None")
-    return f"{union[1]} takes {wanted}, got {union[3]}"
 
 
 def _parse(args: list[str]) -> Command | int:
@@ -92,34 +78,33 @@ def _parse(args: list[str]) -> Command | int:
     if args in (["--version"], ["-V"]):
         print(f"spiritlevel {__version__}")
         return DONE
-    complaint = io.StringIO()
     try:
-        with contextlib.redirect_stderr(complaint):
-            if args[:1] == ["reproduce"]:
-                return reproduce.parse(args[1:])
-            parsed = tyro.cli(Spiritlevel, prog="spiritlevel", args=args or ["--help"], config=(FlagCreatePairsOff,))
+        if not args or args[0] in ("-h", "--help"):
+            tyro.cli(Spiritlevel, prog="spiritlevel", args=["--help"], config=(FlagCreatePairsOff,))
+        if args[0].startswith("-"):
+            raise InputError(f"the command comes first, then its options, got {args[0]!r}. See `spiritlevel --help`.")
+        if args[0] not in COMMANDS:
+            raise InputError(f"{unknown_name('command', args[0], COMMANDS)} See `spiritlevel --help`.")
+        return COMMANDS[args[0]](args[1:])
     except InputError as error:
         say(str(error))
         return BAD_INPUT
-    except SystemExit as exit_:
-        if exit_.code in (None, 0):
-            return DONE
-        lists = [option for option in ("--measures", "--transforms") if option in args]
-        hint = f"{lists[0]} takes one list, with commas and no spaces." if lists else ""
-        say(f"{_sentence(complaint.getvalue())} {hint}")
-        return BAD_INPUT
-    return parsed.command.command if isinstance(parsed.command, Data) else parsed.command
+    except SystemExit:  # of --help
+        return DONE
 
 
 def _run(command: Command) -> int:
     try:
         if command.json is not None:
             check_writable(command.json)
+        if isinstance(command, Seeded):
+            check_seed(command.seed, "--seed")
         payload, passed = command.run()
         if command.json is not None and payload is not None:
             from spiritlevel.results import write_atomically
 
-            heading = {"command": type(command).__name__, "version": __version__, "seed": command.seed}
+            heading: dict[str, object] = {"command": command.NAME, "version": __version__}
+            heading |= {"seed": command.seed} if isinstance(command, Seeded) else {}
             text = json.dumps({**heading, **payload}, allow_nan=False, ensure_ascii=False, indent=2)
             write_atomically(command.json, text + "\n")
         sys.stdout.flush()
@@ -128,7 +113,10 @@ def _run(command: Command) -> int:
     except (InputError, NotExactError, OSError) as error:
         if command.debug:
             traceback.print_exc()
-        say(f"{error.strerror}: {error.filename}." if isinstance(error, OSError) and error.strerror else str(error))
+        if isinstance(error, OSError) and error.strerror:
+            say(f"{error.strerror}: {error.filename}.")
+        else:
+            say(in_options(str(error), command))
         return BAD_INPUT
     return DONE if passed else CHECK_FAILED
 
@@ -136,7 +124,7 @@ def _run(command: Command) -> int:
 def main(args: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code.
 
-    0 done, 1 ran and a check failed, 2 bad input, 70 a bug in spiritlevel, 130 interrupted.
+    0 done, 1 ran and a check failed, 2 bad input, 70 a bug in spiritlevel, 130 interrupted, 141 the reader has gone.
 
     >>> main(["--version"])
     spiritlevel ...
@@ -147,8 +135,8 @@ def main(args: Sequence[str] | None = None) -> int:
     try:
         command = _parse(list(sys.argv[1:] if args is None else args))
         return command if isinstance(command, int) else _run(command)
-    except KeyboardInterrupt:
-        say("interrupted.")
+    except KeyboardInterrupt as interrupt:
+        say(str(interrupt) or "interrupted.")  # a command that ends its work in order says what it left
         return INTERRUPTED
     except (BrokenPipeError, SystemExit):  # the reader of a pipe has gone (Rich exits): stop without a word
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -19,6 +19,8 @@ class Audit(OnData):
     For example: spiritlevel audit net.py:make --weights net.safetensors --data train.npz --samples 500
     """
 
+    NAME = "audit"
+
     model: Annotated[Positional[str], arg(metavar="MODEL")]
     """A model, written as for `spiritlevel measure`."""
     weights: Annotated[Path | None, arg(metavar="FILE")] = None

@@ -8,7 +8,7 @@ import time
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple, Self
 
 from tyro.conf import arg
 
@@ -34,10 +34,10 @@ class Outcome(NamedTuple):
 class Command(ABC):
     """What all commands share."""
 
+    NAME: ClassVar[str]  # as it is written on the command line
+
     json: Annotated[Path | None, arg(metavar="FILE")] = None
     """Also write the result to FILE, as strict JSON."""
-    seed: int = 0
-    """Start of everything random."""
     debug: bool = False
     """Show the traceback of an error."""
 
@@ -46,28 +46,58 @@ class Command(ABC):
         """Do the work and show it."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Seeded(Command):
+    """A command that draws random numbers."""
+
+    seed: int = 0
+    """Start of everything random."""
+
+
 class ProgressBar:
-    """A callable `(what, done, total)` that shows a bar on a terminal once the work has taken two seconds."""
+    """A callable `(what, done, total)` that shows how far the work is.
+
+    On a terminal that is a bar, once the work has taken two seconds. Elsewhere, in a log, it is a line once a minute,
+    and one when something else is done, but not within ten seconds of the last: quick work leaves no line.
+    """
 
     PATIENCE = 2.0
+    BETWEEN_STAGES = 10.0
+    WITHIN_A_STAGE = 60.0
 
     def __init__(self) -> None:
-        self._begin = time.monotonic()
+        self._begin = self._said = time.monotonic()
+        self._stage = ""
         self._bar: Progress | None = None
+        self._total = 0
 
     def __call__(self, what: str, done: int, total: int) -> None:
         """Report progress; `total` is 0 where unknown."""
         if self._bar is None:
-            if time.monotonic() - self._begin < self.PATIENCE or not sys.stderr.isatty():
+            if not sys.stderr.isatty():
+                self._log(what, done, total)
+                return
+            if time.monotonic() - self._begin < self.PATIENCE:
                 return
             from rich.console import Console
-            from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-            columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
             self._bar = Progress(*columns, console=Console(stderr=True), transient=True)
             self._task = self._bar.add_task(what)
             self._bar.start()
+        if total != self._total:  # another count of other things: the bar and its time begin anew, under its own name
+            self._bar.reset(self._task)
+            self._total = total
         self._bar.update(self._task, description=what, completed=done, total=total or None)
+
+    def _log(self, what: str, done: int, total: int) -> None:
+        now, stage = time.monotonic(), what.split(":")[0]
+        if now - self._said < (self.WITHIN_A_STAGE if stage == self._stage else self.BETWEEN_STAGES):
+            return
+        self._said, self._stage = now, stage
+        minutes = int((now - self._begin) / 60)
+        say(f"{what}{f', {done:,} of {total:,}' if total else ''} ({minutes} min)")
 
     def __enter__(self) -> Self:
         return self
@@ -79,7 +109,7 @@ class ProgressBar:
 
 def say(sentence: str) -> None:
     """One sentence on standard error."""
-    print(f"spiritlevel: {' '.join(sentence.split())}", file=sys.stderr)
+    print(f"spiritlevel: {' '.join(sentence.split())}", file=sys.stderr, flush=True)
 
 
 def check_writable(path: Path, option: str = "--json") -> None:
@@ -87,3 +117,10 @@ def check_writable(path: Path, option: str = "--json") -> None:
     folder = next(parent for parent in path.absolute().parents if parent.exists())
     if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
         raise InputError(f"{option} needs the path of a file that can be written, got {str(path)!r}.")
+
+
+def check_folder(folder: Path) -> None:
+    """Refuse a place for a run before the work is done, not after."""
+    if folder.exists() and not folder.is_dir():
+        raise InputError(f"--out needs a folder, and {str(folder)!r} is a file.")
+    check_writable(folder / "report.html", "--out")

@@ -8,15 +8,18 @@ from typing import Annotated
 
 from tyro.conf import arg
 
-from spiritlevel.cli.base import Command, Outcome, ProgressBar, check_writable
+from spiritlevel.cli.base import Outcome, ProgressBar, Seeded, check_writable
+from spiritlevel.errors import counted
 
 
 @dataclass(frozen=True, kw_only=True)
-class Claims(Command):
+class Claims(Seeded):
     """Run the formulas, theorems and counts of the three papers and say which hold; exit code 1 if one is undecided.
 
     For example: spiritlevel claims --paper B --json claims.json
     """
+
+    NAME = "claims"
 
     paper: Annotated[str | None, arg(metavar="A|B|C")] = None
     """Only the claims of this paper."""
@@ -52,7 +55,7 @@ class Claims(Command):
                 evidence = "; ".join([record["text"].rstrip("."), *show.numbers(record)[:2]])
                 table.add_row(*(Text(cell) for cell in (record["id"], record["verdict"], evidence)))
             Console().print(table)
-            print(f"{len(records)} claims, seed {self.seed}: {show.counts(records)}.")
+            print(f"{counted(len(records), 'claim')}, seed {self.seed}: {show.counts(records)}.")
         if self.html is not None:
             write_atomically(self.html, show.to_html(records, self.seed))
         return Outcome({"verdicts": claims.tally(rulings), "claims": records}, passed=claims.decided(rulings))

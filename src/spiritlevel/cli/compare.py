@@ -8,8 +8,8 @@ from typing import Annotated
 
 from tyro.conf import Positional, arg
 
-from spiritlevel.cli.base import Outcome, ProgressBar
-from spiritlevel.cli.measure import OnData, check_folder, write_run
+from spiritlevel.cli.base import Outcome, ProgressBar, check_folder
+from spiritlevel.cli.measure import OnData, write_run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,6 +18,8 @@ class Compare(OnData):
 
     For example: spiritlevel compare net.py:small net.py:large --weights small.pt large.pt --data test.npz
     """
+
+    NAME = "compare"
 
     a: Annotated[Positional[str], arg(metavar="A")]
     """A model, written as for `spiritlevel measure`."""

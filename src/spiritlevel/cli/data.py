@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
 from tyro.conf import Positional, arg, subcommand
 
+from spiritlevel.cli import parsing
 from spiritlevel.cli.base import Command, Outcome, ProgressBar, say
+from spiritlevel.errors import InputError, unknown_name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,6 +19,8 @@ class DataList(Command):
 
     For example: spiritlevel data list
     """
+
+    NAME = "data list"
 
     def run(self) -> Outcome:
         """One row a data set."""
@@ -45,6 +50,8 @@ class DataGet(Command):
     For example: spiritlevel data get mnist
     """
 
+    NAME = "data get"
+
     name: Annotated[Positional[str], arg(metavar="NAME")]
     """One of the names that `spiritlevel data list` shows."""
 
@@ -64,6 +71,8 @@ class DataPath(Command):
 
     For example: spiritlevel data path mnist
     """
+
+    NAME = "data path"
 
     name: Annotated[Positional[str], arg(metavar="NAME")]
     """One of the names that `spiritlevel data list` shows."""
@@ -93,6 +102,20 @@ class Data:
         | Annotated[DataPath, subcommand("path")],
         arg(name=""),
     ]
+
+
+COMMANDS: dict[str, type[Command]] = {"list": DataList, "get": DataGet, "path": DataPath}
+
+
+def parse(args: Sequence[str]) -> Command:
+    """The command for `spiritlevel data ARGS`."""
+    if not args:
+        raise InputError(f"data needs one of {', '.join(COMMANDS)}. See `spiritlevel data --help`.")
+    if args[0] in COMMANDS:
+        return parsing.parse(COMMANDS[args[0]], f"spiritlevel data {args[0]}", args[1:])
+    if not args[0].startswith("-"):
+        raise InputError(f"{unknown_name('command', args[0], COMMANDS)} See `spiritlevel data --help`.")
+    return parsing.parse(Data, "spiritlevel data", args).command
 
 
 def _cell(value: object) -> str:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 from tyro.conf import arg
 
-from spiritlevel.cli.base import Command, Outcome, ProgressBar
-from spiritlevel.cli.measure import check_folder, finish, write_run
+from spiritlevel.cli.base import Outcome, ProgressBar, Seeded, check_folder
+from spiritlevel.cli.measure import finish, write_run
 from spiritlevel.errors import InputError
 
 if TYPE_CHECKING:
@@ -22,13 +22,15 @@ _STEPS = 47  # of a pass over the 6,000 built-in images; larger sets get as many
 
 
 @dataclass(frozen=True, kw_only=True)
-class Demo(Command):
+class Demo(Seeded):
     """Train LeNet-5 on MNIST if it is on this machine, else on built-in images; measure it and write its page.
 
     For example: spiritlevel demo --seed 1
     """
 
-    epochs: int = 8
+    NAME = "demo"
+
+    epochs: Annotated[int, arg(metavar="N")] = 8
     """Training in units of 47 steps, one pass over 6,000 images."""
     samples: Annotated[int, arg(metavar="N")] = 1000
     """Training images to measure, drawn at random."""

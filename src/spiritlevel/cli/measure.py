@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from tyro.conf import Positional, arg
 
-from spiritlevel.cli.base import Command, Outcome, ProgressBar, say
+from spiritlevel.cli.base import Outcome, ProgressBar, Seeded, check_folder
 from spiritlevel.errors import InputError
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OnData(Command):
+class OnData(Seeded):
     """What the commands that measure models share."""
 
     data: Annotated[str, arg(metavar="DATA")]
@@ -31,7 +31,7 @@ class OnData(Command):
     measures: Annotated[str | None, arg(metavar="NAME,NAME,...")] = None
     """Only these measures, or all; about a dozen by default."""
     samples: Annotated[int | None, arg(metavar="N")] = None
-    """Measure a random subset of N samples, and show the error of that."""
+    """Measure a random subset of N samples; means over samples show the error of that, other measures say unknown."""
     batch_norm: Annotated[str, arg(metavar="eval|batch")] = "eval"
     """Running statistics, or those of each batch."""
     device: Annotated[str | None, arg(metavar="DEVICE")] = None
@@ -53,6 +53,8 @@ class Measure(OnData):
 
     For example: spiritlevel measure net.py:make --weights net.safetensors --data train.npz --test test.npz
     """
+
+    NAME = "measure"
 
     model: Annotated[Positional[str], arg(metavar="MODEL")]
     """file.py:function, package.module:function, or a built-in name such as lenet5 or lenet5:channels=3."""
@@ -133,17 +135,7 @@ class Measure(OnData):
 def finish(report: Report) -> None:
     """An interrupted measurement ends as one, after its page is written."""
     if report.partial:
-        say(f"{report.partial}; the page holds what was measured until then.")
-        raise KeyboardInterrupt
-
-
-def check_folder(folder: Path) -> None:
-    """Refuse a place for the run before the work is done, not after."""
-    from spiritlevel.cli.base import check_writable
-
-    if folder.exists() and not folder.is_dir():
-        raise InputError(f"--out needs a folder, and {str(folder)!r} is a file.")
-    check_writable(folder / "report.html", "--out")
+        raise KeyboardInterrupt(f"{report.partial}; the page holds what was measured until then.")
 
 
 def write_run(result: Report | Comparison, folder: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import Positional, arg
 
@@ -24,8 +24,10 @@ class Report(Command):
     For example: spiritlevel report small/ large/ --out page.html
     """
 
-    runs: Annotated[Positional[tuple[Path, ...]], arg(metavar="RUN ...")]
-    """Folders that measure or compare wrote, or their report.json."""
+    NAME = "report"
+
+    runs: Annotated[Positional[tuple[Path, ...]], arg(metavar="RUN ...", help_behavior_hint="(one at least)")]
+    """Folders that measure or compare wrote, their report.json, or what `--json` wrote."""
     out: Annotated[Path, arg(metavar="FILE")] = Path("page.html")
     """The page to write."""
 
@@ -63,7 +65,7 @@ def _read(path: Path) -> Found | Comparison:
     if not file.is_file():
         raise InputError(f"{str(path)!r} is no run: there is no file {str(file)!r}; `spiritlevel measure` writes one.")
     try:
-        found = Result.from_json(file)
+        found = _inner(file) or Result.from_json(file)
     except InputError as error:
         raise InputError(f"{file} is no run: {error}") from error
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:  # JSON of another shape
@@ -71,3 +73,21 @@ def _read(path: Path) -> Found | Comparison:
     if not isinstance(found, Found | Comparison):
         raise InputError(f"{file} holds a {type(found).__name__}, and a page shows reports and comparisons.")
     return found
+
+
+def _inner(file: Path) -> Any:
+    """The result inside what `--json` of a command wrote, or None if the file is no such thing."""
+    import json
+
+    from spiritlevel.results import Result
+
+    try:
+        written = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):  # `from_json` says what is wrong with it
+        return None
+    if not isinstance(written, dict) or "command" not in written:
+        return None
+    held = next((written[name] for name in ("report", "comparison", "audit") if name in written), None)
+    if held is None:
+        raise InputError(f"it is the --json file of {written['command']}, which holds no report.")
+    return Result.from_dict(held)

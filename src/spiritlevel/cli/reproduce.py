@@ -18,25 +18,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Union
 
-import tyro
 from tyro.conf import arg
 
-from spiritlevel.cli.base import Command, Outcome, ProgressBar
-from spiritlevel.errors import InputError, unknown_name
+from spiritlevel.cli import parsing
+from spiritlevel.cli.base import Command, Outcome, ProgressBar, Seeded, check_folder
+from spiritlevel.errors import InputError, check_seed, counted, unknown_name
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reproduce(Command):
+class Reproduce(Seeded):
     """Run an experiment of the papers again and set our numbers beside theirs, with a verdict on each.
 
     For example: spiritlevel reproduce affine --scale laptop --seeds 0,1,2
     """
 
+    NAME = "reproduce"
+
     scale: Annotated[str, arg(metavar="smoke|laptop|paper")] = "laptop"
     """smoke: seconds; laptop: minutes, on narrowed networks and subsets; paper: the full recipe."""
     seed: int = 0
     """The first seed; laptop scale runs five of them, from here."""
-    seeds: Annotated[str | None, arg(metavar="S,S,...")] = None
+    seeds: Annotated[str | None, arg(metavar="S,S,...", help_behavior_hint="(default: those of the scale)")] = None
     """Run these seeds instead, each an independent job."""
     cluster: Annotated[str | None, arg(metavar="ray|ray://HOST:PORT")] = None
     """Run the jobs on a Ray cluster: one on this machine for the time of the command, or a running one."""
@@ -49,12 +51,16 @@ class Reproduce(Command):
 
         from spiritlevel.studies import combine, execute, find
 
+        check_folder(self.out)
         study, given = find(type(self).__name__), _given(self)
         count = study.seeds.get(self.scale, 1)
         seeds = list(range(self.seed, self.seed + count)) if self.seeds is None else _values("--seeds", self.seeds, int)
+        for seed in seeds:
+            check_seed(seed, "--seeds")
         jobs = study.jobs(self.scale, seeds=seeds, **given)
         console = Console()
-        console.print(f"{study.title} ({study.source}), {self.scale} scale, {len(jobs)} jobs.", highlight=False)
+        heading = f"{study.title} ({study.source}), {self.scale} scale, {counted(len(jobs), 'job')}."
+        console.print(heading, highlight=False)
         for statement in study.statements:
             middle = f"; in direction if {statement.direction}" if statement.direction else ""
             console.print(f"  {statement.id}: reproduced if {statement.reproduced}{middle}.", style="dim", markup=False)
@@ -69,7 +75,7 @@ class Reproduce(Command):
                     where = f"{study.name} {number}/{len(jobs)}: " if len(jobs) > 1 else ""
                     report = lambda what, done, total, where=where: progress(where + what, done, total)  # noqa: E731
                     summaries.append(execute(study, config, self.out, progress=report))
-        rows = combine(summaries)
+        rows = combine(summaries, study.statements)
         folders = [str(study.folder(config, self.out)) for config in jobs]
         show(rows, varied(summaries), console)
         console.print(f"Tables and charts: {folders[0] if len(folders) == 1 else self.out / study.name}", markup=False)
@@ -79,6 +85,8 @@ class Reproduce(Command):
 @dataclass(frozen=True, kw_only=True)
 class Listing(Command):
     """The experiments that can be run again."""
+
+    NAME = "reproduce"
 
     def run(self) -> Outcome:
         """One line a study."""
@@ -100,22 +108,28 @@ class Listing(Command):
 
 
 def show(rows: Sequence[Mapping[str, Any]], settings: Sequence[str], console: Any) -> None:
-    """One row for each statement and setting: paper, ours, verdict."""
-    from rich import box
-    from rich.table import Table
+    """One row for each statement and setting, paper, ours, verdict; the remarks below, as they are long."""
     from rich.text import Text
 
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for heading in (*settings, "statement", "paper", "ours", "verdict"):
-        table.add_column(heading, overflow="fold")
+    from spiritlevel.cli.show import columns, print_table
+
+    table = columns(*settings, "statement", "paper", "ours", "verdict", whole=range(len(settings)))
     colours = {"reproduced": "green", "reproduced in direction": "yellow", "not reproduced": "red"}
+    remarks = []
     for row in rows:
         verdict = row["verdict"] + (f" ({row['agree']} of {row['seeds']} seeds)" if row["seeds"] > 1 else "")
         cells = [str(row["config"][name]) for name in settings]
         style = colours.get(row["verdict"], "")
-        said = row["text"] + (f" — {row['remark']}" if row["remark"] else "")
-        table.add_row(*cells, Text(said), Text(row["paper"]), Text(number(row)), Text(verdict, style=style))
-    console.print(table)
+        ours = Text(number(row).replace(" [", "\n["))  # the interval below its number: neither is broken
+        table.add_row(*map(Text, cells), Text(row["text"]), Text(row["paper"]), ours, Text(verdict, style=style))
+        if row["remark"]:
+            remarks.append(f"  {', '.join([*cells, row['id']])}: {row['remark']}")
+    print_table(console, table)
+    for remark in remarks:
+        console.print(remark, style="dim", markup=False, highlight=False)
+
+
+SMALLEST = 1e-300  # below it a number has lost its digits (and soon is zero)
 
 
 def number(row: Mapping[str, Any]) -> str:
@@ -123,7 +137,8 @@ def number(row: Mapping[str, Any]) -> str:
     if row["ours"] is None or isinstance(row["ours"], str):
         return row["ours"] or "undefined"
     limits = "" if row["low"] is None else f" [{row['low']:.3g}, {row['high']:.3g}]"
-    return f"{row['ours']:.4g}{limits}"
+    ours = f"below {SMALLEST:.0e}" if 0 < abs(row["ours"]) < SMALLEST else f"{row['ours']:.4g}"
+    return f"{ours}{limits}"
 
 
 def varied(summaries: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -136,14 +151,33 @@ def _subcommand(study: Any) -> type:
     """A command with the study's own options; each takes one value, or several between commas for as many jobs."""
     hints = typing.get_type_hints(study.config)
     notes = _notes(study.config)
-    fields = [
-        (field.name, Annotated[str | None, arg(metavar=_kind(hints[field.name]), help=notes.get(field.name, ""))], None)
-        for field in dataclasses.fields(study.config)
-        if field.name not in ("scale", "seed")
-    ]
+    fields = []
+    for field in dataclasses.fields(study.config):
+        if field.name in ("scale", "seed"):
+            continue
+        shown = arg(
+            metavar=_metavar(hints[field.name]),
+            help=notes.get(field.name, ""),
+            help_behavior_hint=f"(default: {_defaults(study, field)})",
+        )
+        fields.append((field.name, Annotated[str | None, shown], None))
     made = dataclasses.make_dataclass(study.name, fields, bases=(Reproduce,), frozen=True, kw_only=True)
     made.__doc__ = f"{study.title} ({study.source}).\n\nFor example: spiritlevel reproduce {study.name} --scale smoke"
     return made
+
+
+def _defaults(study: Any, field: dataclasses.Field[Any]) -> str:
+    """What a field is where it is not given, and at which scale it is something else."""
+    swept = study.sweep.get(field.name)
+    usual = ",".join(map(str, swept)) if swept else _shown(field.default)
+    others = [f"{scale} {_shown(values[field.name])}" for scale, values in study.scales.items() if field.name in values]
+    return "; ".join([usual, *others])
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, tuple):
+        return ",".join(map(_shown, value)) or "none"
+    return "none" if value is None else str(value)
 
 
 def _given(command: Reproduce) -> dict[str, Any]:
@@ -168,7 +202,7 @@ def _values(option: str, text: str, kind: Any) -> list[Any]:
     ([0.5, 1.0], [(0.0, 0.0001)])
     >>> _values("--width", "wide", float)
     Traceback (most recent call last):
-    spiritlevel.errors.InputError: --width takes float, or several between commas, got 'wide'.
+    spiritlevel.errors.InputError: --width takes a number, or several between commas, got 'wide'.
     """
     try:
         if typing.get_origin(kind) is tuple:
@@ -178,7 +212,7 @@ def _values(option: str, text: str, kind: Any) -> list[Any]:
     except ValueError as error:
         if isinstance(error, InputError):
             raise
-        raise InputError(f"{option} takes {_kind(kind)}, or several between commas, got {text!r}.") from error
+        raise InputError(f"{option} takes {_words(kind)}, or several between commas, got {text!r}.") from error
 
 
 def _value(text: str, kind: Any) -> Any:
@@ -196,10 +230,25 @@ def _value(text: str, kind: Any) -> Any:
     return kind(text)
 
 
-def _kind(hint: Any) -> str:
-    if typing.get_origin(hint) is typing.Literal:
-        return "|".join(map(str, typing.get_args(hint)))
-    return hint.__name__ if isinstance(hint, type) and not typing.get_args(hint) else str(hint).replace("typing.", "")
+def _plain(hint: Any) -> Any:
+    """The type of one value: without None, and of a tuple that of its items."""
+    if typing.get_origin(hint) in (Union, types.UnionType):
+        return _plain(next(kind for kind in typing.get_args(hint) if kind is not type(None)))
+    return _plain(typing.get_args(hint)[0]) if typing.get_origin(hint) is tuple else hint
+
+
+def _metavar(hint: Any) -> str:
+    """How an option's value is written: `N`, `X,X,...`, `NAME`, `on|off`."""
+    kind = _plain(hint)
+    if typing.get_origin(kind) is typing.Literal:
+        one = "|".join(map(str, typing.get_args(kind)))
+    else:
+        one = {int: "N", float: "X", bool: "true|false"}.get(kind, "NAME")
+    return f"{one},{one},..." if typing.get_origin(hint) is tuple else one
+
+
+def _words(hint: Any) -> str:
+    return {int: "a whole number", float: "a number", bool: "true or false"}.get(_plain(hint), _metavar(hint))
 
 
 def _notes(config: type) -> dict[str, str]:
@@ -223,9 +272,8 @@ def parse(args: Sequence[str]) -> Command:
     if place is None:
         if args and not args[0].startswith("-"):
             find(args[0])  # says which names there are
-        return tyro.cli(
-            Listing, prog="spiritlevel reproduce", args=[word for word in args if word not in ("-h", "--help")]
-        )
+        rest = [word for word in args if word not in ("-h", "--help")]
+        return parsing.parse(Listing, "spiritlevel reproduce", rest)
     kind, prog = _subcommand(studies[args[place]]), f"spiritlevel reproduce {args[place]}"
-    rest = [*args[:place], *args[place + 1 :]]
-    return tyro.cli(kind, prog=prog, args=rest, config=(tyro.conf.FlagCreatePairsOff,))
+    found: Command = parsing.parse(kind, prog, [*args[:place], *args[place + 1 :]])
+    return found

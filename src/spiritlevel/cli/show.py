@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -25,7 +26,7 @@ def show_report(report: Report, console: Console | None = None) -> None:
     if report.partial:
         console.print(f"Not complete: {report.partial}.", style="bold red", markup=False)
     moved = report.audit.moved() if report.audit is not None else {}
-    table = _table("measure", "value", "± (95 %)", "larger is", "at the same\noutputs", right=(1, 2))
+    table = columns("measure", "value", "± (95 %)", "larger is", "at the same\noutputs", right=(1, 2), whole=(4,))
     for row in report.rows:
         low, high = row.interval
         interval = "unknown" if math.isnan(low) else "exact" if low == high else figure((high - low) / 2, 2)
@@ -33,7 +34,7 @@ def show_report(report: Report, console: Console | None = None) -> None:
         if row.kind == "undefined":
             value, interval = "undefined", ""
         table.add_row(row.name, value, interval, row.direction, _fate(moved[row.name]) if row.name in moved else "")
-    console.print(table)
+    print_table(console, table)
     for name, reason in report.left_out.items():
         console.print(f"left out: {name}: {reason}", style="dim", markup=False)
     for sentence in report.headline:
@@ -50,7 +51,7 @@ def show_comparison(comparison: Comparison) -> None:
     a, b = comparison.names
     title = f"{a} and {b} on {comparison.samples:,} samples; change: from {a} to {b}, {comparison.level:.0%} limits"
     console.print(title, markup=False)
-    table = _table("measure", a, b, "change", "±", "favours", right=(1, 2, 3, 4))
+    table = columns("measure", a, b, "change", "±", "favours", right=(1, 2, 3, 4))
     for row in comparison.rows:
         spread = "" if math.isnan(row.low) or row.low == row.high else figure((row.high - row.low) / 2, 2)
         favours = {"a": a, "b": b, "equal": "neither", "no preference": "-"}.get(row.verdict, row.verdict)
@@ -62,7 +63,7 @@ def show_comparison(comparison: Comparison) -> None:
         sign = "+" if row.difference > 0 else ""
         change = sign + figure(row.difference, 3)
         table.add_row(row.name, figure(row.a.value, 3), figure(row.b.value, 3), change, spread, favours)
-    console.print(table)
+    print_table(console, table)
     for name, reason in comparison.left_out.items():
         console.print(f"left out: {name}: {reason}", style="dim", markup=False)
     if any(row.verdict == "not comparable" for row in comparison.rows):
@@ -80,13 +81,13 @@ def show_audit(audit: Audit) -> None:
     console = Console(highlight=False)
     transforms = list(dict.fromkeys(row.transform for row in audit.rows))
     words = [name.replace("_", "\n").replace("batchnorm", "batch\nnorm") for name in transforms]
-    table = _table("measure", "value", *words, right=(1,))
+    table = columns("measure", "value", *words, right=(1,), whole=range(2, 2 + len(words)))
     for measure in dict.fromkeys(row.measure for row in audit.rows):
         rows = {row.transform: row for row in audit.rows if row.measure == measure}
         first = next(iter(rows.values()))
         cells = [_cell(rows[name].verdict, rows[name].ratio) if name in rows else "" for name in transforms]
         table.add_row(measure, figure(first.before.value, 4), *cells)
-    console.print(table)
+    print_table(console, table)
     console.print("= invariant, ×r changes by that factor, ? within the error, … not converged", style="dim")
     for worst in audit.worst:
         console.print(str(worst), markup=False)
@@ -111,12 +112,35 @@ def _fate(factor: float) -> str:
     return "stays" if factor == 1 else "moves" if math.isinf(factor) else f"moves ×{times(factor)}"
 
 
-def _table(*headings: str, right: tuple[int, ...]) -> Table:
+def columns(*headings: str, right: Iterable[int] = (), whole: Iterable[int] = ()) -> Table:
+    """An empty table; the columns `right` (numbers) and `whole` are never broken or cut, the others may be folded."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for number, heading in enumerate(headings):
-        table.add_column(Text(heading), justify="right" if number in right else "left", no_wrap=True)
+        kept = number in (*right, *whole)
+        justify: Literal["left", "right"] = "right" if number in right else "left"
+        table.add_column(Text(heading), justify=justify, no_wrap=kept, overflow="fold")
     return table
+
+
+_NARROWEST = 8  # characters that a folded column keeps
+
+
+def print_table(console: Console, table: Table) -> None:
+    """Show a table in the width of the console, or wider where columns that must stay whole do not fit into it.
+
+    Rich would cut them, and a cut number is a wrong one; a terminal breaks a line that is too long.
+    """
+    from rich.measure import Measurement
+
+    wide = console.options.update(width=10_000)
+    whole = [column for column in table.columns if column.no_wrap]
+    cells = [[Measurement.get(console, wide, cell).maximum for cell in (c.header, *c.cells)] for c in whole]
+    needed = sum(map(max, cells)) + _NARROWEST * (len(table.columns) - len(whole)) + 2 * len(table.columns)
+    width = console.width
+    console.width = max(width, needed)
+    console.print(table)
+    console.width = width

@@ -15,6 +15,7 @@ EXACT = Statement(
     "equal (Prop. 3.1)",
     "r = 1 and slope = 1 to 1e-6 for the exact traces, whichever parameters are chosen",
     "r is at least 0.999",
+    limits=(-1, 1),
 )
 PYHESSIAN = Statement(
     "pyhessian",
@@ -22,6 +23,7 @@ PYHESSIAN = Statement(
     "r = 0.97 (Fig. 2)",
     "r lies between 0.95 and 0.99 for one of the two choices of parameters, which the paper leaves open",
     "r lies between 0.8 and 1 for one of them",
+    limits=(-1, 1),
 )
 NOISE = Statement(
     "noise",
@@ -29,6 +31,7 @@ NOISE = Statement(
     "more pronounced at high traces (Section 3.2)",
     "Spearman's coefficient between |estimate − ACEHT| and ACEHT is at least 0.3 for both choices of parameters",
     "it is positive for both",
+    limits=(-1, 1),
 )
 CHOICES = {
     "default": "PyTorch's initialisation, U(±1/√d)",

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from spiritlevel import __version__, storage
-from spiritlevel.errors import InputError, unknown_name
+from spiritlevel.errors import InputError, check_seed, unknown_name
 
 if TYPE_CHECKING:
     from spiritlevel.training import Job, Trained
@@ -52,6 +52,7 @@ class Statement:
         paper: The paper's own number or picture, as text.
         reproduced: When it counts as reproduced.
         direction: When it counts as reproduced in direction; empty if there is no such middle.
+        limits: Between which our number must lie, where it is a correlation or a share.
     """
 
     id: str
@@ -59,6 +60,7 @@ class Statement:
     paper: str
     reproduced: str
     direction: str = ""
+    limits: tuple[float, float] | None = None
 
     def judge(
         self,
@@ -104,7 +106,9 @@ class Ruling(NamedTuple):
     def record(self) -> dict[str, Any]:
         """Plain values, for JSON and tables."""
         own = {"ours": self.ours, "low": self.low, "high": self.high, "verdict": str(self.verdict)}
-        return {**dataclasses.asdict(self.statement), **own, "remark": self.remark}
+        said = dataclasses.asdict(self.statement)
+        del said["limits"]  # a fact about the statement, not about the run
+        return {**said, **own, "remark": self.remark}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,6 +123,7 @@ class Config:
     def __post_init__(self) -> None:
         if self.scale not in SCALES:
             raise unknown_name("scale", self.scale, SCALES)
+        check_seed(self.seed)
 
 
 @dataclass(frozen=True)
@@ -176,6 +181,10 @@ class Study:
         lists["seed"] = range(self.seeds.get(scale, 1)) if seeds is None else seeds
         if not all(len(values) for values in lists.values()):
             raise InputError(f"{self.name}: each list of values needs at least one value.")
+        for name, values in lists.items():
+            twice = [value for value in values if list(values).count(value) > 1]
+            if twice:  # the same run would count as two independent ones
+                raise InputError(f"{self.name}: {name} {twice[0]} is given twice; every value is one job.")
         configs: list[dict[str, Any]] = [{}]
         for name, values in lists.items():
             configs = [{**config, name: value} for config in configs for value in values]
@@ -309,10 +318,11 @@ def read_summary(folder: Path) -> dict[str, Any] | None:
     return summary if whole else None
 
 
-def combine(summaries: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def combine(summaries: Sequence[Mapping[str, Any]], statements: Sequence[Statement] = ()) -> list[dict[str, Any]]:
     """One row for each statement and setting over the seeds: mean, 95 % interval, and the median verdict.
 
-    The interval is Student's t over seeds; the verdict is the middle one of the seeds' verdicts (the lower of two), and
+    The interval is Student's t over seeds, cut at the limits that one of the `statements` has (a correlation cannot
+    exceed 1), and then the remark says so; the verdict is the middle one of the seeds' verdicts (the lower of two), and
     `agree` tells how many seeds have it. Runs that could not decide count only if none could.
     """
     groups: dict[str, list[tuple[Mapping[str, Any], Mapping[str, Any]]]] = {}
@@ -320,13 +330,16 @@ def combine(summaries: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         setting = {name: value for name, value in summary["config"].items() if name not in ("seed", "class")}
         for ruling in summary["rulings"]:
             groups.setdefault(json.dumps([summary["study"], setting, ruling["id"]]), []).append((summary, ruling))
-    return [_combined(pairs) for pairs in groups.values()]
+    limits = {statement.id: statement.limits for statement in statements}
+    return [_combined(pairs, limits.get(pairs[0][1]["id"])) for pairs in groups.values()]
 
 
 _RANK = [Verdict.NOT, Verdict.DIRECTION, Verdict.REPRODUCED]
 
 
-def _combined(pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> dict[str, Any]:
+def _combined(
+    pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]], limits: tuple[float, float] | None
+) -> dict[str, Any]:
     (summary, first), rulings = pairs[0], [ruling for _, ruling in pairs]
     decided = sorted((r["verdict"] for r in rulings if r["verdict"] != Verdict.UNDECIDED), key=_RANK.index)
     verdict = decided[(len(decided) - 1) // 2] if decided else str(Verdict.UNDECIDED)
@@ -341,6 +354,13 @@ def _combined(pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> d
         half = float(stats.t.ppf(0.975, len(ours) - 1)) * spread
         row |= {"ours": mean, "low": mean - half, "high": mean + half}
     row["remark"] = next((r["remark"] for r in rulings if r["verdict"] == verdict), "")
+    if limits is not None and len(ours) > 1:
+        low, high = limits
+        cut = [f"{end:g}" for end, beyond in ((low, row["low"] < low), (high, row["high"] > high)) if beyond]
+        if cut:
+            row |= {"low": max(row["low"], low), "high": min(row["high"], high)}
+            said = f"The interval over the seeds is cut at {' and '.join(cut)}, the end of what is possible."
+            row["remark"] = " ".join(filter(None, [row["remark"], said]))
     return row
 
 

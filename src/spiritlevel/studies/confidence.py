@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from spiritlevel.errors import InputError
 from spiritlevel.studies.base import Config, Ruling, Run, Statement, Study
 
 CORNERS = Statement(
@@ -28,6 +29,14 @@ class Confidence(Config):
 
     divisions: int = 120
     """Steps along a side of the triangle, a multiple of 3 so that the middle is on the grid."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.divisions < 3 or self.divisions % 3:
+            raise InputError(
+                "confidence needs a multiple of 3 as divisions=, so that the middle is on the grid, got "
+                f"{self.divisions}."
+            )
 
 
 def run(config: Confidence, run: Run) -> Iterator[Ruling]:

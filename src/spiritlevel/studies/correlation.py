@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 ENOUGH = 10  # misclassified points that a checkpoint needs for a correlation among them that means anything
 
+ONE_CHECKPOINT = "So this rests on a single checkpoint."
+
 
 class Setting(NamedTuple):
     """One of the networks of Fig. 3 and App. B; the learning rate is that of its kind."""
@@ -47,6 +49,7 @@ def _level(name: str, quantity: str, way: str, figure: str) -> Statement:
         f"0.8 to 1 ({figure})",
         "r is at least 0.8 at more than half of the checkpoints",
         "the median r over the checkpoints is at least 0.5",
+        limits=(-1, 1),
     )
 
 
@@ -57,6 +60,7 @@ def _rises(name: str, way: str) -> Statement:
         "rises (Fig. 3a, 3c)",
         "Kendall's τ between r and the training accuracy over the checkpoints, of which 5 are needed, is at least 0.5",
         "it is positive",
+        limits=(-1, 1),
     )
 
 
@@ -67,6 +71,7 @@ def _incorrect(name: str, way: str) -> Statement:
         "no correlation (Fig. 3a)",
         f"the median of r over the checkpoints with at least {ENOUGH} such points is below 0.3 in size",
         "it is at least 0.2 below that of the correctly classified points at the same checkpoints",
+        limits=(-1, 1),
     )
 
 
@@ -315,6 +320,8 @@ def judge(rows: Sequence[Mapping[str, Any]], accuracy: Mapping[int, float]) -> I
             continue
         middle, other = (statistics.median(of[step] for step in common) for of in (wrong, right))
         remark = f"Checkpoints with enough of them: {len(common)}; correct points have a median of {other:.2f} there."
+        if len(common) == 1:
+            remark += f" {ONE_CHECKPOINT}"
         yield statement.judge(middle, reproduced=abs(middle) < 0.3, direction=middle <= other - 0.2, remark=remark)
 
 

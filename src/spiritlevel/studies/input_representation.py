@@ -18,30 +18,32 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 EUCLIDEAN = ("mean square error", "Earth-mover distance")
+CASES = {"constructed": "constructed models", "images": "models of images"}
 INVARIANT = ("Kullback–Leibler divergence", "squared Hellinger distance", "log-likelihood")
 
 
 def _euclidean(score: str, case: str) -> Statement:
     return Statement(
         f"{score}, {case}",
-        f"the {score} ranks models differently in other coordinates",
+        f"the {score} ranks models differently in other coordinates ({CASES[case]})",
         "very differently (stated)",
         "standardisation, whitening and the nonlinear bijection each reverse more than 5 % of the pairs of models",
         "one of the three does",
+        limits=(0, 1),
     )
 
 
 def _invariant(score: str, case: str) -> Statement:
     return Statement(
         f"{score}, {case}",
-        f"the ranking by {score} is not perturbed by bijections",
+        f"the ranking by {score} is not perturbed by bijections ({CASES[case]})",
         "not perturbed (stated)",
         "no pair is reversed in any coordinates, and differences between models agree to 1e-8 of their range",
         "no pair is reversed",
+        limits=(0, 1),
     )
 
 
-CASES = ("constructed", "images")
 STATEMENTS = {
     (score, case): rule(score, case)
     for case in CASES
