@@ -26,6 +26,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+import spiritlevel as sl
 from spiritlevel import data
 from spiritlevel.errors import InputError
 
@@ -147,6 +148,14 @@ def test_digits_split_loses_nothing_and_takes_the_last_of_each_class() -> None:
     for label in range(10):
         of_class = torch.tensor(everything.images[everything.target == label] / 16).float()
         assert torch.equal(result.test[0][result.test[1] == label][:, 0], of_class[-36:])
+
+
+def test_a_whole_set_where_a_part_is_meant_names_the_parts() -> None:
+    digits = sl.data.load("digits")
+    model = sl.models.mlp(inputs=64)
+    for measure in (sl.sample_traces, sl.margins, sl.hessian):
+        with pytest.raises(InputError, match=r"digits has two parts: measure on \.train or on \.test\."):
+            measure(model, digits)
 
 
 def test_loading_leaves_the_random_states_alone() -> None:

@@ -271,12 +271,31 @@ def test_unreadable_results_say_what_is_wrong() -> None:
         Result.from_dict({"type": "Estimat"})
     with pytest.raises(InputError, match=r"type 'Margins', expected one of: Estimate\."):
         Estimate.from_dict({"type": "Margins"})
-    with pytest.raises(InputError, match="type None"):
+    with pytest.raises(InputError, match="this is no result of spiritlevel"):
         Result.from_json("[1, 2]")
+    with pytest.raises(InputError, match="one of: Audit, ") as refused:
+        Result.from_dict({"type": "Unknown"})
+    assert "_Shown" not in str(refused.value)
     with pytest.raises(InputError, match="type 'Estimate': it lacks value"):
         Result.from_dict({"type": "Estimate"})
-    with pytest.raises(InputError, match=r"the text is not JSON .* a file as a Path"):
+    with pytest.raises(InputError, match=r"'results.json' is the path of no file and is not JSON"):
         Result.from_json("results.json")
+    with pytest.raises(InputError, match=r"the text is not JSON"):
+        Result.from_json('{"type": "Estimate", ')
+    with pytest.raises(InputError, match="is the path of no file"):
+        Result.from_json("a" * 10_000 + "\0")
+
+
+def test_a_file_is_named_by_a_path_or_by_a_text(tmp_path: Path) -> None:
+    file = str(tmp_path / "estimate.json")
+    Estimate(1.5).to_json(file)
+    assert Estimate.from_json(file) == Estimate.from_json(Path(file)) == Estimate(1.5)
+
+
+def test_a_density_prints_in_a_line() -> None:
+    density = Spectrum(torch.tensor([[0.0, 2.0], [0.0, 4.0]]), torch.full((2, 2), 0.25), size=9).density()
+    assert str(density).startswith("spectral density at 512 points from -0.16 to 4.16, width 0.04: largest ")
+    assert len(repr(density)) < 120
 
 
 def test_a_newer_field_is_ignored() -> None:

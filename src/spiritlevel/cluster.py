@@ -86,5 +86,7 @@ def _ray() -> Any:
     try:
         import ray
     except ImportError as error:
-        raise InputError("--cluster needs Ray: install it with `pip install 'spiritlevel[cluster]'`.") from error
+        raise InputError(
+            "--cluster needs Ray: install it from a clone, `pip install -c constraints.txt -e '.[cluster]'`."
+        ) from error
     return ray

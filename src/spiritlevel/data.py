@@ -78,6 +78,9 @@ class Data:
     classes: tuple[str, ...]
     name: str
 
+    def __iter__(self) -> Iterator[Tensor]:  # asked for by what takes batches, as all measurements do
+        raise InputError(f"{self.name} has two parts: measure on .train or on .test.")
+
     def __repr__(self) -> str:
         inputs = self.train[0]
         shape = "×".join(str(size) for size in inputs.shape[1:])

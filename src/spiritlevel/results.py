@@ -126,8 +126,11 @@ class Result:
         name = data.get(_TAG) if isinstance(data, dict) else None
         kind = Result._types.get(str(name))
         if kind is None or not issubclass(kind, cls):
-            known = ", ".join(sorted(name for name, known in Result._types.items() if issubclass(known, cls)))
-            raise InputError(f"cannot read a result of type {name!r}, expected one of: {known}.")
+            if name is None:
+                raise InputError("this is no result of spiritlevel, which would say its type; pass what to_json wrote.")
+            known = sorted(name for name, known in Result._types.items() if issubclass(known, cls))
+            public = ", ".join(name for name in known if not name.startswith("_"))
+            raise InputError(f"cannot read a result of type {name!r}, expected one of: {public}.")
         hints = _hints(kind)
         present = [f for f in _fields(kind) if f.name in data]
         missing = [f.name for f in _fields(kind) if f not in present and _required(f)]
@@ -150,7 +153,9 @@ class Result:
 
     @classmethod
     def from_json(cls, text: str | Path) -> Self:
-        """Read what `to_json` wrote, from its text or (a `Path`) its file."""
+        """Read what `to_json` wrote, from its file (a `Path`, or the path as a text) or from its text."""
+        if isinstance(text, str) and "{" not in text and _is_file(text):  # the text of a result has braces
+            text = Path(text)
         where = str(text) if isinstance(text, Path) else "the text"
         try:
             data = json.loads(text.read_text(encoding="utf-8") if isinstance(text, Path) else text)
@@ -159,8 +164,17 @@ class Result:
                 f"cannot read {where} ({error.strerror or error}); pass a file that to_json wrote."
             ) from error
         except (ValueError, RecursionError) as error:  # also bytes that are no text, and numbers of endless digits
-            raise InputError(f"{where} is not JSON ({error}); pass what to_json wrote, a file as a Path.") from error
+            if isinstance(text, str) and "{" not in text:
+                raise InputError(f"{text[:80]!r} is the path of no file and is not JSON ({error}).") from error
+            raise InputError(f"{where} is not JSON ({error}); pass what to_json wrote.") from error
         return cls.from_dict(data)
+
+
+def _is_file(name: str) -> bool:
+    try:
+        return Path(name).is_file()
+    except (OSError, ValueError):  # too long for a name, or with a zero byte
+        return False
 
 
 def _fields(kind: type[Result]) -> tuple[dataclasses.Field[Any], ...]:
@@ -461,6 +475,16 @@ class Density(Result):
             raise InputError(f"band needs a level between 0 and 1, got {level}.")
         half = self.stderr * float(stats.t.ppf(0.5 + level / 2, self.dof))
         return (self.values - half).clamp(min=0.0), self.values + half
+
+    def __str__(self) -> str:
+        if not self.grid.numel():
+            return "spectral density at 0 points"
+        low, high, top = float(self.grid.min()), float(self.grid.max()), int(self.values.argmax())
+        where = f"at {self.grid.numel()} points from {low:.4g} to {high:.4g}, width {self.width:.3g}"
+        return f"spectral density {where}: largest {float(self.values[top]):.4g} at {float(self.grid[top]):.4g}"
+
+    def __repr__(self) -> str:  # not its hundreds of numbers
+        return f"<{self}>"
 
 
 @dataclass(frozen=True)
@@ -846,6 +870,9 @@ class Fit(Result):
     accuracy: Estimate
     loss: Estimate
 
+    def __str__(self) -> str:
+        return f"accuracy {self.accuracy}, loss {self.loss} on {self.samples:,} of {self.population:,} samples"
+
 
 @dataclass(frozen=True)
 class ReportRow(Result):
@@ -894,6 +921,10 @@ class Pictures(Result):
     indices: Tensor
     images: Tensor
     groups: dict[str, tuple[int, ...]]
+
+    def __str__(self) -> str:
+        counts = ", ".join(f"{len(places)} {name}" for name, places in self.groups.items())
+        return f"{self.indices.numel()} pictures: {counts}"
 
 
 @dataclass(frozen=True)
