@@ -1221,3 +1221,97 @@ def test_available_memory_where_nothing_is_known(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(Path, "read_text", missing)
     monkeypatch.setattr(functional.os, "sysconf", missing)
     assert available_memory() == 2**32
+
+
+# ---------------------------------------------------------------- weights that the forward pass does not read by name
+
+
+class Merging(nn.Module):
+    """Merges a low-rank update into its weight at the first call, as adapters do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.left, self.right = (nn.Parameter(torch.randn(shape)) for shape in ((3, 4), (3, 2), (2, 4)))
+        self.merged: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.merged is None:
+            self.merged = self.weight + self.left @ self.right
+        return nn.functional.linear(x, self.merged)
+
+
+def test_what_a_model_keeps_from_one_pass_is_not_used_in_the_next() -> None:
+    torch.manual_seed(0)
+    net = Merging().double()
+    inputs, targets = torch.randn(6, 4).double(), torch.tensor([0, 1, 2, 0, 1, 2])
+    traces = sl.sample_traces(net, (inputs, targets))
+
+    def loss(weight: Tensor, left: Tensor, right: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(inputs @ (weight + left @ right).T, targets)
+
+    blocks = torch.autograd.functional.hessian(loss, (net.weight, net.left, net.right))
+    expected = sum(
+        float(blocks[i][i].reshape(p.numel(), -1).trace())  # type: ignore[index]
+        for i, p in enumerate((net.weight, net.left, net.right))
+    )
+    assert sl.hessian(net, (inputs, targets)).dense().trace().item() == pytest.approx(expected, rel=1e-10)
+    mean = traces.mean()
+    assert abs(mean.value - expected) <= max(6 * mean.stderr, 1e-8 * abs(expected))
+    assert net.merged is None
+
+
+class Listing(nn.Module):
+    """Reads its weights from a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 5), nn.Linear(5, 3)
+        self.weights = [self.first.weight, self.last.weight]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(torch.relu(nn.functional.linear(x, self.weights[0])), self.weights[1])
+
+
+@pytest.mark.parametrize("measure", [sl.sample_traces, sl.hessian])
+def test_parameters_that_are_read_elsewhere_are_refused(measure: Any) -> None:
+    data = torch.randn(6, 4), torch.tensor([0, 1, 2, 0, 1, 2])
+    with pytest.raises(InputError, match=r"Listing reads parameters that it holds elsewhere.*attributes"):
+        measure(Listing(), data)
+
+
+class Clamping(nn.Module):
+    """Writes to its inputs, but only where one of them is large."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if bool((x.abs() > 5).any()):
+            x.clamp_(-5, 5)
+        out: Tensor = self.layer(x)
+        return out
+
+
+@pytest.mark.parametrize("measure", [sl.sample_traces, sl.hessian, sl.margins])
+def test_data_stay_as_they_are_also_if_a_late_sample_makes_the_model_write_to_them(measure: Any) -> None:
+    inputs = torch.randn(9, 4)
+    inputs[7] = 100.0
+    before = inputs.clone()
+    measure(Clamping(), (inputs, torch.arange(9) % 3), batch_size=3)
+    assert torch.equal(inputs, before)
+
+
+def test_a_plain_tensor_attribute_gets_its_values_back() -> None:
+    net = nn.Linear(4, 3)
+    net.calls = torch.zeros(())
+    net.register_forward_hook(lambda module, args, output: module.calls.add_(1) and None)
+    sl.sample_traces(net, (torch.randn(5, 4), torch.arange(5) % 3))
+    assert net.calls == 0
+
+
+def test_a_shared_parameter_has_all_its_names() -> None:
+    net = nn.ModuleDict({"embedding": nn.Embedding(7, 5), "head": nn.Linear(5, 7)})
+    net["head"].weight = net["embedding"].weight
+    assert select_parameters(net, "head") == ["embedding.weight", "head.bias"]
+    assert select_parameters(net, "head.weight") == ["embedding.weight"]

@@ -61,27 +61,50 @@ _CONTAINERS = {list, deque, dict, OrderedDict, defaultdict, set}  # exactly thes
 
 
 @contextlib.contextmanager
-def preserved_module(model: nn.Module) -> Iterator[None]:
+def preserved_module(model: nn.Module) -> Iterator[Callable[[], bool]]:
     """Give every submodule back the attributes, mode, parameters and buffers (the same objects) that it had.
 
     Old-style weight norm, for one, leaves a computed `weight` on the module at every call. Lists, dicts and sets that
     are reached from the attributes get their contents back: a module that collects its activations in one would
-    otherwise be left with tensors that are of no use outside the transformation that made them.
+    otherwise be left with tensors that are of no use outside the transformation that made them. Tensors that are
+    plain attributes get back their values. Yields a function that tells whether there is anything to give back.
     """
     saved: dict[int, tuple[Any, list[Any]]] = {}
     found: list[Any] = [module.__dict__ for module in model.modules()]
+    plain = [item for attributes in found for item in attributes.values() if isinstance(item, Tensor)]
+    tensors = [(item, item._version, item.detach().clone()) for item in plain if not item.is_inference()]
     while found:
         container = found.pop()
         if id(container) not in saved:
-            saved[id(container)] = container, list(container.items() if isinstance(container, dict) else container)
+            saved[id(container)] = container, _content(container)
             inside = container.values() if isinstance(container, dict) else container
             found += [item for item in inside if type(item) in _CONTAINERS]
+
+    def changed() -> bool:
+        written = any(item._version != version for item, version, _ in tensors)
+        return written or any(not _same_content(_content(now), then) for now, then in saved.values())
+
     try:
-        yield
+        yield changed
     finally:
         for container, content in saved.values():
             container.clear()
             (container.update if isinstance(container, dict | set) else container.extend)(content)
+        for item, version, values in tensors:
+            if item._version != version:
+                item.data.copy_(values)
+
+
+def _content(container: Any) -> list[Any]:
+    return list(container.items() if isinstance(container, dict) else container)
+
+
+def _same_content(now: list[Any], then: list[Any]) -> bool:
+    """Whether two lists hold the same objects; of pairs, the same second ones under equal first ones."""
+    if len(now) != len(then):
+        return False
+    pairs = zip(now, then, strict=True)
+    return all(a is b or (type(a) is type(b) is tuple and len(a) == 2 and a[1] is b[1]) for a, b in pairs)
 
 
 class _Elementary(TorchFunctionMode):
@@ -226,7 +249,8 @@ def select_parameters(model: nn.Module, params: str | Iterable[str] | None = Non
     >>> select_parameters(net, "1"), select_parameters(net, "*.bias")
     (['1.weight', '1.bias'], ['0.bias', '1.bias'])
     """
-    names = [name for name, _ in model.named_parameters()]
+    own = {id(parameter): name for name, parameter in model.named_parameters()}
+    names = list(own.values())
     if params is None:
         chosen = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
         if not chosen:
@@ -243,7 +267,11 @@ def select_parameters(model: nn.Module, params: str | Iterable[str] | None = Non
         raise InputError("params= is empty; name at least one parameter, or leave it out for all that require grad.")
     picked: set[str] = set()
     for pattern in wanted:
-        hits = [n for n in names if n == pattern or n.startswith(f"{pattern}.") or fnmatch.fnmatchcase(n, pattern)]
+        hits = [
+            own[id(parameter)]  # a shared parameter has several names, of which the first is its own
+            for name, parameter in model.named_parameters(remove_duplicate=False)
+            if name == pattern or name.startswith(f"{pattern}.") or fnmatch.fnmatchcase(name, pattern)
+        ]
         if not hits:
             raise unknown_name("parameter", pattern, names)
         picked.update(hits)
@@ -310,11 +338,14 @@ class Problem:
             state = {name: tensor.detach().clone() for name, tensor in _state(model)}
         self.params: Params = {name: state.pop(name) for name in names}
         self.constants: Params = state
-        first = next(iter(self.params.values()))
+        floating = [tensor for tensor in self.params.values() if tensor.is_floating_point()]
+        first = next(iter(floating or self.params.values()))
         self.device, self.dtype = first.device, first.dtype
         self._buffers = {name for name, _ in model.named_buffers()}
-        # known after one plain pass: does the model work in place on inputs or buffers, does it draw random numbers?
+        # known after one plain pass: does the model work in place on inputs or buffers, does it keep something in its
+        # attributes (merged weights, say), does it draw random numbers?
         self._overwrites: bool | None = None
+        self._keeps = False
         self._draws = False
         self._has_data = False  # whether inputs came with targets: that the model fails on those is the caller's news
 
@@ -364,10 +395,17 @@ class Problem:
     def outputs(self, params: Params, inputs: Any) -> Tensor:
         """φ(θ, x): the model's outputs for one batch."""
         before = None if self._overwrites is not None else _random_states(self.device)
-        constants = self.constants
-        if self._overwrites is not False:  # every pass gets copies, so that none changes the function for the next
+        plain = cast(Any, torch._C)._functorch.maybe_current_level() is None  # not inside a transformation
+        constants, given = self.constants, inputs
+        if plain or self._overwrites is not False:  # copies, so that no pass changes the data or the function
             inputs = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, inputs)
+        if self._overwrites is not False:
             constants = {name: t.clone() if name in self._buffers else t for name, t in constants.items()}
+        keeps: Any = contextlib.nullcontext(lambda: False)
+        if before is not None or self._keeps:
+            keeps = preserved_module(self.model)
+        moving = [*params.values(), *(leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor))]
+        detached = not torch.is_grad_enabled() and plain and not any(tensor.requires_grad for tensor in moving)
         args: tuple[Any, ...] = ()
         kwargs: dict[str, Any] = {}
         if isinstance(inputs, Mapping):
@@ -377,9 +415,13 @@ class Problem:
         else:
             args = (inputs,)
         try:
-            with _Elementary():
+            with _Elementary(), keeps as changed, torch.enable_grad() if detached else contextlib.nullcontext():
                 result = functional_call(self.model, {**constants, **params}, args, kwargs)
+                self._keeps |= changed()
         except (RuntimeError, ValueError, TypeError, IndexError) as error:
+            if "mutate a captured Tensor" in str(error) and self._overwrites is False:
+                self._overwrites = True  # in this batch, if not in the first one
+                return self.outputs(params, given)
             if "doesn't have storage" in str(error):  # what torch says of a tensor inside its transformations
                 raise _CannotRun(
                     f"the model {type(self.model).__name__} reads the memory of a tensor in its forward (as .numpy() "
@@ -392,15 +434,26 @@ class Problem:
             raise _CannotRun(
                 f"the model {type(self.model).__name__} fails on inputs of shape {shapes}: {reason}."
             ) from error
+        if plain:
+            copies = tree_leaves(inputs)
+            if self._overwrites is not False:
+                copies += [constants[name] for name in self._buffers & constants.keys()]
+            overwrites = any(leaf._version for leaf in copies if isinstance(leaf, Tensor))
+            if before is not None or overwrites:
+                self._overwrites = overwrites
         if before is not None:
-            copies = [*tree_leaves(inputs), *(constants[name] for name in self._buffers & constants.keys())]
-            self._overwrites = any(leaf._version for leaf in copies if isinstance(leaf, Tensor))
             self._draws = before != _random_states(self.device)
         result = getattr(result, "logits", result)
         if not isinstance(result, Tensor):
             raise InputError(
                 f"the model must return a tensor or an object with .logits, got {type(result).__name__}; "
                 "wrap it in a module that picks the outputs."
+            )
+        if detached and result.requires_grad:
+            raise InputError(
+                f"the model {type(self.model).__name__} reads parameters that it holds elsewhere than under their "
+                "names, in a list, a cache or a closure, say, so that a measurement cannot move them; read them as "
+                "attributes of their modules in the forward pass."
             )
         return result
 
