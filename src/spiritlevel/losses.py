@@ -137,13 +137,6 @@ class Loss(ABC):
             total += weight[:, None, None] * vector[:, :, None] * vector[:, None, :]
         return total
 
-    def trace(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Tr A of every sample, (N,), float64."""
-        shape = len(outputs), -1
-        factors = self.factors(outputs, targets)
-        terms = (weight * vector.double().reshape(shape).square().sum(1) for weight, vector in factors)
-        return sum(terms, torch.zeros(len(outputs), dtype=torch.float64, device=outputs.device))
-
     def _check_exact(self, exact: int, outputs: Tensor) -> None:
         if not 0 <= exact < self.rank(outputs.shape[1]):
             raise InputError(
@@ -250,9 +243,6 @@ class CrossEntropy(Loss):
     def quadratic(self, outputs: Tensor, targets: Tensor, direction: Tensor) -> Tensor:
         probabilities, centred = self._centred(outputs, direction)
         return self._scale(outputs, targets) * (probabilities * centred.square()).sum(1)
-
-    def trace(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return self._scale(outputs, targets) * confidence_gap(outputs)
 
     def rank(self, classes: int) -> int:
         return classes - 1
