@@ -25,7 +25,7 @@ _ELEMENTWISE = frozenset(
     log_sigmoid softsign tanhshrink sin cos exp erf square abs neg
     """.split()
 )
-_SHAPING = frozenset("flatten view reshape dropout contiguous".split())
+_SHAPING = frozenset("flatten view reshape dropout contiguous clone".split())
 
 
 @dataclass(frozen=True)
