@@ -346,7 +346,7 @@ def test_measure_compare_and_report_end_in_pages(
         args += ["test.npz", "--out", name, "--samples", "80", "--measures", measures, "--json", f"{name}.json"]
         assert cli.main(args) == 0
         shown = capsys.readouterr().out
-        assert all(text in shown for text in ("a random subset of 80 of 300", "moves ×", "stays", "It classifies"))
+        assert all(text in shown for text in ("a random subset of 80 of 300", "moves ≥ ×", "stays", "It classifies"))
         assert max(map(len, shown.splitlines())) <= 80
         report = sl.Report.from_json(own / name / "report.json")
         assert report.settings["train data"] == "train.npz"

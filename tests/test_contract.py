@@ -69,7 +69,7 @@ CALLS: dict[str, Call] = {
     "hessian, batch statistics": Call(hessian, {"batch_norm": "batch"}, splits=False),
     "gauss_newton": Call(gauss_newton),
     "empirical_fisher": Call(empirical_fisher),
-    "hessian_variance": Call(hessian_variance, {"batch_size": 3}, splits=False),
+    "hessian_variance": Call(hessian_variance, {"batch_size": 4}, splits=False),
     "audit": Call(
         sl.audit, {"measures": ["trace", "path_norm", "ball_sharpness"], "transforms": ["rescale_layers"]}, splits=False
     ),

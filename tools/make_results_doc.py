@@ -29,10 +29,6 @@ STUDY` prints them first); *undecided* means that the run cannot tell. Where sev
 with a 95 % interval (Student's t over the seeds, cut where the number cannot lie), and the verdict the middle one of
 theirs.
 """
-WORDING = {  # of statements that make sense only after the one before them
-    ("weight-decay", "trace rises"): "the trace rises with γ",
-    ("weight-decay", "‖H‖_F rises"): "the Frobenius norm rises with γ",
-}
 
 
 def main() -> None:
@@ -85,7 +81,6 @@ def section(study: Study, scale: str, runs: Sequence[Mapping[str, Any]], folders
     took = counted(minutes, "minute") if minutes else "less than a minute"
     yield f"`{command}` ({took}, networks from the cache not counted)\n"
     wording = {statement.id: statement.text for statement in study.statements}
-    wording |= {id: said for (name, id), said in WORDING.items() if name == study.name}
     headings = [*settings, "statement", "paper", "ours", "verdict"]
     yield f"| {' | '.join(headings)} |"
     yield "|" + "---|" * len(headings)

@@ -472,9 +472,10 @@ def _from_folder(folder: Path) -> Samples:
         if path.suffix.lower() in _PICTURES and path.is_file()
     ]
     if len(classes) < 2 or not files:
+        loose = sum(path.suffix.lower() in _PICTURES for path in folder.iterdir())
         raise InputError(
             f"the folder {folder} must hold one folder of images for every class, at least two; it holds "
-            f"{len(classes)} folders and {len(files)} images."
+            f"{len(classes)} folders with {len(files)} images, and {loose} images beside them."
         )
     empty = sorted(set(range(len(classes))) - {number for _, number in files})
     if empty:

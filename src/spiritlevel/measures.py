@@ -18,7 +18,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -650,10 +650,10 @@ class Measure:
     formula: str
     reference: str
     cost: str
-    compute: Compute
+    compute: Compute = field(repr=False)
     direction: str = "sharper"
     invariant_to: frozenset[str] = frozenset()
-    predict: Predict | None = None
+    predict: Predict | None = field(default=None, repr=False)
 
     def __call__(
         self, model: nn.Module, data: Any, *, loss: Any = "cross_entropy", batch_norm: str = "eval", seed: int = 0

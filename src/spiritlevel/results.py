@@ -710,8 +710,8 @@ class WorstFactor(Result):
 
     def __str__(self) -> str:
         return (
-            f"{self.measure} can be moved at least {times(self.factor)}-fold at the same outputs: "
-            f"{figure(self.before, 4)} became {figure(self.lowest, 4)} and {figure(self.highest, 4)}"
+            f"{self.measure} can be moved at least {times(self.factor)}-fold at the same outputs: scaling the layers "
+            f"made anything from {figure(self.lowest, 4)} to {figure(self.highest, 4)} of {figure(self.before, 4)}"
         )
 
 
@@ -772,7 +772,7 @@ class Audit(Result):
             present = [cells[name, transform] for transform in transforms if (name, transform) in cells]
             shown = [_cell(cells[name, t]) if (name, t) in cells else "" for t in transforms]
             table.append([name, ("≥ " if present[0].lower_bound else "") + _short(present[0].before), *shown])
-        notes = ["= invariant, ×r changes, ? unstable, … not converged, ≥ lower bound found by an optimiser"]
+        notes = ["= invariant, ×r changes, ? within the error, … not converged, ≥ lower bound found by an optimiser"]
         notes += [str(item) for item in self.worst]
         notes += [f"left out: {name}: {reason}" for name, reason in self.skipped.items()]
         return "\n".join(
@@ -985,8 +985,20 @@ class Report(_Shown):
             table.append([row.name, value, interval, row.kind, row.direction, ", ".join(row.invariant_to) or "-"])
         lines += _table(table)
         lines += [f"{name}: {found}" for name, found in self.correlations.items()]
-        lines += [f"left out: {name}: {reason}" for name, reason in self.left_out.items()]
+        lines += left_out_lines(self.left_out)
         return "\n".join([*lines, *self.headline])
+
+
+def left_out_lines(left_out: dict[str, str]) -> list[str]:
+    """What was left out, a line for each reason.
+
+    >>> left_out_lines({"trace": "no time", "margin_mean": "no classes", "flatness": "no time"})
+    ['left out: trace, flatness: no time', 'left out: margin_mean: no classes']
+    """
+    names: dict[str, list[str]] = {}
+    for name, reason in left_out.items():
+        names.setdefault(reason, []).append(name)
+    return [f"left out: {', '.join(some)}: {reason}" for reason, some in names.items()]
 
 
 def _table(rows: list[list[str]], heading: int = 1) -> list[str]:
@@ -1003,8 +1015,9 @@ class ComparisonRow(Result):
     `how` says where the interval comes from: "paired t", "bootstrap of the pairs", "probes", or "exact" (no error on
     the data given). `ratio` is b / a. `factor` is how far the audit moved this measure at the same outputs, 1 for an
     invariant one and NaN where that is not known. Verdicts: "a" or "b", the model that the measure favours; "equal":
-    the interval holds 0; "not comparable": the ratio lies within the factor, so the difference may be an artefact of
-    the parametrisation; "undefined". `note` says why.
+    the interval holds 0; "not comparable": the parametrisation moves it, so the difference may be an artefact of that;
+    "no interval": nothing tells how sure the difference is; "no preference": neither direction is the better one;
+    "undefined". `note` says why.
     """
 
     name: str
@@ -1063,5 +1076,5 @@ class Comparison(_Shown):
             values = ["undefined" if math.isnan(v.value) else f"{v.value:.5g}" for v in (row.a, row.b)]
             table.append([row.name, *values, f"{row.difference:.3g}", interval, row.how, favours])
         lines = [f"{a} and {b} on {self.samples:,} samples", *_table(table)]
-        lines += [f"left out: {name}: {reason}" for name, reason in self.left_out.items()]
+        lines += left_out_lines(self.left_out)
         return "\n".join([*lines, self.advice])

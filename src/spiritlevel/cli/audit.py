@@ -32,12 +32,12 @@ class Audit(OnData):
         """Load, audit, show the table."""
         from spiritlevel.audit import audit
         from spiritlevel.cli.show import show_audit
-        from spiritlevel.loading import check_classes, load_model, load_samples
+        from spiritlevel.loading import about_weights, check_classes, load_model, load_samples
         from spiritlevel.measuring import subset
 
         with ProgressBar() as progress:
             progress("loading", 0, 0)
-            model = load_model(self.model, self.weights, device=self.device, dtype=self.dtype)
+            model = load_model(self.model, self.weights, device=self.device, dtype=self.dtype, seed=self.seed)
             samples = load_samples(self.data)
             check_classes(samples, None, model)
             data, _, population = subset(samples.data, self.samples, self.seed, self.batch_norm)
@@ -53,5 +53,7 @@ class Audit(OnData):
                 seed=self.seed,
             )
         print(f"{self.model}: {found.parameters:,} parameters, {found.samples:,} of {population:,} samples")
+        for note in filter(None, [about_weights(self.model, self.weights), *samples.notes]):
+            print(note)
         show_audit(found)
         return Outcome({"audit": found.to_dict()})

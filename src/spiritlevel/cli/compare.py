@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -36,13 +37,13 @@ class Compare(OnData):
             check_folder(self.out)
         from spiritlevel.cli.show import show_comparison
         from spiritlevel.comparing import compare
-        from spiritlevel.loading import check_classes, load_model, load_samples
+        from spiritlevel.loading import about_weights, check_classes, load_model, load_samples
 
         with ProgressBar() as progress:
             progress("loading", 0, 0)
             files = self.weights or (None, None)
-            a = load_model(self.a, files[0], device=self.device, dtype=self.dtype)
-            b = load_model(self.b, files[1], device=self.device, dtype=self.dtype)
+            a = load_model(self.a, files[0], device=self.device, dtype=self.dtype, seed=self.seed)
+            b = load_model(self.b, files[1], device=self.device, dtype=self.dtype, seed=self.seed)
             samples = load_samples(self.data, "test")
             check_classes(samples, None, a)
             check_classes(samples, None, b)
@@ -58,10 +59,18 @@ class Compare(OnData):
                 progress=progress,
                 seed=self.seed,
             )
+            sources = {"models": f"{self.a} and {self.b}", "data": samples.name}
+            sources["weights"] = " and ".join(str(file or "as built") for file in files)
+            notes = [about_weights(self.a, files[0]), about_weights(self.b, files[1]), *samples.notes]
+            reasons = (*filter(None, dict.fromkeys(notes)), *comparison.reasons)
+            settings = {**sources, **comparison.settings}
+            comparison = dataclasses.replace(comparison, settings=settings, reasons=reasons)
             if self.out is not None:
                 progress("writing the page", 0, 0)
                 write_run(comparison, self.out)
         show_comparison(comparison)
+        for note in filter(None, dict.fromkeys(notes)):
+            print(note)
         if self.out is not None:
             print(f"The page: {self.out / 'report.html'}")
         return Outcome({"comparison": comparison.to_dict()})

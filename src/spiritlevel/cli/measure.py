@@ -97,14 +97,14 @@ class Measure(OnData):
 
     def _measured(self, ranks: Ranks, progress: Callable[[str, int, int], None]) -> Report:
         from spiritlevel import data as named
-        from spiritlevel.loading import check_classes, load_model, load_samples
+        from spiritlevel.loading import about_weights, check_classes, load_model, load_samples
         from spiritlevel.measuring import measure
 
         with ranks.together():
             if ranks.count > 1 and str(self.device).startswith("cuda:"):
                 raise InputError("--device is cuda, without a number, under torchrun: every process takes its own GPU.")
             progress("loading", 0, 0)
-            model = load_model(self.model, self.weights, device=self.device, dtype=self.dtype)
+            model = load_model(self.model, self.weights, device=self.device, dtype=self.dtype, seed=self.seed)
             train = load_samples(self.data)
             test: Samples | None = None
             if self.test is not None:
@@ -129,7 +129,9 @@ class Measure(OnData):
         )
         sources = {"model": self.model, "weights": str(self.weights or "as built"), "train data": train.name}
         sources |= {} if test is None else {"test data": test.name}
-        return dataclasses.replace(report, settings={**sources, **report.settings})
+        notes = [about_weights(self.model, self.weights), *train.notes, *(() if test is None else test.notes)]
+        headline = (*filter(None, dict.fromkeys(notes)), *report.headline)
+        return dataclasses.replace(report, settings={**sources, **report.settings}, headline=headline)
 
 
 def finish(report: Report) -> None:

@@ -17,7 +17,7 @@ def show_report(report: Report, console: Console | None = None) -> None:
     """The measures with their errors, what the audit did to each, and the headline."""
     from rich.console import Console
 
-    from spiritlevel.results import figure
+    from spiritlevel.results import figure, left_out_lines
 
     console = console or Console(highlight=False)
     console.print(
@@ -33,10 +33,10 @@ def show_report(report: Report, console: Console | None = None) -> None:
         value = f"{'≥ ' if row.kind == 'lower bound' else ''}{figure(row.value.value, 4)}"
         if row.kind == "undefined":
             value, interval = "undefined", ""
-        table.add_row(row.name, value, interval, row.direction, _fate(moved[row.name]) if row.name in moved else "")
+        table.add_row(row.name, value, interval, row.direction, _fate(moved.get(row.name)))
     print_table(console, table)
-    for name, reason in report.left_out.items():
-        console.print(f"left out: {name}: {reason}", style="dim", markup=False)
+    for line in left_out_lines(report.left_out):
+        console.print(line, style="dim", markup=False)
     for sentence in report.headline:
         console.print(sentence, style="bold", markup=False)
 
@@ -45,7 +45,7 @@ def show_comparison(comparison: Comparison) -> None:
     """The rows in their order and the advice."""
     from rich.console import Console
 
-    from spiritlevel.results import figure, times
+    from spiritlevel.results import figure, left_out_lines, times
 
     console = Console(highlight=False)
     a, b = comparison.names
@@ -64,10 +64,10 @@ def show_comparison(comparison: Comparison) -> None:
         change = sign + figure(row.difference, 3)
         table.add_row(row.name, figure(row.a.value, 3), figure(row.b.value, 3), change, spread, favours)
     print_table(console, table)
-    for name, reason in comparison.left_out.items():
-        console.print(f"left out: {name}: {reason}", style="dim", markup=False)
+    for line in left_out_lines(comparison.left_out):
+        console.print(line, style="dim", markup=False)
     if any(row.verdict == "not comparable" for row in comparison.rows):
-        legend = "(×n): not comparable, as the audit moved it n-fold at the same outputs"
+        legend = "(×n): not comparable; the audit moved it at least n-fold at the same outputs"
         console.print(legend, style="dim", markup=False)
     console.print(comparison.advice, style="bold", markup=False)
 
@@ -76,7 +76,7 @@ def show_audit(audit: Audit) -> None:
     """Measures × transforms, and how far a search went."""
     from rich.console import Console
 
-    from spiritlevel.results import figure
+    from spiritlevel.results import figure, left_out_lines
 
     console = Console(highlight=False)
     transforms = list(dict.fromkeys(row.transform for row in audit.rows))
@@ -91,8 +91,8 @@ def show_audit(audit: Audit) -> None:
     console.print("= invariant, ×r changes by that factor, ? within the error, … not converged", style="dim")
     for worst in audit.worst:
         console.print(str(worst), markup=False)
-    for name, reason in audit.skipped.items():
-        console.print(f"left out: {name}: {reason}", style="dim", markup=False)
+    for line in left_out_lines(audit.skipped):
+        console.print(line, style="dim", markup=False)
 
 
 def _cell(verdict: str, ratio: float) -> str:
@@ -103,13 +103,15 @@ def _cell(verdict: str, ratio: float) -> str:
     return {"invariant": "=", "unstable": "?"}.get(verdict, "…")
 
 
-def _fate(factor: float) -> str:
+def _fate(factor: float | None) -> str:
     """What the audit saw of a measure where the outputs stayed the same."""
     from spiritlevel.results import times
 
+    if factor is None:
+        return "not tested"
     if math.isnan(factor):
         return "undecided"
-    return "stays" if factor == 1 else "moves" if math.isinf(factor) else f"moves ×{times(factor)}"
+    return "stays" if factor == 1 else "moves" if math.isinf(factor) else f"moves ≥ ×{times(factor)}"
 
 
 def columns(*headings: str, right: Iterable[int] = (), whole: Iterable[int] = ()) -> Table:

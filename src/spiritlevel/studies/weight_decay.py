@@ -93,8 +93,8 @@ def _monotone(name: str, text: str, paper: str, what: str, way: str) -> Statemen
 
 
 SHARPER = _monotone("λ₁ rises", "the spectral norm rises with γ", "rises (Fig. 1–5)", "λ₁", "rises")
-TRACE = _monotone("trace rises", "so does the trace", "App. C, without numbers", "Tr H", "rises")
-FROBENIUS = _monotone("‖H‖_F rises", "so does the Frobenius norm", "App. C, without numbers", "‖H‖_F", "rises")
+TRACE = _monotone("trace rises", "the trace rises with γ", "App. C, without numbers", "Tr H", "rises")
+FROBENIUS = _monotone("‖H‖_F rises", "the Frobenius norm rises with γ", "App. C, without numbers", "‖H‖_F", "rises")
 BETTER = _monotone("validation rises", "validation accuracy rises with γ", "rises", "validation accuracy", "rises")
 GAP = _monotone(
     "gap falls", "the generalisation gap falls with γ", "falls (smallest at the largest γ)", "the gap", "falls"
