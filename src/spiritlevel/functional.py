@@ -346,6 +346,7 @@ class Problem:
         # attributes (merged weights, say), does it draw random numbers?
         self._overwrites: bool | None = None
         self._keeps = False
+        self._reads_by_name = False  # whether it reads its parameters as attributes, once that is known
         self._draws = False
         self._has_data = False  # whether inputs came with targets: that the model fails on those is the caller's news
 
@@ -405,7 +406,8 @@ class Problem:
         if before is not None or self._keeps:
             keeps = preserved_module(self.model)
         moving = [*params.values(), *(leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor))]
-        detached = not torch.is_grad_enabled() and plain and not any(tensor.requires_grad for tensor in moving)
+        detached = not self._reads_by_name and not torch.is_grad_enabled() and plain
+        detached = detached and not any(tensor.requires_grad for tensor in moving)
         args: tuple[Any, ...] = ()
         kwargs: dict[str, Any] = {}
         if isinstance(inputs, Mapping):
@@ -455,6 +457,7 @@ class Problem:
                 "names, in a list, a cache or a closure, say, so that a measurement cannot move them; read them as "
                 "attributes of their modules in the forward pass."
             )
+        self._reads_by_name |= detached
         return result
 
     def losses(self, params: Params, inputs: Any, targets: Tensor) -> Tensor:
