@@ -28,7 +28,7 @@ test: install  ## Lint, types, import directions, doctests, tests
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/pytest
+	$(BIN)/pytest -n 2 --dist worksteal
 
 $(VENV)/.installed-cluster: $(VENV)/.installed
 	$(BIN)/python $(PIP) -e '.[dev,cluster]'

@@ -187,7 +187,7 @@ def test_plain_margins_build_no_graph() -> None:
         def forward(self, x: Tensor) -> Tensor:
             output = super().forward(x)
             assert not output.requires_grad
-                return output
+            return output
 
     margins(Spy(3, 2), (torch.randn(5, 3), torch.zeros(5).long()))
 
