@@ -135,12 +135,12 @@ def test_the_error_of_an_accuracy_is_never_nothing() -> None:
     fit = report.fits["train"]
     assert fit.accuracy.data_stderr is not None
     assert fit.accuracy.data_stderr > 0
-    low, high = measuring.accuracy_limits(fit)
+    low, high = fit.accuracy_limits()
     assert high == pytest.approx(1)
     assert 0.93 < low < 0.97
     assert f"100.0% (at least {low:.1%}) of the 400 train samples (60 measured)" in report.headline[0]
     for count, limit in ((1, 0.6), (2, 0.5)):  # not 50 % ± 98 %
-        low, high = measuring.accuracy_limits(Fit(2, 10**6, Estimate(count / 2), Estimate(0.0)))
+        low, high = Fit(2, 10**6, Estimate(count / 2), Estimate(0.0)).accuracy_limits()
         assert 0 <= low < limit < high <= 1
     whole = measure(model, data, measures=["trace"], parts=[])
     assert "100.0% of the 400 train samples" in whole.headline[0]
@@ -153,7 +153,7 @@ def test_wilsons_interval_covers_the_accuracy_of_the_whole() -> None:
     hits = 0
     for _ in range(400):
         drawn = correct[torch.randperm(300, generator=generator)[:80]]
-        low, high = measuring.accuracy_limits(Fit(80, 300, Estimate(float(drawn.mean())), Estimate(0.0)))
+        low, high = Fit(80, 300, Estimate(float(drawn.mean())), Estimate(0.0)).accuracy_limits()
         hits += low <= 0.95 <= high
     assert hits >= 368  # 380 expected; fewer than 368 has a chance below 1 in 100
 

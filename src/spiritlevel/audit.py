@@ -15,13 +15,13 @@ import torch
 from torch import nn
 
 from spiritlevel import transforms as maps
-from spiritlevel.errors import InputError, unknown_name
+from spiritlevel.errors import InputError, checked_seed, unknown_name
 from spiritlevel.functional import Batches, Problem
 from spiritlevel.measures import TRANSFORMS, Measure, Setting, select
 from spiritlevel.results import Audit, AuditRow, Certificate, Estimate, WorstFactor
 from spiritlevel.transforms import ScalingGroup, Transformed
 
-__all__ = ["DEFAULT_TRANSFORMS", "audit", "checked_seed"]
+__all__ = ["DEFAULT_TRANSFORMS", "audit"]
 
 DEFAULT_TRANSFORMS = (
     "rescale_layers",
@@ -129,13 +129,6 @@ def audit(
         batch_norm=batch_norm,
         seed=seed,
     )
-
-
-def checked_seed(seed: int) -> int:
-    """The seed, if it is one; otherwise every measure would fail by itself, and look as if it were undefined."""
-    if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**63:
-        raise InputError(f"a seed must be a whole number >= 0, got {seed!r}.")
-    return seed
 
 
 def _moved(here: Setting, transformed: Transformed) -> Setting:

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from spiritlevel import __version__
 from spiritlevel.audit import audit as run_audit
-from spiritlevel.audit import checked_seed
-from spiritlevel.errors import InputError, NotExactError
+from spiritlevel.errors import InputError, NotExactError, checked_seed
 from spiritlevel.functional import Problem
 from spiritlevel.losses import aceht
 from spiritlevel.margins import margins

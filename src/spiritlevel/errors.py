@@ -49,6 +49,17 @@ def check_seed(seed: int, name: str = "seed") -> None:
         raise InputError(f"{name} must be a whole number from 0 to {LARGEST_SEED:,}, got {seed}.")
 
 
+def checked_seed(seed: int) -> int:
+    """The seed of a measurement, if it is one; otherwise every measure would fail by itself, and look undefined.
+
+    >>> checked_seed(3)
+    3
+    """
+    if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**63:
+        raise InputError(f"a seed must be a whole number >= 0, got {seed!r}.")
+    return seed
+
+
 def counted(count: int, noun: str) -> str:
     """A number with its noun.
 

@@ -27,8 +27,7 @@ from torch import Tensor, nn
 
 from spiritlevel import data as named_data
 from spiritlevel import models
-from spiritlevel.audit import checked_seed
-from spiritlevel.errors import InputError, unknown_name
+from spiritlevel.errors import InputError, checked_seed, unknown_name
 from spiritlevel.functional import Problem, available_memory, preserved_random_state
 
 __all__ = ["Samples", "about_weights", "check_classes", "load_model", "load_samples", "load_weights"]

@@ -22,9 +22,8 @@ from torch.utils._pytree import tree_map
 
 from spiritlevel import __version__
 from spiritlevel.audit import audit as run_audit
-from spiritlevel.audit import checked_seed
 from spiritlevel.distributed import Ranks
-from spiritlevel.errors import InputError, NotExactError, unknown_name
+from spiritlevel.errors import InputError, NotExactError, checked_seed, unknown_name
 from spiritlevel.estimators import spectrum
 from spiritlevel.functional import Batches, Fingerprint, Problem, preserved_random_state
 from spiritlevel.landscape import landscape
@@ -606,22 +605,10 @@ def _about_fit(name: str, fit: Fit) -> str:
         return f"{share:.1%} of the one {name} sample"
     if fit.samples == fit.population:
         return f"{share:.1%} of the {samples}"
-    low, high = accuracy_limits(fit)
+    low, high = fit.accuracy_limits()
     limits = f"95 % interval {low:.1%} to {high:.1%}"
     limits = f"at least {low:.1%}" if share == 1 else f"at most {high:.1%}" if share == 0 else limits
     return f"{share:.1%} ({limits}) of the {samples} ({fit.samples:,} measured)"
-
-
-def accuracy_limits(fit: Fit) -> tuple[float, float]:
-    """Wilson's 95 % interval of the accuracy on the whole population, of which a random subset was measured.
-
-    >>> [f"{limit:.3f}" for limit in accuracy_limits(Fit(60, 10**9, Estimate(1.0), Estimate(0.0)))]
-    ['0.940', '1.000']
-    """
-    share, worth = fit.accuracy.value, fit.samples / (1 - fit.samples / fit.population)  # the rest alone is unknown
-    centre = (share + _Z**2 / (2 * worth)) / (1 + _Z**2 / worth)
-    half = _Z * math.sqrt(share * (1 - share) / worth + _Z**2 / (4 * worth**2)) / (1 + _Z**2 / worth)
-    return max(0.0, centre - half), min(1.0, centre + half)
 
 
 def _signed(value: float) -> str:

@@ -19,7 +19,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from spiritlevel import __version__, charts
-from spiritlevel.errors import InputError
+from spiritlevel.errors import InputError, counted
 from spiritlevel.report.parts import (
     Card,
     Cell,
@@ -269,10 +269,8 @@ def _accuracy_limits(fit: Fit) -> str:
     """Wilson's 95 % interval in percent where a random subset was measured: an accuracy of 100 % has an error, too."""
     if math.isnan(fit.accuracy.value) or not 0 < fit.samples < fit.population:
         return "–" if math.isnan(fit.accuracy.value) else "exact"
-    share, worth, z = fit.accuracy.value, fit.samples / (1 - fit.samples / fit.population), 1.96
-    centre = (share + z**2 / (2 * worth)) / (1 + z**2 / worth)
-    half = z * math.sqrt(share * (1 - share) / worth + z**2 / (4 * worth**2)) / (1 + z**2 / worth)
-    return f"{number(100 * max(0.0, centre - half), 3)} to {number(100 * min(1.0, centre + half), 3)}"
+    low, high = fit.accuracy_limits()
+    return f"{number(100 * low, 3)} to {number(100 * high, 3)}"
 
 
 def _sample_names(report: Report, count: int) -> list[int]:
@@ -320,7 +318,7 @@ def _trace_against_margin(report: Report, key: str) -> Section:
     )
     wrong = int((~margins.correct).sum())
     section.texts.append(
-        f"One point is one of {_counted(count, 'sample')}, {wrong:,} of which are classified wrongly (margin below 0). "
+        f"One point is one of {counted(count, 'sample')}, {wrong:,} of which are classified wrongly (margin below 0). "
         "A sample with a small margin lies near a decision boundary, one with a large trace makes the minimum sharp. "
         "Point at a sample to see it."
     )
@@ -339,12 +337,8 @@ def _correlation(name: str, found: Any) -> str:
     )
     return (
         f"Correlation of {name}: r = {r} ({found.level:.0%} interval {low} to {high}), rank correlation {rank}, "
-        f"over {_counted(found.n, 'sample')}; {_counted(found.removed, 'outlier')} removed."
+        f"over {counted(found.n, 'sample')}; {counted(found.removed, 'outlier')} removed."
     )
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def _samples(report: Report) -> dict[str, Any]:
