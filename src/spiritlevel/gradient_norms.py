@@ -734,9 +734,11 @@ class GradientNorms:
             self.pooled = recorder.poolable
         self.without_rule |= recorder.without_rule
         try:
-            if self._misfits(inputs):
+            misfits, self._path = self._misfits(inputs)
+            if misfits:
                 self.pooled = set()
-                self.without_rule |= self._misfits(inputs)
+                self.without_rule |= self._misfits(inputs)[0]
+                self._path = self._forward(inputs)[1].path
         except CheckpointError:
             raise InputError(
                 "the model recomputes parts of its forward pass (torch.utils.checkpoint), which hides them from the "
@@ -748,38 +750,43 @@ class GradientNorms:
                 f"autograd cannot differentiate the model {type(self.problem.model).__name__}: {reason}; mend that, or "
                 "use method='hutchinson'."
             ) from error
-        self._path = self._forward(inputs)[1].path
 
-    def _misfits(self, inputs: Any) -> set[str]:
-        """The parameters whose rule disagrees with autograd on one of the samples, or finds it in another row."""
+    def _misfits(self, inputs: Any) -> tuple[set[str], list[tuple[str, ...]]]:
+        """The parameters whose rule disagrees with autograd on one of the samples; and the functions that were called.
+
+        The rules take all samples at once, each with a weight of its own, so that one in another's row shows; and do so
+        twice, because the norms of several backward passes may be taken together.
+        """
         params = {name: tensor.detach().requires_grad_() for name, tensor in self.problem.params.items()}
         plain = self.problem.outputs(params, inputs)
         outputs, recorder = self._forward(inputs)
         if not same_outputs(outputs, plain):  # something read a value that is not there, or is no more what it was
             self.pooled, self.copies = set(), True
             outputs, recorder = self._forward(inputs)
-        rows = spread(len(plain)).tolist()
-        vectors = [torch.zeros_like(plain) for _ in rows]
-        for row, vector in zip(rows, vectors, strict=True):
-            vector[row] = torch.linspace(1, 2, vector[row].numel()).view_as(vector[row]).to(vector)
+        count = len(plain)
+        base = torch.linspace(1, 2, plain[0].numel()).view_as(plain[0]).to(plain)
+        weights = torch.linspace(1, 2, count).to(plain)
+        both = [weights, weights.flip(0)]
+        vectors = [torch.stack([weight * base for weight in each]) for each in both]
+        found = Recording(outputs, recorder, None).squared_norms(vectors)
+        rows = spread(count)
+        expected = torch.zeros(len(params), len(rows), dtype=torch.float64)
+        for column, row in enumerate(rows.tolist() if plain.requires_grad else []):
+            gradients = torch.autograd.grad(
+                (plain[row] * base).sum(), list(params.values()), retain_graph=True, allow_unused=True
+            )
+            for index, gradient in enumerate(gradients):
+                if gradient is not None:
+                    expected[index, column] = torch.linalg.vector_norm(gradient, dtype=torch.float64).square()
         misfits = set()
-        for row, vector, norms in zip(
-            rows, vectors, Recording(outputs, recorder, None).squared_norms(vectors), strict=True
-        ):
-            gradients: Sequence[Tensor | None] = [None] * len(params)
-            if plain.requires_grad:
-                gradients = torch.autograd.grad(
-                    plain, list(params.values()), vector, retain_graph=True, allow_unused=True
-                )
-            for name, gradient in zip(params, gradients, strict=True):
-                expected = 0.0 if gradient is None else float(gradient.double().square().sum())
-                found = norms.get(name, plain.new_zeros(len(plain)))
-                wanted = torch.zeros_like(found)
-                if len(found) == len(plain):
-                    wanted[row] = expected
-                if len(found) != len(plain) or not float((found - wanted).abs().sum()) <= _tolerance(plain) * expected:
+        for name, norms in zip(params, expected, strict=True):
+            for each, result in zip(both, found, strict=True):
+                wanted = norms * each[rows].double().cpu().square()
+                got = result.get(name, plain.new_zeros(count))
+                fits = len(got) == count and (got[rows].cpu() - wanted).abs() <= _tolerance(plain) * wanted
+                if not torch.as_tensor(fits).all():
                     misfits.add(name)
-        return misfits - self.without_rule
+        return misfits - self.without_rule, recorder.path
 
     def _forward(self, inputs: Any) -> tuple[Tensor, _Recorder]:
         params = self.problem.params
