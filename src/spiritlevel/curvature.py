@@ -474,8 +474,8 @@ class _Matrix:
         pair = torch.randn(2, self.problem.size, generator=generator, dtype=self.problem.dtype)
         pair = pair.to(self.problem.device)
         parts = [part.reshape(2, -1) for part in self._differentiate(flat, fixed, pair)]
-        products = torch.cat(parts, dim=1).double()
-        one, other = (products.flip(0) * pair).sum(1).tolist()
+        products, pair = torch.cat(parts, dim=1).double(), pair.double()
+        one, other = float(products[0] @ pair[1]), float(products[1] @ pair[0])
         size = float(torch.linalg.vector_norm(products, dim=1).max())
         if abs(one - other) > (1e-2 if self.problem.dtype == torch.float32 else 1e-6) * size:
             raise InputError(
