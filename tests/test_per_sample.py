@@ -878,6 +878,10 @@ def test_samples_are_numbered_through_all_batches() -> None:
     for model in (flat_net(nn.Tanh()), flat_net(nn.ReLU()), zoo.Tied().double()):
         with pytest.raises(InputError, match="input of sample 13 is NaN"):
             sample_traces(model, (inputs, targets), batch_size=4)
+    inputs, targets = zoo.sample_data(zoo.FLAT, 18)
+    targets[13] = 7
+    with pytest.raises(InputError, match="target 7 of sample 13 is outside"):
+        sample_traces(flat_net(nn.ReLU()), (inputs, targets), batch_size=4)
 
 
 def pooled_with_a_script(self: Any, x: Tensor) -> Tensor:

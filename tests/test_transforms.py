@@ -601,7 +601,7 @@ REFUSALS: dict[str, tuple[Callable[[], object], str]] = {
         lambda: rescale_layers(PLAIN, {"2": torch.tensor([1.0, 2.0])}, allow_output_scale=True),
         "scale the outputs differently in each channel",
     ),
-    "name": (lambda: rescale_layers(PLAIN, {"1": 2.0}), "unknown layer that can be scaled '1': Known: 0, 2"),
+    "name": (lambda: rescale_layers(PLAIN, {"1": 2.0}), "unknown layer that can be scaled '1'. Known: 0, 2"),
     "negative": (lambda: rescale_layers(PLAIN, {"0": -1.0}), "positive, finite factor of layer '0', got -1.0"),
     "not a number": (lambda: rescale_layers(PLAIN, {"0": torch.tensor([1.0, math.nan])}), "must be a positive, finite"),
     "matrix": (lambda: rescale_layers(PLAIN, {"0": torch.ones(4, 3)}), r"tensor of shape \(4, 3\) that is not"),

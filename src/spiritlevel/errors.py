@@ -80,7 +80,7 @@ def unknown_name(kind: str, name: object, choices: Iterable[str]) -> InputError:
     known = sorted(choices)
     other = _OTHER_NAMES.get(str(name).casefold())
     near = [other] if other in known else difflib.get_close_matches(str(name), known, n=3, cutoff=0.6)
-    hint = f" did you mean {' or '.join(repr(word) for word in near)}?" if near else ""
+    hint = f": did you mean {' or '.join(repr(word) for word in near)}?" if near else "."
     if near and len(known) > 20:  # a page of names would hide the right one
-        return InputError(f"unknown {kind} {str(name)!r}:{hint}")
-    return InputError(f"unknown {kind} {str(name)!r}:{hint} Known: {', '.join(known)}.")
+        return InputError(f"unknown {kind} {str(name)!r}{hint}")
+    return InputError(f"unknown {kind} {str(name)!r}{hint} Known: {', '.join(known)}.")

@@ -487,7 +487,7 @@ class Problem:
                 f"the model returned outputs of shape {tuple(outputs.shape)} for {targets.shape[0]} samples; "
                 "the first dimension must be the samples."
             )
-        self.loss.check(outputs, targets)
+        self.loss.check(outputs, targets, start)
         if not bool(torch.isfinite(outputs.detach().sum())) and not bool(torch.isfinite(outputs).all()):
             for leaf in tree_leaves(inputs):
                 if isinstance(leaf, Tensor) and leaf.is_floating_point() and not bool(torch.isfinite(leaf).all()):

@@ -85,8 +85,8 @@ class Loss(ABC):
     closed_form: ClassVar[bool] = True  # whether `factors` is available
     can_sample: ClassVar[bool] = False  # whether `sampled_factors` is
 
-    def check(self, outputs: Tensor, targets: Tensor) -> None:
-        """Raise `InputError` unless outputs and targets fit this loss."""
+    def check(self, outputs: Tensor, targets: Tensor, start: int = 0) -> None:
+        """Raise `InputError` unless outputs and targets, from sample number `start` on, fit this loss."""
         if outputs.ndim != 2:
             raise InputError(
                 f"{self.name} needs model outputs of shape (samples, outputs), got {tuple(outputs.shape)}; "
@@ -145,7 +145,7 @@ class Loss(ABC):
             )
 
 
-def _class_targets(name: str, outputs: Tensor, targets: Tensor) -> None:
+def _class_targets(name: str, outputs: Tensor, targets: Tensor, start: int) -> None:
     classes = outputs.shape[1]
     if targets.is_floating_point() or targets.ndim != 1:
         raise InputError(
@@ -159,9 +159,9 @@ def _class_targets(name: str, outputs: Tensor, targets: Tensor) -> None:
         low, high = int(targets.min()), int(targets.max())
         if low < 0 or high >= classes:
             wrong = high if high >= classes else low
-            where = int((targets == wrong).nonzero()[0])
+            where = start + int((targets == wrong).nonzero()[0])
             raise InputError(
-                f"{name}: target {wrong} (sample {where} of its batch) is outside the model's {classes} classes "
+                f"{name}: target {wrong} of sample {where} is outside the model's {classes} classes "
                 f"0 to {classes - 1}; check the labels or the size of the last layer."
             )
 
@@ -181,14 +181,14 @@ class CrossEntropy(Loss):
         self.weight = weight
         self.label_smoothing = label_smoothing
 
-    def check(self, outputs: Tensor, targets: Tensor) -> None:
-        super().check(outputs, targets)
+    def check(self, outputs: Tensor, targets: Tensor, start: int = 0) -> None:
+        super().check(outputs, targets, start)
         if outputs.shape[1] < 2:
             raise InputError(
                 "cross_entropy needs at least 2 outputs a sample, got 1; "
                 "use loss='binary_cross_entropy' for a single logit."
             )
-        _class_targets(self.name, outputs, targets)
+        _class_targets(self.name, outputs, targets, start)
         if self.weight is not None and self.weight.numel() != outputs.shape[1]:
             raise InputError(
                 f"the loss has {self.weight.numel()} class weights for a model of {outputs.shape[1]} outputs."
@@ -307,7 +307,7 @@ class BinaryCrossEntropy(Loss):
     def __init__(self, pos_weight: float = 1.0) -> None:
         self.pos_weight = pos_weight
 
-    def check(self, outputs: Tensor, targets: Tensor) -> None:
+    def check(self, outputs: Tensor, targets: Tensor, start: int = 0) -> None:
         if outputs.ndim > 2 or (outputs.ndim == 2 and outputs.shape[1] != 1):
             raise InputError(
                 f"binary_cross_entropy needs one logit a sample, got outputs of shape {tuple(outputs.shape)}; "
@@ -361,10 +361,10 @@ class SquaredError(Loss):
     def _are_classes(self, targets: Tensor) -> bool:
         return self.scale is not None and not targets.is_floating_point()
 
-    def check(self, outputs: Tensor, targets: Tensor) -> None:
-        super().check(outputs, targets)
+    def check(self, outputs: Tensor, targets: Tensor, start: int = 0) -> None:
+        super().check(outputs, targets, start)
         if self._are_classes(targets):
-            _class_targets(self.name, outputs, targets)
+            _class_targets(self.name, outputs, targets, start)
         elif targets.reshape(len(targets), -1).shape != outputs.shape:
             raise InputError(
                 f"{'MSELoss' if self.scale is None else 'squared_error'} needs targets like the outputs "
@@ -373,7 +373,7 @@ class SquaredError(Loss):
             )
         elif not bool(torch.isfinite(targets).all()):
             where = int((~torch.isfinite(targets)).reshape(len(targets), -1).any(1).nonzero()[0])
-            raise InputError(f"squared_error: the target of sample {where} of its batch is NaN or infinite.")
+            raise InputError(f"squared_error: the target of sample {start + where} is NaN or infinite.")
 
     def _difference(self, outputs: Tensor, targets: Tensor) -> Tensor:
         if not self._are_classes(targets):
@@ -423,16 +423,16 @@ class Exponential(Loss):
 
     name = "exponential"
 
-    def check(self, outputs: Tensor, targets: Tensor) -> None:
+    def check(self, outputs: Tensor, targets: Tensor, start: int = 0) -> None:
         if outputs.ndim == 2 and outputs.shape[1] > 1:
-            _class_targets(self.name, outputs, targets)
+            _class_targets(self.name, outputs, targets, start)
         else:
             self._check_single(outputs, targets)
         exponents = self._differences(outputs.detach().double(), targets)
         if exponents.numel() and float(exponents.max()) > _LARGEST_EXPONENT:
             where = int((exponents > _LARGEST_EXPONENT).any(1).nonzero()[0])
             raise InputError(
-                f"the exponential loss of sample {where} of its batch, exp({float(exponents[where].max()):.4g}), is "
+                f"the exponential loss of sample {start + where}, exp({float(exponents[where].max()):.4g}), is "
                 "beyond floating-point numbers; scale the outputs down, or use another loss."
             )
 
@@ -516,7 +516,7 @@ class CallableLoss(Loss):
         self.function = function
         self.closed_form = hasattr(function, "factors")  # type: ignore[misc]
 
-    def check(self, outputs: Tensor, targets: Tensor) -> None:
+    def check(self, outputs: Tensor, targets: Tensor, start: int = 0) -> None:
         value = self.function(outputs, targets)
         if not isinstance(value, Tensor) or value.shape != outputs.shape[:1]:
             shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__

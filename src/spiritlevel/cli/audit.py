@@ -10,6 +10,7 @@ from tyro.conf import Positional, arg
 
 from spiritlevel.cli.base import Outcome, ProgressBar
 from spiritlevel.cli.measure import OnData
+from spiritlevel.cli.parsing import optional
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,9 +24,9 @@ class Audit(OnData):
 
     model: Annotated[Positional[str], arg(metavar="MODEL")]
     """A model, written as for `spiritlevel measure`."""
-    weights: Annotated[Path | None, arg(metavar="FILE")] = None
+    weights: Annotated[Path | None, optional("FILE")] = None
     """Its weights: .safetensors, or a .pt file that holds nothing but tensors."""
-    transforms: Annotated[str | None, arg(metavar="NAME,NAME,...")] = None
+    transforms: Annotated[str | None, optional("NAME,NAME,...")] = None
     """Only these transforms, or all."""
 
     def run(self) -> Outcome:

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple, Self
 
-from tyro.conf import arg
-
+from spiritlevel.cli.parsing import optional
 from spiritlevel.errors import InputError
 
 if TYPE_CHECKING:
@@ -36,9 +35,9 @@ class Command(ABC):
 
     NAME: ClassVar[str]  # as it is written on the command line
 
-    json: Annotated[Path | None, arg(metavar="FILE")] = None
+    json: Annotated[Path | None, optional("FILE")] = None
     """Also write the result to FILE, as strict JSON."""
-    debug: bool = False
+    debug: Annotated[bool, optional()] = False
     """Show the traceback of an error."""
 
     @abstractmethod

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from tyro.conf import arg
-
 from spiritlevel.cli.base import Outcome, ProgressBar, Seeded, check_writable
+from spiritlevel.cli.parsing import optional
 from spiritlevel.errors import counted
 
 
@@ -21,11 +20,11 @@ class Claims(Seeded):
 
     NAME = "claims"
 
-    paper: Annotated[str | None, arg(metavar="A|B|C")] = None
+    paper: Annotated[str | None, optional("A|B|C")] = None
     """Only the claims of this paper."""
-    id: Annotated[str | None, arg(metavar="ID")] = None
+    id: Annotated[str | None, optional("ID")] = None
     """Only this claim, with its whole story."""
-    html: Annotated[Path | None, arg(metavar="FILE")] = None
+    html: Annotated[Path | None, optional("FILE")] = None
     """Also write a page to FILE."""
 
     def run(self) -> Outcome:

@@ -11,6 +11,7 @@ from tyro.conf import Positional, arg
 
 from spiritlevel.cli.base import Outcome, ProgressBar, check_folder
 from spiritlevel.cli.measure import OnData, write_run
+from spiritlevel.cli.parsing import optional
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,9 +27,9 @@ class Compare(OnData):
     """A model, written as for `spiritlevel measure`."""
     b: Annotated[Positional[str], arg(metavar="B")]
     """The other one."""
-    weights: Annotated[tuple[Path, Path] | None, arg(metavar="FILE FILE")] = None
+    weights: Annotated[tuple[Path, Path] | None, optional("FILE FILE")] = None
     """The weights of both, in the same order."""
-    out: Annotated[Path | None, arg(metavar="DIR")] = None
+    out: Annotated[Path | None, optional("DIR")] = None
     """Also write report.html and report.json to DIR."""
 
     def run(self) -> Outcome:

@@ -11,6 +11,7 @@ from tyro.conf import arg
 
 from spiritlevel.cli.base import Outcome, ProgressBar, Seeded, check_folder
 from spiritlevel.cli.measure import finish, write_run
+from spiritlevel.cli.parsing import optional
 from spiritlevel.errors import InputError
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ class Demo(Seeded):
     """Training in units of 47 steps, one pass over 6,000 images."""
     samples: Annotated[int, arg(metavar="N")] = 1000
     """Training images to measure, drawn at random."""
-    data: Annotated[str | None, arg(metavar="NAME")] = None
+    data: Annotated[str | None, optional("NAME")] = None
     """Train on this data set instead."""
     out: Annotated[Path, arg(metavar="DIR")] = Path("spiritlevel-demo")
     """The folder for report.html and report.json."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 from tyro.conf import Positional, arg
 
 from spiritlevel.cli.base import Outcome, ProgressBar, Seeded, check_folder
+from spiritlevel.cli.parsing import optional
 from spiritlevel.errors import InputError
 
 if TYPE_CHECKING:
@@ -28,15 +29,15 @@ class OnData(Seeded):
     file.py:function."""
     loss: Annotated[str, arg(metavar="NAME")] = "cross_entropy"
     """cross_entropy, binary_cross_entropy, squared_error or exponential."""
-    measures: Annotated[str | None, arg(metavar="NAME,NAME,...")] = None
+    measures: Annotated[str | None, optional("NAME,NAME,...")] = None
     """Only these measures, or all; about a dozen by default."""
-    samples: Annotated[int | None, arg(metavar="N")] = None
+    samples: Annotated[int | None, optional("N")] = None
     """Measure a random subset of N samples; means over samples show the error of that, other measures say unknown."""
     batch_norm: Annotated[str, arg(metavar="eval|batch")] = "eval"
     """Running statistics, or those of each batch."""
-    device: Annotated[str | None, arg(metavar="DEVICE")] = None
+    device: Annotated[str | None, optional("DEVICE")] = None
     """cpu, cuda:0 and so on; where the model is unless given."""
-    dtype: Annotated[str | None, arg(metavar="float32|float64")] = None
+    dtype: Annotated[str | None, optional("float32|float64")] = None
     """Convert the model to this number format first."""
 
     @property
@@ -58,13 +59,13 @@ class Measure(OnData):
 
     model: Annotated[Positional[str], arg(metavar="MODEL")]
     """file.py:function, package.module:function, or a built-in name such as lenet5 or lenet5:channels=3."""
-    weights: Annotated[Path | None, arg(metavar="FILE")] = None
+    weights: Annotated[Path | None, optional("FILE")] = None
     """Its weights: .safetensors, or a .pt file that holds nothing but tensors."""
-    test: Annotated[str | None, arg(metavar="DATA")] = None
+    test: Annotated[str | None, optional("DATA")] = None
     """Other data, for the test accuracy; the test part of a built-in data set unless given."""
     out: Annotated[Path, arg(metavar="DIR")] = Path("report")
     """The folder for report.html and report.json."""
-    time_limit: Annotated[float | None, arg(metavar="SECONDS")] = None
+    time_limit: Annotated[float | None, optional("SECONDS")] = None
     """Measure what fits, and list the rest."""
 
     def run(self) -> Outcome:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import tyro
-from tyro.conf import FlagCreatePairsOff, Positional
+from tyro.conf import FlagCreatePairsOff, Positional, arg
 
 from spiritlevel.errors import InputError
 
@@ -52,6 +52,11 @@ def parse(kind: type[T], prog: str, args: Sequence[str]) -> T:
             raise
         reason = _explained(_arguments(kind), list(args)) or _plain(complaint.getvalue())
         raise InputError(f"{reason.rstrip('.')}{'' if reason.endswith('?') else '.'} See `{prog} --help`.") from None
+
+
+def optional(metavar: str | None = None) -> Any:
+    """How an option is shown that does nothing unless given: without "(default: None)"."""
+    return arg(metavar=metavar, help_behavior_hint="")
 
 
 @dataclass(frozen=True)
