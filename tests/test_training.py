@@ -285,11 +285,43 @@ def test_squared_error_of_numbers_has_no_accuracy() -> None:
         (images(), {"keep": (4,)}, "keep asks for step 4 of a training of 3 steps"),
         (images(), {"keep": (-1,)}, "keep asks for step -1"),
         (images(), {"evaluate_every": 0}, "evaluate_every must be a whole number"),
+        (images(size=7), {}, r"the model Sequential fails on inputs of shape \(50, 2, 7, 7\): mat1 and mat2"),
     ],
 )
 def test_arguments_that_do_not_fit(pair: Any, options: dict[str, Any], sentence: str) -> None:
     with pytest.raises(InputError, match=sentence):
         fit(network(), pair, Recipe(steps=3), **options)
+
+
+def test_data_of_any_number_format_can_be_trained_on() -> None:
+    inputs, targets = images()
+    wanted = fit(network(), (inputs, targets), Recipe(steps=3), evaluate={"some": (inputs, targets)})
+    for pair in ((inputs.double(), targets), (inputs, targets.int()), (inputs.double(), targets.to(torch.uint8))):
+        assert fit(network(), pair, Recipe(steps=3), evaluate={"some": pair}).rows == wanted.rows
+
+
+def test_until_loss_reads_no_other_set() -> None:
+    recipe, others = Recipe(steps=3, until_loss=0.5), images(8)
+    with pytest.raises(InputError, match="the set to evaluate that is called 'train' is another one"):
+        fit(network(), images(), recipe, evaluate={"train": others})
+    assert fit(network(), images(), recipe, evaluate={"train": images()}).step == 3
+
+
+def test_an_average_needs_a_copy() -> None:
+    with pytest.warns(FutureWarning, match="deprecated"):
+        model = nn.Sequential(nn.Flatten(), nn.utils.weight_norm(nn.Linear(128, 3)))
+    with pytest.raises(InputError, match=r"averaging needs a copy of Sequential, .* take the form in torch"):
+        fit(model, images(), Recipe(steps=6, batch_size=16, average_from=0))
+
+
+def test_an_average_of_half_precision_does_not_stand_still() -> None:
+    model = nn.Linear(1, 2, bias=False).to(torch.bfloat16)
+    run = training._Run(model, (torch.ones(2, 1), torch.arange(2)), Recipe(steps=1000, average_from=0), 0)
+    for value in [1.0] * 500 + [2.0] * 500:
+        with torch.no_grad():
+            model.weight.fill_(value)
+        run._average(0, last=True)
+    assert run.average[0].flatten().tolist() == pytest.approx([1.5, 1.5], rel=1e-3)
 
 
 def test_a_divergence_ends_with_a_sentence(tmp_path: Path) -> None:
@@ -643,6 +675,60 @@ def test_an_interrupted_training_ends_where_the_whole_one_ends(
     assert not list(tmp_path.glob("checkpoint-*"))
 
 
+class Counting(nn.Module):
+    """Keeps in a buffer that is no part of its state how often it was trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = network()
+        self.register_buffer("calls", torch.zeros(()), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.calls += 1
+        return self.inner(x) / (1 + 0.1 * self.calls)
+
+
+RESUMED: dict[str, Callable[[], nn.Module]] = {
+    "channels last": lambda: network().to(memory_format=torch.channels_last),  # type: ignore[call-overload]
+    "passing buffer": Counting,
+}
+
+
+@pytest.mark.parametrize("kind", RESUMED)
+@pytest.mark.parametrize("name", ["momentum", "adam", "average"])
+def test_unusual_networks_resume_to_the_last_bit(
+    kind: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(training, "_CHECKPOINT_SECONDS", 0.0)
+    monkeypatch.setattr(training, "_CHECKPOINT_SHARE", float("inf"))
+    monkeypatch.setattr(training, "_REPORT_SECONDS", -1.0)
+    wanted = fit(RESUMED[kind](), images(), HARD[name])
+
+    def interrupt(what: str, step: int, total: int) -> None:
+        if step > 13:
+            raise Stop
+
+    with pytest.raises(Stop):
+        fit(RESUMED[kind](), images(), HARD[name], checkpoint=tmp_path, progress=interrupt)
+    ended = fit(RESUMED[kind](), images(), HARD[name], checkpoint=tmp_path)
+    assert equal(ended.weights[ended.step], wanted.weights[wanted.step])
+
+
+def test_data_in_another_order_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train(SMALL, cache=tmp_path)
+    load = data.load
+
+    def reversed_order(name: str) -> data.Data:
+        found = load(name)
+        return dataclasses.replace(found, train=(found.train[0].flip(0), found.train[1].flip(0)))
+
+    monkeypatch.setattr(data, "load", reversed_order)
+    found = train(SMALL, cache=tmp_path)
+    with pytest.raises(InputError, match="was trained on digits in another order"):
+        _ = found.validation
+
+
 def test_a_damaged_checkpoint_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(training, "_CHECKPOINT_SECONDS", 0.0)
     monkeypatch.setattr(training, "_REPORT_SECONDS", -1.0)
@@ -656,7 +742,7 @@ def test_a_damaged_checkpoint_is_not_used(tmp_path: Path, monkeypatch: pytest.Mo
         train(SMALL, cache=tmp_path, progress=interrupt)
     (file,) = tmp_path.glob("mlp-*/checkpoint-*")
     file.write_bytes(file.read_bytes()[:-4] + b"oops")
-    (file.parent / ".step-24.safetensors.0123").write_text("half")  # left by a killed process
+    (file.parent / ".step-24.safetensors.0123456789abcdef").write_text("half")  # left by a killed process
     steps: list[int] = []
     again = train(SMALL, cache=tmp_path, progress=lambda what, step, total: steps.append(step))
     assert steps[0] == 1
@@ -758,6 +844,52 @@ def test_other_sets_to_evaluate_are_another_training(tmp_path: Path) -> None:
         assert fit(network(), pair, recipe, evaluate={"some": some}, checkpoint=tmp_path).rows == wanted
 
 
+def test_files_of_others_stay(tmp_path: Path) -> None:
+    others = (".gitignore", ".env", "checkpoint-best.pt", "notes.txt", "checkpoint-7.safetensors", ".step-1.txt")
+    for name in others:
+        (tmp_path / name).write_text("mine")
+    for name in (".git", "checkpoint-500"):
+        (tmp_path / name).mkdir()
+    fit(network(), images(), Recipe(steps=2), checkpoint=tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {
+        *others, ".git", "checkpoint-500", ".lock", "state.json", "step-2.safetensors",
+    }  # fmt: skip
+
+
+class Named(nn.Module):
+    """A parameter with the name of what the data are called elsewhere."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.inputs = nn.Parameter(torch.tensor(value))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.flatten(1)[:, :3] * self.inputs
+
+
+def frozen(model: nn.Module) -> nn.Module:
+    model.get_submodule("0").requires_grad_(False)
+    return model
+
+
+def with_tanh(model: nn.Module) -> nn.Module:
+    model.set_submodule("2", nn.Tanh())
+    return model
+
+
+def test_another_network_with_the_same_weights_is_another_training(tmp_path: Path) -> None:
+    pair, recipe = images(), Recipe(steps=4)
+    for make in (
+        network,
+        lambda: with_tanh(network()),
+        lambda: frozen(network()),
+        lambda: Named(1.0),
+        lambda: Named(5.0),
+    ):
+        wanted = fit(make(), pair, recipe, evaluate={"some": pair}).rows
+        assert fit(make(), pair, recipe, evaluate={"some": pair}, checkpoint=tmp_path).rows == wanted
+
+
 def test_keys_stay(tmp_path: Path) -> None:
     """Long trainings lie in folders with these keys, which must be found again."""
     model = nn.Linear(2, 2)
@@ -766,7 +898,7 @@ def test_keys_stay(tmp_path: Path) -> None:
         model.bias.zero_()
     pair = torch.eye(2), torch.arange(2)
     fit(model, pair, Recipe(steps=2, until_loss=0.1), checkpoint=tmp_path, evaluate={"train": pair}, evaluate_every=1)
-    assert json.loads((tmp_path / "state.json").read_text())["key"] == "03138b43ac9f124d"
+    assert json.loads((tmp_path / "state.json").read_text())["key"] == "23a878bed7792864"
     assert SMALL.key == "727aaf50b0d403c8"
 
 

@@ -69,6 +69,15 @@ def counted(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
+def first_line(error: BaseException) -> str:
+    r"""What an exception says, without the page that may follow.
+
+    >>> first_line(RuntimeError("mat1 and mat2 cannot be multiplied.\nSee the trace below."))
+    'mat1 and mat2 cannot be multiplied'
+    """
+    return str(error).strip().split("\n", 1)[0].rstrip(".")[:160]
+
+
 def unknown_name(kind: str, name: object, choices: Iterable[str]) -> InputError:
     """An `InputError` for an unknown name that lists the nearest known ones, or what is called so elsewhere.
 

@@ -36,7 +36,7 @@ from torch.utils.data.sampler import SubsetRandomSampler, WeightedRandomSampler
 
 from spiritlevel import losses
 from spiritlevel.distributed import Ranks
-from spiritlevel.errors import InputError, unknown_name
+from spiritlevel.errors import InputError, first_line, unknown_name
 
 Params = dict[str, Tensor]
 BATCH_NORM_MODES = ("eval", "batch")
@@ -432,7 +432,7 @@ class Problem:
             if before is None or not self._has_data or isinstance(error, InputError | torch.OutOfMemoryError):
                 raise
             shapes = ", ".join(str(tuple(leaf.shape)) for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor))
-            reason = str(error).strip().split("\n", 1)[0].rstrip(".")
+            reason = first_line(error)
             raise _CannotRun(
                 f"the model {type(self.model).__name__} fails on inputs of shape {shapes}: {reason}."
             ) from error

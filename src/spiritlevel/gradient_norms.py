@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import CheckpointError
 
-from spiritlevel.errors import InputError
+from spiritlevel.errors import InputError, first_line
 from spiritlevel.functional import Params, Problem
 from spiritlevel.structure import Structure, analyse
 
@@ -745,7 +745,7 @@ class GradientNorms:
                 "recording; switch checkpointing off, which changes no result, or use method='hutchinson'."
             ) from None
         except RuntimeError as error:
-            reason = str(error).strip().split("\n", 1)[0].rstrip(".")
+            reason = first_line(error)
             raise InputError(
                 f"autograd cannot differentiate the model {type(self.problem.model).__name__}: {reason}; mend that, or "
                 "use method='hutchinson'."

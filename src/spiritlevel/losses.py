@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from spiritlevel.errors import InputError, unknown_name
+from spiritlevel.errors import InputError, first_line, unknown_name
 
 # ---------------------------------------------------------------- safe scalars of the softmax
 
@@ -548,7 +548,7 @@ class CallableLoss(Loss):
             return _in_float64(bend, outputs, targets)
         except RuntimeError as error:
             name = getattr(self.function, "__name__", type(self.function).__name__)
-            reason = str(error).strip().split("\n", 1)[0].rstrip(".")
+            reason = first_line(error)
             raise InputError(
                 f"the loss {name} cannot be differentiated twice ({reason}); write it in operations that can."
             ) from error

@@ -26,7 +26,7 @@ from torch.func import grad
 
 from spiritlevel.chains import Chain, chain_traces, find_chain
 from spiritlevel.distributed import Ranks
-from spiritlevel.errors import InputError, NotExactError, unknown_name
+from spiritlevel.errors import InputError, NotExactError, first_line, unknown_name
 from spiritlevel.functional import Batches, Fingerprint, Params, Problem, along, parse_memory
 from spiritlevel.gradient_norms import GradientNorms, as_whole, check_independence, resized, same_outputs, spread
 from spiritlevel.results import Estimate, SampleTraces, standard_error
@@ -330,13 +330,13 @@ def _differentiator(problem: Problem, inputs: Any, seed: int) -> tuple[Different
     try:
         outputs, first, second = along_forward(problem, inputs, v)
     except (NotImplementedError, RuntimeError) as error:
-        missing = _first_line(error)
+        missing = first_line(error)
         try:
             along_reverse(problem, inputs, v)
         except (NotImplementedError, RuntimeError) as second:
             raise InputError(
                 f"the curvature of this model cannot be probed: an operation has no forward derivative ({missing}) and "
-                f"no second derivative either ({_first_line(second)}); write that part in other operations."
+                f"no second derivative either ({first_line(second)}); write that part in other operations."
             ) from second
         return along_reverse, (f"reverse mode, because forward derivatives are missing ({missing})",)
     weights = torch.linspace(-1, 1, outputs.numel()).view_as(outputs).to(outputs)
@@ -369,10 +369,6 @@ def _differentiator(problem: Problem, inputs: Any, seed: int) -> tuple[Different
         if abs(terms.sum().item() - right) > _tolerance(problem) * max(float(terms.norm()), abs(right), 1e-30):
             return along_reverse, ("reverse mode, because nested forward mode disagreed with it on this model",)
     return along_forward, ()
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().split("\n", 1)[0].rstrip(".")[:160]
 
 
 def _tolerance(problem: Problem) -> float:

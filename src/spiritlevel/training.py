@@ -26,6 +26,7 @@ import hashlib
 import inspect
 import json
 import math
+import re
 import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -41,7 +42,7 @@ from torch.optim.swa_utils import update_bn
 
 from spiritlevel import data as data_sets
 from spiritlevel import losses, models
-from spiritlevel.errors import InputError, unknown_name
+from spiritlevel.errors import InputError, first_line, unknown_name
 from spiritlevel.functional import preserved_random_state
 from spiritlevel.storage import cache_folder, digest, lock, plain, write_atomically
 
@@ -334,7 +335,7 @@ class _Run:
         if not self.parameters:
             raise InputError(f"{type(model).__name__} has no parameter that requires grad; nothing can be trained.")
         self.device = self.parameters[0].device
-        self.inputs, self.targets = (tensor.to(self.device) for tensor in train)
+        self.inputs, self.targets = _fitted(model, *train)
         self.loss = losses.resolve(recipe.loss)
         # PyTorch's own cross entropy is what everybody trains with, and one operation instead of five.
         self.objective = nn.functional.cross_entropy if recipe.loss == "cross_entropy" else self._mean_loss
@@ -353,6 +354,7 @@ class _Run:
                     f"training has {self.total}: choose an earlier epoch (they count from 0)."
                 )
         self.optimizer = self._make_optimizer()
+        self.labels = _sealed(train[1])[:16]
         self.step, self.rows, self.loss_sum, self.loss_count = 0, list[Row](), 0.0, 0
         self.average: list[Tensor] = []
         self.averaged = 0
@@ -382,7 +384,15 @@ class _Run:
                 inputs, targets = self.inputs.index_select(0, batch), self.targets.index_select(0, batch)
                 if recipe.augment:
                     inputs = _augmented(inputs, _generator(self.seed, "augment", self.step))
-                outputs = self.model(inputs)
+                try:
+                    outputs = self.model(inputs)
+                except (RuntimeError, ValueError, TypeError, IndexError) as error:
+                    if checked or isinstance(error, InputError | torch.OutOfMemoryError):
+                        raise
+                    raise InputError(
+                        f"the model {type(self.model).__name__} fails on inputs of shape {tuple(inputs.shape)}: "
+                        f"{first_line(error)}."
+                    ) from error
                 if not checked:  # all targets at once, so that no batch has to be checked
                     self.loss.check(outputs[:1].expand(len(self.targets), *outputs.shape[1:]), self.targets)
                     checked = True
@@ -408,10 +418,12 @@ class _Run:
             return
         with torch.no_grad():
             self.averaged += 1
+            # a mean of many in half precision would stand still
+            now = [parameter.to(torch.promote_types(parameter.dtype, torch.float32)) for parameter in self.parameters]
             if not self.average:
-                self.average = [parameter.detach().clone() for parameter in self.parameters]
+                self.average = [tensor.clone() for tensor in now]
             else:
-                torch._foreach_lerp_(self.average, self.parameters, 1 / self.averaged)
+                torch._foreach_lerp_(self.average, now, 1 / self.averaged)
 
     def describe(self, outputs: Tensor, targets: Tensor) -> str:
         """Loss and accuracy of a batch in words."""
@@ -432,7 +444,14 @@ class _Run:
         """The network at this step, in eval mode: the model itself, or a copy that has the average of the weights."""
         if not self.averaged:
             return self.model.eval()
-        network = copy.deepcopy(self.model)
+        try:
+            network = copy.deepcopy(self.model)
+        except RuntimeError as error:
+            raise InputError(
+                f"averaging needs a copy of {type(self.model).__name__}, which cannot be copied "
+                f"({first_line(error)}); of torch.nn.utils.weight_norm and the like, take the form in "
+                "torch.nn.utils.parametrizations."
+            ) from error
         with torch.no_grad(), preserved_random_state():
             trainable = [parameter for parameter in network.parameters() if parameter.requires_grad]
             for parameter, average in zip(trainable, self.average, strict=True):
@@ -464,14 +483,23 @@ class _Run:
         for index, state in self.optimizer.state_dict()["state"].items():
             found |= {f"optimizer.{index}.{name}": value for name, value in state.items() if value is not None}
         found |= {f"average.{index}": tensor for index, tensor in enumerate(self.average)}
+        found |= {f"buffer.{name}": buffer for name, buffer in _passing_buffers(self.model).items()}
         found["random.cpu"] = torch.get_rng_state()
         if self.device.type == "cuda":
             found["random.cuda"] = torch.cuda.get_rng_state(self.device)
         return found
 
     def facts(self) -> dict[str, Any]:
-        running = {"loss_sum": self.loss_sum, "loss_count": self.loss_count, "averaged": self.averaged}
-        return {"step": self.step, "total": self.total, "rows": self.rows, "seconds": self.seconds, **running}
+        return {
+            "step": self.step,
+            "total": self.total,
+            "rows": self.rows,
+            "seconds": self.seconds,
+            "loss_sum": self.loss_sum,
+            "loss_count": self.loss_count,
+            "averaged": self.averaged,
+            "labels": self.labels,
+        }
 
     def restore(self, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         """Go back to where `tensors` and `facts` were taken."""
@@ -484,8 +512,10 @@ class _Run:
                 weights[rest] = tensor
             elif kind == "optimizer":
                 index, _, entry = rest.partition(".")
-                states.setdefault(int(index), {})[entry] = tensor.clone()
+                states.setdefault(int(index), {})[entry] = _laid_out_as(self.parameters[int(index)], tensor)
         self.model.load_state_dict(weights)
+        for name, buffer in _passing_buffers(self.model).items():
+            buffer.copy_(tensors[f"buffer.{name}"])
         self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": states})
         count = len(self.parameters) if self.averaged else 0
         self.average = [tensors[f"average.{index}"].to(self.device, copy=True) for index in range(count)]
@@ -500,6 +530,19 @@ def _weights(model: nn.Module) -> dict[str, Tensor]:
     return {name: tensor.detach().cpu().clone() for name, tensor in state.items() if isinstance(tensor, Tensor)}
 
 
+def _passing_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """The buffers that are no part of the `state_dict`, which a forward pass may change all the same."""
+    kept = model.state_dict().keys()
+    return {name: buffer for name, buffer in model.named_buffers() if name not in kept}
+
+
+def _laid_out_as(parameter: Tensor, state: Tensor) -> Tensor:
+    """A copy of an optimiser's state in the memory format of its parameter: fused optimisers walk both in step."""
+    if state.shape != parameter.shape:
+        return state.clone()
+    return torch.empty_like(parameter, dtype=state.dtype, device=state.device, requires_grad=False).copy_(state)
+
+
 def _classifies(outputs: Tensor, targets: Tensor) -> bool:
     return not targets.is_floating_point() and outputs.ndim == 2 and outputs.shape[1] > 1
 
@@ -512,6 +555,15 @@ def _check_pair(what: str, pair: Pair) -> None:
         raise InputError(f"{what} needs at least one sample, got none; look at how the data were chosen.")
 
 
+def _fitted(model: nn.Module, inputs: Tensor, targets: Tensor) -> Pair:
+    """A pair on the model's device: inputs in its number format, classes as the integers that every loss takes."""
+    first = next(iter(model.parameters()), inputs)
+    if inputs.is_floating_point() and first.is_floating_point():
+        inputs = inputs.to(first.dtype)
+    whole = not targets.is_floating_point() and targets.dtype is not torch.bool
+    return inputs.to(first.device), (targets.long() if whole else targets).to(first.device)
+
+
 def evaluate(model: nn.Module, pair: Pair, loss: str | losses.Loss = "cross_entropy") -> dict[str, float]:
     """The mean loss (of the outputs in float64) and, for classes, the accuracy, of `model` as it is, in its mode.
 
@@ -521,12 +573,12 @@ def evaluate(model: nn.Module, pair: Pair, loss: str | losses.Loss = "cross_entr
     _check_pair("evaluate", pair)
     chosen, total, right = losses.resolve(loss), 0.0, 0
     inputs, targets = pair
-    device = next((parameter.device for parameter in model.parameters()), inputs.device)
     classes = False
     with torch.no_grad():
         batches = zip(inputs.split(_EVALUATION_BATCH), targets.split(_EVALUATION_BATCH), strict=True)
         for some, wanted in batches:
-            outputs, wanted = model(some.to(device)).double(), wanted.to(device)
+            some, wanted = _fitted(model, some, wanted)
+            outputs = model(some).double()
             chosen.check(outputs, wanted)
             total += float(chosen.values(outputs, wanted).sum())
             classes = _classifies(outputs, wanted)
@@ -537,6 +589,13 @@ def evaluate(model: nn.Module, pair: Pair, loss: str | losses.Loss = "cross_entr
 
 
 # ------------------------------------------------------------------------------------------------ on the disk
+
+
+# What a training may remove from its folder, where the files of others may lie: its checkpoints, and what
+# `write_atomically` leaves of a file that a killed process was writing.
+_OWN = re.compile(
+    r"checkpoint-\d+-[0-9a-f]{8}\.safetensors|\.(?:state\.json|(?:step|checkpoint)-[0-9a-f-]+\.safetensors)\.[0-9a-f]{16}"
+)
 
 
 class _Folder:
@@ -600,7 +659,7 @@ class _Folder:
     def clean(self) -> None:
         """Remove old checkpoints and what a killed process left half-written."""
         for file in self.path.iterdir():
-            if file.name.startswith((".", "checkpoint-")) and file.name not in {".lock", *self.files}:
+            if _OWN.fullmatch(file.name) and file.name not in self.files:
                 file.unlink(missing_ok=True)
 
     def checkpoint(self, run: _Run) -> None:
@@ -625,6 +684,11 @@ class _Folder:
 
     def _forget_checkpoint(self) -> None:
         self.files = {name: seal for name, seal in self.files.items() if not name.startswith("checkpoint-")}
+
+
+def _sealed(tensor: Tensor) -> str:
+    content = safetensors.torch.save({"": tensor.detach().cpu().contiguous()})
+    return hashlib.sha256(content).hexdigest()
 
 
 def _kept_name(step: int) -> str:
@@ -665,7 +729,8 @@ def fit(
         evaluate: Sets whose loss and accuracy go into the history, by name.
         evaluate_every: Steps between two rows of the history. Default: an epoch.
         checkpoint: A folder for checkpoints. A run that finds one of its own there goes on from it. Its own is one with
-            the same first weights, data, sets to evaluate, recipe, seed and `evaluate_every`.
+            the same modules (as the model prints itself), trainable parameters, first weights, data, sets to evaluate,
+            recipe, seed and `evaluate_every`. That a `forward` was rewritten is not seen: take another folder then.
         until: Asked about every row of the history whether to stop there; has to depend on that row alone. Rows that
             are found in `checkpoint` are asked about too: a run that `until` has ended goes on if it does not end it
             now, and one that has gone further begins again.
@@ -704,17 +769,15 @@ def fit(
 
 
 def _key(model: nn.Module, train: Pair, evaluate: Mapping[str, Pair], facts: Mapping[str, Any]) -> str:
-    """The digest of all that decides what `fit` computes; not of `until`, which is asked again."""
-
-    def seal(tensor: Tensor) -> str:
-        content = safetensors.torch.save({"": tensor.detach().cpu().contiguous()})
-        return hashlib.sha256(content).hexdigest()
-
-    contents = {name: seal(t) for name, t in {**_weights(model), "inputs": train[0], "targets": train[1]}.items()}
-    known = [contents["inputs"], contents["targets"]]  # no need to be named twice, as in the keys of earlier folders
-    others = {name: sealed for name, pair in evaluate.items() if (sealed := [seal(t) for t in pair]) != known}
-    config = {"version": _VERSION, **facts, "evaluate": list(evaluate), "contents": contents}
-    return digest({**config, "evaluated": others} if others else config)
+    """The digest of what decides what `fit` computes, but the code of a forward; `until` is asked again."""
+    network = {
+        "modules": str(model),
+        "trainable": [name for name, parameter in model.named_parameters() if parameter.requires_grad],
+        "weights": {name: _sealed(tensor) for name, tensor in _weights(model).items()},
+    }
+    sets = {name: [_sealed(tensor) for tensor in pair] for name, pair in evaluate.items()}
+    data = [_sealed(tensor) for tensor in train]
+    return digest({"version": _VERSION, **facts, "network": network, "data": data, "evaluate": sets})
 
 
 @contextlib.contextmanager
@@ -765,7 +828,12 @@ def _fit(
     run = _Run(model, train, recipe, seed)
     sets = dict(evaluate)
     if recipe.until_loss is not None:
-        sets.setdefault("train", (run.inputs, run.targets))
+        own = sets.setdefault("train", (run.inputs, run.targets))
+        if own is not train and not all(torch.equal(a, b) for a, b in zip(own, train, strict=True)):
+            raise InputError(
+                "until_loss reads the loss over the training set, but the set to evaluate that is called 'train' is "
+                "another one; give that another name."
+            )
     for name, pair in sets.items():
         _check_pair(f"the evaluation on {name!r}", pair)
     for step in keep:
@@ -813,7 +881,7 @@ def _fit(
     with preserved_random_state(), torch.enable_grad(), _in_training(run):
         torch.manual_seed(seed)
         ended = False
-        if folder and (state := folder.read()):
+        if folder and (state := folder.read()) and state.get("labels", run.labels) == run.labels:
             step, rows, kept = state["step"], state["rows"], _kept_steps(folder.files)
             stop = next((row["step"] for row in rows if asked_to_stop(row)), step + 1)
             ended = complete(rows[-1]) or stop == step
@@ -866,10 +934,17 @@ class Trained:
     """Whether `until_loss` ended it before the recipe's last step."""
     seconds: float
     _files: _Folder = field(repr=False)
+    _labels: str | None = field(default=None, repr=False)  # what the labels of the training set looked like
 
     @cached_property
     def _parts(self) -> Parts:
-        return parts(self.job)
+        found = parts(self.job)
+        if self._labels not in (None, _sealed(found.train[1])[:16]):
+            raise InputError(
+                f"the network in {self.folder} was trained on {self.job.data} in another order, as it can come from "
+                "several places, so its training and validation sets are not known any more; remove that folder."
+            )
+        return found
 
     @property
     def train(self) -> Pair:
@@ -904,9 +979,9 @@ class Trained:
 def train(job: Job, *, cache: str | Path | None = None, progress: Progress | None = None) -> Trained:
     """Train a job, or find what an earlier call, in this process or another, has trained already.
 
-    A training that was killed goes on from its last checkpoint, which is at most some 20 seconds old. Two processes
-    that want the same job do not both train it: the second waits, and takes over if the first one dies. A damaged
-    entry of the cache is trained again.
+    A training that was killed goes on from its last checkpoint, which is some 20 seconds old, or older where writing
+    one takes more than a second. Two processes that want the same job do not both train it: the second waits, and takes
+    over if the first one dies. A damaged entry of the cache is trained again.
 
     Args:
         job: What to train.
@@ -947,7 +1022,8 @@ def train(job: Job, *, cache: str | Path | None = None, progress: Progress | Non
         raise InputError(f"{folder.path} was changed while it was written; call train again.")
     steps = sorted(_kept_steps(state["files"]) & {*job.keep, state["step"]})
     stopped = bool(state["step"] < state["total"])
-    trained = Trained(job, folder.path, state["rows"], tuple(steps), stopped, state["seconds"], folder)
+    labels = state.get("labels")
+    trained = Trained(job, folder.path, state["rows"], tuple(steps), stopped, state["seconds"], folder, labels)
     if found:
         vars(trained)["_parts"] = found
     return trained
