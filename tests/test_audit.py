@@ -168,3 +168,23 @@ def test_the_audit_repeats_reports_progress_and_leaves_no_trace(untouched: Untou
     assert steps[2][0] == "frobenius_norm after rescale_layers"
     assert steps[-1][0] == "the search for the worst scaling"
     assert first.row("adaptive_sharpness_average", "rescale_channels").verdict == "invariant"
+
+
+class DividedByItsLargest(nn.Module):
+    """A number leaves the tensors, so that no factor is seen to pass here."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.relu(self.first(x))
+        return self.last(hidden / hidden.amax().item())
+
+
+def test_a_network_whose_certificate_fails_is_audited_without_that_transform() -> None:
+    torch.manual_seed(0)
+    data = torch.randn(12, 4), torch.arange(12) % 3
+    result = audit(DividedByItsLargest(), data, measures=["weight_norm"], transforms=["rescale_layers"])
+    assert "rescale_layers" in result.skipped
+    assert not result.worst

@@ -677,6 +677,77 @@ def test_operations_that_cannot_be_vectorised(monkeypatch: pytest.MonkeyPatch) -
     assert_close(hessian(net, data).dense(), naive.mean_hessian(net, *data))
 
 
+class OwnTanh(torch.autograd.Function):
+    """As older code writes it: no forward mode, and nothing that torch.func could use."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.tanh()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return gradients[0] * (1 - x.tanh() ** 2)
+
+
+class OnceOnly(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.tanh()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0]
+
+
+class WithFunction(nn.Module):
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last, self.unused, self.function = nn.Linear(12, 4), nn.Linear(4, 3), nn.Linear(2, 1), function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.function(self.first(x)))
+
+
+@pytest.mark.parametrize("kind", [hessian, gauss_newton, empirical_fisher])
+@pytest.mark.parametrize("loss", ["cross_entropy", lambda o, t: F.cross_entropy(o, t, reduction="none")])
+def test_functions_without_forward_derivatives(kind: Any, loss: Any) -> None:
+    net, data = WithFunction(OwnTanh.apply).double(), some_data()
+    op = kind(net, data, batch_size=3, loss=loss)
+    assert_close(op.dense(), kind(WithFunction(torch.tanh).double(), data, loss=loss).dense(), 1e-12)
+    if kind is hessian:
+        assert_close(op.dense(), naive.mean_hessian(WithFunction(torch.tanh).double(), *data))
+
+
+def test_a_function_that_cannot_be_differentiated_twice_is_refused() -> None:
+    with pytest.raises(InputError, match="the second derivatives of this model are not symmetric"):
+        _ = hessian(WithFunction(OnceOnly.apply).double(), some_data()).dense()
+
+
+def test_autocast_of_the_caller_does_not_lower_the_precision() -> None:
+    net = WithFunction(torch.tanh)
+    inputs, targets = some_data()
+    op = hessian(net, (inputs.float(), targets))
+    vector = torch.randn(op.size, generator=torch.Generator().manual_seed(0))
+    expected = [op @ vector, *(find(op) for find in FINDERS)]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = [op @ vector, *(find(op) for find in FINDERS)]
+        assert torch.is_autocast_enabled("cpu")
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+
+
+FINDERS: list[Any] = [
+    lambda op: estimators.eigenvalues(op, max_matvecs=20).values,
+    lambda op: torch.tensor(estimators.operator_trace(op, probes=20).value),
+    lambda op: torch.tensor(estimators.frobenius_norm(op, probes=20).value),
+    lambda op: estimators.diagonal(op, probes=20).values,
+    lambda op: estimators.spectral_density(op, probes=2, steps=8).nodes,
+]
+
+
 def test_a_model_that_reads_its_data_is_not_traced() -> None:
     class Hidden(nn.Module):
         def __init__(self) -> None:

@@ -151,6 +151,33 @@ def test_a_path_moves_the_running_statistics_of_instance_norm_too() -> None:
     assert float(path.curvatures) == pytest.approx((around[2] - 2 * around[1] + around[0]) / h**2, rel=1e-4)
 
 
+class Masked(nn.Module):
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.layer = nn.Linear(4, 3, dtype=torch.float64)
+        self.register_buffer("mask", torch.triu(torch.full((4, 4), -math.inf, dtype=torch.float64), 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(torch.softmax(x[:, :, None] + self.mask, 2).sum(1) + x)
+
+
+def test_a_mask_stays_where_it_is_on_a_path() -> None:
+    generator = torch.Generator().manual_seed(0)
+    data = torch.randn(9, 4, generator=generator, dtype=torch.float64), torch.arange(9) % 3
+    path = landscape(Masked(0), data, directions=Masked(1), points=5)
+    assert path.losses.isfinite().all()
+    assert path.losses[-1] == pytest.approx(landscape(Masked(1), data, directions=Masked(0), points=5).losses[0])
+
+
+def test_a_variance_does_not_fall_below_zero_beyond_a_path() -> None:
+    data = torch.randn(20, 4, generator=torch.Generator().manual_seed(0)), torch.arange(20) % 3
+    nets = [nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)) for _ in range(2)]
+    nets[1][1].running_var.fill_(5.0)
+    path = landscape(nets[0], data, directions=nets[1], points=5, radius=1.0)
+    assert path.losses.isfinite().all()
+
+
 def test_a_path_to_a_wrapped_model() -> None:
     here, there, data = network(0), network(1), some_data()
     wanted = landscape(here, data, directions=there, points=3).losses

@@ -351,3 +351,15 @@ def test_complex_numbers_are_not_cut_to_their_real_part() -> None:
     for numbers in (np.array([1j, 2, 3]), torch.tensor([1j, 2, 3])):
         with pytest.raises(InputError, match="b holds complex numbers"):
             correlate([1.0, 2, 3], numbers)
+
+
+def test_values_at_the_ends_of_the_numbers() -> None:
+    generator = np.random.default_rng(0)
+    a = generator.normal(size=100)
+    b = a + 0.5 * generator.normal(size=100)
+    expected = correlate(a, b)
+    huge = correlate(a * 1e200, b * 1e200)
+    assert huge.r == pytest.approx(expected.r)
+    assert huge.outliers == expected.outliers
+    half = torch.tensor(a).bfloat16()
+    assert correlate(half, b).r == correlate(half.double(), b).r

@@ -119,3 +119,48 @@ def test_wrong_arguments() -> None:
         Tracker(net(), points(), share=0)
     with pytest.raises(InputError, match="fails on inputs"):
         Tracker(net(), (torch.rand(4, 5), torch.zeros(4, dtype=torch.int64)))
+
+
+def test_what_cannot_be_measured_does_not_end_the_training() -> None:
+    model = net()
+    tracker = Tracker(model, points(), every=1, share=math.inf)
+    tracker.step()
+    with torch.no_grad():
+        model[0].weight.fill_(math.nan)
+    row = tracker.step()
+    assert row is not None
+    assert math.isnan(row["trace"])
+    assert math.isnan(row["loss"])
+    assert (
+        row["reason"]
+        == "the model's output for sample 0 is NaN or infinite although its input is finite; check the weights."
+    )
+    assert tracker.rows[0]["reason"] == ""
+    assert tracker.frame()["reason"].to_list()[0] == ""
+    json.loads(tracker.to_json())
+
+
+class Bag(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bag, self.last = nn.EmbeddingBag(10, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.bag(x))
+
+
+def test_a_network_without_second_derivatives_is_refused_before_the_training() -> None:
+    inputs, targets = torch.randint(0, 10, (9, 2)), torch.arange(9) % 3
+    with pytest.raises(InputError, match="the model Bag cannot be differentiated twice"):
+        Tracker(Bag(), (inputs, targets))
+
+
+def test_under_autocast_the_same_is_measured() -> None:
+    model = net().float()
+    inputs, targets = points()
+    tracker = Tracker(model, (inputs.float(), targets), every=1, share=math.inf)
+    expected = tracker.measure()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = tracker.measure()
+    same = set(expected) - {"seconds", "training_seconds"}
+    assert {key: expected[key] for key in same} == {key: found[key] for key in same}

@@ -1108,3 +1108,31 @@ def test_a_radial_model_takes_no_name_from_the_model() -> None:
         assert apart(outputs(model_now, x), outputs(model, x)) == 0.0
         assert all(isinstance(model_now.get_submodule(name), nn.Linear) for name in names)
     assert list(result.state_dict()) == list(model.state_dict())
+
+
+class Viewing(nn.Module):
+    """Flattens and shuffles its feature maps by `view`, which needs the strides of the real tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv2d(1, 4, 3), nn.Linear(36, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = F.max_pool2d(F.relu(self.first(x)), 2)
+        shuffled = hidden.view(-1, 2, 2, 3, 3).transpose(1, 2).contiguous().view(-1, 4, 3, 3)
+        return self.last(shuffled.view(-1, 36))
+
+
+def test_factors_of_channels_go_through_views() -> None:
+    torch.manual_seed(0)
+    model, x = Viewing().double(), torch.randn(6, 1, 8, 8, dtype=torch.float64)
+    result = rescale_layers(model, {"first": torch.tensor([1.0, 2.0, 3.0, 4.0])}, data=x)
+    assert result.certificate.relative_difference < 1e-12
+    assert torch.allclose(result.model(x), model(x))
+
+
+def test_a_certificate_names_only_the_modes_that_were_compared() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 2)).eval()
+    for count, modes in ((1, ("eval",)), (5, ("eval", "batch"))):
+        x = torch.randn(count, 3, generator=torch.Generator().manual_seed(0))
+        assert rescale_layers(model, {"0": 2.0}, data=x).certificate.modes == modes

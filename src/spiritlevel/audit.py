@@ -280,11 +280,11 @@ def _worst(here: Setting, chosen: list[Measure], before: dict[str, Estimate]) ->
     few = Batches(here.data).first(2)
     try:
         groups = maps.scaling_groups(here.model, data=few)
+        units = [_scaled(here, [(group, 2.0)], few).certificate for group in groups]
     except InputError:
         return ()
     if not groups:
         return ()
-    units = [_scaled(here, [(group, 2.0)], few).certificate for group in groups]
     found = []
     for measure in searched:
         ends = [_furthest(here, measure, groups, units, sign) for sign in (-1, 1)]

@@ -16,7 +16,7 @@ import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, fx, nn
@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from spiritlevel.errors import InputError
+from spiritlevel.errors import InputError, first_line
 from spiritlevel.estimators import Operator
 from spiritlevel.functional import Batches, Fingerprint, Params, Problem, _is_pair_of_tensors, _slice, parse_memory
 from spiritlevel.losses import CallableLoss, Loss
@@ -192,7 +192,42 @@ Product = Callable[[Problem, Params, Params, Any, Tensor], Params]
 
 def hessian_product(problem: Problem, v: Params, params: Params, inputs: Any, targets: Tensor) -> Params:
     """The Hessian of the batch's summed loss at `params`, times v; use it inside `problem.active()`."""
+    return _in_either_mode(_hessian_forward, _hessian_in_reverse, problem, v, params, inputs, targets)
 
+
+def _gauss_newton_product(problem: Problem, v: Params, params: Params, inputs: Any, targets: Tensor) -> Params:
+    return _in_either_mode(_gauss_newton_forward, _gauss_newton_in_reverse, problem, v, params, inputs, targets)
+
+
+def _fisher_product(problem: Problem, v: Params, params: Params, inputs: Any, targets: Tensor) -> Params:
+    return _in_either_mode(_fisher_forward, _fisher_in_reverse, problem, v, params, inputs, targets)
+
+
+def _in_either_mode(forward: Product, reverse: Product, problem: Problem, *args: Any) -> Params:
+    """By forward over reverse mode, and if the model has no forward derivatives by reverse mode alone.
+
+    A `torch.autograd.Function` of somebody's own, for one, mostly has none.
+    """
+    if not problem.reverse_only:
+        try:
+            return forward(problem, *args)
+        except RuntimeError as error:  # NotImplementedError is one
+            inside = cast(Any, torch._C)._functorch.maybe_current_level() is not None  # of vmap or a trace
+            if inside or isinstance(error, torch.OutOfMemoryError):
+                raise
+            try:
+                result = reverse(problem, *args)
+            except RuntimeError as again:
+                raise InputError(
+                    f"the model {type(problem.model).__name__} cannot be differentiated twice: {first_line(again)}; "
+                    "write that part in other operations, or leave it out with params=."
+                ) from error
+            problem.reverse_only = True
+            return result
+    return reverse(problem, *args)
+
+
+def _hessian_forward(problem: Problem, v: Params, params: Params, inputs: Any, targets: Tensor) -> Params:
     def gradient(point: Params) -> Params:
         outputs, pull, *_ = vjp(lambda p: problem.outputs(p, inputs), point)
         return pull(_slope(problem.loss, outputs, targets))[0]
@@ -200,7 +235,7 @@ def hessian_product(problem: Problem, v: Params, params: Params, inputs: Any, ta
     return jvp(gradient, (params,), (v,))[1]
 
 
-def _gauss_newton_product(problem: Problem, v: Params, params: Params, inputs: Any, targets: Tensor) -> Params:
+def _gauss_newton_forward(problem: Problem, v: Params, params: Params, inputs: Any, targets: Tensor) -> Params:
     def network(point: Params) -> Tensor:
         return problem.outputs(point, inputs)
 
@@ -209,15 +244,67 @@ def _gauss_newton_product(problem: Problem, v: Params, params: Params, inputs: A
     return pull(_bend(problem.loss, outputs, targets, moved))[0]
 
 
-def _fisher_product(problem: Problem, v: Params, params: Params, inputs: Any, targets: Tensor) -> Params:
+def _fisher_forward(problem: Problem, v: Params, params: Params, inputs: Any, targets: Tensor) -> Params:
     def network(point: Params) -> Tensor:
         return problem.outputs(point, inputs)
 
     outputs, pull, *_ = vjp(network, params)
     moved = jvp(network, (params,), (v,))[1]
-    slope = output_slope(problem.loss, outputs, targets)
-    along = (slope * moved).flatten(1).sum(1).reshape(-1, *[1] * (slope.ndim - 1))
-    return pull((slope * along).to(outputs.dtype))[0]
+    return pull(_slope_along(problem.loss, outputs, targets, moved))[0]
+
+
+def _slope_along(loss: Loss, outputs: Tensor, targets: Tensor, direction: Tensor) -> Tensor:
+    """G (gᵀu) of every sample, g = ∂ℓ/∂φ, typed like φ."""
+    slope = output_slope(loss, outputs, targets)
+    along = (slope * direction).flatten(1).sum(1).reshape(-1, *[1] * (slope.ndim - 1))
+    return (slope * along).to(outputs.dtype)
+
+
+def _hessian_in_reverse(problem: Problem, v: Params, params: Params, inputs: Any, targets: Tensor) -> Params:
+    point = {name: tensor.detach().requires_grad_() for name, tensor in params.items()}
+    outputs = problem.outputs(point, inputs)
+    gradient = _pulled(outputs, point, _slope(problem.loss, outputs, targets), create_graph=True)
+    return {name: part.detach() for name, part in _pulled(_along(gradient, v), point).items()}
+
+
+def _gauss_newton_in_reverse(problem: Problem, v: Params, params: Params, inputs: Any, targets: Tensor) -> Params:
+    outputs, point, moved = _moved_in_reverse(problem, v, params, inputs)
+    return _pulled(outputs, point, _bend(problem.loss, outputs.detach(), targets, moved))
+
+
+def _fisher_in_reverse(problem: Problem, v: Params, params: Params, inputs: Any, targets: Tensor) -> Params:
+    outputs, point, moved = _moved_in_reverse(problem, v, params, inputs)
+    return _pulled(outputs, point, _slope_along(problem.loss, outputs.detach(), targets, moved))
+
+
+def _moved_in_reverse(problem: Problem, v: Params, params: Params, inputs: Any) -> tuple[Tensor, Params, Tensor]:
+    """φ with its graph, the parameters in it, and Jv: the derivative of vᵀJᵀu in dummy weights u."""
+    point = {name: tensor.detach().requires_grad_() for name, tensor in params.items()}
+    outputs = problem.outputs(point, inputs)
+    dummy = torch.zeros_like(outputs, requires_grad=True)
+    along = _along(_pulled(outputs, point, dummy, create_graph=True), v)
+    return outputs, point, _pulled(along, {"": dummy}, retain_graph=True)[""].detach()
+
+
+def _along(gradient: Params, v: Params) -> Tensor:
+    return torch.stack([(gradient[name] * v[name]).sum() for name in gradient]).sum()
+
+
+def _pulled(value: Tensor, point: Params, vector: Tensor | None = None, **options: bool) -> Params:
+    """The gradient of vectorᵀvalue in `point`, zero where there is none."""
+    if not value.requires_grad:
+        return {name: torch.zeros_like(tensor) for name, tensor in point.items()}
+    parts = torch.autograd.grad(
+        value, list(point.values()), vector, allow_unused=True, materialize_grads=True, **options
+    )
+    return dict(zip(point, parts, strict=True))
+
+
+def loss_gradient(problem: Problem, params: Params, inputs: Any, targets: Tensor) -> Params:
+    """The gradient of the batch's summed loss at `params`; use it inside `problem.active()`."""
+    point = {name: tensor.detach().requires_grad_() for name, tensor in params.items()}
+    outputs = problem.outputs(point, inputs)
+    return _pulled(outputs, point, output_slope(problem.loss, outputs.detach(), targets).to(outputs.dtype))
 
 
 def output_slope(loss: Loss, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -464,7 +551,7 @@ class _Matrix:
         with self.problem.active():
             leaves = tree_leaves((inputs, targets))
             plain = all(isinstance(leaf, Tensor | bool | int | float | str | None) for leaf in leaves)
-            checked = _checked_trace(flat, self.params, fixed) if plain else None
+            checked = _checked_trace(flat, self.params, fixed) if plain and not self.problem.reverse_only else None
         self.traceable = checked is not None
         return checked
 

@@ -9,12 +9,14 @@ standard error 0.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import itertools
 import math
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -39,12 +41,33 @@ __all__ = [
 ]
 
 Array = NDArray[np.float64]
+_Arguments = ParamSpec("_Arguments")
+_Found = TypeVar("_Found")
 
 _DENSE_EIGENVALUES = 128  # up to this size all eigenvalues are computed at once
 _DENSE_LATER = 2048  # up to this size the same where it saves products
 _PILOT = 16  # probes that decide how many a relative error needs
 _MOST_PROBES = 4096  # where a relative error gives up
 _MISS = 1e-3  # chance that an eigenvalue stays hidden
+
+
+@contextlib.contextmanager
+def _full_precision() -> Iterator[None]:
+    """No reduced precision inside, whatever the caller has switched on."""
+    with contextlib.ExitStack() as stack:
+        for device in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
+        yield
+
+
+def _in_full_precision(function: Callable[_Arguments, _Found]) -> Callable[_Arguments, _Found]:
+    @functools.wraps(function)
+    def call(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Found:
+        with _full_precision():
+            return function(*args, **kwargs)
+
+    return call
 
 
 class Operator:
@@ -99,7 +122,8 @@ class Operator:
                 f"convert it with v.to(op.device, op.dtype)."
             )
         block = v[:, None] if v.ndim == 1 else v
-        return _checked(self._matmat(block), block).reshape(v.shape)
+        with _full_precision():
+            return _checked(self._matmat(block), block).reshape(v.shape)
 
     def dense(self) -> Tensor:
         """The matrix itself, by `size` products."""
@@ -129,6 +153,7 @@ class Operator:
         return f"Operator(size={self.size}, dtype={self.dtype}, device={self.device}, parameters={len(self.shapes)})"
 
 
+@_in_full_precision
 def eigenvalues(
     op: Any,
     k: int = 1,
@@ -199,6 +224,7 @@ def eigenvalues(
     return _eigenpairs(space, coordinates, reason, which, tol, vectors)
 
 
+@_in_full_precision
 def spectral_norm(op: Any, *, tol: float = 1e-4, max_matvecs: int | None = None, seed: int = 0) -> Estimate:
     """The spectral norm ‖H‖₂ = max|λ|, by `eigenvalues(op, 1, which="magnitude")`.
 
@@ -213,6 +239,7 @@ def spectral_norm(op: Any, *, tol: float = 1e-4, max_matvecs: int | None = None,
     return Estimate(abs(float(pair.values[0])), matvecs=pair.matvecs, seed=seed, reason=reason)
 
 
+@_in_full_precision
 def operator_trace(
     op: Any, *, probes: int = 64, rel_err: float | None = None, method: str = "hutchinson", seed: int = 0
 ) -> Estimate:
@@ -255,6 +282,7 @@ def operator_trace(
     return _expected_form(product, multiply_rest, _dots, probes - 2 * rank, rel_err, seed, captured)
 
 
+@_in_full_precision
 def frobenius_norm(op: Any, *, probes: int = 64, rel_err: float | None = None, seed: int = 0) -> Estimate:
     """The Frobenius norm ‖H‖_F = √(Tr H²) from ‖Hv‖² over sign vectors v.
 
@@ -271,6 +299,7 @@ def frobenius_norm(op: Any, *, probes: int = 64, rel_err: float | None = None, s
     return _root(_expected_form(product, product, _squares, probes, square_err, seed))
 
 
+@_in_full_precision
 def diagonal(op: Any, *, probes: int = 64, seed: int = 0) -> DiagonalEstimate:
     """The diagonal of H: the mean of v ∘ Hv over sign vectors v, unbiased, with a standard error an entry.
 
@@ -301,6 +330,7 @@ def diagonal(op: Any, *, probes: int = 64, seed: int = 0) -> DiagonalEstimate:
     return DiagonalEstimate(mean.cpu(), stderr.cpu(), float(count - 1), product.count, seed)
 
 
+@_in_full_precision
 def spectral_density(op: Any, *, probes: int = 8, steps: int = 80, seed: int = 0) -> Spectrum:
     """The distribution of all eigenvalues, by stochastic Lanczos quadrature.
 
@@ -333,6 +363,7 @@ def spectral_density(op: Any, *, probes: int = 8, steps: int = 80, seed: int = 0
     return _quadrature_spectrum([run(index) for index in range(probes)], product, seed)
 
 
+@_in_full_precision
 def spectrum(
     op: Any,
     *,

@@ -348,6 +348,7 @@ class Problem:
         self._keeps = False
         self._reads_by_name = False  # whether it reads its parameters as attributes, once that is known
         self._draws = False
+        self.reverse_only = False  # set where the model turns out to have no forward derivatives
         self._has_data = False  # whether inputs came with targets: that the model fails on those is the caller's news
 
     @property

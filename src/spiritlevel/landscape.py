@@ -9,11 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import jvp
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from spiritlevel.curvature import hessian, hessian_product, output_slope
+from spiritlevel.curvature import hessian, hessian_product, loss_gradient
 from spiritlevel.errors import InputError, unknown_name
 from spiritlevel.estimators import eigenvalues
 from spiritlevel.functional import Batches, Params, Problem, by_channel, normalised, unwrapped
@@ -49,7 +48,8 @@ def landscape(
     - "random": Gaussian directions, each filter (or row) of a weight scaled to the norm of that filter of the model,
       and zero for biases and other vectors, so that the picture does not change when a ReLU layer is rescaled.
     - another model of the same architecture, or a pair of them: d = θ' − θ for all parameters, and for the running
-      statistics of batch norm, so that step 1 *is* the other model. The result then has the `barrier` between them.
+      statistics of batch norm and other buffers, so that step 1 *is* the other model; beyond the two a running
+      variance ends at zero. The result then has the `barrier` between them.
 
     Exact at every grid point; slope and curvature are exact derivatives; the eigenvectors have a relative residual of
     at most 1e-3, or `notes` says so. Cost: one forward pass over the data a grid point, about 4 gradients a
@@ -181,9 +181,11 @@ def _towards(problem: Problem, other: nn.Module) -> Params:
                 f"the other model must have the same architecture, but {name!r} is {shapes[0]} here and "
                 f"{shapes[1]} there."
             )
-    move = {
-        name: there[name].detach().to(tensor) - tensor for name, tensor in here.items() if tensor.is_floating_point()
-    }
+    move = {}
+    for name, tensor in here.items():
+        if tensor.is_floating_point():
+            goal = there[name].detach().to(tensor)
+            move[name] = torch.where(goal == tensor, 0.0, goal - tensor)  # a mask of −∞ stays where it is
     if not any(bool(tensor.any()) for tensor in move.values()):
         raise InputError("the other model has the same parameters as this one; there is no path between them.")
     return move
@@ -265,6 +267,9 @@ def _evaluate(
                     name: sum((t * move[name] for t, move in zip(steps, moves, strict=True)), start=here[name])
                     for name in moves[0]
                 }
+                for name in point:
+                    if name.endswith("running_var"):  # beyond the ends of a path it could fall below zero
+                        point[name] = point[name].clamp(min=0)
                 outputs = problem.outputs(point, inputs)
                 losses[index] += problem.loss.values(outputs, targets).double().sum().cpu()
                 right = _correct(outputs, targets)
@@ -311,10 +316,9 @@ def _derivatives(problem: Problem, batches: Batches, moves: Sequence[Params]) ->
     with problem.active(), _MovingStatistics():
         for inputs, targets, start in _placed(problem, batches):
             samples = start + len(targets)
+            gradient = loss_gradient(problem, here, inputs, targets)
             for i, move in enumerate(moves):
-                outputs, moved, *_ = jvp(lambda point, inputs=inputs: problem.outputs(point, inputs), (here,), (move,))
-                slope = output_slope(problem.loss, outputs.detach(), targets)
-                slopes[i] += (slope.double() * moved.double()).sum().detach().cpu()
+                slopes[i] += _inner(gradient, move)
                 product = hessian_product(problem, move, here, inputs, targets)
                 for j, other in enumerate(moves):
                     curvatures[i, j] += _inner(other, {name: part.detach() for name, part in product.items()})

@@ -820,6 +820,11 @@ def _times_scale(compute: Compute) -> Callable[[Setting, Transformed], float | N
     return lambda setting, transformed: compute(setting).value * transformed.certificate.scale
 
 
+def _predicted_paths(setting: Setting, transformed: Transformed) -> float | None:
+    """Biases are scaled with the paths that they start; a map of the inputs changes where paths start."""
+    return None if transformed.inputs is not None else _path_norm(setting).value * transformed.certificate.scale
+
+
 def _predicted_norm(setting: Setting, transformed: Transformed) -> float | None:
     factors = transformed.certificate.factors
     if factors is None or not transformed.linear:
@@ -1543,7 +1548,7 @@ def _is_homogeneous(name: str, args: Any, kwargs: Any) -> bool:
     cost="forward",
     direction="larger",
     invariant_to=_SAME,
-    predict=_times_scale(lambda setting: _path_norm(setting)),  # biases are scaled with the paths that they start
+    predict=_predicted_paths,
 )
 def _path_norm(setting: Setting) -> Estimate:
     """Batch norm folded first; `_Paths` has the rules. Max pooling passes on the largest of its sums of paths."""

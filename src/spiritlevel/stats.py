@@ -31,7 +31,10 @@ class _Column(NamedTuple):
 
 
 def _numbers(data: Any) -> Array:
-    return np.asarray(data.detach().cpu() if isinstance(data, torch.Tensor) else data)
+    if isinstance(data, torch.Tensor):
+        data = data.detach().cpu()
+        return np.asarray(data.double() if data.is_floating_point() else data)  # NumPy has no bfloat16
+    return np.asarray(data)
 
 
 def _column(name: str, data: Any) -> _Column:
@@ -110,6 +113,8 @@ def _inliers(x: Array, y: Array, rule: str) -> tuple[Array, str]:
     from sklearn.neighbors import LocalOutlierFactor  # a second to import, and only this function needs it
 
     cloud = np.stack([x, y], 1) if rule == "lof" else np.stack([_centred(x)[0], _centred(y)[0]], 1)
+    if np.abs(cloud).max() > 1e100:  # one factor for both changes no outlier, and squared distances stay finite
+        cloud = cloud / np.abs(cloud).max()
     points, index, copies = np.unique(cloud, axis=0, return_inverse=True, return_counts=True)
     crowded = int(copies.max()) > NEIGHBOURS
     if crowded and len(points) < 3:
@@ -219,8 +224,9 @@ def correlate(
 
     Where r does not exist (fewer than 3 points, equal or NaN values) it is NaN, and `reason` says why. Cost: 0.1 s for
     1,000 points, O(resamples·N). Coverage of the 95 % interval in simulation: 94-95 % for normal data of 15 to 200
-    points, 90-93 % for heavy tails. References: paper A, section 3.2; Breunig et al. 2000; Owen 2007 (points and
-    probes); Spearman 1904 (attenuation).
+    points, 90-93 % for heavy tails, if none are removed. With "lof" it is about the r of such points as are kept, which
+    is nearer to zero: of the r of a whole normal cloud (0.6, 50 to 200 points) it covers 83-87 %.
+    References: paper A, section 3.2; Breunig et al. 2000; Owen 2007 (points and probes); Spearman 1904 (attenuation).
 
     >>> a = torch.arange(50.0)
     >>> print(correlate(a, a + 10 * torch.sin(a), outliers="none"))

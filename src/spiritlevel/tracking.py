@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from spiritlevel.errors import InputError, NotExactError
-from spiritlevel.estimators import eigenvalues
+from spiritlevel.estimators import eigenvalues, operator_trace
 from spiritlevel.measures import Setting
 from spiritlevel.measuring import median, outcomes, subset
 from spiritlevel.storage import write_atomically
@@ -24,6 +24,17 @@ if TYPE_CHECKING:
 __all__ = ["Tracker"]
 
 _TOL, _PRODUCTS = 0.02, 24  # of the largest eigenvalue
+_NUMBERS = (
+    "loss",
+    "accuracy",
+    "margin_mean",
+    "margin_median",
+    "trace",
+    "trace_stderr",
+    "largest_eigenvalue",
+    "residual",
+)
+_NOTHING: dict[str, Any] = {**dict.fromkeys(_NUMBERS, math.nan), "converged": False, "products": 0, "reason": ""}
 _FORWARDS = 60  # what a measurement costs before one has been timed, in forward passes
 
 
@@ -32,8 +43,9 @@ class Tracker:
 
     Every `every` steps it measures, on the same random subset of `samples` samples: mean loss, accuracy, mean and
     median output margin, the mean Hessian trace (`sample_traces`: exact where that is possible) and the largest
-    eigenvalue λ₁ of the Hessian, by Lanczos from the last eigenvector, to 2 % or 24 products (`converged` says which).
-    The model, its mode and gradients and all random states are left as they were, so training goes on as without.
+    eigenvalue λ₁ of the Hessian, by Lanczos, to 2 % or 24 products (`converged` says which). What cannot be measured at
+    some step, say because the weights have become NaN, is NaN there, and `reason` says why: the training goes on. The
+    model, its mode and gradients and all random states are left as they were, so training goes on as without.
 
     A measurement waits until all of them together fit into the `share` of the training time, so rows may lie further
     apart than `every`; `overhead` is the share that was really spent. A tracker that has not measured yet prints what
@@ -43,12 +55,12 @@ class Tracker:
         model: the module that is being trained.
         data: a pair of tensors, a data set, a loader that does not shuffle, or batches.
         every: steps between two measurements, at least.
-        samples: how many samples, drawn once.
+        samples: how many samples, drawn once; batches as they are with batch_norm="batch".
         share: of the training time that may be spent, 0.08 unless given; `math.inf` never waits.
         path: a Parquet file that is written anew, whole, after every measurement.
         loss: a name, a `torch.nn` loss or a callable.
         batch_norm: "eval" or "batch".
-        seed: of the subset, the probes and the first start of Lanczos.
+        seed: of the subset, the probes and the starts of Lanczos.
 
     >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2))
     >>> data = torch.randn(8, 2), torch.tensor([0, 1] * 4)
@@ -81,6 +93,9 @@ class Tracker:
         self.data = subset(data, None if batch_norm == "batch" else samples, seed, batch_norm)[0]
         setting = Setting(model, self.data, **self._options)
         setting.check()  # what cannot be measured is refused before the training
+        _ = setting.hessian @ torch.zeros(
+            setting.problem.size, dtype=setting.problem.dtype, device=setting.problem.device
+        )
         passes = []
         for _ in range(3):  # what libraries do on their first call, and what else runs, may make one of them slow
             begin = time.perf_counter()
@@ -106,9 +121,12 @@ class Tracker:
         trained, begin = self.training_seconds, time.perf_counter()
         with torch.inference_mode(False):
             setting = Setting(self.model, self.data, **self._options)
-            row: dict[str, Any] = {"step": self.steps, "training_seconds": trained, "loss": float("nan")}
-            row["loss"] = float(outcomes(setting)[1].mean())
-            row |= self._margins(setting) | self._curvature(setting)
+            row: dict[str, Any] = {"step": self.steps, "training_seconds": trained, **_NOTHING}
+            try:
+                row["loss"] = float(outcomes(setting)[1].mean())
+                row |= self._margins(setting) | self._curvature(setting)
+            except InputError as error:
+                row["reason"] = str(error)
         self._cost = time.perf_counter() - begin
         self.spent += self._cost
         row["seconds"] = self._cost
@@ -121,7 +139,7 @@ class Tracker:
         try:
             signed = setting.margins.signed
         except InputError:  # no classes
-            return dict.fromkeys(("accuracy", "margin_mean", "margin_median"), math.nan)
+            return {}
         return {
             "accuracy": float((signed > 0).double().mean()),
             "margin_mean": float(signed.mean()),
@@ -132,8 +150,6 @@ class Tracker:
         try:
             trace = setting.traces.mean()
         except (InputError, NotExactError):  # batch statistics: a sample has no trace of its own
-            from spiritlevel.estimators import operator_trace
-
             trace = operator_trace(setting.hessian, probes=16, seed=setting.seed)
         top = eigenvalues(setting.hessian, tol=_TOL, max_matvecs=_PRODUCTS, vectors=False, seed=setting.seed)
         return {
