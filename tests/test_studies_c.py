@@ -79,13 +79,23 @@ def test_verdicts_on_weight_decay(changes: dict[str, list[float]], id: str, verd
     assert set(rulings) == {statement.id for statement in weight_decay.STATEMENTS}
 
 
-def test_a_network_that_does_not_fit_decides_nothing_but_the_convex_one() -> None:
-    rows = [row for row in solutions(**{"train accuracy": [0.9, 0.9, 0.9]}) if row["pixels"] == "unit"]
-    for network, expected in (("mlp", Verdict.UNDECIDED), ("cnn", Verdict.REPRODUCED)):
-        config = weight_decay.WeightDecay(scale="laptop", network=network)
-        form = weight_decay.NETWORKS[network].pixels[0]
-        rulings = weight_decay.judge(config, [{**row, "pixels": form} for row in rows])
-        assert {r.statement.id: r.verdict for r in rulings}["λ₁ rises"] is expected
+@pytest.mark.parametrize(
+    ("network", "accuracy", "expected"),
+    [
+        ("mlp", 0.9, Verdict.UNDECIDED),
+        ("cnn", 0.9, Verdict.REPRODUCED),  # the paper's own stopped at 86 to 88 %
+        ("cnn", 0.8, Verdict.UNDECIDED),
+        ("softmax", 0.5, Verdict.REPRODUCED),  # convex
+    ],
+)
+def test_a_network_that_does_not_fit_decides_nothing(network: str, accuracy: float, expected: Verdict) -> None:
+    rows = solutions(**{"train accuracy": [0.99, accuracy, 0.99]})
+    config = weight_decay.WeightDecay(scale="laptop", network=network)
+    form = weight_decay.NETWORKS[network].pixels[0]
+    if len(weight_decay.NETWORKS[network].pixels) == 1:
+        rows = [{**row, "pixels": form} for row in rows if row["pixels"] == "unit"]
+    rulings = weight_decay.judge(config, rows)
+    assert {r.statement.id: r.verdict for r in rulings}["λ₁ rises"] is expected
 
 
 def test_the_pixels_nearer_to_the_paper_decide() -> None:

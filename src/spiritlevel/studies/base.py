@@ -364,13 +364,17 @@ def _combined(
     return row
 
 
-def not_fitted(accuracy: float, loss: float) -> str:
+FITTED = 0.99, 0.05
+"""The least training accuracy and the largest loss of a network that fits its training data."""
+
+
+def not_fitted(accuracy: float, loss: float, least: float = FITTED[0], most: float = FITTED[1]) -> str:
     """The reason to call a run undecided if its network does not fit its training data, otherwise nothing.
 
     >>> not_fitted(0.95, 0.01)
     'not fitted (training accuracy 95.0 %, loss 0.01)'
     """
-    if accuracy >= 0.99 and loss <= 0.05:
+    if accuracy >= least and loss <= most:
         return ""
     return f"not fitted (training accuracy {accuracy:.1%}, loss {loss:.2g})".replace("%", " %")
 
