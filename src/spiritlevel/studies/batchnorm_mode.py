@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from spiritlevel.studies.base import Config, Ruling, Run, Statement, Study, not_fitted
+from spiritlevel.studies.base import Config, Ruling, Run, Statement, Study, chance_of_points, not_fitted
 from spiritlevel.studies.recipes import paper_c, spectrum_row
 
 if TYPE_CHECKING:
@@ -138,7 +138,9 @@ def run(config: BatchnormMode, run: Run) -> Iterator[Ruling]:
     yield DIFFERENT.judge(f"{sum(differ)} of 2", reproduced=all(differ), direction=any(differ), remark=f"{listing}.")
     accuracy = [row["validation_accuracy"] for row in rows if row["mode"] == MODES["eval"]]
     gain = 100 * (accuracy[1] - accuracy[0])
-    yield BETTER.judge(gain, reproduced=gain >= 2, direction=gain > 0, undecided=undecided, remark="Percentage points.")
+    listing = " and ".join(f"{value:.1%}".replace("%", " %") for value in accuracy)
+    remark = f"Percentage points: {listing}. {chance_of_points(accuracy, config.validation)}"
+    yield BETTER.judge(gain, reproduced=gain >= 2, direction=gain > 0, undecided=undecided, remark=remark)
 
 
 def _curvature(config: BatchnormMode, trained: Trained, mode: str) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from spiritlevel.studies.base import Config, Ruling, Run, Statement, Study, not_fitted
+from spiritlevel.studies.base import Config, Ruling, Run, Statement, Study, chance_of_points, not_fitted
 from spiritlevel.studies.recipes import paper_c, spectrum_row
 
 if TYPE_CHECKING:
@@ -185,7 +185,8 @@ def judge(config: Optimizers, rows: Mapping[str, Mapping[str, Any]]) -> Iterator
             ratio, reproduced=ratio >= enough, direction=ratio > 1, undecided=undecided, remark=others(what)
         )
     gain = 100 * (adam["validation_accuracy"] - sgd["validation_accuracy"])
-    remark = f"Percentage points. {others('validation_accuracy')}"
+    noise = chance_of_points([row["validation_accuracy"] for row in rows.values()], config.validation)
+    remark = f"Percentage points. {others('validation_accuracy')} {noise}"
     yield BETTER.judge(gain, reproduced=gain >= 0.5, direction=gain > 0, undecided=undecided, remark=remark)
     ends = [
         (rows[name][end], paper)

@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from spiritlevel.errors import InputError, unknown_name
-from spiritlevel.studies.base import FITTED, Config, Ruling, Run, Statement, Study, not_fitted
+from spiritlevel.studies.base import FITTED, Config, Ruling, Run, Statement, Study, chance_of_points, not_fitted
 from spiritlevel.studies.recipes import LAST_RATE, MOMENTUM, paper_c, spectrum_row
 
 if TYPE_CHECKING:
@@ -229,6 +229,7 @@ def judge(config: WeightDecay, rows: Sequence[Mapping[str, Any]]) -> Iterator[Ru
     if network.fitted and config.scale != "paper":
         undecided = not_fitted(worst["train accuracy"], max(row["train loss"] for row in solutions), *network.fitted)
 
+    noise = chance_of_points([row["validation accuracy"] for row in solutions], config.validation)
     for statement, what, sign in (
         (SHARPER, "λ₁", 1),
         (BETTER, "validation accuracy", 1),
@@ -244,7 +245,7 @@ def judge(config: WeightDecay, rows: Sequence[Mapping[str, Any]]) -> Iterator[Ru
             reproduced=min(steps) > 0,
             direction=sign * (values[-1] - values[0]) > 0,
             undecided=undecided if statement in (SHARPER, GAP, TRACE, FROBENIUS) else "",
-            remark=form,
+            remark=" ".join(filter(None, [form, noise if statement in (BETTER, GAP) else ""])),
         )
     yield VALUES.judge(
         _listed(solutions),
