@@ -353,7 +353,7 @@ STUDY = Study(
     adapted={
         "laptop": {
             "network": {
-                "cnn": {**_FEW, "epochs": 1000, "width": 0.125, "steps": 40},
+                "cnn": {**_FEW, "steps": 40},
                 "preresnet": {**_FEW, "epochs": 100, "validation": 500},
                 "wideresnet": {**_FEW, "width": 0.05},
             }
