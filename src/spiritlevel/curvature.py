@@ -213,7 +213,7 @@ def _in_either_mode(forward: Product, reverse: Product, problem: Problem, *args:
             return forward(problem, *args)
         except RuntimeError as error:  # NotImplementedError is one
             inside = cast(Any, torch._C)._functorch.maybe_current_level() is not None  # of vmap or a trace
-            if inside or isinstance(error, torch.OutOfMemoryError):
+            if inside or isinstance(error, InputError | torch.OutOfMemoryError):
                 raise
             try:
                 result = reverse(problem, *args)

@@ -28,12 +28,10 @@ import sys
 import tarfile
 import tempfile
 import threading
-import time
 import tomllib
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -44,7 +42,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spiritlevel.errors import InputError, unknown_name
-from spiritlevel.storage import cache_folder
+from spiritlevel.storage import cache_folder, lock
 
 if TYPE_CHECKING:  # torch takes a second to import, and `spiritlevel data list` does not need it
     from torch import Tensor
@@ -372,30 +370,6 @@ def _read_cache(path: Path, files: Sequence[_File]) -> list[_Blob] | None:
         return None
 
 
-@contextmanager
-def _locked(path: Path, progress: Progress) -> Iterator[bool]:
-    """One process at a time, where the system can: saves downloads, while the rename keeps the cache right.
-
-    The system frees the lock when its holder dies, however it dies.
-    """
-    held = False
-    with path.open("ab") as file:
-        if sys.platform != "win32":
-            import fcntl
-
-            deadline = time.monotonic() + _LOCK_SECONDS
-            while not held and time.monotonic() < deadline:
-                try:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    held = True
-                except BlockingIOError:
-                    progress("waiting for another process that fetches it", 0, 0)
-                    time.sleep(0.2)
-                except OSError:  # a file system without locks
-                    break
-        yield held
-
-
 # --------------------------------------------------------------------------------------------- downloads
 
 
@@ -535,8 +509,12 @@ def _fetch(name: str, entry: _Set, progress: Progress) -> tuple[Path, list[_Blob
     try:
         if blobs := _read_cache(path, files):
             return path, blobs
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(path.with_name(f".{name}.lock"), progress) as held:
+
+        def waiting() -> None:
+            progress("waiting for another process that fetches it", 0, 0)
+
+        # saves downloads; the rename keeps the cache right, also where the system has no locks
+        with lock(path.parent, waiting=waiting, seconds=_LOCK_SECONDS, name=f".{name}.lock") as held:
             if blobs := _read_cache(path, files):  # another process was quicker
                 return path, blobs
             path.unlink(missing_ok=True)

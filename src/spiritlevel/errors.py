@@ -5,7 +5,9 @@ Every message says who complains, what was expected, and what to do instead.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import operator
 from collections.abc import Iterable
 
 
@@ -58,6 +60,19 @@ def checked_seed(seed: int) -> int:
     if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**63:
         raise InputError(f"a seed must be a whole number >= 0, got {seed!r}.")
     return seed
+
+
+def whole_number(value: object, name: str, least: int) -> int:
+    """A whole number of any kind, NumPy's too, as an `int`.
+
+    >>> whole_number(0, "batch_size", 1)
+    Traceback (most recent call last):
+    spiritlevel.errors.InputError: batch_size must be a whole number of at least 1, got 0.
+    """
+    with contextlib.suppress(TypeError):
+        if not isinstance(value, bool) and (number := operator.index(value)) >= least:  # type: ignore[arg-type]
+            return number
+    raise InputError(f"{name} must be a whole number of at least {least}, got {value!r}.")
 
 
 def counted(count: int, noun: str) -> str:

@@ -36,7 +36,7 @@ from torch.utils.data.sampler import SubsetRandomSampler, WeightedRandomSampler
 
 from spiritlevel import losses
 from spiritlevel.distributed import Ranks
-from spiritlevel.errors import InputError, first_line, unknown_name
+from spiritlevel.errors import InputError, first_line, unknown_name, whole_number
 
 Params = dict[str, Tensor]
 BATCH_NORM_MODES = ("eval", "batch")
@@ -633,9 +633,7 @@ class Batches:
     """
 
     def __init__(self, data: Any, *, size: int | None = None, ordered: bool = True, whole: bool = False) -> None:
-        if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
-            raise InputError(f"batch_size must be a whole number of at least 1, got {size!r}.")
-        self.size, self.whole = size, whole
+        self.size, self.whole = None if size is None else whole_number(size, "batch_size", 1), whole
         if _is_pair_of_tensors(data):
             data = _as_pair(data)
             _count(*data)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -827,13 +826,6 @@ class GradientNorms:
 def _has_forward_hooks(model: nn.Module) -> bool:
     everywhere = nn.modules.module._global_forward_hooks or nn.modules.module._global_forward_pre_hooks
     return bool(everywhere) or any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
-
-
-def as_whole(number: Any) -> Any:
-    """An `int` of every kind of whole number, NumPy's too; whatever else it is unchanged, to be refused by name."""
-    with contextlib.suppress(TypeError):
-        return number if isinstance(number, bool) else operator.index(number)
-    return number
 
 
 def _samples(inputs: Any) -> int:

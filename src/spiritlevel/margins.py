@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from spiritlevel.distributed import Ranks
 from spiritlevel.errors import InputError, unknown_name
 from spiritlevel.functional import Batches, Fingerprint, Problem
-from spiritlevel.gradient_norms import as_whole, check_independence, resized
+from spiritlevel.gradient_norms import check_independence, resized
 from spiritlevel.gradient_norms import spread as spread_rows
 from spiritlevel.losses import Loss, softmax_parts
 from spiritlevel.results import Margins
@@ -196,7 +196,7 @@ def margins(
     problem = Problem(model, loss=loss, params=everything, batch_norm=batch_norm)
     ranks = problem.shared_by(group)
     with ranks.together():
-        batches = Batches(data, size=as_whole(batch_size), whole=batch_norm == "batch")
+        batches = Batches(data, size=batch_size, whole=batch_norm == "batch")
         if batch_size is None and batch_norm == "eval":
             batches.size = _batch_size(batches.first(1)[0], 256 if norm else 512)
     if batches.size is not None and batch_norm == "eval":

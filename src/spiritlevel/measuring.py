@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_map
 from spiritlevel import __version__
 from spiritlevel.audit import audit as run_audit
 from spiritlevel.distributed import Ranks
-from spiritlevel.errors import InputError, NotExactError, checked_seed, unknown_name
+from spiritlevel.errors import InputError, NotExactError, checked_seed, unknown_name, whole_number
 from spiritlevel.estimators import spectrum
 from spiritlevel.functional import Batches, Fingerprint, Problem, preserved_random_state
 from spiritlevel.landscape import landscape
@@ -517,8 +517,8 @@ def outcomes(setting: Setting) -> Outcomes:
 def subset(data: Any, count: int | None, seed: int, batch_norm: str) -> tuple[Any, Tensor | None, int]:
     """At most `count` of the samples, drawn without replacement and in their order; where they are; of how many."""
     checked_seed(seed)
-    if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
-        raise InputError(f"samples must be a whole number of at least 1, got {count!r}.")
+    if count is not None:
+        count = whole_number(count, "samples", 1)
     if count is not None and batch_norm == "batch":
         raise InputError("samples= would change the batches, which batch_norm='batch' measures; leave one of them out.")
     batches = Batches(data, whole=batch_norm == "batch")

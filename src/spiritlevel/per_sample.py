@@ -26,9 +26,9 @@ from torch.func import grad
 
 from spiritlevel.chains import Chain, chain_traces, find_chain
 from spiritlevel.distributed import Ranks
-from spiritlevel.errors import InputError, NotExactError, first_line, unknown_name
+from spiritlevel.errors import InputError, NotExactError, first_line, unknown_name, whole_number
 from spiritlevel.functional import Batches, Fingerprint, Params, Problem, along, parse_memory
-from spiritlevel.gradient_norms import GradientNorms, as_whole, check_independence, resized, same_outputs, spread
+from spiritlevel.gradient_norms import GradientNorms, check_independence, resized, same_outputs, spread
 from spiritlevel.results import Estimate, SampleTraces, standard_error
 from spiritlevel.structure import Structure, analyse
 
@@ -98,8 +98,10 @@ def sample_traces(
     >>> traces.exact, traces.values.shape
     (True, torch.Size([100]))
     """
-    passes, probes, seed, batch_size = map(as_whole, (passes, probes, seed, batch_size))
-    _check_arguments(method, passes, probes, rel_err, seed)
+    passes = None if passes is None else whole_number(passes, "passes", 0)
+    probes = None if probes is None else whole_number(probes, "probes", 2)  # one has no error
+    seed = whole_number(seed, "seed", 0)
+    _check_arguments(method, passes, probes, rel_err)
     problem = Problem(model, loss=loss, params=params, batch_norm=batch_norm)
     whole = batch_norm == "batch"
     ranks = problem.shared_by(group)
@@ -159,21 +161,15 @@ def trace(model: nn.Module, data: Any, **options: Any) -> Estimate:
     return sample_traces(model, data, **options).mean()
 
 
-def _check_arguments(method: str, passes: int | None, probes: int | None, rel_err: float | None, seed: int) -> None:
+def _check_arguments(method: str, passes: int | None, probes: int | None, rel_err: float | None) -> None:
     if method not in METHODS:
         raise unknown_name("method", method, METHODS)
-    if passes is not None and (not isinstance(passes, int) or passes < 0):
-        raise InputError(f"passes must be a whole number of at least 0, got {passes!r}.")
     if passes is not None and method in ("hutchinson", "pyhessian"):
         raise InputError(f"passes= belongs to exact traces; leave it out with method={method!r}.")
-    if probes is not None and (not isinstance(probes, int) or probes < 2):
-        raise InputError(f"probes must be a whole number of at least 2 to have an error, got {probes!r}.")
     if rel_err is not None and not (isinstance(rel_err, int | float) and rel_err > 0):
         raise InputError(f"rel_err must be a positive number such as 0.01, got {rel_err!r}.")
     if rel_err is not None and probes is not None:
         raise InputError("give probes= or rel_err=, not both: rel_err fixes the number of probes by itself.")
-    if not isinstance(seed, int) or seed < 0:
-        raise InputError(f"seed must be a whole number of at least 0, got {seed!r}.")
 
 
 # ---------------------------------------------------------------- choosing a way

@@ -53,7 +53,7 @@ def write_atomically(path: str | Path, content: str | bytes) -> None:
 
 @contextmanager
 def lock(
-    folder: str | Path, *, waiting: Callable[[], None] | None = None, seconds: float | None = None
+    folder: str | Path, *, waiting: Callable[[], None] | None = None, seconds: float | None = None, name: str = ".lock"
 ) -> Iterator[bool]:
     """Let one process at a time into `folder`, which is made if need be; the others wait for their turn.
 
@@ -61,9 +61,10 @@ def lock(
     threads of one process, but is not reentrant.
 
     Args:
-        folder: The folder to own. The lock is the file `.lock` in it.
+        folder: The folder to own, or to own a part of.
         waiting: Called again and again while another process holds the lock.
         seconds: Give up after so long. Default: wait for ever.
+        name: The lock file in the folder; another name is another lock.
 
     Yields:
         Whether the lock is held: False after `seconds`, or where the system or its file system has no locks.
@@ -76,7 +77,7 @@ def lock(
     folder, held = Path(folder), False
     folder.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + (float("inf") if seconds is None else seconds)
-    with (folder / ".lock").open("ab") as file:
+    with (folder / name).open("ab") as file:
         if sys.platform != "win32":
             import fcntl
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from spiritlevel.errors import InputError, NotExactError
+from spiritlevel.errors import InputError, NotExactError, whole_number
 from spiritlevel.estimators import eigenvalues, operator_trace
 from spiritlevel.measures import Setting
 from spiritlevel.measuring import median, outcomes, subset
@@ -84,11 +84,9 @@ class Tracker:
         batch_norm: str = "eval",
         seed: int = 0,
     ) -> None:
-        if not isinstance(every, int) or isinstance(every, bool) or every < 1:
-            raise InputError(f"Tracker needs every >= 1 steps, got {every!r}.")
         if not share > 0:
             raise InputError(f"Tracker needs a share of the training time above 0, got {share}.")
-        self.model, self.every, self.share, self.path = model, every, share, path
+        self.model, self.every, self.share, self.path = model, whole_number(every, "every", 1), share, path
         self._options: dict[str, Any] = {"loss": loss, "batch_norm": batch_norm, "seed": seed}
         self.data = subset(data, None if batch_norm == "batch" else samples, seed, batch_norm)[0]
         setting = Setting(model, self.data, **self._options)

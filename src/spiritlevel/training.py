@@ -42,7 +42,7 @@ from torch.optim.swa_utils import update_bn
 
 from spiritlevel import data as data_sets
 from spiritlevel import losses, models
-from spiritlevel.errors import InputError, first_line, unknown_name
+from spiritlevel.errors import InputError, first_line, unknown_name, whole_number
 from spiritlevel.functional import preserved_random_state
 from spiritlevel.storage import cache_folder, digest, lock, plain, write_atomically
 
@@ -130,14 +130,12 @@ class Recipe:
             )
         if not 0 <= self.weight_decay < math.inf:
             raise InputError(f"a recipe needs a weight_decay >= 0, got {self.weight_decay}.")
-        _check_count("batch_size", self.batch_size, 1)
+        whole_number(self.batch_size, "batch_size", 1)
         if (self.steps is None) == (self.epochs is None):
             raise InputError(f"a recipe needs either steps or epochs, got steps={self.steps}, epochs={self.epochs}.")
-        _check_count(
-            "steps" if self.epochs is None else "epochs", self.steps if self.epochs is None else self.epochs, 0
-        )
+        whole_number(*((self.steps, "steps") if self.epochs is None else (self.epochs, "epochs")), 0)
         if self.average_from is not None:
-            _check_count("average_from", self.average_from, 0)
+            whole_number(self.average_from, "average_from", 0)
         elif self.schedule == "averaging":
             raise InputError("schedule='averaging' needs average_from, the epoch from which the weights are averaged.")
 
@@ -150,11 +148,6 @@ class Recipe:
         if done <= 0.5:
             return self.lr
         return self.lr * (ratio + (1 - ratio) * max(0.9 - done, 0.0) / 0.4)
-
-
-def _check_count(name: str, value: object, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise InputError(f"{name} must be a whole number of at least {least}, got {value!r}.")
 
 
 # ------------------------------------------------------------------------------------------------------- jobs
@@ -212,10 +205,10 @@ class Job:
         for name in self.evaluate:
             if name not in Parts._fields[:3]:
                 raise unknown_name("set to evaluate", name, Parts._fields[:3])
-        _check_count("validation", self.validation, 0)
+        whole_number(self.validation, "validation", 0)
         for name in ("train_size", "test_size", "evaluate_every"):
             if getattr(self, name) is not None:
-                _check_count(name, getattr(self, name), 1)
+                whole_number(getattr(self, name), name, 1)
 
     @property
     def key(self) -> str:
@@ -840,8 +833,7 @@ def _fit(
         if not 0 <= step <= run.total:
             raise InputError(f"keep asks for step {step} of a training of {run.total} steps.")
     wanted = set(keep)
-    every = run.per_epoch if evaluate_every is None else evaluate_every
-    _check_count("evaluate_every", every, 1)
+    every = run.per_epoch if evaluate_every is None else whole_number(evaluate_every, "evaluate_every", 1)
     weights: dict[int, dict[str, Tensor]] = {}
 
     def complete(row: Row) -> bool:
