@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from spiritlevel.studies.base import Config, Ruling, Run, Statement, Study, chance_of_points, not_fitted
-from spiritlevel.studies.recipes import paper_c, spectrum_row
+from spiritlevel.studies.recipes import BATCH, paper_c, spectrum_row
 
 if TYPE_CHECKING:
     from spiritlevel.training import Job, Trained
@@ -149,7 +149,7 @@ def _curvature(config: BatchnormMode, trained: Trained, mode: str) -> dict[str, 
         trained,
         points=config.curvature_points,
         batch_norm=mode,
-        batch_size=128,
+        batch_size=BATCH,
         probes=config.probes,
         steps=config.steps,
         seed=config.seed,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from spiritlevel.training import Job, Trained
 
+BATCH = 128
 MOMENTUM = 0.9
 LAST_RATE = 0.01  # of the first, by the schedule of Eq. 14
 
@@ -127,7 +128,7 @@ def paper_c(
     kind: dict[str, Any] = {"optimizer": "adam", "decoupled": True} if adam else {"momentum": MOMENTUM}
     settings: dict[str, Any] = {
         "schedule": "paper_c",
-        "batch_size": 128,
+        "batch_size": BATCH,
         "augment": augment and whole,
         **kind,
         **averaging,
@@ -142,5 +143,5 @@ def paper_c(
         pixels=pixels,  # type: ignore[arg-type]  # checked there
         recipe=Recipe(lr=lr, weight_decay=weight_decay, epochs=epochs, **settings),
         seed=seed,
-        evaluate_every=max(1, epochs // (50 if whole else 12)) * -(-train_size // 128),
+        evaluate_every=max(1, epochs // (50 if whole else 12)) * -(-train_size // BATCH),
     )

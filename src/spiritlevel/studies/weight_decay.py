@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from spiritlevel.errors import InputError, unknown_name
 from spiritlevel.studies.base import FITTED, Config, Ruling, Run, Statement, Study, chance_of_points, not_fitted
-from spiritlevel.studies.recipes import LAST_RATE, MOMENTUM, paper_c, spectrum_row
+from spiritlevel.studies.recipes import BATCH, LAST_RATE, MOMENTUM, paper_c, spectrum_row
 
 if TYPE_CHECKING:
     from spiritlevel.training import Job, Trained
@@ -298,15 +298,17 @@ def _curvature(config: WeightDecay, trained: Trained) -> dict[str, Any]:
         trained,
         points=config.curvature_points,
         batch_norm=network.batch_norm,
-        batch_size=128 if network.batch_norm == "batch" else None,
+        batch_size=BATCH if network.batch_norm == "batch" else None,
         probes=config.probes,
         steps=config.steps,
         seed=config.seed,
     )
     data = tuple(part[: config.curvature_points] for part in trained.train)
-    batches = hessian_variance(trained.model(), data, batch_norm=network.batch_norm, batch_size=128)
-    spread = eigenvalues(batches, k=1, tol=1e-2, max_matvecs=config.steps, vectors=False, seed=config.seed)
-    variance = max(float(spread.values[0]), 0.0)
+    variance = 0.0
+    if len(data[1]) > BATCH:
+        batches = hessian_variance(trained.model(), data, batch_norm=network.batch_norm, batch_size=BATCH)
+        spread = eigenvalues(batches, k=1, tol=1e-2, max_matvecs=config.steps, vectors=False, seed=config.seed)
+        variance = max(float(spread.values[0]), 0.0)
     rate = trained.job.recipe.lr * LAST_RATE
     inside = 1 - rate**2 * variance
     return {
@@ -329,7 +331,7 @@ def _chosen_rate(config: WeightDecay, run: Run) -> float:
     return max(scores, key=scores.__getitem__)
 
 
-_FEW = {"train_size": 256, "validation": 1000, "steps": 20, "probes": 2}  # two batches: the fewest with a variance
+_FEW = {"train_size": 256, "validation": 1000, "steps": 20, "probes": 2}
 
 STUDY = Study(
     name="weight-decay",
