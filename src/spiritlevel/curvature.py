@@ -4,7 +4,7 @@ All are built from one function, the product of one batch's matrix with one vect
 A batch's product is traced once to a list of operations and cut in two: what follows from the parameters and the data
 alone, and what follows from the vector. The first part is kept for as many batches as fit the memory budget
 (*replayed*) and computed again for the others (*recomputed*); both give the same bits. Where tracing fails the
-product is differentiated anew each time.
+product is differentiated anew each time; where the model has no forward derivatives, by reverse mode alone.
 
 The loss enters through its closed-form gradient and output Hessian, so products stay right at tiny losses, where
 autodiff through a cross entropy returns half the curvature or none (MATH 4.6).
