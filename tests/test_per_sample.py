@@ -263,27 +263,13 @@ def test_forward_and_reverse_mode_agree(name: str) -> None:
             torch.testing.assert_close(ours, other, rtol=1e-9, atol=1e-11)
 
 
-class ReverseOnly(torch.autograd.Function):
-    """x² without a forward derivative."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x.square()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
-        return 2 * x * grad
-
-
 class Squares(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.inner, self.head = nn.Linear(6, 4), nn.Linear(4, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(ReverseOnly.apply(self.inner(x)))
+        return self.head(zoo.ReverseOnly.apply(self.inner(x)))
 
 
 def test_operations_without_forward_derivatives_fall_back_to_reverse_mode_and_say_so() -> None:

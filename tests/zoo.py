@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -20,6 +22,20 @@ def randomised(model: nn.Module, seed: int = 0) -> nn.Module:
                 module.weight.data = torch.randn(size, generator=generator).double()
                 module.bias.data = torch.randn(size, generator=generator).double()
     return model
+
+
+class ReverseOnly(torch.autograd.Function):
+    """x² as older code writes it: no forward derivative, and of no use to torch.func."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.square()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return 2 * x * grad
 
 
 class Residual(nn.Module):
