@@ -15,6 +15,7 @@ import mpmath
 import naive
 import pytest
 import torch
+import zoo
 from scipy.sparse.linalg import eigsh
 from torch import Tensor, nn
 from torch.func import grad, jacrev
