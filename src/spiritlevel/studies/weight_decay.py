@@ -356,7 +356,7 @@ STUDY = Study(
         "laptop": {
             "network": {
                 "cnn": {**_FEW, "steps": 40},
-                "preresnet": {**_FEW, "epochs": 200, "train_size": 128, "validation": 500},
+                "preresnet": {**_FEW, "train_size": 64, "validation": 500},
                 "wideresnet": {**_FEW, "width": 0.05},
             }
         }
