@@ -562,6 +562,10 @@ class _Matrix:
         pair = pair.to(self.problem.device)
         parts = [part.reshape(2, -1) for part in self._differentiate(flat, fixed, pair)]
         products, pair = torch.cat(parts, dim=1).double(), pair.double()
+        largest = float(products.abs().max())
+        if largest < 1e8 * torch.finfo(self.problem.dtype).tiny:  # so small that rounding is no longer relative
+            return
+        products /= largest  # whose squares may be too small for a number
         one, other = float(products[0] @ pair[1]), float(products[1] @ pair[0])
         size = float(torch.linalg.vector_norm(products, dim=1).max())
         if abs(one - other) > (1e-2 if self.problem.dtype == torch.float32 else 1e-6) * size:
