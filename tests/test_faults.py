@@ -219,7 +219,8 @@ def test_a_report_killed_at_random_moments_is_whole_or_not_there(tmp_path: Path,
         if (folder / "report.html").exists():
             assert (folder / "report.html").read_text().rstrip().endswith("</html>")
 
-    assert killed_at_random_moments(moments, lambda: start(REPORT, tmp_path / "killed"), check, seconds)
+    within = seconds if moments > 1 else seconds / 3  # the first run was slower than the next, and one kill has to hit
+    assert killed_at_random_moments(moments, lambda: start(REPORT, tmp_path / "killed"), check, within)
     process = start(REPORT, tmp_path / "killed")
     assert process.communicate(timeout=100)[1] == ""
     check()
