@@ -27,7 +27,16 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from spiritlevel.errors import InputError, first_line
 from spiritlevel.estimators import Operator
-from spiritlevel.functional import Batches, Fingerprint, Params, Problem, _is_pair_of_tensors, _slice, parse_memory
+from spiritlevel.functional import (
+    Batches,
+    Fingerprint,
+    Params,
+    Problem,
+    _is_pair_of_tensors,
+    _slice,
+    as_leaves,
+    parse_memory,
+)
 from spiritlevel.losses import CallableLoss, Loss
 
 __all__ = ["empirical_fisher", "gauss_newton", "hessian", "hessian_variance"]
@@ -211,7 +220,7 @@ def _in_either_mode(forward: Product, reverse: Product, problem: Problem, *args:
     if not problem.reverse_only:
         try:
             return forward(problem, *args)
-        except RuntimeError as error:  # NotImplementedError is one
+        except RuntimeError as error:
             inside = cast(Any, torch._C)._functorch.maybe_current_level() is not None  # of vmap or a trace
             if inside or isinstance(error, InputError | torch.OutOfMemoryError):
                 raise
@@ -254,14 +263,14 @@ def _fisher_forward(problem: Problem, v: Params, params: Params, inputs: Any, ta
 
 
 def _slope_along(loss: Loss, outputs: Tensor, targets: Tensor, direction: Tensor) -> Tensor:
-    """G (gᵀu) of every sample, g = ∂ℓ/∂φ, typed like φ."""
+    """For every sample g (gᵀu) with g = ∂ℓ/∂φ, typed like φ."""
     slope = output_slope(loss, outputs, targets)
     along = (slope * direction).flatten(1).sum(1).reshape(-1, *[1] * (slope.ndim - 1))
     return (slope * along).to(outputs.dtype)
 
 
 def _hessian_in_reverse(problem: Problem, v: Params, params: Params, inputs: Any, targets: Tensor) -> Params:
-    point = {name: tensor.detach().requires_grad_() for name, tensor in params.items()}
+    point = as_leaves(params)
     outputs = problem.outputs(point, inputs)
     gradient = _pulled(outputs, point, _slope(problem.loss, outputs, targets), create_graph=True)
     return {name: part.detach() for name, part in _pulled(_along(gradient, v), point).items()}
@@ -279,7 +288,7 @@ def _fisher_in_reverse(problem: Problem, v: Params, params: Params, inputs: Any,
 
 def _moved_in_reverse(problem: Problem, v: Params, params: Params, inputs: Any) -> tuple[Tensor, Params, Tensor]:
     """φ with its graph, the parameters in it, and Jv: the derivative of vᵀJᵀu in dummy weights u."""
-    point = {name: tensor.detach().requires_grad_() for name, tensor in params.items()}
+    point = as_leaves(params)
     outputs = problem.outputs(point, inputs)
     dummy = torch.zeros_like(outputs, requires_grad=True)
     along = _along(_pulled(outputs, point, dummy, create_graph=True), v)
@@ -294,15 +303,13 @@ def _pulled(value: Tensor, point: Params, vector: Tensor | None = None, **option
     """The gradient of vectorᵀvalue in `point`, zero where there is none."""
     if not value.requires_grad:
         return {name: torch.zeros_like(tensor) for name, tensor in point.items()}
-    parts = torch.autograd.grad(
-        value, list(point.values()), vector, allow_unused=True, materialize_grads=True, **options
-    )
+    parts = torch.autograd.grad(value, list(point.values()), vector, materialize_grads=True, **options)
     return dict(zip(point, parts, strict=True))
 
 
 def loss_gradient(problem: Problem, params: Params, inputs: Any, targets: Tensor) -> Params:
     """The gradient of the batch's summed loss at `params`; use it inside `problem.active()`."""
-    point = {name: tensor.detach().requires_grad_() for name, tensor in params.items()}
+    point = as_leaves(params)
     outputs = problem.outputs(point, inputs)
     return _pulled(outputs, point, output_slope(problem.loss, outputs.detach(), targets).to(outputs.dtype))
 
@@ -610,7 +617,7 @@ def _versions(batches: Batches) -> list[int]:
 def _activation_bytes(problem: Problem, batches: Batches) -> tuple[int, int]:
     """Bytes a sample that a forward pass saves for its derivative, all and the largest, from at most 16 samples."""
     inputs, targets = problem.place(*batches.first(16))
-    params = {name: tensor.detach().requires_grad_() for name, tensor in problem.params.items()}
+    params = as_leaves(problem.params)
     own = {tensor.untyped_storage().data_ptr() for tensor in [*params.values(), *problem.constants.values()]}
     saved: dict[int, int] = {}
 

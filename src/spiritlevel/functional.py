@@ -510,6 +510,11 @@ class Problem:
             self._draws = False  # without effect, as it turned out
 
 
+def as_leaves(params: Params) -> Params:
+    """The same values, for plain autograd to differentiate in."""
+    return {name: tensor.detach().requires_grad_() for name, tensor in params.items()}
+
+
 def _first_not_finite(tensor: Tensor) -> int:
     return int((~torch.isfinite(tensor.detach())).reshape(len(tensor), -1).any(1).nonzero()[0])
 

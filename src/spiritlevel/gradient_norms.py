@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import CheckpointError
 
 from spiritlevel.errors import InputError, first_line
-from spiritlevel.functional import Params, Problem
+from spiritlevel.functional import Params, Problem, as_leaves
 from spiritlevel.structure import Structure, analyse
 
 Norms = dict[str, Tensor]
@@ -756,7 +756,7 @@ class GradientNorms:
         The rules take all samples at once, each with a weight of its own, so that one in another's row shows; and do so
         twice, because the norms of several backward passes may be taken together.
         """
-        params = {name: tensor.detach().requires_grad_() for name, tensor in self.problem.params.items()}
+        params = as_leaves(self.problem.params)
         plain = self.problem.outputs(params, inputs)
         outputs, recorder = self._forward(inputs)
         if not same_outputs(outputs, plain):  # something read a value that is not there, or is no more what it was

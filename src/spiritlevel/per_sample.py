@@ -27,7 +27,7 @@ from torch.func import grad
 from spiritlevel.chains import Chain, chain_traces, find_chain
 from spiritlevel.distributed import Ranks
 from spiritlevel.errors import InputError, NotExactError, first_line, unknown_name, whole_number
-from spiritlevel.functional import Batches, Fingerprint, Params, Problem, along, parse_memory
+from spiritlevel.functional import Batches, Fingerprint, Params, Problem, along, as_leaves, parse_memory
 from spiritlevel.gradient_norms import GradientNorms, check_independence, resized, same_outputs, spread
 from spiritlevel.results import Estimate, SampleTraces, standard_error
 from spiritlevel.structure import Structure, analyse
@@ -294,7 +294,7 @@ def along_forward(problem: Problem, inputs: Any, direction: Params) -> Derivativ
 
 def along_reverse(problem: Problem, inputs: Any, direction: Params) -> Derivatives:
     """By reverse mode alone: derivatives, in dummy weights w of the outputs, of d/dt and d²/dt² of Σ w·φ."""
-    params = {name: tensor.detach().requires_grad_() for name, tensor in problem.params.items()}
+    params = as_leaves(problem.params)
     leaves, directions = list(params.values()), list(direction.values())
 
     def forward_derivative(scalar: Tensor) -> Tensor:
@@ -325,11 +325,11 @@ def _differentiator(problem: Problem, inputs: Any, seed: int) -> tuple[Different
     v, u = probe(problem.params, seed, 0), probe(problem.params, seed, 1)
     try:
         outputs, first, second = along_forward(problem, inputs, v)
-    except (NotImplementedError, RuntimeError) as error:
+    except RuntimeError as error:
         missing = first_line(error)
         try:
             along_reverse(problem, inputs, v)
-        except (NotImplementedError, RuntimeError) as second:
+        except RuntimeError as second:
             raise InputError(
                 f"the curvature of this model cannot be probed: an operation has no forward derivative ({missing}) and "
                 f"no second derivative either ({first_line(second)}); write that part in other operations."
@@ -346,7 +346,7 @@ def _differentiator(problem: Problem, inputs: Any, seed: int) -> tuple[Different
     try:
         gradient, product = along(grad(scalar), problem.params, v)
         _, other = along(grad(scalar), problem.params, u)
-    except (NotImplementedError, RuntimeError):
+    except RuntimeError:
         _, first_reverse, second_reverse = along_reverse(problem, inputs, v)
         wanted = [(weights * item).double().sum().item() for item in (first_reverse, second_reverse)]
         symmetric = True

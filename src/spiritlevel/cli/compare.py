@@ -64,7 +64,7 @@ class Compare(OnData):
             sources["weights"] = " and ".join(str(file or "as built") for file in files)
             notes = [about_weights(self.a, files[0]), about_weights(self.b, files[1]), *samples.notes]
             reasons = (*filter(None, dict.fromkeys(notes)), *comparison.reasons)
-            settings = {**sources, **comparison.settings, **sources}
+            settings = sources | comparison.settings | sources  # first, and as they were given
             comparison = dataclasses.replace(comparison, settings=settings, reasons=reasons)
             if self.out is not None:
                 progress("writing the page", 0, 0)

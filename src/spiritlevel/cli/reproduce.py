@@ -22,7 +22,6 @@ from tyro.conf import arg
 
 from spiritlevel.cli import parsing
 from spiritlevel.cli.base import Command, Outcome, ProgressBar, Seeded, check_folder
-from spiritlevel.cli.parsing import optional
 from spiritlevel.errors import InputError, check_seed, counted, unknown_name
 
 
@@ -41,7 +40,7 @@ class Reproduce(Seeded):
     """The first seed; laptop scale runs five of them, from here."""
     seeds: Annotated[str | None, arg(metavar="S,S,...", help_behavior_hint="(default: those of the scale)")] = None
     """Run these seeds instead, each an independent job."""
-    cluster: Annotated[str | None, optional("ray|ray://HOST:PORT")] = None
+    cluster: Annotated[str | None, parsing.optional("ray|ray://HOST:PORT")] = None
     """Run the jobs on a Ray cluster: one on this machine for the time of the command, or a running one."""
     out: Annotated[Path, arg(metavar="DIR")] = Path("results")
     """Each run keeps its summary, tables and charts in a folder below DIR; a finished run is not run again."""
