@@ -28,6 +28,7 @@ ROOT = Path(sl.__file__).parent
 ORDER = [
     "errors",
     "distributed",
+    "cores",
     "storage",
     "results",
     "charts",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -385,6 +386,30 @@ def test_batch_size_split_order_and_threads_change_nothing(name: str) -> None:
         assert torch.equal(other.targets, targets)
     torch.testing.assert_close(shuffled.values, base.values[order], rtol=1e-11, atol=1e-13)
     assert shuffled.fingerprint != base.fingerprint
+
+
+@pytest.mark.parametrize("passes", [None, 1])
+@pytest.mark.parametrize("name", zoo.EXACT)
+def test_batches_side_by_side_are_those_one_by_one_and_the_model_is_called_in_one_thread(
+    name: str, passes: int | None
+) -> None:
+    make, shape = zoo.EXACT[name]
+    model, (inputs, targets) = zoo.randomised(make()), zoo.sample_data(shape, 12)
+    callers: set[int] = set()
+    model.register_forward_pre_hook(lambda *_: callers.add(threading.get_ident()))
+    found = []
+    threads = torch.get_num_threads()
+    for number in (1, 4):
+        torch.set_num_threads(number)
+        try:
+            found.append(sample_traces(model, (inputs, targets), batch_size=2, passes=passes, per_layer=True))
+        finally:
+            torch.set_num_threads(threads)
+    torch.testing.assert_close(found[1].values, found[0].values, rtol=1e-13, atol=0)
+    torch.testing.assert_close(found[1].stderr, found[0].stderr, rtol=1e-13, atol=0)
+    for layer, values in found[0].layers.items():
+        torch.testing.assert_close(found[1].layers[layer], values, rtol=1e-13, atol=1e-300)
+    assert callers == {threading.get_ident()}
 
 
 def test_one_sample_and_duplicated_samples() -> None:

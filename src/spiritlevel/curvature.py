@@ -12,8 +12,10 @@ autodiff through a cross entropy returns half the curvature or none (MATH 4.6).
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
@@ -25,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from spiritlevel.cores import at_a_time, even_size, side_by_side
 from spiritlevel.errors import InputError, first_line
 from spiritlevel.estimators import Operator
 from spiritlevel.functional import (
@@ -342,7 +345,14 @@ def _slope(loss: Loss, outputs: Tensor, targets: Tensor) -> Tensor:
 _BatchProduct = Callable[[Tensor], Sequence[Tensor]]
 """Vectors (k, P) → the matrix of the batch's summed loss times each, in the parameters' shapes (k, …)."""
 
-_CACHE = 2**23  # bytes of the largest activation of a batch, and of that times vectors; more makes nothing faster
+
+class _Batch(NamedTuple):
+    samples: int
+    product: _BatchProduct
+    calls_model: bool = False
+
+
+_CACHE = 10 * 2**20  # bytes of the largest activation of a batch, and of that times vectors; more makes nothing faster
 _FOOTPRINT = 8  # bytes that a product takes for each byte of activations
 _MOST_VECTORS = 32  # multiplied at once
 _MOST_SHAPES = 16  # of batches that are traced
@@ -372,7 +382,8 @@ class _Matrix:
             self.batches = Batches(data, size=batch_size, ordered=False, whole=whole)
             budget = parse_memory(memory)
             saved, largest_tensor = _activation_bytes(problem, self.batches)
-        limit = budget // (4 * _FOOTPRINT * saved)  # samples times vectors
+        self.at_a_time = at_a_time(problem.device)
+        limit = budget // (2 * max(2, self.at_a_time) * _FOOTPRINT * saved)  # samples times vectors
         if batch_size is None and not whole:
             self.batches.size = self._batch_size(min(limit, _CACHE // largest_tensor))
         if self.batches.size is not None and not whole:
@@ -386,6 +397,7 @@ class _Matrix:
         self.vectorised = True
         self.room = budget // 2  # for what is kept between products
         self.kept: dict[int, _Tape] = {}
+        self.keeping = threading.Lock()
         self.traceable: bool | None = None  # not known yet
         self.traces: dict[Any, _Trace | None] = {}  # by the shape of the batch; None: not to be traced
         anyway = [*self.params, *problem.constants.values(), *_held(self.batches)]
@@ -396,8 +408,10 @@ class _Matrix:
         held = _held(self.batches)
         if not held:
             return max(1, most)
-        samples = len(held[-1])
-        most = max(1, min(most, -(-samples // self.ranks.count)))
+        samples, ranks = len(held[-1]), self.ranks.count
+        most = max(1, min(most, -(-samples // ranks)))
+        if most * ranks < samples:  # several a rank: as many for each core
+            most = even_size(most, samples, ranks * self.at_a_time)
         equal = (size for size in range(most, most // 2, -1) if samples % size == 0)
         return next(equal, -(-samples // -(-samples // most)))
 
@@ -433,20 +447,36 @@ class _Matrix:
         dtype = torch.float64 if self.count > 1 else rows.dtype
         totals = [torch.zeros(rows.shape, dtype=dtype, device=rows.device) for _ in range(order)]
         sizes = [tensor.numel() for tensor in self.params]
-        with torch.no_grad(), self.ranks.together():
-            for samples, product in self._pass(rows):
-                vectors = rows
-                for total in totals:
-                    parts = [part.reshape(len(rows), -1) for part in product(vectors)]
-                    for piece, part in zip(total.split(sizes, dim=1), parts, strict=True):
-                        piece.add_(part, alpha=1 / self.total)
-                    if order > 1:
-                        vectors = torch.cat(parts, dim=1) / samples
+
+        def begin(batch: _Batch) -> Callable[[], list[list[Tensor]]]:
+            def powers() -> list[list[Tensor]]:
+                found, vectors = list[list[Tensor]](), rows
+                with torch.no_grad():
+                    for power in range(order):
+                        found.append([part.reshape(len(rows), -1) for part in batch.product(vectors)])
+                        if power < order - 1:
+                            vectors = torch.cat(found[-1], dim=1) / batch.samples
+                return found
+
+            if not batch.calls_model:
+                return powers
+            known = powers()
+            return lambda: known
+
+        def add(found: list[list[Tensor]]) -> None:
+            for total, parts in zip(totals, found, strict=True):
+                for piece, part in zip(total.split(sizes, dim=1), parts, strict=True):
+                    piece.add_(part, alpha=1 / self.total)
+
+        with self.ranks.together():
+            batches = self._pass(rows)
+            first = list(itertools.islice(batches, 1))  # with it is known whether the product can be traced
+            side_by_side(itertools.chain(first, batches), begin, add, self.at_a_time if self.traceable else 1)
         self.ranks.add(totals)
         return totals
 
-    def _pass(self, rows: Tensor) -> Iterator[tuple[int, _BatchProduct]]:
-        """The size and the product of each batch of this rank; the data are read only if some are not kept.
+    def _pass(self, rows: Tensor) -> Iterator[_Batch]:
+        """Each batch of this rank; the data are read only if some are not kept.
 
         What is multiplied first are `rows`: a batch that has to be traced is traced along them.
         """
@@ -457,14 +487,15 @@ class _Matrix:
                     "the data were written to in place after the operator was made; products need data that stay as "
                     "they are: build a new operator for the new data."
                 )
-            yield from ((self.kept[index].samples, self.kept[index]) for index in mine)
+            yield from (_Batch(self.kept[index].samples, self.kept[index]) for index in mine)
             return
         seen, fingerprint = 0, Fingerprint()
         for index, (inputs, targets) in enumerate(self.batches):
             seen += len(targets)
             fingerprint.update(inputs, targets)
             if self.ranks.takes(index):
-                yield len(targets), self.kept.get(index) or self._batch(index, inputs, targets, rows)
+                kept = self.kept.get(index)
+                yield _Batch(kept.samples, kept) if kept else self._batch(index, inputs, targets, rows)
         if seen != self.total or str(fingerprint) != self.fingerprint:
             raise InputError(
                 f"the data changed between two passes ({self.total} samples, then {seen}); products need data that "
@@ -501,26 +532,36 @@ class _Matrix:
                 "size; batch_norm='batch' with a batch_size measures the batches as they are."
             )
 
-    def _batch(self, index: int, inputs: Any, targets: Tensor, rows: Tensor) -> _BatchProduct:
-        """A batch's product: recomputed from a trace, and kept if there is room; or differentiated."""
+    def _batch(self, index: int, inputs: Any, targets: Tensor, rows: Tensor) -> _Batch:
+        """A batch: recomputed from a trace when it is multiplied, and kept if there is room; or differentiated."""
         flat, fixed, shape = self._flat(inputs, targets)
         constants, known = None, None
         if shape not in self.traces:
             traced = self._trace(flat, fixed, inputs, targets, rows[0]) if len(self.traces) < _MOST_SHAPES else None
             self.traces[shape], constants, known = traced or (None, None, None)
-        trace = self.traces[shape]
+        trace, samples = self.traces[shape], len(targets)
         if trace is None:
-            return lambda vectors: self._differentiate(flat, fixed, vectors)
-        constants = constants or trace.prepare(*self.params, *fixed)
-        tape = _Tape(trace.multiply, constants, len(targets), self._for_each)
+            return _Batch(samples, lambda vectors: self._differentiate(flat, fixed, vectors), calls_model=True)
+        tape: _Tape | None = None
+
+        def product(vectors: Tensor) -> Sequence[Tensor]:
+            nonlocal tape
+            if tape is None:
+                prepared = trace.prepare(*self.params, *fixed) if constants is None else constants
+                tape = _Tape(trace.multiply, prepared, samples, self._for_each)
+                self._keep(index, tape)
+            if vectors is rows and len(rows) == 1 and known is not None:
+                return [part[None] for part in known]
+            return tape(vectors)
+
+        return _Batch(samples, product)
+
+    def _keep(self, index: int, tape: _Tape) -> None:
         size = tape.size(self.owned)
-        if size <= self.room:
-            self.room -= size
-            self.kept[index] = tape
-        if known is None or len(rows) > 1:
-            return tape
-        first = [part[None] for part in known]
-        return lambda vectors: first if vectors is rows else tape(vectors)
+        with self.keeping:
+            if size <= self.room:
+                self.room -= size
+                self.kept[index] = tape
 
     def _flat(self, inputs: Any, targets: Tensor) -> tuple[_Flat, list[Tensor], tuple[Any, ...]]:
         """A batch's product as a function of tensors alone, the batch's own tensors, and what a trace depends on."""

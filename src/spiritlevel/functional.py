@@ -663,6 +663,11 @@ class Batches:
     def _in_memory(self) -> bool:
         return _is_pair_of_tensors(self.data)
 
+    @property
+    def samples(self) -> int | None:
+        """How many there are, if they lie in memory as one pair of tensors."""
+        return len(self.data[1]) if self._in_memory else None
+
     def _check_repeats(self) -> None:
         """Read the first batch twice, from different random states, so that whatever depends on them shows."""
         first = tree_leaves(next(iter(self)))

@@ -618,6 +618,7 @@ class Recording:
 
     def __init__(self, outputs: Tensor, recorder: _Recorder, slow: Callable[[Tensor], Norms] | None) -> None:
         self.outputs = outputs
+        self.calls_model = slow is not None  # for the gradients of some parameters
         self._rules = [rule for rule, _, _ in recorder.taps]
         self._taps = [tap for _, tap, _ in recorder.taps]
         self._slow = slow

@@ -118,13 +118,11 @@ class Loss(ABC):
     def factors(self, outputs: Tensor, targets: Tensor) -> Iterator[Factor]:
         """The terms d_j, v_j of A = Σ_j d_j v_j v_jᵀ, one at a time."""
 
-    def sampled_factors(
-        self, outputs: Tensor, targets: Tensor, exact: int, generator: torch.Generator
-    ) -> Iterator[Factor]:
+    def sampled_factors(self, outputs: Tensor, targets: Tensor, exact: int, signs: Tensor) -> Iterator[Factor]:
         """`exact` of the terms as in `factors`, then one random combination Σ_j ±√d_j v_j of all the others.
 
-        The signs are independent for every sample, so d‖vᵀJ‖² of the last term is an unbiased estimate of what the
-        others add to the trace.
+        `signs` are random ±1, (N, C), independent for every sample, so that d‖vᵀJ‖² of the last term is an unbiased
+        estimate of what the others add to the trace.
         """
         raise InputError(f"passes= is for cross_entropy and squared_error; {self.name} is measured without it.")
 
@@ -260,9 +258,7 @@ class CrossEntropy(Loss):
             vector = torch.where(later, -probabilities / after.gather(1, label), 0.0).scatter_(1, label, 1.0)
             yield weights.gather(1, label)[:, 0], vector
 
-    def sampled_factors(
-        self, outputs: Tensor, targets: Tensor, exact: int, generator: torch.Generator
-    ) -> Iterator[Factor]:
+    def sampled_factors(self, outputs: Tensor, targets: Tensor, exact: int, signs: Tensor) -> Iterator[Factor]:
         self._check_exact(exact, outputs)
         probabilities, top, _ = softmax_parts(outputs)
         scale = self._scale(outputs, targets)
@@ -282,8 +278,7 @@ class CrossEntropy(Loss):
 
         del probabilities  # what follows decides the peak of the memory
         weights, after = _elimination(rest, tops)
-        signs = torch.randint(0, 2, rest.shape, generator=generator, dtype=torch.int8).to(outputs.device)
-        coefficients = weights.sqrt_().mul_(signs.mul_(2).sub_(1))
+        coefficients = weights.sqrt_().mul_(signs)
         size = torch.linalg.vector_norm(coefficients, dim=1, keepdim=True)
         coefficients /= size.clamp_min(torch.finfo(torch.float64).tiny)
         sums = (coefficients / after).cumsum_(1)
@@ -401,14 +396,11 @@ class SquaredError(Loss):
             vector[:, j] = 1.0
             yield weight, vector
 
-    def sampled_factors(
-        self, outputs: Tensor, targets: Tensor, exact: int, generator: torch.Generator
-    ) -> Iterator[Factor]:
+    def sampled_factors(self, outputs: Tensor, targets: Tensor, exact: int, signs: Tensor) -> Iterator[Factor]:
         self._check_exact(exact, outputs)
         yield from itertools.islice(self.factors(outputs, targets), exact)
         count, classes = outputs.shape
-        signs = torch.randint(0, 2, (count, classes), generator=generator, dtype=torch.int8).to(outputs.device)
-        vector = signs.double().mul_(2).sub_(1)
+        vector = signs.double()
         vector[:, :exact] = 0.0
         rest = classes - exact
         weight = torch.full((count,), self._factor(outputs) * rest, dtype=torch.float64, device=outputs.device)

@@ -25,10 +25,12 @@ from torch import Tensor, nn
 from torch.func import grad
 
 from spiritlevel.chains import Chain, chain_traces, find_chain
+from spiritlevel.cores import at_a_time, even_size, in_memory, side_by_side
 from spiritlevel.distributed import Ranks
 from spiritlevel.errors import InputError, NotExactError, first_line, unknown_name, whole_number
 from spiritlevel.functional import Batches, Fingerprint, Params, Problem, along, as_leaves, parse_memory
-from spiritlevel.gradient_norms import GradientNorms, check_independence, resized, same_outputs, spread
+from spiritlevel.gradient_norms import GradientNorms, Recording, check_independence, resized, same_outputs, spread
+from spiritlevel.losses import Factor
 from spiritlevel.results import Estimate, SampleTraces, standard_error
 from spiritlevel.structure import Structure, analyse
 
@@ -120,11 +122,13 @@ def sample_traces(
             way = _choose(problem, structure, inputs, outputs, method, passes)
             if not whole and way.norms is None:  # which look for themselves
                 check_independence(problem, inputs)
+            cores = at_a_time(problem.device) if way.norms is not None else 1
             if batch_size is None and not whole:
-                batches.size = _batch_size(problem, structure, way.chain, outputs, parse_memory(memory))
+                most = _batch_size(problem, structure, way.chain, outputs, parse_memory(memory) // in_memory(cores))
+                batches.size = even_size(most, batches.samples, cores * ranks.count) if batches.samples else most
         if batches.size is not None and not whole:
             batches.size = ranks.least(batches.size)
-        collect = _Collector(problem, batches, ranks, seed, per_layer)
+        collect = _Collector(problem, batches, ranks, seed, per_layer, cores)
         try:
             if way.name in ("exact", "passes"):
                 return collect.exact(way)
@@ -374,17 +378,53 @@ def _tolerance(problem: Problem) -> float:
 # ---------------------------------------------------------------- going over the data
 
 
-_Measure = Callable[[int, Any, Tensor], dict[str, Tensor]]
-"""(number of the first sample, inputs, targets) → values of the samples of a batch, by name."""
+_Values = dict[str, Tensor]  # of the samples of a batch, by name
+_Begin = Callable[[int, Any, Tensor], Callable[[], _Values]]
+"""(number of the first sample, inputs, targets) → what gives the values, without calling the model any more."""
 
 _ERROR = ""  # the name of a column that is no parameter
+
+
+def _at_once(values: _Values) -> Callable[[], _Values]:
+    """Values that are there already: all that calls the model has to be done in its turn."""
+    return lambda: values
+
+
+def _weighted_norms(
+    recording: Recording, factors: Iterator[Factor], count: int, names: Sequence[str], start: int
+) -> tuple[_Values, Tensor]:
+    """Σ_j d_j ‖v_jᵀJ‖² of a batch by parameter, over `count` factors (d, v); and what the last of them adds in all."""
+    samples, dtype = len(recording.outputs), recording.outputs.dtype
+    totals = {name: torch.zeros(samples, dtype=torch.float64) for name in names}
+    last = torch.zeros(samples, dtype=torch.float64)
+    few = ((weight, vector.to(dtype)) for weight, vector in factors)  # in half the memory
+    done = 0
+    while some := list(itertools.islice(few, PASSES_AT_ONCE)):
+        done += len(some)
+        found = recording.squared_norms([vector for _, vector in some], last=done == count)
+        for (weight, _), norms in zip(some, found, strict=True):
+            last = torch.zeros_like(last)
+            for name, norm in norms.items():
+                term = (weight * norm).cpu()
+                totals[name] += term
+                last += term
+    for name, total in totals.items():
+        if not bool(torch.isfinite(total).all()):
+            sample = start + int((~torch.isfinite(total)).nonzero()[0])
+            raise InputError(
+                f"the gradient of the outputs by {name} is beyond {str(dtype).removeprefix('torch.')} for sample "
+                f"{sample}; measure model.double()."
+            )
+    return totals, last
 
 
 class _Collector:
     """Goes over the batches and puts the result together."""
 
-    def __init__(self, problem: Problem, batches: Batches, ranks: Ranks, seed: int, per_layer: bool) -> None:
-        self.problem, self.batches, self.ranks = problem, batches, ranks
+    def __init__(
+        self, problem: Problem, batches: Batches, ranks: Ranks, seed: int, per_layer: bool, at_a_time: int
+    ) -> None:
+        self.problem, self.batches, self.ranks, self.at_a_time = problem, batches, ranks, at_a_time
         self.seed, self.per_layer = seed, per_layer
         self.fingerprint = Fingerprint()
         self.targets: list[Tensor] = []
@@ -402,16 +442,21 @@ class _Collector:
                 yield start, *self.problem.place(inputs, targets)
             start += len(targets)
 
-    def columns(self, names: Sequence[str], measure: _Measure, *width: int) -> dict[str, Tensor]:
-        """What `measure` says of the samples of a batch, by name, (samples, *width): of all batches and ranks.
-
-        What it leaves out is zero.
-        """
+    def columns(self, names: Sequence[str], begin: _Begin, *width: int, at_a_time: int = 1) -> dict[str, Tensor]:
+        """The values by name, (samples, *width), of all batches and ranks; what is left out is zero."""
         pieces: list[tuple[int, Tensor]] = []
+
+        def begin_batch(batch: tuple[int, Any, Tensor]) -> Callable[[], tuple[int, Tensor]]:
+            values, (start, _, targets) = begin(*batch), batch
+
+            def stacked() -> tuple[int, Tensor]:
+                found, nothing = values(), torch.zeros(len(targets), *width, dtype=torch.float64)
+                return start, torch.stack([found.get(name, nothing).cpu() for name in names], 1)
+
+            return stacked
+
         with self.ranks.together():
-            for start, inputs, targets in self.each():
-                found, nothing = measure(start, inputs, targets), torch.zeros(len(targets), *width, dtype=torch.float64)
-                pieces.append((start, torch.stack([found.get(name, nothing).cpu() for name in names], 1)))
+            side_by_side(self.each(), begin_batch, pieces.append, at_a_time)
         sizes = [len(targets) for targets in self.targets]
         self.ranks.same((sizes, str(self.fingerprint)), "their data or batches")
         table = self.ranks.joined(pieces, sum(sizes), len(names), *width)
@@ -441,7 +486,10 @@ class _Collector:
         count = drawn = 0
         generator = _generator(self.seed, 0)  # one for all batches: their sizes must not matter
 
-        def measure(start: int, inputs: Any, targets: Tensor) -> dict[str, Tensor]:
+        def signs(number: int, classes: int) -> Tensor:
+            return torch.randint(0, 2, (number, classes), generator=generator, dtype=torch.int8).mul_(2).sub_(1)
+
+        def begin(start: int, inputs: Any, targets: Tensor) -> Callable[[], _Values]:
             nonlocal count, drawn
             recording = norms.record(inputs)
             outputs = recording.outputs.detach()
@@ -449,38 +497,23 @@ class _Collector:
             if way.name != "split" and not norms.structure.exact:  # a split is right whatever the network is
                 raise _OtherFunction(start, norms.structure.reason)
             rank = problem.loss.rank(outputs.shape[1] if outputs.ndim > 1 else 1)
+            variance = 0.0
             if way.name == "passes":
-                others = (start - drawn, outputs.shape[1])  # samples of other ranks have signs of their own
-                torch.randint(0, 2, others, generator=generator, dtype=torch.int8)
+                signs(start - drawn, outputs.shape[1])  # samples of other ranks have signs of their own
+                own = signs(len(targets), outputs.shape[1]).to(outputs.device)
                 drawn = start + len(targets)
-                factors = problem.loss.sampled_factors(outputs, targets, way.passes, generator)
-                count = way.passes + 1
+                factors = problem.loss.sampled_factors(outputs, targets, way.passes, own)
+                count, variance = way.passes + 1, 2 * (1 - 1 / (rank - way.passes))
             else:
                 factors, count = problem.loss.factors(outputs, targets), rank
-            totals = {name: torch.zeros(len(targets), dtype=torch.float64) for name in problem.params}
-            share = torch.zeros(len(targets), dtype=torch.float64)
-            done = 0
-            few = ((weight, vector.to(outputs.dtype)) for weight, vector in factors)  # in half the memory
-            while some := list(itertools.islice(few, PASSES_AT_ONCE)):
-                done += len(some)
-                found = recording.squared_norms([vector for _, vector in some], last=done == count)
-                for (weight, _), terms in zip(some, found, strict=True):
-                    share = torch.zeros_like(share)
-                    for name, norm in terms.items():
-                        term = (weight * norm).cpu()
-                        totals[name] += term
-                        share += term
-            for name, total in totals.items():
-                if not bool(torch.isfinite(total).all()):
-                    sample = start + int((~torch.isfinite(total)).nonzero()[0])
-                    raise InputError(
-                        f"the gradient of the outputs by {name} is beyond {str(outputs.dtype).removeprefix('torch.')} "
-                        f"for sample {sample}; measure model.double()."
-                    )
-            variance = 2 * (1 - 1 / (rank - way.passes)) if way.name == "passes" else 0.0
-            return {**totals, _ERROR: share * math.sqrt(variance / (1 + variance))}
 
-        layers = self.columns([*problem.params, _ERROR], measure)
+            def values() -> _Values:
+                totals, last = _weighted_norms(recording, factors, count, [*problem.params], start)
+                return {**totals, _ERROR: last * math.sqrt(variance / (1 + variance))}
+
+            return _at_once(values()) if recording.calls_model else values
+
+        layers = self.columns([*problem.params, _ERROR], begin, at_a_time=self.at_a_time)
         error = layers.pop(_ERROR)
         return layers, error if way.name == "passes" else None, -self.ranks.least(-count)
 
@@ -497,15 +530,15 @@ class _Collector:
         chain = way.chain
         assert chain is not None
 
-        def measure(start: int, inputs: Any, targets: Tensor) -> dict[str, Tensor]:
+        def begin(start: int, inputs: Any, targets: Tensor) -> Callable[[], _Values]:
             outputs, traces = chain_traces(self.problem, chain, inputs, targets, start)
             with torch.no_grad():
                 wanted = self.problem.outputs(self.problem.params, inputs)
             if not same_outputs(wanted, outputs):
                 raise _OtherFunction(start, "the model's outputs are not those of the layers that were seen at first")
-            return traces
+            return _at_once(traces)
 
-        return self.result(self.columns([*self.problem.params], measure), exact=True, method="recursion")
+        return self.result(self.columns([*self.problem.params], begin), exact=True, method="recursion")
 
     def probed(self, way: _Way, probes: int | None, rel_err: float | None) -> SampleTraces:
         """All of the trace, or what Gauss-Newton leaves of it, by probes that all samples share."""
@@ -556,7 +589,7 @@ class _Collector:
         notes: tuple[str, ...] = ()
         differentiate = None
 
-        def measure(start: int, inputs: Any, targets: Tensor) -> dict[str, Tensor]:
+        def begin(start: int, inputs: Any, targets: Tensor) -> Callable[[], _Values]:
             nonlocal differentiate, notes
             tables: dict[str, Tensor] = {}
             if differentiate is None:
@@ -570,9 +603,9 @@ class _Collector:
                         problem.checked(derivatives[0], inputs, targets, start)
                     rows.append(self._draw(derivatives, targets, remainder))
                 tables[part or ""] = torch.stack(rows, 1)
-            return tables
+            return _at_once(tables)
 
-        return self.columns([part or "" for part in parts], measure, len(indices)), notes
+        return self.columns([part or "" for part in parts], begin, len(indices)), notes
 
     def _differentiator(self, inputs: Any, targets: Tensor) -> tuple[Differentiate, tuple[str, ...]]:
         few = inputs if self.problem.batch_norm == "batch" else resized(inputs, min(8, len(targets)))
@@ -595,7 +628,7 @@ class _Collector:
         problem = self.problem
         differentiate = None
 
-        def measure(start: int, inputs: Any, targets: Tensor) -> dict[str, Tensor]:
+        def begin(start: int, inputs: Any, targets: Tensor) -> Callable[[], _Values]:
             nonlocal differentiate
             if differentiate is None:
                 differentiate, _ = self._differentiator(inputs, targets)
@@ -620,9 +653,9 @@ class _Collector:
                 running = running[~stop]
                 if not len(running):
                     break
-            return {"mean": mean, "count": count, "negative": negative}
+            return _at_once({"mean": mean, "count": count, "negative": negative})
 
-        columns = self.columns(["mean", "count", "negative"], measure)
+        columns = self.columns(["mean", "count", "negative"], begin)
         traces, probes, share = columns["mean"], columns["count"].long(), float(columns["negative"].mean())
         return self.result(
             {},

@@ -1,0 +1,106 @@
+"""Batches side by side, one a core: most operations on one batch are too short to be shared by all cores.
+
+To share an operation, all threads have to start and end together, hundreds of times a batch, and what cannot be shared
+leaves the other cores idle. Batches on a core each have neither cost, and hardly suffer from another process that takes
+a core away from time to time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
+
+import torch
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+_WORTHWHILE = 32  # samples in a batch
+_MOST = 4  # at a time: each takes its memory, and they begin one after the other
+
+
+def at_a_time(device: torch.device) -> int:
+    """How many batches to work on side by side; 1 where the operations are not those of this machine's cores."""
+    return min(torch.get_num_threads(), _MOST) if device.type == "cpu" else 1
+
+
+def in_memory(count: int) -> int:
+    """How many batches exist at once while `count` are worked on: one for each helper is begun ahead."""
+    return 2 * count - 1
+
+
+def even_size(most: int, samples: int, count: int) -> int:
+    """The size of equal batches of at most `most` samples, of which every core gets as many."""
+    if samples < _WORTHWHILE * count:
+        return most
+    return -(-samples // (-(-samples // (most * count)) * count))
+
+
+def side_by_side(
+    items: Iterable[Item], begin: Callable[[Item], Callable[[], Result]], end: Callable[[Result], None], count: int
+) -> None:
+    """`end(begin(item)())` for every item, the middle part of `count` items at a time.
+
+    Whatever `begin` and `end` do, and the iteration over the items, happens in the calling thread in the order of the
+    items: models and data may rely on it. What `begin` returns may run in another thread, with the cores divided among
+    the threads; it must not touch what others write to.
+    """
+    ahead = iter(items)
+    first = list(itertools.islice(ahead, 2 if count > 1 else 0))
+    items = itertools.chain(first, ahead)
+    if len(first) < 2:  # all cores for one
+        for item in items:
+            end(begin(item)())
+        return
+    share = max(1, torch.get_num_threads() // count)
+    jobs: deque[tuple[Callable[[], Result], Future[Result]]] = deque()
+
+    def settle(most: int) -> None:
+        """Lend a hand until at most so many jobs are left."""
+        while len(jobs) > most:
+            for work, future in jobs:
+                if future.cancel():  # no helper has begun it
+                    jobs[jobs.index((work, future))] = work, _done(work)
+                    break
+            else:
+                jobs[0][1].exception()  # waits
+            while jobs and jobs[0][1].done():
+                end(jobs.popleft()[1].result())
+
+    with _threads(share), ThreadPoolExecutor(count - 1, initializer=_use_threads, initargs=(share,)) as helpers:
+        try:
+            for item in items:
+                work = begin(item)
+                jobs.append((work, helpers.submit(work)))
+                settle(in_memory(count) - 1)
+            settle(0)
+        finally:
+            helpers.shutdown(wait=False, cancel_futures=True)
+
+
+def _done(work: Callable[[], Result]) -> Future[Result]:
+    future: Future[Result] = Future()
+    try:
+        future.set_result(work())
+    except Exception as error:  # raised in its turn
+        future.set_exception(error)
+    return future
+
+
+@contextlib.contextmanager
+def _threads(number: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _use_threads(number: int) -> None:
+    torch.get_num_threads()  # the first call in a thread takes over the common number
+    torch.set_num_threads(number)
