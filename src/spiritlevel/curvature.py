@@ -582,34 +582,45 @@ class _Matrix:
         """The trace of a batch's product, along `row`; `None` if there is none."""
         few = len(targets) if len(targets) <= 8 * _FEW else _FEW
         if self.traceable is None:
-            checked = self._try(inputs, targets, few)
+            tried = self._try(inputs, targets, few)
             if few == len(targets):
-                return checked
+                return tried and tried._replace(product=None)
         if not self.traceable:
             return None
-        sizes = [tensor.numel() for tensor in self.params]
-        vector = [part.reshape(tensor.shape) for part, tensor in zip(row.split(sizes), self.params, strict=True)]
         with self.problem.active():
-            return _try_to_trace(flat, vector, self.params, fixed)
+            return _try_to_trace(flat, self._shaped(row), self.params, fixed)
 
     def _try(self, inputs: Any, targets: Tensor, few: int) -> _Traced | None:
-        """Find out on a few samples whether the product can be traced."""
+        """Find out on a few samples, along random vectors, whether the product is symmetric and can be traced."""
         flat, fixed, _ = self._flat(_slice(inputs, 0, few), targets[:few])
-        self._check_symmetry(flat, fixed)
-        with self.problem.active():
-            leaves = tree_leaves((inputs, targets))
-            plain = all(isinstance(leaf, Tensor | bool | int | float | str | None) for leaf in leaves)
-            checked = _checked_trace(flat, self.params, fixed) if plain and not self.problem.reverse_only else None
-        self.traceable = checked is not None
-        return checked
-
-    def _check_symmetry(self, flat: _Flat, fixed: list[Tensor]) -> None:
-        """Refuse a product that is not symmetric: uᵀHv = vᵀHu for two random vectors, whose size is about ‖Hv‖."""
         generator = torch.Generator().manual_seed(1)
-        pair = torch.randn(2, self.problem.size, generator=generator, dtype=self.problem.dtype)
-        pair = pair.to(self.problem.device)
-        parts = [part.reshape(2, -1) for part in self._differentiate(flat, fixed, pair)]
-        products, pair = torch.cat(parts, dim=1).double(), pair.double()
+        pair = torch.randn(2, self.problem.size, generator=generator, dtype=self.problem.dtype).to(self.problem.device)
+        leaves = tree_leaves((inputs, targets))
+        plain = all(isinstance(leaf, Tensor | bool | int | float | str | None) for leaf in leaves)
+        traced = None
+        if plain and not self.problem.reverse_only:
+            with self.problem.active():
+                traced = _checked_trace(flat, self._shaped(pair[0]), self.params, fixed)
+        self.traceable = traced is not None
+        if traced is None:
+            parts = self._differentiate(flat, fixed, pair)
+        else:
+            assert traced.constants is not None
+            assert traced.product is not None
+            with torch.no_grad():
+                other = traced.trace.multiply(*self._shaped(pair[1]), *traced.constants)
+            parts = [torch.stack(both) for both in zip(traced.product, other, strict=True)]
+        self._check_symmetry(pair, torch.cat([part.reshape(2, -1) for part in parts], dim=1))
+        return traced
+
+    def _shaped(self, row: Tensor) -> list[Tensor]:
+        """A vector cut into the parameters' shapes."""
+        parts = row.split([tensor.numel() for tensor in self.params])
+        return [part.reshape(tensor.shape) for part, tensor in zip(parts, self.params, strict=True)]
+
+    def _check_symmetry(self, pair: Tensor, products: Tensor) -> None:
+        """Refuse a product that is not symmetric: uᵀHv = vᵀHu for two random vectors, whose size is about ‖Hv‖."""
+        pair, products = pair.double(), products.double()
         largest = float(products.abs().max())
         if largest < 1e8 * torch.finfo(self.problem.dtype).tiny:  # so small that rounding is no longer relative
             return
@@ -788,7 +799,7 @@ class _Traced(NamedTuple):
     constants: tuple[Tensor, ...] | None
     """Of this batch, if they are at hand."""
     product: tuple[Tensor, ...] | None
-    """With the vector that it was traced along, unless that was a random one."""
+    """With the vector that it was traced along, if that is the one that was asked for."""
 
 
 def _try_to_trace(
@@ -811,13 +822,13 @@ def _try_to_trace(
     return _Traced(trace, None if recorder.in_place else constants, tuple(result.detach() for result in results))
 
 
-def _checked_trace(function: _Flat, params: Sequence[Tensor], data: Sequence[Tensor]) -> _Traced | None:
+def _checked_trace(
+    function: _Flat, vector: Sequence[Tensor], params: Sequence[Tensor], data: Sequence[Tensor]
+) -> _Traced | None:
     """A trace along a random vector, if it gives the product with the opposite vector as well.
 
     It does not if a dependence on the vector was lost, or if what was done in place is wrongly written out of place.
     """
-    generator = torch.Generator().manual_seed(0)
-    vector = [torch.rand(tensor.shape, generator=generator, dtype=tensor.dtype).to(tensor.device) for tensor in params]
     traced = _try_to_trace(function, vector, params, data)
     if traced is None or traced.product is None:
         return None
@@ -832,7 +843,7 @@ def _checked_trace(function: _Flat, params: Sequence[Tensor], data: Sequence[Ten
         for tensors in ([a + b for a, b in zip(opposite, traced.product, strict=True)], traced.product)
     )
     right = error <= math.sqrt(torch.finfo(params[0].dtype).eps) * scale
-    return _Traced(traced.trace, constants, None) if right else None
+    return traced._replace(constants=constants) if right else None
 
 
 _aten = torch.ops.aten
