@@ -7,13 +7,14 @@ scalars are float64 and free of cancellation, for correct and misclassified poin
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from spiritlevel.cores import at_a_time, side_by_side
 from spiritlevel.distributed import Ranks
 from spiritlevel.errors import InputError, unknown_name
 from spiritlevel.functional import Batches, Fingerprint, Problem
@@ -204,30 +205,43 @@ def margins(
 
     fingerprint, spread = Fingerprint(), _Spread()
     parts: list[tuple[int, Tensor]] = []
-    sizes, total = list[int](), 0
-    with ranks.together(), problem.active(), torch.set_grad_enabled(bool(norm)):
-        for index, (raw_inputs, raw_targets) in enumerate(batches):
-            start, total = total, total + len(raw_targets)
-            sizes.append(len(raw_targets))
-            fingerprint.update(raw_inputs, raw_targets)
-            if not ranks.takes(index):
-                continue
-            inputs, targets = problem.place(raw_inputs, raw_targets)
-            outputs, points = (
-                _linearised(problem, inputs, layer) if norm else (problem.outputs(problem.params, inputs), [])
-            )
-            problem.checked(outputs, inputs, targets, start)
-            if not parts and len(targets) and batch_norm == "eval":
-                check_independence(problem, resized(inputs, spread_rows(len(targets))))
-            outputs, label = _classes(outputs, targets, start)
+    sizes = list[int]()
+
+    def each() -> Iterator[tuple[int, Any, Tensor]]:
+        """The batches of this rank, each with the number of its first sample."""
+        for index, (inputs, targets) in enumerate(batches):
+            start = sum(sizes)
+            sizes.append(len(targets))
+            fingerprint.update(inputs, targets)
+            if ranks.takes(index):
+                yield start, *problem.place(inputs, targets)
+
+    looked = False
+
+    def begin(batch: tuple[int, Any, Tensor]) -> Callable[[], tuple[int, Tensor]]:
+        nonlocal looked
+        start, inputs, targets = batch
+        outputs, points = _linearised(problem, inputs, layer) if norm else (problem.outputs(problem.params, inputs), [])
+        problem.checked(outputs, inputs, targets, start)
+        if not looked and len(targets) and batch_norm == "eval":
+            check_independence(problem, resized(inputs, spread_rows(len(targets))))
+            looked = True
+        outputs, label = _classes(outputs, targets, start)
+        spread.update(points)
+
+        def rest() -> tuple[int, Tensor]:
             logits = outputs.detach().double()
             part = [_signed(logits, label), *_softmax(logits, label), label[:, 0].double()]
             if norm:
                 part.append(_distance(outputs, logits, label, points, _DUAL[norm], start))
-                spread.update(points)
-            parts.append((start, torch.stack(part, 1).cpu()))
+            return start, torch.stack(part, 1).cpu()
+
+        return rest
+
+    with ranks.together(), problem.active(), torch.set_grad_enabled(bool(norm)):
+        side_by_side(each(), begin, parts.append, at_a_time(problem.device) if norm else 1)
     ranks.same((sizes, str(fingerprint)), "their data or batches")
-    signed, softmax, gap, labels, *rest = ranks.joined(parts, total, 5 if norm else 4).T.contiguous()
+    signed, softmax, gap, labels, *rest = ranks.joined(parts, sum(sizes), 5 if norm else 4).T.contiguous()
     return Margins(
         output=signed.abs(),
         signed=signed,
@@ -351,6 +365,8 @@ class _Spread:
         self.count, self.mean, self.squares = 0, torch.zeros(()), 0.0
 
     def update(self, points: list[Tensor]) -> None:
+        if not points:
+            return
         count = len(points[0])
         flat = torch.cat([point.detach().reshape(count, -1) for point in points], 1)
         if self.count and flat.shape[1] != self.mean.numel():
