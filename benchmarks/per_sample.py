@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import time
 
@@ -10,6 +11,7 @@ from harness import (
     FULL,
     Row,
     Scale,
+    alone,
     at_least,
     at_most,
     forward,
@@ -24,6 +26,7 @@ from harness import (
 from torch import Tensor, nn
 
 import spiritlevel as sl
+from spiritlevel import cores
 
 
 def per_sample(scale: Scale) -> list[Row]:
@@ -67,6 +70,30 @@ def per_sample(scale: Scale) -> list[Row]:
     rows.append(against_backpack(area, model, some, scale))
     rows.append(against_pyhessian(area, model, some, scale))
     rows.append(memory_row(area, scale))
+    rows += side_by_side_rows(area, model, some, scale)
+    return rows
+
+
+def side_by_side_rows(area: str, model: nn.Module, batch: tuple[Tensor, Tensor], scale: Scale) -> list[Row]:
+    """What it is worth to give every core a batch of its own, on a machine at rest and beside a busy process."""
+
+    def one_by_one() -> None:
+        most, cores._MOST = cores._MOST, 1
+        try:
+            sl.sample_traces(model, batch)
+        finally:
+            cores._MOST = most
+
+    what, rows = "all cores on one batch / a batch a core", []
+    for busy in (False, True):
+        other = subprocess.Popen([sys.executable, "-c", "while True: pass"]) if busy else None
+        try:
+            pair = ratio(*take_turns(scale.rounds, one_by_one, lambda: sl.sample_traces(model, batch)))
+        finally:
+            if other is not None:
+                other.kill()
+                other.wait()
+        rows.append(alone(area, f"{what}, beside a busy process" if busy else what, pair, "exact traces, same values"))
     return rows
 
 

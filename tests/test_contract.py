@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import gc
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -183,6 +184,26 @@ def test_no_trace_is_left(name: str, training: bool, fails: bool, untouched: Unt
         result = call(model, DataLoader(TensorDataset(*data), batch_size=4))
         numbers(result)  # an operator is used as well
     assert all(map(torch.equal, data, before))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_tensor_outlives_its_use(name: str) -> None:
+    """In objects that refer to each other in circles it would, until the collector of Python comes by."""
+    call, data = CALLS[name], DataLoader(TensorDataset(*make_data()), batch_size=4)
+    model = make_model(call.smooth, training=False)
+    numbers(call(model, data))  # what is loaded at the first use stays
+    gc.collect()
+    gc.disable()
+    try:
+        numbers(call(model, data))
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        gc.collect()
+        left = [tuple(item.shape) for item in gc.garbage if isinstance(item, Tensor)]
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
+    assert not left
 
 
 @pytest.mark.parametrize("name", NAMES)

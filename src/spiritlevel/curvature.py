@@ -487,7 +487,7 @@ class _Matrix:
                     "the data were written to in place after the operator was made; products need data that stay as "
                     "they are: build a new operator for the new data."
                 )
-            yield from (_Batch(self.kept[index].samples, self.kept[index]) for index in mine)
+            yield from (self._replayed(self.kept[index]) for index in mine)
             return
         seen, fingerprint = 0, Fingerprint()
         for index, (inputs, targets) in enumerate(self.batches):
@@ -495,7 +495,7 @@ class _Matrix:
             fingerprint.update(inputs, targets)
             if self.ranks.takes(index):
                 kept = self.kept.get(index)
-                yield _Batch(kept.samples, kept) if kept else self._batch(index, inputs, targets, rows)
+                yield self._replayed(kept) if kept else self._batch(index, inputs, targets, rows)
         if seen != self.total or str(fingerprint) != self.fingerprint:
             raise InputError(
                 f"the data changed between two passes ({self.total} samples, then {seen}); products need data that "
@@ -548,13 +548,16 @@ class _Matrix:
             nonlocal tape
             if tape is None:
                 prepared = trace.prepare(*self.params, *fixed) if constants is None else constants
-                tape = _Tape(trace.multiply, prepared, samples, self._for_each)
+                tape = _Tape(trace.multiply, prepared, samples)
                 self._keep(index, tape)
             if vectors is rows and len(rows) == 1 and known is not None:
                 return [part[None] for part in known]
-            return tape(vectors)
+            return self._for_each(tape, vectors)
 
         return _Batch(samples, product)
+
+    def _replayed(self, tape: _Tape) -> _Batch:
+        return _Batch(tape.samples, lambda vectors: self._for_each(tape, vectors))
 
     def _keep(self, index: int, tape: _Tape) -> None:
         size = tape.size(self.owned)
@@ -704,10 +707,9 @@ class _Tape:
     graph: fx.GraphModule
     constants: tuple[Tensor, ...]
     samples: int
-    for_each: Callable[[Callable[..., Sequence[Tensor]], Tensor], Sequence[Tensor]]
 
-    def __call__(self, rows: Tensor) -> Sequence[Tensor]:
-        return self.for_each(lambda *parts: self.graph(*parts, *self.constants), rows)
+    def __call__(self, *vector: Tensor) -> Sequence[Tensor]:
+        return cast(Sequence[Tensor], self.graph(*vector, *self.constants))
 
     def size(self, owned: set[int]) -> int:
         """Bytes of the constants, without the storages that exist anyway."""
@@ -722,13 +724,15 @@ class _Untraceable(Exception):
 class _Recorder(TorchDispatchMode):
     """Writes down all operations on tensors that are executed inside it, in functional form.
 
-    `node.meta["value"]` is the tensor itself where it does not follow from the first `moving` inputs.
+    Where a tensor does not follow from the first `moving` inputs, `values[node.meta["value"]]` is the tensor itself.
+    Nodes refer to each other in circles, so that what they held would outlive them.
     """
 
     def __init__(self, inputs: Sequence[Tensor], moving: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.graph = fx.Graph()
         self.outside: dict[str, Tensor] = {}  # buffers and the like
+        self.values: dict[str, Tensor] = {}
         self.nodes = WeakTensorKeyDictionary()
         self.in_place = False  # whether a value may have been overwritten
         for index, tensor in enumerate(inputs):
@@ -737,7 +741,8 @@ class _Recorder(TorchDispatchMode):
     def _name(self, tensor: Tensor, node: fx.Node, moves: bool = False) -> None:
         node.meta["shape"], node.meta["dtype"] = tensor.shape, tensor.dtype
         if not moves:
-            node.meta["value"] = tensor
+            node.meta["value"] = node.name
+            self.values[node.name] = tensor
         self.nodes[tensor] = node
 
     def node(self, tensor: Tensor) -> fx.Node:
@@ -816,10 +821,11 @@ def _try_to_trace(
             results = functionalize(function)(*vector, *params, *data)
             nodes = tuple(recorder.node(result) for result in results)
         recorder.graph.output(nodes)
-        trace, constants = _cut(_simplified(recorder.graph), len(vector), recorder.outside)
+        trace, chosen = _cut(_simplified(recorder.graph), len(vector), recorder.outside)
     except Exception:  # whatever cannot be traced can still be differentiated
         return None
-    return _Traced(trace, None if recorder.in_place else constants, tuple(result.detach() for result in results))
+    constants = None if recorder.in_place else tuple(recorder.values[name].detach() for name in chosen)
+    return _Traced(trace, constants, tuple(result.detach() for result in results))
 
 
 def _checked_trace(
@@ -915,8 +921,8 @@ def _vanishes(node: fx.Node, zeros: set[fx.Node]) -> bool:
     return any(argument in zeros for argument in node.all_input_nodes)
 
 
-def _cut(graph: fx.Graph, vector: int, outside: dict[str, Tensor]) -> tuple[_Trace, tuple[Tensor, ...]]:
-    """The operations that follow from the first `vector` placeholders, those before them, and what these gave."""
+def _cut(graph: fx.Graph, vector: int, outside: dict[str, Tensor]) -> tuple[_Trace, list[str]]:
+    """The operations that follow from the first `vector` placeholders, those before them, and the values between."""
     placeholders = list(graph.find_nodes(op="placeholder"))[:vector]
     (output,) = graph.find_nodes(op="output")
     moving = set(placeholders)
@@ -940,7 +946,8 @@ def _cut(graph: fx.Graph, vector: int, outside: dict[str, Tensor]) -> tuple[_Tra
         if node in moving and node not in moved:
             moved[node] = multiply.node_copy(node, lambda argument: moved[argument])
     multiply.output(tuple(moved[node] for node in output.args[0]))
-    values = tuple(node.meta["value"].detach() for node in constants)
-    for node in [*prepare.nodes, *multiply.nodes]:
-        node.meta.clear()  # nothing of this batch outlives it
-    return _Trace(fx.GraphModule(outside, prepare), fx.GraphModule(outside, multiply)), values
+    names = [node.meta["value"] for node in constants]
+    modules = [fx.GraphModule(outside, operations) for operations in (prepare, multiply)]
+    for module in modules:
+        module.graph.owning_module = None  # a circle, in which the tensors from outside would outlive it
+    return _Trace(*modules), names

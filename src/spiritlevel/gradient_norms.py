@@ -799,6 +799,7 @@ class GradientNorms:
             if not self.pooled:
                 raise
             recorder.spoiled = True  # a scripted function was handed the promise of an output
+        recorder.pending.clear()  # each holds the recorder, which would keep all its tensors until the next collection
         if recorder.spoiled:  # a first convolution has more readers than its pooling
             self.pooled = set()
             return self._forward(inputs)
