@@ -122,9 +122,9 @@ def sample_traces(
             way = _choose(problem, structure, inputs, outputs, method, passes)
             if not whole and way.norms is None:  # which look for themselves
                 check_independence(problem, inputs)
-            cores = at_a_time(problem.device) if way.norms is not None else 1
+            cores = _cores(problem, structure, way, outputs)
             if batch_size is None and not whole:
-                most = _batch_size(problem, structure, way.chain, outputs, parse_memory(memory) // in_memory(cores))
+                most = _batch_size(problem, structure, way.chain, outputs, parse_memory(memory), cores)
                 batches.size = even_size(most, batches.samples, cores * ranks.count) if batches.samples else most
         if batches.size is not None and not whole:
             batches.size = ranks.least(batches.size)
@@ -244,15 +244,31 @@ def _obstacle(problem: Problem, structure: Structure) -> str:
     return structure.reason
 
 
-def _batch_size(problem: Problem, structure: Structure, chain: Chain | None, outputs: Tensor, memory: int) -> int:
-    floats = structure.floats_per_sample or 2**18
-    item = problem.params[next(iter(problem.params))].element_size()
-    extra = 64 * outputs[0].numel()  # the loss's factors take some float64 numbers a class
+def _cores(problem: Problem, structure: Structure, way: _Way, outputs: Tensor) -> int:
+    """How many batches to work on at a time.
+
+    One where the model is called all the time, and where the classes take more memory than the activations: operations
+    on so many are large enough for all cores.
+    """
+    activations, classes = _bytes_per_sample(problem, structure, outputs)
+    return at_a_time(problem.device) if way.norms is not None and classes < activations else 1
+
+
+def _batch_size(
+    problem: Problem, structure: Structure, chain: Chain | None, outputs: Tensor, memory: int, cores: int
+) -> int:
+    activations, extra = _bytes_per_sample(problem, structure, outputs)
     if chain is not None:
         extra += 4 * 8 * chain.width**2  # the Hessian of a layer, the next one, and what lies between
-    wanted = BATCH_BYTES / (item * floats + extra)
-    allowed = memory / (8 * item * floats + extra)
+    wanted = BATCH_BYTES / (activations + extra)
+    allowed = memory / in_memory(cores) / (8 * activations + extra)
     return max(1, min(2 ** int(math.log2(max(wanted, 8))), 4096, int(allowed)))
+
+
+def _bytes_per_sample(problem: Problem, structure: Structure, outputs: Tensor) -> tuple[int, int]:
+    """Of the activations, and of the loss's factors, which take some float64 numbers a class."""
+    item = problem.params[next(iter(problem.params))].element_size()
+    return item * (structure.floats_per_sample or 2**18), 64 * outputs[0].numel()
 
 
 # ---------------------------------------------------------------- second derivatives along a probe
@@ -422,9 +438,9 @@ class _Collector:
     """Goes over the batches and puts the result together."""
 
     def __init__(
-        self, problem: Problem, batches: Batches, ranks: Ranks, seed: int, per_layer: bool, at_a_time: int
+        self, problem: Problem, batches: Batches, ranks: Ranks, seed: int, per_layer: bool, cores: int
     ) -> None:
-        self.problem, self.batches, self.ranks, self.at_a_time = problem, batches, ranks, at_a_time
+        self.problem, self.batches, self.ranks, self.cores = problem, batches, ranks, cores
         self.seed, self.per_layer = seed, per_layer
         self.fingerprint = Fingerprint()
         self.targets: list[Tensor] = []
@@ -442,7 +458,7 @@ class _Collector:
                 yield start, *self.problem.place(inputs, targets)
             start += len(targets)
 
-    def columns(self, names: Sequence[str], begin: _Begin, *width: int, at_a_time: int = 1) -> dict[str, Tensor]:
+    def columns(self, names: Sequence[str], begin: _Begin, *width: int, cores: int = 1) -> dict[str, Tensor]:
         """The values by name, (samples, *width), of all batches and ranks; what is left out is zero."""
         pieces: list[tuple[int, Tensor]] = []
 
@@ -456,7 +472,7 @@ class _Collector:
             return stacked
 
         with self.ranks.together():
-            side_by_side(self.each(), begin_batch, pieces.append, at_a_time)
+            side_by_side(self.each(), begin_batch, pieces.append, cores)
         sizes = [len(targets) for targets in self.targets]
         self.ranks.same((sizes, str(self.fingerprint)), "their data or batches")
         table = self.ranks.joined(pieces, sum(sizes), len(names), *width)
@@ -513,7 +529,7 @@ class _Collector:
 
             return _at_once(values()) if recording.calls_model else values
 
-        layers = self.columns([*problem.params, _ERROR], begin, at_a_time=self.at_a_time)
+        layers = self.columns([*problem.params, _ERROR], begin, cores=self.cores)
         error = layers.pop(_ERROR)
         return layers, error if way.name == "passes" else None, -self.ranks.least(-count)
 
