@@ -215,6 +215,27 @@ def test_the_mode_of_the_model_and_of_the_caller_do_not_matter(name: str) -> Non
         assert not differs(usual, call(model.train(), data), 0)
 
 
+class Refilled:
+    """Batches that all lie in the same memory, one after the other."""
+
+    def __init__(self, data: tuple[Tensor, Tensor], size: int) -> None:
+        self.data, self.size = data, size
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        memory = [torch.empty_like(tensor[: self.size]) for tensor in self.data]
+        for start in range(0, len(self.data[1]), self.size):
+            pair = [tensor[start : start + self.size] for tensor in self.data]
+            yield tuple(own[: len(new)].copy_(new) for own, new in zip(memory, pair, strict=True))
+
+
+@pytest.mark.parametrize("name", SPLIT)
+def test_batches_may_all_lie_in_the_same_memory(name: str) -> None:
+    call, data = CALLS[name], make_data(20)
+    model = make_model(call.smooth, training=False)
+    batches = list(zip(data[0].split(4), data[1].split(4), strict=True))
+    assert not differs(call(model, batches), call(model, Refilled(data, 4)), 1e-12)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_the_seed_decides(name: str) -> None:
     """Equal seeds give equal bits, whatever the global random states; another seed matters only if it should."""

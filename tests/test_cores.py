@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -124,6 +125,33 @@ def test_an_interrupt_leaves_no_thread_behind() -> None:
     with pytest.raises(KeyboardInterrupt):
         side_by_side(range(9), begin, lambda _: None, 2)
     assert threading.active_count() == before
+
+
+def test_without_a_thread_to_be_had_the_calling_one_does_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    def submit(*_: object) -> None:
+        raise RuntimeError("cannot schedule new futures after interpreter shutdown")
+
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", submit)
+    ended: list[int] = []
+    side_by_side(range(9), lambda number: lambda: number, ended.append, 4)
+    assert ended == list(range(9))
+
+
+def test_an_item_is_begun_before_the_next_one_is_read() -> None:
+    """Data may fill the same memory again for the next batch."""
+    shared, ended = [0], list[int]()
+
+    def numbers() -> Iterator[list[int]]:
+        for number in range(7):
+            shared[0] = number
+            yield shared
+
+    def begin(item: list[int]) -> Callable[[], int]:
+        own = item[0]
+        return lambda: own
+
+    side_by_side(numbers(), begin, ended.append, 2)
+    assert ended == list(range(7))
 
 
 def test_batches_are_equal_and_every_core_gets_as_many() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import math
 import re
 import subprocess
@@ -215,6 +216,35 @@ def test_a_trace_keeps_no_tensor_but_its_constants() -> None:
     assert trace is not None
     nodes = [*trace.prepare.graph.nodes, *trace.multiply.graph.nodes]
     assert not any(isinstance(value, Tensor) for node in nodes for value in node.meta.values())
+
+
+def test_several_vectors_do_not_have_the_kept_tensors_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`vmap` asks for the name of what it is given, and takes its `repr` if it has none."""
+    op = hessian(network("tanh"), some_data(30), batch_size=10)
+    vectors = torch.randn(op.size, 3, dtype=torch.float64)
+    wanted = op @ vectors
+
+    def refuse(tensor: Tensor, **_: Any) -> str:
+        raise AssertionError("printed")
+
+    monkeypatch.setattr(Tensor, "__repr__", refuse)
+    assert torch.equal(op @ vectors, wanted)
+
+
+def test_operators_leave_no_tensor_behind() -> None:
+    """Not even where Python's collector cannot see a circle: inside autograd."""
+    model, data = nn.Sequential(nn.Linear(12, 7), nn.ReLU(), nn.Linear(7, 3)).double(), some_data(8)
+
+    def alive() -> int:
+        gc.collect()
+        return sum(issubclass(type(item), Tensor) for item in gc.get_objects())
+
+    for matrix in (hessian, gauss_newton, empirical_fisher):
+        matrix(model, data) @ torch.ones(115, dtype=torch.float64)
+    before = alive()
+    for matrix in (hessian, gauss_newton, empirical_fisher):
+        matrix(model, data) @ torch.ones(115, dtype=torch.float64)
+    assert alive() == before
 
 
 # ---------------------------------------------------------------- what would give a wrong matrix unnoticed

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from spiritlevel.errors import InputError
@@ -469,3 +470,16 @@ def test_what_is_not_a_class_is_refused(net: nn.Module, targets: Tensor, loss: A
 def test_a_batch_size_of_numpy_is_a_number() -> None:
     data = torch.randn(6, 3), torch.zeros(6).long()
     assert len(margins(nn.Linear(3, 2), data, batch_size=np.int64(4)).signed) == 6  # type: ignore[arg-type]
+
+
+def test_checkpointing_is_named() -> None:
+    class Recomputing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(4, 5), nn.Linear(5, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(checkpoint(lambda x: self.first(x).relu(), x, use_reentrant=False))
+
+    with pytest.raises(InputError, match=r"recomputes parts of its forward pass \(torch.utils.checkpoint\)"):
+        margins(Recomputing(), (torch.randn(6, 4), torch.arange(6) % 3), distance=2)

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 import torch
 
@@ -49,46 +50,60 @@ def side_by_side(
     items: models and data may rely on it. What `begin` returns may run in another thread, with the cores divided among
     the threads; it must not touch what others write to.
     """
-    ahead = iter(items)
-    first = list(itertools.islice(ahead, 2 if count > 1 else 0))
-    items = itertools.chain(first, ahead)
-    if len(first) < 2:  # all cores for one
-        for item in items:
-            end(begin(item)())
-        return
-    share = max(1, torch.get_num_threads() // count)
-    jobs: deque[tuple[Callable[[], Result], Future[Result]]] = deque()
+    share = max(1, torch.get_num_threads() // max(1, count))
+    jobs: deque[_Job[Result]] = deque()
 
     def settle(most: int) -> None:
         """Lend a hand until at most so many jobs are left."""
         while len(jobs) > most:
-            for work, future in jobs:
-                if future.cancel():  # no helper has begun it
-                    jobs[jobs.index((work, future))] = work, _done(work)
-                    break
-            else:
-                jobs[0][1].exception()  # waits
-            while jobs and jobs[0][1].done():
-                end(jobs.popleft()[1].result())
+            if not any(job.run() for job in jobs):
+                jobs[0].result.exception()  # waits
+            while jobs and jobs[0].result.done():
+                end(jobs.popleft().result.result())
 
+    begun = (_Job(begin(item)) for item in items)  # a batch is begun before the next is read, which may overwrite it
+    jobs.extend(itertools.islice(begun, 1))
+    second = list(itertools.islice(begun, 1 if count > 1 else 0))
+    if not second:  # all cores for one
+        settle(0)
+        for job in begun:
+            jobs.append(job)
+            settle(0)
+        return
     with _threads(share), ThreadPoolExecutor(count - 1, initializer=_use_threads, initargs=(share,)) as helpers:
         try:
-            for item in items:
-                work = begin(item)
-                jobs.append((work, helpers.submit(work)))
+            for job in itertools.chain(second, begun):
+                jobs.append(job)
+                for waiting in jobs if job is second[0] else [job]:
+                    with contextlib.suppress(RuntimeError):  # no thread to be had, at the end of the program, say
+                        helpers.submit(waiting.run)
                 settle(in_memory(count) - 1)
             settle(0)
         finally:
             helpers.shutdown(wait=False, cancel_futures=True)
 
 
-def _done(work: Callable[[], Result]) -> Future[Result]:
-    future: Future[Result] = Future()
-    try:
-        future.set_result(work())
-    except Exception as error:  # raised in its turn
-        future.set_exception(error)
-    return future
+class _Job(Generic[Result]):
+    """A piece of work that whoever is free first does."""
+
+    def __init__(self, work: Callable[[], Result]) -> None:
+        self.work: Callable[[], Result] | None = work
+        self.result: Future[Result] = Future()
+        self._free = threading.Lock()
+
+    def run(self) -> bool:
+        """Do it, unless somebody has begun it."""
+        if not self._free.acquire(blocking=False) or self.work is None:
+            return False
+        try:
+            self.result.set_result(self.work())
+        except BaseException as error:  # raised in its turn
+            self.result.set_exception(error)
+            if not isinstance(error, Exception):
+                raise
+        finally:
+            self.work = None  # with all that it holds
+        return True
 
 
 @contextlib.contextmanager

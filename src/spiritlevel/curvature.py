@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from spiritlevel.cores import at_a_time, even_size, side_by_side
+from spiritlevel.cores import at_a_time, even_size, in_memory, side_by_side
 from spiritlevel.errors import InputError, first_line
 from spiritlevel.estimators import Operator
 from spiritlevel.functional import (
@@ -395,7 +395,7 @@ class _Matrix:
         self.total, self.count, largest = sum(sizes), len(sizes), max(1, *sizes)
         self.chunk = max(1, min(_MOST_VECTORS, limit // largest, _CACHE // (largest_tensor * largest)))
         self.vectorised = True
-        self.room = budget // 2  # for what is kept between products
+        self.budget, self.room = budget, budget // 2  # in all, and for what is kept between products
         self.kept: dict[int, _Tape] = {}
         self.keeping = threading.Lock()
         self.traceable: bool | None = None  # not known yet
@@ -471,9 +471,14 @@ class _Matrix:
         with self.ranks.together():
             batches = self._pass(rows)
             first = list(itertools.islice(batches, 1))  # with it is known whether the product can be traced
-            side_by_side(itertools.chain(first, batches), begin, add, self.at_a_time if self.traceable else 1)
+            side_by_side(itertools.chain(first, batches), begin, add, self._cores(rows) if self.traceable else 1)
         self.ranks.add(totals)
         return totals
+
+    def _cores(self, rows: Tensor) -> int:
+        """How many batches to multiply at a time, so that their products fit."""
+        fit = (cores for cores in range(self.at_a_time, 1, -1) if in_memory(cores) * rows.nbytes <= self.budget // 4)
+        return next(fit, 1)
 
     def _pass(self, rows: Tensor) -> Iterator[_Batch]:
         """Each batch of this rank; the data are read only if some are not kept.
@@ -552,12 +557,12 @@ class _Matrix:
                 self._keep(index, tape)
             if vectors is rows and len(rows) == 1 and known is not None:
                 return [part[None] for part in known]
-            return self._for_each(tape, vectors)
+            return self._for_each(tape.multiply, vectors)
 
         return _Batch(samples, product)
 
     def _replayed(self, tape: _Tape) -> _Batch:
-        return _Batch(tape.samples, lambda vectors: self._for_each(tape, vectors))
+        return _Batch(tape.samples, lambda vectors: self._for_each(tape.multiply, vectors))
 
     def _keep(self, index: int, tape: _Tape) -> None:
         size = tape.size(self.owned)
@@ -680,7 +685,7 @@ def _activation_bytes(problem: Problem, batches: Batches) -> tuple[int, int]:
         pointer = tensor.untyped_storage().data_ptr()
         if pointer not in own:
             saved[pointer] = max(saved.get(pointer, 0), tensor.nbytes)
-        return tensor
+        return tensor.detach()  # the tensor itself, kept by the operation that made it, would never be freed
 
     with problem.active(), torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         outputs = problem.outputs(params, inputs)
@@ -708,7 +713,7 @@ class _Tape:
     constants: tuple[Tensor, ...]
     samples: int
 
-    def __call__(self, *vector: Tensor) -> Sequence[Tensor]:
+    def multiply(self, *vector: Tensor) -> Sequence[Tensor]:
         return cast(Sequence[Tensor], self.graph(*vector, *self.constants))
 
     def size(self, owned: set[int]) -> int:

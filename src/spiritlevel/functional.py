@@ -724,7 +724,8 @@ class Batches:
                     batch = next(batches)
                 except StopIteration:
                     return
-            yield _as_pair(batch)
+            # a copy: some data fill the same memory again for the next batch
+            yield tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, _as_pair(batch))
 
     def first(self, count: int) -> Pair:
         """The first samples, at most `count`, of the first batch that has any."""

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.checkpoint import CheckpointError
 
 from spiritlevel.cores import at_a_time, side_by_side
 from spiritlevel.distributed import Ranks
@@ -239,7 +240,13 @@ def margins(
         return rest
 
     with ranks.together(), problem.active(), torch.set_grad_enabled(bool(norm)):
-        side_by_side(each(), begin, parts.append, at_a_time(problem.device) if norm else 1)
+        try:
+            side_by_side(each(), begin, parts.append, at_a_time(problem.device) if norm else 1)
+        except CheckpointError:
+            raise InputError(
+                "the model recomputes parts of its forward pass (torch.utils.checkpoint), which cannot be done "
+                "again for every class; switch checkpointing off, which changes no result."
+            ) from None
     ranks.same((sizes, str(fingerprint)), "their data or batches")
     signed, softmax, gap, labels, *rest = ranks.joined(parts, sum(sizes), 5 if norm else 4).T.contiguous()
     return Margins(

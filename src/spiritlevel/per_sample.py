@@ -84,7 +84,8 @@ def sample_traces(
         params: Names, prefixes or globs of the parameters to measure; all that require grad by default.
         per_layer: Also split the values by parameter tensor.
         batch_norm: "eval", or "batch" for batch statistics; the batches are then part of the definition.
-        batch_size: Samples at a time, chosen by itself; changes nothing but speed and memory.
+        batch_size: Samples in a batch, chosen by itself; changes nothing but speed and memory. As many batches as
+            there are cores, 4 at most, are worked on at a time if `memory` suffices.
         memory: Bytes that may be used, or a text such as "2GB".
         seed: Seed of all random numbers; the global random states stay untouched.
         group: A `torch.distributed` group: every rank passes the same model, data and options, takes its share of the
@@ -122,9 +123,10 @@ def sample_traces(
             way = _choose(problem, structure, inputs, outputs, method, passes)
             if not whole and way.norms is None:  # which look for themselves
                 check_independence(problem, inputs)
-            cores = _cores(problem, structure, way, outputs)
+            budget = parse_memory(memory)
+            cores = _cores(problem, structure, way, outputs, batch_size, budget)
             if batch_size is None and not whole:
-                most = _batch_size(problem, structure, way.chain, outputs, parse_memory(memory), cores)
+                most = _batch_size(problem, structure, way.chain, outputs, budget, cores)
                 batches.size = even_size(most, batches.samples, cores * ranks.count) if batches.samples else most
         if batches.size is not None and not whole:
             batches.size = ranks.least(batches.size)
@@ -244,14 +246,19 @@ def _obstacle(problem: Problem, structure: Structure) -> str:
     return structure.reason
 
 
-def _cores(problem: Problem, structure: Structure, way: _Way, outputs: Tensor) -> int:
-    """How many batches to work on at a time.
+def _cores(
+    problem: Problem, structure: Structure, way: _Way, outputs: Tensor, batch_size: int | None, memory: int
+) -> int:
+    """How many batches to work on at a time, those of a given size as far as they fit.
 
     One where the model is called all the time, and where the classes take more memory than the activations: operations
     on so many are large enough for all cores.
     """
     activations, classes = _bytes_per_sample(problem, structure, outputs)
-    return at_a_time(problem.device) if way.norms is not None and classes < activations else 1
+    if way.norms is None or classes > activations:
+        return 1
+    batch = (batch_size or 1) * (8 * activations + classes)
+    return next((cores for cores in range(at_a_time(problem.device), 1, -1) if in_memory(cores) * batch <= memory), 1)
 
 
 def _batch_size(
