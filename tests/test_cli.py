@@ -124,6 +124,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["measure", "mlp:inputs=64,classes=4", "--data", "digits"], "has 10 classes (0, 1, 2, ...) and the model 4"),
         (["measure", "mlp:inputs=64", "--data", "digits", "--time-limit", "-1"], "--time-limit must be a positive"),
         (["compare", "mlp:inputs=64", "mlp", "--data", "digits"], "fails on inputs of shape"),
+        (["measure", "mlp:inputs=64", "--data", "digits", "--measures", ","], "--measures names no measure"),
         (["audit", "mlp:inputs=64", "--data", "digits", "--transforms", "rescale"], "unknown transform 'rescale'"),
         (["report", "nowhere"], "'nowhere' is no run: there is no file 'nowhere'"),
         (["report", "tests"], "there is no file 'tests/report.json'"),
@@ -239,6 +240,16 @@ def test_progress_only_beyond_the_patience_and_on_a_terminal(
     assert ("weighing" in sys.stderr.getvalue()) == bool(shown)  # type: ignore[attr-defined]
 
 
+def test_narrow_terminals_cut_no_number(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for width in (60, 80, 120):
+        monkeypatch.setenv("COLUMNS", str(width))
+        assert cli.main(["data", "list"]) == 0
+        shown = capsys.readouterr().out
+        assert "60,000" in shown
+        assert "10,000" in shown
+        assert max(map(len, shown.splitlines())) <= width
+
+
 def test_a_log_gets_a_line_a_minute_and_one_a_stage(monkeypatch: pytest.MonkeyPatch) -> None:
     log, clock = io.StringIO(), [0]
     monkeypatch.setattr(sys, "stderr", log)
@@ -249,8 +260,8 @@ def test_a_log_gets_a_line_a_minute_and_one_a_stage(monkeypatch: pytest.MonkeyPa
         for clock[0] in range(200, 230, 5):
             progress("measuring", 0, 0)
     assert log.getvalue().splitlines() == [
-        "spiritlevel: training: loss 0.1, 10 of 1,000 (0 min)",
-        "spiritlevel: training: loss 0.1, 70 of 1,000 (1 min)",
+        "spiritlevel: training: loss 0.1, 10 of 1,000 (10 s)",
+        "spiritlevel: training: loss 0.1, 70 of 1,000 (70 s)",
         "spiritlevel: training: loss 0.1, 130 of 1,000 (2 min)",
         "spiritlevel: training: loss 0.1, 190 of 1,000 (3 min)",
         "spiritlevel: measuring (3 min)",

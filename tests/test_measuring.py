@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 import time
 from typing import Any
 
@@ -15,7 +16,7 @@ import spiritlevel as sl
 from spiritlevel import measuring
 from spiritlevel.errors import InputError
 from spiritlevel.measuring import measure, subset
-from spiritlevel.results import Audit, AuditRow, Certificate, Estimate, Fit
+from spiritlevel.results import Audit, AuditRow, Certificate, Correlation, Estimate, Fit
 
 FAST = ["trace", "weight_norm", "mean_aceht", "margin_mean"]
 
@@ -190,7 +191,23 @@ def test_sentences_of_one() -> None:
     assert curved.traces is not None
     flat = dataclasses.replace(curved.traces, values=torch.ones_like(curved.traces.values))
     alike = measuring._about_trace(dataclasses.replace(curved, traces=flat), curved.row("trace"))
-    assert "; the loss is as curved at a misclassified sample as at a correct one." in alike
+    assert re.search(r"; the loss is as curved at the \d+ misclassified samples as at the correct ones\.$", alike)
+
+
+def test_a_relation_is_claimed_only_where_it_is_certain() -> None:
+    report = measure(net(), points(), measures=["trace"], parts=[])
+    name = "trace and margin, correct samples"
+    found = Correlation(
+        r=-0.6, low=-0.8, high=-0.3, n=61, removed=0, r_all=-0.6, spearman=-0.7, slope=-1.0, intercept=0.0
+    )
+    for change, text in (
+        ({}, "the curvature falls with the margin (rank correlation −0.70, 61 samples)."),
+        ({"high": 0.2}, "no relation between curvature and margin is certain (rank correlation −0.70, 61 samples)."),
+        ({"spearman": 0.1}, "no relation between curvature and margin is certain (rank correlation 0.10, 61 samples)."),
+        ({"r": 0.6, "low": 0.3, "high": 0.8, "spearman": 0.7}, "the curvature grows with the margin"),
+    ):
+        here = dataclasses.replace(report, correlations={name: dataclasses.replace(found, **change)})
+        assert measuring._about_correlation(here).startswith(f" Among correct samples {text}")
 
 
 def test_what_does_not_fit_the_time_limit_is_listed() -> None:

@@ -301,6 +301,8 @@ class _Pair:
             verdict = "no preference"
         else:
             verdict = "b" if difference * sign > 0 else "a"
+        if verdict in ("undefined", "no interval"):
+            limits = math.nan, math.nan
         return ComparisonRow(
             name=each.name,
             a=a,

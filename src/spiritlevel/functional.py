@@ -254,10 +254,10 @@ def select_parameters(model: nn.Module, params: str | Iterable[str] | None = Non
     if params is None:
         chosen = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
         if not chosen:
-            reason = "has no parameters" if not names else "has no parameter that requires grad"
-            raise InputError(
-                f"the model {type(model).__name__} {reason}; set requires_grad, or name the parameters with params=."
-            )
+            reason = "has no parameters; there is no curvature to measure."
+            if names:
+                reason = "has no parameter that requires grad; set requires_grad, or name the parameters with params=."
+            raise InputError(f"the model {type(model).__name__} {reason}")
         return chosen
     wanted = [params] if isinstance(params, str) else list(params) if isinstance(params, Iterable) else [params]
     for pattern in wanted:

@@ -147,13 +147,15 @@ def _own_model(spec: str) -> nn.Module:
         )
     made = _call(spec)
     if not isinstance(made, nn.Module):
-        raise InputError(f"{spec} must return a torch.nn.Module, got {type(made).__name__}.")
+        raise InputError(f"{spec} must be or return a torch.nn.Module, got {type(made).__name__}.")
     return made
 
 
 def _call(spec: str) -> Any:
     """What `file.py:name` or `package.module:name` returns; something that is no function is taken as it is."""
     place, _, name = spec.rpartition(":")
+    if not place or not name:
+        raise InputError(f"{spec!r} names no {'function' if place else 'file'}; write file.py:function.")
     with _importable(Path(place).parent if place.endswith(".py") else Path()):
         try:
             module = _import_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
@@ -277,7 +279,10 @@ def _read_checkpoint(path: Path) -> dict[str, Tensor]:
             "program; save model.state_dict() alone, as .pt or .safetensors."
         ) from error
     except Exception as error:  # a damaged file can raise almost anything
-        raise InputError(f"{path} is no checkpoint of PyTorch, or damaged; save model.state_dict() again.") from error
+        kind = "" if path.suffix in (".pt", ".pth", ".ckpt", ".bin") else " as .pt or .safetensors"
+        raise InputError(
+            f"{path} is no checkpoint of PyTorch, or damaged; save model.state_dict() again{kind}."
+        ) from error
     for key in _WRAPPERS:
         if isinstance(found, dict) and isinstance(found.get(key), dict):
             found = found[key]

@@ -1776,7 +1776,8 @@ def _spectral_margin(setting: Setting, statistic: Callable[[Tensor], float]) -> 
 for _name, _meaning, _function in (("mean", "mean", lambda v: float(v.mean())), ("median", "median", _quantile(0.5))):
     _register(
         f"spectral_margin_{_name}",
-        f"{_meaning} output margin in units of the network's spectral complexity, batch norm folded",
+        f"{_meaning} output margin in units of the network's spectral complexity, batch norm folded; grows as √n with "
+        "the number of samples, so only for as many",
         f"{_meaning} Δ / (R ‖X‖_F/n), R = Π‖A_l‖_σ (Σ(‖A_lᵀ‖_{{2,1}}/‖A_l‖_σ)^(2/3))^(3/2)",
         "Bartlett, Foster & Telgarsky 2017, arXiv:1706.08498",
         cost="matvecs",

@@ -641,9 +641,10 @@ def _about_trace(report: Report, row: ReportRow) -> str:
     if traces is not None and found is not None and found.correct.any() and not found.correct.all():
         right, wrong = traces.values[found.correct].mean(), traces.values[~found.correct].mean()
         if right > 0:
-            ratio = float(f"{wrong / right:.2g}")
+            ratio, count = float(f"{wrong / right:.2g}"), int((~found.correct).sum())
             size = "" if ratio == 1 else f"{times(ratio)} times "
-            text += f"; the loss is {size}as curved at a misclassified sample as at a correct one"
+            where = f"at the {count:,} misclassified samples" if count > 1 else "at the one misclassified sample"
+            text += f"; the loss is {size}as curved {where} as at the correct ones"
     return text + "."
 
 
@@ -651,8 +652,11 @@ def _about_correlation(report: Report) -> str:
     found = report.correlations.get("trace and margin, correct samples")
     if found is None or math.isnan(found.r):
         return ""
+    size = f"(rank correlation {_signed(found.spearman)}, {found.n:,} samples)"
+    if not found.low * found.high > 0 or found.spearman * found.r < 0:
+        return f" Among correct samples no relation between curvature and margin is certain {size}."
     way = "falls" if found.spearman < 0 else "grows"
-    return f" Among correct samples the curvature {way} with the margin (rank correlation {_signed(found.spearman)})."
+    return f" Among correct samples the curvature {way} with the margin {size}."
 
 
 def _about_audit(found: Audit) -> Iterator[str]:

@@ -127,7 +127,10 @@ class Result:
         kind = Result._types.get(str(name))
         if kind is None or not issubclass(kind, cls):
             if name is None:
-                raise InputError("this is no result of spiritlevel, which would say its type; pass what to_json wrote.")
+                raise InputError(
+                    "this is no result of spiritlevel, which would say its type; pass a report.json, or what to_json "
+                    "wrote."
+                )
             known = sorted(name for name, known in Result._types.items() if issubclass(known, cls))
             public = ", ".join(name for name in known if not name.startswith("_"))
             raise InputError(f"cannot read a result of type {name!r}, expected one of: {public}.")
@@ -166,7 +169,7 @@ class Result:
         except (ValueError, RecursionError) as error:  # also bytes that are no text, and numbers of endless digits
             if isinstance(text, str) and "{" not in text:
                 raise InputError(f"{text[:80]!r} is the path of no file and is not JSON ({error}).") from error
-            raise InputError(f"{where} is not JSON ({error}); pass what to_json wrote.") from error
+            raise InputError(f"{where} is not JSON ({error}); pass a report.json, or what to_json wrote.") from error
         return cls.from_dict(data)
 
 
@@ -711,7 +714,8 @@ class WorstFactor(Result):
     def __str__(self) -> str:
         return (
             f"{self.measure} can be moved at least {times(self.factor)}-fold at the same outputs: scaling the layers "
-            f"made anything from {figure(self.lowest, 4)} to {figure(self.highest, 4)} of {figure(self.before, 4)}"
+            f"took it from {figure(self.before, 4)} to anything between {figure(self.lowest, 4)} and "
+            f"{figure(self.highest, 4)}"
         )
 
 

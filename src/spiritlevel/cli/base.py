@@ -95,8 +95,9 @@ class ProgressBar:
         if now - self._said < (self.WITHIN_A_STAGE if stage == self._stage else self.BETWEEN_STAGES):
             return
         self._said, self._stage = now, stage
-        minutes = int((now - self._begin) / 60)
-        say(f"{what}{f', {done:,} of {total:,}' if total else ''} ({minutes} min)")
+        seconds = round(now - self._begin)
+        elapsed = f"{seconds} s" if seconds < 120 else f"{seconds // 60} min"
+        say(f"{what}{f', {done:,} of {total:,}' if total else ''} ({elapsed})")
 
     def __enter__(self) -> Self:
         return self

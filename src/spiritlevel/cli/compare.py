@@ -77,8 +77,8 @@ class Compare(OnData):
         return Outcome({"comparison": comparison.to_dict()})
 
     def _labels(self) -> tuple[str, str]:
-        """Short names that tell the two apart: the files of the weights, the models, or a and b."""
+        """Short names that tell the two apart: the files of the weights, the models, or first and second."""
         candidates = [(self.a, self.b)]
         if self.weights is not None:
             candidates.insert(0, (self.weights[0].stem, self.weights[1].stem))
-        return next(((first, second) for first, second in candidates if first != second), ("a", "b"))
+        return next(((first, second) for first, second in candidates if first != second), ("first", "second"))

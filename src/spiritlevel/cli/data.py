@@ -31,15 +31,17 @@ class DataList(Command):
         from spiritlevel import data
 
         rows = [row._asdict() for row in data.describe()]
+        console = Console()
+        shown = [heading for heading in rows[0] if heading != "licence" or console.width >= 80]
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-        for heading, value in rows[0].items():
-            number = isinstance(value, int)
-            table.add_column(
-                heading, justify="right" if number else "left", overflow="fold", no_wrap=heading != "licence"
-            )
+        for heading in shown:
+            number = isinstance(rows[0][heading], int)
+            # only these give way: a number that is cut off would be another number
+            wraps = heading in ("licence", "where")
+            table.add_column(heading, justify="right" if number else "left", overflow="fold", no_wrap=not wraps)
         for row in rows:
-            table.add_row(*(_cell(value) for value in row.values()))
-        Console().print(table)
+            table.add_row(*(_cell(row[heading]) for heading in shown))
+        console.print(table)
         return Outcome({"data": rows})
 
 

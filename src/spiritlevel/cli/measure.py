@@ -28,7 +28,7 @@ class OnData(Seeded):
     """A built-in name, an .npz or .safetensors file with x and y, a folder of images with one folder a class, or
     file.py:function."""
     loss: Annotated[str, arg(metavar="NAME")] = "cross_entropy"
-    """cross_entropy, binary_cross_entropy, squared_error or exponential."""
+    """cross_entropy, binary_cross_entropy, squared_error (½‖φ − y‖² a sample) or exponential."""
     measures: Annotated[str | None, optional("NAME,NAME,...")] = None
     """Only these measures, or all; about a dozen by default."""
     samples: Annotated[int | None, optional("N")] = None
@@ -45,7 +45,10 @@ class OnData(Seeded):
         """The measures asked for."""
         if self.measures in (None, "all"):
             return self.measures
-        return [name.strip() for name in str(self.measures).split(",") if name.strip()]
+        names = [name.strip() for name in str(self.measures).split(",") if name.strip()]
+        if not names:
+            raise InputError("--measures names no measure; `spiritlevel measures` lists them all.")
+        return names
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -71,7 +71,9 @@ def _read(path: Path) -> Found | Comparison:
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:  # JSON of another shape
         raise InputError(f"{file} is no run that can be read: {type(error).__name__} {error}.") from error
     if not isinstance(found, Found | Comparison):
-        raise InputError(f"{file} holds a {type(found).__name__}, and a page shows reports and comparisons.")
+        kind = type(found).__name__
+        article = "an" if kind[0] in "AEIOU" else "a"
+        raise InputError(f"{file} holds {article} {kind}, and a page shows reports and comparisons.")
     return found
 
 

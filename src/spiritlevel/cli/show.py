@@ -20,9 +20,8 @@ def show_report(report: Report, console: Console | None = None) -> None:
     from spiritlevel.results import figure, left_out_lines
 
     console = console or Console(highlight=False)
-    console.print(
-        f"{report.name}: {report.parameters:,} parameters, {report.settings['samples']} samples measured", markup=False
-    )
+    samples = f"{report.settings['samples']} samples {'measured' if report.rows else 'given, nothing measured'}"
+    console.print(f"{report.name}: {report.parameters:,} parameters, {samples}", markup=False)
     if report.partial:
         console.print(f"Not complete: {report.partial}.", style="bold red", markup=False)
     moved = report.audit.moved() if report.audit is not None else {}
@@ -34,7 +33,8 @@ def show_report(report: Report, console: Console | None = None) -> None:
         if row.kind == "undefined":
             value, interval = "undefined", ""
         table.add_row(row.name, value, interval, row.direction, _fate(moved.get(row.name)))
-    print_table(console, table)
+    if report.rows:
+        print_table(console, table)
     for line in left_out_lines(report.left_out):
         console.print(line, style="dim", markup=False)
     for sentence in report.headline:
@@ -49,7 +49,8 @@ def show_comparison(comparison: Comparison) -> None:
 
     console = Console(highlight=False)
     a, b = comparison.names
-    title = f"{a} and {b} on {comparison.samples:,} samples; change: from {a} to {b}, {comparison.level:.0%} limits"
+    samples = comparison.settings.get("samples", f"{comparison.samples:,}").replace(", drawn at random", " random")
+    title = f"{a} and {b} on {samples} samples; change: from {a} to {b}, {comparison.level:.0%} limits"
     console.print(title, markup=False)
     table = columns("measure", a, b, "change", "±", "favours", right=(1, 2, 3, 4))
     for row in comparison.rows:
@@ -66,6 +67,9 @@ def show_comparison(comparison: Comparison) -> None:
     print_table(console, table)
     for line in left_out_lines(comparison.left_out):
         console.print(line, style="dim", markup=False)
+    for row in comparison.rows:
+        if row.verdict == "undefined":
+            console.print(f"Not defined here: {row.name} ({row.note.rstrip('.')}).", style="dim", markup=False)
     if any(row.verdict == "not comparable" for row in comparison.rows):
         legend = "(×n): not comparable; the audit moved it at least n-fold at the same outputs"
         console.print(legend, style="dim", markup=False)
