@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Literal
 
@@ -49,10 +50,13 @@ def show_comparison(comparison: Comparison) -> None:
 
     console = Console(highlight=False)
     a, b = comparison.names
-    samples = comparison.settings.get("samples", f"{comparison.samples:,}").replace(", drawn at random", " random")
-    title = f"{a} and {b} on {samples} samples; change: from {a} to {b}, {comparison.level:.0%} limits"
+    samples = f"{comparison.samples:,} samples"
+    if "random" in comparison.settings.get("samples", ""):
+        samples += " drawn at random"
+    title = f"{a} and {b} on {samples}; change: from {a} to {b}, {comparison.level:.0%} limits"
     console.print(title, markup=False)
-    table = columns("measure", a, b, "change", "±", "favours", right=(1, 2, 3, 4))
+    headings = ("\n".join(textwrap.wrap(name, _LABEL)) for name in (a, b))
+    table = columns("measure", *headings, "change", "±", "favours", right=(1, 2, 3, 4))
     for row in comparison.rows:
         spread = "" if math.isnan(row.low) or row.low == row.high else figure((row.high - row.low) / 2, 2)
         favours = {"a": a, "b": b, "equal": "neither", "no preference": "-"}.get(row.verdict, row.verdict)
@@ -132,6 +136,7 @@ def columns(*headings: str, right: Iterable[int] = (), whole: Iterable[int] = ()
     return table
 
 
+_LABEL = 14  # characters of a model's name in one line of a heading
 _NARROWEST = 8  # characters that a folded column keeps
 
 
