@@ -177,3 +177,11 @@ def test_comparisons_and_constants_are_no_obstacles() -> None:
     structure = structure_of(OwnReLU(), torch.randn(2, 6))
     assert structure.exact
     assert not structure.obstacles
+
+
+def test_weights_are_no_activations() -> None:
+    """A batch is as large as the activations allow; a weight that is transposed for its product is none."""
+    problem = Problem(nn.Sequential(nn.Linear(100, 50), nn.ReLU(), nn.Linear(50, 3)))
+    with problem.active():
+        floats = analyse(problem, torch.randn(2, 100), 2).floats_per_sample
+    assert 50 + 50 + 3 <= floats <= 100 + 50 + 50 + 3  # and a copy of the inputs

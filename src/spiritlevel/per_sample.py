@@ -42,7 +42,7 @@ MANY_CLASSES = 2_000
 CHAIN_COST = 2e7  # multiply-adds a sample up to which the recursion is worth its while
 SPLIT_RANK = 128  # beyond so many factors the exact Gauss-Newton part costs more than the probes it saves
 PASSES_AT_ONCE = 10  # backward passes whose norms are taken together
-BATCH_BYTES = 2e8  # activations of one batch: small enough to stay near the cache, large enough to hide overheads
+BATCH_BYTES = 1e8  # activations of one batch: small enough to stay near the cache, large enough to hide overheads
 
 
 def sample_traces(

@@ -70,7 +70,8 @@ Degrees = dict[str, int]
 class Structure:
     """Degrees of the outputs in every parameter tensor, and the operation that made the first 'more' of each.
 
-    `uses` counts the operations that read a parameter; `floats_per_sample` is the size of all intermediate values.
+    `uses` counts the operations that read a parameter; `floats_per_sample` is the size of all intermediate values
+    that take memory of their own.
     """
 
     degrees: Degrees = field(default_factory=dict)
@@ -128,6 +129,7 @@ class _Watch(TorchDispatchMode):
         self.known: dict[int, Degrees] = {id(leaf): {} for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)}
         self.known |= {id(tensor): {name: 1} for name, tensor in params.items()}
         self.kept: list[Tensor] = []  # alive, so that no id is given twice
+        self.storages = {tensor.untyped_storage().data_ptr() for tensor in params.values()}
         self.uses = dict.fromkeys(params, 0)
         self.obstacles: dict[str, str] = {}
         self.floats = 0
@@ -139,7 +141,8 @@ class _Watch(TorchDispatchMode):
         result = func(*args, **kwargs)
         met = [self.known[id(leaf)] for leaf in tree_leaves((args, kwargs)) if id(leaf) in self.known]
         values = tree_leaves(result)
-        self.floats += sum(value.numel() for value in values if isinstance(value, Tensor))
+        tensors = [value for value in values if isinstance(value, Tensor) and value.is_floating_point()]
+        self.floats += sum(tensor.numel() for tensor in tensors if not self._is_view(tensor))
         if not met:
             return result  # constant
         if not all(isinstance(value, Tensor | None) for value in values):
@@ -162,6 +165,13 @@ class _Watch(TorchDispatchMode):
                         if degree >= MORE > before.get(name, 0):
                             self.obstacles.setdefault(name, _name(func))
         return result
+
+    def _is_view(self, value: Tensor) -> bool:
+        """Whether it takes no memory of its own, such as a weight that is transposed for its product."""
+        storage = value.untyped_storage().data_ptr()
+        seen = storage in self.storages
+        self.storages.add(storage)
+        return seen
 
     def structure(self, outputs: Any, count: int) -> Structure:
         """What was seen, for the outputs that the watched run returned."""
