@@ -34,6 +34,11 @@ def in_memory(count: int) -> int:
     return 2 * count - 1
 
 
+def as_fit(most: int, batch: int, memory: int) -> int:
+    """How many of at most `most` to work on at a time, so that the batches that exist at once fit into `memory`."""
+    return next((count for count in range(most, 1, -1) if in_memory(count) * batch <= memory), 1)
+
+
 def even_size(most: int, samples: int, count: int) -> int:
     """The size of equal batches of at most `most` samples, of which every core gets as many."""
     if samples < _WORTHWHILE * count:

@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from spiritlevel.cores import at_a_time, even_size, in_memory, side_by_side
+from spiritlevel.cores import as_fit, at_a_time, even_size, side_by_side
 from spiritlevel.errors import InputError, first_line
 from spiritlevel.estimators import Operator
 from spiritlevel.functional import (
@@ -471,14 +471,10 @@ class _Matrix:
         with self.ranks.together():
             batches = self._pass(rows)
             first = list(itertools.islice(batches, 1))  # with it is known whether the product can be traced
-            side_by_side(itertools.chain(first, batches), begin, add, self._cores(rows) if self.traceable else 1)
+            cores = as_fit(self.at_a_time, rows.nbytes, self.budget // 4) if self.traceable else 1
+            side_by_side(itertools.chain(first, batches), begin, add, cores)
         self.ranks.add(totals)
         return totals
-
-    def _cores(self, rows: Tensor) -> int:
-        """How many batches to multiply at a time, so that their products fit."""
-        fit = (cores for cores in range(self.at_a_time, 1, -1) if in_memory(cores) * rows.nbytes <= self.budget // 4)
-        return next(fit, 1)
 
     def _pass(self, rows: Tensor) -> Iterator[_Batch]:
         """Each batch of this rank; the data are read only if some are not kept.

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.func import grad
 
 from spiritlevel.chains import Chain, chain_traces, find_chain
-from spiritlevel.cores import at_a_time, even_size, in_memory, side_by_side
+from spiritlevel.cores import as_fit, at_a_time, even_size, in_memory, side_by_side
 from spiritlevel.distributed import Ranks
 from spiritlevel.errors import InputError, NotExactError, first_line, unknown_name, whole_number
 from spiritlevel.functional import Batches, Fingerprint, Params, Problem, along, as_leaves, parse_memory
@@ -257,8 +257,7 @@ def _cores(
     activations, classes = _bytes_per_sample(problem, structure, outputs)
     if way.norms is None or classes > activations:
         return 1
-    batch = (batch_size or 1) * (8 * activations + classes)
-    return next((cores for cores in range(at_a_time(problem.device), 1, -1) if in_memory(cores) * batch <= memory), 1)
+    return as_fit(at_a_time(problem.device), (batch_size or 1) * (8 * activations + classes), memory)
 
 
 def _batch_size(
