@@ -38,6 +38,7 @@ from spiritlevel.functional import (
     Problem,
     _is_pair_of_tensors,
     _slice,
+    along,
     as_leaves,
     parse_memory,
 )
@@ -281,22 +282,36 @@ def _hessian_in_reverse(problem: Problem, v: Params, params: Params, inputs: Any
 
 
 def _gauss_newton_in_reverse(problem: Problem, v: Params, params: Params, inputs: Any, targets: Tensor) -> Params:
-    outputs, point, moved = moved_in_reverse(problem, v, params, inputs)
+    outputs, point, moved = _moved_in_reverse(problem, v, params, inputs)
     return _pulled(outputs, point, _bend(problem.loss, outputs.detach(), targets, moved))
 
 
 def _fisher_in_reverse(problem: Problem, v: Params, params: Params, inputs: Any, targets: Tensor) -> Params:
-    outputs, point, moved = moved_in_reverse(problem, v, params, inputs)
+    outputs, point, moved = _moved_in_reverse(problem, v, params, inputs)
     return _pulled(outputs, point, _slope_along(problem.loss, outputs.detach(), targets, moved))
 
 
-def moved_in_reverse(problem: Problem, v: Params, params: Params, inputs: Any) -> tuple[Tensor, Params, Tensor]:
+def _moved_in_reverse(problem: Problem, v: Params, params: Params, inputs: Any) -> tuple[Tensor, Params, Tensor]:
     """φ with its graph, the parameters in it, and Jv: the derivative of vᵀJᵀu in dummy weights u."""
     point = as_leaves(params)
     outputs = problem.outputs(point, inputs)
     dummy = torch.zeros_like(outputs, requires_grad=True)
     along = _along(_pulled(outputs, point, dummy, create_graph=True), v)
     return outputs, point, _pulled(along, {"": dummy}, retain_graph=True)[""].detach()
+
+
+def outputs_along(problem: Problem, v: Params, params: Params, inputs: Any) -> tuple[Tensor, Tensor]:
+    """φ and Jv by forward mode, or by reverse mode where the model has no forward derivative or a wrong one."""
+    if not problem.reverse_only:
+        try:
+            outputs, moved = along(lambda point: problem.outputs(point, inputs), params, v)
+        except RuntimeError as error:
+            if isinstance(error, InputError | torch.OutOfMemoryError):
+                raise
+        else:
+            return outputs.detach(), moved.detach()
+    outputs, _, moved = _moved_in_reverse(problem, v, params, inputs)
+    return outputs.detach(), moved
 
 
 def _along(gradient: Params, v: Params) -> Tensor:

@@ -32,12 +32,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from spiritlevel.curvature import empirical_fisher, gauss_newton, hessian, moved_in_reverse
+from spiritlevel.curvature import empirical_fisher, gauss_newton, hessian, outputs_along
 from spiritlevel.derivatives import check_derivatives
 from spiritlevel.distributed import Ranks
 from spiritlevel.errors import InputError, NotExactError, unknown_name
 from spiritlevel.estimators import Operator, eigenvalues, frobenius_norm, operator_trace, spectral_norm
-from spiritlevel.functional import Batches, Params, Problem, along
+from spiritlevel.functional import Batches, Params, Problem
 from spiritlevel.gradient_norms import GradientNorms, resized
 from spiritlevel.losses import aceht
 from spiritlevel.margins import margin_bound, margins, printed_margin_bound, signed_margin
@@ -1001,11 +1001,7 @@ def _fisher_rao_norm(setting: Setting) -> Estimate:
     problem, total = setting.problem, 0.0
     with problem.active():
         for inputs, targets in setting.each():
-            if problem.reverse_only:
-                outputs, _, slope = moved_in_reverse(problem, problem.params, problem.params, inputs)
-            else:
-                here = functools.partial(lambda inputs, params: problem.outputs(params, inputs), inputs)
-                outputs, slope = along(here, problem.params, problem.params)
+            outputs, slope = outputs_along(problem, problem.params, problem.params, inputs)
             total += float(problem.loss.quadratic(outputs.detach(), targets, slope.detach()).sum())
     return Estimate(total / setting.count, matvecs=1, seed=setting.seed)
 
