@@ -200,7 +200,6 @@ PADDED = {
             nn.Conv2d(2, 2, 3, padding=padding, padding_mode=mode), channels=2, features=2 * size * size
         ),
         IMAGE,
-        undefined={"path_norm"} if mode == "circular" else set(),  # which writes into parts of a tensor
     )
     for mode in ("zeros", "circular", "reflect", "replicate")
     for padding, size in ((1, 4), (2, 6))
@@ -238,7 +237,6 @@ CASES = {
     "circular, 3d": Case(
         lambda: between(nn.Conv3d(2, 2, 3, padding=1, padding_mode="circular"), channels=2, features=16, dims=3),
         VOLUME,
-        undefined={"path_norm"},
     ),
     **{join: Case(lambda join=join: Branches(join)) for join in Branches.JOINS},
     "concatenation, written": Case(lambda: Branches("written"), allows=BUT_ALL),

@@ -553,6 +553,32 @@ def test_path_norm_squares_the_weights_of_average_pooling() -> None:
     assert close(MEASURES["path_norm"](net, points).value, math.sqrt(paths))
 
 
+class Circle(nn.Module):
+    """A circular convolution in one of three ways, all of which read each entry by the same weights."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.form = form
+        self.first = nn.Conv1d(1, 2, 1)
+        self.conv = nn.Conv1d(2, 2, 3, padding=1 if form == "circular" else 0, padding_mode="circular")
+        self.last = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x).relu()
+        if self.form == "joined":
+            x = torch.cat([x[..., -1:], x, x[..., :1]], 2)
+        if self.form == "listed":
+            x = x[..., torch.tensor([3, 0, 1, 2, 3, 0])]
+        return self.last(self.conv(x).relu().flatten(1))
+
+
+def test_path_norm_follows_what_padding_writes() -> None:
+    nets = [randomised(Circle(form)) for form in ("circular", "joined", "listed")]
+    points = labelled(nets[0], normal(6, 1, 4))
+    wanted, *others = (value(Setting(net, points), "path_norm") for net in nets)
+    assert all(close(other, wanted, 1e-12) for other in others)
+
+
 class Pooled(nn.Module):
     """A convolution, some map of the images to 4 channels, a linear layer."""
 

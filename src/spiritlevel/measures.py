@@ -1459,22 +1459,57 @@ class _Paths(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.known: dict[int, Tensor | None] = {id(inputs): torch.ones_like(inputs, dtype=torch.float64)}
         self.kept: list[Any] = [inputs]  # alive, so that no id is given twice
+        self.written: dict[int, Tensor] = {}  # the same for all the memory of a tensor that was written into
 
     def squares(self, value: Any) -> Any:
         """The sums of squared paths that end in these entries; other arguments as they are."""
+        memory = self._memory(value)
+        if memory is not None:
+            return memory.clone()
         if id(value) in self.known:
             return self.known[id(value)]
         return value.double().square() if isinstance(value, Tensor) and value.is_floating_point() else value
+
+    def knows(self, value: Any) -> bool:
+        """Whether the inputs reach it."""
+        return id(value) in self.known or self._memory(value) is not None
+
+    def _memory(self, value: Any) -> Tensor | None:
+        """The part of `written` that a tensor sees."""
+        if not self.written or not isinstance(value, Tensor) or not value.is_floating_point():
+            return None
+        memory = self.written.get(value.untyped_storage().data_ptr())
+        return None if memory is None else memory.as_strided(value.shape, value.stride(), value.storage_offset())
+
+    def _write(self, target: Tensor, source: Tensor) -> None:
+        """A tensor is written into, below what `functionalize` sees: all that shares its memory changes with it."""
+        storage, new = target.untyped_storage(), self.squares(_as_tensor(source, target))
+
+        def seen_by(value: Tensor) -> Tensor:
+            return self.written[storage.data_ptr()].as_strided(value.shape, value.stride(), value.storage_offset())
+
+        if storage.data_ptr() not in self.written:
+            everything = torch.empty(0, dtype=target.dtype, device=target.device).set_(storage)
+            self.written[storage.data_ptr()] = everything.double().square()
+            for value in self.kept:
+                known = self.known.get(id(value))
+                if known is not None and value.untyped_storage().data_ptr() == storage.data_ptr():
+                    seen_by(value).copy_(known)
+            self.kept.append(target)
+        seen_by(target).copy_(new)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         name = func.overloadpacket.__name__
-        reached = [id(leaf) for leaf in tree_leaves((args, kwargs)) if id(leaf) in self.known]
+        reached = [leaf for leaf in tree_leaves((args, kwargs)) if self.knows(leaf)]
         if not reached or name in _EMPTY:
             return result
+        if name == "copy_":
+            self._write(*args[:2])
+            return result
         values, found = tree_leaves(result), None
-        if all(self.known[leaf] is not None for leaf in reached):
+        if all(self.known.get(id(leaf), leaf) is not None for leaf in reached):
             found = self._rule(name, func, args, kwargs, result)
         elif not any(isinstance(value, Tensor) and value.is_floating_point() for value in values):
             found = values  # indices, made from others
@@ -1493,7 +1528,7 @@ class _Paths(TorchDispatchMode):
         """The sums of paths behind an operation, None where no rule is known."""
         squares = self.squares
         if name in _MOVED:
-            constants = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor) and id(leaf) not in self.known]
+            constants = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor) and not self.knows(leaf)]
             if name in ("max", "maximum") and any(bool(constant.any()) for constant in constants):
                 return None  # a clip, not homogeneous
             if "index" not in name and not all(constant.is_floating_point() for constant in constants):
@@ -1535,13 +1570,13 @@ class _Paths(TorchDispatchMode):
     def _product(self, name: str, func: Any, args: Any, kwargs: Any, result: Any) -> Any:
         """Of a value with weights, plus a bias; a product of two values that the inputs reach has no paths."""
         factors = args[1:3] if name in _ADDED else args[:2]
-        if all(id(factor) in self.known for factor in factors) or kwargs.get("rounding_mode"):
+        if all(self.knows(factor) for factor in factors) or kwargs.get("rounding_mode"):
             return None
         if name in ("mul", "div"):
             first, second = (self.squares(_as_tensor(argument, result)) for argument in args[:2])
             if name == "mul":
                 return first * second
-            return None if id(args[1]) in self.known else first / second
+            return None if self.knows(args[1]) else first / second
         scales = {key: number**2 for key, number in kwargs.items()}  # alpha and beta
         return func(*(self.squares(argument) for argument in args), **scales)
 
@@ -1588,7 +1623,7 @@ def _path_norm(setting: Setting) -> Estimate:
     except RuntimeError as error:
         first = str(error).strip().split("\n", 1)[0][:200]
         raise InputError(f"path_norm follows the operations of the network, which fails: {first}.") from error
-    if id(outputs) not in paths.known:
+    if not paths.knows(outputs):
         raise InputError("path_norm: no path leads from the inputs to the outputs.")
     return Estimate(math.sqrt(float(paths.squares(outputs).sum())), seed=setting.seed)
 
