@@ -363,6 +363,28 @@ def test_the_last_layer_is_the_last_one_whether_frozen_or_not() -> None:
         MEASURES["relative_flatness"](randomised(FunctionalHead()), points)
 
 
+class Auxiliary(nn.Module):
+    """A second head that runs last and is not returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head, self.aside = nn.Linear(3, 4), nn.Linear(4, 3), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x).relu()
+        outputs = self.head(x)
+        self.aside(x)
+        return outputs
+
+
+def test_the_last_layer_is_one_that_the_outputs_depend_on() -> None:
+    net = randomised(Auxiliary())
+    points = labelled(net, normal(10, 3))
+    plain = nn.Sequential(net.first, nn.ReLU(), net.head)  # type: ignore[arg-type]
+    for name in ("relative_flatness", "hidden_margin_median", "spectral_margin_mean"):
+        assert close(value(Setting(net, points), name), value(Setting(plain, points), name)), name
+
+
 class Graph(nn.Module):
     """A fixed matrix behind the last layer, which is no layer."""
 

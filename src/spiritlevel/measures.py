@@ -294,10 +294,11 @@ class Setting:
 
     @property
     def last(self) -> _Call:
-        """The last layer that ran, frozen or not."""
-        if not self.calls:
+        """The last layer that ran, frozen or not, among those that the outputs are not known to ignore."""
+        calls = [call for call in self.calls if self.structure.degrees.get(call.weight, 1)]
+        if not calls:
             raise InputError("the network has no linear layer or convolution.")
-        last = self.calls[-1]
+        last = calls[-1]
         if last.module is None:
             raise InputError(
                 f"the last layer of the network is the bare operation '{last.name}' on parameter {last.weight!r}; "
