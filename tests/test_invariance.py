@@ -114,6 +114,20 @@ class Unused(nn.Module):
         return self.head(x)
 
 
+class Halves(nn.Module):
+    """Half of the channels go past a convolution, and two heads are added up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(1, 4, 1), nn.Conv2d(2, 2, 2)
+        self.heads = nn.ModuleList(nn.Linear(50, 3) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        past, through = self.first(x).relu().chunk(2, 1)
+        both = torch.cat([past.flatten(1), self.second(through).relu().flatten(1)], 1)
+        return self.heads[0](both) + 0.5 * self.heads[1](both)
+
+
 class Dense(nn.Module):
     """Every layer reads all the layers before it, and perhaps the inputs, too."""
 
@@ -245,6 +259,14 @@ CASES = {
     "concatenation, written": Case(lambda: Branches("written"), allows=BUT_ALL),
     "shortcuts": Case(Shortcut, IMAGE),
     "shortcuts, batch norm": Case(lambda: Shortcut(nn.BatchNorm2d), IMAGE, NORMED),
+    "halves": Case(Halves, IMAGE),
+    "shuffled groups": Case(
+        lambda: between(
+            nn.Conv2d(4, 4, 1, groups=2), nn.ReLU(), nn.ChannelShuffle(2), nn.Conv2d(4, 4, 3, groups=2),
+            channels=4, features=16,
+        ),
+        IMAGE,
+    ),
     "maxout of one layer": Case(lambda: Maxout(1), allows=SCALINGS - {"rescale_channels"}),
     "maxout of two layers": Case(lambda: Maxout(2)),
     "every layer reads all": Case(lambda: Dense(False)),
