@@ -6,7 +6,7 @@ import copy
 import itertools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import naive
 import pytest
@@ -335,6 +335,55 @@ def test_parameters_outside_modules_are_layers_too() -> None:
 
     result = rescale_layers(Bare(), {"first": 2.0, "second": 0.5}, data=torch.randn(5, 3))
     assert result.certificate.factors == {"first": 2.0, "second": 0.5}
+
+
+class Products(nn.Module):
+    """Products with bare matrices, the second one turned in one of the ways that Python offers."""
+
+    TURNS: ClassVar[dict[str, Callable[[Tensor], Tensor]]] = {
+        "t": lambda matrix: matrix.t(),
+        "T": lambda matrix: matrix.T,
+        "mT": lambda matrix: matrix.mT,
+        "transpose": lambda matrix: matrix.transpose(0, 1),
+        "permute": lambda matrix: matrix.permute(1, 0),
+    }
+
+    def __init__(self, turn: str, again: bool = False) -> None:
+        super().__init__()
+        self.first, self.second = nn.Parameter(torch.randn(3, 4)), nn.Parameter(torch.randn(2, 4))
+        self.turn, self.again = self.TURNS[turn], again
+
+    def forward(self, x: Tensor) -> Tensor:
+        result = torch.matmul(F.relu(x @ self.first), self.turn(self.second))
+        return result + self.turn(self.second).sum() if self.again else result
+
+
+@pytest.mark.parametrize("turn", Products.TURNS)
+def test_products_with_a_matrix_of_parameters_are_layers(turn: str) -> None:
+    model, x = Products(turn).double(), torch.randn(5, 3).double()
+    assert scaling_groups(model, data=x) == (ScalingGroup(("first",), ("second",), (), 4),)
+    channels = 2.0 ** torch.tensor([9.0, -9, 4, -1])
+    result = rescale_layers(model, {"first": channels}, data=x)
+    assert result.certificate.relative_difference == 0
+    assert torch.equal(result.model.second, model.second / channels)  # type: ignore[arg-type, operator]
+    assert scale_last_layer(model, 4.0, data=x).certificate.factors == {"first": 1.0, "second": 4.0}
+    assert not scaling_groups(Products(turn, again=True).double(), data=x)  # its second use takes no factor
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_transposed_convolutions_take_factors_and_fold_batch_norm(dims: int, groups: int) -> None:
+    conv = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)[dims - 1]
+    norm = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)[dims - 1]
+    layers = [conv(4, 8, 2, groups=groups), nn.ReLU(), conv(8, 4, 3, stride=2, groups=groups, bias=False), norm(4)]
+    model = with_statistics(nn.Sequential(*layers, nn.ReLU(), nn.Flatten(), nn.Linear(4 * 9**dims, 2))).double()
+    x = torch.randn(3, 4, *[3] * dims).double()
+    channels = {name: 2.0 ** torch.randint(-9, 10, (size,)).double() for name, size in (("0", 8), ("2", 4), ("3", 4))}
+    assert rescale_layers(model, {"0": 64.0, "2": 2.0**-6}, data=x).certificate.relative_difference < 1e-14
+    assert rescale_layers(model, channels, data=x).certificate.relative_difference < 1e-14
+    folded = fold_batchnorm(model, data=x)
+    assert folded.certificate.relative_difference < 1e-13
+    assert not any(isinstance(module, norm) for module in folded.model.modules())
 
 
 def test_numbers_keep_their_precision() -> None:

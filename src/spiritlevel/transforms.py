@@ -6,9 +6,10 @@ preserved, checked on data. The original is never touched. A certificate's diago
 H(Tθ) = T⁻¹H(θ)T⁻¹ (MATH 4.8); `Transformed.hessian` applies it.
 
 The layers that may be scaled are found by running the network on two samples and following the factor of every value:
-linear layers, convolutions and the affine part of batch norm take a factor; ReLU, leaky ReLU, PReLU, dropout, pooling,
-padding with zeros, reshaping and multiplication by a number pass it on; sums and concatenations tie the layers in front
-of them into one group; batch norm absorbs it in its statistics. Any other operation demands the factor 1.
+linear layers, convolutions (grouped and transposed ones too), products with a matrix of parameters and the affine part
+of batch norm take a factor; ReLU, leaky ReLU, PReLU, dropout, pooling, padding with zeros, reshaping and multiplication
+by a number pass it on; sums and concatenations tie the layers in front of them into one group; batch norm absorbs it in
+its statistics. Any other operation demands the factor 1.
 """
 
 from __future__ import annotations
@@ -28,7 +29,6 @@ from torch.func import functional_call
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
-from torch.nn.utils.fusion import fuse_conv_bn_weights
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -412,7 +412,10 @@ _SHAPE = frozenset(
 _SUM = frozenset("add add_ sub sub_ maximum minimum".split())
 _JOIN = frozenset("cat concat concatenate stack".split())
 _INPUT = "the input cannot be scaled"
-_CONVOLUTION = frozenset("conv1d conv2d conv3d".split())
+_TRANSPOSED = frozenset("conv_transpose1d conv_transpose2d conv_transpose3d".split())
+_CONVOLUTION = frozenset("conv1d conv2d conv3d".split()) | _TRANSPOSED
+_PRODUCT = frozenset("matmul __matmul__ mm".split())
+_TURNED = frozenset("t transpose swapaxes permute adjoint".split())
 
 
 @dataclass(frozen=True)
@@ -497,6 +500,7 @@ class _Walk(TorchFunctionMode):
         self.norms: dict[str, list[int]] = {}  # what each batch norm reads
         self.makers: dict[int, str] = {}  # what each layer writes
         self.readers: dict[int, int] = {}  # how many operations read a value
+        self.turned: dict[int, Tensor] = {}  # the matrix of parameters that a tensor is the transpose of
         self.obstacle = ""  # what reads the raw input and is no layer
         self.output = self._fixed("")
 
@@ -602,8 +606,11 @@ class _Walk(TorchFunctionMode):
     def _follow(self, call: _Call) -> None:
         """The rule of every operation: what becomes of the factors of its inputs."""
         name, values = call.name, call.values
-        if name == "linear" or name in _CONVOLUTION:
+        if name == "linear" or name in _CONVOLUTION or self._is_matrix_product(call):
             return self._layer(call)
+        if self._turns_a_matrix(call):
+            self.turned[id(call.outputs[0])] = call.tensors[0]
+            return None
         if call.func is F.batch_norm and self.stack and isinstance(self.stack[-1], _BatchNorm):
             return self._norm(self.stack[-1], call)
         for tensor in call.tensors:
@@ -641,22 +648,39 @@ class _Walk(TorchFunctionMode):
             self.reasons.setdefault(value.group, reason)
         return reason
 
+    def _is_matrix_product(self, call: _Call) -> bool:
+        """Whether a value is multiplied by a matrix of parameters, its transpose or neither, from the right."""
+        if call.name not in _PRODUCT or len(call.tensors) != 2 or call.tensors[0].ndim < 2:
+            return False
+        matrix = self.turned.get(id(call.tensors[1]), call.tensors[1])
+        return matrix.ndim == 2 and id(matrix) in self.names
+
+    def _turns_a_matrix(self, call: _Call) -> bool:
+        """Whether it makes the transpose of a matrix of parameters, which is no use of it yet."""
+        if len(call.tensors) != 1 or id(call.tensors[0]) not in self.names or call.tensors[0].ndim != 2:
+            return False
+        if call.name not in _TURNED and call.func not in (Tensor.T.__get__, Tensor.mT.__get__):  # type: ignore[attr-defined]
+            return False
+        (tensor,), (output,) = call.tensors, call.outputs
+        return (output.shape, output.stride()) == (tensor.shape[::-1], tensor.stride()[::-1])
+
     def _layer(self, call: _Call) -> None:
         """A linear layer or convolution: undoes a factor of each channel, passes a number on, adds its own factor."""
         (input, weight, *bias), value, output = call.tensors, call.values[0], call.outputs[0]
-        axis = -1 if call.name == "linear" else 1 - weight.ndim
-        groups = 1 if call.name == "linear" else call.kwargs.get("groups", call.args[6] if len(call.args) > 6 else 1)
+        inputs_first = call.name in _TRANSPOSED or (call.name in _PRODUCT and id(weight) not in self.turned)
+        weight = self.turned.get(id(weight), weight)
+        axis, groups = -1, 1
+        if call.name in _CONVOLUTION:
+            axis, groups = 1 - weight.ndim, call.kwargs.get("groups", call.args[6] if len(call.args) > 6 else 1)
         name = self.names.get(id(weight), "")
         key = name.removesuffix(".weight")
         own = self.factors.get(key, 1.0) if name else 1.0
         fan_out = output.shape[axis]
         self._fits(key, own, fan_out)
-        undo: Factor = 1.0
-        if value.channels is not None:
-            inverse = (1 / self._vector(value.channels, axis)).reshape(groups, 1, -1)
-            undo = inverse.expand(-1, fan_out // groups, -1).reshape(fan_out, -1, *[1] * (weight.ndim - 2))
-        rows = own.reshape(-1, *[1] * (weight.ndim - 1)) if isinstance(own, Tensor) else own
-        for tensor, factor in ((input, 1.0), (weight, rows * undo), *((tensor, value.scale * own) for tensor in bias)):
+        undo: Factor = 1.0 if value.channels is None else 1 / self._vector(value.channels, axis)
+        axes = (undo, own) if inputs_first else (own, undo)
+        change = _grid(*axes, weight.shape, groups)
+        for tensor, factor in ((input, 1.0), (weight, change), *((tensor, value.scale * own) for tensor in bias)):
             self._use(tensor, factor)
         result = self._scaled(value.scale, own, output, axis)
         self._set(output, result)
@@ -801,7 +825,7 @@ class _Walk(TorchFunctionMode):
 
     def _use(self, tensor: Tensor, factor: Factor) -> None:
         """Note that a parameter is read here and must be multiplied by `factor`."""
-        name = self.names.get(id(tensor))
+        name = self.names.get(id(self.turned.get(id(tensor), tensor)))
         if name is not None:
             self.uses.setdefault(name, []).append(1.0 if _is_one(factor) else factor)
         elif not _is_one(factor):
@@ -833,6 +857,19 @@ class _Walk(TorchFunctionMode):
         if not self.stack or not self.modules.get(id(self.stack[-1])):
             return "the network's own forward"
         return f"{self.modules[id(self.stack[-1])]!r} ({type(self.stack[-1]).__name__})"
+
+
+def _grid(first: Factor, second: Factor, shape: torch.Size, groups: int) -> Factor:
+    """The factor of every entry of a weight, from those of the indices on its first axis and on its second.
+
+    The second axis counts the channels of one group, so that the same index is another channel in each group.
+    """
+    rest = [1] * (len(shape) - 2)
+    if isinstance(first, Tensor):
+        first = first.reshape(-1, 1, *rest)
+    if isinstance(second, Tensor):
+        second = second.reshape(groups, 1, -1).expand(-1, shape[0] // groups, -1).reshape(*shape[:2], *rest)
+    return first * second
 
 
 def _text(factor: Factor) -> str:
@@ -991,20 +1028,14 @@ def fold_batchnorm(model: nn.Module, *, data: Any = None) -> Transformed:
 
 
 def _fold(layer: Any, norm: Any) -> None:
-    def double(tensor: Tensor | None) -> Any:
-        return None if tensor is None else tensor.detach().double()
+    def double(tensor: Tensor | None, otherwise: float) -> Tensor:
+        return torch.full_like(norm.running_mean, otherwise).double() if tensor is None else tensor.detach().double()
 
-    weight, bias = fuse_conv_bn_weights(
-        double(layer.weight),
-        double(layer.bias),
-        double(norm.running_mean),
-        double(norm.running_var),
-        norm.eps,
-        double(norm.weight),
-        double(norm.bias),
-    )
+    slope = double(norm.weight, 1.0) / (double(norm.running_var, 1.0) + norm.eps).sqrt()
+    bias = (double(layer.bias, 0.0) - double(norm.running_mean, 0.0)) * slope + double(norm.bias, 0.0)
+    axes: tuple[Factor, Factor] = (1.0, slope) if getattr(layer, "transposed", False) else (slope, 1.0)
     with torch.no_grad():
-        layer.weight.copy_(weight)
+        layer.weight.copy_(layer.weight.double() * _grid(*axes, layer.weight.shape, getattr(layer, "groups", 1)))
     _set_bias(layer, bias)
 
 
