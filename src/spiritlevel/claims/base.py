@@ -54,7 +54,7 @@ class Kind(StrEnum):
         return {
             Kind.FORMULA: "a formula, theorem, bound or count, computed at instances drawn from the seed",
             Kind.RECORD: "numbers and names as printed, against each other or a public fact; nothing is measured",
-            Kind.EXPERIMENT: "observed on small networks that the check trains, not on those of the paper",
+            Kind.EXPERIMENT: "observed on small networks that the check builds, not on those of the paper",
             Kind.CONVENTION: "a choice, neither true nor false; what is tested is where it leads",
         }[self]
 
