@@ -796,8 +796,8 @@ def _way(seed: int, batch: int) -> _Way:
     "Section 4.2",
     "At every step the process [with a smaller batch] will advance further than a large-batch method would; therefore "
     "large-batch methods not having had enough time to maximize margins is the driving force [in as many steps].",
-    "Its steps are longer, but much of that is noise: a way several times as long ends no further from the start, with "
-    "margins no wider. Counted in samples, the large batch had 16 times more time.",
+    "Not in general. The steps are longer, but much of that is noise: a way several times as long can end no further "
+    "from the start, with margins no wider. Counted in samples, the large batch had 16 times more time.",
     kind=Kind.EXPERIMENT,
 )
 def _time(seed: int) -> Finding:
@@ -1493,8 +1493,8 @@ def _scaled_margins(seed: int) -> Finding:
     "A-6-classes",
     "Section 6, after Sagun et al. 2017",
     "The Hessian, upon convergence, has as many positive eigenvalues as the number of classes in the dataset used.",
-    "Far more are positive; for an affine classifier (C − 1)·rank[X 1]. It can only mean large outliers, and of those "
-    "there are C − 1 rather than C.",
+    "Far more are positive; for an affine classifier (C − 1)·rank[X 1]. It can only mean large outliers; "
+    "where the points differ little from their mean these are C − 1, not C.",
 )
 def _as_many_as_classes(seed: int) -> Finding:
     """Printed: an affine classifier on 6 points and 5 classes has 5 eigenvalues above 1e-9 of the largest.
