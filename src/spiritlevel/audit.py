@@ -214,7 +214,7 @@ def _groups(here: Setting, who: str) -> list[ScalingGroup]:
     """The groups of layers that other layers undo."""
     groups = [group for group in maps.scaling_groups(here.model, data=here.data) if group.readers]
     if not groups:
-        raise InputError(f"{who}: the network has no two layers between which a factor passes.")
+        raise InputError(f"{who}: {maps.why_no_groups(here.model, data=here.data)}.")
     return groups
 
 

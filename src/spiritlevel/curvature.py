@@ -18,6 +18,7 @@ import operator
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -358,7 +359,7 @@ _FOOTPRINT = 8  # bytes that a product takes for each byte of activations
 _MOST_VECTORS = 32  # multiplied at once
 _MOST_SHAPES = 16  # of batches that are traced
 _FEW = 16  # samples on which a trace is tried
-_ROUNDING = 10  # times the change between neighbouring parameters
+_ROUNDING = 10  # times the change between parameters that are the same but for rounding
 _Flat = Callable[..., tuple[Tensor, ...]]  # of a vector, the parameters and a batch, each as tensors
 _TENSOR = object()  # marks the place of a tensor among a batch's leaves
 
@@ -617,11 +618,11 @@ class _Matrix:
                 other = traced.trace.multiply(*self._shaped(pair[1]), *traced.constants)
             parts = [torch.stack(both) for both in zip(traced.product, other, strict=True)]
 
-        def again(sign: int) -> Tensor:
-            moved = list(nearby(self.problem.params, sign).values())
-            return _rows(self._differentiate(flat, fixed, pair, moved))
+        def elsewhere() -> Iterator[Tensor]:
+            for params in nearby(self.problem.params):
+                yield _rows(self._differentiate(flat, fixed, pair, list(params.values())))
 
-        self._check_symmetry(pair, _rows(parts), again)
+        self._check_symmetry(pair, _rows(parts), elsewhere)
         return traced
 
     def _shaped(self, row: Tensor) -> list[Tensor]:
@@ -629,11 +630,11 @@ class _Matrix:
         parts = row.split([tensor.numel() for tensor in self.params])
         return [part.reshape(tensor.shape) for part, tensor in zip(parts, self.params, strict=True)]
 
-    def _check_symmetry(self, pair: Tensor, products: Tensor, again: Callable[[int], Tensor]) -> None:
+    def _check_symmetry(self, pair: Tensor, products: Tensor, elsewhere: Callable[[], Iterator[Tensor]]) -> None:
         """Refuse a product that is not symmetric: uᵀHv = vᵀHu for two random vectors, whose size is about ‖Hv‖.
 
-        Where terms cancel, Hv is nothing but their rounding, and so is its asymmetry: products at neighbouring
-        parameters, `again(±1)`, then differ as much.
+        Where terms cancel, Hv is nothing but their rounding, and so is its asymmetry: products at parameters that are
+        the same but for rounding, `elsewhere`, then differ as much.
         """
         pair, products = pair.double(), products.double()
         largest = float(products.abs().max())
@@ -644,8 +645,8 @@ class _Matrix:
         size = float(torch.linalg.vector_norm(products, dim=1).max())
         if difference <= (1e-2 if self.problem.dtype == torch.float32 else 1e-6) * size:
             return
-        changes = (again(sign).double() / largest - products for sign in (1, -1))
-        if difference > _ROUNDING * min(float(torch.linalg.vector_norm(change, dim=1).max()) for change in changes):
+        changes = [other.double() / largest - products for other in elsewhere()]
+        if difference > _ROUNDING * median(float(torch.linalg.vector_norm(change, dim=1).max()) for change in changes):
             raise InputError(
                 "the second derivatives of this model are not symmetric, so no curvature of it can be trusted: a part "
                 "of its forward pass runs under torch.no_grad() or on .data (use .detach() to cut a gradient), or an "
@@ -706,11 +707,30 @@ def _activation_bytes(problem: Problem, batches: Batches) -> tuple[int, int]:
             saved[pointer] = max(saved.get(pointer, 0), tensor.nbytes)
         return tensor.detach()  # the tensor itself, kept by the operation that made it, would never be freed
 
-    with problem.active(), torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        outputs = problem.outputs(params, inputs)
+    with problem.active():
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+                outputs = problem.outputs(params, inputs)
+        except (InputError, RuntimeError):  # a model that differentiates by itself, for one, allows no hooks
+            with _Sizes(saved):
+                outputs = problem.outputs(params, inputs)
     problem.checked(outputs, inputs, targets)
     sizes = [*saved.values(), outputs.nbytes]
     return max(1, sum(sizes) // len(targets)), max(1, max(sizes) // len(targets))
+
+
+class _Sizes(TorchDispatchMode):
+    """Counts the bytes of all that operations return, instead of what they save."""
+
+    def __init__(self, sizes: dict[int, int]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.sizes = sizes
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not func.is_view:
+            self.sizes[-len(self.sizes) - 1] = sum(x.nbytes for x in tree_leaves(result) if isinstance(x, Tensor))
+        return result
 
 
 # ---------------------------------------------------------------- traces

@@ -215,12 +215,49 @@ def _pdist(input: Tensor, p: float = 2.0) -> Tensor:
     return _norm(input[first] - input[second], p)
 
 
+def _scatter_reduce(
+    input: Tensor, dim: int, index: Tensor, src: Tensor, reduce: str, *, include_self: bool = True
+) -> Tensor | None:
+    """Products of the entries that meet in one place; forward mode takes their derivative for zero."""
+    if reduce != "prod" or not input.ndim or not index.ndim or not index.numel():
+        return None
+    there = tuple(slice(size) for size in index.shape)
+    region = tuple(slice(None) if axis == dim % input.ndim else part for axis, part in enumerate(there))
+    before, index, source = (item.movedim(dim, -1) for item in (input[region], index, src[there]))
+    meets = index.unsqueeze(-2) == torch.arange(input.shape[dim], device=input.device).unsqueeze(-1)
+    product = torch.where(meets, source.unsqueeze(-2), 1.0).prod(-1)
+    product = product * before if include_self else torch.where(meets.any(-1), product, before)
+    result = input.clone()
+    result[region] = product.movedim(-1, dim).to(input.dtype)
+    return result
+
+
+def _scatter_reduce_(input: Tensor, *args: Any, **kwargs: Any) -> Tensor | None:
+    result = _scatter_reduce(input, *args, **kwargs)
+    return None if result is None else input.copy_(result)
+
+
+def _cholesky_inverse(input: Tensor, upper: bool = False) -> Tensor:
+    """Built in, its second derivative is off by some 1e-5, and not symmetric."""
+    unit = torch.eye(input.shape[-1], dtype=input.dtype, device=input.device)
+    return torch.cholesky_solve(unit.expand(input.shape), input, upper=upper)
+
+
 def _triangular_solve(
     input: Tensor, A: Tensor, upper: bool = True, transpose: bool = False, unitriangular: bool = False
 ) -> tuple[Tensor, Tensor]:
     matrix = A.mT if transpose else A
     solution = torch.linalg.solve_triangular(matrix, input, upper=upper != transpose, unitriangular=unitriangular)
     return torch.return_types.triangular_solve((solution, A.clone()))
+
+
+def _normal(mean: Any, std: Any = 1.0, *size: Any, generator: Any = None, **options: Any) -> Tensor | None:
+    """Built in, it has no derivative by mean and deviation, and says that it is zero."""
+    if size or options or not any(isinstance(item, Tensor) for item in (mean, std)):
+        return None
+    like = mean + 0 * std
+    noise = torch.randn(like.shape, generator=generator, dtype=like.dtype, device=like.device)
+    return mean + std * noise
 
 
 # ---------------------------------------------------------------- embeddings
@@ -327,8 +364,14 @@ _REWRITES: dict[Any, Callable[..., Any]] = {
     F.max_unpool3d: _max_unpool(3),
     torch.cdist: _cdist,
     torch.pdist: _pdist,
+    torch.scatter_reduce: _scatter_reduce,
+    Tensor.scatter_reduce: _scatter_reduce,
+    Tensor.scatter_reduce_: _scatter_reduce_,
+    torch.cholesky_inverse: _cholesky_inverse,
+    Tensor.cholesky_inverse: _cholesky_inverse,
     torch.triangular_solve: _triangular_solve,
     Tensor.triangular_solve: _triangular_solve,
+    torch.normal: _normal,
     F.embedding: _embedding,
     F.embedding_bag: _embedding_bag,
     F.multi_margin_loss: _multi_margin_loss,

@@ -440,19 +440,17 @@ def along(function: Callable[[Params], Any], params: Params, direction: Params) 
     return result[0], result[1]
 
 
-def nearby(params: Params, sign: int) -> Params:
-    """The parameters moved by a few units in their last place: what changes by that is known no better.
-
-    `sign` is 1 or -1, for two opposite moves: at a kink one of the two stays on the side that was measured.
-    """
+def nearby(params: Params) -> Iterator[Params]:
+    """Three times the parameters moved by some units in their last places: what changes by that is rounding."""
     generator = torch.Generator().manual_seed(0)
-    result = {}
-    for name, tensor in params.items():
-        size = tensor.abs()
-        size = size + (float(size.mean()) or 1.0)
-        noise = torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype).to(tensor.device)
-        result[name] = tensor + sign * 4 * torch.finfo(tensor.dtype).eps * size * noise
-    return result
+    for _ in range(3):
+        moved = {}
+        for name, tensor in params.items():
+            size = tensor.abs()
+            size = size + (float(size.mean()) or 1.0)
+            noise = torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype).to(tensor.device)
+            moved[name] = tensor + 64 * torch.finfo(tensor.dtype).eps * size * noise
+        yield moved
 
 
 def _state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
