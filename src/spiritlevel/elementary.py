@@ -238,7 +238,7 @@ def _scatter_reduce_(input: Tensor, *args: Any, **kwargs: Any) -> Tensor | None:
 
 
 def _cholesky_inverse(input: Tensor, upper: bool = False) -> Tensor:
-    """Built in, its second derivative is off by some 1e-5, and not symmetric."""
+    """Built in, forward over reverse mode is off by some 1e-5, and not symmetric."""
     unit = torch.eye(input.shape[-1], dtype=input.dtype, device=input.device)
     return torch.cholesky_solve(unit.expand(input.shape), input, upper=upper)
 
