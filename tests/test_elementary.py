@@ -165,7 +165,17 @@ VALUES: dict[str, Callable[[], Any]] = {
         for padding in (None, 0, -3)
     },
     "bag, weighted": lambda: F.embedding_bag(TOKENS, random(7, 2), mode="sum", per_sample_weights=random(4, 5)),
-    "bag, offsets": lambda: F.embedding_bag(TOKENS[0], random(7, 2), torch.tensor([0, 3])),
+    **{
+        f"bag, offsets, {mode}": lambda mode=mode: F.embedding_bag(
+            TOKENS[2], random(7, 2), torch.tensor([0, 3, 3]), mode=mode, padding_idx=3
+        )
+        for mode in ("sum", "mean", "max")
+    },
+    "bag, last offset": lambda: F.embedding_bag(
+        TOKENS[0], random(7, 2), torch.tensor([0, 3, 5]), mode="sum", include_last_offset=True
+    ),
+    "multi margin of one": lambda: F.multi_margin_loss(random(3), torch.tensor(1)),
+    "multi margin of one, none": lambda: F.multi_margin_loss(random(3), torch.tensor([1]), reduction="none"),
     **{
         f"multi margin, {p}, {reduction}": lambda p=p, reduction=reduction: F.multi_margin_loss(
             random(4, 3), Y[:4], p=p, margin=0.7, weight=random(3).exp(), reduction=reduction

@@ -507,6 +507,8 @@ def reasons(result: Result) -> str:
 
 def chosen_names(options: argparse.Namespace) -> list[str]:
     names = list(operations())
+    if options.after:
+        names = names[names.index(options.after) + 1 :]
     if options.quick:
         return [name for index, name in enumerate(names) if name in ONCE_BAD or index % 40 == 0]
     if options.only:
@@ -518,6 +520,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", help="parts of names")
     parser.add_argument("--quick", action="store_true", help="what was once found bad, and a sample of the rest")
+    parser.add_argument("--after", help="only what follows this operation in the table")
     parser.add_argument("--samples", type=int, default=2, help="of each operation")
     parser.add_argument("--json", type=Path, help="where to keep the verdicts")
     parser.add_argument("--page", type=Path, help="where to write the page")

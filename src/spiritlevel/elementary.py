@@ -293,17 +293,21 @@ def _embedding_bag(
     include_last_offset: bool = False,
     padding_idx: int | None = None,
 ) -> Tensor | None:
-    """Bags in the rows of a matrix; the padding is in none of them."""
-    if input.ndim != 2 or offsets is not None or max_norm is not None or scale_grad_by_freq:
+    """Bags in the rows of a matrix, or one after the other from `offsets` on; the padding is in none of them."""
+    if max_norm is not None or scale_grad_by_freq or (input.ndim == 2) != (offsets is None):
         return None
-    rows = F.embedding(input, weight)
     inside = torch.ones_like(input, dtype=torch.bool)
     if padding_idx is not None:
         inside = input != padding_idx % weight.shape[0]
+    rows = F.embedding(input, weight)
+    if offsets is not None:
+        starts = offsets[:-1] if include_last_offset else offsets
+        places, bags = (torch.arange(size, device=input.device) for size in (len(input), len(starts)))
+        bag = (places[:, None] >= starts).sum(1) - 1
+        inside, rows = inside & (bag == bags[:, None]), rows.expand(len(starts), *rows.shape)
     if mode == "max":
-        filled = inside.any(1, keepdim=True)
         most = rows.masked_fill(~inside.unsqueeze(-1), -math.inf).max(1).values
-        return torch.where(filled, most, 0.0)
+        return torch.where(inside.any(1, keepdim=True), most, 0.0)
     share = inside.to(rows)
     if per_sample_weights is not None:
         share = share * per_sample_weights
@@ -325,8 +329,11 @@ def _multi_margin_loss(
     reduce: bool | None = None,
     reduction: str = "mean",
 ) -> Tensor | None:
-    if size_average is not None or reduce is not None or input.ndim != 2 or target.ndim != 1:
+    if size_average is not None or reduce is not None:
         return None
+    if input.ndim < 2:
+        values = _multi_margin_loss(input.reshape(1, -1), target.reshape(1), p, margin, weight, reduction=reduction)
+        return None if values is None else values.reshape(target.shape if reduction == "none" else ())
     places = torch.arange(input.shape[1], device=input.device)
     gaps = (margin - input.gather(1, target[:, None]) + input).clamp(min=0) ** p
     if weight is not None:
