@@ -18,10 +18,11 @@ import math
 import os
 import signal
 import sys
+import time
 import types
 import unittest
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -450,7 +451,7 @@ def listed(result: Result) -> str:
     return "\n".join(lines)
 
 
-def page(results: list[Result], samples: int) -> str:
+def page(results: list[Result], samples: int, left: list[str]) -> str:
     groups: dict[str, list[Result]] = {}
     for result in results:
         groups.setdefault(result.public, []).append(result)
@@ -470,12 +471,14 @@ def page(results: list[Result], samples: int) -> str:
         "right. *wrong*, *died*, *error* (anything but a sentence): faults. *not tried*: no sample has second "
         "differences (random numbers, sizes, kinks everywhere).",
     ]
+    if left:
+        lines += ["", f"**{len(left)} more were not reached in the time that this run was given:** {code(left)}."]
     for kind in ORDER[:-1]:
         if kind not in groups:
             continue
         lines += ["", f"## {kind.capitalize()}", ""]
         if kind == "not tried":
-            lines.append(", ".join(f"`{result.name}`" for result in groups[kind]))
+            lines.append(code(result.name for result in groups[kind]))
             continue
         for result in groups[kind]:
             lines.append(f"- `{result.name}`: {reasons(result)}")
@@ -485,14 +488,17 @@ def page(results: list[Result], samples: int) -> str:
         "these; `hessian` and `sample_traces` are right or refuse, as above."
     )
     for kind in ("wrong", "error"):
-        names = [f"`{result.name}`" for result in results if kind in result.kinds("double_backward")]
-        lines += ["", f"- {'wrong' if kind == 'wrong' else 'missing'}: {', '.join(names)}"]
+        names = [result.name for result in results if kind in result.kinds("double_backward")]
+        lines += ["", f"- {'wrong' if kind == 'wrong' else 'missing'}: {code(names)}"]
     for way in INSIDE[1:]:
-        names = [f"`{result.name}`" for result in results if "wrong" in result.kinds(way.__name__)]
-        text = ", ".join(names) or "nothing"
+        text = code(result.name for result in results if "wrong" in result.kinds(way.__name__)) or "nothing"
         lines += ["", f"Still wrong in our forms by `{way.__name__}` alone, and noticed by a check: {text}."]
-    lines += ["", "## Right", "", ", ".join(f"`{result.name}`" for result in groups.get("right", [])), ""]
+    lines += ["", "## Right", "", code(result.name for result in groups.get("right", [])), ""]
     return "\n".join(lines)
+
+
+def code(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
 
 
 def reasons(result: Result) -> str:
@@ -524,14 +530,18 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=2, help="of each operation")
     parser.add_argument("--json", type=Path, help="where to keep the verdicts")
     parser.add_argument("--page", type=Path, help="where to write the page")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="begin nothing new after so many")
     parser.add_argument("--resume", action="store_true", help="keep what --json has already")
     options = parser.parse_args()
     torch.set_num_threads(1)
     found: dict[str, Any] = {}
     if options.resume and options.json and options.json.exists():
         found = json.loads(options.json.read_text())
-    known, results = operations(), []
+    known, results, left, start = operations(), [], [], time.monotonic()
     for name in chosen_names(options):
+        if name not in found and time.monotonic() - start > 60 * options.minutes:
+            left.append(name)
+            continue
         result = Result(name, found[name]) if name in found else census(known[name], options.samples)
         results.append(result)
         found[name] = result.found
@@ -541,7 +551,7 @@ def main() -> None:
         if options.json:
             options.json.write_text(json.dumps(found, indent=1) + "\n")
     if options.page:
-        options.page.write_text(page(results, options.samples))
+        options.page.write_text(page(results, options.samples, left))
     if bad := [result.name for result in results if result.public in ("died", "wrong", "error")]:
         sys.exit(f"faults: {', '.join(bad)}")
 

@@ -200,7 +200,7 @@ def _transformed(
         try:
             found = _APPLY[name](here)
         except InputError as error:
-            skipped[name] = str(error).removeprefix(f"{name}: ")
+            skipped[name] = str(error).removeprefix(f"{name}: ").removeprefix("scaling_groups: ")
             continue
         if here.batch_norm in found.certificate.modes:
             changed[name] = found

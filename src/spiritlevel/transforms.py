@@ -605,8 +605,8 @@ class _Walk(TorchFunctionMode):
         kwargs = kwargs or {}
         if cast(Any, torch._C)._functorch.maybe_current_level() is not None:
             raise InputError(
-                f"{self.who}: {self._place()} uses a transformation of torch.func (vmap, grad, jvp …), through which "
-                "factors are not followed; write it in batched operations."
+                f"{self.who}: {self._place()} runs inside a transformation of torch.func (vmap, grad, jvp …), through "
+                "which factors are not followed; write it in batched operations."
             )
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         values = [self._of(tensor) for tensor in tensors]
