@@ -38,6 +38,7 @@ from spiritlevel.transforms import (
     scaling_groups,
     standardisation,
     whitening,
+    why_no_groups,
 )
 
 BATCH_NORM = nn.BatchNorm1d | nn.BatchNorm2d
@@ -1185,3 +1186,86 @@ def test_a_certificate_names_only_the_modes_that_were_compared() -> None:
     for count, modes in ((1, ("eval",)), (5, ("eval", "batch"))):
         x = torch.randn(count, 3, generator=torch.Generator().manual_seed(0))
         assert rescale_layers(model, {"0": 2.0}, data=x).certificate.modes == modes
+
+
+# ---------------------------------------------------------------- layers that are no nn.Linear
+
+
+class BareProducts(nn.Module):
+    """x @ W in its usual forms, with a bare bias."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.form = form
+        self.w = nn.Parameter(torch.randn(4, 6) if form in ("mm", "operator") else torch.randn(6, 4))
+        self.b, self.v = nn.Parameter(torch.randn(6)), nn.Parameter(torch.randn(6, 3))
+
+    def hidden(self, x: Tensor) -> Tensor:
+        return {
+            "mm": lambda: torch.mm(x, self.w) + self.b,
+            "operator": lambda: x @ self.w - self.b,
+            "transposed": lambda: x @ self.w.T + self.b,
+            "t": lambda: self.b + torch.matmul(x, self.w.t()),
+            "transpose": lambda: torch.relu(x) @ self.w.transpose(0, 1) + self.b,
+            "linear": lambda: F.linear(x, self.w) + self.b,
+            "einsum": lambda: torch.einsum("ni,oi->no", x, self.w) + self.b,
+        }[self.form]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.hidden(x)) @ self.v
+
+
+@pytest.mark.parametrize("form", ["mm", "operator", "transposed", "t", "transpose", "linear"])
+def test_factors_pass_bare_matrix_products(form: str) -> None:
+    torch.manual_seed(0)
+    model, data = BareProducts(form).double(), (torch.randn(5, 4).double(), torch.zeros(5).long())
+    (group,) = scaling_groups(model, data=data)
+    assert (group.writers, group.readers, group.channels) == (("w",), ("v",), 6)
+    for beta in (3.0, 2.0 ** torch.arange(-3, 3).double()):
+        result = rescale_layers(model, group.factors(beta), data=data)  # certified on the data
+        assert not torch.allclose(result.model.w, model.w)
+        assert torch.allclose(result.model(data[0]), model(data[0]), rtol=1e-12)
+
+
+def test_a_product_that_is_not_followed_is_named() -> None:
+    torch.manual_seed(0)
+    model, data = BareProducts("einsum"), (torch.randn(5, 4), torch.zeros(5).long())
+    assert scaling_groups(model, data=data) == ()
+    reason = why_no_groups(model, data=data)
+    assert reason == "factors are not followed through the operation 'einsum' at the network's own forward"
+    with pytest.raises(InputError, match="unknown layer that can be scaled 'w'"):
+        rescale_layers(model, {"w": 2.0}, data=data)
+
+
+def test_a_bare_bias_that_is_used_twice_takes_no_factor() -> None:
+    class Twice(BareProducts):
+        def forward(self, x: Tensor) -> Tensor:
+            return (torch.relu(self.hidden(x)) + self.b) @ self.v
+
+    torch.manual_seed(0)
+    assert scaling_groups(Twice("mm"), data=(torch.randn(5, 4), torch.zeros(5).long())) == ()
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_factors_pass_transposed_convolutions(groups: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.ConvTranspose2d(2, 4, 2, groups=groups),
+        nn.ReLU(),
+        nn.ConvTranspose2d(4, 6, 3, stride=2, padding=1, output_padding=1, groups=groups),
+        nn.LeakyReLU(),
+        nn.Conv2d(6, 2, 3),
+        nn.BatchNorm2d(2),
+        nn.ReLU(),
+        nn.ConvTranspose2d(2, 2, 1),
+        nn.Flatten(),
+        nn.Linear(72, 3),
+    ).double()
+    data = torch.randn(4, 2, 3, 3).double(), torch.zeros(4).long()
+    found = scaling_groups(model, data=data)
+    assert [group.writers[0] for group in found] == ["0", "2", "4", "5", "7"]
+    for group in found:
+        assert group.channels is not None
+        for beta in (3.0, 2.0 ** torch.arange(group.channels).double()):
+            result = rescale_layers(model, group.factors(beta), data=data)
+            assert torch.allclose(result.model.eval()(data[0]), model.eval()(data[0]), rtol=1e-10)
