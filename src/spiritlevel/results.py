@@ -289,6 +289,11 @@ class Estimate(Result):
         low, high = self.interval()
         return 1 if low > 0 else -1 if high < 0 else 0
 
+    @property
+    def settled(self) -> bool:
+        """Whether an iteration found the value to more than the six digits that are printed."""
+        return self.status == "converged" and self.tolerance < 5e-7 * abs(self.value)
+
     def scaled(self, factor: float) -> Estimate:
         """The same number times a constant, with its errors."""
         size = abs(factor)
@@ -330,13 +335,10 @@ class Estimate(Result):
         error = self.stderr + self.tolerance
         if math.isnan(error):
             return f"{bound}{self.value:.6g} ± unknown"
-        if not error or (self.status == "converged" and error < _SHOWN * abs(self.value)):
+        if not error or self.settled:
             return f"{bound}{self.value:.6g}"
         digits = max(2, min(8, 2 + _magnitude(abs(self.value) or error) - _magnitude(error)))
         return f"{bound}{self.value:.{digits}g} ± {error:.2g}"
-
-
-_SHOWN = 5e-7  # a relative tolerance below it changes none of the six digits that are printed
 
 
 def _magnitude(number: float) -> int:
@@ -993,7 +995,7 @@ def in_short(estimate: Estimate) -> str:
     error, size = estimate.stderr + estimate.tolerance, abs(estimate.value)
     if math.isnan(error):
         return f"{figure(estimate.value, 4)} ± unknown"
-    if not error or (not estimate.stderr and error < 5e-5 * size):  # not to be seen in four digits
+    if not error or (not estimate.stderr and error < 5e-4 * size):  # not to be seen in four digits
         return figure(estimate.value, 4)
     if error > 0.5 * size:
         return f"{figure(estimate.value, 2)} ± {figure(error, 2)}"
@@ -1192,7 +1194,8 @@ class Report(_Shown):
         for row in self.rows:
             low, high = row.interval
             interval = "" if row.kind == "undefined" or low == high else f"{low:.4g} .. {high:.4g}"
-            interval = f"± {(high - low) / 2:.2g}" if row.kind == "converged" else interval
+            if row.kind == "converged":
+                interval = "" if row.value.settled and not row.value.data_stderr else f"± {(high - low) / 2:.2g}"
             interval = "unknown" if math.isnan(low) and row.kind != "undefined" else interval
             interval = f"{low:.4g} or more" if math.isinf(high) else interval
             value = "undefined" if row.kind == "undefined" else f"{row.value.value:.6g}"

@@ -49,7 +49,8 @@ def _limits(row: ReportRow) -> str:
         return "" if row.kind == "undefined" else row.kind
     if math.isnan(low):
         return "unknown"
-    return figure((high - low) / 2, 2) if low < high else row.kind
+    known = low == high or (row.value.settled and not row.value.data_stderr)
+    return row.kind if known else figure((high - low) / 2, 2)
 
 
 def show_comparison(comparison: Comparison) -> None:

@@ -488,8 +488,11 @@ def _estimate(estimate: Estimate) -> str:
         return f"{text} (not converged)" if estimate.status == "not converged" else f"≥ {text}"
     if math.isnan(low):
         return text if math.isnan(estimate.value) else f"{text} ± unknown"
-    seen = high - low > (1e-4 if estimate.status == "converged" else 0.0) * abs(estimate.value)
-    return f"{text} ± {number((high - low) / 2, 2)}" if seen else text
+    half = (high - low) / 2
+    if not half > (5e-5 if estimate.status == "converged" else 0.0) * abs(estimate.value):
+        return text
+    digits = math.ceil(math.log10(max(abs(estimate.value) / half, 1))) + 1  # no more than the error leaves
+    return f"{number(estimate.value, min(4, max(2, digits)))} ± {number(half, 2)}"
 
 
 def _cell(estimate: Estimate) -> Cell:
@@ -627,7 +630,8 @@ def _measures(report: Report, key: str) -> Section:
         meaning = f"{row.meaning} ({row.kind}: {why})" if why else row.meaning
         # the error of a subset is not known for every measure
         ends = f"{number(low, 3)} to {number(high, 3)}" if low < high else "unknown" if math.isnan(low) else "–"
-        ends = f"± {number((high - low) / 2, 2)}" if row.kind == "converged" and not row.value.data_stderr else ends
+        if row.kind == "converged" and not row.value.data_stderr:
+            ends = "–" if row.value.settled else f"± {number((high - low) / 2, 2)}"
         ends = f"{number(low, 3)} or more" if math.isinf(high) else ends
         rows.append((row.name, row.value.value, ends, row.kind, row.direction, _fate(moved.get(row.name)), meaning))
     section.tables.append(Table(f"{key}-measures-table", "Measures", columns, rows))
