@@ -499,3 +499,22 @@ def test_rows_of_many_models_say_tolerance_and_status() -> None:
     assert [each["kind"] for each in rows] == ["converged", "exact", "converged"]
     assert rows[1]["tolerance"] == 0.0
     json.dumps(rows)
+
+
+def test_a_page_counts_no_margin_as_wider_that_rounding_explains() -> None:
+    from reports import comparison as made_up_comparison
+
+    from spiritlevel.report.page import _wider
+
+    found = made_up_comparison(40)
+    assert found.margins is not None
+    first, _ = found.margins
+    shifted = dataclasses.replace(first, signed=first.signed * (1 + 1e-9))
+    same = dataclasses.replace(found, margins=(first, shifted))
+    assert _wider(same, shifted.signed - first.signed) == "The margins of all samples are the same up to rounding."
+    one = first.signed.clone()
+    one[0] += 1.0
+    text = _wider(
+        dataclasses.replace(found, margins=(first, dataclasses.replace(first, signed=one))), one - first.signed
+    )
+    assert text.startswith(f"{found.names[1]} has the wider margin on 2.5% of these samples, {found.names[0]} on 0.0%")

@@ -631,8 +631,8 @@ def _measures(report: Report, key: str) -> Section:
         # the error of a subset is not known for every measure
         ends = f"{number(low, 3)} to {number(high, 3)}" if low < high else "unknown" if math.isnan(low) else "–"
         if row.kind == "converged" and not row.value.data_stderr:
-            ends = "–" if row.value.settled else f"± {number((high - low) / 2, 2)}"
-        ends = f"{number(low, 3)} or more" if math.isinf(high) else ends
+            ends = "–" if row.value.settled else f"±\u00a0{number((high - low) / 2, 2)}"
+        ends = f"{number(row.value.value)} or more" if math.isinf(high) else ends
         rows.append((row.name, row.value.value, ends, row.kind, row.direction, _fate(moved.get(row.name)), meaning))
     section.tables.append(Table(f"{key}-measures-table", "Measures", columns, rows))
     return section
@@ -731,9 +731,8 @@ def _comparison(found: Comparison, key: str) -> Iterator[Section]:
     if found.margins is not None:
         first, second = found.margins
         change = second.signed - first.signed
-        wider = float((change > 0).double().mean())
         section = Section(f"{key}-pairs", "Sample by sample")
-        section.texts.append(f"{b} has the wider margin on {wider:.1%} of the samples.")
+        section.texts.append(_wider(found, change))
         chart = charts.distribution(change, f"margin of {b} minus margin of {a}")
         alt = f"Histogram of the differences of the margins, {b} minus {a}, of {len(change):,} samples."
         section.figures.append(_figure(f"{key}-pairs-chart", "Differences of the margins", alt, chart))
@@ -746,6 +745,18 @@ def _comparison(found: Comparison, key: str) -> Iterator[Section]:
         section.tables.append(_left_out(found.left_out, key))
     if section.tables:
         yield section
+
+
+def _wider(found: Comparison, change: Any) -> str:
+    """On how many samples each model has the wider margin; what rounding can explain counts for neither."""
+    assert found.margins is not None
+    a, b = found.names
+    rounding = 1e-5 * max(float(each.output.max()) if len(each) else 0.0 for each in found.margins)
+    first, second = (float((sign * change > rounding).double().mean()) for sign in (-1, 1))
+    if first == second == 0:
+        return "The margins of all samples are the same up to rounding."
+    rest = "" if first + second > 1 - 1e-12 else "; on the others they are the same up to rounding"
+    return f"{b} has the wider margin on {second:.1%} of these samples, {a} on {first:.1%}{rest}."
 
 
 def _difference(row: ComparisonRow) -> str:
