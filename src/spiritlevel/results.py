@@ -777,9 +777,8 @@ class AuditRow(Result):
 
     @classmethod
     def _from_older(cls, data: dict[str, Any]) -> dict[str, Any]:
-        if not data.get("lower_bound"):
-            return data
-        return {**data, **{key: _with_status(data.get(key), "lower bound") for key in ("before", "after")}}
+        name = str(data.get("measure"))
+        return {**data, **{key: _with_status(data[key], name) for key in ("before", "after") if key in data}}
 
     @property
     def lower_bound(self) -> bool:
@@ -805,11 +804,27 @@ class AuditRow(Result):
         return f"{text} ({self.note})" if self.note else text
 
 
-def _with_status(estimate: Any, status: str, **more: Any) -> Any:
-    """The dict of an estimate that had no status yet, with one."""
+# The measures that version 0.1 wrote without saying what they are worth.
+_WERE_BOUNDS = frozenset(
+    "ball_sharpness adaptive_sharpness_l2 adaptive_sharpness_linf box_sharpness box_sharpness_narrow "
+    "box_sharpness_subspace".split()
+)
+_WERE_ITERATED = frozenset(
+    "spectral_norm largest_eigenvalue smallest_eigenvalue log_volume quotient_norm normalised_sharpness "
+    "box_sharpness_curvature spectral_margin_mean spectral_margin_median".split()
+)
+
+
+def _with_status(estimate: Any, measure: str) -> Any:
+    """The dict of an estimate as version 0.1 wrote it, with the status that it did not say."""
     if not isinstance(estimate, dict) or "status" in estimate or estimate.get("value") is None:
         return estimate
-    return {**estimate, "status": status, **more}
+    if measure in _WERE_BOUNDS:
+        return {**estimate, "status": "lower bound"}
+    if measure in _WERE_ITERATED and not estimate.get("reason"):
+        # its tolerance was not kept: null is a number that is not known
+        return {**estimate, "status": "converged", "tolerance": None}
+    return estimate
 
 
 def _around(estimate: Estimate) -> tuple[float, float]:
@@ -1097,14 +1112,7 @@ class ReportRow(Result):
 
     @classmethod
     def _from_older(cls, data: dict[str, Any]) -> dict[str, Any]:
-        value = data.get("value")
-        if "kind" not in data or not isinstance(value, dict):
-            return data
-        if data["kind"] == "lower bound":
-            return {**data, "value": _with_status(value, "lower bound")}
-        iterated = data["kind"] == "exact" and data.get("cost") == "matvecs" and not value.get("reason")
-        # an iteration found it, and its tolerance was not kept: null is a number that is not known
-        return {**data, "value": _with_status(value, "converged", tolerance=None)} if iterated else data
+        return {**data, "value": _with_status(data["value"], str(data.get("name")))} if "value" in data else data
 
     @property
     def kind(self) -> str:
@@ -1253,6 +1261,13 @@ class ComparisonRow(Result):
     meaning: str
     invariant: bool
     note: str = ""
+
+    @classmethod
+    def _from_older(cls, data: dict[str, Any]) -> dict[str, Any]:
+        name, how = str(data.get("name")), data.get("how")
+        if how == "exact" and name in _WERE_BOUNDS | _WERE_ITERATED:
+            how = "lower bounds" if name in _WERE_BOUNDS else "tolerance"
+        return {**data, "how": how, **{key: _with_status(data[key], name) for key in ("a", "b") if key in data}}
 
     def __str__(self) -> str:
         text = f"{self.name}: {self.a} and {self.b}, difference {self.difference:.4g}, {self.verdict}"
