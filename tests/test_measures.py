@@ -751,7 +751,7 @@ def test_log_volume_says_which_eigenvalues_a_precision_loses() -> None:
 def test_log_volume_says_what_its_products_do_not_resolve(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measures, "_RESOLVED", 1e-14)
     found = MEASURES["log_volume"](*spread_spectrum(torch.float64), **AFFINE_LOSS)
-    assert found.reason.startswith("not converged")
+    assert found.status == "not converged"
 
 
 # ---------------------------------------------------------------- perturbations
@@ -1319,7 +1319,7 @@ def test_evaluate_gives_plain_rows_of_what_each_measure_says_alone(untouched: Un
     with untouched(net):
         rows = evaluate(net, points, measures=chosen, seed=3)
     assert [row["name"] for row in rows] == chosen
-    assert [row["kind"] for row in rows] == ["exact", "undefined", "estimate", "lower bound", "converged"]
+    assert [row["kind"] for row in rows] == ["exact", "undefined", "estimated", "lower bound", "converged"]
     assert math.isnan(rows[1]["value"])
     assert "ReLU networks only" in rows[1]["reason"]
     for row in rows[:1] + rows[2:]:

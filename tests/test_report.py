@@ -202,7 +202,7 @@ def test_the_search_is_told_from_the_fixed_scaling() -> None:
     made = report(30)
     assert made.audit is not None
     text = Reader(page(made)).text
-    assert "one fixed scaling. A short search for a worse one moved ‘trace’ 486-fold at the same outputs" in text
+    assert "one fixed scaling. A short search for a worse one moved ‘trace’ at least 486-fold at the same " in text
     assert "from 2 down to 0.01 and up to 972; larger scalings move it further." in text
     upwards = WorstFactor("trace", 10.42, 10.42, 7000.0, {}, {"conv1": 10.0}, 0.0)
     text = Reader(page(dataclasses.replace(made, audit=dataclasses.replace(made.audit, worst=(upwards,))))).text

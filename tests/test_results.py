@@ -182,7 +182,8 @@ def example(hint: Any) -> Any:
     if get_origin(hint) in (UnionType, Union):
         return 1.5 if float in inner else example(inner[0])
     if isinstance(hint, type) and issubclass(hint, Result):
-        return hint(**{name: example(kind) for name, kind in results._hints(hint).items() if name != "_types"})
+        fields = {name: example(kind) for name, kind in results._hints(hint).items() if name != "_types"}
+        return hint(**{**fields, "status": "estimated"} if "status" in fields else fields)
     if get_origin(hint) in (tuple, list, dict):
         kind = get_origin(hint)
         return {"type": example(inner[1])} if kind is dict else kind(example(item) for item in inner)
@@ -403,7 +404,8 @@ def test_the_estimate_of_draws() -> None:
     assert estimate.stderr == pytest.approx(stats.sem(draws))
     assert (estimate.dof, estimate.matvecs, estimate.seed, estimate.exact) == (16, 17, 4, False)
     assert estimate.interval(0.9) == pytest.approx(stats.t.interval(0.9, 16, draws.mean(), stats.sem(draws)))
-    assert Estimate.from_draws(torch.ones(3)).exact
+    same = Estimate.from_draws(torch.ones(3))
+    assert (same.stderr, same.status, same.exact) == (0.0, "estimated", False)  # three equal draws prove nothing
     with pytest.raises(InputError, match="at least 2 draws to have a standard error, got 1"):
         Estimate.from_draws(torch.ones(1))
 
@@ -427,7 +429,7 @@ def test_intervals_cover_what_they_promise(count: int) -> None:
         (Estimate(1 / 3), "0.333333"),
         (Estimate(0.0, 1.5), "0 ± 1.5"),
         (Estimate(-INF, 1.0), "-inf ± 1"),
-        (Estimate(0.0, NAN), "0 ± nan"),
+        (Estimate(0.0, NAN), "0 ± unknown"),
         (Estimate(1.0, INF), "1 ± inf"),
         (Estimate(NAN, reason="no data"), "undefined (no data)"),
         (Estimate(NAN), "undefined"),
@@ -560,8 +562,8 @@ def small_report() -> sl.Report:
     return sl.Report(
         "net",
         rows=(
-            ReportRow("trace", exact, "exact", invariant_to=(), cost="backward", seconds=0.1, **texts),
-            ReportRow("path_norm", unknown, "undefined", invariant_to=("rescale_layers",), cost="forward", **texts),
+            ReportRow("trace", exact, invariant_to=(), cost="backward", seconds=0.1, **texts),
+            ReportRow("path_norm", unknown, invariant_to=("rescale_layers",), cost="forward", **texts),
         ),
         headline=("A sentence.",),
         fits={"train": Fit(3, 9, Estimate(0.5), Estimate(0.7))},

@@ -20,7 +20,7 @@ from spiritlevel.losses import aceht
 from spiritlevel.margins import margins
 from spiritlevel.measures import Measure, Setting, select
 from spiritlevel.measuring import FEW, MARGIN_STATISTICS, RESAMPLES, Progress, kind, median, outcomes, silent, subset
-from spiritlevel.results import Comparison, ComparisonRow, Estimate, largest, times
+from spiritlevel.results import Comparison, ComparisonRow, Estimate, largest, ratio_of, times
 
 __all__ = ["compare"]
 
@@ -169,6 +169,7 @@ class _Pair:
             traces=traces,
             losses=losses,
             samples=count,
+            population=population,
             level=self.level,
             settings={
                 "spiritlevel": __version__,
@@ -229,14 +230,28 @@ class _Pair:
         if samples is not None:
             return self._paired(each, *samples)
         a, b = each.attempt(self.a), each.attempt(self.b)
-        difference, spread = b.value - a.value, math.hypot(a.stderr, b.stderr)
-        half = spread * float(stats.t.ppf(0.5 + self.level / 2, max(1.0, min(a.dof, b.dof)))) if spread else 0.0
-        note = "both are lower bounds that an optimiser found" if each.lower_bound else ""
-        if spread:
-            note = "the interval is that of the probes, on these samples"
-        how = "probes" if spread else "exact"
+        limits, how, note = self._known(a, b)
+        ratio = ratio_of(b.interval(self.level), a.interval(self.level))
         rounding = self._precision * max(abs(a.value), abs(b.value))
-        return self._verdict(each, a, b, (difference - half, difference + half), how, rounding, note)
+        return self._verdict(each, a, b, limits, how, rounding, note, not math.isnan(ratio[0]))
+
+    def _known(self, a: Estimate, b: Estimate) -> tuple[tuple[float, float], str, str]:
+        """The interval of the difference of two numbers of the whole data set, where it comes from, and a remark."""
+        nothing = math.nan, math.nan
+        statuses = {a.status, b.status}
+        if "not converged" in statuses:
+            return nothing, "not converged", f"not converged: {a.reason or b.reason}"
+        if "lower bound" in statuses:
+            return nothing, "lower bounds", "both are lower bounds that an optimiser found"
+        difference, spread, tolerance = b.value - a.value, math.hypot(a.stderr, b.stderr), a.tolerance + b.tolerance
+        if "estimated" in statuses:
+            half = spread * float(stats.t.ppf(0.5 + self.level / 2, max(1.0, min(a.dof, b.dof)))) + tolerance
+            note = "the interval is that of the probes, on these samples"
+            return (difference - half, difference + half), "probes", note
+        if tolerance and abs(difference) <= tolerance:
+            note = "they differ by no more than the tolerances to which they are known"
+            return (difference - tolerance, difference + tolerance), "tolerance", note
+        return nothing, "tolerance" if tolerance else "exact", ""
 
     def _per_sample(self, each: Measure) -> tuple[Tensor, Tensor, Callable[[Tensor], Any]] | None:
         """What both models say of every sample, and which number of all samples the measure is."""
@@ -260,22 +275,36 @@ class _Pair:
         self, each: Measure | _Plain, a: Tensor, b: Tensor, statistic: Callable[[Tensor], Any], exact: bool = False
     ) -> ComparisonRow:
         """One number of all samples for both models, from the values of every sample; `exact` ones have no rounding."""
-        values = Estimate(float(statistic(a))), Estimate(float(statistic(b)))
+        values = self._of_all(each, a, statistic, self.a), self._of_all(each, b, statistic, self.b)
         difference = values[1].value - values[0].value
+        own = [(math.nan, math.nan)] * 2  # the interval of each of the two
         if len(a) < 3:
             limits, how = (math.nan, math.nan), "too few samples"
         elif statistic is torch.mean:
             error = float((b - a).std()) / math.sqrt(len(a))
-            half = error * float(stats.t.ppf(0.5 + self.level / 2, len(a) - 1))
+            times_error = float(stats.t.ppf(0.5 + self.level / 2, len(a) - 1))
+            half = error * times_error
             limits, how = (difference - half, difference + half), "paired t"
+            spreads = [times_error * float(each.std()) / math.sqrt(len(a)) for each in (a, b)]
+            own = [(value.value - s, value.value + s) for value, s in zip(values, spreads, strict=True)]
         else:
             rows = torch.from_numpy(np.random.default_rng((self.seed, 2)).integers(len(a), size=(RESAMPLES, len(a))))
-            draws = [float(statistic(b[row])) - float(statistic(a[row])) for row in rows]
-            low, high = np.quantile(draws, [0.5 - self.level / 2, 0.5 + self.level / 2]).tolist()
+            draws = np.array([[float(statistic(a[row])), float(statistic(b[row]))] for row in rows])
+            shares = [0.5 - self.level / 2, 0.5 + self.level / 2]
+            low, high = np.quantile(draws[:, 1] - draws[:, 0], shares).tolist()
             limits, how = (low, high), "bootstrap of the pairs"
+            own = [(float(ends[0]), float(ends[1])) for ends in np.quantile(draws, shares, axis=0).T]
+        in_proportion = not math.isnan(ratio_of(own[1], own[0])[0])
         both = torch.cat((a, b))
         size = float(both[both.isfinite()].abs().mean())  # of a sample: in a mean they cancel, their rounding does not
-        return self._verdict(each, *values, limits, how, 0.0 if exact else self._precision * size, "")
+        rounding = 0.0 if exact else self._precision * size
+        return self._verdict(each, *values, limits, how, rounding, "", in_proportion)
+
+    def _of_all(
+        self, each: Measure | _Plain, values: Tensor, statistic: Callable[[Tensor], Any], setting: Setting
+    ) -> Estimate:
+        """One number of all samples, on these samples: a trace from probes is an estimate there, too."""
+        return setting.traces.mean() if each.name == "trace" else Estimate(float(statistic(values)))
 
     def _verdict(
         self,
@@ -286,6 +315,7 @@ class _Pair:
         how: str,
         rounding: float,
         note: str,
+        in_proportion: bool,
     ) -> ComparisonRow:
         difference, sign = b.value - a.value, _BETTER[each.direction]
         invariant = frozenset(each.invariant_to).issuperset(_KEEP_FUNCTION)
@@ -293,7 +323,7 @@ class _Pair:
             verdict, note = "undefined", a.reason or b.reason or "the values are not finite"
         elif math.isfinite(difference) and abs(difference) <= rounding:
             verdict, note = "equal", "they differ by rounding only" if difference else ""
-        elif how == "exact" or math.isnan(limits[0]):
+        elif math.isnan(limits[0]):
             verdict = "no interval"
         elif not limits[0] * limits[1] > 0 or (self.same and how == "probes"):
             verdict = "equal"
@@ -311,7 +341,7 @@ class _Pair:
             low=limits[0],
             high=limits[1],
             how=how,
-            ratio=b.value / a.value if a.value else math.nan,
+            ratio=b.value / a.value if in_proportion and a.value else math.nan,
             factor=1.0 if invariant else math.nan,
             verdict=verdict,
             direction=each.direction,
@@ -358,7 +388,7 @@ class _Pair:
         if math.isnan(factor):
             return "the audit could not decide whether the parametrisation moves it"
         if math.isinf(factor):
-            return "the audit moved it to 0, or to the other sign, at the same outputs"
+            return "the audit moved it to or from 0, or to the other sign, at the same outputs"
         return f"the audit moved it {times(factor)}-fold at the same outputs, and more is possible"
 
     def _of_logits(self, rows: list[ComparisonRow]) -> list[ComparisonRow]:

@@ -36,7 +36,14 @@ from spiritlevel.curvature import empirical_fisher, gauss_newton, hessian, outpu
 from spiritlevel.derivatives import check_derivatives
 from spiritlevel.distributed import Ranks
 from spiritlevel.errors import InputError, NotExactError, unknown_name
-from spiritlevel.estimators import Operator, eigenvalues, frobenius_norm, operator_trace, spectral_norm
+from spiritlevel.estimators import (
+    Operator,
+    eigenvalues,
+    frobenius_norm,
+    operator_trace,
+    outermost,
+    spectral_norm,
+)
 from spiritlevel.functional import Batches, Params, Problem
 from spiritlevel.gradient_norms import GradientNorms, resized
 from spiritlevel.losses import aceht
@@ -617,31 +624,25 @@ class _Ends:
     def __init__(self, op: Operator, seed: int) -> None:
         self.op, self.seed = op, seed
 
-    def _end(self, which: str) -> tuple[float, Estimate]:
-        pair = eigenvalues(self.op, which=which, vectors=False, seed=self.seed)
-        reason = "" if pair.converged else f"not converged: {pair.reason}"
-        value = float(pair.values[0])
-        return value, Estimate(value, matvecs=pair.matvecs, seed=self.seed, reason=reason)
-
     @functools.cached_property
-    def dominant(self) -> tuple[float, Estimate]:
+    def dominant(self) -> Estimate:
         """The eigenvalue of largest magnitude: by its sign it is also the largest or the smallest."""
-        return self._end("magnitude")
+        return outermost(self.op, "magnitude", seed=self.seed)
 
     @functools.cached_property
     def largest(self) -> Estimate:
         """λ₁."""
-        return self.dominant[1] if self.dominant[0] > 0 else self._end("largest")[1]
+        return self.dominant if self.dominant.sign > 0 else outermost(self.op, "largest", seed=self.seed)
 
     @functools.cached_property
     def smallest(self) -> Estimate:
         """λ_P."""
-        return self.dominant[1] if self.dominant[0] < 0 else self._end("smallest")[1]
+        return self.dominant if self.dominant.sign < 0 else outermost(self.op, "smallest", seed=self.seed)
 
     @functools.cached_property
     def norm(self) -> Estimate:
         """max|λ|."""
-        return dataclasses.replace(self.dominant[1], value=abs(self.dominant[0]))
+        return dataclasses.replace(self.dominant, value=abs(self.dominant.value))
 
     @functools.cached_property
     def frobenius(self) -> Estimate:
@@ -661,7 +662,8 @@ class Measure:
 
     `direction` says what a larger value means: "sharper", "flatter", "wider" (margins) or "larger" (norms). `cost` is
     the dearest thing it does: "forward", "backward", "matvecs" or "optimiser". `invariant_to` are the names of the
-    transforms that leave it as it is; `predict` gives the value after a transform where theory knows it.
+    transforms that leave it as it is; `predict` gives the value after a transform where theory knows it. `keeps_sign`
+    tells that no linear reparametrisation θ → Tθ can change its sign (Sylvester's law of inertia for T⁻ᵀHT⁻¹).
 
     >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2))
     >>> data = torch.ones(4, 2), torch.tensor([0, 1, 0, 1])
@@ -678,6 +680,7 @@ class Measure:
     direction: str = "sharper"
     invariant_to: frozenset[str] = frozenset()
     predict: Predict | None = field(default=None, repr=False)
+    keeps_sign: bool = False
 
     def __call__(
         self, model: nn.Module, data: Any, *, loss: Any = "cross_entropy", batch_norm: str = "eval", seed: int = 0
@@ -764,9 +767,8 @@ def evaluate(
 ) -> list[dict[str, Any]]:
     """Several measures of one model as plain rows, for tables of many models; what they share is computed once.
 
-    A row has name, value, stderr, seconds (of what no earlier row had computed), direction, kind and reason. Kinds:
-    "exact"; "converged" to the tolerance of an iteration, or "not converged"; "estimate", with an error; "lower bound",
-    found by an optimiser; "undefined", where value is NaN. The model is left as it was.
+    A row has name, value, stderr, tolerance, seconds (of what no earlier row had computed), direction, kind (the status
+    of the number, see `Estimate`) and reason. The model is left as it was.
 
     >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2))
     >>> rows = evaluate(net, (torch.ones(4, 2), torch.tensor([0, 1, 0, 1])), measures=["trace", "ball_sharpness"])
@@ -786,23 +788,14 @@ def evaluate(
                 "name": measure.name,
                 "value": found.value,
                 "stderr": found.stderr,
+                "tolerance": found.tolerance,
                 "seconds": time.perf_counter() - start,
                 "direction": measure.direction,
-                "kind": _kind(measure, found),
+                "kind": found.status,
                 "reason": found.reason,
             }
         )
     return rows
-
-
-def _kind(measure: Measure, found: Estimate) -> str:
-    if math.isnan(found.value):
-        return "undefined"
-    if found.reason:
-        return "not converged"
-    if found.stderr:
-        return "estimate"
-    return {"optimiser": "lower bound", "matvecs": "converged"}.get(measure.cost, "exact")
 
 
 def _register(name: str, meaning: str, formula: str, reference: str, **fields: Any) -> Callable[[Compute], Compute]:
@@ -884,34 +877,36 @@ def _trace(setting: Setting) -> Estimate:
     predict=_predicted_mean_eigenvalue,
 )
 def _mean_eigenvalue(setting: Setting) -> Estimate:
-    return _scaled(setting.traces.mean(), 1 / setting.problem.size)
-
-
-def _scaled(estimate: Estimate, factor: float) -> Estimate:
-    data = None if estimate.data_stderr is None else estimate.data_stderr * abs(factor)
-    return dataclasses.replace(
-        estimate, value=estimate.value * factor, stderr=estimate.stderr * abs(factor), data_stderr=data
-    )
+    return setting.traces.mean().scaled(1 / setting.problem.size)
 
 
 def _register_end(name: str, get: Callable[[_Ends], Estimate], meaning: str, formula: str, **fields: Any) -> None:
     def predict(setting: Setting, transformed: Transformed) -> float | None:
         after = setting.spectrum_after(transformed)
         found = None if after is None else get(after)
-        return None if found is None or found.reason else found.value  # nothing is predicted from an open iteration
+        # nothing is predicted from an open iteration, nor a ratio from a value that may be 0
+        known = found is not None and found.status != "not converged" and found.sign
+        return found.value if found is not None and known else None
 
     add = _register(name, meaning, formula, "paper C", cost="matvecs", predict=predict, **fields)
     add(lambda setting: get(setting.spectrum))
 
 
 _register_end("spectral_norm", lambda ends: ends.norm, "largest absolute eigenvalue of the Hessian", "max |λ|")
-_register_end("largest_eigenvalue", lambda ends: ends.largest, "largest eigenvalue (paper C's 'spectral norm')", "λ₁")
+_register_end(
+    "largest_eigenvalue",
+    lambda ends: ends.largest,
+    "largest eigenvalue (paper C's 'spectral norm')",
+    "λ₁",
+    keeps_sign=True,
+)
 _register_end(
     "smallest_eigenvalue",
     lambda ends: ends.smallest,
     "smallest eigenvalue of the Hessian, negative off a minimum",
     "λ_P",
     direction="flatter",
+    keeps_sign=True,
 )
 _register_end("frobenius_norm", lambda ends: ends.frobenius, "Frobenius norm of the Hessian", "√Tr(H²)")
 
@@ -926,7 +921,7 @@ _register_end("frobenius_norm", lambda ends: ends.frobenius, "Frobenius norm of 
 def _mean_square_eigenvalue(setting: Setting) -> Estimate:
     norm, size = setting.spectrum.frobenius, setting.problem.size
     error = 2 * norm.value * norm.stderr / size
-    return Estimate(norm.value**2 / size, error, norm.dof, norm.matvecs, norm.seed, reason=norm.reason)
+    return dataclasses.replace(norm, value=norm.value**2 / size, stderr=error)
 
 
 @_register(
@@ -959,8 +954,19 @@ def _log_volume(setting: Setting) -> Estimate:
     lost = int((found.values.abs() <= noise).sum())
     if lost:
         reasons.append(f"{lost} of {len(found.values)} cannot be told from zero in this precision and are left out")
-    reason = f"not converged: {'; '.join(reasons)}" if reasons else ""
-    return Estimate(float(values.log().sum()), matvecs=matvecs, seed=setting.seed, reason=reason)
+    tolerance = float((residuals / values).sum())  # of the sum of the logarithms, to first order
+    if reasons:
+        status, tolerance = "not converged", 0.0
+    else:
+        status = "converged"
+    return Estimate(
+        float(values.log().sum()),
+        matvecs=matvecs,
+        seed=setting.seed,
+        reason="; ".join(reasons),
+        tolerance=tolerance,
+        status=status,
+    )
 
 
 @_register(
@@ -1138,35 +1144,43 @@ def _normalised_sharpness(setting: Setting) -> Estimate:
     index within a group is another channel in the next, which a rescaling of the network scales by itself. h is the
     diagonal of H itself for ReLU networks (MATH 4.1), and unlike it never negative elsewhere.
     """
-    total, open_ones = 0.0, []
+    total, left, open_ones = 0.0, 0.0, []
     for name in setting.layers:
         owner, weight = setting.owners[name], setting.problem.params[name].double()
         sums = [_matrices(owner, tensor).sum(3) for tensor in (setting.blocks[name].diagonal, weight.square())]
         found = [_balanced(h, w) for h, w in zip(*sums, strict=True)]
-        total += sum(value for value, _ in found)
-        if not all(converged for _, converged in found):
+        total, left = total + sum(value for value, _, _ in found), left + sum(rest for _, rest, _ in found)
+        if not all(converged for _, _, converged in found):
             open_ones.append(name)
-    reason = f"not converged: the scalings of {', '.join(open_ones)} still move" if open_ones else ""
-    return Estimate(total, seed=setting.seed, reason=reason)
+    if open_ones:
+        reason = f"the scalings of {', '.join(open_ones)} still move"
+        return Estimate(total, seed=setting.seed, reason=reason, status="not converged")
+    return Estimate(total, seed=setting.seed, tolerance=left, status="converged")
 
 
-def _balanced(h: Tensor, w: Tensor, steps: int = 2000, tol: float = 1e-9) -> tuple[float, bool]:
-    """Minimum over a, b > 0 of Σ_ij h_ij a_i b_j + w_ij/(a_i b_j), convex in the logarithms: alternating forms."""
+def _balanced(h: Tensor, w: Tensor, steps: int = 2000, tol: float = 1e-9) -> tuple[float, float, bool]:
+    """Minimum over a, b > 0 of Σ_ij h_ij a_i b_j + w_ij/(a_i b_j), convex in the logarithms: alternating forms.
+
+    Steps gain less and less, in the end by a constant factor: what is left to gain is the rest of that series, the
+    second number. The third says whether a step gained as little as `tol`.
+    """
     for _ in range(3):  # a row without h or without w can be scaled away
         rows, columns = (h.sum(1) > 0) & (w.sum(1) > 0), (h.sum(0) > 0) & (w.sum(0) > 0)
         h, w = h[rows][:, columns], w[rows][:, columns]
     if not h.numel():
-        return 0.0, True
+        return 0.0, 0.0, True
     b = torch.ones(h.shape[1], dtype=torch.float64, device=h.device)
-    before = math.inf
+    before, last = math.inf, math.inf
     for _ in range(steps):
         a = ((w @ (1 / b)) / (h @ b)).sqrt()
         b = (((1 / a) @ w) / (a @ h)).sqrt()
         value = float(a @ h @ b + (1 / a) @ w @ (1 / b))
-        if before - value <= tol * value:
-            return value, True
-        before = value
-    return before, False
+        gain = before - value
+        if gain <= tol * value:
+            rate = min(gain / last, 0.999) if 0 < gain < last < math.inf else 0.5
+            return value, max(gain, 0.0) * rate / (1 - rate) + torch.finfo(torch.float64).eps * value, True
+        before, last = value, gain
+    return before, math.nan, False
 
 
 # ---------------------------------------------------------------- perturbations
@@ -1203,7 +1217,7 @@ def _ascent(setting: Setting, unit: Tensor, radius: float, norm: float) -> Estim
         u = moved.clamp(-radius, radius) if norm == math.inf else moved * min(1.0, radius / length(moved))
     else:
         value = setting.loss_at(setting.theta + unit * u)
-    return Estimate(max(best, value - base), matvecs=gradients, seed=setting.seed)
+    return Estimate(max(best, value - base), matvecs=gradients, seed=setting.seed, status="lower bound")
 
 
 @_register(
@@ -1312,7 +1326,8 @@ def _box(setting: Setting, epsilon: float, columns: int | None) -> Estimate:
     scale = max(float(np.abs(uphill).max()), float(torch.finfo(setting.problem.dtype).tiny))
     options = {"maxiter": 10, "maxfun": 30, "ftol": 0.0, "gtol": 0.0}
     minimize(negative, start, jac=True, bounds=Bounds(-1, 1), method="L-BFGS-B", options=options)
-    return Estimate(100 * (best - base) / (1 + base), matvecs=evaluations, seed=setting.seed)
+    rise = 100 * (best - base) / (1 + base)
+    return Estimate(rise, matvecs=evaluations, seed=setting.seed, status="lower bound")
 
 
 _KESKAR = "Keskar, Mudigere, Nocedal, Smelyanskiy & Tang 2016, arXiv:1609.04836"
@@ -1344,7 +1359,7 @@ _register_box("box_sharpness_subspace", 1e-3, 100)
 )
 def _box_sharpness_curvature(setting: Setting) -> Estimate:
     kappa = 0.5e-6 * float((setting.theta.double().abs() + 1).square().sum()) / (1 + setting.start[0])
-    return _scaled(setting.spectrum.largest, 100 * kappa)
+    return setting.spectrum.largest.scaled(100 * kappa)
 
 
 # ---------------------------------------------------------------- PAC-Bayes
@@ -1391,7 +1406,15 @@ def _pac_bayes(setting: Setting, deviation: Callable[[float], Tensor | float], p
     sigma = max(point for point, rises in seen.items() if float(rises.mean()) <= _ALLOWED + 1e-9)
     spread = float(seen[sigma].std()) / math.sqrt(_PAC_DRAWS)
     value = math.exp(-2 * sigma)
-    return Estimate(value, 2 * value * spread / slope, _PAC_DRAWS - 1, len(seen) * _PAC_DRAWS, setting.seed)
+    return Estimate(
+        value,
+        2 * value * spread / slope,
+        _PAC_DRAWS - 1,
+        len(seen) * _PAC_DRAWS,
+        setting.seed,
+        tolerance=2 * _PAC_WIDTH * value,  # the crossing lies within the bracket that is left
+        status="estimated",
+    )
 
 
 @_register(
@@ -1770,13 +1793,13 @@ for _name, _meaning, _formula, _lower, _upper in (
     )(functools.partial(_hidden, lower=_lower, upper=_upper))
 
 
-def _operator_norms(layer: _Call, seed: int) -> tuple[float, float, str]:
-    """‖A‖_σ and ‖Aᵀ‖_{2,1} of a layer as a linear map of its real input; and whether the first converged."""
+def _operator_norms(layer: _Call, seed: int) -> tuple[Estimate, float]:
+    """‖A‖_σ and ‖Aᵀ‖_{2,1} of a layer as a linear map of its real input."""
     module, weight = layer.module, layer.value.double()
     if isinstance(module, nn.Linear):
         times = math.prod(layer.inputs[:-1]) / _WATCHED  # a sample's tokens, wherever their dimension is
         rows = weight.square().sum(1).sqrt().sum() * times
-        return float(torch.linalg.matrix_norm(weight, 2)), float(rows), ""
+        return Estimate(float(torch.linalg.matrix_norm(weight, 2))), float(rows)
     shape = layer.inputs[1:]
     kernel = copy.deepcopy(module).double()
     kernel.bias = None
@@ -1798,7 +1821,9 @@ def _operator_norms(layer: _Call, seed: int) -> tuple[float, float, str]:
         rows = squares.clamp_min(0).sqrt().sum()
     else:
         rows = _padded_rows(module, weight, shape[1:])
-    return math.sqrt(found.value), float(rows) * layer.inputs[0] / _WATCHED, found.reason
+    root = math.sqrt(found.value)
+    norm = dataclasses.replace(found, value=root, tolerance=found.tolerance / (2 * root) if root else 0.0)
+    return norm, float(rows) * layer.inputs[0] / _WATCHED
 
 
 def _padded_rows(module: Any, weight: Tensor, size: torch.Size) -> Tensor:
@@ -1901,8 +1926,11 @@ def _path_complexity(wiring: Wiring, ends: frozenset[int], norms: dict[int, tupl
     return sum((before[index] * norms[index][1] * behind[index]) ** (2 / 3) for index in wiring) ** 1.5
 
 
-def _spectral_complexity(setting: Setting) -> tuple[float, str]:
-    """R·‖X‖_F/n of the network with batch norm folded; what stands between the layers counts as not stretching."""
+def _spectral_complexity(setting: Setting) -> Estimate:
+    """R·‖X‖_F/n of the network with batch norm folded; what stands between the layers counts as not stretching.
+
+    R grows with every ‖A_l‖_σ by a power between 0 and 1, so its relative tolerance is at most the sum of theirs.
+    """
     folded, inputs = setting.folded, setting.logits[0].double()
     if not folded.structure.exact:
         raise InputError(
@@ -1915,11 +1943,12 @@ def _spectral_complexity(setting: Setting) -> tuple[float, str]:
                 f"the spectrally normalised margin needs layers that are plain nn.Linear or convolutions, and "
                 f"{call.name!r} is not; write it as one."
             )
-    norms, reason = {}, ""
+    norms, found, relative = {}, [], 0.0
     for index, (call, _) in wiring.items():
-        norm, rows, failed = _operator_norms(call, setting.seed)
-        norms[index] = norm, rows
-        reason = reason or failed
+        norm, rows = _operator_norms(call, setting.seed)
+        norms[index] = norm.value, rows
+        found.append(norm)
+        relative += norm.tolerance / norm.value if norm.value else 0.0
     complexity = _path_complexity(wiring, ends, norms)
     zero = [call.name for index, (call, _) in wiring.items() if norms[index][0] == 0]
     if complexity == 0 and zero:
@@ -1933,12 +1962,15 @@ def _spectral_complexity(setting: Setting) -> tuple[float, str]:
             f"the spectrally normalised margin is not defined: the spectral complexity times the size of the inputs "
             f"is {scale:g}."
         )
-    return scale, reason
+    worst = max(found, key=lambda norm: ("exact", "converged", "not converged").index(norm.status))
+    return Estimate(scale, tolerance=scale * relative, reason=worst.reason, status=worst.status)
 
 
 def _spectral_margin(setting: Setting, statistic: Callable[[Tensor], float]) -> Estimate:
-    scale, reason = _spectral_complexity(setting)
-    return Estimate(statistic(setting.margins.signed) / scale, seed=setting.seed, reason=reason)
+    scale = _spectral_complexity(setting)
+    value = statistic(setting.margins.signed) / scale.value
+    tolerance = abs(value) * scale.tolerance / scale.value
+    return Estimate(value, seed=setting.seed, reason=scale.reason, tolerance=tolerance, status=scale.status)
 
 
 for _name, _meaning, _function in (("mean", "mean", lambda v: float(v.mean())), ("median", "median", _quantile(0.5))):

@@ -38,6 +38,7 @@ from spiritlevel.results import (
     Report,
     ReportRow,
     SampleTraces,
+    ratio_of,
     times,
 )
 from spiritlevel.stats import correlate, skewness
@@ -271,11 +272,9 @@ class _Run:
             value = each.attempt(self.here)
             error = self._sampling_error(each.name)
             value = dataclasses.replace(value, data_stderr=error)
-            sure = "lower bound" if each.lower_bound else "exact" if value.stderr == 0 else "estimate"
             self.values[each.name] = ReportRow(
                 name=each.name,
                 value=value,
-                kind="undefined" if math.isnan(value.value) else sure,
                 direction=each.direction,
                 family={"wider": "margin", "larger": "norm"}.get(each.direction, "curvature"),
                 meaning=each.meaning,
@@ -591,7 +590,8 @@ def _headline(report: Report, probabilities: bool) -> Iterator[str]:
         skew = skewness(margin.signed)
         shape = "" if math.isnan(skew) else f", their skewness {_signed(skew)}"
         centre = f"{_signed(float(margin.signed.mean()))} on average and {_signed(float(median(margin.signed)))}"
-        yield f"The output margins are {centre} in the median{shape}." + _about_correlation(report)
+        whose = "of the samples measured " if _partly(report) else ""
+        yield f"The output margins {whose}are {centre} in the median{shape}." + _about_correlation(report)
     if report.audit is not None:
         yield from _about_audit(report.audit)
     undefined = {row.name: row.value.reason.rstrip(".") for row in report.rows if row.kind == "undefined"}
@@ -631,21 +631,54 @@ def _with_error(value: float, error: float) -> str:
     return f"{value:,.{places}f} ± {limits:,.{places}f}"
 
 
+def _partly(report: Report) -> bool:
+    """Whether a random subset of the data was measured."""
+    return any(fit.population > fit.samples for name, fit in report.fits.items() if name == "train")
+
+
 def _about_trace(report: Report, row: ReportRow) -> str:
-    error = math.hypot(row.value.stderr, row.value.data_stderr or 0.0)
-    text = f"The mean Hessian trace is {_with_error(row.value.value, error)}"
-    if report.layers:
+    found = row.value
+    error = math.hypot(found.stderr, found.data_stderr or 0.0)
+    whose = " of the samples measured" if math.isnan(error) else ""
+    text = f"The mean Hessian trace{whose} is {_with_error(found.value, found.stderr if whose else error)}"
+    if report.layers and (whose or found.interval(data=True)[0] > 0):
         layer, share = max(report.layers.items(), key=lambda item: item[1])
         text += f", {share:.0%} of it in {layer}"
+    return f"{text}{_about_mistakes(report)}."
+
+
+def _about_mistakes(report: Report) -> str:
+    """How curved the loss is where the model errs, as far as the errors of both means allow to say it."""
     traces, found = report.traces, report.margins
-    if traces is not None and found is not None and found.correct.any() and not found.correct.all():
-        right, wrong = traces.values[found.correct].mean(), traces.values[~found.correct].mean()
-        if right > 0:
-            ratio, count = float(f"{wrong / right:.2g}"), int((~found.correct).sum())
-            size = "" if ratio == 1 else f"{times(ratio)} times "
-            where = f"at the {count:,} misclassified samples" if count > 1 else "at the one misclassified sample"
-            text += f"; the loss is {size}as curved {where} as at the correct ones"
-    return text + "."
+    if traces is None or found is None or len(traces) != len(found) or not 0 < int(found.correct.sum()) < len(found):
+        return ""
+    right, wrong = (_mean_trace(traces, where) for where in (found.correct, ~found.correct))
+    count = int((~found.correct).sum())
+    where = f"at the {count:,} misclassified samples" if count > 1 else "at the one misclassified sample"
+    open_question = f"; whether the loss is more or less curved {where} than at the correct ones cannot be told"
+    low, high = ratio_of(wrong.interval(data=True), right.interval(data=True))
+    if not low > 0 or right.value < 0 or (low <= 1 <= high and low < high):
+        return open_question
+    ratio = float(f"{wrong.value / right.value:.2g}")
+    size = "" if ratio == 1 else f"{times(ratio)} times "
+    limits = f" ({times(low)} to {times(high)} times, within the errors)" if high - low > 0.05 * ratio else ""
+    return f"; the loss is {size}as curved {where} as at the correct ones{limits}"
+
+
+def _mean_trace(traces: SampleTraces, where: Tensor) -> Estimate:
+    """The mean over some of the samples, which are as large a share of the population."""
+    count, share = int(where.sum()), int(where.sum()) / len(where)
+    population = None if traces.population is None else max(count, round(traces.population * share))
+    return dataclasses.replace(
+        traces,
+        values=traces.values[where],
+        stderr=traces.stderr[where],
+        targets=traces.targets[where],
+        draws=None if traces.draws is None else traces.draws[where],
+        probes=None,
+        layers={},
+        population=population,
+    ).mean()
 
 
 def _about_correlation(report: Report) -> str:
@@ -665,7 +698,8 @@ def _about_audit(found: Audit) -> Iterator[str]:
         reason = next((f": {text}" for name, text in found.skipped.items() if name in TRANSFORMS), "")
         yield f"What the parametrisation does to these numbers was not tested{reason.rstrip('.')}."
     if moved.get("trace", 1.0) > 1:
-        size = "to 0" if math.isinf(moved["trace"]) else f"at least {times(moved['trace'])}-fold"
+        size = f"at least {times(moved['trace'])}-fold"
+        size = "to 0 or to the other sign" if math.isinf(moved["trace"]) else size
         yield (
             f"Scaling layers moves the trace {size} while the outputs stay the same, and no limit is known: "
             "its size does not tell two networks apart."

@@ -16,6 +16,7 @@ from spiritlevel.errors import InputError, NotExactError, whole_number
 from spiritlevel.estimators import eigenvalues, operator_trace
 from spiritlevel.measures import Setting
 from spiritlevel.measuring import median, outcomes, subset
+from spiritlevel.results import Estimate, in_short
 from spiritlevel.storage import write_atomically
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ _NUMBERS = (
     "trace_stderr",
     "largest_eigenvalue",
     "residual",
+    "tolerance",
 )
 _NOTHING: dict[str, Any] = {**dict.fromkeys(_NUMBERS, math.nan), "converged": False, "products": 0, "reason": ""}
 _FORWARDS = 60  # what a measurement costs before one has been timed, in forward passes
@@ -150,11 +152,13 @@ class Tracker:
         except (InputError, NotExactError):  # batch statistics: a sample has no trace of its own
             trace = operator_trace(setting.hessian, probes=16, seed=setting.seed)
         top = eigenvalues(setting.hessian, tol=_TOL, max_matvecs=_PRODUCTS, vectors=False, seed=setting.seed)
+        found = top.outermost()
         return {
             "trace": trace.value,
             "trace_stderr": trace.stderr,
-            "largest_eigenvalue": float(top.values[0]),
+            "largest_eigenvalue": found.value,
             "residual": float(top.residuals[0]),
+            "tolerance": found.tolerance if top.converged else math.nan,
             "converged": top.converged,
             "products": top.matvecs,
         }
@@ -239,7 +243,7 @@ class Tracker:
             return f"tracker after {self.steps:,} steps: nothing measured yet; it waits, {self._waits()}"
         first, last = self.rows[0], self.rows[-1]
         changes = ", ".join(
-            f"{name} {first[key]:.4g} → {last[key]:.4g}"
+            f"{name} {_value(first, key)} → {_value(last, key)}"
             for key, name in (
                 ("trace", "trace"),
                 ("largest_eigenvalue", "λ₁"),
@@ -251,3 +255,17 @@ class Tracker:
             f"tracker after {self.steps:,} steps: {len(self.rows)} measurements, {changes}; "
             f"{self.overhead:.1%} of the training time"
         )
+
+
+def _value(row: dict[str, Any], key: str) -> str:
+    """One number of a row with its error: that of the probes of a trace, that of the iteration for λ₁."""
+    value = row[key]
+    if math.isnan(value):
+        return "undefined"
+    if key == "trace":
+        return in_short(Estimate(value, row["trace_stderr"]))
+    if key == "largest_eigenvalue":
+        return in_short(
+            Estimate(value, tolerance=row["tolerance"], status="converged" if row["converged"] else "not converged")
+        )
+    return f"{value:.4g}"

@@ -63,7 +63,7 @@ def _worth(measure: Measure) -> str:
     """How the number is found, which decides what it is worth."""
     if measure.lower_bound:
         return "lower bound"
-    if measure.cost == "matvecs":
+    if measure.cost == "matvecs" or "min_{r,c>0}" in measure.formula:  # an eigenvalue, or a best scaling
         return "to a tolerance"
     if measure.cost == "forward":
         return "estimated" if "~" in measure.formula else "exact"  # a formula that draws noise is sampled

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from spiritlevel.results import Audit, Comparison, Report
+    from spiritlevel.results import Audit, Comparison, Report, ReportRow
 
 
 def show_report(report: Report, console: Console | None = None) -> None:
@@ -28,18 +28,29 @@ def show_report(report: Report, console: Console | None = None) -> None:
     moved = report.audit.moved() if report.audit is not None else {}
     table = columns("measure", "value", "± (95 %)", "larger is", "at the same\noutputs", right=(1, 2), whole=(4,))
     for row in report.rows:
-        low, high = row.interval
-        interval = "unknown" if math.isnan(low) else "exact" if low == high else figure((high - low) / 2, 2)
         value = f"{'≥ ' if row.kind == 'lower bound' else ''}{figure(row.value.value, 4)}"
         if row.kind == "undefined":
-            value, interval = "undefined", ""
-        table.add_row(row.name, value, interval, row.direction, _fate(moved.get(row.name)))
+            value = "undefined"
+        table.add_row(row.name, value, _limits(row), row.direction, _fate(moved.get(row.name)))
     if report.rows:
         print_table(console, table)
     for line in left_out_lines(report.left_out):
         console.print(line, style="dim", markup=False)
     for sentence in report.headline:
         console.print(sentence, style="bold", markup=False)
+
+
+def _limits(row: ReportRow) -> str:
+    """Half of the 95 % interval, or the word for a number that has none."""
+    from spiritlevel.results import figure
+
+    low, high = row.interval
+    if row.kind in ("undefined", "lower bound", "not converged"):
+        return "" if row.kind == "undefined" else row.kind
+    if math.isnan(low):
+        return "unknown"
+    known = low == high or (row.value.settled and not row.value.data_stderr)
+    return row.kind if known else figure((high - low) / 2, 2)
 
 
 def show_comparison(comparison: Comparison) -> None:
@@ -51,7 +62,7 @@ def show_comparison(comparison: Comparison) -> None:
     console = Console(highlight=False)
     a, b = comparison.names
     samples = f"{comparison.samples:,} samples"
-    if "random" in comparison.settings.get("samples", ""):
+    if comparison.samples < comparison.population:
         samples += " drawn at random"
     title = f"{a} and {b} on {samples}; change: from {a} to {b}, {comparison.level:.0%} limits"
     console.print(title, markup=False)
@@ -67,7 +78,9 @@ def show_comparison(comparison: Comparison) -> None:
             continue
         sign = "+" if row.difference > 0 else ""
         change = sign + figure(row.difference, 3)
-        table.add_row(row.name, figure(row.a.value, 3), figure(row.b.value, 3), change, spread, favours)
+        bound = "≥ " if row.a.status == "lower bound" else ""
+        values = (bound + figure(value.value, 3) for value in (row.a, row.b))
+        table.add_row(row.name, *values, change, spread, favours)
     print_table(console, table)
     for line in left_out_lines(comparison.left_out):
         console.print(line, style="dim", markup=False)
@@ -84,7 +97,7 @@ def show_audit(audit: Audit) -> None:
     """Measures × transforms, and how far a search went."""
     from rich.console import Console
 
-    from spiritlevel.results import figure, left_out_lines
+    from spiritlevel.results import in_short, left_out_lines
 
     console = Console(highlight=False)
     transforms = list(dict.fromkeys(row.transform for row in audit.rows))
@@ -94,7 +107,7 @@ def show_audit(audit: Audit) -> None:
         rows = {row.transform: row for row in audit.rows if row.measure == measure}
         first = next(iter(rows.values()))
         cells = [_cell(rows[name].verdict, rows[name].ratio) if name in rows else "" for name in transforms]
-        table.add_row(measure, figure(first.before.value, 4), *cells)
+        table.add_row(measure, in_short(first.before), *cells)
     print_table(console, table)
     console.print("= invariant, ×r changes by that factor, ? within the error, … not converged", style="dim")
     for worst in audit.worst:
