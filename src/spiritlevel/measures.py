@@ -902,7 +902,7 @@ _register_end("frobenius_norm", lambda ends: ends.frobenius, "Frobenius norm of 
 def _mean_square_eigenvalue(setting: Setting) -> Estimate:
     norm, size = setting.spectrum.frobenius, setting.problem.size
     error = 2 * norm.value * norm.stderr / size
-    return Estimate(norm.value**2 / size, error, norm.dof, norm.matvecs, norm.seed, reason=norm.reason)
+    return Estimate(norm.value**2 / size, error, norm.dof, norm.matvecs, norm.seed, reason=norm.reason, skew=norm.skew)
 
 
 @_register(
