@@ -34,6 +34,7 @@ ORDER = [
     "charts",
     "losses",
     "stats",
+    "sampling",
     "models",
     "data",
     "functional",

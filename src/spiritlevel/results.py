@@ -393,7 +393,7 @@ class SampleTraces(Result):
         `data_stderr` and `data_limits` are the subset's error (NaN below 30 samples).
         """
         value, spread = float(self.values.mean()), subset_mean(self.values, self.population)
-        error: dict[str, float] = {"stderr": 0.0}
+        error: dict[str, Any] = {"stderr": 0.0}
         if self.draws is not None and not self.exact:
             means = self.draws.mean(0)
             error = {
@@ -407,7 +407,7 @@ class SampleTraces(Result):
             value, matvecs=self.matvecs, seed=self.seed, data_stderr=spread[0], data_limits=spread[1], **error
         )
 
-    def _independent_errors(self) -> dict[str, float]:
+    def _independent_errors(self) -> dict[str, Any]:
         """The error of the mean of samples that each had one draw of its own: nothing is known of its distribution.
 
         The worst case is a multiple of χ²₁, whose third cumulant is that of 0.98 error³; and as the errors are taken
@@ -996,7 +996,8 @@ class ReportRow(Result):
     `kind` is "exact", "estimate", "lower bound" (found by an optimiser) or "undefined" (`value.reason` says why);
     `direction` what a larger value means: "sharper", "flatter", "wider" or "larger". `invariant_to` are the transforms
     that leave it as it is; `family` is "curvature", "margin" or "norm"; `cost` the dearest thing it does and `seconds`
-    what it took, without what other measures had computed before.
+    what it took, without what other measures had computed before. Where a subset was measured and the error of that is
+    not known, `subset_error` says why.
     """
 
     name: str
@@ -1011,6 +1012,7 @@ class ReportRow(Result):
     cost: str
     seconds: float = math.nan
     subset_error_unknown: bool = False
+    subset_error: str = ""
 
     @property
     def interval(self) -> tuple[float, float]:
@@ -1132,7 +1134,8 @@ class ComparisonRow(Result):
     invariant one and NaN where that is not known. Verdicts: "a" or "b", the model that the measure favours; "equal":
     the interval holds 0; "not comparable": the parametrisation moves it, so the difference may be an artefact of that;
     "no interval": nothing tells how sure the difference is; "no preference": neither direction is the better one;
-    "undefined". `note` says why.
+    "undefined". `note` says why. `sure`: whether the difference excludes 0 also at the stricter level that the advice
+    needs, which looks at up to three rows.
     """
 
     name: str
@@ -1149,6 +1152,7 @@ class ComparisonRow(Result):
     meaning: str
     invariant: bool
     note: str = ""
+    sure: bool = False
 
     def __str__(self) -> str:
         text = f"{self.name}: {self.a} and {self.b}, difference {self.difference:.4g}, {self.verdict}"

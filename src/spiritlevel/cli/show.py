@@ -29,17 +29,35 @@ def show_report(report: Report, console: Console | None = None) -> None:
     table = columns("measure", "value", "± (95 %)", "larger is", "at the same\noutputs", right=(1, 2), whole=(4,))
     for row in report.rows:
         low, high = row.interval
-        interval = "unknown" if math.isnan(low) else "exact" if low == high else figure((high - low) / 2, 2)
+        interval = "unknown" if math.isnan(low) else "exact" if low == high else _limits(row.value.value, low, high)
         value = f"{'≥ ' if row.kind == 'lower bound' else ''}{figure(row.value.value, 4)}"
         if row.kind == "undefined":
             value, interval = "undefined", ""
         table.add_row(row.name, value, interval, row.direction, _fate(moved.get(row.name)))
     if report.rows:
         print_table(console, table)
+    reasons = {row.name: row.subset_error for row in report.rows if row.subset_error}
+    for reason in dict.fromkeys(reasons.values()):
+        names = ", ".join(name for name in reasons if reasons[name] == reason)
+        console.print(f"unknown: {names}: {reason}", style="dim", markup=False)
     for line in left_out_lines(report.left_out):
         console.print(line, style="dim", markup=False)
     for sentence in report.headline:
         console.print(sentence, style="bold", markup=False)
+
+
+def _limits(value: float, low: float, high: float) -> str:
+    """How far the limits are from the value: one number, or two where they differ by more than a quarter.
+
+    >>> _limits(5.0, 4.0, 6.1), _limits(5.0, 4.0, 8.0)
+    ('1', '−1 +3')
+    """
+    from spiritlevel.results import figure
+
+    below, above = value - low, high - value
+    if max(below, above) <= 1.25 * min(below, above):
+        return figure((high - low) / 2, 2)
+    return f"−{figure(below, 2)} +{figure(above, 2)}"
 
 
 def show_comparison(comparison: Comparison) -> None:

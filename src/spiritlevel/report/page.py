@@ -214,7 +214,8 @@ def _interval(report: Report, row: ReportRow) -> tuple[float, float]:
 def _certainty(report: Report, row: ReportRow) -> str:
     low, high = _interval(report, row)
     if math.isnan(low):
-        return f"{row.kind} on the samples measured; for all data the error is not known"
+        why = f": {row.subset_error}" if row.subset_error else ""
+        return f"{row.kind} on the samples measured; for all data the error is not known{why}"
     if low != high:
         return f"95 % interval {number(low, 3)} to {number(high, 3)}"
     return {"exact": "exact on the samples measured", "lower bound": "a lower bound"}.get(row.kind, row.kind)
