@@ -261,7 +261,7 @@ class _Pair:
             biases = found.bias(self.a, _ENDLESS), found.bias(self.b, _ENDLESS)
         except (InputError, NotExactError, RuntimeError):  # the value stands, without an interval
             return None
-        return (*values, found.share, biases) if len(values[0]) else None
+        return (*values, found.share, biases) if len(values[0]) >= found.least else None
 
     def _plain(self, each: _Plain, a: Tensor, b: Tensor, exact: bool = False) -> ComparisonRow:
         """A mean over the samples that is no measure of the registry."""

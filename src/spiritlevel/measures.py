@@ -41,7 +41,7 @@ from spiritlevel.gradient_norms import GradientNorms, resized
 from spiritlevel.losses import aceht
 from spiritlevel.margins import margin_bound, margins, printed_margin_bound, signed_margin
 from spiritlevel.per_sample import sample_forms, sample_traces
-from spiritlevel.results import Estimate, Margins, SampleTraces
+from spiritlevel.results import FEWEST, Estimate, Margins, SampleTraces
 from spiritlevel.sampling import GROUPS, SubsetError, by_influences, by_jackknife, by_order, few, groups, unknown
 from spiritlevel.stats import skewness
 from spiritlevel.structure import Structure, analyse
@@ -74,6 +74,7 @@ _DRAWS = 16  # random perturbations, each with its mirror image
 _STEPS = 20  # of projected ascent
 _GAIN = 1e-4  # of a step of ascent, relative; less ends it
 _GRADIENTS = 2**25  # numbers that per-sample gradients hold at once
+_MORE = 100  # samples that the error of a subset needs where a few of them may hold most of the value
 _SHARED = 8  # probes that all samples share where only the error of a subset is wanted
 
 
@@ -707,7 +708,8 @@ class Sampling:
     `how`: "no data" (the samples do not enter), "influence" (`values` gives what every sample adds, to first order),
     "order" (the quantile at `share` of `values`), "jackknife" (computed anew without each of ten groups: nine times
     the cost of the measure), "bracket" (`limits` finds them) or "unknown", and `reason` says why. `bias` is how far
-    the measure is too large on average, `also` another standard error. `cost` is what finding it takes, in words.
+    the measure is too large on average, `also` another standard error. `cost` is what finding it takes, in words;
+    `least` how many samples an interval needs to hold, which is more where a few of them decide the value.
     """
 
     how: str
@@ -718,6 +720,7 @@ class Sampling:
     limits: Callable[[Setting, float, int], SubsetError] | None = None
     reason: str = ""
     cost: str = "nothing"
+    least: int = FEWEST
 
     def error(self, measure: Measure, setting: Setting, value: float, population: int) -> SubsetError:
         """By the way that is declared; of a value that the measure has given on this setting."""
@@ -725,7 +728,7 @@ class Sampling:
             return SubsetError(0.0, value, value)
         if self.how == "unknown":
             return unknown(self.reason)
-        if too_few := few(setting.count):
+        if too_few := few(setting.count, self.least):
             return too_few
         if self.how == "jackknife":
             return self._without_groups(measure, setting, value, population)
@@ -926,12 +929,12 @@ def _register(name: str, meaning: str, formula: str, reference: str, **fields: A
 _NO_DATA = Sampling("no data")
 
 
-def _mean_of(values: Callable[[Setting], Tensor], cost: str = "nothing") -> Sampling:
-    return Sampling("influence", values, cost=cost)
+def _mean_of(values: Callable[[Setting], Tensor], cost: str = "nothing", least: int = FEWEST) -> Sampling:
+    return Sampling("influence", values, cost=cost, least=least)
 
 
-def _kept(name: str) -> Sampling:
-    return _mean_of(lambda setting: setting.kept[name])
+def _kept(name: str, least: int = FEWEST) -> Sampling:
+    return _mean_of(lambda setting: setting.kept[name], least=least)
 
 
 def _quantile_of(values: Callable[[Setting], Tensor], share: float) -> Sampling:
@@ -990,6 +993,8 @@ def _end_sampling(get: Callable[[Setting], _Ends], which: str, in_norms: bool = 
 
 def _squared_norm_values(setting: Setting) -> Tensor:
     """⟨Hₙ, H⟩ of every sample, the mean of vᵀHₙHv over shared probes, by forms along Hv + v and Hv − v."""
+    if "squared norm" in setting.kept:
+        return setting.kept["squared norm"]
     total = torch.zeros(setting.count, dtype=torch.float64)
     for v in _signs(setting):
         w = setting.hessian @ v
@@ -997,16 +1002,21 @@ def _squared_norm_values(setting: Setting) -> Tensor:
         if size > 0:
             above, below = setting.forms(v + w / size, v - w / size).unbind(1)
             total += (above - below) * size / 4
-    return total / _SHARED
+    setting.kept["squared norm"] = total / _SHARED
+    return setting.kept["squared norm"]
 
 
 def _squared_norm_bias(setting: Setting, population: int) -> float:
     """E‖Hₙ − H‖_F²/N, from the products with ten groups of the samples."""
+    key = "noise of the squared norm"
+    if key in setting.kept:
+        return float(setting.kept[key]) * _rest(setting, population)
     noise, probes = 0.0, _signs(setting)[: _SHARED // 2]
     for v in probes:
         products = torch.stack([product.double() for product in setting.group_products(v)])
         noise += float((products - products.mean(0)).square().sum()) / GROUPS / (GROUPS - 1)
-    return noise / len(probes) * _rest(setting, population)
+    setting.kept[key] = torch.tensor(noise / len(probes), dtype=torch.float64)
+    return float(setting.kept[key]) * _rest(setting, population)
 
 
 def _norm_sampling(factor: Callable[[Setting], float]) -> Sampling:
@@ -1276,7 +1286,7 @@ def _empirical_fisher_values(setting: Setting) -> Tensor:
     "E ‖∇ℓ(θ; x, y)‖²",
     "Golatkar, Achille & Soatto 2019, arXiv:1905.13277",
     cost="backward",
-    sampling=_mean_of(_empirical_fisher_values, "8 forward-mode passes unless exact"),
+    sampling=_mean_of(_empirical_fisher_values, "8 forward-mode passes unless exact", _MORE),
 )
 def _empirical_fisher_trace(setting: Setting) -> Estimate:
     problem = setting.problem
@@ -1579,7 +1589,7 @@ def _average(setting: Setting, spread: Tensor | float, purpose: int) -> Estimate
     "E_{δ~N(0,σ²I)} L(θ+δ) − L ≈ ½σ² Tr H, σ = 0.01 the standard deviation",
     "MATH 7",
     cost="forward",
-    sampling=_kept("average 1"),
+    sampling=_kept("average 1", _MORE),
 )
 def _average_sharpness(setting: Setting) -> Estimate:
     return _average(setting, 0.01, 1)
@@ -1591,7 +1601,7 @@ def _average_sharpness(setting: Setting) -> Estimate:
     "E L(θ+δ) − L, δ_i ~ N(0, ρ²θ_i²), ρ = 0.05",
     "Andriushchenko, Croce, Müller, Hein & Flammarion 2023, arXiv:2302.07011",
     cost="forward",
-    sampling=_kept("average 2"),
+    sampling=_kept("average 2", _MORE),
     invariant_to=_DIAGONAL,
 )
 def _adaptive_sharpness_average(setting: Setting) -> Estimate:

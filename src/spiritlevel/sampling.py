@@ -38,11 +38,11 @@ def unknown(reason: str) -> SubsetError:
     return SubsetError(math.nan, math.nan, math.nan, reason)
 
 
-def few(count: int) -> SubsetError | None:
+def few(count: int, least: int = FEWEST) -> SubsetError | None:
     """Why so few samples say nothing about all of the data; None if they do."""
-    if count >= FEWEST:
+    if count >= least:
         return None
-    return unknown(f"{count} sample{'s' * (count != 1)} cannot tell it, {FEWEST} at least are needed")
+    return unknown(f"{count} sample{'s' * (count != 1)} cannot tell it, {least} at least are needed")
 
 
 def by_influences(value: float, influences: Tensor, population: int, bias: float = 0.0) -> SubsetError:

@@ -267,7 +267,7 @@ def _summary(report: Report, key: str) -> Section:
 
 
 def _accuracy_limits(fit: Fit) -> str:
-    """Wilson's 95 % interval in percent where a random subset was measured: an accuracy of 100 % has an error, too."""
+    """The 95 % interval in percent where a random subset was measured: an accuracy of 100 % has an error, too."""
     if math.isnan(fit.accuracy.value) or not 0 < fit.samples < fit.population:
         return "–" if math.isnan(fit.accuracy.value) else "exact"
     low, high = fit.accuracy_limits()
