@@ -16,6 +16,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, ClassVar, Self, Union, get_args, get_origin, get_type_hints
 
+import numpy as np
 import torch
 from scipy import stats
 from torch import Tensor
@@ -222,22 +223,27 @@ def skewed_limits(value: float, error: float, dof: float, skew: float, level: fl
     few draws show less skewness than they have, hence the factor 1.25, under which means of exponential, χ² and
     log-normal draws, and of the losses of networks, are covered as they should be (docs/coverage.md); the spread of
     skewed draws is less well known too, so they have fewer degrees of freedom, 1/(1+s²) of them. Without skewness this
-    is Student's interval. Reference: Hall, J. R. Stat. Soc. B 54 (1992), doi:10.1111/j.2517-6161.1992.tb01872.x.
+    is Student's interval. Reference: Hall, On the removal of skewness by transformation, J. R. Stat. Soc. B 54 (1992).
 
     >>> [round(limit, 3) for limit in skewed_limits(1.0, 0.1, math.inf, 0.0)]
     [0.804, 1.196]
     >>> [round(limit, 3) for limit in skewed_limits(1.0, 0.1, math.inf, 0.4)]
-    [0.846, 1.306]
+    [0.852, 1.767]
     """
     if not error:
         return value, value
-    skew *= _SEEN
-    t, a = float(stats.t.ppf(0.5 + level / 2, dof / (1 + skew**2))), skew / 3
+    below, above = _errors_off(np.float64(skew), dof, level)
+    return value - float(below) * error, value + float(above) * error
 
-    def inverse(u: float) -> float:
-        return u if abs(a) < 1e-9 else (math.cbrt(1 + 3 * a * (u - skew / 6)) - 1) / a
 
-    return value - inverse(t) * error, value - inverse(-t) * error
+def _errors_off(skew: Any, dof: float, level: float) -> tuple[Any, Any]:
+    """How many errors the limits of `skewed_limits` are below and above the value, for every skewness."""
+    skew = _SEEN * skew
+    t, a = stats.t.ppf(0.5 + level / 2, dof / (1 + skew**2)), skew / 3
+    flat = np.abs(a) < 1e-9
+    safe = np.where(flat, 1.0, a)
+    below, above = (np.where(flat, u, (np.cbrt(1 + 3 * a * (u - skew / 6)) - 1) / safe) for u in (t, -t))
+    return below, -above
 
 
 def subset_mean(values: Tensor, population: int | None) -> tuple[float | None, tuple[float, float] | None]:
@@ -561,8 +567,9 @@ class DiagonalEstimate(Result):
 class Density(Result):
     """A spectral density smoothed by a Gaussian of standard deviation `width`, on the points of `grid`.
 
-    `stderr` is the error of the random probes at every point, 0 where all eigenvalues are known. It does not hold the
-    error of the quadrature, which is small once `width` exceeds the distance of neighbouring nodes.
+    `stderr` is the error of the random probes at every point, 0 where all eigenvalues are known, and `skew` its
+    skewness. It does not hold the error of the quadrature, which is small once `width` exceeds the distance of
+    neighbouring nodes.
     """
 
     grid: Tensor
@@ -570,13 +577,15 @@ class Density(Result):
     stderr: Tensor
     width: float
     dof: float = math.inf
+    skew: Tensor | None = None
 
     def band(self, level: float = 0.95) -> tuple[Tensor, Tensor]:
-        """Student's t interval at every point (not for the curve as a whole), cut off at 0."""
+        """The interval of `skewed_limits` at every point (not for the curve as a whole), cut off at 0."""
         if not 0 < level < 1:
             raise InputError(f"band needs a level between 0 and 1, got {level}.")
-        half = self.stderr * float(stats.t.ppf(0.5 + level / 2, self.dof))
-        return (self.values - half).clamp(min=0.0), self.values + half
+        skew = torch.zeros_like(self.stderr) if self.skew is None else self.skew
+        below, above = (torch.from_numpy(off) for off in _errors_off(skew.double().numpy(), self.dof, level))
+        return (self.values - below * self.stderr).clamp(min=0.0), self.values + above * self.stderr
 
     def __str__(self) -> str:
         if not self.grid.numel():
@@ -644,7 +653,8 @@ class Spectrum(Result):
         values = rows.mean(1)
         if self.exact:
             return Density(grid, values, torch.zeros_like(values), width)
-        return Density(grid, values, rows.std(1) / math.sqrt(rows.shape[1]), width, float(rows.shape[1] - 1))
+        skew = torch.tensor([mean_skewness(row) for row in rows], dtype=torch.float64)
+        return Density(grid, values, rows.std(1) / math.sqrt(rows.shape[1]), width, float(rows.shape[1] - 1), skew)
 
     def __str__(self) -> str:
         low, high = float(self.nodes.min()), float(self.nodes.max())
