@@ -174,7 +174,11 @@ def test_every_default_measure_of_a_subset_has_its_error() -> None:
     assert [row.name for row in report.rows] == list(DEFAULT)
     for row in report.rows:
         low, high = row.interval
-        assert low < row.value.value < high or row.name in ("weight_norm", "path_norm"), row.name
+        stated = low < row.value.value < high or row.name in ("weight_norm", "path_norm")
+        assert stated != bool(row.subset_error), row.name
+    unknown = [row.name for row in report.rows if row.subset_error]
+    assert unknown == ["spectral_margin_mean"]
+    assert "by 2 to all 400 of them" in report.row("spectral_margin_mean").subset_error
 
 
 def test_a_maximum_lies_between_a_half_seen_from_the_other_and_its_own_samples() -> None:

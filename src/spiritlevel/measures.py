@@ -708,19 +708,20 @@ class Sampling:
     `how`: "no data" (the samples do not enter), "influence" (`values` gives what every sample adds, to first order),
     "order" (the quantile at `share` of `values`), "jackknife" (computed anew without each of ten groups: nine times
     the cost of the measure), "bracket" (`limits` finds them) or "unknown", and `reason` says why. `bias` is how far
-    the measure is too large on average, `also` another standard error. `cost` is what finding it takes, in words;
-    `least` how many samples an interval needs to hold, which is more where a few of them decide the value.
+    the measure is too large on average. `cost` is what finding it takes, in words;
+    `least` how many samples an interval needs to hold, which is more where a few of them decide the value. What `grows`
+    with the number of samples, as its root, can be compared on equal samples, but speaks of no others.
     """
 
     how: str
     values: Callable[[Setting], Tensor] | None = None
     share: float = math.nan
     bias: Callable[[Setting, int], float] = lambda setting, population: 0.0
-    also: Callable[[Setting, float, int], float] = lambda setting, value, population: 0.0
     limits: Callable[[Setting, float, int], SubsetError] | None = None
     reason: str = ""
     cost: str = "nothing"
     least: int = FEWEST
+    grows: bool = False
 
     def error(self, measure: Measure, setting: Setting, value: float, population: int) -> SubsetError:
         """By the way that is declared; of a value that the measure has given on this setting."""
@@ -728,6 +729,11 @@ class Sampling:
             return SubsetError(0.0, value, value)
         if self.how == "unknown":
             return unknown(self.reason)
+        if self.grows:
+            times = math.sqrt(population / setting.count)
+            return unknown(
+                f"it grows as the root of the number of samples, by {times:.3g} to all {population:,} of them"
+            )
         if too_few := few(setting.count, self.least):
             return too_few
         if self.how == "jackknife":
@@ -737,7 +743,7 @@ class Sampling:
         assert self.values is not None
         values = self.values(setting)
         if self.how == "order":
-            return by_order(value, values, self.share, population, self.also(setting, value, population))
+            return by_order(value, values, self.share, population)
         return by_influences(value, values, population, self.bias(setting, population))
 
     def _without_groups(self, measure: Measure, setting: Setting, value: float, population: int) -> SubsetError:
@@ -2207,13 +2213,9 @@ def _scaled_mean_values(setting: Setting) -> Tensor:
     return found - found.mean() * _input_sizes(setting) / 2
 
 
-def _scale_error(setting: Setting, value: float, population: int) -> float:
-    return abs(value) / 2 * by_influences(0.0, _input_sizes(setting), population).stderr
-
-
 for _name, _meaning, _function, _sampling in (
-    ("mean", "mean", lambda v: float(v.mean()), _mean_of(_scaled_mean_values)),
-    ("median", "median", _quantile(0.5), Sampling("order", _scaled_margins, 0.5, also=_scale_error)),
+    ("mean", "mean", lambda v: float(v.mean()), Sampling("influence", _scaled_mean_values, grows=True)),
+    ("median", "median", _quantile(0.5), Sampling("order", _scaled_margins, 0.5, grows=True)),
 ):
     _register(
         f"spectral_margin_{_name}",

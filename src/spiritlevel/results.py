@@ -394,7 +394,7 @@ class SampleTraces(Result):
         """The trace of the mean loss, Tr ∇²L = mean of the per-sample traces, with the error of the probes.
 
         Shared probes: the standard error is that of the probe-wise means. Independent ones (`passes=`): the root of
-        the summed squares, and NaN where fewer than 16 samples make up that sum, since a single draw tells the size of
+        the summed squares, and NaN where fewer than 8 samples make up that sum, since a single draw tells the size of
         its own error no better than that of its value. If these samples are a random subset of `population` points,
         `data_stderr` and `data_limits` are the subset's error (NaN below 30 samples).
         """
@@ -425,7 +425,7 @@ class SampleTraces(Result):
         shares = (self.stderr / largest).double()
         squares = float(shares.square().sum())
         counted = squares**2 / float(shares.pow(4).sum())
-        if not counted >= 16:  # also NaN
+        if not counted >= 8:  # also NaN
             return {"stderr": math.nan}
         skew = float(shares.pow(3).sum()) / squares**1.5
         return {"stderr": largest * math.sqrt(squares) / len(self), "dof": counted, "skew": skew}

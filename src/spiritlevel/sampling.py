@@ -59,8 +59,8 @@ def by_influences(value: float, influences: Tensor, population: int, bias: float
     return SubsetError(error, limits[0] + shift - max(bias, 0.0), limits[1] + shift)
 
 
-def by_order(value: float, values: Tensor, share: float, population: int, also: float = 0.0) -> SubsetError:
-    """Of the quantile at this share, from the values of all samples; `also` is an independent standard error.
+def by_order(value: float, values: Tensor, share: float, population: int) -> SubsetError:
+    """Of the quantile at this share, from the values of all samples.
 
     How many of N samples lie below the quantile of the population is binomial, so the limits are values at the ranks
     N·q + ½ ± 1.96 √(N q (1−q) (1−N/M)), between two by interpolation.
@@ -77,8 +77,7 @@ def by_order(value: float, values: Tensor, share: float, population: int, also: 
     low, high = np.interp(ranks, np.arange(1, count + 1), ordered)
     if not (math.isfinite(low) and math.isfinite(high)):
         return unknown("samples near this quantile are infinite")
-    below, above = math.hypot(value - low, _Z * also), math.hypot(high - value, _Z * also)
-    return SubsetError((below + above) / (2 * _Z), value - below, value + above)
+    return SubsetError((high - low) / (2 * _Z), float(low), float(high))
 
 
 def by_jackknife(value: float, without: Sequence[float], count: int, population: int) -> SubsetError:
