@@ -35,6 +35,7 @@ ORDER = [
     "elementary",
     "losses",
     "stats",
+    "sampling",
     "models",
     "data",
     "functional",

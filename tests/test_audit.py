@@ -175,7 +175,7 @@ class DividedByItsLargest(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.last = nn.Linear(4, 6), nn.Linear(6, 3)
+        self.first, self.last = nn.Linear(4, 6).requires_grad_(False), nn.Linear(6, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = torch.relu(self.first(x))

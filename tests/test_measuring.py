@@ -147,7 +147,7 @@ def test_the_error_of_an_accuracy_is_never_nothing() -> None:
     assert "100.0% of the 400 train samples" in whole.headline[0]
 
 
-def test_wilsons_interval_covers_the_accuracy_of_the_whole() -> None:
+def test_the_interval_of_an_accuracy_covers_that_of_the_whole() -> None:
     generator = torch.Generator().manual_seed(0)
     correct = torch.zeros(300, dtype=torch.float64)
     correct[:285] = 1.0

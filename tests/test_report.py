@@ -223,8 +223,8 @@ def test_an_accuracy_of_a_subset_always_has_an_interval() -> None:
     def shown(fit: Fit) -> str:
         return Reader(page(report(30, fits={"train": fit}))).text
 
-    assert "train 60 10,000 100 94 to 100" in shown(Fit(60, 10_000, Estimate(1.0), Estimate(0.2)))
-    assert "train 2 10,000 50 9.45 to 90.5" in shown(Fit(2, 10_000, Estimate(0.5), Estimate(0.2)))
+    assert "train 60 10,000 100 94.1 to 100" in shown(Fit(60, 10_000, Estimate(1.0), Estimate(0.2)))
+    assert "train 2 10,000 50 1.26 to 98.7" in shown(Fit(2, 10_000, Estimate(0.5), Estimate(0.2)))
     assert "train 60 60 100 exact" in shown(Fit(60, 60, Estimate(1.0), Estimate(0.2)))
 
 
@@ -268,7 +268,7 @@ def test_side_by_side_shows_limits_data_samples_and_accuracy() -> None:
     text = Reader(page(subset, report(50, name="large"))).text
     assert "train data mnist (train) not named" in text
     assert "train samples 60 of 10,000 50" in text
-    assert "train accuracy (%) 100 (94 to 100) 93" in text
+    assert "train accuracy (%) 100 (94.1 to 100) 93" in text
     assert "relative_flatness 31.5 ± unknown 31.5 ± 3.2 sharper stays" in text
     assert "only beyond" not in text
 

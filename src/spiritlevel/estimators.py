@@ -678,9 +678,9 @@ def _scaled(estimate: Estimate, factor: float, matvecs: int) -> Estimate:
 
 
 def _root(square: Estimate) -> Estimate:
-    """√x with its error by the delta method."""
+    """√x with its error by the delta method; its limits are the roots of those of x."""
     value = math.sqrt(max(square.value, 0.0))
-    return replace(square, value=value, stderr=square.stderr / (2 * value) if value else 0.0)
+    return replace(square, value=value, stderr=square.stderr / (2 * value) if value else 0.0, power=2.0)
 
 
 # --- Krylov spaces ----------------------------------------------------------------------------------------------------

@@ -18,14 +18,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils._pytree import tree_map
 
 from spiritlevel import __version__
 from spiritlevel.audit import audit as run_audit
 from spiritlevel.distributed import Ranks
 from spiritlevel.errors import InputError, NotExactError, checked_seed, unknown_name, whole_number
 from spiritlevel.estimators import spectrum
-from spiritlevel.functional import Batches, Fingerprint, Problem, preserved_random_state
+from spiritlevel.functional import Batches, Fingerprint, Problem, picked, preserved_random_state
 from spiritlevel.landscape import landscape
 from spiritlevel.losses import aceht
 from spiritlevel.measures import TRANSFORMS, Measure, Setting, select
@@ -39,8 +38,10 @@ from spiritlevel.results import (
     ReportRow,
     SampleTraces,
     ratio_of,
+    subset_mean,
     times,
 )
+from spiritlevel.sampling import SubsetError
 from spiritlevel.stats import correlate, skewness
 
 __all__ = ["measure"]
@@ -58,7 +59,6 @@ _Z = 1.96  # 95 % of a normal distribution
 
 # What a measure costs in forward passes over the data, roughly: decides only what still fits a time limit.
 _PASSES = {"forward": 2.0, "matvecs": 60.0, "optimiser": 120.0}
-_WEIGHTS_ALONE = ("weight_norm", "path_norm")
 _DEAR = ("adaptive_sharpness_average", "average_sharpness", "pac_bayes_flatness", "pac_bayes_magnitude")
 
 Progress = Callable[[str, int, int], None]
@@ -98,8 +98,9 @@ def measure(
         loss: a name, a `torch.nn` loss or a callable.
         measures: names of `measures.MEASURES`, "all", or the default set.
         parts: which of "audit", "spectrum", "landscape", "pictures" to add; all unless given.
-        samples: measure a random subset of so many; `data_stderr` is then the error of taking a subset, NaN where it
-            is not known.
+        samples: measure a random subset of so many; intervals then hold the value on all of the data, and where none
+            is known `subset_error` of a row says why. Costs a few products of the Hessian for the default measures;
+            what each takes says its `sampling` in `measures.MEASURES`.
         batch_norm: "eval" or "batch".
         time_limit: seconds. What is estimated to fit is measured, cheap things first; `left_out` names the rest. What
             has begun runs to its end.
@@ -270,8 +271,9 @@ class _Run:
         def work() -> None:
             begin = time.monotonic()
             value = each.attempt(self.here)
-            error = self._sampling_error(each.name)
-            value = dataclasses.replace(value, data_stderr=error)
+            error = self._subset_error(each, value)
+            if error is not None:
+                value = dataclasses.replace(value, data_stderr=error.stderr, data_limits=(error.low, error.high))
             self.values[each.name] = ReportRow(
                 name=each.name,
                 value=value,
@@ -283,7 +285,8 @@ class _Run:
                 invariant_to=tuple(sorted(each.invariant_to)),
                 cost=each.cost,
                 seconds=time.monotonic() - begin,
-                subset_error_unknown=error is not None and math.isnan(error),
+                subset_error_unknown=error is not None and math.isnan(error.low),
+                subset_error=error.reason if error is not None else "",
             )
 
         return _Step(each.name, self._passes(each), work)
@@ -316,31 +319,11 @@ class _Run:
         accuracy = no_classes if found is None else _share(found.correct.double(), population)
         return Fit(len(losses), population, accuracy, _mean(losses, population))
 
-    def _sampling_error(self, name: str) -> float | None:
-        """The standard error of having measured a subset; None if it was none, NaN where it is not known."""
-        if self.indices is None or name in _WEIGHTS_ALONE:
+    def _subset_error(self, each: Measure, found: Estimate) -> SubsetError | None:
+        """The error of having measured a subset; None if it was none, or if the samples do not enter."""
+        if self.indices is None or each.sampling.how == "no data" or math.isnan(found.value):
             return None
-        values = self._per_sample(name)
-        if values is None or len(values) < 2:
-            return math.nan
-        statistic = MARGIN_STATISTICS.get(name, torch.mean)
-        share = 1 - len(values) / self.population
-        if statistic is torch.mean:
-            return float(values.std()) * math.sqrt(share / len(values))
-        generator = np.random.default_rng((self.seed, 3))
-        rows = torch.from_numpy(generator.integers(len(values), size=(RESAMPLES, len(values))))
-        draws = torch.tensor([float(statistic(values[row])) for row in rows], dtype=torch.float64)
-        return float(draws.std()) * math.sqrt(share)
-
-    def _per_sample(self, name: str) -> Tensor | None:
-        if name == "trace":
-            return self.here.traces.values
-        if name == "mean_aceht":
-            inputs, logits, _ = self.here.logits
-            return aceht(inputs, logits)
-        if name in MARGIN_STATISTICS:
-            return self.here.margins.signed
-        return None
+        return each.subset_error(self.here, found.value, self.population)
 
     def _correlations(self) -> None:
         """How the curvature goes with the margin, and with what a linear classifier's would be."""
@@ -371,7 +354,7 @@ class _Run:
         spread = torch.linspace(0, self.here.count - 1, min(_SHOWN["others"], self.here.count)).long()
         groups["others"] = spread.unique().tolist()
         wanted = sorted({index for group in groups.values() for index in group})
-        images = _thumbnails(_rows(self.here.batches, torch.tensor(wanted)))
+        images = _thumbnails(picked(self.here.batches, torch.tensor(wanted)))
         place = {index: position for position, index in enumerate(wanted)}
         self.found["pictures"] = Pictures(
             torch.tensor(wanted), images, {name: tuple(place[i] for i in group) for name, group in groups.items()}
@@ -471,22 +454,19 @@ def kind(dtype: torch.dtype) -> str:
 
 def _mean(values: Tensor, population: int) -> Estimate:
     """The mean over samples, with the error of a random subset if the population is larger."""
-    count, error = len(values), None
-    if population > count:
-        share = 1 - count / population
-        error = float(values.std()) * math.sqrt(share / count) if count > 1 else math.nan
-    return Estimate(float(values.mean()), data_stderr=error)
+    error, limits = subset_mean(values, population)
+    return Estimate(float(values.mean()), data_stderr=error, data_limits=limits)
 
 
 def _share(correct: Tensor, population: int) -> Estimate:
-    """The mean of zeros and ones; the error of a subset is that of Agresti and Coull, which no outcome makes 0."""
-    found = _mean(correct, population)
-    if found.data_stderr is None:
-        return found
-    count = len(correct)
+    """The mean of zeros and ones; of a subset with an error that no outcome makes 0, and limits."""
+    value, count = float(correct.mean()), len(correct)
+    if population <= count:
+        return Estimate(value)
     pulled = (float(correct.sum()) + 0.5 * _Z**2) / (count + _Z**2)
     error = math.sqrt(pulled * (1 - pulled) / (count + _Z**2) * (1 - count / population))
-    return dataclasses.replace(found, data_stderr=error)
+    limits = Fit(count, population, Estimate(value), Estimate(math.nan)).accuracy_limits()
+    return Estimate(value, data_stderr=error, data_limits=limits)
 
 
 class Outcomes(NamedTuple):
@@ -526,24 +506,7 @@ def subset(data: Any, count: int | None, seed: int, batch_norm: str) -> tuple[An
         return data, None, population
     generator = np.random.default_rng((seed, 1))
     indices = torch.from_numpy(np.sort(generator.choice(population, count, replace=False)))
-    return _rows(batches, indices), indices, population
-
-
-def _rows(batches: Batches, indices: Tensor) -> Any:
-    """The samples at these sorted places: a pair of tensors where the inputs are one tensor, else batches."""
-    start, pieces = 0, []
-    for inputs, targets in batches:
-        here = indices[(indices >= start) & (indices < start + len(targets))] - start
-        if len(here):
-
-            def pick(leaf: Any, here: Tensor = here) -> Any:
-                return leaf[here.to(leaf.device)] if isinstance(leaf, Tensor) else leaf
-
-            pieces.append((tree_map(pick, inputs), pick(targets)))
-        start += len(targets)
-    if all(isinstance(inputs, Tensor) for inputs, _ in pieces) and len({inputs.shape[1:] for inputs, _ in pieces}) == 1:
-        return torch.cat([inputs for inputs, _ in pieces]), torch.cat([targets for _, targets in pieces])
-    return pieces
+    return picked(batches, indices), indices, population
 
 
 def _thumbnails(samples: Any) -> Tensor:

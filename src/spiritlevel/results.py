@@ -16,6 +16,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, ClassVar, Self, Union, get_args, get_origin, get_type_hints
 
+import numpy as np
 import torch
 from scipy import stats
 from torch import Tensor
@@ -212,6 +213,69 @@ STATUSES = ("exact", "converged", "estimated", "lower bound", "not converged", "
 """What a number is worth, see `Estimate`."""
 
 
+def mean_skewness(draws: Tensor) -> float:
+    """The skewness of the error of the mean of draws (one dimension): theirs over √n, from the usual estimate of it."""
+    count = draws.numel()
+    deviations = draws.double() - draws.double().mean()
+    size = float(deviations.abs().max()) if count > 2 else 0.0
+    if not 0 < size < math.inf:
+        return 0.0
+    unit = deviations / size
+    spread = float(unit.square().mean())
+    return float(unit.pow(3).mean()) / spread**1.5 * math.sqrt(count - 1) / (count - 2)
+
+
+def skewed_limits(value: float, error: float, dof: float, skew: float, level: float = 0.95) -> tuple[float, float]:
+    """Student's t interval of a mean, corrected for the skewness of its error by Hall's transformation.
+
+    T = (mean − truth)/error is not Student's t where the draws are skewed: the interval would lie too low, or too
+    high. g(T) = T + aT² + a²T³/3 + s/6, with a = s/3 and s the skewness of the mean, is nearly so, and is monotone. A
+    few draws show less skewness than they have, hence the factor 1.25, under which means of exponential, χ² and
+    log-normal draws, and of the losses of networks, are covered as they should be (docs/coverage.md); the spread of
+    skewed draws is less well known too, so they have fewer degrees of freedom, 1/(1+s²) of them. Without skewness this
+    is Student's interval. Reference: Hall, On the removal of skewness by transformation, J. R. Stat. Soc. B 54 (1992).
+
+    >>> [round(limit, 3) for limit in skewed_limits(1.0, 0.1, math.inf, 0.0)]
+    [0.804, 1.196]
+    >>> [round(limit, 3) for limit in skewed_limits(1.0, 0.1, math.inf, 0.4)]
+    [0.852, 1.767]
+    """
+    if not error:
+        return value, value
+    below, above = _errors_off(np.float64(skew), dof, level)
+    return value - float(below) * error, value + float(above) * error
+
+
+def _errors_off(skew: Any, dof: float, level: float) -> tuple[Any, Any]:
+    """How many errors the limits of `skewed_limits` are below and above the value, for every skewness."""
+    skew = _SEEN * skew
+    t, a = stats.t.ppf(0.5 + level / 2, dof / (1 + skew**2)), skew / 3
+    flat = np.abs(a) < 1e-9
+    safe = np.where(flat, 1.0, a)
+    below, above = (np.where(flat, u, (np.cbrt(1 + 3 * a * (u - skew / 6)) - 1) / safe) for u in (t, -t))
+    return below, -above
+
+
+def subset_mean(values: Tensor, population: int | None) -> tuple[float | None, tuple[float, float] | None]:
+    """Standard error and 95 % limits of a mean over the population of which the values are a random subset.
+
+    None for the whole population, NaN for fewer than 30 values: of a fitted network the losses of 20 samples show too
+    little of what all of them are for any interval to hold (docs/coverage.md).
+    """
+    count, mean = len(values), float(values.mean())
+    if population is None or population <= count:
+        return None, None
+    if count < FEWEST:
+        return math.nan, (math.nan, math.nan)
+    share = math.sqrt(1 - count / population)
+    error = float(standard_error(values.double())) * share
+    return error, skewed_limits(mean, error, count - 1, mean_skewness(values) * share)
+
+
+FEWEST = 30  # samples whose subset error is stated
+_SEEN = 1.25  # how much larger the skewness of a population is than that of a few draws of it
+
+
 @dataclass(frozen=True)
 class Estimate(Result):
     """A number with its error, cost and seed.
@@ -225,9 +289,12 @@ class Estimate(Result):
     - "not converged": an iteration stopped before its tolerance, so the error is not known; `reason` says why;
     - "undefined": the value is NaN, and `reason` says why.
 
-    Unless given it follows from value, `stderr` and `tolerance`. `dof` are the degrees of freedom of `stderr` (infinite
-    for a known variance). `data_stderr` is the sampling error when only a subset of the data was measured, `None` where
-    that does not apply. `matvecs` counts products with the matrix (or passes over the data).
+    Unless given it follows from value, `stderr` and `tolerance`. `stderr` is NaN where it is not known; `dof` are its
+    degrees of freedom (infinite for a known variance) and `skew` the skewness of that error. `power` is 2 for the root
+    of a mean: the limits are then those of the mean, and their roots. Where only a random subset of the data was
+    measured, `data_stderr` is the standard error of that and `data_limits` are the 95 % limits that it alone sets to
+    the value on all of the data; both are `None` where that does not apply, and NaN where it is not known. `matvecs`
+    counts products with the matrix (or passes over the data).
 
     >>> estimate = Estimate.from_draws(torch.tensor([1.0, 2.0, 3.0, 4.0]), seed=0)
     >>> print(estimate, estimate.status)
@@ -248,6 +315,9 @@ class Estimate(Result):
     reason: str = ""
     tolerance: float = 0.0
     status: str = ""
+    skew: float = 0.0
+    power: float = 1.0
+    data_limits: tuple[float, float] | None = None
 
     def __post_init__(self) -> None:
         if self.status and self.status not in STATUSES:
@@ -274,9 +344,10 @@ class Estimate(Result):
         count = draws.numel()
         if count < 2:
             raise InputError(f"an estimate needs at least 2 draws to have a standard error, got {count}.")
-        stderr = float(standard_error(draws))
         cost = count if matvecs is None else matvecs
-        return cls(float(draws.mean()), stderr, count - 1, cost, seed, status="estimated")
+        error = float(standard_error(draws))
+        skew = mean_skewness(draws)
+        return cls(float(draws.mean()), error, count - 1, cost, seed, skew=skew, status="estimated")
 
     @property
     def exact(self) -> bool:
@@ -303,25 +374,42 @@ class Estimate(Result):
             stderr=self.stderr * size,
             tolerance=self.tolerance * size,
             data_stderr=None if self.data_stderr is None else self.data_stderr * size,
+            skew=math.copysign(1.0, factor) * self.skew,
+            data_limits=None if self.data_limits is None else _ordered(*(limit * factor for limit in self.data_limits)),
         )
 
     def interval(self, level: float = 0.95, *, data: bool = False) -> tuple[float, float]:
-        """Student's t interval for the value on the given data; `data=True` adds the error of subsampling the data.
+        """The value on the given data by `skewed_limits`; `data=True` adds the error of having measured a subset.
 
         A tolerance widens it on both sides, a lower bound has no upper end, and what did not converge has no interval:
-        both ends are NaN.
+        both ends are NaN. The limits of a subset are kept for 95 %; at other levels they are stretched as those of a
+        normal error.
         """
         if not 0 < level < 1:
             raise InputError(f"interval needs a level between 0 and 1, got {level}.")
         error, dof = self.stderr, self.dof
-        if data and self.data_stderr:
+        if data and self.data_limits is None and self.data_stderr:
             error = math.hypot(self.stderr, self.data_stderr)
             # Welch-Satterthwaite with a known second variance
             dof = dof * (error / self.stderr) ** 4 if self.stderr else math.inf
-        half = (error * float(stats.t.ppf(0.5 + level / 2, dof)) if error else 0.0) + self.tolerance
         if self.status == "not converged":
             return math.nan, math.nan
-        return self.value - half, math.inf if self.status == "lower bound" else self.value + half
+        low, high = self._limits(error, dof, level)
+        if data and self.data_limits is not None:
+            stretch = float(stats.norm.ppf(0.5 + level / 2) / stats.norm.ppf(0.975))
+            below, above = ((limit - self.value) * stretch for limit in self.data_limits)
+            low, high = (
+                self.value - math.hypot(self.value - low, below),
+                self.value + math.hypot(high - self.value, above),
+            )
+        return low - self.tolerance, math.inf if self.status == "lower bound" else high + self.tolerance
+
+    def _limits(self, error: float, dof: float, level: float) -> tuple[float, float]:
+        if self.power == 1.0 or not self.value > 0:
+            return skewed_limits(self.value, error, dof, self.skew, level)
+        mean = self.value**self.power
+        low, high = skewed_limits(mean, error * self.power * mean / self.value, dof, self.skew, level)
+        return max(low, 0.0) ** (1 / self.power), high ** (1 / self.power)
 
     def __float__(self) -> float:
         return self.value
@@ -339,6 +427,10 @@ class Estimate(Result):
             return f"{bound}{self.value:.6g}"
         digits = max(2, min(8, 2 + _magnitude(abs(self.value) or error) - _magnitude(error)))
         return f"{bound}{self.value:.{digits}g} ± {error:.2g}"
+
+
+def _ordered(a: float, b: float) -> tuple[float, float]:
+    return (b, a) if b < a else (a, b)
 
 
 def _magnitude(number: float) -> int:
@@ -381,25 +473,43 @@ class SampleTraces(Result):
     def mean(self) -> Estimate:
         """The trace of the mean loss, Tr ∇²L = mean of the per-sample traces, with the error of the probes.
 
-        Shared probes: the standard error is that of the probe-wise means. Independent ones: the root of the summed
-        squares. If these samples are a random subset of `population` points, `data_stderr` is the subset's error
-        (NaN for a single sample, which says nothing about the spread).
+        Shared probes: the standard error is that of the probe-wise means. Independent ones (`passes=`): the root of
+        the summed squares, and NaN where fewer than 8 samples make up that sum, since a single draw tells the size of
+        its own error no better than that of its value. If these samples are a random subset of `population` points,
+        `data_stderr` and `data_limits` are the subset's error (NaN below 30 samples).
         """
-        count = len(self)
-        value = float(self.values.mean())
-        data_stderr = None
-        if self.population is not None and self.population > count:
-            share = 1 - count / self.population
-            data_stderr = float(self.values.std()) * math.sqrt(share / count) if count > 1 else math.nan
-        if self.exact:
-            return Estimate(value, 0.0, math.inf, self.matvecs, self.seed, data_stderr)
-        if self.draws is not None:
+        value, spread = float(self.values.mean()), subset_mean(self.values, self.population)
+        error: dict[str, Any] = {"stderr": 0.0}
+        if self.draws is not None and not self.exact:
             means = self.draws.mean(0)
-            stderr = float(standard_error(means))
-            dof = means.numel() - 1
-            return Estimate(value, stderr, dof, self.matvecs, self.seed, data_stderr, status="estimated")
-        stderr = math.hypot(*self.stderr.tolist()) / count
-        return Estimate(value, stderr, self.dof, self.matvecs, self.seed, data_stderr, status="estimated")
+            error = {
+                "status": "estimated",
+                "stderr": float(standard_error(means)),
+                "dof": means.numel() - 1,
+                "skew": mean_skewness(means),
+            }
+        elif not self.exact:
+            error = self._independent_errors()
+        return Estimate(
+            value, matvecs=self.matvecs, seed=self.seed, data_stderr=spread[0], data_limits=spread[1], **error
+        )
+
+    def _independent_errors(self) -> dict[str, Any]:
+        """The error of the mean of samples that each had one draw of its own: nothing is known of its distribution.
+
+        The worst case is a multiple of χ²₁, whose third cumulant is that of 0.98 error³; and as the errors are taken
+        from the draws themselves, as many degrees of freedom remain as there are samples that count.
+        """
+        largest = float(self.stderr.max())
+        if not largest:
+            return {"stderr": 0.0, "status": "estimated"}
+        shares = (self.stderr / largest).double()
+        squares = float(shares.square().sum())
+        counted = squares**2 / float(shares.pow(4).sum())
+        if not counted >= 8:  # also NaN
+            return {"status": "estimated", "stderr": math.nan}
+        skew = float(shares.pow(3).sum()) / squares**1.5
+        return {"status": "estimated", "stderr": largest * math.sqrt(squares) / len(self), "dof": counted, "skew": skew}
 
     def __str__(self) -> str:
         how = "exact" if self.exact else f"estimated ({self.method})"
@@ -556,8 +666,9 @@ class DiagonalEstimate(Result):
 class Density(Result):
     """A spectral density smoothed by a Gaussian of standard deviation `width`, on the points of `grid`.
 
-    `stderr` is the error of the random probes at every point, 0 where all eigenvalues are known. It does not hold the
-    error of the quadrature, which is small once `width` exceeds the distance of neighbouring nodes.
+    `stderr` is the error of the random probes at every point, 0 where all eigenvalues are known, and `skew` its
+    skewness. It does not hold the error of the quadrature, which is small once `width` exceeds the distance of
+    neighbouring nodes.
     """
 
     grid: Tensor
@@ -565,13 +676,15 @@ class Density(Result):
     stderr: Tensor
     width: float
     dof: float = math.inf
+    skew: Tensor | None = None
 
     def band(self, level: float = 0.95) -> tuple[Tensor, Tensor]:
-        """Student's t interval at every point (not for the curve as a whole), cut off at 0."""
+        """The interval of `skewed_limits` at every point (not for the curve as a whole), cut off at 0."""
         if not 0 < level < 1:
             raise InputError(f"band needs a level between 0 and 1, got {level}.")
-        half = self.stderr * float(stats.t.ppf(0.5 + level / 2, self.dof))
-        return (self.values - half).clamp(min=0.0), self.values + half
+        skew = torch.zeros_like(self.stderr) if self.skew is None else self.skew
+        below, above = (torch.from_numpy(off) for off in _errors_off(skew.double().numpy(), self.dof, level))
+        return (self.values - below * self.stderr).clamp(min=0.0), self.values + above * self.stderr
 
     def __str__(self) -> str:
         if not self.grid.numel():
@@ -639,7 +752,8 @@ class Spectrum(Result):
         values = rows.mean(1)
         if self.exact:
             return Density(grid, values, torch.zeros_like(values), width)
-        return Density(grid, values, rows.std(1) / math.sqrt(rows.shape[1]), width, float(rows.shape[1] - 1))
+        skew = torch.tensor([mean_skewness(row) for row in rows], dtype=torch.float64)
+        return Density(grid, values, rows.std(1) / math.sqrt(rows.shape[1]), width, float(rows.shape[1] - 1), skew)
 
     def __str__(self) -> str:
         low, high = float(self.nodes.min()), float(self.nodes.max())
@@ -1074,16 +1188,18 @@ class Fit(Result):
     loss: Estimate
 
     def accuracy_limits(self) -> tuple[float, float]:
-        """Wilson's 95 % interval of the accuracy on the whole population, of which a random subset was measured.
+        """Clopper and Pearson's 95 % interval of the accuracy on the whole population, of which a subset was measured.
+
+        It covers 95 % or more, also of an accuracy near 0 or 1, where shorter intervals fall below.
 
         >>> [f"{limit:.3f}" for limit in Fit(60, 10**9, Estimate(1.0), Estimate(0.0)).accuracy_limits()]
         ['0.940', '1.000']
         """
-        share, z = self.accuracy.value, 1.96
         worth = self.samples / (1 - self.samples / self.population)  # the rest alone is unknown
-        centre = (share + z**2 / (2 * worth)) / (1 + z**2 / worth)
-        half = z * math.sqrt(share * (1 - share) / worth + z**2 / (4 * worth**2)) / (1 + z**2 / worth)
-        return max(0.0, centre - half), min(1.0, centre + half)
+        right = self.accuracy.value * worth
+        low = float(stats.beta.ppf(0.025, right, worth - right + 1)) if right > 0 else 0.0
+        high = float(stats.beta.ppf(0.975, right + 1, worth - right)) if right < worth else 1.0
+        return low, high
 
     def __str__(self) -> str:
         return f"accuracy {self.accuracy}, loss {self.loss} on {self.samples:,} of {self.population:,} samples"
@@ -1095,7 +1211,8 @@ class ReportRow(Result):
 
     `kind` is the status of `value`, see `Estimate`; `direction` what a larger value means: "sharper", "flatter",
     "wider" or "larger". `invariant_to` are the transforms that leave it as it is; `family` is "curvature", "margin" or
-    "norm"; `cost` the dearest thing it does and `seconds` what it took, without what other measures had computed.
+    "norm"; `cost` the dearest thing it does and `seconds` what it took, without what other measures had computed. Where
+    a subset was measured and the error of that is not known, `subset_error` says why.
     """
 
     name: str
@@ -1109,6 +1226,7 @@ class ReportRow(Result):
     cost: str
     seconds: float = math.nan
     subset_error_unknown: bool = False
+    subset_error: str = ""
 
     @classmethod
     def _from_older(cls, data: dict[str, Any]) -> dict[str, Any]:
@@ -1244,7 +1362,8 @@ class ComparisonRow(Result):
     invariant one and NaN where that is not known. Verdicts: "a" or "b", the model that the measure favours; "equal":
     the interval holds 0; "not comparable": the parametrisation moves it, so the difference may be an artefact of that;
     "no interval": nothing tells how sure the difference is; "no preference": neither direction is the better one;
-    "undefined". `note` says why.
+    "undefined". `note` says why. `sure`: whether the difference excludes 0 also at the stricter level that the advice
+    needs, which looks at up to three rows.
     """
 
     name: str
@@ -1261,6 +1380,7 @@ class ComparisonRow(Result):
     meaning: str
     invariant: bool
     note: str = ""
+    sure: bool = False
 
     @classmethod
     def _from_older(cls, data: dict[str, Any]) -> dict[str, Any]:

@@ -32,7 +32,7 @@ class OnData(Seeded):
     measures: Annotated[str | None, optional("NAME,NAME,...")] = None
     """Only these measures, or all; about a dozen by default."""
     samples: Annotated[int | None, optional("N")] = None
-    """Measure a random subset of N samples; means over samples show the error of that, other measures say unknown."""
+    """Measure a random subset of N samples; ± then says how far the value on all of them may be, or why not known."""
     batch_norm: Annotated[str, arg(metavar="eval|batch")] = "eval"
     """Running statistics, or those of each batch."""
     device: Annotated[str | None, optional("DEVICE")] = None

@@ -34,6 +34,10 @@ def show_report(report: Report, console: Console | None = None) -> None:
         table.add_row(row.name, value, _limits(row), row.direction, _fate(moved.get(row.name)))
     if report.rows:
         print_table(console, table)
+    reasons = {row.name: row.subset_error for row in report.rows if row.subset_error}
+    for reason in dict.fromkeys(reasons.values()):
+        names = ", ".join(name for name in reasons if reasons[name] == reason)
+        console.print(f"unknown: {names}: {reason}", style="dim", markup=False)
     for line in left_out_lines(report.left_out):
         console.print(line, style="dim", markup=False)
     for sentence in report.headline:
@@ -41,16 +45,28 @@ def show_report(report: Report, console: Console | None = None) -> None:
 
 
 def _limits(row: ReportRow) -> str:
-    """Half of the 95 % interval, or the word for a number that has none."""
-    from spiritlevel.results import figure
-
+    """How far the limits of the 95 % interval are from the value, or the word for a number that has none."""
     low, high = row.interval
     if row.kind in ("undefined", "lower bound", "not converged"):
         return "" if row.kind == "undefined" else row.kind
     if math.isnan(low):
         return "unknown"
     known = low == high or (row.value.settled and not row.value.data_stderr)
-    return row.kind if known else figure((high - low) / 2, 2)
+    return row.kind if known else _apart(row.value.value, low, high)
+
+
+def _apart(value: float, low: float, high: float) -> str:
+    """One number, or two where the limits are not equally far from the value, by more than a quarter.
+
+    >>> _apart(5.0, 4.0, 6.1), _apart(5.0, 4.0, 8.0)
+    ('1', '−1 +3')
+    """
+    from spiritlevel.results import figure
+
+    below, above = value - low, high - value
+    if max(below, above) <= 1.25 * min(below, above):
+        return figure((high - low) / 2, 2)
+    return f"−{figure(below, 2)} +{figure(above, 2)}"
 
 
 def show_comparison(comparison: Comparison) -> None:

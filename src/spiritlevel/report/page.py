@@ -224,7 +224,8 @@ def _certainty(report: Report, row: ReportRow) -> str:
     if row.kind in ("lower bound", "not converged"):
         return _WORTH[row.kind]
     if math.isnan(low):
-        return f"{row.kind} on the samples measured; for all data the error is not known"
+        why = f": {row.subset_error}" if row.subset_error else ""
+        return f"{row.kind} on the samples measured; for all data the error is not known{why}"
     if row.kind == "converged" and not row.value.data_stderr:
         return f"± {number((high - low) / 2, 2)}, to which an iteration found it"
     if low == high:
@@ -279,7 +280,7 @@ def _summary(report: Report, key: str) -> Section:
 
 
 def _accuracy_limits(fit: Fit) -> str:
-    """Wilson's 95 % interval in percent where a random subset was measured: an accuracy of 100 % has an error, too."""
+    """The 95 % interval in percent where a random subset was measured: an accuracy of 100 % has an error, too."""
     if math.isnan(fit.accuracy.value) or not 0 < fit.samples < fit.population:
         return "–" if math.isnan(fit.accuracy.value) else "exact"
     low, high = fit.accuracy_limits()
