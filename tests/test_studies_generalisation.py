@@ -14,7 +14,7 @@ import pytest
 from scipy import stats
 
 from spiritlevel.measures import MEASURES
-from spiritlevel.studies import Run, Verdict
+from spiritlevel.studies import Run, Verdict, decide
 from spiritlevel.studies import generalisation as study
 from spiritlevel.studies.generalisation import Generalisation, Ranking
 
@@ -133,7 +133,7 @@ def verdicts(undecided: str = "", **measures: Any) -> dict[str, Verdict]:
     given |= {"trace × ‖θ‖²": noise(5), "λ₁ × ‖θ‖²": noise(6)} | measures
     found = list(study.judge({"gap": ranking(gap, **given), "loss gap": ranking(gap, **given)}, undecided))
     assert len(found) == len(study.STATEMENTS)
-    return {ruling.statement.id: ruling.verdict for ruling in found}
+    return {ruling.statement.id: decide(ruling.statement, [ruling.record()]).verdict for ruling in found}
 
 
 def test_every_verdict_can_occur() -> None:
@@ -145,7 +145,7 @@ def test_every_verdict_can_occur() -> None:
     assert set(plain.values()) == {Verdict.NOT}
     near = {name: gap + 0.9 * noise(15) for name in ("margin_mean", "fisher_rao_norm")}
     near |= {name: close[base] + 0.15 * gap + 0.3 * noise(15) for name, base in study.PRODUCTS.items()}
-    assert set(verdicts(**close, **near).values()) == {Verdict.DIRECTION}
+    assert set(verdicts(**close, **near).values()) == {Verdict.SIGN}
     assert set(verdicts("too few", **close, **near).values()) == {Verdict.UNDECIDED}
     upside_down = verdicts(trace=-gap, largest_eigenvalue=-gap, margin_mean=-0.5 * gap + noise(1))
     assert upside_down["margins"] == Verdict.NOT, "better than a wrong ranking is not enough"
@@ -201,8 +201,8 @@ def test_networks_that_do_not_fit_are_counted(tmp_path: Path, lr: float, reason:
     config = Generalisation(**{**SMOKE, "epochs": 1, "lr": (lr,)})
     run = Run(tmp_path, cache=tmp_path / "networks")
     rulings = list(study.run(config, run))
-    assert {ruling.verdict for ruling in rulings} == {Verdict.UNDECIDED}
-    assert "only 0 of 4 networks" in rulings[0].remark
+    assert {decide(ruling.statement, [ruling.record()]).verdict for ruling in rulings} == {Verdict.UNDECIDED}
+    assert "only 0 of 4 networks" in rulings[0].undecided
     assert run.numbers["fitted"] == 0
     assert sum(run.numbers["excluded"].values()) == 4
     assert all(reason in text for text in run.numbers["excluded"])

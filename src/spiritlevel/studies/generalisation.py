@@ -23,7 +23,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from spiritlevel.errors import InputError
-from spiritlevel.studies.base import Config, Ruling, Run, Statement, Study, not_fitted
+from spiritlevel.studies.base import Config, Run, Study, not_fitted
+from spiritlevel.studies.rules import Range, Ruling, Statement
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -47,21 +48,27 @@ MARGINS = Statement(
     "the margin measure that ranks best on the networks of the other seeds has a positive τ with the gap on a seed's "
     "own networks, higher than that of Tr H or λ₁, whichever ranks better on the other seeds; mean over seeds, and the "
     "95 % interval of the difference lies above 0",
-    "the same with an interval that reaches 0",
+    "the interval lies below 0",
+    Range.POSITIVE,
+    trained=False,
 )
 OWN_MARGIN = Statement(
     "output-margin",
     "nothing is lost if the output margin replaces the trace",
     "margins are highly correlated to flatness (abstract)",
     "the mean output margin has a positive τ, and the 95 % interval of τ(margin) − τ(Tr H) lies above −0.1",
-    "a positive τ, and the difference is above −0.1",
+    "the interval lies below −0.1",
+    Range(low=-0.1),
+    trained=False,
 )
 SCALE = Statement(
     "weight-scale",
     "flatness must be used in conjunction with the weights' scale",
     "a recommendation (abstract, conclusion)",
     "by the rule of `margins`, a measure of flatness that knows the weights' scale ranks better than Tr H and λ₁",
-    "the same with an interval that reaches 0",
+    "the interval of the difference lies below 0",
+    Range.POSITIVE,
+    trained=False,
 )
 TIMES_NORM = Statement(
     "times-norm",
@@ -69,7 +76,9 @@ TIMES_NORM = Statement(
     "a recommendation (abstract, conclusion)",
     "τ(Tr H·‖θ‖²) > τ(Tr H) and τ(λ₁·‖θ‖²) > τ(λ₁), both products with a positive τ; the 95 % interval of the smaller "
     "difference lies above 0",
-    "the same with an interval that reaches 0",
+    "the interval lies below 0",
+    Range.POSITIVE,
+    trained=False,
 )
 
 
@@ -429,7 +438,7 @@ def run(config: Generalisation, run: Run) -> Iterator[Ruling]:
     if len(fitted) < 4:
         reason = f"only {len(fitted)} of {len(nets)} networks are fitted"
         for statement in STATEMENTS:
-            yield statement.judge(None, reproduced=False, undecided=reason)
+            yield statement.judge(None, undecided=reason)
         return
     spread = gap_spread(fitted)
     run.report(**spread)
@@ -459,7 +468,7 @@ def run(config: Generalisation, run: Run) -> Iterator[Ruling]:
         undecided = f"{len(fitted)} fitted networks of {len(nets)}, {LEAST} are needed"
     elif not spread["spread_ratio"] >= SPREAD:
         undecided = f"the gaps spread only {spread['spread_ratio']:.2g} times as far as their binomial error"
-    yield from judge(rankings, undecided)
+    yield from judge(rankings, undecided, seeds=config.replicas)
 
 
 def gap_spread(nets: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -533,7 +542,7 @@ def _or_least(value: float) -> float:
     return value if math.isfinite(value) else -2.0
 
 
-def judge(rankings: Mapping[str, Ranking], undecided: str = "") -> Iterator[Ruling]:
+def judge(rankings: Mapping[str, Ranking], undecided: str = "", seeds: int = 3) -> Iterator[Ruling]:
     """The verdicts by the gap in error, with the gap in cross entropy as a remark."""
     import numpy as np
 
@@ -546,60 +555,54 @@ def judge(rankings: Mapping[str, Ranking], undecided: str = "") -> Iterator[Ruli
     for statement, kind in ((MARGINS, "margin"), (SCALE, "scale-aware flatness")):
         group = [name for name in names if family(name) == kind]
         if not group or len(plain) < len(PLAIN):
-            yield statement.judge(None, reproduced=False, undecided=undecided or f"no {kind} measure was taken")
+            yield statement.judge(None, undecided=undecided or f"no {kind} measure was taken")
             continue
         (gain, own, best), (other, _, _) = (ranking.advantage(group, plain) for ranking in rankings.values())
-        low, high = interval(gain)
+        found = np.minimum(gain, own)  # better than a wrong ranking is not enough
+        low, high = interval(found)
         psi = {name: rankings["gap"].conditional(name)["mean"] for name in (best.split(", ")[0], *plain)}
         first, better = best.split(", ")[0], max(plain, key=lambda name: _or_least(psi[name][0]))
         yield statement.judge(
-            float(gain[0]),
-            reproduced=bool(own[0] > 0 and low > 0),
-            direction=bool(own[0] > 0 and gain[0] > 0),
+            float(found[0]),
             undecided=undecided,
+            seeds=seeds,
             low=low,
             high=high,
-            remark=f"Difference of τ; chosen: {best}, with τ = {own[0]:.2f}. By the gap in loss {_signed(other)}. "
-            f"Ψ({first}) − Ψ({better}) = {_signed(psi[first] - psi[better])}. " + _size_alone(rankings["gap"]),
+            remark=f"Difference of τ {_signed(gain)}; chosen: {best}, with τ = {own[0]:.2f}; the smaller counts. "
+            f"By the gap in loss {_signed(other)}. Ψ({first}) − Ψ({better}) = {_signed(psi[first] - psi[better])}. "
+            + _size_alone(rankings["gap"]),
         )
 
     if "margin_mean" in names and "trace" in names:
         own, rival = (rankings["gap"].tau(name) for name in ("margin_mean", "trace"))
-        gain = own - rival
-        low, high = interval(gain)
+        found = np.minimum(own - rival, own - 0.1)
+        low, high = interval(found)
         yield OWN_MARGIN.judge(
-            float(gain[0]),
-            reproduced=bool(own[0] > 0 and low > -0.1),
-            direction=bool(own[0] > 0 and gain[0] > -0.1),
+            float(found[0]),
             undecided=undecided,
+            seeds=seeds,
             low=low,
             high=high,
             remark=f"τ = {own[0]:.2f} (margin) and {rival[0]:.2f} (trace).",
         )
     else:
-        yield OWN_MARGIN.judge(
-            None, reproduced=False, undecided="needs the measures margin_mean and trace of every network"
-        )
+        yield OWN_MARGIN.judge(None, undecided="needs the measures margin_mean and trace of every network")
 
     if set(PRODUCTS) <= set(names):
         tau = {name: rankings["gap"].tau(name) for name in (*PRODUCTS, *PLAIN)}
-        gain = np.minimum(*(tau[name] - tau[base] for name, base in PRODUCTS.items()))
+        gain = np.minimum(*(np.minimum(tau[name], tau[name] - tau[base]) for name, base in PRODUCTS.items()))
         low, high = interval(gain)
         text = ", ".join(f"{name} {draws[0]:.2f}" for name, draws in tau.items())
-        positive = all(tau[name][0] > 0 for name in PRODUCTS)
         yield TIMES_NORM.judge(
             float(gain[0]),
-            reproduced=bool(positive and low > 0),
-            direction=bool(positive and gain[0] > 0),
             undecided=undecided,
+            seeds=seeds,
             low=low,
             high=high,
             remark=f"τ: {text}.",
         )
     else:
-        yield TIMES_NORM.judge(
-            None, reproduced=False, undecided="needs weight_norm, trace and largest_eigenvalue of every network"
-        )
+        yield TIMES_NORM.judge(None, undecided="needs weight_norm, trace and largest_eigenvalue of every network")
 
 
 def _signed(draws: Array) -> str:
