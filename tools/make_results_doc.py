@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from spiritlevel.cli import measures
 from spiritlevel.cli.reproduce import number, varied
 from spiritlevel.errors import counted
-from spiritlevel.storage import write_atomically
+from spiritlevel.storage import plain, write_atomically
 from spiritlevel.studies import Study, Verdict, catalogue, combine
 from spiritlevel.studies.base import SCALES, SUMMARY, read_summary
 from spiritlevel.studies.rules import SEEDS
@@ -53,8 +53,11 @@ def kept() -> list[dict[str, Any]]:
     for path in sorted((ROOT / "results").rglob(SUMMARY)):
         summary = read_summary(path.parent)
         if summary:
-            rulings = studies[summary["study"]].rulings(summary, path.parent)
-            found.append({**summary, "rulings": rulings, "folder": path.parent})
+            study = studies[summary["study"]]
+            config = plain(study.restored(summary["config"]))  # with the defaults of fields that came later
+            found.append(
+                {**summary, "config": config, "rulings": study.rulings(summary, path.parent), "folder": path.parent}
+            )
     return found
 
 
@@ -66,6 +69,7 @@ def page(summaries: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     rows = [row for study in studies for row in combine(own[study.name], study.statements)]
     yield from counts(rows)
     yield from not_run(studies, own)
+    yield from under_way()
     for study in studies:
         yield f"## {study.name}: {study.title} (paper {study.source})\n"
         for scale in reversed(SCALES):
@@ -103,6 +107,63 @@ def not_run(studies: Sequence[Study], own: Mapping[str, Sequence[Mapping[str, An
         yield "|---|---|---|"
         yield from lines
         yield ""
+
+
+class Planned(NamedTuple):
+    """An experiment of the plan: its name, what it repeats, and how it is asked for."""
+
+    name: str
+    source: str
+    study: str
+    scale: str
+    fields: dict[str, list[Any]]
+
+
+PLAN = (
+    Planned("E0", "C, Fig. 1, 2", "weight-decay", "paper", {"network": ["softmax", "mlp", "printed-mlp"]}),
+    Planned("E1", "C, Fig. 7", "optimizers", "small", {"data": ["cifar10"]}),
+    Planned("E2", "C, Fig. 5", "weight-decay", "small", {"network": ["wideresnet"]}),
+    Planned("E2", "C, Fig. 8", "batchnorm-mode", "small", {}),
+    Planned("E4", "C, Fig. 4", "weight-decay", "small", {"network": ["preresnet"]}),
+    Planned("E3", "C, Fig. 3", "weight-decay", "small", {"network": ["cnn"]}),
+    Planned("E5", "C, Fig. 6", "optimizers", "small", {"data": ["cifar100"]}),
+    Planned("A1", "A, Table 1", "batch-size", "paper", {}),
+    Planned("A2", "A, Fig. 3", "correlation", "paper", {"setting": ["lenet-mnist", "fcn-mnist", "lenet-tanh-mnist"]}),
+    Planned("A3", "A, Section 6", "outliers", "laptop", {}),
+)
+
+
+def under_way() -> Iterator[str]:
+    """How the planned runs are made and resumed, and how far each is."""
+    yield RESUME
+    yield "| | repeats | command | seeds finished | measured in the others |"
+    yield "|---|---|---|---|---|"
+    for planned in PLAN:
+        study = catalogue()[planned.study]
+        jobs = study.jobs(planned.scale, seeds=list(range(SEEDS)), **planned.fields)
+        folders = {config: study.folder(config, ROOT / "results") for config in jobs}
+        finished = [config for config, folder in folders.items() if (folder / SUMMARY).exists()]
+        pieces = [
+            f"seed {config.seed}: {', '.join(found)}"
+            for config, folder in folders.items()
+            if config not in finished
+            and (found := sorted(p.stem.removeprefix("solution-") for p in folder.glob("pieces/solution-*.json")))
+        ]
+        given = "".join(f" --{name.replace('_', '-')} {','.join(values)}" for name, values in planned.fields.items())
+        command = f"spiritlevel reproduce {study.name} --scale {planned.scale} --seeds 0,1,2{given}"
+        done = f"{len(finished)} of {len(jobs)}"
+        yield f"| {planned.name} | {planned.source} | `{command}` | {done} | {'; '.join(pieces) or '–'} |"
+    yield ""
+
+
+RESUME = """## How the planned runs are made and resumed
+
+Each command below can be killed at any moment and started again: networks are kept with a checkpoint that is some 20
+seconds old (in `SPIRITLEVEL_CACHE`), and what was measured of a finished network lies in the run's folder as
+`pieces/solution-*.json`, so that it is not trained again even where the cache is gone. A seed is a job of its own
+(`--seeds 1`), so several machines or cores can share the work; one thread each (`OMP_NUM_THREADS=1`) uses them best.
+The next command is that of the first line that is not finished.
+"""
 
 
 def _has(config: Mapping[str, Any], fields: Mapping[str, Any]) -> bool:

@@ -74,6 +74,8 @@ class Study:
         sweep: Values that a field takes, one job each, where neither the caller nor the scale gives one.
         only: The same for single scales: scale, field, values.
         seeds: How many seeds each scale runs where the caller gives none.
+        later: Fields that came later, with their defaults: there they are no part of a run's key, so that older runs
+            are still found.
         revision: Part of a run's key; raise it when the same config would give other numbers.
     """
 
@@ -91,6 +93,7 @@ class Study:
     sweep: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     only: Mapping[str, Mapping[str, tuple[Any, ...]]] = field(default_factory=dict)
     seeds: Mapping[str, int] = field(default_factory=lambda: {"laptop": 5, "small": 3})
+    later: Mapping[str, Any] = field(default_factory=dict)
     revision: int = 1
 
     def at(self, scale: str = "smoke", **given: Any) -> Config:
@@ -132,7 +135,12 @@ class Study:
 
     def key(self, config: Config) -> str:
         """The hash that names the run folder."""
-        return storage.digest({"study": self.name, "revision": self.revision, "config": storage.plain(config)}, 12)
+        fields = {
+            name: value
+            for name, value in storage.plain(config).items()
+            if name not in self.later or value != self.later[name]
+        }
+        return storage.digest({"study": self.name, "revision": self.revision, "config": fields}, 12)
 
     def folder(self, config: Config, out: str | Path) -> Path:
         """Where a run of this config lies below `out`."""

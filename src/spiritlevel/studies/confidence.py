@@ -82,4 +82,5 @@ STUDY = Study(
     run=run,
     scales={"smoke": {"divisions": 30}},
     seeds={},
+    revision=2,
 )

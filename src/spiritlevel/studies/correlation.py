@@ -44,6 +44,10 @@ SETTINGS = {
 }
 
 
+SWEEP = {"lr": (0.02, 0.1), "batch_size": (64, 1024)}
+"""Other hyper-parameters than the paper's, for its statement that the results hold for different ones."""
+
+
 def _level(name: str, quantity: str, way: str, figure: str) -> Statement:
     return Statement(
         name,
@@ -110,6 +114,10 @@ class Correlate(Config):
     """Factor on the units of every hidden layer."""
     pixels: str = "unit"
     """unit: in [0, 1]; standard: standardised."""
+    lr: float | None = None
+    """The learning rate, if not the setting's: the paper says that its results hold for other hyper-parameters."""
+    batch_size: int | None = None
+    """Samples an update, if not the setting's."""
     steps: int = 10_000
     """Updates."""
     checkpoints: int = 21
@@ -131,7 +139,8 @@ def job(config: Correlate) -> Job:
         config.data or setting.data,
         steps=config.steps,
         checkpoints=config.checkpoints,
-        batch_size=setting.batch_size,
+        batch_size=config.batch_size or setting.batch_size,
+        lr=config.lr,
         options={"activation": setting.activation} if setting.activation != "relu" else None,
         width=config.width,
         train_size=config.train_size,
@@ -354,7 +363,15 @@ STUDY = Study(
     reduced=lambda config: reduced(
         Correlate(), config, width="width", train_size="images", steps="steps", points="points", data="data"
     ),
-    wanted={name: {"setting": name, "scale": "paper"} for name in SETTINGS},
+    wanted={
+        **{name: {"setting": name, "scale": "paper", "lr": None, "batch_size": None} for name in SETTINGS},
+        **{
+            f"lenet-mnist, lr {lr:g}, batch {size}": {"setting": "lenet-mnist", "lr": lr, "batch_size": size}
+            for lr in SWEEP["lr"]
+            for size in SWEEP["batch_size"]
+        },
+    },
+    later={"lr": None, "batch_size": None},
     scales={
         "smoke": {
             "setting": "lenet-mnist",

@@ -187,4 +187,5 @@ STUDY = Study(
     run=run,
     scales={"smoke": {"steps": 500}},
     seeds={},
+    revision=2,
 )

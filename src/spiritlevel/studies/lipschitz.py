@@ -130,4 +130,5 @@ STUDY = Study(
     run=run,
     scales={"smoke": {"steps": 20, "samples": 50}},
     seeds={},
+    revision=2,
 )

@@ -226,4 +226,5 @@ STUDY = Study(
         },
         "laptop": {"train_size": 2_000, "width": 0.5, "steps": 3_000},
     },
+    revision=2,
 )

@@ -20,6 +20,7 @@ def paper_a(
     steps: int,
     checkpoints: int,
     batch_size: int = 256,
+    lr: float | None = None,
     options: Mapping[str, Any] | None = None,
     width: float = 1.0,
     train_size: int | None = None,
@@ -35,6 +36,7 @@ def paper_a(
         steps: Updates.
         checkpoints: Kept and evaluated steps, from 0 to the last one.
         batch_size: Samples an update.
+        lr: The learning rate, if not the paper's.
         options: Of the network.
         width: Factor on the network's widths.
         train_size: Training points, if not all.
@@ -52,7 +54,7 @@ def paper_a(
         train_size=train_size,
         pixels=pixels,  # type: ignore[arg-type]  # checked there
         grey=grey,
-        recipe=Recipe(lr=0.05 if network == "lenet5" else 0.1, batch_size=batch_size, steps=steps),
+        recipe=Recipe(lr=lr or (0.05 if network == "lenet5" else 0.1), batch_size=batch_size, steps=steps),
         seed=seed,
         keep=tuple(range(0, steps + 1, every)),
         evaluate=("train", "test"),

@@ -250,4 +250,5 @@ STUDY = Study(
         "laptop": {"train_size": 5_000, "width": 0.25, "steps": 2_000, "checkpoints": 2, "points": 500},
     },
     sweep={"network": tuple(NETWORKS)},
+    revision=2,
 )
