@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -212,14 +213,54 @@ def test_statements_of_a_study_can_be_told_apart() -> None:
         assert len(set(texts)) == len(texts), each.name
 
 
-def results_tool() -> Any:
-    root = Path(__file__).parents[1]
-    spec = importlib.util.spec_from_file_location("make_results_doc", root / "tools" / "make_results_doc.py")
+def tool(name: str) -> Any:
+    folder = Path(__file__).parents[1] / "tools"
+    spec = importlib.util.spec_from_file_location(name, folder / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
-    tool = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(tool)
-    return tool
+    loaded = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(folder))  # the tools import each other, as scripts do
+    try:
+        spec.loader.exec_module(loaded)
+    finally:
+        sys.path.remove(str(folder))
+    return loaded
+
+
+def results_tool() -> Any:
+    return tool("make_results_doc")
+
+
+def test_the_page_of_findings_shows_the_results_that_are_kept() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "findings.md").read_text(encoding="utf-8")
+    findings = tool("make_findings_doc")
+    assert findings.text(findings.kept()) == page, "run `make docs`"
+
+
+@pytest.mark.parametrize(
+    ("ratios", "status"),
+    [
+        ((1.8, 2.0, 2.2), "survives"),
+        ((0.5, 0.4, 0.45), "fails"),
+        ((1.1, 2.0, 9.0), "untested here"),
+        ((1.8, 2.0), "untested here"),
+        ((), "untested here"),
+    ],
+)
+def test_a_finding_can_survive_fail_and_be_untested(ratios: tuple[float, ...], status: str) -> None:
+    findings, modes = tool("make_findings_doc"), find("batchnorm-mode")
+    (statement,) = (each for each in modes.statements if each.id == "evaluation mode")
+    summaries = [
+        {
+            "study": modes.name,
+            "config": {**vars(modes.at("small")), "seed": seed},
+            "rulings": [statement.judge(ratio, accuracy=0.3, chance=0.01).record()],
+        }
+        for seed, ratio in enumerate(ratios)
+    ]
+    (found,) = (line for line in findings.text(summaries).splitlines() if statement.text in line)
+    assert found.startswith(f"| {status} |")
+    assert ("width 0.1 (paper 1.0)" in found) == bool(ratios), "a reduced scale is named"
 
 
 def test_the_page_of_results_shows_the_results_that_are_kept() -> None:

@@ -145,7 +145,7 @@ def test_every_verdict_can_occur() -> None:
     assert set(plain.values()) == {Verdict.NOT}
     near = {name: gap + 0.9 * noise(15) for name in ("margin_mean", "fisher_rao_norm")}
     near |= {name: close[base] + 0.15 * gap + 0.3 * noise(15) for name, base in study.PRODUCTS.items()}
-    assert set(verdicts(**close, **near).values()) == {Verdict.SIGN}
+    assert set(verdicts(**close, **near).values()) == {Verdict.UNDECIDED}
     assert set(verdicts("too few", **close, **near).values()) == {Verdict.UNDECIDED}
     upside_down = verdicts(trace=-gap, largest_eigenvalue=-gap, margin_mean=-0.5 * gap + noise(1))
     assert upside_down["margins"] == Verdict.NOT, "better than a wrong ranking is not enough"

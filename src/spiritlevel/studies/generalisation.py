@@ -682,6 +682,9 @@ STUDY = Study(
     config=Generalisation,
     statements=STATEMENTS,
     run=run,
+    reduced=lambda config: (
+        f"{len(cells(config))} networks ({config.network}, {config.data}, {config.train_size:,} images)"
+    ),
     scales={
         "smoke": {
             "train_size": 60,

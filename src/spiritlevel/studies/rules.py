@@ -193,7 +193,7 @@ def decide(statement: Statement, records: Sequence[Mapping[str, Any]]) -> Decisi
     if all(side == 1 for side in sides):
         return Decision(Verdict.REPRODUCED, "", parts, agree)
     seen = {name: {range_.side(number[name], number[name]) for number in known} for name, range_ in ranges.items()}
-    alike = all(len(found) == 1 and 0 not in found for found in seen.values())
+    alike = len(known) >= SEEDS and all(len(found) == 1 and 0 not in found for found in seen.values())
     wide = ", ".join(name or "it" for (name, _), side in zip(parts.items(), sides, strict=True) if side == 0)
     reason = f"the interval over the seeds does not decide {wide}"
     return Decision(Verdict.SIGN if alike else Verdict.UNDECIDED, reason, parts, agree)
