@@ -7,6 +7,7 @@ measures as a page.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -170,9 +171,13 @@ def _has(config: Mapping[str, Any], fields: Mapping[str, Any]) -> bool:
     return all(config.get(key) in (value if isinstance(value, tuple) else (value,)) for key, value in fields.items())
 
 
+SIZES = ("width", "train_size", "validation", "epochs", "steps", "probes", "curvature_points", "points")
+"""Fields that are no setting of an experiment: the scale of a row names those that matter."""
+
+
 def section(study: Study, scale: str, runs: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """One study at one scale: the table, the remarks on every row, the charts."""
-    settings = [name for name in varied(runs) if name in study.sweep or len(runs) <= 4]
+    settings = [name for name in varied(runs) if name not in SIZES]
     seeds = sorted({run["config"]["seed"] for run in runs})
     chosen = "".join(
         f" --{name.replace('_', '-')} {','.join(dict.fromkeys(str(run['config'][name]) for run in runs))}"
@@ -183,30 +188,21 @@ def section(study: Study, scale: str, runs: Sequence[Mapping[str, Any]]) -> Iter
     minutes = round(sum(run["seconds"] for run in runs) / 60)
     took = counted(minutes, "minute") if minutes else "less than a minute"
     yield f"`{command}` ({took}, networks from the cache not counted)\n"
-    for said in dict.fromkeys(reduced(study, run, settings) for run in runs):
-        if said:
-            yield f"Reduced scale{said}\n"
-    headings = [*settings, "statement", "paper", "ours", "verdict"]
+    less = {json.dumps(run["config"]): study.reduced(study.restored(run["config"])) for run in runs}
+    headings = [*settings, "statement", "paper", "ours", *(["reduced scale"] if any(less.values()) else []), "verdict"]
     yield f"| {' | '.join(headings)} |"
     yield "|" + "---|" * len(headings)
     rows = combine(runs, study.statements)
     for row in rows:
         cells = [*(str(row["config"].get(name)) for name in settings), row["text"], row["paper"], number(row)]
-        mark = " (reduced scale)" if study.reduced(study.restored(row["config"])) else ""
-        yield "| " + " | ".join(cell.replace("|", r"\|") for cell in [*cells, verdict(row) + mark]) + " |"
+        cells += [less[json.dumps(row["config"])]] if any(less.values()) else []
+        yield "| " + " | ".join(cell.replace("|", r"\|") for cell in [*cells, verdict(row)]) + " |"
     yield ""
     for row in rows:
         where = ", ".join([*(str(row["config"].get(name)) for name in settings), row["id"]])
         yield f"- *{where}* ({verdict(row)}): " + " ".join(filter(None, [reason(row), row["remark"], rule(row)]))
     yield ""
     yield from pictures(study, [run for run in runs if run["config"]["seed"] == seeds[0]], settings)
-
-
-def reduced(study: Study, run: Mapping[str, Any], settings: Sequence[str]) -> str:
-    """What a run has less of than the paper, with its setting."""
-    said = study.reduced(study.restored(run["config"]))
-    where = ", ".join(str(run["config"].get(name)) for name in settings if name in study.sweep)
-    return f"{f' ({where})' if where else ''}: {said}." if said else ""
 
 
 def pictures(study: Study, runs: Sequence[Mapping[str, Any]], settings: Sequence[str]) -> Iterator[str]:

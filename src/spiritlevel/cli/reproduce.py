@@ -100,7 +100,7 @@ class Listing(Command):
 
         from spiritlevel.studies import catalogue
 
-        print("usage: spiritlevel reproduce STUDY [--scale smoke|laptop|paper] [--seeds S,S,...] [--out DIR]")
+        print("usage: spiritlevel reproduce STUDY [--scale smoke|laptop|small|paper] [--seeds S,S,...] [--out DIR]")
         rows = [{"study": s.name, "paper": s.source, "shows": s.title} for s in catalogue().values()]
         table = Table(*rows[0], box=box.SIMPLE_HEAD, pad_edge=False)
         for row in rows:
