@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from spiritlevel.studies import Ruling, Verdict, batchnorm_mode, decide, deep_linear, optimizers, recipes, weight_decay
+from spiritlevel.studies import (
+    Ruling,
+    Run,
+    Verdict,
+    batchnorm_mode,
+    decide,
+    deep_linear,
+    execute,
+    find,
+    optimizers,
+    recipes,
+    weight_decay,
+)
 
 
 @pytest.mark.parametrize(("w", "x"), [((1.0, 1.0, 1.0), -1.0), ((0.5, -2.0, 1.5), 0.7)])
@@ -190,3 +204,29 @@ def test_the_recipes_of_paper_c() -> None:
     ).recipe
     assert (adam.optimizer, adam.decoupled, adam.schedule, adam.average_from) == ("adam", True, "averaging", 161)
     assert adam.rate(299, 300) == pytest.approx(2.5e-4)
+
+
+def test_what_was_measured_of_a_network_needs_the_network_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pieces are kept in the repository, networks are not: a run goes on from the pieces alone."""
+    config = weight_decay.STUDY.at("smoke")
+    first = execute(weight_decay.STUDY, config, tmp_path / "out", cache=tmp_path / "networks")
+    folder = weight_decay.STUDY.folder(config, tmp_path / "out")
+    for path in folder.iterdir():
+        if path.name != "pieces" and path.is_file():
+            path.unlink()
+    monkeypatch.setattr(Run, "train", lambda run, job: pytest.fail("trained again"))
+    again = execute(weight_decay.STUDY, config, tmp_path / "out", cache=tmp_path / "gone")
+    assert again["rulings"] == first["rulings"]
+
+
+@pytest.mark.parametrize("name", ["correlation", "batch-size"])
+def test_long_runs_that_are_kept_are_found_again(name: str) -> None:
+    """A field that comes later must not make hours of kept runs unknown."""
+    study, root = find(name), Path(__file__).parents[1] / "results"
+    folders = [path.parent for path in (root / name).glob("*/summary.json")]
+    assert folders
+    for folder in folders:
+        config = study.restored(json.loads((folder / "config.json").read_text(encoding="utf-8")))
+        assert study.folder(config, root) == folder
