@@ -98,6 +98,20 @@ def test_a_finished_run_is_not_run_again(tmp_path: Path) -> None:
     assert calls == ["measure"]
 
 
+def test_a_finished_run_is_judged_by_the_rules_of_today(tmp_path: Path) -> None:
+    """Of what an older program kept, a verdict counts for nothing, and fields that came later have their defaults."""
+    execute(study(), Numbers(), tmp_path)
+    path = study().folder(Numbers(), tmp_path) / SUMMARY
+    summary = json.loads(path.read_text())
+    old = {"id": "large", "text": "", "ours": 3.0, "low": None, "high": None, "verdict": "reproduced", "remark": "Old."}
+    del summary["config"]["kind"]
+    path.write_text(json.dumps({**summary, "rulings": [old]}))
+    again = execute(study(), Numbers(), tmp_path)
+    assert again["config"]["kind"] == "a"
+    (row,) = combine([again], [LARGE])
+    assert (row["verdict"], row["reason"], row["remark"]) == (Verdict.UNDECIDED, "1 of 3 seeds", "Old.")
+
+
 def test_a_killed_run_goes_on_with_the_same_numbers(tmp_path: Path) -> None:
     calls: list[str] = []
     with pytest.raises(Interrupted):

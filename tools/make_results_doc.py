@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from spiritlevel.cli import measures
 from spiritlevel.cli.reproduce import number, varied
 from spiritlevel.errors import counted
-from spiritlevel.storage import plain, write_atomically
+from spiritlevel.storage import write_atomically
 from spiritlevel.studies import Study, Verdict, catalogue, combine
 from spiritlevel.studies.base import SCALES, SUMMARY, read_summary
 from spiritlevel.studies.rules import SEEDS
@@ -54,11 +54,7 @@ def kept() -> list[dict[str, Any]]:
     for path in sorted((ROOT / "results").rglob(SUMMARY)):
         summary = read_summary(path.parent)
         if summary:
-            study = studies[summary["study"]]
-            config = plain(study.restored(summary["config"]))  # with the defaults of fields that came later
-            found.append(
-                {**summary, "config": config, "rulings": study.rulings(summary, path.parent), "folder": path.parent}
-            )
+            found.append({**studies[summary["study"]].today(summary, path.parent), "folder": path.parent})
     return found
 
 
@@ -130,6 +126,13 @@ PLAN = (
     Planned("E5", "C, Fig. 6", "optimizers", "small", {"data": ["cifar100"]}),
     Planned("A1", "A, Table 1", "batch-size", "paper", {}),
     Planned("A2", "A, Fig. 3", "correlation", "paper", {"setting": ["lenet-mnist", "fcn-mnist", "lenet-tanh-mnist"]}),
+    Planned(
+        "A2",
+        "A, Fig. 3, other hyper-parameters",
+        "correlation",
+        "paper",
+        {"setting": ["lenet-mnist"], "lr": [0.02, 0.1], "batch_size": [64, 1024]},
+    ),
     Planned("A3", "A, Section 6", "outliers", "laptop", {}),
 )
 
@@ -150,7 +153,9 @@ def under_way() -> Iterator[str]:
             if config not in finished
             and (found := sorted(p.stem.removeprefix("solution-") for p in folder.glob("pieces/solution-*.json")))
         ]
-        given = "".join(f" --{name.replace('_', '-')} {','.join(values)}" for name, values in planned.fields.items())
+        given = "".join(
+            f" --{name.replace('_', '-')} {','.join(map(str, values))}" for name, values in planned.fields.items()
+        )
         command = f"spiritlevel reproduce {study.name} --scale {planned.scale} --seeds 0,1,2{given}"
         done = f"{len(finished)} of {len(jobs)}"
         yield f"| {planned.name} | {planned.source} | `{command}` | {done} | {'; '.join(pieces) or '–'} |"

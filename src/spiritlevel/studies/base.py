@@ -151,6 +151,11 @@ class Study:
         known = {f.name for f in dataclasses.fields(self.config)}
         return self.config(**{name: _frozen(value) for name, value in kept.items() if name in known})
 
+    def today(self, summary: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+        """A kept summary as it would be written today: with fields that came later and the numbers judged now."""
+        config = json.loads(json.dumps(storage.plain(self.restored(summary["config"]))))
+        return {**summary, "config": config, "rulings": self.rulings(summary, folder)}
+
     def rulings(self, summary: Mapping[str, Any], folder: Path) -> list[dict[str, Any]]:
         """What a kept run says about every statement, from its tables where the study can."""
         if self.judge is None:
@@ -264,7 +269,7 @@ def execute(
         with storage.lock(folder, waiting=waiting):
             done = read_summary(folder)
             if done is not None:
-                return done
+                return study.today(done, folder)
             storage.write_atomically(folder / "config.json", _json(storage.plain(config)))
             run = Run(folder, progress, cache)
             begin = time.monotonic()
