@@ -84,15 +84,12 @@ def test_an_identity_needs_no_seeds() -> None:
     assert decide(SAME, seeds(SAME, None)).verdict is Verdict.UNDECIDED
 
 
-def test_a_run_that_holds_its_own_seeds_decides_by_its_own_interval() -> None:
-    def verdict(low: float, high: float, count: int) -> Verdict:
-        statement = Statement("τ", "ranks better", "–", "above 0", "below", Range.POSITIVE, trained=False)
-        return decide(statement, seeds(statement, (low + high) / 2, low=low, high=high, seeds=count)).verdict
-
-    assert verdict(0.1, 0.3, 5) is Verdict.REPRODUCED
-    assert verdict(-0.1, 0.3, 5) is Verdict.UNDECIDED, "the signs of its seeds are not known"
-    assert verdict(-0.3, -0.1, 5) is Verdict.NOT
-    assert verdict(0.1, 0.3, 2) is Verdict.UNDECIDED
+def test_a_run_that_holds_several_seeds_gives_a_number_for_each() -> None:
+    assert decide(SHARPER, seeds(SHARPER, [1.8, 2.0, 2.2])).verdict is Verdict.REPRODUCED
+    found = decide(SHARPER, seeds(SHARPER, [1.8, 2.0]))
+    assert (found.verdict, found.seeds, found.reason) == (Verdict.UNDECIDED, 2, "2 of 3 seeds")
+    assert decide(SHARPER, seeds(SHARPER, [1.8, 2.0], [2.2, 2.1])).seeds == 4
+    assert decide(SHARPER, seeds(SHARPER, [1.8, 2.0, None])).verdict is Verdict.UNDECIDED
 
 
 def inside(range_: Range) -> float:

@@ -54,6 +54,7 @@ FINDINGS = (
     Finding("outliers", "one less"),
     Finding("generalisation", "margins"),
     Finding("generalisation", "weight-scale"),
+    Finding("generalisation", "times-norm"),
 )
 
 

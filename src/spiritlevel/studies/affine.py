@@ -156,9 +156,8 @@ def judge(rows: list[dict[str, Any]]) -> Iterator[Ruling]:
     others = "; ".join(f"{CHOICES[row['parameters']]}: {row['r']:.3f}" for row in theirs)
     yield PYHESSIAN.judge(
         nearest["r"],
-        low=nearest["low"],
-        high=nearest["high"],
-        remark=f"{others}. The one nearer to the paper's is judged.",
+        remark=f"{others}. The one nearer to the paper's is judged; over the points of this run its interval is "
+        f"[{nearest['low']:.3f}, {nearest['high']:.3f}].",
     )
     least = min(row["error against ACEHT (Spearman)"] for row in theirs)
     yield NOISE.judge(least)

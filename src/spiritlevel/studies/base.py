@@ -160,11 +160,7 @@ class Study:
         """What a kept run says about every statement, from its tables where the study can."""
         if self.judge is None:
             known = {statement.id: statement for statement in self.statements}
-            return [
-                _of_today(ruling, known[ruling["id"]], summary["config"])
-                for ruling in summary["rulings"]
-                if ruling["id"] in known
-            ]
+            return [_of_today(ruling, known[ruling["id"]]) for ruling in summary["rulings"] if ruling["id"] in known]
         try:
             found = list(self.judge(self.restored(summary["config"]), lambda name: _read_table(folder, name)))
         except (KeyError, OSError):  # its tables have not what the rules of today need
@@ -336,7 +332,7 @@ def _combined(pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]], stat
         "parts": {name: part._asdict() for name, part in decision.parts.items()},
         "verdict": str(decision.verdict),
         "reason": decision.reason,
-        "seeds": len(rulings),
+        "seeds": decision.seeds,
         "agree": decision.agree,
         "remark": first.get("remark", ""),
     }
@@ -415,7 +411,7 @@ def _read_table(folder: Path, name: str) -> list[dict[str, Any]]:
     return polars.read_parquet(folder / f"{name}.parquet").to_dicts()
 
 
-def _of_today(ruling: Mapping[str, Any], statement: Statement, config: Mapping[str, Any]) -> dict[str, Any]:
+def _of_today(ruling: Mapping[str, Any], statement: Statement) -> dict[str, Any]:
     """A ruling as it is kept today. Older ones kept a verdict; of it only that none could be drawn still counts.
 
     Where an identity's number and that verdict disagree, the number was another one then.
@@ -423,12 +419,12 @@ def _of_today(ruling: Mapping[str, Any], statement: Statement, config: Mapping[s
     if "verdict" not in ruling:
         return dict(ruling)
     reason = ruling["remark"].split(". ")[0].rstrip(".") if ruling["verdict"] == "undecided" else ""
-    kept = {name: ruling[name] for name in ("id", "ours", "low", "high", "remark")}
+    kept = {name: ruling[name] for name in ("id", "ours", "remark")}
     if statement.kind == "identity":
         now = decide(statement, [kept]).verdict
         if (now == Verdict.REPRODUCED) != (ruling["verdict"] == Verdict.REPRODUCED):
             kept["ours"], reason = None, "kept with another number than is judged today"
-    return {**kept, "undecided": reason, "seeds": config.get("replicas", 1)}
+    return {**kept, "undecided": reason}
 
 
 def _frozen(value: Any) -> Any:

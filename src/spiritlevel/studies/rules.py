@@ -70,7 +70,7 @@ class Range:
 Range.POSITIVE, Range.NEGATIVE = Range(low=0.0), Range(high=0.0)
 Range.RISES, Range.FALLS = Range(low=1.0, ratio=True), Range(high=1.0, ratio=True)
 
-Number = float | Mapping[str, float | None] | str | None
+Number = float | Mapping[str, float | None] | None
 
 
 @dataclass(frozen=True)
@@ -107,29 +107,24 @@ class Statement:
 
     def judge(
         self,
-        ours: Number,
+        ours: Number | Sequence[Number],
         *,
         undecided: str = "",
         accuracy: float | None = None,
         chance: float | None = None,
-        seeds: int = 1,
-        low: float | None = None,
-        high: float | None = None,
         remark: str = "",
     ) -> Ruling:
         """Our number for one seed, with what decides whether it counts.
 
         Args:
-            ours: The number, or the numbers by name; None where there is none.
+            ours: The number, or the numbers by name; None where there is none. A run that holds several seeds itself
+                gives a list.
             undecided: Why this run cannot tell, for example `not fitted`.
             accuracy: The lowest held-out accuracy of the networks that the number rests on.
             chance: The accuracy of guessing.
-            seeds: How many seeds the run holds itself; with three or more, its own interval decides.
-            low: The lower end of an interval that the run gives itself.
-            high: Its upper end.
             remark: What else there is to know.
         """
-        return Ruling(self, _plain(ours), undecided, accuracy, chance, seeds, _plain(low), _plain(high), remark)
+        return Ruling(self, _plain(ours), undecided, accuracy, chance, remark)
 
 
 class Ruling(NamedTuple):
@@ -140,9 +135,6 @@ class Ruling(NamedTuple):
     undecided: str = ""
     accuracy: float | None = None
     chance: float | None = None
-    seeds: int = 1
-    low: float | None = None
-    high: float | None = None
     remark: str = ""
 
     def record(self) -> dict[str, Any]:
@@ -165,38 +157,43 @@ class Decision(NamedTuple):
     verdict: Verdict
     reason: str
     parts: dict[str, Part]
+    seeds: int
     agree: int
     """Seeds whose numbers all lie in their ranges."""
 
 
 def decide(statement: Statement, records: Sequence[Mapping[str, Any]]) -> Decision:
     """The verdict on the records of a statement's rulings, one for each seed."""
-    numbers = [_numbers(statement, record) for record in records]
+    each = [(record, ours) for record in records for ours in _each_seed(record.get("ours"))]
+    numbers = [_numbers(statement, ours) for _, ours in each]
     known = [number for number in numbers if number is not None]
     ranges = statement.ranges
     agree = sum(all(ranges[name].holds(value) for name, value in number.items()) for number in known)
     parts = {
         name: _interval([number[name] for number in known], ranges[name], statement.limits) for name in ranges if known
     }
-    if len(records) == 1 and known and "" in parts and records[0].get("low") is not None:
-        parts[""] = parts[""]._replace(low=records[0]["low"], high=records[0]["high"])
+
+    def decision(verdict: Verdict, reason: str = "") -> Decision:
+        return Decision(verdict, reason, parts, len(each), agree)
+
+    said = list(dict.fromkeys(filter(None, (record.get("undecided", "") for record in records))))
     if statement.kind == "identity":
-        verdict = Verdict.UNDECIDED if not known else Verdict.REPRODUCED if agree == len(known) else Verdict.NOT
-        reasons = [record.get("undecided", "") for record in records] if not known else []
-        return Decision(verdict, "; ".join(dict.fromkeys(filter(None, reasons))), parts, agree)
-    reasons = _reasons(statement, records, numbers)
+        if not known:
+            return decision(Verdict.UNDECIDED, "; ".join(said))
+        return decision(Verdict.REPRODUCED if agree == len(known) else Verdict.NOT)
+    reasons = said or _reasons(statement, records, numbers)
     if reasons:
-        return Decision(Verdict.UNDECIDED, "; ".join(reasons), parts, agree)
+        return decision(Verdict.UNDECIDED, "; ".join(reasons))
     sides = [ranges[name].side(*_ends(part)) for name, part in parts.items()]
     if min(sides) < 0:
-        return Decision(Verdict.NOT, "", parts, agree)
+        return decision(Verdict.NOT)
     if all(side == 1 for side in sides):
-        return Decision(Verdict.REPRODUCED, "", parts, agree)
+        return decision(Verdict.REPRODUCED)
     seen = {name: {range_.side(number[name], number[name]) for number in known} for name, range_ in ranges.items()}
     alike = len(known) >= SEEDS and all(len(found) == 1 and 0 not in found for found in seen.values())
     wide = ", ".join(name or "it" for (name, _), side in zip(parts.items(), sides, strict=True) if side == 0)
     reason = f"the interval over the seeds does not decide {wide}"
-    return Decision(Verdict.SIGN if alike else Verdict.UNDECIDED, reason, parts, agree)
+    return decision(Verdict.SIGN if alike else Verdict.UNDECIDED, reason)
 
 
 def least_accuracy(chance: float) -> float:
@@ -211,13 +208,12 @@ def least_accuracy(chance: float) -> float:
 def _reasons(
     statement: Statement, records: Sequence[Mapping[str, Any]], numbers: Sequence[Mapping[str, float] | None]
 ) -> list[str]:
-    """Why these records cannot decide."""
-    found = list(dict.fromkeys(filter(None, (record.get("undecided", "") for record in records))))
-    if not found and any(number is None for number in numbers):
-        found.append("no number was kept" if len(records) == 1 else "not every seed has a number")
-    seeds = sum(record.get("seeds", 1) for record in records)
-    if seeds < SEEDS:
-        found.append(f"{seeds} of {SEEDS} seeds")
+    """Why these records cannot decide, though none of their runs said so."""
+    found = []
+    if any(number is None for number in numbers):
+        found.append("no number was kept" if len(numbers) == 1 else "not every seed has a number")
+    if len(numbers) < SEEDS:
+        found.append(f"{len(numbers)} of {SEEDS} seeds")
     if statement.trained and not found:
         pairs: list[tuple[Any, Any]] = [(record.get("accuracy"), record.get("chance")) for record in records]
         if any(accuracy is None or chance is None for accuracy, chance in pairs):
@@ -231,9 +227,12 @@ def _reasons(
     return found
 
 
-def _numbers(statement: Statement, record: Mapping[str, Any]) -> dict[str, float] | None:
-    """The numbers of a record by name; None unless there is one for every range (and positive where it is a ratio)."""
-    ours = record.get("ours")
+def _each_seed(ours: Any) -> list[Any]:
+    return list(ours) if isinstance(ours, list | tuple) and ours else [ours]
+
+
+def _numbers(statement: Statement, ours: Any) -> dict[str, float] | None:
+    """The numbers of a seed by name; None unless there is one for every range (and positive where it is a ratio)."""
     if isinstance(ours, str):  # runs kept before the rules told shares in words
         share = re.match(r"(\d+) of (\d+)\b", ours)
         ours = int(share[1]) / int(share[2]) if share else None
@@ -275,9 +274,11 @@ def _ends(part: Part) -> tuple[float, float]:
 
 
 def _plain(value: Any) -> Any:
-    """A number, or numbers by name, with None for what is not finite; text stays."""
+    """A number, numbers by name, or a list of them, with None for what is not finite."""
     if isinstance(value, Mapping):
         return {str(name): _plain(item) for name, item in value.items()}
-    if value is None or isinstance(value, str):
-        return value
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if value is None:
+        return None
     return float(value) if math.isfinite(value) else None
