@@ -115,7 +115,7 @@ def line(study: Study, finding: Finding, row: Mapping[str, Any] | None) -> tuple
     if row is None:
         return "untested here", _row(["untested here", said, statement.paper, "not run", "–"])
     status = STATUS.get(row["verdict"], "untested here")
-    ours = number(row) if status != "untested here" else f"{reason(row)} A pilot: {number(row)}"
+    ours = f"{number(row)}. {row['remark']}" if status in STATUS.values() else f"{reason(row)} A pilot: {number(row)}"
     scale = study.reduced(study.restored(row["config"])) or "the paper's own"
     return status, _row([status, said, statement.paper, ours, scale])
 

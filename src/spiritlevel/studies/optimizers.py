@@ -204,7 +204,10 @@ def judge(config: Optimizers, table: Sequence[Mapping[str, Any]]) -> Iterator[Ru
     ratios = {what: adam[what] / sgd[what] for what in ("λ₁", "Tr(H²)/P", "weight norm")}
     gap = 100 * (adam["gap"] - sgd["gap"])
     numbers = {"λ₁": ratios["λ₁"], "Tr(H²)/P": ratios["Tr(H²)/P"], "gap": gap}
-    yield TOGETHER.judge(numbers, remark=f"Gap in points. Training accuracy: {others('train accuracy')}", **facts)
+    said = f"Gap in points. Training accuracy: {others('train accuracy')}"
+    if all("exposure" in row for row in rows.values()):
+        said += f" Learning rate: {others('lr')} Exposure with it: {others('exposure')}"
+    yield TOGETHER.judge(numbers, remark=said, **facts)
     for statement, what in ((SHARPER, "λ₁"), (HEAVIER, "weight norm"), (FROBENIUS, "Tr(H²)/P")):
         yield statement.judge(ratios[what], remark=others(what), **facts)
     gain = 100 * (adam["validation accuracy"] - sgd["validation accuracy"])
