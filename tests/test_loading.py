@@ -101,6 +101,81 @@ def test_models_from_files_modules_and_names(folder: Path) -> None:
     assert sys.path == path
 
 
+def versions(folder: Path, *, layers: str = "layers", head: str = "") -> None:
+    """v1 and v2, each with a network and, beside it, a module of the same name with another width."""
+    for name, width in (("v1", 3), ("v2", 7)):
+        (folder / name).mkdir()
+        (folder / name / "net.py").write_text(
+            f"{head}\nfrom {layers} import make\nfrom {layers} import WIDTH\n"
+            f"def late():\n    from torch import nn\n    class Late(nn.Module):\n        def forward(self, x):\n"
+            f"            from {layers} import WIDTH\n            return x[:, :WIDTH]\n    return Late()\n"
+        )
+        file = (folder / name).joinpath(*layers.split(".")).with_suffix(".py")
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(f"from torch import nn\nWIDTH = {width}\ndef make():\n    return nn.Linear(2, WIDTH)\n")
+
+
+@pytest.mark.parametrize(
+    ("layers", "head"),
+    [
+        ("layers", ""),
+        ("parts.layers", ""),  # a package without __init__.py
+        ("src.layers", "import src"),
+        ("layers_of_mine", "import sys, pathlib; sys.path.append(str(pathlib.Path(__file__).parent))"),
+    ],
+)
+def test_two_files_do_not_share_the_modules_beside_them(tmp_path: Path, layers: str, head: str) -> None:
+    versions(tmp_path, layers=layers, head=head)
+    before = set(sys.modules)
+    for name, width in [("v1", 3), ("v2", 7), ("v1", 3), ("v2", 7)]:
+        assert load_model(f"{tmp_path}/{name}/net.py:make").out_features == width
+    assert not {name for name in set(sys.modules) - before if name.endswith("layers")}, "a name of two means neither"
+
+
+def test_a_model_that_imports_while_it_runs_never_gets_the_modules_of_another(tmp_path: Path) -> None:
+    versions(tmp_path)
+    first = load_model(f"{tmp_path}/v1/net.py:late")
+    assert first(torch.zeros(1, 9)).shape == (1, 3)
+    second = load_model(f"{tmp_path}/v2/net.py:late")
+    for model in (first, second):
+        with pytest.raises(ModuleNotFoundError, match="layers"):
+            model(torch.zeros(1, 9))
+
+
+def test_a_module_of_the_calling_program_stays_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    versions(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path / "v1")
+    import layers
+
+    monkeypatch.setitem(sys.modules, "layers", layers)
+    assert load_model(f"{tmp_path}/v2/net.py:make").out_features == 7
+    assert sys.modules["layers"] is layers
+    assert load_model(f"{tmp_path}/v1/net.py:make").out_features == 3
+    assert sys.modules["layers"] is layers
+
+
+def test_what_is_installed_or_built_in_is_never_put_aside(tmp_path: Path) -> None:
+    for name in ("sys", "random", "numpy", "__main__"):
+        (tmp_path / f"{name}.py").write_text("1 / 0\n")
+    for name in ("spiritlevel", "torch"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "net.py").write_text("import numpy, random, sys\nfrom torch import nn\nnet = nn.Linear(2, 3)\n")
+    before = dict(sys.modules)
+    assert load_model(f"{tmp_path}/net.py:net").out_features == 3
+    assert {name: sys.modules.get(name) for name in before} == before
+
+
+def test_what_two_files_import_from_one_place_is_imported_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "common").mkdir()
+    (tmp_path / "common" / "shared_parts.py").write_text("from torch import nn\nclass Part(nn.Linear):\n    pass\n")
+    monkeypatch.syspath_prepend(tmp_path / "common")
+    for name in ("v1", "v2"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "net.py").write_text("from shared_parts import Part\ndef make():\n    return Part(2, 2)\n")
+    one, two = (load_model(f"{tmp_path}/{name}/net.py:make") for name in ("v1", "v2"))
+    assert type(one) is type(two)
+
+
 @pytest.mark.parametrize(
     ("spec", "sentence"),
     [
@@ -113,6 +188,7 @@ def test_models_from_files_modules_and_names(folder: Path) -> None:
         ("net.py:exits", "fails: SystemExit: 3"),
         ("net.py:number", r"must be or return a torch\.nn\.Module, got int"),
         ("none.py:make", r"there is no file 'none\.py'"),
+        ("nowhere/none.py:make", r"there is no file 'nowhere/none\.py'"),
         (":make", "':make' names no file; write file.py:function"),
         ("net.py:", "'net.py:' names no function; write file.py:function"),
         ("bad.py:make", "cannot be imported: No module named 'no_such_module'"),

@@ -10,14 +10,18 @@ import ast
 import difflib
 import importlib
 import importlib.util
+import os
 import pickle
 import random
 import sys
+import sysconfig
 import warnings
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from importlib.machinery import PathFinder
 from pathlib import Path
+from types import ModuleType
 from typing import IO, Any, NamedTuple
 
 import numpy as np
@@ -29,6 +33,7 @@ from spiritlevel import data as named_data
 from spiritlevel import models
 from spiritlevel.errors import InputError, checked_seed, unknown_name
 from spiritlevel.functional import Problem, available_memory, preserved_random_state
+from spiritlevel.storage import check_readable, digest
 
 __all__ = ["Samples", "about_weights", "check_classes", "load_model", "load_samples", "load_weights"]
 
@@ -156,6 +161,8 @@ def _call(spec: str) -> Any:
     place, _, name = spec.rpartition(":")
     if not place or not name:
         raise InputError(f"{spec!r} names no {'function' if place else 'file'}; write file.py:function.")
+    if place.endswith(".py"):
+        check_readable(Path(place))
     with _importable(Path(place).parent if place.endswith(".py") else Path()):
         try:
             module = _import_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
@@ -180,9 +187,8 @@ def _call(spec: str) -> Any:
 
 
 def _import_file(path: Path) -> Any:
-    if not path.is_file():
-        raise InputError(f"there is no file {str(path)!r}.")
-    name = f"spiritlevel_user_{path.stem}"
+    # a name of its own for every file: two files may both be called net.py
+    name = f"spiritlevel_user_{path.stem}_{digest(str(path.resolve()), 8)}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
@@ -192,16 +198,76 @@ def _import_file(path: Path) -> Any:
     return module
 
 
+_Modules = dict[str, ModuleType]
+_NEIGHBOURS: dict[str, _Modules] = {}  # what was imported from the folder of a user's file, by folder
+_INSTALLED = sorted({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+
+
 @contextmanager
 def _importable(folder: Path) -> Iterator[None]:
-    """The user's own modules can be imported from `folder`, as if Python had been started there."""
+    """The user's own modules can be imported from `folder`, as if Python had been started there, and from there only.
+
+    `v1/net.py` and `v2/net.py` may each have a `layers.py` beside them, and Python keeps one module under a name: the
+    second file would get the first one's, and a model would be compared with itself. So what came from another folder
+    is put aside meanwhile. Afterwards a name that two folders have stands for neither of them: an import in the middle
+    of a forward pass fails rather than find the wrong one. What the calling program has imported itself is put back.
+    """
     place = str(folder.resolve())
     sys.path.insert(0, place)
+    importlib.invalidate_caches()
+    theirs = {id(module) for modules in _NEIGHBOURS.values() for module in modules.values()}
+    others, own = _of_others(place), _NEIGHBOURS.setdefault(place, {})
+    for name in others:
+        del sys.modules[name]
+    for name, module in own.items():
+        sys.modules.setdefault(name, module)
+    before = set(sys.modules)
     try:
         yield
     finally:
+        new = {name: sys.modules[name] for name in set(sys.modules) - before}
+        own |= {name: module for name, module in new.items() if _lies_in(module, [place])}
         if place in sys.path:
             sys.path.remove(place)
+        for name, module in others.items():
+            if name not in sys.modules or id(module) not in theirs:
+                sys.modules[name] = module
+            else:
+                del sys.modules[name]
+
+
+def _of_others(place: str) -> _Modules:
+    """The modules that an import from the folder `place` must not find, because they came from another one."""
+    theirs = {name.partition(".")[0] for folder, found in _NEIGHBOURS.items() if folder != place for name in found}
+    beside: set[str] = set()
+    with suppress(OSError):  # a folder that can be entered and not listed
+        beside = {path.stem for path in Path(place).iterdir() if path.suffix == ".py" or path.is_dir()}
+    names = (theirs | beside) - sys.stdlib_module_names - {"__main__", __package__}
+    families: dict[str, _Modules] = {name: {} for name in names if name in sys.modules}
+    for name, module in sys.modules.items():
+        if (head := name.partition(".")[0]) in families:
+            families[head][name] = module
+    others: _Modules = {}
+    for head, family in families.items():
+        if any(_lies_in(module, _INSTALLED) for module in family.values()):
+            continue  # as for every program that Python runs: what is installed and imported stays what it is
+        found = PathFinder.find_spec(head, sys.path)
+        places: list[str] = []  # and none where the folder of that name is no package, but holds other things
+        if found is not None and (found.origin or getattr(family[head], "__file__", None) is None):
+            places = list(found.submodule_search_locations or [found.origin or ""])
+        if head in theirs or places:
+            others |= {} if all(_lies_in(module, places) for module in family.values()) else family
+    return others
+
+
+def _lies_in(module: ModuleType, places: Sequence[str]) -> bool:
+    """Whether a module is one of these files, or lies in one of these folders.
+
+    A package without a file lies where Python would look for it now, which says nothing about its modules.
+    """
+    file = getattr(module, "__file__", None)
+    files = [file] if file else list(getattr(module, "__path__", ()))
+    return any(file == place or file.startswith(place + os.sep) for file in files for place in places)
 
 
 def _named(error: BaseException) -> str:
@@ -260,7 +326,7 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    _check_file(path)
+    check_readable(path)
     try:
         return load_file(path)
     except (SafetensorError, OSError) as error:
@@ -268,7 +334,7 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def _read_checkpoint(path: Path) -> dict[str, Tensor]:
-    _check_file(path)
+    check_readable(path)
     try:
         with warnings.catch_warnings():  # a user needs our sentence alone
             warnings.simplefilter("ignore")
@@ -290,11 +356,6 @@ def _read_checkpoint(path: Path) -> dict[str, Tensor]:
         kind = type(found).__name__
         raise InputError(f"{path} must hold a dict of tensors, as model.state_dict() gives it, got a {kind}.")
     return found
-
-
-def _check_file(path: Path) -> None:
-    if not path.is_file():
-        raise InputError(f"there is no file {str(path)!r}.")
 
 
 # ---------------------------------------------------------------- data
@@ -323,7 +384,7 @@ def load_samples(spec: str, split: str = "train") -> Samples:
     if path.is_dir():
         return _from_folder(path)
     if path.suffix in (".npz", ".safetensors"):
-        _check_file(path)
+        check_readable(path)
         arrays = _read_npz(path) if path.suffix == ".npz" else _read_tensors(path)
         pair, notes = _as_pair(arrays, path)
         return Samples(pair, (), f"{path.name} ({'; '.join(notes)})" if notes else path.name, notes)

@@ -6,6 +6,7 @@ holder dies. Knows nothing of tensors, so it costs nothing to import.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -46,9 +47,34 @@ def write_atomically(path: str | Path, content: str | bytes) -> None:
         if path.exists():
             temporary.chmod(stat.S_IMODE(path.stat().st_mode))
         temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError):  # a full disk names no file, others the temporary one
+            error.filename, error.filename2 = str(path), None
         raise
+
+
+def check_readable(path: str | Path) -> None:
+    """Refuse what cannot be read as a file, and say why: a file that may not be read is neither missing nor damaged.
+
+    >>> check_readable("nowhere.pt")
+    Traceback (most recent call last):
+    spiritlevel.errors.InputError: there is no file 'nowhere.pt'.
+    """
+    path = Path(path)
+    try:
+        mode = path.stat().st_mode
+        if stat.S_ISREG(mode):
+            with path.open("rb"):
+                return
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise InputError(f"there is no file {str(path)!r}.") from error
+    except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
+        reason = getattr(error, "strerror", None) or error
+        raise InputError(f"the file {str(path)!r} cannot be read: {reason}.") from error
+    kind = "a folder" if stat.S_ISDIR(mode) else "a pipe or a device"
+    raise InputError(f"{str(path)!r} is {kind}, and a file is needed.")
 
 
 @contextmanager
