@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import pickle
 import sys
 import zipfile
@@ -354,11 +355,89 @@ def test_a_folder_of_images(tmp_path: Path) -> None:
     assert float(inputs.max()) == pytest.approx(0.2)
     assert (targets.tolist(), samples.classes) == ([0, 0, 1, 1], ("cat", "dog"))
     draw(tmp_path / "dog" / "2.png", size=(9, 6))
-    with pytest.raises(InputError, match=r"one size and kind: .* has 8×6 pixels and .*2\.png 9×6 pixels"):
+    with pytest.raises(InputError, match=r"one size: .* has 8×6 pixels and .*2\.png 9×6 pixels"):
         load_samples(str(tmp_path))
     (tmp_path / "dog" / "2.png").write_bytes(b"nonsense")
     with pytest.raises(InputError, match=r"the image .*2\.png cannot be read"):
         load_samples(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("name", "pixels", "top"),
+    [
+        ("a.png", np.uint16([[0, 256, 1000, 65535]]), 65535),
+        ("a.tif", np.uint16([[0, 256, 1000, 65535]]), 65535),
+        ("a.pgm", np.uint16([[0, 256, 1000, 65535]]), 65535),
+        ("a.tiff", np.float32([[0, 0.001, 0.25, 1]]), 1),
+        ("a.bmp", np.uint8([[0, 1, 100, 255]]), 255),
+    ],
+)
+def test_images_of_every_depth_keep_their_numbers(tmp_path: Path, name: str, pixels: np.ndarray, top: int) -> None:
+    for place in ("cat", "dog"):
+        (tmp_path / place).mkdir()
+        if name.endswith("pgm"):  # as the standard has it: two bytes a pixel, the higher first
+            (tmp_path / place / name).write_bytes(b"P5 4 1 65535 " + pixels.astype(">u2").tobytes())
+        else:
+            Image.fromarray(pixels).save(tmp_path / place / name)
+    samples = load_samples(str(tmp_path))
+    assert samples.data[0][1, 0].numpy() == pytest.approx(pixels.astype(np.float32) / np.float32(top), abs=0)
+    assert (samples.notes == ("images of floats in [0, 1] taken as they are",)) == (top == 1)
+    assert any(f"divided by {top:,}" in note for note in samples.notes) == (top > 1)
+
+
+def test_images_that_use_few_of_their_bits_are_remarked(tmp_path: Path) -> None:
+    for place in ("cat", "dog"):
+        (tmp_path / place).mkdir()
+        Image.fromarray(np.full((6, 8), 4095, dtype=np.uint16)).save(tmp_path / place / "0.png")  # of a 12-bit camera
+    assert "the brightest pixel is 0.062 of white" in load_samples(str(tmp_path)).notes[1]
+
+
+@pytest.mark.parametrize(
+    ("pixels", "sentence"),
+    [
+        (np.int32([[0, 256, 100000, 2**30]]), r"has 32 bits a pixel, and nobody says which number is white"),
+        (np.float32([[0, 1, 255, 7]]), r"holds numbers outside \[0, 1\], and nobody says which of them is white"),
+        (np.float32([[0, 1, np.nan, 1]]), r"holds numbers outside \[0, 1\]"),
+    ],
+)
+def test_images_without_a_scale_are_refused(tmp_path: Path, pixels: np.ndarray, sentence: str) -> None:
+    for place in ("cat", "dog"):
+        (tmp_path / place).mkdir()
+        Image.fromarray(pixels).save(tmp_path / place / "a.tif")
+    with pytest.raises(InputError, match=sentence):
+        load_samples(str(tmp_path))
+
+
+def test_one_coloured_image_makes_all_coloured_wherever_it_stands(tmp_path: Path) -> None:
+    draw(tmp_path / "cat" / "0.png", value=51)
+    draw(tmp_path / "dog" / "0.png", mode="RGB", value=255)
+    (tmp_path / "dog" / "1.png").parent.mkdir(exist_ok=True)
+    Image.fromarray(np.full((6, 8), 6553, dtype=np.uint16)).save(tmp_path / "dog" / "1.png")
+    inputs, _ = load_samples(str(tmp_path)).data
+    assert inputs.shape == (3, 3, 6, 8)
+    for image, colour in zip(inputs, [(0.2, 0.2, 0.2), (1, 0, 0), (0.1, 0.1, 0.1)], strict=True):
+        assert image[:, 0, 0].tolist() == pytest.approx(colour, abs=1e-5)
+
+
+def test_a_file_is_opened_only_as_one_of_seven_formats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pillow starts Ghostscript for an EPS file, whatever its name."""
+    from PIL import EpsImagePlugin
+
+    started: list[object] = []
+    monkeypatch.setattr(EpsImagePlugin, "Ghostscript", lambda *args, **_: started.append(args))
+    for place in ("cat", "dog"):
+        (tmp_path / place).mkdir()
+        Image.new("RGB", (8, 6)).save(tmp_path / place / "0.png", format="EPS")
+    with pytest.raises(InputError, match=r"the image .*0\.png cannot be read: cannot identify image file"):
+        load_samples(str(tmp_path))
+    assert started == []
+
+
+def test_folders_with_names_that_are_no_text(tmp_path: Path) -> None:
+    for name in (b"caf\xe9", b"tea"):
+        place = os.fsdecode(os.fsencode(tmp_path) + b"/" + name)
+        draw(Path(place) / "0.png")
+    assert load_samples(str(tmp_path)).classes == ("caf\\xe9", "tea")
 
 
 def test_folders_that_hold_no_classes(tmp_path: Path) -> None:
