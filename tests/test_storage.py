@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import errno
+import json
+import os
 import subprocess
 import sys
 import time
@@ -52,6 +54,12 @@ def test_the_digest_sees_every_value_and_is_the_same_in_every_process() -> None:
 def test_bytes_are_written_as_they_are(tmp_path: Path) -> None:
     write_atomically(tmp_path / "new" / "file", b"\x00\r\n\xff")
     assert (tmp_path / "new" / "file").read_bytes() == b"\x00\r\n\xff"
+
+
+def test_names_that_are_no_text_are_written_and_read_back(tmp_path: Path) -> None:
+    name = os.fsdecode(b"caf\xe9")
+    write_atomically(tmp_path / "a.json", json.dumps([name], ensure_ascii=False))
+    assert json.loads((tmp_path / "a.json").read_text(encoding="utf-8")) == [name]
 
 
 def test_what_cannot_be_read_is_neither_missing_nor_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

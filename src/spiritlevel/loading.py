@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from spiritlevel import data as named_data
 from spiritlevel import models
-from spiritlevel.errors import InputError, checked_seed, unknown_name
+from spiritlevel.errors import InputError, checked_seed, printable, unknown_name
 from spiritlevel.functional import Problem, available_memory, preserved_random_state
 from spiritlevel.storage import check_readable, digest
 
@@ -570,16 +570,7 @@ def _from_folder(folder: Path) -> Samples:
         )
     targets = torch.tensor([number for _, number in files])
     inputs = torch.from_numpy(images.transpose(0, 3, 1, 2).copy())
-    return Samples((inputs, targets), tuple(map(_readable, classes)), _readable(folder.name), tuple(notes))
-
-
-def _readable(name: str) -> str:
-    r"""A name from a disk as text that can be written anywhere: bytes that are no UTF-8 become \\xe9 and the like.
-
-    >>> print(_readable("caf\udce9"))
-    caf\xe9
-    """
-    return name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+    return Samples((inputs, targets), tuple(map(printable, classes)), printable(folder.name), tuple(notes))
 
 
 # What Pillow may open: it knows fifty formats, and for one of them it starts another program.

@@ -26,13 +26,14 @@ _POLL_SECONDS = 0.2
 
 
 def write_atomically(path: str | Path, content: str | bytes) -> None:
-    """Write `content` so that a reader sees the old file or the whole new one, never a part.
+    r"""Write `content` so that a reader sees the old file or the whole new one, never a part.
 
     The file gets the permissions of any new file, or keeps those it has. A link is followed; what is not a file, such
-    as a pipe or /dev/stdout, is written to directly. Texts are written as UTF-8.
+    as a pipe or /dev/stdout, is written to directly. Texts are written as UTF-8; a byte of a name that is none, which
+    Python keeps as half a character, becomes an escape such as \udce9, which JSON and JavaScript read back.
     """
     path = Path(path).resolve()
-    data = content.encode("utf-8") if isinstance(content, str) else content
+    data = content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content
     if path.exists() and not path.is_file():
         with path.open("wb") as stream:
             stream.write(data)
