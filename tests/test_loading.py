@@ -6,6 +6,7 @@ import io
 import os
 import pickle
 import sys
+import time
 import zipfile
 from pathlib import Path
 
@@ -205,7 +206,14 @@ def test_models_that_cannot_be_had(folder: Path, spec: str, sentence: str) -> No
 
 @pytest.mark.parametrize(
     ("options", "sentence"),
-    [({"device": "cuda:99"}, "cannot be moved to device 'cuda:99'"), ({"dtype": "float46"}, "unknown dtype 'float46'")],
+    [
+        ({"device": "cuda:99"}, "cannot be moved to device 'cuda:99'"),
+        ({"device": "hpu"}, "cannot be moved to device 'hpu'"),
+        ({"device": "privateuseone"}, "cannot be moved to device 'privateuseone'"),
+        ({"device": ""}, "cannot be moved to device ''"),
+        ({"device": "meta"}, "cannot be measured on the device 'meta', which keeps shapes"),
+        ({"dtype": "float46"}, "unknown dtype 'float46'"),
+    ],
 )
 def test_devices_and_dtypes_that_do_not_exist(options: dict[str, str], sentence: str) -> None:
     with pytest.raises(InputError, match=sentence):
@@ -235,6 +243,82 @@ def test_weights_that_do_not_fit_name_the_first_differences_and_the_nearest_name
     torch.save(wide.state_dict(), tmp_path / "wide.pt")
     with pytest.raises(InputError, match=r"1\.weight has shape \(6, 64\) instead of \(5, 64\)"):
         load_weights(make(), tmp_path / "wide.pt")
+
+
+def test_weights_with_another_prefix_are_refused_at_once(tmp_path: Path) -> None:
+    """Every missing name was compared with every name of the file: 140 seconds for a network of some size."""
+    whole = nn.Module()
+    for block in range(15):
+        for layer in range(10):
+            whole.add_module(f"encoder_block_{block}_layer_{layer}", nn.Sequential(nn.Linear(1, 1), nn.BatchNorm1d(1)))
+    torch.save({f"backbone.{key}": value for key, value in whole.state_dict().items()}, tmp_path / "w.pt")
+    torch.save({f"{key}.v{key[::-1]}": value for key, value in whole.state_dict().items()}, tmp_path / "other.pt")
+    assert len(whole.state_dict()) == 1050
+    begin = time.process_time()
+    with pytest.raises(InputError, match=r"the file's names begin with 'backbone\.', as backbone\.encoder_block_0_"):
+        load_weights(whole, tmp_path / "w.pt")
+    with pytest.raises(InputError, match="and 2,097 more differences"):
+        load_weights(whole, tmp_path / "other.pt")
+    assert time.process_time() - begin < 5
+    part = nn.ModuleDict({"net": make()})
+    torch.save(make().state_dict(), tmp_path / "part.pt")
+    with pytest.raises(
+        InputError, match=r"the model's names begin with 'net\.', as net\.1\.weight, and the file's do not"
+    ):
+        load_weights(part, tmp_path / "part.pt")
+
+
+@pytest.mark.parametrize(
+    ("tensor", "sentence"),
+    [
+        (torch.zeros(1, 2, dtype=torch.complex64), "weight holds complex64 and the model float32: the imaginary part"),
+        (torch.ones(1, 2, dtype=torch.int8), "weight holds int8 and the model float32: whole numbers have lost"),
+        (torch.ones(1, 2, dtype=torch.bool), "weight holds bool and the model float32"),
+        (torch.zeros(1, 2).to_sparse(), "weight is sparse; save it as dense floats"),
+        (torch.zeros(1, 2, device="meta"), "weight has a shape and no numbers"),
+    ],
+)
+def test_weights_that_would_lose_something_are_refused(tmp_path: Path, tensor: torch.Tensor, sentence: str) -> None:
+    torch.save({"weight": tensor, "bias": torch.zeros(1)}, tmp_path / "w.pt")
+    with pytest.raises(InputError, match=sentence):
+        load_weights(nn.Linear(2, 1), tmp_path / "w.pt")
+
+
+def test_counts_that_were_saved_as_floats_must_be_whole(tmp_path: Path) -> None:
+    norm = nn.BatchNorm1d(2)
+    for count in (3.0, 3.5):
+        torch.save({**norm.state_dict(), "num_batches_tracked": torch.tensor(count)}, tmp_path / "w.pt")
+        if count == 3:
+            load_weights(norm, tmp_path / "w.pt")
+            assert int(norm.num_batches_tracked or 0) == 3
+            continue
+        with pytest.raises(InputError, match="num_batches_tracked holds float32 and the model int64: the fractions"):
+            load_weights(norm, tmp_path / "w.pt")
+
+
+@pytest.mark.parametrize("keys", [(0, 1), ("weight", 1)])
+def test_weights_without_names_are_refused(tmp_path: Path, keys: tuple[object, object]) -> None:
+    torch.save(dict(zip(keys, nn.Linear(2, 1).state_dict().values(), strict=True)), tmp_path / "w.pt")
+    with pytest.raises(
+        InputError, match=r"must name its tensors as model\.state_dict\(\) does, and one is called [01]\."
+    ):
+        load_weights(nn.Linear(2, 1), tmp_path / "w.pt")
+
+
+def test_a_packed_checkpoint_is_refused_by_the_size_that_it_states(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.save({"weight": torch.zeros(2**24 + 2**20)}, tmp_path / "plain.pt")  # 71 MB
+    with (
+        zipfile.ZipFile(tmp_path / "plain.pt") as plain,
+        zipfile.ZipFile(tmp_path / "w.pt", "w", zipfile.ZIP_DEFLATED, compresslevel=1) as packed,
+    ):
+        for member in plain.infolist():
+            packed.writestr(member.filename, plain.read(member))
+    assert (tmp_path / "w.pt").stat().st_size < 2**20
+    monkeypatch.setattr(loading.torch, "load", lambda *_, **__: pytest.fail("nothing is unpacked"))
+    with pytest.raises(InputError, match=r"w\.pt unpacks to 0\.1 GB, and the model's weights take 0\.000 GB"):
+        load_weights(nn.Linear(2, 1), tmp_path / "w.pt")
 
 
 class Trap:

@@ -181,8 +181,8 @@ def test_a_disk_that_takes_nothing_does_not_end_the_training(tmp_path: Path, mon
 
     monkeypatch.setattr(os, "fsync", fsync)
     with pytest.warns(RuntimeWarning, match=r"could not write at step 1: OSError: .*No space left on device") as caught:
-        for _ in range(3):
-            assert tracker.step() is not None
+        rows = [tracker.step() for _ in range(3)]
+    assert all(rows)
     assert len(caught) == 1, "said once"
     full[0] = False
     tracker.step()
@@ -190,7 +190,7 @@ def test_a_disk_that_takes_nothing_does_not_end_the_training(tmp_path: Path, mon
 
 
 def test_a_folder_as_path_is_refused_before_the_training_and_warned_of_later(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="needs the path of a file for its rows, and .* is a folder"):
+    with pytest.raises(InputError, match=r"needs the path of a file for its rows, and .* is a folder"):
         Tracker(net(), points(), path=tmp_path)
     tracker = Tracker(net(), points(), every=1, share=math.inf, path=tmp_path / "rows")
     (tmp_path / "rows").mkdir()
@@ -210,8 +210,7 @@ def test_a_measurement_that_fails_does_not_end_the_training(
 
     monkeypatch.setattr(tracking, "outcomes", fail)
     with untouched(model), pytest.warns(RuntimeWarning, match="Tracker could not measure at step 1") as caught:
-        for _ in range(2):
-            row = tracker.step()
+        _, row = tracker.step(), tracker.step()
     assert len(caught) == 1
     assert row is not None
     assert row["reason"].startswith(type(error).__name__)

@@ -28,6 +28,7 @@ import numpy as np
 import torch
 from numpy.lib import format as npy
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from spiritlevel import data as named_data
 from spiritlevel import models
@@ -97,10 +98,15 @@ def load_model(
         model = _built_in(spec) if spec.partition(":")[0] in models.NAMES else _own_model(spec)
     if weights is not None:
         load_weights(model, weights)
+    kind = None if dtype is None else _float(dtype)
     try:
-        return model.to(device=device, dtype=None if dtype is None else _float(dtype))
-    except (RuntimeError, AssertionError) as error:
+        moved = model.to(device=device, dtype=kind)
+        torch.zeros(1, device=device)  # a model without parameters is moved anywhere
+    except Exception as error:  # ModuleNotFoundError for a device that only an extension knows
         raise InputError(f"the model cannot be moved to device {device!r}: {_first_line(error)}.") from error
+    if torch.device(device or "cpu").type == "meta":
+        raise InputError("the model cannot be measured on the device 'meta', which keeps shapes and no numbers.")
+    return moved
 
 
 def about_weights(spec: str, weights: str | Path | None) -> str:
@@ -285,29 +291,62 @@ def _first_line(error: BaseException) -> str:
 def load_weights(model: nn.Module, path: str | Path) -> None:
     """Fill a model with the weights of a file; `InputError` names the first differences and the nearest names."""
     path = Path(path)
-    found = _read_tensors(path) if path.suffix == ".safetensors" else _read_checkpoint(path)
     expected = model.state_dict()
+    size = sum(tensor.nbytes for tensor in expected.values() if not is_lazy(tensor))
+    found = _read_tensors(path) if path.suffix == ".safetensors" else _read_checkpoint(path, size)
     found = _without_prefix(found, expected)
-    problems = [*_missing(found, expected), *_too_many(found, expected)]
-    for key, tensor in expected.items():
-        if key in found and found[key].shape != tensor.shape:
-            problems.append(f"{key} has shape {tuple(found[key].shape)} instead of {tuple(tensor.shape)}")
-    if problems:
-        more = f", and {len(problems) - 3} more differences" if len(problems) > 3 else ""
-        listed = "; ".join(problems[:3])
-        raise InputError(f"the weights in {path.name} do not fit the model {type(model).__name__}: {listed}{more}.")
+    missing = [key for key in expected if key not in found]
+    unknown = [key for key in found if key not in expected]
+    misfits = [text for key in expected if key in found and (text := _misfit(key, found[key], expected[key]))]
+    if missing or unknown or misfits:
+        listed = _other_prefix(missing, unknown) or _first_differences(missing, unknown, misfits)
+        raise InputError(f"the weights in {path.name} do not fit the model {type(model).__name__}: {listed}.")
     model.load_state_dict(found)
 
 
-def _missing(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> list[str]:
-    spare = [key for key in found if key not in expected]
-    return [f"{key} is missing{_nearest(key, spare, 'the file has')}" for key in expected if key not in found]
+_COMPARED = 100  # names: difflib takes a second for some thousands, and a model may have ten thousand
 
 
-def _too_many(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> list[str]:
-    wanted = [key for key in expected if key not in found]
-    unknown = [key for key in found if key not in expected]
-    return [f"the model has no {key}{_nearest(key, wanted, 'it needs')}" for key in unknown]
+def _first_differences(missing: Sequence[str], unknown: Sequence[str], misfits: Sequence[str]) -> str:
+    spare, wanted = unknown[:_COMPARED], missing[:_COMPARED]
+    first = [f"{key} is missing{_nearest(key, spare, 'the file has')}" for key in missing[:3]]
+    first += [f"the model has no {key}{_nearest(key, wanted, 'it needs')}" for key in unknown[: 3 - len(first)]]
+    first += misfits[: 3 - len(first)]
+    rest = len(missing) + len(unknown) + len(misfits) - len(first)
+    return "; ".join(first) + (f", and {rest:,} more differences" if rest else "")
+
+
+def _other_prefix(missing: Sequence[str], unknown: Sequence[str]) -> str:
+    """In words: all names differ by what stands before them, as where the whole of a larger model was saved."""
+    for few, many, whose, other in ((missing, unknown, "file's", "model's"), (unknown, missing, "model's", "file's")):
+        names, tail = set(many), f".{few[0]}" if few else ""
+        for prefix in {name.removesuffix(tail[1:]) for name in many if tail and name.endswith(tail)}:
+            if all(prefix + name in names for name in few):
+                return (
+                    f"the {whose} names begin with {prefix!r}, as {prefix}{few[0]}, and the {other} do not; save the "
+                    "state_dict() of that part, or rename its keys"
+                )
+    return ""
+
+
+def _misfit(key: str, found: Tensor, expected: Tensor) -> str:
+    """What keeps a tensor from taking another's place, or would be lost on the way; nothing if it fits."""
+    if is_lazy(expected):
+        return ""
+    if found.shape != expected.shape:
+        return f"{key} has shape {tuple(found.shape)} instead of {tuple(expected.shape)}"
+    kinds = [str(tensor.dtype).removeprefix("torch.") for tensor in (found, expected)]
+    if found.device.type == "meta":
+        return f"{key} has a shape and no numbers (it was on the device 'meta' when it was saved)"
+    if found.layout != torch.strided or found.is_quantized:
+        return f"{key} is {'quantised' if found.is_quantized else 'sparse'}; save it as dense floats"
+    if found.is_complex() and not expected.is_complex():
+        return f"{key} holds {kinds[0]} and the model {kinds[1]}: the imaginary part would be lost"
+    if expected.is_floating_point() and not found.is_floating_point():
+        return f"{key} holds {kinds[0]} and the model {kinds[1]}: whole numbers have lost their scale, save floats"
+    if found.is_floating_point() and not expected.is_floating_point() and bool((found != found.trunc()).any()):
+        return f"{key} holds {kinds[0]} and the model {kinds[1]}: the fractions would be lost"
+    return ""
 
 
 def _nearest(key: str, keys: Sequence[str], how: str) -> str:
@@ -333,8 +372,30 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
         raise InputError(f"{path} is not a safetensors file: {_first_line(error)}.") from error
 
 
-def _read_checkpoint(path: Path) -> dict[str, Tensor]:
+def _check_unpacked(path: Path, size: int) -> None:
+    """Refuse a file that unpacks to far more than a model of `size` bytes can take, by the sizes in its directory.
+
+    PyTorch packs nothing, so only what another program has packed is much larger inside than outside.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            unpacked = sum(member.file_size for member in archive.infolist())
+    except (zipfile.BadZipFile, OSError, ValueError):  # an old checkpoint, or a damaged one, which PyTorch will say
+        return
+    packed = unpacked > path.stat().st_size and unpacked > _ROOM * size + 2**26
+    if packed or unpacked > available_memory():
+        raise InputError(
+            f"{path.name} unpacks to {unpacked / 1e9:,.1f} GB, and the model's weights take {size / 1e9:,.3f} GB: it "
+            "holds other weights or much else; save model.state_dict() alone."
+        )
+
+
+_ROOM = 16  # times the model's own size: weights in double precision beside what an optimiser keeps
+
+
+def _read_checkpoint(path: Path, size: int) -> dict[str, Tensor]:
     check_readable(path)
+    _check_unpacked(path, size)
     try:
         with warnings.catch_warnings():  # a user needs our sentence alone
             warnings.simplefilter("ignore")
@@ -355,6 +416,8 @@ def _read_checkpoint(path: Path) -> dict[str, Tensor]:
     if not isinstance(found, dict) or not all(isinstance(tensor, Tensor) for tensor in found.values()):
         kind = type(found).__name__
         raise InputError(f"{path} must hold a dict of tensors, as model.state_dict() gives it, got a {kind}.")
+    if odd := [key for key in found if not isinstance(key, str)]:
+        raise InputError(f"{path} must name its tensors as model.state_dict() does, and one is called {odd[0]!r}.")
     return found
 
 

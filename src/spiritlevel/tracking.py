@@ -46,7 +46,8 @@ class Tracker:
     median output margin, the mean Hessian trace (`sample_traces`: exact where that is possible) and the largest
     eigenvalue λ₁ of the Hessian, by Lanczos, to 2 % or 24 products (`converged` says which). What cannot be measured at
     some step, say because the weights have become NaN or the memory is full, is NaN there, and `reason` says why; rows
-    that cannot be written are kept. A warning says so once, and the training goes on. The model, its mode and gradients and all random states are left as they were, so training goes on as without.
+    that cannot be written are kept. A warning says so once, and the training goes on. The model, its mode and gradients
+    and all random states are left as they were, so training goes on as without.
 
     A measurement waits until all of them together fit into the `share` of the training time, so rows may lie further
     apart than `every`; `overhead` is the share that was really spent. A tracker that has not measured yet prints what
