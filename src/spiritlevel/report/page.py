@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import html
 import itertools
 import json
@@ -19,7 +20,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from spiritlevel import __version__, charts
-from spiritlevel.errors import InputError, counted
+from spiritlevel.errors import InputError, counted, printable
 from spiritlevel.report.parts import (
     Card,
     Cell,
@@ -134,6 +135,7 @@ def _environment() -> Environment:
         loader=PackageLoader("spiritlevel.report"),
         autoescape=True,
         undefined=StrictUndefined,
+        finalize=lambda value: printable(value) if type(value) is str else value,  # what is Markup is ours
         trim_blocks=True,
         lstrip_blocks=True,
     )
@@ -145,15 +147,28 @@ def _static(name: str) -> str:
     return resources.files("spiritlevel.report").joinpath("static", name).read_text(encoding="utf-8")
 
 
+# What the library bundles, by its version. The cache folder is no part of the program: what lies there goes into every
+# page, so it is compared with this before it does. A test says which line is missing.
+_BUNDLES = {"1.9.0.post1": "373b1f84072b31010f15ceb787be6b415c53936411aae267c8c2b2b6ccde46e7"}
+
+
 @functools.cache
 def _vega() -> str:
-    """Vega, Vega-Lite and Vega-Embed as one script, kept in the cache folder because bundling takes seconds."""
-    file = cache_folder() / f"vega-{version('vl-convert-python')}.js"
+    """Vega, Vega-Lite and Vega-Embed as one script, kept in the cache folder because bundling takes seconds.
+
+    What is kept counts only if it is what the library would bundle; of a version that is not known here nothing is
+    kept. A damaged file is replaced.
+    """
+    release = version("vl-convert-python")
+    file, pin = cache_folder() / f"vega-{release}.js", _BUNDLES.get(release)
     with suppress(OSError):
-        return file.read_text(encoding="utf-8")
+        kept = file.read_bytes()
+        if hashlib.sha256(kept).hexdigest() == pin:
+            return kept.decode("utf-8")
     script = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")
-    with suppress(OSError):  # a read-only home is no reason not to have a page
-        write_atomically(file, script)
+    if hashlib.sha256(script.encode("utf-8")).hexdigest() == pin:
+        with suppress(OSError):  # a read-only home is no reason not to have a page
+            write_atomically(file, script)
     return script
 
 
@@ -686,8 +701,9 @@ def _figure(
 
     `inset` names the axes that leave room between the frame and the outermost marks, which lie half outside without.
     """
-    spec = {name: value for name, value in chart.to_dict().items() if name not in ("$schema", "config", "title")}
-    heading = chart.to_dict().get("title", {})
+    whole = charts.specification(chart)
+    spec = {name: value for name, value in whole.items() if name not in ("$schema", "config", "title")}
+    heading = whole.get("title", {})
     said = heading.get("subtitle") or heading.get("text", "") if isinstance(heading, dict) else ""
     note = "; ".join(filter(None, (said, note)))
     for part in [spec, *spec.get("layer", [])]:
