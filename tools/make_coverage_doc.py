@@ -228,27 +228,27 @@ def measured(net: str, names: tuple[str, ...], count: int, case: int) -> Found:
     return found
 
 
-@simulation(SCRATCH, "small", "tanh", share=0.2)
+@simulation(SCRATCH, "small", "tanh", share=0.1)
 def spectra_of_100(net: str, case: int) -> Found:
     return measured(net, WHOLE, 100, case)
 
 
-@simulation(SCRATCH, "small", share=0.2)
+@simulation(SCRATCH, "small", share=0.1)
 def norms_of_100(net: str, case: int) -> Found:
     return measured(net, NORMS, 100, case)
 
 
-@simulation(SCRATCH, "small", share=0.2)
+@simulation(SCRATCH, "small", share=0.1)
 def maxima_of_100(net: str, case: int) -> Found:
     return measured(net, MAXIMA, 100, case)
 
 
-@simulation(SCRATCH, "small", share=0.2)
+@simulation(SCRATCH, "small", share=0.1)
 def noise_of_100(net: str, case: int) -> Found:
     return measured(net, NOISE, 100, case)
 
 
-@simulation(SCRATCH, "small", share=0.2)
+@simulation(SCRATCH, "small", share=0.1)
 def anew_of_100(net: str, case: int) -> Found:
     return measured(net, ANEW, 100, case)
 
@@ -258,8 +258,8 @@ def anew_of_100(net: str, case: int) -> Found:
 
 @functools.cache
 def matrix(kind: str) -> tuple[Tensor, np.ndarray]:
-    """A symmetric matrix of size 200 with a known spectrum."""
-    size = 200
+    """A symmetric matrix of size 120 with a known spectrum."""
+    size = 120
     values = {
         "one outlier": np.r_[10.0, np.linspace(0, 1, size - 1)],
         "rank one": np.r_[10.0, np.zeros(size - 1)],
@@ -281,7 +281,7 @@ def probes(kind: str, case: int) -> Found:
         found[f"frobenius_norm, {count} probes"] = inside(
             sl.frobenius_norm(dense, probes=count, seed=case).interval(), norm
         )
-    density = sl.spectral_density(dense, probes=8, steps=20, seed=case)
+    density = sl.spectral_density(dense, probes=8, steps=10, seed=case)
     for order in (1, 2, 3):
         found[f"moment {order} of the density, 8 probes"] = inside(
             density.moment(order).interval(), float((values**order).mean())
@@ -322,7 +322,7 @@ def rises(measure: str) -> Tensor:
     return torch.cat(found)
 
 
-@simulation("random probes of a network", "tanh", share=0.3)
+@simulation("random probes of a network", "tanh", share=0.1)
 def traces(net: str, case: int) -> Found:
     data = _rows(net, 50)
     exact = float(_exact_traces(net).mean())
@@ -378,7 +378,7 @@ def correlation(count: int, case: int) -> Found:
     return found
 
 
-@simulation("two models that are equally good", 100, share=0.3)
+@simulation("two models that are equally good", 100, share=0.1)
 def comparison(count: int, case: int) -> Found:
     """Two models that are each other's mirror image, on data that are symmetric: no difference is real."""
     with torch.random.fork_rng(devices=[]):
