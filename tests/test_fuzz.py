@@ -121,7 +121,7 @@ def problems(draw: Draw) -> tuple[nn.Module, tuple[Tensor, Tensor], str]:
     inputs *= draw(st.sampled_from([0.0, 1e-3, 1.0, 5.0]))
     targets = torch.randint(0, outputs, (samples,), generator=generator)
     loss = draw(st.sampled_from(["cross_entropy", "squared_error", "exponential"]))
-    if loss == "cross_entropy":  # beyond this the dense twin, autodiff, returns noise or 0 (MATH 4.6)
+    if loss == "cross_entropy":  # beyond this the dense twin, autodiff, returns noise or 0 (mathematics 2.2)
         with torch.no_grad():
             assume(float(sl.confidence_gap(copy.deepcopy(net).eval()(inputs)).min()) > 1e-5)
     return net, (inputs, targets), loss

@@ -74,7 +74,7 @@ def audit(
     guided by the prediction, and measures the network it ends at: the factor it reports is reached, hence a lower bound
     of what is possible. Values count as equal up to 1e-6 in double precision, 1e-3 in single, 2 % where an optimiser
     found them. A larger reach would move it further, so what moves at all has no size that tells two networks apart.
-    Cost: the measures, once for the model and once a transform. References: paper B, section E; MATH 4.8.
+    Cost: the measures, once for the model and once a transform. References: paper B, section E; mathematics 7.1.
 
     >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2)).double()
     >>> points = torch.randn(8, 2, dtype=torch.float64), torch.tensor([0, 1] * 4)

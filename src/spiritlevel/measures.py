@@ -952,7 +952,7 @@ def _register(name: str, meaning: str, formula: str, reference: str, **fields: A
     return add
 
 
-# ---------------------------------------------------------------- what every sample adds (MATH 9)
+# ---------------------------------------------------------------- what every sample adds (mathematics 10.3)
 
 _NO_DATA = Sampling("no data")
 
@@ -1089,7 +1089,7 @@ def _bracket(name: str, compute: Compute) -> Sampling:
     return Sampling("bracket", limits=limits, cost="the measure once more")
 
 
-# ---------------------------------------------------------------- predictions for T: θ → Tθ (MATH 4.8)
+# ---------------------------------------------------------------- predictions for T: θ → Tθ (mathematics 7.1)
 
 
 def _numbers(transformed: Transformed) -> dict[str, float] | None:
@@ -1298,7 +1298,7 @@ def _fisher_trace_values(setting: Setting) -> Tensor:
     ),
 )
 def _fisher_trace(setting: Setting) -> Estimate:
-    if setting.traces.method == "exact":  # there Tr H = Tr GGN (MATH 4.1)
+    if setting.traces.method == "exact":  # there Tr H = Tr GGN (mathematics 4.2)
         return setting.traces.mean()
     return operator_trace(setting.gauss_newton, probes=_probes(setting.problem.size), seed=setting.seed)
 
@@ -1387,7 +1387,7 @@ def _layer_scaled_values(setting: Setting) -> Tensor:
     "layer_scaled_trace",
     "trace with every tensor in units of its own norm",
     "Σ_l ‖w_l‖² Tr H_ll",
-    "from H(Tθ) = T⁻¹H(θ)T⁻¹; MATH 4.8",
+    "from H(Tθ) = T⁻¹H(θ)T⁻¹; mathematics 7.1",
     cost="backward",
     sampling=_mean_of(_layer_scaled_values, "32 forward passes unless exact"),
     invariant_to=_BY_TENSOR,
@@ -1495,7 +1495,7 @@ def _normalised_sharpness(setting: Setting) -> Estimate:
 
     Rows are output channels and columns input channels, in a grouped convolution those of each group by themselves: an
     index within a group is another channel in the next, which a rescaling of the network scales by itself. h is the
-    diagonal of H itself for ReLU networks (MATH 4.1), and unlike it never negative elsewhere.
+    diagonal of H itself for ReLU networks (mathematics 4.2), and unlike it never negative elsewhere.
     """
     total, left, open_ones = 0.0, 0.0, []
     for name in setting.layers:
@@ -1633,7 +1633,7 @@ def _average(setting: Setting, spread: Tensor | float, purpose: int) -> Estimate
     "average_sharpness",
     "mean rise of the loss under normal noise on the parameters",
     "E_{δ~N(0,σ²I)} L(θ+δ) − L ≈ ½σ² Tr H, σ = 0.01 the standard deviation",
-    "MATH 7",
+    "mathematics 8.4",
     cost="forward",
     sampling=_kept("average 1", _MORE),
 )
@@ -1745,7 +1745,7 @@ _box_curvature_sampling = Sampling(
     "box_sharpness_curvature",
     "what the largest eigenvalue allows box_sharpness to be, to second order at a critical point: an upper bound",
     "100 κλ₁, κ = ½ε² Σ(|θ_i|+1)²/(1+L), ε = 1e-3",
-    "paper C, Eq. 2, in the form of MATH 3",
+    "paper C, Eq. 2, in the form of mathematics 8.4",
     cost="matvecs",
     sampling=_box_curvature_sampling,
 )
@@ -2082,7 +2082,7 @@ _register(
     "margin_bound",
     "mean upper bound of ACEHT by the softmax margin γ",
     "E (‖x‖²+1)(1−γ²)",
-    "paper A, section 3.2, in the form of MATH 1",
+    "paper A, section 3.2, in the form of mathematics 3.2",
     cost="forward",
     sampling=_mean_of(_logit_values(margin_bound, True)),
     invariant_to=_SAME,

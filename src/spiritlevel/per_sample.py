@@ -104,7 +104,7 @@ def sample_traces(
             batches, and returns the whole result. `None` never communicates.
 
     Cost: *exact* C−1 backward passes and one forward pass; *hutchinson* about 4 forward passes a probe.
-    References: paper A, section 3; Hutchinson 1990, doi:10.1080/03610919008812866; MATH 4.1-4.6.
+    References: paper A, section 3; Hutchinson 1990, doi:10.1080/03610919008812866; mathematics 2 and 4.
 
     >>> net = nn.Sequential(nn.Flatten(), nn.Linear(64, 16), nn.ReLU(), nn.Linear(16, 10))
     >>> from spiritlevel import data
@@ -391,8 +391,8 @@ def along_reverse(problem: Problem, inputs: Any, direction: Params) -> Derivativ
 def _differentiator(problem: Problem, inputs: Any, seed: int) -> tuple[Differentiate, tuple[str, ...]]:
     """Forward mode if this model has it and it agrees with reverse mode; else reverse mode, and a note.
 
-    The checksum (MATH 6): for one batch, one probe v and random weights w, Σ w·φ̇ = v·∇ and Σ w·φ̈ = v·∇²v of Σ w·φ by
-    forward-over-reverse, and u·∇²v = v·∇²u.
+    The checksum (mathematics 4.7): for one batch, one probe v and random weights w, Σ w·φ̇ = v·∇ and Σ w·φ̈ = v·∇²v of Σ
+    w·φ by forward-over-reverse, and u·∇²v = v·∇²u.
     """
     v, u = probe(problem.params, seed, 0), probe(problem.params, seed, 1)
     if problem.reverse_only:

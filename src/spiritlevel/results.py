@@ -801,9 +801,9 @@ class Certificate(Result):
     outputs of both networks were compared in these modes on `samples` samples, described by `data`: they differ by at
     most `largest_difference`, and by `relative_difference` of the largest output.
 
-    `factors` gives the diagonal map T for which the Hessian H of the loss of α·φ becomes T⁻¹HT⁻¹ (MATH 4.8): for each
-    parameter tensor a number, or a float64 tensor that broadcasts to its shape. It is `None` where the transform is no
-    such map.
+    `factors` gives the diagonal map T for which the Hessian H of the loss of α·φ becomes T⁻¹HT⁻¹ (mathematics 7.1): for
+    each parameter tensor a number, or a float64 tensor that broadcasts to its shape. It is `None` where the transform
+    is no such map.
     """
 
     transform: str

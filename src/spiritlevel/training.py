@@ -71,7 +71,7 @@ class Recipe:
     batch of a pass is smaller where the batch size does not divide the data; one of a single sample is left out, since
     batch norm cannot take it. A batch size beyond the data means all of the data.
 
-    Schedules, with the epoch t from 0, the number of epochs T, and α₀ = `lr` (MATH, paper C, Eq. 14 and 15):
+    Schedules, with the epoch t from 0, the number of epochs T, and α₀ = `lr` (paper C, Eq. 14 and 15; mathematics 9.3):
 
     - "constant": α₀.
     - "paper_c": with u = t/T and r = 0.01: α₀ for u ≤ 0.5, then linear down to α₀r at u = 0.9, then α₀r.

@@ -85,7 +85,8 @@ them on a network.
 
 Notation: L the mean loss, H its Hessian at the parameters θ (P of them), λ₁ ≥ … ≥ λ_P its eigenvalues, φ the outputs, S
 their softmax, y the label, w_l and A_l the tensors and matrices of layer l. Papers A and C are named in the
-[README](../README.md), MATH are the project's own derivations.
+[README](../README.md); "mathematics 7.1" is a section of [mathematics.md](mathematics.md), the project's own
+derivations.
 """
 
 

@@ -26,7 +26,7 @@ THEOREM = Statement(
 EXACT = Statement(
     "how many",
     "not in the paper: the number is the rank of H without the enlarged layer",
-    "– (MATH 2: theorem 2 is conservative)",
+    "– (mathematics 7.5: theorem 2 is conservative)",
     "the number equals that rank in every network",
     "in one network it does not",
     Range(low=1.0),
