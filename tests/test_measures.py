@@ -1123,8 +1123,11 @@ def test_the_search_of_pac_bayes_ends_at_the_crossing(critical: float) -> None:
     class Stub:
         theta, seed = torch.zeros(4, dtype=torch.float64), 0
 
-        def errors_at(self, theta: Tensor) -> float:
-            return 0.1 * float(theta.square().mean()) / critical**2
+        def __init__(self) -> None:
+            self.kept: dict[str, Tensor] = {}
+
+        def wrong_at(self, theta: Tensor) -> Tensor:
+            return 0.1 * theta.square() / critical**2
 
         def normal(self, index: int, purpose: int) -> Tensor:
             return torch.ones(4, dtype=torch.float64)
