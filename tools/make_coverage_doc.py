@@ -482,8 +482,8 @@ def page(found: list[Row]) -> str:
         f"{cases:,} cases its own error is about {100 * math.sqrt(0.05 * 0.95 / cases):.1f} points.",
         "",
         f"{len({row.setting for row in found})} settings, {len(found)} intervals: {kinds['holds']} hold, "
-        f"{kinds['conservative']} are conservative, {kinds['unknown']} say unknown, {kinds['undecided']} are undecided, "
-        f"{kinds['misses']} miss.",
+        f"{kinds['conservative']} are conservative, {kinds['unknown']} say unknown, "
+        f"{kinds['undecided']} are undecided, {kinds['misses']} miss.",
         "",
     ]
     if missed:
