@@ -1357,7 +1357,7 @@ def test_the_search_of_pac_bayes_ends_at_the_crossing(critical: float) -> None:
             self.kept: dict[str, Tensor] = {}
 
         def wrong_at(self, theta: Tensor) -> Tensor:
-            return 0.1 * theta.square().mean().expand(5) / critical**2
+            return 0.1 * theta.square() / critical**2
 
         def normal(self, index: int, purpose: int) -> Tensor:
             return torch.ones(4, dtype=torch.float64)
