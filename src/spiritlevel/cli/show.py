@@ -7,6 +7,9 @@ import textwrap
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Literal
 
+from spiritlevel.cli import base
+from spiritlevel.errors import printable
+
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
@@ -16,12 +19,11 @@ if TYPE_CHECKING:
 
 def show_report(report: Report, console: Console | None = None) -> None:
     """The measures with their errors, what the audit did to each, and the headline."""
-    from rich.console import Console
-
     from spiritlevel.results import figure, left_out_lines
 
-    console = console or Console(highlight=False)
-    samples = f"{report.settings['samples']} samples {'measured' if report.rows else 'given, nothing measured'}"
+    console = console or base.console()
+    known = report.settings.get("samples", "an unknown number of")  # not in every report that somebody made up
+    samples = f"{known} samples {'measured' if report.rows else 'given, nothing measured'}"
     console.print(f"{report.name}: {report.parameters:,} parameters, {samples}", markup=False)
     if report.partial:
         console.print(f"Not complete: {report.partial}.", style="bold red", markup=False)
@@ -71,11 +73,9 @@ def _apart(value: float, low: float, high: float) -> str:
 
 def show_comparison(comparison: Comparison) -> None:
     """The rows in their order and the advice."""
-    from rich.console import Console
-
     from spiritlevel.results import figure, left_out_lines, times
 
-    console = Console(highlight=False)
+    console = base.console()
     a, b = comparison.names
     samples = f"{comparison.samples:,} samples"
     if comparison.samples < comparison.population:
@@ -111,11 +111,9 @@ def show_comparison(comparison: Comparison) -> None:
 
 def show_audit(audit: Audit) -> None:
     """Measures × transforms, and how far a search went."""
-    from rich.console import Console
-
     from spiritlevel.results import in_short, left_out_lines
 
-    console = Console(highlight=False)
+    console = base.console()
     transforms = list(dict.fromkeys(row.transform for row in audit.rows))
     words = [name.replace("_", "\n").replace("batchnorm", "batch\nnorm") for name in transforms]
     table = columns("measure", "value", *words, right=(1,), whole=range(2, 2 + len(words)))
@@ -161,7 +159,7 @@ def columns(*headings: str, right: Iterable[int] = (), whole: Iterable[int] = ()
     for number, heading in enumerate(headings):
         kept = number in (*right, *whole)
         justify: Literal["left", "right"] = "right" if number in right else "left"
-        table.add_column(Text(heading), justify=justify, no_wrap=kept, overflow="fold")
+        table.add_column(Text(printable(heading)), justify=justify, no_wrap=kept, overflow="fold")
     return table
 
 
