@@ -25,7 +25,7 @@ from torch.utils.checkpoint import CheckpointError
 
 from spiritlevel.errors import InputError, first_line
 from spiritlevel.functional import Params, Problem, as_leaves
-from spiritlevel.structure import Structure, analyse
+from spiritlevel.structure import Structure, Watch, analyse, joined
 
 Norms = dict[str, Tensor]
 Rule = Callable[[Tensor], Iterator[tuple[str, Tensor]]]
@@ -483,6 +483,7 @@ class _Pending(NamedTuple):
 
     rule: _ConvolutionRule
     call: Callable[[], Tensor]
+    operands: tuple[Tensor, Tensor, Tensor | None]
     rectified: bool = False
 
 
@@ -506,9 +507,9 @@ class _Recorder(TorchFunctionMode):
     is `spoiled`, for then the two taps share a kernel.
     """
 
-    def __init__(self, names: Names, passes: int, copies: bool, pooled: set[str]) -> None:
+    def __init__(self, names: Names, passes: int, copies: bool, pooled: set[str], watch: Watch) -> None:
         super().__init__()
-        self.names, self.passes, self.copies, self.pooled = names, passes, copies, pooled
+        self.names, self.passes, self.copies, self.pooled, self.watch = names, passes, copies, pooled, watch
         self.taps: list[tuple[Rule, Tensor, int]] = []
         self.path: list[tuple[str, ...]] = []  # every function that was called, and the named parameters it was given
         self.without_rule: set[str] = set()
@@ -555,7 +556,7 @@ class _Recorder(TorchFunctionMode):
     def _rule(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rule | None:
         builder = _RULES.get(func)
         # a TypeError: called in a form that the rule does not know, such as add(..., alpha=)
-        with contextlib.suppress(TypeError), torch.no_grad():
+        with contextlib.suppress(TypeError), torch.no_grad(), self.watch.pause():
             return builder(self.names, self.passes, *args, **kwargs) if builder else None
         return None
 
@@ -576,7 +577,8 @@ class _Recorder(TorchFunctionMode):
         rule = self._rule(func, args, kwargs)
         if not isinstance(rule, _ConvolutionRule) or rule.name not in self.pooled or rule.pooled is None:
             return None
-        return self._promise(_Pending(rule, lambda: self._tap(rule, func(*args, **kwargs))))
+        operands = _operands(*args, **kwargs)
+        return self._promise(_Pending(rule, lambda: self._tap(rule, func(*args, **kwargs)), operands))
 
     def _promise(self, pending: _Pending) -> Tensor:
         self.promises.append(torch.empty(0))
@@ -599,10 +601,18 @@ class _Recorder(TorchFunctionMode):
         assert pending.rule.pooled is not None
         self.spoiled |= pending.rule.name in self.made
         self.made[pending.rule.name] = None
-        with torch.no_grad():
+        with torch.no_grad(), self.watch.pause():
             rule = pending.rule.pooled(cell)
+        self.watch.multiplied(rule.output, *pending.operands)
         pooled = self._tap(rule, rule.output)
         return torch.relu(pooled) if pending.rectified else pooled
+
+
+def _operands(
+    input: Tensor, weight: Tensor, bias: Tensor | None = None, *options: Any, **more: Any
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Of a convolution called with these arguments."""
+    return input, weight, bias
 
 
 def _computes(result: Any) -> bool:
@@ -670,6 +680,12 @@ def spread(count: int) -> Tensor:
     return torch.linspace(0, count - 1, min(SPREAD, count)).round().long()
 
 
+def _weights(count: int, like: Tensor) -> list[Tensor]:
+    """Two weights for every sample, from 1 to 2, whose ratio tells one sample from another."""
+    pair = torch.rand(2, count, generator=torch.Generator().manual_seed(0), dtype=torch.float64) + 1
+    return list(pair.to(like))
+
+
 def same_outputs(first: Tensor, second: Tensor) -> bool:
     """Whether two runs of a model gave the same outputs, up to the rounding of another order of summation."""
     if first.shape != second.shape:
@@ -681,6 +697,12 @@ def same_outputs(first: Tensor, second: Tensor) -> bool:
 
 def _tolerance(tensor: Tensor) -> float:
     return 1e-8 if tensor.dtype == torch.float64 else 1e-3
+
+
+def analyse_few(problem: Problem, inputs: Any) -> Structure:
+    """The degrees as these samples show them; one sample is taken twice, since a batch of one may be special."""
+    count = max(2, _samples(inputs))
+    return analyse(problem, resized(inputs, count), count)
 
 
 def check_independence(problem: Problem, inputs: Any) -> None:
@@ -705,8 +727,8 @@ class GradientNorms:
     Made once for a data set from a few of its samples, inside `problem.active()`. It checks that the outputs of one
     sample do not depend on another (otherwise per-sample gradients do not exist), and every rule against autograd on
     each of these samples: a parameter whose rule does not fit the way it is used falls back to its own gradients. All
-    of this is repeated for a batch with inputs of another shape, or on which the model calls other functions;
-    `structure` is that of the last batch.
+    of this is repeated for a batch with inputs of another shape, or on which the model calls other functions, and for
+    every batch whose numbers decide which rows go where. `structure` is that of the last batch as it was executed.
     """
 
     def __init__(self, problem: Problem, inputs: Any, structure: Structure, passes: int) -> None:
@@ -718,7 +740,7 @@ class GradientNorms:
         self._shapes, self._known = _shapes(inputs), _samples(inputs)
         if self._known < 3:  # with so few, tokens or channels could be taken for samples
             inputs = resized(inputs, 3)
-        self.structure = structure
+        self.structure = self._learned = structure
         self.without_rule = {name for name in self.problem.params if structure.uses.get(name, 2) > 1}
         self.copies = False  # whether operations in place get copies of the taps
         self.pooled: set[str] = set()
@@ -765,9 +787,8 @@ class GradientNorms:
             outputs, recorder = self._forward(inputs)
         count = len(plain)
         base = torch.linspace(1, 2, plain[0].numel()).view_as(plain[0]).to(plain)
-        weights = torch.linspace(1, 2, count).to(plain)
-        both = [weights, weights.flip(0)]
-        vectors = [torch.stack([weight * base for weight in each]) for each in both]
+        both = _weights(count, plain)
+        vectors = [each.view(-1, *[1] * base.ndim) * base for each in both]
         found = Recording(outputs, recorder, None).squared_norms(vectors)
         rows = spread(count)
         expected = torch.zeros(len(params), len(rows), dtype=torch.float64)
@@ -778,22 +799,28 @@ class GradientNorms:
             for index, gradient in enumerate(gradients):
                 if gradient is not None:
                     expected[index, column] = torch.linalg.vector_norm(gradient, dtype=torch.float64).square()
-        misfits = set()
+        misfits, tolerance = set(), _tolerance(plain)
+        ratio = (both[0] / both[1]).double().cpu().square()
         for name, norms in zip(params, expected, strict=True):
-            for each, result in zip(both, found, strict=True):
+            one, other = (result.get(name, plain.new_zeros(count)).double().cpu() for result in found)
+            if not len(one) == len(other) == count:
+                misfits.add(name)
+                continue
+            right = (one - ratio * other).abs() <= tolerance * one  # of all samples: whose row is it?
+            for each, got in zip(both, (one, other), strict=True):
                 wanted = norms * each[rows].double().cpu().square()
-                got = result.get(name, plain.new_zeros(count))
-                fits = len(got) == count and (got[rows].cpu() - wanted).abs() <= _tolerance(plain) * wanted
-                if not torch.as_tensor(fits).all():
-                    misfits.add(name)
+                right[rows] &= (got[rows] - wanted).abs() <= tolerance * wanted
+            if not bool(right.all()):
+                misfits.add(name)
         return misfits - self.without_rule, recorder.path
 
     def _forward(self, inputs: Any) -> tuple[Tensor, _Recorder]:
         params = self.problem.params
         names = {id(tensor): name for name, tensor in params.items() if name not in self.without_rule}
-        recorder = _Recorder(names, self.passes, self.copies, self.pooled)
+        watch = Watch(params, inputs)
+        recorder = _Recorder(names, self.passes, self.copies, self.pooled, watch)
         try:
-            with recorder:
+            with recorder, watch:
                 outputs = self.problem.outputs(params, inputs)
         except RuntimeError:
             if not self.pooled:
@@ -810,11 +837,13 @@ class GradientNorms:
         count = _samples(inputs)
         if _shapes(inputs) != self._shapes or self._known < min(count, SPREAD):
             few = resized(inputs, spread(count))
-            self._learn(few, analyse(self.problem, resized(few, 2), 2))
+            self._learn(few, analyse_few(self.problem, few))
         outputs, recorder = self._forward(inputs)
-        if recorder.path != self._path:  # the model looks at more than the shapes: at the number of samples, say
+        # the model may look at more than the shapes: at the number of samples, or at the numbers themselves
+        if recorder.path != self._path or recorder.watch.by_data:
             self._learn(inputs, analyse(self.problem, inputs, count))
             outputs, recorder = self._forward(inputs)
+        self.structure = joined(self._learned, recorder.watch.structure(outputs, count))
         slow = None
         if self.without_rule:
             params = {name: self.problem.params[name] for name in self.without_rule}

@@ -43,7 +43,7 @@ from spiritlevel.margins import margin_bound, margins, printed_margin_bound, sig
 from spiritlevel.per_sample import sample_traces
 from spiritlevel.results import Estimate, Margins, SampleTraces
 from spiritlevel.stats import skewness
-from spiritlevel.structure import Structure, analyse
+from spiritlevel.structure import Structure, analyse, joined
 from spiritlevel.transforms import Transformed, fold_batchnorm
 
 __all__ = ["DEFAULT", "MEASURES", "TRANSFORMS", "Measure", "Setting", "evaluate", "select"]
@@ -204,12 +204,13 @@ class Setting:
 
     @functools.cached_property
     def structure(self) -> Structure:
-        """The degrees of the outputs in every parameter."""
+        """The degrees of the outputs in every parameter, over all samples: one forward pass of the data."""
         if self.batch_norm == "batch":
             return Structure(failure="batch_norm='batch' couples the samples of a batch")
         with self.problem.active():
-            inputs, _ = self.problem.place(*self.batches.first(3))
-            return analyse(self.problem, resized(inputs, 2), 2)
+            return functools.reduce(
+                joined, (analyse(self.problem, inputs, len(targets)) for inputs, targets in self.each())
+            )
 
     @functools.cached_property
     def hessian(self) -> Operator:

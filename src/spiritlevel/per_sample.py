@@ -29,10 +29,18 @@ from spiritlevel.cores import as_fit, at_a_time, even_size, in_memory, side_by_s
 from spiritlevel.distributed import Ranks
 from spiritlevel.errors import InputError, NotExactError, first_line, unknown_name, whole_number
 from spiritlevel.functional import Batches, Fingerprint, Params, Problem, along, as_leaves, parse_memory
-from spiritlevel.gradient_norms import GradientNorms, Recording, check_independence, resized, same_outputs, spread
+from spiritlevel.gradient_norms import (
+    GradientNorms,
+    Recording,
+    analyse_few,
+    check_independence,
+    resized,
+    same_outputs,
+    spread,
+)
 from spiritlevel.losses import Factor
 from spiritlevel.results import Estimate, SampleTraces, standard_error
-from spiritlevel.structure import Structure, analyse
+from spiritlevel.structure import Structure
 
 METHODS = ("auto", "exact", "hutchinson", "pyhessian")
 DEFAULT_PROBES = 64
@@ -119,7 +127,7 @@ def sample_traces(
                 structure = Structure(failure="batch_norm='batch' couples the samples of a batch")
             else:
                 inputs = _few_of(problem, batches)
-                structure = analyse(problem, resized(inputs, 2), 2)
+                structure = analyse_few(problem, inputs)
             way = _choose(problem, structure, inputs, outputs, method, passes)
             if not whole and way.norms is None:  # which look for themselves
                 check_independence(problem, inputs)

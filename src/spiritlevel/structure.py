@@ -6,17 +6,22 @@ anything else makes 'more' of each parameter it touches. If no output has more t
 tensor, then ∂²φ/∂θᵢ² = 0 almost everywhere, every within-tensor block of the Hessian equals that of the Gauss-Newton
 matrix, and Tr H = Tr GGN exactly (MATH 4.1). What cannot be traced, or is not known here, counts as 'more': the
 analysis may miss an exact network, it never invents one.
+
+Degrees belong to memory, not to tensors: a write into a slice of a fresh tensor, as circular padding does below the
+level of Python, raises the degrees of the whole tensor and of every view of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.func import functionalize
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -26,13 +31,13 @@ MORE = 2
 
 _LINEAR = frozenset(
     """
-    add sub rsub neg sum mean cumsum clone alias copy lift lift_fresh lift_fresh_copy _to_copy
+    add sub rsub neg sum mean cumsum clone alias copy lift lift_fresh lift_fresh_copy _to_copy zero fill
     view _unsafe_view _reshape_alias expand expand_copy permute transpose t squeeze unsqueeze
     view_copy permute_copy transpose_copy t_copy squeeze_copy unsqueeze_copy as_strided slice select split
     split_with_sizes unbind stack cat index index_select gather take roll flip diagonal diag_embed tril triu
     repeat repeat_interleave constant_pad_nd reflection_pad1d reflection_pad2d reflection_pad3d replication_pad1d
-    replication_pad2d replication_pad3d scatter scatter_add index_add index_put slice_scatter select_scatter
-    masked_fill masked_scatter where trace im2col col2im pixel_shuffle pixel_unshuffle channel_shuffle
+    replication_pad2d replication_pad3d scatter scatter_add index_add index_copy index_fill index_put slice_scatter
+    select_scatter masked_fill masked_scatter where trace im2col col2im pixel_shuffle pixel_unshuffle channel_shuffle
     avg_pool1d avg_pool2d avg_pool3d _adaptive_avg_pool2d _adaptive_avg_pool3d adaptive_avg_pool1d
     upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_linear1d upsample_bilinear2d upsample_trilinear3d
     upsample_bicubic2d _upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d embedding
@@ -48,6 +53,12 @@ _CONSTANT = frozenset(
     new_empty_strided
     """.split()
 )  # they look at the shape and type of their argument only
+_BY_INDEX = frozenset(
+    "index index_select index_put index_add index_copy index_fill gather take scatter scatter_add".split()
+)
+_SIZED_BY_DATA = frozenset(
+    "nonzero masked_select masked_scatter _unique _unique2 unique_dim unique_consecutive bincount".split()
+)
 _BILINEAR = frozenset("mul mm bmm mv dot vdot linear _prelu_kernel".split())
 _ADDED_BILINEAR = frozenset("addmm baddbmm addbmm addmv addr".split())  # first argument + product of the next two
 _CONVOLUTION = frozenset("convolution _convolution mkldnn_convolution".split())
@@ -71,7 +82,8 @@ class Structure:
     """Degrees of the outputs in every parameter tensor, and the operation that made the first 'more' of each.
 
     `uses` counts the operations that read a parameter; `floats_per_sample` is the size of all intermediate values
-    that take memory of their own.
+    that take memory of their own; `by_data` tells whether numbers, not shapes alone, decide which rows an operation
+    takes or how many, so that another batch may go another way.
     """
 
     degrees: Degrees = field(default_factory=dict)
@@ -79,6 +91,7 @@ class Structure:
     failure: str = ""
     floats_per_sample: int = 0
     uses: dict[str, int] = field(default_factory=dict)
+    by_data: bool = False
 
     @property
     def exact(self) -> bool:
@@ -107,7 +120,7 @@ def analyse(problem: Problem, inputs: Any, count: int) -> Structure:
 
     Cost: one forward pass of that batch, a few milliseconds.
     """
-    watch = _Watch(problem.params, inputs)
+    watch = Watch(problem.params, inputs)
     # what is written in place becomes an operation of its own
     forward = functionalize(problem.outputs)
     try:
@@ -120,71 +133,149 @@ def analyse(problem: Problem, inputs: Any, count: int) -> Structure:
     return watch.structure(outputs, count)
 
 
-class _Watch(TorchDispatchMode):
-    """Gives every value that an operation returns its degrees, and keeps it, so that it stays known by its id."""
+def joined(first: Structure, second: Structure) -> Structure:
+    """What holds of two batches together: the larger degrees, the more frequent uses, the first failure."""
+    uses = {name: max(first.uses.get(name, 0), count) for name, count in second.uses.items()}
+    return Structure(
+        _largest(first.degrees, second.degrees),
+        {**second.obstacles, **first.obstacles},
+        first.failure or second.failure,
+        max(first.floats_per_sample, second.floats_per_sample),
+        {**first.uses, **uses},
+        first.by_data or second.by_data,
+    )
+
+
+class Watch(TorchDispatchMode):
+    """Gives every piece of memory that an operation fills its degrees; a context for one forward pass.
+
+    Degrees are kept by storage, so that a view and its base have the same. They only grow: what is overwritten later
+    counts as if it were still there, which may cost exactness and never invents it. A storage is known by its address,
+    which no other one gets while a weak reference to it is held.
+    """
 
     def __init__(self, params: Params, inputs: Any) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.parameters = {id(tensor): name for name, tensor in params.items()}
-        self.known: dict[int, Degrees] = {id(leaf): {} for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)}
-        self.known |= {id(tensor): {name: 1} for name, tensor in params.items()}
-        self.kept: list[Tensor] = []  # alive, so that no id is given twice
-        self.storages = {tensor.untyped_storage().data_ptr() for tensor in params.values()}
+        self._known: dict[int, Degrees] = {}
+        self._alive: dict[int, StorageWeakRef] = {}
         self.uses = dict.fromkeys(params, 0)
         self.obstacles: dict[str, str] = {}
         self.floats = 0
+        self.failure = ""
+        self.by_data = False
+        self._paused = False
+        for leaf in tree_leaves(inputs):
+            if isinstance(leaf, Tensor):
+                self._give(leaf, {})
+        for name, tensor in params.items():
+            self._give(tensor, {name: 1})
+
+    @contextlib.contextmanager
+    def pause(self) -> Iterator[None]:
+        """For operations that are not the model's own."""
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
+
+    def multiplied(self, result: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+        """Tell that `result`, made while the watch paused, is bilinear in input and weight, plus a bias."""
+        parts = [self._of(item) or {} for item in (input, weight, bias)]
+        self._give(result, _largest(_sum(parts[0], parts[1]), parts[2]))
 
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if self._paused:
+            return func(*args, **kwargs)
+        leaves = tree_leaves((args, kwargs))
+        met = [degrees for leaf in leaves if (degrees := self._of(leaf)) is not None]  # before anything is written
+        positional = [self._of(argument) or {} for argument in args]
         result = func(*args, **kwargs)
-        met = [self.known[id(leaf)] for leaf in tree_leaves((args, kwargs)) if id(leaf) in self.known]
         values = tree_leaves(result)
-        tensors = [value for value in values if isinstance(value, Tensor) and value.is_floating_point()]
-        self.floats += sum(tensor.numel() for tensor in tensors if not self._is_view(tensor))
+        for value in values:
+            if isinstance(value, Tensor) and value.is_floating_point() and self._is_fresh(value):
+                self.floats += value.numel()
         if not met:
             return result  # constant
+        name = _name(func)
         if not all(isinstance(value, Tensor | None) for value in values):
-            raise RuntimeError(
-                f"the operation '{_name(func)}' makes a Python value of one that parameters or inputs decide"
-            )
-        for leaf in tree_leaves((args, kwargs)):
-            name = self.parameters.get(id(leaf))
-            if name:
-                self.uses[name] += 1
-        degrees = _degrees(func, args, met, self.known)
+            self._fail(f"the operation '{name}' makes a Python value of one that parameters or inputs decide")
+            return result
+        if name == "view" and getattr(func, "_overloadname", "") == "dtype":
+            self._fail("the operation 'view' reads the bits of a number as another type")
+        self.by_data |= name in _SIZED_BY_DATA or (name in _BY_INDEX and self._chosen_by_data(leaves))
+        for leaf in leaves:
+            own = self.parameters.get(id(leaf))
+            if own:
+                self.uses[own] += 1
+        degrees = _degrees(func, name, args, positional, met)
         before = _largest(*met)
-        for value in values:
-            if isinstance(value, Tensor) and id(value) not in self.parameters:
-                self.known[id(value)] = {}  # integers and booleans are constant almost everywhere
-                self.kept.append(value)
-                if value.is_floating_point() or value.is_complex():
-                    self.known[id(value)] = degrees
-                    for name, degree in degrees.items():
-                        if degree >= MORE > before.get(name, 0):
-                            self.obstacles.setdefault(name, _name(func))
+        for value in [*values, *_written(func, args, kwargs)]:
+            if isinstance(value, Tensor):
+                curved = value.is_floating_point() or value.is_complex()
+                self._give(value, degrees if curved else {})  # integers and booleans are constant almost everywhere
+                for own, degree in degrees.items() if curved else ():
+                    if degree >= MORE > before.get(own, 0):
+                        self.obstacles.setdefault(own, name)
         return result
 
-    def _is_view(self, value: Tensor) -> bool:
-        """Whether it takes no memory of its own, such as a weight that is transposed for its product."""
-        storage = value.untyped_storage().data_ptr()
-        seen = storage in self.storages
-        self.storages.add(storage)
-        return seen
+    def _of(self, leaf: Any) -> Degrees | None:
+        """The degrees of a tensor; `None` for a constant that nothing known has been written into."""
+        return self._known.get(leaf.untyped_storage()._cdata) if isinstance(leaf, Tensor) else None
+
+    def _give(self, tensor: Tensor, degrees: Degrees) -> None:
+        self._is_fresh(tensor)
+        key = tensor.untyped_storage()._cdata
+        self._known[key] = _largest(self._known.get(key, {}), degrees)
+
+    def _is_fresh(self, value: Tensor) -> bool:
+        """Whether its memory is seen for the first time, unlike a weight's that is transposed for its product."""
+        storage = value.untyped_storage()
+        seen = storage._cdata in self._alive
+        if not seen:
+            self._alive[storage._cdata] = StorageWeakRef(storage)
+        return not seen
+
+    def _chosen_by_data(self, leaves: list[Any]) -> bool:
+        indices = (leaf for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_floating_point())
+        return any(self._of(index) is not None for index in indices)
+
+    def _fail(self, reason: str) -> None:
+        self.failure = self.failure or f"the forward pass cannot be traced ({reason})"
 
     def structure(self, outputs: Any, count: int) -> Structure:
         """What was seen, for the outputs that the watched run returned."""
-        if id(outputs) not in self.known:
+        if self.failure:
+            return Structure(failure=self.failure, uses=self.uses, by_data=self.by_data)
+        found = self._of(outputs)
+        if found is None:
             return Structure(failure="the outputs do not depend on the traced operations")
-        degrees = {name: self.known[id(outputs)].get(name, 0) for name in self.uses}
+        degrees = {name: found.get(name, 0) for name in self.uses}
         hit = {name: operation for name, operation in self.obstacles.items() if degrees[name] >= MORE}
-        return Structure(degrees, hit, "", self.floats // max(count, 1), self.uses)
+        return Structure(degrees, hit, "", self.floats // max(count, 1), self.uses, self.by_data)
 
 
-def _name(func: Callable[..., Any]) -> str:
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """What an operation writes into, by its own declaration."""
+    schema = func._schema
+    if not schema.is_mutable:
+        return []
+    found = []
+    for position, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            found.append(args[position] if position < len(args) else kwargs.get(argument.name))
+    return tree_leaves(found)
+
+
+def _name(func: Any) -> str:
+    """The name of an operation; that of what it writes, if it works in place."""
     packet = getattr(func, "overloadpacket", None)
-    return str(getattr(packet, "__name__", getattr(func, "__name__", func)))
+    name = str(getattr(packet, "__name__", getattr(func, "__name__", func)))
+    return name.removesuffix("_") if func._schema.is_mutable else name
 
 
 def _largest(*several: Degrees) -> Degrees:
@@ -199,13 +290,13 @@ def _sum(first: Degrees, second: Degrees) -> Degrees:
     return {name: min(MORE, first.get(name, 0) + second.get(name, 0)) for name in {**first, **second}}
 
 
-def _degrees(
-    func: Callable[..., Any], arguments: tuple[Any, ...], met: list[Degrees], known: dict[int, Degrees]
-) -> Degrees:
-    args = [known.get(id(argument), {}) for argument in arguments]
-    name = _name(func)
+def _degrees(func: Any, name: str, arguments: tuple[Any, ...], args: list[Degrees], met: list[Degrees]) -> Degrees:
     if name in _CONSTANT:
         return {}
+    if name == "detach" and torch.is_grad_enabled():  # autograd detaches what it saves
+        return _largest(*met)
+    if "reduce" in func._overloadname:  # a scatter that may multiply
+        return dict.fromkeys(_largest(*met), MORE)
     if name in _LINEAR and not (name == "abs" and arguments[0].is_complex()):  # |z| = √(x² + y²) is curved
         return _largest(*met)
     if name in _BILINEAR:
