@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import dataclasses
 import datetime
 import json
 import os
 import selectors
+import signal
 import subprocess
 import sys
 import time
@@ -32,7 +34,10 @@ SHRINKING = 90.0  # seconds to make a counterexample smaller
 
 
 def serve() -> None:
-    """Compare the programs that arrive on the standard input, a line of JSON each, and say what was found."""
+    """Compare the programs that arrive on the standard input, a line of JSON each, and say what was found.
+
+    Each is compared in a fork of its own: what has been loaded need not be loaded again after an accident.
+    """
     import torch
     from comparisons import compare
 
@@ -44,14 +49,35 @@ def serve() -> None:
         answers.write(json.dumps([kind, content]) + "\n")
         answers.flush()
 
-    for line in sys.stdin:
-        program, ways = json.loads(line)
+    def answer(program: dict[str, Any], ways: list[str] | None) -> None:
         try:
             outcome = dataclasses.asdict(compare(program, ways, lambda way: say("way", way)))
         except Exception as error:  # the program is none: a shrunk one may not run
             say("unusable", f"{type(error).__name__}: {error}")
         else:
             say("outcome", outcome)
+
+    compare(WARM_UP)  # torch loads some of its parts when they are first used
+    for line in sys.stdin:
+        fork = os.fork()
+        if not fork:
+            answer(*json.loads(line))
+            os._exit(0)
+        code = os.waitstatus_to_exitcode(os.waitpid(fork, 0)[1])
+        if code:
+            say("died", code)
+
+
+WARM_UP = {
+    "seed": 3,
+    "dtype": "float64",
+    "samples": 2,
+    "outputs": 2,
+    "inputs": {"kind": "numbers", "shape": [2], "scale": 1.0},
+    "loss": "cross_entropy",
+    "head": "linear",
+    "steps": [{"do": "elementwise", "name": "tanh"}],
+}
 
 
 class Child:
@@ -72,6 +98,7 @@ class Child:
                 text=True,
                 bufsize=1,
                 cwd=ROOT,
+                start_new_session=True,  # so that its forks end with it
             )
         return self.process
 
@@ -81,7 +108,8 @@ class Child:
         if process is None:
             return 0
         code = process.poll()
-        process.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
         return process.returncode if code is None else code
 
@@ -92,7 +120,7 @@ class Child:
         assert process.stdout is not None
         process.stdin.write(json.dumps([program, ways]) + "\n")
         process.stdin.flush()
-        way, deadline = "", time.monotonic() + PATIENCE
+        way, deadline = "the start", time.monotonic() + PATIENCE
         with selectors.DefaultSelector() as waiting:
             waiting.register(process.stdout, selectors.EVENT_READ)
             while True:
@@ -107,6 +135,8 @@ class Child:
                 kind, content = json.loads(line)
                 if kind == "way":
                     way = content
+                elif kind == "died":
+                    return _only(way, "died", f"the interpreter ended with code {content}")
                 elif kind == "unusable":
                     return None
                 else:
@@ -201,15 +231,11 @@ class Run:
             self.report(program, finding, index)
 
     def report(self, program: dict[str, Any], finding: dict[str, Any], index: int) -> None:
-        from random_networks import words
-
         self.seen += 1
         for known in self.kept:
-            if known["kind"] == finding["kind"] and set(words(known["program"])) <= set(words(program)):
-                same_error = finding["kind"] != "raised" or alike(known, finding)
-                if same_error and (known["loss_matters"] is False or known["program"]["loss"] == program["loss"]):
-                    known["times"] += 1
-                    return
+            if _explains(known, program, finding):
+                known["times"] += 1
+                return
         small, found = shrink(program, finding, self.child.compare, SHRINKING)
         loss_matters = small["loss"] not in ("cross_entropy", "squared_error of numbers")
         kept = {**found, "program": small, "times": 1, "loss_matters": loss_matters, "drawn": [self.seed, index]}
@@ -242,6 +268,18 @@ class Run:
             *(f"  {describe(kept)} (met {kept['times']} times)" for kept in self.kept),
         ]
         return "\n".join(lines)
+
+
+def _explains(known: dict[str, Any], program: dict[str, Any], finding: dict[str, Any]) -> bool:
+    """Whether a finding is probably a known one again: the same error, or the same steps among others."""
+    from random_networks import words
+
+    if known["kind"] != finding["kind"]:
+        return False
+    if finding["kind"] == "raised":
+        return alike(known, finding)
+    same_loss = not known["loss_matters"] or known["program"]["loss"] == program["loss"]
+    return same_loss and set(words(known["program"])) <= set(words(program))
 
 
 def _distinct(findings: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
