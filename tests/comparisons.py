@@ -149,9 +149,22 @@ class Truth:
                 hessians.append(_rows(slope, point))
         return jacobian.detach(), torch.stack(gradients), torch.stack(hessians)
 
-    @cached_property
+    @property
     def _believed(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """J, ∇ℓ, the diagonals of ∇²ℓ (N, P), and the dense ∇²ℓ if autodiff is right about it."""
+        found = self._known_or_not
+        if isinstance(found, Unknown):
+            raise found
+        return found
+
+    @cached_property
+    def _known_or_not(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None] | Unknown:
+        try:
+            return self._found_out()
+        except Unknown as doubt:  # kept: it takes longest where nothing is known
+            return doubt
+
+    def _found_out(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         try:
             jacobian, gradients, hessians = self._autodiff
         except Exception:  # no second derivatives: those of differences will do
@@ -583,9 +596,11 @@ def measures_of_curvature(case: Case) -> None:
     lengths = torch.cat([part.norm().expand(part.numel()) for part in truth.split(truth.point).values()])
     scaled = lengths[:, None] * curvature * lengths
     total = float(truth.diagonals.abs().sum(1).mean())
+    gauss = truth.gauss_newton
     for name, wanted, scale in (
         ("trace", float(curvature.trace()), total),
         ("mean_eigenvalue", float(values.mean()), total / truth.size),
+        ("fisher_trace", float(gauss.trace()), float(gauss.diagonal().abs().sum())),
         ("largest_eigenvalue", float(values[-1]), 100 * size),
         ("smallest_eigenvalue", float(values[0]), 100 * size),
         ("spectral_norm", size, 100 * size),
@@ -609,7 +624,6 @@ def measures_of_gradients(case: Case) -> None:
     truth = case.truth
     gauss, gradients = truth.gauss_newton, truth.gradients
     for name, wanted, scale in (
-        ("fisher_trace", float(gauss.trace()), float(gauss.diagonal().abs().sum())),
         ("empirical_fisher_trace", float(gradients.square().sum(1).mean()), float(gradients.square().sum(1).mean())),
         ("fisher_rao_norm", float(truth.point @ gauss @ truth.point), float(gauss.norm() * truth.point.norm() ** 2)),
         ("weight_norm", float(truth.point.norm()), float(truth.point.norm())),
@@ -683,7 +697,7 @@ def _innermost(error: BaseException) -> str:
 
 
 def one_sentence(text: str) -> bool:
-    return text.endswith((".", ")")) and "\n" not in text
+    return text.endswith((".", ")", "?")) and "\n" not in text
 
 
 def reason(refusal: str) -> str:

@@ -217,7 +217,7 @@ def test_a_counterexample_is_shrunk_to_what_makes_it_fail() -> None:
 def test_an_interpreter_that_dies_or_hangs_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
     child = fuzz.Child()
     try:
-        threading.Timer(0.3, child.start().kill).start()  # while it still imports torch
+        threading.Timer(0.3, child.process.kill).start()  # while it still imports torch
         outcome = child.compare(plain(LINEAR), ["hessian"])
         assert outcome["findings"][0]["kind"] == "died"
         monkeypatch.setattr(fuzz, "PATIENCE", 0.0)

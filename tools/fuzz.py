@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import argparse
 import collections
-import contextlib
 import dataclasses
 import datetime
 import json
 import os
-import selectors
-import signal
+import queue
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,7 +25,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
 
-PATIENCE = 240.0  # seconds that one network may take
+PATIENCE = 300.0  # seconds that one network may take, also on a busy machine
 SHRINKING = 90.0  # seconds to make a counterexample smaller
 
 
@@ -34,10 +33,7 @@ SHRINKING = 90.0  # seconds to make a counterexample smaller
 
 
 def serve() -> None:
-    """Compare the programs that arrive on the standard input, a line of JSON each, and say what was found.
-
-    Each is compared in a fork of its own: what has been loaded need not be loaded again after an accident.
-    """
+    """Compare the programs that arrive on the standard input, a line of JSON each, and say what was found."""
     import torch
     from comparisons import compare
 
@@ -49,7 +45,8 @@ def serve() -> None:
         answers.write(json.dumps([kind, content]) + "\n")
         answers.flush()
 
-    def answer(program: dict[str, Any], ways: list[str] | None) -> None:
+    for line in sys.stdin:
+        program, ways = json.loads(line)
         try:
             outcome = dataclasses.asdict(compare(program, ways, lambda way: say("way", way)))
         except Exception as error:  # the program is none: a shrunk one may not run
@@ -57,90 +54,73 @@ def serve() -> None:
         else:
             say("outcome", outcome)
 
-    compare(WARM_UP)  # torch loads some of its parts when they are first used
-    for line in sys.stdin:
-        fork = os.fork()
-        if not fork:
-            answer(*json.loads(line))
-            os._exit(0)
-        code = os.waitstatus_to_exitcode(os.waitpid(fork, 0)[1])
-        if code:
-            say("died", code)
-
-
-WARM_UP = {
-    "seed": 3,
-    "dtype": "float64",
-    "samples": 2,
-    "outputs": 2,
-    "inputs": {"kind": "numbers", "shape": [2], "scale": 1.0},
-    "loss": "cross_entropy",
-    "head": "linear",
-    "steps": [{"do": "elementwise", "name": "tanh"}],
-}
-
 
 class Child:
-    """A process that compares networks, started anew when it has died or takes too long."""
+    """A process that compares networks, and another one that takes its place when it has died or takes too long."""
 
     def __init__(self) -> None:
-        self.process: subprocess.Popen[str] | None = None
+        self.lines: dict[subprocess.Popen[str], queue.Queue[str]] = {}
+        self.process, self.spare = self._new(), self._new()
 
-    def start(self) -> subprocess.Popen[str]:
-        if self.process is not None and self.process.poll() is not None:
-            self.stop()
-        if self.process is None:
-            self.process = subprocess.Popen(
-                [sys.executable, __file__, "--child"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                text=True,
-                bufsize=1,
-                cwd=ROOT,
-                start_new_session=True,  # so that its forks end with it
-            )
-        return self.process
+    def _new(self) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-W", "ignore", __file__, "--child"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            bufsize=1,
+            cwd=ROOT,
+        )
+        self.lines[process] = queue.Queue()
+        threading.Thread(target=_listen, args=(process, self.lines[process]), daemon=True).start()
+        return process
 
-    def stop(self) -> int:
-        """End the process; the code it ended with, if it had died."""
-        process, self.process = self.process, None
-        if process is None:
-            return 0
-        code = process.poll()
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
-        return process.returncode if code is None else code
+    def replace(self) -> int:
+        """End the process and go on with the other one; the code that it ended with."""
+        code = _end(self.process)
+        del self.lines[self.process]
+        self.process, self.spare = self.spare, self._new()
+        return code
+
+    def stop(self) -> None:
+        _end(self.process), _end(self.spare)
 
     def compare(self, program: dict[str, Any], ways: list[str] | None = None) -> dict[str, Any] | None:
         """The outcome; `None` for a program that cannot be run."""
-        process = self.start()
+        process = self.process
         assert process.stdin is not None
-        assert process.stdout is not None
         process.stdin.write(json.dumps([program, ways]) + "\n")
         process.stdin.flush()
         way, deadline = "the start", time.monotonic() + PATIENCE
-        with selectors.DefaultSelector() as waiting:
-            waiting.register(process.stdout, selectors.EVENT_READ)
-            while True:
-                if not waiting.select(timeout=max(0.0, deadline - time.monotonic())):
-                    self.stop()
-                    return _only(way, "hangs", f"no answer after {PATIENCE:.0f} s")
-                line = process.stdout.readline()
-                if not line:
-                    process.wait()
-                    code = self.stop()
-                    return _only(way, "died", f"the interpreter ended with code {code}")
-                kind, content = json.loads(line)
-                if kind == "way":
-                    way = content
-                elif kind == "died":
-                    return _only(way, "died", f"the interpreter ended with code {content}")
-                elif kind == "unusable":
-                    return None
-                else:
-                    return content
+        while True:
+            try:
+                line = self.lines[process].get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                self.replace()
+                return _only(way, "hangs", f"no answer after {PATIENCE:.0f} s")
+            if not line:
+                process.wait()
+                return _only(way, "died", f"the interpreter ended with code {self.replace()}")
+            kind, content = json.loads(line)
+            if kind == "way":
+                way = content
+            else:
+                return None if kind == "unusable" else content
+
+
+def _listen(process: subprocess.Popen[str], lines: queue.Queue[str]) -> None:
+    """Pass on what a process says, and an empty line when it ends."""
+    assert process.stdout is not None
+    for line in process.stdout:
+        lines.put(line)
+    lines.put("")
+
+
+def _end(process: subprocess.Popen[str]) -> int:
+    if process.poll() is None:
+        process.kill()
+    return process.wait()
 
 
 def _only(way: str, kind: str, said: str) -> dict[str, Any]:
