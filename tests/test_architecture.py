@@ -37,6 +37,7 @@ ORDER = [
     "models",
     "data",
     "functional",
+    "derivatives",
     "structure",
     "chains",
     "gradient_norms",

@@ -270,15 +270,13 @@ class Scaled(nn.Module):
         return out
 
 
+@pytest.mark.parametrize("way", ["no_grad", "detach", "data"])
 @pytest.mark.parametrize("matrix", [hessian, gauss_newton])
-def test_a_gradient_cut_by_no_grad_is_refused_one_cut_by_detach_is_not(matrix: Any) -> None:
+def test_a_gradient_that_is_cut_is_refused(matrix: Any, way: str) -> None:
+    """What autograd then returns is the derivative of another function, with the length held constant."""
     torch.manual_seed(0)
-    data = some_data(40)
-    op = matrix(Scaled("no_grad").double(), data)
-    with pytest.raises(InputError, match=r"not symmetric.*no_grad.*detach"):
-        op @ torch.ones(op.size, dtype=torch.float64)
-    right = matrix(Scaled("detach").double(), data).dense()
-    assert_close(right, right.T)
+    with pytest.raises(InputError, match=r"not the derivative of its forward pass.*no_grad\(\) or behind .detach"):
+        matrix(Scaled(way).double(), some_data(40))
 
 
 class Centred(nn.Module):
@@ -741,7 +739,7 @@ def test_functions_without_forward_derivatives(kind: Any, loss: Any) -> None:
 
 
 def test_a_function_that_cannot_be_differentiated_twice_is_refused() -> None:
-    with pytest.raises(InputError, match="the second derivatives of this model are not symmetric"):
+    with pytest.raises(InputError, match=r"the (gradient|second derivative) that autograd returns .* is not the deriv"):
         _ = hessian(WithFunction(OnceOnly.apply).double(), some_data()).dense()
 
 

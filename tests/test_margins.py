@@ -472,14 +472,38 @@ def test_a_batch_size_of_numpy_is_a_number() -> None:
     assert len(margins(nn.Linear(3, 2), data, batch_size=np.int64(4)).signed) == 6  # type: ignore[arg-type]
 
 
-def test_checkpointing_is_named() -> None:
+def test_checkpoints_change_no_distance() -> None:
     class Recomputing(nn.Module):
+        def __init__(self, checkpoints: bool) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.first, self.last, self.checkpoints = nn.Linear(4, 5), nn.Linear(5, 3), checkpoints
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = (lambda x: self.first(x).relu()) if not self.checkpoints else self.recomputed
+            return self.last(hidden(x))
+
+        def recomputed(self, x: Tensor) -> Tensor:
+            return checkpoint(lambda x: self.first(x).relu(), x, use_reentrant=False)
+
+    data = torch.randn(6, 4), torch.arange(6) % 3
+    found, wanted = (margins(Recomputing(flag), data, distance=2).distance for flag in (True, False))
+    torch.testing.assert_close(found, wanted)
+
+
+def test_distances_need_gradients_that_are_derivatives() -> None:
+    class Hooked(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.first, self.last = nn.Linear(4, 5), nn.Linear(5, 3)
 
         def forward(self, x: Tensor) -> Tensor:
-            return self.last(checkpoint(lambda x: self.first(x).relu(), x, use_reentrant=False))
+            hidden = self.first(x)
+            if hidden.requires_grad:
+                hidden.register_hook(lambda gradient: 2 * gradient)
+            return self.last(hidden)
 
-    with pytest.raises(InputError, match=r"recomputes parts of its forward pass \(torch.utils.checkpoint\)"):
-        margins(Recomputing(), (torch.randn(6, 4), torch.arange(6) % 3), distance=2)
+    data = torch.randn(6, 4), torch.arange(6) % 3
+    margins(Hooked(), data)
+    with pytest.raises(InputError, match="not the derivative of its forward pass"):
+        margins(Hooked(), data, distance=2)

@@ -17,7 +17,6 @@ import zoo
 from scipy import stats
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from spiritlevel import chains, data, losses, models, per_sample
@@ -951,10 +950,6 @@ def test_many_outputs_of_any_loss() -> None:
         sample_traces(model, batch, loss="squared_error", method="exact")
 
 
-def checkpointed(self: Any, x: Tensor) -> Tensor:
-    return self.b(checkpoint(lambda y: torch.relu(self.a(y)), x, use_reentrant=False))
-
-
 class Bags(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -965,8 +960,6 @@ class Bags(nn.Module):
 
 
 def test_what_cannot_be_differentiated_is_named() -> None:
-    with pytest.raises(InputError, match="switch checkpointing off"):
-        sample_traces(Written(checkpointed, **layers()).double(), zoo.sample_data(zoo.FLAT))
     with pytest.raises(InputError, match=r"no forward derivative .*_embedding_bag.* and no second derivative either"):
         sample_traces(Bags(), zoo.sample_data(zoo.WORDS))
 

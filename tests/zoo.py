@@ -131,15 +131,6 @@ class Tied(nn.Module):
         return self.head(F.relu(self.shared(F.relu(self.shared(x)))))
 
 
-class Detached(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.head = nn.Linear(6, 4), nn.Linear(4, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(F.relu(self.inner(x)).detach())
-
-
 class Branching(nn.Module):
     """Control flow on the data: cannot be traced."""
 
@@ -263,7 +254,6 @@ PROBED = {
     ),
     "attention": (Attention, (12,), "bmm"),
     "branching": (Branching, FLAT, "cannot be traced"),
-    "detached": (Detached, FLAT, "detach"),
 }  # fmt: skip
 
 

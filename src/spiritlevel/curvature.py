@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from spiritlevel.cores import as_fit, at_a_time, even_size, side_by_side
+from spiritlevel.derivatives import check_derivatives
 from spiritlevel.errors import InputError, first_line
 from spiritlevel.estimators import Operator
 from spiritlevel.functional import (
@@ -280,16 +281,16 @@ def _hessian_in_reverse(problem: Problem, v: Params, params: Params, inputs: Any
 
 
 def _gauss_newton_in_reverse(problem: Problem, v: Params, params: Params, inputs: Any, targets: Tensor) -> Params:
-    outputs, point, moved = _moved_in_reverse(problem, v, params, inputs)
+    outputs, point, moved = moved_in_reverse(problem, v, params, inputs)
     return _pulled(outputs, point, _bend(problem.loss, outputs.detach(), targets, moved))
 
 
 def _fisher_in_reverse(problem: Problem, v: Params, params: Params, inputs: Any, targets: Tensor) -> Params:
-    outputs, point, moved = _moved_in_reverse(problem, v, params, inputs)
+    outputs, point, moved = moved_in_reverse(problem, v, params, inputs)
     return _pulled(outputs, point, _slope_along(problem.loss, outputs.detach(), targets, moved))
 
 
-def _moved_in_reverse(problem: Problem, v: Params, params: Params, inputs: Any) -> tuple[Tensor, Params, Tensor]:
+def moved_in_reverse(problem: Problem, v: Params, params: Params, inputs: Any) -> tuple[Tensor, Params, Tensor]:
     """φ with its graph, the parameters in it, and Jv: the derivative of vᵀJᵀu in dummy weights u."""
     point = as_leaves(params)
     outputs = problem.outputs(point, inputs)
@@ -515,6 +516,8 @@ class _Matrix:
                     self.problem.checked(outputs, *placed, start=total)
                     if not index and not self.whole:
                         self._check_independence(placed[0], outputs)
+                    if not index:
+                        check_derivatives(self.problem, *placed, twice=self.product is hessian_product)
                 sizes.append(len(targets))
                 total += len(targets)
         return sizes, str(fingerprint)
@@ -634,8 +637,7 @@ class _Matrix:
         if abs(one - other) > (1e-2 if self.problem.dtype == torch.float32 else 1e-6) * size:
             raise InputError(
                 "the second derivatives of this model are not symmetric, so no curvature of it can be trusted: a part "
-                "of its forward pass runs under torch.no_grad() or on .data (use .detach() to cut a gradient), or an "
-                "operation has a wrong double backward."
+                "of its forward runs under torch.no_grad() or on .data, or an operation has a wrong double backward."
             )
 
     def _differentiate(self, flat: _Flat, fixed: list[Tensor], vectors: Tensor) -> Sequence[Tensor]:

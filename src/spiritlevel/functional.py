@@ -25,6 +25,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.func import functional_call, jvp
 from torch.nn import functional as F
@@ -222,6 +223,38 @@ def _load_forward_mode() -> None:
         jvp(torch.clone, (torch.zeros(()),), (torch.zeros(()),))
 
 
+class _NotReentrant:
+    """In place of the function behind reentrant checkpoints: runs what it is given, and keeps the activations."""
+
+    @staticmethod
+    def apply(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
+        return function(*args)
+
+
+def _kept(*args: Any, **kwargs: Any) -> Iterator[None]:
+    """In place of what surrounds other checkpoints: nothing is thrown away, so nothing is computed again."""
+    yield
+
+
+@contextlib.contextmanager
+def _without_checkpoints() -> Iterator[None]:
+    """Keep all activations, which changes no result.
+
+    A checkpoint runs its part of the forward pass again while gradients are computed. By then the module holds its own
+    parameters again, not those at which it is measured, and derivatives of derivatives do not reach through.
+    """
+    module: Any = torch.utils.checkpoint
+    own = {"CheckpointFunction": _NotReentrant, "_checkpoint_without_reentrant_generator": _kept}
+    before = {name: getattr(module, name) for name in own if hasattr(module, name)}
+    try:
+        for name in before:
+            setattr(module, name, own[name])
+        yield
+    finally:
+        for name, original in before.items():
+            setattr(module, name, original)
+
+
 @contextlib.contextmanager
 def _twice_differentiable(model: nn.Module) -> Iterator[None]:
     """Attention, the encoder layer and recurrent layers in forms that have forward and second derivatives."""
@@ -232,7 +265,7 @@ def _twice_differentiable(model: nn.Module) -> Iterator[None]:
     if any(isinstance(module, nn.RNNBase) for module in model.modules()):
         onednn.enabled = False
     try:
-        with sdpa_kernel(SDPBackend.MATH):
+        with sdpa_kernel(SDPBackend.MATH), _without_checkpoints():
             yield
     finally:
         attention.set_fastpath_enabled(before[0])

@@ -21,7 +21,6 @@ from torch.func import vjp, vmap
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.checkpoint import CheckpointError
 
 from spiritlevel.errors import InputError, first_line
 from spiritlevel.functional import Params, Problem, as_leaves
@@ -761,11 +760,6 @@ class GradientNorms:
                 self.pooled = set()
                 self.without_rule |= self._misfits(inputs)[0]
                 self._path = self._forward(inputs)[1].path
-        except CheckpointError:
-            raise InputError(
-                "the model recomputes parts of its forward pass (torch.utils.checkpoint), which hides them from the "
-                "recording; switch checkpointing off, which changes no result, or use method='hutchinson'."
-            ) from None
         except RuntimeError as error:
             reason = first_line(error)
             raise InputError(

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.checkpoint import CheckpointError
 
 from spiritlevel.cores import at_a_time, side_by_side
+from spiritlevel.derivatives import check_derivatives
 from spiritlevel.distributed import Ranks
 from spiritlevel.errors import InputError, unknown_name
 from spiritlevel.functional import Batches, Fingerprint, Problem
@@ -226,6 +226,8 @@ def margins(
         problem.checked(outputs, inputs, targets, start)
         if not looked and len(targets) and batch_norm == "eval":
             check_independence(problem, resized(inputs, spread_rows(len(targets))))
+            if norm:
+                check_derivatives(problem, inputs, targets, twice=False)
             looked = True
         outputs, label = _classes(outputs, targets, start)
         spread.update(points)
@@ -240,13 +242,7 @@ def margins(
         return rest
 
     with ranks.together(), problem.active(), torch.set_grad_enabled(bool(norm)):
-        try:
-            side_by_side(each(), begin, parts.append, at_a_time(problem.device) if norm else 1)
-        except CheckpointError:
-            raise InputError(
-                "the model recomputes parts of its forward pass (torch.utils.checkpoint), which cannot be done "
-                "again for every class; switch checkpointing off, which changes no result."
-            ) from None
+        side_by_side(each(), begin, parts.append, at_a_time(problem.device) if norm else 1)
     ranks.same((sizes, str(fingerprint)), "their data or batches")
     signed, softmax, gap, labels, *rest = ranks.joined(parts, sum(sizes), 5 if norm else 4).T.contiguous()
     return Margins(

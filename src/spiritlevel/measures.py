@@ -32,7 +32,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from spiritlevel.curvature import empirical_fisher, gauss_newton, hessian
+from spiritlevel.curvature import empirical_fisher, gauss_newton, hessian, moved_in_reverse
+from spiritlevel.derivatives import check_derivatives
 from spiritlevel.distributed import Ranks
 from spiritlevel.errors import InputError, NotExactError, unknown_name
 from spiritlevel.estimators import Operator, eigenvalues, frobenius_norm, operator_trace, spectral_norm
@@ -161,6 +162,8 @@ class Setting:
     def check(self) -> None:
         """Raise `InputError` unless every sample fits the model and the loss: one forward pass."""
         start = 0
+        with self.problem.active():
+            check_derivatives(self.problem, *self.problem.place(*self.batches.first(64)), twice=False)
         with self.problem.active(), torch.no_grad():
             for inputs, targets in self.each():
                 self.problem.checked(self.problem.outputs(self.problem.params, inputs), inputs, targets, start)
@@ -998,8 +1001,11 @@ def _fisher_rao_norm(setting: Setting) -> Estimate:
     problem, total = setting.problem, 0.0
     with problem.active():
         for inputs, targets in setting.each():
-            here = functools.partial(lambda inputs, params: problem.outputs(params, inputs), inputs)
-            outputs, slope = along(here, problem.params, problem.params)
+            if problem.reverse_only:
+                outputs, _, slope = moved_in_reverse(problem, problem.params, problem.params, inputs)
+            else:
+                here = functools.partial(lambda inputs, params: problem.outputs(params, inputs), inputs)
+                outputs, slope = along(here, problem.params, problem.params)
             total += float(problem.loss.quadratic(outputs.detach(), targets, slope.detach()).sum())
     return Estimate(total / setting.count, matvecs=1, seed=setting.seed)
 

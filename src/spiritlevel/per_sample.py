@@ -26,6 +26,7 @@ from torch.func import grad
 
 from spiritlevel.chains import Chain, chain_traces, find_chain
 from spiritlevel.cores import as_fit, at_a_time, even_size, in_memory, side_by_side
+from spiritlevel.derivatives import check_derivatives
 from spiritlevel.distributed import Ranks
 from spiritlevel.errors import InputError, NotExactError, first_line, unknown_name, whole_number
 from spiritlevel.functional import Batches, Fingerprint, Params, Problem, along, as_leaves, parse_memory
@@ -128,7 +129,13 @@ def sample_traces(
             else:
                 inputs = _few_of(problem, batches)
                 structure = analyse_few(problem, inputs)
+            kinks = check_derivatives(problem, *problem.place(*batches.first(64)), twice=not structure.exact)
             way = _choose(problem, structure, inputs, outputs, method, passes)
+            if kinks:
+                way.notes += (
+                    f"{kinks:.0%} of the samples looked at sit exactly on a kink of a ReLU (a pre-activation of 0): "
+                    "they have no Hessian there, and the values are those of one side",
+                )
             if not whole and way.norms is None:  # which look for themselves
                 check_independence(problem, inputs)
             budget = parse_memory(memory)
@@ -147,8 +154,8 @@ def sample_traces(
         except _OtherFunction as error:
             if method == "exact" or passes is not None or ranks.count > 1:
                 raise
-            way = _Way("hutchinson")
-            way.notes = (f"estimated, because {error.reason}",)
+            notes, way = way.notes, _Way("hutchinson")
+            way.notes = (*notes, f"estimated, because {error.reason}")
         if method == "pyhessian":
             return collect.pyhessian()
         return collect.probed(way, probes, rel_err)
@@ -357,6 +364,8 @@ def _differentiator(problem: Problem, inputs: Any, seed: int) -> tuple[Different
     forward-over-reverse, and u·∇²v = v·∇²u.
     """
     v, u = probe(problem.params, seed, 0), probe(problem.params, seed, 1)
+    if problem.reverse_only:
+        return along_reverse, ("reverse mode, because the forward derivative of an operation is wrong or missing",)
     try:
         outputs, first, second = along_forward(problem, inputs, v)
     except RuntimeError as error:
@@ -568,7 +577,8 @@ class _Collector:
                 raise _OtherFunction(start, "the model's outputs are not those of the layers that were seen at first")
             return _at_once(traces)
 
-        return self.result(self.columns([*self.problem.params], begin), exact=True, method="recursion")
+        layers = self.columns([*self.problem.params], begin)
+        return self.result(layers, exact=True, method="recursion", notes=way.notes)
 
     def probed(self, way: _Way, probes: int | None, rel_err: float | None) -> SampleTraces:
         """All of the trace, or what Gauss-Newton leaves of it, by probes that all samples share."""

@@ -1,0 +1,225 @@
+"""Gradients that are not the derivative of the forward pass are found out, by every way to measure; kinks are not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import naive
+import pytest
+import torch
+import zoo
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import spiritlevel as sl
+from spiritlevel import measures
+from spiritlevel.derivatives import check_derivatives
+from spiritlevel.functional import Problem
+
+
+class Net(nn.Module):
+    """Two layers and what a function makes of them."""
+
+    def __init__(self, function: Callable[[Any, Tensor], Tensor], hidden: int = 5) -> None:
+        super().__init__()
+        self.function, self.a, self.b = function, nn.Linear(6, 5), nn.Linear(hidden, 3)
+        self.words = nn.Embedding(3, 5, scale_grad_by_freq=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self, x)
+
+
+class Reversed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return -gradient
+
+
+def _hooked(net: Any, x: Tensor) -> Tensor:
+    hidden = torch.tanh(net.a(x))
+    if hidden.requires_grad:
+        hidden.register_hook(lambda gradient: 1.01 * gradient)
+    return net.b(hidden)
+
+
+def _without_gradient(net: Any, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        hidden = torch.tanh(net.a(x))
+    return net.b(hidden)
+
+
+def _straight_through(net: Any, x: Tensor) -> Tensor:
+    hidden = net.a(x)
+    return net.b(hidden + (hidden.round() - hidden).detach())
+
+
+FAULTS: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "tensor hook": _hooked,
+    "gradient reversal": lambda net, x: net.b(Reversed.apply(torch.relu(net.a(x)))),
+    "scale_grad_by_freq": lambda net, x: net.b(torch.tanh(net.words((x[:, :2] > 0).long()).sum(1) + net.a(x))),
+    "no_grad": _without_gradient,
+    "straight-through": _straight_through,
+    "detach": lambda net, x: net.b(torch.relu(net.a(x)).detach()),
+}
+WAYS: dict[str, Callable[..., Any]] = {
+    "traces": sl.sample_traces,
+    "hutchinson": lambda net, data: sl.sample_traces(net, data, method="hutchinson"),
+    "hessian": sl.hessian,
+    "gauss_newton": sl.gauss_newton,
+    "empirical_fisher": sl.empirical_fisher,
+    "measure": lambda net, data: sl.measure(net, data, measures=["fisher_rao_norm"]),
+    "compare": lambda net, data: sl.compare(net, net, data),
+    "audit": lambda net, data: sl.audit(net, data, measures=["trace"]),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_wrong_gradients_are_refused_by_every_way_to_measure(fault: str, way: str) -> None:
+    torch.manual_seed(0)
+    net, data = Net(FAULTS[fault]), (torch.randn(20, 6), torch.arange(20) % 3)
+    with pytest.raises(sl.InputError, match=r"gradient that autograd returns .* not the derivative of"):
+        WAYS[way](net, data)
+
+
+def test_a_loss_of_ones_own_is_looked_at_too() -> None:
+    class Hooked:
+        def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
+            if outputs.requires_grad:
+                outputs = outputs.clone()
+                outputs.register_hook(lambda gradient: 2 * gradient)
+            return F.cross_entropy(outputs, targets, reduction="none")
+
+    with pytest.raises(sl.InputError, match="not the derivative"):
+        sl.hessian(nn.Linear(6, 3), (torch.randn(20, 6), torch.arange(20) % 3), loss=Hooked())
+
+
+def test_the_way_out_works() -> None:
+    net, data = Net(_without_gradient).double(), (torch.randn(20, 6).double(), torch.arange(20) % 3)
+    net.a.requires_grad_(False)
+    net.words.requires_grad_(False)
+    frozen = nn.Sequential(nn.Linear(5, 3)).double()
+    frozen[0].load_state_dict(net.b.state_dict())
+    wanted = sl.trace(frozen, (torch.tanh(net.a(data[0])).detach(), data[1]))
+    assert sl.trace(net, data).value == pytest.approx(wanted.value, rel=1e-9)
+
+
+def _scattered(net: Any, x: Tensor) -> Tensor:
+    places = torch.tensor([0, 0, 1, 1, 2]).expand(len(x), 5)
+    return net.b(torch.ones(len(x), 3).to(x).scatter_reduce(1, places, net.a(x), "prod"))
+
+
+def test_an_operation_whose_forward_derivative_is_wrong_is_measured_without_it() -> None:
+    torch.manual_seed(0)
+    net, x, y = Net(_scattered, 3).double(), torch.randn(20, 6).double(), torch.arange(20) % 3
+    net.words.requires_grad_(False)
+    plain = Net(lambda net, x: net.b(_products(net.a(x))), 3).double()
+    plain.load_state_dict(net.state_dict())
+    plain.words.requires_grad_(False)
+    wanted = naive.mean_hessian(plain, x, y)
+    torch.testing.assert_close(sl.hessian(net, (x, y)).dense(), wanted, rtol=1e-8, atol=1e-10)
+    traces = sl.sample_traces(net, (x, y), probes=400)
+    assert any("reverse mode" in note for note in traces.notes)
+    mean = traces.mean()
+    assert abs(mean.value - float(wanted.trace())) < 5 * mean.stderr
+    values = [measures.evaluate(each, (x, y), measures="fisher_rao_norm")[0]["value"] for each in (net, plain)]
+    assert values[0] == pytest.approx(values[1], rel=1e-9)
+
+
+def _products(h: Tensor) -> Tensor:
+    return torch.stack([h[:, 0] * h[:, 1], h[:, 2] * h[:, 3], h[:, 4]], 1)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpoints_change_no_number(reentrant: bool) -> None:
+    """While gradients are computed a checkpoint runs again, with the parameters that the module then holds."""
+    torch.manual_seed(0)
+
+    def parts(net: Any, x: Tensor) -> Tensor:
+        return net.b(checkpoint(lambda y: torch.tanh(net.a(y)), x, use_reentrant=reentrant))
+
+    net, x, y = Net(parts).double(), torch.randn(20, 6).double(), torch.arange(20) % 3
+    plain = Net(lambda net, x: net.b(torch.tanh(net.a(x)))).double()
+    plain.load_state_dict(net.state_dict())
+    for each in (net, plain):
+        each.words.requires_grad_(False)
+    torch.testing.assert_close(sl.hessian(net, (x, y)).dense(), sl.hessian(plain, (x, y)).dense())
+    torch.testing.assert_close(sl.sample_traces(net, (x, y)).values, sl.sample_traces(plain, (x, y)).values)
+    for name in ("ball_sharpness", "adaptive_sharpness_l2", "fisher_trace"):
+        values = [measures.evaluate(each, (x, y), measures=name)[0]["value"] for each in (net, plain)]
+        assert values[0] == pytest.approx(values[1], rel=1e-6)
+    before = net.a.weight.grad
+    loss = net(x.requires_grad_()).sum()
+    loss.backward()  # the user's own checkpoints work as before
+    assert before is None
+    assert net.a.weight.grad is not None
+
+
+# ---------------------------------------------------------------- what must not be taken for a fault
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", [*zoo.EXACT, *zoo.PROBED, *zoo.CHAINS])
+def test_no_network_with_right_derivatives_is_refused(name: str, dtype: torch.dtype) -> None:
+    make, shape, *_ = {**zoo.EXACT, **zoo.PROBED, **zoo.CHAINS}[name]
+    (inputs, targets) = zoo.sample_data(shape)
+    problem = Problem(zoo.randomised(make()).to(dtype))
+    with problem.active():
+        inputs, targets = problem.place(inputs, targets)
+        for _ in range(2):
+            check_derivatives(problem, inputs, targets, twice=True)
+    assert not problem.reverse_only
+
+
+class HalfInside(nn.Module):
+    """Casts to reduced precision inside: no difference of so few digits may be taken for a fault."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.a, self.b, self.dtype = nn.Linear(6, 5), nn.Linear(5, 3), dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(torch.tanh(self.a(x)).to(self.dtype).to(x.dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_reduced_precision_inside_is_no_fault(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    sl.hessian(HalfInside(dtype), (torch.randn(20, 6), torch.arange(20) % 3))
+
+
+def test_padding_of_embeddings_is_no_fault() -> None:
+    net = nn.Sequential(nn.Embedding(7, 4, padding_idx=0), nn.Flatten(), nn.Linear(12, 3))
+    with torch.no_grad():
+        net[0].weight[0] = 1.0  # as after loading weights
+    tokens = torch.randint(0, 3, (20, 3))
+    sl.hessian(net, (tokens, torch.arange(20) % 3))
+
+
+def test_networks_on_a_kink_are_measured_and_say_so() -> None:
+    """Two layers of which the first is zero: every pre-activation is 0, and moves with the weights."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3)).double()
+    data = torch.randn(20, 6).double(), torch.arange(20) % 3
+    assert not sl.sample_traces(net, data).notes
+    with torch.no_grad():
+        net[0].weight.zero_()
+        net[0].bias.zero_()
+    (note,) = sl.sample_traces(net, data).notes
+    assert "100% of the samples looked at sit exactly on a kink" in note
+
+
+def test_zeros_that_no_weight_moves_are_no_kinks() -> None:
+    """A ReLU of a ReLU is given zeros, and so is one behind inputs that are zero; neither has a kink there."""
+    torch.manual_seed(0)
+    data = torch.randn(20, 6).double(), torch.arange(20) % 3
+    twice = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.ReLU(), nn.Linear(5, 3)).double()
+    black = nn.Sequential(nn.Linear(6, 5, bias=False), nn.ReLU(), nn.Linear(5, 3)).double()
+    assert not sl.sample_traces(twice, data).notes
+    assert not sl.sample_traces(black, (0 * data[0], data[1])).notes
