@@ -524,6 +524,9 @@ class _Matrix:
 
     def _check_independence(self, inputs: Any, outputs: Tensor) -> None:
         """Refuse a network whose output for a sample depends on the rest of the batch, unless batches are meant."""
+        if len(outputs) < 3:
+            inputs, _ = self.problem.place(*self.batches.first(3, 3))
+            outputs = self.problem.outputs(self.problem.params, inputs)
         first = len(outputs) - 2
         if first < 1:
             return
@@ -610,15 +613,29 @@ class _Matrix:
                 traced = _checked_trace(flat, self._shaped(pair[0]), self.params, fixed)
         self.traceable = traced is not None
         if traced is None:
-            parts = self._differentiate(flat, fixed, pair)
+            products = self._one_by_one_and_together(lambda rows: self._differentiate(flat, fixed, rows), pair)
         else:
             assert traced.constants is not None
-            assert traced.product is not None
+            tape = _Tape(traced.trace.multiply, traced.constants, few)
             with torch.no_grad():
-                other = traced.trace.multiply(*self._shaped(pair[1]), *traced.constants)
-            parts = [torch.stack(both) for both in zip(traced.product, other, strict=True)]
-        self._check_symmetry(pair, torch.cat([part.reshape(2, -1) for part in parts], dim=1))
+                products = self._one_by_one_and_together(lambda rows: self._for_each(tape.multiply, rows), pair)
+        self._check_symmetry(pair, products)
         return traced
+
+    def _one_by_one_and_together(self, multiply: Callable[[Tensor], Sequence[Tensor]], rows: Tensor) -> Tensor:
+        """The products with some vectors (k, P) one by one, after making sure that `vmap` gives the same.
+
+        Not every rule of `vmap` can be trusted. If one cannot, `vectorised` is false from here on.
+        """
+
+        def together(some: Tensor) -> Tensor:
+            return torch.cat([part.reshape(len(some), -1) for part in multiply(some)], dim=1)
+
+        each = torch.cat([together(row) for row in rows.split(1)])
+        if self.vectorised:
+            error, scale = float((together(rows) - each).norm()), float(each.norm())
+            self.vectorised &= error <= math.sqrt(torch.finfo(rows.dtype).eps) * scale
+        return each
 
     def _shaped(self, row: Tensor) -> list[Tensor]:
         """A vector cut into the parameters' shapes."""
@@ -774,6 +791,9 @@ class _Recorder(TorchDispatchMode):
         if not tensors:
             return result
         function = func
+        if func in _BY_MEMORY:
+            args, kwargs = (args[0], _shape_of_the_same(args[0], func, tensors[0][1])), {}
+            function = torch.ops.aten.reshape.default
         if func._schema.is_mutable:
             function, self.in_place = _functional(func), True
         arguments = tuple(map(self._nodes, args)), {key: self._nodes(value) for key, value in kwargs.items()}
@@ -791,6 +811,18 @@ _UNREPEATABLE = {
     torch.Tag.dynamic_output_shape,
     torch.Tag.nondeterministic_seeded,
 }
+
+
+_BY_MEMORY = {torch.ops.aten.as_strided.default, torch.ops.aten.as_strided_scatter.default}
+"""They read or write memory as it lies, which for several vectors at once is not how it lay when it was recorded."""
+
+
+def _shape_of_the_same(source: Tensor, func: Any, result: Tensor) -> list[int]:
+    """The shape of a view by strides, if it is all of its source in the same order."""
+    whole = result.numel() == source.numel() and result.is_contiguous() and source.is_contiguous()
+    if func is not torch.ops.aten.as_strided.default or not whole or result.data_ptr() != source.data_ptr():
+        raise _Untraceable(str(func))
+    return list(result.shape)
 
 
 def _functional(func: Any) -> Any:
