@@ -135,6 +135,14 @@ class Truth:
             return differences(lambda t: self.both(self.point + t * self.free * direction))
 
     @cached_property
+    def coupled(self) -> bool:
+        """Whether a sample's outputs depend on the others of its batch."""
+        with torch.no_grad():
+            together = self.outputs(self.point)
+            alone = [self.outputs(self.point, self.inputs[n : n + 1])[0] for n in range(len(self.targets))]
+        return not _near(torch.stack(alone), together, 1e-9 * (1 + together.abs()))
+
+    @cached_property
     def _autodiff(self) -> tuple[Tensor, Tensor, Tensor]:
         """J (N, C, P), ∇ℓ (N, P) and ∇²ℓ (N, P, P) by reverse mode, twice."""
         point = self.point.clone().requires_grad_()
@@ -307,7 +315,9 @@ class Case:
     def setting(self, seed: int) -> Setting:
         """What measures share of this network and a seed."""
         if seed not in self.settings:
-            self.settings[seed] = Setting(self.net, self.data, loss=self.loss, seed=seed)
+            setting = Setting(self.net, self.data, loss=self.loss, seed=seed)
+            setting.check()  # as whatever measures does first
+            self.settings[seed] = setting
         return self.settings[seed]
 
     def same(
@@ -497,6 +507,8 @@ def empirical_fisher(case: Case) -> None:
 
 @way
 def hessian_variance(case: Case) -> None:
+    if case.truth.coupled:
+        raise Unknown("batches of one are another function")
     each = case.truth.hessians
     mean = each.mean(0)
     op = sl.hessian_variance(case.net, case.data, loss=case.loss, batch_size=1)

@@ -32,7 +32,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from spiritlevel.curvature import empirical_fisher, gauss_newton, hessian, moved_in_reverse
+from spiritlevel.curvature import empirical_fisher, gauss_newton, hessian
 from spiritlevel.derivatives import check_derivatives
 from spiritlevel.distributed import Ranks
 from spiritlevel.errors import InputError, NotExactError, unknown_name
@@ -663,7 +663,9 @@ class Measure:
         self, model: nn.Module, data: Any, *, loss: Any = "cross_entropy", batch_norm: str = "eval", seed: int = 0
     ) -> Estimate:
         """The measure of a model on data, with its error; the model is left as it was."""
-        return self.compute(Setting(model, data, loss=loss, batch_norm=batch_norm, seed=seed))
+        setting = Setting(model, data, loss=loss, batch_norm=batch_norm, seed=seed)
+        setting.check()
+        return self.compute(setting)
 
     def attempt(self, setting: Setting) -> Estimate:
         """The measure, or NaN with the reason why there is none.
@@ -999,15 +1001,20 @@ def _empirical_fisher_trace(setting: Setting) -> Estimate:
 )
 def _fisher_rao_norm(setting: Setting) -> Estimate:
     problem, total = setting.problem, 0.0
-    with problem.active():
-        for inputs, targets in setting.each():
-            if problem.reverse_only:
-                outputs, _, slope = moved_in_reverse(problem, problem.params, problem.params, inputs)
-            else:
-                here = functools.partial(lambda inputs, params: problem.outputs(params, inputs), inputs)
-                outputs, slope = along(here, problem.params, problem.params)
-            total += float(problem.loss.quadratic(outputs.detach(), targets, slope.detach()).sum())
-    return Estimate(total / setting.count, matvecs=1, seed=setting.seed)
+    if not problem.reverse_only:
+        try:
+            with problem.active():
+                for inputs, targets in setting.each():
+                    here = functools.partial(lambda inputs, params: problem.outputs(params, inputs), inputs)
+                    outputs, slope = along(here, problem.params, problem.params)
+                    total += float(problem.loss.quadratic(outputs.detach(), targets, slope.detach()).sum())
+            return Estimate(total / setting.count, matvecs=1, seed=setting.seed)
+        except RuntimeError as error:  # no forward derivatives: the product with F has another way, or says why not
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+    theta = setting.theta
+    value = float(theta.double() @ (setting.gauss_newton @ theta).double())
+    return Estimate(value, matvecs=1, seed=setting.seed)
 
 
 def _layer_norms(setting: Setting) -> Tensor:
