@@ -9,7 +9,7 @@ PIP := -m pip --disable-pip-version-check --no-input install --quiet -c constrai
 NO_CPU_TORCH := the install failed. If pip found no CPU build of torch 2.13.0, add an index that has one (see CONTRIBUTING.md).
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-full fuzz bench docs audit-deps clean
+.PHONY: help install demo test test-full fuzz bench docs census audit-deps clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -60,6 +60,10 @@ docs: install  ## Write docs/claims.md and docs/results.md, and the reference pa
 	$(BIN)/python tools/make_claims_doc.py
 	$(BIN)/python tools/make_results_doc.py
 	$(BIN)/pdoc spiritlevel --docformat google --output-directory build/docs
+
+census: install  ## Try every differentiable operation in a child process, write docs/operations.md
+	mkdir -p build
+	OMP_NUM_THREADS=1 $(BIN)/python tools/census.py --page docs/operations.md --json build/census.json
 
 AUDIT := build/audit
 

@@ -32,6 +32,7 @@ ORDER = [
     "storage",
     "results",
     "charts",
+    "elementary",
     "losses",
     "stats",
     "models",

@@ -132,6 +132,15 @@ def test_an_operation_whose_forward_derivative_is_wrong_is_measured_without_it()
     assert values[0] == pytest.approx(values[1], rel=1e-9)
 
 
+def test_the_fisher_rao_norm_needs_no_forward_derivative() -> None:
+    torch.manual_seed(0)
+    own, plain = Net(lambda net, x: net.b(zoo.ReverseOnly.apply(net.a(x)))), Net(lambda net, x: net.b(net.a(x) ** 2))
+    plain.load_state_dict(own.state_dict())
+    data = torch.randn(20, 6), torch.arange(20) % 3
+    (found,), (wanted,) = (measures.evaluate(net, data, measures="fisher_rao_norm") for net in (own, plain))
+    assert found["value"] == pytest.approx(wanted["value"], rel=1e-5)
+
+
 def _products(h: Tensor) -> Tensor:
     return torch.stack([h[:, 0] * h[:, 1], h[:, 2] * h[:, 3], h[:, 4]], 1)
 

@@ -646,7 +646,7 @@ def test_classes_may_be_unsigned_short_integers(name: str) -> None:
 
 def test_a_loss_without_a_second_derivative_is_named() -> None:
     def hinge(outputs: Tensor, targets: Tensor) -> Tensor:
-        return F.multi_margin_loss(outputs, targets, p=2, reduction="none")
+        return F.multilabel_margin_loss(outputs, targets[:, None].expand(outputs.shape), reduction="none")
 
     with pytest.raises(InputError, match=r"the loss hinge cannot be differentiated twice \(derivative for aten"):
         resolve(hinge).product(torch.randn(2, 3), torch.tensor([0, 1]), torch.randn(2, 3))

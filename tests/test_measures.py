@@ -172,10 +172,13 @@ def test_measures_in_units_of_the_layers(here: Setting, mlp: nn.Module, dense: T
     assert close(value(here, "quotient_norm"), torch.linalg.eigvalsh(units[:, None] * dense * units).abs().max())
 
 
-def brute_relative_flatness(weight: Tensor, block: Tensor) -> float:
+def brute_relative_flatness(weight: Tensor, block: Tensor, groups: int = 1) -> float:
+    """Neurons of different groups read different inputs, so they have no weights in common to multiply."""
     rows = weight.detach().reshape(len(weight), -1)
-    width, total = rows.shape[1], 0.0
+    width, size, total = rows.shape[1], len(rows) // groups, 0.0
     for s, t in itertools.product(range(len(rows)), repeat=2):
+        if s // size != t // size:
+            continue
         inner = block[s * width : (s + 1) * width, t * width : (t + 1) * width]
         total += float(rows[s] @ rows[t]) * float(inner.trace())
     return total
@@ -239,7 +242,8 @@ def test_blocks_of_layers_that_run_twice_or_over_positions() -> None:
         part = fisher[parts[name], parts[name]]
         weight = net.get_parameter(name)
         torch.testing.assert_close(block.diagonal.reshape(-1), part.diagonal(), rtol=1e-9, atol=1e-15)
-        assert close(block.relative, brute_relative_flatness(weight, part)), name
+        groups = 2 if name == "conv.weight" else 1
+        assert close(block.relative, brute_relative_flatness(weight, part, groups)), name
 
 
 class Recurrent(nn.Module):
@@ -360,6 +364,28 @@ def test_the_last_layer_is_the_last_one_whether_frozen_or_not() -> None:
         MEASURES["relative_flatness"](randomised(FunctionalHead()), points)
 
 
+class Auxiliary(nn.Module):
+    """A second head that runs last and is not returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head, self.aside = nn.Linear(3, 4), nn.Linear(4, 3), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x).relu()
+        outputs = self.head(x)
+        self.aside(x)
+        return outputs
+
+
+def test_the_last_layer_is_one_that_the_outputs_depend_on() -> None:
+    net = randomised(Auxiliary())
+    points = labelled(net, normal(10, 3))
+    plain = nn.Sequential(net.first, nn.ReLU(), net.head)  # type: ignore[arg-type]
+    for name in ("relative_flatness", "hidden_margin_median", "spectral_margin_mean"):
+        assert close(value(Setting(net, points), name), value(Setting(plain, points), name)), name
+
+
 class Graph(nn.Module):
     """A fixed matrix behind the last layer, which is no layer."""
 
@@ -416,6 +442,106 @@ def test_normalised_sharpness_is_the_minimum_over_scalings(here: Setting, mlp: n
     assert close(value(here, "normalised_sharpness"), total, 1e-5)
 
 
+class Split(nn.Module):
+    """A grouped convolution as what it is: one convolution for each group, side by side."""
+
+    def __init__(self, conv: nn.Conv1d | nn.ConvTranspose1d) -> None:
+        super().__init__()
+        kind, groups = type(conv), conv.groups
+        self.parts = nn.ModuleList(
+            kind(conv.in_channels // groups, conv.out_channels // groups, conv.kernel_size[0]) for _ in range(groups)
+        )
+        weights, biases = conv.weight.detach().chunk(groups), conv.bias.detach().chunk(groups)  # type: ignore[union-attr]
+        for part, weight, bias in zip(self.parts, weights, biases, strict=True):
+            part.weight, part.bias = nn.Parameter(weight.clone()), nn.Parameter(bias.clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        chunks = x.chunk(len(self.parts), 1)
+        return torch.cat([part(chunk) for part, chunk in zip(self.parts, chunks, strict=True)], 1)
+
+
+def turned(conv: nn.ConvTranspose1d) -> nn.Conv1d:
+    """A transposed convolution of stride 1 as the convolution that it is."""
+    size = conv.kernel_size[0]
+    plain = nn.Conv1d(conv.in_channels, conv.out_channels, size, padding=size - 1)
+    plain.weight = nn.Parameter(conv.weight.detach().transpose(0, 1).flip(2).contiguous())
+    plain.bias = nn.Parameter(conv.bias.detach().clone())  # type: ignore[union-attr]
+    return plain
+
+
+@pytest.mark.parametrize("act", [nn.ReLU, nn.Tanh])  # exact blocks, and probes
+@pytest.mark.parametrize(
+    ("conv", "same", "length"),
+    [
+        (lambda: nn.Conv1d(4, 6, 2, groups=2), Split, 2),
+        (lambda: nn.Conv1d(4, 4, 2, groups=4), Split, 2),
+        (lambda: nn.ConvTranspose1d(4, 6, 2, groups=2), Split, 4),
+        (lambda: nn.ConvTranspose1d(4, 3, 2), turned, 4),
+    ],
+    ids=["grouped", "depthwise", "transposed, grouped", "transposed"],
+)
+def test_a_layer_is_measured_alike_however_it_is_written(
+    conv: Callable[[], nn.Module], same: Callable[[nn.Module], nn.Module], length: int, act: type[nn.Module]
+) -> None:
+    layer = conv()
+    net = nn.Sequential(
+        nn.Conv1d(1, 4, 1), act(), layer, act(), nn.Flatten(), nn.Linear(layer.out_channels * length, 3)
+    )
+    net = randomised(net)
+    other = copy.deepcopy(net)
+    other[2] = same(net[2])
+    points = labelled(net, normal(10, 1, 3))
+    assert torch.allclose(net(points[0]), other(points[0]), rtol=1e-12)
+    for name in ("normalised_sharpness", "relative_flatness_sum"):
+        first, second = (MEASURES[name](each, points) for each in (net, other))
+        assert abs(first.value - second.value) <= 4 * math.hypot(first.stderr, second.stderr) + 1e-8 * first.value
+    assert first.exact == (act is nn.ReLU)
+
+
+def least_sum(h: Tensor, w: Tensor, rows: Tensor, columns: Tensor) -> float:
+    """The minimum of Σ h s + w/s, the s of an entry the product of a factor of its row and one of its column."""
+    logs = torch.zeros(2, 64, dtype=torch.float64, requires_grad=True)
+    search = torch.optim.LBFGS([logs], max_iter=3000, history_size=50, line_search_fn="strong_wolfe")
+
+    def closure() -> Tensor:
+        search.zero_grad()
+        scale = torch.exp(logs[0, rows] + logs[1, columns])
+        result = (h * scale + w / scale).sum()
+        result.backward()
+        return result
+
+    for _ in range(4):
+        search.step(closure)  # type: ignore[arg-type]
+    return float(closure().detach())
+
+
+@pytest.mark.parametrize(
+    ("conv", "length"), [(nn.Conv1d, 2), (nn.ConvTranspose1d, 4)], ids=["convolution", "transposed"]
+)
+def test_normalised_sharpness_scales_every_channel_of_every_group(conv: type[nn.Module], length: int) -> None:
+    """The minimum over one factor for each real input and output channel."""
+    net = nn.Sequential(conv(4, 6, 2, groups=2), nn.ReLU(), nn.Flatten(), nn.Linear(6 * length, 3))
+    points = labelled(randomised(net), normal(10, 4, 3))
+    diagonal, total = naive.mean_hessian(net, *points).diagonal().clamp_min(0), 0.0
+    for name, groups in (("0.weight", 2), ("3.weight", 1)):
+        weight = net.get_parameter(name).detach()
+        first, second, _ = torch.meshgrid(*(torch.arange(size) for size in (*weight.shape, 1)[:3]), indexing="ij")
+        second = second + weight.shape[1] * (first // (len(weight) // groups))  # counted over all groups
+        cells = (diagonal[blocks(net)[name]], weight.square(), first, second)
+        total += least_sum(*(cell.reshape(-1) for cell in cells))
+    assert close(MEASURES["normalised_sharpness"](net, points).value, total, 1e-5)
+
+
+def test_relative_flatness_by_probes_reads_weights_in_any_layout() -> None:
+    net = randomised(nn.Sequential(nn.Conv2d(2, 3, 2), nn.Tanh(), nn.Conv2d(3, 2, 2), nn.Tanh(), nn.Flatten()))
+    net.append(randomised(nn.Linear(8, 3)))  # type: ignore[operator]
+    points = labelled(net, normal(6, 2, 4, 4))
+    first = MEASURES["relative_flatness_sum"](net, points)
+    second = MEASURES["relative_flatness_sum"](net.to(memory_format=torch.channels_last), points)  # type: ignore[call-overload]
+    assert first.stderr > 0
+    assert close(second.value, first.value)
+
+
 @torch.no_grad()
 def test_weight_norm_and_path_norm_enumerate_weights_and_paths(here: Setting, mlp: nn.Module) -> None:
     squares = sum(float(p.detach().square().sum()) for p in mlp.parameters())
@@ -448,6 +574,32 @@ def test_path_norm_squares_the_weights_of_average_pooling() -> None:
             paths += sum(response**2 * float(head.weight[c, channel]) ** 2 for c in range(3))
     assert linear(units).shape == (9, 2)
     assert close(MEASURES["path_norm"](net, points).value, math.sqrt(paths))
+
+
+class Circle(nn.Module):
+    """A circular convolution in one of three ways, all of which read each entry by the same weights."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.form = form
+        self.first = nn.Conv1d(1, 2, 1)
+        self.conv = nn.Conv1d(2, 2, 3, padding=1 if form == "circular" else 0, padding_mode="circular")
+        self.last = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x).relu()
+        if self.form == "joined":
+            x = torch.cat([x[..., -1:], x, x[..., :1]], 2)
+        if self.form == "listed":
+            x = x[..., torch.tensor([3, 0, 1, 2, 3, 0])]
+        return self.last(self.conv(x).relu().flatten(1))
+
+
+def test_path_norm_follows_what_padding_writes() -> None:
+    nets = [randomised(Circle(form)) for form in ("circular", "joined", "listed")]
+    points = labelled(nets[0], normal(6, 1, 4))
+    wanted, *others = (value(Setting(net, points), "path_norm") for net in nets)
+    assert all(close(other, wanted, 1e-12) for other in others)
 
 
 class Pooled(nn.Module):
@@ -911,6 +1063,84 @@ def test_spectral_margin_takes_convolutions_as_matrices_and_folds_batch_norm() -
     found = {name: MEASURES[f"spectral_margin_{name}"](net, (inputs, targets)).value for name in ("mean", "median")}
     assert close(found["mean"], margin.mean(), 1e-6)
     assert close(found["median"], np.quantile(margin.numpy(), 0.5), 1e-6)
+
+
+CONVOLUTIONS: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
+    **{
+        f"{mode}, padded by {padding}": (nn.Conv2d(2, 3, 3, padding=padding, padding_mode=mode), (2, 4, 4))
+        for mode in ("zeros", "circular", "reflect", "replicate")
+        for padding in (1, 2, "same")
+    },
+    "1d": (nn.Conv1d(2, 3, 4, padding=3, padding_mode="reflect"), (2, 5)),
+    "3d": (nn.Conv3d(1, 2, 3, padding=1, padding_mode="circular"), (1, 2, 2, 3)),
+    "3d, replicate": (nn.Conv3d(2, 2, 2, padding=1, padding_mode="replicate", groups=2), (2, 2, 3, 2)),
+    "strided": (nn.Conv2d(2, 2, (3, 2), stride=(2, 3), padding=(2, 1), padding_mode="replicate"), (2, 5, 4)),
+    "dilated": (nn.Conv2d(2, 2, 3, dilation=(2, 1), padding=(3, 2), padding_mode="reflect"), (2, 5, 4)),
+    "grouped": (nn.Conv2d(4, 6, 3, padding=1, padding_mode="replicate", groups=2), (4, 3, 3)),
+    "transposed": (nn.ConvTranspose2d(2, 3, 3, stride=2, padding=1, output_padding=1), (2, 3, 3)),
+    "transposed, grouped": (nn.ConvTranspose1d(4, 6, 3, dilation=2, groups=2), (4, 4)),
+}
+
+
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+def test_the_norms_of_a_convolution_are_those_of_its_matrix(name: str) -> None:
+    conv, shape = randomised(CONVOLUTIONS[name][0]), CONVOLUTIONS[name][1]
+    matrix = torch.func.jacrev(lambda x: conv(x[None]).flatten())(normal(*shape)).flatten(1).detach()
+    call = measures._Call("conv", conv, "weight", conv.weight.detach(), torch.Size((2 * 3, *shape)))  # 3 in a sample
+    norm, rows, reason = measures._operator_norms(call, seed=0)
+    assert not reason
+    assert close(norm, torch.linalg.matrix_norm(matrix, 2), 1e-6)
+    assert close(rows, 3 * float(matrix.norm(dim=1).sum()), 1e-9)
+
+
+class Diamond(nn.Module):
+    """Paths of one, two and three layers from a first layer to a head, and past both."""
+
+    PATHS = ("first short head", "first long deep head", "first head", "aside")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.short, self.head = nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(8, 3)
+        self.long, self.deep, self.aside = nn.Linear(4, 2), nn.Linear(2, 4, bias=False), nn.Linear(3, 3)
+        self.unused = nn.Linear(4, 9)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x).relu_()
+        self.unused(y)
+        z = self.deep(self.long(y).relu()).view(-1, 2, 2)
+        z[:, 1].relu_()  # writes into a view
+        both = torch.cat([torch.maximum(self.short(y), z.flatten(1)), y], 1)
+        return self.head(both) - self.aside(x)
+
+
+def test_spectral_margin_adds_up_what_parallel_paths_stretch() -> None:
+    net = randomised(Diamond())
+    inputs, targets = labelled(net, normal(10, 3))
+    matrices = {name: module.weight.detach() for name, module in net.named_children()}
+    sizes = {name: float(torch.linalg.matrix_norm(matrix, 2)) for name, matrix in matrices.items()}
+    paths = [path.split() for path in Diamond.PATHS]
+    total = 0.0
+    for name in {name for path in paths for name in path}:
+        through = [path for path in paths if name in path]
+        before = {tuple(path[: path.index(name)]) for path in through}
+        behind = {tuple(path[path.index(name) + 1 :]) for path in through}
+        stretch = [sum(math.prod(sizes[each] for each in part) for part in parts) for parts in (before, behind)]
+        total += (math.prod(stretch) * float(matrices[name].norm(dim=1).sum())) ** (2 / 3)
+    margin = value(Setting(net, (inputs, targets)), "margin_mean")
+    wanted = margin / (total**1.5 * float(inputs.norm()) / 10)
+    assert close(value(Setting(net, (inputs, targets)), "spectral_margin_mean"), wanted, 1e-6)
+    bound = sum(math.prod(sizes[name] for name in path) for path in paths)
+    for row in inputs:  # no path sum means anything unless it bounds the slope of the network
+        slope = jacrev(lambda x: net(x[None])[0])(row).detach()
+        assert float(torch.linalg.matrix_norm(slope, 2)) <= bound
+
+
+def test_a_branch_of_zeros_leaves_the_spectral_margin() -> None:
+    """As residual networks are often initialised."""
+    net = randomised(Diamond())
+    points = labelled(net, normal(10, 3))
+    nn.init.zeros_(net.deep.weight)  # type: ignore[union-attr, arg-type]
+    assert math.isfinite(value(Setting(net, points), "spectral_margin_mean"))
 
 
 # ---------------------------------------------------------------- the contract battery

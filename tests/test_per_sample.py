@@ -950,21 +950,17 @@ def test_many_outputs_of_any_loss() -> None:
         sample_traces(model, batch, loss="squared_error", method="exact")
 
 
-class Bags(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.bag, self.head = nn.EmbeddingBag(7, 4), nn.Linear(4, 3)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(torch.relu(self.bag(tokens)))
+def ranked(self: Any, x: Tensor) -> Tensor:
+    h = self.a(x)
+    return self.b(torch.relu(h)) * F.multilabel_margin_loss(h, (h > 0).long(), reduction="none")[:, None]
 
 
 def test_what_cannot_be_differentiated_is_named() -> None:
-    with pytest.raises(InputError, match=r"no forward derivative .*_embedding_bag.* and no second derivative either"):
-        sample_traces(Bags(), zoo.sample_data(zoo.WORDS))
+    with pytest.raises(InputError, match=r"no forward derivative .*multilabel.* and no second derivative either"):
+        sample_traces(Written(ranked, **layers()).double(), zoo.sample_data(zoo.FLAT))
 
     def hinge(outputs: Tensor, targets: Tensor) -> Tensor:
-        return F.multi_margin_loss(outputs, targets, p=2, reduction="none")
+        return F.multilabel_margin_loss(outputs, targets[:, None].expand(outputs.shape), reduction="none")
 
     with pytest.raises(InputError, match="the loss hinge cannot be differentiated twice"):
         sample_traces(nn.Linear(6, 3).double(), zoo.sample_data(zoo.FLAT), loss=hinge)

@@ -6,7 +6,7 @@ import copy
 import itertools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import naive
 import pytest
@@ -38,6 +38,7 @@ from spiritlevel.transforms import (
     scaling_groups,
     standardisation,
     whitening,
+    why_no_groups,
 )
 
 BATCH_NORM = nn.BatchNorm1d | nn.BatchNorm2d
@@ -335,6 +336,55 @@ def test_parameters_outside_modules_are_layers_too() -> None:
 
     result = rescale_layers(Bare(), {"first": 2.0, "second": 0.5}, data=torch.randn(5, 3))
     assert result.certificate.factors == {"first": 2.0, "second": 0.5}
+
+
+class Products(nn.Module):
+    """Products with bare matrices, the second one turned in one of the ways that Python offers."""
+
+    TURNS: ClassVar[dict[str, Callable[[Tensor], Tensor]]] = {
+        "t": lambda matrix: matrix.t(),
+        "T": lambda matrix: matrix.T,
+        "mT": lambda matrix: matrix.mT,
+        "transpose": lambda matrix: matrix.transpose(0, 1),
+        "permute": lambda matrix: matrix.permute(1, 0),
+    }
+
+    def __init__(self, turn: str, again: bool = False) -> None:
+        super().__init__()
+        self.first, self.second = nn.Parameter(torch.randn(3, 4)), nn.Parameter(torch.randn(2, 4))
+        self.turn, self.again = self.TURNS[turn], again
+
+    def forward(self, x: Tensor) -> Tensor:
+        result = torch.matmul(F.relu(x @ self.first), self.turn(self.second))
+        return result + self.turn(self.second).sum() if self.again else result
+
+
+@pytest.mark.parametrize("turn", Products.TURNS)
+def test_products_with_a_matrix_of_parameters_are_layers(turn: str) -> None:
+    model, x = Products(turn).double(), torch.randn(5, 3).double()
+    assert scaling_groups(model, data=x) == (ScalingGroup(("first",), ("second",), (), 4),)
+    channels = 2.0 ** torch.tensor([9.0, -9, 4, -1])
+    result = rescale_layers(model, {"first": channels}, data=x)
+    assert result.certificate.relative_difference == 0
+    assert torch.equal(result.model.second, model.second / channels)  # type: ignore[arg-type, operator]
+    assert scale_last_layer(model, 4.0, data=x).certificate.factors == {"first": 1.0, "second": 4.0}
+    assert not scaling_groups(Products(turn, again=True).double(), data=x)  # its second use takes no factor
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_transposed_convolutions_take_factors_and_fold_batch_norm(dims: int, groups: int) -> None:
+    conv = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)[dims - 1]
+    norm = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)[dims - 1]
+    layers = [conv(4, 8, 2, groups=groups), nn.ReLU(), conv(8, 4, 3, stride=2, groups=groups, bias=False), norm(4)]
+    model = with_statistics(nn.Sequential(*layers, nn.ReLU(), nn.Flatten(), nn.Linear(4 * 9**dims, 2))).double()
+    x = torch.randn(3, 4, *[3] * dims).double()
+    channels = {name: 2.0 ** torch.randint(-9, 10, (size,)).double() for name, size in (("0", 8), ("2", 4), ("3", 4))}
+    assert rescale_layers(model, {"0": 64.0, "2": 2.0**-6}, data=x).certificate.relative_difference < 1e-14
+    assert rescale_layers(model, channels, data=x).certificate.relative_difference < 1e-14
+    folded = fold_batchnorm(model, data=x)
+    assert folded.certificate.relative_difference < 1e-13
+    assert not any(isinstance(module, norm) for module in folded.model.modules())
 
 
 def test_numbers_keep_their_precision() -> None:
@@ -1136,3 +1186,86 @@ def test_a_certificate_names_only_the_modes_that_were_compared() -> None:
     for count, modes in ((1, ("eval",)), (5, ("eval", "batch"))):
         x = torch.randn(count, 3, generator=torch.Generator().manual_seed(0))
         assert rescale_layers(model, {"0": 2.0}, data=x).certificate.modes == modes
+
+
+# ---------------------------------------------------------------- layers that are no nn.Linear
+
+
+class BareProducts(nn.Module):
+    """x @ W in its usual forms, with a bare bias."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.form = form
+        self.w = nn.Parameter(torch.randn(4, 6) if form in ("mm", "operator") else torch.randn(6, 4))
+        self.b, self.v = nn.Parameter(torch.randn(6)), nn.Parameter(torch.randn(6, 3))
+
+    def hidden(self, x: Tensor) -> Tensor:
+        return {
+            "mm": lambda: torch.mm(x, self.w) + self.b,
+            "operator": lambda: x @ self.w - self.b,
+            "transposed": lambda: x @ self.w.T + self.b,
+            "t": lambda: self.b + torch.matmul(x, self.w.t()),
+            "transpose": lambda: torch.relu(x) @ self.w.transpose(0, 1) + self.b,
+            "linear": lambda: F.linear(x, self.w) + self.b,
+            "einsum": lambda: torch.einsum("ni,oi->no", x, self.w) + self.b,
+        }[self.form]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.hidden(x)) @ self.v
+
+
+@pytest.mark.parametrize("form", ["mm", "operator", "transposed", "t", "transpose", "linear"])
+def test_factors_pass_bare_matrix_products(form: str) -> None:
+    torch.manual_seed(0)
+    model, data = BareProducts(form).double(), (torch.randn(5, 4).double(), torch.zeros(5).long())
+    (group,) = scaling_groups(model, data=data)
+    assert (group.writers, group.readers, group.channels) == (("w",), ("v",), 6)
+    for beta in (3.0, 2.0 ** torch.arange(-3, 3).double()):
+        result = rescale_layers(model, group.factors(beta), data=data)  # certified on the data
+        assert not torch.allclose(result.model.w, model.w)
+        assert torch.allclose(result.model(data[0]), model(data[0]), rtol=1e-12)
+
+
+def test_a_product_that_is_not_followed_is_named() -> None:
+    torch.manual_seed(0)
+    model, data = BareProducts("einsum"), (torch.randn(5, 4), torch.zeros(5).long())
+    assert scaling_groups(model, data=data) == ()
+    reason = why_no_groups(model, data=data)
+    assert reason == "factors are not followed through the operation 'einsum' at the network's own forward"
+    with pytest.raises(InputError, match="unknown layer that can be scaled 'w'"):
+        rescale_layers(model, {"w": 2.0}, data=data)
+
+
+def test_a_bare_bias_that_is_used_twice_takes_no_factor() -> None:
+    class Twice(BareProducts):
+        def forward(self, x: Tensor) -> Tensor:
+            return (torch.relu(self.hidden(x)) + self.b) @ self.v
+
+    torch.manual_seed(0)
+    assert scaling_groups(Twice("mm"), data=(torch.randn(5, 4), torch.zeros(5).long())) == ()
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_factors_pass_transposed_convolutions(groups: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.ConvTranspose2d(2, 4, 2, groups=groups),
+        nn.ReLU(),
+        nn.ConvTranspose2d(4, 6, 3, stride=2, padding=1, output_padding=1, groups=groups),
+        nn.LeakyReLU(),
+        nn.Conv2d(6, 2, 3),
+        nn.BatchNorm2d(2),
+        nn.ReLU(),
+        nn.ConvTranspose2d(2, 2, 1),
+        nn.Flatten(),
+        nn.Linear(72, 3),
+    ).double()
+    data = torch.randn(4, 2, 3, 3).double(), torch.zeros(4).long()
+    found = scaling_groups(model, data=data)
+    assert [group.writers[0] for group in found] == ["0", "2", "4", "5", "7"]
+    for group in found:
+        assert group.channels is not None
+        for beta in (3.0, 2.0 ** torch.arange(group.channels).double()):
+            result = rescale_layers(model, group.factors(beta), data=data)
+            assert torch.allclose(result.model.eval()(data[0]), model.eval()(data[0]), rtol=1e-10)

@@ -200,7 +200,7 @@ def _transformed(
         try:
             found = _APPLY[name](here)
         except InputError as error:
-            skipped[name] = str(error).removeprefix(f"{name}: ")
+            skipped[name] = str(error).removeprefix(f"{name}: ").removeprefix("scaling_groups: ")
             continue
         if here.batch_norm in found.certificate.modes:
             changed[name] = found
@@ -214,7 +214,7 @@ def _groups(here: Setting, who: str) -> list[ScalingGroup]:
     """The groups of layers that other layers undo."""
     groups = [group for group in maps.scaling_groups(here.model, data=here.data) if group.readers]
     if not groups:
-        raise InputError(f"{who}: the network has no two layers between which a factor passes.")
+        raise InputError(f"{who}: {maps.why_no_groups(here.model, data=here.data)}.")
     return groups
 
 

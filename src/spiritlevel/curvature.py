@@ -18,6 +18,7 @@ import operator
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -38,7 +39,9 @@ from spiritlevel.functional import (
     Problem,
     _is_pair_of_tensors,
     _slice,
+    along,
     as_leaves,
+    nearby,
     parse_memory,
 )
 from spiritlevel.losses import CallableLoss, Loss
@@ -281,22 +284,36 @@ def _hessian_in_reverse(problem: Problem, v: Params, params: Params, inputs: Any
 
 
 def _gauss_newton_in_reverse(problem: Problem, v: Params, params: Params, inputs: Any, targets: Tensor) -> Params:
-    outputs, point, moved = moved_in_reverse(problem, v, params, inputs)
+    outputs, point, moved = _moved_in_reverse(problem, v, params, inputs)
     return _pulled(outputs, point, _bend(problem.loss, outputs.detach(), targets, moved))
 
 
 def _fisher_in_reverse(problem: Problem, v: Params, params: Params, inputs: Any, targets: Tensor) -> Params:
-    outputs, point, moved = moved_in_reverse(problem, v, params, inputs)
+    outputs, point, moved = _moved_in_reverse(problem, v, params, inputs)
     return _pulled(outputs, point, _slope_along(problem.loss, outputs.detach(), targets, moved))
 
 
-def moved_in_reverse(problem: Problem, v: Params, params: Params, inputs: Any) -> tuple[Tensor, Params, Tensor]:
+def _moved_in_reverse(problem: Problem, v: Params, params: Params, inputs: Any) -> tuple[Tensor, Params, Tensor]:
     """φ with its graph, the parameters in it, and Jv: the derivative of vᵀJᵀu in dummy weights u."""
     point = as_leaves(params)
     outputs = problem.outputs(point, inputs)
     dummy = torch.zeros_like(outputs, requires_grad=True)
     along = _along(_pulled(outputs, point, dummy, create_graph=True), v)
     return outputs, point, _pulled(along, {"": dummy}, retain_graph=True)[""].detach()
+
+
+def outputs_along(problem: Problem, v: Params, params: Params, inputs: Any) -> tuple[Tensor, Tensor]:
+    """φ and Jv by forward mode, or by reverse mode where the model has no forward derivative or a wrong one."""
+    if not problem.reverse_only:
+        try:
+            outputs, moved = along(lambda point: problem.outputs(point, inputs), params, v)
+        except RuntimeError as error:
+            if isinstance(error, InputError | torch.OutOfMemoryError):
+                raise
+        else:
+            return outputs.detach(), moved.detach()
+    outputs, _, moved = _moved_in_reverse(problem, v, params, inputs)
+    return outputs.detach(), moved
 
 
 def _along(gradient: Params, v: Params) -> Tensor:
@@ -358,6 +375,7 @@ _FOOTPRINT = 8  # bytes that a product takes for each byte of activations
 _MOST_VECTORS = 32  # multiplied at once
 _MOST_SHAPES = 16  # of batches that are traced
 _FEW = 16  # samples on which a trace is tried
+_ROUNDING = 10  # times the change between parameters that are the same but for rounding
 _Flat = Callable[..., tuple[Tensor, ...]]  # of a vector, the parameters and a batch, each as tensors
 _TENSOR = object()  # marks the place of a tensor among a batch's leaves
 
@@ -619,7 +637,12 @@ class _Matrix:
             tape = _Tape(traced.trace.multiply, traced.constants, few)
             with torch.no_grad():
                 products = self._one_by_one_and_together(lambda rows: self._for_each(tape.multiply, rows), pair)
-        self._check_symmetry(pair, products)
+
+        def elsewhere() -> Iterator[Tensor]:
+            for params in nearby(self.problem.params):
+                yield _rows(self._differentiate(flat, fixed, pair, list(params.values())))
+
+        self._check_symmetry(pair, products, elsewhere)
         return traced
 
     def _one_by_one_and_together(self, multiply: Callable[[Tensor], Sequence[Tensor]], rows: Tensor) -> Tensor:
@@ -627,13 +650,9 @@ class _Matrix:
 
         Not every rule of `vmap` can be trusted. If one cannot, `vectorised` is false from here on.
         """
-
-        def together(some: Tensor) -> Tensor:
-            return torch.cat([part.reshape(len(some), -1) for part in multiply(some)], dim=1)
-
-        each = torch.cat([together(row) for row in rows.split(1)])
+        each = torch.cat([_rows(multiply(row)) for row in rows.split(1)])
         if self.vectorised:
-            error, scale = float((together(rows) - each).norm()), float(each.norm())
+            error, scale = float((_rows(multiply(rows)) - each).norm()), float(each.norm())
             self.vectorised &= error <= math.sqrt(torch.finfo(rows.dtype).eps) * scale
         return each
 
@@ -642,24 +661,35 @@ class _Matrix:
         parts = row.split([tensor.numel() for tensor in self.params])
         return [part.reshape(tensor.shape) for part, tensor in zip(parts, self.params, strict=True)]
 
-    def _check_symmetry(self, pair: Tensor, products: Tensor) -> None:
-        """Refuse a product that is not symmetric: uᵀHv = vᵀHu for two random vectors, whose size is about ‖Hv‖."""
+    def _check_symmetry(self, pair: Tensor, products: Tensor, elsewhere: Callable[[], Iterator[Tensor]]) -> None:
+        """Refuse a product that is not symmetric: uᵀHv = vᵀHu for two random vectors, whose size is about ‖Hv‖.
+
+        Where terms cancel, Hv is nothing but their rounding, and so is its asymmetry: products at parameters that are
+        the same but for rounding, `elsewhere`, then differ as much.
+        """
         pair, products = pair.double(), products.double()
         largest = float(products.abs().max())
         if largest < 1e8 * torch.finfo(self.problem.dtype).tiny:  # so small that rounding is no longer relative
             return
         products /= largest  # whose squares may be too small for a number
-        one, other = float(products[0] @ pair[1]), float(products[1] @ pair[0])
+        difference = abs(float(products[0] @ pair[1]) - float(products[1] @ pair[0]))
         size = float(torch.linalg.vector_norm(products, dim=1).max())
-        if abs(one - other) > (1e-2 if self.problem.dtype == torch.float32 else 1e-6) * size:
+        if difference <= (1e-2 if self.problem.dtype == torch.float32 else 1e-6) * size:
+            return
+        changes = [other.double() / largest - products for other in elsewhere()]
+        if difference > _ROUNDING * median(float(torch.linalg.vector_norm(change, dim=1).max()) for change in changes):
             raise InputError(
                 "the second derivatives of this model are not symmetric, so no curvature of it can be trusted: a part "
                 "of its forward runs under torch.no_grad() or on .data, or an operation has a wrong double backward."
             )
 
-    def _differentiate(self, flat: _Flat, fixed: list[Tensor], vectors: Tensor) -> Sequence[Tensor]:
+    def _differentiate(
+        self, flat: _Flat, fixed: list[Tensor], vectors: Tensor, params: list[Tensor] | None = None
+    ) -> Sequence[Tensor]:
+        point = self.params if params is None else params
         with self.problem.active():
-            return self._for_each(lambda *vector: flat(*vector, *self.params, *fixed), vectors)
+            results = self._for_each(lambda *vector: flat(*vector, *point, *fixed), vectors)
+        return [result.detach() for result in results]  # a loss may hold parameters of its own
 
     def _for_each(self, function: Callable[..., Sequence[Tensor]], rows: Tensor) -> Sequence[Tensor]:
         """`function`, of a vector in the parameters' shapes, applied to each row of (k, P), several at once."""
@@ -677,6 +707,11 @@ class _Matrix:
                 self.vectorised = False
                 return self._for_each(function, rows)
         return [torch.cat(parts) if len(parts) > 1 else parts[0] for parts in zip(*results, strict=True)]
+
+
+def _rows(parts: Sequence[Tensor]) -> Tensor:
+    """Some vectors in the parameters' shapes as the rows of one matrix."""
+    return torch.cat([part.reshape(len(part), -1) for part in parts], dim=1)
 
 
 def _held(batches: Batches) -> list[Tensor]:
@@ -702,11 +737,30 @@ def _activation_bytes(problem: Problem, batches: Batches) -> tuple[int, int]:
             saved[pointer] = max(saved.get(pointer, 0), tensor.nbytes)
         return tensor.detach()  # the tensor itself, kept by the operation that made it, would never be freed
 
-    with problem.active(), torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        outputs = problem.outputs(params, inputs)
+    with problem.active():
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+                outputs = problem.outputs(params, inputs)
+        except (InputError, RuntimeError):  # a model that differentiates by itself, for one, allows no hooks
+            with _Sizes(saved):
+                outputs = problem.outputs(params, inputs)
     problem.checked(outputs, inputs, targets)
     sizes = [*saved.values(), outputs.nbytes]
     return max(1, sum(sizes) // len(targets)), max(1, max(sizes) // len(targets))
+
+
+class _Sizes(TorchDispatchMode):
+    """Counts the bytes of all that operations return, instead of what they save."""
+
+    def __init__(self, sizes: dict[int, int]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.sizes = sizes
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not func.is_view:
+            self.sizes[-len(self.sizes) - 1] = sum(x.nbytes for x in tree_leaves(result) if isinstance(x, Tensor))
+        return result
 
 
 # ---------------------------------------------------------------- traces
@@ -783,6 +837,8 @@ class _Recorder(TorchDispatchMode):
         if not _UNREPEATABLE.isdisjoint(func.tags):
             raise _Untraceable(str(func))
         kwargs = kwargs or {}
+        if func is _aten._efficientzerotensor.default:  # a zero tangent without memory, which operations below a mode
+            func = _aten.zeros.default  # read all the same: torch 2.13 dies of that, as in `mse_loss` and `ldexp`
         result = func(*args, **kwargs)
         several = isinstance(result, tuple | list)
         tensors = [
@@ -806,6 +862,7 @@ class _Recorder(TorchDispatchMode):
         return result
 
 
+_aten = torch.ops.aten
 _UNREPEATABLE = {
     torch.Tag.data_dependent_output,  # a number taken out of a tensor, perhaps to branch on
     torch.Tag.dynamic_output_shape,
@@ -887,7 +944,6 @@ def _checked_trace(
     return traced._replace(constants=constants) if right else None
 
 
-_aten = torch.ops.aten
 _SAME = {_aten.alias.default, _aten.detach.default}
 _ZEROS = {_aten.zeros.default, _aten.zeros_like.default, _aten._efficientzerotensor.default, _aten.new_zeros.default}
 _LINEAR_IN_EACH = {

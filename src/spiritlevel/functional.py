@@ -28,15 +28,14 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.func import functional_call, jvp
-from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, SequentialSampler
 from torch.utils.data.sampler import SubsetRandomSampler, WeightedRandomSampler
 
 from spiritlevel import losses
 from spiritlevel.distributed import Ranks
+from spiritlevel.elementary import Elementary
 from spiritlevel.errors import InputError, first_line, unknown_name, whole_number
 
 Params = dict[str, Tensor]
@@ -106,113 +105,6 @@ def _same_content(now: list[Any], then: list[Any]) -> bool:
         return False
     pairs = zip(now, then, strict=True)
     return all(a is b or (type(a) is type(b) is tuple and len(a) == 2 and a[1] is b[1]) for a, b in pairs)
-
-
-class _Elementary(TorchFunctionMode):
-    """Some operations written out, because their built-in second derivatives are wrong or missing (torch 2.13).
-
-    Nested forward mode is silently wrong for layer norm (by 10-20 %), and for batch norm and instance norm that use the
-    statistics of their input (by 30 % and more; a `vmap` over their backward pass is off by 10 %). Double backward
-    through weight norm is off by 24 %. The hard sigmoid has no second derivative, the gated linear unit no nested
-    forward mode. Running statistics are never written.
-    """
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is F.layer_norm or func is torch.layer_norm:
-            return _layer_norm(*args, **kwargs)
-        if func is torch._weight_norm:
-            return _weight_norm(*args, **kwargs)
-        if func is F.batch_norm or func is F.instance_norm:
-            rewritten = (_batch_norm if func is F.batch_norm else _instance_norm)(*args, **kwargs)
-            return func(*args, **kwargs) if rewritten is None else rewritten
-        if func is F.hardsigmoid:
-            return F.relu6((args[0] if args else kwargs["input"]) + 3) / 6
-        if func is F.glu:
-            return _glu(*args, **kwargs)
-        return func(*args, **kwargs)
-
-
-def _layer_norm(
-    input: Tensor,
-    normalized_shape: list[int],
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-    cudnn_enable: bool = False,
-) -> Tensor:
-    dims = tuple(range(-len(normalized_shape), 0))
-    centred = input - input.mean(dims, keepdim=True)
-    return normalised(centred, centred.square().mean(dims, keepdim=True), weight, bias, eps)
-
-
-def _standardised(input: Tensor, dims: list[int], weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    """Zero mean and unit variance over `dims`, then the channels' scale and shift."""
-    centred = input - input.mean(dims, keepdim=True)
-    weight, bias = (None if item is None else by_channel(item, input) for item in (weight, bias))
-    return normalised(centred, centred.square().mean(dims, keepdim=True), weight, bias, eps)
-
-
-def normalised(centred: Tensor, variance: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    """The end of every normalisation, written out: divide by the standard deviation, scale and shift."""
-    result = centred * (variance + eps).rsqrt()
-    if weight is not None:
-        result = result * weight
-    return result if bias is None else result + bias
-
-
-def by_channel(tensor: Tensor, input: Tensor) -> Tensor:
-    """One number a channel, in a shape that broadcasts to the inputs (N, C, …)."""
-    return tensor.view([-1] + [1] * (input.ndim - 2))
-
-
-def _batch_norm(
-    input: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    training: bool = False,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-) -> Tensor | None:
-    if not training:
-        return None
-    if input.numel() <= input.shape[1]:
-        raise InputError(
-            f"batch statistics need more than one value a channel, got inputs of shape {tuple(input.shape)} for a "
-            "batch norm; pass larger batches (is the last one a single sample?), or batch_norm='eval'."
-        )
-    return _standardised(input, [0, *range(2, input.ndim)], weight, bias, eps)
-
-
-def _instance_norm(
-    input: Tensor,
-    running_mean: Tensor | None = None,
-    running_var: Tensor | None = None,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    use_input_stats: bool = True,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-) -> Tensor | None:
-    if not use_input_stats or math.prod(input.shape[2:]) <= 1:
-        return None
-    return _standardised(input, list(range(2, input.ndim)), weight, bias, eps)
-
-
-def _glu(input: Tensor, dim: int = -1) -> Tensor:
-    value, gate = input.chunk(2, dim)
-    return value * gate.sigmoid()
-
-
-def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
-    if dim == -1:
-        return v * (g / v.square().sum().sqrt())
-    others = [d for d in range(v.ndim) if d != dim]
-    return v * (g / v.square().sum(others, keepdim=True).sqrt())
 
 
 @functools.cache
@@ -451,7 +343,7 @@ class Problem:
         else:
             args = (inputs,)
         try:
-            with _Elementary(), keeps as changed, torch.enable_grad() if detached else contextlib.nullcontext():
+            with Elementary(), keeps as changed, torch.enable_grad() if detached else contextlib.nullcontext():
                 result = functional_call(self.model, {**constants, **params}, args, kwargs)
                 self._keeps |= changed()
         except (RuntimeError, ValueError, TypeError, IndexError) as error:
@@ -592,6 +484,19 @@ def along(function: Callable[[Params], Any], params: Params, direction: Params) 
     """The value of a function of the parameters and its derivative along a direction, by forward mode."""
     result = jvp(function, (params,), (direction,))
     return result[0], result[1]
+
+
+def nearby(params: Params) -> Iterator[Params]:
+    """Three times the parameters moved by some units in their last places: what changes by that is rounding."""
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(3):
+        moved = {}
+        for name, tensor in params.items():
+            size = tensor.abs()
+            size = size + (float(size.mean()) or 1.0)
+            noise = torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype).to(tensor.device)
+            moved[name] = tensor + 64 * torch.finfo(tensor.dtype).eps * size * noise
+        yield moved
 
 
 def _state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

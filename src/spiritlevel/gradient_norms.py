@@ -13,7 +13,7 @@ import contextlib
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -518,6 +518,7 @@ class _Recorder(TorchFunctionMode):
         self.promises: list[Tensor] = []  # kept, so that no other tensor gets the id of one
         self.made: dict[str, Tensor | None] = {}  # by kernel: the output, None for a pooled one
         self.spoiled = False
+        self.level = _level()
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -525,6 +526,10 @@ class _Recorder(TorchFunctionMode):
         kwargs = kwargs or {}
         met = [self.names[id(leaf)] for leaf in tree_leaves((args, kwargs)) if id(leaf) in self.names]
         self.path.append((getattr(func, "__name__", ""), *met))
+        if _level() != self.level:  # inside a `vmap` or `grad` of the model's own: rows are no samples there
+            self.without_rule.update(met)
+            args, kwargs = tree_map(self._made, (args, kwargs))
+            return func(*args, **kwargs)
         if self.pending:
             first = self.pending.get(id(args[0])) if args else None
             if first is not None and func in _RELU and not kwargs.get("inplace"):
@@ -612,6 +617,11 @@ def _operands(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Of a convolution called with these arguments."""
     return input, weight, bias
+
+
+def _level() -> int | None:
+    """How deep we are in transformations of `torch.func`."""
+    return cast(Any, torch._C)._functorch.maybe_current_level()
 
 
 def _computes(result: Any) -> bool:

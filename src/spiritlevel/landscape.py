@@ -13,9 +13,10 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from spiritlevel.curvature import hessian, hessian_product, loss_gradient
+from spiritlevel.elementary import by_channel, normalised
 from spiritlevel.errors import InputError, unknown_name
 from spiritlevel.estimators import eigenvalues
-from spiritlevel.functional import Batches, Params, Problem, by_channel, normalised, unwrapped
+from spiritlevel.functional import Batches, Params, Problem, unwrapped
 from spiritlevel.results import Landscape
 
 __all__ = ["landscape"]

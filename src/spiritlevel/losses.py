@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from spiritlevel.elementary import Elementary
 from spiritlevel.errors import InputError, first_line, unknown_name
 
 # ---------------------------------------------------------------- safe scalars of the softmax
@@ -509,7 +510,7 @@ class CallableLoss(Loss):
         self.closed_form = hasattr(function, "factors")  # type: ignore[misc]
 
     def check(self, outputs: Tensor, targets: Tensor, start: int = 0) -> None:
-        value = self.function(outputs, targets)
+        value = self.values(outputs, targets)
         if not isinstance(value, Tensor) or value.shape != outputs.shape[:1]:
             shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
             raise InputError(
@@ -518,11 +519,12 @@ class CallableLoss(Loss):
             )
 
     def values(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return self.function(outputs, targets)
+        with Elementary():
+            return self.function(outputs, targets)
 
     def gradient(self, outputs: Tensor, targets: Tensor) -> Tensor:
         def slope(point: Tensor, wanted: Tensor) -> Tensor:
-            return torch.func.grad(lambda out: self.function(out, wanted).sum())(point)
+            return torch.func.grad(lambda out: self.values(out, wanted).sum())(point)
 
         return _in_float64(slope, outputs, targets)
 
@@ -530,7 +532,7 @@ class CallableLoss(Loss):
         def bend(point: Tensor, wanted: Tensor) -> Tensor:
             with torch.enable_grad():
                 point = point.detach().requires_grad_()
-                (first,) = torch.autograd.grad(self.function(point, wanted).sum(), point, create_graph=True)
+                (first,) = torch.autograd.grad(self.values(point, wanted).sum(), point, create_graph=True)
                 if not first.requires_grad:
                     return torch.zeros_like(point)  # linear in the outputs
                 along = direction.to(point).reshape(point.shape)

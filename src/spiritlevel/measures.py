@@ -32,12 +32,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from spiritlevel.curvature import empirical_fisher, gauss_newton, hessian
+from spiritlevel.curvature import empirical_fisher, gauss_newton, hessian, outputs_along
 from spiritlevel.derivatives import check_derivatives
 from spiritlevel.distributed import Ranks
 from spiritlevel.errors import InputError, NotExactError, unknown_name
 from spiritlevel.estimators import Operator, eigenvalues, frobenius_norm, operator_trace, spectral_norm
-from spiritlevel.functional import Batches, Params, Problem, along
+from spiritlevel.functional import Batches, Params, Problem
 from spiritlevel.gradient_norms import GradientNorms, resized
 from spiritlevel.losses import aceht
 from spiritlevel.margins import margin_bound, margins, printed_margin_bound, signed_margin
@@ -298,10 +298,11 @@ class Setting:
 
     @property
     def last(self) -> _Call:
-        """The last layer that ran, frozen or not."""
-        if not self.calls:
+        """The last layer that ran, frozen or not, among those that the outputs are not known to ignore."""
+        calls = [call for call in self.calls if self.structure.degrees.get(call.weight, 1)]
+        if not calls:
             raise InputError("the network has no linear layer or convolution.")
-        last = self.calls[-1]
+        last = calls[-1]
         if last.module is None:
             raise InputError(
                 f"the last layer of the network is the bare operation '{last.name}' on parameter {last.weight!r}; "
@@ -310,13 +311,21 @@ class Setting:
         return last
 
     @functools.cached_property
+    def owners(self) -> dict[str, nn.Module]:
+        """The linear layer or convolution that each weight belongs to, the first one if several share it."""
+        names = {id(parameter): name for name, parameter in self.problem.model.named_parameters()}
+        found: dict[str, nn.Module] = {}
+        for module in self.problem.model.modules():
+            weight = module._parameters.get("weight") if isinstance(module, _LAYERS) else None
+            if weight is not None:
+                found.setdefault(names[id(weight)], module)
+        return found
+
+    @functools.cached_property
     def layers(self) -> list[str]:
         """The trainable weights of linear layers and convolutions that the outputs use, by the names of parameters."""
-        names = {id(parameter): name for name, parameter in self.problem.model.named_parameters()}
-        modules = [module for module in self.problem.model.modules() if isinstance(module, _LAYERS)]
-        own = [names[id(weight)] for module in modules if (weight := module._parameters.get("weight")) is not None]
-        used = [call.weight for call in self.calls] + [name for name in own if self.structure.uses.get(name)]
-        found = [name for name in dict.fromkeys(used) if name in own and name in self.problem.params]
+        used = [call.weight for call in self.calls] + [name for name in self.owners if self.structure.uses.get(name)]
+        found = [name for name in dict.fromkeys(used) if name in self.owners and name in self.problem.params]
         if not found:
             raise InputError("the network has no linear layer or convolution with trainable weights of its own.")
         return found
@@ -447,12 +456,24 @@ class _Tapped(nn.Module):
             handle.remove()
 
 
+def _matrices(module: Any, tensor: Tensor) -> Tensor:
+    """What has the shape of a layer's weight as (…, groups, outputs, inputs, positions), channels counted by group.
+
+    The outputs of a group see the inputs of this group only. A transposed convolution keeps its inputs first.
+    """
+    groups, transposed = getattr(module, "groups", 1), getattr(module, "transposed", False)
+    lead = tensor.shape[: tensor.ndim - module.weight.ndim]
+    first, second = module.weight.shape[:2]
+    found = tensor.reshape(*lead, groups, first // groups, second, -1)
+    return found.transpose(-3, -2) if transposed else found
+
+
 @dataclass
 class _Block:
     """The block G of the Gauss-Newton matrix that belongs to a weight with rows w_s."""
 
     diagonal: Tensor  # of G, in the weight's shape
-    relative: float  # Σ_{s,s'} ⟨w_s, w_s'⟩ Tr G_{s,s'}
+    relative: float  # Σ_{s,s'} ⟨w_s, w_s'⟩ Tr G_{s,s'}, s and s' in one group
 
 
 def _blocks(setting: Setting, weights: Sequence[str]) -> dict[str, _Block]:
@@ -495,7 +516,7 @@ def _blocks(setting: Setting, weights: Sequence[str]) -> dict[str, _Block]:
                     _add_call(found[name], modules[name], problem.params[name], points, slope, scale)
                 for part, gradients in _sample_by_sample(problem, alone, inputs, vector):
                     for name, gradient in gradients.items():
-                        _add_gradients(found[name], problem.params[name], gradient, scale[part])
+                        _add_gradients(found[name], setting.owners[name], problem.params[name], gradient, scale[part])
     for block in found.values():
         block.diagonal /= setting.count
         block.relative /= setting.count
@@ -537,16 +558,15 @@ def _add_call(block: _Block, module: nn.Module, weight: Tensor, points: Tensor, 
     for begin in range(0, len(scale), samples):
         part = slice(begin, begin + samples)
         gradients = vmap(grad(form), in_dims=(None, 0, 0))(weight.detach(), points[part], slope[part])
-        _add_gradients(block, weight, gradients.detach(), scale[part])
+        _add_gradients(block, module, weight, gradients.detach(), scale[part])
 
 
-def _add_gradients(block: _Block, weight: Tensor, gradients: Tensor, scale: Tensor) -> None:
+def _add_gradients(block: _Block, module: nn.Module, weight: Tensor, gradients: Tensor, scale: Tensor) -> None:
     """The same from the gradients g of every sample, (N, …)."""
     block.diagonal += torch.einsum("n,n...->...", scale, gradients.double().square())
-    rows = weight.reshape(len(weight), -1)
-    flat = gradients.reshape(len(gradients), *rows.shape)
-    forms = flat * (rows @ rows.T @ flat) if len(rows) < rows.shape[1] else (rows.T @ flat).square()
-    block.relative += float(scale @ forms.double().sum((1, 2)))
+    rows, flat = _matrices(module, weight).flatten(2), _matrices(module, gradients).flatten(3)
+    forms = flat * (rows @ rows.mT @ flat) if rows.shape[1] < rows.shape[2] else (rows.mT @ flat).square()
+    block.relative += float(scale @ forms.double().sum((1, 2, 3)))
 
 
 def _sample_by_sample(problem: Problem, chosen: Params, inputs: Any, vectors: Tensor) -> Iterator[tuple[slice, Params]]:
@@ -1001,20 +1021,11 @@ def _empirical_fisher_trace(setting: Setting) -> Estimate:
 )
 def _fisher_rao_norm(setting: Setting) -> Estimate:
     problem, total = setting.problem, 0.0
-    if not problem.reverse_only:
-        try:
-            with problem.active():
-                for inputs, targets in setting.each():
-                    here = functools.partial(lambda inputs, params: problem.outputs(params, inputs), inputs)
-                    outputs, slope = along(here, problem.params, problem.params)
-                    total += float(problem.loss.quadratic(outputs.detach(), targets, slope.detach()).sum())
-            return Estimate(total / setting.count, matvecs=1, seed=setting.seed)
-        except RuntimeError as error:  # no forward derivatives: the product with F has another way, or says why not
-            if isinstance(error, torch.OutOfMemoryError):
-                raise
-    theta = setting.theta
-    value = float(theta.double() @ (setting.gauss_newton @ theta).double())
-    return Estimate(value, matvecs=1, seed=setting.seed)
+    with problem.active():
+        for inputs, targets in setting.each():
+            outputs, slope = outputs_along(problem, problem.params, problem.params, inputs)
+            total += float(problem.loss.quadratic(outputs.detach(), targets, slope.detach()).sum())
+    return Estimate(total / setting.count, matvecs=1, seed=setting.seed)
 
 
 def _layer_norms(setting: Setting) -> Tensor:
@@ -1090,7 +1101,8 @@ def _relative_flatness_sum(setting: Setting) -> Estimate:
 def _relative_flatness_of(setting: Setting, weights: list[str]) -> Estimate:
     """Exact where the outputs are of degree 1 in each of these weights: there the blocks of H and GGN are the same.
 
-    Elsewhere from probes v_l = (W_l g) zᵀ with sign vectors g, z: E vᵀHv = Σ_l Σ_{s,s'} ⟨w_s, w_s'⟩ Tr H_{s,s'}.
+    Elsewhere from probes v_l = (W_l g) zᵀ with sign vectors g, z: E vᵀHv = Σ_l Σ_{s,s'} ⟨w_s, w_s'⟩ Tr H_{s,s'}. The
+    groups of a convolution are layers of their own, side by side.
     """
     degrees = setting.structure.degrees  # none if the network cannot be traced
     if setting.problem.loss.closed_form and all(degrees.get(name, 2) <= 1 for name in weights):
@@ -1100,41 +1112,43 @@ def _relative_flatness_of(setting: Setting, weights: list[str]) -> Estimate:
     params = setting.problem.params
     for index in range(_PROBES):
         generator = setting.generator(index, 5)
-        parts = {name: torch.zeros_like(tensor) for name, tensor in params.items()}
+        parts = {name: torch.zeros_like(t, memory_format=torch.contiguous_format) for name, t in params.items()}
         for name in weights:
-            weight = params[name]
-            rows = weight.reshape(len(weight), -1)
-            signs = torch.randint(0, 2, (2, rows.shape[1]), generator=generator).mul(2).sub(1).to(rows)
-            parts[name] = torch.outer(rows @ signs[0], signs[1]).reshape(weight.shape)
-        vector = torch.cat([parts[name].reshape(-1) for name in op.names])
-        draws.append(float(vector.double() @ (op @ vector).double()))
+            rows, vector = (_matrices(setting.owners[name], tensor[name]) for tensor in (params, parts))
+            shape = (2, len(rows), rows[0, 0].numel())
+            signs = torch.randint(0, 2, shape, generator=generator).mul(2).sub(1).to(rows)
+            columns = rows.flatten(2) @ signs[0][:, :, None]
+            vector += (columns * signs[1][:, None]).reshape(rows.shape)  # a view of what it fills
+        probe = torch.cat([parts[name].reshape(-1) for name in op.names])
+        draws.append(float(probe.double() @ (op @ probe).double()))
     return Estimate.from_draws(torch.tensor(draws, dtype=torch.float64), seed=setting.seed)
 
 
 @_register(
     "normalised_sharpness",
-    "sharpness of the weights after the best scaling of every row and column",
-    "Σ_l min_{r,c>0} Σ_{ij} [h_ij r_i²c_j² + W_ij²/(r_i²c_j²)], h the diagonal of the Gauss-Newton matrix",
+    "sharpness of the weights after the best scaling of every output and input channel",
+    "Σ_l min_{r,c>0} Σ_{ij} [h_ij r_i²c_j² + W_ij²/(r_i²c_j²)], h the diagonal of the Gauss-Newton matrix, i and j the "
+    "channels of layer l, or of one of its groups",
     "Tsuzuku, Sato & Sugiyama 2020, arXiv:1901.04653",
     cost="backward",
     invariant_to=_SAME,
 )
 def _normalised_sharpness(setting: Setting) -> Estimate:
-    """Over the weights of linear layers and convolutions, columns are input channels; no further constant factor.
+    """Over the weights of linear layers and convolutions; no further constant factor.
 
-    h is the diagonal of H itself for ReLU networks (MATH 4.1), and unlike it never negative elsewhere.
+    Rows are output channels and columns input channels, in a grouped convolution those of each group by themselves: an
+    index within a group is another channel in the next, which a rescaling of the network scales by itself. h is the
+    diagonal of H itself for ReLU networks (MATH 4.1), and unlike it never negative elsewhere.
     """
-    total, reasons = 0.0, []
+    total, open_ones = 0.0, []
     for name in setting.layers:
-        weight = setting.problem.params[name].double()
-        shape = (*weight.shape[:2], -1)
-        value, converged = _balanced(
-            setting.blocks[name].diagonal.reshape(shape).sum(2), weight.square().reshape(shape).sum(2)
-        )
-        total += value
-        if not converged:
-            reasons.append(name)
-    reason = f"not converged: the scalings of {', '.join(reasons)} still move" if reasons else ""
+        owner, weight = setting.owners[name], setting.problem.params[name].double()
+        sums = [_matrices(owner, tensor).sum(3) for tensor in (setting.blocks[name].diagonal, weight.square())]
+        found = [_balanced(h, w) for h, w in zip(*sums, strict=True)]
+        total += sum(value for value, _ in found)
+        if not all(converged for _, converged in found):
+            open_ones.append(name)
+    reason = f"not converged: the scalings of {', '.join(open_ones)} still move" if open_ones else ""
     return Estimate(total, seed=setting.seed, reason=reason)
 
 
@@ -1451,22 +1465,57 @@ class _Paths(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.known: dict[int, Tensor | None] = {id(inputs): torch.ones_like(inputs, dtype=torch.float64)}
         self.kept: list[Any] = [inputs]  # alive, so that no id is given twice
+        self.written: dict[int, Tensor] = {}  # the same for all the memory of a tensor that was written into
 
     def squares(self, value: Any) -> Any:
         """The sums of squared paths that end in these entries; other arguments as they are."""
+        memory = self._memory(value)
+        if memory is not None:
+            return memory.clone()
         if id(value) in self.known:
             return self.known[id(value)]
         return value.double().square() if isinstance(value, Tensor) and value.is_floating_point() else value
+
+    def knows(self, value: Any) -> bool:
+        """Whether the inputs reach it."""
+        return id(value) in self.known or self._memory(value) is not None
+
+    def _memory(self, value: Any) -> Tensor | None:
+        """The part of `written` that a tensor sees."""
+        if not self.written or not isinstance(value, Tensor) or not value.is_floating_point():
+            return None
+        memory = self.written.get(value.untyped_storage().data_ptr())
+        return None if memory is None else memory.as_strided(value.shape, value.stride(), value.storage_offset())
+
+    def _write(self, target: Tensor, source: Tensor) -> None:
+        """A tensor is written into, below what `functionalize` sees: all that shares its memory changes with it."""
+        storage, new = target.untyped_storage(), self.squares(_as_tensor(source, target))
+
+        def seen_by(value: Tensor) -> Tensor:
+            return self.written[storage.data_ptr()].as_strided(value.shape, value.stride(), value.storage_offset())
+
+        if storage.data_ptr() not in self.written:
+            everything = torch.empty(0, dtype=target.dtype, device=target.device).set_(storage)
+            self.written[storage.data_ptr()] = everything.double().square()
+            for value in self.kept:
+                known = self.known.get(id(value))
+                if known is not None and value.untyped_storage().data_ptr() == storage.data_ptr():
+                    seen_by(value).copy_(known)
+            self.kept.append(target)
+        seen_by(target).copy_(new)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         name = func.overloadpacket.__name__
-        reached = [id(leaf) for leaf in tree_leaves((args, kwargs)) if id(leaf) in self.known]
+        reached = [leaf for leaf in tree_leaves((args, kwargs)) if self.knows(leaf)]
         if not reached or name in _EMPTY:
             return result
+        if name == "copy_":
+            self._write(*args[:2])
+            return result
         values, found = tree_leaves(result), None
-        if all(self.known[leaf] is not None for leaf in reached):
+        if all(self.known.get(id(leaf), leaf) is not None for leaf in reached):
             found = self._rule(name, func, args, kwargs, result)
         elif not any(isinstance(value, Tensor) and value.is_floating_point() for value in values):
             found = values  # indices, made from others
@@ -1485,7 +1534,7 @@ class _Paths(TorchDispatchMode):
         """The sums of paths behind an operation, None where no rule is known."""
         squares = self.squares
         if name in _MOVED:
-            constants = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor) and id(leaf) not in self.known]
+            constants = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor) and not self.knows(leaf)]
             if name in ("max", "maximum") and any(bool(constant.any()) for constant in constants):
                 return None  # a clip, not homogeneous
             if "index" not in name and not all(constant.is_floating_point() for constant in constants):
@@ -1527,13 +1576,13 @@ class _Paths(TorchDispatchMode):
     def _product(self, name: str, func: Any, args: Any, kwargs: Any, result: Any) -> Any:
         """Of a value with weights, plus a bias; a product of two values that the inputs reach has no paths."""
         factors = args[1:3] if name in _ADDED else args[:2]
-        if all(id(factor) in self.known for factor in factors) or kwargs.get("rounding_mode"):
+        if all(self.knows(factor) for factor in factors) or kwargs.get("rounding_mode"):
             return None
         if name in ("mul", "div"):
             first, second = (self.squares(_as_tensor(argument, result)) for argument in args[:2])
             if name == "mul":
                 return first * second
-            return None if id(args[1]) in self.known else first / second
+            return None if self.knows(args[1]) else first / second
         scales = {key: number**2 for key, number in kwargs.items()}  # alpha and beta
         return func(*(self.squares(argument) for argument in args), **scales)
 
@@ -1580,7 +1629,7 @@ def _path_norm(setting: Setting) -> Estimate:
     except RuntimeError as error:
         first = str(error).strip().split("\n", 1)[0][:200]
         raise InputError(f"path_norm follows the operations of the network, which fails: {first}.") from error
-    if id(outputs) not in paths.known:
+    if not paths.knows(outputs):
         raise InputError("path_norm: no path leads from the inputs to the outputs.")
     return Estimate(math.sqrt(float(paths.squares(outputs).sum())), seed=setting.seed)
 
@@ -1745,35 +1794,142 @@ def _operator_norms(layer: _Call, seed: int) -> tuple[float, float, str]:
         return back.reshape(block.shape[1], -1).T
 
     found = spectral_norm(Operator(gram, math.prod(shape), dtype=torch.float64, device=weight.device), seed=seed)
-    with torch.no_grad():  # a row of A holds the weights that one output reads; squared, a pass of ones adds them up
-        squares = run(torch.ones(1, *shape, dtype=torch.float64, device=weight.device), weight.square())
-    rows = squares.clamp_min(0).sqrt().sum() * layer.inputs[0] / _WATCHED
-    return math.sqrt(found.value), float(rows), found.reason
+    if module.padding_mode == "zeros":  # a row of A holds the weights that one output reads: ones add up their squares
+        with torch.no_grad():
+            squares = run(torch.ones(1, *shape, dtype=torch.float64, device=weight.device), weight.square())
+        rows = squares.clamp_min(0).sqrt().sum()
+    else:
+        rows = _padded_rows(module, weight, shape[1:])
+    return math.sqrt(found.value), float(rows) * layer.inputs[0] / _WATCHED, found.reason
+
+
+def _padded_rows(module: Any, weight: Tensor, size: torch.Size) -> Tensor:
+    """Σ‖row‖₂ of a convolution whose padding repeats entries of its input: what reads one entry twice adds up.
+
+    With q(k) the entry that the weight w_k reads for one output, ‖row‖² = Σ_{k,l} [q(k) = q(l)] ⟨w_k, w_l⟩.
+    """
+    count, dims = math.prod(module.kernel_size), len(size)
+    entries = torch.arange(math.prod(size), dtype=torch.float64, device=weight.device).reshape(1, 1, *size)
+    padded = nn.functional.pad(entries, module._reversed_padding_repeated_twice, mode=module.padding_mode)
+    each = torch.eye(count, dtype=torch.float64, device=weight.device).reshape(count, 1, *module.kernel_size)
+    convolve = (nn.functional.conv1d, nn.functional.conv2d, nn.functional.conv3d)[dims - 1]
+    read = convolve(padded, each, stride=module.stride, dilation=module.dilation).flatten(2)[0].T.round()
+    twice = (read.sort(1).values.diff(dim=1) == 0).any(1)  # outputs near the border
+    flat = weight.reshape(len(weight), -1, count)
+    total = flat.square().sum((1, 2)).sqrt().sum() * (~twice).sum()
+    if bool(twice.any()):
+        same = (read[twice, :, None] == read[twice, None, :]).flatten(1)
+        patterns, times = torch.unique(same, dim=0, return_counts=True)
+        products = (flat.mT @ flat).flatten(1)
+        total = total + ((products @ patterns.double().T).clamp_min(0).sqrt() * times).sum()
+    return total
+
+
+_INPUTS = -1  # stands for the network's inputs among its layers
+
+Wiring = dict[int, tuple[_Call, frozenset[int]]]
+"""Layers by their numbers in the order in which they ran: each with what it reads, other layers or `_INPUTS`."""
+
+
+def _wiring(setting: Setting) -> tuple[Wiring, frozenset[int]]:
+    """The layers that the outputs depend on, and what the outputs read.
+
+    Read off autograd's graph of a pass of a few samples, which knows what views share and what is written in place.
+    """
+    problem, known = setting.problem, {call.name: call for call in setting.calls}
+    calls: list[_Call] = []
+    marks: list[Any] = []  # a node of the graph behind every layer
+
+    def mark(module: nn.Module, args: Any, kwargs: Any, output: Tensor, name: str) -> Tensor:
+        shape = next(leaf.shape for leaf in (*args, *kwargs.values()) if isinstance(leaf, Tensor))
+        output = output.clone()  # a node of its own, whatever writes into the output later
+        calls.append(dataclasses.replace(known[name], inputs=shape))
+        marks.append(output.grad_fn)
+        return output
+
+    handles = [
+        module.register_forward_hook(functools.partial(mark, name=name), with_kwargs=True)
+        for name, module in problem.model.named_modules()
+        if isinstance(module, _LAYERS)
+    ]
+    try:
+        with problem.active():
+            start = resized(problem.place(*setting.batches.first(2))[0], _WATCHED).detach().requires_grad_().clone()
+            outputs = problem.outputs({name: tensor.detach() for name, tensor in problem.params.items()}, start)
+    finally:
+        for handle in handles:
+            handle.remove()
+    numbers = {node: index for index, node in enumerate(marks) if node is not None} | {start.grad_fn: _INPUTS}
+    ends, found = _read_by([outputs.grad_fn], numbers), Wiring()
+    waiting = list(ends)
+    while waiting:
+        index = waiting.pop()
+        if index not in found and index != _INPUTS:
+            found[index] = calls[index], _read_by([node for node, _ in marks[index].next_functions], numbers)
+            waiting += found[index][1]
+    return dict(sorted(found.items())), ends
+
+
+def _read_by(nodes: list[Any], numbers: dict[Any, int]) -> frozenset[int]:
+    """The numbered nodes of autograd's graph that these are, or lead to without another one in between."""
+    found, seen = set(), {None}
+    while nodes:
+        node = nodes.pop()
+        if node in numbers:
+            found.add(numbers[node])
+        elif node not in seen:
+            seen.add(node)
+            nodes += [before for before, _ in node.next_functions]
+    return frozenset(found)
+
+
+def _path_complexity(wiring: Wiring, ends: frozenset[int], norms: dict[int, tuple[float, float]]) -> float:
+    """R = (Σ_l (p_l ‖A_lᵀ‖_{2,1} q_l)^{2/3})^{3/2}: p and q are Π‖A‖_σ of what is before and behind, over all paths.
+
+    Bartlett, Foster & Telgarsky cover a chain of layers. Their argument needs to know by how much the layers before l
+    can stretch the inputs, p_l, and those behind it an error, q_l: to allow the error ε_l at l costs
+    (p_l ‖A_lᵀ‖_{2,1}‖X‖/ε_l)², and the least cost at a given Σ q_l ε_l is R²‖X‖² over its square. In a chain p_l q_l is
+    Π_{k≠l} ‖A_k‖_σ, which makes R the printed one. Where branches meet, in a sum, a maximum or a concatenation, their
+    stretches add up at most: p and q are sums over paths, and a factor that moves along a path leaves them.
+    """
+    before, reach = {}, {_INPUTS: 1.0}
+    for index, (_, reads) in wiring.items():
+        before[index] = sum(reach[other] for other in reads)
+        reach[index] = before[index] * norms[index][0]
+    behind = {index: float(index in ends) for index in wiring}
+    for index, (_, reads) in reversed(wiring.items()):
+        for other in reads - {_INPUTS}:
+            behind[other] += norms[index][0] * behind[index]
+    return sum((before[index] * norms[index][1] * behind[index]) ** (2 / 3) for index in wiring) ** 1.5
 
 
 def _spectral_complexity(setting: Setting) -> tuple[float, str]:
-    """R·‖X‖_F/n of the network with batch norm folded."""
-    folded = setting.folded
+    """R·‖X‖_F/n of the network with batch norm folded; what stands between the layers counts as not stretching."""
+    folded, inputs = setting.folded, setting.logits[0].double()
     if not folded.structure.exact:
         raise InputError(
             f"the spectrally normalised margin is defined for ReLU networks only: {folded.structure.reason}."
         )
-    product, total, reason = 1.0, 0.0, ""
-    for layer in {call.weight or call.name: call for call in folded.calls}.values():
-        if not layer.plain:
+    wiring, ends = _wiring(folded)
+    for call in [call for call in folded.calls if call.module is None] + [call for call, _ in wiring.values()]:
+        if not call.plain:
             raise InputError(
                 f"the spectrally normalised margin needs layers that are plain nn.Linear or convolutions, and "
-                f"{layer.name!r} is not; write it as one."
+                f"{call.name!r} is not; write it as one."
             )
-        norm, rows, failed = _operator_norms(layer, setting.seed)
-        if norm == 0:
-            raise InputError(
-                f"the spectrally normalised margin is not defined: all weights of layer {layer.name!r} are zero, so "
-                "the outputs do not depend on the inputs through it."
-            )
-        product, total, reason = product * norm, total + (rows / norm) ** (2 / 3), reason or failed
-    inputs = setting.logits[0].double()
-    scale = product * total**1.5 * float(inputs.norm()) / len(inputs)
+    norms, reason = {}, ""
+    for index, (call, _) in wiring.items():
+        norm, rows, failed = _operator_norms(call, setting.seed)
+        norms[index] = norm, rows
+        reason = reason or failed
+    complexity = _path_complexity(wiring, ends, norms)
+    zero = [call.name for index, (call, _) in wiring.items() if norms[index][0] == 0]
+    if complexity == 0 and zero:
+        raise InputError(
+            f"the spectrally normalised margin is not defined: all weights of layer {zero[0]!r} are zero, so the "
+            "outputs do not depend on the inputs through it."
+        )
+    scale = complexity * float(inputs.norm()) / len(inputs)
     if not 0 < scale < math.inf:
         raise InputError(
             f"the spectrally normalised margin is not defined: the spectral complexity times the size of the inputs "
@@ -1792,7 +1948,8 @@ for _name, _meaning, _function in (("mean", "mean", lambda v: float(v.mean())), 
         f"spectral_margin_{_name}",
         f"{_meaning} output margin in units of the network's spectral complexity, batch norm folded; grows as √n with "
         "the number of samples, so only for as many",
-        f"{_meaning} Δ / (R ‖X‖_F/n), R = Π‖A_l‖_σ (Σ(‖A_lᵀ‖_{{2,1}}/‖A_l‖_σ)^(2/3))^(3/2)",
+        f"{_meaning} Δ / (R ‖X‖_F/n), R = (Σ_l (p_l ‖A_lᵀ‖_{{2,1}} q_l)^(2/3))^(3/2), p_l and q_l the products of "
+        "‖A_k‖_σ before and behind layer l, added up over parallel paths",
         "Bartlett, Foster & Telgarsky 2017, arXiv:1706.08498",
         cost="matvecs",
         direction="wider",

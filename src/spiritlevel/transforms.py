@@ -6,9 +6,10 @@ preserved, checked on data. The original is never touched. A certificate's diago
 H(Tθ) = T⁻¹H(θ)T⁻¹ (MATH 4.8); `Transformed.hessian` applies it.
 
 The layers that may be scaled are found by running the network on two samples and following the factor of every value:
-linear layers, convolutions and the affine part of batch norm take a factor; ReLU, leaky ReLU, PReLU, dropout, pooling,
-padding with zeros, reshaping and multiplication by a number pass it on; sums and concatenations tie the layers in front
-of them into one group; batch norm absorbs it in its statistics. Any other operation demands the factor 1.
+linear layers, convolutions (grouped and transposed ones too), products with a matrix of parameters and the affine part
+of batch norm take a factor; ReLU, leaky ReLU, PReLU, dropout, pooling, padding with zeros, reshaping and multiplication
+by a number pass it on; sums and concatenations tie the layers in front of them into one group; batch norm absorbs it in
+its statistics. Any other operation demands the factor 1.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import math
 import numbers
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +29,6 @@ from torch.func import functional_call
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
-from torch.nn.utils.fusion import fuse_conv_bn_weights
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -170,6 +170,13 @@ def scaling_groups(model: nn.Module, *, data: Any = None) -> tuple[ScalingGroup,
             )
         )
     return tuple(found)
+
+
+def why_no_groups(model: nn.Module, *, data: Any = None) -> str:
+    """Why `scaling_groups` finds nothing: no factor passes, or an operation is not one that it can follow."""
+    walk = _walk("scaling_groups", copy.deepcopy(model), _Sample.of(model, data).inputs, {})
+    unknown = next((reason for reason in walk.reasons.values() if reason.startswith(_UNFOLLOWED)), "")
+    return unknown or "the network has no two layers between which a factor passes"
 
 
 def rescale_layers(
@@ -413,6 +420,11 @@ _SUM = frozenset("add add_ sub sub_ maximum minimum".split())
 _JOIN = frozenset("cat concat concatenate stack".split())
 _INPUT = "the input cannot be scaled"
 _CONVOLUTION = frozenset("conv1d conv2d conv3d".split())
+_TRANSPOSED = frozenset("conv_transpose1d conv_transpose2d conv_transpose3d".split())
+_PRODUCT = frozenset("matmul __matmul__ mm".split())
+_UNFOLLOWED = "factors are not followed through"
+_NOT_FOLLOWED = _PRODUCT | frozenset("bmm addmm baddbmm mv einsum tensordot bilinear".split())
+"""Products of matrices in forms in which no parameter is known for the weight of a layer."""
 
 
 @dataclass(frozen=True)
@@ -493,6 +505,8 @@ class _Walk(TorchFunctionMode):
         self.reasons: dict[int, str] = {}
         self.layers: dict[str, _Layer] = {}
         self.uses: dict[str, list[Factor]] = {}
+        self.flipped: set[int] = set()  # transposed views of parameters
+        self.added: list[tuple[str, int]] = []  # parameters that are added to values of a group
         self.absorbed: dict[str, Factor] = {}
         self.norms: dict[str, list[int]] = {}  # what each batch norm reads
         self.makers: dict[int, str] = {}  # what each layer writes
@@ -521,6 +535,9 @@ class _Walk(TorchFunctionMode):
                 if len(self.uses[param]) > 1:  # tied weights
                     for group in (self.root(layer.reads), self.root(layer.writes)):
                         result.setdefault(group, f"the parameter {param!r} of layer {name!r} is used more than once")
+        for param, group in self.added:
+            if len(self.uses[param]) > 1:
+                result.setdefault(self.root(group), f"the parameter {param!r} is used more than once")
         return result
 
     def free(self) -> list[int]:
@@ -586,6 +603,11 @@ class _Walk(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if cast(Any, torch._C)._functorch.maybe_current_level() is not None:
+            raise InputError(
+                f"{self.who}: {self._place()} runs inside a transformation of torch.func (vmap, grad, jvp …), through "
+                "which factors are not followed; write it in batched operations."
+            )
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         values = [self._of(tensor) for tensor in tensors]
         result = func(*args, **kwargs)
@@ -602,8 +624,13 @@ class _Walk(TorchFunctionMode):
     def _follow(self, call: _Call) -> None:
         """The rule of every operation: what becomes of the factors of its inputs."""
         name, values = call.name, call.values
-        if name == "linear" or name in _CONVOLUTION:
+        if name == "linear" or name in _CONVOLUTION or name in _TRANSPOSED or self._is_product(call):
             return self._layer(call)
+        if self._is_flip(call):
+            self.names[id(call.outputs[0])] = self.names[id(call.tensors[0])]
+            return self.flipped.add(id(call.outputs[0]))
+        if (bias := self._bias_of(call)) is not None:
+            return self._shift(call, bias)
         if call.func is F.batch_norm and self.stack and isinstance(self.stack[-1], _BatchNorm):
             return self._norm(self.stack[-1], call)
         for tensor in call.tensors:
@@ -632,6 +659,8 @@ class _Walk(TorchFunctionMode):
     def _demand_one(self, name: str, *values: _Value) -> str:
         """Refuse a factor here, and fix the values' groups; the reason for that."""
         reason = f"the operation '{name}' at {self._place()} passes no factor on"
+        if name in _NOT_FOLLOWED:
+            reason = f"{_UNFOLLOWED} the operation '{name}' at {self._place()}"
         for value in values:
             if not _is_one(value.factor):
                 raise InputError(
@@ -641,22 +670,64 @@ class _Walk(TorchFunctionMode):
             self.reasons.setdefault(value.group, reason)
         return reason
 
+    def _is_product(self, call: _Call) -> bool:
+        """Whether it is x @ W with a parameter W and an x that is none."""
+        if call.name not in _PRODUCT or len(call.tensors) != 2:
+            return False
+        input, weight = call.tensors
+        return weight.ndim == 2 and id(weight) in self.names and id(input) not in self.names
+
+    def _is_flip(self, call: _Call) -> bool:
+        """Whether it is Wᵀ of a parameter W."""
+        if call.name not in ("t", "transpose", "swapaxes", "permute", "__get__") or len(call.tensors) != 1:
+            return False
+        tensor, output = call.tensors[0], call.outputs[0]
+        known = id(tensor) in self.names and id(tensor) not in self.flipped and tensor.ndim == 2
+        same = output is not tensor and output.data_ptr() == tensor.data_ptr() and output.numel() == tensor.numel()
+        return known and same and output.shape == tensor.shape[::-1] and output.stride() == tensor.stride()[::-1]
+
+    def _bias_of(self, call: _Call) -> int | None:
+        """Which of two summands is a bare parameter that is added to values of the sum's own shape."""
+        if call.name not in ("add", "add_", "sub", "sub_") or len(call.tensors) != 2 or call.kwargs:
+            return None
+        bare = [id(tensor) in self.names and id(tensor) not in self.flipped for tensor in call.tensors]
+        if sum(bare) != 1:
+            return None
+        return bare.index(True) if call.tensors[1 - bare.index(True)].shape == call.outputs[0].shape else None
+
+    def _shift(self, call: _Call, bias: int) -> None:
+        """A parameter is added: it takes the factor of what it is added to."""
+        parameter, values, value = call.tensors[bias], call.tensors[1 - bias], call.values[1 - bias]
+        factor: Factor = value.scale
+        if value.channels is not None:
+            shape = [1] * (values.ndim - parameter.ndim) + list(parameter.shape)
+            shared = [axis for axis, size in enumerate(shape) if size == 1]
+            low, high = (reduce(value.channels, shared, keepdim=True) for reduce in (torch.amin, torch.amax))
+            if not _same(low, high):
+                raise self._unlike("values that one number is added to")
+            factor = value.scale * high.reshape(parameter.shape)
+        self._use(parameter, factor)
+        self.added.append((self.names[id(parameter)], value.group))
+        if value.raw:
+            self.obstacle = self.obstacle or f"the operation '{call.name}' at {self._place()}"
+        self._set(call.outputs[0], dataclasses.replace(value, raw=False))
+
     def _layer(self, call: _Call) -> None:
         """A linear layer or convolution: undoes a factor of each channel, passes a number on, adds its own factor."""
         (input, weight, *bias), value, output = call.tensors, call.values[0], call.outputs[0]
-        axis = -1 if call.name == "linear" else 1 - weight.ndim
-        groups = 1 if call.name == "linear" else call.kwargs.get("groups", call.args[6] if len(call.args) > 6 else 1)
+        dense = call.name not in _CONVOLUTION and call.name not in _TRANSPOSED
+        axis = -1 if dense else 1 - weight.ndim
+        groups = 1 if dense else call.kwargs.get("groups", call.args[6] if len(call.args) > 6 else 1)
         name = self.names.get(id(weight), "")
         key = name.removesuffix(".weight")
         own = self.factors.get(key, 1.0) if name else 1.0
         fan_out = output.shape[axis]
         self._fits(key, own, fan_out)
-        undo: Factor = 1.0
-        if value.channels is not None:
-            inverse = (1 / self._vector(value.channels, axis)).reshape(groups, 1, -1)
-            undo = inverse.expand(-1, fan_out // groups, -1).reshape(fan_out, -1, *[1] * (weight.ndim - 2))
-        rows = own.reshape(-1, *[1] * (weight.ndim - 1)) if isinstance(own, Tensor) else own
-        for tensor, factor in ((input, 1.0), (weight, rows * undo), *((tensor, value.scale * own) for tensor in bias)):
+        undo = 1.0 if value.channels is None else 1 / self._vector(value.channels, axis)
+        flipped = (call.name in _TRANSPOSED or call.name in _PRODUCT) != (id(weight) in self.flipped)
+        shape = torch.Size(reversed(weight.shape)) if id(weight) in self.flipped else weight.shape
+        inner = _grid(*((undo, own) if flipped else (own, undo)), shape, groups)
+        for tensor, factor in ((input, 1.0), (weight, inner), *((tensor, value.scale * own) for tensor in bias)):
             self._use(tensor, factor)
         result = self._scaled(value.scale, own, output, axis)
         self._set(output, result)
@@ -665,8 +736,10 @@ class _Walk(TorchFunctionMode):
             reason = self._demand_one(call.name, value, *call.values[1:])
             self.reasons.setdefault(result.group, reason)
         if name:
-            shape = input.shape if value.raw else None
-            self._register(key, _Layer(value.group, result.group, params, fan_out, shape=shape))
+            reads = input.shape if value.raw and not flipped else None
+            if value.raw and flipped:
+                self.obstacle = self.obstacle or f"the operation '{call.name}' at {self._place()}"
+            self._register(key, _Layer(value.group, result.group, params, fan_out, shape=reads))
             if output.ndim + axis == 1:  # its channels are where a batch norm looks for them
                 self.makers[id(output)] = key
 
@@ -835,6 +908,19 @@ class _Walk(TorchFunctionMode):
         return f"{self.modules[id(self.stack[-1])]!r} ({type(self.stack[-1]).__name__})"
 
 
+def _grid(first: Factor, second: Factor, shape: torch.Size, groups: int) -> Factor:
+    """The factor of every entry of a weight, from those of the indices on its first axis and on its second.
+
+    The second axis counts the channels of one group, so that the same index is another channel in each group.
+    """
+    rest = [1] * (len(shape) - 2)
+    if isinstance(first, Tensor):
+        first = first.reshape(-1, 1, *rest)
+    if isinstance(second, Tensor):
+        second = second.reshape(groups, 1, -1).expand(-1, shape[0] // groups, -1).reshape(*shape[:2], *rest)
+    return first * second
+
+
 def _text(factor: Factor) -> str:
     return "a factor of each channel" if isinstance(factor, Tensor) else f"{factor:.6g}"
 
@@ -991,20 +1077,14 @@ def fold_batchnorm(model: nn.Module, *, data: Any = None) -> Transformed:
 
 
 def _fold(layer: Any, norm: Any) -> None:
-    def double(tensor: Tensor | None) -> Any:
-        return None if tensor is None else tensor.detach().double()
+    def double(tensor: Tensor | None, otherwise: float) -> Tensor:
+        return torch.full_like(norm.running_mean, otherwise).double() if tensor is None else tensor.detach().double()
 
-    weight, bias = fuse_conv_bn_weights(
-        double(layer.weight),
-        double(layer.bias),
-        double(norm.running_mean),
-        double(norm.running_var),
-        norm.eps,
-        double(norm.weight),
-        double(norm.bias),
-    )
+    slope = double(norm.weight, 1.0) / (double(norm.running_var, 1.0) + norm.eps).sqrt()
+    bias = (double(layer.bias, 0.0) - double(norm.running_mean, 0.0)) * slope + double(norm.bias, 0.0)
+    axes: tuple[Factor, Factor] = (1.0, slope) if getattr(layer, "transposed", False) else (slope, 1.0)
     with torch.no_grad():
-        layer.weight.copy_(weight)
+        layer.weight.copy_(layer.weight.double() * _grid(*axes, layer.weight.shape, getattr(layer, "groups", 1)))
     _set_bias(layer, bias)
 
 

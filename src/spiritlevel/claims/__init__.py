@@ -24,6 +24,7 @@ from spiritlevel.claims import paper_a, paper_b, paper_c
 from spiritlevel.claims.base import PAPERS as PAPERS
 from spiritlevel.claims.base import Claim as Claim
 from spiritlevel.claims.base import Finding as Finding
+from spiritlevel.claims.base import Kind as Kind
 from spiritlevel.claims.base import Verdict as Verdict
 from spiritlevel.claims.base import decide as decide
 from spiritlevel.errors import InputError, check_seed
@@ -47,6 +48,7 @@ class Ruling:
         return {
             "id": claim.id,
             "paper": claim.paper,
+            "kind": str(claim.kind),
             "place": claim.place,
             "statement": claim.statement,
             "corrected": claim.corrected,

@@ -36,6 +36,29 @@ class Verdict(StrEnum):
     UNDECIDED = "undecided"
 
 
+class Kind(StrEnum):
+    """What a verdict rests on: claims of different kinds are counted apart.
+
+    >>> Kind.RECORD.meaning
+    'numbers and names as printed, against each other or a public fact; nothing is measured'
+    """
+
+    FORMULA = "formula"
+    RECORD = "record"
+    EXPERIMENT = "experiment"
+    CONVENTION = "convention"
+
+    @property
+    def meaning(self) -> str:
+        """One line for the reader."""
+        return {
+            Kind.FORMULA: "a formula, theorem, bound or count, computed at instances drawn from the seed",
+            Kind.RECORD: "numbers and names as printed, against each other or a public fact; nothing is measured",
+            Kind.EXPERIMENT: "observed on small networks that the check builds, not on those of the paper",
+            Kind.CONVENTION: "a choice, neither true nor false; what is tested is where it leads",
+        }[self]
+
+
 @dataclass(frozen=True)
 class Finding:
     """What a check found: the verdict, the named numbers it follows from, and one sentence about them.
@@ -58,7 +81,7 @@ class Claim:
     """One statement of a paper, with the check that decides it.
 
     `statement` is what the paper prints, `corrected` the form that holds where that differs. `check(seed)` draws its
-    random instances from the seed; its docstring is the rule by which it decides.
+    random instances from the seed; its docstring is the rule by which it decides. `kind` says what that rests on.
     """
 
     id: str
@@ -67,6 +90,7 @@ class Claim:
     statement: str
     corrected: str
     check: Check = field(repr=False)
+    kind: Kind = Kind.FORMULA
 
     @property
     def rule(self) -> str:
@@ -169,9 +193,11 @@ def registrar(paper: str, claims: list[Claim]) -> Callable[..., Callable[[Check]
     ('Passes if the sum is 2.', 'holds')
     """
 
-    def claim(id: str, place: str, statement: str, corrected: str = "") -> Callable[[Check], Check]:
+    def claim(
+        id: str, place: str, statement: str, corrected: str = "", kind: Kind = Kind.FORMULA
+    ) -> Callable[[Check], Check]:
         def register(check: Check) -> Check:
-            claims.append(Claim(id, paper, place, statement, corrected, check))
+            claims.append(Claim(id, paper, place, statement, corrected, check, kind))
             return check
 
         return register

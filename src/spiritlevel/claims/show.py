@@ -7,7 +7,7 @@ from typing import Any
 
 from jinja2 import Environment
 
-from spiritlevel.claims.base import PAPERS, PASSES, Verdict
+from spiritlevel.claims.base import PAPERS, PASSES, Kind, Verdict
 from spiritlevel.errors import counted
 
 Record = dict[str, Any]
@@ -52,6 +52,7 @@ def story(record: Record) -> str:
     parts = [
         f"{record['id']}: {record['verdict']}",
         f"Reference: {record['reference']}.",
+        f"Kind: {record['kind']} ({Kind(record['kind']).meaning}).",
         f"Printed: {record['statement']}",
         f"What holds: {record['corrected']}" if record["corrected"] else "",
         f"Rule: {record['rule']}",
@@ -65,6 +66,12 @@ def counts(records: Iterable[Record]) -> str:
     """`12 holds, 3 misprint`, in the order of `Verdict`."""
     found = [record["verdict"] for record in records]
     return ", ".join(f"{found.count(verdict)} {verdict}" for verdict in Verdict if verdict in found)
+
+
+def kinds(records: Iterable[Record]) -> str:
+    """`12 formulas, 1 record`, in the order of `Kind`."""
+    found = [record["kind"] for record in records]
+    return ", ".join(counted(found.count(kind), kind) for kind in Kind if kind in found)
 
 
 def _cell(text: str) -> str:
@@ -87,18 +94,24 @@ def to_markdown(records: Sequence[Record]) -> str:
         "`spiritlevel.claims.decide`. Numbers of trained networks differ in their digits between machines and are left "
         "out here.",
         "",
-        f"{counted(len(records), 'claim')}: {counts(records)}.",
+        "Kinds: " + "; ".join(f"**{kind}** ({kind.meaning})" for kind in Kind) + ".",
+        "",
+        f"{counted(len(records), 'claim')}: {counts(records)}. By kind: {kinds(records)}.",
     ]
     for paper, title in PAPERS.items():
         rows = [record for record in records if record["paper"] == paper]
         if not rows:
             continue
-        lines += ["", f"## Paper {paper}: {title}", "", f"{counted(len(rows), 'claim')}: {counts(rows)}.", ""]
-        lines += ["| Claim | Place | Printed | Verdict | What holds | Evidence |", "|---|---|---|---|---|---|"]
+        summary = f"{counted(len(rows), 'claim')}: {counts(rows)}. By kind: {kinds(rows)}."
+        lines += ["", f"## Paper {paper}: {title}", "", summary, ""]
+        lines += [
+            "| Claim | Kind | Place | Printed | Verdict | What holds | Evidence |",
+            "|---|---|---|---|---|---|---|",
+        ]
         for record in rows:
             shown = "; ".join(numbers(record, volatile=False))
             evidence = f"{record['text']} ({shown})" if shown else record["text"]
-            cells = [record["place"], record["statement"], record["verdict"], record["corrected"], evidence]
+            cells = [record[name] for name in ("kind", "place", "statement", "verdict", "corrected")] + [evidence]
             lines.append(f"| `{record['id']}` | " + " | ".join(_cell(cell) for cell in cells) + " |")
     return "\n".join(lines) + "\n"
 
@@ -137,6 +150,7 @@ dt { color: #555; } dd { margin: 0; overflow-wrap: anywhere; }
 <span class="verdict {{ record.verdict | replace(' ', '-') }}">{{ record.verdict }}</span>
 <span class="place">{{ record.place }}</span></h3>
 <dl>
+<dt>Kind</dt><dd>{{ record.kind }}</dd>
 <dt>Printed</dt><dd>{{ record.statement }}</dd>
 {% if record.corrected %}<dt>What holds</dt><dd>{{ record.corrected }}</dd>{% endif %}
 <dt>Found</dt><dd>{{ record.text }}</dd>
