@@ -388,10 +388,14 @@ def _pair(estimate: Any) -> tuple[float, float]:
 
 WAYS: dict[str, Callable[[Case], None]] = {}
 DEAR = (
+    "sample traces",
     "traces by probes",
+    "trace of some parameters",
     "hessian in small batches",
     "hessian variance",
+    "margins",
     "measures of curvature",
+    "measures of gradients",
     "relative flatness",
 )
 """What takes so long that `compare` tries it on every third network only."""

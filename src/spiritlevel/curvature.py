@@ -846,10 +846,10 @@ class _Recorder(TorchDispatchMode):
         ]
         if not tensors:
             return result
-        function = func
         if func in _BY_MEMORY:
-            args, kwargs = (args[0], _shape_of_the_same(args[0], func, tensors[0][1])), {}
-            function = torch.ops.aten.reshape.default
+            self._write_by_index(func, result, args, kwargs)
+            return result
+        function = func
         if func._schema.is_mutable:
             function, self.in_place = _functional(func), True
         arguments = tuple(map(self._nodes, args)), {key: self._nodes(value) for key, value in kwargs.items()}
@@ -861,6 +861,21 @@ class _Recorder(TorchDispatchMode):
             self._name(item, self.graph.call_function(operator.getitem, (node, index)) if several else node, moves)
         return result
 
+    def _write_by_index(self, func: Any, result: Tensor, args: Any, kwargs: Any) -> None:
+        """A view by strides, or a write to one, as numbers of the flattened tensor: the same in any memory."""
+        source, scatters = args[0], func is _aten.as_strided_scatter.default
+        place = _places(source, *args[2 if scatters else 1 :], *kwargs.values())
+        written = [self.node(args[1])] if scatters else []
+        moves = any("value" not in node.meta for node in [self.node(source), *written])
+        flat = self.graph.call_function(_aten.reshape.default, (self.node(source), [-1]))
+        self._name(source.reshape(-1), flat, moves)
+        function = _aten.index_put.default if scatters else _aten.index.Tensor
+        node = self.graph.call_function(function, (flat, [self.node(place)], *written))
+        if scatters:
+            self._name(result.reshape(-1), node, moves)
+            node = self.graph.call_function(_aten.reshape.default, (node, list(source.shape)))
+        self._name(result, node, moves)
+
 
 _aten = torch.ops.aten
 _UNREPEATABLE = {
@@ -870,16 +885,18 @@ _UNREPEATABLE = {
 }
 
 
-_BY_MEMORY = {torch.ops.aten.as_strided.default, torch.ops.aten.as_strided_scatter.default}
+_BY_MEMORY = {_aten.as_strided.default, _aten.as_strided_scatter.default}
 """They read or write memory as it lies, which for several vectors at once is not how it lay when it was recorded."""
 
 
-def _shape_of_the_same(source: Tensor, func: Any, result: Tensor) -> list[int]:
-    """The shape of a view by strides, if it is all of its source in the same order."""
-    whole = result.numel() == source.numel() and result.is_contiguous() and source.is_contiguous()
-    if func is not torch.ops.aten.as_strided.default or not whole or result.data_ptr() != source.data_ptr():
-        raise _Untraceable(str(func))
-    return list(result.shape)
+def _places(source: Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None) -> Tensor:
+    """Which numbers of a tensor, counted in its own order, a view by strides shows."""
+    place = torch.tensor(0 if offset is None else offset - source.storage_offset(), device=source.device)
+    for length, step in zip(size, stride, strict=True):
+        place = place[..., None] + step * torch.arange(length, device=source.device)
+    if not source.is_contiguous() or (place.numel() and not 0 <= int(place.min()) <= int(place.max()) < source.numel()):
+        raise _Untraceable("as_strided")
+    return place
 
 
 def _functional(func: Any) -> Any:
