@@ -9,7 +9,7 @@ PIP := -m pip --disable-pip-version-check --no-input install --quiet -c constrai
 NO_CPU_TORCH := the install failed. If pip found no CPU build of torch 2.13.0, add an index that has one (see CONTRIBUTING.md).
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-full bench docs census coverage-doc audit-deps clean
+.PHONY: help install demo test test-full fuzz bench docs census coverage-doc audit-deps clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -39,6 +39,11 @@ test-full: $(VENV)/.installed-cluster  ## The same, with slow tests, a Ray clust
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	HYPOTHESIS_PROFILE=full $(BIN)/pytest -m "not peers"
+
+SECONDS ?= 600
+
+fuzz: install  ## Measure random networks for SECONDS=600, and compare with differences of their loss
+	OMP_NUM_THREADS=1 $(BIN)/python -W ignore tools/fuzz.py --seconds $(SECONDS) $(FUZZ)
 
 bench: $(BENCH)/.installed  ## Compare with other libraries, in an environment of its own
 	$(BENCH)/bin/python -m pytest -q -m peers tests

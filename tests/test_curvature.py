@@ -29,6 +29,7 @@ from spiritlevel.curvature import empirical_fisher, gauss_newton, hessian, hessi
 from spiritlevel.errors import InputError
 from spiritlevel.functional import Problem, _load_forward_mode
 from spiritlevel.losses import CrossEntropy
+from spiritlevel.margins import margins
 
 _load_forward_mode()  # torch warns where its forward derivatives are first used
 
@@ -1073,3 +1074,55 @@ def test_a_gradient_of_the_reference_agrees() -> None:
         outputs = net(inputs).detach()
         expected = grad(lambda out, name=name: naive.LOSSES[name](out, targets).sum())(outputs)
         assert_close(curvature._slope(problem.loss, outputs, targets), expected)
+
+
+def test_a_circular_convolution_is_multiplied_by_several_vectors_at_once() -> None:
+    """Its backward pass views memory by strides, which `vmap` lays out otherwise: it was 0.6 off, one by one right."""
+    net = nn.Sequential(
+        nn.Conv2d(1, 2, 3, padding=1), nn.Conv2d(2, 2, 1, padding_mode="circular"), nn.Flatten(), nn.Linear(4, 2)
+    ).double()
+    data = torch.randn(2, 1, 1, 2, dtype=torch.float64), torch.tensor([0, 1])
+    torch.testing.assert_close(hessian(net, data).dense(), naive.mean_hessian(net, *data), atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("traced", [True, False])
+def test_a_wrong_rule_of_vmap_is_noticed(traced: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products with several vectors are compared with one of them alone before any is believed."""
+    net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    data = torch.randn(5, 3).double(), torch.tensor([0, 1, 0, 1, 1])
+    right = curvature.vmap
+
+    def wrong(function: Any) -> Any:
+        return lambda *parts: [1.1 * part for part in right(function)(*parts)]
+
+    monkeypatch.setattr(curvature, "vmap", wrong)
+    if not traced:
+        monkeypatch.setattr(curvature, "_try_to_trace", lambda *arguments: None)
+    torch.testing.assert_close(hessian(net, data).dense(), naive.mean_hessian(net, *data), atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("batch_size", [1, 2])
+def test_samples_that_depend_on_each_other_are_refused_in_small_batches_too(batch_size: int) -> None:
+    class Centred(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(3, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(x - x.mean(0))
+
+    data = torch.randn(5, 3), torch.tensor([0, 1, 0, 1, 1])
+    for measure in (hessian, per_sample.sample_traces):
+        with pytest.raises(InputError, match="other samples"):
+            measure(Centred(), data, batch_size=batch_size)
+
+
+def test_a_model_that_overwrites_its_parameters_is_refused() -> None:
+    """An embedding with max_norm cuts its rows in the forward pass: there is no fixed point to measure at."""
+    net = nn.Sequential(nn.Embedding(5, 2, max_norm=0.5), nn.Flatten(), nn.Linear(6, 2))
+    data = torch.arange(9).reshape(3, 3) % 5, torch.tensor([0, 1, 0])
+    before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
+    for measure in (hessian, per_sample.sample_traces, margins):
+        with pytest.raises(InputError, match=r"overwrites its own parameter 0\.weight"):
+            measure(net, data)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in net.state_dict().items())

@@ -1,21 +1,18 @@
-"""Random networks against dense twins, and damaged files against the readers.
+"""Wrong arguments against the measurements, and damaged files against the readers.
 
-A measurement of a random network is equal to its slow twin, or refused with a sentence; never wrong, never a crash. A
-reader of a damaged file either returns something whole or says what is wrong in one sentence.
+A measurement of what has a wrong shape or type is finite or refused with a sentence. A reader of a damaged file either
+returns something whole or says what is wrong in one sentence. Random networks are in `test_random_networks`.
 """
 
 from __future__ import annotations
 
-import copy
 import io
 import json
 import math
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import naive
 import numpy as np
 import pytest
 import safetensors.torch
@@ -30,8 +27,6 @@ from spiritlevel.errors import InputError, NotExactError
 from spiritlevel.loading import load_samples, load_weights
 from spiritlevel.results import Result
 
-Draw = Callable[[st.SearchStrategy[Any]], Any]
-
 FEW = settings(max_examples=settings.get_profile("quick").max_examples // 2 if settings().max_examples < 100 else 100)
 
 
@@ -41,144 +36,7 @@ def one_sentence(error: Exception) -> None:
     assert "\n" not in text, text
 
 
-# ---------------------------------------------------------------- random networks
-
-ACTIVATIONS: list[Callable[[], nn.Module]] = [
-    nn.ReLU,
-    nn.LeakyReLU,
-    nn.Tanh,
-    nn.GELU,
-    nn.Sigmoid,
-    nn.Softplus,
-    nn.Hardtanh,
-    nn.Identity,
-    lambda: nn.Dropout(0.5),
-]
-
-
-class Residual(nn.Module):
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.inner(x)
-
-
-@st.composite
-def networks(draw: Draw) -> tuple[nn.Module, tuple[int, ...], int]:
-    """A small network, the shape of its inputs, and the number of its outputs."""
-    outputs = draw(st.integers(2, 4))
-    layers: list[nn.Module] = []
-    if draw(st.booleans()):
-        channels, side = draw(st.integers(1, 2)), draw(st.integers(3, 4))
-        shape: tuple[int, ...] = (channels, side, side)
-        width = draw(st.integers(1, 2))
-        layers.append(nn.Conv2d(channels, width, 2, padding=draw(st.integers(0, 1)), bias=draw(st.booleans())))
-        if draw(st.booleans()):
-            layers.append(nn.BatchNorm2d(width))
-        layers.append(draw(st.sampled_from(ACTIVATIONS))())
-        layers.append(draw(st.sampled_from([nn.Identity(), nn.MaxPool2d(2), nn.AvgPool2d(2), nn.AdaptiveAvgPool2d(1)])))
-        layers.append(nn.Flatten())
-    else:
-        shape = (draw(st.integers(1, 4)),)
-    with torch.no_grad():
-        width = nn.Sequential(*layers).eval()(torch.zeros(1, *shape)).shape[1] if layers else shape[0]
-    for _ in range(draw(st.integers(0, 2))):
-        kind = draw(st.sampled_from(["linear", "residual", "layer norm", "group norm", "tied"]))
-        if kind == "residual":
-            layers.append(Residual(nn.Linear(width, width)))
-        elif kind == "layer norm":
-            layers.append(nn.LayerNorm(width))
-        elif kind == "group norm" and width > 1:  # of a single value torch refuses it
-            layers.append(nn.GroupNorm(1, width))
-        elif kind == "tied":
-            same = nn.Linear(width, width)
-            layers += [same, nn.Tanh(), same]
-        else:
-            after = draw(st.integers(1, 4))
-            layers.append(nn.Linear(width, after, bias=draw(st.booleans())))
-            width = after
-        layers.append(draw(st.sampled_from(ACTIVATIONS))())
-    layers.append(nn.Linear(width, outputs))
-    net = nn.Sequential(*layers).double().train(draw(st.booleans()))
-    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**16)))
-    with torch.no_grad():
-        for tensor in [*net.parameters(), *(b for b in net.buffers() if b.is_floating_point())]:
-            tensor.copy_(torch.randn(tensor.shape, generator=generator).double().mul(0.7))
-        for module in net.modules():
-            if isinstance(module, nn.BatchNorm2d) and module.running_var is not None:
-                module.running_var.abs_().add_(0.1)
-    return net, shape, outputs
-
-
-@st.composite
-def problems(draw: Draw) -> tuple[nn.Module, tuple[Tensor, Tensor], str]:
-    net, shape, outputs = draw(networks())
-    samples = draw(st.integers(1, 4))
-    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**16)))
-    inputs = torch.randn(samples, *shape, generator=generator, dtype=torch.float64)
-    inputs *= draw(st.sampled_from([0.0, 1e-3, 1.0, 5.0]))
-    targets = torch.randint(0, outputs, (samples,), generator=generator)
-    loss = draw(st.sampled_from(["cross_entropy", "squared_error", "exponential"]))
-    if loss == "cross_entropy":  # beyond this the dense twin, autodiff, returns noise or 0 (mathematics 2.2)
-        with torch.no_grad():
-            assume(float(sl.confidence_gap(copy.deepcopy(net).eval()(inputs)).min()) > 1e-5)
-    return net, (inputs, targets), loss
-
-
-def close(found: Tensor, expected: Tensor, rtol: float = 1e-7) -> None:
-    atol = rtol * max(float(expected.abs().max()), 1e-9)
-    torch.testing.assert_close(found.double(), expected, rtol=rtol, atol=atol)
-
-
-@FEW
-@given(problems(), st.sampled_from([None, 1, 3]))
-def test_random_networks_have_the_traces_of_their_dense_twins(problem: Any, batch_size: int | None) -> None:
-    net, data, loss = problem
-    expected = naive.per_sample_traces(net, *data, loss)
-    try:
-        exact = sl.sample_traces(net, data, loss=loss, method="exact", batch_size=batch_size, per_layer=True)
-    except NotExactError as error:
-        one_sentence(error)
-        estimated = sl.sample_traces(net, data, loss=loss, probes=64, batch_size=batch_size)
-        sigma = estimated.stderr + 1e-7 * (expected.abs() + 1e-6)
-        assert bool(((estimated.values - expected).abs() <= 8 * sigma).all())
-        return
-    assert exact.exact
-    close(exact.values, expected)
-    blocks = naive.block_traces(net, *data, loss)
-    for name, values in exact.layers.items():
-        scale = max(float(expected.abs().max()), 1e-9)
-        torch.testing.assert_close(values, blocks[name], rtol=1e-7, atol=1e-7 * scale)
-    assert sl.trace(net, data, loss=loss, batch_size=batch_size).value == pytest.approx(
-        float(expected.mean()), rel=1e-7, abs=1e-15
-    )
-
-
-@FEW
-@given(problems(), st.sampled_from([None, 1, 3]), st.sampled_from([None, 1]))
-def test_random_networks_have_the_products_of_their_dense_twins(
-    problem: Any, batch_size: int | None, memory: int | None
-) -> None:
-    net, data, loss = problem
-    expected = naive.mean_hessian(net, *data, loss)
-    op = sl.hessian(net, data, loss=loss, batch_size=batch_size, memory=memory)
-    close(op.dense(), expected)
-
-
-@FEW
-@given(problems(), st.sampled_from([2, "inf", None]))
-def test_random_networks_have_the_margins_of_their_outputs(problem: Any, distance: Any) -> None:
-    net, data, _ = problem
-    found = sl.margins(net, data, distance=distance)
-    logits, targets = naive.Flat(net).outputs(naive.Flat(net).point, data[0]).detach(), data[1]
-    rivals = logits.scatter(1, targets[:, None], -math.inf).amax(1)
-    close(found.signed, logits.gather(1, targets[:, None])[:, 0] - rivals, 1e-10)
-    if distance is not None:
-        assert found.distance is not None
-        assert bool((torch.sign(found.distance) == torch.sign(found.signed)).all())
-
+# ---------------------------------------------------------------- wrong arguments
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64, torch.uint8, torch.bool]
 SHAPES = st.lists(st.integers(0, 3), max_size=3).map(tuple)

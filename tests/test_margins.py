@@ -507,3 +507,23 @@ def test_distances_need_gradients_that_are_derivatives() -> None:
     margins(Hooked(), data)
     with pytest.raises(InputError, match="not the derivative of its forward pass"):
         margins(Hooked(), data, distance=2)
+
+
+def test_a_distance_is_refused_where_the_gradient_by_the_inputs_is_none() -> None:
+    """A hook in front of the first layer changes no derivative by a parameter, and doubled every distance."""
+
+    class Hooked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(3, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = 1 * x
+            if x.requires_grad:
+                x.register_hook(lambda grad: grad / 2)
+            return self.head(x)
+
+    data = torch.randn(4, 3), torch.tensor([0, 1, 0, 1])
+    with pytest.raises(InputError, match="the gradient by the inputs"):
+        margins(Hooked(), data, distance=2)
+    margins(Hooked(), data)  # without a distance there is nothing to differentiate

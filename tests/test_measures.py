@@ -12,6 +12,7 @@ import naive
 import numpy as np
 import pytest
 import torch
+import zoo
 from conftest import Untouched
 from torch import Tensor, nn
 from torch.func import functional_call, jacrev
@@ -1364,3 +1365,39 @@ def test_the_search_of_pac_bayes_ends_at_the_crossing(critical: float) -> None:
 
     found = measures._pac_bayes(Stub(), lambda sigma: sigma, 3)  # type: ignore[arg-type]
     assert found.value == pytest.approx(critical**-2, rel=0.03)
+
+
+def test_a_measure_alone_refuses_a_gradient_that_is_none() -> None:
+    """Reports looked at the derivatives first; a measure that was called by itself did not."""
+
+    class HalfDetached(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.head = nn.Linear(3, 4), nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.inner(x)
+            return self.head(y * y.detach())
+
+    data = torch.randn(5, 3), torch.tensor([0, 1, 0, 1, 1])
+    for name in ("fisher_rao_norm", "empirical_fisher_trace"):
+        with pytest.raises(InputError, match="not the derivative of its forward pass"):
+            MEASURES[name](HalfDetached(), data)
+
+
+def test_fisher_rao_norm_without_forward_derivatives() -> None:
+    """θᵀFθ then comes from a product with F, by reverse mode alone."""
+
+    class Squared(nn.Module):
+        def __init__(self, square: Callable[[Tensor], Tensor]) -> None:
+            super().__init__()
+            self.inner, self.head, self.square = nn.Linear(3, 4), nn.Linear(4, 2), square
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.square(self.inner(x)))
+
+    reverse, plain = Squared(zoo.ReverseOnly.apply).double(), Squared(torch.square).double()
+    plain.load_state_dict(reverse.state_dict())
+    data = torch.randn(4, 3).double(), torch.tensor([0, 1, 0, 1])
+    found, wanted = (MEASURES["fisher_rao_norm"](net, data).value for net in (reverse, plain))
+    assert found == pytest.approx(wanted, rel=1e-9)

@@ -542,6 +542,9 @@ class _Matrix:
 
     def _check_independence(self, inputs: Any, outputs: Tensor) -> None:
         """Refuse a network whose output for a sample depends on the rest of the batch, unless batches are meant."""
+        if len(outputs) < 3:
+            inputs, _ = self.problem.place(*self.batches.first(3, 3))
+            outputs = self.problem.outputs(self.problem.params, inputs)
         first = len(outputs) - 2
         if first < 1:
             return
@@ -628,20 +631,30 @@ class _Matrix:
                 traced = _checked_trace(flat, self._shaped(pair[0]), self.params, fixed)
         self.traceable = traced is not None
         if traced is None:
-            parts = self._differentiate(flat, fixed, pair)
+            products = self._one_by_one_and_together(lambda rows: self._differentiate(flat, fixed, rows), pair)
         else:
             assert traced.constants is not None
-            assert traced.product is not None
+            tape = _Tape(traced.trace.multiply, traced.constants, few)
             with torch.no_grad():
-                other = traced.trace.multiply(*self._shaped(pair[1]), *traced.constants)
-            parts = [torch.stack(both) for both in zip(traced.product, other, strict=True)]
+                products = self._one_by_one_and_together(lambda rows: self._for_each(tape.multiply, rows), pair)
 
         def elsewhere() -> Iterator[Tensor]:
             for params in nearby(self.problem.params):
                 yield _rows(self._differentiate(flat, fixed, pair, list(params.values())))
 
-        self._check_symmetry(pair, _rows(parts), elsewhere)
+        self._check_symmetry(pair, products, elsewhere)
         return traced
+
+    def _one_by_one_and_together(self, multiply: Callable[[Tensor], Sequence[Tensor]], rows: Tensor) -> Tensor:
+        """The products with some vectors (k, P) one by one, after making sure that `vmap` gives the same.
+
+        Not every rule of `vmap` can be trusted. If one cannot, `vectorised` is false from here on.
+        """
+        each = torch.cat([_rows(multiply(row)) for row in rows.split(1)])
+        if self.vectorised:
+            error, scale = float((_rows(multiply(rows)) - each).norm()), float(each.norm())
+            self.vectorised &= error <= math.sqrt(torch.finfo(rows.dtype).eps) * scale
+        return each
 
     def _shaped(self, row: Tensor) -> list[Tensor]:
         """A vector cut into the parameters' shapes."""
@@ -697,8 +710,8 @@ class _Matrix:
 
 
 def _rows(parts: Sequence[Tensor]) -> Tensor:
-    """Two vectors in the parameters' shapes as the rows of one matrix."""
-    return torch.cat([part.reshape(2, -1) for part in parts], dim=1)
+    """Some vectors in the parameters' shapes as the rows of one matrix."""
+    return torch.cat([part.reshape(len(part), -1) for part in parts], dim=1)
 
 
 def _held(batches: Batches) -> list[Tensor]:
@@ -833,6 +846,9 @@ class _Recorder(TorchDispatchMode):
         ]
         if not tensors:
             return result
+        if func in _BY_MEMORY:
+            self._write_by_index(func, result, args, kwargs)
+            return result
         function = func
         if func._schema.is_mutable:
             function, self.in_place = _functional(func), True
@@ -845,6 +861,21 @@ class _Recorder(TorchDispatchMode):
             self._name(item, self.graph.call_function(operator.getitem, (node, index)) if several else node, moves)
         return result
 
+    def _write_by_index(self, func: Any, result: Tensor, args: Any, kwargs: Any) -> None:
+        """A view by strides, or a write to one, as numbers of the flattened tensor: the same in any memory."""
+        source, scatters = args[0], func is _aten.as_strided_scatter.default
+        place = _places(source, *args[2 if scatters else 1 :], *kwargs.values())
+        written = [self.node(args[1])] if scatters else []
+        moves = any("value" not in node.meta for node in [self.node(source), *written])
+        flat = self.graph.call_function(_aten.reshape.default, (self.node(source), [-1]))
+        self._name(source.reshape(-1), flat, moves)
+        function = _aten.index_put.default if scatters else _aten.index.Tensor
+        node = self.graph.call_function(function, (flat, [self.node(place)], *written))
+        if scatters:
+            self._name(result.reshape(-1), node, moves)
+            node = self.graph.call_function(_aten.reshape.default, (node, list(source.shape)))
+        self._name(result, node, moves)
+
 
 _aten = torch.ops.aten
 _UNREPEATABLE = {
@@ -852,6 +883,20 @@ _UNREPEATABLE = {
     torch.Tag.dynamic_output_shape,
     torch.Tag.nondeterministic_seeded,
 }
+
+
+_BY_MEMORY = {_aten.as_strided.default, _aten.as_strided_scatter.default}
+"""They read or write memory as it lies, which for several vectors at once is not how it lay when it was recorded."""
+
+
+def _places(source: Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None) -> Tensor:
+    """Which numbers of a tensor, counted in its own order, a view by strides shows."""
+    place = torch.tensor(0 if offset is None else offset - source.storage_offset(), device=source.device)
+    for length, step in zip(size, stride, strict=True):
+        place = place[..., None] + step * torch.arange(length, device=source.device)
+    if not source.is_contiguous() or (place.numel() and not 0 <= int(place.min()) <= int(place.max()) < source.numel()):
+        raise _Untraceable("as_strided")
+    return place
 
 
 def _functional(func: Any) -> Any:

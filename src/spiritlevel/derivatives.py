@@ -25,7 +25,7 @@ from torch.func import grad
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from spiritlevel.errors import InputError
 from spiritlevel.functional import Params, Problem, along, as_leaves
@@ -49,13 +49,11 @@ def check_derivatives(problem: Problem, inputs: Any, targets: Tensor, *, twice: 
     second derivatives are compared as well. What cannot be run in this way is left to what comes next, which says why.
     Cost: some ten forward passes of five samples, or of two for a large network. Call inside `problem.active()`.
     """
-    count = min(len(targets), 2 if problem.size > _LARGE else 5)
-    chosen = torch.linspace(0, len(targets) - 1, count).round().long().to(targets.device)
-    few = tree_map(lambda leaf: leaf[chosen] if isinstance(leaf, Tensor) else leaf, inputs)
-    found = _compared(problem, few, targets[chosen], twice)
+    few = _few(problem, inputs, targets)
+    found = _compared(problem, *few, twice)
     if found.broken and "reverse" not in found.broken and not problem.reverse_only:
         problem.reverse_only = True
-        found = _compared(problem, few, targets[chosen], twice)
+        found = _compared(problem, *few, twice)
     if found.broken and found.refusal is not None:
         raise found.refusal
     if found.broken:
@@ -69,6 +67,27 @@ def check_derivatives(problem: Problem, inputs: Any, targets: Tensor, *, twice: 
     return found.kinks
 
 
+def check_input_derivatives(problem: Problem, inputs: Any, targets: Tensor) -> None:
+    """Raise `InputError` if autograd's gradient by the inputs is not that of the forward pass.
+
+    A hook in front of the first layer changes no derivative by a parameter. Cost and the rest as `check_derivatives`.
+    """
+    if "reverse" in _compared(problem, *_few(problem, inputs, targets), twice=False, kind=_ByInputs).broken:
+        raise InputError(
+            f"the gradient by the inputs that autograd returns for the model {type(problem.model).__name__} is not "
+            "the derivative of its forward pass: a tensor hook, a gradient reversal or straight-through function, or a "
+            "part of its forward under torch.no_grad() or behind .detach() changes it, so no distance can be taken "
+            "from it; measure the model without that, or leave out distance=."
+        )
+
+
+def _few(problem: Problem, inputs: Any, targets: Tensor) -> tuple[Any, Tensor]:
+    """Five samples from all over a batch, or two for a large network."""
+    count = min(len(targets), 2 if problem.size > _LARGE else 5)
+    chosen = torch.linspace(0, len(targets) - 1, count).round().long().to(targets.device)
+    return tree_map(lambda leaf: leaf[chosen] if isinstance(leaf, Tensor) else leaf, inputs), targets[chosen]
+
+
 class _Found(NamedTuple):
     broken: set[str]
     """The kinds of derivatives that are certainly wrong."""
@@ -78,11 +97,13 @@ class _Found(NamedTuple):
     """What the model itself has to say about its forward derivatives."""
 
 
-def _compared(problem: Problem, inputs: Any, targets: Tensor, twice: bool) -> _Found:
+def _compared(
+    problem: Problem, inputs: Any, targets: Tensor, twice: bool, kind: type[_Comparison] | None = None
+) -> _Found:
     """In float64, or in the model's own precision if that leaves it open."""
     precisions = [torch.float64] if problem.size <= _HUGE else []
     for dtype in dict.fromkeys([*precisions, problem.dtype]):
-        comparison = _Comparison(problem, inputs, targets, dtype)
+        comparison = (kind or _Comparison)(problem, inputs, targets, dtype)
         try:
             verdicts = comparison.verdicts(twice)
         except Exception:  # a model that computes in one precision only, coarsely, or not at all: said elsewhere
@@ -108,10 +129,15 @@ class _Comparison:
         self.problem.params, self.problem.constants = tree_map(converted, (problem.params, problem.constants))
         self.problem.dtype = dtype
         self.inputs, self.targets = tree_map(converted, (inputs, targets))
-        self.scale = _scales(self.problem.params)
+        self.moving = self._moving()
+        self.scale = _scales(self.moving)
         self.step, self.tolerance = (1e-7, 1e-4) if dtype == torch.float64 else (3e-3, 5e-2)
         self.rounding = 10 * torch.finfo(dtype).eps / self.step
         self.kinks, self.refusal = 0.0, cast(InputError | None, None)
+
+    def _moving(self) -> Params:
+        """What is moved: the parameters."""
+        return self.problem.params
 
     def verdicts(self, twice: bool) -> Verdicts:
         """The first verdict of each kind from a few random directions."""
@@ -128,14 +154,14 @@ class _Comparison:
         generator = torch.Generator().manual_seed(seed)
         padding, here, nearby = _Padding(), _Zeros(), _Zeros()
         with padding, here, torch.no_grad():
-            values = self._function(self.problem.params)
+            values = self._function(self.moving)
         if here.rounding > torch.finfo(self.problem.dtype).eps:
             raise _TooCoarse
         self.signs = torch.randint(0, 2, values.shape, generator=generator).mul(2).sub(1).to(values)
         self.direction = self._draw(generator)
-        padding.freeze(self.direction, self.problem.params)
+        padding.freeze(self.direction, self.moving)
         offset = self._draw(generator)
-        self.point = {name: tensor + 1e-3 * offset[name] for name, tensor in self.problem.params.items()}
+        self.point = {name: tensor + 1e-3 * offset[name] for name, tensor in self.moving.items()}
         with nearby:
             slope = self._gradient(self.point)
         self.kinks = here.share_on_kinks(nearby, len(self.targets))
@@ -161,7 +187,7 @@ class _Comparison:
 
     def _draw(self, generator: torch.Generator) -> Params:
         drawn = {}
-        for name, tensor in self.problem.params.items():
+        for name, tensor in self.moving.items():
             drawn[name] = self.scale[name] * torch.randn(tensor.shape, generator=generator).to(tensor)
         return drawn
 
@@ -221,6 +247,20 @@ class _Comparison:
         apart = float((first - second).norm())
         agree = apart <= self.tolerance / 4 * max(float(first.norm()), float(second.norm())) + noise
         return False if agree else None
+
+
+class _ByInputs(_Comparison):
+    """The same by the inputs of the model, of which only those of floating point move; in reverse mode alone."""
+
+    def _moving(self) -> Params:
+        self.problem.reverse_only = True
+        leaves = enumerate(tree_leaves(self.inputs))
+        return {str(n): x for n, x in leaves if isinstance(x, Tensor) and x.is_floating_point()}
+
+    def _function(self, params: Params) -> Tensor:
+        leaves, structure = tree_flatten(self.inputs)
+        moved = [params.get(str(n), leaf) for n, leaf in enumerate(leaves)]
+        return self.problem.outputs(self.problem.params, tree_unflatten(moved, structure))
 
 
 def _scales(params: Params) -> dict[str, float]:

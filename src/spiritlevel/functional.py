@@ -369,6 +369,7 @@ class Problem:
             overwrites = any(leaf._version for leaf in copies if isinstance(leaf, Tensor))
             if before is not None or overwrites:
                 self._overwrites = overwrites
+            self._check_own_parameters()
         if before is not None:
             self._draws = before != _random_states(self.device)
         result = getattr(result, "logits", result)
@@ -385,6 +386,18 @@ class Problem:
             )
         self._reads_by_name |= detached
         return result
+
+    def _check_own_parameters(self) -> None:
+        """Raise `InputError` if a forward pass has changed the point at which the model is measured."""
+        if not any(tensor._version for tensor in self.params.values()):
+            return
+        for name, tensor in self.model.named_parameters():
+            if name in self.params and not torch.equal(self.params[name], tensor.detach().to(self.params[name])):
+                raise InputError(
+                    f"the model {type(self.model).__name__} overwrites its own parameter {name} in its forward pass, "
+                    "as an embedding with max_norm= does, so there is no fixed point to measure at; run it once on all "
+                    "data, then switch that off (max_norm=None)."
+                )
 
     def losses(self, params: Params, inputs: Any, targets: Tensor) -> Tensor:
         """ℓ(φ(θ, x), y) of every sample of a batch."""
@@ -665,8 +678,16 @@ class Batches:
             # a copy: some data fill the same memory again for the next batch
             yield tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, _as_pair(batch))
 
-    def first(self, count: int) -> Pair:
-        """The first samples, at most `count`, of the first batch that has any."""
+    def first(self, count: int, least: int = 1) -> Pair:
+        """The first samples, at most `count`, of the first batch that has any.
+
+        Of data in memory at least `least`, if there are so many: whether samples depend on each other does not show in
+        batches of one.
+        """
+        if self._in_memory and self.size is not None and self.size < least:
+            inputs, targets = self.data
+            if len(targets):
+                return _slice(inputs, 0, least), targets[:least]
         for inputs, targets in self:
             if len(targets):
                 return _slice(inputs, 0, count), targets[:count]

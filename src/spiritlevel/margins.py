@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from spiritlevel.cores import at_a_time, side_by_side
-from spiritlevel.derivatives import check_derivatives
+from spiritlevel.derivatives import check_derivatives, check_input_derivatives
 from spiritlevel.distributed import Ranks
 from spiritlevel.errors import InputError, unknown_name
 from spiritlevel.functional import Batches, Fingerprint, Problem
@@ -226,7 +226,9 @@ def margins(
         problem.checked(outputs, inputs, targets, start)
         if not looked and len(targets) and batch_norm == "eval":
             check_independence(problem, resized(inputs, spread_rows(len(targets))))
-            if norm:
+            if norm and layer is None:
+                check_input_derivatives(problem, inputs, targets)
+            elif norm:
                 check_derivatives(problem, inputs, targets, twice=False)
             looked = True
         outputs, label = _classes(outputs, targets, start)

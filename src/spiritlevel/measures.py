@@ -817,7 +817,9 @@ class Measure:
         self, model: nn.Module, data: Any, *, loss: Any = "cross_entropy", batch_norm: str = "eval", seed: int = 0
     ) -> Estimate:
         """The measure of a model on data, with its error; the model is left as it was."""
-        return self.compute(Setting(model, data, loss=loss, batch_norm=batch_norm, seed=seed))
+        setting = Setting(model, data, loss=loss, batch_norm=batch_norm, seed=seed)
+        setting.check()
+        return self.compute(setting)
 
     def attempt(self, setting: Setting) -> Estimate:
         """The measure, or NaN with the reason why there is none.

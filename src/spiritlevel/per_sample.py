@@ -166,7 +166,7 @@ def sample_traces(
 
 def _few_of(problem: Problem, batches: Batches) -> Any:
     """A few samples from all over the first batch, on which everything is tried first."""
-    inputs, targets = batches.first(4096)
+    inputs, targets = batches.first(4096, 3)
     chosen = spread(len(targets))
     return problem.place(resized(inputs, chosen), targets[chosen])[0]
 
