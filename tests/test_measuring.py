@@ -289,7 +289,7 @@ def test_what_the_audit_could_not_decide_is_not_said_to_stay() -> None:
     assert math.isnan(moved.pop("undecided"))
     assert moved == {"stays": 1.0, "moves": 4.0, "vanishes": math.inf}
     sentences = list(measuring._about_audit(audit))
-    assert sentences == ["These kept their value wherever the function stayed the same: stays."]
+    assert sentences == ["These kept their value under all that was tried at the same outputs (same, same too): stays."]
 
 
 def test_half_precision_is_told() -> None:

@@ -669,4 +669,5 @@ def _about_audit(found: Audit) -> Iterator[str]:
         )
     kept = [name for name, factor in moved.items() if factor == 1]
     if kept:
-        yield f"These kept their value wherever the function stayed the same: {', '.join(kept)}."
+        tried = ", ".join(name for name, certificate in found.certificates.items() if certificate.scale == 1)
+        yield f"These kept their value under all that was tried at the same outputs ({tried}): {', '.join(kept)}."
