@@ -18,10 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import reports
 import test_data
 import torch
 
 from spiritlevel import data, storage
+from spiritlevel.cli.measure import write_run
 from spiritlevel.errors import InputError
 from spiritlevel.results import Estimate, Report, Result
 
@@ -344,3 +346,44 @@ def test_a_full_disk_as_a_stand_in(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         Estimate.from_draws(torch.arange(20.0)).to_json(path)
     assert Result.from_json(path) == ESTIMATE
     assert [item.name for item in tmp_path.iterdir()] == ["result.json"]
+
+
+def test_a_run_is_replaced_as_a_whole_or_not_at_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The disk is full when the second file comes: the first one must not stand beside an old page."""
+    old, new = reports.report(20, name="the old run"), reports.report(20, name="the new run")
+    write_run(old, tmp_path)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    calls, really = [], storage.os.fsync
+
+    def full(descriptor: int) -> None:
+        calls.append(descriptor)
+        if len(calls) == 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        really(descriptor)
+
+    monkeypatch.setattr(storage.os, "fsync", full)
+    with pytest.raises(OSError, match=r"No space left on device: '.*report\.html'"):
+        write_run(new, tmp_path)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    write_run(new, tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["report.html", "report.json"]
+    assert all("the new run" in path.read_text(encoding="utf-8") for path in tmp_path.iterdir())
+
+
+PAIR = """
+import sys
+from pathlib import Path
+from spiritlevel.storage import write_together
+folder = Path(sys.argv[1])
+print("ready", flush=True)
+for number in range(150):
+    write_together({folder / "a": sys.argv[2], folder / "b": sys.argv[2]})
+"""
+
+
+def test_two_processes_that_write_one_run_leave_that_of_one(tmp_path: Path) -> None:
+    processes = [start(PAIR, tmp_path, name) for name in ("first", "second")]
+    for process in processes:
+        assert process.communicate(timeout=60)[1] == ""
+    assert (tmp_path / "a").read_text() == (tmp_path / "b").read_text()
+    assert len(list(tmp_path.iterdir())) == 2

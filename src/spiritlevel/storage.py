@@ -32,12 +32,46 @@ def write_atomically(path: str | Path, content: str | bytes) -> None:
     as a pipe or /dev/stdout, is written to directly. Texts are written as UTF-8; a byte of a name that is none, which
     Python keeps as half a character, becomes an escape such as \udce9, which JSON and JavaScript read back.
     """
-    path = Path(path).resolve()
-    data = content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content
+    write_together({path: content})
+
+
+def write_together(contents: Mapping[Any, str | bytes]) -> None:
+    """Write several files of one folder, by path, so that a reader finds all the old ones or all the new ones.
+
+    All are written before the first takes its place, so a full disk changes nothing; of two processes that write the
+    same files one goes first. Only a kill or a crash between two renames can leave them of different age.
+    """
+    staged: dict[Path, Path] = {}
+    try:
+        for name, content in contents.items():
+            path = Path(name).resolve()
+            data = content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content
+            try:
+                if temporary := _stage(path, data):
+                    staged[path] = temporary
+            except OSError as error:  # a full disk names no file, others the temporary one
+                error.filename, error.filename2 = str(path), None
+                raise
+        with _one_at_a_time(next(iter(staged)).parent) if len(staged) > 1 else contextlib.nullcontext():
+            for path, temporary in staged.items():
+                try:
+                    temporary.replace(path)
+                except OSError as error:
+                    error.filename, error.filename2 = str(path), None
+                    raise
+    except BaseException:
+        for temporary in staged.values():
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
+        raise
+
+
+def _stage(path: Path, data: bytes) -> Path | None:
+    """The file beside its place; None for what is not a file, which is written to directly."""
     if path.exists() and not path.is_file():
         with path.open("wb") as stream:
             stream.write(data)
-        return
+        return None
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name[:100]}.{secrets.token_hex(8)}")
     try:
@@ -47,13 +81,28 @@ def write_atomically(path: str | Path, content: str | bytes) -> None:
             os.fsync(file.fileno())
         if path.exists():
             temporary.chmod(stat.S_IMODE(path.stat().st_mode))
-        temporary.replace(path)
-    except BaseException as error:
+    except BaseException:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
-        if isinstance(error, OSError):  # a full disk names no file, others the temporary one
-            error.filename, error.filename2 = str(path), None
         raise
+    return temporary
+
+
+@contextmanager
+def _one_at_a_time(folder: Path) -> Iterator[None]:
+    """A lock on the folder itself, for the moment of two renames; nothing where the system has none."""
+    descriptor = None
+    if sys.platform != "win32":
+        import fcntl
+
+        with contextlib.suppress(OSError):
+            descriptor = os.open(folder, os.O_RDONLY)
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+    try:
+        yield
+    finally:
+        if descriptor is not None:
+            os.close(descriptor)
 
 
 def check_readable(path: str | Path) -> None:

@@ -162,6 +162,7 @@ def shown_in_any_case(result: Report | Comparison) -> Iterator[None]:
 
 
 def write_run(result: Report | Comparison, folder: Path) -> None:
-    """The result as JSON and as a page, each whole or not at all."""
-    result.to_json(folder / "report.json")
-    result.to_html(folder / "report.html")
+    """The result as JSON and as a page, both whole or neither: a page beside the numbers of another run would lie."""
+    from spiritlevel.storage import write_together
+
+    write_together({folder / "report.json": result.to_json() + "\n", folder / "report.html": result.to_html()})
