@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from spiritlevel.cli import measures
-from spiritlevel.cli.reproduce import number, varied
+from spiritlevel.cli.reproduce import number, varied, verdict
 from spiritlevel.errors import counted
 from spiritlevel.storage import write_atomically
 from spiritlevel.studies import Study, Verdict, catalogue, combine
@@ -220,13 +220,6 @@ def pictures(study: Study, runs: Sequence[Mapping[str, Any]], settings: Sequence
         more = [f"[{name}](../{path.relative_to(ROOT).as_posix()})" for name, path in list(charts.items())[2:]]
         if more:
             yield f"More charts{f' ({label})' if label else ''}: {', '.join(more)}.\n"
-
-
-def verdict(row: Mapping[str, Any]) -> str:
-    """The verdict, in the words of its kind, with the seeds that agree with the paper."""
-    if row["kind"] == "identity":
-        return {"reproduced": "holds", "not reproduced": "does not hold"}.get(row["verdict"], row["verdict"])
-    return row["verdict"] + (f", {row['agree']} of {row['seeds']} seeds" if row["seeds"] > 1 else "")
 
 
 def reason(row: Mapping[str, Any]) -> str:

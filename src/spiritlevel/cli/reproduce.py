@@ -121,17 +121,23 @@ def show(rows: Sequence[Mapping[str, Any]], settings: Sequence[str], console: An
     colours = {"reproduced": "green", "not reproduced": "red"}
     remarks = []
     for row in rows:
-        verdict = row["verdict"] + (f", {row['agree']} of {row['seeds']} seeds" if row["seeds"] > 1 else "")
         cells = [str(row["config"][name]) for name in settings]
         style = colours.get(row["verdict"], "")
         ours = Text(number(row).replace(" [", "\n["))  # the interval below its number: neither is broken
-        table.add_row(*map(Text, cells), Text(row["text"]), Text(row["paper"]), ours, Text(verdict, style=style))
+        table.add_row(*map(Text, cells), Text(row["text"]), Text(row["paper"]), ours, Text(verdict(row), style=style))
         if row["remark"] or row["reason"]:
             reason = f"{row['reason'].capitalize()}." if row["reason"] else ""
             remarks.append(f"  {', '.join([*cells, row['id']])}: {' '.join(filter(None, [reason, row['remark']]))}")
     print_table(console, table)
     for remark in remarks:
         console.print(remark, style="dim", markup=False, highlight=False)
+
+
+def verdict(row: Mapping[str, Any]) -> str:
+    """The verdict in the words of its kind, with the seeds whose numbers agree with the paper."""
+    if row["kind"] == "identity":
+        return {"reproduced": "holds", "not reproduced": "does not hold"}.get(row["verdict"], row["verdict"])
+    return row["verdict"] + (f", {row['agree']} of {row['seeds']} seeds" if row["seeds"] > 1 else "")
 
 
 SMALLEST = 1e-300  # below it a number has lost its digits (and soon is zero)
