@@ -9,10 +9,10 @@ PIP := -m pip --disable-pip-version-check --no-input install --quiet -c constrai
 NO_CPU_TORCH := the install failed. If pip found no CPU build of torch 2.13.0, add an index that has one (see CONTRIBUTING.md).
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-full fuzz bench docs census audit-deps clean
+.PHONY: help install demo test test-full fuzz bench docs census coverage-doc audit-deps clean
 
 help:  ## Show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 install: $(VENV)/.installed  ## Set up .venv with the library, the command and the tools
 
@@ -56,14 +56,18 @@ $(BENCH)/.installed: $(SETUP)
 	$(BENCH)/bin/python $(PIP) --no-deps backpack-for-pytorch curvlinops-for-pytorch
 	touch $@
 
-docs: install  ## Write docs/claims.md and docs/results.md, and the reference pages to build/docs
+docs: install  ## Write docs/claims.md, docs/results.md and docs/findings.md, and the reference pages to build/docs
 	$(BIN)/python tools/make_claims_doc.py
 	$(BIN)/python tools/make_results_doc.py
+	$(BIN)/python tools/make_findings_doc.py
 	$(BIN)/pdoc spiritlevel --docformat google --output-directory build/docs
 
 census: install  ## Try every differentiable operation in a child process, write docs/operations.md
 	mkdir -p build
 	OMP_NUM_THREADS=1 $(BIN)/python tools/census.py --page docs/operations.md --json build/census.json
+
+coverage-doc: install  ## Count how often 95 % intervals hold the truth, and write docs/coverage.md
+	$(BIN)/python tools/make_coverage_doc.py
 
 AUDIT := build/audit
 

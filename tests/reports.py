@@ -48,7 +48,6 @@ def samples(count: int, seed: int = 0) -> tuple[SampleTraces, Margins, torch.Ten
 
 def _row(name: str, value: Estimate, family: str, **more: Any) -> ReportRow:
     given = {
-        "kind": "exact" if value.exact else "estimate",
         "direction": "wider" if family == "margin" else "sharper",
         "meaning": f"the {name.replace('_', ' ')}",
         "formula": "Tr H",
@@ -122,7 +121,7 @@ def report(count: int = 400, *, name: str = "lenet5 on made-up digits", pictured
         rows=(
             _row("trace", Estimate(mean, data_stderr=0.02 * mean), "curvature", meaning="sum of the eigenvalues"),
             _row("largest_eigenvalue", Estimate(12.5), "curvature", formula="λ₁"),
-            _row("ball_sharpness", Estimate(math.nan, reason="it did not converge"), "curvature", kind="undefined"),
+            _row("ball_sharpness", Estimate(math.nan, reason="it did not converge"), "curvature"),
             _row("relative_flatness", Estimate(31.5, 1.5, 15), "curvature", invariant_to=("rescale_layers",)),
             _row("margin_q50", Estimate(float(margins.signed.median())), "margin", formula="Q_0.5(Δ)"),
             _row("margin_skewness", Estimate(0.12), "margin"),

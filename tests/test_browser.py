@@ -255,6 +255,33 @@ def test_a_notebooks_frame_draws_and_cannot_reach_out(browser: Browser, tmp_path
     assert browser.requests == []
 
 
+def drawn(browser: Browser) -> tuple[int, int]:
+    """How many charts of the page are drawn, and how many there are."""
+    found = browser.evaluate(
+        "[document.querySelectorAll('.plot canvas').length, document.querySelectorAll('.plot').length]"
+    )
+    return found[0], found[1]
+
+
+def test_no_name_breaks_a_chart(browser: Browser, tmp_path: Path) -> None:
+    name = 'C:\\users\\net.py "\x1b[31m\u2028'
+    pair = dataclasses.replace(comparison(), names=(name, "b"))
+    (tmp_path / "page.html").write_text(page(report(60, name=name), report(60), pair), encoding="utf-8")
+    browser.show(tmp_path / "page.html")
+    done, charts = drawn(browser)
+    assert done == charts > 10
+    assert browser.faults == []
+
+
+def test_a_chart_that_fails_leaves_the_others(browser: Browser, small: Report, tmp_path: Path) -> None:
+    broken = page(small).replace('"mark":', '"transform":[{"filter":"C:\\\\users ("}],"mark":', 1)
+    (tmp_path / "page.html").write_text(broken, encoding="utf-8")
+    browser.show(tmp_path / "page.html")
+    done, charts = drawn(browser)
+    assert done == charts - 1
+    assert browser.evaluate("document.querySelector('.plot .warning').textContent").startswith("This chart could not")
+
+
 @pytest.mark.slow
 def test_the_page_prints_on_light_ground_with_every_table_open(browser: Browser, file: Path, tmp_path: Path) -> None:
     browser.show(file, dark=True)

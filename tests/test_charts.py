@@ -102,7 +102,7 @@ def test_every_chart_draws_in_both_themes(name: str) -> None:
 
 
 def test_every_public_chart_is_drawn_above() -> None:
-    assert set(CHARTS) == set(charts.__all__) - {"save", "svg", "theme"}
+    assert set(CHARTS) == set(charts.__all__) - {"save", "specification", "svg", "theme"}
 
 
 def test_saved_files_are_whole_and_beside_each_other(tmp_path: Path) -> None:
@@ -199,3 +199,25 @@ def test_the_density_reaches_six_decades_down_and_not_to_zero() -> None:
 def test_bad_input_is_refused_in_a_sentence(draw: Callable[[], Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         draw()
+
+
+HOSTILE = ["C:\\users\\net.py", "\\", "a\"b'c", "two\nlines", "\u2028", "\x1b[31m\x07\u202e", "caf\udce9", "[x].y${z}"]
+
+
+@pytest.mark.parametrize("name", HOSTILE, ids=ascii)
+def test_any_name_can_be_drawn(name: str) -> None:
+    """Vega-Lite pastes titles into expressions: a backslash in one broke the chart; an escape ended the process."""
+    columns = {name: [1.0, 2.0], "v": [1.0, 2.0], "n": [name, "z"], "low": [0.0, 1.0], "high": [2.0, 3.0]}
+    for chart in (
+        charts.scatter(columns, name, "v", colour="n", order=["z", name], hover=["n"], title=name),
+        charts.lines(columns, "v", name, series="n"),
+        charts.distribution([1.0, 2.0, 3.0], f"margin of {name}"),
+        charts.intervals(columns, "n", name, "low", "high"),
+        charts.contours([0, 1, 2], [0, 1, 2], [[1.0, 2.0, 3.0]] * 3, names=(name, name, name)),
+    ):
+        assert charts.svg(chart).startswith("<svg")
+
+
+def test_names_stay_readable() -> None:
+    drawn = charts.svg(charts.lines({"x": [1.0, 2.0], "C:\\users\\net.py": [1.0, 2.0]}, "x", "C:\\users\\net.py"))
+    assert ">C:∖users∖net.py<" in drawn

@@ -23,7 +23,7 @@ def test_every_study_has_help_with_an_example(name: str, capsys: pytest.CaptureF
     assert main(["reproduce", name, "--help"]) == 0
     shown = capsys.readouterr().out
     assert f"For example: spiritlevel reproduce {name}" in shown
-    assert "--scale smoke|laptop|paper" in shown
+    assert "--scale smoke|laptop|small|paper" in shown
     own = shown[shown.index("--out DIR") :]  # the study's options come last
     assert not any(word in own for word in ("None", "tuple[", "str |"))
 
@@ -40,7 +40,7 @@ def test_a_list_of_values_makes_independent_jobs(tmp_path: Path, capsys: pytest.
     assert "reproduced if the largest value at the three corners is below 1e-12" in shown
     assert "divisions" in shown
     assert "scale, 2 jobs." in " ".join(shown.split())
-    assert "6, middle: 0 from the middle." in shown  # remarks stand below the table, not in it
+    assert "6, middle: The largest deviation; the value is 0.6667." in shown  # remarks stand below the table, not in it
 
 
 def test_help_names_the_defaults_of_the_scales(capsys: pytest.CaptureFixture[str]) -> None:
@@ -73,6 +73,7 @@ def test_seeds() -> None:
             ["confidence", "--divison", "4"],
             "did you mean '--divisions'? See `spiritlevel reproduce confidence --help`.",
         ),
+        (["confidence", "--scale", "small"], "confidence has no scale small; take smoke, laptop or paper."),
         (["weight-decay", "--gammas", "a,b"], "--gammas takes a number, or several between commas, got 'a,b'."),
     ],
 )
@@ -84,7 +85,14 @@ def test_bad_input_is_one_sentence(args: list[str], sentence: str, capsys: pytes
 
 
 def test_numbers_are_shown_with_their_interval() -> None:
-    assert number({"ours": 0.97123, "low": 0.9, "high": 1.0}) == "0.9712 [0.9, 1]"
-    assert number({"ours": None, "low": None, "high": None}) == "undefined"
-    assert number({"ours": "12 of 13", "low": None, "high": None}) == "12 of 13"
-    assert number({"ours": 1.976e-323, "low": None, "high": None}) == "below 1e-300"
+    def shown(mean: float, low: float | None = None, high: float | None = None, *, ratio: bool = False) -> str:
+        return number({"ours": mean, "parts": {"": {"mean": mean, "low": low, "high": high, "ratio": ratio}}})
+
+    assert shown(0.97123, 0.9, 1.0) == "0.9712 [0.9, 1]"
+    assert shown(2.0, 1.5, 3.0, ratio=True) == "× 2 [1.5, 3]"
+    assert shown(1.976e-323) == "below 1e-300"
+    assert number({"ours": None, "parts": {}}) == "undefined"
+    assert number({"ours": "12 and 13", "parts": {}}) == "12 and 13"
+    parts = {"λ₁": {"mean": 2.0, "low": None, "high": None, "ratio": True}}
+    parts["gap"] = {"mean": -3.0, "low": -4.0, "high": -2.0, "ratio": False}
+    assert number({"ours": None, "parts": parts}) == "λ₁ × 2; gap -3 [-4, -2]"

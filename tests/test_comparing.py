@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import spiritlevel as sl
 from spiritlevel.comparing import compare
 from spiritlevel.errors import InputError
+from spiritlevel.results import mean_skewness, skewed_limits
 
 FAST = ["trace", "margin_mean", "input_distance"]
 
@@ -46,12 +47,15 @@ def test_the_better_model_is_advised_whatever_the_order() -> None:
     assert sl.Comparison.from_json(one.to_json()).to_json() == one.to_json()
 
 
-def test_the_interval_of_a_mean_is_students_t_of_the_pairs() -> None:
+def test_the_interval_of_a_mean_is_that_of_the_paired_differences() -> None:
     a, b, data = trained(2), trained(150), points(80)
     row = compare(a, b, data, measures=["margin_mean"]).row("margin_mean")
     first, second = sl.margins(a, data).signed.numpy(), sl.margins(b, data).signed.numpy()
-    expected = stats.ttest_rel(second, first).confidence_interval(0.95)
-    assert (row.low, row.high) == pytest.approx((expected.low, expected.high))
+    apart = torch.from_numpy(second - first)
+    expected = skewed_limits(float(apart.mean()), stats.sem(apart.numpy()), 79, mean_skewness(apart))
+    assert (row.low, row.high) == pytest.approx(expected)
+    student = stats.ttest_rel(second, first).confidence_interval(0.95)
+    assert (row.low, row.high) == pytest.approx((student.low, student.high), rel=0.03)  # these are little skewed
     assert row.how == "paired t"
     assert row.difference == pytest.approx(second.mean() - first.mean())
 
@@ -89,10 +93,45 @@ def test_no_size_of_a_rescaling_makes_the_trace_comparable(scale: float) -> None
     assert "both give the same outputs, up to rounding" in found.advice
 
 
+def test_numbers_of_the_whole_set_are_compared_by_the_influence_of_every_sample() -> None:
+    a, b, data = trained(2), trained(150), points(80)
+    found = compare(a, b, data, measures=["fisher_rao_norm", "largest_eigenvalue"], audit=False)
+    for name in ("fisher_rao_norm", "largest_eigenvalue"):
+        row, values = found.row(name), sl.measures.MEASURES[name].sampling.values
+        assert values is not None
+        settings = [sl.measures.Setting(model, data) for model in (a, b)]
+        numbers = [sl.measures.MEASURES[name].attempt(setting).value for setting in settings]
+        apart = values(settings[1]) - values(settings[0])
+        assert row.difference == pytest.approx(numbers[1] - numbers[0])
+        low, high = skewed_limits(row.difference, stats.sem(apart.numpy()), 79, mean_skewness(apart))
+        assert row.low <= low + 1e-9
+        assert row.high >= high - 1e-9  # wider where the ends of a spectrum are biased
+        assert row.how == "paired t"
+
+
+def test_advice_needs_a_difference_that_is_sure_after_three_looks() -> None:
+    torch.manual_seed(0)
+    inputs = torch.randn(200, 2)
+    hesitant = 0
+    for seed in range(12):
+        generator = torch.Generator().manual_seed(seed)
+        labels = (inputs.sum(1) + torch.randn(200, generator=generator) > 0).long()
+        pair = [nn.Linear(2, 2), nn.Linear(2, 2)]
+        for net, weights in zip(pair, ([1.0, 0.55], [0.55, 1.0]), strict=True):
+            with torch.no_grad():
+                net.weight.copy_(torch.tensor([[-1.0, -1.0], [1.0, 1.0]]) * torch.tensor(weights))
+                net.bias.zero_()
+        found = compare(*pair, (inputs, labels), measures=["input_distance"], audit=False)
+        strict = [row for row in found.rows if row.verdict in ("a", "b") and row.sure]
+        assert found.advice.startswith("Trust") == bool(strict)
+        hesitant += any(row.verdict in ("a", "b") for row in found.rows) and not strict
+    assert hesitant  # at 95 % each, one of three numbers differs; that is not enough
+
+
 def test_a_difference_without_an_interval_favours_nobody() -> None:
     a, b, data = trained(2), trained(150), points(80)
-    found = compare(a, b, data, measures=["fisher_rao_norm", "margin_min", "margin_q25"])
-    assert found.row("fisher_rao_norm").verdict == found.row("margin_min").verdict == "no interval"
+    found = compare(a, b, data, measures=["normalised_sharpness", "margin_min", "margin_q25"])
+    assert found.row("normalised_sharpness").verdict == found.row("margin_min").verdict == "no interval"
     assert found.row("margin_q25").verdict == "b"  # a quantile of the samples has a bootstrap
     assert any(reason.startswith("No verdict") and "margin_min" in reason for reason in found.reasons)
     assert compare(a, b, points(2), measures=["margin_mean"]).row("margin_mean").verdict == "no interval"

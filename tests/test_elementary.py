@@ -354,7 +354,7 @@ def test_a_real_asymmetry_is_refused_still() -> None:
     torch.manual_seed(0)
     model = Cut().double()
     for measured in (lambda: sl.hessian(model, (X, Y)).dense(), lambda: sl.trace(model, (X, Y), method="hutchinson")):
-        with pytest.raises(InputError, match="not symmetric|not the derivative"):
+        with pytest.raises(InputError, match=r"not symmetric|not the derivative"):
             measured()
 
 

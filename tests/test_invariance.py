@@ -357,7 +357,10 @@ def transformed(net: nn.Module, inputs: Tensor) -> Iterator[tuple[str, Transform
             continue
 
 
-@pytest.mark.parametrize("name", CASES)
+LONG = {"difference", "every layer reads the inputs", *(name for name in CASES if "padded by 2" in name)}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in LONG)) for name in CASES])
 def test_what_is_declared_invariant_stays(name: str) -> None:
     case = CASES[name]
     net = randomised(case.make(), seed=case.seed, size=0.6)

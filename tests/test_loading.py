@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import os
 import pickle
 import sys
+import time
 import zipfile
 from pathlib import Path
 
@@ -101,6 +103,81 @@ def test_models_from_files_modules_and_names(folder: Path) -> None:
     assert sys.path == path
 
 
+def versions(folder: Path, *, layers: str = "layers", head: str = "") -> None:
+    """v1 and v2, each with a network and, beside it, a module of the same name with another width."""
+    for name, width in (("v1", 3), ("v2", 7)):
+        (folder / name).mkdir()
+        (folder / name / "net.py").write_text(
+            f"{head}\nfrom {layers} import make\nfrom {layers} import WIDTH\n"
+            f"def late():\n    from torch import nn\n    class Late(nn.Module):\n        def forward(self, x):\n"
+            f"            from {layers} import WIDTH\n            return x[:, :WIDTH]\n    return Late()\n"
+        )
+        file = (folder / name).joinpath(*layers.split(".")).with_suffix(".py")
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(f"from torch import nn\nWIDTH = {width}\ndef make():\n    return nn.Linear(2, WIDTH)\n")
+
+
+@pytest.mark.parametrize(
+    ("layers", "head"),
+    [
+        ("layers", ""),
+        ("parts.layers", ""),  # a package without __init__.py
+        ("src.layers", "import src"),
+        ("layers_of_mine", "import sys, pathlib; sys.path.append(str(pathlib.Path(__file__).parent))"),
+    ],
+)
+def test_two_files_do_not_share_the_modules_beside_them(tmp_path: Path, layers: str, head: str) -> None:
+    versions(tmp_path, layers=layers, head=head)
+    before = set(sys.modules)
+    for name, width in [("v1", 3), ("v2", 7), ("v1", 3), ("v2", 7)]:
+        assert load_model(f"{tmp_path}/{name}/net.py:make").out_features == width
+    assert not {name for name in set(sys.modules) - before if name.endswith("layers")}, "a name of two means neither"
+
+
+def test_a_model_that_imports_while_it_runs_never_gets_the_modules_of_another(tmp_path: Path) -> None:
+    versions(tmp_path)
+    first = load_model(f"{tmp_path}/v1/net.py:late")
+    assert first(torch.zeros(1, 9)).shape == (1, 3)
+    second = load_model(f"{tmp_path}/v2/net.py:late")
+    for model in (first, second):
+        with pytest.raises(ModuleNotFoundError, match="layers"):
+            model(torch.zeros(1, 9))
+
+
+def test_a_module_of_the_calling_program_stays_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    versions(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path / "v1")
+    import layers
+
+    monkeypatch.setitem(sys.modules, "layers", layers)
+    assert load_model(f"{tmp_path}/v2/net.py:make").out_features == 7
+    assert sys.modules["layers"] is layers
+    assert load_model(f"{tmp_path}/v1/net.py:make").out_features == 3
+    assert sys.modules["layers"] is layers
+
+
+def test_what_is_installed_or_built_in_is_never_put_aside(tmp_path: Path) -> None:
+    for name in ("sys", "random", "numpy", "__main__"):
+        (tmp_path / f"{name}.py").write_text("1 / 0\n")
+    for name in ("spiritlevel", "torch"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "net.py").write_text("import numpy, random, sys\nfrom torch import nn\nnet = nn.Linear(2, 3)\n")
+    before = dict(sys.modules)
+    assert load_model(f"{tmp_path}/net.py:net").out_features == 3
+    assert {name: sys.modules.get(name) for name in before} == before
+
+
+def test_what_two_files_import_from_one_place_is_imported_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "common").mkdir()
+    (tmp_path / "common" / "shared_parts.py").write_text("from torch import nn\nclass Part(nn.Linear):\n    pass\n")
+    monkeypatch.syspath_prepend(tmp_path / "common")
+    for name in ("v1", "v2"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "net.py").write_text("from shared_parts import Part\ndef make():\n    return Part(2, 2)\n")
+    one, two = (load_model(f"{tmp_path}/{name}/net.py:make") for name in ("v1", "v2"))
+    assert type(one) is type(two)
+
+
 @pytest.mark.parametrize(
     ("spec", "sentence"),
     [
@@ -113,6 +190,7 @@ def test_models_from_files_modules_and_names(folder: Path) -> None:
         ("net.py:exits", "fails: SystemExit: 3"),
         ("net.py:number", r"must be or return a torch\.nn\.Module, got int"),
         ("none.py:make", r"there is no file 'none\.py'"),
+        ("nowhere/none.py:make", r"there is no file 'nowhere/none\.py'"),
         (":make", "':make' names no file; write file.py:function"),
         ("net.py:", "'net.py:' names no function; write file.py:function"),
         ("bad.py:make", "cannot be imported: No module named 'no_such_module'"),
@@ -128,7 +206,14 @@ def test_models_that_cannot_be_had(folder: Path, spec: str, sentence: str) -> No
 
 @pytest.mark.parametrize(
     ("options", "sentence"),
-    [({"device": "cuda:99"}, "cannot be moved to device 'cuda:99'"), ({"dtype": "float46"}, "unknown dtype 'float46'")],
+    [
+        ({"device": "cuda:99"}, "cannot be moved to device 'cuda:99'"),
+        ({"device": "hpu"}, "cannot be moved to device 'hpu'"),
+        ({"device": "privateuseone"}, "cannot be moved to device 'privateuseone'"),
+        ({"device": ""}, "cannot be moved to device ''"),
+        ({"device": "meta"}, "cannot be measured on the device 'meta', which keeps shapes"),
+        ({"dtype": "float46"}, "unknown dtype 'float46'"),
+    ],
 )
 def test_devices_and_dtypes_that_do_not_exist(options: dict[str, str], sentence: str) -> None:
     with pytest.raises(InputError, match=sentence):
@@ -158,6 +243,82 @@ def test_weights_that_do_not_fit_name_the_first_differences_and_the_nearest_name
     torch.save(wide.state_dict(), tmp_path / "wide.pt")
     with pytest.raises(InputError, match=r"1\.weight has shape \(6, 64\) instead of \(5, 64\)"):
         load_weights(make(), tmp_path / "wide.pt")
+
+
+def test_weights_with_another_prefix_are_refused_at_once(tmp_path: Path) -> None:
+    """Every missing name was compared with every name of the file: 140 seconds for a network of some size."""
+    whole = nn.Module()
+    for block in range(15):
+        for layer in range(10):
+            whole.add_module(f"encoder_block_{block}_layer_{layer}", nn.Sequential(nn.Linear(1, 1), nn.BatchNorm1d(1)))
+    torch.save({f"backbone.{key}": value for key, value in whole.state_dict().items()}, tmp_path / "w.pt")
+    torch.save({f"{key}.v{key[::-1]}": value for key, value in whole.state_dict().items()}, tmp_path / "other.pt")
+    assert len(whole.state_dict()) == 1050
+    begin = time.process_time()
+    with pytest.raises(InputError, match=r"the file's names begin with 'backbone\.', as backbone\.encoder_block_0_"):
+        load_weights(whole, tmp_path / "w.pt")
+    with pytest.raises(InputError, match="and 2,097 more differences"):
+        load_weights(whole, tmp_path / "other.pt")
+    assert time.process_time() - begin < 5
+    part = nn.ModuleDict({"net": make()})
+    torch.save(make().state_dict(), tmp_path / "part.pt")
+    with pytest.raises(
+        InputError, match=r"the model's names begin with 'net\.', as net\.1\.weight, and the file's do not"
+    ):
+        load_weights(part, tmp_path / "part.pt")
+
+
+@pytest.mark.parametrize(
+    ("tensor", "sentence"),
+    [
+        (torch.zeros(1, 2, dtype=torch.complex64), "weight holds complex64 and the model float32: the imaginary part"),
+        (torch.ones(1, 2, dtype=torch.int8), "weight holds int8 and the model float32: whole numbers have lost"),
+        (torch.ones(1, 2, dtype=torch.bool), "weight holds bool and the model float32"),
+        (torch.zeros(1, 2).to_sparse(), "weight is sparse; save it as dense floats"),
+        (torch.zeros(1, 2, device="meta"), "weight has a shape and no numbers"),
+    ],
+)
+def test_weights_that_would_lose_something_are_refused(tmp_path: Path, tensor: torch.Tensor, sentence: str) -> None:
+    torch.save({"weight": tensor, "bias": torch.zeros(1)}, tmp_path / "w.pt")
+    with pytest.raises(InputError, match=sentence):
+        load_weights(nn.Linear(2, 1), tmp_path / "w.pt")
+
+
+def test_counts_that_were_saved_as_floats_must_be_whole(tmp_path: Path) -> None:
+    norm = nn.BatchNorm1d(2)
+    for count in (3.0, 3.5):
+        torch.save({**norm.state_dict(), "num_batches_tracked": torch.tensor(count)}, tmp_path / "w.pt")
+        if count == 3:
+            load_weights(norm, tmp_path / "w.pt")
+            assert int(norm.num_batches_tracked or 0) == 3
+            continue
+        with pytest.raises(InputError, match="num_batches_tracked holds float32 and the model int64: the fractions"):
+            load_weights(norm, tmp_path / "w.pt")
+
+
+@pytest.mark.parametrize("keys", [(0, 1), ("weight", 1)])
+def test_weights_without_names_are_refused(tmp_path: Path, keys: tuple[object, object]) -> None:
+    torch.save(dict(zip(keys, nn.Linear(2, 1).state_dict().values(), strict=True)), tmp_path / "w.pt")
+    with pytest.raises(
+        InputError, match=r"must name its tensors as model\.state_dict\(\) does, and one is called [01]\."
+    ):
+        load_weights(nn.Linear(2, 1), tmp_path / "w.pt")
+
+
+def test_a_packed_checkpoint_is_refused_by_the_size_that_it_states(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.save({"weight": torch.zeros(2**24 + 2**20)}, tmp_path / "plain.pt")  # 71 MB
+    with (
+        zipfile.ZipFile(tmp_path / "plain.pt") as plain,
+        zipfile.ZipFile(tmp_path / "w.pt", "w", zipfile.ZIP_DEFLATED, compresslevel=1) as packed,
+    ):
+        for member in plain.infolist():
+            packed.writestr(member.filename, plain.read(member))
+    assert (tmp_path / "w.pt").stat().st_size < 2**20
+    monkeypatch.setattr(loading.torch, "load", lambda *_, **__: pytest.fail("nothing is unpacked"))
+    with pytest.raises(InputError, match=r"w\.pt unpacks to 0\.1 GB, and the model's weights take 0\.000 GB"):
+        load_weights(nn.Linear(2, 1), tmp_path / "w.pt")
 
 
 class Trap:
@@ -278,11 +439,89 @@ def test_a_folder_of_images(tmp_path: Path) -> None:
     assert float(inputs.max()) == pytest.approx(0.2)
     assert (targets.tolist(), samples.classes) == ([0, 0, 1, 1], ("cat", "dog"))
     draw(tmp_path / "dog" / "2.png", size=(9, 6))
-    with pytest.raises(InputError, match=r"one size and kind: .* has 8×6 pixels and .*2\.png 9×6 pixels"):
+    with pytest.raises(InputError, match=r"one size: .* has 8×6 pixels and .*2\.png 9×6 pixels"):
         load_samples(str(tmp_path))
     (tmp_path / "dog" / "2.png").write_bytes(b"nonsense")
     with pytest.raises(InputError, match=r"the image .*2\.png cannot be read"):
         load_samples(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("name", "pixels", "top"),
+    [
+        ("a.png", np.uint16([[0, 256, 1000, 65535]]), 65535),
+        ("a.tif", np.uint16([[0, 256, 1000, 65535]]), 65535),
+        ("a.pgm", np.uint16([[0, 256, 1000, 65535]]), 65535),
+        ("a.tiff", np.float32([[0, 0.001, 0.25, 1]]), 1),
+        ("a.bmp", np.uint8([[0, 1, 100, 255]]), 255),
+    ],
+)
+def test_images_of_every_depth_keep_their_numbers(tmp_path: Path, name: str, pixels: np.ndarray, top: int) -> None:
+    for place in ("cat", "dog"):
+        (tmp_path / place).mkdir()
+        if name.endswith("pgm"):  # as the standard has it: two bytes a pixel, the higher first
+            (tmp_path / place / name).write_bytes(b"P5 4 1 65535 " + pixels.astype(">u2").tobytes())
+        else:
+            Image.fromarray(pixels).save(tmp_path / place / name)
+    samples = load_samples(str(tmp_path))
+    assert samples.data[0][1, 0].numpy() == pytest.approx(pixels.astype(np.float32) / np.float32(top), abs=0)
+    assert (samples.notes == ("images of floats in [0, 1] taken as they are",)) == (top == 1)
+    assert any(f"divided by {top:,}" in note for note in samples.notes) == (top > 1)
+
+
+def test_images_that_use_few_of_their_bits_are_remarked(tmp_path: Path) -> None:
+    for place in ("cat", "dog"):
+        (tmp_path / place).mkdir()
+        Image.fromarray(np.full((6, 8), 4095, dtype=np.uint16)).save(tmp_path / place / "0.png")  # of a 12-bit camera
+    assert "the brightest pixel is 0.062 of white" in load_samples(str(tmp_path)).notes[1]
+
+
+@pytest.mark.parametrize(
+    ("pixels", "sentence"),
+    [
+        (np.int32([[0, 256, 100000, 2**30]]), r"has 32 bits a pixel, and nobody says which number is white"),
+        (np.float32([[0, 1, 255, 7]]), r"holds numbers outside \[0, 1\], and nobody says which of them is white"),
+        (np.float32([[0, 1, np.nan, 1]]), r"holds numbers outside \[0, 1\]"),
+    ],
+)
+def test_images_without_a_scale_are_refused(tmp_path: Path, pixels: np.ndarray, sentence: str) -> None:
+    for place in ("cat", "dog"):
+        (tmp_path / place).mkdir()
+        Image.fromarray(pixels).save(tmp_path / place / "a.tif")
+    with pytest.raises(InputError, match=sentence):
+        load_samples(str(tmp_path))
+
+
+def test_one_coloured_image_makes_all_coloured_wherever_it_stands(tmp_path: Path) -> None:
+    draw(tmp_path / "cat" / "0.png", value=51)
+    draw(tmp_path / "dog" / "0.png", mode="RGB", value=255)
+    (tmp_path / "dog" / "1.png").parent.mkdir(exist_ok=True)
+    Image.fromarray(np.full((6, 8), 6553, dtype=np.uint16)).save(tmp_path / "dog" / "1.png")
+    inputs, _ = load_samples(str(tmp_path)).data
+    assert inputs.shape == (3, 3, 6, 8)
+    for image, colour in zip(inputs, [(0.2, 0.2, 0.2), (1, 0, 0), (0.1, 0.1, 0.1)], strict=True):
+        assert image[:, 0, 0].tolist() == pytest.approx(colour, abs=1e-5)
+
+
+def test_a_file_is_opened_only_as_one_of_seven_formats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pillow starts Ghostscript for an EPS file, whatever its name."""
+    from PIL import EpsImagePlugin
+
+    started: list[object] = []
+    monkeypatch.setattr(EpsImagePlugin, "Ghostscript", lambda *args, **_: started.append(args))
+    for place in ("cat", "dog"):
+        (tmp_path / place).mkdir()
+        Image.new("RGB", (8, 6)).save(tmp_path / place / "0.png", format="EPS")
+    with pytest.raises(InputError, match=r"the image .*0\.png cannot be read: cannot identify image file"):
+        load_samples(str(tmp_path))
+    assert started == []
+
+
+def test_folders_with_names_that_are_no_text(tmp_path: Path) -> None:
+    for name in (b"caf\xe9", b"tea"):
+        place = os.fsdecode(os.fsencode(tmp_path) + b"/" + name)
+        draw(Path(place) / "0.png")
+    assert load_samples(str(tmp_path)).classes == ("caf\\xe9", "tea")
 
 
 def test_folders_that_hold_no_classes(tmp_path: Path) -> None:

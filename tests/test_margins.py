@@ -1,4 +1,4 @@
-"""Margins against high precision arithmetic, the proofs of MATH 4.7, and distances found by hand."""
+"""Margins against high precision arithmetic, the proofs of mathematics 3.2, and distances found by hand."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ rows = st.integers(2, 12).flatmap(
 
 
 @given(rows)
-def test_bounds_of_math_4_7(row: tuple[np.ndarray, int, np.ndarray]) -> None:
+def test_bounds_by_the_softmax_margin(row: tuple[np.ndarray, int, np.ndarray]) -> None:
     logits, y, x = torch.from_numpy(row[0])[None], torch.tensor([row[1]]), torch.from_numpy(row[2])[None]
     lack, gap = float(confidence_gap(logits)), float(softmax_gap(logits, y))
     slack = 1 + 1e-12

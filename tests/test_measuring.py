@@ -147,7 +147,7 @@ def test_the_error_of_an_accuracy_is_never_nothing() -> None:
     assert "100.0% of the 400 train samples" in whole.headline[0]
 
 
-def test_wilsons_interval_covers_the_accuracy_of_the_whole() -> None:
+def test_the_interval_of_an_accuracy_covers_that_of_the_whole() -> None:
     generator = torch.Generator().manual_seed(0)
     correct = torch.zeros(300, dtype=torch.float64)
     correct[:285] = 1.0
@@ -289,7 +289,7 @@ def test_what_the_audit_could_not_decide_is_not_said_to_stay() -> None:
     assert math.isnan(moved.pop("undecided"))
     assert moved == {"stays": 1.0, "moves": 4.0, "vanishes": math.inf}
     sentences = list(measuring._about_audit(audit))
-    assert sentences == ["These kept their value wherever the function stayed the same: stays."]
+    assert sentences == ["These kept their value under all that was tried at the same outputs (same, same too): stays."]
 
 
 def test_half_precision_is_told() -> None:

@@ -195,8 +195,12 @@ def test_passes_are_unbiased_and_their_intervals_cover(passes: int) -> None:
     assert not runs[0].exact
     error = values.mean(0) - exact.values
     assert float((error / (values.std(0) / 10).clamp_min(1e-12 * exact.values)).abs().max()) < 4.5
-    inside = [low <= float(exact.mean()) <= high for low, high in (run.mean().interval(0.95) for run in runs)]
-    assert np.mean(inside) >= 0.94
+    several = many_classes(count=60)
+    truth = float(sample_traces(*several).mean())
+    means = [sample_traces(*several, passes=passes, seed=seed).mean() for seed in range(100)]
+    limits = [mean.interval(0.95) for mean in means if not math.isnan(mean.stderr)]
+    assert len(limits) >= 90
+    assert np.mean([low <= truth <= high for low, high in limits]) >= 0.94
     actual = values.std(0)
     claimed = torch.stack([run.stderr.square() for run in runs]).mean(0).sqrt()
     assert bool((claimed >= 0.8 * actual).all())  # a bound on the error, not a guess
@@ -209,7 +213,7 @@ def test_more_than_two_thousand_classes_need_passes() -> None:
         sample_traces(model, batch, method="exact")
     result = sample_traces(model, batch)
     assert result.method == "passes=8"
-    assert sample_traces(model, batch, method="exact", passes=2).mean().stderr > 0
+    assert bool((sample_traces(model, batch, method="exact", passes=2).stderr > 0).all())
 
 
 # ---------------------------------------------------------------- probes

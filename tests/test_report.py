@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import math
 import re
+import sys
 from html.parser import HTMLParser
+from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -202,7 +205,7 @@ def test_the_search_is_told_from_the_fixed_scaling() -> None:
     made = report(30)
     assert made.audit is not None
     text = Reader(page(made)).text
-    assert "one fixed scaling. A short search for a worse one moved ‘trace’ 486-fold at the same outputs" in text
+    assert "one fixed scaling. A short search for a worse one moved ‘trace’ at least 486-fold at the same " in text
     assert "from 2 down to 0.01 and up to 972; larger scalings move it further." in text
     upwards = WorstFactor("trace", 10.42, 10.42, 7000.0, {}, {"conv1": 10.0}, 0.0)
     text = Reader(page(dataclasses.replace(made, audit=dataclasses.replace(made.audit, worst=(upwards,))))).text
@@ -223,8 +226,8 @@ def test_an_accuracy_of_a_subset_always_has_an_interval() -> None:
     def shown(fit: Fit) -> str:
         return Reader(page(report(30, fits={"train": fit}))).text
 
-    assert "train 60 10,000 100 94 to 100" in shown(Fit(60, 10_000, Estimate(1.0), Estimate(0.2)))
-    assert "train 2 10,000 50 9.45 to 90.5" in shown(Fit(2, 10_000, Estimate(0.5), Estimate(0.2)))
+    assert "train 60 10,000 100 94.1 to 100" in shown(Fit(60, 10_000, Estimate(1.0), Estimate(0.2)))
+    assert "train 2 10,000 50 1.26 to 98.7" in shown(Fit(2, 10_000, Estimate(0.5), Estimate(0.2)))
     assert "train 60 60 100 exact" in shown(Fit(60, 60, Estimate(1.0), Estimate(0.2)))
 
 
@@ -268,7 +271,7 @@ def test_side_by_side_shows_limits_data_samples_and_accuracy() -> None:
     text = Reader(page(subset, report(50, name="large"))).text
     assert "train data mnist (train) not named" in text
     assert "train samples 60 of 10,000 50" in text
-    assert "train accuracy (%) 100 (94 to 100) 93" in text
+    assert "train accuracy (%) 100 (94.1 to 100) 93" in text
     assert "relative_flatness 31.5 ± unknown 31.5 ± 3.2 sharper stays" in text
     assert "only beyond" not in text
 
@@ -327,3 +330,42 @@ def test_the_page_of_a_large_data_set_stays_small() -> None:
     points = [row for rows in _datasets(scatter) for row in rows if "hover0" in row]
     assert len(points) <= 4000
     assert f"{len(points):,} of 60,000 drawn as points" in text
+
+
+# ---------------------------------------------------------------- the script of the page
+
+PAGE = sys.modules["spiritlevel.report.page"]  # `spiritlevel.report.page` is the function
+
+
+def test_the_script_is_pinned_for_the_version_that_is_installed() -> None:
+    release = version("vl-convert-python")
+    bundled = hashlib.sha256(PAGE.vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;").encode()).hexdigest()
+    assert PAGE._BUNDLES.get(release) == bundled, f'add "{release}": "{bundled}" to _BUNDLES'
+
+
+@pytest.mark.parametrize("kept", [b"alert('injected')", b"", b"\xff", None])
+def test_a_script_in_the_cache_that_is_not_the_pinned_one_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: bytes | None
+) -> None:
+    release, script, calls = version("vl-convert-python"), "real();", []
+    monkeypatch.setenv("SPIRITLEVEL_CACHE", str(tmp_path))
+    monkeypatch.setattr(PAGE.vl_convert, "javascript_bundle", lambda _: calls.append(1) or script)
+    monkeypatch.setattr(PAGE, "_BUNDLES", {release: hashlib.sha256(script.encode()).hexdigest()}, raising=False)
+    file = tmp_path / f"vega-{release}.js"
+    if kept is not None:
+        file.write_bytes(kept)
+    assert PAGE._vega.__wrapped__() == script
+    assert file.read_text() == script
+    assert PAGE._vega.__wrapped__() == script
+    assert len(calls) == 1, "a whole one is taken as it is"
+    monkeypatch.setattr(PAGE, "_BUNDLES", {}, raising=False)
+    file.write_bytes(b"alert('injected')")
+    assert PAGE._vega.__wrapped__() == script, "of a version that is not known nothing is trusted"
+
+
+def test_names_from_elsewhere_are_shown_harmlessly(tmp_path: Path) -> None:
+    name = "C:\\users\\\x1b[31m\u202enet\udce9.py"
+    text = page(report(30, name=name), dataclasses.replace(comparison(), names=(name, "b")))
+    assert not re.search("[\x00-\x08\x0b-\x1f\x7f\u202e\ud800-\udfff]", text.replace(PAGE._vega(), ""))
+    assert r"C:\users\\x1b[31m\u202enet\xe9.py" in Reader(text).text
+    report(30, name=name).to_html(tmp_path / "page.html")

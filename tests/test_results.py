@@ -38,6 +38,7 @@ from spiritlevel.results import (
     SampleTraces,
     Spectrum,
     SpectrumSummary,
+    skewed_limits,
     write_atomically,
 )
 
@@ -182,7 +183,8 @@ def example(hint: Any) -> Any:
     if get_origin(hint) in (UnionType, Union):
         return 1.5 if float in inner else example(inner[0])
     if isinstance(hint, type) and issubclass(hint, Result):
-        return hint(**{name: example(kind) for name, kind in results._hints(hint).items() if name != "_types"})
+        fields = {name: example(kind) for name, kind in results._hints(hint).items() if name != "_types"}
+        return hint(**{**fields, "status": "estimated"} if "status" in fields else fields)
     if get_origin(hint) in (tuple, list, dict):
         kind = get_origin(hint)
         return {"type": example(inner[1])} if kind is dict else kind(example(item) for item in inner)
@@ -402,8 +404,11 @@ def test_the_estimate_of_draws() -> None:
     assert estimate.value == pytest.approx(draws.mean())
     assert estimate.stderr == pytest.approx(stats.sem(draws))
     assert (estimate.dof, estimate.matvecs, estimate.seed, estimate.exact) == (16, 17, 4, False)
-    assert estimate.interval(0.9) == pytest.approx(stats.t.interval(0.9, 16, draws.mean(), stats.sem(draws)))
-    assert Estimate.from_draws(torch.ones(3)).exact
+    plain = dataclasses.replace(estimate, skew=0.0)
+    assert plain.interval(0.9) == pytest.approx(stats.t.interval(0.9, 16, draws.mean(), stats.sem(draws)))
+    assert estimate.skew == pytest.approx(stats.skew(draws, bias=False) / math.sqrt(17))
+    same = Estimate.from_draws(torch.ones(3))
+    assert (same.stderr, same.status, same.exact) == (0.0, "estimated", False)  # three equal draws prove nothing
     with pytest.raises(InputError, match="at least 2 draws to have a standard error, got 1"):
         Estimate.from_draws(torch.ones(1))
 
@@ -427,7 +432,7 @@ def test_intervals_cover_what_they_promise(count: int) -> None:
         (Estimate(1 / 3), "0.333333"),
         (Estimate(0.0, 1.5), "0 ± 1.5"),
         (Estimate(-INF, 1.0), "-inf ± 1"),
-        (Estimate(0.0, NAN), "0 ± nan"),
+        (Estimate(0.0, NAN), "0 ± unknown"),
         (Estimate(1.0, INF), "1 ± inf"),
         (Estimate(NAN, reason="no data"), "undefined (no data)"),
         (Estimate(NAN), "undefined"),
@@ -465,10 +470,16 @@ def test_the_mean_of_exact_traces_is_exact() -> None:
 
 
 def test_the_mean_of_a_subset_carries_the_error_of_the_subset() -> None:
-    mean = sample_traces(population=16).mean()
+    values = torch.linspace(0, 1, 40, dtype=torch.float64)
+    zeros, labels = torch.zeros(40, dtype=torch.float64), torch.zeros(40, dtype=torch.int64)
+    mean = SampleTraces(values, zeros, True, "exact", labels, population=160).mean()
     assert mean.stderr == 0.0
-    assert mean.data_stderr == pytest.approx(stats.sem([1, 2, 3, 6]) * math.sqrt(1 - 4 / 16))
+    assert mean.data_stderr == pytest.approx(stats.sem(values.numpy()) * math.sqrt(1 - 40 / 160))
+    expected = stats.t.interval(0.95, 39, 0.5, mean.data_stderr)
+    assert mean.interval(data=True) == mean.data_limits == pytest.approx(expected)
     assert sample_traces(population=4).mean().data_stderr is None
+    assert sample_traces(population=4).mean().data_limits is None
+    assert math.isnan(sample_traces(population=16).mean().interval(data=True)[0])  # four of sixteen tell too little
     single = SampleTraces(doubles(2), doubles(0), True, "exact", torch.tensor([0]), population=5).mean()
     assert single.data_stderr is not None
     assert math.isnan(single.data_stderr)  # one sample says nothing about the others
@@ -492,8 +503,43 @@ def test_the_error_of_a_subset_is_right_on_average() -> None:
 
 
 def test_independent_errors_add_in_squares() -> None:
-    mean = sample_traces(exact=False, stderr=doubles(3, 4, 0, 0), dof=7.0).mean()
-    assert (mean.value, mean.stderr, mean.dof) == (3.0, 5.0 / 4, 7.0)
+    few = sample_traces(exact=False, stderr=doubles(3, 4, 0, 0)).mean()
+    assert few.value == 3.0
+    assert math.isnan(few.stderr)  # two draws cannot tell their own error
+    values, labels = torch.ones(20, dtype=torch.float64), torch.zeros(20, dtype=torch.int64)
+    mean = SampleTraces(values, 3 * values, False, "passes=1", labels).mean()
+    assert mean.stderr == pytest.approx(3 / math.sqrt(20))
+    assert (mean.dof, mean.skew) == pytest.approx((20, 1 / math.sqrt(20)))
+
+
+@pytest.mark.parametrize("skew", [-0.9, -0.2, 0.3, 0.8])
+def test_skewed_limits_invert_halls_transformation(skew: float) -> None:
+    low, high = skewed_limits(2.0, 0.5, 12, skew, 0.9)
+    s = 1.25 * skew
+    t = stats.t.ppf(0.95, 12 / (1 + s**2))
+    for limit, wanted in ((low, t), (high, -t)):
+        pivot = (2.0 - limit) / 0.5
+        assert pivot + s / 3 * pivot**2 + (s / 3) ** 2 * pivot**3 / 3 + s / 6 == pytest.approx(wanted)
+    assert (high - 2.0 > 2.0 - low) == (skew > 0)  # a tail to the right: the truth may be far above
+    assert skewed_limits(2.0, 0.5, 12, 0.0) == pytest.approx(stats.t.interval(0.95, 12, 2.0, 0.5))
+
+
+def test_the_root_of_a_mean_has_the_roots_of_its_limits() -> None:
+    square = Estimate(9.0, 2.0, 5, skew=0.4)
+    root = Estimate(3.0, 2.0 / 6, 5, skew=0.4, power=2.0)
+    assert root.interval() == pytest.approx(tuple(math.sqrt(limit) for limit in square.interval()))
+    assert Estimate(1.0, 4.0, 5, power=2.0).interval()[0] == 0.0
+
+
+def test_limits_of_a_subset_and_of_probes_add_in_squares() -> None:
+    both = Estimate(1.0, 0.3, INF, data_stderr=0.4, data_limits=(0.2, 2.6))
+    low, high = both.interval(data=True)
+    probes = 0.3 * stats.norm.ppf(0.975)
+    assert (low, high) == pytest.approx((1 - math.hypot(0.8, probes), 1 + math.hypot(1.6, probes)))
+    wide = dataclasses.replace(both, stderr=0.0).interval(0.99, data=True)
+    assert wide[1] - 1 == pytest.approx(1.6 * stats.norm.ppf(0.995) / stats.norm.ppf(0.975))
+    read = Estimate.from_json(dataclasses.replace(both, data_limits=(NAN, NAN)).to_json())
+    assert all(map(math.isnan, read.interval(data=True)))  # unknown stays unknown, and is not absent
 
 
 def test_shared_probes_take_their_error_from_the_spread_over_probes() -> None:
@@ -560,8 +606,8 @@ def small_report() -> sl.Report:
     return sl.Report(
         "net",
         rows=(
-            ReportRow("trace", exact, "exact", invariant_to=(), cost="backward", seconds=0.1, **texts),
-            ReportRow("path_norm", unknown, "undefined", invariant_to=("rescale_layers",), cost="forward", **texts),
+            ReportRow("trace", exact, invariant_to=(), cost="backward", seconds=0.1, **texts),
+            ReportRow("path_norm", unknown, invariant_to=("rescale_layers",), cost="forward", **texts),
         ),
         headline=("A sentence.",),
         fits={"train": Fit(3, 9, Estimate(0.5), Estimate(0.7))},

@@ -81,6 +81,8 @@ def test_no_module_unpickles_or_runs_a_shell(path: Path) -> None:
             assert words.get("weights_only") is True, where
         if name in ("np.load", "numpy.load") or (name == "partial" and ast.unparse(call.args[0]) == "np.load"):
             assert words.get("allow_pickle") is False, where
+        if name == "Image.open":
+            assert any(word.arg == "formats" for word in call.keywords), where
         assert name not in ("eval", "os.system", "os.popen"), where
         assert words.get("shell") is not True, where
         assert not name.endswith((".extractall", "_object", "_object_list")), where
@@ -98,6 +100,7 @@ def test_no_module_unpickles_or_runs_a_shell(path: Path) -> None:
         "eval('1')",
         "tar.extractall()",
         "dist.all_gather_object(a, b)",
+        "Image.open(f)",
     ],
 )
 def test_the_check_of_the_source_sees_what_it_looks_for(tmp_path: Path, line: str) -> None:

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import errno
+import json
+import os
 import subprocess
 import sys
 import time
@@ -10,7 +13,7 @@ import pytest
 
 from spiritlevel import storage
 from spiritlevel.errors import InputError
-from spiritlevel.storage import cache_folder, digest, lock, plain, write_atomically
+from spiritlevel.storage import cache_folder, check_readable, digest, lock, plain, write_atomically
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,43 @@ def test_the_digest_sees_every_value_and_is_the_same_in_every_process() -> None:
 def test_bytes_are_written_as_they_are(tmp_path: Path) -> None:
     write_atomically(tmp_path / "new" / "file", b"\x00\r\n\xff")
     assert (tmp_path / "new" / "file").read_bytes() == b"\x00\r\n\xff"
+
+
+def test_names_that_are_no_text_are_written_and_read_back(tmp_path: Path) -> None:
+    name = os.fsdecode(b"caf\xe9")
+    write_atomically(tmp_path / "a.json", json.dumps([name], ensure_ascii=False))
+    assert json.loads((tmp_path / "a.json").read_text(encoding="utf-8")) == [name]
+
+
+def test_what_cannot_be_read_is_neither_missing_nor_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "w.pt"
+    file.write_bytes(b"x")
+    check_readable(file)
+    for path, sentence in (
+        (tmp_path / "no.pt", "there is no file"),
+        (file / "below.pt", "there is no file"),
+        (tmp_path, "is a folder, and a file is needed"),
+        (Path("/dev/null"), "is a pipe or a device"),
+        (Path("a\0b"), "cannot be read: embedded null byte"),
+    ):
+        with pytest.raises(InputError, match=sentence):
+            check_readable(path)
+
+    def denied(*_: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", "w.pt")
+
+    monkeypatch.setattr(Path, "open", denied)  # the rights of a file do not bind root
+    with pytest.raises(InputError, match=r"the file '.*w\.pt' cannot be read: Permission denied\.$"):
+        check_readable(file)
+
+
+def test_a_full_disk_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(storage.os, "fsync", full)
+    with pytest.raises(OSError, match=r"No space left on device: '.*result\.json'"):
+        write_atomically(tmp_path / "result.json", "{}")
 
 
 def test_the_cache_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

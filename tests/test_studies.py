@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 from spiritlevel.errors import InputError
 from spiritlevel.studies import (
     Config,
+    Range,
     Ruling,
     Run,
     Statement,
@@ -25,9 +27,9 @@ from spiritlevel.studies import (
     execute,
     find,
 )
-from spiritlevel.studies.base import SUMMARY, not_fitted, read_summary
+from spiritlevel.studies.base import SUMMARY, read_summary
 
-LARGE = Statement("large", "the number is large", "3", "at least 2", "above 1")
+LARGE = Statement("large", "the number is large", "3", "above 2", "it is below", Range(low=2.0), trained=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +57,7 @@ def study(calls: list[str] | None = None, *, stop: bool = False) -> Study:
             raise Interrupted
         run.table("numbers", [found])
         run.report(third=found["third"])
-        yield LARGE.judge(found["number"], reproduced=found["number"] >= 2, direction=found["number"] > 1)
+        yield LARGE.judge(found["number"])
 
     return Study(
         "numbers",
@@ -94,6 +96,20 @@ def test_a_finished_run_is_not_run_again(tmp_path: Path) -> None:
     first = execute(study(calls), Numbers(), tmp_path)
     assert execute(study(calls), Numbers(), tmp_path) == first
     assert calls == ["measure"]
+
+
+def test_a_finished_run_is_judged_by_the_rules_of_today(tmp_path: Path) -> None:
+    """Of what an older program kept, a verdict counts for nothing, and fields that came later have their defaults."""
+    execute(study(), Numbers(), tmp_path)
+    path = study().folder(Numbers(), tmp_path) / SUMMARY
+    summary = json.loads(path.read_text())
+    old = {"id": "large", "text": "", "ours": 3.0, "low": None, "high": None, "verdict": "reproduced", "remark": "Old."}
+    del summary["config"]["kind"]
+    path.write_text(json.dumps({**summary, "rulings": [old]}))
+    again = execute(study(), Numbers(), tmp_path)
+    assert again["config"]["kind"] == "a"
+    (row,) = combine([again], [LARGE])
+    assert (row["verdict"], row["reason"], row["remark"]) == (Verdict.UNDECIDED, "1 of 3 seeds", "Old.")
 
 
 def test_a_killed_run_goes_on_with_the_same_numbers(tmp_path: Path) -> None:
@@ -153,29 +169,22 @@ def test_bad_options_are_named(given: dict[str, Any], sentence: str) -> None:
         study().jobs(**given)
 
 
-def test_verdicts() -> None:
-    cases = [(2.5, Verdict.REPRODUCED), (1.5, Verdict.DIRECTION), (0.5, Verdict.NOT)]
-    for number, verdict in cases:
-        assert LARGE.judge(number, reproduced=number >= 2, direction=number > 1).verdict is verdict
-    ruling = LARGE.judge(float("nan"), reproduced=True, undecided=not_fitted(0.5, 1.0))
-    assert ruling.verdict is Verdict.UNDECIDED
-    assert ruling.ours is None
-    assert "not fitted" in ruling.remark
-
-
 def test_seeds_are_combined(tmp_path: Path) -> None:
     numbers = [2.5, 1.5, 3.5, 0.5, 1.75]
     configs = [Numbers(number=number, seed=seed) for seed, number in enumerate(numbers)]
     summaries = [execute(study(), config, tmp_path) for config in configs]
     for summary in summaries:
         summary["config"].pop("number")  # the seeds of one setting
-    (row,) = combine(json.loads(json.dumps(summaries)))
+    (row,) = combine(json.loads(json.dumps(summaries)), [LARGE])
     mean = sum(numbers) / 5
-    assert row["verdict"] == Verdict.DIRECTION
+    assert row["verdict"] == Verdict.UNDECIDED
     assert (row["seeds"], row["agree"]) == (5, 2)
-    assert row["ours"] == pytest.approx(mean)
+    part = row["parts"][""]
+    assert part["mean"] == pytest.approx(mean)
     spread = (sum((number - mean) ** 2 for number in numbers) / 4 / 5) ** 0.5
-    assert row["high"] - row["ours"] == pytest.approx(2.7764451 * spread)
+    assert part["high"] - part["mean"] == pytest.approx(2.7764451 * spread)
+    assert "verdict" not in summaries[0]["rulings"][0], "numbers are kept, verdicts are not"
+    assert combine(summaries, []) == [], "statements that a study has no more are left out"
 
 
 def test_the_interval_of_a_correlation_stays_within_one() -> None:
@@ -185,25 +194,24 @@ def test_the_interval_of_a_correlation_stays_within_one() -> None:
         {
             "study": "affine",
             "config": {"seed": seed},
-            "rulings": [statement.judge(r, reproduced=True, remark="Two seeds.").record()],
+            "rulings": [statement.judge(r, remark="Two seeds.").record()],
         }
         for seed, r in enumerate((0.9695, 0.9825))
     ]
     (row,) = combine(summaries, affine.statements)
-    assert row["high"] == 1
-    assert row["low"] == pytest.approx(0.893, abs=1e-3)
-    assert row["remark"] == "Two seeds. The interval over the seeds is cut at 1, the end of what is possible."
-    assert "limits" not in row  # what a run keeps is as it was
+    assert row["parts"][""]["high"] == 1
+    assert row["parts"][""]["low"] == pytest.approx(0.893, abs=1e-3)
+    assert row["remark"] == "Two seeds."
 
 
 def test_a_correlation_over_one_checkpoint_says_so() -> None:
     rows = [
-        {"step": 0, "trace": way, "quantity": quantity, "points": points, "r": 0.5, "n": 20, "removed": 0}
+        {"step": 0, "trace": way, "quantity": quantity, "points": points, "r": 0.5, "n": 40, "removed": 0}
         for way in correlation.WAYS
         for quantity in correlation.QUANTITIES
         for points in ("correct", "incorrect")
     ]
-    found = {ruling.statement.id: ruling.remark for ruling in correlation.judge(rows, {0: 0.1})}
+    found = {ruling.statement.id: ruling.remark for ruling in correlation.judge(rows, {0: 0.6}, 0.6, 0.1)}
     assert found["incorrect"].endswith("there. So this rests on a single checkpoint.")
 
 
@@ -219,14 +227,54 @@ def test_statements_of_a_study_can_be_told_apart() -> None:
         assert len(set(texts)) == len(texts), each.name
 
 
-def results_tool() -> Any:
-    root = Path(__file__).parents[1]
-    spec = importlib.util.spec_from_file_location("make_results_doc", root / "tools" / "make_results_doc.py")
+def tool(name: str) -> Any:
+    folder = Path(__file__).parents[1] / "tools"
+    spec = importlib.util.spec_from_file_location(name, folder / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
-    tool = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(tool)
-    return tool
+    loaded = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(folder))  # the tools import each other, as scripts do
+    try:
+        spec.loader.exec_module(loaded)
+    finally:
+        sys.path.remove(str(folder))
+    return loaded
+
+
+def results_tool() -> Any:
+    return tool("make_results_doc")
+
+
+def test_the_page_of_findings_shows_the_results_that_are_kept() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "findings.md").read_text(encoding="utf-8")
+    findings = tool("make_findings_doc")
+    assert findings.text(findings.kept()) == page, "run `make docs`"
+
+
+@pytest.mark.parametrize(
+    ("ratios", "status"),
+    [
+        ((1.8, 2.0, 2.2), "survives"),
+        ((0.5, 0.4, 0.45), "fails"),
+        ((1.1, 2.0, 9.0), "untested here"),
+        ((1.8, 2.0), "untested here"),
+        ((), "untested here"),
+    ],
+)
+def test_a_finding_can_survive_fail_and_be_untested(ratios: tuple[float, ...], status: str) -> None:
+    findings, modes = tool("make_findings_doc"), find("batchnorm-mode")
+    (statement,) = (each for each in modes.statements if each.id == "evaluation mode")
+    summaries = [
+        {
+            "study": modes.name,
+            "config": {**vars(modes.at("small")), "seed": seed},
+            "rulings": [statement.judge(ratio, accuracy=0.3, chance=0.01).record()],
+        }
+        for seed, ratio in enumerate(ratios)
+    ]
+    (found,) = (line for line in findings.text(summaries).splitlines() if statement.text in line)
+    assert found.startswith(f"| {status} |")
+    assert ("width 0.1 (paper 1.0)" in found) == bool(ratios), "a reduced scale is named"
 
 
 def test_the_page_of_results_shows_the_results_that_are_kept() -> None:
@@ -236,11 +284,29 @@ def test_the_page_of_results_shows_the_results_that_are_kept() -> None:
 
 def test_the_page_of_results_says_which_rule_gave_a_verdict() -> None:
     tool = results_tool()
-    row = {"verdict": "reproduced in direction", "reproduced": "at least 2", "direction": "above 1"}
-    assert tool.rule(row) == "The rule was: reproduced if at least 2; in direction, as here, if above 1."
-    assert tool.rule({**row, "verdict": "reproduced"}) == ""
-    assert tool.rule({**row, "verdict": "undecided"}).startswith("The rule was: reproduced if at least 2; in direction")
-    said = "Checkpoints with enough of them: 1; more."
-    assert tool.remark({"remark": said}) == f"{said} {correlation.ONE_CHECKPOINT}"
+    row = {"verdict": "undecided", "kind": "experiment", "reproduced": "above 2", "fails": "it is below"}
+    row |= {"seeds": 1, "agree": 0, "reason": "1 of 3 seeds"}
+    assert tool.rule(row) == "Reproduced if above 2; fails if it is below."
+    assert tool.reason(row) == "1 of 3 seeds."
+    assert tool.verdict({**row, "seeds": 5, "agree": 2}) == "undecided, 2 of 5 seeds"
+    assert tool.verdict({**row, "kind": "identity", "verdict": "not reproduced"}) == "does not hold"
     page = tool.text()
     assert not any(text in page for text in ("(1 minutes", "(0 minutes", "e-323", "):  ", "so does the trace"))
+    listed = page[page.index("What was not run") : page.index("## ")]
+    for text in ("lenet-tanh-mnist | not run", "Fig. 7 (CIFAR-10) | ", "9,960 parameters | ", "grid of learning rates"):
+        assert text in listed or text.split(" | ")[0] not in listed
+
+
+def test_what_was_not_run_is_listed_setting_by_setting() -> None:
+    tool = results_tool()
+    studies = [find("optimizers"), find("correlation"), find("weight-decay")]
+    nothing: dict[str, list[Any]] = {each.name: [] for each in studies}
+    everything = "\n".join(tool.not_run(studies, nothing))
+    for text in ("Fig. 7 (CIFAR-10) | not run", "lenet-tanh-mnist | not run", "9,960 parameters | not run"):
+        assert text in everything
+    assert everything.count("the grid of learning rates of App. A.1 | not run") == 2
+    runs = [{"config": {"data": "cifar10", "scale": "small", "seed": seed, "grid": True}} for seed in (0, 1)]
+    some = "\n".join(tool.not_run(studies, {**nothing, "optimizers": runs}))
+    assert "Fig. 7 (CIFAR-10) | 2 of 3 seeds" in some
+    runs += [{"config": {"data": "cifar10", "scale": "small", "seed": 2, "grid": True}}]
+    assert "Fig. 7" not in "\n".join(tool.not_run(studies, {**nothing, "optimizers": runs}))

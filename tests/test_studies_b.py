@@ -9,6 +9,8 @@ import pytest
 import torch
 from scipy import integrate, stats
 
+from spiritlevel.studies import Verdict, decide
+from spiritlevel.studies import input_representation as inputs
 from spiritlevel.studies.input_representation import SYSTEMS, Mixture, bend, coordinates, earth_mover, unbend
 from spiritlevel.studies.rescaling import Rescaling, _measure
 
@@ -91,3 +93,24 @@ def test_rescaled_spectra(bias: bool) -> None:
     assert found["output difference"] < 1e-12
     assert found["growing"] + found["staying"] < found["rank"] + 1
     assert (found["staying"] > 0) is bias
+
+
+def test_rules_of_input_representation() -> None:
+    def judged(euclidean: float, invariant: float, change: float = 0.0) -> set[Verdict]:
+        flips = [
+            {
+                "score": score,
+                "case": case,
+                "coordinates": name,
+                "reversed": euclidean if score in inputs.EUCLIDEAN else invariant,
+                "change": change,
+            }
+            for score, case in inputs.STATEMENTS
+            for name in ("standardised", "whitened", "bent")
+        ]
+        rulings = list(inputs.judge(flips))
+        return {decide(ruling.statement, [ruling.record()] * 3).verdict for ruling in rulings}
+
+    assert judged(0.2, 0.0) == {Verdict.REPRODUCED}
+    assert judged(0.01, 0.1) == {Verdict.NOT}
+    assert judged(0.01, 0.0, change=1e-3) == {Verdict.NOT}

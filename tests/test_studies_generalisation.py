@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import polars as pl
 import pytest
 from scipy import stats
 
 from spiritlevel.measures import MEASURES
-from spiritlevel.studies import Run, Verdict
+from spiritlevel.studies import Run, Verdict, decide
 from spiritlevel.studies import generalisation as study
 from spiritlevel.studies.generalisation import Generalisation, Ranking
 
@@ -111,7 +112,7 @@ def test_a_long_list_of_noise_has_no_advantage() -> None:
         measures = {f"m{k}": noise(1000 + 50 * trial + k) for k in range(21)}
         found = ranking(noise(trial), 1, **measures)
         names = list(measures)
-        gains.append(found.advantage(names[:20], names[20:])[0][0])
+        gains.append(np.mean(found.advantages(names[:20], names[20:])[0], axis=0)[0])
         naive.append(max(found.tau(name)[0] for name in names[:20]) - found.tau(names[20])[0])
     error = np.std(gains) / math.sqrt(len(gains))
     assert abs(np.mean(gains)) < 3 * error
@@ -120,20 +121,21 @@ def test_a_long_list_of_noise_has_no_advantage() -> None:
 
 def test_the_advantage_of_a_measure_that_knows_the_gap() -> None:
     gap = noise(0)
-    gain, own, best = ranking(gap, 50, good=gap, bad=noise(1), rival=noise(2)).advantage(["bad", "good"], ["rival"])
+    gains, owns, best = ranking(gap, 50, good=gap, bad=noise(1), rival=noise(2)).advantages(["bad", "good"], ["rival"])
     assert best == "good"
-    assert own[0] == 1.0
+    assert [own[0] for own in owns] == [1.0] * 3
     rivals = [stats.kendalltau(noise(2)[k::3], gap[k::3]).statistic for k in range(3)]
-    assert gain[0] == pytest.approx(1 - np.mean(rivals))
+    assert [gain[0] for gain in gains] == pytest.approx([1 - rival for rival in rivals])
 
 
 def verdicts(undecided: str = "", **measures: Any) -> dict[str, Verdict]:
     gap = noise(0)
     given = {"margin_mean": noise(1), "trace": noise(2), "largest_eigenvalue": noise(3), "fisher_rao_norm": noise(4)}
     given |= {"trace × ‖θ‖²": noise(5), "λ₁ × ‖θ‖²": noise(6)} | measures
-    found = list(study.judge({"gap": ranking(gap, **given), "loss gap": ranking(gap, **given)}, undecided))
+    facts = {"undecided": undecided, "accuracy": 0.8, "chance": 0.1}
+    found = list(study.judge({"gap": ranking(gap, **given), "loss gap": ranking(gap, **given)}, facts))
     assert len(found) == len(study.STATEMENTS)
-    return {ruling.statement.id: ruling.verdict for ruling in found}
+    return {ruling.statement.id: decide(ruling.statement, [ruling.record()]).verdict for ruling in found}
 
 
 def test_every_verdict_can_occur() -> None:
@@ -145,7 +147,7 @@ def test_every_verdict_can_occur() -> None:
     assert set(plain.values()) == {Verdict.NOT}
     near = {name: gap + 0.9 * noise(15) for name in ("margin_mean", "fisher_rao_norm")}
     near |= {name: close[base] + 0.15 * gap + 0.3 * noise(15) for name, base in study.PRODUCTS.items()}
-    assert set(verdicts(**close, **near).values()) == {Verdict.DIRECTION}
+    assert set(verdicts(**close, **near).values()) == {Verdict.UNDECIDED}
     assert set(verdicts("too few", **close, **near).values()) == {Verdict.UNDECIDED}
     upside_down = verdicts(trace=-gap, largest_eigenvalue=-gap, margin_mean=-0.5 * gap + noise(1))
     assert upside_down["margins"] == Verdict.NOT, "better than a wrong ranking is not enough"
@@ -200,9 +202,10 @@ def test_spread_of_the_gaps() -> None:
 def test_networks_that_do_not_fit_are_counted(tmp_path: Path, lr: float, reason: str) -> None:
     config = Generalisation(**{**SMOKE, "epochs": 1, "lr": (lr,)})
     run = Run(tmp_path, cache=tmp_path / "networks")
-    rulings = list(study.run(config, run))
-    assert {ruling.verdict for ruling in rulings} == {Verdict.UNDECIDED}
-    assert "only 0 of 4 networks" in rulings[0].remark
+    study.run(config, run)
+    rulings = list(study.from_tables(config, lambda name: pl.read_parquet(tmp_path / f"{name}.parquet").to_dicts()))
+    assert {decide(ruling.statement, [ruling.record()]).verdict for ruling in rulings} == {Verdict.UNDECIDED}
+    assert "only 0 of 4 networks" in rulings[0].undecided
     assert run.numbers["fitted"] == 0
     assert sum(run.numbers["excluded"].values()) == 4
     assert all(reason in text for text in run.numbers["excluded"])

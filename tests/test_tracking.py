@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 import time
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from conftest import Untouched
 from torch import Tensor, nn
 
 import spiritlevel as sl
+from spiritlevel import tracking
 from spiritlevel.errors import InputError
 from spiritlevel.tracking import Tracker
 
@@ -164,3 +167,55 @@ def test_under_autocast_the_same_is_measured() -> None:
         found = tracker.measure()
     same = set(expected) - {"seconds", "training_seconds"}
     assert {key: expected[key] for key in same} == {key: found[key] for key in same}
+
+
+def test_a_disk_that_takes_nothing_does_not_end_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, full = tmp_path / "curves.parquet", [True]
+    tracker = Tracker(net(), points(), every=1, share=math.inf, path=path)
+    really = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        if full[0]:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        really(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with pytest.warns(RuntimeWarning, match=r"could not write at step 1: OSError: .*No space left on device") as caught:
+        rows = [tracker.step() for _ in range(3)]
+    assert all(rows)
+    assert len(caught) == 1, "said once"
+    full[0] = False
+    tracker.step()
+    assert pl.read_parquet(path)["step"].to_list() == [1, 2, 3, 4], "and nothing is lost"
+
+
+def test_a_folder_as_path_is_refused_before_the_training_and_warned_of_later(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"needs the path of a file for its rows, and .* is a folder"):
+        Tracker(net(), points(), path=tmp_path)
+    tracker = Tracker(net(), points(), every=1, share=math.inf, path=tmp_path / "rows")
+    (tmp_path / "rows").mkdir()
+    with pytest.warns(RuntimeWarning, match="could not write at step 1: IsADirectoryError"):
+        assert tracker.step() is not None
+
+
+@pytest.mark.parametrize("error", [MemoryError(), torch.OutOfMemoryError("CUDA out of memory"), KeyError("a bug")])
+def test_a_measurement_that_fails_does_not_end_the_training(
+    error: Exception, untouched: Untouched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = net()
+    tracker = Tracker(model, points(), every=1, share=math.inf)
+
+    def fail(setting: object) -> None:
+        raise error
+
+    monkeypatch.setattr(tracking, "outcomes", fail)
+    with untouched(model), pytest.warns(RuntimeWarning, match="Tracker could not measure at step 1") as caught:
+        _, row = tracker.step(), tracker.step()
+    assert len(caught) == 1
+    assert row is not None
+    assert row["reason"].startswith(type(error).__name__)
+    assert math.isnan(row["trace"])
+    monkeypatch.undo()
+    recovered = tracker.step()
+    assert recovered is not None
+    assert recovered["trace"] > 0

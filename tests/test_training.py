@@ -242,12 +242,12 @@ def test_augmented_images_are_crops_and_mirror_images() -> None:
     padded = nn.functional.pad(image, (4,) * 4)
     crops = [padded[:, i : i + 5, j : j + 5] for i in range(9) for j in range(9)]
     candidates = torch.stack([*crops, *(crop.flip(2) for crop in crops)])
-    found = training._augmented(image.expand(2000, 2, 5, 5), training._generator(0, "augment"))
+    found = training._augmented(image.expand(2000, 2, 5, 5), 4, training._generator(0, "augment"))
     matches = (found[:, None] == candidates).flatten(2).all(2)
     assert bool(matches.any(1).all())
     counts = matches.double().sum(0)
     assert int(counts.min()) > 0  # 162 cases, 12.3 draws each
-    again = training._augmented(image.expand(2000, 2, 5, 5), training._generator(0, "augment"))
+    again = training._augmented(image.expand(2000, 2, 5, 5), 4, training._generator(0, "augment"))
     assert torch.equal(found, again)
 
 
@@ -472,6 +472,8 @@ def test_the_key_sees_every_field_but_keep() -> None:
         "test_size": 5,
         "pixels": "standard",
         "grey": True,
+        "pool": 2,
+        "channels_last": True,
         "recipe": dataclasses.replace(SMALL.recipe, lr=0.1),
         "seed": 1,
         "split_seed": 1,
@@ -480,7 +482,8 @@ def test_the_key_sees_every_field_but_keep() -> None:
     }
     assert {field.name for field in dataclasses.fields(Job)} == {*changes, "keep"}
     keys = {dataclasses.replace(SMALL, **{name: value}).key for name, value in changes.items()}
-    assert len(keys | {SMALL.key}) == len(changes) + 1
+    keys.add(dataclasses.replace(SMALL, recipe=dataclasses.replace(SMALL.recipe, crop=2)).key)
+    assert len(keys | {SMALL.key}) == len(changes) + 2
     assert dataclasses.replace(SMALL, keep=(1,)).key == SMALL.key
     assert dataclasses.replace(SMALL, options=(("width", 0.1),)).key == SMALL.key
 
@@ -909,6 +912,24 @@ LAYOUTS: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
     "channels last": lambda: (network().to(memory_format=torch.channels_last), images()),  # type: ignore[call-overload]
     "with gradient": lambda: (network(), (images()[0].requires_grad_(), images()[1])),
 }
+
+
+def test_pooled_images_are_means_of_their_pixels() -> None:
+    job = Job(network="mlp", data="digits", train_size=20, validation=5, recipe=Recipe(steps=1))
+    whole, small = parts(job).train[0], parts(dataclasses.replace(job, pool=2)).train[0]
+    assert small.shape == (20, 1, 4, 4)
+    assert torch.allclose(small[:, :, 1, 2], whole[:, :, 2:4, 4:6].mean((2, 3)))
+
+
+def test_channels_last_trains_the_same_network(tmp_path: Path) -> None:
+    job = Job(network="lenet5", data="fashion-mini", train_size=64, options={"width": 0.5}, recipe=Recipe(steps=5))
+    plain, other = train(job, cache=tmp_path), train(dataclasses.replace(job, channels_last=True), cache=tmp_path)
+    assert any(
+        weight.ndim == 4 and weight.is_contiguous(memory_format=torch.channels_last)
+        for weight in other.model().parameters()
+    )
+    for one, two in zip(plain.model().parameters(), other.model().parameters(), strict=True):
+        assert torch.allclose(one, two, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

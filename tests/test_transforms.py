@@ -879,7 +879,7 @@ def test_the_gradient_grows_without_bound_at_equal_loss(alpha: float) -> None:
 
 @pytest.mark.parametrize("sizes", [(3, 4, 4, 1), (3, 4, 4, 3), (6, 4, 3), (2, 5, 5, 2)])
 def test_as_many_eigenvalues_diverge_as_the_other_layers_have_rank(sizes: tuple[int, ...]) -> None:
-    """Paper B, Theorem 2 in the form of MATH 2: rank(H without layer k) of them, at least r − n_k."""
+    """Paper B, Theorem 2 in the form of mathematics 7.5: rank(H without layer k) of them, at least r − n_k."""
     model, x = mlp(*sizes, bias=False), torch.randn(40, sizes[0]).double()
     y = outputs(model, x)  # its own outputs: a minimum of loss zero
     network, parts = naive.Flat(model), blocks(model)
@@ -961,7 +961,7 @@ def test_the_last_block_goes_to_zero_fastest() -> None:
 
 
 def test_misclassified_points_of_one_hidden_layer_keep_their_spectral_norm() -> None:
-    """ReLU: the trace goes to zero although ‖H(T_αθ)‖ tends to a constant (MATH 1)."""
+    """ReLU: the trace goes to zero although ‖H(T_αθ)‖ tends to a constant (mathematics 7.6)."""
     model, x, y = point(3, 6, 3, correct=False, size=0.5)
     found = [norms(hessian(scale_last_layer(model, alpha, data=x).model, x, y)) for alpha in (10.0, 50.0, 100.0)]
     assert found[1][0] < 1e-5 * found[0][0]
@@ -1008,7 +1008,7 @@ def test_a_tied_argmax_has_no_limit_zero() -> None:
 
 
 def test_a_general_scaling_may_diverge_while_the_loss_vanishes() -> None:
-    """Last layer ×αβ, first ×1/β, β = e^{αΔ}: outputs αφ, but H grows (MATH 1, against Proposition 5.1 of A)."""
+    """Last layer ×αβ, first ×1/β, β = e^{αΔ}: outputs αφ, but H grows (mathematics 7.6, against A, Proposition 5.1)."""
     model, x, y = point(3, 6, 3, correct=True, size=1.0)
     losses, sizes = [], []
     for alpha in (2.0, 4.0, 8.0):

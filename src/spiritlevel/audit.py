@@ -74,7 +74,7 @@ def audit(
     guided by the prediction, and measures the network it ends at: the factor it reports is reached, hence a lower bound
     of what is possible. Values count as equal up to 1e-6 in double precision, 1e-3 in single, 2 % where an optimiser
     found them. A larger reach would move it further, so what moves at all has no size that tells two networks apart.
-    Cost: the measures, once for the model and once a transform. References: paper B, section E; MATH 4.8.
+    Cost: the measures, once for the model and once a transform. References: paper B, section E; mathematics 7.1.
 
     >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2)).double()
     >>> points = torch.randn(8, 2, dtype=torch.float64), torch.tensor([0, 1] * 4)
@@ -148,12 +148,15 @@ def _row(
 ) -> AuditRow:
     declared = name in measure.invariant_to
     predicted = 1.0 if declared else math.nan
-    if not declared and measure.predict is not None and before.value:
+    if not declared and measure.predict is not None and before.sign:
         value = measure.predict(here, transformed)
         predicted = math.nan if value is None else value / before.value
-    verdict, note = _verdict(before, after, _tolerance(measure, here))
-    ratio = after.value / before.value if before.value else math.nan
-    return AuditRow(measure.name, name, before, after, ratio, predicted, verdict, declared, measure.lower_bound, note)
+    certificate = transformed.certificate
+    linear = certificate.factors is not None and certificate.scale == 1.0  # the Hessian becomes T⁻¹HT⁻¹
+    verdict, note = _verdict(before, after, _tolerance(measure, here), measure.keeps_sign and linear)
+    one_sign = before.sign * after.sign > 0 or verdict == "invariant"
+    ratio = after.value / before.value if one_sign and before.value else math.nan
+    return AuditRow(measure.name, name, before, after, ratio, predicted, verdict, declared, note)
 
 
 def _tolerance(measure: Measure, setting: Setting) -> float:
@@ -161,24 +164,30 @@ def _tolerance(measure: Measure, setting: Setting) -> float:
     return max(tolerance, _BOUND) if measure.lower_bound else tolerance
 
 
-def _verdict(before: Estimate, after: Estimate, tolerance: float) -> tuple[str, str]:
-    """What the two values say, and why if they say nothing.
+def _verdict(before: Estimate, after: Estimate, tolerance: float, keeps_sign: bool = False) -> tuple[str, str]:
+    """What the two values say, and why if they say nothing; `keeps_sign` where theory forbids a change of sign.
 
     >>> _verdict(Estimate(1.0), Estimate(2.0), 1e-6), _verdict(Estimate(1.0, 1.0), Estimate(2.0, 1.0), 1e-6)[0]
     (('changes', ''), 'unstable')
     """
     for value in (before, after):
-        if value.reason.startswith("not converged"):
-            return "not converged", value.reason.removeprefix("not converged: ")
+        if value.status == "not converged":
+            return "not converged", value.reason
     if not math.isfinite(after.value) or not math.isfinite(before.value):
         return "unstable", after.reason or "the value is not finite"
     difference = abs(after.value - before.value)
     if difference <= tolerance * max(abs(before.value), abs(after.value)):
         return "invariant", ""
-    error = math.hypot(before.stderr, after.stderr)
-    if not difference > 3 * error:
-        return "unstable", f"the difference {difference:.2g} is within three times its error {error:.2g}"
-    return "changes", ""
+    error, tolerances = math.hypot(before.stderr, after.stderr), before.tolerance + after.tolerance
+    if not difference > 3 * error + tolerances:
+        within = (
+            f"three times its error {error:.2g}" if error else f"the tolerances of the two values, {tolerances:.2g}"
+        )
+        return "unstable", f"the difference {difference:.2g} is within {within}"
+    if keeps_sign and before.sign * after.sign < 0:
+        return "unstable", "the signs differ, which no linear map of the parameters can do, so one value is wrong"
+    note = "" if before.sign and after.sign else "the sign of a value is not known, so neither is the ratio"
+    return "changes", note if before.value and after.value else ""
 
 
 # ---------------------------------------------------------------- the transforms
@@ -273,7 +282,7 @@ def _worst(here: Setting, chosen: list[Measure], before: dict[str, Estimate]) ->
         if measure.predict is not None
         and measure.cost in ("forward", "backward")
         and "rescale_layers" not in measure.invariant_to
-        and before[measure.name].value > 0
+        and before[measure.name].sign > 0
     ]
     if not searched:
         return ()
@@ -290,16 +299,24 @@ def _worst(here: Setting, chosen: list[Measure], before: dict[str, Estimate]) ->
         ends = [_furthest(here, measure, groups, units, sign) for sign in (-1, 1)]
         (low, low_factors, low_difference), (high, high_factors, high_difference) = ends
         worst = max(low_difference, high_difference)
-        value = before[measure.name].value
-        low, high = min(low, value), max(high, value)
-        if high > low:
-            found.append(WorstFactor(measure.name, value, low, high, low_factors, high_factors, worst))
+        start = before[measure.name]
+        low, high = min(low, start, key=float), max(high, start, key=float)
+        if high.value > low.value:
+            errors = (_half(start), _half(low), _half(high))
+            values = (start.value, low.value, high.value)
+            found.append(WorstFactor(measure.name, *values, low_factors, high_factors, worst, errors))
     return tuple(found)
+
+
+def _half(value: Estimate) -> float:
+    """The half-width of the 95 % interval on the given data."""
+    low, high = value.interval()
+    return (high - low) / 2
 
 
 def _furthest(
     here: Setting, measure: Measure, groups: tuple[ScalingGroup, ...], units: list[Certificate], sign: int
-) -> tuple[float, dict[str, float], float]:
+) -> tuple[Estimate, dict[str, float], float]:
     """The value furthest in one direction, by two sweeps over the groups; measured where the search ends."""
     predict = measure.predict
     assert predict is not None
@@ -313,7 +330,7 @@ def _furthest(
         value = predict(here, Transformed(here.model, dataclasses.replace(units[0], factors=factors)))
         return -math.inf if value is None else sign * value
 
-    start = measure.compute(here).value
+    start = measure.compute(here)
     for reach in _REACHES:
         betas = [1.0] * len(groups)
         best = predicted(betas)
@@ -328,12 +345,12 @@ def _furthest(
             break
         try:
             result = _scaled(here, zip(groups, betas, strict=True))
-            value = measure.compute(_moved(here, result)).value
+            found = measure.compute(_moved(here, result))
         except InputError:
             continue  # too extreme for the number format
-        if math.isfinite(value):
+        if math.isfinite(found.value):
             layers = _layer_factors(groups, betas)
-            return value, layers, result.certificate.relative_difference
+            return found, layers, result.certificate.relative_difference
     return start, {}, 0.0
 
 

@@ -2,7 +2,7 @@
 
 No second-order autodiff: the Hessian of the loss in the values before each activation follows from the next one,
 H_z = D Wᵀ H_next W D + diag(act″(z) ⊙ Wᵀ g_next), D = diag(act′), and a linear layer's share is (‖a‖² + 1) Tr H_z
-(MATH 4.4). Everything in float64, so tiny losses stay right.
+(mathematics 4.6). Everything in float64, so tiny losses stay right.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ import numpy as np
 import polars as pl
 import vl_convert
 
-from spiritlevel.errors import InputError, unknown_name
+from spiritlevel.errors import InputError, printable, unknown_name
 from spiritlevel.results import Audit, AuditRow, Density, Landscape, Spectrum
 from spiritlevel.storage import write_atomically
 
@@ -40,6 +40,7 @@ __all__ = [
     "ritz_values",
     "save",
     "scatter",
+    "specification",
     "stems",
     "svg",
     "theme",
@@ -134,9 +135,30 @@ def theme(*, dark: bool = False) -> dict[str, Any]:
     }
 
 
+def specification(chart: Chart) -> dict[str, Any]:
+    """The chart as Vega-Lite, with all texts from elsewhere made harmless.
+
+    Vega-Lite pastes titles into expressions, where a backslash would begin an escape: they get a character that looks
+    like one. Control characters are spelled out, since no SVG file may hold them.
+    """
+    found: dict[str, Any] = _harmless(chart.to_dict())
+    return found
+
+
+def _harmless(part: Any, *, title: bool = False) -> Any:
+    if isinstance(part, str):
+        text = printable(part)
+        return " ".join(text.replace("\\", "∖").split()) if title else text
+    if isinstance(part, list):
+        return [_harmless(item, title=title) for item in part]
+    if isinstance(part, dict):
+        return {key: _harmless(item, title=title or key in ("title", "subtitle")) for key, item in part.items()}
+    return part
+
+
 def svg(chart: Chart, *, dark: bool = False) -> str:
     """The chart as the text of an SVG file, made offline."""
-    return vl_convert.vegalite_to_svg(chart.to_dict(), config=theme(dark=dark))
+    return vl_convert.vegalite_to_svg(specification(chart), config=theme(dark=dark))
 
 
 def save(chart: Chart, stem: str | Path, *, dark: bool = False) -> tuple[Path, Path]:
@@ -148,7 +170,7 @@ def save(chart: Chart, stem: str | Path, *, dark: bool = False) -> tuple[Path, P
     if stem.suffix in (".svg", ".png"):
         raise InputError(f"save writes both an SVG and a PNG file: give the name without {stem.suffix!r}, got {stem}.")
     vector, pixels = stem.with_name(stem.name + ".svg"), stem.with_name(stem.name + ".png")
-    spec, config = chart.to_dict(), {**theme(dark=dark), "aria": False}
+    spec, config = specification(chart), {**theme(dark=dark), "aria": False}
     write_atomically(vector, vl_convert.vegalite_to_svg(spec, config=config))
     write_atomically(pixels, vl_convert.vegalite_to_png(spec, config=config, scale=2))
     return vector, pixels

@@ -16,17 +16,27 @@ from spiritlevel import __version__
 from spiritlevel.audit import audit as run_audit
 from spiritlevel.errors import InputError, NotExactError, checked_seed
 from spiritlevel.functional import Problem
-from spiritlevel.losses import aceht
-from spiritlevel.margins import margins
 from spiritlevel.measures import Measure, Setting, select
-from spiritlevel.measuring import FEW, MARGIN_STATISTICS, RESAMPLES, Progress, kind, median, outcomes, silent, subset
-from spiritlevel.results import Comparison, ComparisonRow, Estimate, largest, times
+from spiritlevel.measuring import FEW, RESAMPLES, Progress, kind, outcomes, silent, subset
+from spiritlevel.results import (
+    FEWEST,
+    Comparison,
+    ComparisonRow,
+    Estimate,
+    largest,
+    mean_skewness,
+    ratio_of,
+    skewed_limits,
+    standard_error,
+    times,
+)
 
 __all__ = ["compare"]
 
 _KEEP_FUNCTION = ("rescale_layers", "rescale_channels", "scale_before_batchnorm", "fold_batchnorm")
 _KEEP_CLASSES = (*_KEEP_FUNCTION, "scale_last_layer", "rescale_all")
 _ROUNDING = {torch.float64: 1e-10}  # what counts as rounding, relative to the values; 1e-5 in single precision
+_ENDLESS = 10**12  # the population that samples of the same kind are from
 _BETTER = {"wider": 1, "flatter": 1, "sharper": -1, "larger": 0}  # the sign of a difference b - a that favours b
 
 
@@ -49,17 +59,20 @@ def compare(
     """Which of two models to trust on these data, and why.
 
     What every sample has (whether it is classified correctly, its loss, margin, distance to the boundary, trace) is
-    compared sample by sample: the interval of a mean is Student's t of the paired differences, that of a median a
-    percentile bootstrap of the pairs (999 resamples). Both speak of other samples of the same kind, so pass data that
-    neither model was trained on. Numbers of the whole data set have the error of their probes only, or none; without
-    an interval there is no verdict. Values that differ by no more than rounding (1e-5 of their size in single
-    precision, 1e-10 in double) are equal.
+    compared sample by sample: the interval of a mean is Student's t of the paired differences, corrected for their
+    skewness; that of a quantile a percentile bootstrap of the pairs (999 resamples). A number of the whole data set,
+    such as the largest eigenvalue, is compared by the influence that every sample has on it. All speak of other
+    samples of the same kind, so pass data that neither model was trained on, and at least 30 of them. What has no
+    influence function has the error of its probes only, or none; without an interval there is no verdict. Values that
+    differ by no more than rounding (1e-5 of their size in single precision, 1e-10 in double) are equal.
 
     Rows that no parametrisation of the same function can move come first. For the others both models are audited, and
     what the audit moves at the same outputs is *not comparable*, however large the difference: the factor that it
     reached is no limit, a larger scaling moves the measure further. So is what could not be tested.
-    The advice rests on the first of accuracy, distance to the boundary and loss whose interval excludes 0. There is
-    none where the outputs of a model look like probabilities, since the loss takes logits.
+    The advice rests on the first of accuracy, distance to the boundary and loss whose difference is sure: it looks at
+    up to three numbers, so each of their intervals must exclude 0 at a third of the chance of error (98.3 % for 95 %);
+    `ComparisonRow.sure` says whether it does. Equal models are then told apart in at most 5 % of all cases. There is
+    no advice where the outputs of a model look like probabilities, since the loss takes logits.
 
     Args:
         model_a: any module.
@@ -142,13 +155,13 @@ class _Pair:
         self.twice = [name for name, each in zip(self.names, seen, strict=True) if each.probabilities]
         self.same = self._same_outputs()
         losses = seen[0].losses, seen[1].losses
-        rows = [self._paired(_Plain("loss", "mean loss", "sharper", _KEEP_FUNCTION), *losses, torch.mean)]
         found = self._both(lambda setting: setting.margins, "margins")
+        self.looks = 1 + (found is not None) + any(each.name == "input_distance" for each in self.chosen)
+        rows = [self._plain(_Plain("loss", "mean loss", "sharper", _KEEP_FUNCTION), *losses)]
         if found is not None:
             right = found[0].correct.double(), found[1].correct.double()
             meaning = "share of the samples that are classified correctly"
-            accuracy = _Plain("accuracy", meaning, "wider", _KEEP_CLASSES)
-            rows.append(self._paired(accuracy, *right, torch.mean, exact=True))
+            rows.append(self._plain(_Plain("accuracy", meaning, "wider", _KEEP_CLASSES), *right, exact=True))
         for number, each in enumerate(self.chosen):
             self.progress(each.name, number + 1, total)
             rows.append(self._row(each))
@@ -169,6 +182,7 @@ class _Pair:
             traces=traces,
             losses=losses,
             samples=count,
+            population=population,
             level=self.level,
             settings={
                 "spiritlevel": __version__,
@@ -225,57 +239,114 @@ class _Pair:
     # ------------------------------------------------------------ rows
 
     def _row(self, each: Measure) -> ComparisonRow:
-        samples = self._per_sample(each)
-        if samples is not None:
-            return self._paired(each, *samples)
         a, b = each.attempt(self.a), each.attempt(self.b)
-        difference, spread = b.value - a.value, math.hypot(a.stderr, b.stderr)
-        half = spread * float(stats.t.ppf(0.5 + self.level / 2, max(1.0, min(a.dof, b.dof)))) if spread else 0.0
-        note = "both are lower bounds that an optimiser found" if each.lower_bound else ""
-        if spread:
-            note = "the interval is that of the probes, on these samples"
-        how = "probes" if spread else "exact"
+        if not math.isnan(b.value - a.value) and {a.status, b.status}.isdisjoint(("lower bound", "not converged")):
+            pair = self._per_sample(each)
+            if pair is not None:
+                return self._paired(each, (a, b), *pair)
+        limits, how, note = self._known(a, b)
+        ratio = ratio_of(b.interval(self.level), a.interval(self.level))
         rounding = self._precision * max(abs(a.value), abs(b.value))
-        return self._verdict(each, a, b, (difference - half, difference + half), how, rounding, note)
+        return self._verdict(each, a, b, limits, how, rounding, note, not math.isnan(ratio[0]))
 
-    def _per_sample(self, each: Measure) -> tuple[Tensor, Tensor, Callable[[Tensor], Any]] | None:
-        """What both models say of every sample, and which number of all samples the measure is."""
+    def _known(self, a: Estimate, b: Estimate) -> tuple[tuple[float, float], str, str]:
+        """The interval of the difference of two numbers of the whole data set, where it comes from, and a remark."""
+        nothing = math.nan, math.nan
+        statuses = {a.status, b.status}
+        if "not converged" in statuses:
+            return nothing, "not converged", f"not converged: {a.reason or b.reason}"
+        if "lower bound" in statuses:
+            return nothing, "lower bounds", "both are lower bounds that an optimiser found"
+        difference, spread, tolerance = b.value - a.value, math.hypot(a.stderr, b.stderr), a.tolerance + b.tolerance
+        if "estimated" in statuses:
+            half = spread * float(stats.t.ppf(0.5 + self.level / 2, max(1.0, min(a.dof, b.dof)))) + tolerance
+            note = "the interval is that of the probes, on these samples"
+            return (difference - half, difference + half), "probes", note
+        if tolerance and abs(difference) <= tolerance:
+            note = "they differ by no more than the tolerances to which they are known"
+            return (difference - tolerance, difference + tolerance), "tolerance", note
+        return nothing, "tolerance" if tolerance else "exact", ""
+
+    def _per_sample(self, each: Measure) -> tuple[Tensor, Tensor, float, tuple[float, float]] | None:
+        """What every sample adds to both numbers; the share of a quantile, else NaN; how far both may be too large."""
+        found = each.sampling
+        if found.values is None or found.how not in ("influence", "order") or self.a.batch_norm == "batch":
+            return None
         try:
-            if each.name == "trace":
-                return self.a.traces.values, self.b.traces.values, torch.mean
-            if each.name in MARGIN_STATISTICS and each.name != "margin_min":  # a minimum has no bootstrap
-                return self.a.margins.signed, self.b.margins.signed, MARGIN_STATISTICS[each.name]
-            if each.name == "mean_aceht":
-                values = [aceht(setting.logits[0], setting.logits[1]) for setting in (self.a, self.b)]
-                return values[0], values[1], torch.mean
-            if each.name in ("input_distance", "input_distance_inf"):
-                norm = 2 if each.name == "input_distance" else "inf"
-                found = [margins(s.model, s.data, distance=norm, **s.options).distance for s in (self.a, self.b)]
-                return (found[0], found[1], median) if found[0] is not None and found[1] is not None else None
-        except (InputError, NotExactError):
-            pass  # the measure itself says why
-        return None
+            values = found.values(self.a).double().cpu(), found.values(self.b).double().cpu()
+            biases = found.bias(self.a, _ENDLESS), found.bias(self.b, _ENDLESS)
+        except (InputError, NotExactError, RuntimeError):  # the value stands, without an interval
+            return None
+        return (*values, found.share, biases) if len(values[0]) >= found.least else None
+
+    def _plain(self, each: _Plain, a: Tensor, b: Tensor, exact: bool = False) -> ComparisonRow:
+        """A mean over the samples that is no measure of the registry."""
+        return self._paired(each, (Estimate(float(a.mean())), Estimate(float(b.mean()))), a, b, exact=exact)
 
     def _paired(
-        self, each: Measure | _Plain, a: Tensor, b: Tensor, statistic: Callable[[Tensor], Any], exact: bool = False
+        self,
+        each: Measure | _Plain,
+        values: tuple[Estimate, Estimate],
+        a: Tensor,
+        b: Tensor,
+        share: float = math.nan,
+        biases: tuple[float, float] = (0.0, 0.0),
+        exact: bool = False,
     ) -> ComparisonRow:
         """One number of all samples for both models, from the values of every sample; `exact` ones have no rounding."""
-        values = Estimate(float(statistic(a))), Estimate(float(statistic(b)))
-        difference = values[1].value - values[0].value
-        if len(a) < 3:
-            limits, how = (math.nan, math.nan), "too few samples"
-        elif statistic is torch.mean:
-            error = float((b - a).std()) / math.sqrt(len(a))
-            half = error * float(stats.t.ppf(0.5 + self.level / 2, len(a) - 1))
-            limits, how = (difference - half, difference + half), "paired t"
+        difference, tolerance = values[1].value - values[0].value, values[0].tolerance + values[1].tolerance
+        strict = 1 - (1 - self.level) / self.looks
+        if math.isnan(share):
+            limits, how = self._of_means(values, b - a), "paired t"
         else:
-            rows = torch.from_numpy(np.random.default_rng((self.seed, 2)).integers(len(a), size=(RESAMPLES, len(a))))
-            draws = [float(statistic(b[row])) - float(statistic(a[row])) for row in rows]
-            low, high = np.quantile(draws, [0.5 - self.level / 2, 0.5 + self.level / 2]).tolist()
-            limits, how = (low, high), "bootstrap of the pairs"
+            limits, how = self._of_quantiles(a, b, share), "bootstrap of the pairs"
+        if len(a) < FEWEST:
+            found, sure, how, in_proportion = (math.nan, math.nan), False, "too few samples", False
+        else:
+            low, high = limits(self.level)
+            found = low - biases[1] - tolerance, high + biases[0] + tolerance
+            least, most = limits(strict)
+            sure = bool(difference) and (least - tolerance) * (most + tolerance) > 0
+            own = [self._alone(value, of, share) for value, of in zip(values, (a, b), strict=True)]
+            in_proportion = not math.isnan(ratio_of(own[1], own[0])[0])
         both = torch.cat((a, b))
         size = float(both[both.isfinite()].abs().mean())  # of a sample: in a mean they cancel, their rounding does not
-        return self._verdict(each, *values, limits, how, 0.0 if exact else self._precision * size, "")
+        rounding = 0.0 if exact else self._precision * size
+        return dataclasses.replace(self._verdict(each, *values, found, how, rounding, "", in_proportion), sure=sure)
+
+    def _of_means(self, values: tuple[Estimate, Estimate], apart: Tensor) -> Callable[[float], tuple[float, float]]:
+        """The interval of a difference of means, at a level; with the error of the probes, if there were any."""
+        difference, dof = values[1].value - values[0].value, len(apart) - 1
+        error, probes = float(standard_error(apart)), math.hypot(*(value.stderr for value in values))
+        both = math.hypot(error, probes)
+        skew = mean_skewness(apart) * (error / both) ** 3 if both else 0.0
+        return lambda level: skewed_limits(difference, both, dof, skew, level)
+
+    def _alone(self, value: Estimate, samples: Tensor, share: float) -> tuple[float, float]:
+        """The interval of one of the two numbers by itself, which tells whether a ratio of them means anything."""
+        if math.isnan(share):
+            error = math.hypot(float(standard_error(samples)), value.stderr)
+            return skewed_limits(value.value, error, len(samples) - 1, mean_skewness(samples), self.level)
+        draws = self._quantiles(samples, share)
+        low, high = np.quantile(draws, [0.5 - self.level / 2, 0.5 + self.level / 2]).tolist()
+        return low, high
+
+    def _of_quantiles(self, a: Tensor, b: Tensor, share: float) -> Callable[[float], tuple[float, float]]:
+        """The interval of a difference of quantiles, at a level."""
+        with np.errstate(invalid="ignore"):  # infinite distances
+            draws = self._quantiles(b, share) - self._quantiles(a, share)
+
+        def limits(level: float) -> tuple[float, float]:
+            low, high = np.quantile(draws, [0.5 - level / 2, 0.5 + level / 2]).tolist()
+            return low, high
+
+        return limits
+
+    def _quantiles(self, samples: Tensor, share: float) -> Any:
+        """Of resampled samples, the same ones for both models."""
+        rows = np.random.default_rng((self.seed, 2)).integers(len(samples), size=(RESAMPLES, len(samples)))
+        with np.errstate(invalid="ignore"):
+            return np.quantile(samples.numpy()[rows], share, axis=1)
 
     def _verdict(
         self,
@@ -286,6 +357,7 @@ class _Pair:
         how: str,
         rounding: float,
         note: str,
+        in_proportion: bool,
     ) -> ComparisonRow:
         difference, sign = b.value - a.value, _BETTER[each.direction]
         invariant = frozenset(each.invariant_to).issuperset(_KEEP_FUNCTION)
@@ -293,7 +365,7 @@ class _Pair:
             verdict, note = "undefined", a.reason or b.reason or "the values are not finite"
         elif math.isfinite(difference) and abs(difference) <= rounding:
             verdict, note = "equal", "they differ by rounding only" if difference else ""
-        elif how == "exact" or math.isnan(limits[0]):
+        elif math.isnan(limits[0]):
             verdict = "no interval"
         elif not limits[0] * limits[1] > 0 or (self.same and how == "probes"):
             verdict = "equal"
@@ -311,7 +383,7 @@ class _Pair:
             low=limits[0],
             high=limits[1],
             how=how,
-            ratio=b.value / a.value if a.value else math.nan,
+            ratio=b.value / a.value if in_proportion and a.value else math.nan,
             factor=1.0 if invariant else math.nan,
             verdict=verdict,
             direction=each.direction,
@@ -358,7 +430,7 @@ class _Pair:
         if math.isnan(factor):
             return "the audit could not decide whether the parametrisation moves it"
         if math.isinf(factor):
-            return "the audit moved it to 0, or to the other sign, at the same outputs"
+            return "the audit moved it to or from 0, or to the other sign, at the same outputs"
         return f"the audit moved it {times(factor)}-fold at the same outputs, and more is possible"
 
     def _of_logits(self, rows: list[ComparisonRow]) -> list[ComparisonRow]:
@@ -376,7 +448,7 @@ class _Pair:
     # ------------------------------------------------------------ the advice
 
     def _advice(self, rows: dict[str, ComparisonRow]) -> tuple[str, list[str]]:
-        """One sentence, and what it rests on; from the verdicts and intervals of the rows alone."""
+        """One sentence, and what it rests on; from the verdicts of the rows, and whether they are sure, alone."""
         phrases = {
             "accuracy": "it classifies {count:,.0f} more of the {samples:,} samples correctly",
             "input_distance": "its samples lie further from the decision boundary",
@@ -385,7 +457,7 @@ class _Pair:
         present = [(rows[key], phrase) for key, phrase in phrases.items() if key in rows]
         decisive = []
         for row, phrase in present:
-            if row.verdict in ("a", "b"):
+            if row.verdict in ("a", "b") and row.sure:
                 size, count = abs(row.difference), self.a.count
                 decisive.append((row, phrase.format(difference=size, count=size * count, samples=count)))
         reasons = self._reasons(list(rows.values()))

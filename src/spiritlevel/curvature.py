@@ -7,7 +7,7 @@ alone, and what follows from the vector. The first part is kept for as many batc
 product is differentiated anew each time; where the model has no forward derivatives, by reverse mode alone.
 
 The loss enters through its closed-form gradient and output Hessian, so products stay right at tiny losses, where
-autodiff through a cross entropy returns half the curvature or none (MATH 4.6).
+autodiff through a cross entropy returns half the curvature or none (mathematics 2.2).
 """
 
 from __future__ import annotations
@@ -112,9 +112,9 @@ def gauss_newton(
     """The generalised Gauss-Newton matrix G = 1/N Σₙ JₙᵀAₙJₙ, plus weight_decay · I.
 
     J = ∂φ/∂θ, A = ∂²ℓ/∂φ². Positive semidefinite for convex losses; for cross entropy it is the Fisher matrix under
-    the model's own labels. Its trace equals the Hessian's for ReLU networks (MATH 4.1); its eigenvalues in general do
-    not. Exact to rounding, also at tiny losses. Cost: about one gradient a product when replayed. Arguments as in
-    `hessian`.
+    the model's own labels. Its trace equals the Hessian's for ReLU networks (mathematics 4.2); its eigenvalues in
+    general do not. Exact to rounding, also at tiny losses. Cost: about one gradient a product when replayed. Arguments
+    as in `hessian`.
 
     Reference: Schraudolph, Neural Comput. 14 (2002), doi:10.1162/08997660260028683.
 
@@ -171,8 +171,8 @@ def hessian_variance(
     """The variance of the batches' Hessians, Σ = E_b[H_b²] − H² with H = E_b[H_b]: what limits the step size of SGD.
 
     SGD with step α on batches b is stable in mean square if λ_max((I − αH)² + α²Σ) ≤ 1; in one dimension with
-    curvature a and variance s² that is a ≤ (1 + √(1 − α²s²))/α (MATH 3; paper C prints it without the 1/α). Σ for
-    batches of size B without replacement is (n − B)/(B(n − 1)) times that of single samples, batch_size=1.
+    curvature a and variance s² that is a ≤ (1 + √(1 − α²s²))/α (mathematics 9.2; paper C prints it without the 1/α). Σ
+    for batches of size B without replacement is (n − B)/(B(n − 1)) times that of single samples, batch_size=1.
 
     The batches are those of the data, or `batch_size` samples each in order, never split, a larger batch weighing
     more. Exact to rounding; positive semidefinite. Cost: three Hessian products. Weight decay would change nothing.

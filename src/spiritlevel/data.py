@@ -129,7 +129,7 @@ def _decode_sheets(blobs: Sequence[_Blob]) -> _Arrays:
     from PIL import Image
 
     def tiles(blob: _Blob) -> _Bytes:
-        sheet = np.asarray(Image.open(io.BytesIO(blob)).convert("RGB"))
+        sheet = np.asarray(Image.open(io.BytesIO(blob), formats=["WEBP"]).convert("RGB"))
         down, across = sheet.shape[0] // 32, sheet.shape[1] // 32
         return sheet.reshape(down, 32, across, 32, 3).transpose(0, 2, 4, 1, 3).reshape(-1, 3, 32, 32)
 
@@ -166,7 +166,9 @@ def _cifar10_from_png(blobs: Sequence[_Blob]) -> list[_Blob]:
     labels = np.array(json.loads(bytes(blobs[6])) + json.loads(bytes(blobs[7])), dtype=np.uint8).reshape(6, -1, 1)
     batches: list[_Blob] = []
     for blob, column in zip(blobs[:6], labels, strict=True):
-        pixels = np.asarray(Image.open(io.BytesIO(blob))).reshape(len(column), 1024, 3).transpose(0, 2, 1)
+        pixels = (
+            np.asarray(Image.open(io.BytesIO(blob), formats=["PNG"])).reshape(len(column), 1024, 3).transpose(0, 2, 1)
+        )
         batches.append(np.concatenate([column, pixels.reshape(len(column), 3072)], axis=1).tobytes())
     return batches
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import operator
+import re
 from collections.abc import Iterable
 
 
@@ -108,3 +109,22 @@ def unknown_name(kind: str, name: object, choices: Iterable[str]) -> InputError:
     if near and len(known) > 20:  # a page of names would hide the right one
         return InputError(f"unknown {kind} {str(name)!r}{hint}")
     return InputError(f"unknown {kind} {str(name)!r}{hint} Known: {', '.join(known)}.")
+
+
+# Control characters but for tab and line feed, marks that turn the direction of writing, what is half a character.
+_UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def printable(text: str) -> str:
+    r"""A text from elsewhere as it can be shown: no terminal obeys it, and it can be written in UTF-8.
+
+    >>> print(printable("\x1b[31mred\x07"), printable("caf\udce9"), printable("λ₁ × 2"))
+    \x1b[31mred\x07 caf\xe9 λ₁ × 2
+    """
+
+    def escaped(match: re.Match[str]) -> str:
+        code = ord(match[0])
+        code -= 0xDC00 if 0xDC80 <= code <= 0xDCFF else 0  # how Python keeps a byte of a name that is no UTF-8
+        return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
+
+    return _UNPRINTABLE.sub(escaped, text)

@@ -49,6 +49,7 @@ _DENSE_LATER = 2048  # up to this size the same where it saves products
 _PILOT = 16  # probes that decide how many a relative error needs
 _MOST_PROBES = 4096  # where a relative error gives up
 _MISS = 1e-3  # chance that an eigenvalue stays hidden
+_SETTLED = 128  # products after which an end of the spectrum is as well known as it will be
 
 
 @contextlib.contextmanager
@@ -225,18 +226,110 @@ def eigenvalues(
 
 
 @_in_full_precision
+def outermost(
+    op: Any, which: str = "largest", *, tol: float = 1e-4, max_matvecs: int | None = None, seed: int = 0
+) -> Estimate:
+    """The eigenvalue at one end of the spectrum ± what is not known of it, with its sign wherever that can be told.
+
+    `eigenvalues` promises a residual, which tells that some eigenvalue is near its value, and that none lies further
+    out by 50 tol · max|λ| or more. At the edge of a bulk of small eigenvalues both are far more than the value itself.
+    So the first round goes on, without restarts, until the eigenvalues that it cannot exclude (but for a chance of
+    0.001) lie within tol · max|λ| of the value and 0 is not among them, up to 128 products or as many as fit into 256
+    MB. What is left is the `tolerance`. Usually that takes 2 products more than `eigenvalues` for the end that
+    dominates, and 60 to 120 in all for the other one.
+
+    Args:
+        op: the symmetric matrix.
+        which: "largest", "smallest" (both with sign) or "magnitude".
+        tol: the relative tolerance to reach.
+        max_matvecs: where to stop; 550 unless given.
+        seed: of the start vectors.
+
+    >>> values = torch.linspace(0, 1e-3, 500, dtype=torch.float64)
+    >>> values[:2] = torch.tensor([3.0, -1e-4])
+    >>> low = outermost(torch.diag(values), "smallest")
+    >>> low.sign, abs(low.value + 1e-4) <= low.tolerance
+    (-1, True)
+    """
+    product = _Product(op)
+    _check_end(product, 1, which, tol, seed)
+    limit = 550 if max_matvecs is None else max_matvecs
+    if limit < 1:
+        raise InputError(f"outermost needs max_matvecs >= 1, got {limit}.")
+    space = _roomy(product, seed)
+    may_go_dense = product.size <= _DENSE_LATER and (max_matvecs is None or 2 * product.size <= max_matvecs)
+    reason = "small"
+    if product.size > _DENSE_EIGENVALUES or not may_go_dense:
+        allowed = min(limit, product.size) if may_go_dense else limit
+        coordinates, reason = _converge(space, _ENDS[which], 1, tol, allowed)
+    if reason and may_go_dense:
+        return _dense_eigenpairs(product, _dense(product), 1, which, tol, False, seed).outermost()
+    if not reason and space.knows_first:
+        _settle(space, _ENDS[which], tol, limit)
+        (end,) = _ENDS[which]
+        values, vectors = space.ritz()
+        coordinates = vectors[:, [int(np.argmax(end(values)))]]
+    return _eigenpairs(space, coordinates, reason, which, tol, vectors=False).outermost()
+
+
+def _roomy(product: _Product, seed: int) -> _Krylov:
+    """A Krylov space of a random start that need not restart before an end is as well known as it will be."""
+    room = max(_capacity(product.size, 1, None), min(_SETTLED, 2**26 // product.size))
+    return _Krylov(product, min(product.size, room), seed, _gaussian(product, seed, 0), uniform=True)
+
+
+def _settle(space: _Krylov, ends: tuple[Callable[[Array], Array], ...], tol: float, limit: int) -> None:
+    """Extend a first round until its outermost values are known to `tol` and have a sign, while there is room."""
+    while 0 in space.edges and space.width < space.capacity and space.product.count < limit:
+        if space.width % (1 + space.width // 20) == 0:  # wastes few products and little time on small matrices
+            values, vectors = space.ritz()
+            outer = [int(np.argmax(end(values))) for end in ends]
+            residuals = space.residuals(vectors[:, outer])
+            unknown = [
+                max(float(residual), space.reach(end, float(end(values[index]))))
+                for end, index, residual in zip(ends, outer, residuals, strict=True)
+            ]
+            signed = ends == _ENDS["magnitude"] or all(np.abs(values[outer]) > 3 * np.array(unknown))
+            if signed and max(unknown) <= tol * space.norm:
+                return
+        space.extend()
+
+
+def _with_reach(pairs: dict[str, Eigenpairs], product: _Product, tol: float, seed: int) -> dict[str, Eigenpairs]:
+    """Converged ends with how far an eigenvalue may lie beyond them, and the better outermost value, from a new start.
+
+    Where eigenvectors were asked for, the values stay as they are.
+    """
+    space = _roomy(product, seed)
+    space.extend()
+    _settle(space, _ENDS["both"], tol, product.count + _SETTLED)
+    values, vectors = space.ritz()
+    found = {}
+    for which, pair in pairs.items():
+        (end,) = _ENDS[which]
+        best = int(np.argmax(end(values)))
+        outer = float(end(values[best]))
+        limit = outer + space.reach(end, outer)
+        residual = math.hypot(float(space.residuals(vectors[:, [best]])[0]), space.noise)
+        if pair.vectors is None and outer > float(end(pair.values.numpy())[0]) and residual <= tol * space.norm:
+            pair.values[0], pair.residuals[0] = float(values[best]), residual
+        found[which] = replace(pair, reach=max(0.0, limit - float(end(pair.values.numpy())[0])))
+    return found
+
+
+@_in_full_precision
 def spectral_norm(op: Any, *, tol: float = 1e-4, max_matvecs: int | None = None, seed: int = 0) -> Estimate:
     """The spectral norm ‖H‖₂ = max|λ|, by `eigenvalues(op, 1, which="magnitude")`.
 
-    Accurate to tol · ‖H‖₂ and in practice to about its square; no random error, so `stderr` is 0. If the iteration
-    did not converge, `reason` says so. Usually 10 to 30 products. Reference: see `eigenvalues`.
+    Known to ± `tolerance`, about tol · ‖H‖₂, beyond which a larger one is excluded but for a chance of 0.001; in
+    practice to far less. No random error, so `stderr` is 0; if the iteration did not converge, `status` says so and
+    `reason` why. Usually 10 to 30 products. Reference: see `eigenvalues`.
 
     >>> print(spectral_norm(torch.diag(torch.tensor([1.0, -3.0, 2.0]))))
     3
     """
-    pair = eigenvalues(op, which="magnitude", tol=tol, max_matvecs=max_matvecs, vectors=False, seed=seed)
-    reason = "" if pair.converged else f"not converged: {pair.reason}"
-    return Estimate(abs(float(pair.values[0])), matvecs=pair.matvecs, seed=seed, reason=reason)
+    found = outermost(op, "magnitude", tol=tol, max_matvecs=max_matvecs, seed=seed)
+    return replace(found, value=abs(found.value))
 
 
 @_in_full_precision
@@ -380,7 +473,8 @@ def spectrum(
     The runs are those of `spectral_density`. Their first products give vᵀHv, its parts v_l·(Hv)_l for every parameter
     tensor l (if the operator can `split`) and ‖Hv‖², all unbiased: the trace, the traces of the layers and Tr H²,
     with errors from the spread over the probes. The first run goes on until the `k` values at both ends have
-    converged as in `eigenvalues`, within `max_matvecs` further products (500 + 100k unless given).
+    converged as in `eigenvalues`, within `max_matvecs` further products (500 + 100k unless given), and up to 128 more
+    from a random start tell how far beyond them another eigenvalue may lie (`Eigenpairs.reach`).
 
     Cost: probes · steps products and the few that the ends still need. Sizes up to min(probes · steps, 2048) go dense
     and are exact. References: see `eigenvalues` and `spectral_density`.
@@ -413,6 +507,9 @@ def spectrum(
     largest = _eigenpairs(space, coordinates[:, :k], reason, "largest", tol, vectors)
     smallest = _eigenpairs(space, coordinates[:, k:], reason, "smallest", tol, vectors)
     del space  # its basis, before the next one is allocated
+    if not reason:
+        ends = _with_reach({"largest": largest, "smallest": smallest}, product, tol, seed)
+        largest, smallest = ends["largest"], ends["smallest"]
     rows += [_quadrature(run(index, steps), steps) for index in range(1, probes)]
 
     density = _quadrature_spectrum(rows, product, seed)
@@ -577,13 +674,13 @@ def _expected_form(
 
 
 def _scaled(estimate: Estimate, factor: float, matvecs: int) -> Estimate:
-    return replace(estimate, value=factor * estimate.value, stderr=factor * estimate.stderr, matvecs=matvecs)
+    return replace(estimate.scaled(factor), matvecs=matvecs)
 
 
 def _root(square: Estimate) -> Estimate:
-    """√x with its error by the delta method."""
+    """√x with its error by the delta method; its limits are the roots of those of x."""
     value = math.sqrt(max(square.value, 0.0))
-    return replace(square, value=value, stderr=square.stderr / (2 * value) if value else 0.0)
+    return replace(square, value=value, stderr=square.stderr / (2 * value) if value else 0.0, power=2.0)
 
 
 # --- Krylov spaces ----------------------------------------------------------------------------------------------------
@@ -717,6 +814,24 @@ class _Krylov:
         c = np.linalg.solve(point * np.eye(w) - self.projected[:w, :w], shares)
         most = abs(float(c[0])) / math.hypot(1.0, float(np.linalg.norm(c)))
         return most * math.sqrt(2 * self.product.size / math.pi) > _MISS
+
+    def reach(self, end: Callable[[Array], Array], size: float) -> float:
+        """How far beyond `size` an eigenvalue may lie, measured by `end`, with a chance above _MISS; at most the norm.
+
+        Products with H are known up to `noise`, which moves eigenvalues by as much.
+        """
+
+        def open_at(margin: float) -> bool:
+            points = np.array([size + margin, -(size + margin)])
+            return any(self.overlooks(point) for point in points[end(points) >= size + margin])
+
+        low, high = 0.0, self.norm
+        if not high or open_at(high):
+            return math.inf if high else self.noise
+        while high - low > max(0.01 * high, 1e-14 * self.norm):
+            middle = (low + high) / 2
+            low, high = (middle, high) if open_at(middle) else (low, middle)
+        return high + self.noise
 
     def begin(self, points: Array) -> bool:
         """Add a random edge, orthogonal to the basis, and look for more eigenvectors with eigenvalues `points`.
@@ -881,7 +996,12 @@ def _eigenpairs(space: _Krylov, coordinates: Array, reason: str, which: str, tol
         residuals = _measured_residuals(space.product, columns, values)
     else:
         residuals = np.hypot(space.residuals(coordinates), space.noise)
-    bound = tol * space.norm
+    bound, reach = tol * space.norm, None
+    if not reason and space.knows_first:
+        (end,) = _ENDS[which]
+        reach = space.reach(end, float(end(values[0])))
+    elif not reason:
+        reach = min(50 * tol, 0.05) * space.norm
     if not reason and residuals.max() > bound:
         reason = (
             f"residual {residuals.max():.2g} > tol · max|Ritz value| = {bound:.2g}, and the products are asymmetric by "
@@ -897,6 +1017,7 @@ def _eigenpairs(space: _Krylov, coordinates: Array, reason: str, which: str, tol
         tol=tol,
         seed=space.seed,
         reason=reason,
+        reach=reach,
     )
 
 
@@ -963,6 +1084,7 @@ def _dense_eigenpairs(
         tol=tol,
         seed=seed,
         reason=reason,
+        reach=0.0,
     )
 
 

@@ -694,6 +694,23 @@ class Batches:
         raise InputError("the data are empty; there is nothing to measure.")
 
 
+def picked(batches: Batches, indices: Tensor) -> Any:
+    """The samples at these sorted places: a pair of tensors where the inputs are one tensor, else batches."""
+    start, pieces = 0, []
+    for inputs, targets in batches:
+        here = indices[(indices >= start) & (indices < start + len(targets))] - start
+        if len(here):
+
+            def pick(leaf: Any, here: Tensor = here) -> Any:
+                return leaf[here.to(leaf.device)] if isinstance(leaf, Tensor) else leaf
+
+            pieces.append((tree_map(pick, inputs), pick(targets)))
+        start += len(targets)
+    if all(isinstance(inputs, Tensor) for inputs, _ in pieces) and len({inputs.shape[1:] for inputs, _ in pieces}) == 1:
+        return torch.cat([inputs for inputs, _ in pieces]), torch.cat([targets for _, targets in pieces])
+    return pieces
+
+
 class Fingerprint:
     """A hash of the order of the data that does not depend on how they are split into batches.
 

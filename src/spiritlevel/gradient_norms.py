@@ -2,9 +2,9 @@
 
 One forward pass is recorded: every operation that uses a measured parameter keeps its input and becomes a *tap*. One
 backward pass to all taps then serves the whole batch, and each tap turns what arrives there, δ, into norms by a rule of
-its own: a linear layer needs ‖a‖²‖δ‖² only, a convolution ‖δUᵀ‖² with U its unfolded input (MATH 4.4). A parameter
-that is used twice, or in an operation without a rule, gets the gradients of its own tensor alone, sample by sample
-under `vmap`: slower, still exact.
+its own: a linear layer needs ‖a‖²‖δ‖² only, a convolution ‖δUᵀ‖² with U its unfolded input (mathematics 4.5). A
+parameter that is used twice, or in an operation without a rule, gets the gradients of its own tensor alone, sample by
+sample under `vmap`: slower, still exact.
 """
 
 from __future__ import annotations

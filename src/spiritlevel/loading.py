@@ -10,25 +10,31 @@ import ast
 import difflib
 import importlib
 import importlib.util
+import os
 import pickle
 import random
 import sys
+import sysconfig
 import warnings
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from importlib.machinery import PathFinder
 from pathlib import Path
+from types import ModuleType
 from typing import IO, Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.lib import format as npy
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from spiritlevel import data as named_data
 from spiritlevel import models
-from spiritlevel.errors import InputError, checked_seed, unknown_name
+from spiritlevel.errors import InputError, checked_seed, printable, unknown_name
 from spiritlevel.functional import Problem, available_memory, preserved_random_state
+from spiritlevel.storage import check_readable, digest
 
 __all__ = ["Samples", "about_weights", "check_classes", "load_model", "load_samples", "load_weights"]
 
@@ -92,10 +98,15 @@ def load_model(
         model = _built_in(spec) if spec.partition(":")[0] in models.NAMES else _own_model(spec)
     if weights is not None:
         load_weights(model, weights)
+    kind = None if dtype is None else _float(dtype)
     try:
-        return model.to(device=device, dtype=None if dtype is None else _float(dtype))
-    except (RuntimeError, AssertionError) as error:
+        moved = model.to(device=device, dtype=kind)
+        torch.zeros(1, device=device)  # a model without parameters is moved anywhere
+    except Exception as error:  # ModuleNotFoundError for a device that only an extension knows
         raise InputError(f"the model cannot be moved to device {device!r}: {_first_line(error)}.") from error
+    if torch.device(device or "cpu").type == "meta":
+        raise InputError("the model cannot be measured on the device 'meta', which keeps shapes and no numbers.")
+    return moved
 
 
 def about_weights(spec: str, weights: str | Path | None) -> str:
@@ -156,6 +167,8 @@ def _call(spec: str) -> Any:
     place, _, name = spec.rpartition(":")
     if not place or not name:
         raise InputError(f"{spec!r} names no {'function' if place else 'file'}; write file.py:function.")
+    if place.endswith(".py"):
+        check_readable(Path(place))
     with _importable(Path(place).parent if place.endswith(".py") else Path()):
         try:
             module = _import_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
@@ -180,9 +193,8 @@ def _call(spec: str) -> Any:
 
 
 def _import_file(path: Path) -> Any:
-    if not path.is_file():
-        raise InputError(f"there is no file {str(path)!r}.")
-    name = f"spiritlevel_user_{path.stem}"
+    # a name of its own for every file: two files may both be called net.py
+    name = f"spiritlevel_user_{path.stem}_{digest(str(path.resolve()), 8)}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
@@ -192,16 +204,76 @@ def _import_file(path: Path) -> Any:
     return module
 
 
+_Modules = dict[str, ModuleType]
+_NEIGHBOURS: dict[str, _Modules] = {}  # what was imported from the folder of a user's file, by folder
+_INSTALLED = sorted({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+
+
 @contextmanager
 def _importable(folder: Path) -> Iterator[None]:
-    """The user's own modules can be imported from `folder`, as if Python had been started there."""
+    """The user's own modules can be imported from `folder`, as if Python had been started there, and from there only.
+
+    `v1/net.py` and `v2/net.py` may each have a `layers.py` beside them, and Python keeps one module under a name: the
+    second file would get the first one's, and a model would be compared with itself. So what came from another folder
+    is put aside meanwhile. Afterwards a name that two folders have stands for neither of them: an import in the middle
+    of a forward pass fails rather than find the wrong one. What the calling program has imported itself is put back.
+    """
     place = str(folder.resolve())
     sys.path.insert(0, place)
+    importlib.invalidate_caches()
+    theirs = {id(module) for modules in _NEIGHBOURS.values() for module in modules.values()}
+    others, own = _of_others(place), _NEIGHBOURS.setdefault(place, {})
+    for name in others:
+        del sys.modules[name]
+    for name, module in own.items():
+        sys.modules.setdefault(name, module)
+    before = set(sys.modules)
     try:
         yield
     finally:
+        new = {name: sys.modules[name] for name in set(sys.modules) - before}
+        own |= {name: module for name, module in new.items() if _lies_in(module, [place])}
         if place in sys.path:
             sys.path.remove(place)
+        for name, module in others.items():
+            if name not in sys.modules or id(module) not in theirs:
+                sys.modules[name] = module
+            else:
+                del sys.modules[name]
+
+
+def _of_others(place: str) -> _Modules:
+    """The modules that an import from the folder `place` must not find, because they came from another one."""
+    theirs = {name.partition(".")[0] for folder, found in _NEIGHBOURS.items() if folder != place for name in found}
+    beside: set[str] = set()
+    with suppress(OSError):  # a folder that can be entered and not listed
+        beside = {path.stem for path in Path(place).iterdir() if path.suffix == ".py" or path.is_dir()}
+    names = (theirs | beside) - sys.stdlib_module_names - {"__main__", __package__}
+    families: dict[str, _Modules] = {name: {} for name in names if name in sys.modules}
+    for name, module in sys.modules.items():
+        if (head := name.partition(".")[0]) in families:
+            families[head][name] = module
+    others: _Modules = {}
+    for head, family in families.items():
+        if any(_lies_in(module, _INSTALLED) for module in family.values()):
+            continue  # as for every program that Python runs: what is installed and imported stays what it is
+        found = PathFinder.find_spec(head, sys.path)
+        places: list[str] = []  # and none where the folder of that name is no package, but holds other things
+        if found is not None and (found.origin or getattr(family[head], "__file__", None) is None):
+            places = list(found.submodule_search_locations or [found.origin or ""])
+        if head in theirs or places:
+            others |= {} if all(_lies_in(module, places) for module in family.values()) else family
+    return others
+
+
+def _lies_in(module: ModuleType, places: Sequence[str]) -> bool:
+    """Whether a module is one of these files, or lies in one of these folders.
+
+    A package without a file lies where Python would look for it now, which says nothing about its modules.
+    """
+    file = getattr(module, "__file__", None)
+    files = [file] if file else list(getattr(module, "__path__", ()))
+    return any(file == place or file.startswith(place + os.sep) for file in files for place in places)
 
 
 def _named(error: BaseException) -> str:
@@ -219,29 +291,62 @@ def _first_line(error: BaseException) -> str:
 def load_weights(model: nn.Module, path: str | Path) -> None:
     """Fill a model with the weights of a file; `InputError` names the first differences and the nearest names."""
     path = Path(path)
-    found = _read_tensors(path) if path.suffix == ".safetensors" else _read_checkpoint(path)
     expected = model.state_dict()
+    size = sum(tensor.nbytes for tensor in expected.values() if not is_lazy(tensor))
+    found = _read_tensors(path) if path.suffix == ".safetensors" else _read_checkpoint(path, size)
     found = _without_prefix(found, expected)
-    problems = [*_missing(found, expected), *_too_many(found, expected)]
-    for key, tensor in expected.items():
-        if key in found and found[key].shape != tensor.shape:
-            problems.append(f"{key} has shape {tuple(found[key].shape)} instead of {tuple(tensor.shape)}")
-    if problems:
-        more = f", and {len(problems) - 3} more differences" if len(problems) > 3 else ""
-        listed = "; ".join(problems[:3])
-        raise InputError(f"the weights in {path.name} do not fit the model {type(model).__name__}: {listed}{more}.")
+    missing = [key for key in expected if key not in found]
+    unknown = [key for key in found if key not in expected]
+    misfits = [text for key in expected if key in found and (text := _misfit(key, found[key], expected[key]))]
+    if missing or unknown or misfits:
+        listed = _other_prefix(missing, unknown) or _first_differences(missing, unknown, misfits)
+        raise InputError(f"the weights in {path.name} do not fit the model {type(model).__name__}: {listed}.")
     model.load_state_dict(found)
 
 
-def _missing(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> list[str]:
-    spare = [key for key in found if key not in expected]
-    return [f"{key} is missing{_nearest(key, spare, 'the file has')}" for key in expected if key not in found]
+_COMPARED = 100  # names: difflib takes a second for some thousands, and a model may have ten thousand
 
 
-def _too_many(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> list[str]:
-    wanted = [key for key in expected if key not in found]
-    unknown = [key for key in found if key not in expected]
-    return [f"the model has no {key}{_nearest(key, wanted, 'it needs')}" for key in unknown]
+def _first_differences(missing: Sequence[str], unknown: Sequence[str], misfits: Sequence[str]) -> str:
+    spare, wanted = unknown[:_COMPARED], missing[:_COMPARED]
+    first = [f"{key} is missing{_nearest(key, spare, 'the file has')}" for key in missing[:3]]
+    first += [f"the model has no {key}{_nearest(key, wanted, 'it needs')}" for key in unknown[: 3 - len(first)]]
+    first += misfits[: 3 - len(first)]
+    rest = len(missing) + len(unknown) + len(misfits) - len(first)
+    return "; ".join(first) + (f", and {rest:,} more differences" if rest else "")
+
+
+def _other_prefix(missing: Sequence[str], unknown: Sequence[str]) -> str:
+    """In words: all names differ by what stands before them, as where the whole of a larger model was saved."""
+    for few, many, whose, other in ((missing, unknown, "file's", "model's"), (unknown, missing, "model's", "file's")):
+        names, tail = set(many), f".{few[0]}" if few else ""
+        for prefix in {name.removesuffix(tail[1:]) for name in many if tail and name.endswith(tail)}:
+            if all(prefix + name in names for name in few):
+                return (
+                    f"the {whose} names begin with {prefix!r}, as {prefix}{few[0]}, and the {other} do not; save the "
+                    "state_dict() of that part, or rename its keys"
+                )
+    return ""
+
+
+def _misfit(key: str, found: Tensor, expected: Tensor) -> str:
+    """What keeps a tensor from taking another's place, or would be lost on the way; nothing if it fits."""
+    if is_lazy(expected):
+        return ""
+    if found.shape != expected.shape:
+        return f"{key} has shape {tuple(found.shape)} instead of {tuple(expected.shape)}"
+    kinds = [str(tensor.dtype).removeprefix("torch.") for tensor in (found, expected)]
+    if found.device.type == "meta":
+        return f"{key} has a shape and no numbers (it was on the device 'meta' when it was saved)"
+    if found.layout != torch.strided or found.is_quantized:
+        return f"{key} is {'quantised' if found.is_quantized else 'sparse'}; save it as dense floats"
+    if found.is_complex() and not expected.is_complex():
+        return f"{key} holds {kinds[0]} and the model {kinds[1]}: the imaginary part would be lost"
+    if expected.is_floating_point() and not found.is_floating_point():
+        return f"{key} holds {kinds[0]} and the model {kinds[1]}: whole numbers have lost their scale, save floats"
+    if found.is_floating_point() and not expected.is_floating_point() and bool((found != found.trunc()).any()):
+        return f"{key} holds {kinds[0]} and the model {kinds[1]}: the fractions would be lost"
+    return ""
 
 
 def _nearest(key: str, keys: Sequence[str], how: str) -> str:
@@ -260,15 +365,37 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    _check_file(path)
+    check_readable(path)
     try:
         return load_file(path)
     except (SafetensorError, OSError) as error:
         raise InputError(f"{path} is not a safetensors file: {_first_line(error)}.") from error
 
 
-def _read_checkpoint(path: Path) -> dict[str, Tensor]:
-    _check_file(path)
+def _check_unpacked(path: Path, size: int) -> None:
+    """Refuse a file that unpacks to far more than a model of `size` bytes can take, by the sizes in its directory.
+
+    PyTorch packs nothing, so only what another program has packed is much larger inside than outside.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            unpacked = sum(member.file_size for member in archive.infolist())
+    except (zipfile.BadZipFile, OSError, ValueError):  # an old checkpoint, or a damaged one, which PyTorch will say
+        return
+    packed = unpacked > path.stat().st_size and unpacked > _ROOM * size + 2**26
+    if packed or unpacked > available_memory():
+        raise InputError(
+            f"{path.name} unpacks to {unpacked / 1e9:,.1f} GB, and the model's weights take {size / 1e9:,.3f} GB: it "
+            "holds other weights or much else; save model.state_dict() alone."
+        )
+
+
+_ROOM = 16  # times the model's own size: weights in double precision beside what an optimiser keeps
+
+
+def _read_checkpoint(path: Path, size: int) -> dict[str, Tensor]:
+    check_readable(path)
+    _check_unpacked(path, size)
     try:
         with warnings.catch_warnings():  # a user needs our sentence alone
             warnings.simplefilter("ignore")
@@ -289,12 +416,9 @@ def _read_checkpoint(path: Path) -> dict[str, Tensor]:
     if not isinstance(found, dict) or not all(isinstance(tensor, Tensor) for tensor in found.values()):
         kind = type(found).__name__
         raise InputError(f"{path} must hold a dict of tensors, as model.state_dict() gives it, got a {kind}.")
+    if odd := [key for key in found if not isinstance(key, str)]:
+        raise InputError(f"{path} must name its tensors as model.state_dict() does, and one is called {odd[0]!r}.")
     return found
-
-
-def _check_file(path: Path) -> None:
-    if not path.is_file():
-        raise InputError(f"there is no file {str(path)!r}.")
 
 
 # ---------------------------------------------------------------- data
@@ -309,7 +433,7 @@ def load_samples(spec: str, split: str = "train") -> Samples:
             tensors, a data set or a loader.
         split: the part of a built-in data set, "train" or "test", where `spec` does not say it.
 
-    Images of bytes become float32 in [0, 1] and (N, C, H, W); `notes` says so.
+    Images become float32 in [0, 1] and (N, C, H, W), by the range of their kind; `notes` says so.
 
     >>> load_samples("digits", "test").data[0].shape
     torch.Size([360, 1, 8, 8])
@@ -323,7 +447,7 @@ def load_samples(spec: str, split: str = "train") -> Samples:
     if path.is_dir():
         return _from_folder(path)
     if path.suffix in (".npz", ".safetensors"):
-        _check_file(path)
+        check_readable(path)
         arrays = _read_npz(path) if path.suffix == ".npz" else _read_tensors(path)
         pair, notes = _as_pair(arrays, path)
         return Samples(pair, (), f"{path.name} ({'; '.join(notes)})" if notes else path.name, notes)
@@ -467,7 +591,10 @@ def _check_size(size: int, path: Path) -> None:
 
 
 def _from_folder(folder: Path) -> Samples:
-    """One folder a class, in the order of their names; all images of one size."""
+    """One folder a class, in the order of their names; all images of one size, all grey or all in colour.
+
+    If one of them is coloured, so are all: the grey of the others has three equal channels.
+    """
     classes = sorted(entry.name for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith("."))
     files = [
         (path, number)
@@ -484,35 +611,93 @@ def _from_folder(folder: Path) -> Samples:
     empty = sorted(set(range(len(classes))) - {number for _, number in files})
     if empty:
         raise InputError(f"the folder {folder / classes[empty[0]]} holds no image.")
-    first = _picture(files[0][0])
-    _check_size(4 * first.size * len(files), folder)
-    images = np.empty((len(files), *first.shape), dtype=np.uint8)
+    grey = all([_is_grey(path) for path, _ in files])  # all are looked at: a damaged one is named at once
+    first = _picture(files[0][0], grey)
+    _check_size(4 * first.pixels.size * len(files), folder)
+    images = np.empty((len(files), *first.pixels.shape), dtype=np.float32)
+    notes: dict[str, None] = {}
+    brightest = 0.0
     for index, (path, _) in enumerate(files):
-        image = _picture(path, grey=first.shape[2] == 1)
-        if image.shape != first.shape:
+        image = _picture(path, grey)
+        if image.pixels.shape != first.pixels.shape:
             raise InputError(
-                f"all images must have one size and kind: {files[0][0]} has {_size(first)} and {path} {_size(image)}."
+                f"all images must have one size: {files[0][0]} has {_size(first)} and {path} {_size(image)}."
             )
-        images[index] = image
+        images[index] = image.pixels
+        images[index] /= image.top
+        notes[image.note] = None
+        brightest = max(brightest, float(images[index].max()))
+    if 0 < brightest < _FAINT / 255:
+        notes[f"the brightest pixel is {brightest:.2g} of white: save floats if the network was trained on others"] = (
+            None
+        )
     targets = torch.tensor([number for _, number in files])
-    inputs, notes = _as_inputs(torch.from_numpy(images.transpose(0, 3, 1, 2).copy()))
-    return Samples((inputs, targets), tuple(classes), folder.name, notes)
+    inputs = torch.from_numpy(images.transpose(0, 3, 1, 2).copy())
+    return Samples((inputs, targets), tuple(map(printable, classes)), printable(folder.name), tuple(notes))
 
 
-def _picture(path: Path, grey: bool | None = None) -> np.ndarray[Any, Any]:
-    """One image as (H, W, 1 or 3) bytes; grey if it is so itself, or as told."""
+# What Pillow may open: it knows fifty formats, and for one of them it starts another program.
+_FORMATS = ("PNG", "JPEG", "BMP", "GIF", "WEBP", "TIFF", "PPM")
+_GREY = ("1", "L", "LA", "La", "I", "F", "I;16", "I;16L", "I;16B", "I;16N")
+_COLOURED = ("P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr", "LAB", "HSV")
+
+
+class _Image(NamedTuple):
+    """Pixels of shape (H, W, 1 or 3), the value that is white, and what is done to them, in words."""
+
+    pixels: np.ndarray[Any, Any]
+    top: float
+    note: str
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
     from PIL import Image
 
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", Image.DecompressionBombWarning)
-            with Image.open(path) as image:
-                grey = image.mode in ("1", "L", "LA", "I", "I;16") if grey is None else grey
-                array = np.asarray(image.convert("L" if grey else "RGB"))
+            with Image.open(path, formats=_FORMATS) as image:
+                yield image
+    except InputError:
+        raise
     except Exception as error:  # a damaged image can raise almost anything
         raise InputError(f"the image {path} cannot be read: {_first_line(error) or type(error).__name__}.") from error
-    return array[..., None] if array.ndim == 2 else array
 
 
-def _size(image: np.ndarray[Any, Any]) -> str:
-    return f"{image.shape[1]}×{image.shape[0]} pixels"
+def _is_grey(path: Path) -> bool:
+    with _opened(path) as image:
+        if image.mode not in (*_GREY, *_COLOURED):
+            raise InputError(f"the image {path} is of the kind {image.mode!r}; save it as an 8-bit PNG.")
+        return image.mode in _GREY
+
+
+def _picture(path: Path, grey: bool) -> _Image:
+    """One image in the depth that it has: asked for bytes, Pillow would clip the others at 255."""
+    with _opened(path) as image:
+        deep = image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PPM", "PNG"))  # as in a file
+        if deep or image.mode == "F":
+            pixels = np.asarray(image).astype(np.float32)
+            found = _Image(pixels, 65535.0, "16-bit images divided by 65,535")
+            if not deep:
+                found = _Image(pixels, 1.0, "images of floats in [0, 1] taken as they are")
+            if not bool((pixels >= 0).all() and (pixels <= found.top).all()):
+                raise InputError(
+                    f"the image {path} holds numbers outside [0, {found.top:g}], and nobody says which of them is "
+                    "white; save arrays of floats as .npz instead."
+                )
+        elif image.mode == "I":
+            raise InputError(
+                f"the image {path} has 32 bits a pixel, and nobody says which number is white; save it with 8 or 16 "
+                "bits, or arrays of floats as .npz."
+            )
+        else:
+            cut = any(";16" in str(tile[3]) for tile in image.tile)
+            note = "16-bit colours read to 8 bits and divided by 255" if cut else "bytes divided by 255"
+            found = _Image(np.asarray(image.convert("L" if grey else "RGB")), 255.0, note)
+    pixels = found.pixels if found.pixels.ndim == 3 else found.pixels[..., None]
+    return found._replace(pixels=pixels if grey or pixels.shape[2] == 3 else pixels.repeat(3, axis=2))
+
+
+def _size(image: _Image) -> str:
+    return f"{image.pixels.shape[1]}×{image.pixels.shape[0]} pixels"

@@ -3,7 +3,7 @@
 A loss gives each sample's value, its gradient g in the outputs φ, products with its output Hessian A = ∂²ℓ/∂φ², and
 A = Σ_j d_j v_j v_jᵀ as *factors*: weights d_j (any size, float64) and vectors v_j (of order 1). Autodiff through a
 cross entropy returns half the curvature, or none, once 1 − S_y is below machine epsilon; the forms here use only sums
-of positive terms and stay right to rounding at any margin (MATH 4.6).
+of positive terms and stay right to rounding at any margin (mathematics 2.2).
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def _check_logits(name: str, logits: Tensor) -> None:
 def confidence_gap(logits: Tensor) -> Tensor:
     """1 − Σ_c S_c², the lack of confidence of a softmax, in float64 and without cancellation.
 
-    With p the entries but the top one and q = Σp it is 2q − q² − Σp² (MATH 4.6): zero only for a one-hot softmax,
-    1 − 1/C for a uniform one. Cost: O(N·C). Exact to rounding at any margin. Reference: paper A, section 3.1.
+    With p the entries but the top one and q = Σp it is 2q − q² − Σp² (mathematics 2.2): zero only for a one-hot
+    softmax, 1 − 1/C for a uniform one. Cost: O(N·C). Exact to rounding at any margin. Reference: paper A, section 3.1.
 
     >>> float(confidence_gap(torch.tensor([[40.0, 0.0]])))  # 1 - (S**2).sum() gives 0 here
     8.49670851...e-18
@@ -169,7 +169,7 @@ class CrossEntropy(Loss):
     """Softmax cross entropy ℓ = −log S_y, with optional class weights and label smoothing.
 
     The output Hessian is c·A, A = diag(S) − SSᵀ, with c = 1, or the sample's weight; label smoothing leaves it as it
-    is. A is eliminated class by class with the top one last (MATH 4.2): with q_j = Σ_{i≥j} S_i,
+    is. A is eliminated class by class with the top one last (mathematics 2.3): with q_j = Σ_{i≥j} S_i,
     d_j = S_j q_{j+1}/q_j and v_j = e_j − Σ_{i>j} (S_i/q_{j+1}) e_i, only sums of positive numbers.
     """
 

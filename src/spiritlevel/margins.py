@@ -1,7 +1,7 @@
 """Margins of a classifier: of its outputs, of its softmax, and as a distance to the decision boundary.
 
 With Δ = φ_y − max_{j≠y} φ_j and S the softmax of the outputs φ, the softmax margin is γ = |S_y − max_{j≠y} S_j|. All
-scalars are float64 and free of cancellation, for correct and misclassified points, at any margin (MATH 4.6).
+scalars are float64 and free of cancellation, for correct and misclassified points, at any margin (mathematics 2.2).
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def softmax_gap(logits: Tensor, y: Tensor) -> Tensor:
     """1 − γ² of every row, the factor of the margin bounds, without cancellation.
 
     1−γ = (1−S_top) + S_low, S_low the lower of S_y and its best rival; correct and misclassified points alike. It
-    bounds the lack of confidence: ½(1−γ²) ≤ 1−ΣS² ≤ 1−γ² (MATH 4.7). Cost: O(N·C). Exact to rounding, float64.
+    bounds the lack of confidence: ½(1−γ²) ≤ 1−ΣS² ≤ 1−γ² (mathematics 3.2). Cost: O(N·C). Exact to rounding, float64.
 
     >>> float(softmax_gap(torch.tensor([[40.0, 0.0]]), torch.tensor([0])))  # 1 - gamma**2 gives 0 here
     1.69934170...e-17
@@ -122,7 +122,7 @@ def margin_bound(inputs: Tensor, logits: Tensor, y: Tensor) -> Tensor:
     """The margin bound (‖x‖² + 1)(1 − γ²) ≥ ACEHT of every sample, correct or not.
 
     This is the form that holds: 1−ΣS² ≤ 1−γ², as γ ≤ S_max. It is at most twice ACEHT. `printed_margin_bound` is the
-    paper's. Cost: O(N·(d + C)). Exact to rounding, float64. Reference: paper A, section 3.2; proof in MATH 4.7.
+    paper's. Cost: O(N·(d + C)). Exact to rounding, float64. Reference: paper A, section 3.2; proof in mathematics 3.2.
 
     >>> margin_bound(torch.ones(1, 3), torch.zeros(1, 2), torch.tensor([0]))  # ACEHT is 2 here
     tensor([4.], dtype=torch.float64)
@@ -135,7 +135,7 @@ def printed_margin_bound(inputs: Tensor, logits: Tensor, y: Tensor) -> Tensor:
     """‖x‖(1 − γ²) of every sample, the "margin bound" as printed in paper A: in truth a *lower* bound of ACEHT.
 
     ‖x‖(1−γ²) ≤ 2‖x‖(1−ΣS²) ≤ (‖x‖²+1)(1−ΣS²). For comparison with the paper only; `margin_bound` is the upper bound.
-    Cost: O(N·(d + C)). Exact to rounding, float64. Reference: paper A, section 3.2; MATH 1.
+    Cost: O(N·(d + C)). Exact to rounding, float64. Reference: paper A, section 3.2; mathematics 3.3.
 
     >>> printed_margin_bound(torch.ones(1, 4), torch.zeros(1, 2), torch.tensor([0]))  # ACEHT is 2.5 here
     tensor([2.], dtype=torch.float64)

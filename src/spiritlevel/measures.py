@@ -36,13 +36,21 @@ from spiritlevel.curvature import empirical_fisher, gauss_newton, hessian, outpu
 from spiritlevel.derivatives import check_derivatives
 from spiritlevel.distributed import Ranks
 from spiritlevel.errors import InputError, NotExactError, unknown_name
-from spiritlevel.estimators import Operator, eigenvalues, frobenius_norm, operator_trace, spectral_norm
-from spiritlevel.functional import Batches, Params, Problem
+from spiritlevel.estimators import (
+    Operator,
+    eigenvalues,
+    frobenius_norm,
+    operator_trace,
+    outermost,
+    spectral_norm,
+)
+from spiritlevel.functional import Batches, Params, Problem, along, picked
 from spiritlevel.gradient_norms import GradientNorms, resized
 from spiritlevel.losses import aceht
 from spiritlevel.margins import margin_bound, margins, printed_margin_bound, signed_margin
-from spiritlevel.per_sample import sample_traces
-from spiritlevel.results import Estimate, Margins, SampleTraces
+from spiritlevel.per_sample import sample_forms, sample_traces
+from spiritlevel.results import FEWEST, Estimate, Margins, SampleTraces
+from spiritlevel.sampling import GROUPS, SubsetError, by_influences, by_jackknife, by_order, few, groups, unknown
 from spiritlevel.stats import skewness
 from spiritlevel.structure import Structure, analyse, joined
 from spiritlevel.transforms import Transformed, fold_batchnorm
@@ -74,6 +82,8 @@ _DRAWS = 16  # random perturbations, each with its mirror image
 _STEPS = 20  # of projected ascent
 _GAIN = 1e-4  # of a step of ascent, relative; less ends it
 _GRADIENTS = 2**25  # numbers that per-sample gradients hold at once
+_MORE = 100  # samples that the error of a subset needs where a few of them may hold most of the value
+_SHARED = 8  # probes that all samples share where only the error of a subset is wanted
 
 
 # ---------------------------------------------------------------- what measures share
@@ -102,6 +112,8 @@ class Setting:
         self.options = {"loss": loss, "batch_norm": batch_norm}
         self.shared = {**self.options, "group": group}  # for what the ranks of a group compute together
         self._after: tuple[Transformed, _Ends] | None = None
+        self.kept: dict[str, Tensor] = {}  # what measures learned of every sample on their way, by their names
+        self.along: dict[str, list[Tensor]] = {}  # probes that they used
 
     @functools.cached_property
     def problem(self) -> Problem:
@@ -169,14 +181,24 @@ class Setting:
                 self.problem.checked(self.problem.outputs(self.problem.params, inputs), inputs, targets, start)
                 start += len(targets)
 
+    def losses_at(self, theta: Tensor) -> Tensor:
+        """The loss of every sample at other parameters."""
+        params = self.split(theta)
+        return self._of_samples(lambda inputs, targets: self.problem.losses(params, inputs, targets))
+
+    def _of_samples(self, function: Callable[[Any, Tensor], Tensor]) -> Tensor:
+        """A number of every sample, (N,) float64: every rank takes its batches, and all get all."""
+        start, pieces = 0, []
+        with self.ranks.together(), self.problem.active(), torch.no_grad():
+            for index, (inputs, targets) in enumerate(self.batches):
+                if self.ranks.takes(index) and len(targets):
+                    pieces.append((start, function(*self.problem.place(inputs, targets)).double().cpu().reshape(-1)))
+                start += len(targets)
+        return self.ranks.joined(pieces, start)
+
     def loss_at(self, theta: Tensor) -> float:
         """L at other parameters."""
-        params, total = self.split(theta), torch.zeros((), dtype=torch.float64)
-        with self.ranks.together(), self.problem.active(), torch.no_grad():
-            for inputs, targets in self.mine():
-                total += self.problem.losses(params, inputs, targets).double().sum().cpu()
-        self.ranks.add([total])
-        return float(total) / self.count
+        return float(self.losses_at(theta).mean())
 
     def gradient_at(self, theta: Tensor) -> tuple[float, Tensor]:
         """L and ∇L at other parameters."""
@@ -190,15 +212,43 @@ class Setting:
         self.ranks.add([total, gradient])
         return float(total) / self.count, gradient / self.count
 
-    def errors_at(self, theta: Tensor) -> float:
-        """The share of misclassified samples at other parameters."""
-        params, wrong = self.split(theta), torch.zeros((), dtype=torch.int64)
-        with self.ranks.together(), self.problem.active(), torch.no_grad():
-            for inputs, targets in self.mine():
-                logits, labels = _as_classes(self.problem.outputs(params, inputs), targets)
-                wrong += (signed_margin(logits, labels) <= 0).sum().cpu()
-        self.ranks.add([wrong])
-        return int(wrong) / self.count
+    def wrong_at(self, theta: Tensor) -> Tensor:
+        """1 for every sample that is misclassified at other parameters, else 0."""
+        params = self.split(theta)
+
+        def wrong(inputs: Any, targets: Tensor) -> Tensor:
+            logits, labels = _as_classes(self.problem.outputs(params, inputs), targets)
+            return signed_margin(logits, labels) <= 0
+
+        return self._of_samples(wrong)
+
+    @functools.cached_property
+    def losses(self) -> Tensor:
+        """The loss of every sample."""
+        return self.losses_at(self.theta)
+
+    def part(self, indices: Tensor) -> Setting:
+        """The same on the samples at these sorted places alone."""
+        return Setting(self.model, picked(self.batches, indices), seed=self.seed, **self.options)
+
+    def forms(self, *vectors: Tensor) -> Tensor:
+        """vᵀHₙv of every sample along each of these vectors, (N, vectors)."""
+        directions = [self.split(vector.to(self.theta).reshape(-1)) for vector in vectors]
+        return sample_forms(self.problem, self.batches, directions, self.seed)
+
+    def group_products(self, vector: Tensor) -> Iterator[Tensor]:
+        """H_g v of the mean loss over each of ten random groups of the samples; together about one product."""
+        vector = vector.to(self.theta).reshape(-1)
+        for chosen in groups(self.count, self.seed):
+            total = torch.zeros_like(self.theta)
+            with self.problem.active(), torch.enable_grad():
+                for inputs, targets in Batches(picked(self.batches, chosen), size=_BATCH):
+                    leaf = self.theta.detach().clone().requires_grad_()
+                    value = self.problem.losses(self.split(leaf), *self.problem.place(inputs, targets)).sum()
+                    (slope,) = torch.autograd.grad(value, leaf, create_graph=True)
+                    if slope.requires_grad:  # not so where the loss is linear
+                        total += torch.autograd.grad(slope @ vector, leaf, materialize_grads=True)[0]
+            yield total / len(chosen)
 
     @functools.cached_property
     def start(self) -> tuple[float, Tensor]:
@@ -246,9 +296,23 @@ class Setting:
         return self._after[1]
 
     @functools.cached_property
+    def quotient(self) -> _Ends:
+        """The ends of N H N, N = blockdiag(‖w_l‖ I)."""
+        return _Ends(_in_layer_norms(self), self.seed)
+
+    @functools.cached_property
     def margins(self) -> Margins:
         """Output margins of all samples."""
         return margins(self.model, self.data, **self.shared)
+
+    def distances(self, norm: int | str) -> Tensor:
+        """The linearised distance of every sample to the decision boundary."""
+        key = f"distance in norm {norm}"
+        if key not in self.kept:
+            found = margins(self.model, self.data, distance=norm, **self.options).distance
+            assert found is not None
+            self.kept[key] = found
+        return self.kept[key]
 
     @functools.cached_property
     def hidden(self) -> Margins:
@@ -473,7 +537,7 @@ class _Block:
     """The block G of the Gauss-Newton matrix that belongs to a weight with rows w_s."""
 
     diagonal: Tensor  # of G, in the weight's shape
-    relative: float  # Σ_{s,s'} ⟨w_s, w_s'⟩ Tr G_{s,s'}, s and s' in one group
+    relative: Tensor  # Σ_{s,s'} ⟨w_s, w_s'⟩ Tr G_{s,s'} of every sample, s and s' in one group
 
 
 def _blocks(setting: Setting, weights: Sequence[str]) -> dict[str, _Block]:
@@ -489,7 +553,11 @@ def _blocks(setting: Setting, weights: Sequence[str]) -> dict[str, _Block]:
         raise InputError("with batch_norm='batch' a sample has no gradient of its own; use batch_norm='eval'.")
     if not problem.loss.closed_form:
         raise InputError("the Gauss-Newton matrix of the weights needs a loss that offers its output factors.")
-    found = {name: _Block(torch.zeros_like(problem.params[name]).double(), 0.0) for name in weights}
+    found = {
+        name: _Block(torch.zeros_like(problem.params[name]).double(), torch.zeros(setting.count, dtype=torch.float64))
+        for name in weights
+    }
+    start = 0
     with problem.active():
         few, _ = problem.place(*setting.batches.first(3))
         without_rule = GradientNorms(problem, few, setting.structure, 1).without_rule
@@ -513,13 +581,14 @@ def _blocks(setting: Setting, weights: Sequence[str]) -> dict[str, _Block]:
                     taps, more = [output for *_, output in ran], index + 1 < len(factors)
                     slopes = torch.autograd.grad(outputs, taps, vector, retain_graph=more, materialize_grads=True)
                 for (name, points, _), slope in zip(ran, slopes, strict=True):
-                    _add_call(found[name], modules[name], problem.params[name], points, slope, scale)
+                    _add_call(found[name], modules[name], problem.params[name], points, slope, scale, start)
                 for part, gradients in _sample_by_sample(problem, alone, inputs, vector):
                     for name, gradient in gradients.items():
-                        _add_gradients(found[name], setting.owners[name], problem.params[name], gradient, scale[part])
+                        owner, weight = setting.owners[name], problem.params[name]
+                        _add_gradients(found[name], owner, weight, gradient, scale[part], start + part.start)
+            start += len(targets)
     for block in found.values():
         block.diagonal /= setting.count
-        block.relative /= setting.count
     return found
 
 
@@ -543,12 +612,14 @@ def _recorded(modules: dict[str, nn.Module]) -> Iterator[list[tuple[str, Tensor,
             handle.remove()
 
 
-def _add_call(block: _Block, module: nn.Module, weight: Tensor, points: Tensor, slope: Tensor, scale: Tensor) -> None:
-    """Add Σ_n d g² and Σ_n d ‖Wᵀg‖² of one factor, from a layer's inputs and the slopes at its outputs."""
+def _add_call(
+    block: _Block, module: nn.Module, weight: Tensor, points: Tensor, slope: Tensor, scale: Tensor, start: int
+) -> None:
+    """Add Σ_n d g², and d ‖Wᵀg‖² of every sample from `start` on, of one factor, from inputs and slopes of a layer."""
     if isinstance(module, nn.Linear) and points.ndim == 2:
         block.diagonal += (scale[:, None] * slope.double().square()).T @ points.double().square()
         sizes = (slope @ weight).double().square().sum(1) * points.double().square().sum(1)
-        block.relative += float(scale @ sizes)
+        block.relative[start : start + len(scale)] += (scale * sizes).cpu()
         return
 
     def form(weight: Tensor, point: Tensor, slope: Tensor) -> Tensor:
@@ -558,15 +629,17 @@ def _add_call(block: _Block, module: nn.Module, weight: Tensor, points: Tensor, 
     for begin in range(0, len(scale), samples):
         part = slice(begin, begin + samples)
         gradients = vmap(grad(form), in_dims=(None, 0, 0))(weight.detach(), points[part], slope[part])
-        _add_gradients(block, module, weight, gradients.detach(), scale[part])
+        _add_gradients(block, module, weight, gradients.detach(), scale[part], start + begin)
 
 
-def _add_gradients(block: _Block, module: nn.Module, weight: Tensor, gradients: Tensor, scale: Tensor) -> None:
+def _add_gradients(
+    block: _Block, module: nn.Module, weight: Tensor, gradients: Tensor, scale: Tensor, start: int
+) -> None:
     """The same from the gradients g of every sample, (N, …)."""
     block.diagonal += torch.einsum("n,n...->...", scale, gradients.double().square())
     rows, flat = _matrices(module, weight).flatten(2), _matrices(module, gradients).flatten(3)
     forms = flat * (rows @ rows.mT @ flat) if rows.shape[1] < rows.shape[2] else (rows.mT @ flat).square()
-    block.relative += float(scale @ forms.double().sum((1, 2, 3)))
+    block.relative[start : start + len(scale)] += (scale * forms.double().sum((1, 2, 3))).cpu()
 
 
 def _sample_by_sample(problem: Problem, chosen: Params, inputs: Any, vectors: Tensor) -> Iterator[tuple[slice, Params]]:
@@ -616,32 +689,35 @@ class _Ends:
 
     def __init__(self, op: Operator, seed: int) -> None:
         self.op, self.seed = op, seed
+        self._vectors: dict[str, Tensor] = {}
 
-    def _end(self, which: str) -> tuple[float, Estimate]:
-        pair = eigenvalues(self.op, which=which, vectors=False, seed=self.seed)
-        reason = "" if pair.converged else f"not converged: {pair.reason}"
-        value = float(pair.values[0])
-        return value, Estimate(value, matvecs=pair.matvecs, seed=self.seed, reason=reason)
+    def vector(self, which: str) -> Tensor:
+        """The eigenvector of an end, "largest" or "magnitude"; computed when first asked for."""
+        if which not in self._vectors:
+            found = eigenvalues(self.op, which=which, seed=self.seed)
+            assert found.vectors is not None
+            self._vectors[which] = found.vectors[:, 0]
+        return self._vectors[which]
 
     @functools.cached_property
-    def dominant(self) -> tuple[float, Estimate]:
+    def dominant(self) -> Estimate:
         """The eigenvalue of largest magnitude: by its sign it is also the largest or the smallest."""
-        return self._end("magnitude")
+        return outermost(self.op, "magnitude", seed=self.seed)
 
     @functools.cached_property
     def largest(self) -> Estimate:
         """λ₁."""
-        return self.dominant[1] if self.dominant[0] > 0 else self._end("largest")[1]
+        return self.dominant if self.dominant.sign > 0 else outermost(self.op, "largest", seed=self.seed)
 
     @functools.cached_property
     def smallest(self) -> Estimate:
         """λ_P."""
-        return self.dominant[1] if self.dominant[0] < 0 else self._end("smallest")[1]
+        return self.dominant if self.dominant.sign < 0 else outermost(self.op, "smallest", seed=self.seed)
 
     @functools.cached_property
     def norm(self) -> Estimate:
         """max|λ|."""
-        return dataclasses.replace(self.dominant[1], value=abs(self.dominant[0]))
+        return dataclasses.replace(self.dominant, value=abs(self.dominant.value))
 
     @functools.cached_property
     def frobenius(self) -> Estimate:
@@ -656,12 +732,68 @@ Predict = Callable[[Setting, Transformed], float | None]
 
 
 @dataclass(frozen=True)
+class Sampling:
+    """How the error of a measure is found if only a random subset of the data was measured.
+
+    `how`: "no data" (the samples do not enter), "influence" (`values` gives what every sample adds, to first order),
+    "order" (the quantile at `share` of `values`), "jackknife" (computed anew without each of ten groups: nine times
+    the cost of the measure), "bracket" (`limits` finds them) or "unknown", and `reason` says why. `bias` is how far
+    the measure is too large on average. `cost` is what finding it takes, in words;
+    `least` how many samples an interval needs to hold, which is more where a few of them decide the value. What `grows`
+    with the number of samples, as its root, can be compared on equal samples, but speaks of no others.
+    """
+
+    how: str
+    values: Callable[[Setting], Tensor] | None = None
+    share: float = math.nan
+    bias: Callable[[Setting, int], float] = lambda setting, population: 0.0
+    limits: Callable[[Setting, float, int], SubsetError] | None = None
+    reason: str = ""
+    cost: str = "nothing"
+    least: int = FEWEST
+    grows: bool = False
+
+    def error(self, measure: Measure, setting: Setting, value: float, population: int) -> SubsetError:
+        """By the way that is declared; of a value that the measure has given on this setting."""
+        if self.how == "no data":
+            return SubsetError(0.0, value, value)
+        if self.how == "unknown":
+            return unknown(self.reason)
+        if self.grows:
+            times = math.sqrt(population / setting.count)
+            return unknown(
+                f"it grows as the root of the number of samples, by {times:.3g} to all {population:,} of them"
+            )
+        if too_few := few(setting.count, self.least):
+            return too_few
+        if self.how == "jackknife":
+            return self._without_groups(measure, setting, value, population)
+        if self.limits is not None:
+            return self.limits(setting, value, population)
+        assert self.values is not None
+        values = self.values(setting)
+        if self.how == "order":
+            return by_order(value, values, self.share, population)
+        return by_influences(value, values, population, self.bias(setting, population))
+
+    def _without_groups(self, measure: Measure, setting: Setting, value: float, population: int) -> SubsetError:
+        found = []
+        for group in groups(setting.count, setting.seed):
+            kept = torch.ones(setting.count, dtype=torch.bool)
+            kept[group] = False
+            found.append(measure.compute(setting.part(kept.nonzero()[:, 0])).value)
+        return by_jackknife(value, found, setting.count, population)
+
+
+@dataclass(frozen=True)
 class Measure:
     """A number that is said to tell flatness or width, and what is known about it.
 
     `direction` says what a larger value means: "sharper", "flatter", "wider" (margins) or "larger" (norms). `cost` is
     the dearest thing it does: "forward", "backward", "matvecs" or "optimiser". `invariant_to` are the names of the
-    transforms that leave it as it is; `predict` gives the value after a transform where theory knows it.
+    transforms that leave it as it is; `predict` gives the value after a transform where theory knows it. `keeps_sign`
+    tells that no linear reparametrisation θ → Tθ can change its sign (Sylvester's law of inertia for T⁻ᵀHT⁻¹).
+    `sampling` says how the error of a random subset of the data is found.
 
     >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2))
     >>> data = torch.ones(4, 2), torch.tensor([0, 1, 0, 1])
@@ -675,9 +807,11 @@ class Measure:
     reference: str
     cost: str
     compute: Compute = field(repr=False)
+    sampling: Sampling = field(repr=False)
     direction: str = "sharper"
     invariant_to: frozenset[str] = frozenset()
     predict: Predict | None = field(default=None, repr=False)
+    keeps_sign: bool = False
 
     def __call__(
         self, model: nn.Module, data: Any, *, loss: Any = "cross_entropy", batch_norm: str = "eval", seed: int = 0
@@ -706,6 +840,21 @@ class Measure:
         if math.isnan(found.value) and not found.reason:
             return dataclasses.replace(found, reason="the value is not a number")
         return found
+
+    def subset_error(self, setting: Setting, value: float, population: int) -> SubsetError:
+        """The error of `value`, which this setting gave, if its samples are a random subset of so many; see `Sampling`.
+
+        What cannot be found is not known, and says why.
+        """
+        if setting.batch_norm == "batch":
+            return unknown("batch statistics couple the samples")
+        try:
+            return self.sampling.error(self, setting, value, population)
+        except (InputError, NotExactError) as error:
+            return unknown(str(error).rstrip("."))
+        except (ArithmeticError, RuntimeError, ValueError) as error:
+            first = str(error).strip().split("\n", 1)[0][:200]
+            return unknown(f"failed with {type(error).__name__}: {first}")
 
     @property
     def lower_bound(self) -> bool:
@@ -766,9 +915,8 @@ def evaluate(
 ) -> list[dict[str, Any]]:
     """Several measures of one model as plain rows, for tables of many models; what they share is computed once.
 
-    A row has name, value, stderr, seconds (of what no earlier row had computed), direction, kind and reason. Kinds:
-    "exact"; "converged" to the tolerance of an iteration, or "not converged"; "estimate", with an error; "lower bound",
-    found by an optimiser; "undefined", where value is NaN. The model is left as it was.
+    A row has name, value, stderr, tolerance, seconds (of what no earlier row had computed), direction, kind (the status
+    of the number, see `Estimate`) and reason. The model is left as it was.
 
     >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2))
     >>> rows = evaluate(net, (torch.ones(4, 2), torch.tensor([0, 1, 0, 1])), measures=["trace", "ball_sharpness"])
@@ -788,23 +936,14 @@ def evaluate(
                 "name": measure.name,
                 "value": found.value,
                 "stderr": found.stderr,
+                "tolerance": found.tolerance,
                 "seconds": time.perf_counter() - start,
                 "direction": measure.direction,
-                "kind": _kind(measure, found),
+                "kind": found.status,
                 "reason": found.reason,
             }
         )
     return rows
-
-
-def _kind(measure: Measure, found: Estimate) -> str:
-    if math.isnan(found.value):
-        return "undefined"
-    if found.reason:
-        return "not converged"
-    if found.stderr:
-        return "estimate"
-    return {"optimiser": "lower bound", "matvecs": "converged"}.get(measure.cost, "exact")
 
 
 def _register(name: str, meaning: str, formula: str, reference: str, **fields: Any) -> Callable[[Compute], Compute]:
@@ -815,7 +954,144 @@ def _register(name: str, meaning: str, formula: str, reference: str, **fields: A
     return add
 
 
-# ---------------------------------------------------------------- predictions for T: θ → Tθ (MATH 4.8)
+# ---------------------------------------------------------------- what every sample adds (mathematics 10.3)
+
+_NO_DATA = Sampling("no data")
+
+
+def _mean_of(values: Callable[[Setting], Tensor], cost: str = "nothing", least: int = FEWEST) -> Sampling:
+    return Sampling("influence", values, cost=cost, least=least)
+
+
+def _kept(name: str, least: int = FEWEST) -> Sampling:
+    return _mean_of(lambda setting: setting.kept[name], least=least)
+
+
+def _quantile_of(values: Callable[[Setting], Tensor], share: float) -> Sampling:
+    return Sampling("order", values, share)
+
+
+def _anew(cost: str = "nine times the measure") -> Sampling:
+    return Sampling("jackknife", cost=cost)
+
+
+def _not_known(reason: str) -> Sampling:
+    return Sampling("unknown", reason=reason)
+
+
+def _signs(setting: Setting) -> list[Tensor]:
+    """Sign vectors that all samples share."""
+    size = setting.problem.size
+    draws = (torch.randint(0, 2, (size,), generator=setting.generator(i, 11)) for i in range(_SHARED))
+    return [draw.mul(2).sub(1).to(setting.theta) for draw in draws]
+
+
+def _rest(setting: Setting, population: int) -> float:
+    """1 − N/M, the share of the population that was not measured."""
+    return 1 - setting.count / population
+
+
+def _end_sampling(get: Callable[[Setting], _Ends], which: str, in_norms: bool = False) -> Sampling:
+    """Of an end λ with eigenvector v: ψₙ = vᵀHₙv, one forward-mode pass for all samples.
+
+    The eigenvector fits the noise of the subset, so λ is too large by about Σ_j Var(v_jᵀHₙv)/(N(λ−λ_j)) over the other
+    eigenvectors; the variance follows from the products with ten groups of the samples, and λ_j is taken as 0.
+    """
+
+    def vectors(setting: Setting) -> tuple[Tensor, Tensor | float]:
+        return get(setting).vector(which), _layer_norms(setting) if in_norms else 1.0
+
+    def values(setting: Setting) -> Tensor:
+        vector, unit = vectors(setting)
+        sign = -1.0 if which == "magnitude" and get(setting).dominant.value < 0 else 1.0
+        return sign * setting.forms(unit * vector)[:, 0]
+
+    def bias(setting: Setting, population: int) -> float:
+        vector, unit = vectors(setting)
+        end = get(setting).norm if which == "magnitude" else get(setting).largest
+        if not end.value > 0:
+            raise InputError("an end of the spectrum that is not positive has no known bias.")
+        noise = 0.0
+        for product in setting.group_products(unit * vector):
+            moved = (unit * product).double()
+            moved -= (moved @ vector.double()) * vector.double()
+            noise += float(moved.square().sum())
+        return noise / GROUPS / (GROUPS - 1) / end.value * _rest(setting, population)
+
+    return Sampling("influence", values, bias=bias, cost="about two products")
+
+
+def _squared_norm_values(setting: Setting) -> Tensor:
+    """⟨Hₙ, H⟩ of every sample, the mean of vᵀHₙHv over shared probes, by forms along Hv + v and Hv − v."""
+    if "squared norm" in setting.kept:
+        return setting.kept["squared norm"]
+    total = torch.zeros(setting.count, dtype=torch.float64)
+    for v in _signs(setting):
+        w = setting.hessian @ v
+        size = float(w.double().norm()) / math.sqrt(len(v))
+        if size > 0:
+            above, below = setting.forms(v + w / size, v - w / size).unbind(1)
+            total += (above - below) * size / 4
+    setting.kept["squared norm"] = total / _SHARED
+    return setting.kept["squared norm"]
+
+
+def _squared_norm_bias(setting: Setting, population: int) -> float:
+    """E‖Hₙ − H‖_F²/N, from the products with ten groups of the samples."""
+    key = "noise of the squared norm"
+    if key in setting.kept:
+        return float(setting.kept[key]) * _rest(setting, population)
+    noise, probes = 0.0, _signs(setting)[: _SHARED // 2]
+    for v in probes:
+        products = torch.stack([product.double() for product in setting.group_products(v)])
+        noise += float((products - products.mean(0)).square().sum()) / GROUPS / (GROUPS - 1)
+    setting.kept[key] = torch.tensor(noise / len(probes), dtype=torch.float64)
+    return float(setting.kept[key]) * _rest(setting, population)
+
+
+def _norm_sampling(factor: Callable[[Setting], float]) -> Sampling:
+    """Of a function of ‖H‖_F² with this slope."""
+    return Sampling(
+        "influence",
+        lambda setting: 2 * factor(setting) * _squared_norm_values(setting),
+        bias=lambda setting, population: factor(setting) * _squared_norm_bias(setting, population),
+        cost="about 24 products",
+    )
+
+
+def _bracket(name: str, compute: Compute) -> Sampling:
+    """Of a maximum of the rise of the loss over displacements δ.
+
+    At the maximiser δ* the influence is the rise of every sample (envelope theorem), which gives the upper limit. But
+    δ* fits the noise of the subset: the maximum is too large on average. A δ found on one half of the samples is not
+    fitted to the other half, where its mean rise is therefore at most the maximum over all data, on average: this gives
+    the lower limit. Both hold, so the interval is conservative.
+    """
+
+    def parts(setting: Setting, rises: Tensor, value: float) -> Tensor:
+        if not name.startswith("box"):
+            return rises
+        base = float(setting.losses.mean())  # 100 rise/(1+L)
+        return (100 * rises - value * setting.losses) / (1 + base)
+
+    def limits(setting: Setting, value: float, population: int) -> SubsetError:
+        rises = setting.losses_at(setting.theta + setting.along[name][0]) - setting.losses
+        above = by_influences(value, parts(setting, rises, value), population)
+        crossed, halves = torch.zeros_like(rises), groups(setting.count, setting.seed, 2)
+        for own, other in (halves, halves[::-1]):
+            half, rest = setting.part(own), setting.part(other)
+            compute(half)
+            crossed[other] = rest.losses_at(setting.theta + half.along[name][0]) - rest.losses
+        scale = 100 / (1 + float(setting.losses.mean())) if name.startswith("box") else 1.0
+        lower = scale * float(crossed.mean())
+        below = by_influences(lower, parts(setting, crossed, lower), population)
+        low = max(0.0, min(below.low, value))
+        return SubsetError((above.high - low) / (2 * 1.96), low, above.high)
+
+    return Sampling("bracket", limits=limits, cost="the measure once more")
+
+
+# ---------------------------------------------------------------- predictions for T: θ → Tθ (mathematics 7.1)
 
 
 def _numbers(transformed: Transformed) -> dict[str, float] | None:
@@ -871,6 +1147,7 @@ def _predicted_norm(setting: Setting, transformed: Transformed) -> float | None:
     "Tr H",
     "paper A, section 3; paper C",
     cost="backward",
+    sampling=_mean_of(lambda setting: setting.traces.values),
     predict=_predicted_trace,
 )
 def _trace(setting: Setting) -> Estimate:
@@ -883,39 +1160,56 @@ def _trace(setting: Setting) -> Estimate:
     "Tr H / P",
     "paper C",
     cost="backward",
+    sampling=_mean_of(lambda setting: setting.traces.values / setting.problem.size),
     predict=_predicted_mean_eigenvalue,
 )
 def _mean_eigenvalue(setting: Setting) -> Estimate:
-    return _scaled(setting.traces.mean(), 1 / setting.problem.size)
-
-
-def _scaled(estimate: Estimate, factor: float) -> Estimate:
-    data = None if estimate.data_stderr is None else estimate.data_stderr * abs(factor)
-    return dataclasses.replace(
-        estimate, value=estimate.value * factor, stderr=estimate.stderr * abs(factor), data_stderr=data
-    )
+    return setting.traces.mean().scaled(1 / setting.problem.size)
 
 
 def _register_end(name: str, get: Callable[[_Ends], Estimate], meaning: str, formula: str, **fields: Any) -> None:
     def predict(setting: Setting, transformed: Transformed) -> float | None:
         after = setting.spectrum_after(transformed)
         found = None if after is None else get(after)
-        return None if found is None or found.reason else found.value  # nothing is predicted from an open iteration
+        # nothing is predicted from an open iteration, nor a ratio from a value that may be 0
+        known = found is not None and found.status != "not converged" and found.sign
+        return found.value if found is not None and known else None
 
     add = _register(name, meaning, formula, "paper C", cost="matvecs", predict=predict, **fields)
     add(lambda setting: get(setting.spectrum))
 
 
-_register_end("spectral_norm", lambda ends: ends.norm, "largest absolute eigenvalue of the Hessian", "max |λ|")
-_register_end("largest_eigenvalue", lambda ends: ends.largest, "largest eigenvalue (paper C's 'spectral norm')", "λ₁")
+_register_end(
+    "spectral_norm",
+    lambda ends: ends.norm,
+    "largest absolute eigenvalue of the Hessian",
+    "max |λ|",
+    sampling=_end_sampling(lambda setting: setting.spectrum, "magnitude"),
+)
+_register_end(
+    "largest_eigenvalue",
+    lambda ends: ends.largest,
+    "largest eigenvalue (paper C's 'spectral norm')",
+    "λ₁",
+    keeps_sign=True,
+    sampling=_end_sampling(lambda setting: setting.spectrum, "largest"),
+)
 _register_end(
     "smallest_eigenvalue",
     lambda ends: ends.smallest,
     "smallest eigenvalue of the Hessian, negative off a minimum",
     "λ_P",
     direction="flatter",
+    keeps_sign=True,
+    sampling=_not_known("an eigenvector of the smallest one fits the noise of a subset: the interval would not hold"),
 )
-_register_end("frobenius_norm", lambda ends: ends.frobenius, "Frobenius norm of the Hessian", "√Tr(H²)")
+_register_end(
+    "frobenius_norm",
+    lambda ends: ends.frobenius,
+    "Frobenius norm of the Hessian",
+    "√Tr(H²)",
+    sampling=_norm_sampling(lambda setting: 0.5 / setting.spectrum.frobenius.value),
+)
 
 
 @_register(
@@ -924,11 +1218,12 @@ _register_end("frobenius_norm", lambda ends: ends.frobenius, "Frobenius norm of 
     "Tr(H²)/P",
     "paper C",
     cost="matvecs",
+    sampling=_norm_sampling(lambda setting: 1 / setting.problem.size),
 )
 def _mean_square_eigenvalue(setting: Setting) -> Estimate:
     norm, size = setting.spectrum.frobenius, setting.problem.size
     error = 2 * norm.value * norm.stderr / size
-    return Estimate(norm.value**2 / size, error, norm.dof, norm.matvecs, norm.seed, reason=norm.reason)
+    return dataclasses.replace(norm, value=norm.value**2 / size, stderr=error, power=1.0)
 
 
 @_register(
@@ -937,6 +1232,7 @@ def _mean_square_eigenvalue(setting: Setting) -> Estimate:
     "Σ_{i≤k} log λ_i",
     "Wu, Zhu & E 2017, arXiv:1706.10239",
     cost="matvecs",
+    sampling=_not_known("small eigenvalues of a subset are not those of all data: the interval would not hold"),
 )
 def _log_volume(setting: Setting) -> Estimate:
     """A logarithm needs a relative accuracy of every value, where eigenvalues promise one relative to the largest."""
@@ -961,8 +1257,35 @@ def _log_volume(setting: Setting) -> Estimate:
     lost = int((found.values.abs() <= noise).sum())
     if lost:
         reasons.append(f"{lost} of {len(found.values)} cannot be told from zero in this precision and are left out")
-    reason = f"not converged: {'; '.join(reasons)}" if reasons else ""
-    return Estimate(float(values.log().sum()), matvecs=matvecs, seed=setting.seed, reason=reason)
+    tolerance = float((residuals / values).sum())  # of the sum of the logarithms, to first order
+    if reasons:
+        status, tolerance = "not converged", 0.0
+    else:
+        status = "converged"
+    return Estimate(
+        float(values.log().sum()),
+        matvecs=matvecs,
+        seed=setting.seed,
+        reason="; ".join(reasons),
+        tolerance=tolerance,
+        status=status,
+    )
+
+
+def _quadratics(setting: Setting, direction: Params) -> Tensor:
+    """vᵀGₙv of every sample, G the Gauss-Newton matrix: one forward-mode pass."""
+    problem, found = setting.problem, []
+    with problem.active():
+        for inputs, targets in setting.each():
+            outputs, slope = outputs_along(problem, direction, problem.params, inputs)
+            found.append(problem.loss.quadratic(outputs, targets, slope).double().cpu())
+    return torch.cat(found)
+
+
+def _fisher_trace_values(setting: Setting) -> Tensor:
+    if setting.traces.method == "exact":
+        return setting.traces.values
+    return torch.stack([_quadratics(setting, setting.split(v)) for v in _signs(setting)]).mean(0)
 
 
 @_register(
@@ -971,14 +1294,27 @@ def _log_volume(setting: Setting) -> Estimate:
     "E_x E_{c~S} ‖∇ℓ(θ; x, c)‖² = Tr GGN",
     "Golatkar, Achille & Soatto 2019, arXiv:1905.13277",
     cost="backward",
+    sampling=_mean_of(_fisher_trace_values, "8 forward-mode passes unless exact"),
     predict=lambda setting, transformed: (
         _predicted_trace(setting, transformed) if setting.traces.method == "exact" else None
     ),
 )
 def _fisher_trace(setting: Setting) -> Estimate:
-    if setting.traces.method == "exact":  # there Tr H = Tr GGN (MATH 4.1)
+    if setting.traces.method == "exact":  # there Tr H = Tr GGN (mathematics 4.2)
         return setting.traces.mean()
     return operator_trace(setting.gauss_newton, probes=_probes(setting.problem.size), seed=setting.seed)
+
+
+def _empirical_fisher_values(setting: Setting) -> Tensor:
+    if "empirical_fisher_trace" in setting.kept:
+        return setting.kept["empirical_fisher_trace"]
+    problem, rows = setting.problem, []
+    with problem.active():
+        for inputs, targets in setting.each():
+            here = functools.partial(lambda batch, params: problem.losses(params, *batch), (inputs, targets))
+            slopes = [along(here, problem.params, setting.split(v))[1] for v in _signs(setting)]
+            rows.append(torch.stack(slopes, 1).detach().double().square().mean(1).cpu())
+    return torch.cat(rows)
 
 
 @_register(
@@ -987,13 +1323,14 @@ def _fisher_trace(setting: Setting) -> Estimate:
     "E ‖∇ℓ(θ; x, y)‖²",
     "Golatkar, Achille & Soatto 2019, arXiv:1905.13277",
     cost="backward",
+    sampling=_mean_of(_empirical_fisher_values, "8 forward-mode passes unless exact", _MORE),
 )
 def _empirical_fisher_trace(setting: Setting) -> Estimate:
     problem = setting.problem
     if setting.structure.failure or not problem.loss.closed_form:
         fisher = empirical_fisher(setting.model, setting.data, **setting.options)
         return operator_trace(fisher, probes=_probes(setting.problem.size), seed=setting.seed)
-    total = 0.0
+    values = []
     with problem.active():
         inputs, _ = problem.place(*setting.batches.first(3))
         norms = GradientNorms(problem, inputs, setting.structure, 1)
@@ -1004,8 +1341,9 @@ def _empirical_fisher_trace(setting: Setting) -> Estimate:
             size = slope.reshape(len(targets), -1).norm(dim=1).clamp_min(torch.finfo(torch.float64).tiny)
             unit = slope / size.reshape(-1, *[1] * (slope.ndim - 1))  # vectors of order 1 keep all digits
             (found,) = recording.squared_norms([unit], last=True)
-            total += sum(float((size.square() * square.detach()).sum()) for square in found.values())
-    return Estimate(total / setting.count, matvecs=1, seed=setting.seed)
+            values.append(size.square().cpu() * sum(square.detach().double().cpu() for square in found.values()))
+    setting.kept["empirical_fisher_trace"] = torch.cat(values)
+    return Estimate(float(torch.cat(values).mean()), matvecs=1, seed=setting.seed)
 
 
 # ---------------------------------------------------------------- curvature in the network's own units
@@ -1017,15 +1355,13 @@ def _empirical_fisher_trace(setting: Setting) -> Estimate:
     "θᵀFθ, F the Gauss-Newton matrix",
     "Liang, Poggio, Rakhlin & Stokes 2019, arXiv:1711.01530",
     cost="backward",
+    sampling=_kept("fisher_rao_norm"),
     invariant_to=_DIAGONAL,
 )
 def _fisher_rao_norm(setting: Setting) -> Estimate:
-    problem, total = setting.problem, 0.0
-    with problem.active():
-        for inputs, targets in setting.each():
-            outputs, slope = outputs_along(problem, problem.params, problem.params, inputs)
-            total += float(problem.loss.quadratic(outputs.detach(), targets, slope.detach()).sum())
-    return Estimate(total / setting.count, matvecs=1, seed=setting.seed)
+    values = _quadratics(setting, setting.problem.params)
+    setting.kept["fisher_rao_norm"] = values
+    return Estimate(float(values.mean()), matvecs=1, seed=setting.seed)
 
 
 def _layer_norms(setting: Setting) -> Tensor:
@@ -1041,21 +1377,28 @@ def _in_layer_norms(setting: Setting) -> Operator:
     )
 
 
+def _layer_scaled_values(setting: Setting) -> Tensor:
+    traces = setting.traces
+    if not traces.layers or not traces.exact:
+        return setting.forms(*(_layer_norms(setting) * v for v in _signs(setting))).mean(1)
+    squares = {name: float(tensor.double().square().sum()) for name, tensor in setting.problem.params.items()}
+    return torch.stack([squares[name] * values for name, values in traces.layers.items()]).sum(0)
+
+
 @_register(
     "layer_scaled_trace",
     "trace with every tensor in units of its own norm",
     "Σ_l ‖w_l‖² Tr H_ll",
-    "from H(Tθ) = T⁻¹H(θ)T⁻¹; MATH 4.8",
+    "from H(Tθ) = T⁻¹H(θ)T⁻¹; mathematics 7.1",
     cost="backward",
+    sampling=_mean_of(_layer_scaled_values, "32 forward passes unless exact"),
     invariant_to=_BY_TENSOR,
 )
 def _layer_scaled_trace(setting: Setting) -> Estimate:
     traces = setting.traces
     if not traces.layers or not traces.exact:
         return operator_trace(_in_layer_norms(setting), probes=_probes(setting.problem.size), seed=setting.seed)
-    squares = {name: float(tensor.double().square().sum()) for name, tensor in setting.problem.params.items()}
-    value = sum(squares[name] * float(values.mean()) for name, values in traces.layers.items())
-    return Estimate(value, matvecs=traces.matvecs, seed=setting.seed)
+    return Estimate(float(_layer_scaled_values(setting).mean()), matvecs=traces.matvecs, seed=setting.seed)
 
 
 @_register(
@@ -1064,10 +1407,11 @@ def _layer_scaled_trace(setting: Setting) -> Estimate:
     "‖N H N‖₂, N = blockdiag(‖w_l‖ I)",
     "Rangamani, Nguyen, Kumar, Phan, Chin & Tran 2019, arXiv:1902.02434",
     cost="matvecs",
+    sampling=_end_sampling(lambda setting: setting.quotient, "magnitude", in_norms=True),
     invariant_to=_BY_TENSOR,
 )
 def _quotient_norm(setting: Setting) -> Estimate:
-    return spectral_norm(_in_layer_norms(setting), seed=setting.seed)
+    return setting.quotient.norm
 
 
 @_register(
@@ -1076,6 +1420,9 @@ def _quotient_norm(setting: Setting) -> Estimate:
     "Σ_{s,s'} ⟨w_s, w_s'⟩ Tr H_{s,s'}, w_s the rows of the last layer's weight",
     "Petzka, Kamp, Adilova, Sminchisescu & Boley 2021, arXiv:2001.00939",
     cost="forward",
+    sampling=_mean_of(
+        lambda setting: _flatness_values(setting, [setting.last.weight]), "32 forward passes unless exact"
+    ),
     invariant_to=_BY_TENSOR | {"fold_batchnorm"},
 )
 def _relative_flatness(setting: Setting) -> Estimate:
@@ -1092,10 +1439,17 @@ def _relative_flatness(setting: Setting) -> Estimate:
     "Σ_l Σ_{s,s'} ⟨w_s, w_s'⟩ Tr H_{s,s'}",
     "Petzka, Kamp, Adilova, Sminchisescu & Boley 2021, arXiv:2001.00939",
     cost="backward",
+    sampling=_mean_of(lambda setting: _flatness_values(setting, setting.layers), "32 forward passes unless exact"),
     invariant_to=_BY_TENSOR | {"fold_batchnorm"},
 )
 def _relative_flatness_sum(setting: Setting) -> Estimate:
     return _relative_flatness_of(setting, setting.layers)
+
+
+def _flatness_values(setting: Setting, weights: list[str]) -> Tensor:
+    """What every sample adds: exactly, or along some of the probes."""
+    key = " ".join(weights)
+    return setting.kept[key] if key in setting.kept else setting.forms(*setting.along[key]).mean(1)
 
 
 def _relative_flatness_of(setting: Setting, weights: list[str]) -> Estimate:
@@ -1107,8 +1461,10 @@ def _relative_flatness_of(setting: Setting, weights: list[str]) -> Estimate:
     degrees = setting.structure.degrees  # none if the network cannot be traced
     if setting.problem.loss.closed_form and all(degrees.get(name, 2) <= 1 for name in weights):
         blocks = setting.blocks if weights is setting.layers else _blocks(setting, weights)
-        return Estimate(sum(block.relative for block in blocks.values()), seed=setting.seed)
-    op, draws = setting.hessian, []
+        values = torch.stack([block.relative for block in blocks.values()]).sum(0)
+        setting.kept[" ".join(weights)] = values
+        return Estimate(float(values.mean()), seed=setting.seed)
+    op, draws, vectors = setting.hessian, [], []
     params = setting.problem.params
     for index in range(_PROBES):
         generator = setting.generator(index, 5)
@@ -1121,6 +1477,8 @@ def _relative_flatness_of(setting: Setting, weights: list[str]) -> Estimate:
             vector += (columns * signs[1][:, None]).reshape(rows.shape)  # a view of what it fills
         probe = torch.cat([parts[name].reshape(-1) for name in op.names])
         draws.append(float(probe.double() @ (op @ probe).double()))
+        vectors.append(probe)
+    setting.along[" ".join(weights)] = vectors[:_SHARED]
     return Estimate.from_draws(torch.tensor(draws, dtype=torch.float64), seed=setting.seed)
 
 
@@ -1131,6 +1489,7 @@ def _relative_flatness_of(setting: Setting, weights: list[str]) -> Estimate:
     "channels of layer l, or of one of its groups",
     "Tsuzuku, Sato & Sugiyama 2020, arXiv:1901.04653",
     cost="backward",
+    sampling=_not_known("the best scaling of a subset is not that of all data: the interval would not hold"),
     invariant_to=_SAME,
 )
 def _normalised_sharpness(setting: Setting) -> Estimate:
@@ -1138,43 +1497,51 @@ def _normalised_sharpness(setting: Setting) -> Estimate:
 
     Rows are output channels and columns input channels, in a grouped convolution those of each group by themselves: an
     index within a group is another channel in the next, which a rescaling of the network scales by itself. h is the
-    diagonal of H itself for ReLU networks (MATH 4.1), and unlike it never negative elsewhere.
+    diagonal of H itself for ReLU networks (mathematics 4.2), and unlike it never negative elsewhere.
     """
-    total, open_ones = 0.0, []
+    total, left, open_ones = 0.0, 0.0, []
     for name in setting.layers:
         owner, weight = setting.owners[name], setting.problem.params[name].double()
         sums = [_matrices(owner, tensor).sum(3) for tensor in (setting.blocks[name].diagonal, weight.square())]
         found = [_balanced(h, w) for h, w in zip(*sums, strict=True)]
-        total += sum(value for value, _ in found)
-        if not all(converged for _, converged in found):
+        total, left = total + sum(value for value, _, _ in found), left + sum(rest for _, rest, _ in found)
+        if not all(converged for _, _, converged in found):
             open_ones.append(name)
-    reason = f"not converged: the scalings of {', '.join(open_ones)} still move" if open_ones else ""
-    return Estimate(total, seed=setting.seed, reason=reason)
+    if open_ones:
+        reason = f"the scalings of {', '.join(open_ones)} still move"
+        return Estimate(total, seed=setting.seed, reason=reason, status="not converged")
+    return Estimate(total, seed=setting.seed, tolerance=left, status="converged")
 
 
-def _balanced(h: Tensor, w: Tensor, steps: int = 2000, tol: float = 1e-9) -> tuple[float, bool]:
-    """Minimum over a, b > 0 of Σ_ij h_ij a_i b_j + w_ij/(a_i b_j), convex in the logarithms: alternating forms."""
+def _balanced(h: Tensor, w: Tensor, steps: int = 2000, tol: float = 1e-9) -> tuple[float, float, bool]:
+    """Minimum over a, b > 0 of Σ_ij h_ij a_i b_j + w_ij/(a_i b_j), convex in the logarithms: alternating forms.
+
+    Steps gain less and less, in the end by a constant factor: what is left to gain is the rest of that series, the
+    second number. The third says whether a step gained as little as `tol`.
+    """
     for _ in range(3):  # a row without h or without w can be scaled away
         rows, columns = (h.sum(1) > 0) & (w.sum(1) > 0), (h.sum(0) > 0) & (w.sum(0) > 0)
         h, w = h[rows][:, columns], w[rows][:, columns]
     if not h.numel():
-        return 0.0, True
+        return 0.0, 0.0, True
     b = torch.ones(h.shape[1], dtype=torch.float64, device=h.device)
-    before = math.inf
+    before, last = math.inf, math.inf
     for _ in range(steps):
         a = ((w @ (1 / b)) / (h @ b)).sqrt()
         b = (((1 / a) @ w) / (a @ h)).sqrt()
         value = float(a @ h @ b + (1 / a) @ w @ (1 / b))
-        if before - value <= tol * value:
-            return value, True
-        before = value
-    return before, False
+        gain = before - value
+        if gain <= tol * value:
+            rate = min(gain / last, 0.999) if 0 < gain < last < math.inf else 0.5
+            return value, max(gain, 0.0) * rate / (1 - rate) + torch.finfo(torch.float64).eps * value, True
+        before, last = value, gain
+    return before, math.nan, False
 
 
 # ---------------------------------------------------------------- perturbations
 
 
-def _ascent(setting: Setting, unit: Tensor, radius: float, norm: float) -> Estimate:
+def _ascent(setting: Setting, name: str, unit: Tensor, radius: float, norm: float) -> Estimate:
     """Maximum of L(θ + unit∘u) − L over ‖u‖ ≤ radius: projected ascent along the unit gradient, the best point seen.
 
     `norm` is 2 or infinity. At most 20 steps, until one gains less than 0.01 %. The iteration knows only u, so scaling
@@ -1194,18 +1561,22 @@ def _ascent(setting: Setting, unit: Tensor, radius: float, norm: float) -> Estim
     step = uphill(slope)
     if not bool(step.any()):  # a critical point: any direction will do
         step = uphill(setting.normal(0, 7) / unit.clamp_min(torch.finfo(unit.dtype).tiny) * (unit > 0))
-    u, best, gradients = step, 0.0, 1
+    u, best, gradients, where = step, 0.0, 1, step
     for _ in range(_STEPS):
         gradients += 1
         value, gradient = setting.gradient_at(setting.theta + unit * u)
         if 0 < value - base <= best * (1 + _GAIN):
             break
-        best = max(best, value - base)
+        if value - base > best:
+            best, where = value - base, u
         moved = u + uphill(gradient)
         u = moved.clamp(-radius, radius) if norm == math.inf else moved * min(1.0, radius / length(moved))
     else:
         value = setting.loss_at(setting.theta + unit * u)
-    return Estimate(max(best, value - base), matvecs=gradients, seed=setting.seed)
+    if value - base > best:
+        best, where = value - base, u
+    setting.along[name] = [unit * where]
+    return Estimate(best, matvecs=gradients, seed=setting.seed, status="lower bound")
 
 
 @_register(
@@ -1214,9 +1585,10 @@ def _ascent(setting: Setting, unit: Tensor, radius: float, norm: float) -> Estim
     "max_{‖δ‖₂≤ρ} L(θ+δ) − L, ρ = 0.05",
     "Foret, Kleiner, Mobahi & Neyshabur 2021, arXiv:2010.01412",
     cost="optimiser",
+    sampling=_bracket("ball_sharpness", lambda setting: _ball_sharpness(setting)),
 )
 def _ball_sharpness(setting: Setting) -> Estimate:
-    return _ascent(setting, torch.ones_like(setting.theta), 0.05, 2)
+    return _ascent(setting, "ball_sharpness", torch.ones_like(setting.theta), 0.05, 2)
 
 
 @_register(
@@ -1225,10 +1597,11 @@ def _ball_sharpness(setting: Setting) -> Estimate:
     "max_{‖δ/|θ|‖₂≤ρ} L(θ+δ) − L, ρ = 0.5",
     "Kwon, Kim, Park & Choi 2021, arXiv:2102.11600",
     cost="optimiser",
+    sampling=_bracket("adaptive_sharpness_l2", lambda setting: _adaptive_sharpness_l2(setting)),
     invariant_to=_DIAGONAL,
 )
 def _adaptive_sharpness_l2(setting: Setting) -> Estimate:
-    return _ascent(setting, setting.theta.abs(), 0.5, 2)
+    return _ascent(setting, "adaptive_sharpness_l2", setting.theta.abs(), 0.5, 2)
 
 
 @_register(
@@ -1237,20 +1610,24 @@ def _adaptive_sharpness_l2(setting: Setting) -> Estimate:
     "max_{|δ_i|≤ρ|θ_i|} L(θ+δ) − L, ρ = 0.01",
     "Kwon et al. 2021, arXiv:2102.11600; Andriushchenko et al. 2023, arXiv:2302.07011",
     cost="optimiser",
+    sampling=_bracket("adaptive_sharpness_linf", lambda setting: _adaptive_sharpness_linf(setting)),
     invariant_to=_DIAGONAL,
 )
 def _adaptive_sharpness_linf(setting: Setting) -> Estimate:
-    return _ascent(setting, setting.theta.abs(), 0.01, math.inf)
+    return _ascent(setting, "adaptive_sharpness_linf", setting.theta.abs(), 0.01, math.inf)
 
 
 def _average(setting: Setting, spread: Tensor | float, purpose: int) -> Estimate:
     """E L(θ+δ) − L, δ = spread∘z, over normal z, each with its mirror image, which cancels the slope."""
-    base = setting.start[0]
+    base, rises = setting.losses, torch.zeros(setting.count, dtype=torch.float64)
     draws = []
     for index in range(_DRAWS):
         delta = spread * setting.normal(index, purpose)
-        pair = (setting.loss_at(setting.theta + delta), setting.loss_at(setting.theta - delta))
-        draws.append(sum(pair) / 2 - base)
+        pair = setting.losses_at(setting.theta + delta), setting.losses_at(setting.theta - delta)
+        rise = (pair[0] + pair[1]) / 2 - base
+        rises += rise / _DRAWS
+        draws.append(float(rise.mean()))
+    setting.kept[f"average {purpose}"] = rises
     return Estimate.from_draws(torch.tensor(draws, dtype=torch.float64), matvecs=2 * _DRAWS, seed=setting.seed)
 
 
@@ -1258,8 +1635,9 @@ def _average(setting: Setting, spread: Tensor | float, purpose: int) -> Estimate
     "average_sharpness",
     "mean rise of the loss under normal noise on the parameters",
     "E_{δ~N(0,σ²I)} L(θ+δ) − L ≈ ½σ² Tr H, σ = 0.01 the standard deviation",
-    "MATH 7",
+    "mathematics 8.4",
     cost="forward",
+    sampling=_kept("average 1", _MORE),
 )
 def _average_sharpness(setting: Setting) -> Estimate:
     return _average(setting, 0.01, 1)
@@ -1271,13 +1649,14 @@ def _average_sharpness(setting: Setting) -> Estimate:
     "E L(θ+δ) − L, δ_i ~ N(0, ρ²θ_i²), ρ = 0.05",
     "Andriushchenko, Croce, Müller, Hein & Flammarion 2023, arXiv:2302.07011",
     cost="forward",
+    sampling=_kept("average 2", _MORE),
     invariant_to=_DIAGONAL,
 )
 def _adaptive_sharpness_average(setting: Setting) -> Estimate:
     return _average(setting, 0.05 * setting.theta.abs(), 2)
 
 
-def _box(setting: Setting, epsilon: float, columns: int | None) -> Estimate:
+def _box(setting: Setting, name: str, epsilon: float, columns: int | None) -> Estimate:
     """Bounded L-BFGS in the coordinates of the box; the best point seen, which is inside.
 
     It starts at the corner that the gradient points to, which is far better than a random point unless there is none.
@@ -1290,7 +1669,7 @@ def _box(setting: Setting, epsilon: float, columns: int | None) -> Estimate:
         basis = basis.to(setting.theta)
     inner = setting.theta if basis is None else basis.T @ setting.theta
     half = epsilon * (inner.abs() + 1)
-    best, evaluations = base, 0
+    best, evaluations, where = base, 0, torch.zeros_like(setting.theta)
 
     def outward(u: Tensor) -> Tensor:
         return half * u if basis is None else basis @ (half * u)
@@ -1299,10 +1678,12 @@ def _box(setting: Setting, epsilon: float, columns: int | None) -> Estimate:
         return half * (gradient if basis is None else basis.T @ gradient)
 
     def negative(u: Any) -> tuple[float, Any]:
-        nonlocal best, evaluations
+        nonlocal best, evaluations, where
         evaluations += 1
-        value, gradient = setting.gradient_at(setting.theta + outward(torch.from_numpy(u).to(half)))
-        best = max(best, value)
+        delta = outward(torch.from_numpy(u).to(half))
+        value, gradient = setting.gradient_at(setting.theta + delta)
+        if value > best:
+            best, where = value, delta
         return (base - value) / scale, -(inward(gradient).double() / scale).cpu().numpy()
 
     uphill, scale = inward(slope).double().cpu().numpy(), 1.0
@@ -1314,7 +1695,9 @@ def _box(setting: Setting, epsilon: float, columns: int | None) -> Estimate:
     scale = max(float(np.abs(uphill).max()), float(torch.finfo(setting.problem.dtype).tiny))
     options = {"maxiter": 10, "maxfun": 30, "ftol": 0.0, "gtol": 0.0}
     minimize(negative, start, jac=True, bounds=Bounds(-1, 1), method="L-BFGS-B", options=options)
-    return Estimate(100 * (best - base) / (1 + base), matvecs=evaluations, seed=setting.seed)
+    setting.along[name] = [where]
+    rise = 100 * (best - base) / (1 + base)
+    return Estimate(rise, matvecs=evaluations, seed=setting.seed, status="lower bound")
 
 
 _KESKAR = "Keskar, Mudigere, Nocedal, Smelyanskiy & Tang 2016, arXiv:1609.04836"
@@ -1322,6 +1705,7 @@ _KESKAR = "Keskar, Mudigere, Nocedal, Smelyanskiy & Tang 2016, arXiv:1609.04836"
 
 def _register_box(name: str, epsilon: float, columns: int | None) -> None:
     where = "" if columns is None else f" of a random subspace of {columns} dimensions"
+    compute = functools.partial(_box, name=name, epsilon=epsilon, columns=columns)
     _register(
         name,
         f"largest rise of the loss within a box{where}, in percent, that bounded L-BFGS finds",
@@ -1329,7 +1713,8 @@ def _register_box(name: str, epsilon: float, columns: int | None) -> None:
         + ("A = I" if columns is None else f"A orthonormal with {columns} columns"),
         _KESKAR,
         cost="optimiser",
-    )(functools.partial(_box, epsilon=epsilon, columns=columns))
+        sampling=_bracket(name, compute),
+    )(compute)
 
 
 _register_box("box_sharpness", 1e-3, None)
@@ -1337,16 +1722,37 @@ _register_box("box_sharpness_narrow", 5e-4, None)
 _register_box("box_sharpness_subspace", 1e-3, 100)
 
 
+def _kappa(setting: Setting) -> float:
+    """100 κ."""
+    return 0.5e-4 * float((setting.theta.double().abs() + 1).square().sum()) / (1 + setting.start[0])
+
+
+def _box_curvature_values(setting: Setting) -> Tensor:
+    """The influence on κ, by the loss, and on λ₁."""
+    curvatures, end = _OF_LARGEST.values, setting.spectrum.largest.value
+    assert curvatures is not None
+    return _kappa(setting) * (curvatures(setting) - end * setting.losses / (1 + setting.start[0]))
+
+
+_OF_LARGEST = _end_sampling(lambda setting: setting.spectrum, "largest")
+_box_curvature_sampling = Sampling(
+    "influence",
+    _box_curvature_values,
+    bias=lambda setting, population: _kappa(setting) * _OF_LARGEST.bias(setting, population),
+    cost="about two products",
+)
+
+
 @_register(
     "box_sharpness_curvature",
     "what the largest eigenvalue allows box_sharpness to be, to second order at a critical point: an upper bound",
     "100 κλ₁, κ = ½ε² Σ(|θ_i|+1)²/(1+L), ε = 1e-3",
-    "paper C, Eq. 2, in the form of MATH 3",
+    "paper C, Eq. 2, in the form of mathematics 8.4",
     cost="matvecs",
+    sampling=_box_curvature_sampling,
 )
 def _box_sharpness_curvature(setting: Setting) -> Estimate:
-    kappa = 0.5e-6 * float((setting.theta.double().abs() + 1).square().sum()) / (1 + setting.start[0])
-    return _scaled(setting.spectrum.largest, 100 * kappa)
+    return setting.spectrum.largest.scaled(_kappa(setting))
 
 
 # ---------------------------------------------------------------- PAC-Bayes
@@ -1362,17 +1768,17 @@ def _pac_bayes(setting: Setting, deviation: Callable[[float], Tensor | float], p
     The error follows by the delta method, from the spread of the draws and the slope of the rise in log σ over the
     first bracket. `deviation` maps σ to the standard deviation of every parameter.
     """
-    base = setting.errors_at(setting.theta)
+    base = setting.wrong_at(setting.theta)
     seen: dict[float, Tensor] = {}
+
+    def rises(sigma: float, index: int) -> Tensor:
+        return setting.wrong_at(setting.theta + deviation(sigma) * setting.normal(index, purpose)) - base
 
     def excess(log_sigma: float) -> float:
         """How far the mean rise is above what is allowed; never 0, so that the search ends at both of its sides."""
         sigma = math.exp(log_sigma)
-        found = [
-            setting.errors_at(setting.theta + deviation(sigma) * setting.normal(index, purpose)) - base
-            for index in range(_PAC_DRAWS)
-        ]
-        seen[log_sigma] = torch.tensor(found, dtype=torch.float64)
+        found = [rises(sigma, index).mean() for index in range(_PAC_DRAWS)]
+        seen[log_sigma] = torch.stack(found)
         return float(seen[log_sigma].mean()) - _ALLOWED - 1e-9
 
     point = math.log(0.1)
@@ -1393,7 +1799,17 @@ def _pac_bayes(setting: Setting, deviation: Callable[[float], Tensor | float], p
     sigma = max(point for point, rises in seen.items() if float(rises.mean()) <= _ALLOWED + 1e-9)
     spread = float(seen[sigma].std()) / math.sqrt(_PAC_DRAWS)
     value = math.exp(-2 * sigma)
-    return Estimate(value, 2 * value * spread / slope, _PAC_DRAWS - 1, len(seen) * _PAC_DRAWS, setting.seed)
+    of_samples = torch.stack([rises(math.exp(sigma), index) for index in range(_PAC_DRAWS)]).mean(0)
+    setting.kept[f"pac-bayes {purpose}"] = 2 * value / slope * of_samples  # more rise, less noise allowed
+    return Estimate(
+        value,
+        2 * value * spread / slope,
+        _PAC_DRAWS - 1,
+        len(seen) * _PAC_DRAWS,
+        setting.seed,
+        tolerance=2 * _PAC_WIDTH * value,  # the crossing lies within the bracket that is left
+        status="estimated",
+    )
 
 
 @_register(
@@ -1402,6 +1818,7 @@ def _pac_bayes(setting: Setting, deviation: Callable[[float], Tensor | float], p
     "1/σ², σ the largest standard deviation with E_{u~N(0,σ²I)} err(θ+u) − err(θ) ≤ 0.1",
     "Neyshabur et al. 2017, arXiv:1706.08947; Jiang et al. 2019, arXiv:1912.02178",
     cost="forward",
+    sampling=_kept("pac-bayes 3"),
 )
 def _pac_bayes_flatness(setting: Setting) -> Estimate:
     return _pac_bayes(setting, lambda sigma: sigma, 3)
@@ -1413,6 +1830,7 @@ def _pac_bayes_flatness(setting: Setting) -> Estimate:
     "1/σ², σ the largest with u_i ~ N(0, σ²θ_i² + ε²), E err(θ+u) − err(θ) ≤ 0.1, ε = 1e-3",
     "Jiang, Neyshabur, Mobahi, Krishnan & Bengio 2019, arXiv:1912.02178",
     cost="forward",
+    sampling=_kept("pac-bayes 4"),
 )
 def _pac_bayes_magnitude(setting: Setting) -> Estimate:
     return _pac_bayes(setting, lambda sigma: (sigma**2 * setting.theta.square() + 1e-6).sqrt(), 4)
@@ -1427,6 +1845,7 @@ def _pac_bayes_magnitude(setting: Setting) -> Estimate:
     "‖θ‖₂",
     "Neyshabur, Bhojanapalli, McAllester & Srebro 2017, arXiv:1706.08947",
     cost="forward",
+    sampling=_NO_DATA,
     direction="larger",
     predict=_predicted_norm,
 )
@@ -1609,6 +2028,7 @@ def _is_homogeneous(name: str, args: Any, kwargs: Any) -> bool:
     "√Σ_paths Π w²",
     "Neyshabur, Bhojanapalli, McAllester & Srebro 2017, arXiv:1706.08947",
     cost="forward",
+    sampling=_NO_DATA,
     direction="larger",
     invariant_to=_SAME,
     predict=_predicted_paths,
@@ -1637,13 +2057,18 @@ def _path_norm(setting: Setting) -> Estimate:
 # ---------------------------------------------------------------- margins
 
 
-def _mean_over_samples(function: Callable[..., Tensor], labelled: bool) -> Compute:
-    def compute(setting: Setting) -> Estimate:
+def _logit_values(function: Callable[..., Tensor], labelled: bool) -> Callable[[Setting], Tensor]:
+    def values(setting: Setting) -> Tensor:
         inputs, logits, labels = setting.logits
-        values = function(inputs, logits, labels) if labelled else function(inputs, logits)
-        return Estimate(float(values.mean()), seed=setting.seed)
+        found: Tensor = function(inputs, logits, labels) if labelled else function(inputs, logits)
+        return found
 
-    return compute
+    return values
+
+
+def _mean_over_samples(function: Callable[..., Tensor], labelled: bool) -> Compute:
+    values = _logit_values(function, labelled)
+    return lambda setting: Estimate(float(values(setting).mean()), seed=setting.seed)
 
 
 _register(
@@ -1652,14 +2077,16 @@ _register(
     "E (‖x‖²+1)(1−ΣS²)",
     "paper A, Proposition 3.1",
     cost="forward",
+    sampling=_mean_of(_logit_values(aceht, False)),
     invariant_to=_SAME,
 )(_mean_over_samples(aceht, False))
 _register(
     "margin_bound",
     "mean upper bound of ACEHT by the softmax margin γ",
     "E (‖x‖²+1)(1−γ²)",
-    "paper A, section 3.2, in the form of MATH 1",
+    "paper A, section 3.2, in the form of mathematics 3.2",
     cost="forward",
+    sampling=_mean_of(_logit_values(margin_bound, True)),
     invariant_to=_SAME,
 )(_mean_over_samples(margin_bound, True))
 _register(
@@ -1668,6 +2095,7 @@ _register(
     "E ‖x‖(1−γ²)",
     "paper A, section 3.2",
     cost="forward",
+    sampling=_mean_of(_logit_values(printed_margin_bound, True)),
     invariant_to=_SAME,
 )(_mean_over_samples(printed_margin_bound, True))
 
@@ -1690,6 +2118,10 @@ def _quantile(share: float) -> Callable[[Tensor], float]:
     return compute
 
 
+def _signed(setting: Setting) -> Tensor:
+    return setting.margins.signed
+
+
 def _register_margin(name: str, meaning: str, formula: str, function: Callable[[Tensor], float], **more: Any) -> None:
     compute = _statistic(function)
     more.setdefault("invariant_to", _SAME)
@@ -1697,14 +2129,27 @@ def _register_margin(name: str, meaning: str, formula: str, function: Callable[[
     _register(name, meaning, formula, "paper A, section 4", cost="forward", direction="wider", **more)(compute)
 
 
-_register_margin("margin_mean", "mean output margin", "E Δ, Δ = φ_y − max_{j≠y} φ_j", lambda v: float(v.mean()))
-_register_margin("margin_min", "smallest output margin", "min Δ", lambda v: float(v.min()))
+_register_margin(
+    "margin_mean",
+    "mean output margin",
+    "E Δ, Δ = φ_y − max_{j≠y} φ_j",
+    lambda v: float(v.mean()),
+    sampling=_mean_of(_signed),
+)
+_register_margin(
+    "margin_min",
+    "smallest output margin",
+    "min Δ",
+    lambda v: float(v.min()),
+    sampling=_not_known("a sample that was not measured may have a smaller margin, by any amount"),
+)
 for _share in (0.1, 0.25, 0.5, 0.75, 0.9):
     _register_margin(
         f"margin_q{round(100 * _share)}",
         f"{_share:.0%} quantile of the output margins",
         f"Q_{_share:g}(Δ)",
         _quantile(_share),
+        sampling=_quantile_of(_signed, _share),
     )
 _register_margin(
     "margin_skewness",
@@ -1713,13 +2158,12 @@ _register_margin(
     skewness,
     invariant_to=_SAME | _SCALED,
     predict=None,
+    sampling=_not_known("rare samples decide the skewness, and a subset may miss them: the interval would not hold"),
 )
 
 
 def _distance(setting: Setting, norm: int | str) -> Estimate:
-    found = margins(setting.model, setting.data, distance=norm, **setting.options)
-    assert found.distance is not None
-    return Estimate(_quantile(0.5)(found.distance), seed=setting.seed)
+    return Estimate(_quantile(0.5)(setting.distances(norm)), seed=setting.seed)
 
 
 _ELSAYED = "Elsayed, Krishnan, Mobahi, Regan & Bengio 2018, arXiv:1803.05598"
@@ -1729,6 +2173,7 @@ _register(
     "median of min_{j≠y} (φ_y−φ_j)/‖∇_x(φ_y−φ_j)‖₂",
     _ELSAYED,
     cost="backward",
+    sampling=_quantile_of(lambda setting: setting.distances(2), 0.5),
     direction="wider",
     invariant_to=_SAME | _SCALED,
 )(functools.partial(_distance, norm=2))
@@ -1738,6 +2183,7 @@ _register(
     "median of min_{j≠y} (φ_y−φ_j)/‖∇_x(φ_y−φ_j)‖₁",
     _ELSAYED,
     cost="backward",
+    sampling=_quantile_of(lambda setting: setting.distances("inf"), 0.5),
     direction="wider",
     invariant_to=_SAME | _SCALED,
 )(functools.partial(_distance, norm="inf"))
@@ -1767,18 +2213,19 @@ for _name, _meaning, _formula, _lower, _upper in (
         f"{_formula} of min_{{j≠y}} (φ_y−φ_j)/‖∇_h(φ_y−φ_j)‖₂ / √(total variance of h)",
         "Jiang, Krishnan, Mobahi & Bengio 2018, arXiv:1810.00113",
         cost="backward",
+        sampling=_anew(),
         direction="wider",
         invariant_to=(_SAME | _SCALED) - {"rescale_channels"},
     )(functools.partial(_hidden, lower=_lower, upper=_upper))
 
 
-def _operator_norms(layer: _Call, seed: int) -> tuple[float, float, str]:
-    """‖A‖_σ and ‖Aᵀ‖_{2,1} of a layer as a linear map of its real input; and whether the first converged."""
+def _operator_norms(layer: _Call, seed: int) -> tuple[Estimate, float]:
+    """‖A‖_σ and ‖Aᵀ‖_{2,1} of a layer as a linear map of its real input."""
     module, weight = layer.module, layer.value.double()
     if isinstance(module, nn.Linear):
         times = math.prod(layer.inputs[:-1]) / _WATCHED  # a sample's tokens, wherever their dimension is
         rows = weight.square().sum(1).sqrt().sum() * times
-        return float(torch.linalg.matrix_norm(weight, 2)), float(rows), ""
+        return Estimate(float(torch.linalg.matrix_norm(weight, 2))), float(rows)
     shape = layer.inputs[1:]
     kernel = copy.deepcopy(module).double()
     kernel.bias = None
@@ -1800,7 +2247,9 @@ def _operator_norms(layer: _Call, seed: int) -> tuple[float, float, str]:
         rows = squares.clamp_min(0).sqrt().sum()
     else:
         rows = _padded_rows(module, weight, shape[1:])
-    return math.sqrt(found.value), float(rows) * layer.inputs[0] / _WATCHED, found.reason
+    root = math.sqrt(found.value)
+    norm = dataclasses.replace(found, value=root, tolerance=found.tolerance / (2 * root) if root else 0.0)
+    return norm, float(rows) * layer.inputs[0] / _WATCHED
 
 
 def _padded_rows(module: Any, weight: Tensor, size: torch.Size) -> Tensor:
@@ -1903,8 +2352,11 @@ def _path_complexity(wiring: Wiring, ends: frozenset[int], norms: dict[int, tupl
     return sum((before[index] * norms[index][1] * behind[index]) ** (2 / 3) for index in wiring) ** 1.5
 
 
-def _spectral_complexity(setting: Setting) -> tuple[float, str]:
-    """R·‖X‖_F/n of the network with batch norm folded; what stands between the layers counts as not stretching."""
+def _spectral_complexity(setting: Setting) -> Estimate:
+    """R·‖X‖_F/n of the network with batch norm folded; what stands between the layers counts as not stretching.
+
+    R grows with every ‖A_l‖_σ by a power between 0 and 1, so its relative tolerance is at most the sum of theirs.
+    """
     folded, inputs = setting.folded, setting.logits[0].double()
     if not folded.structure.exact:
         raise InputError(
@@ -1917,11 +2369,12 @@ def _spectral_complexity(setting: Setting) -> tuple[float, str]:
                 f"the spectrally normalised margin needs layers that are plain nn.Linear or convolutions, and "
                 f"{call.name!r} is not; write it as one."
             )
-    norms, reason = {}, ""
+    norms, found, relative = {}, [], 0.0
     for index, (call, _) in wiring.items():
-        norm, rows, failed = _operator_norms(call, setting.seed)
-        norms[index] = norm, rows
-        reason = reason or failed
+        norm, rows = _operator_norms(call, setting.seed)
+        norms[index] = norm.value, rows
+        found.append(norm)
+        relative += norm.tolerance / norm.value if norm.value else 0.0
     complexity = _path_complexity(wiring, ends, norms)
     zero = [call.name for index, (call, _) in wiring.items() if norms[index][0] == 0]
     if complexity == 0 and zero:
@@ -1935,15 +2388,37 @@ def _spectral_complexity(setting: Setting) -> tuple[float, str]:
             f"the spectrally normalised margin is not defined: the spectral complexity times the size of the inputs "
             f"is {scale:g}."
         )
-    return scale, reason
+    worst = max(found, key=lambda norm: ("exact", "converged", "not converged").index(norm.status))
+    return Estimate(scale, tolerance=scale * relative, reason=worst.reason, status=worst.status)
 
 
 def _spectral_margin(setting: Setting, statistic: Callable[[Tensor], float]) -> Estimate:
-    scale, reason = _spectral_complexity(setting)
-    return Estimate(statistic(setting.margins.signed) / scale, seed=setting.seed, reason=reason)
+    scale = _spectral_complexity(setting)
+    setting.kept["spectral scale"] = torch.tensor(scale.value, dtype=torch.float64)
+    value = statistic(setting.margins.signed) / scale.value
+    tolerance = abs(value) * scale.tolerance / scale.value
+    return Estimate(value, seed=setting.seed, reason=scale.reason, tolerance=tolerance, status=scale.status)
 
 
-for _name, _meaning, _function in (("mean", "mean", lambda v: float(v.mean())), ("median", "median", _quantile(0.5))):
+def _scaled_margins(setting: Setting) -> Tensor:
+    return setting.margins.signed.cpu() / setting.kept["spectral scale"]
+
+
+def _input_sizes(setting: Setting) -> Tensor:
+    """‖xₙ‖² relative to their mean: the influence on ‖X‖_F², for as many samples."""
+    squares = setting.logits[0].double().square().sum(1)
+    return squares / squares.mean()
+
+
+def _scaled_mean_values(setting: Setting) -> Tensor:
+    found = _scaled_margins(setting)
+    return found - found.mean() * _input_sizes(setting) / 2
+
+
+for _name, _meaning, _function, _sampling in (
+    ("mean", "mean", lambda v: float(v.mean()), Sampling("influence", _scaled_mean_values, grows=True)),
+    ("median", "median", _quantile(0.5), Sampling("order", _scaled_margins, 0.5, grows=True)),
+):
     _register(
         f"spectral_margin_{_name}",
         f"{_meaning} output margin in units of the network's spectral complexity, batch norm folded; grows as √n with "
@@ -1952,6 +2427,7 @@ for _name, _meaning, _function in (("mean", "mean", lambda v: float(v.mean())), 
         "‖A_k‖_σ before and behind layer l, added up over parallel paths",
         "Bartlett, Foster & Telgarsky 2017, arXiv:1706.08498",
         cost="matvecs",
+        sampling=_sampling,
         direction="wider",
         invariant_to=(_SAME | _SCALED) - {"rescale_channels"},
     )(functools.partial(_spectral_margin, statistic=_function))

@@ -18,14 +18,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils._pytree import tree_map
 
 from spiritlevel import __version__
 from spiritlevel.audit import audit as run_audit
 from spiritlevel.distributed import Ranks
 from spiritlevel.errors import InputError, NotExactError, checked_seed, unknown_name, whole_number
 from spiritlevel.estimators import spectrum
-from spiritlevel.functional import Batches, Fingerprint, Problem, preserved_random_state
+from spiritlevel.functional import Batches, Fingerprint, Problem, picked, preserved_random_state
 from spiritlevel.landscape import landscape
 from spiritlevel.losses import aceht
 from spiritlevel.measures import TRANSFORMS, Measure, Setting, select
@@ -38,8 +37,11 @@ from spiritlevel.results import (
     Report,
     ReportRow,
     SampleTraces,
+    ratio_of,
+    subset_mean,
     times,
 )
+from spiritlevel.sampling import SubsetError
 from spiritlevel.stats import correlate, skewness
 
 __all__ = ["measure"]
@@ -57,7 +59,6 @@ _Z = 1.96  # 95 % of a normal distribution
 
 # What a measure costs in forward passes over the data, roughly: decides only what still fits a time limit.
 _PASSES = {"forward": 2.0, "matvecs": 60.0, "optimiser": 120.0}
-_WEIGHTS_ALONE = ("weight_norm", "path_norm")
 _DEAR = ("adaptive_sharpness_average", "average_sharpness", "pac_bayes_flatness", "pac_bayes_magnitude")
 
 Progress = Callable[[str, int, int], None]
@@ -97,8 +98,9 @@ def measure(
         loss: a name, a `torch.nn` loss or a callable.
         measures: names of `measures.MEASURES`, "all", or the default set.
         parts: which of "audit", "spectrum", "landscape", "pictures" to add; all unless given.
-        samples: measure a random subset of so many; `data_stderr` is then the error of taking a subset, NaN where it
-            is not known.
+        samples: measure a random subset of so many; intervals then hold the value on all of the data, and where none
+            is known `subset_error` of a row says why. Costs a few products of the Hessian for the default measures;
+            what each takes says its `sampling` in `measures.MEASURES`.
         batch_norm: "eval" or "batch".
         time_limit: seconds. What is estimated to fit is measured, cheap things first; `left_out` names the rest. What
             has begun runs to its end.
@@ -269,13 +271,12 @@ class _Run:
         def work() -> None:
             begin = time.monotonic()
             value = each.attempt(self.here)
-            error = self._sampling_error(each.name)
-            value = dataclasses.replace(value, data_stderr=error)
-            sure = "lower bound" if each.lower_bound else "exact" if value.stderr == 0 else "estimate"
+            error = self._subset_error(each, value)
+            if error is not None:
+                value = dataclasses.replace(value, data_stderr=error.stderr, data_limits=(error.low, error.high))
             self.values[each.name] = ReportRow(
                 name=each.name,
                 value=value,
-                kind="undefined" if math.isnan(value.value) else sure,
                 direction=each.direction,
                 family={"wider": "margin", "larger": "norm"}.get(each.direction, "curvature"),
                 meaning=each.meaning,
@@ -284,7 +285,8 @@ class _Run:
                 invariant_to=tuple(sorted(each.invariant_to)),
                 cost=each.cost,
                 seconds=time.monotonic() - begin,
-                subset_error_unknown=error is not None and math.isnan(error),
+                subset_error_unknown=error is not None and math.isnan(error.low),
+                subset_error=error.reason if error is not None else "",
             )
 
         return _Step(each.name, self._passes(each), work)
@@ -317,31 +319,11 @@ class _Run:
         accuracy = no_classes if found is None else _share(found.correct.double(), population)
         return Fit(len(losses), population, accuracy, _mean(losses, population))
 
-    def _sampling_error(self, name: str) -> float | None:
-        """The standard error of having measured a subset; None if it was none, NaN where it is not known."""
-        if self.indices is None or name in _WEIGHTS_ALONE:
+    def _subset_error(self, each: Measure, found: Estimate) -> SubsetError | None:
+        """The error of having measured a subset; None if it was none, or if the samples do not enter."""
+        if self.indices is None or each.sampling.how == "no data" or math.isnan(found.value):
             return None
-        values = self._per_sample(name)
-        if values is None or len(values) < 2:
-            return math.nan
-        statistic = MARGIN_STATISTICS.get(name, torch.mean)
-        share = 1 - len(values) / self.population
-        if statistic is torch.mean:
-            return float(values.std()) * math.sqrt(share / len(values))
-        generator = np.random.default_rng((self.seed, 3))
-        rows = torch.from_numpy(generator.integers(len(values), size=(RESAMPLES, len(values))))
-        draws = torch.tensor([float(statistic(values[row])) for row in rows], dtype=torch.float64)
-        return float(draws.std()) * math.sqrt(share)
-
-    def _per_sample(self, name: str) -> Tensor | None:
-        if name == "trace":
-            return self.here.traces.values
-        if name == "mean_aceht":
-            inputs, logits, _ = self.here.logits
-            return aceht(inputs, logits)
-        if name in MARGIN_STATISTICS:
-            return self.here.margins.signed
-        return None
+        return each.subset_error(self.here, found.value, self.population)
 
     def _correlations(self) -> None:
         """How the curvature goes with the margin, and with what a linear classifier's would be."""
@@ -372,7 +354,7 @@ class _Run:
         spread = torch.linspace(0, self.here.count - 1, min(_SHOWN["others"], self.here.count)).long()
         groups["others"] = spread.unique().tolist()
         wanted = sorted({index for group in groups.values() for index in group})
-        images = _thumbnails(_rows(self.here.batches, torch.tensor(wanted)))
+        images = _thumbnails(picked(self.here.batches, torch.tensor(wanted)))
         place = {index: position for position, index in enumerate(wanted)}
         self.found["pictures"] = Pictures(
             torch.tensor(wanted), images, {name: tuple(place[i] for i in group) for name, group in groups.items()}
@@ -472,22 +454,19 @@ def kind(dtype: torch.dtype) -> str:
 
 def _mean(values: Tensor, population: int) -> Estimate:
     """The mean over samples, with the error of a random subset if the population is larger."""
-    count, error = len(values), None
-    if population > count:
-        share = 1 - count / population
-        error = float(values.std()) * math.sqrt(share / count) if count > 1 else math.nan
-    return Estimate(float(values.mean()), data_stderr=error)
+    error, limits = subset_mean(values, population)
+    return Estimate(float(values.mean()), data_stderr=error, data_limits=limits)
 
 
 def _share(correct: Tensor, population: int) -> Estimate:
-    """The mean of zeros and ones; the error of a subset is that of Agresti and Coull, which no outcome makes 0."""
-    found = _mean(correct, population)
-    if found.data_stderr is None:
-        return found
-    count = len(correct)
+    """The mean of zeros and ones; of a subset with an error that no outcome makes 0, and limits."""
+    value, count = float(correct.mean()), len(correct)
+    if population <= count:
+        return Estimate(value)
     pulled = (float(correct.sum()) + 0.5 * _Z**2) / (count + _Z**2)
     error = math.sqrt(pulled * (1 - pulled) / (count + _Z**2) * (1 - count / population))
-    return dataclasses.replace(found, data_stderr=error)
+    limits = Fit(count, population, Estimate(value), Estimate(math.nan)).accuracy_limits()
+    return Estimate(value, data_stderr=error, data_limits=limits)
 
 
 class Outcomes(NamedTuple):
@@ -527,24 +506,7 @@ def subset(data: Any, count: int | None, seed: int, batch_norm: str) -> tuple[An
         return data, None, population
     generator = np.random.default_rng((seed, 1))
     indices = torch.from_numpy(np.sort(generator.choice(population, count, replace=False)))
-    return _rows(batches, indices), indices, population
-
-
-def _rows(batches: Batches, indices: Tensor) -> Any:
-    """The samples at these sorted places: a pair of tensors where the inputs are one tensor, else batches."""
-    start, pieces = 0, []
-    for inputs, targets in batches:
-        here = indices[(indices >= start) & (indices < start + len(targets))] - start
-        if len(here):
-
-            def pick(leaf: Any, here: Tensor = here) -> Any:
-                return leaf[here.to(leaf.device)] if isinstance(leaf, Tensor) else leaf
-
-            pieces.append((tree_map(pick, inputs), pick(targets)))
-        start += len(targets)
-    if all(isinstance(inputs, Tensor) for inputs, _ in pieces) and len({inputs.shape[1:] for inputs, _ in pieces}) == 1:
-        return torch.cat([inputs for inputs, _ in pieces]), torch.cat([targets for _, targets in pieces])
-    return pieces
+    return picked(batches, indices), indices, population
 
 
 def _thumbnails(samples: Any) -> Tensor:
@@ -591,7 +553,8 @@ def _headline(report: Report, probabilities: bool) -> Iterator[str]:
         skew = skewness(margin.signed)
         shape = "" if math.isnan(skew) else f", their skewness {_signed(skew)}"
         centre = f"{_signed(float(margin.signed.mean()))} on average and {_signed(float(median(margin.signed)))}"
-        yield f"The output margins are {centre} in the median{shape}." + _about_correlation(report)
+        whose = "of the samples measured " if _partly(report) else ""
+        yield f"The output margins {whose}are {centre} in the median{shape}." + _about_correlation(report)
     if report.audit is not None:
         yield from _about_audit(report.audit)
     undefined = {row.name: row.value.reason.rstrip(".") for row in report.rows if row.kind == "undefined"}
@@ -631,21 +594,54 @@ def _with_error(value: float, error: float) -> str:
     return f"{value:,.{places}f} ± {limits:,.{places}f}"
 
 
+def _partly(report: Report) -> bool:
+    """Whether a random subset of the data was measured."""
+    return any(fit.population > fit.samples for name, fit in report.fits.items() if name == "train")
+
+
 def _about_trace(report: Report, row: ReportRow) -> str:
-    error = math.hypot(row.value.stderr, row.value.data_stderr or 0.0)
-    text = f"The mean Hessian trace is {_with_error(row.value.value, error)}"
-    if report.layers:
+    found = row.value
+    error = math.hypot(found.stderr, found.data_stderr or 0.0)
+    whose = " of the samples measured" if math.isnan(error) else ""
+    text = f"The mean Hessian trace{whose} is {_with_error(found.value, found.stderr if whose else error)}"
+    if report.layers and (whose or found.interval(data=True)[0] > 0):
         layer, share = max(report.layers.items(), key=lambda item: item[1])
         text += f", {share:.0%} of it in {layer}"
+    return f"{text}{_about_mistakes(report)}."
+
+
+def _about_mistakes(report: Report) -> str:
+    """How curved the loss is where the model errs, as far as the errors of both means allow to say it."""
     traces, found = report.traces, report.margins
-    if traces is not None and found is not None and found.correct.any() and not found.correct.all():
-        right, wrong = traces.values[found.correct].mean(), traces.values[~found.correct].mean()
-        if right > 0:
-            ratio, count = float(f"{wrong / right:.2g}"), int((~found.correct).sum())
-            size = "" if ratio == 1 else f"{times(ratio)} times "
-            where = f"at the {count:,} misclassified samples" if count > 1 else "at the one misclassified sample"
-            text += f"; the loss is {size}as curved {where} as at the correct ones"
-    return text + "."
+    if traces is None or found is None or len(traces) != len(found) or not 0 < int(found.correct.sum()) < len(found):
+        return ""
+    right, wrong = (_mean_trace(traces, where) for where in (found.correct, ~found.correct))
+    count = int((~found.correct).sum())
+    where = f"at the {count:,} misclassified samples" if count > 1 else "at the one misclassified sample"
+    open_question = f"; whether the loss is more or less curved {where} than at the correct ones cannot be told"
+    low, high = ratio_of(wrong.interval(data=True), right.interval(data=True))
+    if not low > 0 or right.value < 0 or (low <= 1 <= high and low < high):
+        return open_question
+    ratio = float(f"{wrong.value / right.value:.2g}")
+    size = "" if ratio == 1 else f"{times(ratio)} times "
+    limits = f" ({times(low)} to {times(high)} times, within the errors)" if high - low > 0.05 * ratio else ""
+    return f"; the loss is {size}as curved {where} as at the correct ones{limits}"
+
+
+def _mean_trace(traces: SampleTraces, where: Tensor) -> Estimate:
+    """The mean over some of the samples, which are as large a share of the population."""
+    count, share = int(where.sum()), int(where.sum()) / len(where)
+    population = None if traces.population is None else max(count, round(traces.population * share))
+    return dataclasses.replace(
+        traces,
+        values=traces.values[where],
+        stderr=traces.stderr[where],
+        targets=traces.targets[where],
+        draws=None if traces.draws is None else traces.draws[where],
+        probes=None,
+        layers={},
+        population=population,
+    ).mean()
 
 
 def _about_correlation(report: Report) -> str:
@@ -665,11 +661,13 @@ def _about_audit(found: Audit) -> Iterator[str]:
         reason = next((f": {text}" for name, text in found.skipped.items() if name in TRANSFORMS), "")
         yield f"What the parametrisation does to these numbers was not tested{reason.rstrip('.')}."
     if moved.get("trace", 1.0) > 1:
-        size = "to 0" if math.isinf(moved["trace"]) else f"at least {times(moved['trace'])}-fold"
+        size = f"at least {times(moved['trace'])}-fold"
+        size = "to 0 or to the other sign" if math.isinf(moved["trace"]) else size
         yield (
             f"Scaling layers moves the trace {size} while the outputs stay the same, and no limit is known: "
             "its size does not tell two networks apart."
         )
     kept = [name for name, factor in moved.items() if factor == 1]
     if kept:
-        yield f"These kept their value wherever the function stayed the same: {', '.join(kept)}."
+        tried = ", ".join(name for name, certificate in found.certificates.items() if certificate.scale == 1)
+        yield f"These kept their value under all that was tried at the same outputs ({tried}): {', '.join(kept)}."

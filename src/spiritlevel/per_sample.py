@@ -87,7 +87,9 @@ def sample_traces(
             where there is no exact one. "hutchinson" probes the whole trace. "pyhessian" repeats that package's
             stopping rule, which stops by luck: for comparison only.
         passes: k exact terms of A (the k most probable classes after the top one) and one random combination of the
-            rest, k + 1 backward passes in all: unbiased, for many classes. Its stderr is a conservative bound.
+            rest, k + 1 backward passes in all: unbiased, for many classes. The square of its stderr is on average at
+            least the variance, but comes from the same one draw: it makes an interval of the mean over many samples
+            (`SampleTraces.mean`), and none of a single sample's trace.
         probes: Random probes for what is estimated, 64 by default. All samples share them.
         rel_err: Instead of `probes`: the wanted relative standard error of the *mean*; a pilot of 16 probes fixes
             their number, then all are run.
@@ -102,7 +104,7 @@ def sample_traces(
             batches, and returns the whole result. `None` never communicates.
 
     Cost: *exact* C−1 backward passes and one forward pass; *hutchinson* about 4 forward passes a probe.
-    References: paper A, section 3; Hutchinson 1990, doi:10.1080/03610919008812866; MATH 4.1-4.6.
+    References: paper A, section 3; Hutchinson 1990, doi:10.1080/03610919008812866; mathematics 2 and 4.
 
     >>> net = nn.Sequential(nn.Flatten(), nn.Linear(64, 16), nn.ReLU(), nn.Linear(16, 10))
     >>> from spiritlevel import data
@@ -181,6 +183,34 @@ def trace(model: nn.Module, data: Any, **options: Any) -> Estimate:
     True
     """
     return sample_traces(model, data, **options).mean()
+
+
+def sample_forms(problem: Problem, batches: Batches, directions: Sequence[Params], seed: int = 0) -> Tensor:
+    """vᵀHₙv of every sample for some directions v, (N, directions): how strongly each sample curves the loss along v.
+
+    By nested forward mode, about four forward passes a direction; by reverse mode where that fails. Exact to rounding.
+    """
+    differentiate, rows = None, []
+    with problem.active():
+        for inputs, targets in batches:
+            inputs, targets = problem.place(inputs, targets)
+            if not len(targets):
+                continue
+            if differentiate is None:
+                few = inputs if problem.batch_norm == "batch" else resized(inputs, min(8, len(targets)))
+                differentiate, _ = _differentiator(problem, few, seed)
+            found = [_form(problem, differentiate(problem, inputs, v), targets) for v in directions]
+            rows.append(torch.stack(found, 1))
+    return torch.cat(rows)
+
+
+def _form(problem: Problem, derivatives: Derivatives, targets: Tensor, remainder: bool = False) -> Tensor:
+    """vᵀHₙv of every sample from the derivatives along v; without the Gauss-Newton part if only the remainder."""
+    outputs, first, second = derivatives
+    loss = problem.loss
+    gradient = loss.gradient(outputs, targets).reshape(outputs.shape)
+    form = (gradient * second.double()).reshape(len(targets), -1).sum(1)
+    return (form if remainder else form + loss.quadratic(outputs, targets, first)).detach().cpu()
 
 
 def _check_arguments(method: str, passes: int | None, probes: int | None, rel_err: float | None) -> None:
@@ -361,8 +391,8 @@ def along_reverse(problem: Problem, inputs: Any, direction: Params) -> Derivativ
 def _differentiator(problem: Problem, inputs: Any, seed: int) -> tuple[Differentiate, tuple[str, ...]]:
     """Forward mode if this model has it and it agrees with reverse mode; else reverse mode, and a note.
 
-    The checksum (MATH 6): for one batch, one probe v and random weights w, Σ w·φ̇ = v·∇ and Σ w·φ̈ = v·∇²v of Σ w·φ by
-    forward-over-reverse, and u·∇²v = v·∇²u.
+    The checksum (mathematics 4.7): for one batch, one probe v and random weights w, Σ w·φ̇ = v·∇ and Σ w·φ̈ = v·∇²v of Σ
+    w·φ by forward-over-reverse, and u·∇²v = v·∇²u.
     """
     v, u = probe(problem.params, seed, 0), probe(problem.params, seed, 1)
     if problem.reverse_only:
@@ -652,7 +682,7 @@ class _Collector:
                     derivatives = differentiate(problem, inputs, direction)
                     if not rows:
                         problem.checked(derivatives[0], inputs, targets, start)
-                    rows.append(self._draw(derivatives, targets, remainder))
+                    rows.append(_form(problem, derivatives, targets, remainder))
                 tables[part or ""] = torch.stack(rows, 1)
             return _at_once(tables)
 
@@ -661,14 +691,6 @@ class _Collector:
     def _differentiator(self, inputs: Any, targets: Tensor) -> tuple[Differentiate, tuple[str, ...]]:
         few = inputs if self.problem.batch_norm == "batch" else resized(inputs, min(8, len(targets)))
         return _differentiator(self.problem, few, self.seed)
-
-    def _draw(self, derivatives: Derivatives, targets: Tensor, remainder: bool = False) -> Tensor:
-        """vᵀHₙv of every sample from the derivatives along v; without the Gauss-Newton part if only the remainder."""
-        outputs, first, second = derivatives
-        loss = self.problem.loss
-        gradient = loss.gradient(outputs, targets).reshape(outputs.shape)
-        draw = (gradient * second.double()).reshape(len(targets), -1).sum(1)
-        return (draw if remainder else draw + loss.quadratic(outputs, targets, first)).cpu()
 
     def pyhessian(self, most: int = 100, tolerance: float = 1e-3) -> SampleTraces:
         """PyHessian 0.1's `trace()`, batched.
@@ -694,7 +716,7 @@ class _Collector:
                 derivatives = differentiate(problem, some, probe(problem.params, self.seed, index))
                 if not index:
                     problem.checked(derivatives[0], inputs, targets, start)
-                draw = self._draw(derivatives, some_targets)
+                draw = _form(problem, derivatives, some_targets)
                 total[running] += draw if len(draw) == len(running) else draw[running]
                 count[running] += 1
                 updated, previous = total[running] / (index + 1), mean[running]

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, ClassVar, Self, Union, get_args, get_origin, get_type_hints
 
+import numpy as np
 import torch
 from scipy import stats
 from torch import Tensor
@@ -134,6 +135,7 @@ class Result:
             known = sorted(name for name, known in Result._types.items() if issubclass(known, cls))
             public = ", ".join(name for name in known if not name.startswith("_"))
             raise InputError(f"cannot read a result of type {name!r}, expected one of: {public}.")
+        data = kind._from_older(data)
         hints = _hints(kind)
         present = [f for f in _fields(kind) if f.name in data]
         missing = [f.name for f in _fields(kind) if f not in present and _required(f)]
@@ -146,6 +148,11 @@ class Result:
         except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
             reason = str(error).split("\n", 1)[0]
             raise InputError(f"cannot read a result of type {name!r}: it is damaged ({reason}).") from error
+
+    @classmethod
+    def _from_older(cls, data: dict[str, Any]) -> dict[str, Any]:
+        """The dict of a result as an earlier version wrote it, with what it did not say yet."""
+        return data
 
     def to_json(self, path: str | Path | None = None) -> str:
         """Strict JSON text; with `path` also written there, atomically."""
@@ -202,21 +209,101 @@ def standard_error(draws: Tensor) -> Tensor:
     return (draws / scale).std(-1) * scale.squeeze(-1) / math.sqrt(draws.shape[-1])
 
 
+STATUSES = ("exact", "converged", "estimated", "lower bound", "not converged", "undefined")
+"""What a number is worth, see `Estimate`."""
+
+
+def mean_skewness(draws: Tensor) -> float:
+    """The skewness of the error of the mean of draws (one dimension): theirs over √n, from the usual estimate of it."""
+    count = draws.numel()
+    deviations = draws.double() - draws.double().mean()
+    size = float(deviations.abs().max()) if count > 2 else 0.0
+    if not 0 < size < math.inf:
+        return 0.0
+    unit = deviations / size
+    spread = float(unit.square().mean())
+    return float(unit.pow(3).mean()) / spread**1.5 * math.sqrt(count - 1) / (count - 2)
+
+
+def skewed_limits(value: float, error: float, dof: float, skew: float, level: float = 0.95) -> tuple[float, float]:
+    """Student's t interval of a mean, corrected for the skewness of its error by Hall's transformation.
+
+    T = (mean − truth)/error is not Student's t where the draws are skewed: the interval would lie too low, or too
+    high. g(T) = T + aT² + a²T³/3 + s/6, with a = s/3 and s the skewness of the mean, is nearly so, and is monotone. A
+    few draws show less skewness than they have, hence the factor 1.25, under which means of exponential, χ² and
+    log-normal draws, and of the losses of networks, are covered as they should be (docs/coverage.md); the spread of
+    skewed draws is less well known too, so they have fewer degrees of freedom, 1/(1+s²) of them. Without skewness this
+    is Student's interval. Reference: Hall, On the removal of skewness by transformation, J. R. Stat. Soc. B 54 (1992).
+
+    >>> [round(limit, 3) for limit in skewed_limits(1.0, 0.1, math.inf, 0.0)]
+    [0.804, 1.196]
+    >>> [round(limit, 3) for limit in skewed_limits(1.0, 0.1, math.inf, 0.4)]
+    [0.852, 1.767]
+    """
+    if not error:
+        return value, value
+    below, above = _errors_off(np.float64(skew), dof, level)
+    return value - float(below) * error, value + float(above) * error
+
+
+def _errors_off(skew: Any, dof: float, level: float) -> tuple[Any, Any]:
+    """How many errors the limits of `skewed_limits` are below and above the value, for every skewness."""
+    skew = _SEEN * skew
+    t, a = stats.t.ppf(0.5 + level / 2, dof / (1 + skew**2)), skew / 3
+    flat = np.abs(a) < 1e-9
+    safe = np.where(flat, 1.0, a)
+    below, above = (np.where(flat, u, (np.cbrt(1 + 3 * a * (u - skew / 6)) - 1) / safe) for u in (t, -t))
+    return below, -above
+
+
+def subset_mean(values: Tensor, population: int | None) -> tuple[float | None, tuple[float, float] | None]:
+    """Standard error and 95 % limits of a mean over the population of which the values are a random subset.
+
+    None for the whole population, NaN for fewer than 30 values: of a fitted network the losses of 20 samples show too
+    little of what all of them are for any interval to hold (docs/coverage.md).
+    """
+    count, mean = len(values), float(values.mean())
+    if population is None or population <= count:
+        return None, None
+    if count < FEWEST:
+        return math.nan, (math.nan, math.nan)
+    share = math.sqrt(1 - count / population)
+    error = float(standard_error(values.double())) * share
+    return error, skewed_limits(mean, error, count - 1, mean_skewness(values) * share)
+
+
+FEWEST = 30  # samples whose subset error is stated
+_SEEN = 1.25  # how much larger the skewness of a population is than that of a few draws of it
+
+
 @dataclass(frozen=True)
 class Estimate(Result):
     """A number with its error, cost and seed.
 
-    `stderr` is the error of the random probes on the given data, 0 where the value is exact; `dof` its degrees of
-    freedom (infinite for a known variance). `data_stderr` is the sampling error when only a subset of the data was
-    measured, `None` where that does not apply. `matvecs` counts products with the matrix (or passes over the data).
-    An undefined value is NaN and `reason` says why.
+    `status` says what the number is worth on the given data:
+
+    - "exact": no error but rounding;
+    - "converged": an iteration found it to ± `tolerance`;
+    - "estimated": from random probes, with the standard error `stderr` (and `tolerance` beside it, if there is one);
+    - "lower bound": the best that an optimiser found, the true value may be larger;
+    - "not converged": an iteration stopped before its tolerance, so the error is not known; `reason` says why;
+    - "undefined": the value is NaN, and `reason` says why.
+
+    Unless given it follows from value, `stderr` and `tolerance`. `stderr` is NaN where it is not known; `dof` are its
+    degrees of freedom (infinite for a known variance) and `skew` the skewness of that error. `power` is 2 for the root
+    of a mean: the limits are then those of the mean, and their roots. Where only a random subset of the data was
+    measured, `data_stderr` is the standard error of that and `data_limits` are the 95 % limits that it alone sets to
+    the value on all of the data; both are `None` where that does not apply, and NaN where it is not known. `matvecs`
+    counts products with the matrix (or passes over the data).
 
     >>> estimate = Estimate.from_draws(torch.tensor([1.0, 2.0, 3.0, 4.0]), seed=0)
-    >>> print(estimate)
-    2.5 ± 0.65
+    >>> print(estimate, estimate.status)
+    2.5 ± 0.65 estimated
     >>> low, high = estimate.interval(0.95)
     >>> f"{low:.3f} {high:.3f}"
     '0.446 4.554'
+    >>> print(Estimate(-0.0012, tolerance=0.03), Estimate(-0.0012, tolerance=0.03).sign)
+    -0.0012 ± 0.03 0
     """
 
     value: float
@@ -226,6 +313,29 @@ class Estimate(Result):
     seed: int | None = None
     data_stderr: float | None = None
     reason: str = ""
+    tolerance: float = 0.0
+    status: str = ""
+    skew: float = 0.0
+    power: float = 1.0
+    data_limits: tuple[float, float] | None = None
+
+    def __post_init__(self) -> None:
+        if self.status and self.status not in STATUSES:
+            raise InputError(f"an estimate has one of the statuses {', '.join(STATUSES)}, got {self.status!r}.")
+        status = self.status
+        if math.isnan(self.value):
+            status = "undefined"
+        elif status in ("", "undefined") or (status == "exact" and (self.stderr or self.tolerance)):
+            status = "estimated" if self.stderr else "converged" if self.tolerance else "exact"
+        object.__setattr__(self, "status", status)
+
+    @classmethod
+    def _from_older(cls, data: dict[str, Any]) -> dict[str, Any]:
+        reason = str(data.get("reason", ""))
+        if "status" in data or not reason.startswith("not converged"):
+            return data
+        why = reason.removeprefix("not converged").removeprefix(": ")
+        return {**data, "status": "not converged", "reason": why}
 
     @classmethod
     def from_draws(cls, draws: Tensor, *, matvecs: int | None = None, seed: int | None = None) -> Estimate:
@@ -234,36 +344,93 @@ class Estimate(Result):
         count = draws.numel()
         if count < 2:
             raise InputError(f"an estimate needs at least 2 draws to have a standard error, got {count}.")
-        stderr = float(standard_error(draws))
-        return cls(float(draws.mean()), stderr, count - 1, count if matvecs is None else matvecs, seed)
+        cost = count if matvecs is None else matvecs
+        error = float(standard_error(draws))
+        skew = mean_skewness(draws)
+        return cls(float(draws.mean()), error, count - 1, cost, seed, skew=skew, status="estimated")
 
     @property
     def exact(self) -> bool:
-        """Whether the value carries no probe error."""
-        return self.stderr == 0.0 and not math.isnan(self.value)
+        """Whether the value has no error but rounding on the given data."""
+        return self.status == "exact"
+
+    @property
+    def sign(self) -> int:
+        """1 or -1 where the 95 % interval on the given data lies on one side of 0, else 0: the sign is not known."""
+        low, high = self.interval()
+        return 1 if low > 0 else -1 if high < 0 else 0
+
+    @property
+    def settled(self) -> bool:
+        """Whether an iteration found the value to more than the six digits that are printed."""
+        return self.status == "converged" and self.tolerance < 5e-7 * abs(self.value)
+
+    def scaled(self, factor: float) -> Estimate:
+        """The same number times a constant, with its errors."""
+        size = abs(factor)
+        return dataclasses.replace(
+            self,
+            value=self.value * factor,
+            stderr=self.stderr * size,
+            tolerance=self.tolerance * size,
+            data_stderr=None if self.data_stderr is None else self.data_stderr * size,
+            skew=math.copysign(1.0, factor) * self.skew,
+            data_limits=None if self.data_limits is None else _ordered(*(limit * factor for limit in self.data_limits)),
+        )
 
     def interval(self, level: float = 0.95, *, data: bool = False) -> tuple[float, float]:
-        """Student's t interval for the value on the given data; `data=True` adds the error of subsampling the data."""
+        """The value on the given data by `skewed_limits`; `data=True` adds the error of having measured a subset.
+
+        A tolerance widens it on both sides, a lower bound has no upper end, and what did not converge has no interval:
+        both ends are NaN. The limits of a subset are kept for 95 %; at other levels they are stretched as those of a
+        normal error.
+        """
         if not 0 < level < 1:
             raise InputError(f"interval needs a level between 0 and 1, got {level}.")
         error, dof = self.stderr, self.dof
-        if data and self.data_stderr:
+        if data and self.data_limits is None and self.data_stderr:
             error = math.hypot(self.stderr, self.data_stderr)
             # Welch-Satterthwaite with a known second variance
             dof = dof * (error / self.stderr) ** 4 if self.stderr else math.inf
-        half = error * float(stats.t.ppf(0.5 + level / 2, dof)) if error else 0.0
-        return self.value - half, self.value + half
+        if self.status == "not converged":
+            return math.nan, math.nan
+        low, high = self._limits(error, dof, level)
+        if data and self.data_limits is not None:
+            stretch = float(stats.norm.ppf(0.5 + level / 2) / stats.norm.ppf(0.975))
+            below, above = ((limit - self.value) * stretch for limit in self.data_limits)
+            low, high = (
+                self.value - math.hypot(self.value - low, below),
+                self.value + math.hypot(high - self.value, above),
+            )
+        return low - self.tolerance, math.inf if self.status == "lower bound" else high + self.tolerance
+
+    def _limits(self, error: float, dof: float, level: float) -> tuple[float, float]:
+        if self.power == 1.0 or not self.value > 0:
+            return skewed_limits(self.value, error, dof, self.skew, level)
+        mean = self.value**self.power
+        low, high = skewed_limits(mean, error * self.power * mean / self.value, dof, self.skew, level)
+        return max(low, 0.0) ** (1 / self.power), high ** (1 / self.power)
 
     def __float__(self) -> float:
         return self.value
 
     def __str__(self) -> str:
-        if math.isnan(self.value):
+        if self.status == "undefined":
             return f"undefined ({self.reason})" if self.reason else "undefined"
-        if self.stderr == 0.0:
-            return f"{self.value:.6g}"
-        digits = max(2, min(8, 2 + _magnitude(abs(self.value) or self.stderr) - _magnitude(self.stderr)))
-        return f"{self.value:.{digits}g} ± {self.stderr:.2g}"
+        if self.status == "not converged":
+            return f"{self.value:.6g} (not converged{self.reason and f': {self.reason}'})"
+        bound = "≥ " if self.status == "lower bound" else ""
+        error = self.stderr + self.tolerance
+        if math.isnan(error):
+            return f"{bound}{self.value:.6g} ± unknown"
+        if not error or self.settled:
+            return f"{bound}{self.value:.6g}"
+        digits = max(2, min(8, 2 + _magnitude(abs(self.value) or error) - _magnitude(error)))
+        return f"{bound}{self.value:.{digits}g} ± {error:.2g}"
+
+
+def _ordered(a: float, b: float) -> tuple[float, float]:
+    return (b, a) if b < a else (a, b)
 
 
 def _magnitude(number: float) -> int:
@@ -306,24 +473,43 @@ class SampleTraces(Result):
     def mean(self) -> Estimate:
         """The trace of the mean loss, Tr ∇²L = mean of the per-sample traces, with the error of the probes.
 
-        Shared probes: the standard error is that of the probe-wise means. Independent ones: the root of the summed
-        squares. If these samples are a random subset of `population` points, `data_stderr` is the subset's error
-        (NaN for a single sample, which says nothing about the spread).
+        Shared probes: the standard error is that of the probe-wise means. Independent ones (`passes=`): the root of
+        the summed squares, and NaN where fewer than 8 samples make up that sum, since a single draw tells the size of
+        its own error no better than that of its value. If these samples are a random subset of `population` points,
+        `data_stderr` and `data_limits` are the subset's error (NaN below 30 samples).
         """
-        count = len(self)
-        value = float(self.values.mean())
-        data_stderr = None
-        if self.population is not None and self.population > count:
-            share = 1 - count / self.population
-            data_stderr = float(self.values.std()) * math.sqrt(share / count) if count > 1 else math.nan
-        if self.exact:
-            return Estimate(value, 0.0, math.inf, self.matvecs, self.seed, data_stderr)
-        if self.draws is not None:
+        value, spread = float(self.values.mean()), subset_mean(self.values, self.population)
+        error: dict[str, Any] = {"stderr": 0.0}
+        if self.draws is not None and not self.exact:
             means = self.draws.mean(0)
-            stderr = float(standard_error(means))
-            return Estimate(value, stderr, means.numel() - 1, self.matvecs, self.seed, data_stderr)
-        stderr = math.hypot(*self.stderr.tolist()) / count
-        return Estimate(value, stderr, self.dof, self.matvecs, self.seed, data_stderr)
+            error = {
+                "status": "estimated",
+                "stderr": float(standard_error(means)),
+                "dof": means.numel() - 1,
+                "skew": mean_skewness(means),
+            }
+        elif not self.exact:
+            error = self._independent_errors()
+        return Estimate(
+            value, matvecs=self.matvecs, seed=self.seed, data_stderr=spread[0], data_limits=spread[1], **error
+        )
+
+    def _independent_errors(self) -> dict[str, Any]:
+        """The error of the mean of samples that each had one draw of its own: nothing is known of its distribution.
+
+        The worst case is a multiple of χ²₁, whose third cumulant is that of 0.98 error³; and as the errors are taken
+        from the draws themselves, as many degrees of freedom remain as there are samples that count.
+        """
+        largest = float(self.stderr.max())
+        if not largest:
+            return {"stderr": 0.0, "status": "estimated"}
+        shares = (self.stderr / largest).double()
+        squares = float(shares.square().sum())
+        counted = squares**2 / float(shares.pow(4).sum())
+        if not counted >= 8:  # also NaN
+            return {"status": "estimated", "stderr": math.nan}
+        skew = float(shares.pow(3).sum()) / squares**1.5
+        return {"status": "estimated", "stderr": largest * math.sqrt(squares) / len(self), "dof": counted, "skew": skew}
 
     def __str__(self) -> str:
         how = "exact" if self.exact else f"estimated ({self.method})"
@@ -408,6 +594,8 @@ class Eigenpairs(Result):
 
     Each residual bounds the distance from its value to an eigenvalue. `converged` is true if every residual is at most
     tol · max|Ritz value| and repeated eigenvalues were ruled out or found; otherwise `reason` says what is missing.
+    `reach` is how far beyond the outermost value an eigenvalue may still lie: further out there is none, but for a
+    chance of 0.001; `None` where that is not known.
     """
 
     values: Tensor
@@ -419,9 +607,25 @@ class Eigenpairs(Result):
     tol: float = 1e-4
     seed: int | None = None
     reason: str = ""
+    reach: float | None = None
 
     def __len__(self) -> int:
         return self.values.numel()
+
+    def outermost(self) -> Estimate:
+        """The first value ± what is not known of it: the larger of its residual and `reach`.
+
+        A residual alone is not enough. It tells that some eigenvalue is near, not that it is the outermost one.
+        """
+        tolerance = max(float(self.residuals[0]), self.reach or 0.0)
+        return Estimate(
+            float(self.values[0]),
+            matvecs=self.matvecs,
+            seed=self.seed,
+            reason=self.reason,
+            tolerance=tolerance if self.converged else 0.0,
+            status="converged" if self.converged else "not converged",
+        )
 
     def __str__(self) -> str:
         pairs = zip(self.values.tolist(), self.residuals.tolist(), strict=True)
@@ -462,8 +666,9 @@ class DiagonalEstimate(Result):
 class Density(Result):
     """A spectral density smoothed by a Gaussian of standard deviation `width`, on the points of `grid`.
 
-    `stderr` is the error of the random probes at every point, 0 where all eigenvalues are known. It does not hold the
-    error of the quadrature, which is small once `width` exceeds the distance of neighbouring nodes.
+    `stderr` is the error of the random probes at every point, 0 where all eigenvalues are known, and `skew` its
+    skewness. It does not hold the error of the quadrature, which is small once `width` exceeds the distance of
+    neighbouring nodes.
     """
 
     grid: Tensor
@@ -471,13 +676,15 @@ class Density(Result):
     stderr: Tensor
     width: float
     dof: float = math.inf
+    skew: Tensor | None = None
 
     def band(self, level: float = 0.95) -> tuple[Tensor, Tensor]:
-        """Student's t interval at every point (not for the curve as a whole), cut off at 0."""
+        """The interval of `skewed_limits` at every point (not for the curve as a whole), cut off at 0."""
         if not 0 < level < 1:
             raise InputError(f"band needs a level between 0 and 1, got {level}.")
-        half = self.stderr * float(stats.t.ppf(0.5 + level / 2, self.dof))
-        return (self.values - half).clamp(min=0.0), self.values + half
+        skew = torch.zeros_like(self.stderr) if self.skew is None else self.skew
+        below, above = (torch.from_numpy(off) for off in _errors_off(skew.double().numpy(), self.dof, level))
+        return (self.values - below * self.stderr).clamp(min=0.0), self.values + above * self.stderr
 
     def __str__(self) -> str:
         if not self.grid.numel():
@@ -545,7 +752,8 @@ class Spectrum(Result):
         values = rows.mean(1)
         if self.exact:
             return Density(grid, values, torch.zeros_like(values), width)
-        return Density(grid, values, rows.std(1) / math.sqrt(rows.shape[1]), width, float(rows.shape[1] - 1))
+        skew = torch.tensor([mean_skewness(row) for row in rows], dtype=torch.float64)
+        return Density(grid, values, rows.std(1) / math.sqrt(rows.shape[1]), width, float(rows.shape[1] - 1), skew)
 
     def __str__(self) -> str:
         low, high = float(self.nodes.min()), float(self.nodes.max())
@@ -578,9 +786,8 @@ class SpectrumSummary(Result):
         return max(abs(float(self.largest.values[0])), abs(float(self.smallest.values[0])))
 
     def __str__(self) -> str:
-        low, high = float(self.smallest.values[0]), float(self.largest.values[0])
         return (
-            f"spectrum of size {self.size}: from {low:.6g} to {high:.6g}, "
+            f"spectrum of size {self.size}: from {self.smallest.outermost()} to {self.largest.outermost()}, "
             f"trace {self.trace}, Frobenius norm {self.frobenius_norm}, {self.matvecs} products"
         )
 
@@ -594,9 +801,9 @@ class Certificate(Result):
     outputs of both networks were compared in these modes on `samples` samples, described by `data`: they differ by at
     most `largest_difference`, and by `relative_difference` of the largest output.
 
-    `factors` gives the diagonal map T for which the Hessian H of the loss of α·φ becomes T⁻¹HT⁻¹ (MATH 4.8): for each
-    parameter tensor a number, or a float64 tensor that broadcasts to its shape. It is `None` where the transform is no
-    such map.
+    `factors` gives the diagonal map T for which the Hessian H of the loss of α·φ becomes T⁻¹HT⁻¹ (mathematics 7.1): for
+    each parameter tensor a number, or a float64 tensor that broadcasts to its shape. It is `None` where the transform
+    is no such map.
     """
 
     transform: str
@@ -665,10 +872,11 @@ class Landscape(Result):
 class AuditRow(Result):
     """One measure before and after one transform.
 
-    `ratio` is after / before, NaN where that says nothing. `predicted` is the ratio that theory gives, NaN where it
-    gives none; `declared` whether the measure is declared invariant. Verdicts: "invariant"; "changes"; "unstable": the
-    difference is within the errors of the estimates, or the value is not defined any more, so nothing can be said;
-    "not converged": an iteration stopped before its tolerance. `note` says why.
+    `ratio` is after / before, NaN where that says nothing: where the error of one of them leaves its sign open, or the
+    signs differ. `predicted` is the ratio that theory gives, NaN where it gives none; `declared` whether the measure is
+    declared invariant. Verdicts: "invariant"; "changes"; "unstable": the difference is within the errors, or the value
+    is not defined any more, so nothing can be said; "not converged": an iteration stopped before its tolerance. `note`
+    says why.
     """
 
     measure: str
@@ -679,8 +887,30 @@ class AuditRow(Result):
     predicted: float
     verdict: str
     declared: bool
-    lower_bound: bool = False
     note: str = ""
+
+    @classmethod
+    def _from_older(cls, data: dict[str, Any]) -> dict[str, Any]:
+        name = str(data.get("measure"))
+        return {**data, **{key: _with_status(data[key], name) for key in ("before", "after") if key in data}}
+
+    @property
+    def lower_bound(self) -> bool:
+        """Whether the values are the best that an optimiser found."""
+        return self.before.status == "lower bound"
+
+    @property
+    def factor(self) -> float:
+        """How far the transform moved the value, at least.
+
+        1 where it stayed; infinite where it became 0 or changed its sign; NaN where nothing can be said. Values with
+        errors count with the ends of their 95 % intervals that lie nearest to each other.
+        """
+        if self.verdict != "changes":
+            return 1.0 if self.verdict == "invariant" else math.nan
+        if self.before.sign * self.after.sign < 0:
+            return math.inf
+        return moved_at_least(_around(self.before), _around(self.after))
 
     def __str__(self) -> str:
         bound = " (lower bound)" if self.lower_bound else ""
@@ -688,12 +918,76 @@ class AuditRow(Result):
         return f"{text} ({self.note})" if self.note else text
 
 
+# The measures that version 0.1 wrote without saying what they are worth.
+_WERE_BOUNDS = frozenset(
+    "ball_sharpness adaptive_sharpness_l2 adaptive_sharpness_linf box_sharpness box_sharpness_narrow "
+    "box_sharpness_subspace".split()
+)
+_WERE_ITERATED = frozenset(
+    "spectral_norm largest_eigenvalue smallest_eigenvalue log_volume quotient_norm normalised_sharpness "
+    "box_sharpness_curvature spectral_margin_mean spectral_margin_median".split()
+)
+
+
+def _with_status(estimate: Any, measure: str) -> Any:
+    """The dict of an estimate as version 0.1 wrote it, with the status that it did not say."""
+    if not isinstance(estimate, dict) or "status" in estimate or estimate.get("value") is None:
+        return estimate
+    if measure in _WERE_BOUNDS:
+        return {**estimate, "status": "lower bound"}
+    if measure in _WERE_ITERATED and not estimate.get("reason"):
+        # its tolerance was not kept: null is a number that is not known
+        return {**estimate, "status": "converged", "tolerance": None}
+    return estimate
+
+
+def _around(estimate: Estimate) -> tuple[float, float]:
+    """The 95 % interval on the given data; of a lower bound the value that was found."""
+    return (estimate.value, estimate.value) if estimate.status == "lower bound" else estimate.interval()
+
+
+def moved_at_least(before: tuple[float, float], after: tuple[float, float]) -> float:
+    """The factor between two sizes that are known to lie in intervals, at least; NaN where they overlap.
+
+    >>> moved_at_least((2.0, 2.0), (6.0, 6.0)), moved_at_least((1.0, 2.0), (6.0, 8.0))
+    (3.0, 3.0)
+    >>> moved_at_least((1.0, 2.0), (0.2, 0.5)), moved_at_least((1.0, 2.0), (1.5, 9.0))
+    (2.0, nan)
+    """
+    (low, high), (new_low, new_high) = _sizes(*before), _sizes(*after)
+    if new_low > high:
+        return new_low / high if high else math.inf
+    if low > new_high:
+        return low / new_high if new_high else math.inf
+    return math.nan
+
+
+def _sizes(low: float, high: float) -> tuple[float, float]:
+    """The range of |x| for x in an interval."""
+    ends = sorted((abs(low), abs(high)))
+    return (0.0 if low < 0 < high else ends[0]), ends[1]
+
+
+def ratio_of(after: tuple[float, float], before: tuple[float, float]) -> tuple[float, float]:
+    """The range of after / before for numbers in two intervals; NaN unless both lie on the same side of 0.
+
+    >>> ratio_of((6.0, 8.0), (1.0, 2.0)), ratio_of((6.0, 8.0), (-0.1, 2.0)), ratio_of((-1.0, -1.0), (2.0, 2.0))
+    ((3.0, 8.0), (nan, nan), (nan, nan))
+    """
+    ends = [*after, *before]
+    if not (all(end > 0 for end in ends) or all(end < 0 for end in ends)):
+        return math.nan, math.nan
+    (low, high), (first, last) = _sizes(*before), _sizes(*after)
+    return first / high, last / low
+
+
 @dataclass(frozen=True)
 class WorstFactor(Result):
     """How far a measure could be moved by scaling layers at the same outputs: what a short search found, at least.
 
     `lowest` and `highest` are values that were measured on really rescaled networks, with the factors of their layers
-    beside them. `difference` is the largest relative difference of the outputs.
+    beside them; `errors` are the half-widths of the 95 % intervals of `before`, `lowest` and `highest`. `difference` is
+    the largest relative difference of the outputs.
     """
 
     measure: str
@@ -703,15 +997,24 @@ class WorstFactor(Result):
     lowest_factors: dict[str, float]
     highest_factors: dict[str, float]
     difference: float
+    errors: tuple[float, float, float] = (0.0, 0.0, 0.0)
 
     @property
     def factor(self) -> float:
-        """The larger of highest / before and before / lowest."""
-        if not self.before > 0 or not self.lowest > 0:
+        """The larger of highest / before and before / lowest, at least, with the errors taken against it.
+
+        NaN where the errors leave no factor to speak of.
+        """
+        values = zip((self.before, self.lowest, self.highest), self.errors, strict=True)
+        before, lowest, highest = ((value - error, value + error) for value, error in values)
+        if not before[0] > 0 or not self.lowest > 0:
             return math.nan
-        return max(self.highest / self.before, self.before / self.lowest)
+        found = [moved_at_least(before, end) for end in (lowest, highest)]
+        return max((factor for factor in found if not math.isnan(factor)), default=math.nan)
 
     def __str__(self) -> str:
+        if math.isnan(self.factor):
+            return f"how far {self.measure} can be moved at the same outputs cannot be told within its error"
         return (
             f"{self.measure} can be moved at least {times(self.factor)}-fold at the same outputs: scaling the layers "
             f"took it from {figure(self.before, 4)} to anything between {figure(self.lowest, 4)} and "
@@ -749,7 +1052,8 @@ class Audit(Result):
         """How far each measure was moved while every output stayed the same, by a transform or by the search.
 
         1 where it stayed under all of them; infinite where it became 0 or changed its sign; NaN where it was seen to
-        move nowhere but something could not be decided. Transforms that change the outputs do not count.
+        move nowhere but something could not be decided. Transforms that change the outputs do not count. Where values
+        have errors, this is what is left of the factor when the errors are taken against it.
 
         >>> Audit(()).moved()
         {}
@@ -758,9 +1062,7 @@ class Audit(Result):
         for row in self.rows:
             certificate = self.certificates.get(row.transform)
             if certificate is not None and certificate.scale == 1.0:
-                moved = max(row.ratio, 1 / row.ratio) if row.ratio > 0 else math.inf
-                factor = {"invariant": 1.0, "changes": moved}.get(row.verdict, math.nan)
-                factors.setdefault(row.measure, []).append(factor)
+                factors.setdefault(row.measure, []).append(row.factor)
         for worst in self.worst:
             factors.setdefault(worst.measure, []).append(worst.factor)
         return {name: largest(found) for name, found in factors.items()}
@@ -775,7 +1077,7 @@ class Audit(Result):
         for name in measures:
             present = [cells[name, transform] for transform in transforms if (name, transform) in cells]
             shown = [_cell(cells[name, t]) if (name, t) in cells else "" for t in transforms]
-            table.append([name, ("≥ " if present[0].lower_bound else "") + _short(present[0].before), *shown])
+            table.append([name, in_short(present[0].before), *shown])
         notes = ["= invariant, ×r changes, ? within the error, … not converged, ≥ lower bound found by an optimiser"]
         notes += [str(item) for item in self.worst]
         notes += [f"left out: {name}: {reason}" for name, reason in self.skipped.items()]
@@ -806,16 +1108,27 @@ def times(factor: float) -> str:
     return f"{float(f'{factor:.3g}'):,.0f}" if 100 <= factor < 1e9 else figure(factor, 3)
 
 
-def _short(estimate: Estimate) -> str:
-    """Value and relative error.
+def in_short(estimate: Estimate) -> str:
+    """A number in the room of a cell: value and error, relative where that is the shorter way to say it.
 
-    >>> _short(Estimate(0.00065, 5.7e-05)), _short(Estimate(139.898)), _short(Estimate(-1.5e-7))
+    >>> in_short(Estimate(0.00065, 5.7e-05)), in_short(Estimate(139.898)), in_short(Estimate(-1.5e-7))
     ('6.5e-4 ± 9%', '139.9', '-1.5e-7')
+    >>> in_short(Estimate(2.5e-3, tolerance=0.03)), in_short(Estimate(309.1, tolerance=0.002))
+    ('0.0025 ± 0.03', '309.1')
+    >>> in_short(Estimate(0.5, status="lower bound")), in_short(Estimate(0.5, status="not converged"))
+    ('≥ 0.5', '0.5 …')
     """
-    if not estimate.stderr:
+    if estimate.status in ("lower bound", "not converged", "undefined"):
+        text = figure(estimate.value, 4)
+        return {"lower bound": f"≥ {text}", "not converged": f"{text} …"}.get(estimate.status, "undefined")
+    error, size = estimate.stderr + estimate.tolerance, abs(estimate.value)
+    if math.isnan(error):
+        return f"{figure(estimate.value, 4)} ± unknown"
+    if not error or (not estimate.stderr and error < 5e-4 * size):  # not to be seen in four digits
         return figure(estimate.value, 4)
-    error = estimate.stderr / abs(estimate.value) if estimate.value else math.inf
-    return f"{figure(estimate.value, 3)} ± {f'{error:.0%}' if error >= 0.01 else '<1%'}"
+    if error > 0.5 * size:
+        return f"{figure(estimate.value, 2)} ± {figure(error, 2)}"
+    return f"{figure(estimate.value, 3)} ± {f'{error / size:.0%}' if error >= 0.01 * size else '<1%'}"
 
 
 def figure(value: float, digits: int) -> str:
@@ -875,16 +1188,18 @@ class Fit(Result):
     loss: Estimate
 
     def accuracy_limits(self) -> tuple[float, float]:
-        """Wilson's 95 % interval of the accuracy on the whole population, of which a random subset was measured.
+        """Clopper and Pearson's 95 % interval of the accuracy on the whole population, of which a subset was measured.
+
+        It covers 95 % or more, also of an accuracy near 0 or 1, where shorter intervals fall below.
 
         >>> [f"{limit:.3f}" for limit in Fit(60, 10**9, Estimate(1.0), Estimate(0.0)).accuracy_limits()]
         ['0.940', '1.000']
         """
-        share, z = self.accuracy.value, 1.96
         worth = self.samples / (1 - self.samples / self.population)  # the rest alone is unknown
-        centre = (share + z**2 / (2 * worth)) / (1 + z**2 / worth)
-        half = z * math.sqrt(share * (1 - share) / worth + z**2 / (4 * worth**2)) / (1 + z**2 / worth)
-        return max(0.0, centre - half), min(1.0, centre + half)
+        right = self.accuracy.value * worth
+        low = float(stats.beta.ppf(0.025, right, worth - right + 1)) if right > 0 else 0.0
+        high = float(stats.beta.ppf(0.975, right + 1, worth - right)) if right < worth else 1.0
+        return low, high
 
     def __str__(self) -> str:
         return f"accuracy {self.accuracy}, loss {self.loss} on {self.samples:,} of {self.population:,} samples"
@@ -894,15 +1209,14 @@ class Fit(Result):
 class ReportRow(Result):
     """One measure of a report: its value and all that is known about it.
 
-    `kind` is "exact", "estimate", "lower bound" (found by an optimiser) or "undefined" (`value.reason` says why);
-    `direction` what a larger value means: "sharper", "flatter", "wider" or "larger". `invariant_to` are the transforms
-    that leave it as it is; `family` is "curvature", "margin" or "norm"; `cost` the dearest thing it does and `seconds`
-    what it took, without what other measures had computed before.
+    `kind` is the status of `value`, see `Estimate`; `direction` what a larger value means: "sharper", "flatter",
+    "wider" or "larger". `invariant_to` are the transforms that leave it as it is; `family` is "curvature", "margin" or
+    "norm"; `cost` the dearest thing it does and `seconds` what it took, without what other measures had computed. Where
+    a subset was measured and the error of that is not known, `subset_error` says why.
     """
 
     name: str
     value: Estimate
-    kind: str
     direction: str
     family: str
     meaning: str
@@ -912,6 +1226,16 @@ class ReportRow(Result):
     cost: str
     seconds: float = math.nan
     subset_error_unknown: bool = False
+    subset_error: str = ""
+
+    @classmethod
+    def _from_older(cls, data: dict[str, Any]) -> dict[str, Any]:
+        return {**data, "value": _with_status(data["value"], str(data.get("name")))} if "value" in data else data
+
+    @property
+    def kind(self) -> str:
+        """What the value is worth: its status."""
+        return self.value.status
 
     @property
     def interval(self) -> tuple[float, float]:
@@ -995,9 +1319,12 @@ class Report(_Shown):
         table = [["measure", "value", "95 % interval", "kind", "larger is", "invariant to"]]
         for row in self.rows:
             low, high = row.interval
-            interval = "" if math.isnan(row.value.value) or low == high else f"{low:.4g} .. {high:.4g}"
-            interval = "unknown" if math.isnan(low) and not math.isnan(row.value.value) else interval
-            value = "undefined" if math.isnan(row.value.value) else f"{row.value.value:.6g}"
+            interval = "" if row.kind == "undefined" or low == high else f"{low:.4g} .. {high:.4g}"
+            if row.kind == "converged":
+                interval = "" if row.value.settled and not row.value.data_stderr else f"± {(high - low) / 2:.2g}"
+            interval = "unknown" if math.isnan(low) and row.kind != "undefined" else interval
+            interval = f"{low:.4g} or more" if math.isinf(high) else interval
+            value = "undefined" if row.kind == "undefined" else f"{row.value.value:.6g}"
             table.append([row.name, value, interval, row.kind, row.direction, ", ".join(row.invariant_to) or "-"])
         lines += _table(table)
         lines += [f"{name}: {found}" for name, found in self.correlations.items()]
@@ -1028,12 +1355,15 @@ def _table(rows: list[list[str]], heading: int = 1) -> list[str]:
 class ComparisonRow(Result):
     """One measure of two models: `difference` is b − a, with `low` and `high` its interval where there is one.
 
-    `how` says where the interval comes from: "paired t", "bootstrap of the pairs", "probes", or "exact" (no error on
-    the data given). `ratio` is b / a. `factor` is how far the audit moved this measure at the same outputs, 1 for an
+    `how` says where the interval comes from: "paired t", "bootstrap of the pairs", "probes"; or why there is none:
+    "exact" (no error on the data given), "tolerance" (known to that of an iteration), "lower bounds", "not converged",
+    "too few samples". `ratio` is b / a, NaN where the interval of one of them leaves its sign open or the signs differ.
+    `factor` is how far the audit moved this measure at the same outputs, 1 for an
     invariant one and NaN where that is not known. Verdicts: "a" or "b", the model that the measure favours; "equal":
     the interval holds 0; "not comparable": the parametrisation moves it, so the difference may be an artefact of that;
     "no interval": nothing tells how sure the difference is; "no preference": neither direction is the better one;
-    "undefined". `note` says why.
+    "undefined". `note` says why. `sure`: whether the difference excludes 0 also at the stricter level that the advice
+    needs, which looks at up to three rows.
     """
 
     name: str
@@ -1050,6 +1380,14 @@ class ComparisonRow(Result):
     meaning: str
     invariant: bool
     note: str = ""
+    sure: bool = False
+
+    @classmethod
+    def _from_older(cls, data: dict[str, Any]) -> dict[str, Any]:
+        name, how = str(data.get("name")), data.get("how")
+        if how == "exact" and name in _WERE_BOUNDS | _WERE_ITERATED:
+            how = "lower bounds" if name in _WERE_BOUNDS else "tolerance"
+        return {**data, "how": how, **{key: _with_status(data[key], name) for key in ("a", "b") if key in data}}
 
     def __str__(self) -> str:
         text = f"{self.name}: {self.a} and {self.b}, difference {self.difference:.4g}, {self.verdict}"
@@ -1062,6 +1400,7 @@ class Comparison(_Shown):
 
     `margins`, `traces` (where they could be had) and `losses` hold a pair, a and b, in the order of the samples.
     `advice` is one sentence that follows from the rows alone; `reasons` are the rows that it rests on, in words.
+    `samples` were compared out of `population`, drawn at random if these are more.
     """
 
     names: tuple[str, str]
@@ -1075,6 +1414,16 @@ class Comparison(_Shown):
     level: float = 0.95
     settings: dict[str, str] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
+    population: int = 0
+
+    @classmethod
+    def _from_older(cls, data: dict[str, Any]) -> dict[str, Any]:
+        if "population" in data:
+            return data
+        # "500 of 1,797, drawn at random"
+        said = str(data.get("settings", {}).get("samples", "")).replace(",", "").split()
+        known = len(said) > 2 and said[1] == "of" and said[2].isdigit()
+        return {**data, "population": int(said[2]) if known else data.get("samples", 0)}
 
     def row(self, name: str) -> ComparisonRow:
         """The row of one measure."""

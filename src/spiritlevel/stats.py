@@ -15,6 +15,7 @@ from spiritlevel.results import Correlation, Margins, Result, SampleTraces
 
 Array = NDArray[Any]
 OUTLIER_RULES = ("lof", "lof-standardised", "none")
+_FEWEST = 4  # different points that an interval needs: Fisher's error of z is 1/√(n−3)
 NEIGHBOURS = 20  # scikit-learn's default, which the paper used
 
 
@@ -271,9 +272,13 @@ def correlate(
             notes.append(f"the probes of {column.name} are not all finite: only the points were resampled")
             x, y = (c._replace(draws=None) if c.name == column.name else c for c in (x, y))
     r = _pearson(x.values, y.values)
+    distinct = len(np.unique(np.stack([x.values, y.values], 1), axis=0))
+    if distinct < _FEWEST:
+        notes.append(f"{distinct} different points leave r anywhere between -1 and 1")
     fewest = min([len(x.values), *(c.draws.shape[1] for c in (x, y) if c.draws is not None and c.draws.shape[1] > 1)])
     lower, upper = np.quantile(_resampled(x, y, resamples, seed), scipy_stats.norm.cdf([-1.0, 1.0]))
     half = scipy_stats.t.ppf(0.5 + level / 2, fewest - 1) * (upper - lower) / 2
+    half = math.inf if distinct < _FEWEST else half
     slope = r * _centred(y.values)[1] / _centred(x.values)[1]
     return Correlation(
         r=r,

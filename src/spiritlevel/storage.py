@@ -6,6 +6,7 @@ holder dies. Knows nothing of tensors, so it costs nothing to import.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -25,13 +26,14 @@ _POLL_SECONDS = 0.2
 
 
 def write_atomically(path: str | Path, content: str | bytes) -> None:
-    """Write `content` so that a reader sees the old file or the whole new one, never a part.
+    r"""Write `content` so that a reader sees the old file or the whole new one, never a part.
 
     The file gets the permissions of any new file, or keeps those it has. A link is followed; what is not a file, such
-    as a pipe or /dev/stdout, is written to directly. Texts are written as UTF-8.
+    as a pipe or /dev/stdout, is written to directly. Texts are written as UTF-8; a byte of a name that is none, which
+    Python keeps as half a character, becomes an escape such as \udce9, which JSON and JavaScript read back.
     """
     path = Path(path).resolve()
-    data = content.encode("utf-8") if isinstance(content, str) else content
+    data = content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content
     if path.exists() and not path.is_file():
         with path.open("wb") as stream:
             stream.write(data)
@@ -46,9 +48,34 @@ def write_atomically(path: str | Path, content: str | bytes) -> None:
         if path.exists():
             temporary.chmod(stat.S_IMODE(path.stat().st_mode))
         temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError):  # a full disk names no file, others the temporary one
+            error.filename, error.filename2 = str(path), None
         raise
+
+
+def check_readable(path: str | Path) -> None:
+    """Refuse what cannot be read as a file, and say why: a file that may not be read is neither missing nor damaged.
+
+    >>> check_readable("nowhere.pt")
+    Traceback (most recent call last):
+    spiritlevel.errors.InputError: there is no file 'nowhere.pt'.
+    """
+    path = Path(path)
+    try:
+        mode = path.stat().st_mode
+        if stat.S_ISREG(mode):
+            with path.open("rb"):
+                return
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise InputError(f"there is no file {str(path)!r}.") from error
+    except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
+        reason = getattr(error, "strerror", None) or error
+        raise InputError(f"the file {str(path)!r} cannot be read: {reason}.") from error
+    kind = "a folder" if stat.S_ISDIR(mode) else "a pipe or a device"
+    raise InputError(f"{str(path)!r} is {kind}, and a file is needed.")
 
 
 @contextmanager

@@ -4,7 +4,7 @@ The forward pass is watched down to its ATen operations and every value gets, fo
 or 'more'. Linear and piecewise linear operations keep the largest degree of their arguments, bilinear ones add degrees,
 anything else makes 'more' of each parameter it touches. If no output has more than degree 1 in any one parameter
 tensor, then ∂²φ/∂θᵢ² = 0 almost everywhere, every within-tensor block of the Hessian equals that of the Gauss-Newton
-matrix, and Tr H = Tr GGN exactly (MATH 4.1). What cannot be traced, or is not known here, counts as 'more': the
+matrix, and Tr H = Tr GGN exactly (mathematics 4.2). What cannot be traced, or is not known here, counts as 'more': the
 analysis may miss an exact network, it never invents one.
 
 Degrees belong to memory, not to tensors: a write into a slice of a fresh tensor, as circular padding does below the

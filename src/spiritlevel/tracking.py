@@ -6,16 +6,18 @@ import io
 import json
 import math
 import time
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from spiritlevel.errors import InputError, NotExactError, whole_number
+from spiritlevel.errors import InputError, NotExactError, first_line, whole_number
 from spiritlevel.estimators import eigenvalues, operator_trace
 from spiritlevel.measures import Setting
 from spiritlevel.measuring import median, outcomes, subset
+from spiritlevel.results import Estimate, in_short
 from spiritlevel.storage import write_atomically
 
 if TYPE_CHECKING:
@@ -33,6 +35,7 @@ _NUMBERS = (
     "trace_stderr",
     "largest_eigenvalue",
     "residual",
+    "tolerance",
 )
 _NOTHING: dict[str, Any] = {**dict.fromkeys(_NUMBERS, math.nan), "converged": False, "products": 0, "reason": ""}
 _FORWARDS = 60  # what a measurement costs before one has been timed, in forward passes
@@ -44,8 +47,9 @@ class Tracker:
     Every `every` steps it measures, on the same random subset of `samples` samples: mean loss, accuracy, mean and
     median output margin, the mean Hessian trace (`sample_traces`: exact where that is possible) and the largest
     eigenvalue λ₁ of the Hessian, by Lanczos, to 2 % or 24 products (`converged` says which). What cannot be measured at
-    some step, say because the weights have become NaN, is NaN there, and `reason` says why: the training goes on. The
-    model, its mode and gradients and all random states are left as they were, so training goes on as without.
+    some step, say because the weights have become NaN or the memory is full, is NaN there, and `reason` says why; rows
+    that cannot be written are kept. A warning says so once, and the training goes on. The model, its mode and gradients
+    and all random states are left as they were, so training goes on as without.
 
     A measurement waits until all of them together fit into the `share` of the training time, so rows may lie further
     apart than `every`; `overhead` is the share that was really spent. A tracker that has not measured yet prints what
@@ -87,6 +91,8 @@ class Tracker:
         if not share > 0:
             raise InputError(f"Tracker needs a share of the training time above 0, got {share}.")
         self.model, self.every, self.share, self.path = model, whole_number(every, "every", 1), share, path
+        if path is not None and Path(path).is_dir():
+            raise InputError(f"Tracker needs the path of a file for its rows, and {str(path)!r} is a folder.")
         self._options: dict[str, Any] = {"loss": loss, "batch_norm": batch_norm, "seed": seed}
         self.data = subset(data, None if batch_norm == "batch" else samples, seed, batch_norm)[0]
         setting = Setting(model, self.data, **self._options)
@@ -100,6 +106,7 @@ class Tracker:
             outcomes(setting)
             passes.append(time.perf_counter() - begin)
         self._cost = _FORWARDS * min(passes)
+        self._warned: set[str] = set()
         self.rows: list[dict[str, Any]] = []
         """One dict a measurement."""
         self.steps = 0
@@ -117,21 +124,35 @@ class Tracker:
     def measure(self) -> dict[str, Any]:
         """Measure now, whatever the interval and the time, and return the row."""
         trained, begin = self.training_seconds, time.perf_counter()
-        with torch.inference_mode(False):
-            setting = Setting(self.model, self.data, **self._options)
-            row: dict[str, Any] = {"step": self.steps, "training_seconds": trained, **_NOTHING}
-            try:
+        row: dict[str, Any] = {"step": self.steps, "training_seconds": trained, **_NOTHING}
+        try:
+            with torch.inference_mode(False):
+                setting = Setting(self.model, self.data, **self._options)
                 row["loss"] = float(outcomes(setting)[1].mean())
                 row |= self._margins(setting) | self._curvature(setting)
-            except InputError as error:
-                row["reason"] = str(error)
+        except InputError as error:
+            row["reason"] = str(error)
+        except Exception as error:  # out of memory, or a fault here or in the model: no reason to end a training
+            row["reason"] = f"{type(error).__name__}: {first_line(error)}"
+            self._warn("measure", row["reason"])
         self._cost = time.perf_counter() - begin
         self.spent += self._cost
         row["seconds"] = self._cost
         self.rows.append(row)
         if self.path is not None:
-            self.to_parquet(self.path)
+            try:
+                self.to_parquet(self.path)
+            except Exception as error:  # a full disk, a folder that has gone; the next row is another chance for all
+                self._warn("write", f"{type(error).__name__}: {first_line(error)}")
         return row
+
+    def _warn(self, what: str, reason: str) -> None:
+        """Say once what cannot be done; the training that is watched goes on."""
+        if what not in self._warned:
+            self._warned.add(what)
+            after = {"measure": "numbers that are missing are NaN", "write": "the rows are kept in memory"}[what]
+            text = f"Tracker could not {what} at step {self.steps:,}: {reason}; the training goes on, {after}."
+            warnings.warn(text, RuntimeWarning, stacklevel=3)
 
     def _margins(self, setting: Setting) -> dict[str, Any]:
         try:
@@ -150,11 +171,13 @@ class Tracker:
         except (InputError, NotExactError):  # batch statistics: a sample has no trace of its own
             trace = operator_trace(setting.hessian, probes=16, seed=setting.seed)
         top = eigenvalues(setting.hessian, tol=_TOL, max_matvecs=_PRODUCTS, vectors=False, seed=setting.seed)
+        found = top.outermost()
         return {
             "trace": trace.value,
             "trace_stderr": trace.stderr,
-            "largest_eigenvalue": float(top.values[0]),
+            "largest_eigenvalue": found.value,
             "residual": float(top.residuals[0]),
+            "tolerance": found.tolerance if top.converged else math.nan,
             "converged": top.converged,
             "products": top.matvecs,
         }
@@ -239,7 +262,7 @@ class Tracker:
             return f"tracker after {self.steps:,} steps: nothing measured yet; it waits, {self._waits()}"
         first, last = self.rows[0], self.rows[-1]
         changes = ", ".join(
-            f"{name} {first[key]:.4g} → {last[key]:.4g}"
+            f"{name} {_value(first, key)} → {_value(last, key)}"
             for key, name in (
                 ("trace", "trace"),
                 ("largest_eigenvalue", "λ₁"),
@@ -251,3 +274,17 @@ class Tracker:
             f"tracker after {self.steps:,} steps: {len(self.rows)} measurements, {changes}; "
             f"{self.overhead:.1%} of the training time"
         )
+
+
+def _value(row: dict[str, Any], key: str) -> str:
+    """One number of a row with its error: that of the probes of a trace, that of the iteration for λ₁."""
+    value = row[key]
+    if math.isnan(value):
+        return "undefined"
+    if key == "trace":
+        return in_short(Estimate(value, row["trace_stderr"]))
+    if key == "largest_eigenvalue":
+        return in_short(
+            Estimate(value, tolerance=row["tolerance"], status="converged" if row["converged"] else "not converged")
+        )
+    return f"{value:.4g}"

@@ -51,11 +51,11 @@ Row = dict[str, float]
 Progress = Callable[[str, int, int], None]
 """Called with what is under way (with loss, accuracy and speed), the steps done, and the steps in all."""
 
+_LATER = {"pool": 1, "channels_last": False, "crop": 4}  # fields that keys do not have, with their defaults
 _VERSION = 1  # part of every key: to be raised when the same job would give another network
 _CHECKPOINT_SECONDS = 20.0
 _CHECKPOINT_SHARE = 0.05  # of the time at most goes into checkpoints
 _REPORT_SECONDS = 0.2
-_CROP = 4  # pixels of zeros around an image before it is cropped back to its size
 _EVALUATION_BATCH = 1000
 _GREY = (0.299, 0.587, 0.114)  # ITU-R BT.601, the usual weights of red, green, blue
 
@@ -71,7 +71,7 @@ class Recipe:
     batch of a pass is smaller where the batch size does not divide the data; one of a single sample is left out, since
     batch norm cannot take it. A batch size beyond the data means all of the data.
 
-    Schedules, with the epoch t from 0, the number of epochs T, and α₀ = `lr` (MATH, paper C, Eq. 14 and 15):
+    Schedules, with the epoch t from 0, the number of epochs T, and α₀ = `lr` (paper C, Eq. 14 and 15; mathematics 9.3):
 
     - "constant": α₀.
     - "paper_c": with u = t/T and r = 0.01: α₀ for u ≤ 0.5, then linear down to α₀r at u = 0.9, then α₀r.
@@ -103,7 +103,9 @@ class Recipe:
     averaged_lr: float = 0.5
     """The learning rate of schedule "averaging" from 0.9·`average_from` on, in units of `lr`."""
     augment: bool = False
-    """Crop (after 4 zeros on every side) and flip each image at random, anew in every step."""
+    """Crop (after `crop` zeros on every side) and flip each image at random, anew in every step."""
+    crop: int = 4
+    """Pixels of zeros around an image before it is cropped back to its size."""
     loss: str = "cross_entropy"
     until_loss: float | None = None
     """Stop at the first evaluation at which the loss over the training set is at most this."""
@@ -131,6 +133,7 @@ class Recipe:
         if not 0 <= self.weight_decay < math.inf:
             raise InputError(f"a recipe needs a weight_decay >= 0, got {self.weight_decay}.")
         whole_number(self.batch_size, "batch_size", 1)
+        whole_number(self.crop, "crop", 0)
         if (self.steps is None) == (self.epochs is None):
             raise InputError(f"a recipe needs either steps or epochs, got steps={self.steps}, epochs={self.epochs}.")
         whole_number(*((self.steps, "steps") if self.epochs is None else (self.epochs, "epochs")), 0)
@@ -181,6 +184,10 @@ class Job:
     set."""
     grey: bool = False
     """Colour images as one channel, 0.299 R + 0.587 G + 0.114 B."""
+    pool: int = 1
+    """Every pool × pool pixels averaged to one: 2 makes images of 32² images of 16², at a quarter of the cost."""
+    channels_last: bool = False
+    """Weights and images in the memory format that convolutions on a CPU take less time with."""
     recipe: Recipe
     seed: int = 0
     """Of the first weights, the order of the data, crops and dropout."""
@@ -206,14 +213,24 @@ class Job:
             if name not in Parts._fields[:3]:
                 raise unknown_name("set to evaluate", name, Parts._fields[:3])
         whole_number(self.validation, "validation", 0)
+        whole_number(self.pool, "pool", 1)
         for name in ("train_size", "test_size", "evaluate_every"):
             if getattr(self, name) is not None:
                 whole_number(getattr(self, name), name, 1)
 
     @property
     def key(self) -> str:
-        """The digest of all fields but `keep`, which changes nothing about the training."""
-        return digest({"version": _VERSION, "job": {**plain(self), "keep": None}})
+        """The digest of all fields but `keep`, which changes nothing about the training.
+
+        Fields that came later count only where they are not at their defaults, so that older networks are still found.
+        """
+        return digest({"version": _VERSION, "job": {**_of_key(self), "keep": None, "recipe": _of_key(self.recipe)}})
+
+
+def _of_key(config: Job | Recipe) -> dict[str, Any]:
+    """The fields that decide a key: all but those that came later and are at their defaults."""
+    fields: dict[str, Any] = plain(config)
+    return {name: value for name, value in fields.items() if name not in _LATER or value != _LATER[name]}
 
 
 class Parts(NamedTuple):
@@ -251,6 +268,8 @@ def parts(job: Job) -> Parts:
         inputs = pair[0].index_select(0, indices)
         if job.grey and inputs.shape[1] == 3:
             inputs = torch.einsum("nchw,c->nhw", inputs, torch.tensor(_GREY))[:, None].contiguous()
+        if job.pool > 1:
+            inputs = nn.functional.avg_pool2d(inputs, job.pool)
         return inputs, pair[1].index_select(0, indices)
 
     train = cut(whole.train, order[job.validation : job.validation + size])
@@ -268,13 +287,17 @@ def _build(job: Job) -> nn.Module:
     """The network of a job with its first weights. What the data decides is filled in."""
     (listing,) = (row for row in data_sets.describe() if row.name == job.data)
     channels, height, width = listing.shape
+    height, width = height // job.pool, width // job.pool
     channels = 1 if job.grey else channels
     facts = {"channels": channels, "inputs": channels * height * width, "size": height, "classes": listing.classes}
     known = inspect.signature(getattr(models, job.network)).parameters
     options = {name: value for name, value in facts.items() if name in known} | dict(job.options)
     with preserved_random_state():
         torch.manual_seed(job.seed)
-        return models.build(job.network, **options)
+        network = models.build(job.network, **options)
+    if job.channels_last:
+        network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # PyTorch's types do not know it
+    return network
 
 
 # -------------------------------------------------------------------------------------------------- one run
@@ -306,14 +329,14 @@ def _generator(seed: int, purpose: str, number: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(text).digest()[:4], "big"))
 
 
-def _augmented(images: Tensor, generator: torch.Generator) -> Tensor:
+def _augmented(images: Tensor, crop: int, generator: torch.Generator) -> Tensor:
     """Each image cropped out of its zero-padded self at a random place and, half of the time, mirrored."""
     count, channels, height, width = images.shape
-    shifts = torch.randint(2 * _CROP + 1, (2, count, 1), generator=generator)
+    shifts = torch.randint(2 * crop + 1, (2, count, 1), generator=generator)
     mirrored = torch.randint(2, (count, 1), generator=generator).bool()
     rows, columns = torch.arange(height) + shifts[0], torch.arange(width)
     columns = torch.where(mirrored, columns.flip(0), columns) + shifts[1]
-    padded = nn.functional.pad(images, (_CROP,) * 4)
+    padded = nn.functional.pad(images, (crop,) * 4)
     where = (torch.arange(count)[:, None, None, None], torch.arange(channels)[:, None, None])
     rows, columns = rows[:, None, :, None], columns[:, None, None, :]
     return padded[tuple(index.to(images.device) for index in (*where, rows, columns))]
@@ -376,7 +399,7 @@ class _Run:
                 batch = order[number * recipe.batch_size : (number + 1) * recipe.batch_size]
                 inputs, targets = self.inputs.index_select(0, batch), self.targets.index_select(0, batch)
                 if recipe.augment:
-                    inputs = _augmented(inputs, _generator(self.seed, "augment", self.step))
+                    inputs = _augmented(inputs, recipe.crop, _generator(self.seed, "augment", self.step))
                 try:
                     outputs = self.model(inputs)
                 except (RuntimeError, ValueError, TypeError, IndexError) as error:
@@ -744,7 +767,9 @@ def fit(
     folder = None
     if checkpoint is not None:
         facts = {"recipe": recipe, "seed": seed, "evaluate_every": evaluate_every}
-        folder = _Folder(Path(checkpoint), _key(model, train, evaluate or {}, facts), facts)
+        folder = _Folder(
+            Path(checkpoint), _key(model, train, evaluate or {}, facts | {"recipe": _of_key(recipe)}), facts
+        )
     with _owned(folder, progress, label):
         return _fit(
             model,

@@ -3,7 +3,7 @@
 A ReLU network computes the same function with its weights in many places, and its curvature differs between them
 without bound (paper B). Every transform here returns `Transformed`: a new model and a `Certificate` of what is
 preserved, checked on data. The original is never touched. A certificate's diagonal map T predicts the new Hessian,
-H(Tθ) = T⁻¹H(θ)T⁻¹ (MATH 4.8); `Transformed.hessian` applies it.
+H(Tθ) = T⁻¹H(θ)T⁻¹ (mathematics 7.1); `Transformed.hessian` applies it.
 
 The layers that may be scaled are found by running the network on two samples and following the factor of every value:
 linear layers, convolutions (grouped and transposed ones too), products with a matrix of parameters and the affine part
@@ -83,7 +83,7 @@ class Transformed:
 
         If the outputs are scaled by α, H must be that of θ ↦ ℓ(α·φ(θ)). Exact; a product costs one product with H.
         Any matrix that transforms alike may be passed, the Gauss-Newton matrix for one. Reference: paper B,
-        section E; MATH 4.8.
+        section E; mathematics 7.1.
 
         >>> net = nn.Sequential(nn.Linear(2, 1, bias=False), nn.ReLU(), nn.Linear(1, 1, bias=False))
         >>> shapes = {name: p.shape for name, p in net.named_parameters()}
@@ -149,7 +149,7 @@ def scaling_groups(model: nn.Module, *, data: Any = None) -> tuple[ScalingGroup,
 
     Every combination of numbers that `rescale_layers` accepts is a product of these. Layers next to an operation that
     passes no factor on (tanh, softmax, a weight used twice) and the output layer are in no group. Cost: one forward
-    pass of two samples. `data` as in `rescale_layers`. Reference: paper B, section E; MATH 4.8.
+    pass of two samples. `data` as in `rescale_layers`. Reference: paper B, section E; mathematics 7.1.
 
     >>> net = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2))
     >>> scaling_groups(net)
@@ -200,7 +200,7 @@ def rescale_layers(
         allow_output_scale: whether the outputs may be multiplied by a number other than 1.
 
     The change is exact up to rounding. Cost: a copy of the model and a few forward passes. Reference: paper B, sections
-    B and E, in the form of MATH 2.
+    B and E, in the form of mathematics 7.3.
 
     >>> net = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
     >>> result = rescale_layers(net, {"0": 8.0, "2": 0.125})
@@ -223,7 +223,7 @@ def rescale_all(model: nn.Module, alpha: float, *, data: Any = None) -> Transfor
     the sum of squares that keep the branches of every sum alike. Layers in front of the last batch norm have no
     influence on the scale of the outputs and stay as they are. Refused where an operation between the layers passes no
     factor on. Exact up to rounding; cost and `data` as in `rescale_layers`. Reference: paper A, section 5, in the form
-    of MATH 1.
+    of mathematics 7.3.
 
     >>> net = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
     >>> {name: round(factor, 9) for name, factor in rescale_all(net, 9.0).certificate.factors.items()}
@@ -258,7 +258,7 @@ def scale_last_layer(model: nn.Module, alpha: float, *, data: Any = None) -> Tra
     The predictions stay, the margins grow by α, and on correctly classified points with a unique argmax the whole
     Hessian goes to zero as α grows: its hidden block like α²e^{−αΔ}, the last layer's like e^{−αΔ}, Δ the margin.
     Works for any network that ends in a linear layer, a convolution or a batch norm. Exact up to rounding; cost and
-    `data` as in `rescale_layers`. Reference: paper A, section 5 and Proposition 5.1, in the form of MATH 1.
+    `data` as in `rescale_layers`. Reference: paper A, section 5 and Proposition 5.1, in the form of mathematics 7.6.
 
     >>> net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
     >>> scale_last_layer(net, 10.0).certificate.factors
@@ -287,7 +287,7 @@ def scale_before_batchnorm(model: nn.Module, factors: Mapping[str, Factor], *, d
 
     The batch norm's running_mean·α, running_var·α² and eps·α² keep the function exactly in both batch-norm modes.
     (Keeping eps instead needs running_var' = α²(var + eps) − eps, which turns negative for small α and holds in eval
-    mode only.) Exact up to rounding; cost and `data` as in `rescale_layers`. Reference: MATH 7.
+    mode only.) Exact up to rounding; cost and `data` as in `rescale_layers`. Reference: mathematics 7.4.
 
     >>> net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 2))
     >>> result = scale_before_batchnorm(net, {"0": 100.0})
@@ -1347,7 +1347,8 @@ class RadialMap:
     g⁻¹(θ) = θ̂ + ψ(r, r̂, δ, ρ)/r · (θ − θ̂), r = ‖θ − θ̂‖, where ψ stretches [0, r̂] linearly to [0, ρ], [r̂, δ] to
     [ρ, δ], and is the identity beyond δ. g is the same map with r̂ and ρ exchanged. A loss L in the new parameters η is
     L(g(η)); at a critical point θ̂ its Hessian is (r̂/ρ)²∇²L. Calling the map gives g. Not differentiable on the spheres
-    r = ρ and r = δ, where the inner piece is taken. Each operation costs O(P). Reference: paper B, section A; MATH 2.
+    r = ρ and r = δ, where the inner piece is taken. Each operation costs O(P). Reference: paper B, section A;
+    mathematics 7.7.
 
     >>> g = RadialMap(torch.zeros(2), delta=1.0, rho=0.1, r_hat=0.5)
     >>> g(torch.tensor([0.1, 0.0])), g.inverse(torch.tensor([0.5, 0.0])), g(torch.tensor([3.0, 4.0]))
@@ -1493,7 +1494,7 @@ def radial(
         center: θ̂, the trainable parameters laid end to end; those of the model unless given.
         data: as in `rescale_layers`.
 
-    Reference: paper B, section A; MATH 2.
+    Reference: paper B, section A; mathematics 7.7.
 
     >>> net = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
     >>> radial(net, delta=1.0, rho=0.25, r_hat=0.5).certificate.factors["0.weight"]

@@ -43,6 +43,7 @@ from spiritlevel.cli.measures import Measures
 from spiritlevel.cli.parsing import in_options, parse
 from spiritlevel.cli.report import Report
 from spiritlevel.cli.reproduce import Reproduce
+from spiritlevel.cli.streams import Signals, forgiving
 from spiritlevel.errors import InputError, NotExactError, check_seed, unknown_name
 
 COMMANDS: dict[str, Callable[[Sequence[str]], Command]] = {
@@ -114,7 +115,7 @@ def _run(command: Command) -> int:
         if command.debug:
             traceback.print_exc()
         if isinstance(error, OSError) and error.strerror:
-            say(f"{error.strerror}: {error.filename}.")
+            say(f"{error.strerror}{'' if error.filename is None else f': {error.filename}'}.")
         else:
             say(in_options(str(error), command))
         return BAD_INPUT
@@ -124,7 +125,8 @@ def _run(command: Command) -> int:
 def main(args: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code.
 
-    0 done, 1 ran and a check failed, 2 bad input, 70 a bug in spiritlevel, 130 interrupted, 141 the reader has gone.
+    0 done, 1 ran and a check failed, 2 bad input, 70 a bug in spiritlevel, 130 interrupted (143 by SIGTERM), 141 the
+    reader has gone.
 
     >>> main(["--version"])
     spiritlevel ...
@@ -132,16 +134,18 @@ def main(args: Sequence[str] | None = None) -> int:
     """
     # Threads that wait for each other must not spin: on a busy machine that made the demo thirteen times slower.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is imported
-    try:
-        command = _parse(list(sys.argv[1:] if args is None else args))
-        return command if isinstance(command, int) else _run(command)
-    except KeyboardInterrupt as interrupt:
-        say(str(interrupt) or "interrupted.")  # a command that ends its work in order says what it left
-        return INTERRUPTED
-    except (BrokenPipeError, SystemExit):  # the reader of a pipe has gone (Rich exits): stop without a word
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return PIPE_CLOSED
-    except Exception:
-        traceback.print_exc()
-        say("this is a bug in spiritlevel; please report it with the lines above.")
-        return BUG
+    with forgiving(), Signals() as signals:
+        try:
+            command = _parse(list(sys.argv[1:] if args is None else args))
+            return command if isinstance(command, int) else _run(command)
+        except (BrokenPipeError, SystemExit):  # the reader of a pipe has gone (Rich exits): stop without a word
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return PIPE_CLOSED
+        except (Exception, KeyboardInterrupt) as error:
+            if signals.received or isinstance(error, KeyboardInterrupt):  # or what a library made of the interrupt
+                told = str(error) if isinstance(error, KeyboardInterrupt) else ""
+                say(told or "interrupted.")  # a command that ends its work in order says what it left
+                return 128 + signals.received if signals.received else INTERRUPTED
+            traceback.print_exc()
+            say("this is a bug in spiritlevel; please report it with the lines above.")
+            return BUG

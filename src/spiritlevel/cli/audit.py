@@ -8,7 +8,7 @@ from typing import Annotated
 
 from tyro.conf import Positional, arg
 
-from spiritlevel.cli.base import Outcome, ProgressBar
+from spiritlevel.cli.base import Outcome, ProgressBar, tell
 from spiritlevel.cli.measure import OnData
 from spiritlevel.cli.parsing import optional
 
@@ -53,8 +53,8 @@ class Audit(OnData):
                 progress=progress,
                 seed=self.seed,
             )
-        print(f"{self.model}: {found.parameters:,} parameters, {found.samples:,} of {population:,} samples")
+        tell(f"{self.model}: {found.parameters:,} parameters, {found.samples:,} of {population:,} samples")
         for note in filter(None, [about_weights(self.model, self.weights), *samples.notes]):
-            print(note)
+            tell(note)
         show_audit(found)
         return Outcome({"audit": found.to_dict()})

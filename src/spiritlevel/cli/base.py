@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple, Self
 
 from spiritlevel.cli.parsing import optional
-from spiritlevel.errors import InputError
+from spiritlevel.errors import InputError, printable
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.progress import Progress
 
 DONE, CHECK_FAILED, BAD_INPUT, BUG, INTERRUPTED, PIPE_CLOSED = 0, 1, 2, 70, 130, 141
@@ -109,7 +110,24 @@ class ProgressBar:
 
 def say(sentence: str) -> None:
     """One sentence on standard error."""
-    print(f"spiritlevel: {' '.join(sentence.split())}", file=sys.stderr, flush=True)
+    print(f"spiritlevel: {' '.join(printable(sentence).split())}", file=sys.stderr, flush=True)
+
+
+def tell(line: str) -> None:
+    """A line on standard output that holds names from elsewhere: no terminal obeys what stands in them."""
+    print(printable(line))
+
+
+def console() -> Console:
+    """A console for texts and tables of texts that hold names from elsewhere."""
+    from rich.console import Console
+    from rich.text import Text
+
+    class Harmless(Console):
+        def render_str(self, text: str, *rest: Any, **more: Any) -> Text:
+            return super().render_str(printable(text), *rest, **more)
+
+    return Harmless(highlight=False)
 
 
 def check_writable(path: Path, option: str = "--json") -> None:

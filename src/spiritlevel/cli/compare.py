@@ -9,8 +9,8 @@ from typing import Annotated
 
 from tyro.conf import Positional, arg
 
-from spiritlevel.cli.base import Outcome, ProgressBar, check_folder
-from spiritlevel.cli.measure import OnData, write_run
+from spiritlevel.cli.base import Outcome, ProgressBar, check_folder, tell
+from spiritlevel.cli.measure import OnData, shown_in_any_case, write_run
 from spiritlevel.cli.parsing import optional
 
 
@@ -36,7 +36,6 @@ class Compare(OnData):
         """Load both, compare, show the rows and the advice."""
         if self.out is not None:
             check_folder(self.out)
-        from spiritlevel.cli.show import show_comparison
         from spiritlevel.comparing import compare
         from spiritlevel.loading import about_weights, check_classes, load_model, load_samples
 
@@ -66,14 +65,14 @@ class Compare(OnData):
             reasons = (*filter(None, dict.fromkeys(notes)), *comparison.reasons)
             settings = sources | comparison.settings | sources  # first, and as they were given
             comparison = dataclasses.replace(comparison, settings=settings, reasons=reasons)
+        with shown_in_any_case(comparison), ProgressBar() as progress:
             if self.out is not None:
                 progress("writing the page", 0, 0)
                 write_run(comparison, self.out)
-        show_comparison(comparison)
         for note in filter(None, dict.fromkeys(notes)):
-            print(note)
+            tell(note)
         if self.out is not None:
-            print(f"The page: {self.out / 'report.html'}")
+            tell(f"The page: {self.out / 'report.html'}")
         return Outcome({"comparison": comparison.to_dict()})
 
     def _labels(self) -> tuple[str, str]:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 from tyro.conf import arg
 
-from spiritlevel.cli.base import Outcome, ProgressBar, Seeded, check_folder
-from spiritlevel.cli.measure import finish, write_run
+from spiritlevel.cli.base import Outcome, ProgressBar, Seeded, check_folder, tell
+from spiritlevel.cli.measure import finish, shown_in_any_case, write_run
 from spiritlevel.cli.parsing import optional
 from spiritlevel.errors import InputError
 
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from spiritlevel.data import Data as Images
 
 _STEPS = 47  # of a pass over the 6,000 built-in images; larger sets get as many steps, not as many passes
+
+_MOST_EPOCHS = 1_000_000  # months
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,12 +44,11 @@ class Demo(Seeded):
 
     def run(self) -> Outcome:
         """Train, measure, write the page, show the numbers."""
-        if self.epochs < 1:
-            raise InputError(f"demo needs at least 1 epoch, got {self.epochs}.")
+        if not 1 <= self.epochs <= _MOST_EPOCHS:
+            raise InputError(f"demo needs --epochs from 1 to {_MOST_EPOCHS:,}, got {self.epochs}.")
         if self.samples < 1:
             raise InputError(f"demo measures at least 1 training image, got --samples {self.samples}.")
         check_folder(self.out)
-        from spiritlevel.cli.show import show_report
         from spiritlevel.measuring import measure
 
         name = self.data or _best_data()
@@ -65,10 +66,10 @@ class Demo(Seeded):
             )
             trained = {"model": "lenet5", "train data": images.name, "training": f"Adam, {_STEPS * self.epochs} steps"}
             report = dataclasses.replace(report, settings={**trained, **report.settings})
+        with shown_in_any_case(report), ProgressBar() as progress:
             progress("writing the page", 0, 0)
             write_run(report, self.out)
-        show_report(report)
-        print(f"The page: {self.out / 'report.html'}")
+        tell(f"The page: {self.out / 'report.html'}")
         finish(report)
         return Outcome({"report": report.to_dict()})
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from tyro.conf import Positional, arg
 
-from spiritlevel.cli.base import Outcome, ProgressBar, Seeded, check_folder
+from spiritlevel.cli.base import Outcome, ProgressBar, Seeded, check_folder, tell
 from spiritlevel.cli.parsing import optional
 from spiritlevel.errors import InputError
 
@@ -32,7 +33,7 @@ class OnData(Seeded):
     measures: Annotated[str | None, optional("NAME,NAME,...")] = None
     """Only these measures, or all; about a dozen by default."""
     samples: Annotated[int | None, optional("N")] = None
-    """Measure a random subset of N samples; means over samples show the error of that, other measures say unknown."""
+    """Measure a random subset of N samples; ± then says how far the value on all of them may be, or why not known."""
     batch_norm: Annotated[str, arg(metavar="eval|batch")] = "eval"
     """Running statistics, or those of each batch."""
     device: Annotated[str | None, optional("DEVICE")] = None
@@ -43,12 +44,18 @@ class OnData(Seeded):
     @property
     def names(self) -> str | list[str] | None:
         """The measures asked for."""
-        if self.measures in (None, "all"):
-            return self.measures
-        names = [name.strip() for name in str(self.measures).split(",") if name.strip()]
+        if self.measures is None:
+            return None
+        names = [name.strip() for name in self.measures.split(",") if name.strip()]
         if not names:
             raise InputError("--measures names no measure; `spiritlevel measures` lists them all.")
-        return names
+        if "all" in names:
+            return "all"
+        if "default" in names:
+            from spiritlevel.measures import DEFAULT
+
+            names = [each for name in names for each in (DEFAULT if name == "default" else [name])]
+        return list(dict.fromkeys(names))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,12 +97,10 @@ class Measure(OnData):
                     raise
             if ranks.rank:
                 return Outcome(None)
-            progress("writing the page", 0, 0)
+        with shown_in_any_case(report), ProgressBar() as bar:
+            bar("writing the page", 0, 0)
             write_run(report, self.out)
-        from spiritlevel.cli.show import show_report
-
-        show_report(report)
-        print(f"The page: {self.out / 'report.html'}")
+        tell(f"The page: {self.out / 'report.html'}")
         finish(report)
         return Outcome({"report": report.to_dict()})
 
@@ -142,6 +147,18 @@ def finish(report: Report) -> None:
     """An interrupted measurement ends as one, after its page is written."""
     if report.partial:
         raise KeyboardInterrupt(f"{report.partial}; the page holds what was measured until then.")
+
+
+@contextmanager
+def shown_in_any_case(result: Report | Comparison) -> Iterator[None]:
+    """Show the numbers after the block, also where it fails: a full disk must not cost them."""
+    from spiritlevel.cli.show import show_comparison, show_report
+    from spiritlevel.results import Comparison
+
+    try:
+        yield
+    finally:
+        show_comparison(result) if isinstance(result, Comparison) else show_report(result)
 
 
 def write_run(result: Report | Comparison, folder: Path) -> None:

@@ -63,7 +63,7 @@ def _worth(measure: Measure) -> str:
     """How the number is found, which decides what it is worth."""
     if measure.lower_bound:
         return "lower bound"
-    if measure.cost == "matvecs":
+    if measure.cost == "matvecs" or "min_{r,c>0}" in measure.formula:  # an eigenvalue, or a best scaling
         return "to a tolerance"
     if measure.cost == "forward":
         return "estimated" if "~" in measure.formula else "exact"  # a formula that draws noise is sampled
@@ -85,7 +85,8 @@ them on a network.
 
 Notation: L the mean loss, H its Hessian at the parameters θ (P of them), λ₁ ≥ … ≥ λ_P its eigenvalues, φ the outputs, S
 their softmax, y the label, w_l and A_l the tensors and matrices of layer l. Papers A and C are named in the
-[README](../README.md), MATH are the project's own derivations.
+[README](../README.md); "mathematics 7.1" is a section of [mathematics.md](mathematics.md), the project's own
+derivations.
 """
 
 

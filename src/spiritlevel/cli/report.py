@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import Positional, arg
 
-from spiritlevel.cli.base import Command, Outcome, check_writable
+from spiritlevel.cli.base import Command, Outcome, check_writable, tell
 from spiritlevel.errors import InputError
+from spiritlevel.storage import check_readable
 
 if TYPE_CHECKING:
     from spiritlevel.results import Comparison
@@ -40,6 +41,11 @@ class Report(Command):
         from spiritlevel.results import Comparison
         from spiritlevel.storage import write_atomically
 
+        for path in self.runs:
+            if self.out.resolve() == _file(path).resolve():
+                raise InputError(
+                    f"--out {self.out} is the run itself, which the page would overwrite; name another file."
+                )
         results = [_read(path) for path in self.runs]
         titles = [_title(result) for result in results]
         for number, (path, result) in enumerate(zip(self.runs, results, strict=True)):
@@ -47,7 +53,7 @@ class Report(Command):
                 where = path.parent if path.suffix == ".json" else path
                 results[number] = dataclasses.replace(result, name=f"{titles[number]} in {where.resolve().name}")
         write_atomically(self.out, page(*results))
-        print(f"The page: {self.out}")
+        tell(f"The page: {self.out}")
         return Outcome({"page": str(self.out), "runs": [_title(result) for result in results]})
 
 
@@ -57,13 +63,19 @@ def _title(result: Found | Comparison) -> str:
     return " and ".join(result.names) if isinstance(result, Comparison) else result.name
 
 
+def _file(path: Path) -> Path:
+    return path / "report.json" if path.is_dir() else path
+
+
 def _read(path: Path) -> Found | Comparison:
     from spiritlevel.results import Comparison, Result
     from spiritlevel.results import Report as Found
 
-    file = path / "report.json" if path.is_dir() else path
-    if not file.is_file():
-        raise InputError(f"{str(path)!r} is no run: there is no file {str(file)!r}; `spiritlevel measure` writes one.")
+    file = _file(path)
+    try:
+        check_readable(file)
+    except InputError as error:
+        raise InputError(f"{str(path)!r} is no run: {error} `spiritlevel measure` writes one.") from error
     try:
         found = _inner(file) or Result.from_json(file)
     except InputError as error:

@@ -34,10 +34,11 @@ class Reproduce(Seeded):
 
     NAME = "reproduce"
 
-    scale: Annotated[str, arg(metavar="smoke|laptop|paper")] = "laptop"
-    """smoke: seconds; laptop: minutes, on narrowed networks and subsets; paper: the full recipe."""
+    scale: Annotated[str, arg(metavar="smoke|laptop|small|paper")] = "laptop"
+    """smoke: seconds; laptop: minutes, on narrowed networks and subsets; small (some studies): hours, on narrowed
+    networks that generalise; paper: the full recipe."""
     seed: int = 0
-    """The first seed; laptop scale runs five of them, from here."""
+    """The first seed; laptop scale runs five of them and small scale three, from here."""
     seeds: Annotated[str | None, arg(metavar="S,S,...", help_behavior_hint="(default: those of the scale)")] = None
     """Run these seeds instead, each an independent job."""
     cluster: Annotated[str | None, parsing.optional("ray|ray://HOST:PORT")] = None
@@ -62,8 +63,8 @@ class Reproduce(Seeded):
         heading = f"{study.title} ({study.source}), {self.scale} scale, {counted(len(jobs), 'job')}."
         console.print(heading, highlight=False)
         for statement in study.statements:
-            middle = f"; in direction if {statement.direction}" if statement.direction else ""
-            console.print(f"  {statement.id}: reproduced if {statement.reproduced}{middle}.", style="dim", markup=False)
+            rule = f"reproduced if {statement.reproduced}; fails if {statement.fails}"
+            console.print(f"  {statement.id}: {rule}.", style="dim", markup=False)
         with ProgressBar() as progress:
             if self.cluster is not None:
                 from spiritlevel.cluster import run_jobs
@@ -75,6 +76,9 @@ class Reproduce(Seeded):
                     where = f"{study.name} {number}/{len(jobs)}: " if len(jobs) > 1 else ""
                     report = lambda what, done, total, where=where: progress(where + what, done, total)  # noqa: E731
                     summaries.append(execute(study, config, self.out, progress=report))
+        said = {config: study.reduced(config) for config in jobs}
+        for text in dict.fromkeys(filter(None, said.values())):
+            console.print(f"  Reduced: {text}.", style="dim", markup=False, highlight=False)
         rows = combine(summaries, study.statements)
         folders = [str(study.folder(config, self.out)) for config in jobs]
         show(rows, varied(summaries), console)
@@ -96,7 +100,7 @@ class Listing(Command):
 
         from spiritlevel.studies import catalogue
 
-        print("usage: spiritlevel reproduce STUDY [--scale smoke|laptop|paper] [--seeds S,S,...] [--out DIR]")
+        print("usage: spiritlevel reproduce STUDY [--scale smoke|laptop|small|paper] [--seeds S,S,...] [--out DIR]")
         rows = [{"study": s.name, "paper": s.source, "shows": s.title} for s in catalogue().values()]
         table = Table(*rows[0], box=box.SIMPLE_HEAD, pad_edge=False)
         for row in rows:
@@ -114,16 +118,17 @@ def show(rows: Sequence[Mapping[str, Any]], settings: Sequence[str], console: An
     from spiritlevel.cli.show import columns, print_table
 
     table = columns(*settings, "statement", "paper", "ours", "verdict", whole=range(len(settings)))
-    colours = {"reproduced": "green", "reproduced in direction": "yellow", "not reproduced": "red"}
+    colours = {"reproduced": "green", "not reproduced": "red"}
     remarks = []
     for row in rows:
-        verdict = row["verdict"] + (f" ({row['agree']} of {row['seeds']} seeds)" if row["seeds"] > 1 else "")
+        verdict = row["verdict"] + (f", {row['agree']} of {row['seeds']} seeds" if row["seeds"] > 1 else "")
         cells = [str(row["config"][name]) for name in settings]
         style = colours.get(row["verdict"], "")
         ours = Text(number(row).replace(" [", "\n["))  # the interval below its number: neither is broken
         table.add_row(*map(Text, cells), Text(row["text"]), Text(row["paper"]), ours, Text(verdict, style=style))
-        if row["remark"]:
-            remarks.append(f"  {', '.join([*cells, row['id']])}: {row['remark']}")
+        if row["remark"] or row["reason"]:
+            reason = f"{row['reason'].capitalize()}." if row["reason"] else ""
+            remarks.append(f"  {', '.join([*cells, row['id']])}: {' '.join(filter(None, [reason, row['remark']]))}")
     print_table(console, table)
     for remark in remarks:
         console.print(remark, style="dim", markup=False, highlight=False)
@@ -133,12 +138,16 @@ SMALLEST = 1e-300  # below it a number has lost its digits (and soon is zero)
 
 
 def number(row: Mapping[str, Any]) -> str:
-    """Our value with its interval, as text."""
-    if row["ours"] is None or isinstance(row["ours"], str):
-        return row["ours"] or "undefined"
-    limits = "" if row["low"] is None else f" [{row['low']:.3g}, {row['high']:.3g}]"
-    ours = f"below {SMALLEST:.0e}" if 0 < abs(row["ours"]) < SMALLEST else f"{row['ours']:.4g}"
-    return f"{ours}{limits}"
+    """Our numbers with their intervals over the seeds, as text; × marks a ratio."""
+    if not row["parts"]:
+        return row["ours"] if isinstance(row["ours"], str) else "undefined"
+    return "; ".join(f"{name} {_part(**part)}".lstrip() for name, part in row["parts"].items())
+
+
+def _part(mean: float, low: float | None, high: float | None, ratio: bool) -> str:
+    limits = "" if low is None or high is None else f" [{low:.3g}, {high:.3g}]"
+    ours = f"below {SMALLEST:.0e}" if 0 < abs(mean) < SMALLEST else f"{mean:.4g}"
+    return f"{'× ' if ratio else ''}{ours}{limits}"
 
 
 def varied(summaries: Sequence[Mapping[str, Any]]) -> list[str]:

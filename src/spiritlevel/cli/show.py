@@ -7,51 +7,78 @@ import textwrap
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Literal
 
+from spiritlevel.cli import base
+from spiritlevel.errors import printable
+
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from spiritlevel.results import Audit, Comparison, Report
+    from spiritlevel.results import Audit, Comparison, Report, ReportRow
 
 
 def show_report(report: Report, console: Console | None = None) -> None:
     """The measures with their errors, what the audit did to each, and the headline."""
-    from rich.console import Console
-
     from spiritlevel.results import figure, left_out_lines
 
-    console = console or Console(highlight=False)
-    samples = f"{report.settings['samples']} samples {'measured' if report.rows else 'given, nothing measured'}"
+    console = console or base.console()
+    known = report.settings.get("samples", "an unknown number of")  # not in every report that somebody made up
+    samples = f"{known} samples {'measured' if report.rows else 'given, nothing measured'}"
     console.print(f"{report.name}: {report.parameters:,} parameters, {samples}", markup=False)
     if report.partial:
         console.print(f"Not complete: {report.partial}.", style="bold red", markup=False)
     moved = report.audit.moved() if report.audit is not None else {}
     table = columns("measure", "value", "± (95 %)", "larger is", "at the same\noutputs", right=(1, 2), whole=(4,))
     for row in report.rows:
-        low, high = row.interval
-        interval = "unknown" if math.isnan(low) else "exact" if low == high else figure((high - low) / 2, 2)
         value = f"{'≥ ' if row.kind == 'lower bound' else ''}{figure(row.value.value, 4)}"
         if row.kind == "undefined":
-            value, interval = "undefined", ""
-        table.add_row(row.name, value, interval, row.direction, _fate(moved.get(row.name)))
+            value = "undefined"
+        table.add_row(row.name, value, _limits(row), row.direction, _fate(moved.get(row.name)))
     if report.rows:
         print_table(console, table)
+    reasons = {row.name: row.subset_error for row in report.rows if row.subset_error}
+    for reason in dict.fromkeys(reasons.values()):
+        names = ", ".join(name for name in reasons if reasons[name] == reason)
+        console.print(f"unknown: {names}: {reason}", style="dim", markup=False)
     for line in left_out_lines(report.left_out):
         console.print(line, style="dim", markup=False)
     for sentence in report.headline:
         console.print(sentence, style="bold", markup=False)
 
 
+def _limits(row: ReportRow) -> str:
+    """How far the limits of the 95 % interval are from the value, or the word for a number that has none."""
+    low, high = row.interval
+    if row.kind in ("undefined", "lower bound", "not converged"):
+        return "" if row.kind == "undefined" else row.kind
+    if math.isnan(low):
+        return "unknown"
+    known = low == high or (row.value.settled and not row.value.data_stderr)
+    return row.kind if known else _apart(row.value.value, low, high)
+
+
+def _apart(value: float, low: float, high: float) -> str:
+    """One number, or two where the limits are not equally far from the value, by more than a quarter.
+
+    >>> _apart(5.0, 4.0, 6.1), _apart(5.0, 4.0, 8.0)
+    ('1', '−1 +3')
+    """
+    from spiritlevel.results import figure
+
+    below, above = value - low, high - value
+    if max(below, above) <= 1.25 * min(below, above):
+        return figure((high - low) / 2, 2)
+    return f"−{figure(below, 2)} +{figure(above, 2)}"
+
+
 def show_comparison(comparison: Comparison) -> None:
     """The rows in their order and the advice."""
-    from rich.console import Console
-
     from spiritlevel.results import figure, left_out_lines, times
 
-    console = Console(highlight=False)
+    console = base.console()
     a, b = comparison.names
     samples = f"{comparison.samples:,} samples"
-    if "random" in comparison.settings.get("samples", ""):
+    if comparison.samples < comparison.population:
         samples += " drawn at random"
     title = f"{a} and {b} on {samples}; change: from {a} to {b}, {comparison.level:.0%} limits"
     console.print(title, markup=False)
@@ -67,7 +94,9 @@ def show_comparison(comparison: Comparison) -> None:
             continue
         sign = "+" if row.difference > 0 else ""
         change = sign + figure(row.difference, 3)
-        table.add_row(row.name, figure(row.a.value, 3), figure(row.b.value, 3), change, spread, favours)
+        bound = "≥ " if row.a.status == "lower bound" else ""
+        values = (bound + figure(value.value, 3) for value in (row.a, row.b))
+        table.add_row(row.name, *values, change, spread, favours)
     print_table(console, table)
     for line in left_out_lines(comparison.left_out):
         console.print(line, style="dim", markup=False)
@@ -82,11 +111,9 @@ def show_comparison(comparison: Comparison) -> None:
 
 def show_audit(audit: Audit) -> None:
     """Measures × transforms, and how far a search went."""
-    from rich.console import Console
+    from spiritlevel.results import in_short, left_out_lines
 
-    from spiritlevel.results import figure, left_out_lines
-
-    console = Console(highlight=False)
+    console = base.console()
     transforms = list(dict.fromkeys(row.transform for row in audit.rows))
     words = [name.replace("_", "\n").replace("batchnorm", "batch\nnorm") for name in transforms]
     table = columns("measure", "value", *words, right=(1,), whole=range(2, 2 + len(words)))
@@ -94,7 +121,7 @@ def show_audit(audit: Audit) -> None:
         rows = {row.transform: row for row in audit.rows if row.measure == measure}
         first = next(iter(rows.values()))
         cells = [_cell(rows[name].verdict, rows[name].ratio) if name in rows else "" for name in transforms]
-        table.add_row(measure, figure(first.before.value, 4), *cells)
+        table.add_row(measure, in_short(first.before), *cells)
     print_table(console, table)
     console.print("= invariant, ×r changes by that factor, ? within the error, … not converged", style="dim")
     for worst in audit.worst:
@@ -132,7 +159,7 @@ def columns(*headings: str, right: Iterable[int] = (), whole: Iterable[int] = ()
     for number, heading in enumerate(headings):
         kept = number in (*right, *whole)
         justify: Literal["left", "right"] = "right" if number in right else "left"
-        table.add_column(Text(heading), justify=justify, no_wrap=kept, overflow="fold")
+        table.add_column(Text(printable(heading)), justify=justify, no_wrap=kept, overflow="fold")
     return table
 
 

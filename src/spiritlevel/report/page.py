@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import html
 import itertools
 import json
@@ -19,7 +20,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from spiritlevel import __version__, charts
-from spiritlevel.errors import InputError, counted
+from spiritlevel.errors import InputError, counted, printable
 from spiritlevel.report.parts import (
     Card,
     Cell,
@@ -134,6 +135,7 @@ def _environment() -> Environment:
         loader=PackageLoader("spiritlevel.report"),
         autoescape=True,
         undefined=StrictUndefined,
+        finalize=lambda value: printable(value) if type(value) is str else value,  # what is Markup is ours
         trim_blocks=True,
         lstrip_blocks=True,
     )
@@ -145,15 +147,28 @@ def _static(name: str) -> str:
     return resources.files("spiritlevel.report").joinpath("static", name).read_text(encoding="utf-8")
 
 
+# What the library bundles, by its version. The cache folder is no part of the program: what lies there goes into every
+# page, so it is compared with this before it does. A test says which line is missing.
+_BUNDLES = {"1.9.0.post1": "373b1f84072b31010f15ceb787be6b415c53936411aae267c8c2b2b6ccde46e7"}
+
+
 @functools.cache
 def _vega() -> str:
-    """Vega, Vega-Lite and Vega-Embed as one script, kept in the cache folder because bundling takes seconds."""
-    file = cache_folder() / f"vega-{version('vl-convert-python')}.js"
+    """Vega, Vega-Lite and Vega-Embed as one script, kept in the cache folder because bundling takes seconds.
+
+    What is kept counts only if it is what the library would bundle; of a version that is not known here nothing is
+    kept. A damaged file is replaced.
+    """
+    release = version("vl-convert-python")
+    file, pin = cache_folder() / f"vega-{release}.js", _BUNDLES.get(release)
     with suppress(OSError):
-        return file.read_text(encoding="utf-8")
+        kept = file.read_bytes()
+        if hashlib.sha256(kept).hexdigest() == pin:
+            return kept.decode("utf-8")
     script = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")
-    with suppress(OSError):  # a read-only home is no reason not to have a page
-        write_atomically(file, script)
+    if hashlib.sha256(script.encode("utf-8")).hexdigest() == pin:
+        with suppress(OSError):  # a read-only home is no reason not to have a page
+            write_atomically(file, script)
     return script
 
 
@@ -211,13 +226,26 @@ def _interval(report: Report, row: ReportRow) -> tuple[float, float]:
     return row.interval
 
 
+_WORTH = {
+    "exact": "exact on the samples measured",
+    "estimated": "estimated on the samples measured",
+    "lower bound": "a lower bound: the best that an optimiser found",
+    "not converged": "not converged, so its error is not known",
+}
+
+
 def _certainty(report: Report, row: ReportRow) -> str:
     low, high = _interval(report, row)
+    if row.kind in ("lower bound", "not converged"):
+        return _WORTH[row.kind]
     if math.isnan(low):
-        return f"{row.kind} on the samples measured; for all data the error is not known"
-    if low != high:
-        return f"95 % interval {number(low, 3)} to {number(high, 3)}"
-    return {"exact": "exact on the samples measured", "lower bound": "a lower bound"}.get(row.kind, row.kind)
+        why = f": {row.subset_error}" if row.subset_error else ""
+        return f"{row.kind} on the samples measured; for all data the error is not known{why}"
+    if row.kind == "converged" and not row.value.data_stderr:
+        return f"± {number((high - low) / 2, 2)}, to which an iteration found it"
+    if low == high:
+        return _WORTH.get(row.kind, row.kind)
+    return f"95 % interval {number(low, 3)} to {number(high, 3)}"
 
 
 def _card(report: Report, label: str, names: tuple[str, ...]) -> Card:
@@ -225,7 +253,8 @@ def _card(report: Report, label: str, names: tuple[str, ...]) -> Card:
     if row is None:
         return Card(label, "–", "", _missing(report, "It", *names))
     meaning = f"{row.meaning[:1].upper()}{row.meaning[1:]}. Larger is {row.direction}."
-    return Card(label, number(row.value.value), _certainty(report, row), meaning)
+    bound = "≥ " if row.kind == "lower bound" else ""
+    return Card(label, bound + number(row.value.value), _certainty(report, row), meaning)
 
 
 def _artefact_card(report: Report) -> Card:
@@ -266,7 +295,7 @@ def _summary(report: Report, key: str) -> Section:
 
 
 def _accuracy_limits(fit: Fit) -> str:
-    """Wilson's 95 % interval in percent where a random subset was measured: an accuracy of 100 % has an error, too."""
+    """The 95 % interval in percent where a random subset was measured: an accuracy of 100 % has an error, too."""
     if math.isnan(fit.accuracy.value) or not 0 < fit.samples < fit.population:
         return "–" if math.isnan(fit.accuracy.value) else "exact"
     low, high = fit.accuracy_limits()
@@ -422,13 +451,14 @@ def _spectrum(report: Report, key: str) -> Section:
     if found is None:
         section.texts.append(_missing(report, "The spectrum", "spectrum"))
         return section
-    top, bottom = float(found.largest.values[0]), float(found.smallest.values[0])
-    unsure = [] if found.largest.converged and found.smallest.converged else ["An end of it did not converge fully."]
+    top, bottom = found.largest.outermost(), found.smallest.outermost()
+    ends = f"{_estimate(bottom)} to {_estimate(top)}"
+    unsure = list(_open_ends(bottom, top))
     section.texts.append(
         " ".join(
             [
                 *_few(report),
-                f"The {found.size:,} eigenvalues reach from {number(bottom)} to {number(top)}; their sum, the trace, "
+                f"The {found.size:,} eigenvalues reach from {ends}; their sum, the trace, "
                 f"is {_estimate(found.trace)}, the root of their summed squares {_estimate(found.frobenius_norm)}. Few "
                 "large values and very many near 0 are usual: the loss is flat in most directions.",
                 *unsure,
@@ -438,17 +468,28 @@ def _spectrum(report: Report, key: str) -> Section:
     spectrum = found.density
     curve = spectrum.density()
     probes = "all eigenvalues" if spectrum.exact else f"{spectrum.nodes.shape[0]} probes"
-    alt = f"Smoothed density of the eigenvalues from {number(bottom)} to {number(top)} on a logarithmic axis, {probes}."
+    alt = f"Smoothed density of the eigenvalues from {ends} on a logarithmic axis, {probes}."
     section.figures.append(_figure(f"{key}-density", "Density of eigenvalues", alt, charts.density(curve)))
     alt = f"Stem plot of Ritz values against their weights on a logarithmic axis, {probes}."
     chart = charts.ritz_values(spectrum, floor=1e-12)
     note = "One stem is one Ritz value of a probe, its height the share of the spectrum that it stands for"
     section.figures.append(_figure(f"{key}-ritz", "Ritz values and their weights", alt, chart, inset="x", note=note))
-    values = [(k + 1, v, r) for k, (v, r) in enumerate(_pairs(found.largest.values, found.largest.residuals))]
-    section.tables.append(
-        Table(f"{key}-eigenvalues", "Largest eigenvalues", ["rank", "eigenvalue", "residual ‖Hv − λv‖"], values, True)
-    )
+    rows = [
+        (side, k + 1, v, r)
+        for side, pairs in (("largest", found.largest), ("smallest", found.smallest))
+        for k, (v, r) in enumerate(_pairs(pairs.values, pairs.residuals))
+    ]
+    columns = ["end", "rank", "eigenvalue", "residual ‖Hv − λv‖"]
+    section.tables.append(Table(f"{key}-eigenvalues", "Outermost eigenvalues", columns, rows, True))
     return section
+
+
+def _open_ends(bottom: Estimate, top: Estimate) -> Iterator[str]:
+    """What the numbers of both ends leave open."""
+    if "not converged" in (bottom.status, top.status):
+        yield "An end of it did not converge, so that more of it may lie further out."
+    elif not bottom.sign:
+        yield "Whether the smallest of them lies below 0 cannot be told: its error is larger than its value."
 
 
 def _pairs(a: Any, b: Any) -> Iterable[tuple[float, float]]:
@@ -456,9 +497,24 @@ def _pairs(a: Any, b: Any) -> Iterable[tuple[float, float]]:
 
 
 def _estimate(estimate: Estimate) -> str:
-    """A value and its 95 % limits."""
+    """A value and its 95 % limits, where they are wider than the digits shown."""
     low, high = estimate.interval()
-    return f"{number(estimate.value)} ± {number((high - low) / 2, 2)}" if low < high else number(estimate.value)
+    text = number(estimate.value)
+    if estimate.status in ("not converged", "lower bound"):
+        return f"{text} (not converged)" if estimate.status == "not converged" else f"≥ {text}"
+    if math.isnan(low):
+        return text if math.isnan(estimate.value) else f"{text} ± unknown"
+    half = (high - low) / 2
+    if not half > (5e-5 if estimate.status == "converged" else 0.0) * abs(estimate.value):
+        return text
+    digits = math.ceil(math.log10(max(abs(estimate.value) / half, 1))) + 1  # no more than the error leaves
+    return f"{number(estimate.value, min(4, max(2, digits)))} ± {number(half, 2)}"
+
+
+def _cell(estimate: Estimate) -> Cell:
+    """The same for a table, whose bare numbers can be downloaded with all digits."""
+    text = _estimate(estimate)
+    return estimate.value if text == number(estimate.value) else text
 
 
 def _few(report: Report) -> list[str]:
@@ -532,7 +588,8 @@ def _audit(report: Report, key: str) -> Section:
         section.texts.append("Not tested: none of the transforms that keep the outputs applies to this network.")
     section.texts += [
         f"The map below shows one fixed scaling. A short search for a worse one moved ‘{item.measure}’ "
-        f"{number(item.factor, 3)}-fold at the same outputs, from {_journey(item)}; larger scalings move it further."
+        f"at least {number(item.factor, 3)}-fold at the same outputs, from {_journey(item)}; larger scalings move it "
+        "further."
         for item in audit.worst
         if math.isfinite(item.factor)
     ]
@@ -542,7 +599,7 @@ def _audit(report: Report, key: str) -> Section:
     section.figures.append(_figure(f"{key}-audit-map", "Measures under transforms", alt, charts.audit_map(audit)))
     columns = ["measure", "transform", "before", "after", "after / before", "predicted ratio", "verdict", "note"]
     rows = [
-        (r.measure, r.transform, r.before.value, r.after.value, r.ratio, r.predicted, r.verdict, r.note)
+        (r.measure, r.transform, _cell(r.before), _cell(r.after), r.ratio, r.predicted, r.verdict, r.note)
         for r in audit.rows
     ]
     section.tables.append(Table(f"{key}-audit-table", "The audit in numbers", columns, rows, True))
@@ -585,10 +642,13 @@ def _measures(report: Report, key: str) -> Section:
     moved = {} if report.audit is None else report.audit.moved()
     for row in report.rows:
         low, high = _interval(report, row)
-        undefined = math.isnan(row.value.value) and row.value.reason
-        meaning = f"{row.meaning} (undefined: {row.value.reason})" if undefined else row.meaning
+        why = row.value.reason if row.kind in ("undefined", "not converged") else ""
+        meaning = f"{row.meaning} ({row.kind}: {why})" if why else row.meaning
         # the error of a subset is not known for every measure
         ends = f"{number(low, 3)} to {number(high, 3)}" if low < high else "unknown" if math.isnan(low) else "–"
+        if row.kind == "converged" and not row.value.data_stderr:
+            ends = "–" if row.value.settled else f"±\u00a0{number((high - low) / 2, 2)}"
+        ends = f"{number(row.value.value)} or more" if math.isinf(high) else ends
         rows.append((row.name, row.value.value, ends, row.kind, row.direction, _fate(moved.get(row.name)), meaning))
     section.tables.append(Table(f"{key}-measures-table", "Measures", columns, rows))
     return section
@@ -641,8 +701,9 @@ def _figure(
 
     `inset` names the axes that leave room between the frame and the outermost marks, which lie half outside without.
     """
-    spec = {name: value for name, value in chart.to_dict().items() if name not in ("$schema", "config", "title")}
-    heading = chart.to_dict().get("title", {})
+    whole = charts.specification(chart)
+    spec = {name: value for name, value in whole.items() if name not in ("$schema", "config", "title")}
+    heading = whole.get("title", {})
     said = heading.get("subtitle") or heading.get("text", "") if isinstance(heading, dict) else ""
     note = "; ".join(filter(None, (said, note)))
     for part in [spec, *spec.get("layer", [])]:
@@ -678,7 +739,7 @@ def _comparison(found: Comparison, key: str) -> Iterator[Section]:
     rows = []
     for row in found.rows:
         verdict = favours.get(row.verdict, row.verdict) + (f": {row.note}" if row.note else "")
-        rows.append((row.name, row.a.value, row.b.value, _difference(row), verdict))
+        rows.append((row.name, _cell(row.a), _cell(row.b), _difference(row), verdict))
     section.tables.append(Table(f"{key}-comparison", f"{a} and {b} on {found.samples:,} samples", columns, rows))
     columns = ["measure", "difference", "low", "high", "interval from", f"ratio {b} / {a}", "moved at least"]
     details = [(row.name, row.difference, row.low, row.high, row.how, row.ratio, row.factor) for row in found.rows]
@@ -687,9 +748,8 @@ def _comparison(found: Comparison, key: str) -> Iterator[Section]:
     if found.margins is not None:
         first, second = found.margins
         change = second.signed - first.signed
-        wider = float((change > 0).double().mean())
         section = Section(f"{key}-pairs", "Sample by sample")
-        section.texts.append(f"{b} has the wider margin on {wider:.1%} of the samples.")
+        section.texts.append(_wider(found, change))
         chart = charts.distribution(change, f"margin of {b} minus margin of {a}")
         alt = f"Histogram of the differences of the margins, {b} minus {a}, of {len(change):,} samples."
         section.figures.append(_figure(f"{key}-pairs-chart", "Differences of the margins", alt, chart))
@@ -702,6 +762,18 @@ def _comparison(found: Comparison, key: str) -> Iterator[Section]:
         section.tables.append(_left_out(found.left_out, key))
     if section.tables:
         yield section
+
+
+def _wider(found: Comparison, change: Any) -> str:
+    """On how many samples each model has the wider margin; what rounding can explain counts for neither."""
+    assert found.margins is not None
+    a, b = found.names
+    rounding = 1e-5 * max(float(each.output.max()) if len(each) else 0.0 for each in found.margins)
+    first, second = (float((sign * change > rounding).double().mean()) for sign in (-1, 1))
+    if first == second == 0:
+        return "The margins of all samples are the same up to rounding."
+    rest = "" if first + second > 1 - 1e-12 else "; on the others they are the same up to rounding"
+    return f"{b} has the wider margin on {second:.1%} of these samples, {a} on {first:.1%}{rest}."
 
 
 def _difference(row: ComparisonRow) -> str:
@@ -735,6 +807,8 @@ def _with_limits(report: Report, row: ReportRow) -> Cell:
     """A value with its 95 % limits; a number alone where it has none."""
     low, high = _interval(report, row)
     value = row.value.value
+    if row.kind in ("lower bound", "not converged"):
+        return _estimate(row.value)
     if math.isnan(low) and not math.isnan(value):
         return f"{number(value)} ± unknown"
     return f"{number(value)} ± {number((high - low) / 2, 2)}" if low < high else value

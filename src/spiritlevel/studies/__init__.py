@@ -1,4 +1,4 @@
-"""The papers' experiments as commands, one file each; they share `base` and `recipes` and never import each other.
+"""The papers' experiments as commands, one file each; they share `base`, `rules`, `recipes` and import no other.
 
 >>> studies = catalogue()
 >>> studies["confidence"].source
@@ -11,11 +11,13 @@ import importlib
 import pkgutil
 
 from spiritlevel.errors import unknown_name
-from spiritlevel.studies.base import SCALES, Config, Ruling, Run, Statement, Study, Verdict, combine, execute
+from spiritlevel.studies.base import SCALES, Config, Run, Study, combine, execute
+from spiritlevel.studies.rules import Range, Ruling, Statement, Verdict, decide
 
 __all__ = [
     "SCALES",
     "Config",
+    "Range",
     "Ruling",
     "Run",
     "Statement",
@@ -23,14 +25,17 @@ __all__ = [
     "Verdict",
     "catalogue",
     "combine",
+    "decide",
     "execute",
     "find",
 ]
 
 
 def catalogue() -> dict[str, Study]:
-    """Every study by name: each module of this package but the two that studies share holds one as `STUDY`."""
-    modules = sorted(info.name for info in pkgutil.iter_modules(__path__) if info.name not in ("base", "recipes"))
+    """Every study by name: each module of this package but the three that studies share holds one as `STUDY`."""
+    modules = sorted(
+        info.name for info in pkgutil.iter_modules(__path__) if info.name not in ("base", "recipes", "rules")
+    )
     found = [importlib.import_module(f"{__name__}.{name}").STUDY for name in modules]
     return {study.name: study for study in found}
 

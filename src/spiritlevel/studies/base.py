@@ -3,7 +3,8 @@
 A study is a plain function of a frozen config. It says before it runs what it will call *reproduced*; `execute` runs it
 in a folder keyed by the config's hash and writes, in this order, the pieces it has measured, its tables (Parquet), its
 charts (SVG and PNG), and last `summary.json`, which alone makes a run finished. A run that was killed goes on from its
-pieces and from the checkpoints of its networks and ends with the same numbers; a finished one is not run again.
+pieces and from the checkpoints of its networks and ends with the same numbers; a finished one is not run again. What is
+kept are numbers; verdicts are drawn from them, over all seeds, whenever they are shown (`rules`).
 """
 
 from __future__ import annotations
@@ -20,96 +21,19 @@ import subprocess
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from spiritlevel import __version__, storage
 from spiritlevel.errors import InputError, check_seed, unknown_name
+from spiritlevel.studies.rules import Ruling, Statement, Verdict, decide
 
 if TYPE_CHECKING:
     from spiritlevel.training import Job, Trained
 
-SCALES = ("smoke", "laptop", "paper")
+SCALES = ("smoke", "laptop", "small", "paper")
 SUMMARY = "summary.json"
-
-
-class Verdict(StrEnum):
-    """How a statement of a paper fared here."""
-
-    REPRODUCED = "reproduced"
-    DIRECTION = "reproduced in direction"
-    NOT = "not reproduced"
-    UNDECIDED = "undecided"
-
-
-@dataclass(frozen=True)
-class Statement:
-    """What a paper says, and what will be called reproduced, both fixed before the run.
-
-    Attributes:
-        id: A short name, unique in its study.
-        text: The paper's statement in a few words.
-        paper: The paper's own number or picture, as text.
-        reproduced: When it counts as reproduced.
-        direction: When it counts as reproduced in direction; empty if there is no such middle.
-        limits: Between which our number must lie, where it is a correlation or a share.
-    """
-
-    id: str
-    text: str
-    paper: str
-    reproduced: str
-    direction: str = ""
-    limits: tuple[float, float] | None = None
-
-    def judge(
-        self,
-        ours: float | str | None,
-        *,
-        reproduced: bool,
-        direction: bool = False,
-        undecided: str = "",
-        low: float | None = None,
-        high: float | None = None,
-        remark: str = "",
-    ) -> Ruling:
-        """The verdict on our number; `undecided` names a reason why the run cannot tell, for example `not fitted`.
-
-        >>> high_r = Statement("r", "the trace follows the margin", "0.97", "r is at least 0.9", "r is at least 0.5")
-        >>> str(high_r.judge(0.7, reproduced=0.7 >= 0.9, direction=0.7 >= 0.5).verdict)
-        'reproduced in direction'
-        """
-        verdict = (
-            Verdict.UNDECIDED
-            if undecided
-            else Verdict.REPRODUCED
-            if reproduced
-            else Verdict.DIRECTION
-            if direction and self.direction
-            else Verdict.NOT
-        )
-        remarks = [f"{undecided}." if undecided else "", remark]
-        number = ours if isinstance(ours, str) else _finite(ours)
-        return Ruling(self, number, verdict, _finite(low), _finite(high), " ".join(filter(None, remarks)))
-
-
-class Ruling(NamedTuple):
-    """A statement with our number beside it; `low` and `high` bound the number where it has an interval."""
-
-    statement: Statement
-    ours: float | str | None
-    verdict: Verdict
-    low: float | None = None
-    high: float | None = None
-    remark: str = ""
-
-    def record(self) -> dict[str, Any]:
-        """Plain values, for JSON and tables."""
-        own = {"ours": self.ours, "low": self.low, "high": self.high, "verdict": str(self.verdict)}
-        said = dataclasses.asdict(self.statement)
-        del said["limits"]  # a fact about the statement, not about the run
-        return {**said, **own, "remark": self.remark}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +41,8 @@ class Config:
     """What every study can be asked for. A study's own config adds fields, whose defaults are the paper's recipe."""
 
     scale: str = "smoke"
-    """smoke (seconds, for tests), laptop (minutes, real data, narrowed) or paper (the full recipe)."""
+    """smoke (seconds, for tests), laptop (minutes, real data, narrowed), small (hours, narrowed networks that
+    generalise) or paper (the full recipe)."""
     seed: int = 0
     """Start of everything random."""
 
@@ -137,11 +62,20 @@ class Study:
         source: Paper and figure.
         config: The study's config class.
         statements: What it will judge.
-        run: The experiment: measures, adds tables and charts to the run, and returns one ruling a statement.
+        run: The experiment: measures, adds tables and charts to the run, and returns one ruling a statement, unless
+            `judge` does.
+        judge: The rulings from the tables alone, given by their names, so that kept runs are judged by the rules of
+            today. Without it the numbers of the run itself count.
+        reduced: What a config has less of than the paper's experiment, for the row of its results; nothing if it is
+            that experiment.
+        wanted: What there is to run, by name: the fields of the config that a run must have to count for it.
         scales: Fields that differ from the config's defaults, for each scale.
         adapted: The same for single values of a swept field: scale, field, value, fields. They go before `scales`.
         sweep: Values that a field takes, one job each, where neither the caller nor the scale gives one.
+        only: The same for single scales: scale, field, values.
         seeds: How many seeds each scale runs where the caller gives none.
+        later: Fields that came later, with their defaults: there they are no part of a run's key, so that older runs
+            are still found.
         revision: Part of a run's key; raise it when the same config would give other numbers.
     """
 
@@ -150,11 +84,16 @@ class Study:
     source: str
     config: type[Config]
     statements: tuple[Statement, ...]
-    run: Callable[[Any, Run], Iterable[Ruling]]
+    run: Callable[[Any, Run], Iterable[Ruling] | None]
+    judge: Callable[[Any, Tables], Iterable[Ruling]] | None = None
+    reduced: Callable[[Any], str] = lambda config: ""
+    wanted: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     scales: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     adapted: Mapping[str, Mapping[str, Mapping[Any, Mapping[str, Any]]]] = field(default_factory=dict)
     sweep: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    seeds: Mapping[str, int] = field(default_factory=lambda: {"laptop": 5})
+    only: Mapping[str, Mapping[str, tuple[Any, ...]]] = field(default_factory=dict)
+    seeds: Mapping[str, int] = field(default_factory=lambda: {"laptop": 5, "small": 3})
+    later: Mapping[str, Any] = field(default_factory=dict)
     revision: int = 1
 
     def at(self, scale: str = "smoke", **given: Any) -> Config:
@@ -163,6 +102,8 @@ class Study:
         for name in given:
             if name not in known:
                 raise unknown_name(f"option of {self.name}", name, known)
+        if scale == "small" and scale not in self.scales:
+            raise InputError(f"{self.name} has no scale small; take smoke, laptop or paper.")
         preset = dict(self.scales.get(scale, {}))
         for name, values in self.adapted.get(scale, {}).items():
             preset |= values.get(given.get(name), {})
@@ -177,7 +118,8 @@ class Study:
             given: Fields; a list of values makes as many jobs.
         """
         fixed = {**self.scales.get(scale, {}), **given}
-        lists: dict[str, Sequence[Any]] = {name: values for name, values in self.sweep.items() if name not in fixed}
+        swept = {**self.sweep, **self.only.get(scale, {})}
+        lists: dict[str, Sequence[Any]] = {name: values for name, values in swept.items() if name not in fixed}
         lists |= {name: value if isinstance(value, list) else [value] for name, value in given.items()}
         lists["seed"] = range(self.seeds.get(scale, 1)) if seeds is None else seeds
         if not all(len(values) for values in lists.values()):
@@ -193,11 +135,44 @@ class Study:
 
     def key(self, config: Config) -> str:
         """The hash that names the run folder."""
-        return storage.digest({"study": self.name, "revision": self.revision, "config": storage.plain(config)}, 12)
+        fields = {
+            name: value
+            for name, value in storage.plain(config).items()
+            if name not in self.later or value != self.later[name]
+        }
+        return storage.digest({"study": self.name, "revision": self.revision, "config": fields}, 12)
 
     def folder(self, config: Config, out: str | Path) -> Path:
         """Where a run of this config lies below `out`."""
         return Path(out) / self.name / f"{config.scale}-{self.key(config)}"
+
+    def restored(self, kept: Mapping[str, Any]) -> Config:
+        """The config that a summary has kept; fields that came later have their defaults."""
+        known = {f.name for f in dataclasses.fields(self.config)}
+        return self.config(**{name: _frozen(value) for name, value in kept.items() if name in known})
+
+    def today(self, summary: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+        """A kept summary as it would be written today: with fields that came later and the numbers judged now."""
+        config = json.loads(json.dumps(storage.plain(self.restored(summary["config"]))))
+        return {**summary, "config": config, "rulings": self.rulings(summary, folder)}
+
+    def rulings(self, summary: Mapping[str, Any], folder: Path) -> list[dict[str, Any]]:
+        """What a kept run says about every statement, from its tables where the study can."""
+        if self.judge is None:
+            known = {statement.id: statement for statement in self.statements}
+            return [_of_today(ruling, known[ruling["id"]]) for ruling in summary["rulings"] if ruling["id"] in known]
+        try:
+            found = list(self.judge(self.restored(summary["config"]), lambda name: _read_table(folder, name)))
+        except (KeyError, OSError):  # its tables have not what the rules of today need
+            return [
+                {"id": ruling["id"], "ours": None, "undecided": "kept without the number that decides"}
+                for ruling in summary["rulings"]
+            ]
+        return [ruling.record() for ruling in found]
+
+
+Tables = Callable[[str], list[dict[str, Any]]]
+"""The rows of a table, by its name."""
 
 
 class Run:
@@ -290,11 +265,15 @@ def execute(
         with storage.lock(folder, waiting=waiting):
             done = read_summary(folder)
             if done is not None:
-                return done
+                return study.today(done, folder)
             storage.write_atomically(folder / "config.json", _json(storage.plain(config)))
             run = Run(folder, progress, cache)
             begin = time.monotonic()
-            rulings = [ruling.record() for ruling in study.run(config, run)]
+            found = study.run(config, run) or ()
+            if study.judge is not None:
+                list(found)
+                found = study.judge(config, partial(_read_table, folder))
+            rulings = [ruling.record() for ruling in found]
             summary = {
                 "study": study.name,
                 "title": study.title,
@@ -325,50 +304,38 @@ def read_summary(folder: Path) -> dict[str, Any] | None:
     return summary if whole else None
 
 
-def combine(summaries: Sequence[Mapping[str, Any]], statements: Sequence[Statement] = ()) -> list[dict[str, Any]]:
-    """One row for each statement and setting over the seeds: mean, 95 % interval, and the median verdict.
+def combine(summaries: Sequence[Mapping[str, Any]], statements: Sequence[Statement]) -> list[dict[str, Any]]:
+    """One row for each setting and statement over the seeds: the statement, our numbers, and the verdict on them.
 
-    The interval is Student's t over seeds, cut at the limits that one of the `statements` has (a correlation cannot
-    exceed 1), and then the remark says so; the verdict is the middle one of the seeds' verdicts (the lower of two), and
-    `agree` tells how many seeds have it. Runs that could not decide count only if none could.
+    Rulings of statements that the study does not have any more are left out.
     """
     groups: dict[str, list[tuple[Mapping[str, Any], Mapping[str, Any]]]] = {}
     for summary in summaries:
         setting = {name: value for name, value in summary["config"].items() if name not in ("seed", "class")}
         for ruling in summary["rulings"]:
             groups.setdefault(json.dumps([summary["study"], setting, ruling["id"]]), []).append((summary, ruling))
-    limits = {statement.id: statement.limits for statement in statements}
-    return [_combined(pairs, limits.get(pairs[0][1]["id"])) for pairs in groups.values()]
+    known = {statement.id: statement for statement in statements}
+    return [_combined(pairs, known[pairs[0][1]["id"]]) for pairs in groups.values() if pairs[0][1]["id"] in known]
 
 
-_RANK = [Verdict.NOT, Verdict.DIRECTION, Verdict.REPRODUCED]
-
-
-def _combined(
-    pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]], limits: tuple[float, float] | None
-) -> dict[str, Any]:
-    (summary, first), rulings = pairs[0], [ruling for _, ruling in pairs]
-    decided = sorted((r["verdict"] for r in rulings if r["verdict"] != Verdict.UNDECIDED), key=_RANK.index)
-    verdict = decided[(len(decided) - 1) // 2] if decided else str(Verdict.UNDECIDED)
-    row = {**first, "study": summary["study"], "config": summary["config"], "verdict": verdict, "seeds": len(rulings)}
-    row["agree"] = sum(r["verdict"] == verdict for r in rulings)
-    ours = [r["ours"] for r in rulings if isinstance(r["ours"], int | float)]
-    if len(ours) > 1:
-        from scipy import stats
-
-        mean = math.fsum(ours) / len(ours)
-        spread = math.sqrt(math.fsum((x - mean) ** 2 for x in ours) / (len(ours) - 1) / len(ours))
-        half = float(stats.t.ppf(0.975, len(ours) - 1)) * spread
-        row |= {"ours": mean, "low": mean - half, "high": mean + half}
-    row["remark"] = next((r["remark"] for r in rulings if r["verdict"] == verdict), "")
-    if limits is not None and len(ours) > 1:
-        low, high = limits
-        cut = [f"{end:g}" for end, beyond in ((low, row["low"] < low), (high, row["high"] > high)) if beyond]
-        if cut:
-            row |= {"low": max(row["low"], low), "high": min(row["high"], high)}
-            said = f"The interval over the seeds is cut at {' and '.join(cut)}, the end of what is possible."
-            row["remark"] = " ".join(filter(None, [row["remark"], said]))
-    return row
+def _combined(pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]], statement: Statement) -> dict[str, Any]:
+    summary, first = pairs[0]
+    rulings = [ruling for _, ruling in pairs]
+    decision = decide(statement, rulings)
+    said = dataclasses.asdict(statement)
+    del said["within"], said["limits"]  # the words say it
+    return {
+        **said,
+        "study": summary["study"],
+        "config": summary["config"],
+        "ours": first["ours"] if len(rulings) == 1 or not decision.parts else None,
+        "parts": {name: part._asdict() for name, part in decision.parts.items()},
+        "verdict": str(decision.verdict),
+        "reason": decision.reason,
+        "seeds": decision.seeds,
+        "agree": decision.agree,
+        "remark": first.get("remark", ""),
+    }
 
 
 FITTED = 0.99, 0.05
@@ -402,6 +369,22 @@ def chance_of_points(accuracies: Sequence[float], points: int) -> str:
     )
 
 
+def reduced(full: Config, config: Config, **fields: str) -> str:
+    """What a config has otherwise than the full experiment: the fields by their names in words, then the values.
+
+    >>> reduced(Config(), Config(seed=1), seed="seed")
+    'seed 1 (paper 0)'
+    """
+    texts = []
+    for name, word in fields.items():
+        ours, paper = getattr(config, name), getattr(full, name)
+        if ours != paper:
+            said = f"{ours:,}" if isinstance(ours, int) else str(ours)
+            known = "all" if paper is None else f"{paper:,}" if isinstance(paper, int) else str(paper)
+            texts.append(f"{word} {said} (paper {known})")
+    return ", ".join(texts)
+
+
 def versions() -> dict[str, str | None]:
     """What a number may depend on: the code, the libraries, the machine's kind."""
     packages = {name: importlib.metadata.version(name) for name in ("torch", "numpy", "scipy", "scikit-learn")}
@@ -420,6 +403,32 @@ def _commit() -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return found.stdout.strip()
+
+
+def _read_table(folder: Path, name: str) -> list[dict[str, Any]]:
+    import polars
+
+    return polars.read_parquet(folder / f"{name}.parquet").to_dicts()
+
+
+def _of_today(ruling: Mapping[str, Any], statement: Statement) -> dict[str, Any]:
+    """A ruling as it is kept today. Older ones kept a verdict; of it only that none could be drawn still counts.
+
+    Where an identity's number and that verdict disagree, the number was another one then.
+    """
+    if "verdict" not in ruling:
+        return dict(ruling)
+    reason = ruling["remark"].split(". ")[0].rstrip(".") if ruling["verdict"] == "undecided" else ""
+    kept = {name: ruling[name] for name in ("id", "ours", "remark")}
+    if statement.kind == "identity":
+        now = decide(statement, [kept]).verdict
+        if (now == Verdict.REPRODUCED) != (ruling["verdict"] == Verdict.REPRODUCED):
+            kept["ours"], reason = None, "kept with another number than is judged today"
+    return {**kept, "undecided": reason}
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(_frozen(item) for item in value) if isinstance(value, list) else value
 
 
 def _json(value: Any) -> str:

@@ -10,8 +10,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from spiritlevel.errors import unknown_name
-from spiritlevel.studies.base import Config, Ruling, Run, Statement, Study
+from spiritlevel.studies.base import Config, Run, Study
 from spiritlevel.studies.recipes import paper_a
+from spiritlevel.studies.rules import Range, Ruling, Statement
 
 if TYPE_CHECKING:
     from torch import nn
@@ -24,21 +25,27 @@ SINGLE = Statement(
     "per-sample traces by PyHessian's method, one point at a time, cost far more than margins",
     "1.5 hours against 5 seconds: 1080",
     "the ratio lies within a factor of 3 of 1080",
-    "the ratio is at least 100",
+    "it lies below 360 or above 3240",
+    Range(360, 3240, ratio=True),
+    trained=False,
 )
 BATCHED = Statement(
     "batched",
     "the same estimates cost far more than margins also if all points of a batch share a probe",
     "1080 (one point at a time)",
-    "the ratio is at least 360",
-    "the ratio is at least 10",
+    "the ratio is above 360",
+    "it is below",
+    Range(low=360, ratio=True),
+    trained=False,
 )
 EXACT = Statement(
     "exact",
     "exact per-sample traces cost far more than margins",
     "1080 (estimated traces)",
-    "the ratio is at least 360",
-    "the ratio is at least 2",
+    "the ratio is above 360",
+    "it is below",
+    Range(low=360, ratio=True),
+    trained=False,
 )
 NETWORKS = {"lenet": "lenet5", "fcn": "fcn_bn"}
 
@@ -171,13 +178,13 @@ def judge(rows: Mapping[str, Mapping[str, Any]]) -> Iterator[Ruling]:
 
     margins, single = rows["margins"], rows["PyHessian's rule, one by one"]
     ratio = single["ratio to margins"]
-    yield SINGLE.judge(ratio, reproduced=1 / 3 <= ratio / PAPER <= 3, direction=ratio >= 100, remark=remark(single))
+    yield SINGLE.judge(ratio, remark=remark(single))
     batched = rows["PyHessian's rule, in batches"]
     ratio = batched["ratio to margins"]
-    yield BATCHED.judge(ratio, reproduced=ratio >= 360, direction=ratio >= 10, remark=remark(batched))
+    yield BATCHED.judge(ratio, remark=remark(batched))
     exact = rows["exact traces"]
     ratio = exact["ratio to margins"]
-    yield EXACT.judge(ratio, reproduced=ratio >= 360, direction=ratio >= 2, remark=remark(exact))
+    yield EXACT.judge(ratio, remark=remark(exact))
 
 
 STUDY = Study(

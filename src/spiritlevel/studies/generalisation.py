@@ -22,8 +22,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from spiritlevel.data import describe
 from spiritlevel.errors import InputError
-from spiritlevel.studies.base import Config, Ruling, Run, Statement, Study, not_fitted
+from spiritlevel.studies.base import Config, Run, Study, Tables, not_fitted
+from spiritlevel.studies.rules import Range, Ruling, Statement
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -40,36 +42,39 @@ SETTINGS = ("lr", "batch_size", "width", "weight_decay")
 PLAIN = ("trace", "largest_eigenvalue")
 LOSS_BASED = ("mean_aceht", "margin_bound", "printed_margin_bound")  # functions of the margins that grow with sharpness
 
+BETTER = {"difference of τ": Range.POSITIVE, "τ": Range.POSITIVE}  # better than a wrong ranking is not enough
 MARGINS = Statement(
     "margins",
     "to assess generalisability, use a margin measure instead of flatness",
     "a recommendation, without a test on many networks (abstract, Sections 3.2.1 and 6)",
     "the margin measure that ranks best on the networks of the other seeds has a positive τ with the gap on a seed's "
-    "own networks, higher than that of Tr H or λ₁, whichever ranks better on the other seeds; mean over seeds, and the "
-    "95 % interval of the difference lies above 0",
-    "the same with an interval that reaches 0",
+    "own networks, higher than that of Tr H or λ₁, whichever ranks better on the other seeds",
+    "its τ is negative, or lower",
+    BETTER,
 )
 OWN_MARGIN = Statement(
     "output-margin",
     "nothing is lost if the output margin replaces the trace",
     "margins are highly correlated to flatness (abstract)",
-    "the mean output margin has a positive τ, and the 95 % interval of τ(margin) − τ(Tr H) lies above −0.1",
-    "a positive τ, and the difference is above −0.1",
+    "on a seed's networks the mean output margin has a positive τ, and τ(margin) − τ(Tr H) is above −0.1",
+    "its τ is negative, or the difference below −0.1",
+    {"difference of τ": Range(low=-0.1), "τ": Range.POSITIVE},
 )
 SCALE = Statement(
     "weight-scale",
     "flatness must be used in conjunction with the weights' scale",
     "a recommendation (abstract, conclusion)",
     "by the rule of `margins`, a measure of flatness that knows the weights' scale ranks better than Tr H and λ₁",
-    "the same with an interval that reaches 0",
+    "its τ is negative, or lower",
+    BETTER,
 )
 TIMES_NORM = Statement(
     "times-norm",
     "flatness times the squared weight norm, the plainest such conjunction, beats flatness alone",
     "a recommendation (abstract, conclusion)",
-    "τ(Tr H·‖θ‖²) > τ(Tr H) and τ(λ₁·‖θ‖²) > τ(λ₁), both products with a positive τ; the 95 % interval of the smaller "
-    "difference lies above 0",
-    "the same with an interval that reaches 0",
+    "on a seed's networks τ(Tr H·‖θ‖²) > τ(Tr H) and τ(λ₁·‖θ‖²) > τ(λ₁), both products with a positive τ",
+    "the smaller difference is negative, or the smaller τ",
+    BETTER,
 )
 
 
@@ -357,18 +362,24 @@ class Ranking:
         generator = np.random.default_rng(0)
         return float(np.mean([self._information(generator.random(len(self.replicas))) for _ in range(draws)]))
 
-    def advantage(self, names: Sequence[str], rivals: Sequence[str]) -> tuple[Array, Array, str]:
-        """How much better the best of `names` ranks than the best of `rivals`, and its own τ; its usual name.
+    def by_seed(self) -> Iterator[tuple[Array, Array]]:
+        """For each seed, which networks are its own, and which pairs of networks are."""
+        import numpy as np
+
+        for replica in np.unique(self.replicas):
+            here = self.replicas == replica
+            yield here, here[:, None] & here[None, :]
+
+    def advantages(self, names: Sequence[str], rivals: Sequence[str]) -> tuple[list[Array], list[Array], str]:
+        """For each seed, how much better the best of `names` ranks than the best of `rivals`, and its own τ; its name.
 
         Each best is chosen on the networks of the other seeds and judged on those of one, so that a long list has no
-        advantage over a short one; mean over seeds. Without a second seed both happen on the same networks.
+        advantage over a short one. Without a second seed both happen on the same networks.
         """
         import numpy as np
 
         gains, owns, chosen = [], [], Counter[str]()
-        for replica in np.unique(self.replicas):
-            here = self.replicas == replica
-            inside = here[:, None] & here[None, :]
+        for here, inside in self.by_seed():
             outside = inside if here.all() else ~here[:, None] & ~here[None, :]
             best = []
             for group in (names, rivals):
@@ -379,7 +390,7 @@ class Ranking:
                     chosen[group[order[0]]] += 1
             gains.append(best[0] - best[1])
             owns.append(best[0])
-        return np.mean(gains, axis=0), np.mean(owns, axis=0), ", ".join(name for name, _ in chosen.most_common())
+        return gains, owns, ", ".join(name for name, _ in chosen.most_common())
 
 
 def _signs(values: Array) -> tuple[Array, Array]:
@@ -412,10 +423,8 @@ def interval(draws: Array) -> tuple[float, float]:
 # --------------------------------------------------------------------------------------------------- the study
 
 
-def run(config: Generalisation, run: Run) -> Iterator[Ruling]:
+def run(config: Generalisation, run: Run) -> None:
     """Train and measure the grid, then rank."""
-    import numpy as np
-
     nets = []
     grid = cells(config)
     for number, cell in enumerate(grid):
@@ -427,21 +436,12 @@ def run(config: Generalisation, run: Run) -> Iterator[Ruling]:
     excluded = Counter(net["excluded"].split(" (")[0] for net in nets if net["excluded"])
     run.report(networks=len(nets), fitted=len(fitted), excluded=dict(excluded))
     if len(fitted) < 4:
-        reason = f"only {len(fitted)} of {len(nets)} networks are fitted"
-        for statement in STATEMENTS:
-            yield statement.judge(None, reproduced=False, undecided=reason)
+        run.table("values", [])
         return
     spread = gap_spread(fitted)
     run.report(**spread)
-    measures = columns(fitted)
-    settings = {name: [net[name] for net in fitted] for name in SETTINGS}
-    replicas = [net["replica"] for net in fitted]
-    rankings = {
-        target: Ranking(
-            measures, np.array([net[target] for net in fitted]), settings, replicas, config.resamples, config.seed
-        )
-        for target in ("gap", "loss gap")
-    }
+    rankings = rankings_of(config, fitted, config.resamples)
+    measures = rankings["gap"].measures
     seconds = run.once("cost", lambda: costs(config, fitted[-1], run))
     rows = ranked(rankings, fitted, seconds)
     run.table("measures", rows)
@@ -454,12 +454,42 @@ def run(config: Generalisation, run: Run) -> Iterator[Ruling]:
     ]
     run.table("values", values)
     _draw(run, rows, measures, fitted, rankings["gap"].cells)
-    undecided = ""
+
+
+def rankings_of(config: Generalisation, nets: Sequence[Mapping[str, Any]], resamples: int) -> dict[str, Ranking]:
+    """The rankings of fitted networks by the gap in error and by that in cross entropy."""
+    import numpy as np
+
+    measures = columns(nets)
+    settings = {name: [net[name] for net in nets] for name in SETTINGS}
+    replicas = [net["replica"] for net in nets]
+    return {
+        target: Ranking(measures, np.array([net[target] for net in nets]), settings, replicas, resamples, config.seed)
+        for target in ("gap", "loss gap")
+    }
+
+
+def from_tables(config: Generalisation, tables: Tables) -> Iterator[Ruling]:
+    """The rulings on a kept run, from its networks and the values that the measures have on them."""
+    nets = tables("networks")
+    fitted = [net for net in nets if not net["excluded"]]
+    if len(fitted) < 4:
+        for statement in STATEMENTS:
+            yield statement.judge(None, undecided=f"only {len(fitted)} of {len(nets)} networks are fitted")
+        return
+    values: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for row in tables("values"):
+        values.setdefault(tuple(row[name] for name in (*SETTINGS, "seed")), []).append(row)
+    fitted = [{**net, "measures": values[tuple(net[name] for name in (*SETTINGS, "seed"))]} for net in fitted]
+    undecided, spread = "", gap_spread(fitted)
     if len(fitted) < LEAST:
         undecided = f"{len(fitted)} fitted networks of {len(nets)}, {LEAST} are needed"
     elif not spread["spread_ratio"] >= SPREAD:
         undecided = f"the gaps spread only {spread['spread_ratio']:.2g} times as far as their binomial error"
-    yield from judge(rankings, undecided)
+    (listing,) = (row for row in describe() if row.name == config.data)
+    accuracy = 1 - max(net["test error"] for net in fitted)
+    facts = {"undecided": undecided, "accuracy": accuracy, "chance": 1 / listing.classes}
+    yield from judge(rankings_of(config, fitted, 0), facts)
 
 
 def gap_spread(nets: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -533,78 +563,57 @@ def _or_least(value: float) -> float:
     return value if math.isfinite(value) else -2.0
 
 
-def judge(rankings: Mapping[str, Ranking], undecided: str = "") -> Iterator[Ruling]:
-    """The verdicts by the gap in error, with the gap in cross entropy as a remark."""
+def judge(rankings: Mapping[str, Ranking], facts: Mapping[str, Any]) -> Iterator[Ruling]:
+    """The rulings by the gap in error, a number for each seed; with the gap in cross entropy as a remark."""
     import numpy as np
 
+    main, other = rankings["gap"], rankings["loss gap"]
     # what only some networks have could be chosen for the networks it leaves out
-    names = [name for name, values in rankings["gap"].measures.items() if np.isfinite(values).all()]
+    names = [name for name, values in main.measures.items() if np.isfinite(values).all()]
     plain = [name for name in PLAIN if name in names]
-    if len(plain) < len(PLAIN):
-        undecided = undecided or "needs the measures " + " and ".join(PLAIN) + " of every network"
+
+    def missing(what: str) -> dict[str, Any]:
+        return {**facts, "undecided": facts["undecided"] or what}
 
     for statement, kind in ((MARGINS, "margin"), (SCALE, "scale-aware flatness")):
         group = [name for name in names if family(name) == kind]
-        if not group or len(plain) < len(PLAIN):
-            yield statement.judge(None, reproduced=False, undecided=undecided or f"no {kind} measure was taken")
+        if len(plain) < len(PLAIN):
+            yield statement.judge(None, **missing(f"needs the measures {' and '.join(PLAIN)} of every network"))
             continue
-        (gain, own, best), (other, _, _) = (ranking.advantage(group, plain) for ranking in rankings.values())
-        low, high = interval(gain)
-        psi = {name: rankings["gap"].conditional(name)["mean"] for name in (best.split(", ")[0], *plain)}
-        first, better = best.split(", ")[0], max(plain, key=lambda name: _or_least(psi[name][0]))
+        if not group:
+            yield statement.judge(None, **missing(f"no {kind} measure was taken"))
+            continue
+        gains, owns, best = main.advantages(group, plain)
+        elsewhere = float(np.mean([gain[0] for gain in other.advantages(group, plain)[0]]))
         yield statement.judge(
-            float(gain[0]),
-            reproduced=bool(own[0] > 0 and low > 0),
-            direction=bool(own[0] > 0 and gain[0] > 0),
-            undecided=undecided,
-            low=low,
-            high=high,
-            remark=f"Difference of τ; chosen: {best}, with τ = {own[0]:.2f}. By the gap in loss {_signed(other)}. "
-            f"Ψ({first}) − Ψ({better}) = {_signed(psi[first] - psi[better])}. " + _size_alone(rankings["gap"]),
+            [_numbers(gain[0], own[0]) for gain, own in zip(gains, owns, strict=True)],
+            remark=f"Chosen: {best}. By the gap in loss the difference is {elsewhere:+.2f}. {_size_alone(main)}",
+            **facts,
         )
-
     if "margin_mean" in names and "trace" in names:
-        own, rival = (rankings["gap"].tau(name) for name in ("margin_mean", "trace"))
-        gain = own - rival
-        low, high = interval(gain)
-        yield OWN_MARGIN.judge(
-            float(gain[0]),
-            reproduced=bool(own[0] > 0 and low > -0.1),
-            direction=bool(own[0] > 0 and gain[0] > -0.1),
-            undecided=undecided,
-            low=low,
-            high=high,
-            remark=f"τ = {own[0]:.2f} (margin) and {rival[0]:.2f} (trace).",
+        pairs = [
+            [float(main.tau(name, inside)[0]) for name in ("margin_mean", "trace")] for _, inside in main.by_seed()
+        ]
+        said = (
+            f"Over all networks τ = {main.tau('margin_mean')[0]:.2f} (margin) and {main.tau('trace')[0]:.2f} (trace)."
         )
+        yield OWN_MARGIN.judge([_numbers(own - rival, own) for own, rival in pairs], remark=said, **facts)
     else:
-        yield OWN_MARGIN.judge(
-            None, reproduced=False, undecided="needs the measures margin_mean and trace of every network"
-        )
-
-    if set(PRODUCTS) <= set(names):
-        tau = {name: rankings["gap"].tau(name) for name in (*PRODUCTS, *PLAIN)}
-        gain = np.minimum(*(tau[name] - tau[base] for name, base in PRODUCTS.items()))
-        low, high = interval(gain)
-        text = ", ".join(f"{name} {draws[0]:.2f}" for name, draws in tau.items())
-        positive = all(tau[name][0] > 0 for name in PRODUCTS)
-        yield TIMES_NORM.judge(
-            float(gain[0]),
-            reproduced=bool(positive and low > 0),
-            direction=bool(positive and gain[0] > 0),
-            undecided=undecided,
-            low=low,
-            high=high,
-            remark=f"τ: {text}.",
-        )
+        yield OWN_MARGIN.judge(None, **missing("needs the measures margin_mean and trace of every network"))
+    if set(PRODUCTS) <= set(names) and len(plain) == len(PLAIN):
+        found = []
+        for _, inside in main.by_seed():
+            tau = {name: float(main.tau(name, inside)[0]) for name in (*PRODUCTS, *PLAIN)}
+            gain = min(tau[name] - tau[base] for name, base in PRODUCTS.items())
+            found.append(_numbers(gain, min(tau[name] for name in PRODUCTS)))
+        text = ", ".join(f"{name} {main.tau(name)[0]:.2f}" for name in (*PRODUCTS, *PLAIN))
+        yield TIMES_NORM.judge(found, remark=f"τ over all networks: {text}.", **facts)
     else:
-        yield TIMES_NORM.judge(
-            None, reproduced=False, undecided="needs weight_norm, trace and largest_eigenvalue of every network"
-        )
+        yield TIMES_NORM.judge(None, **missing("needs weight_norm, trace and largest_eigenvalue of every network"))
 
 
-def _signed(draws: Array) -> str:
-    low, high = interval(draws)
-    return f"{draws[0]:+.2f} [{low:+.2f}, {high:+.2f}]"
+def _numbers(difference: float, own: float) -> dict[str, float]:
+    return {"difference of τ": float(difference), "τ": float(own)}
 
 
 def _size_alone(ranking: Ranking) -> str:
@@ -679,6 +688,10 @@ STUDY = Study(
     config=Generalisation,
     statements=STATEMENTS,
     run=run,
+    judge=from_tables,
+    reduced=lambda config: (
+        f"{len(cells(config))} networks ({config.network}, {config.data}, {config.train_size:,} images)"
+    ),
     scales={
         "smoke": {
             "train_size": 60,

@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from spiritlevel.studies.base import Config, Ruling, Run, Statement, Study
+from spiritlevel.studies.base import Config, Run, Study
+from spiritlevel.studies.rules import Range, Ruling, Statement
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,7 +29,9 @@ def _euclidean(score: str, case: str) -> Statement:
         f"the {score} ranks models differently in other coordinates ({CASES[case]})",
         "very differently (stated)",
         "standardisation, whitening and the nonlinear bijection each reverse more than 5 % of the pairs of models",
-        "one of the three does",
+        "one of the three reverses fewer",
+        Range(low=0.05),
+        trained=False,
         limits=(0, 1),
     )
 
@@ -39,8 +42,9 @@ def _invariant(score: str, case: str) -> Statement:
         f"the ranking by {score} is not perturbed by bijections ({CASES[case]})",
         "not perturbed (stated)",
         "no pair is reversed in any coordinates, and differences between models agree to 1e-8 of their range",
-        "no pair is reversed",
-        limits=(0, 1),
+        "a pair is reversed, or a difference changes",
+        Range(high=1e-8),
+        kind="identity",
     )
 
 
@@ -66,7 +70,7 @@ class InputRepresentation(Config):
     """Noise that the models remove, in units of the data's spread."""
 
 
-def run(config: InputRepresentation, run: Run) -> Iterator[Ruling]:
+def run(config: InputRepresentation, run: Run) -> None:
     """Score all models in four coordinate systems, twice."""
     from spiritlevel import charts
 
@@ -86,24 +90,23 @@ def run(config: InputRepresentation, run: Run) -> Iterator[Ruling]:
             f"reversed-{case}", charts.bars(columns, "score and coordinates", "share of pairs reversed", title=title)
         )
 
+
+def judge(flips: list[dict[str, Any]]) -> Iterator[Ruling]:
+    """The rulings, from the pairs reversed."""
     for (score, case), statement in STATEMENTS.items():
         rows = [row for row in flips if row["score"] == score and row["case"] == case]
         shares = [row["reversed"] for row in rows]
         listing = ", ".join(f"{row['coordinates']} {row['reversed']:.1%}" for row in rows).replace("%", " %")
         if score in EUCLIDEAN:
             yield statement.judge(
-                max(shares),
-                reproduced=min(shares) > 0.05,
-                direction=max(shares) > 0.05,
-                remark=f"Pairs reversed: {listing}.",
+                min(shares),
+                remark=f"The smallest share. Pairs reversed: {listing}.",
             )
         else:
             change = max(row["change"] for row in rows)
             yield statement.judge(
-                max(shares),
-                reproduced=max(shares) == 0 and change < 1e-8,
-                direction=max(shares) == 0,
-                remark=f"Differences between models change by at most {change:.1g} of their range.",
+                max(*shares, change),
+                remark="The share of pairs reversed or the change of a difference, in units of their range.",
             )
 
 
@@ -328,6 +331,7 @@ STUDY = Study(
     config=InputRepresentation,
     statements=tuple(STATEMENTS.values()),
     run=run,
+    judge=lambda config, tables: judge(tables("reversed pairs")),
     scales={"smoke": {"models": 8, "points": 60, "draws": 500}},
     seeds={},
 )

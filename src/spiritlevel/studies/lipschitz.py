@@ -2,37 +2,47 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from spiritlevel.studies.base import Config, Ruling, Run, Statement, Study
+from spiritlevel.studies.base import Config, Run, Study
+from spiritlevel.studies.rules import Range, Ruling, Statement
 
 FORMULA = Statement(
     "formula",
     "‖∇L(αθ₁, α⁻¹θ₂)‖² = α⁻²‖∇₁L‖² + α²‖∇₂L‖²",
     "the formula",
     "the largest relative error along the path is below 1e-9",
+    "it is not",
+    Range(high=1e-9),
+    kind="identity",
 )
 DIVERGES = Statement(
     "diverges",
     "the gradient's norm grows without bound as α goes to 0",
     "goes to +∞",
     "the norm grows like 1/α: from the second smallest to the smallest α by their ratio, to 1 %",
-    "it grows at every step of the second half of the path",
+    "it grows otherwise",
+    Range(0.99, 1.01),
+    kind="identity",
 )
 LOSS = Statement(
     "same loss",
     "the loss is the same all along the path",
     "stated",
     "outputs stay equal to 1e-9 relative",
+    "they do not",
+    Range(high=1e-9),
+    kind="identity",
 )
 DEEPER = Statement(
     "deeper",
     "the result can be generalised to deeper rectified networks",
     "stated",
     "a trained LeNet-5 on real images: the gradient's norm exceeds a thousand times its value at the network",
-    "it exceeds ten times that value",
+    "it does not",
+    Range(low=1000),
+    kind="identity",
 )
 
 
@@ -85,8 +95,6 @@ def run(config: Lipschitz, run: Run) -> Iterator[Ruling]:
         rows.append({"α": alpha, "gradient norm": found, "network": "one hidden layer"})
     norms = [row["gradient norm"] for row in rows]
     rate = norms[-1] / norms[-2] / (alphas[-2] / alphas[-1])
-    half = norms[len(norms) // 2 :]
-    growing = all(one < two for one, two in itertools.pairwise(half))
 
     job = Job(network="lenet5", data="fashion-mini", recipe=Recipe(lr=0.1, steps=config.steps), seed=config.seed)
     trained = run.train(job)
@@ -104,15 +112,13 @@ def run(config: Lipschitz, run: Run) -> Iterator[Ruling]:
     run.chart("gradients", chart)
 
     growth = rows[-1]["gradient norm"] / norm(gradients(lenet, images, labels))
-    yield FORMULA.judge(error, reproduced=error < 1e-9)
+    yield FORMULA.judge(error)
     yield DIVERGES.judge(
-        norms[-1],
-        reproduced=abs(rate - 1) < 0.01,
-        direction=growing,
-        remark=f"Norm at α = {alphas[-1]:.2g}; {norm(start):.3g} at α = 1; last step's growth / (1/α) = {rate:.4f}.",
+        rate,
+        remark=f"The last step's growth / (1/α); norm {norms[-1]:.3g} at α = {alphas[-1]:.2g}, {norm(start):.3g} at 1.",
     )
-    yield LOSS.judge(moved_outputs, reproduced=moved_outputs < 1e-9)
-    yield DEEPER.judge(growth, reproduced=growth > 1000, direction=growth > 10, remark="Norm at the smallest α / at 1.")
+    yield LOSS.judge(moved_outputs)
+    yield DEEPER.judge(growth, remark="Norm at the smallest α / at 1.")
 
 
 STUDY = Study(
@@ -124,4 +130,5 @@ STUDY = Study(
     run=run,
     scales={"smoke": {"steps": 20, "samples": 50}},
     seeds={},
+    revision=2,
 )

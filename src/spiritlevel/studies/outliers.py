@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -11,27 +12,38 @@ from typing import TYPE_CHECKING, Any
 
 from spiritlevel import storage
 from spiritlevel.errors import InputError
-from spiritlevel.studies.base import Config, Ruling, Run, Statement, Study, not_fitted
+from spiritlevel.studies.base import Config, Run, Study, not_fitted, reduced
+from spiritlevel.studies.rules import Range, Ruling, Statement, least_accuracy
 
 if TYPE_CHECKING:
     from torch import nn
 
     from spiritlevel.training import Pair
 
+_COUNT = "the median over the numbers of classes C of (eigenvalues before the largest ratio of neighbours) − "
 EQUAL = Statement(
     "equal",
     "at the end of training as many eigenvalues stand outside the bulk as there are classes",
     "as many as classes (Section 6, after Sagun et al.; 'positive' can only mean outside the bulk)",
-    "by one of two rules for the edge of the bulk (the largest ratio of neighbouring eigenvalues, or the mirrored "
-    "smallest eigenvalue) the number differs from the classes by at most 1 for all but one of the numbers of classes",
-    "by one of the rules the number rises with the classes, Kendall's τ at least 0.6",
+    f"{_COUNT}C lies within 0.5 of 0",
+    "it lies beyond",
+    Range(-0.5, 0.5),
+)
+ONE_LESS = Statement(
+    "one less",
+    "not in the paper: one eigenvalue less than there are classes stands outside the bulk",
+    "– (C logits have C − 1 differences)",
+    f"{_COUNT}(C − 1) lies within 0.5 of 0",
+    "it lies beyond",
+    Range(-0.5, 0.5),
 )
 POSITIVE = Statement(
     "positive",
     "taken literally: as many positive eigenvalues as there are classes",
     "as many as classes (Section 6)",
-    "the number of eigenvalues above 1e-6 of the largest one differs from the classes by at most 1 for all but one of "
-    "the numbers of classes",
+    "the median over C of (eigenvalues above 1e-6 of the largest one) − C lies within 0.5 of 0",
+    "it lies beyond",
+    Range(-0.5, 0.5),
 )
 RULES = {"gap": "largest ratio of neighbours", "mirror": "above the mirrored smallest"}
 
@@ -91,7 +103,7 @@ def trained_network(config: Outliers, run: Run, classes: int, pair: Pair) -> nn.
     return model
 
 
-def measure(config: Outliers, run: Run, whole: Pair, classes: int) -> dict[str, Any]:
+def measure(config: Outliers, run: Run, whole: Pair, test: Pair, classes: int) -> dict[str, Any]:
     """Fit, upper eigenvalues and the smallest one of the Hessian over the training points."""
     from spiritlevel.curvature import hessian
     from spiritlevel.estimators import eigenvalues
@@ -105,6 +117,7 @@ def measure(config: Outliers, run: Run, whole: Pair, classes: int) -> dict[str, 
     bottom = eigenvalues(op, 1, which="smallest", tol=1e-3, vectors=False, seed=config.seed)
     return {
         **evaluate(model, pair),
+        "test accuracy": evaluate(model, first_classes(test, classes, len(test[1]), config.seed))["accuracy"],
         "points": len(pair[1]),
         "top": top.values,
         "smallest": float(bottom.values[0]),
@@ -128,7 +141,7 @@ def count(top: Sequence[float], smallest: float, rule: str) -> int:
     return 1 + max(range(len(ratios)), key=ratios.__getitem__)
 
 
-def run(config: Outliers, run: Run) -> Iterator[Ruling]:
+def run(config: Outliers, run: Run) -> None:
     """Train a network for each number of classes and count."""
     from spiritlevel import charts, data
 
@@ -139,7 +152,7 @@ def run(config: Outliers, run: Run) -> Iterator[Ruling]:
     spectra: list[dict[str, Any]] = []
     for number, classes in enumerate(config.classes):
         run.progress(f"{classes} classes", number, len(config.classes))
-        found = run.once(f"{classes}-classes", partial(measure, config, run, loaded.train, classes))
+        found = run.once(f"{classes}-classes", partial(measure, config, run, loaded.train, loaded.test, classes))
         spectra += [{"classes": classes, "rank": k + 1, "eigenvalue": value} for k, value in enumerate(found["top"])]
         own = {key: value for key, value in found.items() if key != "top"}
         counts = {rule: count(found["top"], found["smallest"], rule) for rule in RULES}
@@ -167,43 +180,29 @@ def run(config: Outliers, run: Run) -> Iterator[Ruling]:
         listed, "rank", "eigenvalue", series="classes", log_y=True, points=True, title="The largest eigenvalues"
     )
     run.chart("outliers", charts.panels([[against], [tops]], width=480, height=260))
-    yield from judge(rows)
 
 
 def judge(rows: Sequence[Mapping[str, Any]]) -> Iterator[Ruling]:
-    """The verdicts, from the counts of every number of classes."""
-    from spiritlevel.stats import kendall
-
-    classes = [row["classes"] for row in rows]
+    """The rulings, from the counts of every number of classes."""
     worst = max(rows, key=lambda row: row["loss"])
     undecided = not_fitted(min(row["accuracy"] for row in rows), worst["loss"])
     if not all(row["converged"] for row in rows):
         undecided = undecided or "not all eigenvalues converged"
-
-    def right(key: str) -> int:
-        return sum(abs(row[key] - row["classes"]) <= 1 for row in rows)
-
-    best = max(RULES, key=right)
-    rises = max(kendall(classes, [row[rule] for row in rows]) for rule in RULES)
+    facts: dict[str, Any] = {"undecided": undecided}
+    if all(row.get("test accuracy") is not None for row in rows):
+        poorest = min(rows, key=lambda row: row["test accuracy"] / least_accuracy(1 / row["classes"]))
+        facts |= {"accuracy": poorest["test accuracy"], "chance": 1 / poorest["classes"]}
     texts = []
     for rule, text in RULES.items():
         counts = ", ".join(f"{row[rule]} for {row['classes']} classes" for row in rows)
         texts.append(f"{text}: {counts}")
-    yield EQUAL.judge(
-        right(best) / len(rows),
-        reproduced=right(best) >= len(rows) - 1,
-        direction=rises >= 0.6,
-        undecided=undecided,
-        remark=f"The share of numbers of classes that agree. {'; '.join(texts)}.",
-    )
+    above = statistics.median(row["gap"] - row["classes"] for row in rows)
+    yield EQUAL.judge(above, remark=f"{'; '.join(texts)}.", **facts)
+    yield ONE_LESS.judge(above + 1, **facts)
     positive = "positive (at least)"
     counts = ", ".join(f"{row[positive]} for {row['classes']} classes" for row in rows)
-    yield POSITIVE.judge(
-        right(positive) / len(rows),
-        reproduced=right(positive) >= len(rows) - 1,
-        undecided=undecided,
-        remark=f"At least {counts}.",
-    )
+    above = statistics.median(row[positive] - row["classes"] for row in rows)
+    yield POSITIVE.judge(above, remark=f"At least {counts}.", **facts)
 
 
 STUDY = Study(
@@ -211,8 +210,11 @@ STUDY = Study(
     title="Eigenvalues outside the bulk against the number of classes",
     source="A, Section 6",
     config=Outliers,
-    statements=(EQUAL, POSITIVE),
+    statements=(EQUAL, ONE_LESS, POSITIVE),
     run=run,
+    judge=lambda config, tables: judge(tables("outliers")),
+    reduced=lambda config: reduced(Outliers(), config, width="width", train_size="images", steps="steps"),
+    wanted={"MNIST, seven numbers of classes": {"data": "mnist"}},
     scales={
         "smoke": {
             "data": "digits",
@@ -224,4 +226,5 @@ STUDY = Study(
         },
         "laptop": {"train_size": 2_000, "width": 0.5, "steps": 3_000},
     },
+    revision=2,
 )

@@ -7,31 +7,44 @@ from dataclasses import dataclass
 from typing import Any
 
 from spiritlevel.errors import InputError
-from spiritlevel.studies.base import Config, Ruling, Run, Statement, Study
+from spiritlevel.studies.base import Config, Run, Study
+from spiritlevel.studies.rules import Range, Ruling, Statement
 
 LOCAL = Statement(
     "local",
     "the map has an effect only inside the ball of radius δ",
     "only the coloured area moves (Fig. 1)",
     "no grid point outside the ball moves at all, and every one inside (but the centre) does",
+    "one outside moves, or one inside does not",
+    Range(0, 0),
+    kind="identity",
 )
 BIJECTION = Statement(
     "bijection",
     "g⁻¹ is a bijection, so every function of θ is one of η",
     "stated",
     "g(g⁻¹(θ)) returns every grid point to 1e-12",
+    "it does not",
+    Range(high=1e-12),
+    kind="identity",
 )
 FACTOR = Statement(
     "factor",
     "the Hessian at the centre becomes (r̂/ρ)² times what it was",
     "(r̂/ρ)² (by the chain rule)",
     "the largest relative error over both minima and all factors is below 1e-9",
+    "it is not",
+    Range(high=1e-9),
+    kind="identity",
 )
 TOY = Statement(
     "two minima",
     "the ranking of minima by flatness can be perturbed arbitrarily",
     "stated",
     "the flatter of two minima of a surface in the plane becomes the sharper one, the other keeping its Hessian",
+    "it stays the flatter one, or the other changes",
+    Range(low=1.0),
+    kind="identity",
 )
 NETWORKS = Statement(
     "two networks",
@@ -39,6 +52,9 @@ NETWORKS = Statement(
     "stated",
     "of two trained networks the flatter becomes at least twice as sharp as the other, outputs equal to 1e-5 relative, "
     "and the other network lies outside the ball",
+    "it does not",
+    Range(low=2.0),
+    kind="identity",
 )
 
 
@@ -102,11 +118,13 @@ def _figure(config: Radial, run: Run) -> Iterator[Ruling]:
     outside = float(shift[radius > config.delta].max())
     inside = float(shift[(radius < 0.999 * config.delta) & (radius > 1e-9)].min())
     yield LOCAL.judge(
-        outside, reproduced=outside == 0 and inside > 0, remark=f"Inside, the smallest move is {inside:.2g}."
+        outside if inside > 0 else None,
+        undecided="" if inside > 0 else "a point inside does not move",
+        remark=f"The largest move outside. Inside, the smallest is {inside:.2g}.",
     )
     back = torch.stack([mapping(point) for point in moved])
     error = float((back - grid).abs().max())
-    yield BIJECTION.judge(error, reproduced=error < 1e-12)
+    yield BIJECTION.judge(error)
 
 
 def _plane(config: Radial, run: Run) -> Iterator[Ruling]:
@@ -143,12 +161,11 @@ def _plane(config: Radial, run: Run) -> Iterator[Ruling]:
     frame = run.table("two minima", rows)
     title = "Two minima in the plane: only the stretched one changes"
     run.chart("two-minima", charts.lines(frame, "r̂/ρ", "spectral norm", series="minimum", points=True, title=title))
-    yield FACTOR.judge(worst, reproduced=worst < 1e-9)
+    yield FACTOR.judge(worst)
     after = [row["spectral norm"] for row in rows[-2:]]
-    reordered = bool(before[0] < before[1]) and after[0] > after[1] and abs(after[1] / float(before[1]) - 1) < 1e-12
+    untouched = bool(before[0] < before[1]) and abs(after[1] / float(before[1]) - 1) < 1e-12
     yield TOY.judge(
-        after[0] / after[1],
-        reproduced=reordered,
+        after[0] / after[1] if untouched else 0.0,
         remark=f"Ratio of the two spectral norms, {float(before[0] / before[1]):.3g} before.",
     )
 
@@ -203,7 +220,7 @@ def _networks(config: Radial, run: Run) -> Ruling:
         f"λ₁ of the flatter network {found['flatter']:.4g}, stretched {found['flatter, stretched']:.4g}; of the other "
         f"{found['sharper']:.4g}; r̂/ρ = {found['r̂/ρ']:.3g}."
     )
-    return NETWORKS.judge(result, reproduced=fine and result >= 2, direction=False, remark=remark)
+    return NETWORKS.judge(result if fine else 0.0, remark=remark)
 
 
 STUDY = Study(

@@ -34,8 +34,14 @@
     for (const plot of document.querySelectorAll(".plot")) {
       const key = plot.dataset.chart;
       views.get(key)?.finalize();
-      views.set(key, await embed(plot, key, dark, plot.clientWidth));
-      plot.dataset.drawn = "yes";
+      try {
+        views.set(key, await embed(plot, key, dark, plot.clientWidth));
+        plot.dataset.drawn = "yes";
+      } catch (error) { // one chart that fails must not take the others with it
+        views.delete(key);
+        plot.replaceChildren(element("p", "This chart could not be drawn; its numbers are in the tables.", "warning"));
+        console.error(error);
+      }
       await new Promise((resolve) => setTimeout(resolve));
     }
     document.documentElement.dataset.ready = "yes";
@@ -44,7 +50,7 @@
 
   // Paper is light. A print cannot wait for charts to be drawn again, so a dark page keeps light pictures of them.
   async function preparePaper() {
-    for (const plot of document.querySelectorAll(".plot")) {
+    for (const plot of document.querySelectorAll(".plot[data-drawn]")) {
       const { view, finalize } = await embed(element("div"), plot.dataset.chart, false, plot.clientWidth);
       const picture = element("img", undefined, "paper");
       picture.alt = "";

@@ -1,0 +1,102 @@
+"""The error of a number that was measured on a random subset of the data, where it should speak of all of them.
+
+A number T of N out of M samples moves, to first order, by the mean of its *influences*: ψₙ says how T changes if more
+of the data are like sample n. So its error is that of a mean, sd(ψ)/√N · √(1 − N/M), and so are its limits. Quantiles
+have theirs from order statistics; what has no influence function is computed anew without each of ten groups of the
+samples. What is known to fit the noise of a subset (a maximum, a norm) is too large on average: its lower limit goes
+down by as much. Coverage of all of these in simulation: docs/coverage.md. Nothing here computes on a model.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from scipy import stats
+from torch import Tensor
+
+from spiritlevel.results import FEWEST, subset_mean
+
+GROUPS = 10  # of the jackknife, and of the estimates of bias
+_Z = float(stats.norm.ppf(0.975))
+
+
+class SubsetError(NamedTuple):
+    """Standard error and 95 % limits, NaN where they are not known; `reason` then says why."""
+
+    stderr: float
+    low: float
+    high: float
+    reason: str = ""
+
+
+def unknown(reason: str) -> SubsetError:
+    """Nothing is known, for this reason."""
+    return SubsetError(math.nan, math.nan, math.nan, reason)
+
+
+def few(count: int, least: int = FEWEST) -> SubsetError | None:
+    """Why so few samples say nothing about all of the data; None if they do."""
+    if count >= least:
+        return None
+    return unknown(f"{count} sample{'s' * (count != 1)} cannot tell it, {least} at least are needed")
+
+
+def by_influences(value: float, influences: Tensor, population: int, bias: float = 0.0) -> SubsetError:
+    """Of a number that moves with the mean of these, one a sample; `bias` is how far it is too large on average."""
+    influences = influences.double().cpu()
+    if too_few := few(len(influences)):
+        return too_few
+    if not bool(influences.isfinite().all()):
+        return unknown("a sample's part in it is not finite")
+    error, limits = subset_mean(influences, population)
+    if error is None or limits is None:
+        return SubsetError(0.0, value, value)
+    shift = value - float(influences.mean())
+    return SubsetError(error, limits[0] + shift - max(bias, 0.0), limits[1] + shift)
+
+
+def by_order(value: float, values: Tensor, share: float, population: int) -> SubsetError:
+    """Of the quantile at this share, from the values of all samples.
+
+    How many of N samples lie below the quantile of the population is binomial, so the limits are values at the ranks
+    N·q + ½ ± 1.96 √(N q (1−q) (1−N/M)), between two by interpolation.
+    The standard error is what a normal one of these limits would be.
+    """
+    ordered = np.sort(values.double().cpu().numpy())
+    count = len(ordered)
+    if too_few := few(count):
+        return too_few
+    half = _Z * math.sqrt(count * share * (1 - share) * (1 - count / population))
+    ranks = count * share + 0.5 - half, count * share + 0.5 + half
+    if ranks[0] < 1 or ranks[1] > count:
+        return unknown(f"{count} samples do not reach far enough beyond their {share:.0%} quantile")
+    low, high = np.interp(ranks, np.arange(1, count + 1), ordered)
+    if not (math.isfinite(low) and math.isfinite(high)):
+        return unknown("samples near this quantile are infinite")
+    return SubsetError((high - low) / (2 * _Z), float(low), float(high))
+
+
+def by_jackknife(value: float, without: Sequence[float], count: int, population: int) -> SubsetError:
+    """From the values without each of the groups; Student's t with one degree of freedom less than groups.
+
+    The jackknife is blind to much that is not smooth, and its own bias is subtracted from neither limit.
+    """
+    if too_few := few(count):
+        return too_few
+    found = torch.tensor(without, dtype=torch.float64)
+    if not bool(found.isfinite().all()):
+        return unknown("it is not defined without some of the samples")
+    groups = len(found)
+    error = math.sqrt((groups - 1) * float(found.var(correction=0)) * (1 - count / population))
+    half = error * float(stats.t.ppf(0.975, groups - 1))
+    return SubsetError(error, value - half, value + half)
+
+
+def groups(count: int, seed: int, number: int = GROUPS) -> list[Tensor]:
+    """The numbers of all samples in random groups of nearly equal size, each in order."""
+    order = np.random.default_rng((seed, 4)).permutation(count)
+    return [torch.from_numpy(np.sort(part)) for part in np.array_split(order, min(number, count))]
