@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import dataclasses
 import datetime
 import json
@@ -112,14 +113,18 @@ class Child:
 def _listen(process: subprocess.Popen[str], lines: queue.Queue[str]) -> None:
     """Pass on what a process says, and an empty line when it ends."""
     assert process.stdout is not None
-    for line in process.stdout:
-        lines.put(line)
+    with process.stdout as said:
+        for line in said:
+            lines.put(line)
     lines.put("")
 
 
 def _end(process: subprocess.Popen[str]) -> int:
     if process.poll() is None:
         process.kill()
+    assert process.stdin is not None
+    with contextlib.suppress(OSError):
+        process.stdin.close()
     return process.wait()
 
 

@@ -234,10 +234,7 @@ def _in_either_mode(forward: Product, reverse: Product, problem: Problem, *args:
             try:
                 result = reverse(problem, *args)
             except RuntimeError as again:
-                raise InputError(
-                    f"the model {type(problem.model).__name__} cannot be differentiated twice: {first_line(again)}; "
-                    "write that part in other operations, or leave it out with params=."
-                ) from error
+                raise _not_twice(problem, again) from error
             problem.reverse_only = True
             return result
     return reverse(problem, *args)
@@ -312,8 +309,20 @@ def outputs_along(problem: Problem, v: Params, params: Params, inputs: Any) -> t
                 raise
         else:
             return outputs.detach(), moved.detach()
-    outputs, _, moved = _moved_in_reverse(problem, v, params, inputs)
+    try:
+        outputs, _, moved = _moved_in_reverse(problem, v, params, inputs)
+    except RuntimeError as error:
+        if isinstance(error, InputError | torch.OutOfMemoryError):
+            raise
+        raise _not_twice(problem, error) from error
     return outputs.detach(), moved
+
+
+def _not_twice(problem: Problem, error: Exception) -> InputError:
+    return InputError(
+        f"the model {type(problem.model).__name__} cannot be differentiated twice: {first_line(error)}; "
+        "write that part in other operations, or leave it out with params=."
+    )
 
 
 def _along(gradient: Params, v: Params) -> Tensor:
