@@ -34,7 +34,7 @@ def in_memory(count: int) -> int:
     return 2 * count - 1
 
 
-def as_fit(most: int, batch: int, memory: int) -> int:
+def batches_that_fit(most: int, batch: int, memory: int) -> int:
     """How many of at most `most` to work on at a time, so that the batches that exist at once fit into `memory`."""
     return next((count for count in range(most, 1, -1) if in_memory(count) * batch <= memory), 1)
 

@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from spiritlevel.cores import as_fit, at_a_time, even_size, side_by_side
+from spiritlevel.cores import at_a_time, batches_that_fit, even_size, side_by_side
 from spiritlevel.derivatives import check_derivatives
 from spiritlevel.errors import InputError, first_line
 from spiritlevel.estimators import Operator
@@ -254,7 +254,7 @@ def _gauss_newton_forward(problem: Problem, v: Params, params: Params, inputs: A
 
     outputs, pull, *_ = vjp(network, params)
     moved = jvp(network, (params,), (v,))[1]
-    return pull(_bend(problem.loss, outputs, targets, moved))[0]
+    return pull(_output_hessian_product(problem.loss, outputs, targets, moved))[0]
 
 
 def _fisher_forward(problem: Problem, v: Params, params: Params, inputs: Any, targets: Tensor) -> Params:
@@ -282,7 +282,7 @@ def _hessian_in_reverse(problem: Problem, v: Params, params: Params, inputs: Any
 
 def _gauss_newton_in_reverse(problem: Problem, v: Params, params: Params, inputs: Any, targets: Tensor) -> Params:
     outputs, point, moved = _moved_in_reverse(problem, v, params, inputs)
-    return _pulled(outputs, point, _bend(problem.loss, outputs.detach(), targets, moved))
+    return _pulled(outputs, point, _output_hessian_product(problem.loss, outputs.detach(), targets, moved))
 
 
 def _fisher_in_reverse(problem: Problem, v: Params, params: Params, inputs: Any, targets: Tensor) -> Params:
@@ -351,7 +351,7 @@ def output_slope(loss: Loss, outputs: Tensor, targets: Tensor) -> Tensor:
     return loss.gradient(outputs, targets).reshape(outputs.shape)
 
 
-def _bend(loss: Loss, outputs: Tensor, targets: Tensor, direction: Tensor) -> Tensor:
+def _output_hessian_product(loss: Loss, outputs: Tensor, targets: Tensor, direction: Tensor) -> Tensor:
     """A·u = ∂²ℓ/∂φ² u, shaped and typed like φ."""
     if isinstance(loss, CallableLoss):
         return jvp(lambda point: output_slope(loss, point, targets), (outputs,), (direction,))[1]
@@ -364,7 +364,9 @@ def _slope(loss: Loss, outputs: Tensor, targets: Tensor) -> Tensor:
     if isinstance(loss, CallableLoss):
         return output_slope(loss, outputs, targets)
     here = outputs.detach()
-    return output_slope(loss, here, targets).to(outputs.dtype) + _bend(loss, here, targets, outputs - here)
+    return output_slope(loss, here, targets).to(outputs.dtype) + _output_hessian_product(
+        loss, here, targets, outputs - here
+    )
 
 
 # ---------------------------------------------------------------- the product of a data set
@@ -499,7 +501,7 @@ class _Matrix:
         with self.ranks.together():
             batches = self._pass(rows)
             first = list(itertools.islice(batches, 1))  # with it is known whether the product can be traced
-            cores = as_fit(self.at_a_time, rows.nbytes, self.budget // 4) if self.traceable else 1
+            cores = batches_that_fit(self.at_a_time, rows.nbytes, self.budget // 4) if self.traceable else 1
             side_by_side(itertools.chain(first, batches), begin, add, cores)
         self.ranks.add(totals)
         return totals

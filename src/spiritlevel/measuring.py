@@ -59,7 +59,7 @@ _Z = 1.96  # 95 % of a normal distribution
 
 # What a measure costs in forward passes over the data, roughly: decides only what still fits a time limit.
 _PASSES = {"forward": 2.0, "matvecs": 60.0, "optimiser": 120.0}
-_DEAR = ("adaptive_sharpness_average", "average_sharpness", "pac_bayes_flatness", "pac_bayes_magnitude")
+_EXPENSIVE = ("adaptive_sharpness_average", "average_sharpness", "pac_bayes_flatness", "pac_bayes_magnitude")
 
 Progress = Callable[[str, int, int], None]
 
@@ -218,7 +218,9 @@ class _Run:
         yield _Step("correlations", 1, self._correlations)
         if "pictures" in self.parts:
             yield _Step("pictures", 1, self._pictures)
-        cheap = [each for each in order if each.cost in ("forward", "backward") and each.name not in ("trace", *_DEAR)]
+        cheap = [
+            each for each in order if each.cost in ("forward", "backward") and each.name not in ("trace", *_EXPENSIVE)
+        ]
         yield from (self._measuring(each) for each in cheap)
         if "audit" in self.parts:
             per_measure = sum(self._passes(each) for each in self.chosen)
@@ -256,7 +258,7 @@ class _Run:
         return "" if left >= cost else f"no time for it within the limit of {self.limit:g} s"
 
     def _passes(self, each: Measure) -> float:
-        if each.name in _DEAR:
+        if each.name in _EXPENSIVE:
             return 40.0
         return _PASSES.get(each.cost, 3.0 * self.classes)
 

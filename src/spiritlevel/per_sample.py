@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.func import grad
 
 from spiritlevel.chains import Chain, chain_traces, find_chain
-from spiritlevel.cores import as_fit, at_a_time, even_size, in_memory, side_by_side
+from spiritlevel.cores import at_a_time, batches_that_fit, even_size, in_memory, side_by_side
 from spiritlevel.derivatives import check_derivatives
 from spiritlevel.distributed import Ranks
 from spiritlevel.errors import InputError, NotExactError, first_line, unknown_name, whole_number
@@ -133,35 +133,35 @@ def sample_traces(
                 inputs = _few_of(problem, batches)
                 structure = analyse_few(problem, inputs)
             kinks = check_derivatives(problem, *problem.place(*batches.first(64)), twice=not structure.exact)
-            way = _choose(problem, structure, inputs, outputs, method, passes)
+            plan = _choose(problem, structure, inputs, outputs, method, passes)
             if kinks:
-                way.notes += (
+                plan.notes += (
                     f"{kinks:.0%} of the samples looked at sit exactly on a kink of a ReLU (a pre-activation of 0): "
                     "they have no Hessian there, and the values are those of one side",
                 )
-            if not whole and way.norms is None:  # which look for themselves
+            if not whole and plan.norms is None:  # which look for themselves
                 check_independence(problem, inputs)
             budget = parse_memory(memory)
-            cores = _cores(problem, structure, way, outputs, batch_size, budget)
+            cores = _cores(problem, structure, plan, outputs, batch_size, budget)
             if batch_size is None and not whole:
-                most = _batch_size(problem, structure, way.chain, outputs, budget, cores)
+                most = _batch_size(problem, structure, plan.chain, outputs, budget, cores)
                 batches.size = even_size(most, batches.samples, cores * ranks.count) if batches.samples else most
         if batches.size is not None and not whole:
             batches.size = ranks.least(batches.size)
         collect = _Collector(problem, batches, ranks, seed, per_layer, cores)
         try:
-            if way.name in ("exact", "passes"):
-                return collect.exact(way)
-            if way.name == "recursion":
-                return collect.recursion(way)
+            if plan.name in ("exact", "passes"):
+                return collect.exact(plan)
+            if plan.name == "recursion":
+                return collect.recursion(plan)
         except _OtherFunction as error:
             if method == "exact" or passes is not None or ranks.count > 1:
                 raise
-            notes, way = way.notes, _Way("hutchinson")
-            way.notes = (*notes, f"estimated, because {error.reason}")
+            notes, plan = plan.notes, _Plan("hutchinson")
+            plan.notes = (*notes, f"estimated, because {error.reason}")
         if method == "pyhessian":
             return collect.pyhessian()
-        return collect.probed(way, probes, rel_err)
+        return collect.probed(plan, probes, rel_err)
 
 
 def _few_of(problem: Problem, batches: Batches) -> Any:
@@ -224,7 +224,7 @@ def _check_arguments(method: str, passes: int | None, probes: int | None, rel_er
         raise InputError("give probes= or rel_err=, not both: rel_err fixes the number of probes by itself.")
 
 
-# ---------------------------------------------------------------- choosing a way
+# ---------------------------------------------------------------- choosing a plan
 
 
 class _OtherFunction(NotExactError):
@@ -235,7 +235,7 @@ class _OtherFunction(NotExactError):
         super().__init__(f"the per-sample traces have no exact form here: {self.reason}; use method='hutchinson'.")
 
 
-class _Way:
+class _Plan:
     """What was chosen, and what it needs."""
 
     def __init__(
@@ -247,14 +247,14 @@ class _Way:
 
 def _choose(
     problem: Problem, structure: Structure, inputs: Any, outputs: Tensor, method: str, passes: int | None
-) -> _Way:
+) -> _Plan:
     if method in ("hutchinson", "pyhessian"):
-        return _Way("hutchinson")
+        return _Plan("hutchinson")
     rank = problem.loss.rank(outputs.shape[1] if outputs.ndim > 1 else 1)
     if structure.exact and problem.loss.closed_form:
-        way = _Way("exact")
+        plan = _Plan("exact")
         if passes is not None and passes < rank - 1:
-            way = _Way("passes", passes=passes)
+            plan = _Plan("passes", passes=passes)
         elif passes is None and rank >= MANY_CLASSES:
             if method == "exact":
                 sampled = "passes=8 for a sampled rest, or " if problem.loss.can_sample else ""
@@ -263,17 +263,17 @@ def _choose(
                     f"pass {sampled}passes={rank} to insist."
                 )
             if not problem.loss.can_sample:
-                return _Way("hutchinson")
-            way = _Way("passes", passes=8)
-            way.notes = (f"{rank} factors: 8 taken exactly, the rest sampled; passes= changes that",)
-        way.norms = GradientNorms(problem, inputs, structure, way.passes + 1 if way.name == "passes" else rank)
-        return way
+                return _Plan("hutchinson")
+            plan = _Plan("passes", passes=8)
+            plan.notes = (f"{rank} factors: 8 taken exactly, the rest sampled; passes= changes that",)
+        plan.norms = GradientNorms(problem, inputs, structure, plan.passes + 1 if plan.name == "passes" else rank)
+        return plan
     if passes is not None:
         raise NotExactError(f"passes= needs exact terms, but {_obstacle(problem, structure)}; leave it out.")
     if problem.loss.closed_form and not structure.failure:
         chain = find_chain(problem, inputs)
         if chain is not None and (chain.cost <= CHAIN_COST or method == "exact"):
-            return _Way("recursion", chain=chain)
+            return _Plan("recursion", chain=chain)
     if method == "exact":
         raise NotExactError(
             f"the per-sample traces of this model have no exact form here: {_obstacle(problem, structure)}; "
@@ -282,8 +282,8 @@ def _choose(
     if problem.loss.closed_form and structure.smooth and rank <= SPLIT_RANK:
         norms = GradientNorms(problem, inputs, structure, rank)
         if not norms.without_rule:
-            return _Way("split", norms=norms)
-    return _Way("hutchinson")
+            return _Plan("split", norms=norms)
+    return _Plan("hutchinson")
 
 
 def _obstacle(problem: Problem, structure: Structure) -> str:
@@ -293,7 +293,7 @@ def _obstacle(problem: Problem, structure: Structure) -> str:
 
 
 def _cores(
-    problem: Problem, structure: Structure, way: _Way, outputs: Tensor, batch_size: int | None, memory: int
+    problem: Problem, structure: Structure, plan: _Plan, outputs: Tensor, batch_size: int | None, memory: int
 ) -> int:
     """How many batches to work on at a time, those of a given size as far as they fit.
 
@@ -301,9 +301,9 @@ def _cores(
     on so many are large enough for all cores.
     """
     activations, classes = _bytes_per_sample(problem, structure, outputs)
-    if way.norms is None or classes > activations:
+    if plan.norms is None or classes > activations:
         return 1
-    return as_fit(at_a_time(problem.device), (batch_size or 1) * (8 * activations + classes), memory)
+    return batches_that_fit(at_a_time(problem.device), (batch_size or 1) * (8 * activations + classes), memory)
 
 
 def _batch_size(
@@ -559,10 +559,10 @@ class _Collector:
             **fields,
         )
 
-    def gauss_newton(self, way: _Way) -> tuple[dict[str, Tensor], Tensor | None, int]:
+    def gauss_newton(self, plan: _Plan) -> tuple[dict[str, Tensor], Tensor | None, int]:
         """Tr GGNₙ by parameter; the error bound of the sampled part if there is one; the number of passes."""
-        assert way.norms is not None
-        problem, norms = self.problem, way.norms
+        assert plan.norms is not None
+        problem, norms = self.problem, plan.norms
         count = drawn = 0
         generator = _generator(self.seed, 0)  # one for all batches: their sizes must not matter
 
@@ -574,16 +574,16 @@ class _Collector:
             recording = norms.record(inputs)
             outputs = recording.outputs.detach()
             problem.checked(outputs, inputs, targets, start)
-            if way.name != "split" and not norms.structure.exact:  # a split is right whatever the network is
+            if plan.name != "split" and not norms.structure.exact:  # a split is right whatever the network is
                 raise _OtherFunction(start, norms.structure.reason)
             rank = problem.loss.rank(outputs.shape[1] if outputs.ndim > 1 else 1)
             variance = 0.0
-            if way.name == "passes":
+            if plan.name == "passes":
                 signs(start - drawn, outputs.shape[1])  # samples of other ranks have signs of their own
                 own = signs(len(targets), outputs.shape[1]).to(outputs.device)
                 drawn = start + len(targets)
-                factors = problem.loss.sampled_factors(outputs, targets, way.passes, own)
-                count, variance = way.passes + 1, 2 * (1 - 1 / (rank - way.passes))
+                factors = problem.loss.sampled_factors(outputs, targets, plan.passes, own)
+                count, variance = plan.passes + 1, 2 * (1 - 1 / (rank - plan.passes))
             else:
                 factors, count = problem.loss.factors(outputs, targets), rank
 
@@ -595,19 +595,19 @@ class _Collector:
 
         layers = self.columns([*problem.params, _ERROR], begin, cores=self.cores)
         error = layers.pop(_ERROR)
-        return layers, error if way.name == "passes" else None, -self.ranks.least(-count)
+        return layers, error if plan.name == "passes" else None, -self.ranks.least(-count)
 
-    def exact(self, way: _Way) -> SampleTraces:
-        layers, stderr, count = self.gauss_newton(way)
-        notes = way.notes
-        if way.norms is not None and way.norms.without_rule:
-            names = ", ".join(sorted(way.norms.without_rule))
+    def exact(self, plan: _Plan) -> SampleTraces:
+        layers, stderr, count = self.gauss_newton(plan)
+        notes = plan.notes
+        if plan.norms is not None and plan.norms.without_rule:
+            names = ", ".join(sorted(plan.norms.without_rule))
             notes += (f"gradients of their own, sample by sample, for: {names}",)
-        method = "exact" if way.name == "exact" else f"passes={way.passes}"
+        method = "exact" if plan.name == "exact" else f"passes={plan.passes}"
         return self.result(layers, stderr, exact=stderr is None, method=method, matvecs=count, notes=notes)
 
-    def recursion(self, way: _Way) -> SampleTraces:
-        chain = way.chain
+    def recursion(self, plan: _Plan) -> SampleTraces:
+        chain = plan.chain
         assert chain is not None
 
         def begin(start: int, inputs: Any, targets: Tensor) -> Callable[[], _Values]:
@@ -619,16 +619,16 @@ class _Collector:
             return _at_once(traces)
 
         layers = self.columns([*self.problem.params], begin)
-        return self.result(layers, exact=True, method="recursion", notes=way.notes)
+        return self.result(layers, exact=True, method="recursion", notes=plan.notes)
 
-    def probed(self, way: _Way, probes: int | None, rel_err: float | None) -> SampleTraces:
+    def probed(self, plan: _Plan, probes: int | None, rel_err: float | None) -> SampleTraces:
         """All of the trace, or what Gauss-Newton leaves of it, by probes that all samples share."""
         base: dict[str, Tensor] = {}
         matvecs = 0
-        if way.name == "split":
-            base, _, matvecs = self.gauss_newton(way)
+        if plan.name == "split":
+            base, _, matvecs = self.gauss_newton(plan)
         known = torch.stack(list(base.values())).sum(0) if base else None
-        notes: tuple[str, ...] = way.notes
+        notes: tuple[str, ...] = plan.notes
         if rel_err is None:
             count = DEFAULT_PROBES if probes is None else probes
             draws, derived = self._draws(range(count), known is not None)

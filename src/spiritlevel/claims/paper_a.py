@@ -768,7 +768,7 @@ def _table_one(seed: int) -> Finding:
     )
 
 
-class _Way(NamedTuple):
+class _Plan(NamedTuple):
     """How far SGD went, and what it reached."""
 
     length: float  # the sum of the lengths of its steps
@@ -776,7 +776,7 @@ class _Way(NamedTuple):
     margin: float  # the median signed margin over all training points
 
 
-def _way(seed: int, batch: int) -> _Way:
+def _way(seed: int, batch: int) -> _Plan:
     """400 steps of SGD, learning rate 0.1 and no momentum, of a small dense network on the digits."""
     rng = generator(seed)
     inputs, targets = _digits()
@@ -788,7 +788,7 @@ def _way(seed: int, batch: int) -> _Way:
         step = 0.1 * torch.func.grad(net.loss(x[chosen], targets[chosen]))(theta)
         theta, length = theta - step, length + float(step.norm())
     margin = float(signed_margin(net(theta, x), targets).median())
-    return _Way(length, float((theta - start).norm()), margin)
+    return _Plan(length, float((theta - start).norm()), margin)
 
 
 @claim(
