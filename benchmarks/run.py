@@ -61,7 +61,7 @@ def as_markdown(parts: dict[str, dict[str, Any]]) -> str:
         "over best, and the median of the rounds. A row that misses its bar says so; what limits it and what was "
         "tried stands in [architecture.md](architecture.md).",
         "",
-        f"![How often longer the other libraries take](pictures/{PICTURE}.svg)",
+        f"![How many times longer the other libraries take](pictures/{PICTURE}.svg)",
         "",
     ]
     for name, part in parts.items():

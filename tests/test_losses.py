@@ -430,7 +430,7 @@ def test_a_callable_may_have_outputs_of_any_shape() -> None:
     [(lambda o, t: o.sum(), r"\(\)"), (lambda o, t: o, r"\(4, 3\)"), (lambda o, t: 1.0, "float")],
 )
 def test_a_callable_must_return_one_value_a_sample(value: Function, shape: str) -> None:
-    message = rf"must return one value a sample, shape \(4,\), got {shape}; use reduction='none'"
+    message = rf"must return one value per sample, shape \(4,\), got {shape}; use reduction='none'"
     with pytest.raises(InputError, match=message):
         CallableLoss(value).check(torch.zeros(4, 3), torch.zeros(4))
 
@@ -519,7 +519,7 @@ def test_a_derived_loss_counts_for_what_it_computes() -> None:
     focal.check(outputs, targets)
     assert torch.allclose(focal.values(outputs, targets), naive.cross_entropy(outputs, targets).square())
     assert isinstance(resolve(Named()), CrossEntropy)
-    with pytest.raises(InputError, match="one value a sample"):
+    with pytest.raises(InputError, match="one value per sample"):
         resolve(Focal()).check(outputs, targets)
 
 
@@ -535,7 +535,7 @@ def test_a_derived_loss_counts_for_what_it_computes() -> None:
         (nn.CrossEntropyLoss(ignore_index=0), "CrossEntropyLoss(ignore_index=0) leaves samples out of the mean"),
         (nn.BCEWithLogitsLoss(weight=torch.ones(1)), "BCEWithLogitsLoss with weight="),
         (nn.BCEWithLogitsLoss(pos_weight=torch.ones(2)), "several positive weights"),
-        (nn.MSELoss(reduction="none"), "MSELoss(reduction='none') has no single value a sample"),
+        (nn.MSELoss(reduction="none"), "MSELoss(reduction='none') has no single value per sample"),
         (nn.NLLLoss(), "torch.nn.NLLLoss is not known; pass one of cross_entropy"),
         (nn.HuberLoss(), "torch.nn.HuberLoss is not known"),
     ],
@@ -551,16 +551,16 @@ LABELS = torch.tensor([0, 1, 2, 0])
 @pytest.mark.parametrize(
     ("loss", "outputs", "targets", "message"),
     [
-        ("cross_entropy", torch.zeros(4, 1), LABELS, "at least 2 outputs a sample, got 1; use loss='binary_cross_en"),
+        ("cross_entropy", torch.zeros(4, 1), LABELS, "at least 2 outputs per sample, got 1; use loss='binary_cross_en"),
         ("cross_entropy", torch.zeros(4), LABELS, "outputs of shape (samples, outputs), got (4,)"),
         ("cross_entropy", torch.zeros(4, 3, 2), LABELS, "got (4, 3, 2)"),
-        ("cross_entropy", torch.zeros(4, 3), LABELS.double(), "one integer class a sample"),
+        ("cross_entropy", torch.zeros(4, 3), LABELS.double(), "one integer class per sample"),
         ("cross_entropy", torch.zeros(4, 3), LABELS[:, None], "targets of shape (4, 1) and type int64"),
         ("cross_entropy", torch.zeros(3, 3), LABELS, "3 outputs for 4 targets"),
         ("cross_entropy", torch.zeros(4, 2), LABELS, "target 2 of sample 2 is outside the model's 2 class"),
         ("cross_entropy", torch.zeros(4, 3), LABELS - 1, "target -1 of sample 0 is outside the model's 3"),
         (CrossEntropy(torch.ones(2)), torch.zeros(4, 3), LABELS, "2 class weights for a model of 3 outputs"),
-        ("binary_cross_entropy", torch.zeros(4, 2), LABELS, "one logit a sample, got outputs of shape (4, 2)"),
+        ("binary_cross_entropy", torch.zeros(4, 2), LABELS, "one logit per sample, got outputs of shape (4, 2)"),
         ("binary_cross_entropy", torch.zeros(4, 1), LABELS, "needs targets 0 and 1, got 2"),
         ("binary_cross_entropy", torch.zeros(4, 1), torch.tensor([0.0, 1, 0.5, 1]), "got 0.5"),
         ("binary_cross_entropy", torch.zeros(4, 1), torch.zeros(3), "4 outputs for 3 targets"),

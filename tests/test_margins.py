@@ -358,7 +358,7 @@ def test_distance_of_token_models_is_at_a_layer(untouched) -> None:  # type: ign
         ({"distance": 2, "batch_norm": "batch"}, "has no distance of its own; use batch_norm='eval'"),
         ({"batch_norm": "train"}, "unknown batch_norm mode 'train'"),
         ({"batch_size": 0}, "batch_size must be a whole number of at least 1"),
-        ({"loss": "binary_cross_entropy"}, "binary_cross_entropy needs one logit a sample"),
+        ({"loss": "binary_cross_entropy"}, "binary_cross_entropy needs one logit per sample"),
     ],
 )
 def test_bad_arguments_are_named(options: dict, message: str, untouched) -> None:  # type: ignore[no-untyped-def, type-arg]
@@ -373,7 +373,7 @@ def test_bad_arguments_are_named(options: dict, message: str, untouched) -> None
         (torch.randn(3, 2), torch.tensor([0, 1, 5]), "target 5 .* outside the model's 3 classes"),
         (torch.tensor([[1.0, 2.0], [math.nan, 0.0]]), torch.tensor([0, 1]), "input of sample 1 is NaN or infinite"),
         (torch.zeros(0, 2), torch.zeros(0).long(), "the data are empty"),
-        (torch.zeros(3, 2), torch.zeros(3), "one integer class a sample"),
+        (torch.zeros(3, 2), torch.zeros(3), "one integer class per sample"),
     ],
 )
 def test_bad_data_are_named(x: Tensor, y: Tensor, message: str) -> None:

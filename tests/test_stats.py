@@ -267,9 +267,9 @@ def test_orders_that_differ_are_refused() -> None:
     ("a", "options", "message"),
     [
         ([1.0, 2.0], {}, "the same samples, got 2 and 3 values"),
-        (torch.zeros(3, 1), {}, r"a must hold one number a sample, got an array of shape \(3, 1\)"),
-        (Estimate(1.0), {}, "a must hold one number a sample, got a result of type Estimate"),
-        ("abc", {}, "a must hold one number a sample, got str"),
+        (torch.zeros(3, 1), {}, r"a must hold one number per sample, got an array of shape \(3, 1\)"),
+        (Estimate(1.0), {}, "a must hold one number per sample, got a result of type Estimate"),
+        ("abc", {}, "a must hold one number per sample, got str"),
         ([1.0, 2.0, 3.0], {"outliers": "lofs"}, "unknown outlier rule 'lofs': did you mean 'lof'"),
         ([1.0, 2.0, 3.0], {"level": 95}, "a level between 0 and 1, got 95"),
         ([1.0, 2.0, 3.0], {"resamples": 3}, "at least 100 resamples for an interval, got 3"),

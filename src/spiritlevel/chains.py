@@ -47,7 +47,7 @@ Step = _Linear | _BatchNorm | Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Chain:
-    """The steps from a flat input to the outputs, and what the recursion costs a sample.
+    """The steps from a flat input to the outputs, and what the recursion costs per sample.
 
     That is `cost` multiply-adds, and matrices of `width`² numbers.
     """

@@ -429,8 +429,8 @@ def load_samples(spec: str, split: str = "train") -> Samples:
 
     Args:
         spec: a built-in name (`fashion-mini`; `fashion-mini:test` for its other part), an `.npz` or `.safetensors`
-            file with x and y, a folder of images with one folder a class, or `file.py:function` that returns a pair of
-            tensors, a data set or a loader.
+            file with x and y, a folder of images with one subfolder per class, or `file.py:function` that returns a
+            pair of tensors, a data set or a loader.
         split: the part of a built-in data set, "train" or "test", where `spec` does not say it.
 
     Images become float32 in [0, 1] and (N, C, H, W), by the range of their kind; `notes` says so.

@@ -91,7 +91,7 @@ class Loss(ABC):
         if outputs.ndim != 2:
             raise InputError(
                 f"{self.name} needs model outputs of shape (samples, outputs), got {tuple(outputs.shape)}; "
-                "flatten them, or pass a loss of your own that returns one value a sample."
+                "flatten them, or pass a loss of your own that returns one value per sample."
             )
 
     @abstractmethod
@@ -148,7 +148,7 @@ def _class_targets(name: str, outputs: Tensor, targets: Tensor, start: int) -> N
     classes = outputs.shape[1]
     if targets.is_floating_point() or targets.ndim != 1:
         raise InputError(
-            f"{name} needs one integer class a sample, got targets of shape {tuple(targets.shape)} and type "
+            f"{name} needs one integer class per sample, got targets of shape {tuple(targets.shape)} and type "
             f"{str(targets.dtype).removeprefix('torch.')}."
         )
     if targets.shape[0] != outputs.shape[0]:
@@ -184,7 +184,7 @@ class CrossEntropy(Loss):
         super().check(outputs, targets, start)
         if outputs.shape[1] < 2:
             raise InputError(
-                "cross_entropy needs at least 2 outputs a sample, got 1; "
+                "cross_entropy needs at least 2 outputs per sample, got 1; "
                 "use loss='binary_cross_entropy' for a single logit."
             )
         _class_targets(self.name, outputs, targets, start)
@@ -306,7 +306,7 @@ class BinaryCrossEntropy(Loss):
     def check(self, outputs: Tensor, targets: Tensor, start: int = 0) -> None:
         if outputs.ndim > 2 or (outputs.ndim == 2 and outputs.shape[1] != 1):
             raise InputError(
-                f"binary_cross_entropy needs one logit a sample, got outputs of shape {tuple(outputs.shape)}; "
+                f"binary_cross_entropy needs one logit per sample, got outputs of shape {tuple(outputs.shape)}; "
                 "use loss='cross_entropy' for several classes."
             )
         if targets.numel() != outputs.shape[0]:
@@ -514,7 +514,7 @@ class CallableLoss(Loss):
         if not isinstance(value, Tensor) or value.shape != outputs.shape[:1]:
             shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
             raise InputError(
-                f"a loss of your own must return one value a sample, shape ({outputs.shape[0]},), got {shape}; "
+                f"a loss of your own must return one value per sample, shape ({outputs.shape[0]},), got {shape}; "
                 "use reduction='none'."
             )
 
@@ -599,7 +599,7 @@ def resolve(loss: str | nn.Module | Callable[[Tensor, Tensor], Tensor] | Loss) -
 
     `torch.nn` losses keep their class weights and label smoothing. The loss of a data set is always the mean over its
     samples, so a reduction that means something else is refused. A loss that computes something of its own, also one
-    derived from those of `torch.nn`, is called and must return one value a sample.
+    derived from those of `torch.nn`, is called and must return one value per sample.
 
     >>> resolve("cross_entropy").name, resolve(nn.MSELoss()).name
     ('cross_entropy', 'squared_error')
@@ -646,7 +646,7 @@ def _translate(loss: Any) -> Loss:
         return BinaryCrossEntropy(1.0 if loss.pos_weight is None else float(loss.pos_weight))
     if isinstance(loss, nn.MSELoss):
         if loss.reduction != "mean":
-            raise InputError("MSELoss(reduction='none') has no single value a sample; use reduction='mean'.")
+            raise InputError("MSELoss(reduction='none') has no single value per sample; use reduction='mean'.")
         return SquaredError(None)
     raise InputError(
         f"torch.nn.{kind} is not known; pass one of {', '.join(NAMED)}, or a callable (outputs, targets) -> (N,)."

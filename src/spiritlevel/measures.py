@@ -334,7 +334,7 @@ class Setting:
         with self.problem.active(), torch.no_grad():
             for inputs, targets in self.each():
                 if not (isinstance(inputs, Tensor) and inputs.is_floating_point()):
-                    raise InputError("this measure needs the norms of the inputs: one tensor of floats a sample.")
+                    raise InputError("this measure needs the norms of the inputs: one tensor of floats per sample.")
                 outputs, labels = _as_classes(self.problem.outputs(self.problem.params, inputs), targets)
                 rows.append((inputs.reshape(len(labels), -1).cpu(), outputs.cpu(), labels.cpu()))
         found = tuple(torch.cat(column) for column in zip(*rows, strict=True))
@@ -545,7 +545,7 @@ def _blocks(setting: Setting, weights: Sequence[str]) -> dict[str, _Block]:
 
     G = E Σ_j d_j vec(g_j)vec(g_j)ᵀ with the per-sample gradients g_j of v_jᵀφ by the weight W: the diagonal is
     E Σ_j d_j g_j², the other sum E Σ_j d_j ‖Wᵀg_j‖². A backward pass gives δ = ∂(v_jᵀφ)/∂z at a layer's output z; of a
-    linear layer with one row a sample g = δaᵀ, so both follow from δ and its input a, and no gradient is formed. That
+    linear layer with one row per sample g = δaᵀ, so both follow from δ and its input a, and no gradient is formed. That
     needs a weight with one use, in a module whose rows are the samples; others get gradients sample by sample.
     """
     problem = setting.problem
@@ -676,7 +676,7 @@ def _as_classes(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     if outputs.shape[1] == 1:
         return torch.cat([torch.zeros_like(outputs), outputs], 1), (targets.reshape(-1) > 0).long()
     if targets.is_floating_point() or targets.ndim != 1:
-        raise InputError("this measure needs one integer class a sample.")
+        raise InputError("this measure needs one integer class per sample.")
     return outputs, targets.long()
 
 

@@ -515,7 +515,7 @@ def _thumbnails(samples: Any) -> Tensor:
     """Small uint8 pictures of samples that are images; one range of grey for all."""
     inputs = samples[0] if isinstance(samples, tuple) else None
     if not isinstance(inputs, Tensor) or inputs.is_complex():
-        raise InputError("pictures need inputs that are one tensor a sample.")
+        raise InputError("pictures need inputs that are one tensor per sample.")
     images = inputs.detach().float().cpu()
     images = images[:, None] if images.ndim == 3 else images
     if images.ndim != 4 or images.shape[1] not in (1, 3) or min(images.shape[2:]) < 4:

@@ -49,7 +49,7 @@ DEFAULT_PROBES = 64
 PILOT_PROBES = 16
 MAX_PROBES = 100_000
 MANY_CLASSES = 2_000
-CHAIN_COST = 2e7  # multiply-adds a sample up to which the recursion is worth its while
+CHAIN_COST = 2e7  # multiply-adds per sample up to which the recursion is worth its while
 SPLIT_RANK = 128  # beyond so many factors the exact Gauss-Newton part costs more than the probes it saves
 PASSES_AT_ONCE = 10  # backward passes whose norms are taken together
 BATCH_BYTES = 1e8  # activations of one batch: small enough to stay near the cache, large enough to hide overheads
@@ -82,7 +82,7 @@ def sample_traces(
     Args:
         model: Any `torch.nn.Module`; it is measured in eval mode and comes back untouched.
         data: A pair of tensors, a data set, a loader that does not shuffle, or re-iterable batches.
-        loss: A name, a `torch.nn` loss, or a callable that returns one value a sample.
+        loss: A name, a `torch.nn` loss, or a callable that returns one value per sample.
         method: "auto" takes the best way there is. "exact" raises `NotExactError`, naming the operation in the way,
             where there is no exact one. "hutchinson" probes the whole trace. "pyhessian" repeats that package's
             stopping rule, which stops by luck: for comparison only.

@@ -20,7 +20,7 @@ NEIGHBOURS = 20  # scikit-learn's default, which the paper used
 
 
 class _Column(NamedTuple):
-    """One quantity: a value a sample and, if it was estimated with shared probes, what each probe said."""
+    """One quantity: a value per sample and, if it was estimated with shared probes, what each probe said."""
 
     name: str
     values: Array
@@ -48,16 +48,16 @@ def _column(name: str, data: Any) -> _Column:
     if isinstance(data, Margins):
         return _Column(name, _numbers(data.signed).astype(np.float64), None, data.fingerprint)
     if isinstance(data, Result):
-        raise InputError(f"{name} must hold one number a sample, got a result of type {type(data).__name__}.")
+        raise InputError(f"{name} must hold one number per sample, got a result of type {type(data).__name__}.")
     try:
         numbers = _numbers(data)
         values = numbers.real.astype(np.float64)
     except (TypeError, ValueError):
-        raise InputError(f"{name} must hold one number a sample, got {type(data).__name__}.") from None
+        raise InputError(f"{name} must hold one number per sample, got {type(data).__name__}.") from None
     if np.iscomplexobj(numbers):
         raise InputError(f"{name} holds complex numbers; pass their real parts, or their sizes.")
     if values.ndim != 1:
-        raise InputError(f"{name} must hold one number a sample, got an array of shape {values.shape}.")
+        raise InputError(f"{name} must hold one number per sample, got an array of shape {values.shape}.")
     return _Column(name, values)
 
 
@@ -208,7 +208,7 @@ def correlate(
 ) -> Correlation:
     """Pearson's r of two per-sample quantities after removal of outliers, with a bootstrap interval.
 
-    `a` and `b` are tensors, arrays or lists with one number a sample, or results: `SampleTraces` stand for their
+    `a` and `b` are tensors, arrays or lists with one number per sample, or results: `SampleTraces` stand for their
     values, `Margins` for their signed output margins. Two results must come from the same data in the same order.
     `where`, a mask, picks a group (say the correct points): all steps then see that group alone.
 

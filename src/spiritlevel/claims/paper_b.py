@@ -560,18 +560,18 @@ def _mixture(rng: Rng) -> _Mixture:
     return _Mixture(normal(rng, 2), torch.from_numpy(rng.uniform(0.6, 1.4, 2)), weights)
 
 
-def _output_hessian_product(x: Tensor) -> Tensor:
+def _bend(x: Tensor) -> Tensor:
     """A bijection of the line that is far from affine: x + x³/3."""
     return x + x.pow(3) / 3
 
 
 def _unbend(u: Tensor) -> Tensor:
-    """The inverse of `_output_hessian_product`, by Cardano's formula, polished by Newton's method."""
+    """The inverse of `_bend`, by Cardano's formula, polished by Newton's method."""
     root = ((1.5 * u).square() + 1).sqrt()
     big = torch.where(u >= 0, 1.5 * u + root, root - 1.5 * u).pow(1 / 3)
     x = torch.sign(u) * (big - 1 / big)
     for _ in range(3):
-        x = x - (_output_hessian_product(x) - u) / (1 + x.square())
+        x = x - (_bend(x) - u) / (1 + x.square())
     return x
 
 
@@ -635,7 +635,7 @@ def _log_likelihood(seed: int) -> Finding:
     rng = generator(seed)
     points = normal(rng, 200)
     candidates = [_mixture(rng) for _ in range(20)]
-    u = _output_hessian_product(points)
+    u = _bend(points)
     before = torch.stack([model.log_density(points).mean() for model in candidates])
     densities = [grad(partial(_total_probability, model=model))(u) for model in candidates]
     shift = torch.stack([density.log().mean() for density in densities]) - before

@@ -51,7 +51,7 @@ class Seeded(Command):
     """A command that draws random numbers."""
 
     seed: int = 0
-    """Start of everything random."""
+    """Random seed."""
 
 
 class ProgressBar:

@@ -26,7 +26,7 @@ class OnData(Seeded):
     """What the commands that measure models share."""
 
     data: Annotated[str, arg(metavar="DATA")]
-    """A built-in name, an .npz or .safetensors file with x and y, a folder of images with one folder a class, or
+    """A built-in name, an .npz or .safetensors file with x and y, a folder of images with one subfolder per class, or
     file.py:function."""
     loss: Annotated[str, arg(metavar="NAME")] = "cross_entropy"
     """cross_entropy, binary_cross_entropy, squared_error (½‖φ − y‖² a sample) or exponential."""

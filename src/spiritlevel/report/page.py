@@ -268,7 +268,7 @@ def _artefact_card(report: Report) -> Card:
         label,
         f"× {number(known[name], 3)}",
         "at least; found by a short search",
-        f"So far was ‘{name}’ moved by scaling layers, while every output stayed the same. A larger scaling moves it "
+        f"Scaling layers moved ‘{name}’ this far while every output stayed the same. A larger scaling moves it "
         "further, so its size alone does not tell two models apart.",
     )
 

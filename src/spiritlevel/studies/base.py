@@ -44,7 +44,7 @@ class Config:
     """smoke (seconds, for tests), laptop (minutes, real data, narrowed), small (hours, narrowed networks that
     generalise) or paper (the full recipe)."""
     seed: int = 0
-    """Start of everything random."""
+    """Random seed."""
 
     def __post_init__(self) -> None:
         if self.scale not in SCALES:
