@@ -959,7 +959,15 @@ def ranked(self: Any, x: Tensor) -> Tensor:
     return self.b(torch.relu(h)) * F.multilabel_margin_loss(h, (h > 0).long(), reduction="none")[:, None]
 
 
+def writes_into_chunks(self: Any, x: Tensor) -> Tensor:
+    h = self.a(x)
+    h.chunk(2, 1)[0].mul_(2)
+    return self.b(torch.tanh(h))
+
+
 def test_what_cannot_be_differentiated_is_named() -> None:
+    with pytest.raises(InputError, match="autograd cannot differentiate the model Written: Output 0 of Split"):
+        sample_traces(Written(writes_into_chunks, **layers()).double(), zoo.sample_data(zoo.FLAT))
     with pytest.raises(InputError, match=r"no forward derivative .*multilabel.* and no second derivative either"):
         sample_traces(Written(ranked, **layers()).double(), zoo.sample_data(zoo.FLAT))
 

@@ -89,8 +89,11 @@ def find_chain(problem: Problem, inputs: Any) -> Chain | None:
         return None
     log = _Log()
     params = {name: tensor.detach().requires_grad_() for name, tensor in problem.params.items()}
-    with log:
-        outputs = problem.outputs(params, inputs)
+    try:
+        with log:
+            outputs = problem.outputs(params, inputs)
+    except RuntimeError:  # what autograd does not allow, such as writes into one of several views, is no chain
+        return None
     names = {id(tensor): name for name, tensor in {**problem.constants, **params}.items()}
     current, version, differentiable = inputs, inputs._version, False
     cost = width = 0

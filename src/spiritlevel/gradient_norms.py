@@ -755,6 +755,17 @@ class GradientNorms:
         self.pooled: set[str] = set()
         check_independence(self.problem, inputs)
         try:
+            self._find_rules(inputs)
+        except RuntimeError as error:
+            if isinstance(error, InputError):
+                raise
+            raise InputError(
+                f"autograd cannot differentiate the model {type(self.problem.model).__name__}: {first_line(error)}; "
+                "mend that, or use method='hutchinson'."
+            ) from error
+
+    def _find_rules(self, inputs: Any) -> None:
+        try:
             _, recorder = self._forward(inputs)
             self.copies = any(tap._version != version for _, tap, version in recorder.taps)
         except RuntimeError:  # autograd refuses to work in place on a leaf
@@ -764,18 +775,11 @@ class GradientNorms:
         elif not _has_forward_hooks(self.problem.model):  # a hook would see the promise of an output
             self.pooled = recorder.poolable
         self.without_rule |= recorder.without_rule
-        try:
-            misfits, self._path = self._misfits(inputs)
-            if misfits:
-                self.pooled = set()
-                self.without_rule |= self._misfits(inputs)[0]
-                self._path = self._forward(inputs)[1].path
-        except RuntimeError as error:
-            reason = first_line(error)
-            raise InputError(
-                f"autograd cannot differentiate the model {type(self.problem.model).__name__}: {reason}; mend that, or "
-                "use method='hutchinson'."
-            ) from error
+        misfits, self._path = self._misfits(inputs)
+        if misfits:
+            self.pooled = set()
+            self.without_rule |= self._misfits(inputs)[0]
+            self._path = self._forward(inputs)[1].path
 
     def _misfits(self, inputs: Any) -> tuple[set[str], list[tuple[str, ...]]]:
         """The parameters whose rule disagrees with autograd on one of the samples; and the functions that were called.
