@@ -11,6 +11,7 @@ import copy
 import inspect
 import math
 import random
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -1109,8 +1110,9 @@ def draw(seed: int, index: int) -> Program:
     while True:
         program = _drawn(chance)
         try:
-            net = network(program)
-            with torch.no_grad():
+            with warnings.catch_warnings(), torch.no_grad():
+                warnings.simplefilter("ignore")
+                net = network(program)
                 found = net(data(program)[0].clone())
         except (RuntimeError, ValueError, IndexError, ZeroDivisionError):
             continue

@@ -246,3 +246,20 @@ def test_zeros_that_no_weight_moves_are_no_kinks() -> None:
     black = nn.Sequential(nn.Linear(6, 5, bias=False), nn.ReLU(), nn.Linear(5, 3)).double()
     assert not sl.sample_traces(twice, data).notes
     assert not sl.sample_traces(black, (0 * data[0], data[1])).notes
+
+
+def test_a_model_that_runs_only_undifferentiated_is_refused_in_one_sentence() -> None:
+    """Parts of a split may not be written to while autograd watches: it was torch's bare exception."""
+
+    def written(net: Any, x: Tensor) -> Tensor:
+        hidden = net.a(x)
+        for part in hidden.chunk(2, 1):
+            part.mul_(2)
+        return net.b(hidden)
+
+    data = torch.randn(4, 6), torch.arange(4) % 3
+    net = Net(written)
+    net.words.requires_grad_(False)
+    for measured in (sl.sample_traces, sl.hessian, lambda *a: measures.evaluate(*a, measures="fisher_rao_norm")):
+        with pytest.raises(sl.InputError, match="is being modified inplace"):
+            measured(net, data)

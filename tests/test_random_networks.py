@@ -222,7 +222,7 @@ def test_an_interpreter_that_dies_or_hangs_is_a_finding(monkeypatch: pytest.Monk
         assert outcome["findings"][0]["kind"] == "died"
         monkeypatch.setattr(fuzz, "PATIENCE", 0.0)
         assert child.compare(plain(LINEAR), ["hessian"])["findings"][0]["kind"] == "hangs"
-        monkeypatch.setattr(fuzz, "PATIENCE", 300.0)
+        monkeypatch.setattr(fuzz, "PATIENCE", 120.0)
         outcome = child.compare(plain(LINEAR), ["hessian"])
         assert (outcome["compared"], outcome["findings"]) == (1, [])
     finally:

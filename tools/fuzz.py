@@ -15,6 +15,7 @@ import datetime
 import json
 import os
 import queue
+import signal
 import subprocess
 import sys
 import threading
@@ -26,7 +27,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
 
-PATIENCE = 300.0  # seconds that one network may take, also on a busy machine
+PATIENCE = 120.0  # seconds of a processor that one network may take; ten times as long by the clock
 SHRINKING = 90.0  # seconds to make a counterexample smaller
 
 
@@ -48,6 +49,7 @@ def serve() -> None:
 
     for line in sys.stdin:
         program, ways = json.loads(line)
+        signal.setitimer(signal.ITIMER_PROF, PATIENCE)  # which ends the process
         try:
             outcome = dataclasses.asdict(compare(program, ways, lambda way: say("way", way)))
         except Exception as error:  # the program is none: a shrunk one may not run
@@ -93,16 +95,19 @@ class Child:
         assert process.stdin is not None
         process.stdin.write(json.dumps([program, ways]) + "\n")
         process.stdin.flush()
-        way, deadline = "the start", time.monotonic() + PATIENCE
+        way, deadline = "the start", time.monotonic() + 10 * PATIENCE
         while True:
             try:
                 line = self.lines[process].get(timeout=max(0.0, deadline - time.monotonic()))
             except queue.Empty:
                 self.replace()
-                return _only(way, "hangs", f"no answer after {PATIENCE:.0f} s")
+                return _only(way, "hangs", f"no answer after {10 * PATIENCE:.0f} s")
             if not line:
                 process.wait()
-                return _only(way, "died", f"the interpreter ended with code {self.replace()}")
+                code = self.replace()
+                if code == -signal.SIGPROF:
+                    return _only(way, "hangs", f"no answer after {PATIENCE:.0f} s of a processor")
+                return _only(way, "died", f"the interpreter ended with code {code}")
             kind, content = json.loads(line)
             if kind == "way":
                 way = content

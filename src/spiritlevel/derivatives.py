@@ -27,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from spiritlevel.errors import InputError
+from spiritlevel.errors import InputError, first_line
 from spiritlevel.functional import Params, Problem, along, as_leaves
 from spiritlevel.losses import CallableLoss
 
@@ -111,7 +111,22 @@ def _compared(
         if verdicts["reverse"] is not None:
             broken = {kind for kind, right in verdicts.items() if right is False}
             return _Found(broken, comparison.kinks, comparison.refusal)
+    _check_runs(problem, inputs)
     return _Found(set(), 0.0, None)
+
+
+def _check_runs(problem: Problem, inputs: Any) -> None:
+    """Raise `InputError` if the model runs only as long as it is not differentiated."""
+    try:
+        with torch.enable_grad():
+            problem.outputs(as_leaves(problem.params), inputs)
+    except RuntimeError as error:
+        if isinstance(error, InputError | torch.OutOfMemoryError):
+            raise
+        raise InputError(
+            f"the model {type(problem.model).__name__} cannot be differentiated: {first_line(error)}; write that part "
+            "in other operations."
+        ) from error
 
 
 class _TooCoarse(Exception):
