@@ -343,10 +343,11 @@ def _rows(net: str, count: int) -> tuple[Tensor, Tensor]:
 
 @functools.cache
 def bottleneck() -> tuple[nn.Module, Tensor, Tensor]:
-    """20 classes behind one unit: all of a sample's sampled terms are one squared number."""
+    """20 classes behind one unit, which alone is trained: all of a sample's sampled terms are one squared number."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(4, 1), nn.Linear(1, 20))
+        net[1].requires_grad_(False)
         return net, torch.randn(100, 4), torch.randint(0, 20, (100,))
 
 
