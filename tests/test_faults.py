@@ -132,12 +132,13 @@ from dataclasses import dataclass
 from pathlib import Path
 import polars, random
 from spiritlevel.studies import Config, Statement, Study, execute
+from spiritlevel.studies.rules import Range
 
 @dataclass(frozen=True, kw_only=True)
 class Sums(Config):
     pass
 
-STATEMENT = Statement("sum", "the sum is large", "3", "above 2")
+STATEMENT = Statement("sum", "the sum is large", "3", "above 2", "2 or below", Range(low=2.0), trained=False)
 
 def run(config, run):
     def piece(index):
@@ -148,7 +149,7 @@ def run(config, run):
     rows = [run.once(f"piece-{index}", lambda: piece(index)) for index in range(20)]
     run.table("rows", rows)
     total = sum(row["value"] for row in rows)
-    yield STATEMENT.judge(total, reproduced=total > 2)
+    yield STATEMENT.judge(total)
 
 study = Study("sums", "Sums", "nowhere", Sums, (STATEMENT,), run)
 print("ready", flush=True)

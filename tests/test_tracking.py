@@ -143,19 +143,23 @@ def test_what_cannot_be_measured_does_not_end_the_training() -> None:
     json.loads(tracker.to_json())
 
 
-class Bag(nn.Module):
+class Ranked(nn.Module):
+    """Multiplies by a loss that torch can differentiate once only."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.bag, self.last = nn.EmbeddingBag(10, 4), nn.Linear(4, 3)
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.bag(x))
+        hidden = self.first(x)
+        loss = nn.functional.multilabel_margin_loss(hidden, (hidden > 0).long(), reduction="none")
+        return self.last(torch.relu(hidden)) * loss[:, None]
 
 
 def test_a_network_without_second_derivatives_is_refused_before_the_training() -> None:
-    inputs, targets = torch.randint(0, 10, (9, 2)), torch.arange(9) % 3
-    with pytest.raises(InputError, match="the model Bag cannot be differentiated twice"):
-        Tracker(Bag(), (inputs, targets))
+    inputs, targets = torch.randn(9, 4), torch.arange(9) % 3
+    with pytest.raises(InputError, match="the model Ranked cannot be differentiated twice"):
+        Tracker(Ranked(), (inputs, targets))
 
 
 def test_under_autocast_the_same_is_measured() -> None:
