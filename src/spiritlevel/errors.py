@@ -9,6 +9,7 @@ import contextlib
 import difflib
 import operator
 import re
+import textwrap
 from collections.abc import Iterable
 
 
@@ -91,7 +92,7 @@ def first_line(error: BaseException) -> str:
     >>> first_line(RuntimeError("mat1 and mat2 cannot be multiplied.\nSee the trace below."))
     'mat1 and mat2 cannot be multiplied'
     """
-    return str(error).strip().split("\n", 1)[0].rstrip(".")[:160]
+    return textwrap.shorten(str(error).strip().split("\n", 1)[0].rstrip("."), 200, placeholder=" …")
 
 
 def unknown_name(kind: str, name: object, choices: Iterable[str]) -> InputError:

@@ -35,7 +35,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from spiritlevel.curvature import empirical_fisher, gauss_newton, hessian, outputs_along
 from spiritlevel.derivatives import check_derivatives
 from spiritlevel.distributed import Ranks
-from spiritlevel.errors import InputError, NotExactError, unknown_name
+from spiritlevel.errors import InputError, NotExactError, first_line, unknown_name
 from spiritlevel.estimators import (
     Operator,
     eigenvalues,
@@ -835,7 +835,7 @@ class Measure:
         except (ArithmeticError, RuntimeError, ValueError) as error:
             if setting.shared["group"] is not None:  # the other ranks may still wait for this one
                 raise
-            first = str(error).strip().split("\n", 1)[0][:200]
+            first = first_line(error)
             return Estimate(math.nan, seed=setting.seed, reason=f"failed with {type(error).__name__}: {first}")
         if math.isnan(found.value) and not found.reason:
             return dataclasses.replace(found, reason="the value is not a number")
@@ -853,7 +853,7 @@ class Measure:
         except (InputError, NotExactError) as error:
             return unknown(str(error).rstrip("."))
         except (ArithmeticError, RuntimeError, ValueError) as error:
-            first = str(error).strip().split("\n", 1)[0][:200]
+            first = first_line(error)
             return unknown(f"failed with {type(error).__name__}: {first}")
 
     @property
@@ -2047,7 +2047,7 @@ def _path_norm(setting: Setting) -> Estimate:
         with problem.active(), torch.no_grad(), torch._C.DisableTorchFunction(), paths:
             outputs = forward(inputs)
     except RuntimeError as error:
-        first = str(error).strip().split("\n", 1)[0][:200]
+        first = first_line(error)
         raise InputError(f"path_norm follows the operations of the network, which fails: {first}.") from error
     if not paths.knows(outputs):
         raise InputError("path_norm: no path leads from the inputs to the outputs.")

@@ -25,6 +25,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from spiritlevel.errors import first_line
 from spiritlevel.functional import Params, Problem
 
 MORE = 2
@@ -128,8 +129,7 @@ def analyse(problem: Problem, inputs: Any, count: int) -> Structure:
         with torch.no_grad(), torch._C.DisableTorchFunction(), watch:
             outputs = forward(problem.params, inputs)
     except Exception as error:  # whatever stops the run, the network is simply not known to be exact
-        reason = str(error).strip().split("\n", 1)[0][:200]
-        return Structure(failure=f"the forward pass cannot be traced ({type(error).__name__}: {reason})")
+        return Structure(failure=f"the forward pass cannot be traced ({type(error).__name__}: {first_line(error)})")
     return watch.structure(outputs, count)
 
 
