@@ -527,3 +527,20 @@ def test_a_distance_is_refused_where_the_gradient_by_the_inputs_is_none() -> Non
     with pytest.raises(InputError, match="the gradient by the inputs"):
         margins(Hooked(), data, distance=2)
     margins(Hooked(), data)  # without a distance there is nothing to differentiate
+
+
+def test_distances_of_a_model_without_a_backward_pass_are_refused_in_a_sentence() -> None:
+    class Overwrites(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.last = nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = x.clone()
+            hidden[:, 0].tanh_()
+            hidden.t()[-1].sub_(hidden[:, 0])
+            hidden[:, 0].add_(1)
+            return self.last(hidden)
+
+    with pytest.raises(InputError, match="cannot be differentiated by the inputs: one of the variables"):
+        margins(Overwrites(), (torch.randn(6, 4), torch.arange(6) % 3), distance=2)

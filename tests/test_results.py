@@ -516,7 +516,7 @@ def test_independent_errors_add_in_squares() -> None:
 def test_skewed_limits_invert_halls_transformation(skew: float) -> None:
     low, high = skewed_limits(2.0, 0.5, 12, skew, 0.9)
     s = 1.25 * skew
-    t = stats.t.ppf(0.95, 12 / (1 + s**2 + 2 / 12))
+    t = stats.t.ppf(0.95, 12 / (1 + s**2 + 3 / 12))
     for limit, wanted in ((low, t), (high, -t)):
         pivot = (2.0 - limit) / 0.5
         assert pivot + s / 3 * pivot**2 + (s / 3) ** 2 * pivot**3 / 3 + s / 6 == pytest.approx(wanted)

@@ -116,10 +116,13 @@ def _compared(
 
 
 def _check_runs(problem: Problem, inputs: Any) -> None:
-    """Raise `InputError` if the model runs only as long as it is not differentiated."""
+    """Raise `InputError` if the model runs only as long as it is not differentiated, or has no backward pass."""
     try:
         with torch.enable_grad():
-            problem.outputs(as_leaves(problem.params), inputs)
+            leaves = as_leaves(problem.params)
+            total = problem.outputs(leaves, inputs).sum()
+            if total.requires_grad:
+                torch.autograd.grad(total, list(leaves.values()), allow_unused=True)
     except RuntimeError as error:
         if isinstance(error, InputError | torch.OutOfMemoryError):
             raise

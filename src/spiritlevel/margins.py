@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from spiritlevel.cores import at_a_time, side_by_side
 from spiritlevel.derivatives import check_derivatives, check_input_derivatives
 from spiritlevel.distributed import Ranks
-from spiritlevel.errors import InputError, unknown_name
+from spiritlevel.errors import InputError, first_line, unknown_name
 from spiritlevel.functional import Batches, Fingerprint, Problem
 from spiritlevel.gradient_norms import check_independence, resized
 from spiritlevel.gradient_norms import spread as spread_rows
@@ -347,9 +347,15 @@ def _distance(outputs: Tensor, logits: Tensor, label: Tensor, points: list[Tenso
         size = torch.zeros_like(gap)
         if outputs.requires_grad:
             direction = torch.zeros_like(outputs).scatter_(1, label, 1.0).scatter_(1, other, -1.0)
-            gradients = torch.autograd.grad(
-                outputs, points, direction, retain_graph=j < classes - 2, allow_unused=True, materialize_grads=True
-            )
+            try:
+                gradients = torch.autograd.grad(
+                    outputs, points, direction, retain_graph=j < classes - 2, allow_unused=True, materialize_grads=True
+                )
+            except RuntimeError as error:
+                raise InputError(
+                    f"the outputs cannot be differentiated by the inputs: {first_line(error)}; write that part of the "
+                    "model in other operations, or leave out distance=."
+                ) from error
             norms = [
                 torch.linalg.vector_norm(gradient.reshape(count, -1), dual, dim=1, dtype=torch.float64)
                 for gradient in gradients

@@ -233,7 +233,7 @@ def skewed_limits(value: float, error: float, dof: float, skew: float, level: fl
     few draws show less skewness than they have, hence the factor 1.25, under which means of exponential, χ² and
     log-normal draws, and of the losses of networks, are covered as they should be (docs/coverage.md); the spread of
     skewed draws is less well known too, and the skewness of few draws hardly at all, so there are fewer degrees of
-    freedom, ν/(1+s²+2/ν) in place of ν. Where the skewness is given as 0 this is Student's interval. Reference: Hall,
+    freedom, ν/(1+s²+3/ν) in place of ν. Where the skewness is given as 0 this is Student's interval. Reference: Hall,
     On the removal of skewness by transformation, J. R. Stat. Soc. B 54 (1992).
 
     >>> [round(limit, 3) for limit in skewed_limits(1.0, 0.1, math.inf, 0.0)]
@@ -252,7 +252,7 @@ def _errors_off(skew: Any, dof: float, level: float) -> tuple[Any, Any]:
     skew = _SEEN * skew
     a = skew / 3
     flat = np.abs(a) < 1e-9
-    t = stats.t.ppf(0.5 + level / 2, dof / (1 + skew**2 + np.where(flat, 0.0, 2 / dof if dof else 0.0)))
+    t = stats.t.ppf(0.5 + level / 2, dof / (1 + skew**2 + np.where(flat, 0.0, 3 / dof if dof else 0.0)))
     safe = np.where(flat, 1.0, a)
     below, above = (np.where(flat, u, (np.cbrt(1 + 3 * a * (u - skew / 6)) - 1) / safe) for u in (t, -t))
     return below, -above
