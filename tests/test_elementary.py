@@ -429,3 +429,26 @@ def test_factors_are_not_followed_through_a_vmap() -> None:
     ):
         with pytest.raises(InputError, match=message):
             call()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_sinc_bends_at_zero(dtype: torch.dtype) -> None:
+    """The built-in second derivatives at 0 are NaN backwards and 0 forwards; −π²/3 is right."""
+
+    class Sinc(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.shift = nn.Parameter(torch.zeros(1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.sinc(x + self.shift)
+
+    points = torch.tensor([[0.0], [1e-4], [0.2], [0.5], [2.3]], dtype=dtype)
+    op = sl.hessian(Sinc().to(dtype), (points, points), loss=lambda outputs, targets: outputs[:, 0])
+    x = points[1:, 0].double() * math.pi
+    wanted = math.pi**2 * (-x.sin() / x - 2 * x.cos() / x**2 + 2 * x.sin() / x**3)
+    wanted[0] = -(math.pi**2) / 3  # where the closed form cancels
+    wanted = torch.cat([torch.tensor([-(math.pi**2) / 3]), wanted]).mean()
+    assert float(op.dense()) == pytest.approx(float(wanted), rel=1e-5)
+    one = sl.hessian(Sinc().to(dtype), (points[:1], points[:1]), loss=lambda outputs, targets: outputs[:, 0])
+    assert float(one.dense()) == pytest.approx(-(math.pi**2) / 3, rel=1e-6)

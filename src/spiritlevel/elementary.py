@@ -26,8 +26,8 @@ class Elementary(TorchFunctionMode):
     statistics of their input (by 30 % and more; a `vmap` over their backward pass is off by 10 %). Double backward
     through weight norm is off by 24 %, and ignores the mean and the deviation that the native norms return besides.
     Forward mode moves the row of an embedding that `padding_idx` holds fixed; reverse mode does not. The hard sigmoid,
-    `cdist` and bags of embeddings have no second derivative, the gated linear unit no nested forward mode. Running
-    statistics are never written.
+    `cdist` and bags of embeddings have no second derivative, the gated linear unit no nested forward mode; the second
+    derivatives of `sinc` at 0 are NaN or 0. Running statistics are never written.
     """
 
     def __torch_function__(
@@ -173,6 +173,19 @@ def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
 def _hardsigmoid(input: Tensor, inplace: bool = False) -> Tensor:
     result = F.relu6(input + 3) / 6
     return input.copy_(result) if inplace else result
+
+
+def _sinc(input: Tensor) -> Tensor:
+    """sin(πx)/(πx), by its series near 0, where the built-in second derivatives are NaN or 0 instead of −π²/3."""
+    if input.is_complex():
+        return torch.sinc(input)
+    y = math.pi * input
+    near = y.abs() < 1
+    small, large = torch.where(near, y, 0.0).square(), torch.where(near, 1.0, y)
+    series = torch.ones_like(small)
+    for k in range(8, 0, -1):
+        series = 1 - series * small / (2 * k * (2 * k + 1))
+    return torch.where(near, series, large.sin() / large)
 
 
 def _glu(input: Tensor, dim: int = -1) -> Tensor:
@@ -366,6 +379,9 @@ _REWRITES: dict[Any, Callable[..., Any]] = {
     torch.instance_norm: _low_level(_instance_norm),
     F.hardsigmoid: _hardsigmoid,
     F.glu: _glu,
+    torch.sinc: _sinc,
+    torch.special.sinc: _sinc,
+    Tensor.sinc: _sinc,
     F.max_unpool1d: _max_unpool(1),
     F.max_unpool2d: _max_unpool(2),
     F.max_unpool3d: _max_unpool(3),
