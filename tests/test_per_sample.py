@@ -982,7 +982,7 @@ def test_what_cannot_be_differentiated_is_named() -> None:
         h += 1
         return self.b(h)
 
-    with pytest.raises(InputError, match="autograd cannot differentiate the model Written"):
+    with pytest.raises(InputError, match="the model Written cannot be differentiated: one of the variables"):
         sample_traces(Written(overwrites, **layers()).double(), zoo.sample_data(zoo.FLAT))
 
 
