@@ -382,22 +382,33 @@ def _solution(config: WeightDecay, run: Run, gamma: float, pixels: str, lr: floa
     return {**training_row(trained), **(_curvature if config.density else _sharpness)(config, trained)}
 
 
+def _how(config: WeightDecay) -> dict[str, Any]:
+    """What the curvature of a solution is measured on, and with how much effort."""
+    mode = NETWORKS[config.network].batch_norm
+    return {
+        "points": config.curvature_points,
+        "batch_norm": mode,
+        "batch_size": BATCH if mode == "batch" else None,
+        "probes": config.probes,
+        "steps": config.steps,
+        "seed": config.seed,
+    }
+
+
+def _bounds(trained: Trained) -> dict[str, float]:
+    """The limits that stability sets to λ₁ at the last learning rate, without and with momentum."""
+    rate = trained.job.recipe.lr * LAST_RATE
+    return {
+        "last learning rate": rate,
+        "bound of descent": 2 / rate,
+        "bound of momentum": 2 * (1 + MOMENTUM) / rate,
+    }
+
+
 def _sharpness(config: WeightDecay, trained: Trained) -> dict[str, Any]:
     """λ₁, Tr H and Tr H² of the unregularised loss, and the limits that stability sets to λ₁."""
-    network = NETWORKS[config.network]
-    row = sharpness_row(
-        trained,
-        points=config.curvature_points,
-        batch_norm=network.batch_norm,
-        batch_size=BATCH if network.batch_norm == "batch" else None,
-        probes=config.probes,
-        steps=config.steps,
-        seed=config.seed,
-        exact_trace=network.batch_norm == "eval",
-    )
-    rate = trained.job.recipe.lr * LAST_RATE
-    bounds = {"bound of descent": 2 / rate, "bound of momentum": 2 * (1 + MOMENTUM) / rate}
-    return {**row, "last learning rate": rate, **bounds}
+    exact = NETWORKS[config.network].batch_norm == "eval"
+    return {**sharpness_row(trained, **_how(config), exact_trace=exact), **_bounds(trained)}
 
 
 def _curvature(config: WeightDecay, trained: Trained) -> dict[str, Any]:
@@ -406,29 +417,20 @@ def _curvature(config: WeightDecay, trained: Trained) -> dict[str, Any]:
     from spiritlevel.estimators import eigenvalues
 
     network = NETWORKS[config.network]
-    row = spectrum_row(
-        trained,
-        points=config.curvature_points,
-        batch_norm=network.batch_norm,
-        batch_size=BATCH if network.batch_norm == "batch" else None,
-        probes=config.probes,
-        steps=config.steps,
-        seed=config.seed,
-    )
+    row = spectrum_row(trained, **_how(config))
     data = tuple(part[: config.curvature_points] for part in trained.train)
     variance = 0.0
     if len(data[1]) > BATCH:
         batches = hessian_variance(trained.model(), data, batch_norm=network.batch_norm, batch_size=BATCH)
         spread = eigenvalues(batches, k=1, tol=1e-2, max_matvecs=config.steps, vectors=False, seed=config.seed)
         variance = max(float(spread.values[0]), 0.0)
-    rate = trained.job.recipe.lr * LAST_RATE
+    bounds = _bounds(trained)
+    rate = bounds["last learning rate"]
     inside = 1 - rate**2 * variance
     return {
         **row,
         "largest eigenvalue of the variance": variance,
-        "last learning rate": rate,
-        "bound of descent": 2 / rate,
-        "bound of momentum": 2 * (1 + MOMENTUM) / rate,
+        **bounds,
         "bound of SGD": (1 + math.sqrt(inside)) / rate if inside >= 0 else None,
     }
 
