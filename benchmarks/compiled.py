@@ -12,7 +12,7 @@ import torch
 from harness import FULL, Row, Scale, alone, dense_net, images, ratio, take_turns
 
 import spiritlevel as sl
-from spiritlevel import curvature
+from spiritlevel.operators import curvature
 
 
 @contextmanager

@@ -26,7 +26,7 @@ from harness import (
 from torch import Tensor, nn
 
 import spiritlevel as sl
-from spiritlevel import cores
+from spiritlevel.binding import cores
 
 
 def per_sample(scale: Scale) -> list[Row]:

@@ -12,7 +12,7 @@ from conftest import Untouched
 from torch import Tensor, nn
 
 from spiritlevel import transforms
-from spiritlevel.audit import DEFAULT_TRANSFORMS, _verdict, audit
+from spiritlevel.answers.auditing import DEFAULT_TRANSFORMS, _verdict, audit
 from spiritlevel.errors import InputError
 from spiritlevel.measures import MEASURES, TRANSFORMS
 from spiritlevel.results import Audit, Estimate, Result

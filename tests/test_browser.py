@@ -15,7 +15,7 @@ import pytest
 from browser import Browser, chromium
 from reports import MARKUP, comparison, report
 
-from spiritlevel.report import notebook, page
+from spiritlevel.page import notebook, page
 from spiritlevel.results import Report
 
 

@@ -16,7 +16,7 @@ import torch
 from spiritlevel import charts
 from spiritlevel.errors import InputError
 from spiritlevel.results import Audit, AuditRow, Density, Estimate, Landscape, Spectrum
-from spiritlevel.stats import skewness
+from spiritlevel.statistics.correlation import skewness
 
 STEPS = torch.linspace(-1, 1, 9, dtype=torch.float64)
 

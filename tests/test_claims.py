@@ -17,9 +17,22 @@ import pytest
 import torch
 from conftest import Untouched
 
-from spiritlevel import claims, cli
-from spiritlevel.claims import CLAIMS, Claim, Kind, Ruling, Verdict, base, decide, paper_a, paper_b, paper_c, show
+from spiritlevel import cli
 from spiritlevel.errors import InputError
+from spiritlevel.papers import claims
+from spiritlevel.papers.claims import (
+    CLAIMS,
+    Claim,
+    Kind,
+    Ruling,
+    Verdict,
+    base,
+    decide,
+    paper_a,
+    paper_b,
+    paper_c,
+    show,
+)
 
 PAPERS = {"A": paper_a, "B": paper_b, "C": paper_c}
 DOCUMENT = Path(__file__).parents[1] / "docs" / "claims.md"

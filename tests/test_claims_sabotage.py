@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import pytest
 
-from spiritlevel.claims import CLAIMS, Claim, Ruling, examine, paper_a, paper_b, paper_c, select
+from spiritlevel.papers.claims import CLAIMS, Claim, Ruling, examine, paper_a, paper_b, paper_c, select
 
 MODULES = {"A": paper_a, "B": paper_b, "C": paper_c}
 

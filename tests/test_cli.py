@@ -20,8 +20,8 @@ from spiritlevel.cli.measures import describe, to_markdown
 from spiritlevel.cli.show import show_report
 from spiritlevel.errors import InputError
 from spiritlevel.loading import load_model
+from spiritlevel.papers.training import Recipe, fit
 from spiritlevel.results import figure
-from spiritlevel.training import Recipe, fit
 
 COMMANDS = [
     ["demo"],

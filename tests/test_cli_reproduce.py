@@ -9,7 +9,7 @@ import pytest
 
 from spiritlevel.cli import main
 from spiritlevel.cli.reproduce import number, parse
-from spiritlevel.studies import catalogue
+from spiritlevel.papers.studies import catalogue
 
 
 def test_the_studies_are_listed(capsys: pytest.CaptureFixture[str]) -> None:

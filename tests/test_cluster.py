@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 
-from spiritlevel.cluster import run_jobs
 from spiritlevel.errors import InputError
-from spiritlevel.studies import combine, execute, find
+from spiritlevel.papers.cluster import run_jobs
+from spiritlevel.papers.studies import combine, execute, find
 
 
 def timeless(summaries: list[dict[str, Any]]) -> list[dict[str, Any]]:

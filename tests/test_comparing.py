@@ -10,7 +10,7 @@ from scipy import stats
 from torch import Tensor, nn
 
 import spiritlevel as sl
-from spiritlevel.comparing import compare
+from spiritlevel.answers.comparing import compare
 from spiritlevel.errors import InputError
 from spiritlevel.results import mean_skewness, skewed_limits
 

@@ -22,10 +22,10 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import spiritlevel as sl
-from spiritlevel.curvature import empirical_fisher, gauss_newton, hessian, hessian_variance
+from spiritlevel.answers.surface import landscape
 from spiritlevel.errors import InputError
 from spiritlevel.estimators import Operator
-from spiritlevel.landscape import landscape
+from spiritlevel.operators.curvature import empirical_fisher, gauss_newton, hessian, hessian_variance
 from spiritlevel.results import Result
 
 
@@ -83,12 +83,11 @@ CALLS: dict[str, Call] = {
 
 def found_by_themselves() -> Iterator[tuple[str, Call]]:
     listed = {call.function for call in CALLS.values()}
-    for names in sl._EXPORTS.values():
-        for name in names:
-            value = getattr(sl, name)
-            parameters = inspect.signature(value).parameters if inspect.isfunction(value) else {}
-            if next(iter(parameters), "") == "model" and value not in listed:
-                yield name, Call(value)
+    for name in sl._HOME:
+        value = getattr(sl, name)
+        parameters = inspect.signature(value).parameters if inspect.isfunction(value) else {}
+        if next(iter(parameters), "") == "model" and value not in listed:
+            yield name, Call(value)
 
 
 CALLS |= dict(found_by_themselves())

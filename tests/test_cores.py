@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from spiritlevel.cores import at_a_time, even_size, in_memory, side_by_side
+from spiritlevel.binding.cores import at_a_time, even_size, in_memory, side_by_side
 
 
 @pytest.fixture(autouse=True)

@@ -24,12 +24,15 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 from torch.utils.data import DataLoader, TensorDataset
 
-from spiritlevel import curvature, estimators, per_sample
-from spiritlevel.curvature import empirical_fisher, gauss_newton, hessian, hessian_variance
+from spiritlevel import estimators
+from spiritlevel.binding.losses import CrossEntropy
+from spiritlevel.binding.problem import Problem
+from spiritlevel.binding.state import _load_forward_mode
 from spiritlevel.errors import InputError
-from spiritlevel.functional import Problem, _load_forward_mode
-from spiritlevel.losses import CrossEntropy
-from spiritlevel.margins import margins
+from spiritlevel.operators import curvature
+from spiritlevel.operators.curvature import empirical_fisher, gauss_newton, hessian, hessian_variance
+from spiritlevel.samples import traces as per_sample
+from spiritlevel.samples.margins import margins
 
 _load_forward_mode()  # torch warns where its forward derivatives are first used
 
@@ -918,7 +921,7 @@ def test_memory_decides_how_much_is_kept() -> None:
 PEAK = """
 import sys, torch
 from torch import nn
-from spiritlevel.curvature import hessian
+from spiritlevel.operators.curvature import hessian
 
 class Stream:
     def __iter__(self):
@@ -1034,7 +1037,7 @@ def test_the_page_for_those_who_come_from_other_libraries() -> None:
 WORKER = """
 import sys, torch, torch.distributed as dist
 from torch import nn
-from spiritlevel.curvature import hessian, hessian_variance
+from spiritlevel.operators.curvature import hessian, hessian_variance
 
 rank, file = int(sys.argv[1]), sys.argv[2]
 torch.manual_seed(0)

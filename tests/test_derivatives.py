@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 import spiritlevel as sl
 from spiritlevel import measures
-from spiritlevel.derivatives import check_derivatives
-from spiritlevel.functional import Problem
+from spiritlevel.binding.problem import Problem
+from spiritlevel.watching.derivatives import check_derivatives
 
 
 class Net(nn.Module):

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import spiritlevel as sl
-from spiritlevel import measuring
+from spiritlevel.answers import measuring
 from spiritlevel.errors import InputError
 
 OPERATORS = [sl.hessian, sl.gauss_newton, sl.empirical_fisher]
@@ -84,7 +84,7 @@ def check_products(rank: int, ranks: int, group: Any) -> None:
     vectors = torch.randn(27 + 6, 2, dtype=torch.float64)
     for options in ({"batch_norm": "batch", "batch_size": 6}, {"batch_norm": "batch", "batch_size": 8}):
         close(sl.hessian(net, data, group=group, **options) @ vectors, sl.hessian(net, data, **options) @ vectors)
-    from spiritlevel.curvature import hessian_variance
+    from spiritlevel.operators.curvature import hessian_variance
 
     close(
         hessian_variance(net, data, batch_size=3, group=group) @ vectors,

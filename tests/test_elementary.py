@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 import spiritlevel as sl
 from spiritlevel import transforms
-from spiritlevel.elementary import Elementary
+from spiritlevel.binding.rewrites import Elementary
 from spiritlevel.errors import InputError
 
 ROOT = Path(__file__).parents[1]

@@ -131,8 +131,8 @@ import sys, time
 from dataclasses import dataclass
 from pathlib import Path
 import polars, random
-from spiritlevel.studies import Config, Statement, Study, execute
-from spiritlevel.studies.rules import Range
+from spiritlevel.papers.studies import Config, Statement, Study, execute
+from spiritlevel.papers.studies.rules import Range
 
 @dataclass(frozen=True, kw_only=True)
 class Sums(Config):
@@ -182,7 +182,8 @@ REPORT = """
 import sys
 from pathlib import Path
 import altair, torch, vl_convert
-from spiritlevel import measuring, report
+from spiritlevel.answers import measuring
+from spiritlevel import page as report
 from spiritlevel.cli.measure import write_run
 torch.manual_seed(0)
 net = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU(), torch.nn.Linear(3, 2)).double()
@@ -194,7 +195,8 @@ write_run(measuring.measure(net, data, measures=["trace", "largest_eigenvalue"],
 COMMAND = """
 import sys
 import altair, torch, vl_convert
-from spiritlevel import cli, measuring
+from spiritlevel import cli
+from spiritlevel.answers import measuring
 print("ready", flush=True)
 sys.exit(cli.main(sys.argv[1:]))
 """

@@ -38,18 +38,12 @@ from torch.utils.data import (
 )
 
 import spiritlevel as sl
-from spiritlevel import functional
+from spiritlevel.binding import memory
+from spiritlevel.binding.batches import Batches, Fingerprint
+from spiritlevel.binding.memory import available_memory, parse_memory
+from spiritlevel.binding.parameters import Params, along, select_parameters
+from spiritlevel.binding.problem import Problem
 from spiritlevel.errors import InputError
-from spiritlevel.functional import (
-    Batches,
-    Fingerprint,
-    Params,
-    Problem,
-    along,
-    available_memory,
-    parse_memory,
-    select_parameters,
-)
 
 X, Y = torch.randn(6, 4, generator=torch.Generator().manual_seed(1)), torch.tensor([0, 1, 2, 0, 1, 2])
 
@@ -1219,7 +1213,7 @@ def test_available_memory_where_nothing_is_known(monkeypatch: pytest.MonkeyPatch
         raise ValueError
 
     monkeypatch.setattr(Path, "read_text", missing)
-    monkeypatch.setattr(functional.os, "sysconf", missing)
+    monkeypatch.setattr(memory.os, "sysconf", missing)
     assert available_memory() == 2**32
 
 

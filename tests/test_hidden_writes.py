@@ -13,8 +13,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 import spiritlevel as sl
 from spiritlevel import measures
-from spiritlevel.functional import Problem
-from spiritlevel.structure import analyse
+from spiritlevel.binding.problem import Problem
+from spiritlevel.watching.structure import analyse
 
 # ---------------------------------------------------------------- writes into memory
 

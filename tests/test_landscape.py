@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from spiritlevel.answers.surface import _filter_normalised, landscape
+from spiritlevel.binding.problem import Problem
+from spiritlevel.binding.state import _load_forward_mode
 from spiritlevel.errors import InputError
-from spiritlevel.functional import Problem, _load_forward_mode
-from spiritlevel.landscape import _filter_normalised, landscape
 from spiritlevel.results import Landscape, Result
 
 _load_forward_mode()  # torch warns where its forward derivatives are first used

@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from spiritlevel.errors import InputError
-from spiritlevel.losses import (
+from spiritlevel.binding.losses import (
     NAMED,
     BinaryCrossEntropy,
     CallableLoss,
@@ -31,6 +30,7 @@ from spiritlevel.losses import (
     resolve,
     softmax_parts,
 )
+from spiritlevel.errors import InputError
 
 Function = Callable[[Tensor, Tensor], Tensor]
 

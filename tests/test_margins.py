@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
+from spiritlevel.binding.losses import aceht, confidence_gap
 from spiritlevel.errors import InputError
-from spiritlevel.losses import aceht, confidence_gap
-from spiritlevel.margins import (
+from spiritlevel.results import Margins
+from spiritlevel.samples.margins import (
     margin_bound,
     margins,
     output_margin,
@@ -27,7 +28,6 @@ from spiritlevel.margins import (
     softmax_gap,
     softmax_margin,
 )
-from spiritlevel.results import Margins
 
 # ---------------------------------------------------------------- scalars
 

@@ -20,7 +20,7 @@ from scipy import stats
 from torch import Tensor, nn
 
 from spiritlevel import estimators
-from spiritlevel.losses import confidence_gap
+from spiritlevel.binding.losses import confidence_gap
 from spiritlevel.measures import MEASURES
 
 ROOT = Path(__file__).parents[1]

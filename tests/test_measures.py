@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, jacrev
 
 from spiritlevel import measures, transforms
-from spiritlevel.audit import audit
+from spiritlevel.answers.auditing import audit
 from spiritlevel.errors import InputError
 from spiritlevel.measures import DEFAULT, MEASURES, TRANSFORMS, Setting, evaluate, select
 from spiritlevel.results import Estimate, Result

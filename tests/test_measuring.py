@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 import spiritlevel as sl
-from spiritlevel import measuring
+from spiritlevel.answers import measuring
+from spiritlevel.answers.measuring import measure, subset
 from spiritlevel.errors import InputError
-from spiritlevel.measuring import measure, subset
 from spiritlevel.results import Audit, AuditRow, Certificate, Correlation, Estimate, Fit
 
 FAST = ["trace", "weight_norm", "mean_aceht", "margin_mean"]

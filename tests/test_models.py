@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from spiritlevel import models
 from spiritlevel.errors import InputError
+from spiritlevel.papers import networks as models
 
 COUNTS = [
     ("lenet5", {}, 61_706),

@@ -9,8 +9,8 @@ import torch
 import zoo
 from torch import Tensor, nn
 
-from spiritlevel import models
-from spiritlevel.per_sample import probe, sample_traces
+from spiritlevel.papers import networks as models
+from spiritlevel.samples.traces import probe, sample_traces
 
 pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("ignore")]  # the peers' warnings are their own
 

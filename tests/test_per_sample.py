@@ -19,10 +19,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from spiritlevel import chains, data, losses, models, per_sample
+from spiritlevel import data
+from spiritlevel.binding import losses
+from spiritlevel.binding.problem import Problem
 from spiritlevel.errors import InputError, NotExactError
-from spiritlevel.functional import Problem
-from spiritlevel.per_sample import along_forward, along_reverse, probe, sample_traces, trace
+from spiritlevel.papers import networks as models
+from spiritlevel.samples import traces as per_sample
+from spiritlevel.samples.traces import along_forward, along_reverse, probe, sample_traces, trace
+from spiritlevel.watching import chains
 
 
 def dense_total(model: nn.Module, inputs: Any, targets: Tensor, loss: Any = "cross_entropy") -> Tensor:

@@ -20,7 +20,7 @@ import torch
 from reports import MARKUP, comparison, report
 
 from spiritlevel.errors import InputError
-from spiritlevel.report import notebook, page, parts
+from spiritlevel.page import notebook, page, parts
 from spiritlevel.results import Estimate, Fit, Report, WorstFactor
 
 VOID = {"meta", "link", "br", "img", "rect", "path", "circle"}
@@ -334,7 +334,7 @@ def test_the_page_of_a_large_data_set_stays_small() -> None:
 
 # ---------------------------------------------------------------- the script of the page
 
-PAGE = sys.modules["spiritlevel.report.page"]  # `spiritlevel.report.page` is the function
+PAGE = sys.modules["spiritlevel.page.page"]  # `spiritlevel.page.page` is the function
 
 
 def test_the_script_is_pinned_for_the_version_that_is_installed() -> None:

@@ -191,7 +191,7 @@ def example(hint: Any) -> Any:
     return {float: NAN, int: 3, bool: True, str: "Infinity", Tensor: doubles(INF, NAN)}.get(hint)
 
 
-public = [getattr(sl, name) for names in sl._EXPORTS.values() for name in names]
+public = [getattr(sl, name) for name in sl._HOME]
 KINDS = [kind for kind in public if isinstance(kind, type) and issubclass(kind, Result) and kind is not Result]
 
 

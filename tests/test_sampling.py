@@ -14,7 +14,7 @@ from torch.func import functional_call
 
 import spiritlevel as sl
 from spiritlevel.measures import DEFAULT, MEASURES, Measure, Setting
-from spiritlevel.sampling import by_influences, by_jackknife, by_order, groups
+from spiritlevel.statistics.subsets import by_influences, by_jackknife, by_order, groups
 
 
 def data(count: int = 60) -> tuple[Tensor, Tensor]:

@@ -19,11 +19,11 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.neighbors import LocalOutlierFactor
 from torch import nn
 
+from spiritlevel.binding.losses import aceht
 from spiritlevel.errors import InputError
-from spiritlevel.losses import aceht
-from spiritlevel.margins import margin_bound, margins
 from spiritlevel.results import Correlation, Estimate, Margins, SampleTraces
-from spiritlevel.stats import correlate, kendall, skewness
+from spiritlevel.samples.margins import margin_bound, margins
+from spiritlevel.statistics.correlation import correlate, kendall, skewness
 
 
 def cloud(count: int, rho: float, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:

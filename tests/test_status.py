@@ -15,12 +15,12 @@ from rich.console import Console
 from torch import nn
 
 import spiritlevel as sl
-from spiritlevel.audit import _verdict
+from spiritlevel.answers.auditing import _verdict
 from spiritlevel.cli.show import show_report
 from spiritlevel.errors import InputError
 from spiritlevel.estimators import outermost
 from spiritlevel.measures import MEASURES
-from spiritlevel.report import page
+from spiritlevel.page import page
 from spiritlevel.results import (
     STATUSES,
     Audit,
@@ -374,7 +374,7 @@ def test_a_page_says_how_far_the_spectrum_reaches_and_claims_no_sign_that_is_ope
 
 def test_the_curvature_is_compared_only_as_far_as_its_errors_allow() -> None:
     """A mean within its error of 0 has no multiples, whatever the ratio of the two numbers is."""
-    from spiritlevel.measuring import _about_mistakes
+    from spiritlevel.answers.measuring import _about_mistakes
 
     whole = made_up(60)
     assert whole.traces is not None
@@ -411,7 +411,7 @@ def test_the_curvature_is_compared_only_as_far_as_its_errors_allow() -> None:
 
 
 def test_the_headline_calls_what_it_does_not_know_by_its_name() -> None:
-    from spiritlevel.measuring import _about_trace
+    from spiritlevel.answers.measuring import _about_trace
 
     whole = made_up(40)
     unknown = dataclasses.replace(
@@ -430,7 +430,7 @@ def test_the_headline_calls_what_it_does_not_know_by_its_name() -> None:
 
 def compared(a: Estimate, b: Estimate) -> object:
     """A row of a comparison whose measure says these two numbers."""
-    from spiritlevel.comparing import _Pair
+    from spiritlevel.answers.comparing import _Pair
     from spiritlevel.measures import Measure, Setting, _not_known
 
     data = torch.randn(6, 2, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 1] * 3)
@@ -512,7 +512,7 @@ def test_rows_of_many_models_say_tolerance_and_status() -> None:
 def test_a_page_counts_no_margin_as_wider_that_rounding_explains() -> None:
     from reports import comparison as made_up_comparison
 
-    from spiritlevel.report.page import _wider
+    from spiritlevel.page.page import _wider
 
     found = made_up_comparison(40)
     assert found.margins is not None

@@ -9,9 +9,9 @@ import torch
 import zoo
 from torch import nn
 
-from spiritlevel import models
-from spiritlevel.functional import Problem
-from spiritlevel.structure import Structure, analyse
+from spiritlevel.binding.problem import Problem
+from spiritlevel.papers import networks as models
+from spiritlevel.watching.structure import Structure, analyse
 
 
 def structure_of(model: nn.Module, inputs: Any) -> Structure:

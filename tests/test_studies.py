@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from spiritlevel.errors import InputError
-from spiritlevel.studies import (
+from spiritlevel.papers.studies import (
     Config,
     Range,
     Ruling,
@@ -27,7 +27,7 @@ from spiritlevel.studies import (
     execute,
     find,
 )
-from spiritlevel.studies.base import SUMMARY, read_summary
+from spiritlevel.papers.studies.base import SUMMARY, read_summary
 
 LARGE = Statement("large", "the number is large", "3", "above 2", "it is below", Range(low=2.0), trained=False)
 

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from spiritlevel.errors import InputError
-from spiritlevel.studies import Ruling, Verdict, affine, batch_size, correlation, cost, decide, outliers, scaling
-from spiritlevel.studies.base import Run
+from spiritlevel.papers.studies import Ruling, Verdict, affine, batch_size, correlation, cost, decide, outliers, scaling
+from spiritlevel.papers.studies.base import Run
 
 YES, NO, OPEN = Verdict.REPRODUCED, Verdict.NOT, Verdict.UNDECIDED
 
@@ -38,7 +38,8 @@ def verdicts(rulings: Iterable[Ruling]) -> dict[str, Verdict]:
     ],
 )
 def test_the_paper_s_networks(setting: str, parameters: int) -> None:
-    from spiritlevel import models, training
+    from spiritlevel.papers import networks as models
+    from spiritlevel.papers import training
 
     job = correlation.job(correlation.Correlate(scale="paper", setting=setting))
     assert models.count(training._build(job)) == parameters

@@ -9,10 +9,10 @@ import pytest
 import torch
 from scipy import integrate, stats
 
-from spiritlevel.studies import Verdict, decide
-from spiritlevel.studies import input_representation as inputs
-from spiritlevel.studies.input_representation import SYSTEMS, Mixture, bend, coordinates, earth_mover, unbend
-from spiritlevel.studies.rescaling import Rescaling, _measure
+from spiritlevel.papers.studies import Verdict, decide
+from spiritlevel.papers.studies import input_representation as inputs
+from spiritlevel.papers.studies.input_representation import SYSTEMS, Mixture, bend, coordinates, earth_mover, unbend
+from spiritlevel.papers.studies.rescaling import Rescaling, _measure
 
 
 def mixture(size: int, seed: int = 0) -> Mixture:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from spiritlevel.studies import (
+from spiritlevel.papers.studies import (
     Ruling,
     Run,
     Verdict,

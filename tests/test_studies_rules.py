@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from spiritlevel.studies import Range, Statement, Verdict, catalogue, combine, decide
-from spiritlevel.studies.base import Study, reduced
-from spiritlevel.studies.rules import SEEDS, least_accuracy
+from spiritlevel.papers.studies import Range, Statement, Verdict, catalogue, combine, decide
+from spiritlevel.papers.studies.base import Study, reduced
+from spiritlevel.papers.studies.rules import SEEDS, least_accuracy
 
 SHARPER = Statement("sharper", "it is sharper", "38 times", "the ratio is above 1", "it is below 1", Range.RISES)
 BOTH = Statement("both", "sharper and better", "stated", "both", "one", {"λ₁": Range.RISES, "gap": Range.NEGATIVE})
@@ -163,8 +163,8 @@ def test_a_reduced_run_says_so() -> None:
 
 
 def test_matched_strengths_have_the_exposure_of_the_paper() -> None:
-    from spiritlevel.studies import weight_decay
-    from spiritlevel.studies.recipes import exposure
+    from spiritlevel.papers.studies import weight_decay
+    from spiritlevel.papers.studies.recipes import exposure
 
     full = weight_decay.WeightDecay(network="wideresnet")
     assert exposure(weight_decay.job(full, 5e-4, "standard")) == pytest.approx(37, rel=0.02)
@@ -180,8 +180,8 @@ def test_matched_strengths_have_the_exposure_of_the_paper() -> None:
 
 def test_the_frobenius_norm_is_never_below_the_largest_eigenvalue(tmp_path: Path) -> None:
     """Against the dense Hessian: λ₁ to its tolerance, the exact trace, Tr H² within its error and above λ₁²."""
-    from spiritlevel.studies.recipes import sharpness_row
-    from spiritlevel.training import Job, Recipe, train
+    from spiritlevel.papers.studies.recipes import sharpness_row
+    from spiritlevel.papers.training import Job, Recipe, train
 
     job = Job(network="mlp", options={"width": 0.05}, data="digits", train_size=200, recipe=Recipe(lr=0.5, steps=60))
     trained = train(job, cache=tmp_path)

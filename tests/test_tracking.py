@@ -16,9 +16,9 @@ from conftest import Untouched
 from torch import Tensor, nn
 
 import spiritlevel as sl
-from spiritlevel import tracking
+from spiritlevel.answers import tracking
+from spiritlevel.answers.tracking import Tracker
 from spiritlevel.errors import InputError
-from spiritlevel.tracking import Tracker
 
 
 def points(count: int = 90) -> tuple[Tensor, Tensor]:

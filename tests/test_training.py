@@ -21,10 +21,12 @@ import torch
 from conftest import Untouched
 from torch import Tensor, nn
 
-from spiritlevel import data, models, storage, training
+from spiritlevel import data, storage
 from spiritlevel.errors import InputError
+from spiritlevel.papers import networks as models
+from spiritlevel.papers import training
+from spiritlevel.papers.training import Job, Recipe, evaluate, fit, parts, train
 from spiritlevel.storage import lock
-from spiritlevel.training import Job, Recipe, evaluate, fit, parts, train
 
 SMALL = Job(
     network="mlp",
@@ -945,8 +947,8 @@ TRAIN = """
 import os, sys
 import torch
 torch.set_num_threads(1)
-from spiritlevel import training
-from spiritlevel.training import Job, Recipe
+from spiritlevel.papers import training
+from spiritlevel.papers.training import Job, Recipe
 for line in sys.stdin:  # every line in a process of its own, all from one that has imported torch already
     folder, steps, seconds = line.split()
     if child := os.fork():

@@ -19,9 +19,9 @@ from torch.func import jacfwd, jacrev
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from spiritlevel import models
 from spiritlevel.errors import InputError
 from spiritlevel.estimators import Operator
+from spiritlevel.papers import networks as models
 from spiritlevel.results import Certificate, Result
 from spiritlevel.transforms import (
     AffineMap,

@@ -42,9 +42,10 @@ from torch.testing._internal.opinfo.core import UnaryUfuncInfo
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 import spiritlevel as sl
-from spiritlevel import curvature, per_sample
+from spiritlevel.binding.problem import Problem
 from spiritlevel.errors import InputError, NotExactError
-from spiritlevel.functional import Problem
+from spiritlevel.operators import curvature
+from spiritlevel.samples import traces as per_sample
 
 # the tables of PyTorch's own tests forbid everybody to set a flag, which we set and give back
 torch.backends.disable_global_flags.__globals__["__allow_nonbracketed_mutation_flag"] = True
@@ -484,8 +485,8 @@ def page(results: list[Result], samples: int, left: list[str]) -> str:
             lines.append(f"- `{result.name}`: {reasons(result)}")
     lines += ["", "## What PyTorch itself gets wrong", ""]
     lines.append(
-        "Without what `spiritlevel.elementary` writes out, plain double backward is wrong, or missing, in some form of "
-        "these; `hessian` and `sample_traces` are right or refuse, as above."
+        "Without what `spiritlevel.binding.rewrites` writes out, plain double backward is wrong, or missing, in some "
+        "form of these; `hessian` and `sample_traces` are right or refuse, as above."
     )
     for kind in ("wrong", "error"):
         names = [result.name for result in results if kind in result.kinds("double_backward")]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from spiritlevel.claims import decided, run
-from spiritlevel.claims.show import to_markdown
+from spiritlevel.papers.claims import decided, run
+from spiritlevel.papers.claims.show import to_markdown
 from spiritlevel.results import write_atomically
 
 PAGE = Path(__file__).parents[1] / "docs" / "claims.md"

@@ -30,10 +30,10 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
 import spiritlevel as sl
+from spiritlevel.answers.measuring import Fit
 from spiritlevel.measures import MEASURES, Setting
-from spiritlevel.measuring import Fit
 from spiritlevel.results import Estimate, subset_mean, write_atomically
-from spiritlevel.sampling import SubsetError, by_order
+from spiritlevel.statistics.subsets import SubsetError, by_order
 
 PAGE = Path(__file__).parents[1] / "docs" / "coverage.md"
 LOW, HIGH = 0.92, 0.98  # what a 95 % interval may cover in 1,000 cases; above it is called conservative

@@ -1,8 +1,8 @@
 """Write docs/findings.md: what of the papers survives, fails or is untested here, from the kept runs alone.
 
 Run by `make docs`. Each conclusion names a statement of a study; its number, interval, scale and verdict are drawn from
-the summaries under `results/` by the rules of the program (`spiritlevel.studies.rules`). Nothing is written here by
-hand but which statements are listed, and in which order.
+the summaries under `results/` by the rules of the program (`spiritlevel.papers.studies.rules`). Nothing is written here
+by hand but which statements are listed, and in which order.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 from make_results_doc import ROOT, kept, reason
 
 from spiritlevel.cli.reproduce import number
+from spiritlevel.papers.studies import Study, catalogue, combine
+from spiritlevel.papers.studies.base import SCALES
 from spiritlevel.storage import write_atomically
-from spiritlevel.studies import Study, catalogue, combine
-from spiritlevel.studies.base import SCALES
 
 HEAD = """# Findings: what survives of the papers, what fails, what is untested here
 

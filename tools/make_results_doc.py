@@ -1,7 +1,7 @@
 """Write docs/results.md: every statement of the papers' experiments, the paper's number beside ours, from `results/`.
 
 Run by `make docs`. The numbers are those of the finished runs; verdicts are drawn from them anew, over all seeds, by
-the rules of the program as it is (`spiritlevel.studies.rules`). Writes docs/measures.md as well, the registry of
+the rules of the program as it is (`spiritlevel.papers.studies.rules`). Writes docs/measures.md as well, the registry of
 measures as a page.
 """
 
@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 from spiritlevel.cli import measures
 from spiritlevel.cli.reproduce import number, varied, verdict
 from spiritlevel.errors import counted
+from spiritlevel.papers.studies import Study, Verdict, catalogue, combine
+from spiritlevel.papers.studies.base import SCALES, SUMMARY, read_summary
+from spiritlevel.papers.studies.rules import SEEDS
 from spiritlevel.storage import write_atomically
-from spiritlevel.studies import Study, Verdict, catalogue, combine
-from spiritlevel.studies.base import SCALES, SUMMARY, read_summary
-from spiritlevel.studies.rules import SEEDS
 
 ROOT = Path(__file__).resolve().parents[1]
 HEAD = """# Results: the papers' experiments, again

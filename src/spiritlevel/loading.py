@@ -31,9 +31,11 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from spiritlevel import data as named_data
-from spiritlevel import models
+from spiritlevel.binding.memory import available_memory
+from spiritlevel.binding.problem import Problem
+from spiritlevel.binding.state import preserved_random_state
 from spiritlevel.errors import InputError, checked_seed, printable, unknown_name
-from spiritlevel.functional import Problem, available_memory, preserved_random_state
+from spiritlevel.papers import networks as models
 from spiritlevel.storage import check_readable, digest
 
 __all__ = ["Samples", "about_weights", "check_classes", "load_model", "load_samples", "load_weights"]

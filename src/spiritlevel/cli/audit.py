@@ -31,10 +31,10 @@ class Audit(OnData):
 
     def run(self) -> Outcome:
         """Load, audit, show the table."""
-        from spiritlevel.audit import audit
+        from spiritlevel.answers.auditing import audit
+        from spiritlevel.answers.measuring import subset
         from spiritlevel.cli.show import show_audit
         from spiritlevel.loading import about_weights, check_classes, load_model, load_samples
-        from spiritlevel.measuring import subset
 
         with ProgressBar() as progress:
             progress("loading", 0, 0)

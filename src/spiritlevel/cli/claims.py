@@ -36,8 +36,8 @@ class Claims(Seeded):
         from rich.table import Table
         from rich.text import Text
 
-        from spiritlevel import claims
-        from spiritlevel.claims import show
+        from spiritlevel.papers import claims
+        from spiritlevel.papers.claims import show
         from spiritlevel.results import write_atomically
 
         with ProgressBar() as progress:

@@ -36,7 +36,7 @@ class Compare(OnData):
         """Load both, compare, show the rows and the advice."""
         if self.out is not None:
             check_folder(self.out)
-        from spiritlevel.comparing import compare
+        from spiritlevel.answers.comparing import compare
         from spiritlevel.loading import about_weights, check_classes, load_model, load_samples
 
         with ProgressBar() as progress:

@@ -49,7 +49,7 @@ class Demo(Seeded):
         if self.samples < 1:
             raise InputError(f"demo measures at least 1 training image, got --samples {self.samples}.")
         check_folder(self.out)
-        from spiritlevel.measuring import measure
+        from spiritlevel.answers.measuring import measure
 
         name = self.data or _best_data()
         with ProgressBar() as progress:
@@ -86,8 +86,9 @@ def demo_network(
     """The network that `spiritlevel demo` trains, and its data; the same weights for the same seed."""
     import torch
 
-    from spiritlevel import data, models
-    from spiritlevel.training import Recipe, fit
+    from spiritlevel import data
+    from spiritlevel.papers import networks as models
+    from spiritlevel.papers.training import Recipe, fit
 
     torch.set_num_threads(2)  # another number would add up in another order and round differently
     images = data.load(name)

@@ -16,7 +16,7 @@ from spiritlevel.cli.parsing import optional
 from spiritlevel.errors import InputError
 
 if TYPE_CHECKING:
-    from spiritlevel.distributed import Ranks
+    from spiritlevel.binding.ranks import Ranks
     from spiritlevel.loading import Samples
     from spiritlevel.results import Comparison, Report
 
@@ -84,8 +84,8 @@ class Measure(OnData):
         What one rank refuses all refuse, and rank 0 says it.
         """
         check_folder(self.out)
-        from spiritlevel.distributed import Ranks, job
-        from spiritlevel.measuring import silent
+        from spiritlevel.answers.measuring import silent
+        from spiritlevel.binding.ranks import Ranks, job
 
         with job() as group, ProgressBar() as bar:
             ranks = Ranks(group)
@@ -106,8 +106,8 @@ class Measure(OnData):
 
     def _measured(self, ranks: Ranks, progress: Callable[[str, int, int], None]) -> Report:
         from spiritlevel import data as named
+        from spiritlevel.answers.measuring import measure
         from spiritlevel.loading import about_weights, check_classes, load_model, load_samples
-        from spiritlevel.measuring import measure
 
         with ranks.together():
             if ranks.count > 1 and str(self.device).startswith("cuda:"):

@@ -37,7 +37,7 @@ class Report(Command):
         if not self.runs:
             raise InputError("report needs at least one run: a folder that `spiritlevel measure` wrote.")
         check_writable(self.out, "--out")
-        from spiritlevel.report import page
+        from spiritlevel.page import page
         from spiritlevel.results import Comparison
         from spiritlevel.storage import write_atomically
 

@@ -50,7 +50,7 @@ class Reproduce(Seeded):
         """Show the rules, run the jobs, show the verdicts."""
         from rich.console import Console
 
-        from spiritlevel.studies import combine, execute, find
+        from spiritlevel.papers.studies import combine, execute, find
 
         check_folder(self.out)
         study, given = find(type(self).__name__), _given(self)
@@ -67,7 +67,7 @@ class Reproduce(Seeded):
             console.print(f"  {statement.id}: {rule}.", style="dim", markup=False)
         with ProgressBar() as progress:
             if self.cluster is not None:
-                from spiritlevel.cluster import run_jobs
+                from spiritlevel.papers.cluster import run_jobs
 
                 summaries = run_jobs(study.name, jobs, self.out, address=self.cluster, progress=progress)
             else:
@@ -98,7 +98,7 @@ class Listing(Command):
         from rich.console import Console
         from rich.table import Table
 
-        from spiritlevel.studies import catalogue
+        from spiritlevel.papers.studies import catalogue
 
         print("usage: spiritlevel reproduce STUDY [--scale smoke|laptop|small|paper] [--seeds S,S,...] [--out DIR]")
         rows = [{"study": s.name, "paper": s.source, "shows": s.title} for s in catalogue().values()]
@@ -197,7 +197,7 @@ def _shown(value: Any) -> str:
 
 def _given(command: Reproduce) -> dict[str, Any]:
     """The study's options that were given, as values of the types that its config declares."""
-    from spiritlevel.studies import find
+    from spiritlevel.papers.studies import find
 
     study = find(type(command).__name__)
     hints = typing.get_type_hints(study.config)
@@ -280,7 +280,7 @@ def _notes(config: type) -> dict[str, str]:
 
 def parse(args: Sequence[str]) -> Command:
     """The command for `spiritlevel reproduce ARGS`; without a study, one that lists them."""
-    from spiritlevel.studies import catalogue, find
+    from spiritlevel.papers.studies import catalogue, find
 
     studies = catalogue()
     place = next((place for place, word in enumerate(args) if word in studies), None)

@@ -1,0 +1,367 @@
+"""Which numbers survive when the function does not change: measures × transforms, and how far a measure can be moved.
+
+Every transform is applied for real and every measure taken again on the new network; theory only adds a prediction.
+Nothing is printed here: `Audit` shows itself.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from spiritlevel import transforms as maps
+from spiritlevel.binding.batches import Batches
+from spiritlevel.binding.problem import Problem
+from spiritlevel.errors import InputError, checked_seed, unknown_name
+from spiritlevel.measures import TRANSFORMS, Measure, Setting, select
+from spiritlevel.results import Audit, AuditRow, Certificate, Estimate, WorstFactor
+from spiritlevel.transforms import ScalingGroup, Transformed
+
+__all__ = ["DEFAULT_TRANSFORMS", "audit"]
+
+DEFAULT_TRANSFORMS = (
+    "rescale_layers",
+    "rescale_channels",
+    "scale_before_batchnorm",
+    "fold_batchnorm",
+    "scale_last_layer",
+)
+"""What `audit` applies unless told otherwise; "rescale_all" comes with transforms="all"."""
+
+_BETA = 8.0  # powers of 2 change no digit of a weight
+_ALPHA = 2.0
+_REACHES = (32.0, 8.0, 2.0)  # largest factor of a group in the search, the next one if numbers get too extreme
+_TOLERANCE = {torch.float64: 1e-6}  # relative difference that still counts as equal; 1e-3 in single precision
+_SINGLE, _BOUND = 1e-3, 0.02  # lower bounds that an optimiser found are compared to 2 %
+
+Progress = Callable[[str, int, int], None]
+"""Called with what comes next, the steps done, and the steps in all."""
+
+
+@torch.inference_mode(False)  # measures add up in place, which tensors of that mode do not allow outside it
+def audit(
+    model: nn.Module,
+    data: Any,
+    *,
+    measures: str | Iterable[str] | None = None,
+    transforms: str | Iterable[str] | Mapping[str, Transformed] | None = None,
+    loss: Any = "cross_entropy",
+    batch_norm: str = "eval",
+    search: bool = True,
+    progress: Progress | None = None,
+    seed: int = 0,
+) -> Audit:
+    """Measure a network before and after transforms that keep its function or its predictions.
+
+    Args:
+        model: any module; it is left as it was.
+        data: a pair of tensors, a data set, a loader that does not shuffle, or batches.
+        measures: names of `measures.MEASURES`, "all", or "default", which is what None means.
+        transforms: names of `measures.TRANSFORMS`, "all", the default set, or transforms of your own: a dict of name →
+            `Transformed`. Transforms that the network does not allow are listed in `skipped` with the reason.
+        loss: a name, a `torch.nn` loss or a callable.
+        batch_norm: "eval" or "batch"; transforms that do not hold in that mode are skipped.
+        search: whether to look for the scaling of layers that moves the trace, and like measures, furthest.
+        progress: called with (what comes next, done, total) before every measurement and before the search.
+        seed: of everything random.
+
+    The predicted ratio is 1 for a declared invariance; for spectra, traces and norms it comes from
+    H(Tθ) = T⁻¹H(θ)T⁻¹ and the transform's own factors. The search scales every group of layers by up to 32 either way,
+    guided by the prediction, and measures the network it ends at: the factor it reports is reached, hence a lower bound
+    of what is possible. Values count as equal up to 1e-6 in double precision, 1e-3 in single, 2 % where an optimiser
+    found them. A larger reach would move it further, so what moves at all has no size that tells two networks apart.
+    Cost: the measures, once for the model and once a transform. References: paper B, section E; mathematics 7.1.
+
+    >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2)).double()
+    >>> points = torch.randn(8, 2, dtype=torch.float64), torch.tensor([0, 1] * 4)
+    >>> found = audit(net, points, measures=["trace", "path_norm"], transforms=["rescale_layers"])
+    >>> found.row("trace", "rescale_layers").verdict, found.row("path_norm", "rescale_layers").verdict
+    ('changes', 'invariant')
+    """
+    chosen, seed = select(measures), checked_seed(seed)
+    model = Problem(model, loss=loss, batch_norm=batch_norm).model  # half precision becomes a float32 copy at once
+    here = Setting(model, data, loss=loss, batch_norm=batch_norm, seed=seed)
+    here.check()  # data that cannot be measured fail before anything is transformed
+    changed, skipped = _transformed(here, transforms)
+    total, done = len(chosen) * (1 + len(changed)) + search, 0
+
+    def announce(what: str) -> None:
+        nonlocal done
+        if progress is not None:
+            progress(what, done, total)
+        done += 1
+
+    before: dict[str, Estimate] = {}
+    for measure in chosen:
+        announce(measure.name)
+        value = measure.attempt(here)
+        if math.isnan(value.value):
+            skipped[measure.name] = value.reason
+        else:
+            before[measure.name] = value
+
+    rows: list[AuditRow] = []
+    for name, transformed in changed.items():
+        there = _moved(here, transformed)
+        for measure in chosen:
+            announce(f"{measure.name} after {name}")
+            if measure.name in before:
+                after = measure.attempt(there)
+                rows.append(_row(measure, name, before[measure.name], after, here, transformed))
+    worst: tuple[WorstFactor, ...] = ()
+    if search:
+        announce("the search for the worst scaling")
+        worst = _worst(here, [measure for measure in chosen if measure.name in before], before)
+    order = {measure.name: index for index, measure in enumerate(chosen)}
+    rows.sort(key=lambda row: order[row.measure])
+    return Audit(
+        rows=tuple(rows),
+        worst=worst,
+        certificates={name: transformed.certificate for name, transformed in changed.items()},
+        skipped=skipped,
+        samples=here.count,
+        parameters=here.problem.size,
+        loss=here.problem.loss.name,
+        batch_norm=batch_norm,
+        seed=seed,
+    )
+
+
+def _moved(here: Setting, transformed: Transformed) -> Setting:
+    """The transformed model on the same data, mapped if its inputs are."""
+    data = here.data
+    mapping = transformed.inputs
+    if mapping is not None:
+        data = [(mapping(inputs), targets) for inputs, targets in Batches(here.data)]
+    return Setting(transformed.model, data, seed=here.seed, **here.options)
+
+
+# ---------------------------------------------------------------- one row
+
+
+def _row(
+    measure: Measure, name: str, before: Estimate, after: Estimate, here: Setting, transformed: Transformed
+) -> AuditRow:
+    declared = name in measure.invariant_to
+    predicted = 1.0 if declared else math.nan
+    if not declared and measure.predict is not None and before.sign:
+        value = measure.predict(here, transformed)
+        predicted = math.nan if value is None else value / before.value
+    certificate = transformed.certificate
+    linear = certificate.factors is not None and certificate.scale == 1.0  # the Hessian becomes T⁻¹HT⁻¹
+    verdict, note = _verdict(before, after, _tolerance(measure, here), measure.keeps_sign and linear)
+    one_sign = before.sign * after.sign > 0 or verdict == "invariant"
+    ratio = after.value / before.value if one_sign and before.value else math.nan
+    return AuditRow(measure.name, name, before, after, ratio, predicted, verdict, declared, note)
+
+
+def _tolerance(measure: Measure, setting: Setting) -> float:
+    tolerance = _TOLERANCE.get(setting.problem.dtype, _SINGLE)
+    return max(tolerance, _BOUND) if measure.lower_bound else tolerance
+
+
+def _verdict(before: Estimate, after: Estimate, tolerance: float, keeps_sign: bool = False) -> tuple[str, str]:
+    """What the two values say, and why if they say nothing; `keeps_sign` where theory forbids a change of sign.
+
+    >>> _verdict(Estimate(1.0), Estimate(2.0), 1e-6), _verdict(Estimate(1.0, 1.0), Estimate(2.0, 1.0), 1e-6)[0]
+    (('changes', ''), 'unstable')
+    """
+    for value in (before, after):
+        if value.status == "not converged":
+            return "not converged", value.reason
+    if not math.isfinite(after.value) or not math.isfinite(before.value):
+        return "unstable", after.reason or "the value is not finite"
+    difference = abs(after.value - before.value)
+    if difference <= tolerance * max(abs(before.value), abs(after.value)):
+        return "invariant", ""
+    error, tolerances = math.hypot(before.stderr, after.stderr), before.tolerance + after.tolerance
+    if not difference > 3 * error + tolerances:
+        within = (
+            f"three times its error {error:.2g}" if error else f"the tolerances of the two values, {tolerances:.2g}"
+        )
+        return "unstable", f"the difference {difference:.2g} is within {within}"
+    if keeps_sign and before.sign * after.sign < 0:
+        return "unstable", "the signs differ, which no linear map of the parameters can do, so one value is wrong"
+    note = "" if before.sign and after.sign else "the sign of a value is not known, so neither is the ratio"
+    return "changes", note if before.value and after.value else ""
+
+
+# ---------------------------------------------------------------- the transforms
+
+
+def _transformed(
+    here: Setting, wanted: str | Iterable[str] | Mapping[str, Transformed] | None
+) -> tuple[dict[str, Transformed], dict[str, str]]:
+    """The networks after each transform, and the reasons for those that there are not."""
+    if isinstance(wanted, Mapping):
+        return dict(wanted), {}
+    names = DEFAULT_TRANSFORMS if wanted is None else tuple(TRANSFORMS) if wanted == "all" else wanted
+    names = (names,) if isinstance(names, str) else tuple(names)
+    for name in names:
+        if name not in TRANSFORMS:
+            raise unknown_name("transform", name, TRANSFORMS)
+    changed, skipped = {}, {}
+    for name in names:
+        try:
+            found = _APPLY[name](here)
+        except InputError as error:
+            skipped[name] = str(error).removeprefix(f"{name}: ").removeprefix("scaling_groups: ")
+            continue
+        if here.batch_norm in found.certificate.modes:
+            changed[name] = found
+        else:
+            modes = " and ".join(found.certificate.modes)
+            skipped[name] = f"keeps the function with batch norm in mode {modes} only, not {here.batch_norm!r}"
+    return changed, skipped
+
+
+def _groups(here: Setting, who: str) -> list[ScalingGroup]:
+    """The groups of layers that other layers undo."""
+    groups = [group for group in maps.scaling_groups(here.model, data=here.data) if group.readers]
+    if not groups:
+        raise InputError(f"{who}: {maps.why_no_groups(here.model, data=here.data)}.")
+    return groups
+
+
+def _rescale_layers(here: Setting) -> Transformed:
+    groups = _groups(here, "rescale_layers")
+    return _scaled(here, [(group, _BETA if index % 2 == 0 else 1 / _BETA) for index, group in enumerate(groups)])
+
+
+def _scaled(here: Setting, pairs: Iterable[tuple[ScalingGroup, float]], data: Any = None) -> Transformed:
+    """Every group scaled by its number; factors of a layer in two groups multiply."""
+    factors: dict[str, maps.Factor] = {}
+    for group, beta in pairs:
+        for layer, factor in group.factors(beta).items():
+            factors[layer] = factors.get(layer, 1.0) * factor
+    return maps.rescale_layers(here.model, factors, data=here.data if data is None else data)
+
+
+def _rescale_channels(here: Setting) -> Transformed:
+    groups = [group for group in _groups(here, "rescale_channels") if group.channels]
+    if not groups:
+        raise InputError("rescale_channels: the layers of this network differ in their channels.")
+    generator = torch.Generator().manual_seed(here.seed)
+    factors: dict[str, maps.Factor] = {}
+    for group in groups:
+        exponents = torch.randint(-3, 4, (group.channels or 1,), generator=generator)
+        factors |= group.factors(2.0 ** exponents.double())
+    return maps.rescale_layers(here.model, factors, data=here.data)
+
+
+def _scale_before_batchnorm(here: Setting) -> Transformed:
+    found = maps.scaling_groups(here.model, data=here.data)
+    writers = [name for group in found if group.absorbers and not group.readers for name in group.writers]
+    if not writers:
+        raise InputError("scale_before_batchnorm: no layer of this network is read by batch norms alone.")
+    return maps.scale_before_batchnorm(here.model, dict.fromkeys(writers, _BETA), data=here.data)
+
+
+_APPLY: dict[str, Callable[[Setting], Transformed]] = {
+    "rescale_layers": _rescale_layers,
+    "rescale_channels": _rescale_channels,
+    "scale_before_batchnorm": _scale_before_batchnorm,
+    "fold_batchnorm": lambda here: maps.fold_batchnorm(here.model, data=here.data),
+    "scale_last_layer": lambda here: maps.scale_last_layer(here.model, _ALPHA, data=here.data),
+    "rescale_all": lambda here: maps.rescale_all(here.model, _ALPHA, data=here.data),
+}
+
+
+# ---------------------------------------------------------------- the worst scaling
+
+
+def _worst(here: Setting, chosen: list[Measure], before: dict[str, Estimate]) -> tuple[WorstFactor, ...]:
+    """For every measure whose change the factors alone predict: the furthest values found, and measured."""
+    searched = [
+        measure
+        for measure in chosen
+        if measure.predict is not None
+        and measure.cost in ("forward", "backward")
+        and "rescale_layers" not in measure.invariant_to
+        and before[measure.name].sign > 0
+    ]
+    if not searched:
+        return ()
+    few = Batches(here.data).first(2)
+    try:
+        groups = maps.scaling_groups(here.model, data=few)
+        units = [_scaled(here, [(group, 2.0)], few).certificate for group in groups]
+    except InputError:
+        return ()
+    if not groups:
+        return ()
+    found = []
+    for measure in searched:
+        ends = [_furthest(here, measure, groups, units, sign) for sign in (-1, 1)]
+        (low, low_factors, low_difference), (high, high_factors, high_difference) = ends
+        worst = max(low_difference, high_difference)
+        start = before[measure.name]
+        low, high = min(low, start, key=float), max(high, start, key=float)
+        if high.value > low.value:
+            errors = (_half(start), _half(low), _half(high))
+            values = (start.value, low.value, high.value)
+            found.append(WorstFactor(measure.name, *values, low_factors, high_factors, worst, errors))
+    return tuple(found)
+
+
+def _half(value: Estimate) -> float:
+    """The half-width of the 95 % interval on the given data."""
+    low, high = value.interval()
+    return (high - low) / 2
+
+
+def _furthest(
+    here: Setting, measure: Measure, groups: tuple[ScalingGroup, ...], units: list[Certificate], sign: int
+) -> tuple[Estimate, dict[str, float], float]:
+    """The value furthest in one direction, by two sweeps over the groups; measured where the search ends."""
+    predict = measure.predict
+    assert predict is not None
+    exponents = [{name: _exponent(factor) for name, factor in (unit.factors or {}).items()} for unit in units]
+
+    def predicted(betas: list[float]) -> float:
+        factors = {
+            name: math.prod(beta ** each[name] for beta, each in zip(betas, exponents, strict=True))
+            for name in exponents[0]
+        }
+        value = predict(here, Transformed(here.model, dataclasses.replace(units[0], factors=factors)))
+        return -math.inf if value is None else sign * value
+
+    start = measure.compute(here)
+    for reach in _REACHES:
+        betas = [1.0] * len(groups)
+        best = predicted(betas)
+        for _ in range(2):
+            for index in range(len(groups)):
+                for beta in (1 / reach, 1 / 4, 1 / 2, 1.0, 2.0, 4.0, reach):
+                    trial = [*betas[:index], beta, *betas[index + 1 :]]
+                    value = predicted(trial)
+                    if value > best:
+                        best, betas = value, trial
+        if best == -math.inf or all(beta == 1.0 for beta in betas):
+            break
+        try:
+            result = _scaled(here, zip(groups, betas, strict=True))
+            found = measure.compute(_moved(here, result))
+        except InputError:
+            continue  # too extreme for the number format
+        if math.isfinite(found.value):
+            layers = _layer_factors(groups, betas)
+            return found, layers, result.certificate.relative_difference
+    return start, {}, 0.0
+
+
+def _exponent(factor: Any) -> float:
+    return math.log2(float(factor))
+
+
+def _layer_factors(groups: tuple[ScalingGroup, ...], betas: list[float]) -> dict[str, float]:
+    factors: dict[str, float] = {}
+    for group, beta in zip(groups, betas, strict=True):
+        for layer, factor in group.factors(beta).items():
+            factors[layer] = factors.get(layer, 1.0) * float(factor)
+    return {layer: factor for layer, factor in factors.items() if factor != 1.0}

@@ -1,0 +1,511 @@
+"""`compare`: which of two models to trust on given data, sample by sample, and what may not be compared at all."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from scipy import stats
+from torch import Tensor, nn
+
+from spiritlevel import __version__
+from spiritlevel.answers.auditing import audit as run_audit
+from spiritlevel.answers.measuring import FEW, RESAMPLES, Progress, kind, outcomes, silent, subset
+from spiritlevel.binding.problem import Problem
+from spiritlevel.errors import InputError, NotExactError, checked_seed
+from spiritlevel.measures import Measure, Setting, select
+from spiritlevel.results import (
+    FEWEST,
+    Comparison,
+    ComparisonRow,
+    Estimate,
+    largest,
+    mean_skewness,
+    ratio_of,
+    skewed_limits,
+    standard_error,
+    times,
+)
+
+__all__ = ["compare"]
+
+_KEEP_FUNCTION = ("rescale_layers", "rescale_channels", "scale_before_batchnorm", "fold_batchnorm")
+_KEEP_CLASSES = (*_KEEP_FUNCTION, "scale_last_layer", "rescale_all")
+_ROUNDING = {torch.float64: 1e-10}  # what counts as rounding, relative to the values; 1e-5 in single precision
+_ENDLESS = 10**12  # the population that samples of the same kind are from
+_BETTER = {"wider": 1, "flatter": 1, "sharper": -1, "larger": 0}  # the sign of a difference b - a that favours b
+
+
+@torch.inference_mode(False)
+def compare(
+    model_a: nn.Module,
+    model_b: nn.Module,
+    data: Any,
+    *,
+    names: tuple[str, str] = ("a", "b"),
+    loss: Any = "cross_entropy",
+    measures: str | Iterable[str] | None = None,
+    samples: int | None = None,
+    batch_norm: str = "eval",
+    audit: bool = True,
+    level: float = 0.95,
+    progress: Progress | None = None,
+    seed: int = 0,
+) -> Comparison:
+    """Which of two models to trust on these data, and why.
+
+    What every sample has (whether it is classified correctly, its loss, margin, distance to the boundary, trace) is
+    compared sample by sample: the interval of a mean is Student's t of the paired differences, corrected for their
+    skewness; that of a quantile a percentile bootstrap of the pairs (999 resamples). A number of the whole data set,
+    such as the largest eigenvalue, is compared by the influence that every sample has on it. All speak of other
+    samples of the same kind, so pass data that neither model was trained on, and at least 30 of them. What has no
+    influence function has the error of its probes only, or none; without an interval there is no verdict. Values that
+    differ by no more than rounding (1e-5 of their size in single precision, 1e-10 in double) are equal.
+
+    Rows that no parametrisation of the same function can move come first. For the others both models are audited, and
+    what the audit moves at the same outputs is *not comparable*, however large the difference: the factor that it
+    reached is no limit, a larger scaling moves the measure further. So is what could not be tested.
+    The advice rests on the first of accuracy, distance to the boundary and loss whose difference is sure: it looks at
+    up to three numbers, so each of their intervals must exclude 0 at a third of the chance of error (98.3 % for 95 %);
+    `ComparisonRow.sure` says whether it does. Equal models are then told apart in at most 5 % of all cases. There is
+    no advice where the outputs of a model look like probabilities, since the loss takes logits.
+
+    Args:
+        model_a: any module.
+        model_b: another one, of the same or another architecture, for the same data and loss.
+        data: a pair of tensors, a data set, a loader that does not shuffle, or batches.
+        names: what to call the two.
+        loss: a name, a `torch.nn` loss or a callable.
+        measures: names of `measures.MEASURES`, "all", or the default set.
+        samples: compare on a random subset of so many.
+        batch_norm: "eval" or "batch".
+        audit: whether to audit; without it, what a parametrisation can move is not comparable at all.
+        level: of the intervals.
+        progress: called with (what, done, total) before every step.
+        seed: of everything random.
+
+    Cost: the measures for both models, and an audit of both on at most 500 samples.
+
+    >>> torch.manual_seed(0), (x := torch.randn(60, 2)), (y := (x[:, 0] > 0).long())
+    (...)
+    >>> good, bad = nn.Linear(2, 2), nn.Linear(2, 2)
+    >>> with torch.no_grad():
+    ...     _ = good.weight.copy_(torch.tensor([[-3.0, 0.0], [3.0, 0.0]])), good.bias.zero_()
+    >>> print(compare(bad, good, (x, y), names=("random", "trained"), measures=["margin_mean"]).advice)
+    Trust trained: it classifies ...
+    """
+    if not 0 < level < 1:
+        raise InputError(f"compare needs a level between 0 and 1, got {level}.")
+    if len(names) != 2 or names[0] == names[1]:
+        raise InputError(f"compare needs two different names, got {names!r}.")
+    seed = checked_seed(seed)
+    chosen = [each for each in select(measures) if measures is not None or each.direction != "larger"]
+    data, _, population = subset(data, samples, seed, batch_norm)
+    pair = []
+    for model in (model_a, model_b):
+        inner = Problem(model, loss=loss, batch_norm=batch_norm).model  # half precision becomes a float32 copy
+        pair.append(Setting(inner, data, loss=loss, batch_norm=batch_norm, seed=seed))
+    for setting, name in zip(pair, names, strict=True):
+        try:
+            setting.check()
+        except InputError as error:
+            raise InputError(f"model {name!r}: {error}") from error
+    return _Pair(pair[0], pair[1], names, chosen, audit, level, progress or silent, seed).comparison(population)
+
+
+class _Plain(NamedTuple):
+    """What a row needs to know of a number that is no measure of the registry."""
+
+    name: str
+    meaning: str
+    direction: str
+    invariant_to: tuple[str, ...]
+
+
+def _once(values: Iterable[str]) -> str:
+    return " and ".join(dict.fromkeys(values))
+
+
+class _Pair:
+    """Two models on the same samples."""
+
+    def __init__(
+        self,
+        a: Setting,
+        b: Setting,
+        names: tuple[str, str],
+        chosen: list[Measure],
+        audit: bool,
+        level: float,
+        progress: Progress,
+        seed: int,
+    ) -> None:
+        self.a, self.b, self.names, self.chosen, self.level, self.seed = a, b, names, chosen, level, seed
+        self.progress, self.audited = progress, audit
+        self.left_out: dict[str, str] = {}
+
+    def comparison(self, population: int) -> Comparison:
+        total = len(self.chosen) + 3
+        self.progress("accuracy and loss", 0, total)
+        seen = outcomes(self.a), outcomes(self.b)
+        self.twice = [name for name, each in zip(self.names, seen, strict=True) if each.probabilities]
+        self.same = self._same_outputs()
+        losses = seen[0].losses, seen[1].losses
+        found = self._both(lambda setting: setting.margins, "margins")
+        self.looks = 1 + (found is not None) + any(each.name == "input_distance" for each in self.chosen)
+        rows = [self._plain(_Plain("loss", "mean loss", "sharper", _KEEP_FUNCTION), *losses)]
+        if found is not None:
+            right = found[0].correct.double(), found[1].correct.double()
+            meaning = "share of the samples that are classified correctly"
+            rows.append(self._plain(_Plain("accuracy", meaning, "wider", _KEEP_CLASSES), *right, exact=True))
+        for number, each in enumerate(self.chosen):
+            self.progress(each.name, number + 1, total)
+            rows.append(self._row(each))
+        self.progress("audit", total - 2, total)
+        rows = self._of_logits(self._judged(rows))
+        rows.sort(key=lambda row: (row.name != "accuracy", self._movable(row), row.name != "loss"))
+        traces = None
+        if "traces" in vars(self.a) and "traces" in vars(self.b):
+            traces = (dataclasses.replace(self.a.traces, layers={}), dataclasses.replace(self.b.traces, layers={}))
+        count = self.a.count
+        advice, reasons = self._advice({row.name: row for row in rows})
+        return Comparison(
+            names=self.names,
+            rows=tuple(rows),
+            advice=advice,
+            reasons=tuple(reasons),
+            margins=found,
+            traces=traces,
+            losses=losses,
+            samples=count,
+            population=population,
+            level=self.level,
+            settings={
+                "spiritlevel": __version__,
+                "torch": torch.__version__,
+                "seed": str(self.seed),
+                "loss": self.a.problem.loss.name,
+                "batch norm": self.a.batch_norm,
+                "models": " and ".join(f"{name}: {type(setting.model).__name__}" for name, setting in self._sides),
+                "device": _once(str(setting.problem.device) for _, setting in self._sides),
+                "dtype": _once(kind(setting.problem.dtype) for _, setting in self._sides),
+                "samples": f"{count:,} of {population:,}" + (", drawn at random" if count < population else ""),
+                "parameters": f"{self.a.problem.size:,} and {self.b.problem.size:,}",
+            },
+            left_out=self.left_out,
+        )
+
+    @property
+    def _sides(self) -> tuple[tuple[str, Setting], tuple[str, Setting]]:
+        return (self.names[0], self.a), (self.names[1], self.b)
+
+    @property
+    def _precision(self) -> float:
+        """What counts as rounding, relative to the values."""
+        return max(_ROUNDING.get(setting.problem.dtype, 1e-5) for _, setting in self._sides)
+
+    def _same_outputs(self) -> bool:
+        """Whether both models give the same outputs for every sample, up to rounding."""
+        apart, size = 0.0, 0.0
+        for inputs, targets in self.a.batches:
+            found = []
+            for _, setting in self._sides:
+                problem = setting.problem
+                with problem.active(), torch.no_grad():
+                    found.append(problem.outputs(problem.params, problem.place(inputs, targets)[0]).double().cpu())
+            a, b = found
+            if a.shape != b.shape:
+                return False
+            if a.numel():
+                apart, size = max(apart, float((b - a).abs().max())), max(size, float(a.abs().max()))
+        return apart <= self._precision * size
+
+    def _both(self, compute: Callable[[Setting], Any], name: str) -> tuple[Any, Any] | None:
+        try:
+            return compute(self.a), compute(self.b)
+        except (InputError, NotExactError) as error:
+            self.left_out[name] = str(error)
+            return None
+
+    def _movable(self, row: ComparisonRow) -> int:
+        """0: nothing that keeps the classes moves it; 1: nothing that keeps the function does; 2: that may."""
+        kept = next((each.invariant_to for each in self.chosen if each.name == row.name), frozenset())
+        return 0 if row.name == "accuracy" or kept.issuperset(_KEEP_CLASSES) else 1 if row.invariant else 2
+
+    # ------------------------------------------------------------ rows
+
+    def _row(self, each: Measure) -> ComparisonRow:
+        a, b = each.attempt(self.a), each.attempt(self.b)
+        if not math.isnan(b.value - a.value) and {a.status, b.status}.isdisjoint(("lower bound", "not converged")):
+            pair = self._per_sample(each)
+            if pair is not None:
+                return self._paired(each, (a, b), *pair)
+        limits, how, note = self._known(a, b)
+        ratio = ratio_of(b.interval(self.level), a.interval(self.level))
+        rounding = self._precision * max(abs(a.value), abs(b.value))
+        return self._verdict(each, a, b, limits, how, rounding, note, not math.isnan(ratio[0]))
+
+    def _known(self, a: Estimate, b: Estimate) -> tuple[tuple[float, float], str, str]:
+        """The interval of the difference of two numbers of the whole data set, where it comes from, and a remark."""
+        nothing = math.nan, math.nan
+        statuses = {a.status, b.status}
+        if "not converged" in statuses:
+            return nothing, "not converged", f"not converged: {a.reason or b.reason}"
+        if "lower bound" in statuses:
+            return nothing, "lower bounds", "both are lower bounds that an optimiser found"
+        difference, spread, tolerance = b.value - a.value, math.hypot(a.stderr, b.stderr), a.tolerance + b.tolerance
+        if "estimated" in statuses:
+            half = spread * float(stats.t.ppf(0.5 + self.level / 2, max(1.0, min(a.dof, b.dof)))) + tolerance
+            note = "the interval is that of the probes, on these samples"
+            return (difference - half, difference + half), "probes", note
+        if tolerance and abs(difference) <= tolerance:
+            note = "they differ by no more than the tolerances to which they are known"
+            return (difference - tolerance, difference + tolerance), "tolerance", note
+        return nothing, "tolerance" if tolerance else "exact", ""
+
+    def _per_sample(self, each: Measure) -> tuple[Tensor, Tensor, float, tuple[float, float]] | None:
+        """What every sample adds to both numbers; the share of a quantile, else NaN; how far both may be too large."""
+        found = each.sampling
+        if found.values is None or found.how not in ("influence", "order") or self.a.batch_norm == "batch":
+            return None
+        try:
+            values = found.values(self.a).double().cpu(), found.values(self.b).double().cpu()
+            biases = found.bias(self.a, _ENDLESS), found.bias(self.b, _ENDLESS)
+        except (InputError, NotExactError, RuntimeError):  # the value stands, without an interval
+            return None
+        return (*values, found.share, biases) if len(values[0]) >= found.least else None
+
+    def _plain(self, each: _Plain, a: Tensor, b: Tensor, exact: bool = False) -> ComparisonRow:
+        """A mean over the samples that is no measure of the registry."""
+        return self._paired(each, (Estimate(float(a.mean())), Estimate(float(b.mean()))), a, b, exact=exact)
+
+    def _paired(
+        self,
+        each: Measure | _Plain,
+        values: tuple[Estimate, Estimate],
+        a: Tensor,
+        b: Tensor,
+        share: float = math.nan,
+        biases: tuple[float, float] = (0.0, 0.0),
+        exact: bool = False,
+    ) -> ComparisonRow:
+        """One number of all samples for both models, from the values of every sample; `exact` ones have no rounding."""
+        difference, tolerance = values[1].value - values[0].value, values[0].tolerance + values[1].tolerance
+        strict = 1 - (1 - self.level) / self.looks
+        if math.isnan(share):
+            limits, how = self._of_means(values, b - a), "paired t"
+        else:
+            limits, how = self._of_quantiles(a, b, share), "bootstrap of the pairs"
+        if len(a) < FEWEST:
+            found, sure, how, in_proportion = (math.nan, math.nan), False, "too few samples", False
+        else:
+            low, high = limits(self.level)
+            found = low - biases[1] - tolerance, high + biases[0] + tolerance
+            least, most = limits(strict)
+            sure = bool(difference) and (least - tolerance) * (most + tolerance) > 0
+            own = [self._alone(value, of, share) for value, of in zip(values, (a, b), strict=True)]
+            in_proportion = not math.isnan(ratio_of(own[1], own[0])[0])
+        both = torch.cat((a, b))
+        size = float(both[both.isfinite()].abs().mean())  # of a sample: in a mean they cancel, their rounding does not
+        rounding = 0.0 if exact else self._precision * size
+        return dataclasses.replace(self._verdict(each, *values, found, how, rounding, "", in_proportion), sure=sure)
+
+    def _of_means(self, values: tuple[Estimate, Estimate], apart: Tensor) -> Callable[[float], tuple[float, float]]:
+        """The interval of a difference of means, at a level; with the error of the probes, if there were any."""
+        difference, dof = values[1].value - values[0].value, len(apart) - 1
+        error, probes = float(standard_error(apart)), math.hypot(*(value.stderr for value in values))
+        both = math.hypot(error, probes)
+        skew = mean_skewness(apart) * (error / both) ** 3 if both else 0.0
+        return lambda level: skewed_limits(difference, both, dof, skew, level)
+
+    def _alone(self, value: Estimate, samples: Tensor, share: float) -> tuple[float, float]:
+        """The interval of one of the two numbers by itself, which tells whether a ratio of them means anything."""
+        if math.isnan(share):
+            error = math.hypot(float(standard_error(samples)), value.stderr)
+            return skewed_limits(value.value, error, len(samples) - 1, mean_skewness(samples), self.level)
+        draws = self._quantiles(samples, share)
+        low, high = np.quantile(draws, [0.5 - self.level / 2, 0.5 + self.level / 2]).tolist()
+        return low, high
+
+    def _of_quantiles(self, a: Tensor, b: Tensor, share: float) -> Callable[[float], tuple[float, float]]:
+        """The interval of a difference of quantiles, at a level."""
+        with np.errstate(invalid="ignore"):  # infinite distances
+            draws = self._quantiles(b, share) - self._quantiles(a, share)
+
+        def limits(level: float) -> tuple[float, float]:
+            low, high = np.quantile(draws, [0.5 - level / 2, 0.5 + level / 2]).tolist()
+            return low, high
+
+        return limits
+
+    def _quantiles(self, samples: Tensor, share: float) -> Any:
+        """Of resampled samples, the same ones for both models."""
+        rows = np.random.default_rng((self.seed, 2)).integers(len(samples), size=(RESAMPLES, len(samples)))
+        with np.errstate(invalid="ignore"):
+            return np.quantile(samples.numpy()[rows], share, axis=1)
+
+    def _verdict(
+        self,
+        each: Measure | _Plain,
+        a: Estimate,
+        b: Estimate,
+        limits: tuple[float, float],
+        how: str,
+        rounding: float,
+        note: str,
+        in_proportion: bool,
+    ) -> ComparisonRow:
+        difference, sign = b.value - a.value, _BETTER[each.direction]
+        invariant = frozenset(each.invariant_to).issuperset(_KEEP_FUNCTION)
+        if math.isnan(difference):
+            verdict, note = "undefined", a.reason or b.reason or "the values are not finite"
+        elif math.isfinite(difference) and abs(difference) <= rounding:
+            verdict, note = "equal", "they differ by rounding only" if difference else ""
+        elif math.isnan(limits[0]):
+            verdict = "no interval"
+        elif not limits[0] * limits[1] > 0 or (self.same and how == "probes"):
+            verdict = "equal"
+        elif sign == 0:
+            verdict = "no preference"
+        else:
+            verdict = "b" if difference * sign > 0 else "a"
+        if verdict in ("undefined", "no interval"):
+            limits = math.nan, math.nan
+        return ComparisonRow(
+            name=each.name,
+            a=a,
+            b=b,
+            difference=difference,
+            low=limits[0],
+            high=limits[1],
+            how=how,
+            ratio=b.value / a.value if in_proportion and a.value else math.nan,
+            factor=1.0 if invariant else math.nan,
+            verdict=verdict,
+            direction=each.direction,
+            meaning=each.meaning,
+            invariant=invariant,
+            note=note,
+        )
+
+    def _judged(self, rows: list[ComparisonRow]) -> list[ComparisonRow]:
+        """The rows with what the parametrisation moves taken out of the comparison: its size says nothing."""
+        movable = [row.name for row in rows if not row.invariant and row.verdict != "undefined"]
+        factors = self._moved(movable) if self.audited and movable else {}
+        judged = []
+        for row in rows:
+            if row.name in movable:
+                factor = factors.get(row.name, math.nan)
+                row = dataclasses.replace(row, factor=factor, invariant=factor == 1.0)
+                if factor != 1.0:
+                    row = dataclasses.replace(row, verdict="not comparable", note=self._why(factor, bool(factors)))
+            judged.append(row)
+        return judged
+
+    def _moved(self, names: list[str]) -> dict[str, float]:
+        """How far the audits of both models moved these measures at the same outputs; nothing where none applies."""
+        factors: dict[str, float] = {}
+        for _, setting in self._sides:
+            few = setting.data
+            if setting.batch_norm == "eval":
+                few = subset(setting.data, min(FEW, setting.count), self.seed, "eval")[0]
+            found = run_audit(
+                setting.model, few, measures=names, transforms=_KEEP_FUNCTION, seed=self.seed, **setting.options
+            )
+            for name, factor in found.moved().items():
+                factors[name] = largest((factors.get(name, 1.0), factor))
+        if not factors:
+            self.left_out["audit"] = "none of the transforms that keep the function applies to these networks"
+        return factors
+
+    def _why(self, factor: float, tested: bool) -> str:
+        if not self.audited:
+            return "the audit was left out, so nothing is known of what the parametrisation does"
+        if not tested:
+            return "not tested: none of the transforms that keep the function applies to these networks"
+        if math.isnan(factor):
+            return "the audit could not decide whether the parametrisation moves it"
+        if math.isinf(factor):
+            return "the audit moved it to or from 0, or to the other sign, at the same outputs"
+        return f"the audit moved it {times(factor)}-fold at the same outputs, and more is possible"
+
+    def _of_logits(self, rows: list[ComparisonRow]) -> list[ComparisonRow]:
+        """All rows but the accuracy out of the comparison where a model gives probabilities for logits."""
+        if not self.twice:
+            return rows
+        note = f"the outputs of {' and '.join(self.twice)} look like probabilities"
+        return [
+            dataclasses.replace(row, verdict="not comparable", factor=math.nan, note=note)
+            if row.name != "accuracy" and row.verdict in ("a", "b", "no preference", "no interval")
+            else row
+            for row in rows
+        ]
+
+    # ------------------------------------------------------------ the advice
+
+    def _advice(self, rows: dict[str, ComparisonRow]) -> tuple[str, list[str]]:
+        """One sentence, and what it rests on; from the verdicts of the rows, and whether they are sure, alone."""
+        phrases = {
+            "accuracy": "it classifies {count:,.0f} more of the {samples:,} samples correctly",
+            "input_distance": "its samples lie further from the decision boundary",
+            "loss": "its mean loss is lower by {difference:.3g}",
+        }
+        present = [(rows[key], phrase) for key, phrase in phrases.items() if key in rows]
+        decisive = []
+        for row, phrase in present:
+            if row.verdict in ("a", "b") and row.sure:
+                size, count = abs(row.difference), self.a.count
+                decisive.append((row, phrase.format(difference=size, count=size * count, samples=count)))
+        reasons = self._reasons(list(rows.values()))
+        if self.twice:
+            return (
+                f"No advice: the outputs of {' and '.join(self.twice)} all lie in [0, 1] and sum to 1. They look like "
+                "probabilities, and the loss expects logits: compare again without the last softmax."
+            ), reasons
+        if self.same and not decisive:
+            return (
+                "These samples give no reason to trust one of the two models more than the other: both give the same "
+                "outputs, up to rounding. Numbers that differ describe the parametrisation."
+            ), reasons
+        if not decisive:
+            return "These samples give no reason to trust one of the two models more than the other.", reasons
+        first, phrase = decisive[0]
+        winner = first.verdict
+        low, high = sorted((abs(first.low), abs(first.high)))
+        if first.name == "accuracy":  # in samples, as the phrase counts
+            limits = f"{low * self.a.count:,.0f} to {high * self.a.count:,.0f}"
+        else:
+            limits = f"{low:.3g} to {high:.3g}"
+        text = f"{phrase} ({self.level:.0%} interval {limits})"
+        same = [more for row, more in decisive[1:] if row.verdict == winner]
+        other = [more for row, more in decisive[1:] if row.verdict != winner]
+        text += "".join(f", and {more}" for more in same)
+        if other:
+            text += f"; for {self.names[winner == 'a']} speaks that " + " and ".join(other)
+        return f"Trust {self.names[winner == 'b']}: {text}.", reasons
+
+    def _reasons(self, rows: list[ComparisonRow]) -> list[str]:
+        """Which rows speak for which model, and which for none."""
+        texts = []
+        for side, name in zip("ab", self.names, strict=True):
+            favours = [row.name for row in rows if row.verdict == side]
+            if favours:
+                texts.append(f"For {name}: {', '.join(favours)}.")
+        unsure = [row.name for row in rows if row.verdict == "no interval"]
+        if unsure:
+            texts.append(f"No verdict, because the difference has no interval: {', '.join(unsure)}.")
+        apart = [row for row in rows if row.verdict == "not comparable"]
+        moved = [f"{row.name} (at least {times(row.factor)}-fold)" for row in apart if row.factor > 1]
+        if moved:
+            texts.append(
+                "Not comparable, because the parametrisation alone moves them at the same outputs, without a known "
+                f"limit: {', '.join(moved)}."
+            )
+        for note in dict.fromkeys(row.note for row in apart if not row.factor > 1):
+            names = ", ".join(row.name for row in apart if row.note == note and not row.factor > 1)
+            texts.append(f"Not comparable: {names} ({note}).")
+        return texts

@@ -1,0 +1,677 @@
+"""`measure`: how flat one model is, how wide its margins, how sure that is, and what the parametrisation decides.
+
+It calls what the modules below compute and puts the answers together; it adds no estimator. What it says in words
+follows from the numbers that it returns, by the rules written down at the end.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import platform
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from spiritlevel import __version__
+from spiritlevel.answers.auditing import audit as run_audit
+from spiritlevel.answers.surface import landscape
+from spiritlevel.binding.batches import Batches, Fingerprint, picked
+from spiritlevel.binding.losses import aceht
+from spiritlevel.binding.problem import Problem
+from spiritlevel.binding.ranks import Ranks
+from spiritlevel.binding.state import preserved_random_state
+from spiritlevel.errors import InputError, NotExactError, checked_seed, unknown_name, whole_number
+from spiritlevel.estimators import spectrum
+from spiritlevel.measures import TRANSFORMS, Measure, Setting, select
+from spiritlevel.results import (
+    Audit,
+    Estimate,
+    Fit,
+    Margins,
+    Pictures,
+    Report,
+    ReportRow,
+    SampleTraces,
+    ratio_of,
+    subset_mean,
+    times,
+)
+from spiritlevel.statistics.correlation import correlate, skewness
+from spiritlevel.statistics.subsets import SubsetError
+
+__all__ = ["measure"]
+
+PARTS = ("audit", "spectrum", "landscape", "pictures")
+"""What a report holds beside its measures, unless `parts` says otherwise."""
+
+FEW = 500  # samples that audit, spectrum and landscape are computed on, at most
+_PROBES, _STEPS = 4, 50  # Lanczos runs of the spectrum
+_GRID = 17  # points a side of the landscape
+_SHOWN = {"sharpest": 24, "least certain": 24, "others": 120}  # pictures of each group, at most
+_SIDE = 64  # pixels of a picture, at most
+RESAMPLES = 999
+_Z = 1.96  # 95 % of a normal distribution
+
+# What a measure costs in forward passes over the data, roughly: decides only what still fits a time limit.
+_PASSES = {"forward": 2.0, "matvecs": 60.0, "optimiser": 120.0}
+_EXPENSIVE = ("adaptive_sharpness_average", "average_sharpness", "pac_bayes_flatness", "pac_bayes_magnitude")
+
+Progress = Callable[[str, int, int], None]
+
+
+# ---------------------------------------------------------------- one model
+
+
+@torch.inference_mode(False)  # measures add up in place, which tensors of that mode do not allow outside it
+def measure(
+    model: nn.Module,
+    train: Any,
+    *,
+    test: Any = None,
+    loss: Any = "cross_entropy",
+    measures: str | Iterable[str] | None = None,
+    parts: Iterable[str] | None = None,
+    samples: int | None = None,
+    batch_norm: str = "eval",
+    time_limit: float | None = None,
+    name: str | None = None,
+    classes: Sequence[str] = (),
+    progress: Progress | None = None,
+    group: Any = None,
+    seed: int = 0,
+) -> Report:
+    """How flat a model is, how wide its margins are, how sure that is, and how much of it the parametrisation decides.
+
+    Every measure with its error and what leaves it as it is; the trace and the margin of every sample and how they go
+    together; the trace layer by layer; audit, spectrum and landscape (these three on at most 500 of the samples, drawn
+    at random; `settings` says so). The model and all random states are left as they were.
+
+    Args:
+        model: any module.
+        train: the data to measure: a pair of tensors, a data set, a loader that does not shuffle, or batches.
+        test: other data, for accuracy, loss and margins.
+        loss: a name, a `torch.nn` loss or a callable.
+        measures: names of `measures.MEASURES`, "all", or the default set.
+        parts: which of "audit", "spectrum", "landscape", "pictures" to add; all unless given.
+        samples: measure a random subset of so many; intervals then hold the value on all of the data, and where none
+            is known `subset_error` of a row says why. Costs a few products of the Hessian for the default measures;
+            what each takes says its `sampling` in `measures.MEASURES`.
+        batch_norm: "eval" or "batch".
+        time_limit: seconds. What is estimated to fit is measured, cheap things first; `left_out` names the rest. What
+            has begun runs to its end.
+        name: of the model in the report; its class unless given.
+        classes: names of the classes, for the page.
+        progress: called with (what, done, total) before every step.
+        group: a `torch.distributed` group whose ranks all make this same call. Traces, margins, products of the Hessian
+            and of the Gauss-Newton matrix, losses and gradients are shared; all else, audit and landscape among it,
+            every rank computes for itself. Rank 0 decides what fits the time limit; all return the same report.
+        seed: of everything random.
+
+    Cost: the measures (about 150 forward passes by default), audit, 200 Hessian products and 289 forward passes on
+    the 500 samples. An interrupt (Ctrl-C) ends the measurement, and the report of what is done by then says so.
+
+    >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2))
+    >>> report = measure(net, (torch.randn(20, 2), torch.tensor([0, 1] * 10)), measures=["trace"], parts=["audit"])
+    >>> report.row("trace").kind, report.audit.row("trace", "rescale_layers").verdict
+    ('exact', 'changes')
+    """
+    with preserved_random_state():  # libraries that are imported on first use may draw from the global states
+        device = next((p.device for p in model.parameters()), "cpu") if isinstance(model, nn.Module) else "cpu"
+        with Ranks(group, device).together():
+            run = _Run(
+                model, train, test, loss, measures, parts, samples, batch_norm, time_limit, progress, group, seed
+            )
+        run.agree()
+        run.everything()
+    return run.report(name or type(model).__name__, tuple(str(item) for item in classes))
+
+
+class _Step(NamedTuple):
+    name: str
+    passes: float  # estimated cost, in forward passes over the data measured
+    work: Callable[[], None]
+
+
+class _Run:
+    """One measurement: the steps in their order, and what they have found so far."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        train: Any,
+        test: Any,
+        loss: Any,
+        measures: Any,
+        parts: Iterable[str] | None,
+        samples: int | None,
+        batch_norm: str,
+        time_limit: float | None,
+        progress: Progress | None,
+        group: Any,
+        seed: int,
+    ) -> None:
+        self.begin = time.monotonic()
+        self.chosen = select(measures)
+        self.parts = PARTS if parts is None else tuple(parts)
+        for part in self.parts:
+            if part not in PARTS:
+                raise unknown_name("part", part, PARTS)
+        if time_limit is not None and not time_limit > 0:
+            raise InputError(f"time_limit must be a positive number of seconds, got {time_limit}.")
+        self.limit, self.progress, self.seed = time_limit, progress or silent, checked_seed(seed)
+        kinds = {parameter.dtype for parameter in model.parameters()} if isinstance(model, nn.Module) else set()
+        problem = Problem(model, loss=loss, batch_norm=batch_norm)
+        self.model = problem.model  # half precision becomes a float32 copy at once
+        self.dtype = kind(problem.dtype)
+        if kinds & {torch.float16, torch.bfloat16}:
+            self.dtype += f", a copy of a {kind(next(iter(kinds & {torch.float16, torch.bfloat16})))} model"
+        self.data, self.indices, self.population = subset(train, samples, seed, batch_norm)
+        self.here = Setting(self.model, self.data, loss=loss, batch_norm=batch_norm, seed=seed, group=group)
+        self.there = None
+        if test is not None:
+            self.there = Setting(self.model, test, loss=loss, batch_norm=batch_norm, group=group)
+        self.here.check()  # data that cannot be measured fail before anything is
+        begin = time.monotonic()
+        if time_limit is not None:  # again: what libraries do on their first call would pass for the cost of a step
+            self.here.check()
+        self.forward = time.monotonic() - begin
+        if self.there is not None:
+            try:
+                self.there.check()
+            except InputError as error:
+                raise InputError(f"test data: {error}") from error
+        self.found: dict[str, Any] = {"fits": {}, "correlations": {}, "layers": {}}
+        self.values: dict[str, ReportRow] = {}
+        self.left_out: dict[str, str] = {}
+        self.partial, self.probabilities = "", False
+
+    def agree(self) -> None:
+        """Raise `InputError` unless all ranks are about to measure the same: else one would wait for another."""
+        ranks = self.here.ranks
+        if ranks.count == 1:
+            return
+        self.here.problem.shared_by(ranks.group)
+        mark = Fingerprint()
+        with ranks.together():
+            for setting in filter(None, (self.here, self.there)):
+                for inputs, targets in setting.batches:
+                    mark.update(inputs, targets)
+        ranks.same(str(mark), "their data")
+        ranks.same(([each.name for each in self.chosen], self.parts, self.limit, self.seed), "their options")
+
+    # ------------------------------------------------------------ the steps
+
+    def steps(self) -> Iterator[_Step]:
+        """All steps, the cheap and the telling ones first."""
+        count, few = self.here.count, min(FEW, self.here.count)
+        share = few / count
+        yield _Step("accuracy and margins", 2, self._fit)
+        if self.there is not None:
+            yield _Step("test accuracy and margins", 2 * self.there.count / count, self._test)
+        order = sorted(self.chosen, key=self._passes)
+        yield from (self._measuring(each) for each in order if each.name == "trace")
+        yield _Step("correlations", 1, self._correlations)
+        if "pictures" in self.parts:
+            yield _Step("pictures", 1, self._pictures)
+        cheap = [
+            each for each in order if each.cost in ("forward", "backward") and each.name not in ("trace", *_EXPENSIVE)
+        ]
+        yield from (self._measuring(each) for each in cheap)
+        if "audit" in self.parts:
+            per_measure = sum(self._passes(each) for each in self.chosen)
+            yield _Step("audit", 5 * share * per_measure, self._audit)
+        yield from (self._measuring(each) for each in order if each not in cheap and each.name != "trace")
+        if "spectrum" in self.parts:
+            yield _Step("spectrum", 4 * share * _PROBES * _STEPS, self._spectrum)
+        if "landscape" in self.parts:
+            yield _Step("landscape", share * (_GRID**2 + 4 * 45), self._landscape)
+
+    def everything(self) -> None:
+        """Take the steps one after the other, within the time limit and until an interrupt."""
+        steps = list(self.steps())
+        for number, step in enumerate(steps):
+            try:
+                self.progress(step.name, number, len(steps))
+                if reason := self._too_long(step):
+                    self.left_out[step.name] = reason
+                    continue
+                step.work()
+            except (InputError, NotExactError) as error:
+                self.left_out[step.name] = str(error)
+            except KeyboardInterrupt:
+                self.partial = f"interrupted at step {number + 1} of {len(steps)}, {step.name}"
+                self.left_out |= {later.name: "interrupted" for later in steps[number:]}
+                return
+
+    def _too_long(self, step: _Step) -> str:
+        """Why a step does not fit the time limit any more, or nothing; by the clock of rank 0."""
+        if self.limit is None or (step.name in MARGIN_STATISTICS and self.found.get("margins") is not None):
+            return ""  # what the margins say is known with them
+        left, cost = self.limit - (time.monotonic() - self.begin), step.passes * self.forward
+        times = self.here.ranks.first(torch.tensor([left, cost], device=self.here.problem.device))
+        left, cost = times.tolist()
+        return "" if left >= cost else f"no time for it within the limit of {self.limit:g} s"
+
+    def _passes(self, each: Measure) -> float:
+        if each.name in _EXPENSIVE:
+            return 40.0
+        return _PASSES.get(each.cost, 3.0 * self.classes)
+
+    @property
+    def classes(self) -> int:
+        """The number of outputs, seen on one sample."""
+        with self.here.problem.active(), torch.no_grad():
+            inputs, _ = self.here.problem.place(*self.here.batches.first(2))
+            return self.here.problem.outputs(self.here.problem.params, inputs).shape[-1]
+
+    def _measuring(self, each: Measure) -> _Step:
+        def work() -> None:
+            begin = time.monotonic()
+            value = each.attempt(self.here)
+            error = self._subset_error(each, value)
+            if error is not None:
+                value = dataclasses.replace(value, data_stderr=error.stderr, data_limits=(error.low, error.high))
+            self.values[each.name] = ReportRow(
+                name=each.name,
+                value=value,
+                direction=each.direction,
+                family={"wider": "margin", "larger": "norm"}.get(each.direction, "curvature"),
+                meaning=each.meaning,
+                formula=each.formula,
+                reference=each.reference,
+                invariant_to=tuple(sorted(each.invariant_to)),
+                cost=each.cost,
+                seconds=time.monotonic() - begin,
+                subset_error_unknown=error is not None and math.isnan(error.low),
+                subset_error=error.reason if error is not None else "",
+            )
+
+        return _Step(each.name, self._passes(each), work)
+
+    # ------------------------------------------------------------ what is found
+
+    def _fit(self) -> None:
+        predicted, losses, self.probabilities = outcomes(self.here)
+        self.found["predicted"] = predicted
+        found = self._margins(self.here)
+        self.found["margins"] = found
+        self.found["fits"]["train"] = self._as_fit(found, losses, self.population)
+
+    def _test(self) -> None:
+        assert self.there is not None
+        losses = outcomes(self.there).losses
+        found = self._margins(self.there)
+        self.found["test_margins"] = found
+        self.found["fits"]["test"] = self._as_fit(found, losses, len(losses))
+
+    def _margins(self, setting: Setting) -> Margins | None:
+        try:
+            return setting.margins
+        except InputError as error:
+            self.left_out["margins"] = str(error)
+            return None
+
+    def _as_fit(self, found: Margins | None, losses: Tensor, population: int) -> Fit:
+        no_classes = Estimate(math.nan, reason="the targets are no classes")
+        accuracy = no_classes if found is None else _share(found.correct.double(), population)
+        return Fit(len(losses), population, accuracy, _mean(losses, population))
+
+    def _subset_error(self, each: Measure, found: Estimate) -> SubsetError | None:
+        """The error of having measured a subset; None if it was none, or if the samples do not enter."""
+        if self.indices is None or each.sampling.how == "no data" or math.isnan(found.value):
+            return None
+        return each.subset_error(self.here, found.value, self.population)
+
+    def _correlations(self) -> None:
+        """How the curvature goes with the margin, and with what a linear classifier's would be."""
+        traces, found = self._traces(), self.found.get("margins")
+        if traces is None or found is None:
+            raise InputError("correlations need the traces and the margins of the samples.")
+        pairs: dict[str, Any] = {"trace and margin": (found.output, None)}
+        pairs["trace and margin, correct samples"] = (found.output, found.correct)
+        try:
+            inputs, logits, _ = self.here.logits
+            pairs["trace and ACEHT"] = (aceht(inputs, logits), None)
+        except InputError as error:
+            self.left_out["trace and ACEHT"] = str(error)
+        for name, (other, where) in pairs.items():
+            self.found["correlations"][name] = correlate(traces, other, where=where, seed=self.seed)
+
+    def _traces(self) -> SampleTraces | None:
+        """The traces, if they were measured."""
+        return self.here.traces if "trace" in self.values and "traces" in vars(self.here) else None
+
+    def _pictures(self) -> None:
+        found, traces = self.found.get("margins"), self._traces()
+        groups: dict[str, list[int]] = {}
+        if traces is not None:
+            groups["sharpest"] = traces.values.argsort(descending=True)[: _SHOWN["sharpest"]].tolist()
+        if found is not None:
+            groups["least certain"] = found.output.argsort()[: _SHOWN["least certain"]].tolist()
+        spread = torch.linspace(0, self.here.count - 1, min(_SHOWN["others"], self.here.count)).long()
+        groups["others"] = spread.unique().tolist()
+        wanted = sorted({index for group in groups.values() for index in group})
+        images = _thumbnails(picked(self.here.batches, torch.tensor(wanted)))
+        place = {index: position for position, index in enumerate(wanted)}
+        self.found["pictures"] = Pictures(
+            torch.tensor(wanted), images, {name: tuple(place[i] for i in group) for name, group in groups.items()}
+        )
+
+    def _few(self) -> Any:
+        """At most so many of the samples, for what is dear."""
+        if self.here.batch_norm == "batch":
+            return self.data
+        return subset(self.data, min(FEW, self.here.count), self.seed, "eval")[0]
+
+    def _audit(self) -> None:
+        def forward(what: str, done: int, total: int) -> None:
+            self.progress(f"audit: {what}", done, total)
+
+        names = [each.name for each in self.chosen]
+        self.found["audit"] = run_audit(
+            self.model, self._few(), measures=names, progress=forward, seed=self.seed, **self.here.options
+        )
+
+    def _spectrum(self) -> None:
+        few = self._few()
+        there = self.here if few is self.data else Setting(self.model, few, seed=self.seed, **self.here.shared)
+        self.found["spectrum"] = spectrum(there.hessian, k=2, probes=_PROBES, steps=_STEPS, seed=self.seed)
+
+    def _landscape(self) -> None:
+        self.found["landscape"] = landscape(
+            self.model, self._few(), dimensions=2, points=_GRID, seed=self.seed, **self.here.options
+        )
+
+    # ------------------------------------------------------------ the report
+
+    def report(self, name: str, classes: tuple[str, ...]) -> Report:
+        """What was found, in the order of the registry, and in words."""
+        traces = self._traces()
+        if traces is not None and traces.layers:
+            totals = {key: float(values.mean()) for key, values in traces.layers.items()}
+            whole = sum(totals.values())
+            self.found["layers"] = {key: value / whole for key, value in totals.items()} if whole > 0 else {}
+        if traces is not None:
+            traces = dataclasses.replace(traces, layers={}, population=self.population)
+        count, few = self.here.count, min(FEW, self.here.count)
+        chosen = f"all {count:,}" if count > 1 else "1 of 1"
+        if self.indices is not None:
+            chosen = f"a random subset of {count:,} of {self.population:,}"
+        settings = {
+            "spiritlevel": __version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "machine": f"{platform.system()} {platform.machine()}, threads: {torch.get_num_threads()}",
+            "seed": str(self.seed),
+            "device": str(self.here.problem.device),
+            "dtype": self.dtype,
+            "loss": self.here.problem.loss.name,
+            "batch norm": self.here.batch_norm,
+            "samples": chosen,
+            "limits": "± and intervals hold 95 %",
+        }
+        if few < count:
+            settings["audit, spectrum and landscape"] = f"{few:,} of these samples, drawn at random"
+        if self.limit is not None:
+            settings["time limit"] = f"{self.limit:g} s"
+        report = Report(
+            name=name,
+            rows=tuple(self.values[each.name] for each in self.chosen if each.name in self.values),
+            traces=traces,
+            indices=self.indices,
+            classes=classes,
+            parameters=self.here.problem.size,
+            settings=settings,
+            left_out=self.left_out,
+            partial=self.partial,
+            seconds=time.monotonic() - self.begin,
+            **self.found,
+        )
+        return dataclasses.replace(report, headline=tuple(_headline(report, self.probabilities)))
+
+
+MARGIN_STATISTICS: dict[str, Callable[[Tensor], Any]] = {
+    "margin_mean": torch.mean,
+    "margin_min": torch.min,
+    **{f"margin_q{q}": functools.partial(torch.quantile, q=q / 100) for q in (10, 25, 50, 75, 90)},
+    "margin_skewness": skewness,
+}
+"""The measures that are one number of the output margins of all samples."""
+median = MARGIN_STATISTICS["margin_q50"]  # of an even number the middle of the two; `torch.median` takes the lower
+
+
+def silent(what: str, done: int, total: int) -> None:
+    pass
+
+
+def kind(dtype: torch.dtype) -> str:
+    """The name of a number format."""
+    return str(dtype).removeprefix("torch.")
+
+
+def _mean(values: Tensor, population: int) -> Estimate:
+    """The mean over samples, with the error of a random subset if the population is larger."""
+    error, limits = subset_mean(values, population)
+    return Estimate(float(values.mean()), data_stderr=error, data_limits=limits)
+
+
+def _share(correct: Tensor, population: int) -> Estimate:
+    """The mean of zeros and ones; of a subset with an error that no outcome makes 0, and limits."""
+    value, count = float(correct.mean()), len(correct)
+    if population <= count:
+        return Estimate(value)
+    pulled = (float(correct.sum()) + 0.5 * _Z**2) / (count + _Z**2)
+    error = math.sqrt(pulled * (1 - pulled) / (count + _Z**2) * (1 - count / population))
+    limits = Fit(count, population, Estimate(value), Estimate(math.nan)).accuracy_limits()
+    return Estimate(value, data_stderr=error, data_limits=limits)
+
+
+class Outcomes(NamedTuple):
+    """What a model says of every sample, and whether all that it says looks like probabilities in place of logits."""
+
+    classes: Tensor | None  # None where outputs are no classes
+    losses: Tensor
+    probabilities: bool
+
+
+def outcomes(setting: Setting) -> Outcomes:
+    """Every sample's predicted class and loss."""
+    classes, losses, probabilities = [], [], setting.problem.loss.name.startswith("cross_entropy")
+    problem = setting.problem
+    with problem.active(), torch.no_grad():
+        for inputs, targets in setting.each():
+            outputs = problem.outputs(problem.params, inputs)
+            losses.append(problem.loss.values(outputs, targets).double().cpu())
+            flat = outputs.reshape(len(targets), -1)
+            within = bool(((flat >= 0) & (flat <= 1)).all())
+            probabilities &= within and bool((flat.sum(1) - 1).abs().max() < 1e-3)
+            classes.append((flat.argmax(1) if flat.shape[1] > 1 else (flat[:, 0] > 0).long()).cpu())
+            labelled = not targets.is_floating_point() or flat.shape[1] == 1
+    return Outcomes(torch.cat(classes) if labelled else None, torch.cat(losses), probabilities and flat.shape[1] > 1)
+
+
+def subset(data: Any, count: int | None, seed: int, batch_norm: str) -> tuple[Any, Tensor | None, int]:
+    """At most `count` of the samples, drawn without replacement and in their order; where they are; of how many."""
+    checked_seed(seed)
+    if count is not None:
+        count = whole_number(count, "samples", 1)
+    if count is not None and batch_norm == "batch":
+        raise InputError("samples= would change the batches, which batch_norm='batch' measures; leave one of them out.")
+    batches = Batches(data, whole=batch_norm == "batch")
+    population = sum(len(targets) for _, targets in batches)
+    if count is None or count >= population:
+        return data, None, population
+    generator = np.random.default_rng((seed, 1))
+    indices = torch.from_numpy(np.sort(generator.choice(population, count, replace=False)))
+    return picked(batches, indices), indices, population
+
+
+def _thumbnails(samples: Any) -> Tensor:
+    """Small uint8 pictures of samples that are images; one range of grey for all."""
+    inputs = samples[0] if isinstance(samples, tuple) else None
+    if not isinstance(inputs, Tensor) or inputs.is_complex():
+        raise InputError("pictures need inputs that are one tensor per sample.")
+    images = inputs.detach().float().cpu()
+    images = images[:, None] if images.ndim == 3 else images
+    if images.ndim != 4 or images.shape[1] not in (1, 3) or min(images.shape[2:]) < 4:
+        raise InputError(f"pictures need images of 1 or 3 channels, got samples of shape {tuple(inputs.shape[1:])}.")
+    low, high = float(images.min()), float(images.max())
+    if low < 0 or high > 1:  # standardised inputs: a range of their own
+        images = (images - low) / ((high - low) or 1.0)
+    if max(images.shape[2:]) > _SIDE:
+        scale = _SIDE / max(images.shape[2:])
+        sides = [max(1, round(side * scale)) for side in images.shape[2:]]
+        images = F.interpolate(images, size=sides, mode="area")
+    return (images * 255).round().to(torch.uint8)
+
+
+# ---------------------------------------------------------------- in words
+
+_TWICE = (
+    "The outputs all lie in [0, 1] and sum to 1: they look like probabilities, and the loss expects logits. If the "
+    "network ends in a softmax, measure it without: every number here would be that of a softmax taken twice."
+)
+
+
+def _headline(report: Report, probabilities: bool) -> Iterator[str]:
+    """What the numbers say; each sentence only if its numbers are there."""
+    if report.partial:
+        yield f"This report is not complete: {report.partial}."
+    if probabilities:
+        yield _TWICE
+    fits = [_about_fit(name, fit) for name, fit in report.fits.items() if not math.isnan(fit.accuracy.value)]
+    if fits:
+        yield f"It classifies {' and '.join(fits)} correctly."
+    values = {row.name: row for row in report.rows}
+    if "trace" in values and not math.isnan(values["trace"].value.value):
+        yield _about_trace(report, values["trace"])
+    margin = report.margins
+    if margin is not None:
+        skew = skewness(margin.signed)
+        shape = "" if math.isnan(skew) else f", their skewness {_signed(skew)}"
+        centre = f"{_signed(float(margin.signed.mean()))} on average and {_signed(float(median(margin.signed)))}"
+        whose = "of the samples measured " if _partly(report) else ""
+        yield f"The output margins {whose}are {centre} in the median{shape}." + _about_correlation(report)
+    if report.audit is not None:
+        yield from _about_audit(report.audit)
+    undefined = {row.name: row.value.reason.rstrip(".") for row in report.rows if row.kind == "undefined"}
+    for reason in dict.fromkeys(undefined.values()):
+        yield f"Not defined here: {', '.join(name for name in undefined if undefined[name] == reason)} ({reason})."
+
+
+def _about_fit(name: str, fit: Fit) -> str:
+    share, samples = fit.accuracy.value, f"{fit.population:,} {name} samples"
+    if fit.population == 1:
+        return f"{share:.1%} of the one {name} sample"
+    if fit.samples == fit.population:
+        return f"{share:.1%} of the {samples}"
+    low, high = fit.accuracy_limits()
+    limits = f"95 % interval {low:.1%} to {high:.1%}"
+    limits = f"at least {low:.1%}" if share == 1 else f"at most {high:.1%}" if share == 0 else limits
+    return f"{share:.1%} ({limits}) of the {samples} ({fit.samples:,} measured)"
+
+
+def _signed(value: float) -> str:
+    """Two decimals with a true minus sign."""
+    return f"{value:.2f}".replace("-", "−")
+
+
+def _with_error(value: float, error: float) -> str:
+    """A value and its 95 % limits, two digits of these and no more of the value.
+
+    >>> _with_error(64.5312, 5.4), _with_error(0.0123456, 0.0), _with_error(1234.6, 200.0)
+    ('65 ± 11', '0.01235', '1,235 ± 392')
+    """
+    if not error or math.isnan(error):
+        return f"{value:.4g}" if abs(value) < 1e4 else f"{value:,.0f}"
+    limits = 1.96 * error
+    places = max(0, 1 - math.floor(math.log10(limits)))
+    if places > 6 or abs(value) >= 1e9:
+        return f"{value:.4g} ± {limits:.2g}"
+    return f"{value:,.{places}f} ± {limits:,.{places}f}"
+
+
+def _partly(report: Report) -> bool:
+    """Whether a random subset of the data was measured."""
+    return any(fit.population > fit.samples for name, fit in report.fits.items() if name == "train")
+
+
+def _about_trace(report: Report, row: ReportRow) -> str:
+    found = row.value
+    error = math.hypot(found.stderr, found.data_stderr or 0.0)
+    whose = " of the samples measured" if math.isnan(error) else ""
+    text = f"The mean Hessian trace{whose} is {_with_error(found.value, found.stderr if whose else error)}"
+    if report.layers and (whose or found.interval(data=True)[0] > 0):
+        layer, share = max(report.layers.items(), key=lambda item: item[1])
+        text += f", {share:.0%} of it in {layer}"
+    return f"{text}{_about_mistakes(report)}."
+
+
+def _about_mistakes(report: Report) -> str:
+    """How curved the loss is where the model errs, as far as the errors of both means allow to say it."""
+    traces, found = report.traces, report.margins
+    if traces is None or found is None or len(traces) != len(found) or not 0 < int(found.correct.sum()) < len(found):
+        return ""
+    right, wrong = (_mean_trace(traces, where) for where in (found.correct, ~found.correct))
+    count = int((~found.correct).sum())
+    where = f"at the {count:,} misclassified samples" if count > 1 else "at the one misclassified sample"
+    open_question = f"; whether the loss is more or less curved {where} than at the correct ones cannot be told"
+    low, high = ratio_of(wrong.interval(data=True), right.interval(data=True))
+    if not low > 0 or right.value < 0 or (low <= 1 <= high and low < high):
+        return open_question
+    ratio = float(f"{wrong.value / right.value:.2g}")
+    size = "" if ratio == 1 else f"{times(ratio)} times "
+    limits = f" ({times(low)} to {times(high)} times, within the errors)" if high - low > 0.05 * ratio else ""
+    return f"; the loss is {size}as curved {where} as at the correct ones{limits}"
+
+
+def _mean_trace(traces: SampleTraces, where: Tensor) -> Estimate:
+    """The mean over some of the samples, which are as large a share of the population."""
+    count, share = int(where.sum()), int(where.sum()) / len(where)
+    population = None if traces.population is None else max(count, round(traces.population * share))
+    return dataclasses.replace(
+        traces,
+        values=traces.values[where],
+        stderr=traces.stderr[where],
+        targets=traces.targets[where],
+        draws=None if traces.draws is None else traces.draws[where],
+        probes=None,
+        layers={},
+        population=population,
+    ).mean()
+
+
+def _about_correlation(report: Report) -> str:
+    found = report.correlations.get("trace and margin, correct samples")
+    if found is None or math.isnan(found.r):
+        return ""
+    size = f"(rank correlation {_signed(found.spearman)}, {found.n:,} samples)"
+    if not found.low * found.high > 0 or found.spearman * found.r < 0:
+        return f" Among correct samples no relation between curvature and margin is certain {size}."
+    way = "falls" if found.spearman < 0 else "grows"
+    return f" Among correct samples the curvature {way} with the margin {size}."
+
+
+def _about_audit(found: Audit) -> Iterator[str]:
+    moved = found.moved()
+    if not moved:
+        reason = next((f": {text}" for name, text in found.skipped.items() if name in TRANSFORMS), "")
+        yield f"What the parametrisation does to these numbers was not tested{reason.rstrip('.')}."
+    if moved.get("trace", 1.0) > 1:
+        size = f"at least {times(moved['trace'])}-fold"
+        size = "to 0 or to the other sign" if math.isinf(moved["trace"]) else size
+        yield (
+            f"Scaling layers moves the trace {size} while the outputs stay the same, and no limit is known: "
+            "its size does not tell two networks apart."
+        )
+    kept = [name for name, factor in moved.items() if factor == 1]
+    if kept:
+        tried = ", ".join(name for name, certificate in found.certificates.items() if certificate.scale == 1)
+        yield f"These kept their value under all that was tried at the same outputs ({tried}): {', '.join(kept)}."

@@ -1,0 +1,1 @@
+"""A model, data and a loss bound to one context in which they can be measured."""

@@ -1,0 +1,247 @@
+"""Data as batches in an order that repeats, whatever form they come in."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, SequentialSampler
+from torch.utils.data.sampler import SubsetRandomSampler, WeightedRandomSampler
+
+from spiritlevel.binding.state import advance_random_states, preserved_random_state
+from spiritlevel.errors import InputError, whole_number
+
+Pair = tuple[Any, Tensor]
+
+
+def _count(inputs: Any, targets: Tensor) -> int:
+    count = targets.shape[0] if targets.ndim else -1
+    if targets.is_complex():
+        raise InputError("the targets are complex numbers; losses need real ones, or integer classes.")
+    for leaf in tree_leaves(inputs):
+        if isinstance(leaf, Tensor) and (leaf.ndim == 0 or leaf.shape[0] != count):
+            raise InputError(f"inputs of shape {tuple(leaf.shape)} do not fit targets of shape {tuple(targets.shape)}.")
+    return count
+
+
+def _as_tensor(leaf: Any) -> Any:
+    return torch.from_numpy(np.require(leaf, requirements=["C", "W"])) if isinstance(leaf, np.ndarray) else leaf
+
+
+def _as_pair(batch: Any) -> Pair:
+    if not (isinstance(batch, tuple | list) and len(batch) == 2):
+        raise InputError(f"data must give pairs (inputs, targets), got {type(batch).__name__}.")
+    inputs, targets = batch
+    inputs = tree_map(_as_tensor, dict(inputs) if isinstance(inputs, Mapping) else inputs)
+    targets = _as_tensor(targets)
+    if not isinstance(targets, Tensor):
+        raise InputError(f"the targets of a batch must be a tensor, got {type(targets).__name__}.")
+    return inputs, targets
+
+
+def sliced(inputs: Any, start: int, stop: int) -> Any:
+    """The samples from `start` to `stop` of a batch's inputs, whatever tensors they consist of."""
+    return tree_map(lambda leaf: leaf[start:stop] if isinstance(leaf, Tensor) else leaf, inputs)
+
+
+def is_pair_of_tensors(data: Any) -> bool:
+    """Whether data lie in memory as one pair (inputs, targets), and not as batches."""
+    if not (isinstance(data, tuple | list) and len(data) == 2 and isinstance(data[1], Tensor | np.ndarray)):
+        return False
+    leaves = tree_leaves(dict(data[0]) if isinstance(data[0], Mapping) else data[0])
+    return bool(leaves) and all(isinstance(leaf, Tensor | np.ndarray) for leaf in leaves)
+
+
+def _in_order(loader: DataLoader[Any], *, ordered: bool, whole: bool) -> DataLoader[Any]:
+    """The loader, if its order repeats; one that reads the same samples in order, where that is what is measured."""
+    batched: Any = loader.batch_sampler
+    sampler: Any = getattr(batched, "sampler", loader.sampler)
+    if not isinstance(sampler, RandomSampler | SubsetRandomSampler | WeightedRandomSampler):
+        return loader
+    if ordered:
+        raise InputError(
+            "the data loader shuffles, and per-sample results need an order that repeats; "
+            "pass its data set, or a loader with shuffle=False."
+        )
+    known = batched is None or type(batched) is BatchSampler
+    samples: Any = getattr(sampler, "data_source", ())
+    once = isinstance(sampler, RandomSampler) and not sampler.replacement and sampler.num_samples == len(samples)
+    if not (known and once):
+        raise InputError(
+            f"the data loader draws by {type(sampler if known else batched).__name__}, which may leave out samples or "
+            "repeat them, others in every pass; pass its data set, or a loader with shuffle=False."
+        )
+    size = None if batched is None else batched.batch_size
+    if whole and size and batched.drop_last and len(samples) % size:
+        raise InputError(
+            "the data loader shuffles and drops its last batch, so other samples are left out in every pass, and "
+            "batches are part of what is measured here; pass a loader with shuffle=False or with drop_last=False."
+        )
+    return DataLoader(
+        loader.dataset,
+        batch_size=size,
+        sampler=SequentialSampler(samples),
+        collate_fn=loader.collate_fn,
+        num_workers=loader.num_workers,
+    )
+
+
+class Batches:
+    """Data as batches in an order that repeats: a pair of tensors, a data set, a loader or re-iterable batches.
+
+    Batches larger than `size` are split, unless `whole` (batch statistics make them part of the definition): then
+    data that come in batches of another size are refused. A shuffling loader is refused if `ordered`, and read in the
+    order of its data set otherwise; all of it, for `drop_last` leaves out other samples in every pass, and is refused
+    if `whole`.
+    """
+
+    def __init__(self, data: Any, *, size: int | None = None, ordered: bool = True, whole: bool = False) -> None:
+        self.size, self.whole = None if size is None else whole_number(size, "batch_size", 1), whole
+        if is_pair_of_tensors(data):
+            data = _as_pair(data)
+            _count(*data)
+        elif isinstance(data, DataLoader):
+            data = _in_order(data, ordered=ordered, whole=whole)
+        elif isinstance(data, Dataset):
+            data = DataLoader(data, batch_size=size or 256)
+        elif isinstance(data, Iterator):
+            raise InputError(
+                "data can be read only once (an iterator); pass a list of batches, a data set or a data loader."
+            )
+        elif not isinstance(data, Iterable) or isinstance(data, str | bytes):
+            raise InputError(
+                "data must be a pair of tensors, a Dataset, a DataLoader or batches of (inputs, targets), "
+                f"got {type(data).__name__}."
+            )
+        self.data = data
+        if not self._in_memory:
+            self._check_repeats()
+
+    @property
+    def _in_memory(self) -> bool:
+        return is_pair_of_tensors(self.data)
+
+    @property
+    def samples(self) -> int | None:
+        """How many there are, if they lie in memory as one pair of tensors."""
+        return len(self.data[1]) if self._in_memory else None
+
+    def _check_repeats(self) -> None:
+        """Read the first batch twice, from different random states, so that whatever depends on them shows."""
+        first = tree_leaves(next(iter(self)))
+        with preserved_random_state():
+            advance_random_states()
+            second = tree_leaves(next(self._pieces(), None))
+        if second == [None]:
+            raise InputError(
+                "data can be read only once; pass a list of batches, a data set or a data loader, which start anew."
+            )
+        same = len(first) == len(second) and all(
+            torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else a is b or bool(a == b)
+            for a, b in zip(first, second, strict=True)
+        )
+        if not same:
+            raise InputError(
+                "the data change between two passes (random augmentation or shuffling?); "
+                "pass data that repeat, such as the unaugmented set."
+            )
+
+    def __iter__(self) -> Iterator[Pair]:
+        empty = True
+        for piece in self._pieces():
+            empty = False
+            yield piece
+        if empty:
+            raise InputError("the data are empty; there is nothing to measure.")
+
+    def _pieces(self) -> Iterator[Pair]:
+        fixed, last = self.whole and not self._in_memory, None
+        for inputs, targets in self._raw():
+            count = _count(inputs, targets)
+            if fixed and self.size is not None and (count > self.size or last not in (None, self.size)):
+                raise InputError(
+                    f"batch_size={self.size} does not fit data that come in batches of {max(count, last or 0)}, and "
+                    "batches are part of what is measured here; leave batch_size out, or pass a data set or a pair of "
+                    "tensors."
+                )
+            last = count or last
+            size = count if self.size is None or fixed else self.size
+            for start in range(0, count, max(size, 1)):
+                stop = min(start + size, count)
+                yield (sliced(inputs, start, stop), targets[start:stop]) if stop - start < count else (inputs, targets)
+
+    def _raw(self) -> Iterator[Pair]:
+        if self._in_memory:
+            yield self.data
+            return
+        with preserved_random_state():  # even a sequential loader draws a seed from the global generator
+            batches = iter(self.data)
+        while True:
+            with preserved_random_state():
+                try:
+                    batch = next(batches)
+                except StopIteration:
+                    return
+            # a copy: some data fill the same memory again for the next batch
+            yield tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, _as_pair(batch))
+
+    def first(self, count: int, least: int = 1) -> Pair:
+        """The first samples, at most `count`, of the first batch that has any.
+
+        Of data in memory at least `least`, if there are so many: whether samples depend on each other does not show in
+        batches of one.
+        """
+        if self._in_memory and self.size is not None and self.size < least:
+            inputs, targets = self.data
+            if len(targets):
+                return sliced(inputs, 0, least), targets[:least]
+        for inputs, targets in self:
+            if len(targets):
+                return sliced(inputs, 0, count), targets[:count]
+        raise InputError("the data are empty; there is nothing to measure.")
+
+
+def picked(batches: Batches, indices: Tensor) -> Any:
+    """The samples at these sorted places: a pair of tensors where the inputs are one tensor, else batches."""
+    start, pieces = 0, []
+    for inputs, targets in batches:
+        here = indices[(indices >= start) & (indices < start + len(targets))] - start
+        if len(here):
+
+            def pick(leaf: Any, here: Tensor = here) -> Any:
+                return leaf[here.to(leaf.device)] if isinstance(leaf, Tensor) else leaf
+
+            pieces.append((tree_map(pick, inputs), pick(targets)))
+        start += len(targets)
+    if all(isinstance(inputs, Tensor) for inputs, _ in pieces) and len({inputs.shape[1:] for inputs, _ in pieces}) == 1:
+        return torch.cat([inputs for inputs, _ in pieces]), torch.cat([targets for _, targets in pieces])
+    return pieces
+
+
+class Fingerprint:
+    """A hash of the order of the data that does not depend on how they are split into batches.
+
+    It reads the targets and at most 16 numbers of each input, enough to tell two orders or two data sets apart.
+    """
+
+    def __init__(self) -> None:
+        self._inputs, self._targets = hashlib.blake2b(digest_size=8), hashlib.blake2b(digest_size=8)
+
+    def update(self, inputs: Any, targets: Tensor) -> None:
+        """Take in the next batch."""
+        for leaf in tree_leaves(inputs):
+            if isinstance(leaf, Tensor) and leaf.numel():
+                flat = leaf.reshape(leaf.shape[0], -1)
+                sample = flat[:, :: max(1, -(-flat.shape[1] // 16))]
+                sample = torch.view_as_real(sample) if sample.is_complex() else sample
+                self._inputs.update(sample.detach().double().cpu().contiguous().numpy().tobytes())
+                break
+        self._targets.update(targets.detach().double().cpu().contiguous().numpy().tobytes())
+
+    def __str__(self) -> str:
+        return self._inputs.hexdigest() + self._targets.hexdigest()

@@ -1,0 +1,54 @@
+"""How much memory may be used: what a caller says, or what the machine has left."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import re
+from pathlib import Path
+
+from spiritlevel.errors import InputError
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+
+
+def parse_memory(memory: int | str | None) -> int:
+    """Bytes from a number or a text such as "2GB"; `None` is half of what is available now.
+
+    >>> parse_memory("1.5GB"), parse_memory("512 MiB")
+    (1500000000, 536870912)
+    """
+    if memory is None:
+        return available_memory() // 2
+    if isinstance(memory, str):
+        match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([kmgt]i?)?b?\s*", memory.lower())
+        if match is None:
+            raise InputError(f"memory must be a number of bytes or a text such as '2GB', got {memory!r}.")
+        memory = int(float(match[1]) * _UNITS[match[2] or ""])
+    if isinstance(memory, bool) or not isinstance(memory, int | float) or not math.isfinite(memory):
+        raise InputError(f"memory must be a number of bytes or a text such as '2GB', got {memory!r}.")
+    if memory < 1:
+        raise InputError(f"memory must be positive, got {memory}.")
+    return int(memory)
+
+
+def available_memory() -> int:
+    """Bytes that this process may still take: of the machine, or of its container if that allows less."""
+    limits = []
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2]  # where nothing better is known
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        text = Path("/proc/meminfo").read_text()
+        limits = [int(text.split("MemAvailable:")[1].split()[0]) * 1024]
+    for folder, limit, used in (
+        ("", "memory.max", "memory.current"),
+        ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+    ):
+        with contextlib.suppress(OSError, ValueError):
+            root = Path("/sys/fs/cgroup") / folder
+            free = int((root / limit).read_text()) - int((root / used).read_text())
+            with contextlib.suppress(OSError, ValueError, IndexError):  # what is used holds files that can be dropped
+                free += int((root / "memory.stat").read_text().split("inactive_file ")[1].split()[0])
+            limits.append(free)
+    return max(min(limits, default=2**32), 2**26)

@@ -1,0 +1,75 @@
+"""Parameters as a dict from names to tensors: which are measured, moved along a direction, nearly the same."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import jvp
+
+from spiritlevel.errors import InputError, unknown_name
+
+Params = dict[str, Tensor]
+
+
+def select_parameters(model: nn.Module, params: str | Iterable[str] | None = None) -> list[str]:
+    """Names of the parameters to measure: all that require grad, or those that a name, prefix or glob picks.
+
+    >>> net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    >>> select_parameters(net, "1"), select_parameters(net, "*.bias")
+    (['1.weight', '1.bias'], ['0.bias', '1.bias'])
+    """
+    own = {id(parameter): name for name, parameter in model.named_parameters()}
+    names = list(own.values())
+    if params is None:
+        chosen = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+        if not chosen:
+            reason = "has no parameters; there is no curvature to measure."
+            if names:
+                reason = "has no parameter that requires grad; set requires_grad, or name the parameters with params=."
+            raise InputError(f"the model {type(model).__name__} {reason}")
+        return chosen
+    wanted = [params] if isinstance(params, str) else list(params) if isinstance(params, Iterable) else [params]
+    for pattern in wanted:
+        if not isinstance(pattern, str):
+            raise InputError(f"params= takes names, prefixes or globs of parameters, got {type(pattern).__name__}.")
+    if not wanted:
+        raise InputError("params= is empty; name at least one parameter, or leave it out for all that require grad.")
+    picked: set[str] = set()
+    for pattern in wanted:
+        hits = [
+            own[id(parameter)]  # a shared parameter has several names, of which the first is its own
+            for name, parameter in model.named_parameters(remove_duplicate=False)
+            if name == pattern or name.startswith(f"{pattern}.") or fnmatch.fnmatchcase(name, pattern)
+        ]
+        if not hits:
+            raise unknown_name("parameter", pattern, names)
+        picked.update(hits)
+    return [name for name in names if name in picked]
+
+
+def as_leaves(params: Params) -> Params:
+    """The same values, for plain autograd to differentiate in."""
+    return {name: tensor.detach().requires_grad_() for name, tensor in params.items()}
+
+
+def along(function: Callable[[Params], Any], params: Params, direction: Params) -> tuple[Any, Any]:
+    """The value of a function of the parameters and its derivative along a direction, by forward mode."""
+    result = jvp(function, (params,), (direction,))
+    return result[0], result[1]
+
+
+def nearby(params: Params) -> Iterator[Params]:
+    """Three times the parameters moved by some units in their last places: what changes by that is rounding."""
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(3):
+        moved = {}
+        for name, tensor in params.items():
+            size = tensor.abs()
+            size = size + (float(size.mean()) or 1.0)
+            noise = torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype).to(tensor.device)
+            moved[name] = tensor + 64 * torch.finfo(tensor.dtype).eps * size * noise
+        yield moved

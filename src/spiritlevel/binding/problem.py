@@ -1,0 +1,288 @@
+"""A module and a loss as pure functions of a dict of parameters.
+
+Nothing is mutated: `Problem.active()` puts the module into the state in which it is measured (eval mode, batch norm
+as asked, forms of attention, layer norm and weight norm that can be differentiated twice) and gives back every
+attribute of its submodules (lists, dicts and sets with their contents), buffers, modes and random states afterwards,
+also after an exception.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import hashlib
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils._pytree import tree_leaves, tree_map
+
+from spiritlevel.binding import losses
+from spiritlevel.binding.parameters import Params, select_parameters
+from spiritlevel.binding.ranks import Ranks
+from spiritlevel.binding.rewrites import Elementary
+from spiritlevel.binding.state import (
+    advance_random_states,
+    preserved_module,
+    preserved_random_state,
+    random_states,
+    twice_differentiable,
+    without_autocast,
+)
+from spiritlevel.errors import InputError, first_line, unknown_name
+
+BATCH_NORM_MODES = ("eval", "batch")
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The module inside `torch.compile` or a wrapper for several devices, which could not be differentiated twice."""
+    while True:
+        parallel = isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel)
+        inner = model.module if parallel else getattr(model, "_orig_mod", None)
+        if not isinstance(inner, nn.Module):
+            return model
+        model = inner
+
+
+class _CannotRun(InputError, RuntimeError):
+    """The model raised an error: in its first pass, mostly about the shape of its inputs, or while differentiated."""
+
+
+class Problem:
+    """A model and a loss at one point: pure functions of a dict of parameters.
+
+    `params` holds the chosen parameters, detached copies; everything else of the model's state is constant. Use the
+    functions inside `with problem.active():`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        loss: Any = "cross_entropy",
+        params: str | Iterable[str] | None = None,
+        batch_norm: str = "eval",
+    ) -> None:
+        if not isinstance(model, nn.Module):
+            raise InputError(f"the model must be a torch.nn.Module, got {type(model).__name__}.")
+        model = unwrapped(model)
+        if isinstance(model, torch.jit.ScriptModule):
+            raise InputError("a TorchScript model cannot be measured; pass the module that it was made from.")
+        if any(nn.parameter.is_lazy(tensor) for _, tensor in _state(model)):
+            raise InputError(f"the model {type(model).__name__} has lazy parameters; run it on one batch first.")
+        for name, parameter in model.named_parameters():
+            if parameter.is_complex() or parameter.is_meta:
+                kind = "is complex" if parameter.is_complex() else "is on the meta device, without values"
+                raise InputError(f"the parameter {name} {kind}; there is no curvature to measure.")
+        if batch_norm not in BATCH_NORM_MODES:
+            raise unknown_name("batch_norm mode", batch_norm, BATCH_NORM_MODES)
+        names = select_parameters(model, params)
+        dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
+        if dtypes & {torch.float16, torch.bfloat16}:
+            model = copy.deepcopy(model).float()  # half precision holds no curvature: measured as a float32 copy
+            dtypes = {torch.float32}
+        if len(dtypes) > 1:
+            kinds = ", ".join(sorted(str(d).removeprefix("torch.") for d in dtypes))
+            raise InputError(f"the model mixes parameters of {kinds}; convert it to one of them, e.g. model.double().")
+        self.model = model
+        self.loss = losses.resolve(loss)
+        self.batch_norm = batch_norm
+        with torch.inference_mode(False):  # tensors made in inference mode could not be differentiated
+            state = {name: tensor.detach().clone() for name, tensor in _state(model)}
+        self.params: Params = {name: state.pop(name) for name in names}
+        self.constants: Params = state
+        floating = [tensor for tensor in self.params.values() if tensor.is_floating_point()]
+        first = next(iter(floating or self.params.values()))
+        self.device, self.dtype = first.device, first.dtype
+        self._buffers = {name for name, _ in model.named_buffers()}
+        # known after one plain pass: does the model work in place on inputs or buffers, does it keep something in its
+        # attributes (merged weights, say), does it draw random numbers?
+        self._overwrites: bool | None = None
+        self._keeps = False
+        self._reads_by_name = False  # whether it reads its parameters as attributes, once that is known
+        self._draws = False
+        self.reverse_only = False  # set where the model turns out to have no forward derivatives
+        self._has_data = False  # whether inputs came with targets: that the model fails on those is the caller's news
+
+    @property
+    def size(self) -> int:
+        """The number of measured parameters."""
+        return sum(tensor.numel() for tensor in self.params.values())
+
+    def shared_by(self, group: Any) -> Ranks:
+        """The ranks of a process group, after making sure that all measure this problem; alone without a group."""
+        ranks = Ranks(group, self.device)
+        if group is not None:
+            ranks.same(self.fingerprint(), "their models, losses or batch norm modes")
+        return ranks
+
+    def fingerprint(self) -> str:
+        """A hash of everything that fixes the function: names, values of parameters and constants, loss, mode."""
+        content = hashlib.blake2b(f"{self.loss.name} {self.batch_norm}".encode(), digest_size=16)
+        for name, tensor in [*self.params.items(), *self.constants.items()]:
+            content.update(f" {name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
+            content.update(tensor.contiguous().cpu().reshape(-1).view(torch.uint8).numpy().data)
+        return content.hexdigest()
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """The state in which the model is measured; all of it is undone on leaving.
+
+        Forward hooks run as they always do. Backward hooks do not: they see no gradients of a measurement.
+        """
+        with (
+            preserved_random_state(),
+            preserved_module(self.model),
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            without_autocast(self.device),
+            twice_differentiable(self.model),
+        ):
+            self.model.eval()
+            for module in self.model.modules():
+                module._backward_hooks = OrderedDict()  # torch.func does not know them
+                module._backward_pre_hooks = OrderedDict()
+                if self.batch_norm == "batch" and isinstance(module, nn.modules.batchnorm._BatchNorm):
+                    module.training = True
+                    module.track_running_stats = False  # batch statistics, and no running ones are written
+            yield
+
+    def outputs(self, params: Params, inputs: Any) -> Tensor:
+        """φ(θ, x): the model's outputs for one batch."""
+        before = None if self._overwrites is not None else random_states(self.device)
+        plain = cast(Any, torch._C)._functorch.maybe_current_level() is None  # not inside a transformation
+        constants, given = self.constants, inputs
+        if plain or self._overwrites is not False:  # copies, so that no pass changes the data or the function
+            inputs = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, inputs)
+        if self._overwrites is not False:
+            constants = {name: t.clone() if name in self._buffers else t for name, t in constants.items()}
+        keeps: Any = contextlib.nullcontext(lambda: False)
+        if before is not None or self._keeps:
+            keeps = preserved_module(self.model)
+        moving = [*params.values(), *(leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor))]
+        detached = not self._reads_by_name and not torch.is_grad_enabled() and plain
+        detached = detached and not any(tensor.requires_grad for tensor in moving)
+        args: tuple[Any, ...] = ()
+        kwargs: dict[str, Any] = {}
+        if isinstance(inputs, Mapping):
+            kwargs = dict(inputs)
+        elif isinstance(inputs, tuple | list):
+            args = tuple(inputs)
+        else:
+            args = (inputs,)
+        try:
+            with Elementary(), keeps as changed, torch.enable_grad() if detached else contextlib.nullcontext():
+                result = functional_call(self.model, {**constants, **params}, args, kwargs)
+                self._keeps |= changed()
+        except (RuntimeError, ValueError, TypeError, IndexError) as error:
+            if "mutate a captured Tensor" in str(error) and self._overwrites is False:
+                self._overwrites = True  # in this batch, if not in the first one
+                return self.outputs(params, given)
+            if "doesn't have storage" in str(error):  # what torch says of a tensor inside its transformations
+                raise _CannotRun(
+                    f"the model {type(self.model).__name__} reads the memory of a tensor in its forward (as .numpy() "
+                    "does), which has none while it is differentiated; write that part in operations of torch."
+                ) from error
+            if before is None or not self._has_data or isinstance(error, InputError | torch.OutOfMemoryError):
+                raise
+            shapes = ", ".join(str(tuple(leaf.shape)) for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor))
+            reason = first_line(error)
+            raise _CannotRun(
+                f"the model {type(self.model).__name__} fails on inputs of shape {shapes}: {reason}."
+            ) from error
+        if plain:
+            copies = tree_leaves(inputs)
+            if self._overwrites is not False:
+                copies += [constants[name] for name in self._buffers & constants.keys()]
+            overwrites = any(leaf._version for leaf in copies if isinstance(leaf, Tensor))
+            if before is not None or overwrites:
+                self._overwrites = overwrites
+            self._check_own_parameters()
+        if before is not None:
+            self._draws = before != random_states(self.device)
+        result = getattr(result, "logits", result)
+        if not isinstance(result, Tensor):
+            raise InputError(
+                f"the model must return a tensor or an object with .logits, got {type(result).__name__}; "
+                "wrap it in a module that picks the outputs."
+            )
+        if detached and result.requires_grad:
+            raise InputError(
+                f"the model {type(self.model).__name__} reads parameters that it holds elsewhere than under their "
+                "names, in a list, a cache or a closure, say, so that a measurement cannot move them; read them as "
+                "attributes of their modules in the forward pass."
+            )
+        self._reads_by_name |= detached
+        return result
+
+    def _check_own_parameters(self) -> None:
+        """Raise `InputError` if a forward pass has changed the point at which the model is measured."""
+        if not any(tensor._version for tensor in self.params.values()):
+            return
+        for name, tensor in self.model.named_parameters():
+            if name in self.params and not torch.equal(self.params[name], tensor.detach().to(self.params[name])):
+                raise InputError(
+                    f"the model {type(self.model).__name__} overwrites its own parameter {name} in its forward pass, "
+                    "as an embedding with max_norm= does, so there is no fixed point to measure at; run it once on all "
+                    "data, then switch that off (max_norm=None)."
+                )
+
+    def losses(self, params: Params, inputs: Any, targets: Tensor) -> Tensor:
+        """ℓ(φ(θ, x), y) of every sample of a batch."""
+        return self.loss.values(self.outputs(params, inputs), targets)
+
+    def place(self, inputs: Any, targets: Tensor) -> tuple[Any, Tensor]:
+        """A batch on the model's device, its floats in the model's dtype, ready for differentiation."""
+
+        def move(tensor: Any, dtype: torch.dtype | None = None) -> Any:
+            if not isinstance(tensor, Tensor):
+                return tensor
+            tensor = tensor.detach().to(self.device, dtype if tensor.is_floating_point() else None)
+            return tensor.clone() if tensor.is_inference() else tensor
+
+        self._has_data |= len(targets) > 0
+        with torch.inference_mode(False):
+            return tree_map(lambda leaf: move(leaf, self.dtype), inputs), move(targets)
+
+    def checked(self, outputs: Tensor, inputs: Any, targets: Tensor, start: int = 0) -> None:
+        """Raise `InputError` unless the outputs fit the loss, are finite and repeat.
+
+        `start` is the number of the first sample in the data.
+        """
+        if outputs.ndim == 0 or outputs.shape[0] != targets.shape[0]:
+            raise InputError(
+                f"the model returned outputs of shape {tuple(outputs.shape)} for {targets.shape[0]} samples; "
+                "the first dimension must be the samples."
+            )
+        self.loss.check(outputs, targets, start)
+        if not bool(torch.isfinite(outputs.detach().sum())) and not bool(torch.isfinite(outputs).all()):
+            for leaf in tree_leaves(inputs):
+                if isinstance(leaf, Tensor) and leaf.is_floating_point() and not bool(torch.isfinite(leaf).all()):
+                    where = start + _first_not_finite(leaf)
+                    raise InputError(f"the input of sample {where} is NaN or infinite; clean the data first.")
+            raise InputError(
+                f"the model's output for sample {start + _first_not_finite(outputs)} is NaN or infinite although its "
+                "input is finite; check the weights."
+            )
+        if self._draws:
+            with self.active(), torch.no_grad():
+                advance_random_states()
+                change = (self.outputs(self.params, inputs) - outputs.detach()).abs().max()
+            if change > 1e-3 * outputs.detach().abs().max():
+                raise InputError(
+                    "the model's outputs change from one pass to the next (dropout or noise that ignores eval mode?); "
+                    "make them repeat, e.g. with F.dropout(x, training=self.training)."
+                )
+            self._draws = False  # without effect, as it turned out
+
+
+def _first_not_finite(tensor: Tensor) -> int:
+    return int((~torch.isfinite(tensor.detach())).reshape(len(tensor), -1).any(1).nonzero()[0])
+
+
+def _state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()

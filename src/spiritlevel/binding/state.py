@@ -1,0 +1,161 @@
+"""The state of a module and of the random generators: taken, changed for the time of a measurement, and given back."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import random
+import warnings
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+import numpy as np
+import torch
+import torch.utils.checkpoint
+from torch import Tensor, nn
+from torch.func import jvp
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+
+@contextlib.contextmanager
+def preserved_random_state() -> Iterator[None]:
+    """Give torch, NumPy and Python back the random states they had."""
+    python, numpy_state = random.getstate(), np.random.get_state()
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_available() and torch.cuda.is_initialized() else ()
+    with torch.random.fork_rng(devices=devices):
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy_state)
+
+
+_CONTAINERS = {list, deque, dict, OrderedDict, defaultdict, set}  # exactly these: a subclass may refuse to be refilled
+
+
+@contextlib.contextmanager
+def preserved_module(model: nn.Module) -> Iterator[Callable[[], bool]]:
+    """Give every submodule back the attributes, mode, parameters and buffers (the same objects) that it had.
+
+    Old-style weight norm, for one, leaves a computed `weight` on the module at every call. Lists, dicts and sets that
+    are reached from the attributes get their contents back: a module that collects its activations in one would
+    otherwise be left with tensors that are of no use outside the transformation that made them. Tensors that are
+    plain attributes get back their values. Yields a function that tells whether there is anything to give back.
+    """
+    saved: dict[int, tuple[Any, list[Any]]] = {}
+    found: list[Any] = [module.__dict__ for module in model.modules()]
+    plain = [item for attributes in found for item in attributes.values() if isinstance(item, Tensor)]
+    tensors = [(item, item._version, item.detach().clone()) for item in plain if not item.is_inference()]
+    while found:
+        container = found.pop()
+        if id(container) not in saved:
+            saved[id(container)] = container, _content(container)
+            inside = container.values() if isinstance(container, dict) else container
+            found += [item for item in inside if type(item) in _CONTAINERS]
+
+    def changed() -> bool:
+        written = any(item._version != version for item, version, _ in tensors)
+        return written or any(not _same_content(_content(now), then) for now, then in saved.values())
+
+    try:
+        yield changed
+    finally:
+        for container, content in saved.values():
+            container.clear()
+            (container.update if isinstance(container, dict | set) else container.extend)(content)
+        for item, version, values in tensors:
+            if item._version != version:
+                item.data.copy_(values)
+
+
+def _content(container: Any) -> list[Any]:
+    return list(container.items() if isinstance(container, dict) else container)
+
+
+def _same_content(now: list[Any], then: list[Any]) -> bool:
+    """Whether two lists hold the same objects; of pairs, the same second ones under equal first ones."""
+    if len(now) != len(then):
+        return False
+    pairs = zip(now, then, strict=True)
+    return all(a is b or (type(a) is type(b) is tuple and len(a) == 2 and a[1] is b[1]) for a, b in pairs)
+
+
+@functools.cache
+def _load_forward_mode() -> None:
+    """Have torch load its forward-mode rules, and keep its deprecation warnings about itself from the user."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        jvp(torch.clone, (torch.zeros(()),), (torch.zeros(()),))
+
+
+class _NotReentrant:
+    """In place of the function behind reentrant checkpoints: runs what it is given, and keeps the activations."""
+
+    @staticmethod
+    def apply(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
+        return function(*args)
+
+
+def _kept(*args: Any, **kwargs: Any) -> Iterator[None]:
+    """In place of what surrounds other checkpoints: nothing is thrown away, so nothing is computed again."""
+    yield
+
+
+@contextlib.contextmanager
+def _without_checkpoints() -> Iterator[None]:
+    """Keep all activations, which changes no result.
+
+    A checkpoint runs its part of the forward pass again while gradients are computed. By then the module holds its own
+    parameters again, not those at which it is measured, and derivatives of derivatives do not reach through.
+    """
+    module: Any = torch.utils.checkpoint
+    own = {"CheckpointFunction": _NotReentrant, "_checkpoint_without_reentrant_generator": _kept}
+    before = {name: getattr(module, name) for name in own if hasattr(module, name)}
+    try:
+        for name in before:
+            setattr(module, name, own[name])
+        yield
+    finally:
+        for name, original in before.items():
+            setattr(module, name, original)
+
+
+@contextlib.contextmanager
+def twice_differentiable(model: nn.Module) -> Iterator[None]:
+    """Attention, the encoder layer and recurrent layers in forms that have forward and second derivatives."""
+    _load_forward_mode()
+    attention, onednn = torch.backends.mha, cast(Any, torch.backends.mkldnn)
+    before = attention.get_fastpath_enabled(), onednn.enabled
+    attention.set_fastpath_enabled(False)
+    if any(isinstance(module, nn.RNNBase) for module in model.modules()):
+        onednn.enabled = False
+    try:
+        with sdpa_kernel(SDPBackend.MATH), _without_checkpoints():
+            yield
+    finally:
+        attention.set_fastpath_enabled(before[0])
+        onednn.enabled = before[1]
+
+
+def without_autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """No reduced precision inside, whatever the caller has switched on."""
+    if not torch.amp.is_autocast_available(device.type):
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, enabled=False)
+
+
+def random_states(device: torch.device) -> tuple[Any, ...] | None:
+    """What changes if anything draws from the global generators; `None` inside transformations of `torch.func`."""
+    try:
+        own = torch.cuda.get_rng_state(device).numpy().tobytes() if device.type == "cuda" else b""
+        shared = torch.get_rng_state().numpy().tobytes()
+    except RuntimeError:  # a wrapped tensor has no numbers to look at
+        return None
+    numbers: Any = np.random.get_state()
+    return shared, own, numbers[1].tobytes(), numbers[2:], random.getstate()
+
+
+def advance_random_states() -> None:
+    """Move on from the present random states, so that whatever draws from them draws something else."""
+    torch.rand(1), np.random.random(), random.random()

@@ -1,0 +1,1 @@
+"""Curvature matrices of a data set, known by their products with vectors."""

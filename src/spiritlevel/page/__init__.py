@@ -1,0 +1,7 @@
+"""Results → one self-contained HTML page. Shows what was measured and computes nothing."""
+
+from __future__ import annotations
+
+from spiritlevel.page.page import notebook, page
+
+__all__ = ["notebook", "page"]

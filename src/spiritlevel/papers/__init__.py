@@ -1,0 +1,1 @@
+"""What the three papers need: claims, studies, networks, training, many machines."""

@@ -1,7 +1,0 @@
-"""Results → one self-contained HTML page. Shows what was measured and computes nothing."""
-
-from __future__ import annotations
-
-from spiritlevel.report.page import notebook, page
-
-__all__ = ["notebook", "page"]

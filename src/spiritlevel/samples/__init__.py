@@ -1,0 +1,1 @@
+"""One number of every sample: traces of its Hessian, margins."""

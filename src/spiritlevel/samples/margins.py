@@ -1,0 +1,415 @@
+"""Margins of a classifier: of its outputs, of its softmax, and as a distance to the decision boundary.
+
+With Δ = φ_y − max_{j≠y} φ_j and S the softmax of the outputs φ, the softmax margin is γ = |S_y − max_{j≠y} S_j|. All
+scalars are float64 and free of cancellation, for correct and misclassified points, at any margin (mathematics 2.2).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from spiritlevel.binding.batches import Batches, Fingerprint
+from spiritlevel.binding.cores import at_a_time, side_by_side
+from spiritlevel.binding.losses import Loss, softmax_parts
+from spiritlevel.binding.problem import Problem
+from spiritlevel.binding.ranks import Ranks
+from spiritlevel.errors import InputError, first_line, unknown_name
+from spiritlevel.results import Margins
+from spiritlevel.watching.derivatives import check_derivatives, check_input_derivatives
+from spiritlevel.watching.recording import check_independence, resized
+from spiritlevel.watching.recording import spread as spread_rows
+
+# ---------------------------------------------------------------- margins of given logits
+
+
+def _checked(name: str, logits: Tensor, y: Tensor, start: int = 0) -> tuple[Tensor, Tensor]:
+    """Logits (N, C ≥ 2) in float64 and labels (N, 1) on their device; `start` is the number of the first sample."""
+    if logits.ndim != 2 or logits.shape[1] < 2:
+        raise InputError(f"{name} needs logits of shape (samples, classes >= 2), got {tuple(logits.shape)}.")
+    if y.is_floating_point() or y.shape != logits.shape[:1]:
+        raise InputError(
+            f"{name} needs one integer class for each of the {logits.shape[0]} rows of logits, got labels of shape "
+            f"{tuple(y.shape)} and type {str(y.dtype).removeprefix('torch.')}."
+        )
+    label = y.to(logits.device, torch.int64)[:, None]
+    wrong = (label < 0) | (label >= logits.shape[1])
+    if bool(wrong.any()):
+        sample = int(wrong[:, 0].nonzero()[0])
+        raise InputError(
+            f"{name}: label {int(label[sample, 0])} of sample {start + sample} is outside the classes "
+            f"0 to {logits.shape[1] - 1}."
+        )
+    return logits.detach().double(), label
+
+
+def _signed(logits: Tensor, label: Tensor) -> Tensor:
+    return logits.gather(1, label)[:, 0] - logits.scatter(1, label, -math.inf).amax(1)
+
+
+def _softmax(logits: Tensor, label: Tensor) -> tuple[Tensor, Tensor]:
+    """γ = S_top(1 − e^{−|Δ|}) and 1−γ² from 1−γ = (1 − S_top) + S_top·e^{−|Δ|}, both free of cancellation.
+
+    The label and its best rival are the top class and one other, whichever way round.
+    """
+    probabilities, top, q = softmax_parts(logits)
+    highest = probabilities.gather(1, top[:, None])[:, 0]
+    size = _signed(logits, label).abs()
+    lack = q + highest * torch.exp(-size)
+    return -highest * torch.expm1(-size), lack * (2 - lack)
+
+
+def signed_margin(logits: Tensor, y: Tensor) -> Tensor:
+    """The signed output margin φ_y − max_{j≠y} φ_j of every row, positive where the label wins.
+
+    Cost: O(N·C). Exact, float64. Reference: paper A, section 4.
+
+    >>> signed_margin(torch.tensor([[1.0, 3.0, 0.5], [1.0, 3.0, 0.5]]), torch.tensor([1, 0]))
+    tensor([ 2., -2.], dtype=torch.float64)
+    """
+    return _signed(*_checked("signed_margin", logits, y))
+
+
+def output_margin(logits: Tensor, y: Tensor) -> Tensor:
+    """The output margin |φ_y − max_{j≠y} φ_j| of every row, as paper A defines it.
+
+    Its absolute value does not tell right from wrong; `signed_margin` does. Cost: O(N·C). Exact, float64.
+
+    >>> output_margin(torch.tensor([[1.0, 3.0, 0.5]]), torch.tensor([0]))
+    tensor([2.], dtype=torch.float64)
+    """
+    return _signed(*_checked("output_margin", logits, y)).abs()
+
+
+def softmax_margin(logits: Tensor, y: Tensor) -> Tensor:
+    """The softmax margin γ = |S_y − max_{j≠y} S_j| of every row.
+
+    As S_top(1 − e^{−|Δ|}), so that small margins keep all their digits. Cost: O(N·C). Exact to rounding, float64.
+    Reference: paper A, section 3.1.
+
+    >>> softmax_margin(torch.tensor([[0.0, 0.0], [1e-9, 0.0]], dtype=torch.float64), torch.tensor([0, 0]))
+    tensor([0.0000e+00, 5.0000e-10], dtype=torch.float64)
+    """
+    return _softmax(*_checked("softmax_margin", logits, y))[0]
+
+
+def softmax_gap(logits: Tensor, y: Tensor) -> Tensor:
+    """1 − γ² of every row, the factor of the margin bounds, without cancellation.
+
+    1−γ = (1−S_top) + S_low, S_low the lower of S_y and its best rival; correct and misclassified points alike. It
+    bounds the lack of confidence: ½(1−γ²) ≤ 1−ΣS² ≤ 1−γ² (mathematics 3.2). Cost: O(N·C). Exact to rounding, float64.
+
+    >>> float(softmax_gap(torch.tensor([[40.0, 0.0]]), torch.tensor([0])))  # 1 - gamma**2 gives 0 here
+    1.69934170...e-17
+    """
+    return _softmax(*_checked("softmax_gap", logits, y))[1]
+
+
+def _square_norms(name: str, inputs: Tensor, logits: Tensor) -> Tensor:
+    if inputs.ndim == 0 or inputs.shape[0] != logits.shape[0]:
+        raise InputError(
+            f"{name} needs one input per row of logits, got inputs of shape {tuple(inputs.shape)} and "
+            f"{logits.shape[0]} logits."
+        )
+    return inputs.detach().to(logits.device).double().reshape(len(inputs), -1).square().sum(1)
+
+
+def margin_bound(inputs: Tensor, logits: Tensor, y: Tensor) -> Tensor:
+    """The margin bound (‖x‖² + 1)(1 − γ²) ≥ ACEHT of every sample, correct or not.
+
+    This is the form that holds: 1−ΣS² ≤ 1−γ², as γ ≤ S_max. It is at most twice ACEHT. `printed_margin_bound` is the
+    paper's. Cost: O(N·(d + C)). Exact to rounding, float64. Reference: paper A, section 3.2; proof in mathematics 3.2.
+
+    >>> margin_bound(torch.ones(1, 3), torch.zeros(1, 2), torch.tensor([0]))  # ACEHT is 2 here
+    tensor([4.], dtype=torch.float64)
+    """
+    gap = _softmax(*_checked("margin_bound", logits, y))[1]
+    return (_square_norms("margin_bound", inputs, logits) + 1) * gap
+
+
+def printed_margin_bound(inputs: Tensor, logits: Tensor, y: Tensor) -> Tensor:
+    """‖x‖(1 − γ²) of every sample, the "margin bound" as printed in paper A: in truth a *lower* bound of ACEHT.
+
+    ‖x‖(1−γ²) ≤ 2‖x‖(1−ΣS²) ≤ (‖x‖²+1)(1−ΣS²). For comparison with the paper only; `margin_bound` is the upper bound.
+    Cost: O(N·(d + C)). Exact to rounding, float64. Reference: paper A, section 3.2; mathematics 3.3.
+
+    >>> printed_margin_bound(torch.ones(1, 4), torch.zeros(1, 2), torch.tensor([0]))  # ACEHT is 2.5 here
+    tensor([2.], dtype=torch.float64)
+    """
+    gap = _softmax(*_checked("printed_margin_bound", logits, y))[1]
+    return _square_norms("printed_margin_bound", inputs, logits).sqrt() * gap
+
+
+# ---------------------------------------------------------------- margins of a model on data
+
+_DUAL = {"2": 2.0, "inf": 1.0}  # norm of the distance: norm of the gradient
+_NUMBERS = 2**22  # numbers that the inputs of a batch hold at most; a token stands for many activations
+_TOKEN = 2**8
+
+
+def margins(
+    model: nn.Module,
+    data: Any,
+    *,
+    distance: int | float | str | None = None,
+    layer: str | None = None,
+    loss: str | Loss | nn.Module | Callable[[Tensor, Tensor], Tensor] = "cross_entropy",
+    batch_norm: str = "eval",
+    batch_size: int | None = None,
+    group: Any = None,
+) -> Margins:
+    """Margins of every sample, and its linearised distance to the decision boundary if asked for.
+
+    `data`: a pair of tensors, a `Dataset`, a `DataLoader` or batches, in an order that repeats. Models with one logit
+    take `loss="binary_cross_entropy"` and are read as two classes with outputs (0, φ): the margin is φ for label 1, −φ
+    for label 0, the softmax margin |2σ(φ) − 1|.
+
+    `distance=2` or `"inf"` adds, in that norm, min over *all* other classes j of (φ_y−φ_j)/‖∇(φ_y−φ_j)‖, the gradient
+    in the dual norm: the distance to the boundary of the linearised network, negative for misclassified points. The
+    space is that of the floating-point inputs, or the output of the module named `layer`. Exact for networks that are
+    affine from there on. Where the gradient is zero no boundary is in sight: ±inf with the sign of φ_y−φ_j.
+
+    `group`: a `torch.distributed` group; every rank passes the same model and data, takes its share of the batches, and
+    returns the whole result. `None` never communicates.
+
+    Cost: one forward pass, no graph; with `distance` C−1 backward passes more, for a whole batch at once. Memory: one
+    batch, by default at most 512 samples (256 with `distance`), fewer if they are large. Margins are exact to the
+    rounding of the outputs. References: paper A, section 4; Elsayed et al. 2018 (distance); Jiang et al. 2018 (layer).
+
+    >>> net = nn.Linear(2, 2)
+    >>> _ = nn.init.eye_(net.weight), nn.init.zeros_(net.bias)
+    >>> found = margins(net, (torch.tensor([[3.0, 1.0], [0.0, 2.0]]), torch.tensor([0, 0])), distance=2)
+    >>> found.signed, found.distance
+    (tensor([ 2., -2.], dtype=torch.float64), tensor([ 1.4142, -1.4142], dtype=torch.float64))
+    """
+    norm = _norm(distance)
+    if layer is not None and not norm:
+        raise InputError("layer= says where a distance is measured; pass distance=2 or distance='inf' as well.")
+    if norm and batch_norm == "batch":
+        raise InputError(
+            "with batch_norm='batch' a sample's outputs depend on the whole batch, so it has no distance of its own; "
+            "use batch_norm='eval'."
+        )
+    everything = "*" if isinstance(model, nn.Module) and next(model.parameters(), None) is not None else None
+    problem = Problem(model, loss=loss, params=everything, batch_norm=batch_norm)
+    ranks = problem.shared_by(group)
+    with ranks.together():
+        batches = Batches(data, size=batch_size, whole=batch_norm == "batch")
+        if batch_size is None and batch_norm == "eval":
+            batches.size = _batch_size(batches.first(1)[0], 256 if norm else 512)
+    if batches.size is not None and batch_norm == "eval":
+        batches.size = ranks.least(batches.size)
+
+    fingerprint, spread = Fingerprint(), _Spread()
+    parts: list[tuple[int, Tensor]] = []
+    sizes = list[int]()
+
+    def each() -> Iterator[tuple[int, Any, Tensor]]:
+        """The batches of this rank, each with the number of its first sample."""
+        for index, (inputs, targets) in enumerate(batches):
+            start = sum(sizes)
+            sizes.append(len(targets))
+            fingerprint.update(inputs, targets)
+            if ranks.takes(index):
+                yield start, *problem.place(inputs, targets)
+
+    looked = False
+
+    def begin(batch: tuple[int, Any, Tensor]) -> Callable[[], tuple[int, Tensor]]:
+        nonlocal looked
+        start, inputs, targets = batch
+        outputs, points = _linearised(problem, inputs, layer) if norm else (problem.outputs(problem.params, inputs), [])
+        problem.checked(outputs, inputs, targets, start)
+        if not looked and len(targets) and batch_norm == "eval":
+            check_independence(problem, resized(inputs, spread_rows(len(targets))))
+            if norm and layer is None:
+                check_input_derivatives(problem, inputs, targets)
+            elif norm:
+                check_derivatives(problem, inputs, targets, twice=False)
+            looked = True
+        outputs, label = _classes(outputs, targets, start)
+        spread.update(points)
+
+        def rest() -> tuple[int, Tensor]:
+            logits = outputs.detach().double()
+            part = [_signed(logits, label), *_softmax(logits, label), label[:, 0].double()]
+            if norm:
+                part.append(_distance(outputs, logits, label, points, _DUAL[norm], start))
+            return start, torch.stack(part, 1).cpu()
+
+        return rest
+
+    with ranks.together(), problem.active(), torch.set_grad_enabled(bool(norm)):
+        side_by_side(each(), begin, parts.append, at_a_time(problem.device) if norm else 1)
+    ranks.same((sizes, str(fingerprint)), "their data or batches")
+    signed, softmax, gap, labels, *rest = ranks.joined(parts, sum(sizes), 5 if norm else 4).T.contiguous()
+    return Margins(
+        output=signed.abs(),
+        signed=signed,
+        softmax=softmax,
+        softmax_gap=gap,
+        correct=signed > 0,
+        targets=labels.long(),
+        distance=rest[0] if norm else None,
+        norm=norm,
+        layer=layer or "",
+        spread=spread.over(ranks).root() if norm else math.nan,
+        fingerprint=str(fingerprint),
+    )
+
+
+def _norm(distance: int | float | str | None) -> str:
+    if distance is None:
+        return ""
+    name = f"{distance:g}" if isinstance(distance, int | float) else str(distance)
+    if name not in _DUAL:
+        raise unknown_name("distance norm", name, _DUAL)
+    return name
+
+
+def _batch_size(sample: Any, most: int) -> int:
+    leaves = [leaf for leaf in tree_leaves(sample) if isinstance(leaf, Tensor)]
+    size = sum(leaf.numel() * (1 if leaf.is_floating_point() else _TOKEN) for leaf in leaves)
+    return max(1, min(most, _NUMBERS // max(1, size)))
+
+
+def _classes(outputs: Tensor, targets: Tensor, start: int) -> tuple[Tensor, Tensor]:
+    """Outputs (N, C ≥ 2), a single logit φ as (0, φ), and labels (N, 1); `start` is the number of the first sample."""
+    if outputs.ndim == 1 or outputs.shape[1:] == (1,):
+        targets = targets.reshape(-1, 1).double()
+        strange = (targets != 0) & (targets.abs() != 1)
+        if bool(strange.any()):
+            sample = int(strange[:, 0].nonzero()[0])
+            raise InputError(
+                f"margins of one output need labels 0 and 1, or -1 and 1, got {targets[sample].item():g} for sample "
+                f"{start + sample}; a regression has no margins."
+            )
+        outputs = outputs.reshape(-1, 1)
+        return torch.cat([torch.zeros_like(outputs), outputs], 1), (targets > 0).long()
+    return outputs, _checked("margins", outputs, targets, start)[1]
+
+
+def _linearised(problem: Problem, inputs: Any, layer: str | None) -> tuple[Tensor, list[Tensor]]:
+    """Outputs as a differentiable function of the points whose distance is asked for, and these points."""
+    points: list[Tensor] = []
+
+    def watch(tensor: Any) -> Any:
+        if not (isinstance(tensor, Tensor) and tensor.is_floating_point()):
+            return tensor
+        points.append(tensor.detach().requires_grad_())
+        return points[-1].clone()  # the network may work in place
+
+    if layer is None:
+        inputs = tree_map(watch, inputs)
+        if not points:
+            kinds = {str(leaf.dtype).removeprefix("torch.") for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)}
+            raise InputError(
+                f"a distance in input space needs floating-point inputs, got {', '.join(sorted(kinds))}; convert them, "
+                "or name a layer, e.g. the embedding, with layer=."
+            )
+        return problem.outputs(problem.params, inputs), points
+
+    modules = dict(problem.model.named_modules())
+    if layer not in modules or not layer:
+        raise unknown_name("layer", layer, filter(None, modules))
+
+    def hook(module: nn.Module, args: Any, output: Any) -> Any:
+        if not isinstance(output, Tensor) or not output.is_floating_point():
+            kind = type(output).__name__
+            raise InputError(f"layer {layer!r} must return a floating-point tensor to measure a distance, got {kind}.")
+        return watch(output)
+
+    handle = modules[layer].register_forward_hook(hook)
+    try:
+        outputs = problem.outputs(problem.params, inputs)
+    finally:
+        handle.remove()
+    if len(points) != 1 or points[0].ndim == 0 or points[0].shape[0] != outputs.shape[0]:
+        times = f"it ran {len(points)} times" if len(points) != 1 else f"its output has shape {tuple(points[0].shape)}"
+        raise InputError(
+            f"a distance at layer {layer!r} needs a module that runs once and returns the samples in its first "
+            f"dimension, but {times} for {outputs.shape[0]} samples; name another layer."
+        )
+    return outputs, points
+
+
+def _distance(outputs: Tensor, logits: Tensor, label: Tensor, points: list[Tensor], dual: float, start: int) -> Tensor:
+    """The least (φ_y−φ_j)/‖∇(φ_y−φ_j)‖ over j≠y, by one backward pass for each of the C−1 other classes."""
+    count, classes = outputs.shape
+    nearest = torch.full((count,), math.inf, dtype=torch.float64, device=outputs.device)
+    for j in range(classes - 1):
+        other = j + (label <= j).long()  # the j-th class but the label
+        gap = (logits.gather(1, label) - logits.gather(1, other))[:, 0]
+        size = torch.zeros_like(gap)
+        if outputs.requires_grad:
+            direction = torch.zeros_like(outputs).scatter_(1, label, 1.0).scatter_(1, other, -1.0)
+            try:
+                gradients = torch.autograd.grad(
+                    outputs, points, direction, retain_graph=j < classes - 2, allow_unused=True, materialize_grads=True
+                )
+            except RuntimeError as error:
+                raise InputError(
+                    f"the outputs cannot be differentiated by the inputs: {first_line(error)}; write that part of the "
+                    "model in other operations, or leave out distance=."
+                ) from error
+            norms = [
+                torch.linalg.vector_norm(gradient.reshape(count, -1), dual, dim=1, dtype=torch.float64)
+                for gradient in gradients
+            ]
+            size = torch.linalg.vector_norm(torch.stack(norms), dual, dim=0)
+            if not bool(torch.isfinite(size).all()):
+                sample = start + int((~torch.isfinite(size)).nonzero()[0])
+                raise InputError(f"the gradient of the outputs is NaN or infinite for sample {sample}.")
+        ratio = torch.where(size > 0, gap / size, gap * math.inf)
+        nearest = torch.minimum(nearest, torch.where(gap == 0, gap, ratio))
+    return nearest
+
+
+class _Spread:
+    """The total variance of points over all batches: means and squared deviations, merged (Chan et al. 1979)."""
+
+    def __init__(self) -> None:
+        self.count, self.mean, self.squares = 0, torch.zeros(()), 0.0
+
+    def update(self, points: list[Tensor]) -> None:
+        if not points:
+            return
+        count = len(points[0])
+        flat = torch.cat([point.detach().reshape(count, -1) for point in points], 1)
+        if self.count and flat.shape[1] != self.mean.numel():
+            self.squares = math.nan  # the space is not the same for all batches
+            return
+        mean = flat.mean(0, dtype=torch.float64)
+        self.squares += float((flat - mean).square().sum())
+        if self.count:
+            shift = mean - self.mean
+            self.squares += float(shift.square().sum()) * self.count * count / (self.count + count)
+            mean = self.mean + shift * (count / (self.count + count))
+        self.count, self.mean = self.count + count, mean
+
+    def over(self, ranks: Ranks) -> _Spread:
+        """The spread of the points of all ranks."""
+        if ranks.count == 1:
+            return self
+        size = -ranks.least(-self.mean.numel())
+        mean, total = torch.zeros(size, dtype=torch.float64), _Spread()
+        if self.count and self.mean.numel() == size:
+            mean += self.mean.reshape(-1).cpu()
+        sums = torch.cat([self.count * mean, torch.tensor([self.count], dtype=torch.float64)])
+        ranks.add([sums])
+        total.count, total.mean = int(sums[-1]), sums[:-1] / sums[-1]
+        own = self.squares + self.count * float((mean - total.mean).square().sum())
+        squares = torch.tensor([own], dtype=torch.float64)
+        if self.count and self.mean.numel() != size:
+            squares.fill_(math.nan)  # the space is not the same on all ranks
+        ranks.add([squares])
+        total.squares = float(squares)
+        return total
+
+    def root(self) -> float:
+        return math.sqrt(self.squares / self.count) if self.count else math.nan

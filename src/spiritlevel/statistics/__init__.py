@@ -1,0 +1,1 @@
+"""Correlations, outliers, and the error of having measured a subset."""

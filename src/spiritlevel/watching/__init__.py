@@ -1,0 +1,1 @@
+"""What a forward pass does: the operations that run, their degrees, norms, paths and layers."""

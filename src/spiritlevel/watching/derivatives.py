@@ -1,0 +1,348 @@
+"""Are the derivatives that autograd returns those of the forward pass? One finite difference per call tells.
+
+A tensor hook, a gradient reversal, a straight-through rounding or `scale_grad_by_freq` give the gradient of something
+other than the outputs; some operations have a wrong forward derivative (`scatter_reduce` with "prod" returns 0 in
+torch 2.13). What is computed from such derivatives looks like curvature and is none. So every way to measure first
+compares first derivatives with differences of the outputs, and second ones with differences of the gradient, along one
+random direction, on a few samples and in float64 if the model allows it.
+
+A kink must not look like a fault. The comparison is made at a point near the model's own, where no value sits exactly
+on a kink; the step is so small that hardly any value crosses one; and a fault is only called one if differences of two
+step sizes agree with each other, which a kink between them does not let them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+from torch.func import grad
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+
+from spiritlevel.binding.losses import CallableLoss
+from spiritlevel.binding.parameters import Params, along, as_leaves
+from spiritlevel.binding.problem import Problem
+from spiritlevel.errors import InputError, first_line
+
+_TRIES = 3
+_LARGE = 10**6  # parameters from which on two samples have to do
+_HUGE = 10**8  # and from which on a copy in float64 is too much
+
+Verdicts = dict[str, bool | None]
+"""Whether the derivatives of one kind are right: "reverse", "forward", or "second"; `None` if that stayed open."""
+
+
+def check_derivatives(problem: Problem, inputs: Any, targets: Tensor, *, twice: bool) -> float:
+    """Raise `InputError` if autograd's derivatives by the parameters are not those of the forward pass.
+
+    Returns the share of the samples looked at that sit on a kink: some ReLU-like function of theirs is given exactly 0,
+    and would not be at parameters nearby. There they have no Hessian, only one on either side.
+
+    If only forward mode is wrong, `problem.reverse_only` is set instead, and what follows does without it. With `twice`
+    second derivatives are compared as well. What cannot be run in this way is left to what comes next, which says why.
+    Cost: some ten forward passes of five samples, or of two for a large network. Call inside `problem.active()`.
+    """
+    few = _few(problem, inputs, targets)
+    found = _compared(problem, *few, twice)
+    if found.broken and "reverse" not in found.broken and not problem.reverse_only:
+        problem.reverse_only = True
+        found = _compared(problem, *few, twice)
+    if found.broken and found.refusal is not None:
+        raise found.refusal
+    if found.broken:
+        order = "gradient" if "reverse" in found.broken else "second derivative"
+        raise InputError(
+            f"the {order} that autograd returns for the model {type(problem.model).__name__} is not the derivative of "
+            "its forward pass: a tensor hook, a gradient reversal or straight-through function, scale_grad_by_freq, a "
+            "part of its forward under torch.no_grad() or behind .detach(), or an operation with a wrong derivative "
+            "changes it; measure the model without that, or freeze the parameters it concerns by requires_grad_(False)."
+        )
+    return found.kinks
+
+
+def check_input_derivatives(problem: Problem, inputs: Any, targets: Tensor) -> None:
+    """Raise `InputError` if autograd's gradient by the inputs is not that of the forward pass.
+
+    A hook in front of the first layer changes no derivative by a parameter. Cost and the rest as `check_derivatives`.
+    """
+    if "reverse" in _compared(problem, *_few(problem, inputs, targets), twice=False, kind=_ByInputs).broken:
+        raise InputError(
+            f"the gradient by the inputs that autograd returns for the model {type(problem.model).__name__} is not "
+            "the derivative of its forward pass: a tensor hook, a gradient reversal or straight-through function, or a "
+            "part of its forward under torch.no_grad() or behind .detach() changes it, so no distance can be taken "
+            "from it; measure the model without that, or leave out distance=."
+        )
+
+
+def _few(problem: Problem, inputs: Any, targets: Tensor) -> tuple[Any, Tensor]:
+    """Five samples from all over a batch, or two for a large network."""
+    count = min(len(targets), 2 if problem.size > _LARGE else 5)
+    chosen = torch.linspace(0, len(targets) - 1, count).round().long().to(targets.device)
+    return tree_map(lambda leaf: leaf[chosen] if isinstance(leaf, Tensor) else leaf, inputs), targets[chosen]
+
+
+class _Found(NamedTuple):
+    broken: set[str]
+    """The kinds of derivatives that are certainly wrong."""
+    kinks: float
+    """The share of samples on a kink."""
+    refusal: InputError | None
+    """What the model itself has to say about its forward derivatives."""
+
+
+def _compared(
+    problem: Problem, inputs: Any, targets: Tensor, twice: bool, kind: type[_Comparison] | None = None
+) -> _Found:
+    """In float64, or in the model's own precision if that leaves it open."""
+    precisions = [torch.float64] if problem.size <= _HUGE else []
+    for dtype in dict.fromkeys([*precisions, problem.dtype]):
+        comparison = (kind or _Comparison)(problem, inputs, targets, dtype)
+        try:
+            verdicts = comparison.verdicts(twice)
+        except Exception:  # a model that computes in one precision only, coarsely, or not at all: said elsewhere
+            continue
+        if verdicts["reverse"] is not None:
+            broken = {kind for kind, right in verdicts.items() if right is False}
+            return _Found(broken, comparison.kinks, comparison.refusal)
+    _check_runs(problem, inputs)
+    return _Found(set(), 0.0, None)
+
+
+def _check_runs(problem: Problem, inputs: Any) -> None:
+    """Raise `InputError` if the model runs only as long as it is not differentiated, or has no backward pass."""
+    try:
+        with torch.enable_grad():
+            leaves = as_leaves(problem.params)
+            total = problem.outputs(leaves, inputs).sum()
+            if total.requires_grad:
+                torch.autograd.grad(total, list(leaves.values()), allow_unused=True)
+    except RuntimeError as error:
+        if isinstance(error, InputError | torch.OutOfMemoryError):
+            raise
+        raise InputError(
+            f"the model {type(problem.model).__name__} cannot be differentiated: {first_line(error)}; write that part "
+            "in other operations."
+        ) from error
+
+
+class _TooCoarse(Exception):
+    """The model rounds its values to fewer digits than differences need."""
+
+
+class _Comparison:
+    """Derivatives and differences of one model on a few samples, in one precision."""
+
+    def __init__(self, problem: Problem, inputs: Any, targets: Tensor, dtype: torch.dtype) -> None:
+        def converted(leaf: Any) -> Any:
+            return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+
+        self.problem = copy.copy(problem)
+        self.problem.params, self.problem.constants = tree_map(converted, (problem.params, problem.constants))
+        self.problem.dtype = dtype
+        self.inputs, self.targets = tree_map(converted, (inputs, targets))
+        self.moving = self._moving()
+        self.scale = _scales(self.moving)
+        self.step, self.tolerance = (1e-7, 1e-4) if dtype == torch.float64 else (3e-3, 5e-2)
+        self.rounding = 10 * torch.finfo(dtype).eps / self.step
+        self.kinks, self.refusal = 0.0, cast(InputError | None, None)
+
+    def _moving(self) -> Params:
+        """What is moved: the parameters."""
+        return self.problem.params
+
+    def verdicts(self, twice: bool) -> Verdicts:
+        """The first verdict of each kind from a few random directions."""
+        verdicts: Verdicts = {}
+        for seed in range(_TRIES):
+            found = self._from(seed, twice)
+            verdicts = {kind: found[kind] if verdicts.get(kind) is None else verdicts[kind] for kind in found}
+            if None not in verdicts.values():
+                break
+        return verdicts
+
+    def _from(self, seed: int, twice: bool) -> Verdicts:
+        """The verdicts at one random point near the parameters, along one random direction."""
+        generator = torch.Generator().manual_seed(seed)
+        padding, here, nearby = _Padding(), _Zeros(), _Zeros()
+        with padding, here, torch.no_grad():
+            values = self._function(self.moving)
+        if here.rounding > torch.finfo(self.problem.dtype).eps:
+            raise _TooCoarse
+        self.signs = torch.randint(0, 2, values.shape, generator=generator).mul(2).sub(1).to(values)
+        self.direction = self._draw(generator)
+        padding.freeze(self.direction, self.moving)
+        offset = self._draw(generator)
+        self.point = {name: tensor + 1e-3 * offset[name] for name, tensor in self.moving.items()}
+        with nearby:
+            slope = self._gradient(self.point)
+        self.kinks = here.share_on_kinks(nearby, len(self.targets))
+        claims = {"reverse": sum(((slope[n] * d).sum() for n, d in self.direction.items()), values.new_zeros(()))}
+        if not self.problem.reverse_only:
+            try:
+                with torch.no_grad():
+                    claims["forward"] = along(self._function, self.point, self.direction)[1]
+            except RuntimeError as error:  # an operation has none, as whatever needs it will find out
+                self.problem.reverse_only = True
+                self.refusal = error if isinstance(error, InputError) else None
+        if twice:
+            with contextlib.suppress(RuntimeError):  # likewise
+                claims["second"] = self._weighed(self._second())
+        size, steep = (self.rounding * float(each.norm()) for each in (values, self._weighed(slope)))
+        return {k: self._verdict(k, claim, steep if k == "second" else size) for k, claim in claims.items()}
+
+    def _function(self, params: Params) -> Tensor:
+        """The outputs, or the losses where their derivatives come from autograd too."""
+        if isinstance(self.problem.loss, CallableLoss):
+            return self.problem.losses(params, self.inputs, self.targets)
+        return self.problem.outputs(params, self.inputs)
+
+    def _draw(self, generator: torch.Generator) -> Params:
+        drawn = {}
+        for name, tensor in self.moving.items():
+            drawn[name] = self.scale[name] * torch.randn(tensor.shape, generator=generator).to(tensor)
+        return drawn
+
+    def _scalar(self, params: Params) -> Tensor:
+        return (self.signs * self._function(params)).sum()
+
+    def _gradient(self, params: Params) -> Params:
+        leaves = as_leaves(params)
+        with torch.enable_grad():
+            total = self._scalar(leaves)
+        if not total.requires_grad:
+            return {name: torch.zeros_like(leaf) for name, leaf in leaves.items()}
+        parts = torch.autograd.grad(total, list(leaves.values()), materialize_grads=True)
+        return dict(zip(leaves, parts, strict=True))
+
+    def _second(self) -> Params:
+        """The derivative of the gradient along the direction, by the mode that the measurement will take."""
+        if not self.problem.reverse_only:
+            with contextlib.suppress(RuntimeError):
+                found: Params = along(grad(self._scalar), self.point, self.direction)[1]
+                return found
+        leaves = as_leaves(self.point)
+        with torch.enable_grad():
+            total = self._scalar(leaves)
+            parts = torch.autograd.grad(total, list(leaves.values()), create_graph=True, materialize_grads=True)
+            inner = torch.stack([(p * d).sum() for p, d in zip(parts, self.direction.values(), strict=True)]).sum()
+            if not inner.requires_grad:
+                return {name: torch.zeros_like(leaf) for name, leaf in leaves.items()}
+            twice = torch.autograd.grad(inner, list(leaves.values()), materialize_grads=True)
+        return dict(zip(leaves, twice, strict=True))
+
+    def _weighed(self, parts: Params) -> Tensor:
+        """All parts as one vector, each in the units of its tensor."""
+        return torch.cat([self.scale[name] * part.detach().reshape(-1) for name, part in parts.items()])
+
+    def _difference(self, kind: str, step: float) -> Tensor:
+        ends = [{n: p + sign * step * self.direction[n] for n, p in self.point.items()} for sign in (1, -1)]
+        if kind == "second":
+            one, other = (self._weighed(self._gradient(end)) for end in ends)
+        else:
+            with torch.no_grad():
+                one, other = (self._function(end) for end in ends)
+        return (one - other) / (2 * step)
+
+    def _verdict(self, kind: str, claim: Tensor, noise: float) -> bool | None:
+        claim = claim.detach()
+
+        def fits(values: Tensor) -> bool:
+            found = (self.signs * values).sum() if kind == "reverse" else values
+            size = max(float(values.norm()), float(claim.norm()))
+            return float((found - claim).norm()) <= self.tolerance * size + noise
+
+        first = self._difference(kind, self.step)
+        if fits(first):
+            return True
+        second = self._difference(kind, 3 * self.step)
+        apart = float((first - second).norm())
+        agree = apart <= self.tolerance / 4 * max(float(first.norm()), float(second.norm())) + noise
+        return False if agree else None
+
+
+class _ByInputs(_Comparison):
+    """The same by the inputs of the model, of which only those of floating point move; in reverse mode alone."""
+
+    def _moving(self) -> Params:
+        self.problem.reverse_only = True
+        leaves = enumerate(tree_leaves(self.inputs))
+        return {str(n): x for n, x in leaves if isinstance(x, Tensor) and x.is_floating_point()}
+
+    def _function(self, params: Params) -> Tensor:
+        leaves, structure = tree_flatten(self.inputs)
+        moved = [params.get(str(n), leaf) for n, leaf in enumerate(leaves)]
+        return self.problem.outputs(self.problem.params, tree_unflatten(moved, structure))
+
+
+def _scales(params: Params) -> dict[str, float]:
+    """The size of each tensor's numbers, in which steps are measured; that of all for a tensor of zeros."""
+    sizes = {name: float(p.detach().double().norm()) / math.sqrt(max(p.numel(), 1)) for name, p in params.items()}
+    usual = max(sizes.values(), default=0.0) or 1.0
+    return {name: size or usual for name, size in sizes.items()}
+
+
+class _Zeros(TorchDispatchMode):
+    """Where the ReLU-like functions of one forward pass are given exactly 0, and how coarsely it rounds."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.places: list[Tensor] = []
+        self.rounding = 0.0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__.removesuffix("_")
+        if name in _KINKED_AT_ZERO or (name in _KINKED_AT and args[1] == 0):
+            self.places.append(args[0] == 0)
+        result = func(*args, **(kwargs or {}))
+        if name == "_to_copy" and args[0].is_floating_point() and result.is_floating_point():
+            self.rounding = max(self.rounding, torch.finfo(result.dtype).eps)
+        return result
+
+    def share_on_kinks(self, nearby: _Zeros, samples: int) -> float:
+        """The share of samples with a zero that is none nearby; 0 where the two passes cannot be compared."""
+        found = torch.zeros(samples, dtype=torch.bool)
+        for zero, still in zip(self.places, nearby.places, strict=False):
+            if zero.ndim and zero.shape == still.shape and len(zero) == samples:
+                found |= (zero & ~still).reshape(samples, -1).any(1).cpu()
+        return float(found.double().mean()) if samples else 0.0
+
+
+_KINKED_AT_ZERO = frozenset("relu leaky_relu _prelu_kernel".split())
+_KINKED_AT = frozenset("threshold clamp_min clamp".split())  # their second argument
+
+
+class _Padding(TorchFunctionMode):
+    """Notes which rows of embeddings are padding: autograd gives them no gradient, on purpose."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[tuple[Tensor, int]] = []
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is F.embedding:
+            self._note(*args, **kwargs)
+        if func is F.embedding_bag:
+            self._note(*args[:2], kwargs.get("padding_idx", args[10] if len(args) > 10 else None))
+        return func(*args, **kwargs)
+
+    def _note(self, input: Any, weight: Tensor, padding_idx: int | None = None, *rest: Any, **more: Any) -> None:
+        if padding_idx is not None:
+            self.rows.append((weight, padding_idx))
+
+    def freeze(self, direction: Params, params: Params) -> None:
+        """No motion for the rows that are padding."""
+        names = {id(tensor): name for name, tensor in params.items()}
+        for weight, row in self.rows:
+            if id(weight) in names:
+                direction[names[id(weight)]][row] = 0

@@ -1,0 +1,320 @@
+"""What the executed operations say about a network: in which degree does each output depend on each parameter?
+
+The forward pass is watched down to its ATen operations and every value gets, for every parameter tensor, a degree 0, 1
+or 'more'. Linear and piecewise linear operations keep the largest degree of their arguments, bilinear ones add degrees,
+anything else makes 'more' of each parameter it touches. If no output has more than degree 1 in any one parameter
+tensor, then ∂²φ/∂θᵢ² = 0 almost everywhere, every within-tensor block of the Hessian equals that of the Gauss-Newton
+matrix, and Tr H = Tr GGN exactly (mathematics 4.2). What cannot be traced, or is not known here, counts as 'more': the
+analysis may miss an exact network, it never invents one.
+
+Degrees belong to memory, not to tensors: a write into a slice of a fresh tensor, as circular padding does below the
+level of Python, raises the degrees of the whole tensor and of every view of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.func import functionalize
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from spiritlevel.binding.parameters import Params
+from spiritlevel.binding.problem import Problem
+from spiritlevel.errors import first_line
+
+MORE = 2
+
+_LINEAR = frozenset(
+    """
+    add sub rsub neg sum mean cumsum clone alias copy lift lift_fresh lift_fresh_copy _to_copy zero fill
+    view _unsafe_view _reshape_alias expand expand_copy permute transpose t squeeze unsqueeze
+    view_copy permute_copy transpose_copy t_copy squeeze_copy unsqueeze_copy as_strided slice select split
+    split_with_sizes unbind stack cat index index_select gather take roll flip diagonal diag_embed tril triu
+    repeat repeat_interleave constant_pad_nd reflection_pad1d reflection_pad2d reflection_pad3d replication_pad1d
+    replication_pad2d replication_pad3d scatter scatter_add index_add index_copy index_fill index_put slice_scatter
+    select_scatter masked_fill masked_scatter where trace im2col col2im pixel_shuffle pixel_unshuffle channel_shuffle
+    avg_pool1d avg_pool2d avg_pool3d _adaptive_avg_pool2d _adaptive_avg_pool3d adaptive_avg_pool1d
+    upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_linear1d upsample_bilinear2d upsample_trilinear3d
+    upsample_bicubic2d _upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d embedding
+    _fft_r2c _fft_c2c _fft_c2r view_as_real view_as_complex
+    relu leaky_relu threshold hardtanh clamp clamp_min clamp_max abs hardshrink softshrink hardsigmoid
+    maximum minimum fmax fmin max min amax amin topk sort kthvalue median nanmedian max_pool2d_with_indices
+    max_pool3d_with_indices adaptive_max_pool2d adaptive_max_pool3d mkldnn_max_pool2d
+    """.split()
+)
+_CONSTANT = frozenset(
+    """
+    zeros_like ones_like full_like empty_like rand_like randn_like new_zeros new_ones new_full new_empty
+    new_empty_strided
+    """.split()
+)  # they look at the shape and type of their argument only
+_BY_INDEX = frozenset(
+    "index index_select index_put index_add index_copy index_fill gather take scatter scatter_add".split()
+)
+_SIZED_BY_DATA = frozenset(
+    "nonzero masked_select masked_scatter _unique _unique2 unique_dim unique_consecutive bincount".split()
+)
+_BILINEAR = frozenset("mul mm bmm mv dot vdot linear _prelu_kernel".split())
+_ADDED_BILINEAR = frozenset("addmm baddbmm addbmm addmv addr".split())  # first argument + product of the next two
+_CONVOLUTION = frozenset("convolution _convolution mkldnn_convolution".split())
+_BATCH_NORM = frozenset(
+    "native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_no_training cudnn_batch_norm".split()
+)
+_NORMALISATION = {"native_layer_norm": (2, 3), "native_group_norm": (1, 2)}  # where weight and bias stand
+SMOOTH = frozenset(
+    """
+    tanh sigmoid gelu silu softplus elu celu mish hardswish log_sigmoid_forward exp expm1 log1p sin cos erf pow atan
+    mul div
+    """.split()
+)
+"""Elementwise operations that curve: where only these stand in the way, Gauss-Newton part and remainder split well."""
+
+Degrees = dict[str, int]
+
+
+@dataclass(frozen=True)
+class Structure:
+    """Degrees of the outputs in every parameter tensor, and the operation that made the first 'more' of each.
+
+    `uses` counts the operations that read a parameter; `floats_per_sample` is the size of all intermediate values
+    that take memory of their own; `by_data` tells whether numbers, not shapes alone, decide which rows an operation
+    takes or how many, so that another batch may go another way.
+    """
+
+    degrees: Degrees = field(default_factory=dict)
+    obstacles: dict[str, str] = field(default_factory=dict)
+    failure: str = ""
+    floats_per_sample: int = 0
+    uses: dict[str, int] = field(default_factory=dict)
+    by_data: bool = False
+
+    @property
+    def exact(self) -> bool:
+        """Whether Tr H = Tr GGN is certain."""
+        return not self.failure and all(degree <= 1 for degree in self.degrees.values())
+
+    @property
+    def smooth(self) -> bool:
+        """Whether nothing but elementwise functions stands in the way of exactness."""
+        return not self.failure and all(operation in SMOOTH for operation in self.obstacles.values())
+
+    @property
+    def reason(self) -> str:
+        """One clause that names what is in the way of exactness; empty if nothing is."""
+        if self.failure:
+            return self.failure
+        for name, degree in self.degrees.items():
+            if degree > 1:
+                operation = self.obstacles.get(name, "")
+                return f"the operation '{operation}' makes the outputs more than linear in parameter '{name}'"
+        return ""
+
+
+def analyse(problem: Problem, inputs: Any, count: int) -> Structure:
+    """Run one small batch of `count` samples inside `problem.active()` and read off the degrees.
+
+    Cost: one forward pass of that batch, a few milliseconds.
+    """
+    watch = Watch(problem.params, inputs)
+    # what is written in place becomes an operation of its own
+    forward = functionalize(problem.outputs)
+    try:
+        # name layer norm as such, not the operations it is rewritten to
+        with torch.no_grad(), torch._C.DisableTorchFunction(), watch:
+            outputs = forward(problem.params, inputs)
+    except Exception as error:  # whatever stops the run, the network is simply not known to be exact
+        return Structure(failure=f"the forward pass cannot be traced ({type(error).__name__}: {first_line(error)})")
+    return watch.structure(outputs, count)
+
+
+def joined(first: Structure, second: Structure) -> Structure:
+    """What holds of two batches together: the larger degrees, the more frequent uses, the first failure."""
+    uses = {name: max(first.uses.get(name, 0), count) for name, count in second.uses.items()}
+    return Structure(
+        _largest(first.degrees, second.degrees),
+        {**second.obstacles, **first.obstacles},
+        first.failure or second.failure,
+        max(first.floats_per_sample, second.floats_per_sample),
+        {**first.uses, **uses},
+        first.by_data or second.by_data,
+    )
+
+
+class Watch(TorchDispatchMode):
+    """Gives every piece of memory that an operation fills its degrees; a context for one forward pass.
+
+    Degrees are kept by storage, so that a view and its base have the same. They only grow: what is overwritten later
+    counts as if it were still there, which may cost exactness and never invents it. A storage is known by its address,
+    which no other one gets while a weak reference to it is held.
+    """
+
+    def __init__(self, params: Params, inputs: Any) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.parameters = {id(tensor): name for name, tensor in params.items()}
+        self._known: dict[int, Degrees] = {}
+        self._alive: dict[int, StorageWeakRef] = {}
+        self.uses = dict.fromkeys(params, 0)
+        self.obstacles: dict[str, str] = {}
+        self.floats = 0
+        self.failure = ""
+        self.by_data = False
+        self._paused = False
+        for leaf in tree_leaves(inputs):
+            if isinstance(leaf, Tensor):
+                self._give(leaf, {})
+        for name, tensor in params.items():
+            self._give(tensor, {name: 1})
+
+    @contextlib.contextmanager
+    def pause(self) -> Iterator[None]:
+        """For operations that are not the model's own."""
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
+
+    def multiplied(self, result: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+        """Tell that `result`, made while the watch paused, is bilinear in input and weight, plus a bias."""
+        parts = [self._of(item) or {} for item in (input, weight, bias)]
+        self._give(result, _largest(_sum(parts[0], parts[1]), parts[2]))
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self._paused:
+            return func(*args, **kwargs)
+        leaves = tree_leaves((args, kwargs))
+        met = [degrees for leaf in leaves if (degrees := self._of(leaf)) is not None]  # before anything is written
+        positional = [self._of(argument) or {} for argument in args]
+        result = func(*args, **kwargs)
+        values = tree_leaves(result)
+        for value in values:
+            if isinstance(value, Tensor) and value.is_floating_point() and self._is_fresh(value):
+                self.floats += value.numel()
+        if not met:
+            return result  # constant
+        name = _name(func)
+        if not all(isinstance(value, Tensor | None) for value in values):
+            self._fail(f"the operation '{name}' makes a Python value of one that parameters or inputs decide")
+            return result
+        if name == "view" and getattr(func, "_overloadname", "") == "dtype":
+            self._fail("the operation 'view' reads the bits of a number as another type")
+        self.by_data |= name in _SIZED_BY_DATA or (name in _BY_INDEX and self._chosen_by_data(leaves))
+        for leaf in leaves:
+            own = self.parameters.get(id(leaf))
+            if own:
+                self.uses[own] += 1
+        degrees = _degrees(func, name, args, positional, met)
+        before = _largest(*met)
+        for value in [*values, *_written(func, args, kwargs)]:
+            if isinstance(value, Tensor):
+                curved = value.is_floating_point() or value.is_complex()
+                self._give(value, degrees if curved else {})  # integers and booleans are constant almost everywhere
+                for own, degree in degrees.items() if curved else ():
+                    if degree >= MORE > before.get(own, 0):
+                        self.obstacles.setdefault(own, name)
+        return result
+
+    def _of(self, leaf: Any) -> Degrees | None:
+        """The degrees of a tensor; `None` for a constant that nothing known has been written into."""
+        return self._known.get(leaf.untyped_storage()._cdata) if isinstance(leaf, Tensor) else None
+
+    def _give(self, tensor: Tensor, degrees: Degrees) -> None:
+        self._is_fresh(tensor)
+        key = tensor.untyped_storage()._cdata
+        self._known[key] = _largest(self._known.get(key, {}), degrees)
+
+    def _is_fresh(self, value: Tensor) -> bool:
+        """Whether its memory is seen for the first time, unlike a weight's that is transposed for its product."""
+        storage = value.untyped_storage()
+        seen = storage._cdata in self._alive
+        if not seen:
+            self._alive[storage._cdata] = StorageWeakRef(storage)
+        return not seen
+
+    def _chosen_by_data(self, leaves: list[Any]) -> bool:
+        indices = (leaf for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_floating_point())
+        return any(self._of(index) is not None for index in indices)
+
+    def _fail(self, reason: str) -> None:
+        self.failure = self.failure or f"the forward pass cannot be traced ({reason})"
+
+    def structure(self, outputs: Any, count: int) -> Structure:
+        """What was seen, for the outputs that the watched run returned."""
+        if self.failure:
+            return Structure(failure=self.failure, uses=self.uses, by_data=self.by_data)
+        found = self._of(outputs)
+        if found is None:
+            return Structure(failure="the outputs do not depend on the traced operations")
+        degrees = {name: found.get(name, 0) for name in self.uses}
+        hit = {name: operation for name, operation in self.obstacles.items() if degrees[name] >= MORE}
+        return Structure(degrees, hit, "", self.floats // max(count, 1), self.uses, self.by_data)
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """What an operation writes into, by its own declaration."""
+    schema = func._schema
+    if not schema.is_mutable:
+        return []
+    found = []
+    for position, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            found.append(args[position] if position < len(args) else kwargs.get(argument.name))
+    return tree_leaves(found)
+
+
+def _name(func: Any) -> str:
+    """The name of an operation; that of what it writes, if it works in place."""
+    packet = getattr(func, "overloadpacket", None)
+    name = str(getattr(packet, "__name__", getattr(func, "__name__", func)))
+    return name.removesuffix("_") if func._schema.is_mutable else name
+
+
+def _largest(*several: Degrees) -> Degrees:
+    result: Degrees = {}
+    for degrees in several:
+        for name, degree in degrees.items():
+            result[name] = max(degree, result.get(name, 0))
+    return result
+
+
+def _sum(first: Degrees, second: Degrees) -> Degrees:
+    return {name: min(MORE, first.get(name, 0) + second.get(name, 0)) for name in {**first, **second}}
+
+
+def _degrees(func: Any, name: str, arguments: tuple[Any, ...], args: list[Degrees], met: list[Degrees]) -> Degrees:
+    if name in _CONSTANT:
+        return {}
+    if name == "detach" and torch.is_grad_enabled():  # autograd detaches what it saves
+        return _largest(*met)
+    if "reduce" in func._overloadname:  # a scatter that may multiply
+        return dict.fromkeys(_largest(*met), MORE)
+    if name in _LINEAR and not (name == "abs" and arguments[0].is_complex()):  # |z| = √(x² + y²) is curved
+        return _largest(*met)
+    if name in _BILINEAR:
+        return _largest(_sum(args[0], args[1]), *args[2:])
+    if name in _ADDED_BILINEAR:
+        return _largest(args[0], _sum(args[1], args[2]))
+    if name in _CONVOLUTION:
+        return _largest(_sum(args[0], args[1]), args[2])
+    if name == "div" and not args[1]:
+        return args[0]
+    if name in _BATCH_NORM and not any(args[3:5]) and not _normalises_by_batch(name, arguments):
+        return _largest(_sum(args[0], args[1]), args[2])
+    if name in _NORMALISATION:
+        weight, bias = (args[position] for position in _NORMALISATION[name])
+        return _largest(dict.fromkeys(args[0], MORE), weight, bias)
+    return dict.fromkeys(_largest(*met), MORE)
+
+
+def _normalises_by_batch(name: str, arguments: tuple[Any, ...]) -> bool:
+    return name != "_native_batch_norm_legit_no_training" and arguments[5] is not False
