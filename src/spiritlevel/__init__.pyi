@@ -25,6 +25,7 @@ from spiritlevel.operators.curvature import gauss_newton as gauss_newton
 from spiritlevel.operators.curvature import hessian as hessian
 from spiritlevel.operators.curvature import hessian_variance as hessian_variance
 from spiritlevel.papers import claims as claims
+from spiritlevel.papers import networks as models  # noqa: F401
 from spiritlevel.papers import training as training
 from spiritlevel.results import Audit as Audit
 from spiritlevel.results import Certificate as Certificate
