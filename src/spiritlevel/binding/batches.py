@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -121,6 +122,12 @@ class Batches:
         self.data = data
         if not self._in_memory:
             self._check_repeats()
+
+    def cut(self, size: int | None) -> Batches:
+        """The same data in batches of another size; they are not checked again."""
+        other = copy.copy(self)
+        other.size = size
+        return other
 
     @property
     def _in_memory(self) -> bool:

@@ -1,0 +1,151 @@
+"""The one context of a measurement: model, data, loss, parameters, modes, memory, ranks and seed, bound once.
+
+A public function binds what its caller passed and hands the context down; whatever is measured together shares one.
+So the parameters are copied once, the data are checked once, and what one part found out about the model, whether its
+derivatives are right, say, no other part has to find out again.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, Self, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+
+from spiritlevel.binding.batches import Batches
+from spiritlevel.binding.memory import parse_memory
+from spiritlevel.binding.parameters import Params
+from spiritlevel.binding.problem import Problem
+from spiritlevel.binding.ranks import Ranks
+from spiritlevel.errors import checked_seed, whole_number
+
+Found = TypeVar("Found")
+
+
+class Context:
+    """A model, a loss and data, and the options that every measurement shares.
+
+    Args:
+        model: any module; it is left as it was.
+        data: a pair of tensors, a data set, a loader or batches that can be read again.
+        loss: a name, a `torch.nn` loss or a callable.
+        params: names, prefixes or globs of the parameters to measure; all that require grad unless given.
+        batch_norm: "eval", or "batch" for batch statistics; the batches are then part of the definition.
+        batch_size: samples to take at once; what measures chooses it unless given.
+        memory: bytes, or a text such as "2GB"; half of what is available unless given.
+        group: a `torch.distributed` group whose ranks share the work.
+        seed: of everything random.
+        ordered: whether results belong to samples, so that the data must come in an order that repeats.
+
+    >>> net = nn.Linear(2, 3)
+    >>> context = Context(net, (torch.ones(4, 2), torch.tensor([0, 1, 2, 0])))
+    >>> context.problem.size, context.count
+    (9, 4)
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        data: Any,
+        *,
+        loss: Any = "cross_entropy",
+        params: Any = None,
+        batch_norm: str = "eval",
+        batch_size: int | None = None,
+        memory: int | str | None = None,
+        group: Any = None,
+        seed: int = 0,
+        ordered: bool = True,
+    ) -> None:
+        self.seed = checked_seed(seed)
+        self.problem = Problem(model, loss=loss, params=params, batch_norm=batch_norm)
+        self.batch_size = None if batch_size is None else whole_number(batch_size, "batch_size", 1)
+        self.batch_norm, self.group, self.ordered = batch_norm, group, ordered
+        self._memory, self._data = memory, data
+        self._found: dict[Any, Any] = {}
+
+    # ------------------------------------------------------------ others like this one
+
+    def on(self, data: Any, *, batch_size: int | None = None) -> Self:
+        """The same model on other data: what was found out about data is forgotten, the model is not copied again."""
+        other = copy.copy(self)
+        for name in _cached(type(self)):
+            other.__dict__.pop(name, None)
+        other._data, other._found = data, {}
+        other.batch_size = batch_size or self.batch_size
+        return other
+
+    def at(self, problem: Problem) -> Self:
+        """The same data under another problem: a transformed model, say."""
+        other = self.on(self._data)
+        other.problem = problem
+        if "batches" in self.__dict__:
+            other.__dict__["batches"] = self.batches
+        return other
+
+    # ------------------------------------------------------------ the data
+
+    @functools.cached_property
+    def batches(self) -> Batches:
+        """The data in an order that repeats, in batches as they come; `batches.cut` gives others."""
+        return Batches(self._data, size=self.batch_size, ordered=self.ordered, whole=self.whole)
+
+    @property
+    def whole(self) -> bool:
+        """Whether batches are part of what is measured and must not be split."""
+        return self.batch_norm == "batch"
+
+    @functools.cached_property
+    def count(self) -> int:
+        """The number of samples."""
+        return sum(len(targets) for _, targets in self.batches)
+
+    def first(self, count: int, least: int = 1) -> tuple[Any, Tensor]:
+        """The first samples, at most `count`, on the model's device."""
+        return self.problem.place(*self.batches.first(count, least))
+
+    def each(self, batches: Batches | None = None) -> Iterator[tuple[Any, Tensor]]:
+        """The batches on the model's device, but for empty ones."""
+        for inputs, targets in self.batches if batches is None else batches:
+            if len(targets):
+                yield self.problem.place(inputs, targets)
+
+    # ------------------------------------------------------------ the machine
+
+    @functools.cached_property
+    def ranks(self) -> Ranks:
+        """The processes that share the work, after making sure that all measure the same."""
+        return self.problem.shared_by(self.group)
+
+    def budget(self) -> int:
+        """Bytes that may be used."""
+        return parse_memory(self._memory)
+
+    # ------------------------------------------------------------ what is known
+
+    def once(self, fact: Any, find: Callable[[], Found]) -> Found:
+        """What `find` finds, the first time; the same again afterwards."""
+        if fact not in self._found:
+            self._found[fact] = find()
+        return cast(Found, self._found[fact])
+
+    @functools.cached_property
+    def theta(self) -> Tensor:
+        """The measured parameters laid end to end."""
+        return torch.cat([tensor.reshape(-1) for tensor in self.problem.params.values()])
+
+    def split(self, flat: Tensor) -> Params:
+        """A vector of P numbers cut into the parameters' shapes."""
+        params = self.problem.params
+        parts = flat.split([tensor.numel() for tensor in params.values()])
+        return {name: part.reshape(params[name].shape) for name, part in zip(params, parts, strict=True)}
+
+
+@functools.cache
+def _cached(kind: type) -> tuple[str, ...]:
+    """The names of what a class computes when first asked."""
+    members = ((name, member) for each in kind.__mro__ for name, member in vars(each).items())
+    return tuple(name for name, member in members if isinstance(member, functools.cached_property))
