@@ -72,7 +72,7 @@ class Context:
     def on(self, data: Any, *, batch_size: int | None = None) -> Self:
         """The same model on other data: what was found out about data is forgotten, the model is not copied again."""
         other = copy.copy(self)
-        for name in _cached(type(self)):
+        for name in _cached(self):
             other.__dict__.pop(name, None)
         other._data, other._found = data, {}
         other.batch_size = batch_size or self.batch_size
@@ -144,8 +144,7 @@ class Context:
         return {name: part.reshape(params[name].shape) for name, part in zip(params, parts, strict=True)}
 
 
-@functools.cache
-def _cached(kind: type) -> tuple[str, ...]:
-    """The names of what a class computes when first asked."""
-    members = ((name, member) for each in kind.__mro__ for name, member in vars(each).items())
+def _cached(context: Context) -> tuple[str, ...]:
+    """The names of what a context computes when first asked."""
+    members = ((name, member) for kind in type(context).__mro__ for name, member in vars(kind).items())
     return tuple(name for name, member in members if isinstance(member, functools.cached_property))
