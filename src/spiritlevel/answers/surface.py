@@ -18,7 +18,8 @@ from spiritlevel.binding.problem import Problem, unwrapped
 from spiritlevel.binding.rewrites import by_channel, normalised
 from spiritlevel.errors import InputError, unknown_name
 from spiritlevel.estimators import eigenvalues
-from spiritlevel.operators.curvature import hessian, hessian_product, loss_gradient
+from spiritlevel.operators.matrices import hessian
+from spiritlevel.operators.products import hessian_product, loss_gradient
 from spiritlevel.results import Landscape
 
 __all__ = ["landscape"]

@@ -46,7 +46,8 @@ from spiritlevel.estimators import (
     outermost,
     spectral_norm,
 )
-from spiritlevel.operators.curvature import empirical_fisher, gauss_newton, hessian, outputs_along
+from spiritlevel.operators.matrices import empirical_fisher, gauss_newton, hessian
+from spiritlevel.operators.products import outputs_along
 from spiritlevel.results import FEWEST, Estimate, Margins, SampleTraces
 from spiritlevel.samples.margins import margin_bound, margins, printed_margin_bound, signed_margin
 from spiritlevel.samples.traces import sample_forms, sample_traces
