@@ -39,6 +39,7 @@ class Context:
         group: a `torch.distributed` group whose ranks share the work.
         seed: of everything random.
         ordered: whether results belong to samples, so that the data must come in an order that repeats.
+        whole: whether batches are part of what is measured and must not be split, as with batch statistics.
 
     >>> net = nn.Linear(2, 3)
     >>> context = Context(net, (torch.ones(4, 2), torch.tensor([0, 1, 2, 0])))
@@ -59,11 +60,13 @@ class Context:
         group: Any = None,
         seed: int = 0,
         ordered: bool = True,
+        whole: bool = False,
     ) -> None:
         self.seed = checked_seed(seed)
         self.problem = Problem(model, loss=loss, params=params, batch_norm=batch_norm)
         self.batch_size = None if batch_size is None else whole_number(batch_size, "batch_size", 1)
         self.batch_norm, self.group, self.ordered = batch_norm, group, ordered
+        self.whole = whole or batch_norm == "batch"
         self._memory, self._data = memory, data
         self._found: dict[Any, Any] = {}
 
@@ -92,11 +95,6 @@ class Context:
     def batches(self) -> Batches:
         """The data in an order that repeats, in batches as they come; `batches.cut` gives others."""
         return Batches(self._data, size=self.batch_size, ordered=self.ordered, whole=self.whole)
-
-    @property
-    def whole(self) -> bool:
-        """Whether batches are part of what is measured and must not be split."""
-        return self.batch_norm == "batch"
 
     @functools.cached_property
     def count(self) -> int:
@@ -127,7 +125,7 @@ class Context:
     # ------------------------------------------------------------ what is known
 
     def once(self, fact: Any, find: Callable[[], Found]) -> Found:
-        """What `find` finds, the first time; the same again afterwards."""
+        """What `find` finds out about this model on these data, the first time; the same again afterwards."""
         if fact not in self._found:
             self._found[fact] = find()
         return cast(Found, self._found[fact])

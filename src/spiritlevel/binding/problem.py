@@ -105,6 +105,7 @@ class Problem:
         self._reads_by_name = False  # whether it reads its parameters as attributes, once that is known
         self._draws = False
         self.reverse_only = False  # set where the model turns out to have no forward derivatives
+        self.facts: dict[str, Any] = {}  # what was found out about the model once and for all, by those who need it
         self._has_data = False  # whether inputs came with targets: that the model fails on those is the caller's news
 
     @property

@@ -22,10 +22,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from spiritlevel.binding.batches import Batches, Fingerprint, is_pair_of_tensors, sliced
+from spiritlevel.binding.context import Context
 from spiritlevel.binding.cores import at_a_time, batches_that_fit, even_size, side_by_side
-from spiritlevel.binding.memory import parse_memory
 from spiritlevel.binding.parameters import as_leaves, nearby
-from spiritlevel.binding.problem import Problem
 from spiritlevel.errors import InputError
 from spiritlevel.estimators import Operator
 from spiritlevel.operators.products import Product, hessian_product
@@ -57,24 +56,19 @@ class MeanMatrix:
     def __init__(
         self,
         product: Product,
-        problem: Problem,
-        data: Any,
-        batch_size: int | None,
-        memory: int | str | None,
-        group: Any = None,
-        whole: bool = False,
+        context: Context,
     ) -> None:
-        self.problem, self.product = problem, product
-        self.ranks = problem.shared_by(group)
+        self.context, self.problem, self.product = context, context.problem, product
+        problem, whole = self.problem, context.whole
+        self.ranks, self.whole = context.ranks, whole
         self.params = list(problem.params.values())
-        self.whole = whole = whole or problem.batch_norm == "batch"
         with self.ranks.together():
-            self.batches = Batches(data, size=batch_size, ordered=False, whole=whole)
-            budget = parse_memory(memory)
-            saved, largest_tensor = _activation_bytes(problem, self.batches)
+            self.batches = context.batches.cut(context.batch_size)
+            budget = context.budget()
+            saved, largest_tensor = context.once("activation bytes", lambda: _activation_bytes(context))
         self.at_a_time = at_a_time(problem.device)
         limit = budget // (2 * max(2, self.at_a_time) * _FOOTPRINT * saved)  # samples times vectors
-        if batch_size is None and not whole:
+        if context.batch_size is None and not whole:
             self.batches.size = self._batch_size(min(limit, _CACHE // largest_tensor))
         if self.batches.size is not None and not whole:
             self.batches.size = self.ranks.least(self.batches.size)
@@ -395,9 +389,9 @@ def _versions(batches: Batches) -> list[int]:
     return [tensor._version for tensor in _held(batches) if not tensor.is_inference()]
 
 
-def _activation_bytes(problem: Problem, batches: Batches) -> tuple[int, int]:
+def _activation_bytes(context: Context) -> tuple[int, int]:
     """Bytes a sample that a forward pass saves for its derivative, all and the largest, from at most 16 samples."""
-    inputs, targets = problem.place(*batches.first(16))
+    problem, (inputs, targets) = context.problem, context.first(16)
     params = as_leaves(problem.params)
     own = {tensor.untyped_storage().data_ptr() for tensor in [*params.values(), *problem.constants.values()]}
     saved: dict[int, int] = {}
