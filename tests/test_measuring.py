@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 import spiritlevel as sl
 from spiritlevel.answers import measuring
-from spiritlevel.answers.measuring import measure, subset
+from spiritlevel.answers.measuring import measure
+from spiritlevel.binding.batches import subset
 from spiritlevel.errors import InputError
 from spiritlevel.results import Audit, AuditRow, Certificate, Correlation, Estimate, Fit
 

@@ -15,7 +15,7 @@ from typing import Any, Self, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from spiritlevel.binding.batches import Batches
+from spiritlevel.binding.batches import Batches, subset
 from spiritlevel.binding.memory import parse_memory
 from spiritlevel.binding.parameters import Params
 from spiritlevel.binding.problem import Problem
@@ -67,26 +67,40 @@ class Context:
         self.batch_size = None if batch_size is None else whole_number(batch_size, "batch_size", 1)
         self.batch_norm, self.group, self.ordered = batch_norm, group, ordered
         self.whole = whole or batch_norm == "batch"
-        self._memory, self._data = memory, data
+        self._memory, self.data, self._params = memory, data, params
+        self._forget()
+
+    def _forget(self) -> None:
+        """Begin without knowing anything about the data."""
         self._found: dict[Any, Any] = {}
 
     # ------------------------------------------------------------ others like this one
 
-    def on(self, data: Any, *, batch_size: int | None = None) -> Self:
+    def on(self, data: Any) -> Self:
         """The same model on other data: what was found out about data is forgotten, the model is not copied again."""
         other = copy.copy(self)
         for name in _cached(self):
-            other.__dict__.pop(name, None)
-        other._data, other._found = data, {}
-        other.batch_size = batch_size or self.batch_size
+            if name != "ranks":  # they have agreed on the model
+                other.__dict__.pop(name, None)
+        other.data = data
+        other._forget()
         return other
 
-    def at(self, problem: Problem) -> Self:
-        """The same data under another problem: a transformed model, say."""
-        other = self.on(self._data)
-        other.problem = problem
-        if "batches" in self.__dict__:
-            other.__dict__["batches"] = self.batches
+    def drawn(self, count: int | None) -> tuple[Self, Tensor | None]:
+        """At most `count` of the samples, drawn at random, and where they are; itself and `None` if that is all."""
+        data, indices, _ = subset(self.batches, count, self.seed, self.batch_norm)
+        return (self, None) if indices is None else (self.on(data), indices)
+
+    def moved(self, model: nn.Module, *, params: Any = ()) -> Self:
+        """Another model on the same data: a transformed one, say; its measured parameters are those of this context.
+
+        `params` names others.
+        """
+        other = self.on(self.data)
+        chosen = self._params if params == () else params
+        other.problem = Problem(model, loss=self.problem.loss, params=chosen, batch_norm=self.batch_norm)
+        other.__dict__.pop("ranks", None)
+        other.__dict__["batches"] = self.batches
         return other
 
     # ------------------------------------------------------------ the data
@@ -94,7 +108,7 @@ class Context:
     @functools.cached_property
     def batches(self) -> Batches:
         """The data in an order that repeats, in batches as they come; `batches.cut` gives others."""
-        return Batches(self._data, size=self.batch_size, ordered=self.ordered, whole=self.whole)
+        return Batches(self.data, size=self.batch_size, ordered=self.ordered, whole=self.whole)
 
     @functools.cached_property
     def count(self) -> int:
@@ -123,6 +137,11 @@ class Context:
         return parse_memory(self._memory)
 
     # ------------------------------------------------------------ what is known
+
+    @property
+    def model(self) -> nn.Module:
+        """The model that is measured; of half precision a float32 copy."""
+        return self.problem.model
 
     def once(self, fact: Any, find: Callable[[], Found]) -> Found:
         """What `find` finds out about this model on these data, the first time; the same again afterwards."""

@@ -14,7 +14,7 @@ from spiritlevel.measures.registry import DIAGONAL, register
 from spiritlevel.measures.sampling import MORE, mean_of, mean_of_kept, shared_signs
 from spiritlevel.measures.setting import Setting
 from spiritlevel.measures.trace import predicted_trace
-from spiritlevel.operators.matrices import empirical_fisher
+from spiritlevel.operators.matrices import empirical_fisher_in
 from spiritlevel.operators.products import outputs_along
 from spiritlevel.results import Estimate
 from spiritlevel.watching.recording import GradientNorms
@@ -76,7 +76,7 @@ def _empirical_fisher_values(setting: Setting) -> Tensor:
 def _empirical_fisher_trace(setting: Setting) -> Estimate:
     problem = setting.problem
     if setting.structure.failure or not problem.loss.closed_form:
-        fisher = empirical_fisher(setting.model, setting.data, **setting.options)
+        fisher = empirical_fisher_in(setting)
         return operator_trace(fisher, probes=probe_count(setting.problem.size), seed=setting.seed)
     values = []
     with problem.active():

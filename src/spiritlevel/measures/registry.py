@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from spiritlevel.binding.problem import Problem
 from spiritlevel.errors import InputError, NotExactError, first_line, unknown_name
 from spiritlevel.measures.sampling import Sampling
 from spiritlevel.measures.setting import Setting
@@ -83,12 +82,15 @@ class Measure:
         this one number undefined, under the name of its error, and leaves the others of a report. Errors of other
         kinds are mistakes in the program and pass, as does a failure of one among several ranks.
         """
+        return setting.once(("measure", self.name), lambda: self._attempted(setting))
+
+    def _attempted(self, setting: Setting) -> Estimate:
         try:
             found = self.compute(setting)
         except (InputError, NotExactError) as error:
             return Estimate(math.nan, seed=setting.seed, reason=str(error))
         except (ArithmeticError, RuntimeError, ValueError) as error:
-            if setting.shared["group"] is not None:  # the other ranks may still wait for this one
+            if setting.group is not None:  # the other ranks may still wait for this one
                 raise
             first = first_line(error)
             return Estimate(math.nan, seed=setting.seed, reason=f"failed with {type(error).__name__}: {first}")
@@ -179,7 +181,6 @@ def evaluate(
     [('trace', 'exact'), ('ball_sharpness', 'lower bound')]
     """
     chosen = select(measures)
-    model = Problem(model, loss=loss, batch_norm=batch_norm).model  # half precision becomes a float32 copy at once
     setting = Setting(model, data, loss=loss, batch_norm=batch_norm, seed=seed)
     setting.check()
     rows = []

@@ -192,11 +192,12 @@ def trace(model: nn.Module, data: Any, **options: Any) -> Estimate:
     return sample_traces(model, data, **options).mean()
 
 
-def sample_forms(problem: Problem, batches: Batches, directions: Sequence[Params], seed: int = 0) -> Tensor:
+def sample_forms(context: Context, batches: Batches, directions: Sequence[Params]) -> Tensor:
     """vᵀHₙv of every sample for some directions v, (N, directions): how strongly each sample curves the loss along v.
 
     By nested forward mode, about four forward passes a direction; by reverse mode where that fails. Exact to rounding.
     """
+    problem = context.problem
     differentiate, rows = None, []
     with problem.active():
         for inputs, targets in batches:
@@ -205,7 +206,7 @@ def sample_forms(problem: Problem, batches: Batches, directions: Sequence[Params
                 continue
             if differentiate is None:
                 few = inputs if problem.batch_norm == "batch" else resized(inputs, min(8, len(targets)))
-                differentiate, _ = differentiator(problem, few, seed)
+                differentiate, _ = differentiator(problem, few, context.seed)
             found = [form_along(problem, differentiate(problem, inputs, v), targets) for v in directions]
             rows.append(torch.stack(found, 1))
     return torch.cat(rows)
