@@ -25,6 +25,7 @@ from torch.nn.utils import parametrizations
 from torch.utils.data import DataLoader, TensorDataset
 
 from spiritlevel import estimators
+from spiritlevel.binding.context import Context
 from spiritlevel.binding.losses import CrossEntropy
 from spiritlevel.binding.problem import Problem
 from spiritlevel.binding.state import _load_forward_mode
@@ -37,6 +38,10 @@ from spiritlevel.samples import traces as per_sample
 from spiritlevel.samples.margins import margins
 
 _load_forward_mode()  # torch warns where its forward derivatives are first used
+
+
+def mean_hessian(net: nn.Module, data: Any, **options: Any) -> MeanMatrix:
+    return MeanMatrix(hessian_product, Context(net, data, ordered=False, **options))
 
 
 # ---------------------------------------------------------------- networks of fewer than 300 parameters
@@ -173,8 +178,8 @@ def test_products_are_traced_and_equal_the_differentiated_ones(name: str, monkey
     net, data = network(name), some_data(6)
     problem = Problem(net)
     vectors = torch.randn(4, problem.size, dtype=torch.float64)
-    replaying = MeanMatrix(hessian_product, problem, data, 3, None)
-    recomputing = MeanMatrix(hessian_product, problem, data, 3, 1)
+    replaying = mean_hessian(net, data, batch_size=3)
+    recomputing = mean_hessian(net, data, batch_size=3, memory=1)
     first, again, anew = (
         torch.cat([matrix.multiply(vector[None]) for vector in vectors])
         for matrix in (replaying, replaying, recomputing)
@@ -186,7 +191,7 @@ def test_products_are_traced_and_equal_the_differentiated_ones(name: str, monkey
     assert_close(replaying.multiply(vectors), first, 1e-12)  # all at once
     assert all(trace is not None for trace in replaying.traces.values())
     monkeypatch.setattr(replay, "_cut", not_traceable)
-    differentiating = MeanMatrix(hessian_product, problem, data, 3, None)
+    differentiating = mean_hessian(net, data, batch_size=3)
     assert_close(differentiating.multiply(vectors), first, 1e-12)
     assert not differentiating.kept
 
@@ -201,7 +206,7 @@ def test_the_constants_of_a_kept_batch_are_prepared_once(monkeypatch: pytest.Mon
         return trace, values
 
     monkeypatch.setattr(replay, "_cut", counting)
-    matrix = MeanMatrix(hessian_product, Problem(network("tanh")), some_data(6), 3, None)
+    matrix = mean_hessian(network("tanh"), some_data(6), batch_size=3)
     for _ in range(2):
         matrix.multiply(torch.ones(1, matrix.problem.size, dtype=torch.float64))
     assert len(matrix.kept) == len(prepared) == 2
@@ -211,7 +216,7 @@ def test_the_constants_of_a_kept_batch_are_prepared_once(monkeypatch: pytest.Mon
 def test_the_product_that_is_traced_is_the_one_that_is_replayed(name: str) -> None:
     """Beyond 128 samples a trace is tried on a few, and the first product comes from the tracing itself."""
     data, problem = some_data(150), Problem(network(name))
-    matrix = MeanMatrix(hessian_product, problem, data, 150, None)
+    matrix = mean_hessian(problem.model, data, batch_size=150)
     vector = torch.randn(1, problem.size, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     first, again = matrix.multiply(vector), matrix.multiply(vector.clone())
     assert matrix.kept
@@ -220,7 +225,7 @@ def test_the_product_that_is_traced_is_the_one_that_is_replayed(name: str) -> No
 
 
 def test_a_trace_keeps_no_tensor_but_its_constants() -> None:
-    matrix = MeanMatrix(hessian_product, Problem(network("tanh")), some_data(150), 150, None)
+    matrix = mean_hessian(network("tanh"), some_data(150), batch_size=150)
     matrix.multiply(torch.ones(1, matrix.problem.size, dtype=torch.float64))
     (trace,) = matrix.traces.values()
     assert trace is not None
@@ -694,7 +699,7 @@ def test_a_model_that_branches_is_differentiated_every_time() -> None:
     with torch.no_grad():
         net.layer.bias.fill_(5.0)
     expected = naive.mean_hessian(nn.Sequential(net.layer, nn.Tanh()), *data)
-    matrix = MeanMatrix(hessian_product, Problem(net), data, None, None)
+    matrix = mean_hessian(net, data)
     assert_close(matrix.multiply(torch.eye(39, dtype=torch.float64)), expected)
     assert list(matrix.traces.values()) == [None]  # a branch holds for one batch only
 
@@ -703,7 +708,7 @@ def test_batches_of_many_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(averaging, "_MOST_SHAPES", 2)
     net, data = network("tanh"), some_data(15)
     batches = rows(*data, 1, 2, 3, 4, 5)
-    matrix = MeanMatrix(hessian_product, Problem(net), batches, None, None)
+    matrix = mean_hessian(net, batches)
     assert_close(matrix.multiply(torch.eye(83, dtype=torch.float64)), naive.mean_hessian(net, *data))
     assert [trace is not None for trace in matrix.traces.values()] == [True, True, False, False, False]
 
@@ -785,7 +790,7 @@ def test_a_model_that_reads_its_data_is_not_traced() -> None:
 
     net, (inputs, targets) = Hidden().double(), some_data(8)
     expected = naive.mean_hessian(nn.Sequential(net.layer, nn.Tanh()), inputs**2, targets)
-    matrix = MeanMatrix(hessian_product, Problem(net), (inputs, targets), 2, None)
+    matrix = mean_hessian(net, (inputs, targets), batch_size=2)
     assert_close(matrix.multiply(torch.eye(39, dtype=torch.float64)), expected)
     assert list(matrix.traces.values()) == [None]
 
@@ -912,7 +917,7 @@ def test_memory_decides_how_much_is_kept() -> None:
     vector = torch.ones(1, problem.size, dtype=torch.float64)
 
     def kept(memory: int | None) -> tuple[int, int, Tensor]:
-        matrix = MeanMatrix(hessian_product, problem, data, 8, memory)
+        matrix = mean_hessian(net, data, batch_size=8, memory=memory)
         result = matrix.multiply(vector)
         return len(matrix.kept), sum(tape.size(matrix.owned) for tape in matrix.kept.values()), result
 

@@ -167,11 +167,7 @@ class MeanMatrix:
         """
         mine = range(self.ranks.rank, self.count, self.ranks.count)
         if all(index in self.kept for index in mine):
-            if _versions(self.batches) != self.versions:
-                raise InputError(
-                    "the data were written to in place after the operator was made; products need data that stay as "
-                    "they are: build a new operator for the new data."
-                )
+            self._check_versions()
             yield from (self._replayed(self.kept[index]) for index in mine)
             return
         seen, fingerprint = 0, Fingerprint()
@@ -185,6 +181,13 @@ class MeanMatrix:
             raise InputError(
                 f"the data changed between two passes ({self.total} samples, then {seen}); products need data that "
                 "repeat: pass the unaugmented set, unshuffled."
+            )
+
+    def _check_versions(self) -> None:
+        if _versions(self.batches) != self.versions:
+            raise InputError(
+                "the data were written to in place after the operator was made; products need data that stay as they "
+                "are: build a new operator for the new data."
             )
 
     def _inspect(self) -> tuple[list[int], str]:

@@ -15,7 +15,7 @@ from spiritlevel.binding.context import Context
 from spiritlevel.errors import InputError
 from spiritlevel.estimators import Operator
 from spiritlevel.operators.averaging import MeanMatrix
-from spiritlevel.operators.products import fisher_product, gauss_newton_product, hessian_product
+from spiritlevel.operators.products import Product, fisher_product, gauss_newton_product, hessian_product
 
 
 def hessian(
@@ -174,17 +174,22 @@ def hessian_variance(
 
 def hessian_in(context: Context, weight_decay: float = 0.0) -> Operator:
     """The Hessian of the mean loss; see `hessian`."""
-    return MeanMatrix(hessian_product, context).operator(weight_decay=weight_decay)
+    return _in(context, hessian_product, weight_decay)
 
 
 def gauss_newton_in(context: Context, weight_decay: float = 0.0) -> Operator:
     """The Gauss-Newton matrix; see `gauss_newton`."""
-    return MeanMatrix(gauss_newton_product, context).operator(weight_decay=weight_decay)
+    return _in(context, gauss_newton_product, weight_decay)
 
 
 def empirical_fisher_in(context: Context, weight_decay: float = 0.0) -> Operator:
     """The empirical Fisher matrix; see `empirical_fisher`."""
-    return MeanMatrix(fisher_product, context).operator(weight_decay=weight_decay)
+    return _in(context, fisher_product, weight_decay)
+
+
+def _in(context: Context, product: Product, weight_decay: float) -> Operator:
+    """Built once in a context: what it keeps to replay its products serves whoever asks next."""
+    return context.once(product, lambda: MeanMatrix(product, context)).operator(weight_decay=weight_decay)
 
 
 def _unordered(
