@@ -99,6 +99,7 @@ class Context:
         other = self.on(self.data)
         chosen = self._params if params == () else params
         other.problem = Problem(model, loss=self.problem.loss, params=chosen, batch_norm=self.batch_norm)
+        other.problem.inherit(self.problem)
         other.__dict__.pop("ranks", None)
         other.__dict__["batches"] = self.batches
         return other

@@ -84,6 +84,7 @@ class MeanMatrix:
         self.keeping = threading.Lock()
         self.traceable: bool | None = None  # not known yet
         self.traces: dict[Any, Trace | None] = {}  # by the shape of the batch; None: not to be traced
+        self.others: dict[Any, Trace] = problem.facts.setdefault(("traces", product), {})  # of models with other values
         anyway = [*self.params, *problem.constants.values(), *_held(self.batches)]
         self.owned = {tensor.untyped_storage().data_ptr() for tensor in anyway}
 
@@ -230,8 +231,12 @@ class MeanMatrix:
         flat, fixed, shape = self._flat(inputs, targets)
         constants, known = None, None
         if shape not in self.traces:
-            traced = self._trace(flat, fixed, inputs, targets, rows[0]) if len(self.traces) < _MOST_SHAPES else None
+            traced = self._adopted(flat, fixed, shape, rows[0])
+            if traced is None and len(self.traces) < _MOST_SHAPES:
+                traced = self._trace(flat, fixed, inputs, targets, rows[0])
             self.traces[shape], constants, known = traced or (None, None, None)
+            if traced is not None and traced.trace.pure:
+                self.others[shape] = traced.trace
         trace, samples = self.traces[shape], len(targets)
         if trace is None:
             return _Batch(samples, lambda vectors: self._differentiate(flat, fixed, vectors), calls_model=True)
@@ -273,6 +278,22 @@ class MeanMatrix:
             return tuple(self.product(self.problem, vector, point, x, y).values())
 
         return flat, fixed, (str(form), repr(rest), tuple((leaf.shape, leaf.stride(), leaf.dtype) for leaf in fixed))
+
+    def _adopted(self, flat: Flat, fixed: list[Tensor], shape: Any, row: Tensor) -> Traced | None:
+        """The trace of a model that differs in the values of its parameters alone, if its product is this one's."""
+        if shape not in self.others or self.problem.reverse_only:
+            return None
+        trace = self.others[shape]
+        (expected,) = zip(*self._differentiate(flat, fixed, row[None]), strict=True)
+        with torch.no_grad():
+            constants = tuple(trace.prepare(*self.params, *fixed))
+            product = trace.multiply(*self._shaped(row), *constants)
+        error = math.hypot(*(float((a - b).norm()) for a, b in zip(product, expected, strict=True)))
+        scale = math.hypot(*(float(part.norm()) for part in expected))
+        if not error <= math.sqrt(torch.finfo(row.dtype).eps) * scale:
+            return None
+        self.traceable = True
+        return Traced(trace, constants, tuple(product))
 
     def _trace(self, flat: Flat, fixed: list[Tensor], inputs: Any, targets: Tensor, row: Tensor) -> Traced | None:
         """The trace of a batch's product, along `row`; `None` if there is none."""
