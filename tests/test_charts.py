@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from spiritlevel import charts
+from spiritlevel.charts.surfaces import _isoline
 from spiritlevel.errors import InputError
 from spiritlevel.results import Audit, AuditRow, Density, Estimate, Landscape, Spectrum
 from spiritlevel.statistics.correlation import skewness
@@ -157,7 +158,7 @@ def test_the_box_is_that_of_the_values() -> None:
 def test_contour_lines_lie_on_their_level() -> None:
     steps = np.linspace(-1, 1, 41)
     heights = steps[:, None] ** 2 + steps[None, :] ** 2
-    segments = charts._isoline(steps, steps, heights, 0.4321)
+    segments = _isoline(steps, steps, heights, 0.4321)
     ends = np.array(segments).reshape(-1, 2)
     assert len(segments) > 40
     assert np.hypot(*ends.T) == pytest.approx(math.sqrt(0.4321), abs=2e-3)
