@@ -65,7 +65,11 @@ def _import_file(path: Path) -> Any:
 
 _Modules = dict[str, ModuleType]
 _NEIGHBOURS: dict[str, _Modules] = {}  # what was imported from the folder of a user's file, by folder
-_INSTALLED = sorted({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+# Python's own folders, and those of packages: a user's, a distribution's and a borrowed one are not among the first.
+_INSTALLED = sorted(
+    {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    | {place for place in sys.path if Path(place).name in ("site-packages", "dist-packages")}
+)
 
 
 @contextmanager
