@@ -10,10 +10,13 @@ ground, when the chart is saved or put on a page, so one specification serves bo
 
 from __future__ import annotations
 
-from spiritlevel.charts.columns import bars, distribution, intervals, lines, scatter, stems
-from spiritlevel.charts.drawing import save, specification, svg, theme
-from spiritlevel.charts.measured import audit_map, density, landscape_contours, landscape_line, ritz_values
-from spiritlevel.charts.surfaces import contours, grid, panels, triangle
+from spiritlevel.errors import needs
+
+with needs("a chart"):
+    from spiritlevel.charts.columns import bars, distribution, intervals, lines, scatter, stems
+    from spiritlevel.charts.drawing import save, specification, svg, theme
+    from spiritlevel.charts.measured import audit_map, density, landscape_contours, landscape_line, ritz_values
+    from spiritlevel.charts.surfaces import contours, grid, panels, triangle
 
 __all__ = [
     "audit_map",

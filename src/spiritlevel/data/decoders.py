@@ -16,6 +16,8 @@ if TYPE_CHECKING:  # torch takes a second to import, and `spiritlevel data list`
     pass
 
 
+from spiritlevel.errors import needs
+
 Blob = bytes | memoryview
 Bytes = NDArray[np.uint8]
 Arrays = tuple[Bytes, Bytes, Bytes, Bytes]  # train images (N, C, H, W), train labels, test images, test labels
@@ -46,7 +48,8 @@ def decode_records(blobs: Sequence[Blob], *, labels: int) -> Arrays:
 
 def decode_sheets(blobs: Sequence[Blob]) -> Arrays:
     """Lossless WebP sheets, each a grid of 32×32 tiles read row by row, and .npy labels, for train and then test."""
-    from PIL import Image
+    with needs("this data set"):
+        from PIL import Image
 
     def tiles(blob: Blob) -> Bytes:
         sheet = np.asarray(Image.open(io.BytesIO(blob), formats=["WEBP"]).convert("RGB"))
@@ -83,7 +86,8 @@ def decode_digits() -> Arrays:
 
 def cifar10_from_png(blobs: Sequence[Blob]) -> list[Blob]:
     """CIFAR-10's six binary batches from six images (one row an image, channels last) and two lists of labels."""
-    from PIL import Image
+    with needs("this data set"):
+        from PIL import Image
 
     labels = np.array(json.loads(bytes(blobs[6])) + json.loads(bytes(blobs[7])), dtype=np.uint8).reshape(6, -1, 1)
     batches: list[Blob] = []

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from spiritlevel.errors import InputError
+from spiritlevel.errors import InputError, needs
 from spiritlevel.storage import lock
 
 if TYPE_CHECKING:  # torch takes a second to import, and `spiritlevel data list` does not need it
@@ -61,7 +61,8 @@ class _Bar:
 
 
 def _from_mirror(entry: Entry, staging: Path, progress: Progress) -> list[Blob]:
-    import pooch
+    with needs("a download"):
+        import pooch
 
     files, chunk = entry.forms[0].files, 1 << 16
     remote = [entry.archive] if entry.archive else [PinnedFile(f"{file.name}.gz", file.size, "-") for file in files]

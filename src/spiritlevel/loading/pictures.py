@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from spiritlevel.errors import InputError, first_line, printable
+from spiritlevel.errors import InputError, first_line, needs, printable
 from spiritlevel.loading.arrays import FAINT, Samples, check_size
 
 _PICTURES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".pgm", ".ppm"})
@@ -79,7 +79,8 @@ class _Image(NamedTuple):
 
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
-    from PIL import Image
+    with needs("a folder of images"):
+        from PIL import Image
 
     try:
         with warnings.catch_warnings():
