@@ -513,7 +513,7 @@ def test_rows_of_many_models_say_tolerance_and_status() -> None:
 def test_a_page_counts_no_margin_as_wider_that_rounding_explains() -> None:
     from reports import comparison as made_up_comparison
 
-    from spiritlevel.page.page import _wider
+    from spiritlevel.page.several import _wider
 
     found = made_up_comparison(40)
     assert found.margins is not None

@@ -10,7 +10,7 @@ import difflib
 import operator
 import re
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 
 class InputError(ValueError):
@@ -84,6 +84,40 @@ def first_line(error: BaseException) -> str:
     'mat1 and mat2 cannot be multiplied'
     """
     return textwrap.shorten(str(error).strip().split("\n", 1)[0].rstrip("."), 200, placeholder=" …")
+
+
+# What only some of the library needs: the package to import, its name for pip, and the extra that brings it.
+OPTIONAL = {
+    "PIL": ("pillow", "report"),
+    "altair": ("altair", "report"),
+    "jinja2": ("jinja2", "report"),
+    "polars": ("polars", "report"),
+    "pooch": ("pooch", "cli"),
+    "ray": ("ray", "cluster"),
+    "rich": ("rich", "cli"),
+    "tyro": ("tyro", "cli"),
+    "vl_convert": ("vl-convert-python", "report"),
+}
+
+
+@contextlib.contextmanager
+def needs(purpose: str) -> Iterator[None]:
+    """Around imports: if a package of an extra is missing, say so in one sentence with the command that installs it.
+
+    >>> with needs("a table"):
+    ...     raise ModuleNotFoundError(name="polars")
+    Traceback (most recent call last):
+    spiritlevel.errors.InputError: a table needs polars, which is not installed: run pip install 'spiritlevel[report]'.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name not in OPTIONAL:
+            raise
+        package, extra = OPTIONAL[error.name]
+        raise InputError(
+            f"{purpose} needs {package}, which is not installed: run pip install 'spiritlevel[{extra}]'."
+        ) from error
 
 
 def unknown_name(kind: str, name: object, choices: Iterable[str]) -> InputError:

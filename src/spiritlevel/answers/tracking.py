@@ -15,7 +15,7 @@ from torch import nn
 
 from spiritlevel.answers.measuring import median, outcomes
 from spiritlevel.binding.batches import subset
-from spiritlevel.errors import InputError, NotExactError, first_line, whole_number
+from spiritlevel.errors import InputError, NotExactError, first_line, needs, whole_number
 from spiritlevel.estimators import eigenvalues, operator_trace
 from spiritlevel.measures import Setting
 from spiritlevel.results import Estimate, in_short
@@ -195,7 +195,8 @@ class Tracker:
 
     def frame(self) -> pl.DataFrame:
         """The rows as a Polars table."""
-        import polars as pl
+        with needs("a table"):
+            import polars as pl
 
         return pl.DataFrame(self.rows)
 
