@@ -34,8 +34,6 @@ SAME = frozenset({"rescale_layers", "rescale_channels", "scale_before_batchnorm"
 SCALED = frozenset({"scale_last_layer", "rescale_all"})
 DIAGONAL = SAME - {"fold_batchnorm"}  # diagonal maps of the parameters
 BY_TENSOR = frozenset({"rescale_layers", "scale_before_batchnorm"})  # one number for each parameter tensor
-
-
 Compute = Callable[[Setting], Estimate]
 Predict = Callable[[Setting, Transformed], float | None]
 
