@@ -174,7 +174,10 @@ for _name, _meaning, _function, _sampling in (
         f"{_meaning} Δ / (R ‖X‖_F/n), R = (Σ_l (p_l ‖A_lᵀ‖_{{2,1}} q_l)^(2/3))^(3/2), p_l and q_l the products of "
         "‖A_k‖_σ before and behind layer l, added up over parallel paths",
         "Bartlett, Foster & Telgarsky 2017, arXiv:1706.08498",
+        family="margin",
+        worth="to a tolerance",
         cost="matvecs",
+        passes=3,
         sampling=_sampling,
         direction="wider",
         invariant_to=(SAME | SCALED) - {"rescale_channels"},

@@ -214,14 +214,21 @@ def _find(report: Report, *names: str) -> ReportRow | None:
     return next((rows[name] for name in names if name in rows and not math.isnan(rows[name].value.value)), None)
 
 
+def _leading(report: Report, family: str) -> tuple[str, ...]:
+    """The measures that stand for their family, the best first; in a report of version 0.1 as they stand there."""
+    if report.leads:
+        return report.leads.get(family, ())
+    return tuple(row.name for row in report.rows if row.family == family)
+
+
 def _interval(report: Report, row: ReportRow) -> tuple[float, float]:
     """The 95 % interval, not a number where a subset was measured and its error is not known.
 
     JSON knows one null for an error that does not apply and for one that is not known, so a report that was read
-    back says `None` for both; only a norm of the weights does not depend on the samples.
+    back says `None` for both.
     """
     subset = any(fit.population > fit.samples for name, fit in report.fits.items() if name == "train")
-    if subset and row.value.data_stderr is None and row.family != "norm":
+    if subset and row.value.data_stderr is None and row.needs_data:
         return math.nan, math.nan
     return row.interval
 
@@ -263,7 +270,7 @@ def _artefact_card(report: Report) -> Card:
     known = {name: factor for name, factor in factors.items() if math.isfinite(factor)}
     if not known:
         return Card(label, "–", "", _missing(report, "The audit's search", "audit"))
-    name = next((name for name in ("trace", "largest_eigenvalue") if name in known), next(iter(known)))
+    name = next((name for name in _leading(report, "curvature") if name in known), next(iter(known)))
     return Card(
         label,
         f"× {number(known[name], 3)}",
@@ -278,8 +285,8 @@ def _summary(report: Report, key: str) -> Section:
     lead, *rest = [text for text in report.headline if not (report.partial and report.partial in text)] or [""]
     section = Section(f"{key}-summary", "Summary", [lead] if lead else [], notes=rest)
     section.cards = [
-        _card(report, "How sharp", ("trace", "largest_eigenvalue", "frobenius_norm")),
-        _card(report, "How wide the margins", ("margin_q50", "margin_mean", "input_distance")),
+        _card(report, "How sharp", _leading(report, "curvature")),
+        _card(report, "How wide the margins", _leading(report, "margin")),
         _artefact_card(report),
     ]
     if report.fits:
@@ -723,10 +730,8 @@ def _comparison(found: Comparison, key: str) -> Iterator[Section]:
     a, b = found.names
     section = Section(f"{key}-advice", "Which to trust", [found.advice], notes=list(found.reasons))
     favours = {"a": a, "b": b, "equal": "neither", "no interval": "none, as the difference has no interval"}
-    decisive = {row.name: row for row in found.rows if row.verdict in ("a", "b", "equal")}
-    for name in ("accuracy", "input_distance", "loss"):  # what the advice rests on
-        if name in decisive:
-            row = decisive[name]
+    for row in found.rows:
+        if row.decides and row.verdict in ("a", "b", "equal"):
             section.cards.append(
                 Card(
                     row.name.replace("_", " ").capitalize(),

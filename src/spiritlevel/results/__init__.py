@@ -920,7 +920,8 @@ class AuditRow(Result):
         return f"{text} ({self.note})" if self.note else text
 
 
-# The measures that version 0.1 wrote without saying what they are worth.
+# The rows that the advice of version 0.1 looked at, and the measures of which it did not say what they are worth.
+_DECIDED = ("accuracy", "input_distance", "loss")
 _WERE_BOUNDS = frozenset(
     "ball_sharpness adaptive_sharpness_l2 adaptive_sharpness_linf box_sharpness box_sharpness_narrow "
     "box_sharpness_subspace".split()
@@ -1214,7 +1215,8 @@ class ReportRow(Result):
     `kind` is the status of `value`, see `Estimate`; `direction` what a larger value means: "sharper", "flatter",
     "wider" or "larger". `invariant_to` are the transforms that leave it as it is; `family` is "curvature", "margin" or
     "norm"; `cost` the dearest thing it does and `seconds` what it took, without what other measures had computed. Where
-    a subset was measured and the error of that is not known, `subset_error` says why.
+    a subset was measured and the error of that is not known, `subset_error` says why. `needs_data` is false where the
+    weights alone decide.
     """
 
     name: str
@@ -1229,9 +1231,11 @@ class ReportRow(Result):
     seconds: float = math.nan
     subset_error_unknown: bool = False
     subset_error: str = ""
+    needs_data: bool = True
 
     @classmethod
     def _from_older(cls, data: dict[str, Any]) -> dict[str, Any]:
+        data = {"needs_data": data.get("family") != "norm", **data}
         return {**data, "value": _with_status(data["value"], str(data.get("name")))} if "value" in data else data
 
     @property
@@ -1278,7 +1282,8 @@ class Report(_Shown):
     "trace and margin", "trace and ACEHT"), an undefined correlation says why. `layers` is the share of the trace by
     parameter tensor. `spectrum` holds no vectors. `settings` says how all this was measured: versions, seed, device,
     dtype, data, batch norm. `left_out` names what was not measured, with the reason; `partial` is empty unless the
-    measurement was interrupted. `headline` says the most important in words, from the numbers alone.
+    measurement was interrupted. `headline` says the most important in words, from the numbers alone; `leads` names the
+    measures that stand for their family ("curvature", "margin") in a summary, the best first.
     """
 
     name: str
@@ -1302,6 +1307,7 @@ class Report(_Shown):
     left_out: dict[str, str] = field(default_factory=dict)
     partial: str = ""
     seconds: float = math.nan
+    leads: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
     def row(self, name: str) -> ReportRow:
         """The row of one measure."""
@@ -1365,7 +1371,7 @@ class ComparisonRow(Result):
     the interval holds 0; "not comparable": the parametrisation moves it, so the difference may be an artefact of that;
     "no interval": nothing tells how sure the difference is; "no preference": neither direction is the better one;
     "undefined". `note` says why. `sure`: whether the difference excludes 0 also at the stricter level that the advice
-    needs, which looks at up to three rows.
+    needs, which looks at up to three rows. `decides`: whether it is one of those that the advice looks at.
     """
 
     name: str
@@ -1383,10 +1389,12 @@ class ComparisonRow(Result):
     invariant: bool
     note: str = ""
     sure: bool = False
+    decides: bool = False
 
     @classmethod
     def _from_older(cls, data: dict[str, Any]) -> dict[str, Any]:
         name, how = str(data.get("name")), data.get("how")
+        data = {"decides": name in _DECIDED, **data}
         if how == "exact" and name in _WERE_BOUNDS | _WERE_ITERATED:
             how = "lower bounds" if name in _WERE_BOUNDS else "tolerance"
         return {**data, "how": how, **{key: _with_status(data[key], name) for key in ("a", "b") if key in data}}
