@@ -10,7 +10,7 @@ import difflib
 import operator
 import re
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 
 class InputError(ValueError):
@@ -23,7 +23,7 @@ class NotExactError(ValueError):
 
 LARGEST_SEED = 4_000_000_000  # NumPy and scikit-learn end at 2³² − 1; the rest is room for seeds counted up from one
 
-# What others call the things that have a name here.
+# What others call the losses that have a name here.
 _OTHER_NAMES = {
     "mse": "squared_error",
     "mse_loss": "squared_error",
@@ -33,12 +33,6 @@ _OTHER_NAMES = {
     "softmax": "cross_entropy",
     "bce": "binary_cross_entropy",
     "logistic": "binary_cross_entropy",
-    "hessian_trace": "trace",
-    "lambda_max": "largest_eigenvalue",
-    "top_eigenvalue": "largest_eigenvalue",
-    "margin": "margin_mean",
-    "sam": "ball_sharpness",
-    "asam": "adaptive_sharpness_l2",
 }
 
 
@@ -120,8 +114,10 @@ def needs(purpose: str) -> Iterator[None]:
         ) from error
 
 
-def unknown_name(kind: str, name: object, choices: Iterable[str]) -> InputError:
-    """An `InputError` for an unknown name that lists the nearest known ones, or what is called so elsewhere.
+def unknown_name(
+    kind: str, name: object, choices: Iterable[str], others: Mapping[str, str] = _OTHER_NAMES
+) -> InputError:
+    """An `InputError` for an unknown name that lists the nearest known ones, or what others call so.
 
     >>> print(unknown_name("data set", "mnits", ["mnist", "digits"]))
     unknown data set 'mnits': did you mean 'mnist'? Known: digits, mnist.
@@ -129,7 +125,7 @@ def unknown_name(kind: str, name: object, choices: Iterable[str]) -> InputError:
     unknown loss 'MSE': did you mean 'squared_error'? Known: cross_entropy, squared_error.
     """
     known = sorted(choices)
-    other = _OTHER_NAMES.get(str(name).casefold())
+    other = others.get(str(name).casefold())
     near = [other] if other in known else difflib.get_close_matches(str(name), known, n=3, cutoff=0.6)
     hint = f": did you mean {' or '.join(repr(word) for word in near)}?" if near else "."
     if near and len(known) > 20:  # a page of names would hide the right one

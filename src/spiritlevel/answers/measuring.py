@@ -28,6 +28,7 @@ from spiritlevel.binding.state import preserved_random_state
 from spiritlevel.errors import InputError, NotExactError, unknown_name
 from spiritlevel.estimators import spectrum
 from spiritlevel.measures import TRANSFORMS, Measure, Setting, select
+from spiritlevel.measures.registry import LEADING
 from spiritlevel.results import (
     Audit,
     Estimate,
@@ -56,10 +57,7 @@ _SHOWN = {"sharpest": 24, "least certain": 24, "others": 120}  # pictures of eac
 _SIDE = 64  # pixels of a picture, at most
 RESAMPLES = 999
 _Z = 1.96  # 95 % of a normal distribution
-
-# What a measure costs in forward passes over the data, roughly: decides only what still fits a time limit.
-_PASSES = {"forward": 2.0, "matvecs": 60.0, "optimiser": 120.0}
-_EXPENSIVE = ("adaptive_sharpness_average", "average_sharpness", "pac_bayes_flatness", "pac_bayes_magnitude")
+_CHEAP = 30  # forward passes: what takes no more is measured before the audit
 
 Progress = Callable[[str, int, int], None]
 
@@ -151,6 +149,7 @@ class _Step(NamedTuple):
     name: str
     passes: float  # estimated cost, in forward passes over the data measured
     work: Callable[[], None]
+    of_margins: bool = False  # known with the output margins
 
 
 class _Run:
@@ -217,19 +216,17 @@ class _Run:
         yield _Step("accuracy and margins", 2, self._fit)
         if self.there is not None:
             yield _Step("test accuracy and margins", 2 * self.there.count / count, self._test)
-        order = sorted(self.chosen, key=self._passes)
-        yield from (self._measuring(each) for each in order if each.name == "trace")
+        passes = {each.name: each.forward_passes(self.here) for each in self.chosen}
+        order = [self._measuring(each, passes[each.name]) for each in sorted(self.chosen, key=lambda m: passes[m.name])]
+        yield from (step for step in order if step.name == "trace")  # which the next two read
         yield _Step("correlations", 1, self._correlations)
         if "pictures" in self.parts:
             yield _Step("pictures", 1, self._pictures)
-        cheap = [
-            each for each in order if each.cost in ("forward", "backward") and each.name not in ("trace", *_EXPENSIVE)
-        ]
-        yield from (self._measuring(each) for each in cheap)
+        rest = [step for step in order if step.name != "trace"]
+        yield from (step for step in rest if step.passes <= _CHEAP)
         if "audit" in self.parts:
-            per_measure = sum(self._passes(each) for each in self.chosen)
-            yield _Step("audit", 5 * share * per_measure, self._audit)
-        yield from (self._measuring(each) for each in order if each not in cheap and each.name != "trace")
+            yield _Step("audit", 5 * share * sum(passes.values()), self._audit)
+        yield from (step for step in rest if step.passes > _CHEAP)
         if "spectrum" in self.parts:
             yield _Step("spectrum", 4 * share * _PROBES * _STEPS, self._spectrum)
         if "landscape" in self.parts:
@@ -254,26 +251,14 @@ class _Run:
 
     def _too_long(self, step: _Step) -> str:
         """Why a step does not fit the time limit any more, or nothing; by the clock of rank 0."""
-        if self.limit is None or (step.name in MARGIN_STATISTICS and self.found.get("margins") is not None):
+        if self.limit is None or (step.of_margins and self.found.get("margins") is not None):
             return ""  # what the margins say is known with them
         left, cost = self.limit - (time.monotonic() - self.begin), step.passes * self.forward
         times = self.here.ranks.first(torch.tensor([left, cost], device=self.here.problem.device))
         left, cost = times.tolist()
         return "" if left >= cost else f"no time for it within the limit of {self.limit:g} s"
 
-    def _passes(self, each: Measure) -> float:
-        if each.name in _EXPENSIVE:
-            return 40.0
-        return _PASSES.get(each.cost, 3.0 * self.classes)
-
-    @property
-    def classes(self) -> int:
-        """The number of outputs, seen on one sample."""
-        with self.here.problem.active(), torch.no_grad():
-            inputs, _ = self.here.problem.place(*self.here.batches.first(2))
-            return self.here.problem.outputs(self.here.problem.params, inputs).shape[-1]
-
-    def _measuring(self, each: Measure) -> _Step:
+    def _measuring(self, each: Measure, passes: float) -> _Step:
         def work() -> None:
             begin = time.monotonic()
             value = each.attempt(self.here)
@@ -284,7 +269,7 @@ class _Run:
                 name=each.name,
                 value=value,
                 direction=each.direction,
-                family={"wider": "margin", "larger": "norm"}.get(each.direction, "curvature"),
+                family=each.family,
                 meaning=each.meaning,
                 formula=each.formula,
                 reference=each.reference,
@@ -293,9 +278,10 @@ class _Run:
                 seconds=time.monotonic() - begin,
                 subset_error_unknown=error is not None and math.isnan(error.low),
                 subset_error=error.reason if error is not None else "",
+                needs_data=each.needs_data,
             )
 
-        return _Step(each.name, self._passes(each), work)
+        return _Step(each.name, passes, work, each.of_margins)
 
     # ------------------------------------------------------------ what is found
 
@@ -327,7 +313,7 @@ class _Run:
 
     def _subset_error(self, each: Measure, found: Estimate) -> SubsetError | None:
         """The error of having measured a subset; None if it was none, or if the samples do not enter."""
-        if self.indices is None or each.sampling.how == "no data" or math.isnan(found.value):
+        if self.indices is None or not each.needs_data or math.isnan(found.value):
             return None
         return each.subset_error(self.here, found.value, self.population)
 
@@ -415,6 +401,7 @@ class _Run:
             settings["audit, spectrum and landscape"] = f"{few:,} of these samples, drawn at random"
         if self.limit is not None:
             settings["time limit"] = f"{self.limit:g} s"
+        wanted = {each.name for each in self.chosen}
         report = Report(
             name=name,
             rows=tuple(self.values[each.name] for each in self.chosen if each.name in self.values),
@@ -426,19 +413,15 @@ class _Run:
             left_out=self.left_out,
             partial=self.partial,
             seconds=time.monotonic() - self.begin,
+            leads={family: tuple(n for n in names if n in wanted) for family, names in LEADING.items()},
             **self.found,
         )
         return dataclasses.replace(report, headline=tuple(_headline(report, self.probabilities)))
 
 
-MARGIN_STATISTICS: dict[str, Callable[[Tensor], Any]] = {
-    "margin_mean": torch.mean,
-    "margin_min": torch.min,
-    **{f"margin_q{q}": functools.partial(torch.quantile, q=q / 100) for q in (10, 25, 50, 75, 90)},
-    "margin_skewness": skewness,
-}
-"""The measures that are one number of the output margins of all samples."""
-median = MARGIN_STATISTICS["margin_q50"]  # of an even number the middle of the two; `torch.median` takes the lower
+def median(values: Tensor) -> float:
+    """Of an even number the middle of the two; `torch.median` takes the lower."""
+    return float(torch.quantile(values, 0.5))
 
 
 def silent(what: str, done: int, total: int) -> None:
@@ -540,7 +523,7 @@ def _headline(report: Report, probabilities: bool) -> Iterator[str]:
     if margin is not None:
         skew = skewness(margin.signed)
         shape = "" if math.isnan(skew) else f", their skewness {_signed(skew)}"
-        centre = f"{_signed(float(margin.signed.mean()))} on average and {_signed(float(median(margin.signed)))}"
+        centre = f"{_signed(float(margin.signed.mean()))} on average and {_signed(median(margin.signed))}"
         whose = "of the samples measured " if _partly(report) else ""
         yield f"The output margins {whose}are {centre} in the median{shape}." + _about_correlation(report)
     if report.audit is not None:

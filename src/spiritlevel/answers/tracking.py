@@ -163,7 +163,7 @@ class Tracker:
         return {
             "accuracy": float((signed > 0).double().mean()),
             "margin_mean": float(signed.mean()),
-            "margin_median": float(median(signed)),
+            "margin_median": median(signed),
         }
 
     def _curvature(self, setting: Setting) -> dict[str, Any]:

@@ -26,8 +26,7 @@ from spiritlevel.samples.traces import sample_forms, traces_in
 from spiritlevel.statistics.subsets import groups
 from spiritlevel.transforms import Transformed, fold_batchnorm
 from spiritlevel.watching.derivatives import check_derivatives
-from spiritlevel.watching.layers import LAYERS, WATCHED, Call, LayerWatch, Tapped
-from spiritlevel.watching.recording import resized
+from spiritlevel.watching.layers import LAYERS, Call, Tapped, layer_calls
 from spiritlevel.watching.structure import Structure, analyse, joined
 
 _BATCH = 500  # samples that a perturbed network sees at once
@@ -234,6 +233,13 @@ class Setting(Context):
         return margins_in(tapped, distance=2, layer="input_of_last_layer")
 
     @functools.cached_property
+    def classes(self) -> int:
+        """The number of outputs, seen on one sample."""
+        with self.problem.active(), torch.no_grad():
+            inputs, _ = self.first(2)
+            return self.problem.outputs(self.problem.params, inputs).shape[-1]
+
+    @functools.cached_property
     def logits(self) -> tuple[Tensor, Tensor, Tensor]:
         """Inputs (N, d), outputs (N, C) and labels of all samples."""
         rows = []
@@ -249,22 +255,8 @@ class Setting(Context):
     @functools.cached_property
     def calls(self) -> list[Call]:
         """The linear layers and convolutions in the order in which they ran on a few samples, by whatever way."""
-        problem = self.problem
-        tensors = {**problem.constants, **problem.params}
-        watch = LayerWatch({id(tensors[name]): name for name, _ in problem.model.named_parameters()})
-        handles = []
-        for name, module in problem.model.named_modules():
-            if isinstance(module, LAYERS):
-                handles.append(module.register_forward_pre_hook(watch.enter))
-                leave = functools.partial(watch.leave, name=name)
-                handles.append(module.register_forward_hook(leave, with_kwargs=True))
-        try:
-            with problem.active(), torch.no_grad(), watch:
-                problem.outputs(problem.params, resized(self.first(2)[0], WATCHED))
-        finally:
-            for handle in handles:
-                handle.remove()
-        return watch.calls
+        with self.problem.active():
+            return layer_calls(self.problem, self.first(2)[0])
 
     @property
     def last(self) -> Call:

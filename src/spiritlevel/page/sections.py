@@ -19,6 +19,7 @@ from spiritlevel.page.words import (
     fewer_samples,
     found_row,
     interval_of,
+    leading,
     left_out_table,
     why_missing,
 )
@@ -54,7 +55,7 @@ def _artefact_card(report: Report) -> Card:
     known = {name: factor for name, factor in factors.items() if math.isfinite(factor)}
     if not known:
         return Card(label, "–", "", why_missing(report, "The audit's search", "audit"))
-    name = next((name for name in ("trace", "largest_eigenvalue") if name in known), next(iter(known)))
+    name = next((name for name in leading(report, "curvature") if name in known), next(iter(known)))
     return Card(
         label,
         f"× {number(known[name], 3)}",
@@ -69,8 +70,8 @@ def _summary(report: Report, key: str) -> Section:
     lead, *rest = [text for text in report.headline if not (report.partial and report.partial in text)] or [""]
     section = Section(f"{key}-summary", "Summary", [lead] if lead else [], notes=rest)
     section.cards = [
-        _card(report, "How sharp", ("trace", "largest_eigenvalue", "frobenius_norm")),
-        _card(report, "How wide the margins", ("margin_q50", "margin_mean", "input_distance")),
+        _card(report, "How sharp", leading(report, "curvature")),
+        _card(report, "How wide the margins", leading(report, "margin")),
         _artefact_card(report),
     ]
     if report.fits:

@@ -27,10 +27,8 @@ def comparison_sections(found: Comparison, key: str) -> Iterator[Section]:
     a, b = found.names
     section = Section(f"{key}-advice", "Which to trust", [found.advice], notes=list(found.reasons))
     favours = {"a": a, "b": b, "equal": "neither", "no interval": "none, as the difference has no interval"}
-    decisive = {row.name: row for row in found.rows if row.verdict in ("a", "b", "equal")}
-    for name in ("accuracy", "input_distance", "loss"):  # what the advice rests on
-        if name in decisive:
-            row = decisive[name]
+    for row in found.rows:
+        if row.decides and row.verdict in ("a", "b", "equal"):
             section.cards.append(
                 Card(
                     row.name.replace("_", " ").capitalize(),

@@ -24,14 +24,21 @@ def found_row(report: Report, *names: str) -> ReportRow | None:
     return next((rows[name] for name in names if name in rows and not math.isnan(rows[name].value.value)), None)
 
 
+def leading(report: Report, family: str) -> tuple[str, ...]:
+    """The measures that stand for their family, the best first; in a report of version 0.1 as they stand there."""
+    if report.leads:
+        return report.leads.get(family, ())
+    return tuple(row.name for row in report.rows if row.family == family)
+
+
 def interval_of(report: Report, row: ReportRow) -> tuple[float, float]:
     """The 95 % interval, not a number where a subset was measured and its error is not known.
 
     JSON knows one null for an error that does not apply and for one that is not known, so a report that was read
-    back says `None` for both; only a norm of the weights does not depend on the samples.
+    back says `None` for both.
     """
     subset = any(fit.population > fit.samples for name, fit in report.fits.items() if name == "train")
-    if subset and row.value.data_stderr is None and row.family != "norm":
+    if subset and row.value.data_stderr is None and row.needs_data:
         return math.nan, math.nan
     return row.interval
 

@@ -15,6 +15,8 @@ from spiritlevel.results.formatting import aligned, left_out_lines
 from spiritlevel.results.pages import Shown
 from spiritlevel.results.samples import Margins, SampleTraces
 
+_DECIDED = ("accuracy", "input_distance", "loss")  # the rows that the advice of version 0.1 looked at
+
 
 @dataclass(frozen=True)
 class ComparisonRow(Result):
@@ -28,7 +30,7 @@ class ComparisonRow(Result):
     the interval holds 0; "not comparable": the parametrisation moves it, so the difference may be an artefact of that;
     "no interval": nothing tells how sure the difference is; "no preference": neither direction is the better one;
     "undefined". `note` says why. `sure`: whether the difference excludes 0 also at the stricter level that the advice
-    needs, which looks at up to three rows.
+    needs, which looks at up to three rows. `decides`: whether it is one of those that the advice looks at.
     """
 
     name: str
@@ -46,10 +48,12 @@ class ComparisonRow(Result):
     invariant: bool
     note: str = ""
     sure: bool = False
+    decides: bool = False
 
     @classmethod
     def _from_older(cls, data: dict[str, Any]) -> dict[str, Any]:
         name, how = str(data.get("name")), data.get("how")
+        data = {"decides": name in _DECIDED, **data}
         if how == "exact" and name in WERE_BOUNDS | WERE_ITERATED:
             how = "lower bounds" if name in WERE_BOUNDS else "tolerance"
         return {**data, "how": how, **{key: with_status(data[key], name) for key in ("a", "b") if key in data}}

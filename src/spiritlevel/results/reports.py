@@ -57,7 +57,8 @@ class ReportRow(Result):
     `kind` is the status of `value`, see `Estimate`; `direction` what a larger value means: "sharper", "flatter",
     "wider" or "larger". `invariant_to` are the transforms that leave it as it is; `family` is "curvature", "margin" or
     "norm"; `cost` the dearest thing it does and `seconds` what it took, without what other measures had computed. Where
-    a subset was measured and the error of that is not known, `subset_error` says why.
+    a subset was measured and the error of that is not known, `subset_error` says why. `needs_data` is false where the
+    weights alone decide.
     """
 
     name: str
@@ -72,9 +73,11 @@ class ReportRow(Result):
     seconds: float = math.nan
     subset_error_unknown: bool = False
     subset_error: str = ""
+    needs_data: bool = True
 
     @classmethod
     def _from_older(cls, data: dict[str, Any]) -> dict[str, Any]:
+        data = {"needs_data": data.get("family") != "norm", **data}
         return {**data, "value": with_status(data["value"], str(data.get("name")))} if "value" in data else data
 
     @property
@@ -121,7 +124,8 @@ class Report(Shown):
     "trace and margin", "trace and ACEHT"), an undefined correlation says why. `layers` is the share of the trace by
     parameter tensor. `spectrum` holds no vectors. `settings` says how all this was measured: versions, seed, device,
     dtype, data, batch norm. `left_out` names what was not measured, with the reason; `partial` is empty unless the
-    measurement was interrupted. `headline` says the most important in words, from the numbers alone.
+    measurement was interrupted. `headline` says the most important in words, from the numbers alone; `leads` names the
+    measures that stand for their family ("curvature", "margin") in a summary, the best first.
     """
 
     name: str
@@ -145,6 +149,7 @@ class Report(Shown):
     left_out: dict[str, str] = field(default_factory=dict)
     partial: str = ""
     seconds: float = math.nan
+    leads: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
     def row(self, name: str) -> ReportRow:
         """The row of one measure."""
