@@ -9,7 +9,7 @@ from torch import Tensor
 
 from spiritlevel.binding.parameters import Params, along
 from spiritlevel.estimators import operator_trace
-from spiritlevel.measures.ends import probe_count
+from spiritlevel.measures.ends import PROBES, probe_count
 from spiritlevel.measures.registry import DIAGONAL, register
 from spiritlevel.measures.sampling import MORE, kept, mean_of, shared_signs
 from spiritlevel.measures.setting import Setting
@@ -44,7 +44,7 @@ def _fisher_trace_values(setting: Setting) -> Tensor:
     family="curvature",
     worth="exact or estimated",
     cost="backward",
-    passes=functools.partial(trace_passes, probed=300.0),
+    passes=functools.partial(trace_passes, unless_exact=4.0 * PROBES),
     sampling=mean_of(_fisher_trace_values, "8 forward-mode passes unless exact"),
     predict=lambda setting, transformed: (
         predicted_trace(setting, transformed) if setting.traces.method == "exact" else None

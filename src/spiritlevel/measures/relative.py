@@ -36,7 +36,7 @@ def _layer_scaled_values(setting: Setting) -> Tensor:
     family="curvature",
     worth="exact or estimated",
     cost="backward",
-    passes=functools.partial(trace_passes, probed=350.0),
+    passes=functools.partial(trace_passes, unless_exact=5.0 * PROBES),
     sampling=mean_of(_layer_scaled_values, "32 forward passes unless exact"),
     invariant_to=BY_TENSOR,
 )

@@ -8,7 +8,9 @@ from spiritlevel.measures.registry import register
 from spiritlevel.measures.sampling import mean_of
 from spiritlevel.measures.setting import Setting
 from spiritlevel.results import Estimate
+from spiritlevel.samples.traces import CHAIN_COST, DEFAULT_PROBES
 from spiritlevel.transforms import Transformed
+from spiritlevel.watching.chains import find_chain
 
 
 def _numbers(transformed: Transformed) -> dict[str, float] | None:
@@ -34,10 +36,20 @@ def _predicted_mean_eigenvalue(setting: Setting, transformed: Transformed) -> fl
     return None if value is None else value / setting.problem.size
 
 
-def trace_passes(setting: Setting, probed: float = 150.0) -> float:
-    """About one pass for each output where that is exact; else a recursion takes some tens, probes some hundreds."""
-    exact = setting.structure.exact and setting.problem.loss.closed_form
-    return 2.0 + setting.classes if exact else probed
+def trace_passes(setting: Setting, unless_exact: float = 0.0) -> float:
+    """One pass for each output, roughly, where that is exact; else a recursion along a chain, or the default probes.
+
+    `unless_exact` is what another measure adds to that.
+    """
+    problem, structure = setting.problem, setting.structure
+    if structure.exact and problem.loss.closed_form:
+        return 2.0 + setting.classes
+    if problem.loss.closed_form and not structure.failure:
+        with problem.active():
+            chain = find_chain(problem, problem.place(*setting.batches.first(3))[0])
+        if chain is not None and chain.cost <= CHAIN_COST:
+            return 1.0 + chain.cost / problem.size + unless_exact
+    return 7.0 * DEFAULT_PROBES + unless_exact
 
 
 @register(
