@@ -12,26 +12,23 @@ import torch
 from harness import FULL, Row, Scale, alone, dense_net, images, ratio, take_turns
 
 import spiritlevel as sl
-from spiritlevel.operators import curvature
+from spiritlevel.operators import replay
 
 
 @contextmanager
 def compiled_products() -> Iterator[None]:
     """Operators made inside compile the product that they have recorded."""
-    plain = curvature._try_to_trace
+    plain = replay._cut
 
-    def trace(*arguments: Any) -> Any:
-        found = plain(*arguments)
-        if found is None:
-            return None
-        compiled_trace = dataclasses.replace(found.trace, multiply=torch.compile(found.trace.multiply))
-        return found._replace(trace=compiled_trace)
+    def cut(*arguments: Any) -> Any:
+        trace, names = plain(*arguments)
+        return dataclasses.replace(trace, multiply=torch.compile(trace.multiply)), names
 
-    curvature._try_to_trace = trace
+    replay._cut = cut
     try:
         yield
     finally:
-        curvature._try_to_trace = plain
+        replay._cut = plain
 
 
 def compiled(scale: Scale) -> list[Row]:

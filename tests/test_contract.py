@@ -25,7 +25,7 @@ import spiritlevel as sl
 from spiritlevel.answers.surface import landscape
 from spiritlevel.errors import InputError
 from spiritlevel.estimators import Operator
-from spiritlevel.operators.curvature import empirical_fisher, gauss_newton, hessian, hessian_variance
+from spiritlevel.operators.matrices import empirical_fisher, gauss_newton, hessian, hessian_variance
 from spiritlevel.results import Result
 
 

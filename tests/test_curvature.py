@@ -25,16 +25,23 @@ from torch.nn.utils import parametrizations
 from torch.utils.data import DataLoader, TensorDataset
 
 from spiritlevel import estimators
+from spiritlevel.binding.context import Context
 from spiritlevel.binding.losses import CrossEntropy
 from spiritlevel.binding.problem import Problem
 from spiritlevel.binding.state import _load_forward_mode
 from spiritlevel.errors import InputError
-from spiritlevel.operators import curvature
-from spiritlevel.operators.curvature import empirical_fisher, gauss_newton, hessian, hessian_variance
+from spiritlevel.operators import averaging, replay
+from spiritlevel.operators.averaging import MeanMatrix
+from spiritlevel.operators.matrices import empirical_fisher, gauss_newton, hessian, hessian_variance
+from spiritlevel.operators.products import _slope, hessian_product
 from spiritlevel.samples import traces as per_sample
 from spiritlevel.samples.margins import margins
 
 _load_forward_mode()  # torch warns where its forward derivatives are first used
+
+
+def mean_hessian(net: nn.Module, data: Any, **options: Any) -> MeanMatrix:
+    return MeanMatrix(hessian_product, Context(net, data, ordered=False, **options))
 
 
 # ---------------------------------------------------------------- networks of fewer than 300 parameters
@@ -148,6 +155,10 @@ def assert_close(actual: Tensor, expected: Tensor, tolerance: float = 1e-10) -> 
     assert error <= tolerance * max(1e-30, float(expected.abs().max())), f"off by {error:.2e}"
 
 
+def not_traceable(*_: Any) -> Any:
+    raise RuntimeError("recorded operations cannot be cut in two")
+
+
 # ---------------------------------------------------------------- dense references
 
 
@@ -167,8 +178,8 @@ def test_products_are_traced_and_equal_the_differentiated_ones(name: str, monkey
     net, data = network(name), some_data(6)
     problem = Problem(net)
     vectors = torch.randn(4, problem.size, dtype=torch.float64)
-    replaying = curvature._Matrix(curvature.hessian_product, problem, data, 3, None)
-    recomputing = curvature._Matrix(curvature.hessian_product, problem, data, 3, 1)
+    replaying = mean_hessian(net, data, batch_size=3)
+    recomputing = mean_hessian(net, data, batch_size=3, memory=1)
     first, again, anew = (
         torch.cat([matrix.multiply(vector[None]) for vector in vectors])
         for matrix in (replaying, replaying, recomputing)
@@ -179,23 +190,23 @@ def test_products_are_traced_and_equal_the_differentiated_ones(name: str, monkey
     assert torch.equal(first, anew)
     assert_close(replaying.multiply(vectors), first, 1e-12)  # all at once
     assert all(trace is not None for trace in replaying.traces.values())
-    monkeypatch.setattr(curvature, "_try_to_trace", lambda *_: None)
-    differentiating = curvature._Matrix(curvature.hessian_product, problem, data, 3, None)
+    monkeypatch.setattr(replay, "_cut", not_traceable)
+    differentiating = mean_hessian(net, data, batch_size=3)
     assert_close(differentiating.multiply(vectors), first, 1e-12)
     assert not differentiating.kept
 
 
 def test_the_constants_of_a_kept_batch_are_prepared_once(monkeypatch: pytest.MonkeyPatch) -> None:
     prepared: list[int] = []
-    cut = curvature._cut
+    cut = replay._cut
 
     def counting(*arguments: Any) -> Any:
         trace, values = cut(*arguments)
         trace.prepare.register_forward_hook(lambda *_: prepared.append(1))
         return trace, values
 
-    monkeypatch.setattr(curvature, "_cut", counting)
-    matrix = curvature._Matrix(curvature.hessian_product, Problem(network("tanh")), some_data(6), 3, None)
+    monkeypatch.setattr(replay, "_cut", counting)
+    matrix = mean_hessian(network("tanh"), some_data(6), batch_size=3)
     for _ in range(2):
         matrix.multiply(torch.ones(1, matrix.problem.size, dtype=torch.float64))
     assert len(matrix.kept) == len(prepared) == 2
@@ -205,7 +216,7 @@ def test_the_constants_of_a_kept_batch_are_prepared_once(monkeypatch: pytest.Mon
 def test_the_product_that_is_traced_is_the_one_that_is_replayed(name: str) -> None:
     """Beyond 128 samples a trace is tried on a few, and the first product comes from the tracing itself."""
     data, problem = some_data(150), Problem(network(name))
-    matrix = curvature._Matrix(curvature.hessian_product, problem, data, 150, None)
+    matrix = mean_hessian(problem.model, data, batch_size=150)
     vector = torch.randn(1, problem.size, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     first, again = matrix.multiply(vector), matrix.multiply(vector.clone())
     assert matrix.kept
@@ -214,7 +225,7 @@ def test_the_product_that_is_traced_is_the_one_that_is_replayed(name: str) -> No
 
 
 def test_a_trace_keeps_no_tensor_but_its_constants() -> None:
-    matrix = curvature._Matrix(curvature.hessian_product, Problem(network("tanh")), some_data(150), 150, None)
+    matrix = mean_hessian(network("tanh"), some_data(150), batch_size=150)
     matrix.multiply(torch.ones(1, matrix.problem.size, dtype=torch.float64))
     (trace,) = matrix.traces.values()
     assert trace is not None
@@ -688,16 +699,16 @@ def test_a_model_that_branches_is_differentiated_every_time() -> None:
     with torch.no_grad():
         net.layer.bias.fill_(5.0)
     expected = naive.mean_hessian(nn.Sequential(net.layer, nn.Tanh()), *data)
-    matrix = curvature._Matrix(curvature.hessian_product, Problem(net), data, None, None)
+    matrix = mean_hessian(net, data)
     assert_close(matrix.multiply(torch.eye(39, dtype=torch.float64)), expected)
     assert list(matrix.traces.values()) == [None]  # a branch holds for one batch only
 
 
 def test_batches_of_many_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(curvature, "_MOST_SHAPES", 2)
+    monkeypatch.setattr(averaging, "_MOST_SHAPES", 2)
     net, data = network("tanh"), some_data(15)
     batches = rows(*data, 1, 2, 3, 4, 5)
-    matrix = curvature._Matrix(curvature.hessian_product, Problem(net), batches, None, None)
+    matrix = mean_hessian(net, batches)
     assert_close(matrix.multiply(torch.eye(83, dtype=torch.float64)), naive.mean_hessian(net, *data))
     assert [trace is not None for trace in matrix.traces.values()] == [True, True, False, False, False]
 
@@ -706,7 +717,7 @@ def test_operations_that_cannot_be_vectorised(monkeypatch: pytest.MonkeyPatch) -
     def fail(*_: Any) -> Any:
         raise NotImplementedError("no batching rule")
 
-    monkeypatch.setattr(curvature, "vmap", fail)
+    monkeypatch.setattr(averaging, "vmap", fail)
     net, data = network("tanh"), some_data()
     assert_close(hessian(net, data).dense(), naive.mean_hessian(net, *data))
 
@@ -779,7 +790,7 @@ def test_a_model_that_reads_its_data_is_not_traced() -> None:
 
     net, (inputs, targets) = Hidden().double(), some_data(8)
     expected = naive.mean_hessian(nn.Sequential(net.layer, nn.Tanh()), inputs**2, targets)
-    matrix = curvature._Matrix(curvature.hessian_product, Problem(net), (inputs, targets), 2, None)
+    matrix = mean_hessian(net, (inputs, targets), batch_size=2)
     assert_close(matrix.multiply(torch.eye(39, dtype=torch.float64)), expected)
     assert list(matrix.traces.values()) == [None]
 
@@ -906,7 +917,7 @@ def test_memory_decides_how_much_is_kept() -> None:
     vector = torch.ones(1, problem.size, dtype=torch.float64)
 
     def kept(memory: int | None) -> tuple[int, int, Tensor]:
-        matrix = curvature._Matrix(curvature.hessian_product, problem, data, 8, memory)
+        matrix = mean_hessian(net, data, batch_size=8, memory=memory)
         result = matrix.multiply(vector)
         return len(matrix.kept), sum(tape.size(matrix.owned) for tape in matrix.kept.values()), result
 
@@ -921,7 +932,7 @@ def test_memory_decides_how_much_is_kept() -> None:
 PEAK = """
 import sys, torch
 from torch import nn
-from spiritlevel.operators.curvature import hessian
+from spiritlevel.operators.matrices import hessian
 
 class Stream:
     def __iter__(self):
@@ -1037,7 +1048,7 @@ def test_the_page_for_those_who_come_from_other_libraries() -> None:
 WORKER = """
 import sys, torch, torch.distributed as dist
 from torch import nn
-from spiritlevel.operators.curvature import hessian, hessian_variance
+from spiritlevel.operators.matrices import hessian, hessian_variance
 
 rank, file = int(sys.argv[1]), sys.argv[2]
 torch.manual_seed(0)
@@ -1076,7 +1087,7 @@ def test_a_gradient_of_the_reference_agrees() -> None:
         problem = Problem(net, loss=name)
         outputs = net(inputs).detach()
         expected = grad(lambda out, name=name: naive.LOSSES[name](out, targets).sum())(outputs)
-        assert_close(curvature._slope(problem.loss, outputs, targets), expected)
+        assert_close(_slope(problem.loss, outputs, targets), expected)
 
 
 def test_a_circular_convolution_is_multiplied_by_several_vectors_at_once() -> None:
@@ -1093,14 +1104,14 @@ def test_a_wrong_rule_of_vmap_is_noticed(traced: bool, monkeypatch: pytest.Monke
     """Products with several vectors are compared with one of them alone before any is believed."""
     net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
     data = torch.randn(5, 3).double(), torch.tensor([0, 1, 0, 1, 1])
-    right = curvature.vmap
+    right = averaging.vmap
 
     def wrong(function: Any) -> Any:
         return lambda *parts: [1.1 * part for part in right(function)(*parts)]
 
-    monkeypatch.setattr(curvature, "vmap", wrong)
+    monkeypatch.setattr(averaging, "vmap", wrong)
     if not traced:
-        monkeypatch.setattr(curvature, "_try_to_trace", lambda *arguments: None)
+        monkeypatch.setattr(replay, "_cut", not_traceable)
     torch.testing.assert_close(hessian(net, data).dense(), naive.mean_hessian(net, *data), atol=1e-12, rtol=0)
 
 

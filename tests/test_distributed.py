@@ -84,7 +84,7 @@ def check_products(rank: int, ranks: int, group: Any) -> None:
     vectors = torch.randn(27 + 6, 2, dtype=torch.float64)
     for options in ({"batch_norm": "batch", "batch_size": 6}, {"batch_norm": "batch", "batch_size": 8}):
         close(sl.hessian(net, data, group=group, **options) @ vectors, sl.hessian(net, data, **options) @ vectors)
-    from spiritlevel.operators.curvature import hessian_variance
+    from spiritlevel.operators.matrices import hessian_variance
 
     close(
         hessian_variance(net, data, batch_size=3, group=group) @ vectors,

@@ -20,13 +20,21 @@ from spiritlevel.errors import InputError
 from spiritlevel.estimators import (
     Operator,
     diagonal,
+    eigenpairs,
     eigenvalues,
     frobenius_norm,
+    operator,
     operator_trace,
+    probes,
     spectral_density,
     spectral_norm,
     spectrum,
+    trace,
 )
+from spiritlevel.estimators.density import _quadrature
+from spiritlevel.estimators.krylov import Krylov, lanczos
+from spiritlevel.estimators.operator import Product
+from spiritlevel.estimators.probes import gaussian, sign_blocks, signs
 from spiritlevel.results import DiagonalEstimate, Eigenpairs, Result, Spectrum, SpectrumSummary
 
 WHICH = ("largest", "smallest", "magnitude")
@@ -148,12 +156,12 @@ def test_eigenvalues_of_any_spectrum(outliers, size, k, which, seed):
 def test_memory_stays_bounded_by_the_basis(monkeypatch):
     spaces = []
 
-    class Spy(estimators._Krylov):
+    class Spy(Krylov):
         def __init__(self, *args, **kwargs):
             super().__init__(*args, **kwargs)
             spaces.append(self)
 
-    monkeypatch.setattr(estimators, "_Krylov", Spy)
+    monkeypatch.setattr(eigenpairs, "Krylov", Spy)
     values = bulk(400, 0, 1) ** 0.5
     pairs = eigenvalues(rotated(values), 3, basis=14, tol=1e-6, max_matvecs=2000)
     (space,) = spaces
@@ -189,7 +197,6 @@ def test_a_random_start_that_misses_the_largest_eigenvector_is_found_out(monkeyp
     """As the chance allows once in a thousand times, but for the second vector; the space has restarted by then."""
     size = 3000
     values = torch.cat([torch.tensor([1.2]), torch.linspace(0.0, 1.0, size - 1)]).double()
-    gaussian = estimators._gaussian
 
     def unlucky(product: object, seed: int, index: int) -> torch.Tensor:
         drawn = gaussian(product, seed, index)
@@ -197,7 +204,7 @@ def test_a_random_start_that_misses_the_largest_eigenvector_is_found_out(monkeyp
             drawn[0] = 0.0
         return drawn
 
-    monkeypatch.setattr(estimators, "_gaussian", unlucky)
+    monkeypatch.setattr(eigenpairs, "gaussian", unlucky)
     op = Operator(lambda block: values[:, None] * block, size, dtype=torch.float64)
     found = eigenvalues(op, basis=14, tol=1e-3)
     assert found.converged
@@ -307,7 +314,7 @@ def test_spectral_norm_is_the_largest_magnitude():
 
 
 def krylov(matrix, capacity, start, seed=0):
-    return estimators._Krylov(estimators._Product(matrix), capacity, seed, start)
+    return Krylov(Product(matrix), capacity, seed, start)
 
 
 def identity_error(matrix, space):
@@ -322,7 +329,7 @@ def identity_error(matrix, space):
 def test_lanczos_identity_holds_through_rounds_and_restarts():
     matrix = rotated(SPECTRA["outliers"])
     space = krylov(matrix, 30, torch.ones(300, dtype=torch.float64))
-    estimators._lanczos(space, 12)
+    lanczos(space, 12)
     tridiagonal = np.triu(np.tril(space.projected, 1), -1)
     assert abs(space.projected - tridiagonal).max() < 1e-13
     assert max(identity_error(matrix, space)) < 1e-13
@@ -345,7 +352,7 @@ def test_shadows_are_the_components_of_a_hidden_eigenvector():
     start = torch.ones(200, dtype=torch.float64)
     start[1] = 0.0  # sees only one of the two eigenvectors with eigenvalue 2
     space = krylov(matrix, 30, start)
-    estimators._lanczos(space, 10)
+    lanczos(space, 10)
     first = space.width
     space.begin(np.array([2.0]))
     q = space.edges[1].vector.clone()
@@ -363,7 +370,7 @@ def test_shadows_are_the_components_of_a_hidden_eigenvector():
 def test_a_repetition_that_does_not_exist_is_ruled_out_soon():
     matrix = rotated(SPECTRA["outliers"])
     space = krylov(matrix, 60, torch.ones(300, dtype=torch.float64))
-    estimators._lanczos(space, 20)
+    lanczos(space, 20)
     space.begin(np.array([9.0, 7.0]))
     for _ in range(12):
         space.extend(1)
@@ -380,7 +387,7 @@ def test_kaniel_paige_bounds():
         matrix = (vectors * values) @ vectors.T
         start = generator.standard_normal(size)
         space = krylov((matrix + matrix.T) / 2, steps, torch.from_numpy(start))
-        ritz, _ = estimators._quadrature(estimators._lanczos(space, steps), steps)
+        ritz, _ = _quadrature(lanczos(space, steps), steps)
         cosines = abs(vectors.T @ start) / np.linalg.norm(start)
         spread = values[0] - values[-1]
         for end, theta, cosine in ((values, ritz.max(), cosines[0]), (-values[::-1], -ritz.min(), cosines[-1])):
@@ -394,7 +401,7 @@ def test_lanczos_reproduces_moments_up_to_twice_the_steps():
     matrix, steps = rotated(SPECTRA["outliers"]), 7
     v = torch.randn(300, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     v /= v.norm()
-    nodes, weights = estimators._quadrature(estimators._lanczos(krylov(matrix, steps, v), steps), steps)
+    nodes, weights = _quadrature(lanczos(krylov(matrix, steps, v), steps), steps)
     assert weights.sum() == pytest.approx(1.0, abs=1e-13)
     power, norm = v.clone(), 9.0
     errors = []
@@ -451,7 +458,7 @@ def test_rel_err_is_reached_and_the_cost_follows(name):
 
 
 def test_rel_err_of_a_vanishing_trace_gives_up_and_says_so(monkeypatch):
-    monkeypatch.setattr(estimators, "_MOST_PROBES", 100)
+    monkeypatch.setattr(trace, "_MOST_PROBES", 100)
     values = bulk(300)
     result = operator_trace(rotated(values), rel_err=1e-3)
     assert result.matvecs == 100
@@ -605,7 +612,8 @@ def test_chunks_do_not_change_the_probes(monkeypatch):
     matrix = rotated(SPECTRA["outliers"])
     runs = []
     for columns in (1, 3, 7, 16):
-        monkeypatch.setattr(estimators, "_columns", lambda size, columns=columns: columns)
+        for module in (operator, probes, trace):
+            monkeypatch.setattr(module, "columns_at_once", lambda size, columns=columns: columns)
         runs.append(
             [
                 operator_trace(matrix, probes=20).value,
@@ -616,9 +624,9 @@ def test_chunks_do_not_change_the_probes(monkeypatch):
         )
     for run in runs[1:]:
         assert run == pytest.approx(runs[0], rel=1e-12)
-    product = estimators._Product(matrix)
-    blocks = [torch.cat(list(estimators._sign_blocks(product, range(5, 9), 0)), dim=1) for _ in range(2)]
-    assert torch.equal(blocks[0][:, 2], estimators._signs(product, 0, 7))
+    product = Product(matrix)
+    blocks = [torch.cat(list(sign_blocks(product, range(5, 9), 0)), dim=1) for _ in range(2)]
+    assert torch.equal(blocks[0][:, 2], signs(product, 0, 7))
     assert set(blocks[0].unique().tolist()) == {-1.0, 1.0}
 
 

@@ -66,7 +66,7 @@ def test_a_model_without_weights_is_the_same_in_every_run(folder: Path) -> None:
         assert not all(map(torch.equal, one.values(), other.values()))
         torch.manual_seed(1)
         assert torch.equal(before, torch.get_rng_state())
-    with pytest.raises(InputError, match="a seed must be a whole number >= 0, got -1"):
+    with pytest.raises(InputError, match="seed must be a whole number from 0 to 4,000,000,000, got -1"):
         load_model("lenet5", seed=-1)
 
 

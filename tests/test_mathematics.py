@@ -19,8 +19,10 @@ from hypothesis import strategies as st
 from scipy import stats
 from torch import Tensor, nn
 
-from spiritlevel import estimators
 from spiritlevel.binding.losses import confidence_gap
+from spiritlevel.estimators import Operator
+from spiritlevel.estimators.krylov import Krylov, lanczos
+from spiritlevel.estimators.operator import Product
 from spiritlevel.measures import MEASURES
 
 ROOT = Path(__file__).parents[1]
@@ -209,10 +211,10 @@ def test_the_start_cannot_contain_more_of_a_hidden_eigenvector() -> None:
     size, steps = 60, 9
     values = np.sort(generator.standard_normal(size))
     values[-1] = 1.5 * values[-2]
-    op = estimators.Operator(lambda block: torch.from_numpy(values)[:, None] * block, size, dtype=torch.float64)
+    op = Operator(lambda block: torch.from_numpy(values)[:, None] * block, size, dtype=torch.float64)
     start = torch.from_numpy(generator.standard_normal(size))
-    space = estimators._Krylov(estimators._Product(op), size, 0, start, uniform=True)
-    estimators._lanczos(space, steps)
+    space = Krylov(Product(op), size, 0, start, uniform=True)
+    lanczos(space, steps)
     tridiagonal = space.projected[:steps, :steps]
     beta = space.edges[0].shares[steps - 1]
     components = np.abs(start.numpy()) / np.linalg.norm(start.numpy())

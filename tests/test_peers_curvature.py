@@ -14,7 +14,7 @@ import torch
 from test_curvature import blocks_of
 from torch import Tensor, nn
 
-from spiritlevel.operators.curvature import empirical_fisher, gauss_newton, hessian
+from spiritlevel.operators.matrices import empirical_fisher, gauss_newton, hessian
 from spiritlevel.papers import networks as models
 
 pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("ignore")]

@@ -10,7 +10,8 @@ import zoo
 from torch import Tensor, nn
 
 from spiritlevel.papers import networks as models
-from spiritlevel.samples.traces import probe, sample_traces
+from spiritlevel.samples.probing import probe
+from spiritlevel.samples.traces import sample_traces
 
 pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("ignore")]  # the peers' warnings are their own
 

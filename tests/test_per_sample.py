@@ -24,8 +24,9 @@ from spiritlevel.binding import losses
 from spiritlevel.binding.problem import Problem
 from spiritlevel.errors import InputError, NotExactError
 from spiritlevel.papers import networks as models
-from spiritlevel.samples import traces as per_sample
-from spiritlevel.samples.traces import along_forward, along_reverse, probe, sample_traces, trace
+from spiritlevel.samples import collecting
+from spiritlevel.samples.probing import along_forward, along_reverse, probe
+from spiritlevel.samples.traces import sample_traces, trace
 from spiritlevel.watching import chains
 
 
@@ -876,7 +877,7 @@ def test_memory_holds_for_the_recursion_too(monkeypatch: pytest.MonkeyPatch) -> 
         sizes.append(len(inputs))
         return chains.chain_traces(problem, chain, inputs, *rest)
 
-    monkeypatch.setattr(per_sample, "chain_traces", spy)
+    monkeypatch.setattr(collecting, "chain_traces", spy)
     model, batch = nn.Sequential(nn.Linear(6, 200), nn.Tanh(), nn.Linear(200, 3)), zoo.sample_data(zoo.FLAT, 64)
     sample_traces(model, batch, memory="20MB")
     assert max(sizes) * 200**2 * 8 <= 5e6  # three more of these exist at a time

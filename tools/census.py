@@ -44,8 +44,8 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 import spiritlevel as sl
 from spiritlevel.binding.problem import Problem
 from spiritlevel.errors import InputError, NotExactError
-from spiritlevel.operators import curvature
-from spiritlevel.samples import traces as per_sample
+from spiritlevel.operators.products import _hessian_forward, _hessian_in_reverse
+from spiritlevel.samples import probing
 
 # the tables of PyTorch's own tests forbid everybody to set a flag, which we set and give back
 torch.backends.disable_global_flags.__globals__["__allow_nonbracketed_mutation_flag"] = True
@@ -278,19 +278,19 @@ def one_batch(m: Measured, way: Callable[..., Any]) -> bool:
 
 def forward_over_reverse(m: Measured) -> bool:
     """`jvp` of `vjp`, with our rewritten operations."""
-    return one_batch(m, curvature._hessian_forward)
+    return one_batch(m, _hessian_forward)
 
 
 def reverse_over_reverse(m: Measured) -> bool:
     """The same by reverse mode alone."""
-    return one_batch(m, curvature._hessian_in_reverse)
+    return one_batch(m, _hessian_in_reverse)
 
 
 def nested_forward(m: Measured) -> bool:
     """Second derivatives of the outputs by `jvp` of `jvp`, with our rewritten operations."""
     problem = Problem(m.model, loss="squared_error")
     with problem.active():
-        outputs, _, second = per_sample.along_forward(problem, m.x, m.split(m.v))
+        outputs, _, second = probing.along_forward(problem, m.x, m.split(m.v))
     return close(outputs, m.outputs(torch.zeros_like(m.v))) and close(second, second_difference(m.outputs, m.v))
 
 
@@ -324,7 +324,7 @@ def probed_traces(m: Measured) -> bool:
     problem = Problem(m.model, loss="squared_error")
     found = sl.sample_traces(m.model, m.data, loss="squared_error", method="hutchinson", probes=2, seed=3).draws
     for index in range(2):
-        probe = torch.cat([part.reshape(-1) for part in per_sample.probe(problem.params, 3, index).values()])
+        probe = torch.cat([part.reshape(-1) for part in probing.probe(problem.params, 3, index).values()])
         if not close(found[:, index], second_difference(lambda point: m.losses(m.outputs(point)), probe)):
             return False
     return True

@@ -20,10 +20,10 @@ from spiritlevel.estimators import operator_trace as operator_trace
 from spiritlevel.estimators import spectral_density as spectral_density
 from spiritlevel.estimators import spectral_norm as spectral_norm
 from spiritlevel.estimators import spectrum as spectrum
-from spiritlevel.operators.curvature import empirical_fisher as empirical_fisher
-from spiritlevel.operators.curvature import gauss_newton as gauss_newton
-from spiritlevel.operators.curvature import hessian as hessian
-from spiritlevel.operators.curvature import hessian_variance as hessian_variance
+from spiritlevel.operators.matrices import empirical_fisher as empirical_fisher
+from spiritlevel.operators.matrices import gauss_newton as gauss_newton
+from spiritlevel.operators.matrices import hessian as hessian
+from spiritlevel.operators.matrices import hessian_variance as hessian_variance
 from spiritlevel.papers import claims as claims
 from spiritlevel.papers import networks as models  # noqa: F401
 from spiritlevel.papers import training as training

@@ -42,26 +42,17 @@ _OTHER_NAMES = {
 }
 
 
-def check_seed(seed: int, name: str = "seed") -> None:
-    """Refuse a seed that one of the random generators would not take.
+def checked_seed(seed: object, name: str = "seed") -> int:
+    """A seed that every random generator takes, of any kind of whole number, as an `int`.
 
-    >>> check_seed(-1, "--seed")
+    >>> checked_seed(-1, "--seed")
     Traceback (most recent call last):
     spiritlevel.errors.InputError: --seed must be a whole number from 0 to 4,000,000,000, got -1.
     """
-    if not 0 <= seed <= LARGEST_SEED:
-        raise InputError(f"{name} must be a whole number from 0 to {LARGEST_SEED:,}, got {seed}.")
-
-
-def checked_seed(seed: int) -> int:
-    """The seed of a measurement, if it is one; otherwise every measure would fail by itself, and look undefined.
-
-    >>> checked_seed(3)
-    3
-    """
-    if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**63:
-        raise InputError(f"a seed must be a whole number >= 0, got {seed!r}.")
-    return seed
+    with contextlib.suppress(TypeError):
+        if not isinstance(seed, bool) and 0 <= (number := operator.index(seed)) <= LARGEST_SEED:  # type: ignore[arg-type]
+            return number
+    raise InputError(f"{name} must be a whole number from 0 to {LARGEST_SEED:,}, got {seed!r}.")
 
 
 def whole_number(value: object, name: str, least: int) -> int:

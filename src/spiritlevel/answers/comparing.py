@@ -13,10 +13,9 @@ from scipy import stats
 from torch import Tensor, nn
 
 from spiritlevel import __version__
-from spiritlevel.answers.auditing import audit as run_audit
-from spiritlevel.answers.measuring import FEW, RESAMPLES, Progress, kind, outcomes, silent, subset
-from spiritlevel.binding.problem import Problem
-from spiritlevel.errors import InputError, NotExactError, checked_seed
+from spiritlevel.answers.auditing import audit_in
+from spiritlevel.answers.measuring import FEW, RESAMPLES, Progress, kind, outcomes, silent
+from spiritlevel.errors import InputError, NotExactError
 from spiritlevel.measures import Measure, Setting, select
 from spiritlevel.results import (
     FEWEST,
@@ -50,10 +49,14 @@ def compare(
     loss: Any = "cross_entropy",
     measures: str | Iterable[str] | None = None,
     samples: int | None = None,
-    batch_norm: str = "eval",
     audit: bool = True,
     level: float = 0.95,
     progress: Progress | None = None,
+    params: Any = None,
+    batch_norm: str = "eval",
+    batch_size: int | None = None,
+    memory: int | str | None = None,
+    group: Any = None,
     seed: int = 0,
 ) -> Comparison:
     """Which of two models to trust on these data, and why.
@@ -82,10 +85,15 @@ def compare(
         loss: a name, a `torch.nn` loss or a callable.
         measures: names of `measures.MEASURES`, "all", or the default set.
         samples: compare on a random subset of so many.
-        batch_norm: "eval" or "batch".
         audit: whether to audit; without it, what a parametrisation can move is not comparable at all.
         level: of the intervals.
         progress: called with (what, done, total) before every step.
+        params: names, prefixes or globs of the parameters to measure, in both models; all that require grad unless
+            given.
+        batch_norm: "eval" or "batch".
+        batch_size: samples to take at once; chosen unless given.
+        memory: bytes, or a text such as "2GB"; half of what is available unless given.
+        group: a `torch.distributed` group whose ranks all make this same call and share the measurements.
         seed: of everything random.
 
     Cost: the measures for both models, and an audit of both on at most 500 samples.
@@ -102,19 +110,26 @@ def compare(
         raise InputError(f"compare needs a level between 0 and 1, got {level}.")
     if len(names) != 2 or names[0] == names[1]:
         raise InputError(f"compare needs two different names, got {names!r}.")
-    seed = checked_seed(seed)
     chosen = [each for each in select(measures) if measures is not None or each.direction != "larger"]
-    data, _, population = subset(data, samples, seed, batch_norm)
-    pair = []
-    for model in (model_a, model_b):
-        inner = Problem(model, loss=loss, batch_norm=batch_norm).model  # half precision becomes a float32 copy
-        pair.append(Setting(inner, data, loss=loss, batch_norm=batch_norm, seed=seed))
+    everything = Setting(
+        model_a,
+        data,
+        loss=loss,
+        params=params,
+        batch_norm=batch_norm,
+        batch_size=batch_size,
+        memory=memory,
+        group=group,
+        seed=seed,
+    )
+    population, first = everything.count, everything.drawn(samples)[0]
+    pair = first, first.moved(model_b)
     for setting, name in zip(pair, names, strict=True):
         try:
             setting.check()
         except InputError as error:
             raise InputError(f"model {name!r}: {error}") from error
-    return _Pair(pair[0], pair[1], names, chosen, audit, level, progress or silent, seed).comparison(population)
+    return _Pair(pair[0], pair[1], names, chosen, audit, level, progress or silent, first.seed).comparison(population)
 
 
 class _Plain(NamedTuple):
@@ -410,12 +425,8 @@ class _Pair:
         """How far the audits of both models moved these measures at the same outputs; nothing where none applies."""
         factors: dict[str, float] = {}
         for _, setting in self._sides:
-            few = setting.data
-            if setting.batch_norm == "eval":
-                few = subset(setting.data, min(FEW, setting.count), self.seed, "eval")[0]
-            found = run_audit(
-                setting.model, few, measures=names, transforms=_KEEP_FUNCTION, seed=self.seed, **setting.options
-            )
+            few = setting if setting.whole else setting.drawn(FEW)[0]
+            found = audit_in(few, select(names), transforms=_KEEP_FUNCTION)
             for name, factor in found.moved().items():
                 factors[name] = largest((factors.get(name, 1.0), factor))
         if not factors:

@@ -14,20 +14,18 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from spiritlevel import __version__
-from spiritlevel.answers.auditing import audit as run_audit
-from spiritlevel.answers.surface import landscape
-from spiritlevel.binding.batches import Batches, Fingerprint, picked
+from spiritlevel.answers.auditing import audit_in
+from spiritlevel.answers.surface import landscape_in
+from spiritlevel.binding.batches import Fingerprint, picked
 from spiritlevel.binding.losses import aceht
-from spiritlevel.binding.problem import Problem
 from spiritlevel.binding.ranks import Ranks
 from spiritlevel.binding.state import preserved_random_state
-from spiritlevel.errors import InputError, NotExactError, checked_seed, unknown_name, whole_number
+from spiritlevel.errors import InputError, NotExactError, unknown_name
 from spiritlevel.estimators import spectrum
 from spiritlevel.measures import TRANSFORMS, Measure, Setting, select
 from spiritlevel.results import (
@@ -79,7 +77,10 @@ def measure(
     measures: str | Iterable[str] | None = None,
     parts: Iterable[str] | None = None,
     samples: int | None = None,
+    params: Any = None,
     batch_norm: str = "eval",
+    batch_size: int | None = None,
+    memory: int | str | None = None,
     time_limit: float | None = None,
     name: str | None = None,
     classes: Sequence[str] = (),
@@ -103,7 +104,10 @@ def measure(
         samples: measure a random subset of so many; intervals then hold the value on all of the data, and where none
             is known `subset_error` of a row says why. Costs a few products of the Hessian for the default measures;
             what each takes says its `sampling` in `measures.MEASURES`.
+        params: names, prefixes or globs of the parameters to measure; all that require grad unless given.
         batch_norm: "eval" or "batch".
+        batch_size: samples to take at once; chosen unless given.
+        memory: bytes, or a text such as "2GB", for all of it; half of what is available unless given.
         time_limit: seconds. What is estimated to fit is measured, cheap things first; `left_out` names the rest. What
             has begun runs to its end.
         name: of the model in the report; its class unless given.
@@ -125,9 +129,19 @@ def measure(
     with preserved_random_state():  # libraries that are imported on first use may draw from the global states
         device = next((p.device for p in model.parameters()), "cpu") if isinstance(model, nn.Module) else "cpu"
         with Ranks(group, device).together():
-            run = _Run(
-                model, train, test, loss, measures, parts, samples, batch_norm, time_limit, progress, group, seed
+            here = Setting(
+                model,
+                train,
+                loss=loss,
+                params=params,
+                batch_norm=batch_norm,
+                batch_size=batch_size,
+                memory=memory,
+                group=group,
+                seed=seed,
             )
+            run = _Run(here, test, measures, parts, samples, time_limit, progress)
+            run.dtype = kind_of(here.problem.dtype, model)
         run.agree()
         run.everything()
     return run.report(name or type(model).__name__, tuple(str(item) for item in classes))
@@ -142,20 +156,17 @@ class _Step(NamedTuple):
 class _Run:
     """One measurement: the steps in their order, and what they have found so far."""
 
+    dtype = ""  # of the numbers that were measured, in words
+
     def __init__(
         self,
-        model: nn.Module,
-        train: Any,
+        everything: Setting,
         test: Any,
-        loss: Any,
         measures: Any,
         parts: Iterable[str] | None,
         samples: int | None,
-        batch_norm: str,
         time_limit: float | None,
         progress: Progress | None,
-        group: Any,
-        seed: int,
     ) -> None:
         self.begin = time.monotonic()
         self.chosen = select(measures)
@@ -165,18 +176,10 @@ class _Run:
                 raise unknown_name("part", part, PARTS)
         if time_limit is not None and not time_limit > 0:
             raise InputError(f"time_limit must be a positive number of seconds, got {time_limit}.")
-        self.limit, self.progress, self.seed = time_limit, progress or silent, checked_seed(seed)
-        kinds = {parameter.dtype for parameter in model.parameters()} if isinstance(model, nn.Module) else set()
-        problem = Problem(model, loss=loss, batch_norm=batch_norm)
-        self.model = problem.model  # half precision becomes a float32 copy at once
-        self.dtype = kind(problem.dtype)
-        if kinds & {torch.float16, torch.bfloat16}:
-            self.dtype += f", a copy of a {kind(next(iter(kinds & {torch.float16, torch.bfloat16})))} model"
-        self.data, self.indices, self.population = subset(train, samples, seed, batch_norm)
-        self.here = Setting(self.model, self.data, loss=loss, batch_norm=batch_norm, seed=seed, group=group)
-        self.there = None
-        if test is not None:
-            self.there = Setting(self.model, test, loss=loss, batch_norm=batch_norm, group=group)
+        self.limit, self.progress, self.seed = time_limit, progress or silent, everything.seed
+        self.population = everything.count
+        self.here, self.indices = everything.drawn(samples)
+        self.there = None if test is None else everything.on(test)
         self.here.check()  # data that cannot be measured fail before anything is
         begin = time.monotonic()
         if time_limit is not None:  # again: what libraries do on their first call would pass for the cost of a step
@@ -197,7 +200,6 @@ class _Run:
         ranks = self.here.ranks
         if ranks.count == 1:
             return
-        self.here.problem.shared_by(ranks.group)
         mark = Fingerprint()
         with ranks.together():
             for setting in filter(None, (self.here, self.there)):
@@ -364,30 +366,22 @@ class _Run:
             torch.tensor(wanted), images, {name: tuple(place[i] for i in group) for name, group in groups.items()}
         )
 
-    def _few(self) -> Any:
+    @functools.cached_property
+    def few(self) -> Setting:
         """At most so many of the samples, for what is dear."""
-        if self.here.batch_norm == "batch":
-            return self.data
-        return subset(self.data, min(FEW, self.here.count), self.seed, "eval")[0]
+        return self.here if self.here.whole else self.here.drawn(FEW)[0]
 
     def _audit(self) -> None:
         def forward(what: str, done: int, total: int) -> None:
             self.progress(f"audit: {what}", done, total)
 
-        names = [each.name for each in self.chosen]
-        self.found["audit"] = run_audit(
-            self.model, self._few(), measures=names, progress=forward, seed=self.seed, **self.here.options
-        )
+        self.found["audit"] = audit_in(self.few, self.chosen, progress=forward)
 
     def _spectrum(self) -> None:
-        few = self._few()
-        there = self.here if few is self.data else Setting(self.model, few, seed=self.seed, **self.here.shared)
-        self.found["spectrum"] = spectrum(there.hessian, k=2, probes=_PROBES, steps=_STEPS, seed=self.seed)
+        self.found["spectrum"] = spectrum(self.few.hessian, k=2, probes=_PROBES, steps=_STEPS, seed=self.seed)
 
     def _landscape(self) -> None:
-        self.found["landscape"] = landscape(
-            self.model, self._few(), dimensions=2, points=_GRID, seed=self.seed, **self.here.options
-        )
+        self.found["landscape"] = landscape_in(self.few, dimensions=2, points=_GRID)
 
     # ------------------------------------------------------------ the report
 
@@ -451,6 +445,12 @@ def silent(what: str, done: int, total: int) -> None:
     pass
 
 
+def kind_of(dtype: torch.dtype, model: nn.Module) -> str:
+    """The number format that is measured, and whether it is that of the model."""
+    half = {parameter.dtype for parameter in model.parameters()} & {torch.float16, torch.bfloat16}
+    return kind(dtype) + (f", a copy of a {kind(half.pop())} model" if half else "")
+
+
 def kind(dtype: torch.dtype) -> str:
     """The name of a number format."""
     return str(dtype).removeprefix("torch.")
@@ -495,22 +495,6 @@ def outcomes(setting: Setting) -> Outcomes:
             classes.append((flat.argmax(1) if flat.shape[1] > 1 else (flat[:, 0] > 0).long()).cpu())
             labelled = not targets.is_floating_point() or flat.shape[1] == 1
     return Outcomes(torch.cat(classes) if labelled else None, torch.cat(losses), probabilities and flat.shape[1] > 1)
-
-
-def subset(data: Any, count: int | None, seed: int, batch_norm: str) -> tuple[Any, Tensor | None, int]:
-    """At most `count` of the samples, drawn without replacement and in their order; where they are; of how many."""
-    checked_seed(seed)
-    if count is not None:
-        count = whole_number(count, "samples", 1)
-    if count is not None and batch_norm == "batch":
-        raise InputError("samples= would change the batches, which batch_norm='batch' measures; leave one of them out.")
-    batches = Batches(data, whole=batch_norm == "batch")
-    population = sum(len(targets) for _, targets in batches)
-    if count is None or count >= population:
-        return data, None, population
-    generator = np.random.default_rng((seed, 1))
-    indices = torch.from_numpy(np.sort(generator.choice(population, count, replace=False)))
-    return picked(batches, indices), indices, population
 
 
 def _thumbnails(samples: Any) -> Tensor:

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from spiritlevel.answers.measuring import median, outcomes, subset
+from spiritlevel.answers.measuring import median, outcomes
+from spiritlevel.binding.batches import subset
 from spiritlevel.errors import InputError, NotExactError, first_line, whole_number
 from spiritlevel.estimators import eigenvalues, operator_trace
 from spiritlevel.measures import Setting

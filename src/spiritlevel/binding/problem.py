@@ -105,6 +105,8 @@ class Problem:
         self._reads_by_name = False  # whether it reads its parameters as attributes, once that is known
         self._draws = False
         self.reverse_only = False  # set where the model turns out to have no forward derivatives
+        self.facts: dict[str, Any] = {}  # what was found out about the model once and for all, by those who need it
+        self._active = False
         self._has_data = False  # whether inputs came with targets: that the model fails on those is the caller's news
 
     @property
@@ -131,8 +133,13 @@ class Problem:
     def active(self) -> Iterator[None]:
         """The state in which the model is measured; all of it is undone on leaving.
 
-        Forward hooks run as they always do. Backward hooks do not: they see no gradients of a measurement.
+        Forward hooks run as they always do. Backward hooks do not: they see no gradients of a measurement. Inside
+        itself it only sees to it that derivatives can be taken.
         """
+        if self._active:
+            with torch.inference_mode(False), torch.enable_grad():
+                yield
+            return
         with (
             preserved_random_state(),
             preserved_module(self.model),
@@ -148,7 +155,11 @@ class Problem:
                 if self.batch_norm == "batch" and isinstance(module, nn.modules.batchnorm._BatchNorm):
                     module.training = True
                     module.track_running_stats = False  # batch statistics, and no running ones are written
-            yield
+            self._active = True
+            try:
+                yield
+            finally:
+                self._active = False
 
     def outputs(self, params: Params, inputs: Any) -> Tensor:
         """φ(θ, x): the model's outputs for one batch."""

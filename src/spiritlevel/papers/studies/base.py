@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from spiritlevel import __version__, storage
-from spiritlevel.errors import InputError, check_seed, unknown_name
+from spiritlevel.errors import InputError, checked_seed, unknown_name
 from spiritlevel.papers.studies.rules import Ruling, Statement, Verdict, decide
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class Config:
     def __post_init__(self) -> None:
         if self.scale not in SCALES:
             raise unknown_name("scale", self.scale, SCALES)
-        check_seed(self.seed)
+        checked_seed(self.seed)
 
 
 @dataclass(frozen=True)

@@ -106,7 +106,7 @@ def trained_network(config: Outliers, run: Run, classes: int, pair: Pair) -> nn.
 def measure(config: Outliers, run: Run, whole: Pair, test: Pair, classes: int) -> dict[str, Any]:
     """Fit, upper eigenvalues and the smallest one of the Hessian over the training points."""
     from spiritlevel.estimators import eigenvalues
-    from spiritlevel.operators.curvature import hessian
+    from spiritlevel.operators.matrices import hessian
     from spiritlevel.papers.training import evaluate
 
     pair = first_classes(whole, classes, config.train_size, config.seed)

@@ -175,7 +175,7 @@ def _networks(config: Radial, run: Run) -> Ruling:
     import torch
 
     from spiritlevel.estimators import eigenvalues
-    from spiritlevel.operators.curvature import hessian
+    from spiritlevel.operators.matrices import hessian
     from spiritlevel.papers.training import Job, Recipe
     from spiritlevel.transforms import radial
 

@@ -67,7 +67,7 @@ def spectrum_row(
 ) -> dict[str, Any]:
     """The spectrum of the unregularised loss on the first `points` training points, as plain values for a table."""
     from spiritlevel.estimators import spectrum
-    from spiritlevel.operators.curvature import hessian
+    from spiritlevel.operators.matrices import hessian
 
     data = tuple(part[:points] for part in trained.train)
     operator = hessian(trained.model(), data, batch_norm=batch_norm, batch_size=batch_size)
@@ -105,7 +105,7 @@ def sharpness_row(
     import torch
 
     from spiritlevel.estimators import eigenvalues
-    from spiritlevel.operators.curvature import hessian
+    from spiritlevel.operators.matrices import hessian
     from spiritlevel.results import Estimate
     from spiritlevel.samples.traces import sample_traces
 

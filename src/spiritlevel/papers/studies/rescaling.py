@@ -116,7 +116,7 @@ def _measure(config: Rescaling, widths: str, bias: bool) -> dict[str, Any]:
     """One network at a zero-loss minimum: its own outputs are the targets, so H is the Gauss-Newton matrix exactly."""
     import torch
 
-    from spiritlevel.operators.curvature import gauss_newton
+    from spiritlevel.operators.matrices import gauss_newton
     from spiritlevel.transforms import rescale_layers
 
     sizes = [int(width) for width in widths.split("-")]

@@ -115,7 +115,7 @@ def measure(model: nn.Module, pair: Pair, transform: str, alpha: float, seed: in
     """Loss, margins, predictions and three sizes of the Hessian after scaling, all in float64."""
     from spiritlevel import transforms
     from spiritlevel.estimators import frobenius_norm, spectral_norm
-    from spiritlevel.operators.curvature import hessian
+    from spiritlevel.operators.matrices import hessian
     from spiritlevel.papers.training import evaluate
     from spiritlevel.samples.margins import margins
     from spiritlevel.samples.traces import sample_traces

@@ -414,7 +414,7 @@ def _sharpness(config: WeightDecay, trained: Trained) -> dict[str, Any]:
 def _curvature(config: WeightDecay, trained: Trained) -> dict[str, Any]:
     """The spectrum of the unregularised loss on the training set, and the limits that stability sets to λ₁."""
     from spiritlevel.estimators import eigenvalues
-    from spiritlevel.operators.curvature import hessian_variance
+    from spiritlevel.operators.matrices import hessian_variance
 
     network = NETWORKS[config.network]
     row = spectrum_row(trained, **_how(config))

@@ -1,0 +1,199 @@
+"""A symmetric matrix known by its products, and how estimators ask for them: checked, counted, in full precision."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, ParamSpec, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from scipy.sparse.linalg import LinearOperator
+from torch import Tensor
+
+from spiritlevel.errors import InputError
+
+_Arguments = ParamSpec("_Arguments")
+_Found = TypeVar("_Found")
+
+
+@contextlib.contextmanager
+def full_precision() -> Iterator[None]:
+    """No reduced precision inside, whatever the caller has switched on."""
+    with contextlib.ExitStack() as stack:
+        for device in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
+        yield
+
+
+def in_full_precision(function: Callable[_Arguments, _Found]) -> Callable[_Arguments, _Found]:
+    """A function whose calls happen inside `full_precision`."""
+
+    @functools.wraps(function)
+    def call(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Found:
+        with full_precision():
+            return function(*args, **kwargs)
+
+    return call
+
+
+class Operator:
+    """A symmetric matrix H known by its products, over named parameters laid end to end.
+
+    `matmat` maps a (P, k) tensor to H times it. `shapes` gives the parameters' names and shapes in order; without it
+    the operator has no names and cannot `split`. Exact; `op @ v` costs one product a column.
+
+    >>> matrix = torch.tensor([[2.0, 1.0], [1.0, 3.0]])
+    >>> op = Operator(lambda block: matrix @ block, 2, dtype=torch.float32, shapes={"weight": (1, 1), "bias": (1,)})
+    >>> op @ torch.tensor([1.0, 0.0])
+    tensor([2., 1.])
+    >>> op.split(op @ torch.tensor([1.0, 0.0]))
+    {'weight': tensor([[2.]]), 'bias': tensor([1.])}
+    """
+
+    def __init__(
+        self,
+        matmat: Callable[[Tensor], Tensor],
+        size: int,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        shapes: Mapping[str, Sequence[int]] | None = None,
+    ) -> None:
+        self.size = size
+        self.shape = (size, size)
+        self.dtype = dtype
+        self.device = torch.device(device)
+        self.shapes = {name: torch.Size(shape) for name, shape in (shapes or {}).items()}
+        self._matmat = matmat
+        total = sum(shape.numel() for shape in self.shapes.values())
+        if self.shapes and total != size:
+            raise InputError(f"the parameters' shapes hold {total} numbers, but the operator has size {size}.")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The parameters' names in the order of the vector."""
+        return tuple(self.shapes)
+
+    def __matmul__(self, v: Tensor) -> Tensor:
+        if not isinstance(v, Tensor):
+            raise InputError(f"an operator multiplies tensors, got {type(v).__name__}; use .to_scipy() for arrays.")
+        if v.ndim not in (1, 2) or v.shape[0] != self.size:
+            raise InputError(
+                f"an operator of size {self.size} multiplies vectors of shape ({self.size},) or ({self.size}, k), "
+                f"got {tuple(v.shape)}."
+            )
+        if v.dtype != self.dtype or v.device.type != self.device.type:
+            raise InputError(
+                f"the operator is {self.dtype} on {self.device}, the vector {v.dtype} on {v.device}; "
+                f"convert it with v.to(op.device, op.dtype)."
+            )
+        block = v[:, None] if v.ndim == 1 else v
+        with full_precision():
+            return _checked(self._matmat(block), block).reshape(v.shape)
+
+    def dense(self) -> Tensor:
+        """The matrix itself, by `size` products."""
+        return torch.cat([self @ block for block in identity_blocks(self.size, self.dtype, self.device)], dim=1)
+
+    def split(self, v: Tensor) -> dict[str, Tensor]:
+        """A vector cut into the parameters' shapes, as views."""
+        if not self.shapes:
+            raise InputError("this operator was built without parameter shapes, so it cannot split a vector.")
+        if v.shape != (self.size,):
+            raise InputError(f"split needs a vector of shape ({self.size},), got {tuple(v.shape)}.")
+        parts = v.split([shape.numel() for shape in self.shapes.values()])
+        return {name: part.reshape(shape) for (name, shape), part in zip(self.shapes.items(), parts, strict=True)}
+
+    def to_scipy(self) -> LinearOperator:
+        """The operator for SciPy, for example `scipy.sparse.linalg.eigsh(op.to_scipy(), k=3)`."""
+
+        def multiply(x: NDArray[Any]) -> NDArray[Any]:
+            return (self @ torch.tensor(x, dtype=self.dtype, device=self.device)).cpu().numpy()
+
+        dtype = np.float64 if self.dtype == torch.float64 else np.float32
+        return LinearOperator(
+            self.shape, matvec=multiply, rmatvec=multiply, matmat=multiply, rmatmat=multiply, dtype=dtype
+        )
+
+    def __repr__(self) -> str:
+        return f"Operator(size={self.size}, dtype={self.dtype}, device={self.device}, parameters={len(self.shapes)})"
+
+
+def _checked(product: Tensor, v: Tensor) -> Tensor:
+    if product.shape != v.shape:
+        raise InputError(
+            f"a product with the operator must keep the shape of the vectors, {tuple(v.shape)}, "
+            f"got {tuple(product.shape)}."
+        )
+    if not math.isfinite(torch.linalg.vector_norm(product, ord=math.inf)):  # the quickest look at every number
+        raise InputError(
+            "a product with the operator holds NaN or infinity; check the model's outputs and loss, or use float64."
+        )
+    return product
+
+
+class Product:
+    """Anything with `shape` and `@` as checked and counted products with (P,) or (P, k) tensors."""
+
+    def __init__(self, op: Any) -> None:
+        shape = getattr(op, "shape", None)
+        if shape is None or not hasattr(op, "__matmul__"):
+            raise InputError(f"estimators need an operator with `shape` and `@`, got {type(op).__name__}.")
+        if len(shape) != 2 or shape[0] != shape[1] or shape[0] < 1:
+            raise InputError(f"estimators need a square operator, got shape {tuple(shape)}.")
+        given = getattr(op, "dtype", None)
+        self._speaks_torch = isinstance(given, torch.dtype)
+        known = {"float32": torch.float32, "float64": torch.float64, "None": torch.float64}
+        dtype = known.get(str(given).removeprefix("torch."))
+        if dtype is None:
+            raise InputError(f"estimators need a float32 or float64 operator, got {given}; convert it first.")
+        self.op = op
+        self.size = int(shape[0])
+        self.dtype = dtype
+        self.device = torch.device(op.device) if self._speaks_torch else torch.device("cpu")
+        self.count = 0
+        if isinstance(op, np.ndarray) or (isinstance(op, Tensor) and op.layout == torch.strided):
+            entries: Any = op.detach() if isinstance(op, Tensor) else op
+            difference, largest = float(abs(entries - entries.T).max()), float(abs(entries).max())
+            if difference > 1e-4 * largest:
+                raise InputError(
+                    f"estimators need a symmetric matrix, got one with entries that differ by {difference:.2g} from "
+                    f"their mirror images; use (A + A.T)/2 if that is what you mean."
+                )
+
+    def __call__(self, v: Tensor) -> Tensor:
+        first = not self.count
+        self.count += v[0].numel()
+        if isinstance(self.op, Operator):
+            product = self.op @ v  # has checked it
+        elif self._speaks_torch:
+            product = _checked((self.op @ v).detach(), v)
+        else:
+            product = _checked(torch.tensor(np.asarray(self.op @ v.numpy()), dtype=self.dtype), v)
+        if first:
+            size = float(torch.linalg.vector_norm(product, ord=math.inf))
+            if size and not 1e-140 < size < 1e140:
+                raise InputError(
+                    f"the products with this operator are of size {size:.1g}, beyond what can be squared in float64; "
+                    "multiply the loss by a constant and divide the results by it."
+                )
+        return product
+
+
+def columns_at_once(size: int) -> int:
+    """How many vectors to multiply at once: up to 16, and fewer where they would fill more than 2²⁵ numbers."""
+    return max(1, min(16, 2**25 // size))
+
+
+def identity_blocks(size: int, dtype: torch.dtype, device: torch.device) -> Iterator[Tensor]:
+    """The columns of the identity, as many at once as fit."""
+    width = columns_at_once(size)
+    for first in range(0, size, width):
+        block = torch.zeros(size, min(width, size - first), dtype=dtype, device=device)
+        block[first : first + width].fill_diagonal_(1.0)
+        yield block

@@ -1,0 +1,59 @@
+"""Random vectors, keyed by (seed, stream, index): the same for every chunking; and the checks of who asks for them."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from spiritlevel.errors import InputError
+from spiritlevel.estimators.operator import Product, columns_at_once
+
+_SIGNS, SKETCH, _STARTS = range(3)  # independent streams of random numbers
+
+
+def signs(product: Product, seed: int, index: int, stream: int = _SIGNS) -> Tensor:
+    """Sign vector number `index`, the same whatever else is drawn."""
+    bits = np.random.default_rng((seed, stream, index)).integers(0, 2, product.size, dtype=np.int8)
+    return torch.from_numpy(2 * bits - 1).to(product.device, product.dtype)
+
+
+def sign_blocks(product: Product, indices: range, seed: int, stream: int = _SIGNS) -> Iterator[Tensor]:
+    """These sign vectors as columns, as many at once as fit."""
+    width = columns_at_once(product.size)
+    for first in range(0, len(indices), width):
+        yield torch.stack([signs(product, seed, index, stream) for index in indices[first : first + width]]).T
+
+
+def gaussian(product: Product, seed: int, index: int) -> Tensor:
+    """Start vector number `index`, whose direction is uniform on the sphere."""
+    kind = np.float64 if product.dtype == torch.float64 else np.float32
+    draws = np.random.default_rng((seed, _STARTS, index)).standard_normal(product.size, dtype=kind)
+    return torch.from_numpy(draws).to(product.device)
+
+
+def whole_of(who: str, name: str, value: Any) -> int:
+    """The value as an `int`; raises `InputError` for anything but a whole number."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise InputError(f"{who} needs a whole number for {name}, got {value!r}.") from None
+
+
+def check_seed(seed: int) -> None:
+    """Raise `InputError` for anything but a whole number from 0 on."""
+    if isinstance(seed, bool) or whole_of("an estimator", "its seed", seed) < 0:
+        raise InputError(f"a seed must be a whole number >= 0, got {seed!r}.")
+
+
+def check_probes(who: str, probes: int, rel_err: float | None, seed: int, least: int = 2) -> None:
+    """Raise `InputError` if so many probes give no standard error, or for a relative error of 0 or less."""
+    if whole_of(who, "probes", probes) < least:
+        raise InputError(f"{who} needs probes >= {least} to report a standard error, got {probes}.")
+    if rel_err is not None and not rel_err > 0:
+        raise InputError(f"{who} needs rel_err > 0, got {rel_err}.")
+    check_seed(seed)

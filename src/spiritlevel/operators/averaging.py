@@ -1,0 +1,431 @@
+"""The mean over a data set of a matrix that is known by its products with each batch.
+
+A batch's product is traced once to a list of operations and cut in two: what follows from the parameters and the data
+alone, and what follows from the vector. The first part is kept for as many batches as fit the memory budget
+(*replayed*) and computed again for the others (*recomputed*); both give the same bits. Where tracing fails the
+product is differentiated anew each time; where the model has no forward derivatives, by reverse mode alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.func import vmap
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from spiritlevel.binding.batches import Batches, Fingerprint, is_pair_of_tensors, sliced
+from spiritlevel.binding.context import Context
+from spiritlevel.binding.cores import at_a_time, batches_that_fit, even_size, side_by_side
+from spiritlevel.binding.parameters import as_leaves, nearby
+from spiritlevel.errors import InputError
+from spiritlevel.estimators import Operator
+from spiritlevel.operators.products import Product, hessian_product
+from spiritlevel.operators.replay import Flat, Tape, Trace, Traced, checked_trace, try_to_trace
+from spiritlevel.watching.derivatives import check_derivatives
+
+_BatchProduct = Callable[[Tensor], Sequence[Tensor]]
+"""Vectors (k, P) → the matrix of the batch's summed loss times each, in the parameters' shapes (k, …)."""
+
+
+class _Batch(NamedTuple):
+    samples: int
+    product: _BatchProduct
+    calls_model: bool = False
+
+
+_CACHE = 10 * 2**20  # bytes of the largest activation of a batch, and of that times vectors; more makes nothing faster
+_FOOTPRINT = 8  # bytes that a product takes for each byte of activations
+_MOST_VECTORS = 32  # multiplied at once
+_MOST_SHAPES = 16  # of batches that are traced
+_FEW = 16  # samples on which a trace is tried
+_ROUNDING = 10  # times the change between parameters that are the same but for rounding
+_TENSOR = object()  # marks the place of a tensor among a batch's leaves
+
+
+class MeanMatrix:
+    """The mean over a data set of a matrix that is known by its products with each batch."""
+
+    def __init__(
+        self,
+        product: Product,
+        context: Context,
+    ) -> None:
+        self.context, self.problem, self.product = context, context.problem, product
+        problem, whole = self.problem, context.whole
+        self.ranks, self.whole = context.ranks, whole
+        self.params = list(problem.params.values())
+        with self.ranks.together():
+            self.batches = context.batches.cut(context.batch_size)
+            budget = context.budget()
+            saved, largest_tensor = context.once("activation bytes", lambda: _activation_bytes(context))
+        self.at_a_time = at_a_time(problem.device)
+        limit = budget // (2 * max(2, self.at_a_time) * _FOOTPRINT * saved)  # samples times vectors
+        if context.batch_size is None and not whole:
+            self.batches.size = self._batch_size(min(limit, _CACHE // largest_tensor))
+        if self.batches.size is not None and not whole:
+            self.batches.size = self.ranks.least(self.batches.size)
+        with self.ranks.together():
+            sizes, self.fingerprint = self._inspect()
+        self.ranks.same((sizes, self.fingerprint), "their data or batches")
+        self.versions = _versions(self.batches)
+        self.total, self.count, largest = sum(sizes), len(sizes), max(1, *sizes)
+        self.chunk = max(1, min(_MOST_VECTORS, limit // largest, _CACHE // (largest_tensor * largest)))
+        self.vectorised = True
+        self.budget, self.room = budget, budget // 2  # in all, and for what is kept between products
+        self.kept: dict[int, Tape] = {}
+        self.keeping = threading.Lock()
+        self.traceable: bool | None = None  # not known yet
+        self.traces: dict[Any, Trace | None] = {}  # by the shape of the batch; None: not to be traced
+        anyway = [*self.params, *problem.constants.values(), *_held(self.batches)]
+        self.owned = {tensor.untyped_storage().data_ptr() for tensor in anyway}
+
+    def _batch_size(self, most: int) -> int:
+        """Samples to take at once: batches of one size if possible, so that one trace serves all; some a rank."""
+        held = _held(self.batches)
+        if not held:
+            return max(1, most)
+        samples, ranks = len(held[-1]), self.ranks.count
+        most = max(1, min(most, -(-samples // ranks)))
+        if most * ranks < samples:  # several a rank: as many for each core
+            most = even_size(most, samples, ranks * self.at_a_time)
+        equal = (size for size in range(most, most // 2, -1) if samples % size == 0)
+        return next(equal, -(-samples // -(-samples // most)))
+
+    def operator(self, multiply: Callable[[Tensor], Tensor] | None = None, *, weight_decay: float = 0.0) -> Operator:
+        """This matrix, or another `multiply` of rows, plus weight_decay · I as an operator on columns."""
+        if not weight_decay >= 0:
+            raise InputError(f"weight_decay must be at least 0, got {weight_decay}.")
+        multiply = multiply or self.multiply
+
+        def matmat(block: Tensor) -> Tensor:
+            rows = self.ranks.first(block.detach().T.contiguous())
+            result = multiply(rows).to(block.dtype)
+            return (result.add_(rows, alpha=weight_decay) if weight_decay else result).T
+
+        problem = self.problem
+        return Operator(
+            matmat,
+            problem.size,
+            dtype=problem.dtype,
+            device=problem.device,
+            shapes={name: tensor.shape for name, tensor in problem.params.items()},
+        )
+
+    def multiply(self, rows: Tensor) -> Tensor:
+        """The matrix times each row of (k, P)."""
+        return self.moments(rows, 1)[0]
+
+    def moments(self, rows: Tensor, order: int) -> list[Tensor]:
+        """The means over the batches, weighted by their sizes, of H_b v, H_b² v … up to `order`, for each row v.
+
+        Sums over several batches are taken in float64.
+        """
+        dtype = torch.float64 if self.count > 1 else rows.dtype
+        totals = [torch.zeros(rows.shape, dtype=dtype, device=rows.device) for _ in range(order)]
+        sizes = [tensor.numel() for tensor in self.params]
+
+        def begin(batch: _Batch) -> Callable[[], list[list[Tensor]]]:
+            def powers() -> list[list[Tensor]]:
+                found, vectors = list[list[Tensor]](), rows
+                with torch.no_grad():
+                    for power in range(order):
+                        found.append([part.reshape(len(rows), -1) for part in batch.product(vectors)])
+                        if power < order - 1:
+                            vectors = torch.cat(found[-1], dim=1) / batch.samples
+                return found
+
+            if not batch.calls_model:
+                return powers
+            known = powers()
+            return lambda: known
+
+        def add(found: list[list[Tensor]]) -> None:
+            for total, parts in zip(totals, found, strict=True):
+                for piece, part in zip(total.split(sizes, dim=1), parts, strict=True):
+                    piece.add_(part, alpha=1 / self.total)
+
+        with self.ranks.together():
+            batches = self._pass(rows)
+            first = list(itertools.islice(batches, 1))  # with it is known whether the product can be traced
+            cores = batches_that_fit(self.at_a_time, rows.nbytes, self.budget // 4) if self.traceable else 1
+            side_by_side(itertools.chain(first, batches), begin, add, cores)
+        self.ranks.add(totals)
+        return totals
+
+    def _pass(self, rows: Tensor) -> Iterator[_Batch]:
+        """Each batch of this rank; the data are read only if some are not kept.
+
+        What is multiplied first are `rows`: a batch that has to be traced is traced along them.
+        """
+        mine = range(self.ranks.rank, self.count, self.ranks.count)
+        if all(index in self.kept for index in mine):
+            self._check_versions()
+            yield from (self._replayed(self.kept[index]) for index in mine)
+            return
+        seen, fingerprint = 0, Fingerprint()
+        for index, (inputs, targets) in enumerate(self.batches):
+            seen += len(targets)
+            fingerprint.update(inputs, targets)
+            if self.ranks.takes(index):
+                kept = self.kept.get(index)
+                yield self._replayed(kept) if kept else self._batch(index, inputs, targets, rows)
+        if seen != self.total or str(fingerprint) != self.fingerprint:
+            raise InputError(
+                f"the data changed between two passes ({self.total} samples, then {seen}); products need data that "
+                "repeat: pass the unaugmented set, unshuffled."
+            )
+
+    def _check_versions(self) -> None:
+        if _versions(self.batches) != self.versions:
+            raise InputError(
+                "the data were written to in place after the operator was made; products need data that stay as they "
+                "are: build a new operator for the new data."
+            )
+
+    def _inspect(self) -> tuple[list[int], str]:
+        """Read and check all data once: the sizes of the batches, and a fingerprint."""
+        sizes, total, fingerprint = list[int](), 0, Fingerprint()
+        with self.problem.active(), torch.no_grad():
+            for index, (inputs, targets) in enumerate(self.batches):
+                fingerprint.update(inputs, targets)
+                if self.ranks.takes(index):
+                    placed = self.problem.place(inputs, targets)
+                    outputs = self.problem.outputs(self.problem.params, placed[0])
+                    self.problem.checked(outputs, *placed, start=total)
+                    if not index and not self.whole:
+                        self._check_independence(placed[0], outputs)
+                    if not index:
+                        check_derivatives(self.problem, *placed, twice=self.product is hessian_product)
+                sizes.append(len(targets))
+                total += len(targets)
+        return sizes, str(fingerprint)
+
+    def _check_independence(self, inputs: Any, outputs: Tensor) -> None:
+        """Refuse a network whose output for a sample depends on the rest of the batch, unless batches are meant."""
+        if len(outputs) < 3:
+            inputs, _ = self.problem.place(*self.batches.first(3, 3))
+            outputs = self.problem.outputs(self.problem.params, inputs)
+        first = len(outputs) - 2
+        if first < 1:
+            return
+        alone = self.problem.outputs(self.problem.params, sliced(inputs, first, first + 2))  # one has no variance
+        difference, size = float((alone - outputs[first:]).abs().max()), float(outputs.abs().max())
+        if difference > (1e-3 if outputs.dtype == torch.float32 else 1e-8) * size:
+            raise InputError(
+                "the network's output for a sample depends on the other samples of its batch (batch norm without "
+                "running statistics, or an operation across the batch), so this matrix would depend on the batch "
+                "size; batch_norm='batch' with a batch_size measures the batches as they are."
+            )
+
+    def _batch(self, index: int, inputs: Any, targets: Tensor, rows: Tensor) -> _Batch:
+        """A batch: recomputed from a trace when it is multiplied, and kept if there is room; or differentiated."""
+        flat, fixed, shape = self._flat(inputs, targets)
+        constants, known = None, None
+        if shape not in self.traces:
+            traced = self._trace(flat, fixed, inputs, targets, rows[0]) if len(self.traces) < _MOST_SHAPES else None
+            self.traces[shape], constants, known = traced or (None, None, None)
+        trace, samples = self.traces[shape], len(targets)
+        if trace is None:
+            return _Batch(samples, lambda vectors: self._differentiate(flat, fixed, vectors), calls_model=True)
+        tape: Tape | None = None
+
+        def product(vectors: Tensor) -> Sequence[Tensor]:
+            nonlocal tape
+            if tape is None:
+                prepared = trace.prepare(*self.params, *fixed) if constants is None else constants
+                tape = Tape(trace.multiply, prepared, samples)
+                self._keep(index, tape)
+            if vectors is rows and len(rows) == 1 and known is not None:
+                return [part[None] for part in known]
+            return self._for_each(tape.multiply, vectors)
+
+        return _Batch(samples, product)
+
+    def _replayed(self, tape: Tape) -> _Batch:
+        return _Batch(tape.samples, lambda vectors: self._for_each(tape.multiply, vectors))
+
+    def _keep(self, index: int, tape: Tape) -> None:
+        size = tape.size(self.owned)
+        with self.keeping:
+            if size <= self.room:
+                self.room -= size
+                self.kept[index] = tape
+
+    def _flat(self, inputs: Any, targets: Tensor) -> tuple[Flat, list[Tensor], tuple[Any, ...]]:
+        """A batch's product as a function of tensors alone, the batch's own tensors, and what a trace depends on."""
+        leaves, form = tree_flatten(self.problem.place(inputs, targets))
+        fixed = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        rest = [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        names = list(self.problem.params)
+
+        def flat(*tensors: Tensor) -> tuple[Tensor, ...]:
+            vector, point = (dict(zip(names, tensors[start:], strict=False)) for start in (0, len(names)))
+            data = iter(tensors[2 * len(names) :])
+            x, y = tree_unflatten([next(data) if leaf is _TENSOR else leaf for leaf in rest], form)
+            return tuple(self.product(self.problem, vector, point, x, y).values())
+
+        return flat, fixed, (str(form), repr(rest), tuple((leaf.shape, leaf.stride(), leaf.dtype) for leaf in fixed))
+
+    def _trace(self, flat: Flat, fixed: list[Tensor], inputs: Any, targets: Tensor, row: Tensor) -> Traced | None:
+        """The trace of a batch's product, along `row`; `None` if there is none."""
+        few = len(targets) if len(targets) <= 8 * _FEW else _FEW
+        if self.traceable is None:
+            tried = self._try(inputs, targets, few)
+            if few == len(targets):
+                return tried and tried._replace(product=None)
+        if not self.traceable:
+            return None
+        with self.problem.active():
+            return try_to_trace(flat, self._shaped(row), self.params, fixed)
+
+    def _try(self, inputs: Any, targets: Tensor, few: int) -> Traced | None:
+        """Find out on a few samples, along random vectors, whether the product is symmetric and can be traced."""
+        flat, fixed, _ = self._flat(sliced(inputs, 0, few), targets[:few])
+        generator = torch.Generator().manual_seed(1)
+        pair = torch.randn(2, self.problem.size, generator=generator, dtype=self.problem.dtype).to(self.problem.device)
+        leaves = tree_leaves((inputs, targets))
+        plain = all(isinstance(leaf, Tensor | bool | int | float | str | None) for leaf in leaves)
+        traced = None
+        if plain and not self.problem.reverse_only:
+            with self.problem.active():
+                traced = checked_trace(flat, self._shaped(pair[0]), self.params, fixed)
+        self.traceable = traced is not None
+        if traced is None:
+            products = self._one_by_one_and_together(lambda rows: self._differentiate(flat, fixed, rows), pair)
+        else:
+            assert traced.constants is not None
+            tape = Tape(traced.trace.multiply, traced.constants, few)
+            with torch.no_grad():
+                products = self._one_by_one_and_together(lambda rows: self._for_each(tape.multiply, rows), pair)
+
+        def elsewhere() -> Iterator[Tensor]:
+            for params in nearby(self.problem.params):
+                yield _rows(self._differentiate(flat, fixed, pair, list(params.values())))
+
+        self._check_symmetry(pair, products, elsewhere)
+        return traced
+
+    def _one_by_one_and_together(self, multiply: Callable[[Tensor], Sequence[Tensor]], rows: Tensor) -> Tensor:
+        """The products with some vectors (k, P) one by one, after making sure that `vmap` gives the same.
+
+        Not every rule of `vmap` can be trusted. If one cannot, `vectorised` is false from here on.
+        """
+        each = torch.cat([_rows(multiply(row)) for row in rows.split(1)])
+        if self.vectorised:
+            error, scale = float((_rows(multiply(rows)) - each).norm()), float(each.norm())
+            self.vectorised &= error <= math.sqrt(torch.finfo(rows.dtype).eps) * scale
+        return each
+
+    def _shaped(self, row: Tensor) -> list[Tensor]:
+        """A vector cut into the parameters' shapes."""
+        parts = row.split([tensor.numel() for tensor in self.params])
+        return [part.reshape(tensor.shape) for part, tensor in zip(parts, self.params, strict=True)]
+
+    def _check_symmetry(self, pair: Tensor, products: Tensor, elsewhere: Callable[[], Iterator[Tensor]]) -> None:
+        """Refuse a product that is not symmetric: uᵀHv = vᵀHu for two random vectors, whose size is about ‖Hv‖.
+
+        Where terms cancel, Hv is nothing but their rounding, and so is its asymmetry: products at parameters that are
+        the same but for rounding, `elsewhere`, then differ as much.
+        """
+        pair, products = pair.double(), products.double()
+        largest = float(products.abs().max())
+        if largest < 1e8 * torch.finfo(self.problem.dtype).tiny:  # so small that rounding is no longer relative
+            return
+        products /= largest  # whose squares may be too small for a number
+        difference = abs(float(products[0] @ pair[1]) - float(products[1] @ pair[0]))
+        size = float(torch.linalg.vector_norm(products, dim=1).max())
+        if difference <= (1e-2 if self.problem.dtype == torch.float32 else 1e-6) * size:
+            return
+        changes = [other.double() / largest - products for other in elsewhere()]
+        if difference > _ROUNDING * median(float(torch.linalg.vector_norm(change, dim=1).max()) for change in changes):
+            raise InputError(
+                "the second derivatives of this model are not symmetric, so no curvature of it can be trusted: a part "
+                "of its forward runs under torch.no_grad() or on .data, or an operation has a wrong double backward."
+            )
+
+    def _differentiate(
+        self, flat: Flat, fixed: list[Tensor], vectors: Tensor, params: list[Tensor] | None = None
+    ) -> Sequence[Tensor]:
+        point = self.params if params is None else params
+        with self.problem.active():
+            results = self._for_each(lambda *vector: flat(*vector, *point, *fixed), vectors)
+        return [result.detach() for result in results]  # a loss may hold parameters of its own
+
+    def _for_each(self, function: Callable[..., Sequence[Tensor]], rows: Tensor) -> Sequence[Tensor]:
+        """`function`, of a vector in the parameters' shapes, applied to each row of (k, P), several at once."""
+        sizes = [tensor.numel() for tensor in self.params]
+        results: list[Sequence[Tensor]] = []
+        for some in rows.split(self.chunk if self.vectorised else 1):
+            pieces = zip(some.split(sizes, dim=1), self.params, strict=True)
+            parts = [piece.reshape(len(some), *tensor.shape) for piece, tensor in pieces]
+            if len(some) == 1:
+                results.append([result[None] for result in function(*(part[0] for part in parts))])
+                continue
+            try:
+                results.append(vmap(function)(*parts))
+            except Exception:  # not every operation can be vectorised; if it fails alone too, that says why
+                self.vectorised = False
+                return self._for_each(function, rows)
+        return [torch.cat(parts) if len(parts) > 1 else parts[0] for parts in zip(*results, strict=True)]
+
+
+def _rows(parts: Sequence[Tensor]) -> Tensor:
+    """Some vectors in the parameters' shapes as the rows of one matrix."""
+    return torch.cat([part.reshape(len(part), -1) for part in parts], dim=1)
+
+
+def _held(batches: Batches) -> list[Tensor]:
+    """The tensors of data that lie in memory as one pair, the targets last."""
+    return tree_leaves(batches.data) if is_pair_of_tensors(batches.data) else []
+
+
+def _versions(batches: Batches) -> list[int]:
+    """How often the tensors of data that lie in memory were written to."""
+    return [tensor._version for tensor in _held(batches) if not tensor.is_inference()]
+
+
+def _activation_bytes(context: Context) -> tuple[int, int]:
+    """Bytes a sample that a forward pass saves for its derivative, all and the largest, from at most 16 samples."""
+    problem, (inputs, targets) = context.problem, context.first(16)
+    params = as_leaves(problem.params)
+    own = {tensor.untyped_storage().data_ptr() for tensor in [*params.values(), *problem.constants.values()]}
+    saved: dict[int, int] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        pointer = tensor.untyped_storage().data_ptr()
+        if pointer not in own:
+            saved[pointer] = max(saved.get(pointer, 0), tensor.nbytes)
+        return tensor.detach()  # the tensor itself, kept by the operation that made it, would never be freed
+
+    with problem.active():
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+                outputs = problem.outputs(params, inputs)
+        except (InputError, RuntimeError):  # a model that differentiates by itself, for one, allows no hooks
+            with _Sizes(saved):
+                outputs = problem.outputs(params, inputs)
+    problem.checked(outputs, inputs, targets)
+    sizes = [*saved.values(), outputs.nbytes]
+    return max(1, sum(sizes) // len(targets)), max(1, max(sizes) // len(targets))
+
+
+class _Sizes(TorchDispatchMode):
+    """Counts the bytes of all that operations return, instead of what they save."""
+
+    def __init__(self, sizes: dict[int, int]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.sizes = sizes
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not func.is_view:
+            self.sizes[-len(self.sizes) - 1] = sum(x.nbytes for x in tree_leaves(result) if isinstance(x, Tensor))
+        return result

@@ -1,0 +1,110 @@
+"""Which way to take to the per-sample traces of a network, on how many cores and in batches of which size."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from torch import Tensor
+
+from spiritlevel.binding.cores import at_a_time, batches_that_fit, in_memory
+from spiritlevel.binding.problem import Problem
+from spiritlevel.errors import InputError, NotExactError
+from spiritlevel.watching.chains import Chain, find_chain
+from spiritlevel.watching.recording import GradientNorms
+from spiritlevel.watching.structure import Structure
+
+MANY_CLASSES = 2_000
+CHAIN_COST = 2e7  # multiply-adds per sample up to which the recursion is worth its while
+SPLIT_RANK = 128  # beyond so many factors the exact Gauss-Newton part costs more than the probes it saves
+BATCH_BYTES = 1e8  # activations of one batch: small enough to stay near the cache, large enough to hide overheads
+
+
+class Plan:
+    """What was chosen, and what it needs."""
+
+    def __init__(
+        self, name: str, *, passes: int = 0, norms: GradientNorms | None = None, chain: Chain | None = None
+    ) -> None:
+        self.name, self.passes, self.norms, self.chain = name, passes, norms, chain
+        self.notes: tuple[str, ...] = ()
+
+
+def choose(
+    problem: Problem, structure: Structure, inputs: Any, outputs: Tensor, method: str, passes: int | None
+) -> Plan:
+    """The best way there is; raises `NotExactError` where none is exact and an exact one was asked for."""
+    if method in ("hutchinson", "pyhessian"):
+        return Plan("hutchinson")
+    rank = problem.loss.rank(outputs.shape[1] if outputs.ndim > 1 else 1)
+    if structure.exact and problem.loss.closed_form:
+        plan = Plan("exact")
+        if passes is not None and passes < rank - 1:
+            plan = Plan("passes", passes=passes)
+        elif passes is None and rank >= MANY_CLASSES:
+            if method == "exact":
+                sampled = "passes=8 for a sampled rest, or " if problem.loss.can_sample else ""
+                raise InputError(
+                    f"exact traces of {outputs.shape[1]} outputs take {rank} backward passes a batch; "
+                    f"pass {sampled}passes={rank} to insist."
+                )
+            if not problem.loss.can_sample:
+                return Plan("hutchinson")
+            plan = Plan("passes", passes=8)
+            plan.notes = (f"{rank} factors: 8 taken exactly, the rest sampled; passes= changes that",)
+        plan.norms = GradientNorms(problem, inputs, structure, plan.passes + 1 if plan.name == "passes" else rank)
+        return plan
+    if passes is not None:
+        raise NotExactError(f"passes= needs exact terms, but {_obstacle(problem, structure)}; leave it out.")
+    if problem.loss.closed_form and not structure.failure:
+        chain = find_chain(problem, inputs)
+        if chain is not None and (chain.cost <= CHAIN_COST or method == "exact"):
+            return Plan("recursion", chain=chain)
+    if method == "exact":
+        raise NotExactError(
+            f"the per-sample traces of this model have no exact form here: {_obstacle(problem, structure)}; "
+            "use method='auto' or 'hutchinson' for an estimate with its error."
+        )
+    if problem.loss.closed_form and structure.smooth and rank <= SPLIT_RANK:
+        norms = GradientNorms(problem, inputs, structure, rank)
+        if not norms.without_rule:
+            return Plan("split", norms=norms)
+    return Plan("hutchinson")
+
+
+def _obstacle(problem: Problem, structure: Structure) -> str:
+    if not problem.loss.closed_form:
+        return "the loss offers no output factors"
+    return structure.reason
+
+
+def cores_for(
+    problem: Problem, structure: Structure, plan: Plan, outputs: Tensor, batch_size: int | None, memory: int
+) -> int:
+    """How many batches to work on at a time, those of a given size as far as they fit.
+
+    One where the model is called all the time, and where the classes take more memory than the activations: operations
+    on so many are large enough for all cores.
+    """
+    activations, classes = _bytes_per_sample(problem, structure, outputs)
+    if plan.norms is None or classes > activations:
+        return 1
+    return batches_that_fit(at_a_time(problem.device), (batch_size or 1) * (8 * activations + classes), memory)
+
+
+def batch_size_for(
+    problem: Problem, structure: Structure, chain: Chain | None, outputs: Tensor, memory: int, cores: int
+) -> int:
+    """Samples in a batch: a power of two that keeps the activations near the cache and within the memory."""
+    activations, extra = _bytes_per_sample(problem, structure, outputs)
+    if chain is not None:
+        extra += 4 * 8 * chain.width**2  # the Hessian of a layer, the next one, and what lies between
+    wanted = BATCH_BYTES / (activations + extra)
+    allowed = memory / in_memory(cores) / (8 * activations + extra)
+    return max(1, min(2 ** int(math.log2(max(wanted, 8))), 4096, int(allowed)))
+
+
+def _bytes_per_sample(problem: Problem, structure: Structure, outputs: Tensor) -> tuple[int, int]:
+    """Of the activations, and of the loss's factors, which take some float64 numbers a class."""
+    item = problem.params[next(iter(problem.params))].element_size()
+    return item * (structure.floats_per_sample or 2**18), 64 * outputs[0].numel()

@@ -1,0 +1,317 @@
+"""Goes over the batches, takes every sample's trace in the chosen way, and puts the result together."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from spiritlevel.binding.batches import Batches, Fingerprint
+from spiritlevel.binding.context import Context
+from spiritlevel.binding.cores import side_by_side
+from spiritlevel.binding.losses import Factor
+from spiritlevel.errors import InputError, NotExactError
+from spiritlevel.results import SampleTraces, standard_error
+from spiritlevel.samples.choosing import Plan
+from spiritlevel.samples.probing import Differentiate, differentiator, form_along, generator_of, probe
+from spiritlevel.watching.chains import chain_traces
+from spiritlevel.watching.recording import Recording, resized, same_outputs
+
+DEFAULT_PROBES = 64
+PILOT_PROBES = 16
+MAX_PROBES = 100_000
+PASSES_AT_ONCE = 10  # backward passes whose norms are taken together
+
+
+class OtherFunction(NotExactError):
+    """On a later batch the model did something for which what was chosen is not exact."""
+
+    def __init__(self, start: int, reason: str) -> None:
+        self.reason = f"on the batch that begins with sample {start} {reason}"
+        super().__init__(f"the per-sample traces have no exact form here: {self.reason}; use method='hutchinson'.")
+
+
+_Values = dict[str, Tensor]  # of the samples of a batch, by name
+_Begin = Callable[[int, Any, Tensor], Callable[[], _Values]]
+"""(number of the first sample, inputs, targets) → what gives the values, without calling the model any more."""
+_ERROR = ""  # the name of a column that is no parameter
+
+
+def _at_once(values: _Values) -> Callable[[], _Values]:
+    """Values that are there already: all that calls the model has to be done in its turn."""
+    return lambda: values
+
+
+def _weighted_norms(
+    recording: Recording, factors: Iterator[Factor], count: int, names: Sequence[str], start: int
+) -> tuple[_Values, Tensor]:
+    """Σ_j d_j ‖v_jᵀJ‖² of a batch by parameter, over `count` factors (d, v); and what the last of them adds in all."""
+    samples, dtype = len(recording.outputs), recording.outputs.dtype
+    totals = {name: torch.zeros(samples, dtype=torch.float64) for name in names}
+    last = torch.zeros(samples, dtype=torch.float64)
+    few = ((weight, vector.to(dtype)) for weight, vector in factors)  # in half the memory
+    done = 0
+    while some := list(itertools.islice(few, PASSES_AT_ONCE)):
+        done += len(some)
+        found = recording.squared_norms([vector for _, vector in some], last=done == count)
+        for (weight, _), norms in zip(some, found, strict=True):
+            last = torch.zeros_like(last)
+            for name, norm in norms.items():
+                term = (weight * norm).cpu()
+                totals[name] += term
+                last += term
+    for name, total in totals.items():
+        if not bool(torch.isfinite(total).all()):
+            sample = start + int((~torch.isfinite(total)).nonzero()[0])
+            raise InputError(
+                f"the gradient of the outputs by {name} is beyond {str(dtype).removeprefix('torch.')} for sample "
+                f"{sample}; measure model.double()."
+            )
+    return totals, last
+
+
+class Collector:
+    """Goes over the batches and puts the result together."""
+
+    def __init__(self, context: Context, batches: Batches, per_layer: bool, cores: int) -> None:
+        self.problem, self.ranks, self.seed = context.problem, context.ranks, context.seed
+        self.batches, self.per_layer, self.cores = batches, per_layer, cores
+        self.fingerprint = Fingerprint()
+        self.targets: list[Tensor] = []
+
+    def each(self) -> Iterator[tuple[int, Any, Tensor]]:
+        """This rank's batches on the model's device, each with the number of its first sample; keeps the books."""
+        self.fingerprint, self.targets = Fingerprint(), []
+        start = 0
+        for index, (inputs, targets) in enumerate(self.batches):
+            if not len(targets):
+                continue
+            self.fingerprint.update(inputs, targets)
+            self.targets.append(targets.detach().cpu())
+            if self.ranks.takes(index):
+                yield start, *self.problem.place(inputs, targets)
+            start += len(targets)
+
+    def columns(self, names: Sequence[str], begin: _Begin, *width: int, cores: int = 1) -> dict[str, Tensor]:
+        """The values by name, (samples, *width), of all batches and ranks; what is left out is zero."""
+        pieces: list[tuple[int, Tensor]] = []
+
+        def begin_batch(batch: tuple[int, Any, Tensor]) -> Callable[[], tuple[int, Tensor]]:
+            values, (start, _, targets) = begin(*batch), batch
+
+            def stacked() -> tuple[int, Tensor]:
+                found, nothing = values(), torch.zeros(len(targets), *width, dtype=torch.float64)
+                return start, torch.stack([found.get(name, nothing).cpu() for name in names], 1)
+
+            return stacked
+
+        with self.ranks.together():
+            side_by_side(self.each(), begin_batch, pieces.append, cores)
+        sizes = [len(targets) for targets in self.targets]
+        self.ranks.same((sizes, str(self.fingerprint)), "their data or batches")
+        table = self.ranks.joined(pieces, sum(sizes), len(names), *width)
+        return dict(zip(names, table.unbind(1), strict=True))
+
+    def result(self, layers: dict[str, Tensor], stderr: Tensor | None = None, **fields: Any) -> SampleTraces:
+        values = fields.pop("values", None)
+        if values is None:
+            values = torch.stack(list(layers.values())).sum(0)
+        return SampleTraces(
+            values=values,
+            stderr=torch.zeros_like(values) if stderr is None else stderr,
+            targets=torch.cat(self.targets),
+            layers=layers if self.per_layer else {},
+            seed=self.seed,
+            loss=self.problem.loss.name,
+            batch_norm=self.problem.batch_norm,
+            fingerprint=str(self.fingerprint),
+            batches=tuple(map(len, self.targets)) if self.problem.batch_norm == "batch" else None,
+            **fields,
+        )
+
+    def gauss_newton(self, plan: Plan) -> tuple[dict[str, Tensor], Tensor | None, int]:
+        """Tr GGNₙ by parameter; the error bound of the sampled part if there is one; the number of passes."""
+        assert plan.norms is not None
+        problem, norms = self.problem, plan.norms
+        count = drawn = 0
+        generator = generator_of(self.seed, 0)  # one for all batches: their sizes must not matter
+
+        def signs(number: int, classes: int) -> Tensor:
+            return torch.randint(0, 2, (number, classes), generator=generator, dtype=torch.int8).mul_(2).sub_(1)
+
+        def begin(start: int, inputs: Any, targets: Tensor) -> Callable[[], _Values]:
+            nonlocal count, drawn
+            recording = norms.record(inputs)
+            outputs = recording.outputs.detach()
+            problem.checked(outputs, inputs, targets, start)
+            if plan.name != "split" and not norms.structure.exact:  # a split is right whatever the network is
+                raise OtherFunction(start, norms.structure.reason)
+            rank = problem.loss.rank(outputs.shape[1] if outputs.ndim > 1 else 1)
+            variance = 0.0
+            if plan.name == "passes":
+                signs(start - drawn, outputs.shape[1])  # samples of other ranks have signs of their own
+                own = signs(len(targets), outputs.shape[1]).to(outputs.device)
+                drawn = start + len(targets)
+                factors = problem.loss.sampled_factors(outputs, targets, plan.passes, own)
+                count, variance = plan.passes + 1, 2 * (1 - 1 / (rank - plan.passes))
+            else:
+                factors, count = problem.loss.factors(outputs, targets), rank
+
+            def values() -> _Values:
+                totals, last = _weighted_norms(recording, factors, count, [*problem.params], start)
+                return {**totals, _ERROR: last * math.sqrt(variance / (1 + variance))}
+
+            return _at_once(values()) if recording.calls_model else values
+
+        layers = self.columns([*problem.params, _ERROR], begin, cores=self.cores)
+        error = layers.pop(_ERROR)
+        return layers, error if plan.name == "passes" else None, -self.ranks.least(-count)
+
+    def exact(self, plan: Plan) -> SampleTraces:
+        layers, stderr, count = self.gauss_newton(plan)
+        notes = plan.notes
+        if plan.norms is not None and plan.norms.without_rule:
+            names = ", ".join(sorted(plan.norms.without_rule))
+            notes += (f"gradients of their own, sample by sample, for: {names}",)
+        method = "exact" if plan.name == "exact" else f"passes={plan.passes}"
+        return self.result(layers, stderr, exact=stderr is None, method=method, matvecs=count, notes=notes)
+
+    def recursion(self, plan: Plan) -> SampleTraces:
+        chain = plan.chain
+        assert chain is not None
+
+        def begin(start: int, inputs: Any, targets: Tensor) -> Callable[[], _Values]:
+            outputs, traces = chain_traces(self.problem, chain, inputs, targets, start)
+            with torch.no_grad():
+                wanted = self.problem.outputs(self.problem.params, inputs)
+            if not same_outputs(wanted, outputs):
+                raise OtherFunction(start, "the model's outputs are not those of the layers that were seen at first")
+            return _at_once(traces)
+
+        layers = self.columns([*self.problem.params], begin)
+        return self.result(layers, exact=True, method="recursion", notes=plan.notes)
+
+    def probed(self, plan: Plan, probes: int | None, rel_err: float | None) -> SampleTraces:
+        """All of the trace, or what Gauss-Newton leaves of it, by probes that all samples share."""
+        base: dict[str, Tensor] = {}
+        matvecs = 0
+        if plan.name == "split":
+            base, _, matvecs = self.gauss_newton(plan)
+        known = torch.stack(list(base.values())).sum(0) if base else None
+        notes: tuple[str, ...] = plan.notes
+        if rel_err is None:
+            count = DEFAULT_PROBES if probes is None else probes
+            draws, derived = self._draws(range(count), known is not None)
+        else:
+            draws, derived = self._draws(range(PILOT_PROBES), known is not None)
+            means = torch.stack(list(draws.values())).sum(0).mean(0)
+            mean = float(means.mean()) + (float(known.mean()) if known is not None else 0.0)
+            error = float(standard_error(means))
+            need = 0.0 if not error else PILOT_PROBES * (error / (rel_err * abs(mean))) ** 2 if mean else math.inf
+            count = max(PILOT_PROBES, min(MAX_PROBES, math.ceil(min(need, MAX_PROBES))))
+            if need > MAX_PROBES:
+                notes += (f"rel_err={rel_err:g} would take more than {MAX_PROBES} probes; {MAX_PROBES} were run",)
+            if count > PILOT_PROBES:
+                more, _ = self._draws(range(PILOT_PROBES, count), known is not None)
+                draws = {name: torch.cat([draws[name], more[name]], 1) for name in draws}
+        total = torch.stack(list(draws.values())).sum(0)
+        if known is not None:
+            total = total + known[:, None]
+        layers = {}
+        if self.per_layer:
+            layers = {name: base.get(name, 0.0) + rows.mean(1) for name, rows in draws.items()}
+        return self.result(
+            layers,
+            standard_error(total),
+            values=total.mean(1),
+            exact=False,
+            method="gauss-newton + remainder" if known is not None else "hutchinson",
+            probes=torch.full((len(total),), count),
+            dof=count - 1,
+            draws=total,
+            matvecs=matvecs + count,
+            notes=notes + derived,
+        )
+
+    def _draws(self, indices: range, remainder: bool) -> tuple[dict[str, Tensor], tuple[str, ...]]:
+        """What every probe says of every sample, (N, probes): one table, or one a parameter if layers are wanted."""
+        problem = self.problem
+        parts: list[str | None] = [*problem.params] if self.per_layer else [None]
+        notes: tuple[str, ...] = ()
+        differentiate = None
+
+        def begin(start: int, inputs: Any, targets: Tensor) -> Callable[[], _Values]:
+            nonlocal differentiate, notes
+            tables: dict[str, Tensor] = {}
+            if differentiate is None:
+                differentiate, notes = self._differentiator(inputs, targets)
+            for part in parts:
+                rows: list[Tensor] = []
+                for index in indices:
+                    direction = probe(problem.params, self.seed, index, part)
+                    derivatives = differentiate(problem, inputs, direction)
+                    if not rows:
+                        problem.checked(derivatives[0], inputs, targets, start)
+                    rows.append(form_along(problem, derivatives, targets, remainder))
+                tables[part or ""] = torch.stack(rows, 1)
+            return _at_once(tables)
+
+        return self.columns([part or "" for part in parts], begin, len(indices)), notes
+
+    def _differentiator(self, inputs: Any, targets: Tensor) -> tuple[Differentiate, tuple[str, ...]]:
+        few = inputs if self.problem.batch_norm == "batch" else resized(inputs, min(8, len(targets)))
+        return differentiator(self.problem, few, self.seed)
+
+    def pyhessian(self, most: int = 100, tolerance: float = 1e-3) -> SampleTraces:
+        """PyHessian 0.1's `trace()`, batched.
+
+        A sample stops when its running mean moved by less than `tolerance` relative to the *signed* previous mean, so
+        at once when that is negative.
+        """
+        problem = self.problem
+        differentiate = None
+
+        def begin(start: int, inputs: Any, targets: Tensor) -> Callable[[], _Values]:
+            nonlocal differentiate
+            if differentiate is None:
+                differentiate, _ = self._differentiator(inputs, targets)
+            total = torch.zeros(len(targets), dtype=torch.float64)
+            mean, count, negative = torch.zeros_like(total), torch.zeros_like(total), torch.zeros_like(total)
+            running = torch.arange(len(targets))
+            for index in range(most):
+                some, some_targets = inputs, targets
+                if problem.batch_norm == "eval" and len(running) < len(targets):  # batch statistics need the others too
+                    chosen = running.to(problem.device)
+                    some, some_targets = resized(inputs, chosen), targets[chosen]
+                derivatives = differentiate(problem, some, probe(problem.params, self.seed, index))
+                if not index:
+                    problem.checked(derivatives[0], inputs, targets, start)
+                draw = form_along(problem, derivatives, some_targets)
+                total[running] += draw if len(draw) == len(running) else draw[running]
+                count[running] += 1
+                updated, previous = total[running] / (index + 1), mean[running]
+                stop = (updated - previous).abs() / (previous + 1e-6) < tolerance
+                mean[running] = updated
+                negative[running[stop & (previous + 1e-6 < 0)]] = 1
+                running = running[~stop]
+                if not len(running):
+                    break
+            return _at_once({"mean": mean, "count": count, "negative": negative})
+
+        columns = self.columns(["mean", "count", "negative"], begin)
+        traces, probes, share = columns["mean"], columns["count"].long(), float(columns["negative"].mean())
+        return self.result(
+            {},
+            torch.full_like(traces, math.nan),
+            values=traces,
+            exact=False,
+            method="pyhessian",
+            probes=probes,
+            matvecs=int(probes.max()),
+            negative_stops=share,
+            notes=(f"PyHessian's stopping rule, for comparison only: {share:.1%} stopped on a negative mean",),
+        )

@@ -1,0 +1,458 @@
+"""Squared norms of per-sample gradients without the gradients: one rule an operation.
+
+Each turns the cotangent δ that arrives at an operation's output into ‖∇_p (vᵀφₙ)‖² of every sample n and of the
+parameters p that the operation was given: a linear layer needs ‖a‖²‖δ‖² only, a convolution ‖δUᵀ‖² with U its unfolded
+input (mathematics 4.5).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+Norms = dict[str, Tensor]
+Rule = Callable[[Tensor], Iterator[tuple[str, Tensor]]]
+"""From the cotangent δ at an operation's output to (parameter name, squared norm per sample)."""
+Names = dict[int, str]
+
+
+def _squared(tensor: Tensor, dim: int = 1) -> Tensor:
+    """‖·‖² over all dimensions from `dim` on, in float64: of every sample by default.
+
+    `vector_norm` is several times faster than square and sum on the CPU. Its squares leave the range of float32 where
+    the norms do not; those norms are taken again in float64.
+    """
+    rows = tensor.flatten(dim)
+    norms = torch.linalg.vector_norm(rows, dim=dim)
+    if rows.dtype != torch.float64:
+        least, most = torch.aminmax(norms) if norms.numel() else (norms.new_ones(()),) * 2
+        if not (least > 1e-15 and most < 1e18):
+            unsafe = ~((norms > 1e-15) & (norms < 1e18))
+            norms = norms.double()
+            norms[unsafe] = torch.linalg.vector_norm(rows[unsafe], dim=1, dtype=torch.float64)
+    return norms.double().square()
+
+
+def _gram(rows: Tensor) -> Tensor:
+    """All products of the rows of every sample, in float64: they are squares, of which most may cancel later."""
+    rows = rows.double()
+    return torch.bmm(rows, rows.mT)
+
+
+_GRAM_COST = 2  # a product in float64 costs twice that in float32
+
+
+def _product_rule(weight: str | None, bias: str | None, inputs: Tensor, passes: int) -> Rule:
+    """Weight gradient δᵀa over positions: inputs a (N, P, k), cotangents δ (N, P, o)."""
+    positions, fan_in = inputs.shape[1], inputs.shape[2]
+    if positions == 1:
+        size = _squared(inputs)
+
+        def single(delta: Tensor) -> Iterator[tuple[str, Tensor]]:
+            norms = _squared(delta)
+            if weight:
+                yield weight, norms * size
+            if bias:
+                yield bias, norms
+
+        return single
+    gram: list[Tensor] = []
+
+    def several(delta: Tensor) -> Iterator[tuple[str, Tensor]]:
+        fan_out = delta.shape[2]
+        if weight:
+            direct = passes * fan_in * fan_out
+            if direct > _GRAM_COST * positions * (fan_in + passes * fan_out):
+                if not gram:
+                    gram.append(_gram(inputs))
+                yield weight, (_gram(delta) * gram[0]).flatten(1).sum(1)
+            else:
+                yield weight, _squared(torch.bmm(delta.mT, inputs))
+        if bias:
+            yield bias, _squared(delta.sum(1))
+
+    return several
+
+
+def _linear(names: Names, passes: int, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Rule:
+    rule = _product_rule(
+        names.get(id(weight)), names.get(id(bias)), input.reshape(input.shape[0], -1, input.shape[-1]), passes
+    )
+    return lambda delta: rule(delta.reshape(delta.shape[0], -1, delta.shape[-1]))
+
+
+def _matmul(names: Names, passes: int, input: Tensor, other: Tensor) -> Rule | None:
+    return _linear(names, passes, input, other) if other.ndim == 2 and id(input) not in names else None
+
+
+def _addmm(names: Names, passes: int, bias: Tensor, input: Tensor, other: Tensor) -> Rule | None:
+    if id(input) in names or bias.ndim != 1:
+        return None
+    return _linear(names, passes, input, other, bias)
+
+
+def _tuple(value: Any, dims: int) -> tuple[int, ...]:
+    return tuple(value) * (dims // len(value)) if isinstance(value, list | tuple) else (value,) * dims
+
+
+def _patches(
+    input: Tensor, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int], groups: int
+) -> Tensor:
+    """The unfolded input (N·groups, channels·kernel, positions): one strided copy, faster than im2col on the CPU."""
+    dims = len(kernel)
+    for d in range(dims):
+        input = input.unfold(2 + d, dilation[d] * (kernel[d] - 1) + 1, stride[d])
+        input = input[..., :: dilation[d]]
+    order = [0, 1, *range(2 + dims, 2 + 2 * dims), *range(2, 2 + dims)]
+    count, channels = input.shape[:2]
+    size = channels // groups * math.prod(kernel)
+    return input.permute(order).reshape(count * groups, size, math.prod(input.shape[2 : 2 + dims]))
+
+
+def _convolution(
+    names: Names,
+    passes: int,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+) -> Rule | None:
+    dims = weight.ndim - 2
+    if input.ndim != dims + 2:
+        return None
+    kernel = weight.shape[2:]
+    stride, dilation = _tuple(stride, dims), _tuple(dilation, dims)
+    if padding == "same":
+        totals = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
+        pads = [(total // 2, total - total // 2) for total in totals]
+    else:
+        pads = [(0, 0)] * dims if padding == "valid" else [(p, p) for p in _tuple(padding, dims)]
+    name, bias_name = names.get(id(weight)), names.get(id(bias))
+    if name is None:
+        return _scale_and_shift(None, bias_name, torch.Size([weight.shape[0]] + [1] * dims), None)
+
+    def padded(samples: slice) -> Tensor:
+        some = input[samples]
+        return F.pad(some, [p for pair in reversed(pads) for p in pair]) if any(map(any, pads)) else some
+
+    def patches(samples: slice) -> Tensor:
+        return _patches(padded(samples), kernel, stride, dilation, groups)
+
+    rule = ConvolutionRule(name, bias_name, patches, groups, passes, weight[0].numel())
+    if dims == 2 and groups == 1 and set(dilation) == {1}:
+        rule.pooled = lambda cell: PooledConvolution(name, bias_name, padded(slice(None)), weight, bias, stride, cell)
+    return rule
+
+
+_TALL = 64  # rows of an unfolded input from which on several passes share one product
+_PLACES = 4  # in a cell of a pooling; each costs a product of its own
+_NEAR = 2**21  # numbers in one go: few enough to stay near the processor, enough for all its cores
+
+
+class ConvolutionRule:
+    """‖δUᵀ‖² with U the unfolded input; where positions are few and channels many, ⟨δᵀδ, UᵀU⟩.
+
+    If U is tall, the cotangents of several passes go through one product together, a few samples at a time so that
+    everything stays in the cache; otherwise U is made at the first pass and kept for the others.
+    """
+
+    def __init__(
+        self, name: str, bias: str | None, patches: Callable[[slice], Tensor], groups: int, passes: int, fan_in: int
+    ) -> None:
+        self.name, self.bias, self.make_patches, self.groups, self.passes = name, bias, patches, groups, passes
+        self.stacks = fan_in >= _TALL
+        self.patches: Tensor | None = None
+        self.gram: Tensor | None = None
+        self.pooled: Callable[[Cell], PooledConvolution] | None = None
+        """The same convolution together with a max pooling, where that can be one product."""
+
+    def __call__(self, delta: Tensor) -> Iterator[tuple[str, Tensor]]:
+        if self.patches is None:
+            self.patches = self.make_patches(slice(None))
+        if self.gram is None and self._gram_is_cheaper(delta, self.patches):
+            self.gram = _gram(self.patches.mT)
+        for name, norms in self._norms([delta], self.patches, self.gram):
+            yield name, norms[:, 0]
+
+    def _gram_is_cheaper(self, delta: Tensor, patches: Tensor) -> bool:
+        channels, (fan_in, positions) = delta.shape[1] // self.groups, patches.shape[1:]
+        return self.passes * channels * fan_in > _GRAM_COST * positions * (fan_in + self.passes * channels)
+
+    def several(self, deltas: list[Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """(parameter name, squared norms (N, passes)) for the cotangents of several passes."""
+        few = self.make_patches(slice(0, 1))
+        chunk = max(1, _NEAR // (few.numel() + sum(delta[0].numel() for delta in deltas)))
+        found: dict[str, list[Tensor]] = {}
+        for start in range(0, len(deltas[0]), chunk):
+            samples = slice(start, start + chunk)
+            patches = self.make_patches(samples)
+            gram = _gram(patches.mT) if self._gram_is_cheaper(deltas[0], patches) else None
+            for name, norms in self._norms([delta[samples] for delta in deltas], patches, gram):
+                found.setdefault(name, []).append(norms)
+        for name, tables in found.items():
+            yield name, torch.cat(tables)
+
+    def _norms(self, deltas: list[Tensor], patches: Tensor, gram: Tensor | None) -> Iterator[tuple[str, Tensor]]:
+        count, groups, depth = len(deltas[0]), self.groups, len(deltas)
+        channels = deltas[0].shape[1] // groups
+        rows = [delta.reshape(count * groups, channels, patches.shape[2]) for delta in deltas]
+        stacked = rows[0] if depth == 1 else torch.cat(rows, 1)
+        if gram is not None:
+            yield self.name, torch.stack([_gram(row.mT).mul_(gram).view(count, -1).sum(1) for row in rows], 1)
+        else:
+            gradients = torch.bmm(stacked, patches.mT).view(count, groups, depth, -1)
+            yield self.name, _squared(gradients, 3).sum(1)
+        if self.bias:
+            sums = stacked.sum(2).view(count, groups, depth, channels)
+            yield self.bias, _squared(sums, 3).sum(1)
+
+
+class PooledConvolution:
+    """A first convolution and the max pooling that alone reads it, as one product over the cells of the pooling.
+
+    A cell of p×p outputs looks at one window of the input; the kernel at each place of the cell is a row of a bank over
+    that window. Windows times bank gives all outputs of all cells, of which each channel keeps its largest: fewer
+    copies than a convolution and a pooling, and the same windows serve the gradients. Only the chosen places carry
+    one: with δ of the pooled values spread over the places, δ·windows is the gradient of the bank, and the map from
+    kernel to bank, transposed, turns that into the gradient of the kernel.
+    """
+
+    stacks = True
+
+    def __init__(
+        self,
+        name: str,
+        bias_name: str | None,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        stride: tuple[int, ...],
+        cell: Cell,
+    ) -> None:
+        self.name, self.bias = name, bias_name
+        places = list(itertools.product(*map(range, cell.size)))
+        kernel = weight.shape[1:].numel()
+        reach = [weight.shape[2 + d] + (cell.size[d] - 1) * stride[d] for d in range(2)]
+        at_place = weight.new_zeros(kernel, len(places), weight.shape[1], *reach)  # from a kernel to its rows
+        units = torch.eye(kernel).view(kernel, *weight.shape[1:]).to(weight)
+        for place, (i, j) in enumerate(places):
+            rows = slice(i * stride[0], i * stride[0] + weight.shape[2])
+            columns = slice(j * stride[1], j * stride[1] + weight.shape[3])
+            at_place[:, place, :, rows, columns] = units
+        self.at_place = at_place.flatten(1)
+        for d in range(2):
+            input = input.unfold(2 + d, reach[d], cell.step[d] * stride[d])
+        count, _, *cells = input.shape[:4]
+        self.windows = input.permute(0, 2, 3, 1, 4, 5).reshape(count, math.prod(cells), -1)
+        bank = (weight.flatten(1) @ self.at_place).view(-1, self.windows.shape[2])
+        values = torch.matmul(bank, self.windows.mT).view(count, len(weight), len(places), -1)
+        top = values.amax(2)
+        self.chosen = torch.empty_like(values)  # one at the first largest of each cell, zero elsewhere
+        free = torch.ones_like(top)  # in floating point, which is twice as fast as with truth values
+        for value, chosen in zip(values.unbind(2), self.chosen.unbind(2), strict=True):
+            torch.eq(value, top, out=chosen)
+            free.sub_(chosen.mul_(free))
+        self.output = (top if bias is None else top.add_(bias[:, None])).view(count, -1, *cells)
+
+    def __call__(self, delta: Tensor) -> Iterator[tuple[str, Tensor]]:
+        for name, norms in self.several([delta]):
+            yield name, norms[:, 0]
+
+    def several(self, deltas: list[Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """(parameter name, squared norms (N, passes)) for the cotangents of several passes."""
+        count, depth = len(self.windows), len(deltas)
+        chunk = max(1, _NEAR // (self.windows[0].numel() + depth * self.chosen[0].numel()))
+        weights, biases = [], []
+        for start in range(0, count, chunk):
+            some = slice(start, start + chunk)
+            rows = torch.stack([delta[some].flatten(2) for delta in deltas], 1)  # (n, passes, channels, cells)
+            spread = rows[:, :, :, None] * self.chosen[some, None]
+            products = torch.bmm(spread.flatten(1, 3), self.windows[some])
+            gradients = products.view(-1, self.at_place.shape[1]) @ self.at_place.T
+            weights.append(_squared(gradients.view(len(rows), depth, -1), 2))
+            biases.append(_squared(rows.sum(3), 2))
+        yield self.name, torch.cat(weights)
+        if self.bias:
+            yield self.bias, torch.cat(biases)
+
+
+class Cell(NamedTuple):
+    """The `size` of the values of which a max pooling keeps one, and the `step` from one cell to the next."""
+
+    size: tuple[int, ...]
+    step: tuple[int, ...]
+
+
+def cell_of(
+    kernel_size: Any,
+    stride: Any = None,
+    padding: Any = 0,
+    dilation: Any = 1,
+    ceil_mode: bool = False,
+    return_indices: bool = False,
+) -> Cell | None:
+    """The cell of a max pooling called with these arguments, if it has the plain form and is small."""
+    plain = _tuple(padding, 2) == (0, 0) and _tuple(dilation, 2) == (1, 1) and not ceil_mode and not return_indices
+    size = _tuple(kernel_size, 2)
+    if not plain or math.prod(size) > _PLACES:
+        return None
+    return Cell(size, size if stride is None or stride == [] else _tuple(stride, 2))
+
+
+def _transposed_convolution(
+    names: Names,
+    passes: int,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    output_padding: Any = 0,
+    groups: int = 1,
+    dilation: Any = 1,
+) -> Rule | None:
+    dims = weight.ndim - 2
+    if input.ndim != dims + 2:
+        return None
+    kernel = weight.shape[2:]
+    stride, padding, dilation = _tuple(stride, dims), _tuple(padding, dims), _tuple(dilation, dims)
+    name, bias_name = names.get(id(weight)), names.get(id(bias))
+    sizes = input.shape[2:]
+
+    def rule(delta: Tensor) -> Iterator[tuple[str, Tensor]]:
+        count = delta.shape[0]
+        if name:
+            padded = F.pad(delta, [p for pad in reversed(padding) for p in (pad, pad)])
+            for d in range(dims):  # the windows that an input position reaches; output_padding adds room beyond them
+                padded = padded.narrow(2 + d, 0, (sizes[d] - 1) * stride[d] + dilation[d] * (kernel[d] - 1) + 1)
+            patches = _patches(padded, kernel, stride, dilation, groups)
+            rows = input.reshape(count * groups, -1, patches.shape[2])
+            yield name, _squared(torch.bmm(rows, patches.mT).view(count, -1))
+        if bias_name:
+            yield bias_name, _squared(delta.flatten(2).sum(2))
+
+    return rule
+
+
+def _scale_and_shift(weight: str | None, bias: str | None, shape: torch.Size, normalised: Tensor | None) -> Rule:
+    """Parameters of `shape`, broadcast against (N, …): gradients Σδ·x̂ and Σδ over what was broadcast."""
+
+    def reduced(product: Tensor) -> Tensor:
+        full = (1,) * (product.ndim - len(shape)) + tuple(shape)
+        dims = [d for d in range(1, product.ndim) if full[d] == 1 and product.shape[d] > 1]
+        return product.sum(dims, keepdim=True) if dims else product
+
+    def rule(delta: Tensor) -> Iterator[tuple[str, Tensor]]:
+        if weight and normalised is not None:
+            yield weight, _squared(reduced(delta * normalised))
+        if bias:
+            yield bias, _squared(reduced(delta))
+
+    return rule
+
+
+def _batch_norm(
+    names: Names,
+    passes: int,
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Rule | None:
+    if training or running_mean is None or running_var is None:
+        return None
+    shape = torch.Size([input.shape[1]] + [1] * (input.ndim - 2))
+    normalised = (input - running_mean.view(shape)) * (running_var.view(shape) + eps).rsqrt()
+    return _scale_and_shift(names.get(id(weight)), names.get(id(bias)), shape, normalised)
+
+
+def _group_norm(
+    names: Names,
+    passes: int,
+    input: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Rule:
+    shape = torch.Size([input.shape[1]] + [1] * (input.ndim - 2))
+    normalised = F.group_norm(input, num_groups, eps=eps)
+    return _scale_and_shift(names.get(id(weight)), names.get(id(bias)), shape, normalised)
+
+
+def _prelu(names: Names, passes: int, input: Tensor, weight: Tensor) -> Rule:
+    shape = weight.shape if weight.numel() == 1 else torch.Size([weight.numel()] + [1] * (input.ndim - 2))
+    return _scale_and_shift(names.get(id(weight)), None, shape, input.clamp(max=0))
+
+
+def _embedding(
+    names: Names, passes: int, input: Tensor, weight: Tensor, padding_idx: int | None = None, *options: Any, **more: Any
+) -> Rule | None:
+    if options or any(more.get(option) for option in ("max_norm", "scale_grad_by_freq")):
+        return None
+    tokens = input.reshape(input.shape[0], -1)
+    # a token that occurs twice adds up its two gradients
+    same = tokens[:, :, None] == tokens[:, None, :]
+    if padding_idx is not None:
+        same = same & (tokens != padding_idx % weight.shape[0])[:, :, None]
+    name = names[id(weight)]
+
+    def rule(delta: Tensor) -> Iterator[tuple[str, Tensor]]:
+        rows = delta.reshape(delta.shape[0], tokens.shape[1], -1)
+        yield name, (_gram(rows) * same).flatten(1).sum(1)
+
+    return rule
+
+
+def _broadcast(*, scales: bool) -> Callable[..., Rule | None]:
+    """The rule of a sum, or of a product if it `scales`, of a bare parameter and values (N, …)."""
+
+    def build(names: Names, passes: int, first: Any, second: Any) -> Rule | None:
+        parameter, other = (first, second) if id(first) in names else (second, first)
+        if not isinstance(other, Tensor) or id(other) in names or other.ndim < 2:
+            return None
+        shape = parameter.shape
+        if len(shape) > other.ndim or (len(shape) == other.ndim and shape[0] != 1):
+            return None  # it would be broadcast over the samples, or hold a row for each of them
+        if torch.broadcast_shapes(shape, other.shape) != other.shape:
+            return None
+        name = names[id(parameter)]
+        return _scale_and_shift(name, None, shape, other) if scales else _scale_and_shift(None, name, shape, None)
+
+    return build
+
+
+RULES: dict[Any, Callable[..., Rule | None]] = {
+    F.linear: _linear,
+    torch.conv1d: _convolution,
+    torch.conv2d: _convolution,
+    torch.conv3d: _convolution,
+    torch.conv_transpose1d: _transposed_convolution,
+    torch.conv_transpose2d: _transposed_convolution,
+    torch.conv_transpose3d: _transposed_convolution,
+    F.batch_norm: _batch_norm,
+    F.group_norm: _group_norm,
+    F.prelu: _prelu,
+    torch.prelu: _prelu,
+    F.embedding: _embedding,
+    torch.addmm: _addmm,
+}
+for _name in ("mul", "__mul__", "__rmul__", "multiply"):
+    RULES |= {getattr(space, _name): _broadcast(scales=True) for space in (torch, Tensor) if hasattr(space, _name)}
+for _name in ("add", "__add__", "__radd__", "sub", "__sub__", "__rsub__"):
+    RULES |= {getattr(space, _name): _broadcast(scales=False) for space in (torch, Tensor) if hasattr(space, _name)}
+for _name in ("matmul", "__matmul__", "mm"):
+    RULES |= {getattr(space, _name): _matmul for space in (torch, Tensor) if hasattr(space, _name)}
