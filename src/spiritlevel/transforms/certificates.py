@@ -173,8 +173,13 @@ class Sample:
         factors: dict[str, Factor] | None = None,
         notes: tuple[str, ...] = (),
         inputs: AffineMap | None = None,
+        keeps: str = "outputs",
+        tolerance: float | None = None,
     ) -> Certificate:
-        """Compare the outputs of both models, in every mode that the transform promises."""
+        """Compare the outputs of both models, in every mode that the transform promises.
+
+        `keeps` "probabilities" compares the logarithms of their softmax instead.
+        """
         normed = any(isinstance(module, _BatchNorm) for module in old.modules())
         if normed and self.count < 2:  # no statistics to take
             modes = tuple(mode for mode in modes if mode != "batch")
@@ -184,21 +189,27 @@ class Sample:
                 continue  # the same as eval
             before = scale * _outputs(old, self.inputs, mode)
             after = _outputs(new, self.inputs if inputs is None else inputs(self.inputs), mode)
+            if keeps == "probabilities":
+                before, after = before.log_softmax(-1), after.log_softmax(-1)
             difference = float((after - before).abs().max()) if before.numel() else 0.0
             size = float(before.abs().max()) if before.numel() else 0.0
             if not math.isfinite(size):
                 raise InputError(f"{transform}: the model's outputs are not finite on {self.text}; check its weights.")
             largest = max(largest, difference)
             dtype = next(new.parameters()).dtype
-            if not difference <= _TOLERANCE.get(dtype, 0.1) * size:
+            if not difference <= (tolerance or _TOLERANCE.get(dtype, 0.1)) * size:
                 raise InputError(
-                    f"{transform}: the outputs changed by {difference:.2g} where their size is {size:.2g} (batch norm: "
+                    f"{transform}: the {keeps} changed by {difference:.2g} where their size is {size:.2g} (batch norm: "
                     f"{mode}); the factors are too extreme for {dtype}, or the network reads its weights in a way that "
                     "cannot be seen. Use milder factors or model.double()."
                 )
             relative = max(relative, difference / size if size else 0.0)
         preserves = "function" if scale == 1.0 else f"outputs scaled by {scale:.6g}"
-        return Certificate(transform, preserves, scale, modes, largest, relative, self.count, self.text, factors, notes)
+        if keeps == "probabilities":
+            preserves = "probabilities, and with them the cross entropy and the margins"
+        return Certificate(
+            transform, preserves, scale, modes, largest, relative, self.count, self.text, factors, notes, keeps
+        )
 
 
 def _likely_shapes(model: nn.Module) -> Iterable[tuple[int, ...]]:

@@ -144,6 +144,13 @@ def condition(who: str, size: Any) -> float:
     return float(size)
 
 
+def share(who: str, size: Any) -> float:
+    """`size` as a share of a whole."""
+    if isinstance(size, bool) or not isinstance(size, numbers.Real) or not 0 < float(size) <= 1:
+        raise InputError(f"{who}: size= is the share of units that are split, above 0 and up to 1, got {size!r}.")
+    return float(size)
+
+
 def length(who: str, size: Any) -> float:
     """`size` as the length of a shift over that of what it is added to."""
     if isinstance(size, bool) or not isinstance(size, numbers.Real) or not 0 < float(size) < math.inf:

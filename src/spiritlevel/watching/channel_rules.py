@@ -73,7 +73,8 @@ def follow_channels(graph: Graph, passing: Passing) -> Channels:
         known = [value for value in operation.inputs if value in found.atoms or found.view(value) is not None]
         if known and not _follow(found, operation):
             found.stop(operation)
-    found.forest.stop(found.atoms.get(graph.output), "the outputs of the network")
+    if not passing.outputs:
+        found.forest.stop(found.atoms.get(graph.output), "the outputs of the network")
     found.share()
     return found
 

@@ -48,6 +48,7 @@ class Passing:
     squares: bool = False
     orthogonal: bool = False
     factors: bool = True  # multiplication by numbers; without it only what leaves the values as they are
+    outputs: bool = False  # whether the network's outputs may be mapped
 
 
 @dataclass(frozen=True)
