@@ -59,6 +59,7 @@ class Use:
     side: int
     entries: Tensor  # (atoms, entries of one atom), indices into the state laid end to end
     atoms: Tensor
+    role: str = "weight"  # or "bias", what is added to each channel
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,34 @@ class Slot:
     operation: Operation
     side: int
     entries: Tensor
+    role: str = "weight"
+
+
+@dataclass(frozen=True)
+class Product:
+    """A product of two values with channels, the scores of attention: (…, i, k) times (…, k, j).
+
+    `first` and `second` (…, k) are the atoms that meet, `axes` those of i and j in the result, both `None` if the
+    softmax over j follows inside the operation.
+    """
+
+    operation: Operation
+    first: Tensor
+    second: Tensor
+    axes: tuple[int, int] | None
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """A product of shares, without channels, with values that have some: atoms (…, j).
+
+    `shares` are summed with the values over `axis`; `None` if they are made inside the operation, by a softmax.
+    """
+
+    operation: Operation
+    atoms: Tensor
+    shares: Value | None
+    axis: int
 
 
 @dataclass(frozen=True)
@@ -134,8 +163,8 @@ class Forest:
         return atom, flip
 
     def tie(self, first: Tensor, second: Tensor, flip: bool = False) -> None:
-        pairs = torch.stack([first.reshape(-1), second.reshape(-1)], 1)
-        for a, b in pairs[(pairs >= 0).all(1)].unique(dim=0).tolist():
+        pairs = distinct(first, second)
+        for a, b in pairs[(pairs >= 0).all(1)].tolist():
             (one, turned), (two, other) = self.root(a), self.root(b)
             if one != two:
                 self.parents[two], self.flips[two] = one, turned ^ other ^ flip
@@ -164,6 +193,8 @@ class Channels:
         self.tags: list[tuple[Tensor, str]] = []
         self.twisted: set[int] = set()  # atoms that are multiplied by constants of their own, as rotary embeddings do
         self.pairs: set[tuple[int, int]] = set()  # of those, the ones that are added to each other
+        self.products: list[Product] = []
+        self.mixtures: list[Mixture] = []
 
     # ---- what rules do
 
@@ -173,9 +204,9 @@ class Channels:
             self.entries[value] = self.layout.entries(value.name)
         return self.entries.get(value)
 
-    def use(self, operation: Operation, side: int, entries: Tensor, atoms: Tensor) -> None:
+    def use(self, operation: Operation, side: int, entries: Tensor, atoms: Tensor, role: str = "weight") -> None:
         known = atoms >= 0
-        self.uses.append(Use(operation, side, entries[known], atoms[known]))
+        self.uses.append(Use(operation, side, entries[known], atoms[known], role))
 
     def mark(self, atoms: Tensor, labels: Tensor, tag: str = "") -> None:
         """Keep atoms with different labels apart; an atom's label is the least that it meets."""
@@ -217,7 +248,7 @@ class Channels:
                 self.loose.append((entries[inside], reason))
                 continue
             axis, index, tied = found
-            self.use(operation, 1, own.movedim(axis, 0)[index].reshape(len(index), -1), tied)
+            self.use(operation, 1, own.movedim(axis, 0)[index].reshape(len(index), -1), tied, "bias")
 
     @staticmethod
     def _axis(local: Tensor, atoms: Tensor, shape: torch.Size) -> tuple[int, Tensor, Tensor] | None:
@@ -225,7 +256,7 @@ class Channels:
         best = None
         for axis in range(len(shape)):
             index = local // shape[axis + 1 :].numel() % shape[axis]
-            pairs = torch.stack([index, atoms], 1).unique(dim=0)
+            pairs = distinct(index, atoms)
             if len(pairs) == len(pairs[:, 0].unique()) and (best is None or len(pairs) > len(best[1])):
                 best = axis, pairs[:, 0], pairs[:, 1]
         return best
@@ -309,7 +340,7 @@ class Channels:
             for rank in range(len(found)):
                 entries = use.entries[[rows[root][number, side][rank] for root in roots]]
                 if not any(_equal(entries, slot.entries) for slot in slots):  # a shared weight moves once
-                    slots.append(Slot(use.operation, side, entries))
+                    slots.append(Slot(use.operation, side, entries, use.role))
         twists: list[tuple[Use, int, int, int]] = []
         if roots[0] in turned:
             for (number, side), found in rows[roots[0]].items():
@@ -317,6 +348,13 @@ class Channels:
                 where = {int(use.atoms[row]): row for row in found}
                 twists += [(use, where[a], where[b], side) for a, b in sorted(self.pairs) if a in where and b in where]
         return Block(len(roots), tuple(slots), frozenset(tags), torch.tensor(roots), tuple(twists))
+
+
+def distinct(first: Tensor, second: Tensor) -> Tensor:
+    """The different pairs of entries of two tensors of small whole numbers, as rows."""
+    scale = int(second.max()) + 2 if second.numel() else 1
+    codes = ((first.reshape(-1) + 1) * scale + (second.reshape(-1) + 1)).unique()
+    return torch.stack([codes // scale - 1, codes % scale - 1], 1)
 
 
 def _equal(first: Tensor, second: Tensor) -> bool:
