@@ -10,6 +10,7 @@ the factor of every value (`watching.scalings`), or the channels through the rec
 `watching.channels`).
 """
 
+from spiritlevel.transforms.attention import mix_heads, shift_attention_biases
 from spiritlevel.transforms.batch_norm import fold_batchnorm
 from spiritlevel.transforms.certificates import Transformed
 from spiritlevel.transforms.inputs import AffineMap, input_map, standardisation, whitening
@@ -26,6 +27,7 @@ from spiritlevel.transforms.scaling import (
     scaling_groups,
 )
 from spiritlevel.transforms.scaling import why_no_groups as why_no_groups  # for the audit
+from spiritlevel.transforms.stream import rotate_stream
 from spiritlevel.transforms.units import permute_units, split_units
 
 __all__ = [
@@ -36,15 +38,18 @@ __all__ = [
     "Transformed",
     "fold_batchnorm",
     "input_map",
+    "mix_heads",
     "mix_linear",
     "permute_units",
     "radial",
     "rescale_all",
     "rescale_layers",
+    "rotate_stream",
     "scale_before_batchnorm",
     "scale_gate",
     "scale_last_layer",
     "scaling_groups",
+    "shift_attention_biases",
     "shift_logits",
     "shift_norm_gain",
     "split_units",

@@ -14,7 +14,7 @@ from spiritlevel.transforms.watched import Watched
 from spiritlevel.watching.channels import Block, Passing
 
 _MIXED = Passing()
-_SCALED = Passing(functions="homogeneous", each=True, gains="write")
+SCALED = Passing(functions="homogeneous", each=True, gains="write")
 _GATED = Passing(each=True)
 
 
@@ -91,7 +91,7 @@ def shift_norm_gain(model: nn.Module, *, data: Any, size: float = 10.0, seed: in
     """
     watched = Watched("shift_norm_gain", model, data, seed)
     size = condition(watched.who, size)
-    channels = watched.channels(_SCALED)
+    channels = watched.channels(SCALED)
     return _apply(
         watched,
         [block for block in channels.blocks() if "gain" in block.tags],

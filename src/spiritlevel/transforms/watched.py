@@ -31,7 +31,7 @@ class Watched:
             raise InputError(f"{who} needs data=: inputs to follow the network on, and to compare its outputs on.")
         self.who, self.model = who, unwrapped(model)
         self.source = generator(checked_seed(seed))
-        self.exact = copy.deepcopy(self.model).double()
+        self.exact = self.original = copy.deepcopy(self.model).double()
         self.sample = Sample.of(self.exact, data)
         self.graph: Graph = record(who, self.exact, self.sample.inputs)
 
@@ -50,6 +50,7 @@ class Watched:
         shift: dict[str, Tensor] | None = None,
         notes: tuple[str, ...] = (),
         keeps: str = "outputs",
+        start: nn.Module | None = None,
     ) -> Transformed:
         """The model after θ → Tθ + shift, certified; T is all that gradient and Hessian need."""
         shapes = {name: tensor.shape for name, tensor in self.graph.state.items()}
@@ -69,6 +70,7 @@ class Watched:
             linear=not shift,
             notes=notes,
             keeps=keeps,
+            start=start,
         )
 
     def certified(
@@ -89,9 +91,9 @@ class Watched:
         makes the modules of the rounded copy say what shape their tensors have.
         """
         tolerance = _ROUNDED if self._computes_in_fewer_digits() else _EXACT
-        self.sample.certify(self.who, self.exact, new, keeps=keeps, tolerance=tolerance)
+        self.sample.certify(self.who, self.original, new, keeps=keeps, tolerance=tolerance)
         rounded = copy.deepcopy(self.model)
-        _take(rounded, new)
+        take_state(rounded, new)
         if fit is not None:
             fit(rounded)
         again = copy.deepcopy(rounded).double()
@@ -99,7 +101,7 @@ class Watched:
         if dtypes != {torch.float64}:
             tolerance = 0.1 if dtypes & {torch.float16, torch.bfloat16} else _ROUNDED
         certificate = self.sample.certify(
-            self.who, self.exact, again, keeps=keeps, tolerance=tolerance, factors=factors, notes=notes
+            self.who, self.original, again, keeps=keeps, tolerance=tolerance, factors=factors, notes=notes
         )
         return Transformed(rounded, certificate, linear=linear, map=map, start=start)
 
@@ -108,7 +110,7 @@ class Watched:
         return any(tensor.dtype in (torch.float32, torch.float16, torch.bfloat16) for tensor in values)
 
 
-def _take(model: nn.Module, other: nn.Module) -> None:
+def take_state(model: nn.Module, other: nn.Module) -> None:
     """Give a model the parameters and buffers of another one with the same modules, in its own precision."""
     theirs = dict(other.named_modules(remove_duplicate=False))
     known: dict[int, tuple[Tensor, Tensor]] = {}  # a tensor that several modules share, and what was made for it

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from spiritlevel.watching.channel_layers import LAYERS
-from spiritlevel.watching.channels import NONE, Channels, Passing, constant, distinct, moved, vector
+from spiritlevel.watching.channels import NONE, Channels, Passing, constant, moved, vector
 from spiritlevel.watching.graph import Graph, Operation, Value
 
 _SAME = frozenset(
@@ -166,6 +166,7 @@ def _join(found: Channels, operation: Operation) -> bool:
         zero = entries is None and value not in found.varying and not bool(value.tensor.any())
         if template is not None and (zero or entries is not None):
             labels[value] = template.narrow(dim, 0, 1).expand(value.shape)
+            found.tag(labels[value], "joined")
         if entries is not None and template is not None:
             found.adopt(operation, entries, labels[value])
         elif entries is not None:
@@ -292,10 +293,7 @@ def _add(found: Channels, operation: Operation) -> bool:
     a, b = _spread(found, first, operation), _spread(found, second, operation)
     if a is not None and b is not None:
         _tie(found, a, b, operation)
-        pairs = distinct(a, b)
-        for one, two in pairs[pairs[:, 0] != pairs[:, 1]].tolist():
-            if one in found.twisted and two in found.twisted:
-                found.pairs.add((min(one, two), max(one, two)))
+        found.twist(a, b)
         found.atoms[result] = torch.where(a >= 0, a, b)
         return True
     atoms, other = (b, first) if a is None else (a, second)
@@ -377,9 +375,8 @@ def _complex(found: Channels, operation: Operation) -> bool:
     else:
         first, second = atoms.unbind(-1)
         _tie(found, first, second, operation)
-        pairs = distinct(first, second)
-        found.pairs.update((min(pair), max(pair)) for pair in pairs[(pairs >= 0).all(1)].tolist())
-        found.twisted.update(pairs[pairs >= 0].tolist())
+        found.twisted.update(atoms[atoms >= 0].unique().tolist())
+        found.twist(first, second)
         atoms = first
     found.atoms[operation.outputs[0]] = atoms
     return True

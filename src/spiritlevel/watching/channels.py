@@ -101,16 +101,14 @@ class Mixture:
 
 @dataclass(frozen=True)
 class Block:
-    """Exchangeable units and the slots where they appear; `tags` tell what they went through.
-
-    `pairs` are two rows each of slot entries that a rotary embedding turns in common: then the block is one unit.
-    """
+    """Exchangeable units and the slots where they appear; `tags` tell what they went through."""
 
     units: int
     slots: tuple[Slot, ...]
     tags: frozenset[str]
     atoms: Tensor  # (units,) the first atom of each
-    twists: tuple[tuple[Use, int, int, int], ...] = ()  # (use, its two rows, side), for a unit that is turned by pairs
+    turned: bool = False  # whether constants multiply its channels one by one: the block is one unit then
+    pairs: tuple[Slot, ...] = ()  # of such a unit: entries (2, k) that are added to each other, as rotations do
 
 
 class Layout:
@@ -192,7 +190,7 @@ class Channels:
         self.marks: list[dict[int, int]] = []  # of atoms: what keeps them apart from others
         self.tags: list[tuple[Tensor, str]] = []
         self.twisted: set[int] = set()  # atoms that are multiplied by constants of their own, as rotary embeddings do
-        self.pairs: set[tuple[int, int]] = set()  # of those, the ones that are added to each other
+        self.partners: dict[int, set[int]] = {}  # of those, the higher ones that each is added to
         self.products: list[Product] = []
         self.mixtures: list[Mixture] = []
 
@@ -217,6 +215,13 @@ class Channels:
         self.marks.append(dict(zip(where.tolist(), least.tolist(), strict=True)))
         if tag:
             self.tag(where, tag)
+
+    def twist(self, first: Tensor, second: Tensor) -> None:
+        """Note which atoms that are turned are added to each other."""
+        for pair in distinct(first, second).tolist():
+            one, two = sorted(pair)
+            if one != two and one in self.twisted and two in self.twisted:
+                self.partners.setdefault(one, set()).add(two)
 
     def tag(self, atoms: Tensor, tag: str) -> None:
         self.tags.append((atoms[atoms >= 0].unique(), tag))
@@ -341,13 +346,16 @@ class Channels:
                 entries = use.entries[[rows[root][number, side][rank] for root in roots]]
                 if not any(_equal(entries, slot.entries) for slot in slots):  # a shared weight moves once
                     slots.append(Slot(use.operation, side, entries, use.role))
-        twists: list[tuple[Use, int, int, int]] = []
+        pairs: list[Slot] = []
         if roots[0] in turned:
             for (number, side), found in rows[roots[0]].items():
                 use = self.uses[number]
                 where = {int(use.atoms[row]): row for row in found}
-                twists += [(use, where[a], where[b], side) for a, b in sorted(self.pairs) if a in where and b in where]
-        return Block(len(roots), tuple(slots), frozenset(tags), torch.tensor(roots), tuple(twists))
+                for first, row in where.items():
+                    for second in sorted(self.partners.get(first, ())):
+                        if second in where:
+                            pairs.append(Slot(use.operation, side, use.entries[[row, where[second]]], use.role))
+        return Block(len(roots), tuple(slots), frozenset(tags), torch.tensor(roots), roots[0] in turned, tuple(pairs))
 
 
 def distinct(first: Tensor, second: Tensor) -> Tensor:
