@@ -602,7 +602,7 @@ REFUSALS: dict[str, tuple[Callable[[], object], str]] = {
     "radii": (lambda: RadialMap(torch.zeros(2), 1.0, 2.0, 0.5), "needs 0 < rho < delta"),
     "center": (lambda: RadialMap(torch.zeros(2, 2), 1.0, 0.5, 0.5), "a flat center"),
     "radial center": (lambda: radial(PLAIN, delta=1.0, rho=0.1, r_hat=0.5, center=torch.zeros(3)), r"shape \(26,\)"),
-    "no prediction": (lambda: fold_batchnorm(statistics()).hessian(Operator(lambda v: v, 1)), "not a diagonal map"),
+    "no prediction": (lambda: fold_batchnorm(statistics()).hessian(Operator(lambda v: v, 1)), "not a linear map"),
     "nameless": (lambda: rescale_layers(PLAIN, {}).hessian(Operator(lambda v: v, 1)), "names and shapes"),
 }
 

@@ -21,7 +21,8 @@ class Certificate(Result):
     `preserves` says it in words, `scale` is the α of new outputs = α · old outputs (1: the function is the same).
     `modes` are the batch-norm modes in which it holds exactly, "eval" and "batch" (statistics of the batch). The
     outputs of both networks were compared in these modes on `samples` samples, described by `data`: they differ by at
-    most `largest_difference`, and by `relative_difference` of the largest output.
+    most `largest_difference`, and by `relative_difference` of the largest output. `keeps` is "outputs", or
+    "probabilities" where the logits move and their softmax does not: then logarithms of probabilities were compared.
 
     `factors` gives the diagonal map T for which the Hessian H of the loss of α·φ becomes T⁻¹HT⁻¹ (mathematics 7.1): for
     each parameter tensor a number, or a float64 tensor that broadcasts to its shape. It is `None` where the transform
@@ -38,11 +39,13 @@ class Certificate(Result):
     data: str
     factors: dict[str, Any] | None = None
     notes: tuple[str, ...] = ()
+    keeps: str = "outputs"
 
     def __str__(self) -> str:
+        compared = "outputs" if self.keeps == "outputs" else f"log {self.keeps}"
         return (
-            f"{self.transform} preserves: {self.preserves} (batch norm: {' and '.join(self.modes)}); outputs differ by "
-            f"at most {self.largest_difference:.2g}, relatively {self.relative_difference:.2g}, on {self.data}"
+            f"{self.transform} preserves: {self.preserves} (batch norm: {' and '.join(self.modes)}); {compared} differ "
+            f"by at most {self.largest_difference:.2g}, relatively {self.relative_difference:.2g}, on {self.data}"
         )
 
 

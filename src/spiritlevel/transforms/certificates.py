@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ from spiritlevel.binding.problem import Problem
 from spiritlevel.errors import InputError, unknown_name
 from spiritlevel.estimators import Operator
 from spiritlevel.results import Certificate
+from spiritlevel.transforms.maps import LinearMap
 from spiritlevel.watching.scalings import Factor
 
 if TYPE_CHECKING:
@@ -35,18 +36,38 @@ class Transformed:
 
     `inputs` is the map that the new model's inputs must have gone through, `None` unless the transform is `input_map`.
     `linear` says whether the diagonal map T of the certificate is all that happens to the parameters, θ → Tθ. Inside
-    its ball a radial map is θ → θ̂ + T(θ − θ̂): then T predicts Hessians, but not what becomes of ‖θ‖.
+    its ball a radial map is θ → θ̂ + T(θ − θ̂), and a translation is θ → θ + u: then T predicts Hessians, but not what
+    becomes of ‖θ‖. `map` is T where it is no diagonal. `start` is the model that T starts from, if that is not the
+    model itself: `rotate_stream` folds the gains of norms first.
     """
 
     model: nn.Module
     certificate: Certificate
     inputs: AffineMap | None = None
     linear: bool = True
+    map: LinearMap | None = None
+    start: nn.Module | None = None
+
+    def gradient(self, gradient: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The gradient at the new parameters, T⁻ᵀg, from that at the old ones, by parameter names.
+
+        If the outputs are scaled by α, g must be that of θ ↦ ℓ(α·φ(θ)). Exact. Reference: mathematics 7.1.
+
+        >>> from spiritlevel.transforms import rescale_layers
+        >>> net = nn.Sequential(nn.Linear(2, 1, bias=False), nn.ReLU(), nn.Linear(1, 1, bias=False))
+        >>> rescale_layers(net, {"0": 2.0, "2": 0.5}).gradient({"2.weight": torch.ones(1, 1)})
+        {'2.weight': tensor([[2.]])}
+        """
+        if self.map is not None:
+            return self.map.inverse_transposed(gradient)
+        factors = self._factors(gradient)
+        return {name: tensor / torch.as_tensor(factors[name]).to(tensor) for name, tensor in gradient.items()}
 
     def hessian(self, operator: Operator) -> Operator:
-        """The Hessian at the new parameters, T⁻¹HT⁻¹, from the operator H at the old ones.
+        """The Hessian at the new parameters, T⁻ᵀHT⁻¹, from the operator H at the old ones.
 
-        If the outputs are scaled by α, H must be that of θ ↦ ℓ(α·φ(θ)). Exact; a product costs one product with H.
+        If the outputs are scaled by α, H must be that of θ ↦ ℓ(α·φ(θ)). Where only the probabilities stay
+        (`shift_logits`), it must be that of a loss of the probabilities. Exact; a product costs one product with H.
         Any matrix that transforms alike may be passed, the Gauss-Newton matrix for one. Reference: paper B,
         section E; mathematics 7.1.
 
@@ -58,27 +79,48 @@ class Transformed:
         >>> after.dense().diagonal()
         tensor([0.2500, 0.2500, 4.0000])
         """
-        factors = self.certificate.factors
-        if factors is None:
-            raise InputError(
-                f"{self.certificate.transform} is not a diagonal map of the parameters, so the new Hessian cannot be "
-                "read off the old one; measure the new model instead."
-            )
+        if self.map is None and self.certificate.factors is None:
+            self._factors({})  # raises
         if not operator.names:
             raise InputError("hessian needs an operator that knows its parameters' names and shapes.")
-        parts = []
-        for name, shape in operator.shapes.items():
-            if name not in factors:
-                raise unknown_name("parameter", name, factors)
-            parts.append(torch.as_tensor(factors[name], dtype=torch.float64).expand(shape).reshape(-1))
-        shrink = (1 / torch.cat(parts)).to(operator.device, operator.dtype)[:, None]
         return Operator(
-            lambda block: shrink * (operator @ (shrink * block)),
+            self._product(operator),
             operator.size,
             dtype=operator.dtype,
             device=operator.device,
             shapes=operator.shapes,
         )
+
+    def _product(self, operator: Operator) -> Callable[[Tensor], Tensor]:
+        if self.map is not None:
+            mapping, names = self.map, tuple(operator.shapes)
+            for name in names:
+                if name not in mapping.layout.shapes:
+                    raise unknown_name("parameter", name, mapping.layout.shapes)
+
+            def product(block: Tensor) -> Tensor:
+                return mapping.on_rows(names, operator @ mapping.on_rows(names, block, "inverse"), "inverse transposed")
+
+            return product
+        factors = self._factors(operator.shapes)
+        parts = [
+            torch.as_tensor(factors[name], dtype=torch.float64).expand(shape).reshape(-1)
+            for name, shape in operator.shapes.items()
+        ]
+        shrink = (1 / torch.cat(parts)).to(operator.device, operator.dtype)[:, None]
+        return lambda block: shrink * (operator @ (shrink * block))
+
+    def _factors(self, names: Iterable[str]) -> dict[str, Factor]:
+        factors = self.certificate.factors
+        if factors is None:
+            raise InputError(
+                f"{self.certificate.transform} is not a linear map of the parameters, so gradient and Hessian at the "
+                "new ones cannot be read off the old ones; measure the new model instead."
+            )
+        for name in names:
+            if name not in factors:
+                raise unknown_name("parameter", name, factors)
+        return factors
 
 
 @dataclass(frozen=True)
@@ -131,8 +173,13 @@ class Sample:
         factors: dict[str, Factor] | None = None,
         notes: tuple[str, ...] = (),
         inputs: AffineMap | None = None,
+        keeps: str = "outputs",
+        tolerance: float | None = None,
     ) -> Certificate:
-        """Compare the outputs of both models, in every mode that the transform promises."""
+        """Compare the outputs of both models, in every mode that the transform promises.
+
+        `keeps` "probabilities" compares the logarithms of their softmax instead.
+        """
         normed = any(isinstance(module, _BatchNorm) for module in old.modules())
         if normed and self.count < 2:  # no statistics to take
             modes = tuple(mode for mode in modes if mode != "batch")
@@ -142,21 +189,27 @@ class Sample:
                 continue  # the same as eval
             before = scale * _outputs(old, self.inputs, mode)
             after = _outputs(new, self.inputs if inputs is None else inputs(self.inputs), mode)
+            if keeps == "probabilities":
+                before, after = before.log_softmax(-1), after.log_softmax(-1)
             difference = float((after - before).abs().max()) if before.numel() else 0.0
             size = float(before.abs().max()) if before.numel() else 0.0
             if not math.isfinite(size):
                 raise InputError(f"{transform}: the model's outputs are not finite on {self.text}; check its weights.")
             largest = max(largest, difference)
             dtype = next(new.parameters()).dtype
-            if not difference <= _TOLERANCE.get(dtype, 0.1) * size:
+            if not difference <= (tolerance or _TOLERANCE.get(dtype, 0.1)) * size:
                 raise InputError(
-                    f"{transform}: the outputs changed by {difference:.2g} where their size is {size:.2g} (batch norm: "
+                    f"{transform}: the {keeps} changed by {difference:.2g} where their size is {size:.2g} (batch norm: "
                     f"{mode}); the factors are too extreme for {dtype}, or the network reads its weights in a way that "
                     "cannot be seen. Use milder factors or model.double()."
                 )
             relative = max(relative, difference / size if size else 0.0)
         preserves = "function" if scale == 1.0 else f"outputs scaled by {scale:.6g}"
-        return Certificate(transform, preserves, scale, modes, largest, relative, self.count, self.text, factors, notes)
+        if keeps == "probabilities":
+            preserves = "probabilities, and with them the cross entropy and the margins"
+        return Certificate(
+            transform, preserves, scale, modes, largest, relative, self.count, self.text, factors, notes, keeps
+        )
 
 
 def _likely_shapes(model: nn.Module) -> Iterable[tuple[int, ...]]:

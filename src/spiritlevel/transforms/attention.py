@@ -1,0 +1,255 @@
+"""Maps of attention heads: matrices between queries and keys, between values and outputs, and biases nobody sees."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from spiritlevel.transforms.certificates import Transformed
+from spiritlevel.transforms.maps import Step, condition, invertible, length
+from spiritlevel.transforms.pairs import block_steps
+from spiritlevel.transforms.watched import Watched
+from spiritlevel.watching.channels import Block, Channels, Mixture, Passing, Product, Slot
+from spiritlevel.watching.graph import Graph, Operation, Value
+
+_HEADS = Passing(each=True, attention=True)
+_KEYS = Passing(attention=True)
+_VALUES = Passing(attention=True, factors=False)
+
+
+def mix_heads(model: nn.Module, *, data: Any, size: float = 10.0, seed: int = 0) -> Transformed:
+    """Random invertible matrices in each attention head: between queries and keys, and between values and outputs.
+
+    W_Q → AW_Q and W_K → A⁻ᵀW_K with their biases leave every score qᵀk as it was; W_V → BW_V with its bias and
+    W_O → W_OB⁻¹ in the columns of the head leave what it puts out. Heads that share keys and values share their A and
+    B. Under rotary embeddings A must commute with all rotations: a number times a rotation of each pair of channels
+    that is turned together, any matrix on channels that are not turned. Found are all products of two projected values
+    and all mixtures of projected values in the running network, in `nn.MultiheadAttention`,
+    `F.scaled_dot_product_attention` or written out; fused weights are no obstacle. A norm of queries and keys is, and
+    then only values and outputs are mixed. T = A ⊗ I on W_Q and so on. Exact up to rounding.
+
+    Args:
+        model: any module; it is left as it was.
+        data: as in `mix_linear`.
+        size: condition number of every matrix.
+        seed: of the matrices.
+
+    Cost: as in `mix_linear`. Reference: mathematics 8; da Silva, Dangel and Oore (2025), arXiv 2505.05409.
+
+    >>> layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).double()
+    >>> result = mix_heads(layer, data=torch.randn(4, 5, 8).double())
+    >>> result.certificate.preserves, result.certificate.relative_difference < 1e-12
+    ('function', True)
+    >>> torch.equal(result.model.self_attn.in_proj_weight, layer.self_attn.in_proj_weight)
+    False
+    """
+    watched = Watched("mix_heads", model, data, seed)
+    size = condition(watched.who, size)
+    channels = watched.channels(_HEADS)
+    steps: list[Step] = []
+    for block in channels.blocks():
+        if block.tags & {"scores", "mixed"} and len({slot.side for slot in block.slots}) == 2:
+            if block.turned:
+                steps += _turned(block, size, watched.source)
+            else:
+                steps += block_steps(block, invertible(block.units, size, watched.source))
+    why = "; ".join(filter(None, (channels.obstacles("scores"), channels.obstacles("mixed"))))
+    if not steps:
+        raise watched.refused("this network has no attention whose projections only attention reads", why)
+    return watched.mapped(steps, notes=(f"some heads stay as they were; in the way: {why}",) if why else ())
+
+
+def _turned(block: Block, size: float, source: torch.Generator) -> list[Step]:
+    """A number times a rotation of every pair of rows that a rotary embedding turns in common, or a number alone."""
+    factor = size ** float(torch.rand((), generator=source, dtype=torch.float64) - 0.5)
+    angle = 2 * math.pi * float(torch.rand((), generator=source, dtype=torch.float64))
+    turn = torch.tensor([[math.cos(angle), -math.sin(angle)], [math.sin(angle), math.cos(angle)]], dtype=torch.float64)
+    rows = sum(len(slot.entries) for slot in block.slots)
+    if 2 * len(block.pairs) != rows:  # not every row has one partner
+        return block_steps(block, torch.tensor([factor], dtype=torch.float64))
+    return [Step(pair.entries, turn * (factor if pair.side > 0 else 1 / factor)) for pair in block.pairs]
+
+
+# ---------------------------------------------------------------- biases
+
+
+def shift_attention_biases(model: nn.Module, *, data: Any, size: float = 1.0, seed: int = 0) -> Transformed:
+    """Add random vectors to the biases of keys and values of attention, where nobody sees them.
+
+    b_K → b_K + u adds qᵀu to all scores of a query, which the softmax over keys takes out again: free without rotary
+    embeddings, norms of the keys, additional keys (`add_zero_attn`, `add_bias_kv`) and sinks. b_V → b_V + u adds u to
+    what a head puts out, since its shares sum to 1, and b_O → b_O − W_O u takes it away again. The keys' part is a
+    translation in which nothing ever changes; the values' part is one together with the shear b_O −= W_O u, so that
+    gradient and Hessian become T⁻ᵀg and T⁻ᵀHT⁻¹ with that shear T. Exact up to rounding.
+
+    Args:
+        model: any module; it is left as it was.
+        data: as in `mix_linear`.
+        size: length of u over that of the bias (of the layer's weights for one output, if the bias is 0).
+        seed: of the vectors.
+
+    Cost: as in `mix_linear`. Reference: mathematics 8.
+
+    >>> layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).double()
+    >>> result = shift_attention_biases(layer, data=torch.randn(4, 5, 8).double())
+    >>> moved = [name for name, p in result.model.named_parameters() if not torch.equal(p, layer.get_parameter(name))]
+    >>> moved, result.linear
+    (['self_attn.in_proj_bias', 'self_attn.out_proj.bias'], False)
+    """
+    watched = Watched("shift_attention_biases", model, data, seed)
+    moving = _Moving(watched, length(watched.who, size))
+    channels = watched.channels(_KEYS)
+    for block in channels.blocks():
+        for product in channels.products:
+            moving.keys(channels, block, product)
+    why = [channels.obstacles("scores")]
+    channels = watched.channels(_VALUES)
+    for block in channels.blocks():
+        for mixture in channels.mixtures:
+            moving.values(channels, block, mixture)
+    why += [channels.obstacles("mixed"), *moving.reasons]
+    if not moving.shift:
+        raise watched.refused(
+            "no attention of this network has a bias of keys that is free, or biases of values and of the layer behind",
+            "; ".join(dict.fromkeys(filter(None, why))),
+        )
+    return watched.mapped(moving.steps, shift=moving.by_name())
+
+
+class _Moving:
+    """The shifts of biases found so far, and the shears that undo them."""
+
+    def __init__(self, watched: Watched, size: float) -> None:
+        self.watched, self.size = watched, size
+        self.state = torch.cat([tensor.detach().double().cpu().reshape(-1) for tensor in watched.graph.state.values()])
+        self.shift: dict[int, float] = {}
+        self.steps: list[Step] = []
+        self.reasons: list[str] = []
+        self.done: set[tuple[int, int]] = set()
+
+    def keys(self, channels: Channels, block: Block, product: Product) -> None:
+        """Shift the biases of the keys of one head, if the scores' softmax does not see it."""
+        axis = _softmax_axis(channels.graph, product)
+        if isinstance(axis, str):
+            self.reasons.append(axis)
+            return
+        atoms = product.second if axis == 1 else product.first
+        side = _side(channels, block, atoms)
+        if not side or "scores" not in block.tags:
+            return
+        biases = [slot for slot in block.slots if slot.side == side and slot.role == "bias"]
+        if "joined" in block.tags:
+            self.reasons.append("keys that do not come from the projection (add_zero_attn, add_bias_kv)")
+        elif not biases or biases[0].entries.shape[1] != 1:
+            self.reasons.append("a projection of keys without bias")
+        else:
+            self._move(block, biases[0])
+
+    def values(self, channels: Channels, block: Block, mixture: Mixture) -> None:
+        """Shift the biases of the values of one head, and undo it in the biases of the layers that read them."""
+        if "mixed" not in block.tags or not _side(channels, block, mixture.atoms):
+            return
+        if "joined" in block.tags:
+            self.reasons.append("values that do not come from the projection (add_zero_attn, add_bias_kv)")
+            return
+        if mixture.shares is not None:
+            sums = mixture.shares.tensor.sum(mixture.axis)
+            if not bool(((sums - 1).abs() < 1e-5).all()):
+                self.reasons.append(f"shares at {mixture.operation.place} that do not sum to 1")
+                return
+        biases = [slot for slot in block.slots if slot.side > 0 and slot.role == "bias"]
+        readers = [slot for slot in block.slots if slot.side < 0]
+        undone = [_bias_of(channels, slot) for slot in readers]
+        if not biases or biases[0].entries.shape[1] != 1:
+            self.reasons.append("a projection of values without bias")
+        elif not readers or any(bias is None for bias in undone):
+            self.reasons.append("an output projection without bias")
+        elif (moved := self._move(block, biases[0])) is not None:
+            for slot, bias in zip(readers, undone, strict=True):
+                assert bias is not None
+                matrix = torch.eye(block.units + 1, dtype=torch.float64)
+                matrix[-1, :-1] = -moved
+                self.steps.append(Step(torch.cat([slot.entries, bias[None]]), matrix))
+
+    def _move(self, block: Block, slot: Slot) -> Tensor | None:
+        """Draw a shift of these biases, once for each block; `None` if it was there already."""
+        entries = slot.entries[:, 0]
+        if (key := (int(entries[0]), len(entries))) in self.done:
+            return None
+        self.done.add(key)
+        reach = float(self.state[entries].norm())
+        if not reach:  # as fresh from its initialisation
+            weights = next(other.entries for other in block.slots if other.operation is slot.operation)
+            reach = float(self.state[weights].norm()) / math.sqrt(weights.shape[1])
+        moved = torch.randn(len(entries), generator=self.watched.source, dtype=torch.float64)
+        moved *= self.size * reach / moved.norm()
+        self.shift.update(zip(entries.tolist(), moved.tolist(), strict=True))
+        return moved
+
+    def by_name(self) -> dict[str, Tensor]:
+        """The shift of every tensor that moves."""
+        flat = torch.zeros_like(self.state)
+        flat[list(self.shift)] = torch.tensor(list(self.shift.values()), dtype=torch.float64)
+        parts = flat.split([tensor.numel() for tensor in self.watched.graph.state.values()])
+        named = zip(self.watched.graph.state.items(), parts, strict=True)
+        return {name: part.reshape(tensor.shape).to(tensor.device) for (name, tensor), part in named if part.any()}
+
+
+def _side(channels: Channels, block: Block, atoms: Tensor) -> int:
+    """On which side of a block the writers of these atoms stand; 0 if they are not in it."""
+    roots = set(block.atoms.tolist())
+    for atom in atoms[atoms >= 0].unique().tolist():
+        root, flip = channels.forest.root(atom)
+        if root in roots:
+            return -1 if flip else 1
+    return 0
+
+
+def _bias_of(channels: Channels, slot: Slot) -> Tensor | None:
+    """The entries of the bias of a layer that reads a slot, one for each of the slot's columns."""
+    for use in channels.uses:
+        if use.operation is slot.operation and use.role == "bias" and len(use.entries) == slot.entries.shape[1]:
+            return use.entries[:, 0]
+    return None
+
+
+def _softmax_axis(graph: Graph, product: Product) -> int | str:
+    """Which operand of a product of scores are the keys, 0 or 1; or why a summand of all scores of a query is seen."""
+    if product.axes is None:
+        return 1
+    readers = graph.readers()
+    found: set[int] = set()
+    waiting: list[tuple[Value, tuple[int, ...]]] = []
+    ndim = product.operation.outputs[0].tensor.ndim
+    waiting.append((product.operation.outputs[0], tuple(axis % ndim - ndim for axis in product.axes)))
+    while waiting:
+        value, axes = waiting.pop()
+        if value is graph.output or not readers.get(value):
+            continue
+        for operation in readers[value]:
+            if operation.name == "softmax":
+                axis = operation.argument(1, "dim") % value.tensor.ndim - value.tensor.ndim
+                if axis not in axes:
+                    return f"the operation {operation.described}"
+                found.add(axes.index(axis))
+            elif _adds_alike(operation, value, axes):
+                waiting.append((operation.outputs[0], axes))
+            else:
+                return f"the operation {operation.described}"
+    return found.pop() if len(found) == 1 else "scores without a softmax"
+
+
+def _adds_alike(operation: Operation, value: Value, axes: tuple[int, ...]) -> bool:
+    """Whether a summand that all scores of a query have in common is still one behind an operation."""
+    result = operation.outputs[0]
+    if result.tensor.ndim < 2 or any(result.shape[axis] != value.shape[axis] for axis in axes):
+        return False
+    if operation.name in ("mul", "div"):
+        others = [other for other in operation.inputs if other is not value]
+        alike = all(other.tensor.ndim < -axis or other.shape[axis] == 1 for other in others for axis in axes)
+        return alike and (operation.name == "mul" or operation.args[0] is value)
+    summands = ("add", "sub", "masked_fill", "where", "to", "float", "double", "type", "contiguous", "clone", "dropout")
+    return operation.name in (*summands, "view", "reshape", "unsqueeze", "squeeze", "flatten", "unflatten")

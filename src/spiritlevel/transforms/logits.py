@@ -1,0 +1,97 @@
+"""A shift that every logit takes, and no probability sees."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from spiritlevel.transforms.certificates import Transformed
+from spiritlevel.transforms.maps import length
+from spiritlevel.transforms.watched import Watched
+from spiritlevel.watching.channel_rules import follow_channels
+from spiritlevel.watching.channels import Block, Channels, Passing, constant
+from spiritlevel.watching.graph import Graph
+
+_SHIFTED = Passing(outputs=True)
+
+
+def shift_logits(model: nn.Module, *, data: Any, size: float = 1.0, seed: int = 0) -> Transformed:
+    """Add the same random linear function of the last hidden layer to every logit: W → W + 1uᵀ, b → b + c1.
+
+    A softmax does not see it: probabilities, cross entropy and margins stay, logits and squared error do not. With
+    such a loss it is a translation along directions in which nothing ever changes, so gradient and Hessian stay as they
+    are, while all that weighs by the size of parameters moves. Where several layers are added to make the logits, all
+    of them are shifted. Refused where the last layer is shared with an embedding, or where there is one logit only.
+    Exact up to rounding.
+
+    Args:
+        model: any module that ends in a linear layer or a convolution, and possibly a softmax; it is left as it was.
+        data: as in `mix_linear`.
+        size: length of the shift over that of the last layer's weight and bias.
+        seed: of u and c.
+
+    Cost: as in `mix_linear`. Reference: mathematics 8.
+
+    >>> net = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+    >>> result = shift_logits(net, data=torch.randn(8, 3))
+    >>> print(result.certificate)
+    shift_logits preserves: probabilities, and with them the cross entropy and the margins (batch norm: eval ...
+    >>> moved = result.model[2].weight - net[2].weight
+    >>> torch.allclose(moved[0], moved[1]), bool(moved.norm() > net[2].weight.norm() / 10)
+    (True, True)
+    """
+    watched = Watched("shift_logits", model, data, seed)
+    size = length(watched.who, size)
+    graph, normalised = _before_softmax(watched.graph)
+    channels = follow_channels(graph, _SHIFTED)
+    last = _last(watched, channels)
+    shift = torch.zeros(channels.layout.size, dtype=torch.float64)
+    for slot in last.slots:
+        row = torch.randn(slot.entries.shape[1], generator=watched.source, dtype=torch.float64)
+        shift[slot.entries] += row
+    before = torch.cat([tensor.detach().double().cpu().reshape(-1) for tensor in graph.state.values()])
+    shift *= size * before[shift != 0].norm() / shift.norm()
+    parts = {
+        name: shift[channels.layout.entries(name)].to(tensor.device)
+        for name, tensor in graph.state.items()
+        if bool(shift[channels.layout.entries(name)].any())
+    }
+    return watched.mapped([], shift=parts, keeps="outputs" if normalised else "probabilities")
+
+
+def _before_softmax(graph: Graph) -> tuple[Graph, bool]:
+    """The graph up to a softmax at its very end, and whether there was one."""
+    maker = graph.output.maker
+    if maker is None or maker.name not in ("softmax", "log_softmax"):
+        return graph, False
+    axis = maker.argument(1, "dim")
+    if axis is None or axis % graph.output.tensor.ndim != graph.output.tensor.ndim - 1:
+        return graph, False
+    operations = [operation for operation in graph.operations if operation is not maker]
+    return dataclasses.replace(graph, operations=operations, output=maker.inputs[0]), True
+
+
+def _last(watched: Watched, channels: Channels) -> Block:
+    """The block of the logits: all of them exchangeable, and read by nothing."""
+    output = channels.graph.output
+    if output.tensor.ndim < 2 or output.shape[-1] < 2:
+        raise watched.refused("it takes two logits or more to shift them all alike")
+    atoms: Tensor | None = channels.atoms.get(output)
+    what = "the logits are not the values of a linear layer that nothing else reads"
+    if atoms is None or not constant(atoms, range(atoms.ndim - 1)):
+        raise watched.refused(f"{what}: the network ends in {_end(channels.graph)}")
+    logits = [channels.forest.root(atom)[0] for atom in atoms.reshape(-1, atoms.shape[-1])[0].tolist() if atom >= 0]
+    stopped = channels.reasons()
+    for block in channels.blocks():
+        written = all(slot.side > 0 for slot in block.slots)
+        if written and len(logits) == output.shape[-1] and sorted(block.atoms.tolist()) == sorted(set(logits)):
+            return block
+    reason = next((stopped[root] for root in logits if root in stopped), _end(channels.graph))
+    raise watched.refused(what, reason)
+
+
+def _end(graph: Graph) -> str:
+    return f"the operation {graph.output.maker.described}" if graph.output.maker else "its own input"

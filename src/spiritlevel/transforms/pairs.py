@@ -1,0 +1,132 @@
+"""Maps that one layer makes and the next undoes: between two linear maps, behind a norm, through a gate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from spiritlevel.transforms.certificates import Transformed
+from spiritlevel.transforms.maps import Step, condition, invertible, spread
+from spiritlevel.transforms.watched import Watched
+from spiritlevel.watching.channels import Block, Passing
+
+_MIXED = Passing()
+SCALED = Passing(functions="homogeneous", each=True, gains="write")
+_GATED = Passing(each=True)
+
+
+def block_steps(block: Block, matrix: Tensor) -> list[Step]:
+    """The map of one block: a matrix (a vector if diagonal) where it is written, the inverse transpose where read."""
+    undo = 1 / matrix if matrix.ndim == 1 else torch.linalg.inv(matrix).T
+    return [Step(slot.entries, matrix if slot.side > 0 else undo) for slot in block.slots]
+
+
+def _apply(
+    watched: Watched, blocks: list[Block], draw: Callable[[Block], Tensor], refused: str, why: str
+) -> Transformed:
+    both = [block for block in blocks if len({slot.side for slot in block.slots}) == 2]
+    if not both:
+        raise watched.refused(refused, why)
+    return watched.mapped([step for block in both for step in block_steps(block, draw(block))])
+
+
+def mix_linear(model: nn.Module, *, data: Any, size: float = 10.0, seed: int = 0) -> Transformed:
+    """A random invertible matrix between any two linear maps that follow each other directly, undone in the second.
+
+    W₂W₁ = (W₂G⁻¹)(GW₁), and G takes W₁'s bias along. Found are linear layers, convolutions, embeddings and products
+    with parameters, with nothing between them but reshaping, numbers as factors, means and average pooling; where sums
+    tie several of them, all take the same G. The factors of a low-rank adaptation (LoRA) are such maps, whether applied
+    one after the other or multiplied first. Gradient and Hessian become T⁻ᵀg and T⁻ᵀHT⁻¹ with T = G ⊗ I on W₁ and
+    G⁻ᵀ ⊗ I on W₂. Exact up to rounding.
+
+    Args:
+        model: any module; it is left as it was.
+        data: inputs to follow the network on and to compare outputs on: a tensor, or data as everywhere (128 samples).
+        size: condition number of every G.
+        seed: of the random matrices.
+
+    Cost: a few forward passes in float64 and copies of the model. Reference: mathematics 8.
+
+    >>> low_rank = nn.Sequential(nn.Linear(6, 2, bias=False), nn.Linear(2, 5), nn.ReLU(), nn.Linear(5, 3))
+    >>> result = mix_linear(low_rank, data=torch.randn(8, 6))
+    >>> result.certificate.preserves, torch.allclose(result.model[3].weight, low_rank[3].weight)
+    ('function', True)
+    """
+    watched = Watched("mix_linear", model, data, seed)
+    size = condition(watched.who, size)
+    channels = watched.channels(_MIXED)
+    return _apply(
+        watched,
+        channels.blocks(),
+        lambda block: invertible(block.units, size, watched.source),
+        "no two linear maps of this network follow each other with nothing between them",
+        channels.obstacles(),
+    )
+
+
+def shift_norm_gain(model: nn.Module, *, data: Any, size: float = 10.0, seed: int = 0) -> Transformed:
+    """Random positive factors on gain and bias of each channel of the norms, undone in the layers that read them.
+
+    γ → cγ, β → cβ, W → W diag(1/c) in every layer that reads the channel: layer norm, RMS norm, group norm, batch norm,
+    instance norm, built in or written out, and any other parameter that multiplies channel by channel. Between norm and
+    layer may stand what passes a positive factor on (ReLU, pooling, reshaping). A norm whose output anything else reads
+    as well, a residual sum or a head that shares its weight with the embedding, takes no factor. The map of the
+    parameters is diagonal, and the certificate's factors give it. Exact up to rounding.
+
+    Args:
+        model: any module; it is left as it was.
+        data: as in `mix_linear`.
+        size: ratio of the largest factor of a norm to the smallest.
+        seed: of the random factors.
+
+    Cost: as in `mix_linear`. Reference: mathematics 8.
+
+    >>> net = nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6), nn.Linear(6, 3))
+    >>> factors = shift_norm_gain(net, data=torch.randn(8, 4)).certificate.factors
+    >>> factors["0.weight"], torch.allclose(factors["1.weight"] * factors["2.weight"][0], torch.ones(6).double())
+    (1.0, True)
+    """
+    watched = Watched("shift_norm_gain", model, data, seed)
+    size = condition(watched.who, size)
+    channels = watched.channels(SCALED)
+    return _apply(
+        watched,
+        [block for block in channels.blocks() if "gain" in block.tags],
+        lambda block: spread(block.units, size, watched.source),
+        "no norm of this network has a gain that only linear layers read",
+        channels.obstacles("gain"),
+    )
+
+
+def scale_gate(model: nn.Module, *, data: Any, size: float = 10.0, seed: int = 0) -> Transformed:
+    """Random factors of either sign on each unit of a gated layer's linear half, undone in the layer behind the gate.
+
+    In W_down(act(W_gate x) ⊙ W_up x), as SwiGLU and GEGLU have it, W_up → diag(c) W_up and W_down → W_down diag(1/c);
+    the gate stays. The map of the parameters is diagonal, and the certificate's factors give it. Exact up to rounding.
+
+    Args:
+        model: any module; it is left as it was.
+        data: as in `mix_linear`.
+        size: ratio of the largest factor of a layer to the smallest, signs aside.
+        seed: of the random factors.
+
+    Cost: as in `mix_linear`. Reference: mathematics 8.
+
+    >>> net = nn.Sequential(nn.Linear(4, 12), nn.GLU(), nn.Linear(6, 3))
+    >>> factors = scale_gate(net, data=torch.randn(8, 4)).certificate.factors
+    >>> bool((factors["0.weight"][6:] == 1).all()), bool((factors["0.weight"][:6] == 1).any())
+    (True, False)
+    """
+    watched = Watched("scale_gate", model, data, seed)
+    size = condition(watched.who, size)
+    channels = watched.channels(_GATED)
+    return _apply(
+        watched,
+        [block for block in channels.blocks() if "gate" in block.tags],
+        lambda block: spread(block.units, size, watched.source, signed=True),
+        "no layer of this network is multiplied by a gate and then read by linear layers only",
+        channels.obstacles("gate"),
+    )

@@ -1,0 +1,105 @@
+"""Rotations of the residual stream of transformers with RMS norms."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from spiritlevel.transforms.certificates import Transformed
+from spiritlevel.transforms.maps import LinearMap, Step, rotation
+from spiritlevel.transforms.pairs import SCALED
+from spiritlevel.transforms.watched import Watched, take_state
+from spiritlevel.watching.channels import Block, Passing
+from spiritlevel.watching.graph import record
+
+_ROTATED = Passing(squares=True, orthogonal=True)
+
+
+def rotate_stream(model: nn.Module, *, data: Any, size: float = 1.0, seed: int = 0) -> Transformed:
+    """A random rotation of the residual stream of a pre-norm transformer with RMS norms.
+
+    Everything that writes into the stream is turned, W → QW, embeddings and biases too, and everything that reads it
+    turns back, W → WQᵀ; an RMS norm does not see a rotation. Its gain does, so gains are folded into the layers that
+    read them first, W → W diag(γ), and are buffers of ones from then on, no parameters. From that folded model,
+    `start` of the result, T is orthogonal: trace and spectrum of the Hessian stay, and all that looks at single
+    parameters moves. (From the model itself there is no linear map: folding multiplies parameters.) Refused where a
+    gain cannot be folded, as in front of a head that shares its weight with the embedding, and for layer norm, which
+    subtracts a mean. Exact up to rounding.
+
+    Args:
+        model: any module; it is left as it was.
+        data: as in `mix_linear`.
+        size: without meaning here.
+        seed: of the rotation.
+
+    Cost: as in `mix_linear`. Reference: mathematics 8.
+
+    >>> net = nn.Sequential(nn.Linear(3, 8), nn.RMSNorm(8), nn.Linear(8, 2))
+    >>> result = rotate_stream(net, data=torch.randn(8, 3))
+    >>> [name for name, _ in result.model.named_parameters()]
+    ['0.weight', '0.bias', '2.weight', '2.bias']
+    >>> torch.allclose(result.model[0].weight.norm(), net[0].weight.norm())
+    True
+    """
+    watched = Watched("rotate_stream", model, data, seed)
+    folded = _folded(watched)
+    channels = folded.channels(_ROTATED)
+    steps = []
+    for block in channels.blocks():
+        if "length" in block.tags and block.units > 1 and len({slot.side for slot in block.slots}) == 2:
+            turn = rotation(block.units, watched.source)
+            steps += [Step(slot.entries, turn) for slot in block.slots]
+    if not steps:
+        raise watched.refused(
+            "this network has no stream that is read through RMS norms only, by layers into which their gains fold",
+            channels.obstacles("length") or channels.obstacles(),
+        )
+    start = copy.deepcopy(folded.model)
+    take_state(start, folded.exact)
+    return folded.mapped(steps, start=start)
+
+
+def _folded(watched: Watched) -> Watched:
+    """The network with the gains of its RMS norms in the layers that read them, and ones in their place."""
+    channels = watched.channels(SCALED)
+    state = torch.cat([tensor.detach().double().reshape(-1) for tensor in watched.graph.state.values()]).cpu()
+    steps: list[Step] = []
+    names: list[str] = []
+    for block in channels.blocks():
+        gain = _gain(block)
+        owners = [] if gain is None else channels.layout.owners(gain)
+        if gain is not None and len(owners) == 1 and channels.layout.shapes[owners[0]].numel() == gain.numel():
+            steps += [Step(slot.entries, state[gain[:, 0]]) for slot in block.slots if slot.side < 0]
+            names += owners
+    folded = copy.copy(watched)
+    folded.exact, folded.model = copy.deepcopy(watched.exact), copy.deepcopy(watched.model)
+    moved = LinearMap(channels.layout.shapes, steps)(dict(folded.exact.named_parameters()))
+    with torch.no_grad():
+        for name, parameter in folded.exact.named_parameters():
+            parameter.copy_(moved[name])
+    for name in names:
+        for module in (folded.exact, folded.model):
+            _retire(module, name)
+    folded.graph = record(watched.who, folded.exact, watched.sample.inputs)
+    return folded
+
+
+def _gain(block: Block) -> Tensor | None:
+    """The entries of the one gain that writes a block, without a bias; `None` if that is not all that writes it."""
+    written = [slot for slot in block.slots if slot.side > 0]
+    read = any(slot.side < 0 for slot in block.slots)
+    if "gain" not in block.tags or len(written) != 1 or not read or written[0].entries.shape[1] != 1:
+        return None
+    return written[0].entries
+
+
+def _retire(model: nn.Module, name: str) -> None:
+    """Make a parameter a buffer of ones."""
+    path, _, key = name.rpartition(".")
+    module = model.get_submodule(path)
+    ones = torch.ones_like(module.get_parameter(key)).detach()
+    del module._parameters[key]
+    module.register_buffer(key, ones)

@@ -1,0 +1,132 @@
+"""A network on the bench: recorded in float64, changed by a map of its parameters, and compared with what it was."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from spiritlevel.binding.problem import unwrapped
+from spiritlevel.errors import InputError, checked_seed
+from spiritlevel.transforms.certificates import Sample, Transformed
+from spiritlevel.transforms.maps import LinearMap, Step, generator
+from spiritlevel.watching.channel_rules import follow_channels
+from spiritlevel.watching.channels import Channels, Passing
+from spiritlevel.watching.graph import Graph, record
+
+_EXACT = 1e-9  # relative difference of the outputs in float64 beyond which a map is not the symmetry it was taken for
+_ROUNDED = 1e-3  # the same where the network itself computes in fewer digits, or the parameters are rounded to them
+
+
+class Watched:
+    """A model that a transform is looking at: a copy in float64, its recorded forward pass, data and random numbers."""
+
+    def __init__(self, who: str, model: nn.Module, data: Any, seed: int) -> None:
+        if not isinstance(model, nn.Module):
+            raise InputError(f"{who}: the model must be a torch.nn.Module, got {type(model).__name__}.")
+        if data is None:
+            raise InputError(f"{who} needs data=: inputs to follow the network on, and to compare its outputs on.")
+        self.who, self.model = who, unwrapped(model)
+        self.source = generator(checked_seed(seed))
+        self.exact = self.original = copy.deepcopy(self.model).double()
+        self.sample = Sample.of(self.exact, data)
+        self.graph: Graph = record(who, self.exact, self.sample.inputs)
+
+    def channels(self, passing: Passing) -> Channels:
+        """The network's channels under one kind of map."""
+        return follow_channels(self.graph, passing)
+
+    def refused(self, what: str, why: str = "") -> InputError:
+        """The error for a network that has none of what a transform is looking for."""
+        return InputError(f"{self.who}: {what}{f'; in the way: {why}' if why else ''}.")
+
+    def mapped(
+        self,
+        steps: Iterable[Step],
+        *,
+        shift: dict[str, Tensor] | None = None,
+        notes: tuple[str, ...] = (),
+        keeps: str = "outputs",
+        start: nn.Module | None = None,
+    ) -> Transformed:
+        """The model after θ → Tθ + shift, certified; T is all that gradient and Hessian need."""
+        shapes = {name: tensor.shape for name, tensor in self.graph.state.items()}
+        mapping = LinearMap(shapes, steps)
+        new = copy.deepcopy(self.exact)
+        state = dict([*new.named_parameters(), *new.named_buffers()])
+        moved = mapping({name: tensor for name, tensor in state.items() if tensor.is_floating_point()})
+        with torch.no_grad():
+            for name, tensor in moved.items():
+                state[name].copy_(tensor + shift[name] if shift and name in shift else tensor)
+        names = [name for name, _ in new.named_parameters()]
+        factors = mapping.factors(names)
+        return self.certified(
+            new,
+            factors=factors,
+            map=None if factors is not None else mapping,
+            linear=not shift,
+            notes=notes,
+            keeps=keeps,
+            start=start,
+        )
+
+    def certified(
+        self,
+        new: nn.Module,
+        *,
+        factors: dict[str, Any] | None = None,
+        map: LinearMap | None = None,
+        linear: bool = True,
+        notes: tuple[str, ...] = (),
+        keeps: str = "outputs",
+        start: nn.Module | None = None,
+        fit: Callable[[nn.Module], None] | None = None,
+    ) -> Transformed:
+        """Compare a changed copy in float64 with the original, round it to the model's own precision, and certify that.
+
+        Two comparisons: the first shows that the map is a symmetry, the second what rounding its result costs. `fit`
+        makes the modules of the rounded copy say what shape their tensors have.
+        """
+        tolerance = _ROUNDED if self._computes_in_fewer_digits() else _EXACT
+        self.sample.certify(self.who, self.original, new, keeps=keeps, tolerance=tolerance)
+        rounded = copy.deepcopy(self.model)
+        take_state(rounded, new)
+        if fit is not None:
+            fit(rounded)
+        again = copy.deepcopy(rounded).double()
+        dtypes = {parameter.dtype for parameter in self.model.parameters()}
+        if dtypes != {torch.float64}:
+            tolerance = 0.1 if dtypes & {torch.float16, torch.bfloat16} else _ROUNDED
+        certificate = self.sample.certify(
+            self.who, self.original, again, keeps=keeps, tolerance=tolerance, factors=factors, notes=notes
+        )
+        return Transformed(rounded, certificate, linear=linear, map=map, start=start)
+
+    def _computes_in_fewer_digits(self) -> bool:
+        values = (value.tensor for operation in self.graph.operations for value in operation.outputs)
+        return any(tensor.dtype in (torch.float32, torch.float16, torch.bfloat16) for tensor in values)
+
+
+def take_state(model: nn.Module, other: nn.Module) -> None:
+    """Give a model the parameters and buffers of another one with the same modules, in its own precision."""
+    theirs = dict(other.named_modules(remove_duplicate=False))
+    known: dict[int, tuple[Tensor, Tensor]] = {}  # a tensor that several modules share, and what was made for it
+    for name, module in model.named_modules(remove_duplicate=False):
+        for own, source in ((module._parameters, theirs[name]._parameters), (module._buffers, theirs[name]._buffers)):
+            for key, tensor in source.items():
+                before = own.get(key)
+                if tensor is None or before is None:
+                    continue
+                if id(before) not in known:
+                    fresh = tensor.detach().to(before.dtype).clone()
+                    if isinstance(before, nn.Parameter):
+                        fresh = nn.Parameter(fresh, requires_grad=before.requires_grad)
+                    if fresh.shape == before.shape:
+                        with torch.no_grad():
+                            before.copy_(fresh)
+                        fresh = before
+                    known[id(before)] = before, fresh
+                own[key] = known[id(before)][1]
