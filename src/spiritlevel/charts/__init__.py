@@ -14,7 +14,7 @@ from spiritlevel.errors import needs
 
 with needs("a chart"):
     from spiritlevel.charts.columns import bars, distribution, intervals, lines, scatter, stems
-    from spiritlevel.charts.drawing import save, specification, svg, theme
+    from spiritlevel.charts.drawing import save, specification, svg, svg_file, theme
     from spiritlevel.charts.measured import audit_map, density, landscape_contours, landscape_line, ritz_values
     from spiritlevel.charts.surfaces import contours, grid, panels, triangle
 
@@ -36,6 +36,7 @@ __all__ = [
     "specification",
     "stems",
     "svg",
+    "svg_file",
     "theme",
     "triangle",
 ]

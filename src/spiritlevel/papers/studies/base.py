@@ -230,11 +230,10 @@ class Run:
         return frame
 
     def chart(self, name: str, chart: Any) -> None:
-        """Keep a chart of `spiritlevel.charts` as `name.svg` and `name.png`."""
+        """Keep a chart of `spiritlevel.charts` as `name.svg`."""
         from spiritlevel import charts
 
-        for path in charts.save(chart, self.folder / name):
-            self.files[path.name] = _sha256(path.read_bytes())
+        self._write(f"{name}.svg", charts.svg_file(chart).encode())
 
     def report(self, **numbers: Any) -> None:
         """Add numbers to the summary that belong to no statement."""
