@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from spiritlevel.papers.training.running import seeded_generator
 from spiritlevel.storage import digest
 
 KEY_VERSION = 1  # part of every key: to be raised when the same job would give another network
+_PARTS = ("train", "validation", "test")
 _GREY = (0.299, 0.587, 0.114)  # ITU-R BT.601, the usual weights of red, green, blue
 
 
@@ -76,8 +77,8 @@ class Job:
         if self.pixels not in ("unit", "standard"):
             raise unknown_name("form of the pixels", self.pixels, ("unit", "standard"))
         for name in self.evaluate:
-            if name not in Parts._fields[:3]:
-                raise unknown_name("set to evaluate", name, Parts._fields[:3])
+            if name not in _PARTS:
+                raise unknown_name("set to evaluate", name, _PARTS)
         whole_number(self.validation, "validation", 0)
         whole_number(self.pool, "pool", 1)
         for name in ("train_size", "test_size", "evaluate_every"):
@@ -94,7 +95,8 @@ class Job:
         return digest({"version": KEY_VERSION, "job": job})
 
 
-class Parts(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Parts:
     """The sets of a job, each a pair (inputs, targets), mapped by its `grey` and `pixels`."""
 
     train: Pair

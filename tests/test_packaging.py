@@ -1,0 +1,108 @@
+"""What is handed out: the source distribution, the reference pages, the settings of a clone."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+# What is no part of the project, and what the tests and a build leave behind.
+OTHERS = (".git", ".venv*", "build", "dist", ".*_cache", ".hypothesis", "__pycache__", "*.egg-info", "*.pyc", ".lock")
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The source distribution of this tree, built in a copy of it, without a network."""
+    folder = tmp_path_factory.mktemp("source")
+    shutil.copytree(ROOT, folder / "tree", ignore=shutil.ignore_patterns(*OTHERS))
+    build = "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
+    command = [sys.executable, "-W", "ignore", "-c", build, str(folder)]
+    subprocess.run(command, cwd=folder / "tree", check=True, capture_output=True, timeout=120)
+    (archive,) = folder.glob("*.tar.gz")
+    return archive
+
+
+def files(folder: Path) -> Iterator[str]:
+    skipped = shutil.ignore_patterns(*OTHERS, ".gitignore", "report", ".coverage*")
+    for place, folders, names in os.walk(folder):
+        folders[:] = sorted(set(folders) - skipped(place, folders))
+        for name in sorted(set(names) - skipped(place, names)):
+            yield str((Path(place) / name).relative_to(folder))
+
+
+def test_the_source_distribution_holds_all_files(source: Path) -> None:
+    with tarfile.open(source) as archive:
+        held = {name.partition("/")[2] for name in archive.getnames()}
+    assert sorted(set(files(ROOT)) - held) == []
+    assert not any(re.search(r"__pycache__|\.pyc$|\.venv|\.parquet\.", name) for name in held)
+    assert source.stat().st_size < 12e6
+
+
+@pytest.mark.slow
+def test_the_source_distribution_runs_its_own_tests(source: Path, tmp_path: Path) -> None:
+    """A short part of them: what reads documents, results, tools and assets, and the example of the README."""
+    with tarfile.open(source) as archive:
+        archive.extractall(tmp_path, filter="data")
+    (folder,) = tmp_path.iterdir()
+    environment = {**os.environ, "PYTHONPATH": str(folder / "src"), "PYTHONDONTWRITEBYTECODE": "1"}
+    where = [sys.executable, "-c", "import spiritlevel; print(spiritlevel.__file__)"]
+    found = subprocess.run(where, env=environment, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+    assert Path(found.strip()).is_relative_to(folder)
+    names = ("architecture", "core", "data", "gallery", "mathematics", "models", "studies_rules", "training")
+    part = [f"tests/test_{name}.py" for name in names]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:xdist", "-p", "no:cacheprovider", *part]
+    done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert re.search(r"\d{3} passed", done.stdout)
+
+
+def test_the_reference_pages_are_written_without_a_warning(tmp_path: Path) -> None:
+    command = [sys.executable, "-W", "error", str(ROOT / "tools" / "make_reference.py"), str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0, done.stderr[-2000:]
+    pages = {path.stem: path.read_text(encoding="utf-8") for path in (tmp_path / "spiritlevel").glob("*.html")}
+    assert pages.keys() == {"claims", "data", "measures", "models", "training", "transforms"}
+    assert 'id="lenet5"' in pages["models"]
+    assert 'id="fit"' in pages["training"]
+    assert 'id="sample_traces"' in (tmp_path / "spiritlevel.html").read_text(encoding="utf-8")
+
+
+def test_the_readme_of_a_package_index_has_no_relative_link(source: Path) -> None:
+    """There it stands alone. Every link leads into the repository that the project names, to a file of this tree."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    home = project["urls"]["Source"]
+    with tarfile.open(source) as archive:
+        (member,) = [name for name in archive.getnames() if re.fullmatch(r"[^/]+/PKG-INFO", name)]
+        file = archive.extractfile(member)
+        assert file is not None
+        text = file.read().decode("utf-8")
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    links = re.findall(r"\]\(([^)]+)\)", text)
+    assert len(links) == len(re.findall(r"\]\(([^)]+)\)", readme)) > 15
+    for link in links:
+        if not link.startswith("#"):
+            kind, _, path = link.removeprefix(f"{home}/").partition("/main/")
+            assert kind == ("raw" if re.search(r"\.(svg|png)$", path) else "blob"), link
+            assert (ROOT / path.partition("#")[0]).is_file(), link
+    assert all(address.startswith(home) for address in project["urls"].values())
+    assert f'repository-code: "{home}"' in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+
+
+def test_hooks_run_what_the_clone_has() -> None:
+    """No hook fetches anything: each is local, and calls a program of .venv that the extra `dev` brings."""
+    text = (ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8")
+    assert re.findall(r"repo: (\S+)", text) == ["local"]
+    assert set(re.findall(r"language: (\S+)", text)) == {"system"}
+    tools = re.findall(r"entry: \.venv/bin/(\w+)", text)
+    assert tools == ["ruff", "ruff", "mypy"]
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    assert {*tools} <= {*extras["dev"]}
