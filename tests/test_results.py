@@ -427,8 +427,8 @@ def test_intervals_cover_what_they_promise(count: int) -> None:
     ("estimate", "shown"),
     [
         (Estimate(2.5, 0.65), "2.5 ± 0.65"),
-        (Estimate(1234.5678, 0.012), "1234.568 ± 0.012"),
-        (Estimate(1e-9, 1e-3), "1e-09 ± 0.001"),
+        (Estimate(1234.5678, 0.012), "1,234.568 ± 0.012"),
+        (Estimate(1e-9, 1e-3), "1e-9 ± 0.001"),
         (Estimate(1 / 3), "0.333333"),
         (Estimate(0.0, 1.5), "0 ± 1.5"),
         (Estimate(-INF, 1.0), "-inf ± 1"),

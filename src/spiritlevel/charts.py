@@ -22,7 +22,7 @@ import polars as pl
 import vl_convert
 
 from spiritlevel.errors import InputError, printable, unknown_name
-from spiritlevel.results import Audit, AuditRow, Density, Landscape, Spectrum
+from spiritlevel.results import Audit, AuditRow, Density, Landscape, Spectrum, figure, mark
 from spiritlevel.storage import write_atomically
 
 __all__ = [
@@ -452,7 +452,9 @@ def distribution(values: Any, name: str, *, bins: int = 40, skewness: float | No
     finite = np.sort(column[np.isfinite(column)])
     if skewness is None and len(finite) > 2 and finite[0] < finite[-1]:
         skewness = float(np.mean(((finite - finite.mean()) / finite.std()) ** 3))
-    notes = [f"skewness {skewness:.3g}".replace("-", "−")] if skewness is not None and math.isfinite(skewness) else []
+    notes = (
+        [f"skewness {figure(skewness, 3, typeset=True)}"] if skewness is not None and math.isfinite(skewness) else []
+    )
     if len(finite) < len(column):
         notes.append(f"{len(column) - len(finite):,} of {len(column):,} values are not finite and not shown")
     if not len(finite):
@@ -744,7 +746,7 @@ def density(curve: Density, *, level: float = 0.95, title: str = "") -> Chart:
     }
     chart = lines(columns, "eigenvalue", "density", low="low", high="high", log_y=True)
     band = "" if not bool(curve.stderr.any()) else f", band: {level:.0%} pointwise"
-    return _finish(chart, title, f"smoothed by a Gaussian of width {curve.width:.2g}{band}")
+    return _finish(chart, title, f"smoothed by a Gaussian of width {figure(curve.width, 2)}{band}")
 
 
 def landscape_line(surface: Landscape, *, title: str = "") -> Chart:
@@ -819,23 +821,8 @@ def audit_map(audit: Audit, *, title: str = "") -> Chart:
     return _finish(alt.layer(sure, unsure, text).properties(width=alt.Step(64)), title)
 
 
-def _short(ratio: float) -> str:
-    """Three digits in the room of a cell, two beside an exponent.
-
-    >>> _short(0.0421), _short(1284.0), _short(3.28e5), _short(1.79e-4), _short(2.5e7)
-    ('0.0421', '1,280', '328,000', '1.8e-4', '2.5e7')
-    """
-    if 1e-3 <= abs(ratio) < 1e6:
-        return f"{float(f'{ratio:.3g}'):,.6g}"
-    mantissa, power = f"{ratio:.1e}".split("e")
-    return f"{mantissa}e{int(power)}"
-
-
 def _audit_cell(row: AuditRow) -> dict[str, Any]:
     known = row.verdict in ("invariant", "changes") and math.isfinite(row.ratio) and row.ratio > 0
-    text = {"invariant": "=", "unstable": "?", "not converged": "…"}.get(row.verdict, "")
-    if row.verdict == "changes":
-        text = f"×{_short(row.ratio)}" if math.isfinite(row.ratio) else "changes"
     return {
         "measure": row.measure,
         "transform": row.transform,
@@ -844,5 +831,5 @@ def _audit_cell(row: AuditRow) -> dict[str, Any]:
         "verdict": row.verdict,
         "note": row.note,
         "log": math.log10(row.ratio) if known else (0.0 if row.verdict == "invariant" else None),
-        "text": text,
+        "text": mark(row, 3),
     }

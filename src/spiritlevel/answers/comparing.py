@@ -23,6 +23,7 @@ from spiritlevel.results import (
     Comparison,
     ComparisonRow,
     Estimate,
+    figure,
     largest,
     mean_skewness,
     ratio_of,
@@ -452,14 +453,14 @@ class _Pair:
         phrases = {
             "accuracy": "it classifies {count:,.0f} more of the {samples:,} samples correctly",
             "input_distance": "its samples lie further from the decision boundary",
-            "loss": "its mean loss is lower by {difference:.3g}",
+            "loss": "its mean loss is lower by {difference}",
         }
         present = [(rows[key], phrase) for key, phrase in phrases.items() if key in rows]
         decisive = []
         for row, phrase in present:
             if row.verdict in ("a", "b") and row.sure:
                 size, count = abs(row.difference), self.a.count
-                decisive.append((row, phrase.format(difference=size, count=size * count, samples=count)))
+                decisive.append((row, phrase.format(difference=figure(size, 3), count=size * count, samples=count)))
         reasons = self._reasons(list(rows.values()))
         if self.twice:
             return (
@@ -479,7 +480,7 @@ class _Pair:
         if first.name == "accuracy":  # in samples, as the phrase counts
             limits = f"{low * self.a.count:,.0f} to {high * self.a.count:,.0f}"
         else:
-            limits = f"{low:.3g} to {high:.3g}"
+            limits = f"{figure(low, 3)} to {figure(high, 3)}"
         text = f"{phrase} ({self.level:.0%} interval {limits})"
         same = [more for row, more in decisive[1:] if row.verdict == winner]
         other = [more for row, more in decisive[1:] if row.verdict != winner]

@@ -17,7 +17,7 @@ from spiritlevel.answers.measuring import median, outcomes, subset
 from spiritlevel.errors import InputError, NotExactError, first_line, whole_number
 from spiritlevel.estimators import eigenvalues, operator_trace
 from spiritlevel.measures import Setting
-from spiritlevel.results import Estimate, in_short
+from spiritlevel.results import Estimate, figure, in_short
 from spiritlevel.storage import write_atomically
 
 if TYPE_CHECKING:
@@ -252,9 +252,10 @@ class Tracker:
         if self.steps < self.every:
             return f"measuring first after {self.every:,} steps"
         trained = self.training_seconds
+        cost, time_so_far, free = figure(self._cost, 2), figure(trained, 3), figure(self.share * trained, 2)
         return (
-            f"as a measurement takes about {self._cost:.2g} s and {self.share:.0%} of {trained:.3g} s of training are "
-            f"{self.share * trained:.2g} s: train on, raise share=, or call measure()"
+            f"as a measurement takes about {cost} s and {self.share:.0%} of {time_so_far} s of training are {free} s: "
+            "train on, raise share=, or call measure()"
         )
 
     def __str__(self) -> str:
@@ -287,4 +288,4 @@ def _value(row: dict[str, Any], key: str) -> str:
         return in_short(
             Estimate(value, tolerance=row["tolerance"], status="converged" if row["converged"] else "not converged")
         )
-    return f"{value:.4g}"
+    return figure(value)

@@ -30,9 +30,7 @@ def show_report(report: Report, console: Console | None = None) -> None:
     moved = report.audit.moved() if report.audit is not None else {}
     table = columns("measure", "value", "± (95 %)", "larger is", "at the same\noutputs", right=(1, 2), whole=(4,))
     for row in report.rows:
-        value = f"{'≥ ' if row.kind == 'lower bound' else ''}{figure(row.value.value, 4)}"
-        if row.kind == "undefined":
-            value = "undefined"
+        value = f"{'≥ ' if row.kind == 'lower bound' else ''}{figure(row.value.value)}"
         table.add_row(row.name, value, _limits(row), row.direction, _fate(moved.get(row.name)))
     if report.rows:
         print_table(console, table)
@@ -111,7 +109,7 @@ def show_comparison(comparison: Comparison) -> None:
 
 def show_audit(audit: Audit) -> None:
     """Measures × transforms, and how far a search went."""
-    from spiritlevel.results import in_short, left_out_lines
+    from spiritlevel.results import in_short, left_out_lines, mark
 
     console = base.console()
     transforms = list(dict.fromkeys(row.transform for row in audit.rows))
@@ -120,7 +118,7 @@ def show_audit(audit: Audit) -> None:
     for measure in dict.fromkeys(row.measure for row in audit.rows):
         rows = {row.transform: row for row in audit.rows if row.measure == measure}
         first = next(iter(rows.values()))
-        cells = [_cell(rows[name].verdict, rows[name].ratio) if name in rows else "" for name in transforms]
+        cells = [mark(rows[name]) if name in rows else "" for name in transforms]
         table.add_row(measure, in_short(first.before), *cells)
     print_table(console, table)
     console.print("= invariant, ×r changes by that factor, ? within the error, … not converged", style="dim")
@@ -128,14 +126,6 @@ def show_audit(audit: Audit) -> None:
         console.print(str(worst), markup=False)
     for line in left_out_lines(audit.skipped):
         console.print(line, style="dim", markup=False)
-
-
-def _cell(verdict: str, ratio: float) -> str:
-    from spiritlevel.results import figure
-
-    if verdict == "changes":
-        return "changes" if math.isnan(ratio) else f"×{figure(ratio, 2)}"
-    return {"invariant": "=", "unstable": "?"}.get(verdict, "…")
 
 
 def _fate(factor: float | None) -> str:

@@ -35,6 +35,7 @@ from spiritlevel.page.parts import (
     sheet,
 )
 from spiritlevel.results import Comparison, ComparisonRow, Estimate, Fit, Report, ReportRow, WorstFactor, largest
+from spiritlevel.results.formatting import with_error
 from spiritlevel.storage import cache_folder, write_atomically
 
 __all__ = ["notebook", "page"]
@@ -361,9 +362,7 @@ def _trace_against_margin(report: Report, key: str) -> Section:
 def _correlation(name: str, found: Any) -> str:
     if math.isnan(found.r):
         return f"Correlation of {name}: undefined, {found.reason}."
-    r, low, high, rank = (
-        f"{value:.3f}".replace("-", "−") for value in (found.r, found.low, found.high, found.spearman)
-    )
+    r, low, high, rank = (number(value, 3) for value in (found.r, found.low, found.high, found.spearman))
     return (
         f"Correlation of {name}: r = {r} ({found.level:.0%} interval {low} to {high}), rank correlation {rank}, "
         f"over {counted(found.n, 'sample')}; {counted(found.removed, 'outlier')} removed."
@@ -507,8 +506,7 @@ def _estimate(estimate: Estimate) -> str:
     half = (high - low) / 2
     if not half > (5e-5 if estimate.status == "converged" else 0.0) * abs(estimate.value):
         return text
-    digits = math.ceil(math.log10(max(abs(estimate.value) / half, 1))) + 1  # no more than the error leaves
-    return f"{number(estimate.value, min(4, max(2, digits)))} ± {number(half, 2)}"
+    return with_error(estimate.value, half, 4, typeset=True)
 
 
 def _cell(estimate: Estimate) -> Cell:
@@ -811,7 +809,7 @@ def _with_limits(report: Report, row: ReportRow) -> Cell:
         return _estimate(row.value)
     if math.isnan(low) and not math.isnan(value):
         return f"{number(value)} ± unknown"
-    return f"{number(value)} ± {number((high - low) / 2, 2)}" if low < high else value
+    return with_error(value, (high - low) / 2, 4, typeset=True) if low < high else value
 
 
 def _side_by_side(reports: list[Report]) -> Section:

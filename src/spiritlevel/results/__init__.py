@@ -9,6 +9,7 @@ from spiritlevel.results.audits import AuditRow as AuditRow
 from spiritlevel.results.audits import Certificate as Certificate
 from spiritlevel.results.audits import WorstFactor as WorstFactor
 from spiritlevel.results.audits import largest as largest
+from spiritlevel.results.audits import mark as mark
 from spiritlevel.results.audits import moved_at_least as moved_at_least
 from spiritlevel.results.audits import ratio_of as ratio_of
 from spiritlevel.results.codec import Result as Result
@@ -20,6 +21,7 @@ from spiritlevel.results.formatting import figure as figure
 from spiritlevel.results.formatting import in_short as in_short
 from spiritlevel.results.formatting import left_out_lines as left_out_lines
 from spiritlevel.results.formatting import times as times
+from spiritlevel.results.formatting import with_error as with_error
 from spiritlevel.results.intervals import FEWEST as FEWEST
 from spiritlevel.results.intervals import mean_skewness as mean_skewness
 from spiritlevel.results.intervals import skewed_limits as skewed_limits

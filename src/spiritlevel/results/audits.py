@@ -40,9 +40,10 @@ class Certificate(Result):
     notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
+        apart, relative = figure(self.largest_difference, 2), figure(self.relative_difference, 2)
         return (
             f"{self.transform} preserves: {self.preserves} (batch norm: {' and '.join(self.modes)}); outputs differ by "
-            f"at most {self.largest_difference:.2g}, relatively {self.relative_difference:.2g}, on {self.data}"
+            f"at most {apart}, relatively {relative}, on {self.data}"
         )
 
 
@@ -172,8 +173,8 @@ class WorstFactor(Result):
             return f"how far {self.measure} can be moved at the same outputs cannot be told within its error"
         return (
             f"{self.measure} can be moved at least {times(self.factor)}-fold at the same outputs: scaling the layers "
-            f"took it from {figure(self.before, 4)} to anything between {figure(self.lowest, 4)} and "
-            f"{figure(self.highest, 4)}"
+            f"took it from {figure(self.before)} to anything between {figure(self.lowest)} and "
+            f"{figure(self.highest)}"
         )
 
 
@@ -231,7 +232,7 @@ class Audit(Result):
         table = [list(line) for line in zip(*([""] * (height - len(name)) + name for name in words), strict=True)]
         for name in measures:
             present = [cells[name, transform] for transform in transforms if (name, transform) in cells]
-            shown = [_cell(cells[name, t]) if (name, t) in cells else "" for t in transforms]
+            shown = [mark(cells[name, t]) if (name, t) in cells else "" for t in transforms]
             table.append([name, in_short(present[0].before), *shown])
         notes = ["= invariant, ×r changes, ? within the error, … not converged, ≥ lower bound found by an optimiser"]
         notes += [str(item) for item in self.worst]
@@ -252,7 +253,13 @@ def largest(factors: Iterable[float]) -> float:
     return max(known) if known and (len(known) == len(every) or max(known) > 1) else math.nan
 
 
-def _cell(row: AuditRow) -> str:
+def mark(row: AuditRow, digits: int = 2) -> str:
+    """The row in the room of a cell: "=" invariant, "×3.2" the ratio of a value that changes, "?", "…" unsettled.
+
+    >>> one = Estimate(1.0)
+    >>> mark(AuditRow("trace", "rescale_layers", one, Estimate(64.0), 64.0, 64.0, "changes", False))
+    '×64'
+    """
     if row.verdict == "changes":
-        return "changes" if math.isnan(row.ratio) else f"×{figure(row.ratio, 2)}"
+        return f"×{figure(row.ratio, digits)}" if math.isfinite(row.ratio) else "changes"
     return {"invariant": "=", "unstable": "?"}.get(row.verdict, "…")

@@ -11,7 +11,7 @@ from torch import Tensor
 from spiritlevel.errors import InputError
 from spiritlevel.results.codec import Result
 from spiritlevel.results.estimates import WERE_BOUNDS, WERE_ITERATED, Estimate, with_status
-from spiritlevel.results.formatting import aligned, left_out_lines
+from spiritlevel.results.formatting import aligned, figure, left_out_lines
 from spiritlevel.results.pages import Shown
 from spiritlevel.results.samples import Margins, SampleTraces
 
@@ -55,7 +55,7 @@ class ComparisonRow(Result):
         return {**data, "how": how, **{key: with_status(data[key], name) for key in ("a", "b") if key in data}}
 
     def __str__(self) -> str:
-        text = f"{self.name}: {self.a} and {self.b}, difference {self.difference:.4g}, {self.verdict}"
+        text = f"{self.name}: {self.a} and {self.b}, difference {figure(self.difference)}, {self.verdict}"
         return f"{text} ({self.note})" if self.note else text
 
 
@@ -101,10 +101,12 @@ class Comparison(Shown):
         a, b = self.names
         table = [["measure", a, b, "difference", f"{self.level:.0%} interval", "from", "favours"]]
         for row in self.rows:
-            interval = "" if math.isnan(row.low) or row.low == row.high else f"{row.low:.3g} .. {row.high:.3g}"
+            interval = (
+                "" if math.isnan(row.low) or row.low == row.high else f"{figure(row.low, 3)} .. {figure(row.high, 3)}"
+            )
             favours = {"a": a, "b": b, "equal": "neither"}.get(row.verdict, row.verdict)
-            values = ["undefined" if math.isnan(v.value) else f"{v.value:.5g}" for v in (row.a, row.b)]
-            table.append([row.name, *values, f"{row.difference:.3g}", interval, row.how, favours])
+            values = [figure(each.value, 5) for each in (row.a, row.b)]
+            table.append([row.name, *values, figure(row.difference, 3), interval, row.how, favours])
         lines = [f"{a} and {b} on {self.samples:,} samples", *aligned(table)]
         lines += left_out_lines(self.left_out)
         return "\n".join([*lines, self.advice])

@@ -13,7 +13,7 @@ from spiritlevel.errors import InputError
 from spiritlevel.results.audits import Audit
 from spiritlevel.results.codec import Result
 from spiritlevel.results.estimates import Estimate, with_status
-from spiritlevel.results.formatting import aligned, left_out_lines
+from spiritlevel.results.formatting import aligned, figure, left_out_lines
 from spiritlevel.results.pages import Shown
 from spiritlevel.results.samples import Correlation, Margins, SampleTraces
 from spiritlevel.results.spectra import SpectrumSummary
@@ -159,18 +159,26 @@ class Report(Shown):
         for name, fit in self.fits.items():
             of = f" of {fit.population:,}" if fit.population > fit.samples else ""
             lines.append(
-                f"{name}: {fit.samples:,}{of} samples, accuracy {fit.accuracy.value:.2%}, loss {fit.loss.value:.4g}"
+                f"{name}: {fit.samples:,}{of} samples, accuracy {fit.accuracy.value:.2%}, loss {figure(fit.loss.value)}"
             )
         table = [["measure", "value", "95 % interval", "kind", "larger is", "invariant to"]]
         for row in self.rows:
             low, high = row.interval
-            interval = "" if row.kind == "undefined" or low == high else f"{low:.4g} .. {high:.4g}"
+            interval = "" if row.kind == "undefined" or low == high else f"{figure(low)} .. {figure(high)}"
             if row.kind == "converged":
-                interval = "" if row.value.settled and not row.value.data_stderr else f"± {(high - low) / 2:.2g}"
+                interval = "" if row.value.settled and not row.value.data_stderr else f"± {figure((high - low) / 2, 2)}"
             interval = "unknown" if math.isnan(low) and row.kind != "undefined" else interval
-            interval = f"{low:.4g} or more" if math.isinf(high) else interval
-            value = "undefined" if row.kind == "undefined" else f"{row.value.value:.6g}"
-            table.append([row.name, value, interval, row.kind, row.direction, ", ".join(row.invariant_to) or "-"])
+            interval = f"{figure(low)} or more" if math.isinf(high) else interval
+            table.append(
+                [
+                    row.name,
+                    figure(row.value.value, 6),
+                    interval,
+                    row.kind,
+                    row.direction,
+                    ", ".join(row.invariant_to) or "-",
+                ]
+            )
         lines += aligned(table)
         lines += [f"{name}: {found}" for name, found in self.correlations.items()]
         lines += left_out_lines(self.left_out)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from spiritlevel.results.codec import Result
 from spiritlevel.results.estimates import Estimate
+from spiritlevel.results.formatting import figure
 from spiritlevel.results.intervals import mean_skewness, standard_error, subset_mean
 
 
@@ -89,8 +90,9 @@ class SampleTraces(Result):
 
     def __str__(self) -> str:
         how = "exact" if self.exact else f"estimated ({self.method})"
-        low, high = (float(self.values.min()), float(self.values.max())) if len(self) else (math.nan, math.nan)
-        return f"{len(self)} per-sample Hessian traces, {how}: mean {self.mean()}, from {low:.3g} to {high:.3g}"
+        ends = (float(self.values.min()), float(self.values.max())) if len(self) else (math.nan, math.nan)
+        low, high = (figure(end, 3) for end in ends)
+        return f"{len(self)} per-sample Hessian traces, {how}: mean {self.mean()}, from {low} to {high}"
 
 
 @dataclass(frozen=True)
@@ -122,13 +124,12 @@ class Margins(Result):
     def __str__(self) -> str:
         if not len(self):
             return "0 output margins"
-        text = (
-            f"{len(self)} output margins: mean {float(self.signed.mean()):.4g}, "
-            f"smallest {float(self.signed.min()):.4g}; {float(self.correct.double().mean()):.2%} classified correctly"
-        )
+        mean, smallest = figure(float(self.signed.mean())), figure(float(self.signed.min()))
+        right = float(self.correct.double().mean())
+        text = f"{len(self)} output margins: mean {mean}, smallest {smallest}; {right:.2%} classified correctly"
         if self.distance is not None:
             where = f"at layer {self.layer!r}" if self.layer else "in input space"
-            text += f"; median distance {float(self.distance.median()):.4g} {where} ({self.norm}-norm)"
+            text += f"; median distance {figure(float(self.distance.median()))} {where} ({self.norm}-norm)"
         return text
 
 
@@ -161,4 +162,5 @@ class Correlation(Result):
         if math.isnan(self.r):
             return f"r undefined ({self.reason})"
         outliers = f"({self.removed} outliers removed)"
-        return f"r = {self.r:.3f} [{self.low:.3f}, {self.high:.3f}] over {self.n} points {outliers}"
+        r, low, high = (figure(value, 3) for value in (self.r, self.low, self.high))
+        return f"r = {r} [{low}, {high}] over {self.n} points {outliers}"

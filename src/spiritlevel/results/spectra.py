@@ -12,6 +12,7 @@ from torch import Tensor
 from spiritlevel.errors import InputError
 from spiritlevel.results.codec import Result
 from spiritlevel.results.estimates import Estimate
+from spiritlevel.results.formatting import figure
 from spiritlevel.results.intervals import errors_off, mean_skewness
 
 
@@ -56,7 +57,7 @@ class Eigenpairs(Result):
 
     def __str__(self) -> str:
         pairs = zip(self.values.tolist(), self.residuals.tolist(), strict=True)
-        listed = ", ".join(f"{value:.6g} (residual {residual:.1g})" for value, residual in pairs)
+        listed = ", ".join(f"{figure(value, 6)} (residual {figure(residual, 1)})" for value, residual in pairs)
         state = "converged" if self.converged else f"not converged: {self.reason}"
         return f"{len(self)} eigenvalues, {self.which}: {listed}; {self.matvecs} products, {state}"
 
@@ -84,9 +85,9 @@ class DiagonalEstimate(Result):
         return self.values.numel()
 
     def __str__(self) -> str:
-        how = "exact" if self.exact else f"standard errors up to {float(self.stderr.max()):.2g}"
+        how = "exact" if self.exact else f"standard errors up to {figure(float(self.stderr.max()), 2)}"
         low, high = float(self.values.min()), float(self.values.max())
-        return f"diagonal of {len(self)} entries from {low:.4g} to {high:.4g}, {how}"
+        return f"diagonal of {len(self)} entries from {figure(low)} to {figure(high)}, {how}"
 
 
 @dataclass(frozen=True)
@@ -117,8 +118,8 @@ class Density(Result):
         if not self.grid.numel():
             return "spectral density at 0 points"
         low, high, top = float(self.grid.min()), float(self.grid.max()), int(self.values.argmax())
-        where = f"at {self.grid.numel()} points from {low:.4g} to {high:.4g}, width {self.width:.3g}"
-        return f"spectral density {where}: largest {float(self.values[top]):.4g} at {float(self.grid[top]):.4g}"
+        where = f"at {self.grid.numel()} points from {figure(low)} to {figure(high)}, width {figure(self.width, 3)}"
+        return f"spectral density {where}: largest {figure(float(self.values[top]))} at {figure(float(self.grid[top]))}"
 
     def __repr__(self) -> str:  # not its hundreds of numbers
         return f"<{self}>"
@@ -185,7 +186,7 @@ class Spectrum(Result):
     def __str__(self) -> str:
         low, high = float(self.nodes.min()), float(self.nodes.max())
         how = "all eigenvalues" if self.exact else f"{self.nodes.shape[0]} probes of {self.nodes.shape[1]} nodes"
-        return f"spectrum of size {self.size} from {low:.4g} to {high:.4g}: {how}, mean {self.moment(1)}"
+        return f"spectrum of size {self.size} from {figure(low)} to {figure(high)}: {how}, mean {self.moment(1)}"
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from spiritlevel.results.codec import Result
+from spiritlevel.results.formatting import figure
 
 
 @dataclass(frozen=True)
@@ -45,10 +46,11 @@ class Landscape(Result):
     def __str__(self) -> str:
         shape = " x ".join(str(len(steps)) for steps in self.steps)
         axes = ", ".join(
-            f"{name} (curvature {float(self.curvatures[i, i]):.4g})" for i, name in enumerate(self.directions)
+            f"{name} (curvature {figure(float(self.curvatures[i, i]))})" for i, name in enumerate(self.directions)
         )
         low, high = float(self.losses.min()), float(self.losses.max())
-        barrier = "" if self.barrier is None else f"; barrier {self.barrier:.4g}"
+        barrier = "" if self.barrier is None else f"; barrier {figure(self.barrier)}"
         return (
-            f"loss on {shape} points along {axes}: {self.value:.4g} at the model, from {low:.4g} to {high:.4g}{barrier}"
+            f"loss on {shape} points along {axes}: {figure(self.value)} at the model, from {figure(low)} to "
+            f"{figure(high)}{barrier}"
         )

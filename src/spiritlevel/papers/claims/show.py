@@ -7,6 +7,7 @@ from typing import Any
 
 from jinja2 import Environment
 
+from spiritlevel import results
 from spiritlevel.errors import counted
 from spiritlevel.papers.claims.base import PAPERS, PASSES, Kind, Verdict
 
@@ -28,7 +29,7 @@ def figure(name: str, value: Any) -> str:
     if isinstance(value, int):
         return f"{value:,}"
     if isinstance(value, float):
-        return "< 1e-9" if "error" in name and abs(value) < 1e-9 else f"{value:.4g}"
+        return "< 1e-9" if "error" in name and abs(value) < 1e-9 else results.figure(value)
     return str(value)
 
 
