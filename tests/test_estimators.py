@@ -27,7 +27,7 @@ from spiritlevel.estimators import (
     spectral_norm,
     spectrum,
 )
-from spiritlevel.results import DiagonalEstimate, Eigenpairs, Result, Spectrum, SpectrumSummary
+from spiritlevel.results import DiagonalEstimate, Eigenpairs, Result, SpectralDensity, SpectrumSummary
 
 WHICH = ("largest", "smallest", "magnitude")
 
@@ -642,13 +642,13 @@ def test_results_depend_on_the_seed_alone_and_global_random_states_stay():
     assert states[2] == random.getstate()
 
 
-@pytest.mark.parametrize("kind", [Eigenpairs, DiagonalEstimate, Spectrum, SpectrumSummary])
+@pytest.mark.parametrize("kind", [Eigenpairs, DiagonalEstimate, SpectralDensity, SpectrumSummary])
 def test_results_survive_json(kind):
     op = wrap(rotated(torch.cat([torch.tensor([5.0]).double(), bulk(139)])), a=(100,), b=(40,))
     result = {
         Eigenpairs: lambda: eigenvalues(op, 2),
         DiagonalEstimate: lambda: diagonal(op, probes=4),
-        Spectrum: lambda: spectral_density(op, probes=2, steps=6),
+        SpectralDensity: lambda: spectral_density(op, probes=2, steps=6),
         SpectrumSummary: lambda: spectrum(op, probes=2, steps=6),
     }[kind]()
     back = Result.from_json(result.to_json())

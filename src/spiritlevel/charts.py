@@ -22,7 +22,7 @@ import polars as pl
 import vl_convert
 
 from spiritlevel.errors import InputError, printable, unknown_name
-from spiritlevel.results import Audit, AuditRow, Density, Landscape, Spectrum, figure, mark
+from spiritlevel.results import Audit, AuditRow, Landscape, SmoothedDensity, SpectralDensity, figure, mark
 from spiritlevel.storage import write_atomically
 
 __all__ = [
@@ -721,7 +721,7 @@ def panels(
 # From results
 
 
-def ritz_values(spectrum: Spectrum, *, floor: float | None = None, title: str = "") -> Chart:
+def ritz_values(spectrum: SpectralDensity, *, floor: float | None = None, title: str = "") -> Chart:
     """Stem plot of all Ritz values and their weights, as in paper C's figures.
 
     The weights of all probes add up to 1: the height of a stem is the share of the spectrum that it stands for.
@@ -731,7 +731,7 @@ def ritz_values(spectrum: Spectrum, *, floor: float | None = None, title: str = 
     return stems(columns, name, "weight", floor=floor, title=title)
 
 
-def density(curve: Density, *, level: float = 0.95, title: str = "") -> Chart:
+def density(curve: SmoothedDensity, *, level: float = 0.95, title: str = "") -> Chart:
     """A smoothed spectral density with its pointwise error band, on a logarithmic axis.
 
     The axis ends six decades below the peak, where the smoothing hides what is there.

@@ -10,7 +10,7 @@ import difflib
 import operator
 import re
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 
 class InputError(ValueError):
@@ -75,6 +75,24 @@ def whole_number(value: object, name: str, least: int) -> int:
         if not isinstance(value, bool) and (number := operator.index(value)) >= least:  # type: ignore[arg-type]
             return number
     raise InputError(f"{name} must be a whole number of at least {least}, got {value!r}.")
+
+
+@contextlib.contextmanager
+def needs(package: str, extra: str) -> Iterator[None]:
+    """Around the import of a package that not every installation has: the sentence that tells how to get it.
+
+    >>> with needs("lens", "report"):
+    ...     import lens
+    Traceback (most recent call last):
+    spiritlevel.errors.InputError: this needs the package lens, which is missing: pip install "spiritlevel[report]".
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.split(".")[0] != package:
+            raise
+        command = f'pip install "spiritlevel[{extra}]"'
+        raise InputError(f"this needs the package {package}, which is missing: {command}.") from error
 
 
 def counted(count: int, noun: str) -> str:

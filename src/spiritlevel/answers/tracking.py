@@ -14,10 +14,11 @@ import torch
 from torch import nn
 
 from spiritlevel.answers.measuring import median, outcomes, subset
-from spiritlevel.errors import InputError, NotExactError, first_line, whole_number
+from spiritlevel.errors import InputError, NotExactError, first_line, needs, whole_number
 from spiritlevel.estimators import eigenvalues, operator_trace
 from spiritlevel.measures import Setting
 from spiritlevel.results import Estimate, figure, in_short
+from spiritlevel.results.tables import as_csv
 from spiritlevel.storage import write_atomically
 
 if TYPE_CHECKING:
@@ -193,10 +194,15 @@ class Tracker:
         return self.spent / self.training_seconds
 
     def frame(self) -> pl.DataFrame:
-        """The rows as a Polars table."""
-        import polars as pl
+        """The rows as a Polars frame."""
+        with needs("polars", "report"):
+            import polars as pl
 
         return pl.DataFrame(self.rows)
+
+    def to_csv(self, path: str | Path | None = None) -> str:
+        """The rows as CSV; with `path` also written there, atomically."""
+        return as_csv(self.frame(), path)
 
     def to_parquet(self, path: str | Path) -> None:
         """Write the rows, whole or not at all."""

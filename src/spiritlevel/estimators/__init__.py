@@ -27,7 +27,7 @@ from scipy.stats import chi2
 from torch import Tensor
 
 from spiritlevel.errors import InputError, unknown_name
-from spiritlevel.results import DiagonalEstimate, Eigenpairs, Estimate, Spectrum, SpectrumSummary
+from spiritlevel.results import DiagonalEstimate, Eigenpairs, Estimate, SpectralDensity, SpectrumSummary
 
 __all__ = [
     "Operator",
@@ -409,7 +409,7 @@ def diagonal(op: Any, *, probes: int = 64, seed: int = 0) -> DiagonalEstimate:
     if size <= probes:
         entries = [(block * product(block)).sum(1) for block in _identity_blocks(size, product.dtype, product.device)]
         values = torch.stack(entries).sum(0).double().cpu()
-        return DiagonalEstimate(values, torch.zeros_like(values), matvecs=product.count, seed=seed)
+        return DiagonalEstimate(values, torch.zeros_like(values), matvecs=product.count, seed=seed, status="exact")
     mean = torch.zeros(size, dtype=torch.float64, device=product.device)
     scatter = torch.zeros_like(mean)  # Σ (draw − mean)², updated draw by draw (Welford)
     count = 0
@@ -420,11 +420,11 @@ def diagonal(op: Any, *, probes: int = 64, seed: int = 0) -> DiagonalEstimate:
             mean += step / count
             scatter += step * (draw - mean)
     stderr = (scatter / (count - 1) / count).sqrt()
-    return DiagonalEstimate(mean.cpu(), stderr.cpu(), float(count - 1), product.count, seed)
+    return DiagonalEstimate(mean.cpu(), stderr.cpu(), float(count - 1), product.count, seed, "estimated")
 
 
 @_in_full_precision
-def spectral_density(op: Any, *, probes: int = 8, steps: int = 80, seed: int = 0) -> Spectrum:
+def spectral_density(op: Any, *, probes: int = 8, steps: int = 80, seed: int = 0) -> SpectralDensity:
     """The distribution of all eigenvalues, by stochastic Lanczos quadrature.
 
     From each of `probes` sign vectors, `steps` Lanczos steps give a tridiagonal T (float64); the eigenvalues of T are
@@ -1039,10 +1039,10 @@ def _quadrature(space: _Krylov, steps: int) -> tuple[Array, Array]:
     return np.pad(nodes, (0, steps - w), mode="edge"), np.pad(vectors[0] ** 2, (0, steps - w))
 
 
-def _quadrature_spectrum(rows: list[tuple[Array, Array]], product: _Product, seed: int) -> Spectrum:
+def _quadrature_spectrum(rows: list[tuple[Array, Array]], product: _Product, seed: int) -> SpectralDensity:
     nodes = torch.from_numpy(np.stack([nodes for nodes, _ in rows]))
     weights = torch.from_numpy(np.stack([weights for _, weights in rows])) / len(rows)
-    return Spectrum(nodes, weights, product.size, matvecs=product.count, seed=seed)
+    return SpectralDensity(nodes, weights, product.size, matvecs=product.count, seed=seed)
 
 
 # --- small operators --------------------------------------------------------------------------------------------------
@@ -1088,10 +1088,10 @@ def _dense_eigenpairs(
     )
 
 
-def _dense_spectrum(matrix: Array, product: _Product, seed: int) -> Spectrum:
+def _dense_spectrum(matrix: Array, product: _Product, seed: int) -> SpectralDensity:
     nodes = torch.from_numpy(eigvalsh(_symmetric(matrix)))[None]
     weights = torch.full_like(nodes, 1 / product.size)
-    return Spectrum(nodes, weights, product.size, exact=True, matvecs=product.count, seed=seed)
+    return SpectralDensity(nodes, weights, product.size, exact=True, matvecs=product.count, seed=seed)
 
 
 def _dense_summary(

@@ -12,6 +12,7 @@ from spiritlevel.errors import InputError
 from spiritlevel.results.codec import Result
 from spiritlevel.results.estimates import Estimate, with_status
 from spiritlevel.results.formatting import aligned, figure, in_short, times
+from spiritlevel.results.tables import Columns, Table
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,7 @@ class AuditRow(Result):
     @classmethod
     def _from_older(cls, data: dict[str, Any]) -> dict[str, Any]:
         name = str(data.get("measure"))
+        data = {key: item for key, item in data.items() if key != "lower_bound"}  # it is the status of the values now
         return {**data, **{key: with_status(data[key], name) for key in ("before", "after") if key in data}}
 
     @property
@@ -179,7 +181,7 @@ class WorstFactor(Result):
 
 
 @dataclass(frozen=True)
-class Audit(Result):
+class Audit(Table):
     """Measures × transforms: which numbers survive when the function, or the prediction, does not change.
 
     `skipped` names the transforms that this network does not allow and the measures that are not defined for it, each
@@ -222,6 +224,24 @@ class Audit(Result):
         for worst in self.worst:
             factors.setdefault(worst.measure, []).append(worst.factor)
         return {name: largest(found) for name, found in factors.items()}
+
+    def _columns(self) -> Columns:
+        """One row per measure and transform."""
+        rows = self.rows
+        return {
+            "measure": (str, [row.measure for row in rows]),
+            "transform": (str, [row.transform for row in rows]),
+            "before": (float, [row.before.value for row in rows]),
+            "before_status": (str, [row.before.status for row in rows]),
+            "after": (float, [row.after.value for row in rows]),
+            "after_status": (str, [row.after.status for row in rows]),
+            "ratio": (float, [row.ratio for row in rows]),
+            "predicted": (float, [row.predicted for row in rows]),
+            "factor": (float, [row.factor for row in rows]),
+            "verdict": (str, [row.verdict for row in rows]),
+            "declared": (bool, [row.declared for row in rows]),
+            "note": (str, [row.note for row in rows]),
+        }
 
     def __str__(self) -> str:
         measures = list(dict.fromkeys(row.measure for row in self.rows))

@@ -14,6 +14,7 @@ from spiritlevel.results.estimates import WERE_BOUNDS, WERE_ITERATED, Estimate, 
 from spiritlevel.results.formatting import aligned, figure, left_out_lines
 from spiritlevel.results.pages import Shown
 from spiritlevel.results.samples import Margins, SampleTraces
+from spiritlevel.results.tables import Columns
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,29 @@ class Comparison(Shown):
             if row.name == name:
                 return row
         raise InputError(f"the comparison holds no measure {name!r}, only {', '.join(row.name for row in self.rows)}.")
+
+    def _columns(self) -> Columns:
+        """One row per measure; a and b are the two models in the order of `names`."""
+        rows = self.rows
+        return {
+            "measure": (str, [row.name for row in rows]),
+            "a": (float, [row.a.value for row in rows]),
+            "a_status": (str, [row.a.status for row in rows]),
+            "b": (float, [row.b.value for row in rows]),
+            "b_status": (str, [row.b.status for row in rows]),
+            "difference": (float, [row.difference for row in rows]),
+            "low": (float, [row.low for row in rows]),
+            "high": (float, [row.high for row in rows]),
+            "how": (str, [row.how for row in rows]),
+            "ratio": (float, [row.ratio for row in rows]),
+            "factor": (float, [row.factor for row in rows]),
+            "verdict": (str, [row.verdict for row in rows]),
+            "sure": (bool, [row.sure for row in rows]),
+            "direction": (str, [row.direction for row in rows]),
+            "invariant": (bool, [row.invariant for row in rows]),
+            "note": (str, [row.note for row in rows]),
+            "meaning": (str, [row.meaning for row in rows]),
+        }
 
     def __str__(self) -> str:
         a, b = self.names

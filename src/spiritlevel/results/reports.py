@@ -18,6 +18,7 @@ from spiritlevel.results.pages import Shown
 from spiritlevel.results.samples import Correlation, Margins, SampleTraces
 from spiritlevel.results.spectra import SpectrumSummary
 from spiritlevel.results.surfaces import Landscape
+from spiritlevel.results.tables import Columns, of_estimates
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,7 @@ class ReportRow(Result):
 
     @classmethod
     def _from_older(cls, data: dict[str, Any]) -> dict[str, Any]:
+        data = {key: item for key, item in data.items() if key != "kind"}  # it is the status of the value now
         return {**data, "value": with_status(data["value"], str(data.get("name")))} if "value" in data else data
 
     @property
@@ -152,6 +154,23 @@ class Report(Shown):
             if row.name == name:
                 return row
         raise InputError(f"the report holds no measure {name!r}, only {', '.join(row.name for row in self.rows)}.")
+
+    def _columns(self) -> Columns:
+        """One row per measure; the limits are those of `ReportRow.interval`."""
+        rows = self.rows
+        return {
+            "measure": (str, [row.name for row in rows]),
+            **of_estimates([row.value for row in rows], [row.interval for row in rows]),
+            "direction": (str, [row.direction for row in rows]),
+            "family": (str, [row.family for row in rows]),
+            "invariant_to": (str, [", ".join(row.invariant_to) for row in rows]),
+            "subset_error": (str, [row.subset_error for row in rows]),
+            "products": (int, [row.value.matvecs for row in rows]),
+            "seconds": (float, [row.seconds for row in rows]),
+            "meaning": (str, [row.meaning for row in rows]),
+            "formula": (str, [row.formula for row in rows]),
+            "reference": (str, [row.reference for row in rows]),
+        }
 
     def __str__(self) -> str:
         lines = [f"{self.name}: {self.parameters:,} parameters"]
