@@ -490,6 +490,19 @@ def test_diagonal_within_its_errors_and_exact_when_dense():
     torch.testing.assert_close(exact.values, matrix.diagonal(), rtol=0, atol=1e-14)
 
 
+def test_probes_that_agree_do_not_make_a_diagonal_exact():
+    """On a diagonal matrix every sign vector gives the same values; nothing but the unit vectors proves them."""
+    found = diagonal(torch.diag(torch.arange(50.0)), probes=4)
+    assert not found.stderr.any()
+    assert (found.status, found.exact) == ("estimated", False)
+    assert " exact" not in str(found)
+    again = DiagonalEstimate.from_json(found.to_json())
+    assert again.status == "estimated"
+    assert diagonal(torch.diag(torch.arange(50.0)), probes=50).status == "exact"
+    with pytest.raises(InputError, match="status of a diagonal is exact or estimated, got 'nearly'"):
+        DiagonalEstimate(found.values, found.stderr, status="nearly")
+
+
 # --- densities --------------------------------------------------------------------------------------------------------
 
 
