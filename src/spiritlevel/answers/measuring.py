@@ -41,12 +41,11 @@ from spiritlevel.results import (
     SampleTraces,
     figure,
     ratio_of,
-    subset_mean,
     times,
     with_error,
 )
 from spiritlevel.statistics.correlation import correlate, skewness
-from spiritlevel.statistics.subsets import SubsetError
+from spiritlevel.statistics.subsets import SubsetError, mean_of, share_of
 
 __all__ = ["measure"]
 
@@ -322,8 +321,8 @@ class _Run:
 
     def _as_fit(self, found: Margins | None, losses: Tensor, population: int) -> Fit:
         no_classes = Estimate(math.nan, reason="the targets are no classes")
-        accuracy = no_classes if found is None else _share(found.correct.double(), population)
-        return Fit(len(losses), population, accuracy, _mean(losses, population))
+        accuracy = no_classes if found is None else share_of(found.correct.double(), population)
+        return Fit(len(losses), population, accuracy, mean_of(losses, population))
 
     def _subset_error(self, each: Measure, found: Estimate) -> SubsetError | None:
         """The error of having measured a subset; None if it was none, or if the samples do not enter."""
@@ -456,23 +455,6 @@ def silent(what: str, done: int, total: int) -> None:
 def kind(dtype: torch.dtype) -> str:
     """The name of a number format."""
     return str(dtype).removeprefix("torch.")
-
-
-def _mean(values: Tensor, population: int) -> Estimate:
-    """The mean over samples, with the error of a random subset if the population is larger."""
-    error, limits = subset_mean(values, population)
-    return Estimate(float(values.mean()), data_stderr=error, data_limits=limits)
-
-
-def _share(correct: Tensor, population: int) -> Estimate:
-    """The mean of zeros and ones; of a subset with an error that no outcome makes 0, and limits."""
-    value, count = float(correct.mean()), len(correct)
-    if population <= count:
-        return Estimate(value)
-    pulled = (float(correct.sum()) + 0.5 * _Z**2) / (count + _Z**2)
-    error = math.sqrt(pulled * (1 - pulled) / (count + _Z**2) * (1 - count / population))
-    limits = Fit(count, population, Estimate(value), Estimate(math.nan)).accuracy_limits()
-    return Estimate(value, data_stderr=error, data_limits=limits)
 
 
 class Outcomes(NamedTuple):

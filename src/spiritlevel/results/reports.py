@@ -6,7 +6,6 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from scipy import stats
 from torch import Tensor
 
 from spiritlevel.errors import InputError
@@ -14,6 +13,7 @@ from spiritlevel.results.audits import Audit
 from spiritlevel.results.codec import Result
 from spiritlevel.results.estimates import Estimate, with_status
 from spiritlevel.results.formatting import aligned, figure, left_out_lines
+from spiritlevel.results.intervals import share_limits
 from spiritlevel.results.pages import Shown
 from spiritlevel.results.samples import Correlation, Margins, SampleTraces
 from spiritlevel.results.spectra import SpectrumSummary
@@ -36,16 +36,10 @@ class Fit(Result):
     def accuracy_limits(self) -> tuple[float, float]:
         """Clopper and Pearson's 95 % interval of the accuracy on the whole population, of which a subset was measured.
 
-        It covers 95 % or more, also of an accuracy near 0 or 1, where shorter intervals fall below.
-
         >>> [f"{limit:.3f}" for limit in Fit(60, 10**9, Estimate(1.0), Estimate(0.0)).accuracy_limits()]
         ['0.940', '1.000']
         """
-        worth = self.samples / (1 - self.samples / self.population)  # the rest alone is unknown
-        right = self.accuracy.value * worth
-        low = float(stats.beta.ppf(0.025, right, worth - right + 1)) if right > 0 else 0.0
-        high = float(stats.beta.ppf(0.975, right + 1, worth - right)) if right < worth else 1.0
-        return low, high
+        return share_limits(self.accuracy.value, self.samples, self.population)
 
     def __str__(self) -> str:
         return f"accuracy {self.accuracy}, loss {self.loss} on {self.samples:,} of {self.population:,} samples"
