@@ -447,7 +447,8 @@ class SampleTraces(Result):
     tensor if that was asked for. `probes` counts the random probes a sample got. Where all samples shared their probes
     their errors are correlated: `draws` (N, probes) keeps what each probe said, so that `mean` and `correlate` can
     take the error from the spread over probes. `fingerprint` identifies the order of the data. With batch statistics
-    the batches are part of the definition: `batches` then holds their sizes in order.
+    the batches are part of the definition: `batches` then holds their sizes in order. `wrt` says what moves: the
+    parameters, or the input of the sample (`input_curvature`).
     """
 
     values: Tensor
@@ -468,6 +469,7 @@ class SampleTraces(Result):
     negative_stops: float | None = None
     notes: tuple[str, ...] = ()
     batches: tuple[int, ...] | None = None
+    wrt: str = "parameters"
 
     def __len__(self) -> int:
         return self.values.numel()
@@ -516,7 +518,8 @@ class SampleTraces(Result):
     def __str__(self) -> str:
         how = "exact" if self.exact else f"estimated ({self.method})"
         low, high = (float(self.values.min()), float(self.values.max())) if len(self) else (math.nan, math.nan)
-        return f"{len(self)} per-sample Hessian traces, {how}: mean {self.mean()}, from {low:.3g} to {high:.3g}"
+        of = "" if self.wrt == "parameters" else f" in the {self.wrt}"
+        return f"{len(self)} per-sample Hessian traces{of}, {how}: mean {self.mean()}, from {low:.3g} to {high:.3g}"
 
 
 @dataclass(frozen=True)
@@ -617,9 +620,14 @@ class Eigenpairs(Result):
     def outermost(self) -> Estimate:
         """The first value ± what is not known of it: the larger of its residual and `reach`.
 
-        A residual alone is not enough. It tells that some eigenvalue is near, not that it is the outermost one.
+        A residual alone is not enough. It tells that some eigenvalue is near, not that it is the outermost one. Where
+        nothing is excluded (`reach` is infinite) the largest eigenvalue has this value as a lower bound.
         """
         tolerance = max(float(self.residuals[0]), self.reach or 0.0)
+        if self.converged and math.isinf(tolerance):
+            reason = "an eigenvalue further out was not ruled out"
+            status = "lower bound" if self.which == "largest" else "not converged"
+            return Estimate(float(self.values[0]), matvecs=self.matvecs, seed=self.seed, reason=reason, status=status)
         return Estimate(
             float(self.values[0]),
             matvecs=self.matvecs,
@@ -1163,7 +1171,6 @@ class _Shown(Result):
         """One self-contained HTML page; with `path` also written there, atomically."""
         from spiritlevel.page import page
 
-        assert isinstance(self, Report | Comparison)
         text = page(self)
         if path is not None:
             write_atomically(path, text)
@@ -1173,7 +1180,6 @@ class _Shown(Result):
         """What a notebook shows."""
         from spiritlevel.page import notebook
 
-        assert isinstance(self, Report | Comparison)
         return notebook(self)
 
 
