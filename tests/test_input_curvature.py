@@ -112,7 +112,7 @@ def test_degrees_in_the_input_count_not_those_in_the_parameters() -> None:
     torch.manual_seed(0)
     model, data = Squares(), samples((80,))
     assert sl.sample_traces(model, data).exact, "the trap: the parameters alone say exact"
-    with pytest.raises(NotExactError, match="the operation 'mul' makes the outputs more than linear .* probes=80"):
+    with pytest.raises(NotExactError, match=r"the operation 'mul' makes the outputs more than linear .* probes=80"):
         sl.input_curvature(model, data, method="exact")
     truth = dense(model, *data)
     found = sl.input_curvature(model, data, probes=79)

@@ -338,9 +338,9 @@ class Recorder:
             return first.merge(*others) if others else first
         check_readable(folder)
         try:
-            with safetensors.safe_open(folder, "pt") as file:
-                metadata = file.metadata() or {}
-                state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            content = folder.read_bytes()  # at once: a training may put another file in its place
+            state = safetensors.torch.load(content)
+            metadata = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")]).get("__metadata__", {})
             kind, version = metadata.get("format"), int(metadata.get("version", 0))
             classes = [str(name) for name in json.loads(metadata.get("classes", "[]"))]
         except (safetensors.SafetensorError, OSError, TypeError, ValueError) as error:
