@@ -142,6 +142,9 @@ def check_samples(rank: int, ranks: int, group: Any) -> None:
                 for name in alone.layers:
                     close(shared.layers[name], alone.layers[name])
         close(sl.trace(net, data, group=group, batch_size=1).value, sl.trace(net, data).value)
+        for model in (net, smooth[:2]):
+            alone = sl.input_curvature(model, data, probes=4)
+            close(sl.input_curvature(model, data, probes=4, group=group, batch_size=2 + rank).values, alone.values)
         for options in ({}, {"distance": 2}, {"distance": "inf", "layer": "0"}):
             one, all_of_us = (
                 sl.margins(net, data, **options),

@@ -5,7 +5,10 @@ from spiritlevel import measures as measures
 from spiritlevel import transforms as transforms
 from spiritlevel.answers.auditing import audit as audit
 from spiritlevel.answers.comparing import compare as compare
+from spiritlevel.answers.critical import critical_sharpness as critical_sharpness
+from spiritlevel.answers.critical import stability as stability
 from spiritlevel.answers.measuring import measure as measure
+from spiritlevel.answers.recorder import Recorder as Recorder
 from spiritlevel.answers.surface import landscape as landscape
 from spiritlevel.answers.tracking import Tracker as Tracker
 from spiritlevel.binding.losses import aceht as aceht
@@ -42,6 +45,10 @@ from spiritlevel.results import SampleTraces as SampleTraces
 from spiritlevel.results import SmoothedDensity as SmoothedDensity
 from spiritlevel.results import SpectralDensity as SpectralDensity
 from spiritlevel.results import SpectrumSummary as SpectrumSummary
+from spiritlevel.results.training import CriticalSharpness as CriticalSharpness
+from spiritlevel.results.training import Stability as Stability
+from spiritlevel.results.training import SuspiciousSamples as SuspiciousSamples
+from spiritlevel.samples.inputs import input_curvature as input_curvature
 from spiritlevel.samples.margins import margin_bound as margin_bound
 from spiritlevel.samples.margins import margins as margins
 from spiritlevel.samples.margins import output_margin as output_margin

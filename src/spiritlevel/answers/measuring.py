@@ -347,7 +347,7 @@ class _Run:
         spread = torch.linspace(0, self.here.count - 1, min(_SHOWN["others"], self.here.count)).long()
         groups["others"] = spread.unique().tolist()
         wanted = sorted({index for group in groups.values() for index in group})
-        images = _thumbnails(picked(self.here.batches, torch.tensor(wanted)))
+        images = thumbnails(picked(self.here.batches, torch.tensor(wanted)))
         place = {index: position for position, index in enumerate(wanted)}
         self.found["pictures"] = Pictures(
             torch.tensor(wanted), images, {name: tuple(place[i] for i in group) for name, group in groups.items()}
@@ -464,7 +464,7 @@ def outcomes(setting: Setting) -> Outcomes:
     return Outcomes(torch.cat(classes) if labelled else None, torch.cat(losses), probabilities and flat.shape[1] > 1)
 
 
-def _thumbnails(samples: Any) -> Tensor:
+def thumbnails(samples: Any) -> Tensor:
     """Small uint8 pictures of samples that are images; one range of grey for all."""
     inputs = samples[0] if isinstance(samples, tuple) else None
     if not isinstance(inputs, Tensor) or inputs.is_complex():

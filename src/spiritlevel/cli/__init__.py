@@ -43,13 +43,14 @@ from spiritlevel.cli.measures import Measures
 from spiritlevel.cli.parsing import in_options, parse
 from spiritlevel.cli.report import Report
 from spiritlevel.cli.reproduce import Reproduce
+from spiritlevel.cli.samples import Samples
 from spiritlevel.cli.streams import Signals, forgiving
 from spiritlevel.errors import InputError, NotExactError, checked_seed, unknown_name
 
 COMMANDS: dict[str, Callable[[Sequence[str]], Command]] = {
     **{
         kind.NAME: partial(parse, kind, f"spiritlevel {kind.NAME}")
-        for kind in (Demo, Measure, Compare, Audit, Claims, Measures, Report)
+        for kind in (Demo, Measure, Compare, Audit, Samples, Claims, Measures, Report)
     },
     "reproduce": reproduce.parse,  # a kind for each study, built when it is asked for
     "data": data.parse,
@@ -65,6 +66,7 @@ class Spiritlevel:
         | Annotated[Measure, subcommand("measure")]
         | Annotated[Compare, subcommand("compare")]
         | Annotated[Audit, subcommand("audit")]
+        | Annotated[Samples, subcommand("samples")]
         | Annotated[Reproduce, subcommand("reproduce")]
         | Annotated[Claims, subcommand("claims")]
         | Annotated[Measures, subcommand("measures")]

@@ -34,6 +34,7 @@ def eigenvalues(
     vectors: bool = True,
     seed: int = 0,
     basis: int | None = None,
+    start: Tensor | None = None,
 ) -> Eigenpairs:
     """The k eigenvalues at one end of the spectrum, by thick-restarted Lanczos with full re-orthogonalisation.
 
@@ -65,6 +66,9 @@ def eigenvalues(
         vectors: whether to return the eigenvectors, as columns (P, k) in the operator's dtype.
         seed: of the start vectors.
         basis: how many vectors to hold in memory; max(2k + 20, k + 40) unless given.
+        start: a vector (P,) near the one eigenvector that is wanted, such as that of the last look at a network that
+            trains. A few products then reach the residual, and nothing is excluded: `reach` is infinite, and of the
+            largest eigenvalue `outermost()` is a lower bound.
 
     References: Wu & Simon, SIAM J. Matrix Anal. Appl. 22 (2000), doi:10.1137/S0895479898334605; Kuczyński &
     Woźniakowski, ibid. 13 (1992), doi:10.1137/0613066 (random starts); Golub & Meurant, Matrices, Moments and
@@ -86,12 +90,29 @@ def eigenvalues(
     size, spare = product.size, math.inf if max_matvecs is None else max_matvecs
     if size <= max(_DENSE_EIGENVALUES, 4 * k) and size <= spare:
         return dense_eigenpairs(product, dense_matrix(product), k, which, tol, vectors, seed)
+    if start is not None:
+        space = Krylov(product, capacity_for(size, k, basis), seed, _given(product, k, start))
+        coordinates, reason = converge(space, ENDS[which], k, tol, limit, exclude=False)
+        return replace(ritz_pairs(space, coordinates, reason, which, tol, vectors), reach=math.inf)
     may_go_dense = size <= DENSE_LATER and 2 * size <= spare
     space = Krylov(product, capacity_for(size, k, basis), seed, gaussian(product, seed, 0), uniform=True)
     coordinates, reason = converge(space, ENDS[which], k, tol, min(limit, size) if may_go_dense else limit)
     if reason and may_go_dense:
         return dense_eigenpairs(product, dense_matrix(product), k, which, tol, vectors, seed)
     return ritz_pairs(space, coordinates, reason, which, tol, vectors)
+
+
+def _given(product: Product, k: int, start: Tensor) -> Tensor:
+    start = torch.as_tensor(start).detach().reshape(-1).to(product.device, product.dtype)
+    length = float(torch.linalg.vector_norm(start))
+    if start.numel() != product.size or not 0 < length < math.inf:
+        raise InputError(
+            f"eigenvalues needs a start of {product.size} finite numbers, not all of them 0, got {start.numel()} of "
+            f"length {length:.3g}."
+        )
+    if k > 1:
+        raise InputError(f"eigenvalues takes a start for one eigenvalue, got k={k}; leave start= out.")
+    return start
 
 
 @in_full_precision
@@ -215,11 +236,12 @@ ENDS: dict[str, tuple[Callable[[Array], Array], ...]] = {  # what is large at ea
 
 
 def converge(
-    space: Krylov, ends: tuple[Callable[[Array], Array], ...], k: int, tol: float, limit: int
+    space: Krylov, ends: tuple[Callable[[Array], Array], ...], k: int, tol: float, limit: int, exclude: bool = True
 ) -> tuple[Array, str]:
     """Extend `space` until the k Ritz pairs at each end have converged and none is missing (see `eigenvalues`).
 
-    Returns the coordinates of the pairs, end by end, and an empty string or why it stopped early.
+    Unless `exclude`, whether one is missing is left open. Returns the coordinates of the pairs, end by end, and an
+    empty string or why it stopped early.
     """
     product = space.product
     reserve = max(1, (space.capacity - k * len(ends)) // 2)  # room for new vectors after a restart
@@ -240,7 +262,7 @@ def converge(
             converged = residual <= space.noise or math.hypot(residual, space.noise) <= distance
             begin = False
             if converged:
-                if space.width == product.size:
+                if space.width == product.size or not exclude:
                     return coordinates[:, wanted], ""
                 found = np.sort(values[wanted])
                 margin = min(50 * tol, 0.05) * space.norm

@@ -22,7 +22,8 @@ from spiritlevel.page.parts import Section, Sheet, number
 from spiritlevel.page.samples import picture_sheet, sample_columns
 from spiritlevel.page.sections import report_sections
 from spiritlevel.page.several import comparison_sections, side_by_side
-from spiritlevel.results import Comparison, Report
+from spiritlevel.results import Comparison, Report, Result
+from spiritlevel.results.training import SuspiciousSamples, TrainingCurves
 from spiritlevel.storage import cache_folder, write_atomically
 
 __all__ = ["notebook", "page"]
@@ -32,9 +33,11 @@ _POLICY = (
     "base-uri 'none'; form-action 'none'"
 )
 
+_SHOWN = Report | Comparison | SuspiciousSamples | TrainingCurves
 
-def page(*results: Report | Comparison) -> str:
-    """One self-contained HTML page about one model, several models, or comparisons of two.
+
+def page(*results: Result) -> str:
+    """One self-contained HTML page about one model, several models, comparisons of two, or a training.
 
     Everything that came from outside (names of classes, files and layers) is escaped. Charts are drawn by Vega from
     data inside the file. Of very many samples all are counted and a part is drawn; the page says how many.
@@ -42,19 +45,29 @@ def page(*results: Report | Comparison) -> str:
     >>> print(page(Report("my net", ()))[:15])
     <!DOCTYPE html>
     """
-    if not results or not all(isinstance(result, Report | Comparison) for result in results):
+    from spiritlevel.page import training
+
+    if not results or not all(isinstance(result, _SHOWN) for result in results):
         kinds = ", ".join(type(result).__name__ for result in results) or "nothing"
         raise InputError(f"page shows reports and comparisons, got {kinds}.")
     reports = [result for result in results if isinstance(result, Report)]
     runs: list[dict[str, Any]] = []
     if len(reports) > 1:
         runs.append(_run("side", "Side by side", [side_by_side(reports)]))
-    numbers = {Report: itertools.count(), Comparison: itertools.count()}
+    numbers = {Report: itertools.count(), Comparison: itertools.count(), Result: itertools.count()}
     for result in results:  # in the order in which they were given
-        if isinstance(result, Comparison):
+        if isinstance(result, SuspiciousSamples):
+            key = f"s{next(numbers[Result])}"
+            runs.append(
+                _run(key, result.name, list(training.suspects(result, key)), pictures=training.pictures_of(result))
+            )
+        elif isinstance(result, TrainingCurves):
+            key = f"t{next(numbers[Result])}"
+            runs.append(_run(key, result.name, list(training.curves(result, key))))
+        elif isinstance(result, Comparison):
             key = f"c{next(numbers[Comparison])}"
             runs.append(_run(key, " and ".join(result.names), list(comparison_sections(result, key))))
-        else:
+        elif isinstance(result, Report):
             key, pictures = f"r{next(numbers[Report])}", picture_sheet(result)
             sections = list(report_sections(result, key, pictures))
             runs.append(_run(key, result.name, sections, result.partial, pictures, sample_columns(result)))
@@ -66,6 +79,7 @@ def page(*results: Report | Comparison) -> str:
             title=_title(runs),
             runs=runs,
             policy=_POLICY,
+            refresh=min((each.refresh for each in results if isinstance(each, TrainingCurves)), default=0),
             style=Markup(_static("page.css")),
             vega=Markup(_vega()),
             script=Markup(_static("page.js")),
@@ -86,7 +100,7 @@ def _title(runs: list[dict[str, Any]]) -> str:
     return " · ".join(names) if len(names) < 3 else f"{len(names)} runs"
 
 
-def notebook(result: Report | Comparison) -> str:
+def notebook(result: Result) -> str:
     """The page inside a notebook's cell, in a frame of its own that can neither see nor style the notebook."""
     return (
         '<iframe sandbox="allow-scripts allow-downloads" style="width:100%;height:46rem;border:1px solid #8886" '

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from spiritlevel.results.tables import Table
 from spiritlevel.storage import write_atomically
 
 if TYPE_CHECKING:
-    from spiritlevel.results.comparisons import Comparison
-    from spiritlevel.results.reports import Report
+    pass
 
 
 class Shown(Table):
@@ -20,7 +19,7 @@ class Shown(Table):
         """One self-contained HTML page; with `path` also written there, atomically."""
         from spiritlevel.page import page
 
-        text = page(cast("Report | Comparison", self))
+        text = page(self)
         if path is not None:
             write_atomically(path, text)
         return text
@@ -29,4 +28,4 @@ class Shown(Table):
         """What a notebook shows."""
         from spiritlevel.page import notebook
 
-        return notebook(cast("Report | Comparison", self))
+        return notebook(self)

@@ -23,7 +23,8 @@ class SampleTraces(Table):
     tensor if that was asked for. `probes` counts the random probes a sample got. Where all samples shared their probes
     their errors are correlated: `draws` (N, probes) keeps what each probe said, so that `mean` and `correlate` can
     take the error from the spread over probes. `fingerprint` identifies the order of the data. With batch statistics
-    the batches are part of the definition: `batches` then holds their sizes in order.
+    the batches are part of the definition: `batches` then holds their sizes in order. `wrt` says what moves: the
+    parameters, or the input of the sample (`input_curvature`).
     """
 
     values: Tensor
@@ -44,6 +45,7 @@ class SampleTraces(Table):
     negative_stops: float | None = None
     notes: tuple[str, ...] = ()
     batches: tuple[int, ...] | None = None
+    wrt: str = "parameters"
 
     def __len__(self) -> int:
         return self.values.numel()
@@ -105,7 +107,8 @@ class SampleTraces(Table):
         how = "exact" if self.exact else f"estimated ({self.method})"
         ends = (float(self.values.min()), float(self.values.max())) if len(self) else (math.nan, math.nan)
         low, high = (figure(end, 3) for end in ends)
-        return f"{len(self)} per-sample Hessian traces, {how}: mean {self.mean()}, from {low} to {high}"
+        of = "" if self.wrt == "parameters" else f" in the {self.wrt}"
+        return f"{len(self)} per-sample Hessian traces{of}, {how}: mean {self.mean()}, from {low} to {high}"
 
 
 def _targets(targets: Tensor) -> dict[str, tuple[type, Any]]:

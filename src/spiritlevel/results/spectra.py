@@ -43,9 +43,14 @@ class Eigenpairs(Table):
     def outermost(self) -> Estimate:
         """The first value ± what is not known of it: the larger of its residual and `reach`.
 
-        A residual alone is not enough. It tells that some eigenvalue is near, not that it is the outermost one.
+        A residual alone is not enough. It tells that some eigenvalue is near, not that it is the outermost one. Where
+        nothing is excluded (`reach` is infinite) the largest eigenvalue has this value as a lower bound.
         """
         tolerance = max(float(self.residuals[0]), self.reach or 0.0)
+        if self.converged and math.isinf(tolerance):
+            reason = "an eigenvalue further out was not ruled out"
+            status = "lower bound" if self.which == "largest" else "not converged"
+            return Estimate(float(self.values[0]), matvecs=self.matvecs, seed=self.seed, reason=reason, status=status)
         return Estimate(
             float(self.values[0]),
             matvecs=self.matvecs,

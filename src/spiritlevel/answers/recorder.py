@@ -1,0 +1,462 @@
+"""What every training sample does while a network trains: its loss, margin and entropy at every visit.
+
+The loop has the logits anyway, so this costs no pass. From the visits follow the quantities that tell samples to look
+at from the rest: area under the margin, cumulative loss, forgetting events, variability, the step of first learning.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
+
+import numpy as np
+import safetensors
+import safetensors.torch
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from spiritlevel.answers.measuring import thumbnails
+from spiritlevel.answers.visits import Visits, appended, check_batch, gathered, merged, observed, summary
+from spiritlevel.binding.batches import is_pair_of_tensors
+from spiritlevel.binding.ranks import Ranks
+from spiritlevel.errors import InputError, counted, first_line, unknown_name, whole_number
+from spiritlevel.results import Pictures
+from spiritlevel.results.training import SuspiciousSamples
+from spiritlevel.storage import check_readable, write_atomically
+
+if TYPE_CHECKING:
+    import polars as pl
+
+__all__ = ["SCORES", "Recorder"]
+
+FORMAT, VERSION = "spiritlevel recorder", 1
+FILE = "samples.safetensors"
+
+_ROWS, _NUMBERS = 8192, 2**20  # logits that wait to be looked at together: rows, and numbers, at most
+_UNKNOWN = -1
+
+SCORES: dict[str, bool] = {
+    "aum": False,
+    "cumulative_loss": True,
+    "loss": True,
+    "margin": False,
+    "entropy": True,
+    "forgetting": True,
+    "first_learned": True,
+    "variability": True,
+    "confidence": False,
+}
+"""What samples can be ordered by, and whether a large value is the suspicious one."""
+
+
+class _Call(NamedTuple):
+    logits: Tensor
+    targets: Tensor
+    ids: Tensor
+    step: int
+
+
+class Recorder:
+    """Keeps loss, margin, correctness and entropy of every training sample at every visit.
+
+    Call `record` with what the loop has anyway, once a batch, in any order of the samples. Logits are copied and looked
+    at many rows at a time, in float64 and free of cancellation. Kept are 14 bytes a visit, 4 bytes a sample and 8
+    bytes a call: less than 16 bytes a sample and epoch from the third epoch on (`benchmarks/recorder.py`).
+
+    `frame()` has a row a sample:
+
+    - `loss`, `margin` (logit of the label − largest other logit), `entropy`, `correct`, `predicted`: at its last visit;
+    - `aum`: the area under the margin, the mean of its margins (Pleiss et al. 2020, arXiv:2001.10528);
+    - `cumulative_loss`: the sum of its losses;
+    - `forgetting`: how often it was right at one visit and wrong at the next (Toneva et al. 2019, arXiv:1812.05159);
+    - `first_learned`: the step at which it was first right, null if it never was;
+    - `confidence`, `variability`: mean and standard deviation of the probability of its label (Swayamdipta et al. 2020,
+      arXiv:2009.10795); `accuracy`: the share of visits at which it was right; `seen`: how many there were.
+
+    Augmented inputs, dropout and mixed precision are recorded as the loop sees them. With gradient accumulation every
+    piece is a call. Of several processes each records its own samples; `merge` joins them.
+
+    Args:
+        samples: how many there are, or the data themselves (a pair of tensors, a data set, a list of texts), which
+            are kept to be shown by `to_html`.
+        classes: names of the classes, for the page.
+        path: where `save` writes, a file or a folder. What an earlier run has left there is continued.
+
+    >>> recorder = Recorder(3)
+    >>> for _ in range(2):
+    ...     recorder.record(torch.tensor([[2.0, 0.0], [0.5, 1.0]]), torch.tensor([0, 0]), ids=[2, 0])
+    >>> recorder.frame().select("id", "seen", "margin", "aum", "first_learned").rows()
+    [(0, 2, -0.5, -0.5, None), (1, 0, None, None, None), (2, 2, 2.0, 2.0, 0)]
+    """
+
+    def __init__(self, samples: Any, *, classes: Sequence[str] = (), path: str | Path | None = None) -> None:
+        self.data = None if isinstance(samples, int | np.integer) else samples
+        self.samples = whole_number(samples if self.data is None else _length(samples), "samples", 1)
+        self.classes = tuple(classes)
+        self.path = None if path is None else Path(path)
+        self.steps = 0
+        """The step that the next call has unless it says another."""
+        self._logs: list[Visits] = []
+        self._label = torch.full((self.samples,), _UNKNOWN, dtype=torch.int16)
+        self._predicted = self._label.clone()
+        self._calls: list[_Call] = []
+        self._rows = 0
+        self._outputs: int | None = None
+        self._device = torch.device("cpu")
+        if self.path is not None and _file(self.path).exists():
+            found = Recorder.load(_file(self.path))
+            if found.samples != self.samples:
+                raise InputError(
+                    f"{str(self.path)!r} holds a record of {found.samples:,} samples, not of {self.samples:,}; name "
+                    "another path, or remove it to begin anew."
+                )
+            self.load_state_dict(found.state_dict())
+
+    # ------------------------------------------------------------ recording
+
+    def record(self, logits: Any, targets: Any, ids: Any, step: int | None = None) -> None:
+        """Take in a batch: its logits (B, C), or (B,) for one logit, its classes (B,), and which samples these are.
+
+        `ids` are places in the training data, from 0 on; `Recorder.numbered(data)` makes a data set that hands them
+        out. `step` counts the calls unless given; it must not fall. What does not fit is refused at the first call,
+        later at the latest when the record is read.
+        """
+        logits, targets, ids = getattr(logits, "logits", logits), torch.as_tensor(targets), torch.as_tensor(ids)
+        step = self.steps if step is None else step
+        if step < self.steps - 1:
+            raise InputError(
+                f"record got step {step} after step {self.steps - 1}, and steps do not fall; a training that goes on "
+                f"from an older state calls rewind({step}) first."
+            )
+        if not 0 < logits.ndim < 3 or ids.ndim != 1 or len(ids) != len(logits) or targets.numel() != len(ids):
+            shapes = [tuple(tensor.shape) for tensor in (logits, targets, ids)]
+            raise InputError(
+                f"record needs logits (samples, classes), one class and one id a sample, got shapes {shapes[0]}, "
+                f"{shapes[1]} and {shapes[2]}; flatten the tokens of a sequence and give each an id of its own."
+            )
+        outputs = logits.shape[1] if logits.ndim == 2 else 1
+        first = self._outputs is None
+        if not first and outputs != self._outputs:
+            raise InputError(f"record got {outputs} logits a sample, and {self._outputs} before.")
+        copies = [tensor.detach().clone() for tensor in (logits, targets, ids)]  # the loop may write over its own
+        self._calls.append(_Call(copies[0].reshape(len(ids), outputs), copies[1].reshape(-1), copies[2], step))
+        self._rows += len(ids)
+        self.steps, self._outputs, self._device = step + 1, outputs, logits.device
+        if first or self._rows >= _ROWS or self._rows * outputs >= _NUMBERS:
+            self._look()
+
+    def _look(self) -> None:
+        """Turn the logits that wait into visits."""
+        calls, self._calls, self._rows = self._calls, [], 0
+        if not calls:
+            return
+        logits = torch.cat([call.logits.cpu() for call in calls])
+        ids = torch.cat([call.ids.cpu() for call in calls])
+        labels = torch.cat([call.targets.cpu() for call in calls])
+        ids, labels = check_batch(ids, labels, self.samples, logits.shape[1])
+        loss, margin, entropy, predicted = observed(logits, labels)
+        steps, rows = (torch.tensor(column) for column in ([c.step for c in calls], [len(c.ids) for c in calls]))
+        log = {"ids": ids, "loss": loss, "margin": margin, "entropy": entropy, "steps": steps, "rows": rows}
+        self._logs.append(Visits.of(log))
+        if logits.shape[1] > torch.iinfo(torch.int16).max:
+            self._label, self._predicted = self._label.int(), self._predicted.int()
+        order = ids.argsort(stable=True)  # of samples that come several times the last counts
+        ends = torch.ones(len(ids), dtype=torch.bool)
+        ends[:-1] = ids[order][1:] != ids[order][:-1]
+        last = order[ends]
+        self._label[ids[last]] = labels[last].to(self._label.dtype)
+        self._predicted[ids[last]] = predicted[last].to(self._predicted.dtype)
+
+    def _log(self) -> Visits:
+        self._look()
+        self._logs = [appended(self._logs)]
+        return self._logs[0]
+
+    @staticmethod
+    def numbered(data: Any) -> Dataset[Any]:
+        """The same data set with every sample's place at its end, so that a shuffling loader hands out ids.
+
+        An item (input, target) becomes (input, target, id), a dict gets the key "id".
+
+        >>> from torch.utils.data import TensorDataset
+        >>> Recorder.numbered(TensorDataset(torch.tensor([5.0, 6.0]), torch.tensor([1, 0])))[1]
+        (tensor(6.), tensor(0), 1)
+        """
+        return _Numbered(data)
+
+    # ------------------------------------------------------------ reading
+
+    def _columns(self) -> dict[str, Tensor]:
+        """All columns of `frame`, with numbers of no meaning where a sample has not been seen."""
+        found = summary(self._log(), self.samples)
+        own = {"label": self._label.long(), "predicted": self._predicted.long()}
+        return {"id": torch.arange(self.samples), **own, **found}
+
+    def frame(self) -> pl.DataFrame:
+        """One row a sample, in the order of their ids; null where a sample has not been seen."""
+        import polars as pl
+
+        columns = self._columns()
+        seen = pl.Series(columns["seen"].numpy()) > 0
+        known = {"first_learned": pl.Series(columns["first_learned"].numpy()) >= 0}
+        known["predicted"] = pl.Series(columns["predicted"].numpy()) >= 0
+        found = {}
+        for name, values in columns.items():
+            column = pl.Series(name, values.numpy())
+            found[name] = column if name in ("id", "seen") else column.set(~known.get(name, seen), None)
+        return pl.DataFrame(found)
+
+    def history(self, ids: Any = None) -> pl.DataFrame:
+        """Every visit of the given samples, or of all: id, step, loss, margin, entropy, correct, in the order of time.
+
+        >>> recorder = Recorder(1)
+        >>> recorder.record(torch.tensor([[0.0, 0.0]]), torch.tensor([1]), [0])
+        >>> recorder.history([0]).rows()
+        [(0, 0, 0.6931471824645996, 0.0, 0.69140625, False)]
+        """
+        import polars as pl
+
+        log = self._log()
+        order = log.ids.argsort(stable=True)
+        if ids is not None:
+            order = order[torch.isin(log.ids[order], torch.as_tensor(ids).to(log.ids.dtype))]
+        columns = {"id": log.ids.long(), "step": log.at(), "loss": log.loss, "margin": log.margin}
+        columns |= {"entropy": log.entropy.float(), "correct": log.margin > 0}
+        return pl.DataFrame({name: values[order].numpy() for name, values in columns.items()})
+
+    def order(self, by: str = "aum") -> Tensor:
+        """The ids of all samples that were seen, the most suspicious first; equal ones in the order of their ids."""
+        if by not in SCORES:
+            raise unknown_name("score", by, SCORES)
+        columns = self._columns()
+        score = columns[by].double()
+        if by in ("forgetting", "first_learned"):
+            score = torch.where(columns["first_learned"] < 0, torch.inf, score)
+        score = (score if SCORES[by] else -score).nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
+        seen = columns["seen"].nonzero()[:, 0]
+        return seen[score[seen].argsort(descending=True, stable=True)]
+
+    def suspects(self, count: int = 48, *, by: str = "aum", data: Any = None) -> SuspiciousSamples:
+        """The samples to look at first, whose labels are the most likely to be wrong, with pictures or texts.
+
+        Ordered by a column of `frame`, the suspicious end first: the smallest `aum` (or `margin`, `confidence`), the
+        largest `cumulative_loss` (or `loss`, `entropy`, `forgetting`, `first_learned`, `variability`). A sample that
+        was never right counts as forgotten more often, and learnt later, than all others.
+        """
+        order, columns = self.order(by)[: whole_number(count, "count", 1)], self._columns()
+        seen = columns["seen"] > 0
+        pictures, texts = _shown(self.data if data is None else data, order, self.samples)
+        names = dict.fromkeys([by, *SCORES, "label", "predicted", "seen"])
+        return SuspiciousSamples(
+            by=by,
+            ids=order,
+            table={name: columns[name][order] for name in names},
+            everything={name: columns[name][seen].float() for name in ("aum", "confidence", "variability")}
+            | {"id": columns["id"][seen]},
+            samples=self.samples,
+            seen=int(seen.sum()),
+            visits=float(columns["seen"].double().mean()),
+            steps=self.steps,
+            never_learned=int((seen & (columns["first_learned"] < 0)).sum()),
+            forgotten=int((columns["forgetting"] > 0).sum()),
+            classes=self.classes,
+            pictures=pictures,
+            texts=texts,
+        )
+
+    def to_html(self, path: str | Path | None = None, *, count: int = 48, by: str = "aum", data: Any = None) -> str:
+        """One self-contained page of the samples to look at; with `path` also written there, atomically."""
+        return self.suspects(count, by=by, data=data).to_html(path)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the record takes, in memory and in its file."""
+        return sum(tensor.nbytes for tensor in self._state().values())
+
+    def __str__(self) -> str:
+        log = self._log()
+        each = len(log) / self.samples
+        return (
+            f"recorder of {counted(self.samples, 'sample')} after {counted(self.steps, 'step')}: "
+            f"{len(log.ids.unique()):,} seen, {each:.3g} times on average, {self.nbytes:,} bytes"
+        )
+
+    # ------------------------------------------------------------ keeping
+
+    def _state(self) -> dict[str, Tensor]:
+        log = self._log().columns()
+        return {**log, "label": self._label, "predicted": self._predicted, "next": torch.tensor([self.steps])}
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Everything as tensors, for the checkpoint of a training; `load_state_dict` reads it."""
+        return {name: tensor.clone() for name, tensor in self._state().items()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from what `state_dict` returned, bit by bit."""
+        try:
+            label, predicted, steps = (state[name] for name in ("label", "predicted", "next"))
+            log = Visits.checked(state, self.samples)
+        except (KeyError, ValueError) as error:
+            raise InputError(f"this is no state of a recorder: {first_line(error)}.") from error
+        if {len(label), len(predicted)} != {self.samples}:
+            raise InputError(f"the state is that of {len(label):,} samples, and the recorder has {self.samples:,}.")
+        self._logs, self._label, self._predicted = [log], label.clone(), predicted.clone()
+        self._calls, self._rows, self.steps = [], 0, int(steps)
+
+    def rewind(self, step: int) -> None:
+        """Forget all visits from this step on: a training that goes on from an older state will see them again."""
+        before = self._log()
+        kept = before.until(step)
+        self._predicted[before.ids[len(kept) :].long()] = _UNKNOWN
+        self._logs, self.steps = [kept], min(self.steps, step)
+
+    def save(self, path: str | Path | None = None) -> Path:
+        """Write the record whole or not at all: a safetensors file, or `samples.safetensors` in a folder.
+
+        Of several processes each writes a file of its own into one folder, `samples-0.safetensors` and so on, say;
+        `load` of the folder joins them.
+        """
+        where = self.path if path is None else Path(path)
+        if where is None:
+            raise InputError("save needs a path; give it here or to Recorder(samples, path=...).")
+        metadata = {"format": FORMAT, "version": str(VERSION), "classes": json.dumps(self.classes)}
+        write_atomically(_file(where), safetensors.torch.save(self._state(), metadata))
+        return _file(where)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """The record in a file, or all those in a folder, joined."""
+        folder = Path(path)
+        if folder.is_dir():
+            files = sorted(folder.glob("samples*.safetensors"))
+            if not files:
+                raise InputError(f"the folder {str(path)!r} holds no record; Recorder.save writes {FILE} there.")
+            first, *others = (cls.load(file) for file in files)
+            return first.merge(*others) if others else first
+        check_readable(folder)
+        try:
+            content = folder.read_bytes()  # at once: a training may put another file in its place
+            state = safetensors.torch.load(content)
+            metadata = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")]).get("__metadata__", {})
+            kind, version = metadata.get("format"), int(metadata.get("version", 0))
+            classes = [str(name) for name in json.loads(metadata.get("classes", "[]"))]
+        except (safetensors.SafetensorError, OSError, TypeError, ValueError) as error:
+            raise InputError(f"{str(path)!r} is no record of a training: {first_line(error)}.") from error
+        if kind != FORMAT:
+            raise InputError(f"{str(path)!r} is no record of a training, but some other safetensors file.")
+        if version > VERSION:
+            raise InputError(f"{str(path)!r} was written by a later spiritlevel (format {version}); update this one.")
+        try:
+            recorder = cls(len(state["label"]), classes=classes)
+            recorder.load_state_dict(state)
+        except (InputError, KeyError) as error:
+            raise InputError(f"{str(path)!r} is damaged: {first_line(error)}.") from error
+        return recorder
+
+    def merge(self, *others: Recorder, group: Any = None) -> Self:
+        """A new recorder of all visits: of this one, of others, and of all ranks of a `torch.distributed` group.
+
+        Each visit must be in one of them only, as it is where every process records its own batches. All ranks get the
+        whole; each goes on recording with its own part.
+        """
+        parts: list[Recorder] = [self, *others]
+        sizes = sorted({part.samples for part in parts})
+        if len(sizes) > 1:
+            raise InputError(f"records of {' and '.join(f'{size:,}' for size in sizes)} samples cannot be merged.")
+        states = [part.state_dict() for part in parts]
+        if group is not None:
+            ranks = Ranks(group, self._device)
+            ranks.same(self.samples, "the number of samples they record")
+            own = _joined(states)
+            states = gathered({**own, "label": own["label"].int(), "predicted": own["predicted"].int()}, ranks)
+        whole = type(self)(self.samples, classes=self.classes)
+        whole.data = self.data
+        whole.load_state_dict(_joined(states))
+        return whole
+
+
+def _joined(states: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """One state of several; label and prediction of a sample are those of its latest visit."""
+    samples = len(states[0]["label"])
+    logs = [Visits.checked(state, samples) for state in states]
+    label, predicted = (torch.full((samples,), _UNKNOWN, dtype=torch.int32) for _ in range(2))
+    latest = torch.full((samples,), _UNKNOWN, dtype=torch.int64)
+    for state, log in zip(states, logs, strict=True):
+        here = torch.full_like(latest, _UNKNOWN).scatter_reduce_(0, log.ids.long(), log.at(), "amax")
+        newer = here > latest
+        latest = torch.maximum(latest, here)
+        label = torch.where(newer, state["label"].int(), label)
+        predicted = torch.where(newer, state["predicted"].int(), predicted)
+    kind = torch.int16 if max(int(label.max()), int(predicted.max())) <= torch.iinfo(torch.int16).max else torch.int32
+    steps = torch.stack([state["next"] for state in states]).amax(0)
+    return {**merged(logs).columns(), "label": label.to(kind), "predicted": predicted.to(kind), "next": steps}
+
+
+class _Numbered(Dataset[Any]):
+    def __init__(self, data: Any) -> None:
+        self.data = data
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, index: int) -> Any:
+        item = self.data[index]
+        if isinstance(item, Mapping):
+            return {**item, "id": index}
+        return (*item, index) if isinstance(item, tuple | list) else (item, index)
+
+
+def _length(data: Any) -> int:
+    if is_pair_of_tensors(data):
+        return len(data[1])
+    try:
+        return len(data)
+    except TypeError as error:
+        raise InputError(
+            f"Recorder needs the number of training samples, or data that have a length, got {type(data).__name__}."
+        ) from error
+
+
+def _file(path: Path) -> Path:
+    return path if path.suffix == ".safetensors" else path / FILE
+
+
+def _shown(data: Any, ids: Tensor, samples: int) -> tuple[Pictures | None, tuple[str, ...]]:
+    """Pictures or texts of these samples, if the data hold any."""
+    if data is None:
+        return None, ()
+    if _length(data) != samples:
+        raise InputError(f"the data are {_length(data):,} samples, and the record is one of {samples:,}.")
+    if is_pair_of_tensors(data):
+        items = [data[0][i] if isinstance(data[0], Tensor | np.ndarray) else None for i in ids.tolist()]
+    else:
+        items = [_input(data[i]) for i in ids.tolist()]
+    texts = tuple(item for item in items if isinstance(item, str))
+    if texts and len(texts) == len(items):
+        return None, texts
+    pixels = [_pixels(item) for item in items]
+    try:
+        images = thumbnails((torch.stack([item for item in pixels if item is not None]), None))
+    except (InputError, RuntimeError):  # no images, or of several sizes
+        return None, ()
+    if len(images) != len(ids):
+        return None, ()
+    return Pictures(ids, images, {"to look at": tuple(range(len(ids)))}), ()
+
+
+def _input(item: Any) -> Any:
+    if isinstance(item, Mapping):
+        texts = [value for value in item.values() if isinstance(value, str)]
+        return texts[0] if texts else next(iter(item.values()), None)
+    return item[0] if isinstance(item, tuple | list) else item
+
+
+def _pixels(item: Any) -> Tensor | None:
+    """A picture as a tensor (C, H, W): a tensor as it is, a picture of Pillow in colour."""
+    if hasattr(item, "convert"):
+        return torch.from_numpy(np.array(item.convert("RGB"))).permute(2, 0, 1) / 255
+    tensor = torch.from_numpy(np.ascontiguousarray(item)) if isinstance(item, np.ndarray) else item
+    return tensor if isinstance(tensor, Tensor) and tensor.ndim in (2, 3) else None

@@ -1,0 +1,274 @@
+"""The curvature of every sample's loss with respect to its input: Tr ∇²ₓℓ, exact where the network allows it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functionalize
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from spiritlevel.binding.batches import Batches, Fingerprint
+from spiritlevel.binding.parameters import Params
+from spiritlevel.binding.problem import Problem
+from spiritlevel.errors import InputError, NotExactError, first_line, unknown_name, whole_number
+from spiritlevel.results import SampleTraces, standard_error
+from spiritlevel.samples.collecting import DEFAULT_PROBES
+from spiritlevel.samples.probing import differentiator, form_along, probe
+from spiritlevel.watching.derivatives import check_input_derivatives
+from spiritlevel.watching.recording import check_independence, resized, spread
+from spiritlevel.watching.structure import Structure, Watch
+
+METHODS = ("auto", "exact", "hutchinson")
+_NUMBERS = 2**22  # of a batch's inputs, at most
+
+
+def input_curvature(
+    model: nn.Module,
+    data: Any,
+    *,
+    loss: Any = "cross_entropy",
+    method: str = "auto",
+    probes: int | None = None,
+    batch_size: int | None = None,
+    seed: int = 0,
+    group: Any = None,
+) -> SampleTraces:
+    """Tr ∇²ₓℓ(θ; xₙ, yₙ), the trace of the Hessian of each sample's loss in its own input.
+
+    Exact for networks that are at most linear in their inputs piece by piece (linear and convolution layers, batch norm
+    in eval mode, ReLU and its relatives, pooling, residual sums): there ∇²ₓℓ = JₓᵀAJₓ, A = ∂²ℓ/∂φ² = Σ_j d_j v_j v_jᵀ,
+    and the trace is Σ_j d_j ‖∂(v_jᵀφ)/∂x‖². What counts is the degree of the outputs in the *input*, which every batch
+    is watched for. Exact as well where a sample's input has no more numbers than there are probes: each is moved by
+    itself. Estimated by random signs, with errors, for everything else.
+
+    Args:
+        model: Any `torch.nn.Module`; it is measured in eval mode and comes back untouched.
+        data: A pair of tensors, a data set, a loader that does not shuffle, or re-iterable batches. All floating-point
+            inputs count; name an embedding's output as the input of a model of its own for texts.
+        loss: A name, a `torch.nn` loss, or a callable that returns one value per sample.
+        method: "auto", "exact" (raises `NotExactError` where there is no exact way) or "hutchinson".
+        probes: Random probes for what is estimated, 64 by default. All samples share them.
+        batch_size: Samples in a batch; changes nothing but speed and memory.
+        seed: Seed of the probes; the global random states stay untouched.
+        group: A `torch.distributed` group: every rank passes the same, takes its share of the batches, and returns the
+            whole result. `None` never communicates.
+
+    Cost: *exact* C−1 backward and two forward passes; else about 4 forward passes a probe. References: Moosavi-Dezfooli
+    et al. 2019, arXiv:1811.09716; mathematics 4.9.
+
+    >>> net = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 2))
+    >>> found = input_curvature(net, (torch.rand(5, 3), torch.tensor([0, 1, 1, 0, 1])))
+    >>> found.exact, found.values.shape, bool((found.values >= 0).all())
+    (True, torch.Size([5]), True)
+    """
+    if method not in METHODS:
+        raise unknown_name("method", method, METHODS)
+    count = DEFAULT_PROBES if probes is None else whole_number(probes, "probes", 2)
+    everything = "*" if isinstance(model, nn.Module) and next(model.parameters(), None) is not None else None
+    problem = Problem(model, loss=loss, params=everything)
+    ranks = problem.shared_by(group)
+    with problem.active():
+        with ranks.together():
+            batches = Batches(data, size=batch_size)
+            first, targets = problem.place(*batches.first(64, 3))
+            shadow = _InInputs(problem, first)
+            with torch.no_grad():
+                problem.checked(problem.outputs(problem.params, first), first, targets)
+            check_independence(problem, resized(first, spread(len(targets))))
+            check_input_derivatives(problem, first, targets)
+            if batch_size is None:
+                batches.size = max(1, min(512, _NUMBERS // max(1, shadow.size)))
+        if batches.size is not None:
+            batches.size = ranks.least(batches.size)
+        reason = "" if method != "hutchinson" else "method='hutchinson' asks for probes"
+        if not reason and not problem.loss.closed_form:
+            reason = "the loss offers no output factors"
+        reason = reason or _seen(shadow, len(targets)).reason
+        look = _Look(problem, batches, ranks, seed)
+        if not reason:
+            try:
+                return look.exact()
+            except _Curved as error:
+                reason = str(error)
+        size = -ranks.least(-shadow.size)
+        if method == "exact" and size > count:
+            raise NotExactError(
+                f"the curvature in the input has no exact form here: {reason}; use method='auto' for an estimate with "
+                f"its error, or probes={size} to move each of a sample's {size} numbers by itself."
+            )
+        notes = () if method == "hutchinson" else (f"not exact by factors, because {reason}",)
+        return look.moved(size, notes) if size <= count and method != "hutchinson" else look.probed(count, notes)
+
+
+class _Curved(NotExactError):
+    """The outputs of a batch are more than linear in its inputs."""
+
+
+class _InInputs:
+    """A problem whose parameters are the floating-point inputs of one batch: what differentiates the one takes both."""
+
+    def __init__(self, problem: Problem, inputs: Any) -> None:
+        self.problem, self.loss, self.dtype, self.batch_norm = problem, problem.loss, problem.dtype, "eval"
+        self.whole = inputs
+        self.leaves, self.form = tree_flatten(inputs)
+        kinds = {k: leaf for k, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor)}
+        self.params: Params = {str(k): leaf for k, leaf in kinds.items() if leaf.is_floating_point()}
+        self.reverse_only = problem.reverse_only
+        if not self.params:
+            names = ", ".join(sorted({str(leaf.dtype).removeprefix("torch.") for leaf in kinds.values()}))
+            raise InputError(
+                f"the curvature in the input needs floating-point inputs, got {names}; convert them, or measure the "
+                "part of the model behind its embedding."
+            )
+
+    @property
+    def size(self) -> int:
+        """Numbers that a sample's inputs hold."""
+        return sum(math.prod(leaf.shape[1:]) for leaf in self.params.values())
+
+    def outputs(self, points: Params, _: Any = None) -> Tensor:
+        leaves = [points.get(str(k), leaf) for k, leaf in enumerate(self.leaves)]
+        return self.problem.outputs(self.problem.params, tree_unflatten(leaves, self.form))
+
+    def signs(self, seed: int, index: int) -> Params:
+        """One direction for all samples."""
+        one = probe({name: leaf[0] for name, leaf in self.params.items()}, seed, index)
+        return {name: one[name].expand_as(leaf) for name, leaf in self.params.items()}
+
+    def axis(self, number: int) -> Params:
+        """The direction in which one of a sample's numbers moves."""
+        found = {}
+        for name, leaf in self.params.items():
+            size = math.prod(leaf.shape[1:])
+            one = torch.zeros(size, dtype=leaf.dtype, device=leaf.device)
+            if 0 <= number < size:
+                one[number] = 1.0
+            number -= size
+            found[name] = one.reshape(leaf.shape[1:]).expand_as(leaf)
+        return found
+
+
+def _seen(shadow: _InInputs, count: int) -> Structure:
+    """The degrees of the outputs in every floating-point input, as one forward pass shows them."""
+    problem = shadow.problem
+    watch = Watch(shadow.params, [*problem.params.values(), *shadow.leaves])
+
+    def forward(points: Params, params: Params) -> Tensor:
+        leaves = [points.get(str(k), leaf) for k, leaf in enumerate(shadow.leaves)]
+        return problem.outputs(params, tree_unflatten(leaves, shadow.form))
+
+    try:
+        with torch.no_grad(), torch._C.DisableTorchFunction(), watch:
+            outputs = functionalize(forward)(shadow.params, problem.params)
+    except Exception as error:  # whatever stops the run, the network is simply not known to be exact
+        return Structure(failure=f"the forward pass cannot be traced ({type(error).__name__}: {first_line(error)})")
+    return watch.structure(outputs, count)
+
+
+class _Look:
+    """Goes over the batches and puts the result together."""
+
+    def __init__(self, problem: Problem, batches: Batches, ranks: Any, seed: int) -> None:
+        self.problem, self.batches, self.ranks, self.seed = problem, batches, ranks, seed
+
+    def _each(self) -> Iterator[tuple[int, _InInputs, Tensor]]:
+        self.fingerprint, self.targets = Fingerprint(), list[Tensor]()
+        for index, (inputs, targets) in enumerate(self.batches):
+            if not len(targets):
+                continue
+            self.fingerprint.update(inputs, targets)
+            start = sum(map(len, self.targets))
+            self.targets.append(targets.detach().cpu())
+            if self.ranks.takes(index):
+                inputs, targets = self.problem.place(inputs, targets)
+                yield start, _InInputs(self.problem, inputs), targets
+
+    def _result(self, pieces: list[tuple[int, Tensor]], width: int, **fields: Any) -> SampleTraces:
+        sizes = [len(targets) for targets in self.targets]
+        self.ranks.same((sizes, str(self.fingerprint)), "their data or batches")
+        table = self.ranks.joined(pieces, sum(sizes), width)
+        exact = bool(fields["exact"])
+        return SampleTraces(
+            values=table.sum(1) if exact else table.mean(1),
+            stderr=torch.zeros(len(table), dtype=torch.float64) if exact else standard_error(table),
+            targets=torch.cat(self.targets),
+            draws=None if exact else table,
+            seed=self.seed,
+            loss=self.problem.loss.name,
+            fingerprint=str(self.fingerprint),
+            wrt="input",
+            **fields,
+        )
+
+    def exact(self) -> SampleTraces:
+        """By the factors of the loss: C−1 backward passes a batch."""
+        pieces, passes, curved = [], 0, ""
+        with self.ranks.together():
+            for start, shadow, targets in self._each():
+                curved = curved or _seen(shadow, len(targets)).reason
+                if curved:
+                    continue
+                traces, passes = self._factors(shadow, targets, start)
+                pieces.append((start, traces[:, None]))
+        if self.ranks.least(0 if curved else 1) == 0:
+            raise _Curved(curved or "another rank met a batch in which the outputs are more than linear in the inputs")
+        return self._result(pieces, 1, exact=True, method="exact", matvecs=-self.ranks.least(-passes))
+
+    def _factors(self, shadow: _InInputs, targets: Tensor, start: int) -> tuple[Tensor, int]:
+        points = {name: leaf.detach().requires_grad_() for name, leaf in shadow.params.items()}
+        outputs = shadow.outputs({name: leaf.clone() for name, leaf in points.items()})  # it may work in place
+        self.problem.checked(outputs, shadow.whole, targets, start)
+        total, passes = torch.zeros(len(targets), dtype=torch.float64), 0
+        for weight, vector in self.problem.loss.factors(outputs.detach(), targets):
+            passes += 1
+            if not outputs.requires_grad:
+                continue  # constant outputs
+            gradients = torch.autograd.grad(
+                outputs,
+                list(points.values()),
+                vector.to(outputs.dtype).reshape(outputs.shape),
+                retain_graph=True,
+                allow_unused=True,
+                materialize_grads=True,
+            )
+            for gradient in gradients:
+                total += (weight * gradient.double().reshape(len(targets), -1).square().sum(1)).cpu()
+        if not bool(torch.isfinite(total).all()):
+            sample = start + int((~torch.isfinite(total)).nonzero()[0])
+            raise InputError(f"the gradient of the outputs by the input is NaN or infinite for sample {sample}.")
+        return total, passes
+
+    def moved(self, size: int, notes: tuple[str, ...]) -> SampleTraces:
+        """Each number of a sample by itself."""
+        pieces, how = self._along(size, lambda shadow, k: shadow.axis(k))
+        return self._result(pieces, size, exact=True, method="axes", matvecs=size, notes=notes + how)
+
+    def probed(self, count: int, notes: tuple[str, ...]) -> SampleTraces:
+        """Random signs that all samples share."""
+        pieces, how = self._along(count, lambda shadow, k: shadow.signs(self.seed, k))
+        total = sum(map(len, self.targets))
+        fields: dict[str, Any] = {"probes": torch.full((total,), count), "dof": count - 1, "matvecs": count}
+        return self._result(pieces, count, exact=False, method="hutchinson", notes=notes + how, **fields)
+
+    def _along(self, count: int, direction: Any) -> tuple[list[tuple[int, Tensor]], tuple[str, ...]]:
+        """The second derivative of every sample's loss along each of the directions, (N, count)."""
+        pieces: list[tuple[int, Tensor]] = []
+        differentiate, notes = None, tuple[str, ...]()
+        with self.ranks.together():
+            for start, shadow, targets in self._each():
+                some: Any = shadow
+                if differentiate is None:
+                    few: Any = _InInputs(self.problem, resized(shadow.whole, min(8, len(targets))))
+                    differentiate, notes = differentiator(few, None, self.seed)
+                rows = []
+                for k in range(count):
+                    derivatives = differentiate(some, None, direction(shadow, k))
+                    if not k:
+                        self.problem.checked(derivatives[0], shadow.whole, targets, start)
+                    rows.append(form_along(some, derivatives, targets))
+                pieces.append((start, torch.stack(rows, 1)))
+        return pieces, notes
