@@ -21,6 +21,7 @@ from spiritlevel.errors import InputError, checked_seed, unknown_name
 from spiritlevel.measures import TRANSFORMS, Measure, Setting, select
 from spiritlevel.results import Audit, AuditRow, Certificate, Estimate, WorstFactor
 from spiritlevel.transforms import ScalingGroup, Transformed
+from spiritlevel.watching.scalings import Factor
 
 __all__ = ["DEFAULT_TRANSFORMS", "audit"]
 
@@ -235,7 +236,7 @@ def _rescale_layers(here: Setting) -> Transformed:
 
 def _scaled(here: Setting, pairs: Iterable[tuple[ScalingGroup, float]], data: Any = None) -> Transformed:
     """Every group scaled by its number; factors of a layer in two groups multiply."""
-    factors: dict[str, maps.Factor] = {}
+    factors: dict[str, Factor] = {}
     for group, beta in pairs:
         for layer, factor in group.factors(beta).items():
             factors[layer] = factors.get(layer, 1.0) * factor
@@ -247,7 +248,7 @@ def _rescale_channels(here: Setting) -> Transformed:
     if not groups:
         raise InputError("rescale_channels: the layers of this network differ in their channels.")
     generator = torch.Generator().manual_seed(here.seed)
-    factors: dict[str, maps.Factor] = {}
+    factors: dict[str, Factor] = {}
     for group in groups:
         exponents = torch.randint(-3, 4, (group.channels or 1,), generator=generator)
         factors |= group.factors(2.0 ** exponents.double())

@@ -1,0 +1,174 @@
+"""What a transform returns: the new model, and a certificate of what it keeps, checked on data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.conv import _ConvNd
+from torch.utils._pytree import tree_leaves
+
+from spiritlevel.binding.batches import Batches
+from spiritlevel.binding.problem import Problem
+from spiritlevel.errors import InputError, unknown_name
+from spiritlevel.estimators import Operator
+from spiritlevel.results import Certificate
+from spiritlevel.watching.scalings import Factor
+
+if TYPE_CHECKING:
+    from spiritlevel.transforms.inputs import AffineMap
+
+_CHECKED = 128  # samples of the caller's data on which outputs are compared
+_GUESSED = 8  # random samples where no data are given
+_SIZES = (32, 28, 64, 96, 128, 224)  # image sizes to try where no data are given
+_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}  # relative difference of outputs that is a fault, not rounding
+
+
+@dataclass(frozen=True)
+class Transformed:
+    """A new model and the certificate of what it keeps.
+
+    `inputs` is the map that the new model's inputs must have gone through, `None` unless the transform is `input_map`.
+    `linear` says whether the diagonal map T of the certificate is all that happens to the parameters, θ → Tθ. Inside
+    its ball a radial map is θ → θ̂ + T(θ − θ̂): then T predicts Hessians, but not what becomes of ‖θ‖.
+    """
+
+    model: nn.Module
+    certificate: Certificate
+    inputs: AffineMap | None = None
+    linear: bool = True
+
+    def hessian(self, operator: Operator) -> Operator:
+        """The Hessian at the new parameters, T⁻¹HT⁻¹, from the operator H at the old ones.
+
+        If the outputs are scaled by α, H must be that of θ ↦ ℓ(α·φ(θ)). Exact; a product costs one product with H.
+        Any matrix that transforms alike may be passed, the Gauss-Newton matrix for one. Reference: paper B,
+        section E; mathematics 7.1.
+
+        >>> from spiritlevel.transforms import rescale_layers
+        >>> net = nn.Sequential(nn.Linear(2, 1, bias=False), nn.ReLU(), nn.Linear(1, 1, bias=False))
+        >>> shapes = {name: p.shape for name, p in net.named_parameters()}
+        >>> before = Operator(lambda v: v, 3, shapes=shapes)
+        >>> after = rescale_layers(net, {"0": 2.0, "2": 0.5}).hessian(before)
+        >>> after.dense().diagonal()
+        tensor([0.2500, 0.2500, 4.0000])
+        """
+        factors = self.certificate.factors
+        if factors is None:
+            raise InputError(
+                f"{self.certificate.transform} is not a diagonal map of the parameters, so the new Hessian cannot be "
+                "read off the old one; measure the new model instead."
+            )
+        if not operator.names:
+            raise InputError("hessian needs an operator that knows its parameters' names and shapes.")
+        parts = []
+        for name, shape in operator.shapes.items():
+            if name not in factors:
+                raise unknown_name("parameter", name, factors)
+            parts.append(torch.as_tensor(factors[name], dtype=torch.float64).expand(shape).reshape(-1))
+        shrink = (1 / torch.cat(parts)).to(operator.device, operator.dtype)[:, None]
+        return Operator(
+            lambda block: shrink * (operator @ (shrink * block)),
+            operator.size,
+            dtype=operator.dtype,
+            device=operator.device,
+            shapes=operator.shapes,
+        )
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Inputs on which outputs are compared, and their description."""
+
+    inputs: Any
+    count: int
+    text: str
+
+    @classmethod
+    def of(cls, model: nn.Module, data: Any) -> Sample:
+        problem = Problem(model, params="*")
+        if data is None:
+            return cls._guessed(problem)
+        inputs = data[:_CHECKED] if isinstance(data, Tensor) else Batches(data, ordered=False).first(_CHECKED)[0]
+        leaves = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
+        count = leaves[0].shape[0] if leaves and leaves[0].ndim else 0
+        if not count:
+            raise InputError("data= holds no samples; pass at least one input, better two or more.")
+        shapes = ", ".join(str(tuple(leaf.shape[1:])) for leaf in leaves)
+        return cls(problem.place(inputs, torch.empty(0))[0], count, f"{count} given inputs of shape {shapes}")
+
+    @classmethod
+    def _guessed(cls, problem: Problem) -> Sample:
+        generator = torch.Generator().manual_seed(0)
+        for shape in _likely_shapes(problem.model):
+            draws = torch.randn(_GUESSED, *shape, generator=generator, dtype=torch.float64)
+            inputs = problem.place(draws, torch.empty(0))[0]
+            try:
+                with problem.active(), torch.no_grad():
+                    problem.outputs(problem.params, inputs)
+            except InputError:
+                raise
+            except Exception:  # whatever it says, this is not the shape the network takes
+                continue
+            return cls(inputs, _GUESSED, f"{_GUESSED} normal random inputs of shape {shape}")
+        raise InputError(
+            "the shape of the network's inputs cannot be told from its first layer; pass data=, a batch of inputs."
+        )
+
+    def certify(
+        self,
+        transform: str,
+        old: nn.Module,
+        new: nn.Module,
+        *,
+        scale: float = 1.0,
+        modes: tuple[str, ...] = ("eval", "batch"),
+        factors: dict[str, Factor] | None = None,
+        notes: tuple[str, ...] = (),
+        inputs: AffineMap | None = None,
+    ) -> Certificate:
+        """Compare the outputs of both models, in every mode that the transform promises."""
+        normed = any(isinstance(module, _BatchNorm) for module in old.modules())
+        if normed and self.count < 2:  # no statistics to take
+            modes = tuple(mode for mode in modes if mode != "batch")
+        largest = relative = 0.0
+        for mode in modes:
+            if mode == "batch" and not normed:
+                continue  # the same as eval
+            before = scale * _outputs(old, self.inputs, mode)
+            after = _outputs(new, self.inputs if inputs is None else inputs(self.inputs), mode)
+            difference = float((after - before).abs().max()) if before.numel() else 0.0
+            size = float(before.abs().max()) if before.numel() else 0.0
+            if not math.isfinite(size):
+                raise InputError(f"{transform}: the model's outputs are not finite on {self.text}; check its weights.")
+            largest = max(largest, difference)
+            dtype = next(new.parameters()).dtype
+            if not difference <= _TOLERANCE.get(dtype, 0.1) * size:
+                raise InputError(
+                    f"{transform}: the outputs changed by {difference:.2g} where their size is {size:.2g} (batch norm: "
+                    f"{mode}); the factors are too extreme for {dtype}, or the network reads its weights in a way that "
+                    "cannot be seen. Use milder factors or model.double()."
+                )
+            relative = max(relative, difference / size if size else 0.0)
+        preserves = "function" if scale == 1.0 else f"outputs scaled by {scale:.6g}"
+        return Certificate(transform, preserves, scale, modes, largest, relative, self.count, self.text, factors, notes)
+
+
+def _likely_shapes(model: nn.Module) -> Iterable[tuple[int, ...]]:
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            return [(module.in_features,)]
+        if isinstance(module, _ConvNd):
+            return [(module.in_channels, *[size] * len(module.kernel_size)) for size in _SIZES]
+    return []
+
+
+def _outputs(model: nn.Module, inputs: Any, batch_norm: str) -> Tensor:
+    problem = Problem(model, params="*", batch_norm=batch_norm)
+    with problem.active(), torch.no_grad():
+        return problem.outputs(problem.params, problem.place(inputs, torch.empty(0))[0]).double()

@@ -1,0 +1,583 @@
+"""Follows factors of the layers through a running network: what they demand of each parameter, and where they pass.
+
+Linear layers, convolutions (grouped and transposed ones too), products with a matrix of parameters and the affine part
+of batch norm take a factor; ReLU, leaky ReLU, PReLU, dropout, pooling, padding with zeros, reshaping and multiplication
+by a number pass it on; sums and concatenations tie the layers in front of them into one group; batch norm absorbs it in
+its statistics. Any other operation demands the factor 1.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.conv import _ConvNd
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from spiritlevel.binding.problem import Problem
+from spiritlevel.errors import InputError, unknown_name
+
+Factor = float | Tensor
+"""A positive number, or one for each channel (for a parameter: a tensor that broadcasts to its shape)."""
+
+_EQUAL = 1e-12  # relative difference up to which two factors count as equal
+_UNCHANGED = frozenset("dropout dropout_ dropout1d dropout2d dropout3d clone contiguous detach to float double".split())
+_HOMOGENEOUS = frozenset("relu relu_ leaky_relu leaky_relu_ prelu rrelu rrelu_ abs neg".split())
+_NUMBER = frozenset("mul mul_ div div_ true_divide".split())
+_SPATIAL = frozenset(
+    """
+    max_pool1d max_pool2d max_pool3d avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d
+    adaptive_avg_pool3d adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d lp_pool1d lp_pool2d lp_pool3d
+    interpolate pad
+    """.split()
+)
+_REDUCE = frozenset("mean sum amax amin".split())
+_SHAPE = frozenset(
+    """
+    flatten view reshape unflatten permute transpose swapaxes movedim squeeze unsqueeze chunk split unbind narrow select
+    __getitem__ expand pixel_shuffle pixel_unshuffle channel_shuffle
+    """.split()
+)
+_SUM = frozenset("add add_ sub sub_ maximum minimum".split())
+_JOIN = frozenset("cat concat concatenate stack".split())
+INPUT = "the input cannot be scaled"
+_CONVOLUTION = frozenset("conv1d conv2d conv3d".split())
+_TRANSPOSED = frozenset("conv_transpose1d conv_transpose2d conv_transpose3d".split())
+_PRODUCT = frozenset("matmul __matmul__ mm".split())
+UNFOLLOWED = "factors are not followed through"
+_NOT_FOLLOWED = _PRODUCT | frozenset("bmm addmm baddbmm mv einsum tensordot bilinear".split())
+"""Products of matrices in forms in which no parameter is known for the weight of a layer."""
+
+
+def is_one(factor: Factor) -> bool:
+    """Whether a factor changes nothing."""
+    return same(factor, 1.0)
+
+
+def same(first: Factor, second: Factor) -> bool:
+    """Whether two factors are equal up to rounding."""
+    if isinstance(first, Tensor) or isinstance(second, Tensor):
+        a, b = torch.as_tensor(first, dtype=torch.float64), torch.as_tensor(second, dtype=torch.float64)
+        return bool(((a - b).abs() <= _EQUAL * a.abs()).all())
+    return abs(first - second) <= _EQUAL * abs(first)
+
+
+@dataclass(frozen=True)
+class _Value:
+    """What is known of a value: the group of values tied to it, its factor, and whether it is the input itself.
+
+    The factor is `scale` times `channels`, a tensor of the value's own shape (`None`: all 1).
+    """
+
+    group: int
+    scale: float = 1.0
+    channels: Tensor | None = None
+    raw: bool = False
+
+    @property
+    def factor(self) -> Factor:
+        return self.scale if self.channels is None else self.scale * self.channels
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """A layer that takes a factor: the groups it reads and writes, its parameters and output channels."""
+
+    reads: int
+    writes: int
+    params: tuple[str, ...]
+    channels: int
+    norm: bool = False
+    shape: torch.Size | None = None  # of the input, if that is the network's own
+
+
+@dataclass(frozen=True)
+class _Call:
+    """One operation: its tensors in and out, and what is known of those that came in."""
+
+    func: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    tensors: list[Tensor]
+    values: list[_Value]
+    outputs: list[Tensor]
+
+    @property
+    def name(self) -> str:
+        return getattr(self.func, "__name__", str(self.func))
+
+    @property
+    def linear(self) -> bool:
+        """Whether it multiplies its only tensor by a number, or adds nothing to it."""
+        summands = [leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, int | float)]
+        scales = self.name in _NUMBER and "rounding_mode" not in self.kwargs
+        return len(self.tensors) == 1 and (scales or (self.name in ("add", "add_") and not any(summands)))
+
+    @property
+    def pads_with_a_number(self) -> bool:
+        return self.name == "pad" and self.kwargs.get("mode", "constant") == "constant"
+
+    def again(self, replacements: list[Tensor]) -> Any:
+        """The same call with other tensors."""
+        table = {id(old): new for old, new in zip(self.tensors, replacements, strict=True)}
+        args, kwargs = tree_map(lambda leaf: table.get(id(leaf), leaf), (self.args, self.kwargs))
+        return self.func(*args, **kwargs)
+
+
+class Walk(TorchFunctionMode):
+    """Follows the factor of every value while the network runs, and records what that demands of each parameter."""
+
+    def __init__(self, who: str, problem: Problem, factors: Mapping[str, Factor]) -> None:
+        super().__init__()
+        self.who, self.factors, self.parameters = who, factors, tuple(problem.params)
+        self.names = {id(tensor): name for name, tensor in problem.params.items()}
+        self.modules = {id(module): name for name, module in problem.model.named_modules()}
+        self.running = contextlib.ExitStack()
+        self.stack: list[nn.Module] = []
+        self.kept: list[Any] = []  # all tensors seen, so that no id is used twice
+        self.values: dict[int, _Value] = {}
+        self.parents: list[int] = []
+        self.reasons: dict[int, str] = {}
+        self.layers: dict[str, _Layer] = {}
+        self.uses: dict[str, list[Factor]] = {}
+        self.flipped: set[int] = set()  # transposed views of parameters
+        self.added: list[tuple[str, int]] = []  # parameters that are added to values of a group
+        self.absorbed: dict[str, Factor] = {}
+        self.norms: dict[str, list[int]] = {}  # what each batch norm reads
+        self.makers: dict[int, str] = {}  # what each layer writes
+        self.readers: dict[int, int] = {}  # how many operations read a value
+        self.obstacle = ""  # what reads the raw input and is no layer
+        self.output = self._fixed("")
+
+    # ---- what the walk found
+
+    def root(self, group: int) -> int:
+        while self.parents[group] != group:
+            group = self.parents[group]
+        return group
+
+    def adjacent(self, group: int, side: str) -> list[str]:
+        """The layers that write or read a group."""
+        return [name for name, layer in self.layers.items() if self.root(getattr(layer, side)) == group]
+
+    def fixed(self) -> dict[int, str]:
+        """The groups that must keep the factor 1, and why."""
+        result: dict[int, str] = {}
+        for group, reason in self.reasons.items():
+            result.setdefault(self.root(group), reason)
+        for name, layer in self.layers.items():
+            for param in layer.params:
+                if len(self.uses[param]) > 1:  # tied weights
+                    for group in (self.root(layer.reads), self.root(layer.writes)):
+                        result.setdefault(group, f"the parameter {param!r} of layer {name!r} is used more than once")
+        for param, group in self.added:
+            if len(self.uses[param]) > 1:
+                result.setdefault(self.root(group), f"the parameter {param!r} is used more than once")
+        return result
+
+    def free(self) -> list[int]:
+        """The groups that may take any factor."""
+        fixed = {*self.fixed(), self.root(self.output.group)}
+        written = dict.fromkeys(self.root(layer.writes) for layer in self.layers.values())
+        return [group for group in written if group not in fixed]
+
+    def module(self, name: str, model: nn.Module) -> Any:
+        """The linear or convolutional module of a layer, `None` if there is none or its parameters are tied."""
+        params = self.layers[name].params if name else ()
+        module = model.get_submodule(params[0].rpartition(".")[0]) if params else None
+        once = all(len(self.uses[param]) == 1 for param in params)
+        return module if once and isinstance(module, nn.Linear | _ConvNd) else None
+
+    def source(self, norm: str) -> str:
+        """The layer that only this batch norm reads, "" if there is none."""
+        read = self.norms[norm]
+        return self.makers.get(read[0], "") if len(read) == 1 and self.readers[read[0]] == 1 else ""
+
+    def changes(self) -> dict[str, Factor]:
+        """The factor of every parameter."""
+        for name in self.factors:
+            if name not in self.layers:
+                raise unknown_name("layer that can be scaled", name, self.layers)
+        result: dict[str, Factor] = {}
+        for name in self.parameters:
+            factors = self.uses.get(name, [1.0])
+            if len(factors) > 1 and not all(is_one(factor) for factor in factors):
+                raise InputError(
+                    f"{self.who}: the parameter {name!r} is used {len(factors)} times (tied weights), so one factor "
+                    "cannot fit all its uses; scale other layers."
+                )
+            result[name] = factors[0]
+        return result
+
+    # ---- while the network runs
+
+    def watch(self, model: nn.Module) -> Iterator[Any]:
+        """Hooks that follow the values from the network's inputs on, and tell which module is running."""
+
+        def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
+            if module is model:
+                for leaf in tree_leaves((args, kwargs)):
+                    if isinstance(leaf, Tensor):
+                        self._set(leaf, dataclasses.replace(self._fixed(INPUT), raw=True))
+                self.running.enter_context(self)
+            self.stack.append(module)
+
+        def leave(module: nn.Module, _: Any, __: Any) -> None:
+            self.stack.pop()
+            if module is model:
+                self.running.close()
+
+        for module in model.modules():
+            yield module.register_forward_pre_hook(enter, with_kwargs=True)
+            yield module.register_forward_hook(leave, always_call=True)
+
+    def finish(self, output: Tensor) -> None:
+        self.output = self._of(output)
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if cast(Any, torch._C)._functorch.maybe_current_level() is not None:
+            raise InputError(
+                f"{self.who}: {self._place()} runs inside a transformation of torch.func (vmap, grad, jvp …), through "
+                "which factors are not followed; write it in batched operations."
+            )
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        values = [self._of(tensor) for tensor in tensors]
+        result = func(*args, **kwargs)
+        outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        if func is Tensor.__setitem__:
+            outputs = tensors[:1]
+        if outputs:
+            self.kept.append((tensors, outputs))
+            for tensor in tensors:
+                self.readers[id(tensor)] = self.readers.get(id(tensor), 0) + 1
+            self._follow(_Call(func, args, kwargs, tensors, values, outputs))
+        return result
+
+    def _follow(self, call: _Call) -> None:
+        """The rule of every operation: what becomes of the factors of its inputs."""
+        name, values = call.name, call.values
+        if name == "linear" or name in _CONVOLUTION or name in _TRANSPOSED or self._is_product(call):
+            return self._layer(call)
+        if self._is_flip(call):
+            self.names[id(call.outputs[0])] = self.names[id(call.tensors[0])]
+            return self.flipped.add(id(call.outputs[0]))
+        if (bias := self._bias_of(call)) is not None:
+            return self._shift(call, bias)
+        if call.func is F.batch_norm and self.stack and isinstance(self.stack[-1], _BatchNorm):
+            return self._norm(self.stack[-1], call)
+        for tensor in call.tensors:
+            self._use(tensor, 1.0)
+        alone = len(call.tensors) == 1
+        if alone and (name in _UNCHANGED or name in _SHAPE) and call.outputs[0].is_floating_point():
+            results = self._shaped(call)
+        elif call.linear or (values and name in _HOMOGENEOUS):
+            for value in values[1:]:
+                self._demand_one(name, value)
+            results = [dataclasses.replace(values[0], raw=False)]
+        elif alone and name in _SPATIAL and not (call.pads_with_a_number and call.kwargs.get("value")):
+            results = [self._spread(call, output) for output in call.outputs]
+        elif alone and name in _REDUCE:
+            results = [self._reduced(call)]
+        elif (name in _SUM and len(call.tensors) == 2) or (name in _JOIN and values):
+            results = [self._joined(call)]
+        else:
+            results = [self._fixed(self._demand_one(name, *values)) for _ in call.outputs]
+        if any(value.raw for value in values) and not any(value.raw for value in results):
+            self.obstacle = self.obstacle or f"the operation '{name}' at {self._place()}"
+        for output, value in zip(call.outputs, results, strict=True):
+            self._set(output, value)
+        return None
+
+    def _demand_one(self, name: str, *values: _Value) -> str:
+        """Refuse a factor here, and fix the values' groups; the reason for that."""
+        reason = f"the operation '{name}' at {self._place()} passes no factor on"
+        if name in _NOT_FOLLOWED:
+            reason = f"{UNFOLLOWED} the operation '{name}' at {self._place()}"
+        for value in values:
+            if not is_one(value.factor):
+                raise InputError(
+                    f"{self.who}: {reason}, but its input is scaled by {_text(value.factor)}; choose factors that are "
+                    "undone in front of it."
+                )
+            self.reasons.setdefault(value.group, reason)
+        return reason
+
+    def _is_product(self, call: _Call) -> bool:
+        """Whether it is x @ W with a parameter W and an x that is none."""
+        if call.name not in _PRODUCT or len(call.tensors) != 2:
+            return False
+        input, weight = call.tensors
+        return weight.ndim == 2 and id(weight) in self.names and id(input) not in self.names
+
+    def _is_flip(self, call: _Call) -> bool:
+        """Whether it is Wᵀ of a parameter W."""
+        if call.name not in ("t", "transpose", "swapaxes", "permute", "__get__") or len(call.tensors) != 1:
+            return False
+        tensor, output = call.tensors[0], call.outputs[0]
+        known = id(tensor) in self.names and id(tensor) not in self.flipped and tensor.ndim == 2
+        same = output is not tensor and output.data_ptr() == tensor.data_ptr() and output.numel() == tensor.numel()
+        return known and same and output.shape == tensor.shape[::-1] and output.stride() == tensor.stride()[::-1]
+
+    def _bias_of(self, call: _Call) -> int | None:
+        """Which of two summands is a bare parameter that is added to values of the sum's own shape."""
+        if call.name not in ("add", "add_", "sub", "sub_") or len(call.tensors) != 2 or call.kwargs:
+            return None
+        bare = [id(tensor) in self.names and id(tensor) not in self.flipped for tensor in call.tensors]
+        if sum(bare) != 1:
+            return None
+        return bare.index(True) if call.tensors[1 - bare.index(True)].shape == call.outputs[0].shape else None
+
+    def _shift(self, call: _Call, bias: int) -> None:
+        """A parameter is added: it takes the factor of what it is added to."""
+        parameter, values, value = call.tensors[bias], call.tensors[1 - bias], call.values[1 - bias]
+        factor: Factor = value.scale
+        if value.channels is not None:
+            shape = [1] * (values.ndim - parameter.ndim) + list(parameter.shape)
+            shared = [axis for axis, size in enumerate(shape) if size == 1]
+            low, high = (reduce(value.channels, shared, keepdim=True) for reduce in (torch.amin, torch.amax))
+            if not same(low, high):
+                raise self._unlike("values that one number is added to")
+            factor = value.scale * high.reshape(parameter.shape)
+        self._use(parameter, factor)
+        self.added.append((self.names[id(parameter)], value.group))
+        if value.raw:
+            self.obstacle = self.obstacle or f"the operation '{call.name}' at {self._place()}"
+        self._set(call.outputs[0], dataclasses.replace(value, raw=False))
+
+    def _layer(self, call: _Call) -> None:
+        """A linear layer or convolution: undoes a factor of each channel, passes a number on, adds its own factor."""
+        (input, weight, *bias), value, output = call.tensors, call.values[0], call.outputs[0]
+        dense = call.name not in _CONVOLUTION and call.name not in _TRANSPOSED
+        axis = -1 if dense else 1 - weight.ndim
+        groups = 1 if dense else call.kwargs.get("groups", call.args[6] if len(call.args) > 6 else 1)
+        name = self.names.get(id(weight), "")
+        key = name.removesuffix(".weight")
+        own = self.factors.get(key, 1.0) if name else 1.0
+        fan_out = output.shape[axis]
+        self._fits(key, own, fan_out)
+        undo = 1.0 if value.channels is None else 1 / self._vector(value.channels, axis)
+        flipped = (call.name in _TRANSPOSED or call.name in _PRODUCT) != (id(weight) in self.flipped)
+        shape = torch.Size(reversed(weight.shape)) if id(weight) in self.flipped else weight.shape
+        inner = grid(*((undo, own) if flipped else (own, undo)), shape, groups)
+        for tensor, factor in ((input, 1.0), (weight, inner), *((tensor, value.scale * own) for tensor in bias)):
+            self._use(tensor, factor)
+        result = self._scaled(value.scale, own, output, axis)
+        self._set(output, result)
+        params = tuple(self.names[id(tensor)] for tensor in (weight, *bias) if id(tensor) in self.names)
+        if len(params) < 1 + len(bias):  # a weight or bias that is computed: it takes no factor
+            reason = self._demand_one(call.name, value, *call.values[1:])
+            self.reasons.setdefault(result.group, reason)
+        if name:
+            reads = input.shape if value.raw and not flipped else None
+            if value.raw and flipped:
+                self.obstacle = self.obstacle or f"the operation '{call.name}' at {self._place()}"
+            self._register(key, _Layer(value.group, result.group, params, fan_out, shape=reads))
+            if output.ndim + axis == 1:  # its channels are where a batch norm looks for them
+                self.makers[id(output)] = key
+
+    def _norm(self, norm: Any, call: _Call) -> None:
+        """A batch norm: absorbs the factor of its input, and takes one of its own."""
+        key, input, value = self.modules[id(norm)], call.tensors[0], call.values[0]
+        self._use(input, 1.0)
+        self.norms.setdefault(key, []).append(id(input))
+        own = self.factors.get(key, 1.0)
+        self._fits(key, own, norm.num_features)
+        incoming: Factor = value.scale
+        if value.channels is not None:
+            vector = value.scale * self._vector(value.channels, 1)
+            incoming = float(vector[0]) if same(vector, float(vector[0])) else vector
+            if norm.running_mean is None and isinstance(incoming, Tensor):
+                raise InputError(
+                    f"{self.who}: the batch norm {key!r} keeps no running statistics, so it cannot undo a factor of "
+                    "each channel exactly; give the layer in front of it one number."
+                )
+        if not is_one(incoming):
+            self.absorbed[key] = incoming
+        if key in self.absorbed and len(self.norms[key]) > 1:
+            raise InputError(
+                f"{self.who}: the batch norm {key!r} is used more than once, so it cannot absorb a factor."
+            )
+        result = self._scaled(1.0, own, call.outputs[0], 1)
+        params = [tensor for tensor in (norm.weight, norm.bias) if tensor is not None]
+        for tensor in params:
+            self._use(tensor, own)
+        if not params:
+            reason = f"the batch norm {key!r} has no affine part to scale"
+            if not is_one(own):
+                raise InputError(f"{self.who}: {reason}.")
+            self.reasons.setdefault(result.group, reason)
+        names = tuple(self.names[id(tensor)] for tensor in params)
+        self._register(key, _Layer(value.group, result.group, names, norm.num_features, norm=True))
+        if value.raw:
+            self.obstacle = self.obstacle or f"the batch norm {key!r}"
+        self._set(call.outputs[0], result)
+
+    def _register(self, key: str, layer: _Layer) -> None:
+        if key in self.layers:
+            for group in (self.layers[key].reads, self.layers[key].writes, layer.reads, layer.writes):
+                self.reasons.setdefault(group, f"the layer {key!r} is used more than once (tied weights)")
+            layer = dataclasses.replace(layer, shape=layer.shape or self.layers[key].shape)
+        self.layers[key] = layer
+
+    def _scaled(self, scale: float, own: Factor, output: Tensor, axis: int) -> _Value:
+        if isinstance(own, float):
+            return _Value(self._group(), scale * own)
+        shape = [1] * output.ndim
+        shape[axis] = -1
+        return _Value(self._group(), scale, own.reshape(shape).expand(output.shape))
+
+    def _shaped(self, call: _Call) -> list[_Value]:
+        """Reshaping and copying: the factors go through the same operation."""
+        value, tensor, output = call.values[0], call.tensors[0], call.outputs[0]
+        channels: list[Any] = [value.channels] * len(call.outputs)
+        if value.channels is not None and call.name in _SHAPE:
+            laid_out = torch.empty_like(tensor, dtype=torch.float64, device="cpu").copy_(value.channels)
+            channels = tree_leaves(call.again([laid_out]))  # a view needs the strides of the tensor itself
+        raw = value.raw and torch.equal(output.reshape(-1).to(tensor), tensor.reshape(-1))
+        return [dataclasses.replace(value, channels=item, raw=raw) for item in channels]
+
+    def _spread(self, call: _Call, output: Tensor) -> _Value:
+        """Pooling, padding, interpolation: a factor of each channel must not differ between positions."""
+        value, tensor = call.values[0], call.tensors[0]
+        copies = call.name == "pad" and not call.pads_with_a_number  # repeats entries of its input
+        value = dataclasses.replace(value, raw=value.raw and copies)
+        if value.channels is None:
+            return value
+        if tensor.ndim < 3 or output.shape[1] != tensor.shape[1]:
+            raise self._unlike("channels that are pooled or padded together")
+        vector = self._vector(value.channels, 1).reshape(1, -1, *[1] * (output.ndim - 2))
+        return dataclasses.replace(value, channels=vector.expand(output.shape))
+
+    def _reduced(self, call: _Call) -> _Value:
+        """Sums and means over axes."""
+        value = dataclasses.replace(call.values[0], raw=False)
+        if value.channels is None:
+            return value
+        options = {key: item for key, item in call.kwargs.items() if key in ("dim", "keepdim")}
+        low, high = (reduce(value.channels, *call.args[1:3], **options) for reduce in (torch.amin, torch.amax))
+        if not same(low, high):
+            raise self._unlike("channels that are added up")
+        return dataclasses.replace(value, channels=high)
+
+    def _joined(self, call: _Call) -> _Value:
+        """Sums and concatenations: what comes together must carry the same factor."""
+        first, *rest = call.values
+        shaped = [
+            torch.ones(tensor.shape, dtype=torch.float64) if value.channels is None else value.channels
+            for tensor, value in zip(call.tensors, call.values, strict=True)
+        ]
+        added = call.name in _SUM
+        for value, channels in zip(rest, shaped[1:], strict=True):
+            if not same(first.scale, value.scale) or (added and not same(shaped[0], channels)):
+                raise InputError(
+                    f"{self.who}: the operation '{call.name}' at {self._place()} joins values scaled by "
+                    f"{_text(first.factor)} and by {_text(value.factor)}; the products of the factors on its branches "
+                    "must agree."
+                )
+            self._tie(first.group, value.group)
+        joined = None
+        if any(value.channels is not None for value in call.values):
+            joined = shaped[0].expand(call.outputs[0].shape) if added else call.again(shaped)
+        return dataclasses.replace(first, channels=joined, raw=False)
+
+    # ---- small parts
+
+    def _of(self, tensor: Tensor) -> _Value:
+        if id(tensor) not in self.values:  # a parameter, a buffer or a constant
+            self.kept.append(tensor)
+            self._set(tensor, self._fixed(f"a constant or parameter is read at {self._place()}"))
+        return self.values[id(tensor)]
+
+    def _set(self, tensor: Tensor, value: _Value) -> None:
+        self.kept.append(tensor)
+        self.values[id(tensor)] = value
+
+    def _group(self) -> int:
+        self.parents.append(len(self.parents))
+        return len(self.parents) - 1
+
+    def _fixed(self, reason: str) -> _Value:
+        group = self._group()
+        self.reasons[group] = reason
+        return _Value(group)
+
+    def _tie(self, first: int, second: int) -> None:
+        self.parents[self.root(second)] = self.root(first)
+
+    def _use(self, tensor: Tensor, factor: Factor) -> None:
+        """Note that a parameter is read here and must be multiplied by `factor`."""
+        name = self.names.get(id(tensor))
+        if name is not None:
+            self.uses.setdefault(name, []).append(1.0 if is_one(factor) else factor)
+        elif not is_one(factor):
+            raise InputError(
+                f"{self.who}: at {self._place()} a tensor that is no parameter (computed from others, as by weight "
+                f"norm) would have to be scaled by {_text(factor)}; scale other layers."
+            )
+
+    def _fits(self, key: str, own: Factor, channels: int) -> None:
+        if isinstance(own, Tensor) and own.shape != (channels,):
+            raise InputError(
+                f"{self.who}: layer {key!r} has {channels} output channels, but {own.numel()} factors were given."
+            )
+
+    def _vector(self, channels: Tensor, axis: int) -> Tensor:
+        """One factor for each channel, from a tensor that must not differ otherwise."""
+        flat = channels.movedim(axis, 0).flatten(1)
+        if not same(flat, flat[:, :1]):
+            raise self._unlike("positions that a layer treats alike")
+        return flat[:, 0]
+
+    def _unlike(self, what: str) -> InputError:
+        return InputError(
+            f"{self.who}: at {self._place()} different factors meet in {what}; use one number instead of a factor of "
+            "each channel for the layers in front of it."
+        )
+
+    def _place(self) -> str:
+        if not self.stack or not self.modules.get(id(self.stack[-1])):
+            return "the network's own forward"
+        return f"{self.modules[id(self.stack[-1])]!r} ({type(self.stack[-1]).__name__})"
+
+
+def grid(first: Factor, second: Factor, shape: torch.Size, groups: int) -> Factor:
+    """The factor of every entry of a weight, from those of the indices on its first axis and on its second.
+
+    The second axis counts the channels of one group, so that the same index is another channel in each group.
+    """
+    rest = [1] * (len(shape) - 2)
+    if isinstance(first, Tensor):
+        first = first.reshape(-1, 1, *rest)
+    if isinstance(second, Tensor):
+        second = second.reshape(groups, 1, -1).expand(-1, shape[0] // groups, -1).reshape(*shape[:2], *rest)
+    return first * second
+
+
+def _text(factor: Factor) -> str:
+    return "a factor of each channel" if isinstance(factor, Tensor) else f"{factor:.6g}"
+
+
+def follow_factors(who: str, model: nn.Module, inputs: Any, factors: Mapping[str, Factor]) -> Walk:
+    """Run a copy of the user's network on two samples and follow the factors through it."""
+    problem = Problem(model, params="*")
+    walk = Walk(who, problem, factors)
+    inputs = tree_map(lambda leaf: leaf[:2] if isinstance(leaf, Tensor) else leaf, inputs)
+    handles = list(walk.watch(problem.model))
+    try:
+        with problem.active(), torch.no_grad():
+            walk.finish(problem.outputs(problem.params, inputs))
+    finally:
+        for handle in handles:
+            handle.remove()
+    return walk
