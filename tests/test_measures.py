@@ -17,12 +17,23 @@ from conftest import Untouched
 from torch import Tensor, nn
 from torch.func import functional_call, jacrev
 
-from spiritlevel import measures, transforms
+from spiritlevel import transforms
 from spiritlevel.answers.auditing import audit
 from spiritlevel.errors import InputError
-from spiritlevel.measures import DEFAULT, MEASURES, TRANSFORMS, Setting, evaluate, select
+from spiritlevel.measures import (
+    DEFAULT,
+    MEASURES,
+    TRANSFORMS,
+    Setting,
+    evaluate,
+    pac_bayes,
+    select,
+    spectral,
+    spectral_margin,
+)
 from spiritlevel.results import Estimate, Result
 from spiritlevel.transforms import Transformed
+from spiritlevel.watching.layers import Call
 
 Data = tuple[Tensor, Tensor]
 
@@ -750,7 +761,7 @@ def test_log_volume_says_which_eigenvalues_a_precision_loses() -> None:
 
 
 def test_log_volume_says_what_its_products_do_not_resolve(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measures, "_RESOLVED", 1e-14)
+    monkeypatch.setattr(spectral, "_RESOLVED", 1e-14)
     found = MEASURES["log_volume"](*spread_spectrum(torch.float64), **AFFINE_LOSS)
     assert found.status == "not converged"
 
@@ -1086,8 +1097,8 @@ CONVOLUTIONS: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
 def test_the_norms_of_a_convolution_are_those_of_its_matrix(name: str) -> None:
     conv, shape = randomised(CONVOLUTIONS[name][0]), CONVOLUTIONS[name][1]
     matrix = torch.func.jacrev(lambda x: conv(x[None]).flatten())(normal(*shape)).flatten(1).detach()
-    call = measures._Call("conv", conv, "weight", conv.weight.detach(), torch.Size((2 * 3, *shape)))  # 3 in a sample
-    norm, rows = measures._operator_norms(call, seed=0)
+    call = Call("conv", conv, "weight", conv.weight.detach(), torch.Size((2 * 3, *shape)))  # 3 in a sample
+    norm, rows = spectral_margin._operator_norms(call, seed=0)
     assert norm.status in ("exact", "converged")
     assert close(norm.value, torch.linalg.matrix_norm(matrix, 2), 1e-6)
     assert close(rows, 3 * float(matrix.norm(dim=1).sum()), 1e-9)
@@ -1363,7 +1374,7 @@ def test_the_search_of_pac_bayes_ends_at_the_crossing(critical: float) -> None:
         def normal(self, index: int, purpose: int) -> Tensor:
             return torch.ones(4, dtype=torch.float64)
 
-    found = measures._pac_bayes(Stub(), lambda sigma: sigma, 3)  # type: ignore[arg-type]
+    found = pac_bayes._pac_bayes(Stub(), lambda sigma: sigma, 3)  # type: ignore[arg-type]
     assert found.value == pytest.approx(critical**-2, rel=0.03)
 
 

@@ -431,12 +431,13 @@ def test_the_headline_calls_what_it_does_not_know_by_its_name() -> None:
 def compared(a: Estimate, b: Estimate) -> object:
     """A row of a comparison whose measure says these two numbers."""
     from spiritlevel.answers.comparing import _Pair
-    from spiritlevel.measures import Measure, Setting, _not_known
+    from spiritlevel.measures import Measure, Setting
+    from spiritlevel.measures.sampling import not_known
 
     data = torch.randn(6, 2, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 1] * 3)
     first, second = (Setting(nn.Linear(2, 2), data) for _ in range(2))
     values = {id(first): a, id(second): b}
-    made = Measure("made_up", "", "", "", "matvecs", lambda setting: values[id(setting)], _not_known("made up"))
+    made = Measure("made_up", "", "", "", "matvecs", lambda setting: values[id(setting)], not_known("made up"))
     pair = _Pair(first, second, ("a", "b"), [made], False, 0.95, lambda *_: None, 0)
     pair.same = False
     return pair._row(made)

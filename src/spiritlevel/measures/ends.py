@@ -1,0 +1,78 @@
+"""Both ends of a spectrum, and the Hessian in units of the norms of the parameter tensors."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from spiritlevel.estimators import Operator, eigenvalues, frobenius_norm, outermost
+from spiritlevel.results import Estimate
+
+if TYPE_CHECKING:
+    from spiritlevel.measures.setting import Setting
+
+PROBES = 32
+_EXACT = 64  # up to so many parameters as many probes, which makes estimates exact
+
+
+def probe_count(size: int) -> int:
+    """How many random probes an estimate takes of a matrix of this size."""
+    return size if 2 <= size <= _EXACT else PROBES
+
+
+class Ends:
+    """Both ends of an operator's spectrum and its Frobenius norm, each computed when first asked for."""
+
+    def __init__(self, op: Operator, seed: int) -> None:
+        self.op, self.seed = op, seed
+        self._vectors: dict[str, Tensor] = {}
+
+    def vector(self, which: str) -> Tensor:
+        """The eigenvector of an end, "largest" or "magnitude"; computed when first asked for."""
+        if which not in self._vectors:
+            found = eigenvalues(self.op, which=which, seed=self.seed)
+            assert found.vectors is not None
+            self._vectors[which] = found.vectors[:, 0]
+        return self._vectors[which]
+
+    @functools.cached_property
+    def dominant(self) -> Estimate:
+        """The eigenvalue of largest magnitude: by its sign it is also the largest or the smallest."""
+        return outermost(self.op, "magnitude", seed=self.seed)
+
+    @functools.cached_property
+    def largest(self) -> Estimate:
+        """λ₁."""
+        return self.dominant if self.dominant.sign > 0 else outermost(self.op, "largest", seed=self.seed)
+
+    @functools.cached_property
+    def smallest(self) -> Estimate:
+        """λ_P."""
+        return self.dominant if self.dominant.sign < 0 else outermost(self.op, "smallest", seed=self.seed)
+
+    @functools.cached_property
+    def norm(self) -> Estimate:
+        """max|λ|."""
+        return dataclasses.replace(self.dominant, value=abs(self.dominant.value))
+
+    @functools.cached_property
+    def frobenius(self) -> Estimate:
+        """√Σλ²."""
+        return frobenius_norm(self.op, probes=probe_count(self.op.size), seed=self.seed)
+
+
+def layer_norms(setting: Setting) -> Tensor:
+    """‖w_l‖ of the tensor that each parameter belongs to, (P,)."""
+    return torch.cat([tensor.norm().expand(tensor.numel()) for tensor in setting.problem.params.values()])
+
+
+def in_layer_norms(setting: Setting) -> Operator:
+    """N H N with N = blockdiag(‖w_l‖ I)."""
+    op, size = setting.hessian, layer_norms(setting)[:, None]
+    return Operator(
+        lambda block: size * (op @ (size * block)), op.size, dtype=op.dtype, device=op.device, shapes=op.shapes
+    )

@@ -1,0 +1,109 @@
+"""The Fisher matrix, true and empirical, and the length of the parameters in its metric."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from spiritlevel.binding.parameters import Params, along
+from spiritlevel.estimators import operator_trace
+from spiritlevel.measures.ends import probe_count
+from spiritlevel.measures.registry import DIAGONAL, register
+from spiritlevel.measures.sampling import MORE, mean_of, mean_of_kept, shared_signs
+from spiritlevel.measures.setting import Setting
+from spiritlevel.measures.trace import predicted_trace
+from spiritlevel.operators.matrices import empirical_fisher
+from spiritlevel.operators.products import outputs_along
+from spiritlevel.results import Estimate
+from spiritlevel.watching.recording import GradientNorms
+
+
+def _quadratics(setting: Setting, direction: Params) -> Tensor:
+    """vᵀGₙv of every sample, G the Gauss-Newton matrix: one forward-mode pass."""
+    problem, found = setting.problem, []
+    with problem.active():
+        for inputs, targets in setting.each():
+            outputs, slope = outputs_along(problem, direction, problem.params, inputs)
+            found.append(problem.loss.quadratic(outputs, targets, slope).double().cpu())
+    return torch.cat(found)
+
+
+def _fisher_trace_values(setting: Setting) -> Tensor:
+    if setting.traces.method == "exact":
+        return setting.traces.values
+    return torch.stack([_quadratics(setting, setting.split(v)) for v in shared_signs(setting)]).mean(0)
+
+
+@register(
+    "fisher_trace",
+    "trace of the Fisher matrix under the model's own labels, which is the Gauss-Newton matrix",
+    "E_x E_{c~S} ‖∇ℓ(θ; x, c)‖² = Tr GGN",
+    "Golatkar, Achille & Soatto 2019, arXiv:1905.13277",
+    cost="backward",
+    sampling=mean_of(_fisher_trace_values, "8 forward-mode passes unless exact"),
+    predict=lambda setting, transformed: (
+        predicted_trace(setting, transformed) if setting.traces.method == "exact" else None
+    ),
+)
+def _fisher_trace(setting: Setting) -> Estimate:
+    if setting.traces.method == "exact":  # there Tr H = Tr GGN (mathematics 4.2)
+        return setting.traces.mean()
+    return operator_trace(setting.gauss_newton, probes=probe_count(setting.problem.size), seed=setting.seed)
+
+
+def _empirical_fisher_values(setting: Setting) -> Tensor:
+    if "empirical_fisher_trace" in setting.kept:
+        return setting.kept["empirical_fisher_trace"]
+    problem, rows = setting.problem, []
+    with problem.active():
+        for inputs, targets in setting.each():
+            here = functools.partial(lambda batch, params: problem.losses(params, *batch), (inputs, targets))
+            slopes = [along(here, problem.params, setting.split(v))[1] for v in shared_signs(setting)]
+            rows.append(torch.stack(slopes, 1).detach().double().square().mean(1).cpu())
+    return torch.cat(rows)
+
+
+@register(
+    "empirical_fisher_trace",
+    "mean square norm of the per-sample gradients, true labels",
+    "E ‖∇ℓ(θ; x, y)‖²",
+    "Golatkar, Achille & Soatto 2019, arXiv:1905.13277",
+    cost="backward",
+    sampling=mean_of(_empirical_fisher_values, "8 forward-mode passes unless exact", MORE),
+)
+def _empirical_fisher_trace(setting: Setting) -> Estimate:
+    problem = setting.problem
+    if setting.structure.failure or not problem.loss.closed_form:
+        fisher = empirical_fisher(setting.model, setting.data, **setting.options)
+        return operator_trace(fisher, probes=probe_count(setting.problem.size), seed=setting.seed)
+    values = []
+    with problem.active():
+        inputs, _ = problem.place(*setting.batches.first(3))
+        norms = GradientNorms(problem, inputs, setting.structure, 1)
+        for inputs, targets in setting.each():
+            recording = norms.record(inputs)
+            outputs = recording.outputs.detach()
+            slope = problem.loss.gradient(outputs, targets).reshape(outputs.shape)
+            size = slope.reshape(len(targets), -1).norm(dim=1).clamp_min(torch.finfo(torch.float64).tiny)
+            unit = slope / size.reshape(-1, *[1] * (slope.ndim - 1))  # vectors of order 1 keep all digits
+            (found,) = recording.squared_norms([unit], last=True)
+            values.append(size.square().cpu() * sum(square.detach().double().cpu() for square in found.values()))
+    setting.kept["empirical_fisher_trace"] = torch.cat(values)
+    return Estimate(float(torch.cat(values).mean()), matvecs=1, seed=setting.seed)
+
+
+@register(
+    "fisher_rao_norm",
+    "length of the parameters in the Fisher metric",
+    "θᵀFθ, F the Gauss-Newton matrix",
+    "Liang, Poggio, Rakhlin & Stokes 2019, arXiv:1711.01530",
+    cost="backward",
+    sampling=mean_of_kept("fisher_rao_norm"),
+    invariant_to=DIAGONAL,
+)
+def _fisher_rao_norm(setting: Setting) -> Estimate:
+    values = _quadratics(setting, setting.problem.params)
+    setting.kept["fisher_rao_norm"] = values
+    return Estimate(float(values.mean()), matvecs=1, seed=setting.seed)

@@ -1,0 +1,190 @@
+"""Margins of the outputs, and distances to the decision boundary."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from spiritlevel.binding.losses import aceht
+from spiritlevel.errors import InputError
+from spiritlevel.measures.registry import SAME, SCALED, Compute, register
+from spiritlevel.measures.sampling import anew, mean_of, not_known, quantile_of
+from spiritlevel.measures.setting import Setting
+from spiritlevel.results import Estimate
+from spiritlevel.samples.margins import margin_bound, printed_margin_bound
+from spiritlevel.statistics.correlation import skewness
+from spiritlevel.transforms import Transformed
+
+
+def _times_scale(compute: Compute) -> Callable[[Setting, Transformed], float | None]:
+    """A quantity of the outputs that is proportional to them."""
+    return lambda setting, transformed: compute(setting).value * transformed.certificate.scale
+
+
+def _logit_values(function: Callable[..., Tensor], labelled: bool) -> Callable[[Setting], Tensor]:
+    def values(setting: Setting) -> Tensor:
+        inputs, logits, labels = setting.logits
+        found: Tensor = function(inputs, logits, labels) if labelled else function(inputs, logits)
+        return found
+
+    return values
+
+
+def _mean_over_samples(function: Callable[..., Tensor], labelled: bool) -> Compute:
+    values = _logit_values(function, labelled)
+    return lambda setting: Estimate(float(values(setting).mean()), seed=setting.seed)
+
+
+register(
+    "mean_aceht",
+    "mean affine cross-entropy Hessian trace",
+    "E (‖x‖²+1)(1−ΣS²)",
+    "paper A, Proposition 3.1",
+    cost="forward",
+    sampling=mean_of(_logit_values(aceht, False)),
+    invariant_to=SAME,
+)(_mean_over_samples(aceht, False))
+register(
+    "margin_bound",
+    "mean upper bound of ACEHT by the softmax margin γ",
+    "E (‖x‖²+1)(1−γ²)",
+    "paper A, section 3.2, in the form of mathematics 3.2",
+    cost="forward",
+    sampling=mean_of(_logit_values(margin_bound, True)),
+    invariant_to=SAME,
+)(_mean_over_samples(margin_bound, True))
+register(
+    "printed_margin_bound",
+    "the margin bound as printed, in truth a lower bound of ACEHT; for comparison only",
+    "E ‖x‖(1−γ²)",
+    "paper A, section 3.2",
+    cost="forward",
+    sampling=mean_of(_logit_values(printed_margin_bound, True)),
+    invariant_to=SAME,
+)(_mean_over_samples(printed_margin_bound, True))
+
+
+def _statistic(function: Callable[[Tensor], float]) -> Compute:
+    return lambda setting: Estimate(function(setting.margins.signed), seed=setting.seed)
+
+
+def quantile(share: float) -> Callable[[Tensor], float]:
+    """The function that takes this quantile, and refuses one that lies between infinities."""
+
+    def compute(values: Tensor) -> float:
+        with np.errstate(invalid="ignore"):
+            found = float(np.quantile(values.double().cpu().numpy(), share))
+        if math.isnan(found):
+            raise InputError(
+                f"the {share:.0%} quantile lies among infinite distances: no boundary is in sight of these samples, as "
+                "the outputs do not change with what the distance is measured in."
+            )
+        return found
+
+    return compute
+
+
+def _signed(setting: Setting) -> Tensor:
+    return setting.margins.signed
+
+
+def _register_margin(name: str, meaning: str, formula: str, function: Callable[[Tensor], float], **more: Any) -> None:
+    compute = _statistic(function)
+    more.setdefault("invariant_to", SAME)
+    more.setdefault("predict", _times_scale(compute))
+    register(name, meaning, formula, "paper A, section 4", cost="forward", direction="wider", **more)(compute)
+
+
+_register_margin(
+    "margin_mean",
+    "mean output margin",
+    "E Δ, Δ = φ_y − max_{j≠y} φ_j",
+    lambda v: float(v.mean()),
+    sampling=mean_of(_signed),
+)
+_register_margin(
+    "margin_min",
+    "smallest output margin",
+    "min Δ",
+    lambda v: float(v.min()),
+    sampling=not_known("a sample that was not measured may have a smaller margin, by any amount"),
+)
+for _share in (0.1, 0.25, 0.5, 0.75, 0.9):
+    _register_margin(
+        f"margin_q{round(100 * _share)}",
+        f"{_share:.0%} quantile of the output margins",
+        f"Q_{_share:g}(Δ)",
+        quantile(_share),
+        sampling=quantile_of(_signed, _share),
+    )
+_register_margin(
+    "margin_skewness",
+    "standardised skewness of the output margins",
+    "E ((Δ−μ)/σ)³",
+    skewness,
+    invariant_to=SAME | SCALED,
+    predict=None,
+    sampling=not_known("rare samples decide the skewness, and a subset may miss them: the interval would not hold"),
+)
+
+
+def _distance(setting: Setting, norm: int | str) -> Estimate:
+    return Estimate(quantile(0.5)(setting.distances(norm)), seed=setting.seed)
+
+
+_ELSAYED = "Elsayed, Krishnan, Mobahi, Regan & Bengio 2018, arXiv:1803.05598"
+register(
+    "input_distance",
+    "median linearised distance of the inputs to the decision boundary, Euclidean",
+    "median of min_{j≠y} (φ_y−φ_j)/‖∇_x(φ_y−φ_j)‖₂",
+    _ELSAYED,
+    cost="backward",
+    sampling=quantile_of(lambda setting: setting.distances(2), 0.5),
+    direction="wider",
+    invariant_to=SAME | SCALED,
+)(functools.partial(_distance, norm=2))
+register(
+    "input_distance_inf",
+    "median linearised distance of the inputs to the decision boundary, maximum norm",
+    "median of min_{j≠y} (φ_y−φ_j)/‖∇_x(φ_y−φ_j)‖₁",
+    _ELSAYED,
+    cost="backward",
+    sampling=quantile_of(lambda setting: setting.distances("inf"), 0.5),
+    direction="wider",
+    invariant_to=SAME | SCALED,
+)(functools.partial(_distance, norm="inf"))
+
+
+def _hidden(setting: Setting, lower: float, upper: float) -> Estimate:
+    """lower·Q1 + upper·Q3 of the hidden margins, or their median where both are 0."""
+    found = setting.hidden
+    assert found.distance is not None
+    values = found.distance / found.spread
+    if lower == upper == 0:
+        return Estimate(quantile(0.5)(values), seed=setting.seed)
+    value = (lower * quantile(0.25)(values) if lower else 0.0) + (upper * quantile(0.75)(values) if upper else 0.0)
+    return Estimate(value, seed=setting.seed)
+
+
+for _name, _meaning, _formula, _lower, _upper in (
+    ("median", "median", "Q2", 0.0, 0.0),
+    ("q1", "first quartile", "Q1", 1.0, 0.0),
+    ("q3", "third quartile", "Q3", 0.0, 1.0),
+    ("low_fence", "lower fence", "Q1 − 1.5 (Q3 − Q1)", 2.5, -1.5),
+    ("high_fence", "upper fence", "Q3 + 1.5 (Q3 − Q1)", -1.5, 2.5),
+):
+    register(
+        f"hidden_margin_{_name}",
+        f"{_meaning} of the distances to the boundary at the last layer's input, in units of its spread",
+        f"{_formula} of min_{{j≠y}} (φ_y−φ_j)/‖∇_h(φ_y−φ_j)‖₂ / √(total variance of h)",
+        "Jiang, Krishnan, Mobahi & Bengio 2018, arXiv:1810.00113",
+        cost="backward",
+        sampling=anew(),
+        direction="wider",
+        invariant_to=(SAME | SCALED) - {"rescale_channels"},
+    )(functools.partial(_hidden, lower=_lower, upper=_upper))

@@ -1,0 +1,79 @@
+"""Norms of the parameters and of the paths through the network; they need no data."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.func import functionalize
+
+from spiritlevel.errors import InputError, first_line
+from spiritlevel.measures.registry import SAME, register
+from spiritlevel.measures.sampling import NO_DATA
+from spiritlevel.measures.setting import Setting
+from spiritlevel.results import Estimate
+from spiritlevel.transforms import Transformed
+from spiritlevel.watching.paths import Paths
+
+
+def _predicted_paths(setting: Setting, transformed: Transformed) -> float | None:
+    """Biases are scaled with the paths that they start; a map of the inputs changes where paths start."""
+    return None if transformed.inputs is not None else _path_norm(setting).value * transformed.certificate.scale
+
+
+def _predicted_norm(setting: Setting, transformed: Transformed) -> float | None:
+    factors = transformed.certificate.factors
+    if factors is None or not transformed.linear:
+        return None
+    squares = 0.0
+    for name, tensor in setting.problem.params.items():
+        factor = torch.as_tensor(factors[name], dtype=torch.float64)
+        squares += float((factor * tensor.double().cpu()).square().sum())
+    return math.sqrt(squares)
+
+
+@register(
+    "weight_norm",
+    "length of the parameter vector",
+    "‖θ‖₂",
+    "Neyshabur, Bhojanapalli, McAllester & Srebro 2017, arXiv:1706.08947",
+    cost="forward",
+    sampling=NO_DATA,
+    direction="larger",
+    predict=_predicted_norm,
+)
+def _weight_norm(setting: Setting) -> Estimate:
+    return Estimate(float(setting.theta.double().norm()), seed=setting.seed)
+
+
+@register(
+    "path_norm",
+    "root of the summed squares of the weights' products along all paths, biases start paths too",
+    "√Σ_paths Π w²",
+    "Neyshabur, Bhojanapalli, McAllester & Srebro 2017, arXiv:1706.08947",
+    cost="forward",
+    sampling=NO_DATA,
+    direction="larger",
+    invariant_to=SAME,
+    predict=_predicted_paths,
+)
+def _path_norm(setting: Setting) -> Estimate:
+    """Batch norm folded first; `Paths` has the rules. Max pooling passes on the largest of its sums of paths."""
+    folded = setting.folded
+    problem = folded.problem
+    inputs, _ = problem.place(*folded.batches.first(1))
+    if not (isinstance(inputs, Tensor) and inputs.is_floating_point()):
+        raise InputError("path_norm needs inputs that are one tensor of floats.")
+    paths = Paths(inputs)
+    # what is written in place becomes an operation of its own; layer norm keeps its name
+    forward = functionalize(lambda inputs: problem.outputs(problem.params, inputs))
+    try:
+        with problem.active(), torch.no_grad(), torch._C.DisableTorchFunction(), paths:
+            outputs = forward(inputs)
+    except RuntimeError as error:
+        first = first_line(error)
+        raise InputError(f"path_norm follows the operations of the network, which fails: {first}.") from error
+    if not paths.knows(outputs):
+        raise InputError("path_norm: no path leads from the inputs to the outputs.")
+    return Estimate(math.sqrt(float(paths.squares(outputs).sum())), seed=setting.seed)

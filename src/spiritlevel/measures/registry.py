@@ -1,0 +1,211 @@
+"""The registry: what is known about a measure, and all measures by name."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from spiritlevel.binding.problem import Problem
+from spiritlevel.errors import InputError, NotExactError, first_line, unknown_name
+from spiritlevel.measures.sampling import Sampling
+from spiritlevel.measures.setting import Setting
+from spiritlevel.results import Estimate
+from spiritlevel.statistics.subsets import SubsetError, unknown
+from spiritlevel.transforms import Transformed
+
+TRANSFORMS: dict[str, str] = {
+    "rescale_layers": "one factor for each layer, with product 1 along every path; the function stays",
+    "rescale_channels": "one factor for each channel, undone in the next layer; the function stays",
+    "scale_before_batchnorm": "a factor that the batch norm behind undoes; the function stays",
+    "fold_batchnorm": "batch norm folded into the layer in front of it; the function stays in eval mode",
+    "scale_last_layer": "outputs times a number, by the last layer; the predictions stay",
+    "rescale_all": "outputs times a number, by all layers; the predictions stay",
+}
+"""The transforms that invariances are declared for (`spiritlevel.transforms`)."""
+
+SAME = frozenset({"rescale_layers", "rescale_channels", "scale_before_batchnorm", "fold_batchnorm"})
+SCALED = frozenset({"scale_last_layer", "rescale_all"})
+DIAGONAL = SAME - {"fold_batchnorm"}  # diagonal maps of the parameters
+BY_TENSOR = frozenset({"rescale_layers", "scale_before_batchnorm"})  # one number for each parameter tensor
+
+
+Compute = Callable[[Setting], Estimate]
+Predict = Callable[[Setting, Transformed], float | None]
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A number that is said to tell flatness or width, and what is known about it.
+
+    `direction` says what a larger value means: "sharper", "flatter", "wider" (margins) or "larger" (norms). `cost` is
+    the dearest thing it does: "forward", "backward", "matvecs" or "optimiser". `invariant_to` are the names of the
+    transforms that leave it as it is; `predict` gives the value after a transform where theory knows it. `keeps_sign`
+    tells that no linear reparametrisation θ → Tθ can change its sign (Sylvester's law of inertia for T⁻ᵀHT⁻¹).
+    `sampling` says how the error of a random subset of the data is found.
+
+    >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2))
+    >>> data = torch.ones(4, 2), torch.tensor([0, 1, 0, 1])
+    >>> MEASURES["trace"](net, data).exact, sorted(MEASURES["trace"].invariant_to)
+    (True, [])
+    """
+
+    name: str
+    meaning: str
+    formula: str
+    reference: str
+    cost: str
+    compute: Compute = field(repr=False)
+    sampling: Sampling = field(repr=False)
+    direction: str = "sharper"
+    invariant_to: frozenset[str] = frozenset()
+    predict: Predict | None = field(default=None, repr=False)
+    keeps_sign: bool = False
+
+    def __call__(
+        self, model: nn.Module, data: Any, *, loss: Any = "cross_entropy", batch_norm: str = "eval", seed: int = 0
+    ) -> Estimate:
+        """The measure of a model on data, with its error; the model is left as it was."""
+        setting = Setting(model, data, loss=loss, batch_norm=batch_norm, seed=seed)
+        setting.check()
+        return self.compute(setting)
+
+    def attempt(self, setting: Setting) -> Estimate:
+        """The measure, or NaN with the reason why there is none.
+
+        A computation that breaks down (a division by zero, an operation that PyTorch refuses, no memory left) makes
+        this one number undefined, under the name of its error, and leaves the others of a report. Errors of other
+        kinds are mistakes in the program and pass, as does a failure of one among several ranks.
+        """
+        try:
+            found = self.compute(setting)
+        except (InputError, NotExactError) as error:
+            return Estimate(math.nan, seed=setting.seed, reason=str(error))
+        except (ArithmeticError, RuntimeError, ValueError) as error:
+            if setting.shared["group"] is not None:  # the other ranks may still wait for this one
+                raise
+            first = first_line(error)
+            return Estimate(math.nan, seed=setting.seed, reason=f"failed with {type(error).__name__}: {first}")
+        if math.isnan(found.value) and not found.reason:
+            return dataclasses.replace(found, reason="the value is not a number")
+        return found
+
+    def subset_error(self, setting: Setting, value: float, population: int) -> SubsetError:
+        """The error of `value`, which this setting gave, if its samples are a random subset of so many; see `Sampling`.
+
+        What cannot be found is not known, and says why.
+        """
+        if setting.batch_norm == "batch":
+            return unknown("batch statistics couple the samples")
+        try:
+            return self.sampling.error(self, setting, value, population)
+        except (InputError, NotExactError) as error:
+            return unknown(str(error).rstrip("."))
+        except (ArithmeticError, RuntimeError, ValueError) as error:
+            first = first_line(error)
+            return unknown(f"failed with {type(error).__name__}: {first}")
+
+    @property
+    def lower_bound(self) -> bool:
+        """Whether an optimiser found the value, so that the true one may be larger."""
+        return self.cost == "optimiser"
+
+    def __str__(self) -> str:
+        bound = " (a lower bound)" if self.lower_bound else ""
+        return f"{self.name}{bound}: {self.meaning}; {self.formula} [{self.reference}]"
+
+
+MEASURES: dict[str, Measure] = {}
+"""All measures by name."""
+
+DEFAULT = (
+    "trace",
+    "largest_eigenvalue",
+    "fisher_rao_norm",
+    "layer_scaled_trace",
+    "quotient_norm",
+    "relative_flatness",
+    "adaptive_sharpness_average",
+    "weight_norm",
+    "path_norm",
+    "mean_aceht",
+    "margin_mean",
+    "input_distance",
+    "spectral_margin_mean",
+)
+"""The measures that are taken unless others are named: cheap, and one or two of every kind."""
+
+
+def select(names: str | Iterable[str] | None = None) -> tuple[Measure, ...]:
+    """Measures by their names: "default" (as is None), "all", or the ones listed.
+
+    >>> [measure.name for measure in select(["trace", "path_norm"])]
+    ['trace', 'path_norm']
+    """
+    if names is None or isinstance(names, str):
+        sets = {None: DEFAULT, "default": DEFAULT, "all": tuple(MEASURES)}
+        names = sets.get(names) or (str(names),)
+    wanted = tuple(dict.fromkeys(names))
+    for name in wanted:
+        if name not in MEASURES:
+            raise unknown_name("measure", name, [*MEASURES, "default", "all"])
+    return tuple(MEASURES[name] for name in wanted)
+
+
+@torch.inference_mode(False)  # measures add up in place, which tensors of that mode do not allow outside it
+def evaluate(
+    model: nn.Module,
+    data: Any,
+    *,
+    measures: str | Iterable[str] | None = None,
+    loss: Any = "cross_entropy",
+    batch_norm: str = "eval",
+    seed: int = 0,
+) -> list[dict[str, Any]]:
+    """Several measures of one model as plain rows, for tables of many models; what they share is computed once.
+
+    A row has name, value, stderr, tolerance, seconds (of what no earlier row had computed), direction, kind (the status
+    of the number, see `Estimate`) and reason. The model is left as it was.
+
+    >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2))
+    >>> rows = evaluate(net, (torch.ones(4, 2), torch.tensor([0, 1, 0, 1])), measures=["trace", "ball_sharpness"])
+    >>> [(row["name"], row["kind"]) for row in rows]
+    [('trace', 'exact'), ('ball_sharpness', 'lower bound')]
+    """
+    chosen = select(measures)
+    model = Problem(model, loss=loss, batch_norm=batch_norm).model  # half precision becomes a float32 copy at once
+    setting = Setting(model, data, loss=loss, batch_norm=batch_norm, seed=seed)
+    setting.check()
+    rows = []
+    for measure in chosen:
+        start = time.perf_counter()
+        found = measure.attempt(setting)
+        rows.append(
+            {
+                "name": measure.name,
+                "value": found.value,
+                "stderr": found.stderr,
+                "tolerance": found.tolerance,
+                "seconds": time.perf_counter() - start,
+                "direction": measure.direction,
+                "kind": found.status,
+                "reason": found.reason,
+            }
+        )
+    return rows
+
+
+def register(name: str, meaning: str, formula: str, reference: str, **fields: Any) -> Callable[[Compute], Compute]:
+    """Decorate the function that computes a measure: it becomes one, with all that is declared here."""
+
+    def add(compute: Compute) -> Compute:
+        MEASURES[name] = Measure(name, meaning, formula, reference, compute=compute, **fields)
+        return compute
+
+    return add

@@ -1,0 +1,229 @@
+"""How the error of a measure is found if only a random subset of the data was measured.
+
+What every sample adds to a measure: mathematics 10.3.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from spiritlevel.errors import InputError
+from spiritlevel.measures.ends import Ends, layer_norms
+from spiritlevel.results import FEWEST
+from spiritlevel.statistics.subsets import (
+    GROUPS,
+    SubsetError,
+    by_influences,
+    by_jackknife,
+    by_order,
+    few,
+    groups,
+    unknown,
+)
+
+if TYPE_CHECKING:
+    from spiritlevel.measures.registry import Compute, Measure
+    from spiritlevel.measures.setting import Setting
+
+MORE = 100  # samples that the error of a subset needs where a few of them may hold most of the value
+SHARED = 8  # probes that all samples share where only the error of a subset is wanted
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the error of a measure is found if only a random subset of the data was measured.
+
+    `how`: "no data" (the samples do not enter), "influence" (`values` gives what every sample adds, to first order),
+    "order" (the quantile at `share` of `values`), "jackknife" (computed anew without each of ten groups: nine times
+    the cost of the measure), "bracket" (`limits` finds them) or "unknown", and `reason` says why. `bias` is how far
+    the measure is too large on average. `cost` is what finding it takes, in words;
+    `least` how many samples an interval needs to hold, which is more where a few of them decide the value. What `grows`
+    with the number of samples, as its root, can be compared on equal samples, but speaks of no others.
+    """
+
+    how: str
+    values: Callable[[Setting], Tensor] | None = None
+    share: float = math.nan
+    bias: Callable[[Setting, int], float] = lambda setting, population: 0.0
+    limits: Callable[[Setting, float, int], SubsetError] | None = None
+    reason: str = ""
+    cost: str = "nothing"
+    least: int = FEWEST
+    grows: bool = False
+
+    def error(self, measure: Measure, setting: Setting, value: float, population: int) -> SubsetError:
+        """By the way that is declared; of a value that the measure has given on this setting."""
+        if self.how == "no data":
+            return SubsetError(0.0, value, value)
+        if self.how == "unknown":
+            return unknown(self.reason)
+        if self.grows:
+            times = math.sqrt(population / setting.count)
+            return unknown(
+                f"it grows as the root of the number of samples, by {times:.3g} to all {population:,} of them"
+            )
+        if too_few := few(setting.count, self.least):
+            return too_few
+        if self.how == "jackknife":
+            return self._without_groups(measure, setting, value, population)
+        if self.limits is not None:
+            return self.limits(setting, value, population)
+        assert self.values is not None
+        values = self.values(setting)
+        if self.how == "order":
+            return by_order(value, values, self.share, population)
+        return by_influences(value, values, population, self.bias(setting, population))
+
+    def _without_groups(self, measure: Measure, setting: Setting, value: float, population: int) -> SubsetError:
+        found = []
+        for group in groups(setting.count, setting.seed):
+            kept = torch.ones(setting.count, dtype=torch.bool)
+            kept[group] = False
+            found.append(measure.compute(setting.part(kept.nonzero()[:, 0])).value)
+        return by_jackknife(value, found, setting.count, population)
+
+
+NO_DATA = Sampling("no data")
+
+
+def mean_of(values: Callable[[Setting], Tensor], cost: str = "nothing", least: int = FEWEST) -> Sampling:
+    """Of a mean over samples of these values."""
+    return Sampling("influence", values, cost=cost, least=least)
+
+
+def mean_of_kept(name: str, least: int = FEWEST) -> Sampling:
+    """Of a mean over samples of what the measure itself has kept under this name."""
+    return mean_of(lambda setting: setting.kept[name], least=least)
+
+
+def quantile_of(values: Callable[[Setting], Tensor], share: float) -> Sampling:
+    """Of a quantile of these values."""
+    return Sampling("order", values, share)
+
+
+def anew(cost: str = "nine times the measure") -> Sampling:
+    """By computing the measure anew without each of ten groups."""
+    return Sampling("jackknife", cost=cost)
+
+
+def not_known(reason: str) -> Sampling:
+    """Not at all, for this reason."""
+    return Sampling("unknown", reason=reason)
+
+
+def shared_signs(setting: Setting) -> list[Tensor]:
+    """Sign vectors that all samples share."""
+    size = setting.problem.size
+    draws = (torch.randint(0, 2, (size,), generator=setting.generator(i, 11)) for i in range(SHARED))
+    return [draw.mul(2).sub(1).to(setting.theta) for draw in draws]
+
+
+def _rest(setting: Setting, population: int) -> float:
+    """1 − N/M, the share of the population that was not measured."""
+    return 1 - setting.count / population
+
+
+def end_sampling(get: Callable[[Setting], Ends], which: str, in_norms: bool = False) -> Sampling:
+    """Of an end λ with eigenvector v: ψₙ = vᵀHₙv, one forward-mode pass for all samples.
+
+    The eigenvector fits the noise of the subset, so λ is too large by about Σ_j Var(v_jᵀHₙv)/(N(λ−λ_j)) over the other
+    eigenvectors; the variance follows from the products with ten groups of the samples, and λ_j is taken as 0.
+    """
+
+    def vectors(setting: Setting) -> tuple[Tensor, Tensor | float]:
+        return get(setting).vector(which), layer_norms(setting) if in_norms else 1.0
+
+    def values(setting: Setting) -> Tensor:
+        vector, unit = vectors(setting)
+        sign = -1.0 if which == "magnitude" and get(setting).dominant.value < 0 else 1.0
+        return sign * setting.forms(unit * vector)[:, 0]
+
+    def bias(setting: Setting, population: int) -> float:
+        vector, unit = vectors(setting)
+        end = get(setting).norm if which == "magnitude" else get(setting).largest
+        if not end.value > 0:
+            raise InputError("an end of the spectrum that is not positive has no known bias.")
+        noise = 0.0
+        for product in setting.group_products(unit * vector):
+            moved = (unit * product).double()
+            moved -= (moved @ vector.double()) * vector.double()
+            noise += float(moved.square().sum())
+        return noise / GROUPS / (GROUPS - 1) / end.value * _rest(setting, population)
+
+    return Sampling("influence", values, bias=bias, cost="about two products")
+
+
+def _squared_norm_values(setting: Setting) -> Tensor:
+    """⟨Hₙ, H⟩ of every sample, the mean of vᵀHₙHv over shared probes, by forms along Hv + v and Hv − v."""
+    if "squared norm" in setting.kept:
+        return setting.kept["squared norm"]
+    total = torch.zeros(setting.count, dtype=torch.float64)
+    for v in shared_signs(setting):
+        w = setting.hessian @ v
+        size = float(w.double().norm()) / math.sqrt(len(v))
+        if size > 0:
+            above, below = setting.forms(v + w / size, v - w / size).unbind(1)
+            total += (above - below) * size / 4
+    setting.kept["squared norm"] = total / SHARED
+    return setting.kept["squared norm"]
+
+
+def _squared_norm_bias(setting: Setting, population: int) -> float:
+    """E‖Hₙ − H‖_F²/N, from the products with ten groups of the samples."""
+    key = "noise of the squared norm"
+    if key in setting.kept:
+        return float(setting.kept[key]) * _rest(setting, population)
+    noise, probes = 0.0, shared_signs(setting)[: SHARED // 2]
+    for v in probes:
+        products = torch.stack([product.double() for product in setting.group_products(v)])
+        noise += float((products - products.mean(0)).square().sum()) / GROUPS / (GROUPS - 1)
+    setting.kept[key] = torch.tensor(noise / len(probes), dtype=torch.float64)
+    return float(setting.kept[key]) * _rest(setting, population)
+
+
+def norm_sampling(factor: Callable[[Setting], float]) -> Sampling:
+    """Of a function of ‖H‖_F² with this slope."""
+    return Sampling(
+        "influence",
+        lambda setting: 2 * factor(setting) * _squared_norm_values(setting),
+        bias=lambda setting, population: factor(setting) * _squared_norm_bias(setting, population),
+        cost="about 24 products",
+    )
+
+
+def bracket(name: str, compute: Compute) -> Sampling:
+    """Of a maximum of the rise of the loss over displacements δ.
+
+    At the maximiser δ* the influence is the rise of every sample (envelope theorem), which gives the upper limit. But
+    δ* fits the noise of the subset: the maximum is too large on average. A δ found on one half of the samples is not
+    fitted to the other half, where its mean rise is therefore at most the maximum over all data, on average: this gives
+    the lower limit. Both hold, so the interval is conservative.
+    """
+
+    def parts(setting: Setting, rises: Tensor, value: float) -> Tensor:
+        if not name.startswith("box"):
+            return rises
+        base = float(setting.losses.mean())  # 100 rise/(1+L)
+        return (100 * rises - value * setting.losses) / (1 + base)
+
+    def limits(setting: Setting, value: float, population: int) -> SubsetError:
+        rises = setting.losses_at(setting.theta + setting.along[name][0]) - setting.losses
+        above = by_influences(value, parts(setting, rises, value), population)
+        crossed, halves = torch.zeros_like(rises), groups(setting.count, setting.seed, 2)
+        for own, other in (halves, halves[::-1]):
+            half, rest = setting.part(own), setting.part(other)
+            compute(half)
+            crossed[other] = rest.losses_at(setting.theta + half.along[name][0]) - rest.losses
+        scale = 100 / (1 + float(setting.losses.mean())) if name.startswith("box") else 1.0
+        lower = scale * float(crossed.mean())
+        below = by_influences(lower, parts(setting, crossed, lower), population)
+        low = max(0.0, min(below.low, value))
+        return SubsetError((above.high - low) / (2 * 1.96), low, above.high)
+
+    return Sampling("bracket", limits=limits, cost="the measure once more")

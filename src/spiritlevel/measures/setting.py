@@ -1,0 +1,396 @@
+"""One model on one data set, and what its measures share."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from spiritlevel.binding.batches import Batches, picked
+from spiritlevel.binding.parameters import Params
+from spiritlevel.binding.problem import Problem
+from spiritlevel.binding.ranks import Ranks
+from spiritlevel.errors import InputError
+from spiritlevel.estimators import Operator
+from spiritlevel.measures.blocks import Block, gauss_newton_blocks
+from spiritlevel.measures.ends import Ends, in_layer_norms
+from spiritlevel.operators.matrices import gauss_newton, hessian
+from spiritlevel.results import Margins, SampleTraces
+from spiritlevel.samples.margins import margins, signed_margin
+from spiritlevel.samples.traces import sample_forms, sample_traces
+from spiritlevel.statistics.subsets import groups
+from spiritlevel.transforms import Transformed, fold_batchnorm
+from spiritlevel.watching.derivatives import check_derivatives
+from spiritlevel.watching.layers import LAYERS, WATCHED, Call, LayerWatch, Tapped
+from spiritlevel.watching.recording import resized
+from spiritlevel.watching.structure import Structure, analyse, joined
+
+_BATCH = 500  # samples that a perturbed network sees at once
+
+
+class Setting:
+    """One model on one data set under one loss, and what its measures have in common, computed when first needed.
+
+    >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2))
+    >>> setting = Setting(net, (torch.ones(4, 2), torch.tensor([0, 1, 0, 1])))
+    >>> setting.problem.size
+    17
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        data: Any,
+        *,
+        loss: Any = "cross_entropy",
+        batch_norm: str = "eval",
+        seed: int = 0,
+        group: Any = None,
+    ) -> None:
+        self._given, self.data, self.loss, self.batch_norm, self.seed = model, data, loss, batch_norm, seed
+        self.options = {"loss": loss, "batch_norm": batch_norm}
+        self.shared = {**self.options, "group": group}  # for what the ranks of a group compute together
+        self._after: tuple[Transformed, Ends] | None = None
+        self.kept: dict[str, Tensor] = {}  # what measures learned of every sample on their way, by their names
+        self.along: dict[str, list[Tensor]] = {}  # probes that they used
+
+    @functools.cached_property
+    def problem(self) -> Problem:
+        """The model and the loss as functions of the parameters, which are copied here."""
+        return Problem(self._given, loss=self.loss, batch_norm=self.batch_norm)
+
+    @property
+    def model(self) -> nn.Module:
+        """The model, as long as it is the one that `problem` copied: one setting never mixes two states of a model."""
+        model, copied = self.problem.model, {**self.problem.params, **self.problem.constants}
+        for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
+            if not _same(tensor.detach(), copied[name]):
+                raise InputError(
+                    f"{name} of the model has changed since this Setting first looked at it, so its measures would mix "
+                    "two models; make a new Setting after every change."
+                )
+        return model
+
+    @functools.cached_property
+    def batches(self) -> Batches:
+        """The data in an order that repeats."""
+        whole = self.batch_norm == "batch"
+        return Batches(self.data, size=None if whole else _BATCH, whole=whole)
+
+    @functools.cached_property
+    def ranks(self) -> Ranks:
+        """The processes that share the sums over the data."""
+        return Ranks(self.shared["group"], self.problem.device)
+
+    @functools.cached_property
+    def count(self) -> int:
+        """The number of samples."""
+        return sum(len(targets) for _, targets in self.batches)
+
+    @functools.cached_property
+    def theta(self) -> Tensor:
+        """The trainable parameters laid end to end."""
+        return torch.cat([tensor.reshape(-1) for tensor in self.problem.params.values()])
+
+    def split(self, flat: Tensor) -> Params:
+        """A vector of P numbers cut into the parameters' shapes."""
+        params = self.problem.params
+        parts = flat.split([tensor.numel() for tensor in params.values()])
+        return {name: part.reshape(params[name].shape) for name, part in zip(params, parts, strict=True)}
+
+    def each(self) -> Iterator[tuple[Any, Tensor]]:
+        """The batches on the model's device."""
+        for inputs, targets in self.batches:
+            if len(targets):
+                yield self.problem.place(inputs, targets)
+
+    def mine(self) -> Iterator[tuple[Any, Tensor]]:
+        """Those of the batches that are for this rank: all of them without a group."""
+        for index, (inputs, targets) in enumerate(self.batches):
+            if self.ranks.takes(index) and len(targets):
+                yield self.problem.place(inputs, targets)
+
+    def check(self) -> None:
+        """Raise `InputError` unless every sample fits the model and the loss: one forward pass."""
+        start = 0
+        with self.problem.active():
+            check_derivatives(self.problem, *self.problem.place(*self.batches.first(64)), twice=False)
+        with self.problem.active(), torch.no_grad():
+            for inputs, targets in self.each():
+                self.problem.checked(self.problem.outputs(self.problem.params, inputs), inputs, targets, start)
+                start += len(targets)
+
+    def losses_at(self, theta: Tensor) -> Tensor:
+        """The loss of every sample at other parameters."""
+        params = self.split(theta)
+        return self._of_samples(lambda inputs, targets: self.problem.losses(params, inputs, targets))
+
+    def _of_samples(self, function: Callable[[Any, Tensor], Tensor]) -> Tensor:
+        """A number of every sample, (N,) float64: every rank takes its batches, and all get all."""
+        start, pieces = 0, []
+        with self.ranks.together(), self.problem.active(), torch.no_grad():
+            for index, (inputs, targets) in enumerate(self.batches):
+                if self.ranks.takes(index) and len(targets):
+                    pieces.append((start, function(*self.problem.place(inputs, targets)).double().cpu().reshape(-1)))
+                start += len(targets)
+        return self.ranks.joined(pieces, start)
+
+    def loss_at(self, theta: Tensor) -> float:
+        """L at other parameters."""
+        return float(self.losses_at(theta).mean())
+
+    def gradient_at(self, theta: Tensor) -> tuple[float, Tensor]:
+        """L and ∇L at other parameters."""
+        total, gradient = torch.zeros((), dtype=torch.float64), torch.zeros_like(theta)
+        with self.ranks.together(), self.problem.active():
+            for inputs, targets in self.mine():
+                leaf = theta.detach().clone().requires_grad_()
+                value = self.problem.losses(self.split(leaf), inputs, targets).sum()
+                gradient += torch.autograd.grad(value, leaf)[0]
+                total += value.detach().double().cpu()
+        self.ranks.add([total, gradient])
+        return float(total) / self.count, gradient / self.count
+
+    def wrong_at(self, theta: Tensor) -> Tensor:
+        """1 for every sample that is misclassified at other parameters, else 0."""
+        params = self.split(theta)
+
+        def wrong(inputs: Any, targets: Tensor) -> Tensor:
+            logits, labels = as_classes(self.problem.outputs(params, inputs), targets)
+            return signed_margin(logits, labels) <= 0
+
+        return self._of_samples(wrong)
+
+    @functools.cached_property
+    def losses(self) -> Tensor:
+        """The loss of every sample."""
+        return self.losses_at(self.theta)
+
+    def part(self, indices: Tensor) -> Setting:
+        """The same on the samples at these sorted places alone."""
+        return Setting(self.model, picked(self.batches, indices), seed=self.seed, **self.options)
+
+    def forms(self, *vectors: Tensor) -> Tensor:
+        """vᵀHₙv of every sample along each of these vectors, (N, vectors)."""
+        directions = [self.split(vector.to(self.theta).reshape(-1)) for vector in vectors]
+        return sample_forms(self.problem, self.batches, directions, self.seed)
+
+    def group_products(self, vector: Tensor) -> Iterator[Tensor]:
+        """H_g v of the mean loss over each of ten random groups of the samples; together about one product."""
+        vector = vector.to(self.theta).reshape(-1)
+        for chosen in groups(self.count, self.seed):
+            total = torch.zeros_like(self.theta)
+            with self.problem.active(), torch.enable_grad():
+                for inputs, targets in Batches(picked(self.batches, chosen), size=_BATCH):
+                    leaf = self.theta.detach().clone().requires_grad_()
+                    value = self.problem.losses(self.split(leaf), *self.problem.place(inputs, targets)).sum()
+                    (slope,) = torch.autograd.grad(value, leaf, create_graph=True)
+                    if slope.requires_grad:  # not so where the loss is linear
+                        total += torch.autograd.grad(slope @ vector, leaf, materialize_grads=True)[0]
+            yield total / len(chosen)
+
+    @functools.cached_property
+    def start(self) -> tuple[float, Tensor]:
+        """L and ∇L at the model."""
+        return self.gradient_at(self.theta)
+
+    @functools.cached_property
+    def structure(self) -> Structure:
+        """The degrees of the outputs in every parameter, over all samples: one forward pass of the data."""
+        if self.batch_norm == "batch":
+            return Structure(failure="batch_norm='batch' couples the samples of a batch")
+        with self.problem.active():
+            return functools.reduce(
+                joined, (analyse(self.problem, inputs, len(targets)) for inputs, targets in self.each())
+            )
+
+    @functools.cached_property
+    def hessian(self) -> Operator:
+        """H as an operator."""
+        return hessian(self.model, self.data, **self.shared)
+
+    @functools.cached_property
+    def gauss_newton(self) -> Operator:
+        """The Gauss-Newton matrix as an operator."""
+        return gauss_newton(self.model, self.data, **self.shared)
+
+    @functools.cached_property
+    def traces(self) -> SampleTraces:
+        """Per-sample traces of H, split by parameter where that is free."""
+        free = self.structure.exact and self.problem.loss.closed_form
+        return sample_traces(self.model, self.data, per_layer=free, seed=self.seed, **self.shared)
+
+    @functools.cached_property
+    def spectrum(self) -> Ends:
+        """The ends and the Frobenius norm of H."""
+        return Ends(self.hessian, self.seed)
+
+    def spectrum_after(self, transformed: Transformed) -> Ends | None:
+        """The same of T⁻¹HT⁻¹, what H becomes by theory, if the transform is a diagonal T that keeps the function."""
+        certificate = transformed.certificate
+        if certificate.factors is None or certificate.scale != 1.0:
+            return None
+        if self._after is None or self._after[0] is not transformed:  # measures of one transform come in a row
+            self._after = transformed, Ends(transformed.hessian(self.hessian), self.seed)
+        return self._after[1]
+
+    @functools.cached_property
+    def quotient(self) -> Ends:
+        """The ends of N H N, N = blockdiag(‖w_l‖ I)."""
+        return Ends(in_layer_norms(self), self.seed)
+
+    @functools.cached_property
+    def margins(self) -> Margins:
+        """Output margins of all samples."""
+        return margins(self.model, self.data, **self.shared)
+
+    def distances(self, norm: int | str) -> Tensor:
+        """The linearised distance of every sample to the decision boundary."""
+        key = f"distance in norm {norm}"
+        if key not in self.kept:
+            found = margins(self.model, self.data, distance=norm, **self.options).distance
+            assert found is not None
+            self.kept[key] = found
+        return self.kept[key]
+
+    @functools.cached_property
+    def hidden(self) -> Margins:
+        """Distances at the input of the last layer."""
+        last = self.last
+        own = {id(parameter) for parameter in last.module.parameters()}
+        if all(id(parameter) in own for parameter in self.model.parameters()):
+            raise InputError("a hidden-layer margin needs a network with a layer in front of its last one.")
+        if sum(call.module is last.module for call in self.calls) > 1:
+            raise InputError(f"a hidden-layer margin needs a last layer that runs once; {last.name!r} runs repeatedly.")
+        return margins(Tapped(self.model, last.name), self.data, distance=2, layer="input_of_last_layer", **self.shared)
+
+    @functools.cached_property
+    def logits(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Inputs (N, d), outputs (N, C) and labels of all samples."""
+        rows = []
+        with self.problem.active(), torch.no_grad():
+            for inputs, targets in self.each():
+                if not (isinstance(inputs, Tensor) and inputs.is_floating_point()):
+                    raise InputError("this measure needs the norms of the inputs: one tensor of floats per sample.")
+                outputs, labels = as_classes(self.problem.outputs(self.problem.params, inputs), targets)
+                rows.append((inputs.reshape(len(labels), -1).cpu(), outputs.cpu(), labels.cpu()))
+        found = tuple(torch.cat(column) for column in zip(*rows, strict=True))
+        return found[0], found[1], found[2]
+
+    @functools.cached_property
+    def calls(self) -> list[Call]:
+        """The linear layers and convolutions in the order in which they ran on a few samples, by whatever way."""
+        problem = self.problem
+        tensors = {**problem.constants, **problem.params}
+        watch = LayerWatch({id(tensors[name]): name for name, _ in problem.model.named_parameters()})
+        handles = []
+        for name, module in problem.model.named_modules():
+            if isinstance(module, LAYERS):
+                handles.append(module.register_forward_pre_hook(watch.enter))
+                leave = functools.partial(watch.leave, name=name)
+                handles.append(module.register_forward_hook(leave, with_kwargs=True))
+        try:
+            with problem.active(), torch.no_grad(), watch:
+                problem.outputs(problem.params, resized(problem.place(*self.batches.first(2))[0], WATCHED))
+        finally:
+            for handle in handles:
+                handle.remove()
+        return watch.calls
+
+    @property
+    def last(self) -> Call:
+        """The last layer that ran, frozen or not, among those that the outputs are not known to ignore."""
+        calls = [call for call in self.calls if self.structure.degrees.get(call.weight, 1)]
+        if not calls:
+            raise InputError("the network has no linear layer or convolution.")
+        last = calls[-1]
+        if last.module is None:
+            raise InputError(
+                f"the last layer of the network is the bare operation '{last.name}' on parameter {last.weight!r}; "
+                "write it as a module, e.g. nn.Linear, to measure at the last layer."
+            )
+        return last
+
+    @functools.cached_property
+    def owners(self) -> dict[str, nn.Module]:
+        """The linear layer or convolution that each weight belongs to, the first one if several share it."""
+        names = {id(parameter): name for name, parameter in self.problem.model.named_parameters()}
+        found: dict[str, nn.Module] = {}
+        for module in self.problem.model.modules():
+            weight = module._parameters.get("weight") if isinstance(module, LAYERS) else None
+            if weight is not None:
+                found.setdefault(names[id(weight)], module)
+        return found
+
+    @functools.cached_property
+    def layers(self) -> list[str]:
+        """The trainable weights of linear layers and convolutions that the outputs use, by the names of parameters."""
+        used = [call.weight for call in self.calls] + [name for name in self.owners if self.structure.uses.get(name)]
+        found = [name for name in dict.fromkeys(used) if name in self.owners and name in self.problem.params]
+        if not found:
+            raise InputError("the network has no linear layer or convolution with trainable weights of its own.")
+        return found
+
+    @functools.cached_property
+    def folded(self) -> Setting:
+        """The same model, every batch norm folded into the layer in front of it and no parameter frozen.
+
+        What is said of the network as a function must not depend on what an optimiser may move.
+        """
+        model = self.model
+        frozen = any(p.is_floating_point() and not p.requires_grad for p in model.parameters())
+        normed = any(isinstance(module, _BatchNorm) for module in model.modules())
+        if not normed and not frozen:
+            return self
+        model = self._without_batch_norm() if normed else copy.deepcopy(model)
+        for parameter in model.parameters():
+            parameter.requires_grad_(parameter.is_floating_point())
+        return Setting(model, self.data, seed=self.seed, **self.options)
+
+    def _without_batch_norm(self) -> nn.Module:
+        if self.batch_norm == "batch":
+            raise InputError("batch norm can be folded in eval mode only; use batch_norm='eval'.")
+        model = fold_batchnorm(self.model, data=self.data).model
+        if any(isinstance(module, _BatchNorm) for module in model.modules()):
+            raise InputError("a batch norm of this network does not directly follow a layer, so it cannot be folded.")
+        return model
+
+    @functools.cached_property
+    def blocks(self) -> dict[str, Block]:
+        """What the Gauss-Newton matrix says of the weights of every layer."""
+        return gauss_newton_blocks(self, self.layers)
+
+    def generator(self, index: int, purpose: int) -> torch.Generator:
+        """Random numbers of their own for the draw with this index, for this purpose."""
+        state = np.random.SeedSequence([self.seed, purpose, index]).generate_state(1, np.uint64)[0]
+        return torch.Generator().manual_seed(int(state))
+
+    def normal(self, index: int, purpose: int) -> Tensor:
+        """The draw of standard normal numbers with this index, (P,), for this purpose."""
+        numbers = torch.randn(self.problem.size, generator=self.generator(index, purpose), dtype=torch.float64)
+        return numbers.to(self.theta)
+
+
+def _same(now: Tensor, then: Tensor) -> bool:
+    """Whether two tensors hold the same numbers, NaN in the same places included."""
+    if now.shape != then.shape:
+        return False
+    now = now.to(then)
+    return not bool(((now != then) & ((now == now) | (then == then))).any())
+
+
+def as_classes(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Outputs (N, C ≥ 2), a single logit φ as (0, φ), and integer labels."""
+    outputs = outputs.reshape(len(targets), -1)
+    if outputs.shape[1] == 1:
+        return torch.cat([torch.zeros_like(outputs), outputs], 1), (targets.reshape(-1) > 0).long()
+    if targets.is_floating_point() or targets.ndim != 1:
+        raise InputError("this measure needs one integer class per sample.")
+    return outputs, targets.long()

@@ -1,0 +1,238 @@
+"""Output margins in units of the network's spectral complexity."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from spiritlevel.errors import InputError
+from spiritlevel.estimators import Operator, spectral_norm
+from spiritlevel.measures.margins import quantile
+from spiritlevel.measures.registry import SAME, SCALED, register
+from spiritlevel.measures.sampling import Sampling
+from spiritlevel.measures.setting import Setting
+from spiritlevel.results import Estimate
+from spiritlevel.watching.layers import LAYERS, WATCHED, Call
+from spiritlevel.watching.recording import resized
+
+
+def _operator_norms(layer: Call, seed: int) -> tuple[Estimate, float]:
+    """‖A‖_σ and ‖Aᵀ‖_{2,1} of a layer as a linear map of its real input."""
+    module, weight = layer.module, layer.value.double()
+    if isinstance(module, nn.Linear):
+        times = math.prod(layer.inputs[:-1]) / WATCHED  # a sample's tokens, wherever their dimension is
+        rows = weight.square().sum(1).sqrt().sum() * times
+        return Estimate(float(torch.linalg.matrix_norm(weight, 2))), float(rows)
+    shape = layer.inputs[1:]
+    kernel = copy.deepcopy(module).double()
+    kernel.bias = None
+
+    def run(values: Tensor, tensor: Tensor) -> Tensor:
+        return functional_call(kernel, {"weight": tensor}, (values,))
+
+    def gram(block: Tensor) -> Tensor:
+        with torch.enable_grad():
+            values = block.T.reshape(-1, *shape).detach().requires_grad_()
+            outputs = run(values, weight)
+            (back,) = torch.autograd.grad(outputs, values, outputs.detach())
+        return back.reshape(block.shape[1], -1).T
+
+    found = spectral_norm(Operator(gram, math.prod(shape), dtype=torch.float64, device=weight.device), seed=seed)
+    if module.padding_mode == "zeros":  # a row of A holds the weights that one output reads: ones add up their squares
+        with torch.no_grad():
+            squares = run(torch.ones(1, *shape, dtype=torch.float64, device=weight.device), weight.square())
+        rows = squares.clamp_min(0).sqrt().sum()
+    else:
+        rows = _padded_rows(module, weight, shape[1:])
+    root = math.sqrt(found.value)
+    norm = dataclasses.replace(found, value=root, tolerance=found.tolerance / (2 * root) if root else 0.0)
+    return norm, float(rows) * layer.inputs[0] / WATCHED
+
+
+def _padded_rows(module: Any, weight: Tensor, size: torch.Size) -> Tensor:
+    """Σ‖row‖₂ of a convolution whose padding repeats entries of its input: what reads one entry twice adds up.
+
+    With q(k) the entry that the weight w_k reads for one output, ‖row‖² = Σ_{k,l} [q(k) = q(l)] ⟨w_k, w_l⟩.
+    """
+    count, dims = math.prod(module.kernel_size), len(size)
+    entries = torch.arange(math.prod(size), dtype=torch.float64, device=weight.device).reshape(1, 1, *size)
+    padded = nn.functional.pad(entries, module._reversed_padding_repeated_twice, mode=module.padding_mode)
+    each = torch.eye(count, dtype=torch.float64, device=weight.device).reshape(count, 1, *module.kernel_size)
+    convolve = (nn.functional.conv1d, nn.functional.conv2d, nn.functional.conv3d)[dims - 1]
+    read = convolve(padded, each, stride=module.stride, dilation=module.dilation).flatten(2)[0].T.round()
+    twice = (read.sort(1).values.diff(dim=1) == 0).any(1)  # outputs near the border
+    flat = weight.reshape(len(weight), -1, count)
+    total = flat.square().sum((1, 2)).sqrt().sum() * (~twice).sum()
+    if bool(twice.any()):
+        same = (read[twice, :, None] == read[twice, None, :]).flatten(1)
+        patterns, times = torch.unique(same, dim=0, return_counts=True)
+        products = (flat.mT @ flat).flatten(1)
+        total = total + ((products @ patterns.double().T).clamp_min(0).sqrt() * times).sum()
+    return total
+
+
+_INPUTS = -1  # stands for the network's inputs among its layers
+
+Wiring = dict[int, tuple[Call, frozenset[int]]]
+"""Layers by their numbers in the order in which they ran: each with what it reads, other layers or `_INPUTS`."""
+
+
+def _wiring(setting: Setting) -> tuple[Wiring, frozenset[int]]:
+    """The layers that the outputs depend on, and what the outputs read.
+
+    Read off autograd's graph of a pass of a few samples, which knows what views share and what is written in place.
+    """
+    problem, known = setting.problem, {call.name: call for call in setting.calls}
+    calls: list[Call] = []
+    marks: list[Any] = []  # a node of the graph behind every layer
+
+    def mark(module: nn.Module, args: Any, kwargs: Any, output: Tensor, name: str) -> Tensor:
+        shape = next(leaf.shape for leaf in (*args, *kwargs.values()) if isinstance(leaf, Tensor))
+        output = output.clone()  # a node of its own, whatever writes into the output later
+        calls.append(dataclasses.replace(known[name], inputs=shape))
+        marks.append(output.grad_fn)
+        return output
+
+    handles = [
+        module.register_forward_hook(functools.partial(mark, name=name), with_kwargs=True)
+        for name, module in problem.model.named_modules()
+        if isinstance(module, LAYERS)
+    ]
+    try:
+        with problem.active():
+            start = resized(problem.place(*setting.batches.first(2))[0], WATCHED).detach().requires_grad_().clone()
+            outputs = problem.outputs({name: tensor.detach() for name, tensor in problem.params.items()}, start)
+    finally:
+        for handle in handles:
+            handle.remove()
+    numbers = {node: index for index, node in enumerate(marks) if node is not None} | {start.grad_fn: _INPUTS}
+    ends, found = _read_by([outputs.grad_fn], numbers), Wiring()
+    waiting = list(ends)
+    while waiting:
+        index = waiting.pop()
+        if index not in found and index != _INPUTS:
+            found[index] = calls[index], _read_by([node for node, _ in marks[index].next_functions], numbers)
+            waiting += found[index][1]
+    return dict(sorted(found.items())), ends
+
+
+def _read_by(nodes: list[Any], numbers: dict[Any, int]) -> frozenset[int]:
+    """The numbered nodes of autograd's graph that these are, or lead to without another one in between."""
+    found, seen = set(), {None}
+    while nodes:
+        node = nodes.pop()
+        if node in numbers:
+            found.add(numbers[node])
+        elif node not in seen:
+            seen.add(node)
+            nodes += [before for before, _ in node.next_functions]
+    return frozenset(found)
+
+
+def _path_complexity(wiring: Wiring, ends: frozenset[int], norms: dict[int, tuple[float, float]]) -> float:
+    """R = (Σ_l (p_l ‖A_lᵀ‖_{2,1} q_l)^{2/3})^{3/2}: p and q are Π‖A‖_σ of what is before and behind, over all paths.
+
+    Bartlett, Foster & Telgarsky cover a chain of layers. Their argument needs to know by how much the layers before l
+    can stretch the inputs, p_l, and those behind it an error, q_l: to allow the error ε_l at l costs
+    (p_l ‖A_lᵀ‖_{2,1}‖X‖/ε_l)², and the least cost at a given Σ q_l ε_l is R²‖X‖² over its square. In a chain p_l q_l is
+    Π_{k≠l} ‖A_k‖_σ, which makes R the printed one. Where branches meet, in a sum, a maximum or a concatenation, their
+    stretches add up at most: p and q are sums over paths, and a factor that moves along a path leaves them.
+    """
+    before, reach = {}, {_INPUTS: 1.0}
+    for index, (_, reads) in wiring.items():
+        before[index] = sum(reach[other] for other in reads)
+        reach[index] = before[index] * norms[index][0]
+    behind = {index: float(index in ends) for index in wiring}
+    for index, (_, reads) in reversed(wiring.items()):
+        for other in reads - {_INPUTS}:
+            behind[other] += norms[index][0] * behind[index]
+    return sum((before[index] * norms[index][1] * behind[index]) ** (2 / 3) for index in wiring) ** 1.5
+
+
+def _spectral_complexity(setting: Setting) -> Estimate:
+    """R·‖X‖_F/n of the network with batch norm folded; what stands between the layers counts as not stretching.
+
+    R grows with every ‖A_l‖_σ by a power between 0 and 1, so its relative tolerance is at most the sum of theirs.
+    """
+    folded, inputs = setting.folded, setting.logits[0].double()
+    if not folded.structure.exact:
+        raise InputError(
+            f"the spectrally normalised margin is defined for ReLU networks only: {folded.structure.reason}."
+        )
+    wiring, ends = _wiring(folded)
+    for call in [call for call in folded.calls if call.module is None] + [call for call, _ in wiring.values()]:
+        if not call.plain:
+            raise InputError(
+                f"the spectrally normalised margin needs layers that are plain nn.Linear or convolutions, and "
+                f"{call.name!r} is not; write it as one."
+            )
+    norms, found, relative = {}, [], 0.0
+    for index, (call, _) in wiring.items():
+        norm, rows = _operator_norms(call, setting.seed)
+        norms[index] = norm.value, rows
+        found.append(norm)
+        relative += norm.tolerance / norm.value if norm.value else 0.0
+    complexity = _path_complexity(wiring, ends, norms)
+    zero = [call.name for index, (call, _) in wiring.items() if norms[index][0] == 0]
+    if complexity == 0 and zero:
+        raise InputError(
+            f"the spectrally normalised margin is not defined: all weights of layer {zero[0]!r} are zero, so the "
+            "outputs do not depend on the inputs through it."
+        )
+    scale = complexity * float(inputs.norm()) / len(inputs)
+    if not 0 < scale < math.inf:
+        raise InputError(
+            f"the spectrally normalised margin is not defined: the spectral complexity times the size of the inputs "
+            f"is {scale:g}."
+        )
+    worst = max(found, key=lambda norm: ("exact", "converged", "not converged").index(norm.status))
+    return Estimate(scale, tolerance=scale * relative, reason=worst.reason, status=worst.status)
+
+
+def _spectral_margin(setting: Setting, statistic: Callable[[Tensor], float]) -> Estimate:
+    scale = _spectral_complexity(setting)
+    setting.kept["spectral scale"] = torch.tensor(scale.value, dtype=torch.float64)
+    value = statistic(setting.margins.signed) / scale.value
+    tolerance = abs(value) * scale.tolerance / scale.value
+    return Estimate(value, seed=setting.seed, reason=scale.reason, tolerance=tolerance, status=scale.status)
+
+
+def _scaled_margins(setting: Setting) -> Tensor:
+    return setting.margins.signed.cpu() / setting.kept["spectral scale"]
+
+
+def _input_sizes(setting: Setting) -> Tensor:
+    """‖xₙ‖² relative to their mean: the influence on ‖X‖_F², for as many samples."""
+    squares = setting.logits[0].double().square().sum(1)
+    return squares / squares.mean()
+
+
+def _scaled_mean_values(setting: Setting) -> Tensor:
+    found = _scaled_margins(setting)
+    return found - found.mean() * _input_sizes(setting) / 2
+
+
+for _name, _meaning, _function, _sampling in (
+    ("mean", "mean", lambda v: float(v.mean()), Sampling("influence", _scaled_mean_values, grows=True)),
+    ("median", "median", quantile(0.5), Sampling("order", _scaled_margins, 0.5, grows=True)),
+):
+    register(
+        f"spectral_margin_{_name}",
+        f"{_meaning} output margin in units of the network's spectral complexity, batch norm folded; grows as √n with "
+        "the number of samples, so only for as many",
+        f"{_meaning} Δ / (R ‖X‖_F/n), R = (Σ_l (p_l ‖A_lᵀ‖_{{2,1}} q_l)^(2/3))^(3/2), p_l and q_l the products of "
+        "‖A_k‖_σ before and behind layer l, added up over parallel paths",
+        "Bartlett, Foster & Telgarsky 2017, arXiv:1706.08498",
+        cost="matvecs",
+        sampling=_sampling,
+        direction="wider",
+        invariant_to=(SAME | SCALED) - {"rescale_channels"},
+    )(functools.partial(_spectral_margin, statistic=_function))

@@ -1,0 +1,127 @@
+"""The linear layers and convolutions that a forward pass runs, and what goes into them and comes out."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+WATCHED = 2  # samples on which the layers are found
+
+
+LAYERS = (nn.Linear, _ConvNd)
+_PLAIN: tuple[Any, ...] = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_PLAIN += (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_PRODUCTS = frozenset(
+    """
+    linear conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d matmul __matmul__ __rmatmul__ mm bmm
+    addmm baddbmm mv einsum tensordot bilinear multi_head_attention_forward lstm gru rnn_tanh rnn_relu
+    """.split()
+)
+"""Operations that make a layer of a matrix of parameters, by the names of their functions."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """A layer that ran: its module, or None for a bare operation, and the parameter that is its weight, if one is."""
+
+    name: str
+    module: Any
+    weight: str
+    value: Tensor
+    inputs: torch.Size
+
+    @property
+    def plain(self) -> bool:
+        """Whether it is a module that does with a weight of its own what its class does, and nothing else."""
+        if self.module is None or not self.weight or self.module._forward_hooks or self.module._forward_pre_hooks:
+            return False
+        return type(self.module).forward in [kind.forward for kind in _PLAIN]
+
+
+class LayerWatch(TorchFunctionMode):
+    """Lists the layers that run: modules by their hooks, and what uses a matrix of parameters without a module."""
+
+    def __init__(self, names: dict[int, str]) -> None:
+        super().__init__()
+        self.names, self.calls, self.inside = names, list[Call](), 0
+
+    def enter(self, module: nn.Module, args: Any) -> None:
+        self.inside += 1
+
+    def leave(self, module: Any, args: Any, kwargs: Any, output: Any, name: str) -> None:
+        self.inside -= 1
+        shape = next(leaf.shape for leaf in (*args, *kwargs.values()) if isinstance(leaf, Tensor))
+        weight = module.weight
+        self.calls.append(Call(name, module, self.names.get(id(weight), ""), weight.detach(), shape))
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        operation = getattr(func, "__name__", "")
+        if not self.inside and operation in _PRODUCTS:
+            for leaf in tree_leaves((args, kwargs)):
+                for tensor in (leaf, getattr(leaf, "_base", None)):  # itself, or transposed
+                    if isinstance(tensor, Tensor) and tensor.ndim > 1 and id(tensor) in self.names:
+                        name = self.names[id(tensor)]
+                        self.calls.append(Call(operation, None, name, tensor.detach(), torch.Size()))
+        return func(*args, **(kwargs or {}))
+
+
+class Tapped(nn.Module):
+    """The model, with the input of its last layer passed through a module, which gives that place a name."""
+
+    def __init__(self, model: nn.Module, layer: str) -> None:
+        super().__init__()
+        self.model, self.layer, self.input_of_last_layer = model, layer, nn.Identity()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        def through_tap(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            if args:
+                return (self.input_of_last_layer(args[0]), *args[1:]), kwargs
+            return args, {**kwargs, "input": self.input_of_last_layer(kwargs["input"])}
+
+        layer = self.model.get_submodule(self.layer)
+        handle = layer.register_forward_pre_hook(through_tap, with_kwargs=True)
+        try:
+            return self.model(*args, **kwargs)
+        finally:
+            handle.remove()
+
+
+def matrices(module: Any, tensor: Tensor) -> Tensor:
+    """What has the shape of a layer's weight as (…, groups, outputs, inputs, positions), channels counted by group.
+
+    The outputs of a group see the inputs of this group only. A transposed convolution keeps its inputs first.
+    """
+    groups, transposed = getattr(module, "groups", 1), getattr(module, "transposed", False)
+    lead = tensor.shape[: tensor.ndim - module.weight.ndim]
+    first, second = module.weight.shape[:2]
+    found = tensor.reshape(*lead, groups, first // groups, second, -1)
+    return found.transpose(-3, -2) if transposed else found
+
+
+@contextlib.contextmanager
+def recorded(modules: dict[str, nn.Module]) -> Iterator[list[tuple[str, Tensor, Tensor]]]:
+    """A list of (weight, input, output) of the modules that a forward pass inside fills."""
+    ran: list[tuple[str, Tensor, Tensor]] = []
+
+    def hook(module: nn.Module, args: Any, kwargs: Any, output: Tensor, name: str) -> Tensor:
+        ran.append((name, (args[0] if args else kwargs["input"]).detach(), output))
+        return output.clone()  # what comes next may write into it
+
+    handles = [
+        module.register_forward_hook(functools.partial(hook, name=name), with_kwargs=True)
+        for name, module in modules.items()
+    ]
+    try:
+        yield ran
+    finally:
+        for handle in handles:
+            handle.remove()
