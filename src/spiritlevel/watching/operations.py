@@ -195,8 +195,8 @@ def _sums() -> Iterator[Operation]:
     """Values that meet, and one number of many."""
     over = {"kind": Kind.SUM, "elementwise": 2}
     plus = {**_LINEAR, **over, "norm": norm_rules.broadcast(scales=False)}
-    yield _operation("add", "add add_ __add__ __radd__", "add", **plus, path=path_rules.added)
-    yield _operation("sub", "sub sub_ __sub__", "sub", **plus, path=path_rules.added)
+    yield _operation("add", "add add_", "add", **plus, path=path_rules.added)
+    yield _operation("sub", "sub sub_", "sub", **plus, path=path_rules.added)
     yield _operation("rsub", "__rsub__", "rsub", **plus, path=path_rules.subtracted_from)
     yield _operation("maximum", "maximum", "maximum", **_PIECEWISE, **over, path=path_rules.larger)
     yield _operation("minimum", "minimum", "minimum", **_PIECEWISE, **over)
@@ -216,8 +216,9 @@ def _sums() -> Iterator[Operation]:
 
 def _spatial() -> Iterator[Operation]:
     """Pooling, padding, interpolation."""
-    averages = "avg_pool1d avg_pool2d avg_pool3d"
+    averages = "avg_pool2d avg_pool3d"
     yield _operation("avg_pool", averages, averages, **_LINEAR, **_POOLED, path=path_rules.pooled)
+    yield _operation("avg_pool1d", "avg_pool1d", "avg_pool1d", **_LINEAR, **_POOLED)  # mostly taken apart to the other
     to_size = "adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d"
     pools = "adaptive_avg_pool1d _adaptive_avg_pool2d _adaptive_avg_pool3d"
     yield _operation("adaptive_avg_pool", to_size, pools, **_LINEAR, **_POOLED, path=path_rules.pooled_to_size)
@@ -267,13 +268,13 @@ def _activations() -> Iterator[Operation]:
 
 def _products() -> Iterator[Operation]:
     """What multiplies two tensors."""
-    times, scales = "mul mul_ multiply __mul__ __rmul__", norm_rules.broadcast(scales=True)
+    times, scales = "mul mul_ multiply", norm_rules.broadcast(scales=True)
     by_number = {**_PRODUCT, "elementwise": 2, "vanishes": True, "path": path_rules.scaled}
     yield _operation("mul", times, "mul", **by_number, norm=scales)
     divided = {"degree": Degree.QUOTIENT, "homogeneous": True, "elementwise": 2, "path": path_rules.divided}
     yield _operation("div", "div div_ true_divide", "div", **divided)
     matrix = {**_PRODUCT, "layer": Layer.MATRIX, "norm": norm_rules.matmul}
-    yield _operation("matmul", "matmul __matmul__", "matmul", **matrix)
+    yield _operation("matmul", "matmul", "matmul", **matrix)
     yield _operation("mm", "mm", "mm", **matrix, vanishes=True)
     yield _operation("rmatmul", "__rmatmul__", layer=Layer.PRODUCT)
     yield _operation("bmm", "bmm", "bmm", **_PRODUCT, layer=Layer.PRODUCT, vanishes=True)

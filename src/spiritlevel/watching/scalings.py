@@ -101,7 +101,8 @@ class _Call:
     def linear(self) -> bool:
         """Whether it multiplies its only tensor by a number, or adds nothing to it."""
         summands = [leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, int | float)]
-        scales = self.operation.name in ("mul", "div") and "rounding_mode" not in self.kwargs
+        multiplies = self.operation.degree in (Degree.BILINEAR, Degree.QUOTIENT) and self.operation.elementwise == 2
+        scales = multiplies and "rounding_mode" not in self.kwargs
         return len(self.tensors) == 1 and (scales or (self.operation.name == "add" and not any(summands)))
 
     @property
