@@ -9,6 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from spiritlevel import estimators
+from spiritlevel.binding.context import Context
+from spiritlevel.operators.averaging import MeanMatrix
+from spiritlevel.operators.products import hessian_product
 
 
 class Attention(nn.Module):
@@ -121,3 +124,7 @@ def assert_close(actual: Tensor, expected: Tensor, tolerance: float = 1e-10) -> 
 
 def not_traceable(*_: Any) -> Any:
     raise RuntimeError("recorded operations cannot be cut in two")
+
+
+def mean_hessian(net: nn.Module, data: Any, **options: Any) -> MeanMatrix:
+    return MeanMatrix(hessian_product, Context(net, data, ordered=False, **options))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 from collections.abc import Callable
@@ -12,8 +13,11 @@ import numpy as np
 import polars as pl
 import pytest
 import torch
+import vl_convert
+from PIL import Image
 
 from spiritlevel import charts
+from spiritlevel.charts.surfaces import _isoline
 from spiritlevel.errors import InputError
 from spiritlevel.results import Audit, AuditRow, Density, Estimate, Landscape, Spectrum
 from spiritlevel.statistics.correlation import skewness
@@ -102,7 +106,7 @@ def test_every_chart_draws_in_both_themes(name: str) -> None:
 
 
 def test_every_public_chart_is_drawn_above() -> None:
-    assert set(CHARTS) == set(charts.__all__) - {"save", "specification", "svg", "theme"}
+    assert set(CHARTS) == set(charts.__all__) - {"save", "specification", "svg", "svg_file", "theme"}
 
 
 def test_saved_files_are_whole_and_beside_each_other(tmp_path: Path) -> None:
@@ -111,6 +115,25 @@ def test_saved_files_are_whole_and_beside_each_other(tmp_path: Path) -> None:
     assert vector.read_text(encoding="utf-8").endswith("</svg>")
     assert pixels.read_bytes().startswith(b"\x89PNG")
     assert sorted(path.name for path in vector.parent.iterdir()) == ["layers v1.5.png", "layers v1.5.svg"]
+
+
+@pytest.mark.parametrize("name", CHARTS)
+def test_a_file_looks_like_the_chart_that_it_is_made_of(name: str) -> None:
+    def pixels(text: str) -> np.ndarray:
+        return np.asarray(Image.open(io.BytesIO(vl_convert.svg_to_png(text, scale=2))).convert("RGB"), dtype=int)
+
+    chart = CHARTS[name]()
+    difference = np.abs(pixels(charts.svg(chart)) - pixels(charts.svg_file(chart))).max(-1)
+    assert difference.max() < 80  # edges of marks, moved by a hundredth of a pixel; a mark that is lost has 100 to 255
+    assert (difference > 24).mean() < 2e-3
+
+
+def test_a_file_writes_equal_marks_once() -> None:
+    data = {"x": np.linspace(0, 1, 3000) ** 2, "y": np.linspace(0, 1, 3000) ** 3}
+    chart = charts.scatter(data, "x", "y")
+    text = charts.svg_file(chart)
+    assert text.count("<use ") == 3000
+    assert len(text) < len(charts.svg(chart)) / 5
 
 
 def test_the_fitted_line_has_the_slope_and_intercept_it_was_given() -> None:
@@ -157,7 +180,7 @@ def test_the_box_is_that_of_the_values() -> None:
 def test_contour_lines_lie_on_their_level() -> None:
     steps = np.linspace(-1, 1, 41)
     heights = steps[:, None] ** 2 + steps[None, :] ** 2
-    segments = charts._isoline(steps, steps, heights, 0.4321)
+    segments = _isoline(steps, steps, heights, 0.4321)
     ends = np.array(segments).reshape(-1, 2)
     assert len(segments) > 40
     assert np.hypot(*ends.T) == pytest.approx(math.sqrt(0.4321), abs=2e-3)

@@ -425,7 +425,7 @@ def test_damaged_runs_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[
         assert cli.main(["report", str(tmp_path), "--out", str(tmp_path / "page.html")]) == 2, content
         said = capsys.readouterr().err
         assert said.count("\n") == 1
-        assert "_Shown" not in said
+        assert "Shown" not in said
     assert not (tmp_path / "page.html").exists()
 
 

@@ -194,7 +194,7 @@ def test_models_that_do_not_fit_are_named() -> None:
         compare(trained(1), nn.Linear(3, 2), points(8), names=("first", "second"))
     with pytest.raises(InputError, match="two different names"):
         compare(trained(1), trained(1), points(8), names=("x", "x"))
-    with pytest.raises(InputError, match="a seed must be a whole number >= 0, got -1"):
+    with pytest.raises(InputError, match="seed must be a whole number from 0 to 4,000,000,000, got -1"):
         compare(trained(1), trained(1), points(8), seed=-1)
     with pytest.raises(InputError, match="level between 0 and 1"):
         compare(trained(1), trained(1), points(8), level=95)

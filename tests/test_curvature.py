@@ -10,7 +10,7 @@ import mpmath
 import naive
 import pytest
 import torch
-from small_networks import NETWORKS, assert_close, network, not_traceable, products, rows, some_data
+from small_networks import NETWORKS, assert_close, mean_hessian, network, not_traceable, products, rows, some_data
 from torch import Tensor, nn
 from torch.func import jacrev
 from torch.nn import functional as F
@@ -20,9 +20,7 @@ from spiritlevel.binding.problem import Problem
 from spiritlevel.binding.state import _load_forward_mode
 from spiritlevel.errors import InputError
 from spiritlevel.operators import replay
-from spiritlevel.operators.averaging import MeanMatrix
 from spiritlevel.operators.matrices import empirical_fisher, gauss_newton, hessian
-from spiritlevel.operators.products import hessian_product
 
 _load_forward_mode()  # torch warns where its forward derivatives are first used
 
@@ -46,8 +44,8 @@ def test_products_are_traced_and_equal_the_differentiated_ones(name: str, monkey
     net, data = network(name), some_data(6)
     problem = Problem(net)
     vectors = torch.randn(4, problem.size, dtype=torch.float64)
-    replaying = MeanMatrix(hessian_product, problem, data, 3, None)
-    recomputing = MeanMatrix(hessian_product, problem, data, 3, 1)
+    replaying = mean_hessian(net, data, batch_size=3)
+    recomputing = mean_hessian(net, data, batch_size=3, memory=1)
     first, again, anew = (
         torch.cat([matrix.multiply(vector[None]) for vector in vectors])
         for matrix in (replaying, replaying, recomputing)
@@ -59,7 +57,7 @@ def test_products_are_traced_and_equal_the_differentiated_ones(name: str, monkey
     assert_close(replaying.multiply(vectors), first, 1e-12)  # all at once
     assert all(trace is not None for trace in replaying.traces.values())
     monkeypatch.setattr(replay, "_cut", not_traceable)
-    differentiating = MeanMatrix(hessian_product, problem, data, 3, None)
+    differentiating = mean_hessian(net, data, batch_size=3)
     assert_close(differentiating.multiply(vectors), first, 1e-12)
     assert not differentiating.kept
 
@@ -74,7 +72,7 @@ def test_the_constants_of_a_kept_batch_are_prepared_once(monkeypatch: pytest.Mon
         return trace, values
 
     monkeypatch.setattr(replay, "_cut", counting)
-    matrix = MeanMatrix(hessian_product, Problem(network("tanh")), some_data(6), 3, None)
+    matrix = mean_hessian(network("tanh"), some_data(6), batch_size=3)
     for _ in range(2):
         matrix.multiply(torch.ones(1, matrix.problem.size, dtype=torch.float64))
     assert len(matrix.kept) == len(prepared) == 2
@@ -84,7 +82,7 @@ def test_the_constants_of_a_kept_batch_are_prepared_once(monkeypatch: pytest.Mon
 def test_the_product_that_is_traced_is_the_one_that_is_replayed(name: str) -> None:
     """Beyond 128 samples a trace is tried on a few, and the first product comes from the tracing itself."""
     data, problem = some_data(150), Problem(network(name))
-    matrix = MeanMatrix(hessian_product, problem, data, 150, None)
+    matrix = mean_hessian(problem.model, data, batch_size=150)
     vector = torch.randn(1, problem.size, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     first, again = matrix.multiply(vector), matrix.multiply(vector.clone())
     assert matrix.kept
@@ -93,7 +91,7 @@ def test_the_product_that_is_traced_is_the_one_that_is_replayed(name: str) -> No
 
 
 def test_a_trace_keeps_no_tensor_but_its_constants() -> None:
-    matrix = MeanMatrix(hessian_product, Problem(network("tanh")), some_data(150), 150, None)
+    matrix = mean_hessian(network("tanh"), some_data(150), batch_size=150)
     matrix.multiply(torch.ones(1, matrix.problem.size, dtype=torch.float64))
     (trace,) = matrix.traces.values()
     assert trace is not None

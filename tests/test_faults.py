@@ -60,8 +60,9 @@ def killed_at_random_moments(
 FETCH = """
 import sys
 from spiritlevel import data
+from spiritlevel.data.table import SETS, _read_table
 import pooch
-data._SETS.update(data._read_table(open(sys.argv[1]).read()))
+SETS.update(_read_table(open(sys.argv[1]).read()))
 print("ready", flush=True)
 print(data.fetch("tiny"), flush=True)
 """

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 import spiritlevel as sl
 from spiritlevel.answers import measuring
-from spiritlevel.answers.measuring import measure, subset
+from spiritlevel.answers.measuring import measure
+from spiritlevel.binding.batches import subset
 from spiritlevel.errors import InputError
 from spiritlevel.results import Audit, AuditRow, Certificate, Correlation, Estimate, Fit
 
@@ -217,7 +218,7 @@ def test_what_does_not_fit_the_time_limit_is_listed() -> None:
     assert set(report.left_out.values()) == {"no time for it within the limit of 1e-09 s"}  # one reason, one line
     everything = measure(net(), points(), measures=["trace"], parts=[], time_limit=1e9)
     assert everything.left_out == {}
-    with pytest.raises(InputError, match="a seed must be a whole number >= 0, got -1"):
+    with pytest.raises(InputError, match="seed must be a whole number from 0 to 4,000,000,000, got -1"):
         measure(net(), points(), seed=-1)
     with pytest.raises(InputError, match="time_limit must be a positive number of seconds, got 0"):
         measure(net(), points(), time_limit=0)

@@ -7,7 +7,6 @@ import hashlib
 import json
 import math
 import re
-import sys
 from html.parser import HTMLParser
 from importlib.metadata import version
 from itertools import pairwise
@@ -20,7 +19,7 @@ import torch
 from reports import MARKUP, comparison, report
 
 from spiritlevel.errors import InputError
-from spiritlevel.page import notebook, page, parts
+from spiritlevel.page import document, notebook, page, parts
 from spiritlevel.results import Estimate, Fit, Report, WorstFactor
 
 VOID = {"meta", "link", "br", "img", "rect", "path", "circle"}
@@ -334,13 +333,13 @@ def test_the_page_of_a_large_data_set_stays_small() -> None:
 
 # ---------------------------------------------------------------- the script of the page
 
-PAGE = sys.modules["spiritlevel.page.page"]  # `spiritlevel.page.page` is the function
-
 
 def test_the_script_is_pinned_for_the_version_that_is_installed() -> None:
     release = version("vl-convert-python")
-    bundled = hashlib.sha256(PAGE.vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;").encode()).hexdigest()
-    assert PAGE._BUNDLES.get(release) == bundled, f'add "{release}": "{bundled}" to _BUNDLES'
+    bundled = hashlib.sha256(
+        document.vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;").encode()
+    ).hexdigest()
+    assert document._BUNDLES.get(release) == bundled, f'add "{release}": "{bundled}" to _BUNDLES'
 
 
 @pytest.mark.parametrize("kept", [b"alert('injected')", b"", b"\xff", None])
@@ -349,23 +348,23 @@ def test_a_script_in_the_cache_that_is_not_the_pinned_one_is_replaced(
 ) -> None:
     release, script, calls = version("vl-convert-python"), "real();", []
     monkeypatch.setenv("SPIRITLEVEL_CACHE", str(tmp_path))
-    monkeypatch.setattr(PAGE.vl_convert, "javascript_bundle", lambda _: calls.append(1) or script)
-    monkeypatch.setattr(PAGE, "_BUNDLES", {release: hashlib.sha256(script.encode()).hexdigest()}, raising=False)
+    monkeypatch.setattr(document.vl_convert, "javascript_bundle", lambda _: calls.append(1) or script)
+    monkeypatch.setattr(document, "_BUNDLES", {release: hashlib.sha256(script.encode()).hexdigest()}, raising=False)
     file = tmp_path / f"vega-{release}.js"
     if kept is not None:
         file.write_bytes(kept)
-    assert PAGE._vega.__wrapped__() == script
+    assert document._vega.__wrapped__() == script
     assert file.read_text() == script
-    assert PAGE._vega.__wrapped__() == script
+    assert document._vega.__wrapped__() == script
     assert len(calls) == 1, "a whole one is taken as it is"
-    monkeypatch.setattr(PAGE, "_BUNDLES", {}, raising=False)
+    monkeypatch.setattr(document, "_BUNDLES", {}, raising=False)
     file.write_bytes(b"alert('injected')")
-    assert PAGE._vega.__wrapped__() == script, "of a version that is not known nothing is trusted"
+    assert document._vega.__wrapped__() == script, "of a version that is not known nothing is trusted"
 
 
 def test_names_from_elsewhere_are_shown_harmlessly(tmp_path: Path) -> None:
     name = "C:\\users\\\x1b[31m\u202enet\udce9.py"
     text = page(report(30, name=name), dataclasses.replace(comparison(), names=(name, "b")))
-    assert not re.search("[\x00-\x08\x0b-\x1f\x7f\u202e\ud800-\udfff]", text.replace(PAGE._vega(), ""))
+    assert not re.search("[\x00-\x08\x0b-\x1f\x7f\u202e\ud800-\udfff]", text.replace(document._vega(), ""))
     assert r"C:\users\\x1b[31m\u202enet\xe9.py" in Reader(text).text
     report(30, name=name).to_html(tmp_path / "page.html")

@@ -21,7 +21,6 @@ from scipy import stats
 from torch import Tensor
 
 import spiritlevel as sl
-from spiritlevel import results
 from spiritlevel.errors import InputError
 from spiritlevel.results import (
     ComparisonRow,
@@ -38,6 +37,7 @@ from spiritlevel.results import (
     SampleTraces,
     Spectrum,
     SpectrumSummary,
+    codec,
     skewed_limits,
     write_atomically,
 )
@@ -183,7 +183,7 @@ def example(hint: Any) -> Any:
     if get_origin(hint) in (UnionType, Union):
         return 1.5 if float in inner else example(inner[0])
     if isinstance(hint, type) and issubclass(hint, Result):
-        fields = {name: example(kind) for name, kind in results._hints(hint).items() if name != "_types"}
+        fields = {name: example(kind) for name, kind in codec._hints(hint).items() if name != "_types"}
         return hint(**{**fields, "status": "estimated"} if "status" in fields else fields)
     if get_origin(hint) in (tuple, list, dict):
         kind = get_origin(hint)
@@ -277,7 +277,7 @@ def test_unreadable_results_say_what_is_wrong() -> None:
         Result.from_json("[1, 2]")
     with pytest.raises(InputError, match="one of: Audit, ") as refused:
         Result.from_dict({"type": "Unknown"})
-    assert "_Shown" not in str(refused.value)
+    assert "Shown" not in str(refused.value)
     with pytest.raises(InputError, match="type 'Estimate': it lacks value"):
         Result.from_dict({"type": "Estimate"})
     with pytest.raises(InputError, match=r"'results.json' is the path of no file and is not JSON"):

@@ -62,7 +62,9 @@ def moved(name: str, sample: int, weight: float = 1e-4) -> float:
 
 def test_every_measure_says_how_the_error_of_a_subset_is_found() -> None:
     for each in MEASURES.values():
-        assert each.sampling.how in ("no data", "influence", "order", "jackknife", "bracket", "unknown"), each.name
+        assert each.sampling.how in ("no data", "mean", "influence", "order", "jackknife", "bracket", "unknown"), (
+            each.name
+        )
         assert bool(each.sampling.reason) == (each.sampling.how == "unknown"), each.name
     with pytest.raises(TypeError, match="sampling"):
         Measure("new", "", "", "", "forward", compute=lambda setting: sl.Estimate(0.0))  # type: ignore[call-arg]

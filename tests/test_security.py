@@ -23,10 +23,10 @@ import pytest
 import torch
 
 import spiritlevel as sl
-from spiritlevel import data, loading
-from spiritlevel.data import _File, _members, _Unusable
+from spiritlevel.data.reading import Unusable, members_of
+from spiritlevel.data.table import SETS, PinnedFile
 from spiritlevel.errors import InputError
-from spiritlevel.loading import load_samples, load_weights
+from spiritlevel.loading import arrays, load_samples, load_weights
 
 SOURCE = Path(sl.__file__).parent
 
@@ -133,12 +133,12 @@ def test_members_of_an_archive_are_read_and_never_written(tmp_path: Path, name: 
                 member_of_zip.external_attr = (stat.S_IFLNK | 0o777) << 16
             archive.writestr(member_of_zip, b"/etc/passwd" if name == "link" else content)
     before = sorted(tmp_path.parent.rglob("*"))
-    wanted = [_File("wanted", len(content), "-")]
+    wanted = [PinnedFile("wanted", len(content), "-")]
     if name == "link" and kind == "tar":
-        with pytest.raises(_Unusable, match="has no wanted"):
-            _members(buffer.getvalue(), wanted, "archive")
+        with pytest.raises(Unusable, match="has no wanted"):
+            members_of(buffer.getvalue(), wanted, "archive")
     else:
-        (found,) = _members(buffer.getvalue(), wanted, "archive")
+        (found,) = members_of(buffer.getvalue(), wanted, "archive")
         assert found == content or name == "link"
         assert len(found) <= len(content) + 1, "never more than the pinned size and one byte"
     assert sorted(tmp_path.parent.rglob("*")) == before
@@ -147,7 +147,7 @@ def test_members_of_an_archive_are_read_and_never_written(tmp_path: Path, name: 
 
 def test_every_download_has_a_pin() -> None:
     """Sets that are fetched name the SHA-256 of every file; packages are pinned as a whole, or file by file."""
-    for name, entry in data._SETS.items():
+    for name, entry in SETS.items():
         files = [file for form in entry.forms for file in form.files]
         assert name == "digits" or files
         for file in files:
@@ -228,7 +228,7 @@ def test_a_zip_bomb_is_refused_before_it_takes_memory(tmp_path: Path, monkeypatc
     """Honest headers, a thousandfold packed: refused by the size that they state, with nothing unpacked."""
     bomb(tmp_path / "bomb.npz", 1 << 26, 1 << 26)
     assert (tmp_path / "bomb.npz").stat().st_size < 1_000_000
-    monkeypatch.setattr(loading, "available_memory", lambda: 1 << 26)
+    monkeypatch.setattr(arrays, "available_memory", lambda: 1 << 26)
     tracemalloc.start()
     with pytest.raises(InputError, match=r"bomb.npz unpacks to 0.1 GB, and 0.0 GB of memory can be spared"):
         load_samples(str(tmp_path / "bomb.npz"))

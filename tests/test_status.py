@@ -437,7 +437,18 @@ def compared(a: Estimate, b: Estimate) -> object:
     data = torch.randn(6, 2, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 1] * 3)
     first, second = (Setting(nn.Linear(2, 2), data) for _ in range(2))
     values = {id(first): a, id(second): b}
-    made = Measure("made_up", "", "", "", "matvecs", lambda setting: values[id(setting)], not_known("made up"))
+    made = Measure(
+        "made_up",
+        "",
+        "",
+        "",
+        cost="matvecs",
+        compute=lambda setting: values[id(setting)],
+        sampling=not_known("made up"),
+        family="curvature",
+        worth="to a tolerance",
+        passes=1,
+    )
     pair = _Pair(first, second, ("a", "b"), [made], False, 0.95, lambda *_: None, 0)
     pair.same = False
     return pair._row(made)
@@ -513,7 +524,7 @@ def test_rows_of_many_models_say_tolerance_and_status() -> None:
 def test_a_page_counts_no_margin_as_wider_that_rounding_explains() -> None:
     from reports import comparison as made_up_comparison
 
-    from spiritlevel.page.page import _wider
+    from spiritlevel.page.several import _wider
 
     found = made_up_comparison(40)
     assert found.margins is not None

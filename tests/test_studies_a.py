@@ -39,10 +39,10 @@ def verdicts(rulings: Iterable[Ruling]) -> dict[str, Verdict]:
 )
 def test_the_paper_s_networks(setting: str, parameters: int) -> None:
     from spiritlevel.papers import networks as models
-    from spiritlevel.papers import training
+    from spiritlevel.papers.training.jobs import build_network
 
     job = correlation.job(correlation.Correlate(scale="paper", setting=setting))
-    assert models.count(training._build(job)) == parameters
+    assert models.count(build_network(job)) == parameters
     assert job.keep == tuple(range(0, 10_001, 500))
     recipe = job.recipe
     assert (recipe.steps, recipe.momentum, recipe.weight_decay, recipe.optimizer) == (10_000, 0.0, 0.0, "sgd")

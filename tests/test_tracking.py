@@ -116,7 +116,7 @@ def test_targets_without_classes_and_batch_statistics() -> None:
 def test_wrong_arguments() -> None:
     with pytest.raises(InputError, match="every must be a whole number of at least 1, got 0"):
         Tracker(net(), points(), every=0)
-    with pytest.raises(InputError, match="a seed must be a whole number >= 0, got -1"):
+    with pytest.raises(InputError, match="seed must be a whole number from 0 to 4,000,000,000, got -1"):
         Tracker(net(), points(), seed=-1)
     with pytest.raises(InputError, match="above 0, got 0"):
         Tracker(net(), points(), share=0)

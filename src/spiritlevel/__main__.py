@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import sys
 
+from spiritlevel.errors import InputError, needs
+
 
 def main() -> int:
-    """Import the command line and run it; an interrupt while it is imported is no error."""
+    """Import the command line and run it; what it lacks is said; an interrupt meanwhile is no error."""
     try:
-        from spiritlevel.cli import main as run
+        with needs("the command"):
+            from spiritlevel.cli import main as run
+    except InputError as error:
+        sys.stderr.write(f"spiritlevel: {error}\n")
+        return 2
     except KeyboardInterrupt:
         sys.stderr.write("spiritlevel: interrupted.\n")
         return 130

@@ -10,7 +10,7 @@ import difflib
 import operator
 import re
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 
 
 class InputError(ValueError):
@@ -23,7 +23,7 @@ class NotExactError(ValueError):
 
 LARGEST_SEED = 4_000_000_000  # NumPy and scikit-learn end at 2³² − 1; the rest is room for seeds counted up from one
 
-# What others call the things that have a name here.
+# What others call the losses that have a name here.
 _OTHER_NAMES = {
     "mse": "squared_error",
     "mse_loss": "squared_error",
@@ -33,35 +33,20 @@ _OTHER_NAMES = {
     "softmax": "cross_entropy",
     "bce": "binary_cross_entropy",
     "logistic": "binary_cross_entropy",
-    "hessian_trace": "trace",
-    "lambda_max": "largest_eigenvalue",
-    "top_eigenvalue": "largest_eigenvalue",
-    "margin": "margin_mean",
-    "sam": "ball_sharpness",
-    "asam": "adaptive_sharpness_l2",
 }
 
 
-def check_seed(seed: int, name: str = "seed") -> None:
-    """Refuse a seed that one of the random generators would not take.
+def checked_seed(seed: object, name: str = "seed") -> int:
+    """A seed that every random generator takes, of any kind of whole number, as an `int`.
 
-    >>> check_seed(-1, "--seed")
+    >>> checked_seed(-1, "--seed")
     Traceback (most recent call last):
     spiritlevel.errors.InputError: --seed must be a whole number from 0 to 4,000,000,000, got -1.
     """
-    if not 0 <= seed <= LARGEST_SEED:
-        raise InputError(f"{name} must be a whole number from 0 to {LARGEST_SEED:,}, got {seed}.")
-
-
-def checked_seed(seed: int) -> int:
-    """The seed of a measurement, if it is one; otherwise every measure would fail by itself, and look undefined.
-
-    >>> checked_seed(3)
-    3
-    """
-    if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**63:
-        raise InputError(f"a seed must be a whole number >= 0, got {seed!r}.")
-    return seed
+    with contextlib.suppress(TypeError):
+        if not isinstance(seed, bool) and 0 <= (number := operator.index(seed)) <= LARGEST_SEED:  # type: ignore[arg-type]
+            return number
+    raise InputError(f"{name} must be a whole number from 0 to {LARGEST_SEED:,}, got {seed!r}.")
 
 
 def whole_number(value: object, name: str, least: int) -> int:
@@ -95,8 +80,44 @@ def first_line(error: BaseException) -> str:
     return textwrap.shorten(str(error).strip().split("\n", 1)[0].rstrip("."), 200, placeholder=" …")
 
 
-def unknown_name(kind: str, name: object, choices: Iterable[str]) -> InputError:
-    """An `InputError` for an unknown name that lists the nearest known ones, or what is called so elsewhere.
+# What only some of the library needs: the package to import, its name for pip, and the extra that brings it.
+OPTIONAL = {
+    "PIL": ("pillow", "report"),
+    "altair": ("altair", "report"),
+    "jinja2": ("jinja2", "report"),
+    "polars": ("polars", "report"),
+    "pooch": ("pooch", "cli"),
+    "ray": ("ray", "cluster"),
+    "rich": ("rich", "cli"),
+    "tyro": ("tyro", "cli"),
+    "vl_convert": ("vl-convert-python", "report"),
+}
+
+
+@contextlib.contextmanager
+def needs(purpose: str) -> Iterator[None]:
+    """Around imports: if a package of an extra is missing, say so in one sentence with the command that installs it.
+
+    >>> with needs("a table"):
+    ...     raise ModuleNotFoundError(name="polars")
+    Traceback (most recent call last):
+    spiritlevel.errors.InputError: a table needs polars, which is not installed: run pip install 'spiritlevel[report]'.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name not in OPTIONAL:
+            raise
+        package, extra = OPTIONAL[error.name]
+        raise InputError(
+            f"{purpose} needs {package}, which is not installed: run pip install 'spiritlevel[{extra}]'."
+        ) from error
+
+
+def unknown_name(
+    kind: str, name: object, choices: Iterable[str], others: Mapping[str, str] = _OTHER_NAMES
+) -> InputError:
+    """An `InputError` for an unknown name that lists the nearest known ones, or what others call so.
 
     >>> print(unknown_name("data set", "mnits", ["mnist", "digits"]))
     unknown data set 'mnits': did you mean 'mnist'? Known: digits, mnist.
@@ -104,7 +125,7 @@ def unknown_name(kind: str, name: object, choices: Iterable[str]) -> InputError:
     unknown loss 'MSE': did you mean 'squared_error'? Known: cross_entropy, squared_error.
     """
     known = sorted(choices)
-    other = _OTHER_NAMES.get(str(name).casefold())
+    other = others.get(str(name).casefold())
     near = [other] if other in known else difflib.get_close_matches(str(name), known, n=3, cutoff=0.6)
     hint = f": did you mean {' or '.join(repr(word) for word in near)}?" if near else "."
     if near and len(known) > 20:  # a page of names would hide the right one

@@ -216,6 +216,6 @@ def cache_folder() -> Path:
     """
     if os.environ.get("SPIRITLEVEL_CACHE"):
         return Path(os.environ["SPIRITLEVEL_CACHE"]).expanduser()
-    import pooch
+    import platformdirs
 
-    return Path(pooch.os_cache("spiritlevel"))
+    return platformdirs.user_cache_path("spiritlevel")

@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from spiritlevel import transforms as maps
-from spiritlevel.binding.batches import Batches
-from spiritlevel.binding.problem import Problem
-from spiritlevel.errors import InputError, checked_seed, unknown_name
+from spiritlevel.errors import InputError, unknown_name
 from spiritlevel.measures import TRANSFORMS, Measure, Setting, select
 from spiritlevel.results import Audit, AuditRow, Certificate, Estimate, WorstFactor
 from spiritlevel.transforms import ScalingGroup, Transformed
@@ -51,10 +49,14 @@ def audit(
     *,
     measures: str | Iterable[str] | None = None,
     transforms: str | Iterable[str] | Mapping[str, Transformed] | None = None,
-    loss: Any = "cross_entropy",
-    batch_norm: str = "eval",
     search: bool = True,
     progress: Progress | None = None,
+    loss: Any = "cross_entropy",
+    params: Any = None,
+    batch_norm: str = "eval",
+    batch_size: int | None = None,
+    memory: int | str | None = None,
+    group: Any = None,
     seed: int = 0,
 ) -> Audit:
     """Measure a network before and after transforms that keep its function or its predictions.
@@ -65,10 +67,14 @@ def audit(
         measures: names of `measures.MEASURES`, "all", or "default", which is what None means.
         transforms: names of `measures.TRANSFORMS`, "all", the default set, or transforms of your own: a dict of name →
             `Transformed`. Transforms that the network does not allow are listed in `skipped` with the reason.
-        loss: a name, a `torch.nn` loss or a callable.
-        batch_norm: "eval" or "batch"; transforms that do not hold in that mode are skipped.
         search: whether to look for the scaling of layers that moves the trace, and like measures, furthest.
         progress: called with (what comes next, done, total) before every measurement and before the search.
+        loss: a name, a `torch.nn` loss or a callable.
+        params: names, prefixes or globs of the parameters to measure; all that require grad unless given.
+        batch_norm: "eval" or "batch"; transforms that do not hold in that mode are skipped.
+        batch_size: samples to take at once; chosen unless given.
+        memory: bytes, or a text such as "2GB"; half of what is available unless given.
+        group: a `torch.distributed` group whose ranks all make this same call and share the measurements.
         seed: of everything random.
 
     The predicted ratio is 1 for a declared invariance; for spectra, traces and norms it comes from
@@ -84,10 +90,31 @@ def audit(
     >>> found.row("trace", "rescale_layers").verdict, found.row("path_norm", "rescale_layers").verdict
     ('changes', 'invariant')
     """
-    chosen, seed = select(measures), checked_seed(seed)
-    model = Problem(model, loss=loss, batch_norm=batch_norm).model  # half precision becomes a float32 copy at once
-    here = Setting(model, data, loss=loss, batch_norm=batch_norm, seed=seed)
+    chosen = select(measures)
+    here = Setting(
+        model,
+        data,
+        loss=loss,
+        params=params,
+        batch_norm=batch_norm,
+        batch_size=batch_size,
+        memory=memory,
+        group=group,
+        seed=seed,
+    )
     here.check()  # data that cannot be measured fail before anything is transformed
+    return audit_in(here, chosen, transforms=transforms, search=search, progress=progress)
+
+
+def audit_in(
+    here: Setting,
+    chosen: Sequence[Measure],
+    *,
+    transforms: str | Iterable[str] | Mapping[str, Transformed] | None = None,
+    search: bool = True,
+    progress: Progress | None = None,
+) -> Audit:
+    """The audit in a setting that is bound and checked already: what it has measured is not measured again."""
     changed, skipped = _transformed(here, transforms)
     total, done = len(chosen) * (1 + len(changed)) + search, 0
 
@@ -128,18 +155,16 @@ def audit(
         samples=here.count,
         parameters=here.problem.size,
         loss=here.problem.loss.name,
-        batch_norm=batch_norm,
-        seed=seed,
+        batch_norm=here.batch_norm,
+        seed=here.seed,
     )
 
 
 def _moved(here: Setting, transformed: Transformed) -> Setting:
     """The transformed model on the same data, mapped if its inputs are."""
-    data = here.data
+    there = here.moved(transformed.model)
     mapping = transformed.inputs
-    if mapping is not None:
-        data = [(mapping(inputs), targets) for inputs, targets in Batches(here.data)]
-    return Setting(transformed.model, data, seed=here.seed, **here.options)
+    return there if mapping is None else there.on([(mapping(inputs), targets) for inputs, targets in here.batches])
 
 
 # ---------------------------------------------------------------- one row
@@ -288,7 +313,7 @@ def _worst(here: Setting, chosen: list[Measure], before: dict[str, Estimate]) ->
     ]
     if not searched:
         return ()
-    few = Batches(here.data).first(2)
+    few = here.batches.first(2)
     try:
         groups = maps.scaling_groups(here.model, data=few)
         units = [_scaled(here, [(group, 2.0)], few).certificate for group in groups]
@@ -332,7 +357,7 @@ def _furthest(
         value = predict(here, Transformed(here.model, dataclasses.replace(units[0], factors=factors)))
         return -math.inf if value is None else sign * value
 
-    start = measure.compute(here)
+    start = measure.attempt(here)
     for reach in _REACHES:
         betas = [1.0] * len(groups)
         best = predicted(betas)

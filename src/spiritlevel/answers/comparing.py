@@ -13,11 +13,11 @@ from scipy import stats
 from torch import Tensor, nn
 
 from spiritlevel import __version__
-from spiritlevel.answers.auditing import audit as run_audit
-from spiritlevel.answers.measuring import FEW, RESAMPLES, Progress, kind, outcomes, silent, subset
-from spiritlevel.binding.problem import Problem
-from spiritlevel.errors import InputError, NotExactError, checked_seed
-from spiritlevel.measures import Measure, Setting, select
+from spiritlevel.answers.auditing import audit_in
+from spiritlevel.answers.measuring import FEW, RESAMPLES, Progress, kind, outcomes, silent
+from spiritlevel.errors import InputError, NotExactError
+from spiritlevel.measures import TRANSFORMS, Measure, Setting, select
+from spiritlevel.measures.registry import SAME
 from spiritlevel.results import (
     FEWEST,
     Comparison,
@@ -33,8 +33,8 @@ from spiritlevel.results import (
 
 __all__ = ["compare"]
 
-_KEEP_FUNCTION = ("rescale_layers", "rescale_channels", "scale_before_batchnorm", "fold_batchnorm")
-_KEEP_CLASSES = (*_KEEP_FUNCTION, "scale_last_layer", "rescale_all")
+_KEEP_FUNCTION = tuple(name for name in TRANSFORMS if name in SAME)
+_KEEP_CLASSES = tuple(TRANSFORMS)
 _ROUNDING = {torch.float64: 1e-10}  # what counts as rounding, relative to the values; 1e-5 in single precision
 _ENDLESS = 10**12  # the population that samples of the same kind are from
 _BETTER = {"wider": 1, "flatter": 1, "sharper": -1, "larger": 0}  # the sign of a difference b - a that favours b
@@ -50,10 +50,14 @@ def compare(
     loss: Any = "cross_entropy",
     measures: str | Iterable[str] | None = None,
     samples: int | None = None,
-    batch_norm: str = "eval",
     audit: bool = True,
     level: float = 0.95,
     progress: Progress | None = None,
+    params: Any = None,
+    batch_norm: str = "eval",
+    batch_size: int | None = None,
+    memory: int | str | None = None,
+    group: Any = None,
     seed: int = 0,
 ) -> Comparison:
     """Which of two models to trust on these data, and why.
@@ -82,10 +86,15 @@ def compare(
         loss: a name, a `torch.nn` loss or a callable.
         measures: names of `measures.MEASURES`, "all", or the default set.
         samples: compare on a random subset of so many.
-        batch_norm: "eval" or "batch".
         audit: whether to audit; without it, what a parametrisation can move is not comparable at all.
         level: of the intervals.
         progress: called with (what, done, total) before every step.
+        params: names, prefixes or globs of the parameters to measure, in both models; all that require grad unless
+            given.
+        batch_norm: "eval" or "batch".
+        batch_size: samples to take at once; chosen unless given.
+        memory: bytes, or a text such as "2GB"; half of what is available unless given.
+        group: a `torch.distributed` group whose ranks all make this same call and share the measurements.
         seed: of everything random.
 
     Cost: the measures for both models, and an audit of both on at most 500 samples.
@@ -102,19 +111,26 @@ def compare(
         raise InputError(f"compare needs a level between 0 and 1, got {level}.")
     if len(names) != 2 or names[0] == names[1]:
         raise InputError(f"compare needs two different names, got {names!r}.")
-    seed = checked_seed(seed)
     chosen = [each for each in select(measures) if measures is not None or each.direction != "larger"]
-    data, _, population = subset(data, samples, seed, batch_norm)
-    pair = []
-    for model in (model_a, model_b):
-        inner = Problem(model, loss=loss, batch_norm=batch_norm).model  # half precision becomes a float32 copy
-        pair.append(Setting(inner, data, loss=loss, batch_norm=batch_norm, seed=seed))
+    everything = Setting(
+        model_a,
+        data,
+        loss=loss,
+        params=params,
+        batch_norm=batch_norm,
+        batch_size=batch_size,
+        memory=memory,
+        group=group,
+        seed=seed,
+    )
+    population, first = everything.count, everything.drawn(samples)[0]
+    pair = first, first.moved(model_b)
     for setting, name in zip(pair, names, strict=True):
         try:
             setting.check()
         except InputError as error:
             raise InputError(f"model {name!r}: {error}") from error
-    return _Pair(pair[0], pair[1], names, chosen, audit, level, progress or silent, seed).comparison(population)
+    return _Pair(pair[0], pair[1], names, chosen, audit, level, progress or silent, first.seed).comparison(population)
 
 
 class _Plain(NamedTuple):
@@ -124,6 +140,17 @@ class _Plain(NamedTuple):
     meaning: str
     direction: str
     invariant_to: tuple[str, ...]
+    advice: str  # as `Measure.advice`; with the size of the difference
+
+
+_LOSS = _Plain("loss", "mean loss", "sharper", _KEEP_FUNCTION, "its mean loss is lower by {difference:.3g}")
+_ACCURACY = _Plain(
+    "accuracy",
+    "share of the samples that are classified correctly",
+    "wider",
+    _KEEP_CLASSES,
+    "it classifies {count:,.0f} more of the {samples:,} samples correctly",
+)
 
 
 def _once(values: Iterable[str]) -> str:
@@ -156,12 +183,11 @@ class _Pair:
         self.same = self._same_outputs()
         losses = seen[0].losses, seen[1].losses
         found = self._both(lambda setting: setting.margins, "margins")
-        self.looks = 1 + (found is not None) + any(each.name == "input_distance" for each in self.chosen)
-        rows = [self._plain(_Plain("loss", "mean loss", "sharper", _KEEP_FUNCTION), *losses)]
+        self.looks = 1 + (found is not None) + sum(bool(each.advice) for each in self.chosen)
+        rows = [self._plain(_LOSS, *losses)]
         if found is not None:
             right = found[0].correct.double(), found[1].correct.double()
-            meaning = "share of the samples that are classified correctly"
-            rows.append(self._plain(_Plain("accuracy", meaning, "wider", _KEEP_CLASSES), *right, exact=True))
+            rows.append(self._plain(_ACCURACY, *right, exact=True))
         for number, each in enumerate(self.chosen):
             self.progress(each.name, number + 1, total)
             rows.append(self._row(each))
@@ -172,7 +198,7 @@ class _Pair:
         if "traces" in vars(self.a) and "traces" in vars(self.b):
             traces = (dataclasses.replace(self.a.traces, layers={}), dataclasses.replace(self.b.traces, layers={}))
         count = self.a.count
-        advice, reasons = self._advice({row.name: row for row in rows})
+        advice, reasons = self._advice(rows)
         return Comparison(
             names=self.names,
             rows=tuple(rows),
@@ -241,9 +267,10 @@ class _Pair:
     def _row(self, each: Measure) -> ComparisonRow:
         a, b = each.attempt(self.a), each.attempt(self.b)
         if not math.isnan(b.value - a.value) and {a.status, b.status}.isdisjoint(("lower bound", "not converged")):
-            pair = self._per_sample(each)
-            if pair is not None:
-                return self._paired(each, (a, b), *pair)
+            of_a, of_b = each.parts(self.a, _ENDLESS), each.parts(self.b, _ENDLESS)
+            if of_a is not None and of_b is not None:
+                biases = of_a.bias, of_b.bias
+                return self._paired(each, (a, b), of_a.values, of_b.values, of_a.share, biases)
         limits, how, note = self._known(a, b)
         ratio = ratio_of(b.interval(self.level), a.interval(self.level))
         rounding = self._precision * max(abs(a.value), abs(b.value))
@@ -266,18 +293,6 @@ class _Pair:
             note = "they differ by no more than the tolerances to which they are known"
             return (difference - tolerance, difference + tolerance), "tolerance", note
         return nothing, "tolerance" if tolerance else "exact", ""
-
-    def _per_sample(self, each: Measure) -> tuple[Tensor, Tensor, float, tuple[float, float]] | None:
-        """What every sample adds to both numbers; the share of a quantile, else NaN; how far both may be too large."""
-        found = each.sampling
-        if found.values is None or found.how not in ("influence", "order") or self.a.batch_norm == "batch":
-            return None
-        try:
-            values = found.values(self.a).double().cpu(), found.values(self.b).double().cpu()
-            biases = found.bias(self.a, _ENDLESS), found.bias(self.b, _ENDLESS)
-        except (InputError, NotExactError, RuntimeError):  # the value stands, without an interval
-            return None
-        return (*values, found.share, biases) if len(values[0]) >= found.least else None
 
     def _plain(self, each: _Plain, a: Tensor, b: Tensor, exact: bool = False) -> ComparisonRow:
         """A mean over the samples that is no measure of the registry."""
@@ -390,6 +405,7 @@ class _Pair:
             meaning=each.meaning,
             invariant=invariant,
             note=note,
+            decides=bool(each.advice),
         )
 
     def _judged(self, rows: list[ComparisonRow]) -> list[ComparisonRow]:
@@ -410,12 +426,8 @@ class _Pair:
         """How far the audits of both models moved these measures at the same outputs; nothing where none applies."""
         factors: dict[str, float] = {}
         for _, setting in self._sides:
-            few = setting.data
-            if setting.batch_norm == "eval":
-                few = subset(setting.data, min(FEW, setting.count), self.seed, "eval")[0]
-            found = run_audit(
-                setting.model, few, measures=names, transforms=_KEEP_FUNCTION, seed=self.seed, **setting.options
-            )
+            few = setting if setting.whole else setting.drawn(FEW)[0]
+            found = audit_in(few, select(names), transforms=_KEEP_FUNCTION)
             for name, factor in found.moved().items():
                 factors[name] = largest((factors.get(name, 1.0), factor))
         if not factors:
@@ -447,20 +459,17 @@ class _Pair:
 
     # ------------------------------------------------------------ the advice
 
-    def _advice(self, rows: dict[str, ComparisonRow]) -> tuple[str, list[str]]:
+    def _advice(self, rows: list[ComparisonRow]) -> tuple[str, list[str]]:
         """One sentence, and what it rests on; from the verdicts of the rows, and whether they are sure, alone."""
-        phrases = {
-            "accuracy": "it classifies {count:,.0f} more of the {samples:,} samples correctly",
-            "input_distance": "its samples lie further from the decision boundary",
-            "loss": "its mean loss is lower by {difference:.3g}",
-        }
-        present = [(rows[key], phrase) for key, phrase in phrases.items() if key in rows]
+        phrases = {each.name: each.advice for each in self.chosen}
+        phrases |= {each.name: each.advice for each in (_ACCURACY, _LOSS)}
         decisive = []
-        for row, phrase in present:
-            if row.verdict in ("a", "b") and row.sure:
+        for row in rows:
+            if row.decides and row.verdict in ("a", "b") and row.sure:
                 size, count = abs(row.difference), self.a.count
-                decisive.append((row, phrase.format(difference=size, count=size * count, samples=count)))
-        reasons = self._reasons(list(rows.values()))
+                phrase = phrases[row.name].format(difference=size, count=size * count, samples=count)
+                decisive.append((row, phrase))
+        reasons = self._reasons(rows)
         if self.twice:
             return (
                 f"No advice: the outputs of {' and '.join(self.twice)} all lie in [0, 1] and sum to 1. They look like "

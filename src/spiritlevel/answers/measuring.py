@@ -14,22 +14,21 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from spiritlevel import __version__
-from spiritlevel.answers.auditing import audit as run_audit
-from spiritlevel.answers.surface import landscape
-from spiritlevel.binding.batches import Batches, Fingerprint, picked
+from spiritlevel.answers.auditing import audit_in
+from spiritlevel.answers.surface import landscape_in
+from spiritlevel.binding.batches import Fingerprint, picked
 from spiritlevel.binding.losses import aceht
-from spiritlevel.binding.problem import Problem
 from spiritlevel.binding.ranks import Ranks
 from spiritlevel.binding.state import preserved_random_state
-from spiritlevel.errors import InputError, NotExactError, checked_seed, unknown_name, whole_number
+from spiritlevel.errors import InputError, NotExactError, unknown_name
 from spiritlevel.estimators import spectrum
 from spiritlevel.measures import TRANSFORMS, Measure, Setting, select
+from spiritlevel.measures.registry import LEADING
 from spiritlevel.results import (
     Audit,
     Estimate,
@@ -58,10 +57,7 @@ _SHOWN = {"sharpest": 24, "least certain": 24, "others": 120}  # pictures of eac
 _SIDE = 64  # pixels of a picture, at most
 RESAMPLES = 999
 _Z = 1.96  # 95 % of a normal distribution
-
-# What a measure costs in forward passes over the data, roughly: decides only what still fits a time limit.
-_PASSES = {"forward": 2.0, "matvecs": 60.0, "optimiser": 120.0}
-_EXPENSIVE = ("adaptive_sharpness_average", "average_sharpness", "pac_bayes_flatness", "pac_bayes_magnitude")
+_CHEAP = 30  # forward passes: what takes no more is measured before the audit
 
 Progress = Callable[[str, int, int], None]
 
@@ -79,7 +75,10 @@ def measure(
     measures: str | Iterable[str] | None = None,
     parts: Iterable[str] | None = None,
     samples: int | None = None,
+    params: Any = None,
     batch_norm: str = "eval",
+    batch_size: int | None = None,
+    memory: int | str | None = None,
     time_limit: float | None = None,
     name: str | None = None,
     classes: Sequence[str] = (),
@@ -103,7 +102,10 @@ def measure(
         samples: measure a random subset of so many; intervals then hold the value on all of the data, and where none
             is known `subset_error` of a row says why. Costs a few products of the Hessian for the default measures;
             what each takes says its `sampling` in `measures.MEASURES`.
+        params: names, prefixes or globs of the parameters to measure; all that require grad unless given.
         batch_norm: "eval" or "batch".
+        batch_size: samples to take at once; chosen unless given.
+        memory: bytes, or a text such as "2GB", for all of it; half of what is available unless given.
         time_limit: seconds. What is estimated to fit is measured, cheap things first; `left_out` names the rest. What
             has begun runs to its end.
         name: of the model in the report; its class unless given.
@@ -125,9 +127,19 @@ def measure(
     with preserved_random_state():  # libraries that are imported on first use may draw from the global states
         device = next((p.device for p in model.parameters()), "cpu") if isinstance(model, nn.Module) else "cpu"
         with Ranks(group, device).together():
-            run = _Run(
-                model, train, test, loss, measures, parts, samples, batch_norm, time_limit, progress, group, seed
+            here = Setting(
+                model,
+                train,
+                loss=loss,
+                params=params,
+                batch_norm=batch_norm,
+                batch_size=batch_size,
+                memory=memory,
+                group=group,
+                seed=seed,
             )
+            run = _Run(here, test, measures, parts, samples, time_limit, progress)
+            run.dtype = kind_of(here.problem.dtype, model)
         run.agree()
         run.everything()
     return run.report(name or type(model).__name__, tuple(str(item) for item in classes))
@@ -137,25 +149,23 @@ class _Step(NamedTuple):
     name: str
     passes: float  # estimated cost, in forward passes over the data measured
     work: Callable[[], None]
+    of_margins: bool = False  # known with the output margins
 
 
 class _Run:
     """One measurement: the steps in their order, and what they have found so far."""
 
+    dtype = ""  # of the numbers that were measured, in words
+
     def __init__(
         self,
-        model: nn.Module,
-        train: Any,
+        everything: Setting,
         test: Any,
-        loss: Any,
         measures: Any,
         parts: Iterable[str] | None,
         samples: int | None,
-        batch_norm: str,
         time_limit: float | None,
         progress: Progress | None,
-        group: Any,
-        seed: int,
     ) -> None:
         self.begin = time.monotonic()
         self.chosen = select(measures)
@@ -165,18 +175,10 @@ class _Run:
                 raise unknown_name("part", part, PARTS)
         if time_limit is not None and not time_limit > 0:
             raise InputError(f"time_limit must be a positive number of seconds, got {time_limit}.")
-        self.limit, self.progress, self.seed = time_limit, progress or silent, checked_seed(seed)
-        kinds = {parameter.dtype for parameter in model.parameters()} if isinstance(model, nn.Module) else set()
-        problem = Problem(model, loss=loss, batch_norm=batch_norm)
-        self.model = problem.model  # half precision becomes a float32 copy at once
-        self.dtype = kind(problem.dtype)
-        if kinds & {torch.float16, torch.bfloat16}:
-            self.dtype += f", a copy of a {kind(next(iter(kinds & {torch.float16, torch.bfloat16})))} model"
-        self.data, self.indices, self.population = subset(train, samples, seed, batch_norm)
-        self.here = Setting(self.model, self.data, loss=loss, batch_norm=batch_norm, seed=seed, group=group)
-        self.there = None
-        if test is not None:
-            self.there = Setting(self.model, test, loss=loss, batch_norm=batch_norm, group=group)
+        self.limit, self.progress, self.seed = time_limit, progress or silent, everything.seed
+        self.population = everything.count
+        self.here, self.indices = everything.drawn(samples)
+        self.there = None if test is None else everything.on(test)
         self.here.check()  # data that cannot be measured fail before anything is
         begin = time.monotonic()
         if time_limit is not None:  # again: what libraries do on their first call would pass for the cost of a step
@@ -197,7 +199,6 @@ class _Run:
         ranks = self.here.ranks
         if ranks.count == 1:
             return
-        self.here.problem.shared_by(ranks.group)
         mark = Fingerprint()
         with ranks.together():
             for setting in filter(None, (self.here, self.there)):
@@ -215,19 +216,17 @@ class _Run:
         yield _Step("accuracy and margins", 2, self._fit)
         if self.there is not None:
             yield _Step("test accuracy and margins", 2 * self.there.count / count, self._test)
-        order = sorted(self.chosen, key=self._passes)
-        yield from (self._measuring(each) for each in order if each.name == "trace")
+        passes = {each.name: each.forward_passes(self.here) for each in self.chosen}
+        order = [self._measuring(each, passes[each.name]) for each in sorted(self.chosen, key=lambda m: passes[m.name])]
+        yield from (step for step in order if step.name == "trace")  # which the next two read
         yield _Step("correlations", 1, self._correlations)
         if "pictures" in self.parts:
             yield _Step("pictures", 1, self._pictures)
-        cheap = [
-            each for each in order if each.cost in ("forward", "backward") and each.name not in ("trace", *_EXPENSIVE)
-        ]
-        yield from (self._measuring(each) for each in cheap)
+        rest = [step for step in order if step.name != "trace"]
+        yield from (step for step in rest if step.passes <= _CHEAP)
         if "audit" in self.parts:
-            per_measure = sum(self._passes(each) for each in self.chosen)
-            yield _Step("audit", 5 * share * per_measure, self._audit)
-        yield from (self._measuring(each) for each in order if each not in cheap and each.name != "trace")
+            yield _Step("audit", 5 * share * sum(passes.values()), self._audit)
+        yield from (step for step in rest if step.passes > _CHEAP)
         if "spectrum" in self.parts:
             yield _Step("spectrum", 4 * share * _PROBES * _STEPS, self._spectrum)
         if "landscape" in self.parts:
@@ -252,26 +251,14 @@ class _Run:
 
     def _too_long(self, step: _Step) -> str:
         """Why a step does not fit the time limit any more, or nothing; by the clock of rank 0."""
-        if self.limit is None or (step.name in MARGIN_STATISTICS and self.found.get("margins") is not None):
+        if self.limit is None or (step.of_margins and self.found.get("margins") is not None):
             return ""  # what the margins say is known with them
         left, cost = self.limit - (time.monotonic() - self.begin), step.passes * self.forward
         times = self.here.ranks.first(torch.tensor([left, cost], device=self.here.problem.device))
         left, cost = times.tolist()
         return "" if left >= cost else f"no time for it within the limit of {self.limit:g} s"
 
-    def _passes(self, each: Measure) -> float:
-        if each.name in _EXPENSIVE:
-            return 40.0
-        return _PASSES.get(each.cost, 3.0 * self.classes)
-
-    @property
-    def classes(self) -> int:
-        """The number of outputs, seen on one sample."""
-        with self.here.problem.active(), torch.no_grad():
-            inputs, _ = self.here.problem.place(*self.here.batches.first(2))
-            return self.here.problem.outputs(self.here.problem.params, inputs).shape[-1]
-
-    def _measuring(self, each: Measure) -> _Step:
+    def _measuring(self, each: Measure, passes: float) -> _Step:
         def work() -> None:
             begin = time.monotonic()
             value = each.attempt(self.here)
@@ -282,7 +269,7 @@ class _Run:
                 name=each.name,
                 value=value,
                 direction=each.direction,
-                family={"wider": "margin", "larger": "norm"}.get(each.direction, "curvature"),
+                family=each.family,
                 meaning=each.meaning,
                 formula=each.formula,
                 reference=each.reference,
@@ -291,9 +278,10 @@ class _Run:
                 seconds=time.monotonic() - begin,
                 subset_error_unknown=error is not None and math.isnan(error.low),
                 subset_error=error.reason if error is not None else "",
+                needs_data=each.needs_data,
             )
 
-        return _Step(each.name, self._passes(each), work)
+        return _Step(each.name, passes, work, each.of_margins)
 
     # ------------------------------------------------------------ what is found
 
@@ -325,7 +313,7 @@ class _Run:
 
     def _subset_error(self, each: Measure, found: Estimate) -> SubsetError | None:
         """The error of having measured a subset; None if it was none, or if the samples do not enter."""
-        if self.indices is None or each.sampling.how == "no data" or math.isnan(found.value):
+        if self.indices is None or not each.needs_data or math.isnan(found.value):
             return None
         return each.subset_error(self.here, found.value, self.population)
 
@@ -364,30 +352,22 @@ class _Run:
             torch.tensor(wanted), images, {name: tuple(place[i] for i in group) for name, group in groups.items()}
         )
 
-    def _few(self) -> Any:
+    @functools.cached_property
+    def few(self) -> Setting:
         """At most so many of the samples, for what is dear."""
-        if self.here.batch_norm == "batch":
-            return self.data
-        return subset(self.data, min(FEW, self.here.count), self.seed, "eval")[0]
+        return self.here if self.here.whole else self.here.drawn(FEW)[0]
 
     def _audit(self) -> None:
         def forward(what: str, done: int, total: int) -> None:
             self.progress(f"audit: {what}", done, total)
 
-        names = [each.name for each in self.chosen]
-        self.found["audit"] = run_audit(
-            self.model, self._few(), measures=names, progress=forward, seed=self.seed, **self.here.options
-        )
+        self.found["audit"] = audit_in(self.few, self.chosen, progress=forward)
 
     def _spectrum(self) -> None:
-        few = self._few()
-        there = self.here if few is self.data else Setting(self.model, few, seed=self.seed, **self.here.shared)
-        self.found["spectrum"] = spectrum(there.hessian, k=2, probes=_PROBES, steps=_STEPS, seed=self.seed)
+        self.found["spectrum"] = spectrum(self.few.hessian, k=2, probes=_PROBES, steps=_STEPS, seed=self.seed)
 
     def _landscape(self) -> None:
-        self.found["landscape"] = landscape(
-            self.model, self._few(), dimensions=2, points=_GRID, seed=self.seed, **self.here.options
-        )
+        self.found["landscape"] = landscape_in(self.few, dimensions=2, points=_GRID)
 
     # ------------------------------------------------------------ the report
 
@@ -421,6 +401,7 @@ class _Run:
             settings["audit, spectrum and landscape"] = f"{few:,} of these samples, drawn at random"
         if self.limit is not None:
             settings["time limit"] = f"{self.limit:g} s"
+        wanted = {each.name for each in self.chosen}
         report = Report(
             name=name,
             rows=tuple(self.values[each.name] for each in self.chosen if each.name in self.values),
@@ -432,23 +413,25 @@ class _Run:
             left_out=self.left_out,
             partial=self.partial,
             seconds=time.monotonic() - self.begin,
+            leads={family: tuple(n for n in names if n in wanted) for family, names in LEADING.items()},
             **self.found,
         )
         return dataclasses.replace(report, headline=tuple(_headline(report, self.probabilities)))
 
 
-MARGIN_STATISTICS: dict[str, Callable[[Tensor], Any]] = {
-    "margin_mean": torch.mean,
-    "margin_min": torch.min,
-    **{f"margin_q{q}": functools.partial(torch.quantile, q=q / 100) for q in (10, 25, 50, 75, 90)},
-    "margin_skewness": skewness,
-}
-"""The measures that are one number of the output margins of all samples."""
-median = MARGIN_STATISTICS["margin_q50"]  # of an even number the middle of the two; `torch.median` takes the lower
+def median(values: Tensor) -> float:
+    """Of an even number the middle of the two; `torch.median` takes the lower."""
+    return float(torch.quantile(values, 0.5))
 
 
 def silent(what: str, done: int, total: int) -> None:
     pass
+
+
+def kind_of(dtype: torch.dtype, model: nn.Module) -> str:
+    """The number format that is measured, and whether it is that of the model."""
+    half = {parameter.dtype for parameter in model.parameters()} & {torch.float16, torch.bfloat16}
+    return kind(dtype) + (f", a copy of a {kind(half.pop())} model" if half else "")
 
 
 def kind(dtype: torch.dtype) -> str:
@@ -497,22 +480,6 @@ def outcomes(setting: Setting) -> Outcomes:
     return Outcomes(torch.cat(classes) if labelled else None, torch.cat(losses), probabilities and flat.shape[1] > 1)
 
 
-def subset(data: Any, count: int | None, seed: int, batch_norm: str) -> tuple[Any, Tensor | None, int]:
-    """At most `count` of the samples, drawn without replacement and in their order; where they are; of how many."""
-    checked_seed(seed)
-    if count is not None:
-        count = whole_number(count, "samples", 1)
-    if count is not None and batch_norm == "batch":
-        raise InputError("samples= would change the batches, which batch_norm='batch' measures; leave one of them out.")
-    batches = Batches(data, whole=batch_norm == "batch")
-    population = sum(len(targets) for _, targets in batches)
-    if count is None or count >= population:
-        return data, None, population
-    generator = np.random.default_rng((seed, 1))
-    indices = torch.from_numpy(np.sort(generator.choice(population, count, replace=False)))
-    return picked(batches, indices), indices, population
-
-
 def _thumbnails(samples: Any) -> Tensor:
     """Small uint8 pictures of samples that are images; one range of grey for all."""
     inputs = samples[0] if isinstance(samples, tuple) else None
@@ -556,7 +523,7 @@ def _headline(report: Report, probabilities: bool) -> Iterator[str]:
     if margin is not None:
         skew = skewness(margin.signed)
         shape = "" if math.isnan(skew) else f", their skewness {_signed(skew)}"
-        centre = f"{_signed(float(margin.signed.mean()))} on average and {_signed(float(median(margin.signed)))}"
+        centre = f"{_signed(float(margin.signed.mean()))} on average and {_signed(median(margin.signed))}"
         whose = "of the samples measured " if _partly(report) else ""
         yield f"The output margins {whose}are {centre} in the median{shape}." + _about_correlation(report)
     if report.audit is not None:

@@ -13,12 +13,13 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from spiritlevel.binding.batches import Batches
+from spiritlevel.binding.context import Context
 from spiritlevel.binding.parameters import Params
 from spiritlevel.binding.problem import Problem, unwrapped
 from spiritlevel.binding.rewrites import by_channel, normalised
 from spiritlevel.errors import InputError, unknown_name
 from spiritlevel.estimators import eigenvalues
-from spiritlevel.operators.matrices import hessian
+from spiritlevel.operators.matrices import hessian_in
 from spiritlevel.operators.products import hessian_product, loss_gradient
 from spiritlevel.results import Landscape
 
@@ -42,6 +43,7 @@ def landscape(
     batch_norm: str = "eval",
     batch_size: int | None = None,
     memory: int | str | None = None,
+    group: Any = None,
     seed: int = 0,
 ) -> Landscape:
     """Loss and accuracy at θ + t·d₁ (+ s·d₂), with the parabola that slope and curvature at θ predict.
@@ -73,6 +75,7 @@ def landscape(
         batch_norm: "eval" or "batch".
         batch_size: how many samples to take at once.
         memory: for the eigenvectors' Hessian.
+        group: a `torch.distributed` group whose ranks all make this same call and share the work; as in `hessian`.
         seed: of random directions and of the eigenvectors' start.
 
     References: Li, Xu, Taylor, Studer & Goldstein, NeurIPS 2018, arXiv:1712.09913 (filter normalisation); Frankle,
@@ -85,14 +88,38 @@ def landscape(
     >>> torch.allclose(line.losses, line.quadratic), round(float(line.curvatures), 6)
     (True, 4.0)
     """
-    problem = Problem(model, loss=loss, params=params, batch_norm=batch_norm)
-    batches = Batches(data, size=batch_size, ordered=False, whole=batch_norm == "batch")
-    if batch_size is None and batch_norm == "eval":
-        batches.size = _AT_ONCE
+    context = Context(
+        model,
+        data,
+        loss=loss,
+        params=params,
+        batch_norm=batch_norm,
+        batch_size=batch_size,
+        memory=memory,
+        group=group,
+        seed=seed,
+        ordered=False,
+    )
+    if _other_models(directions) and params is not None:
+        raise InputError("params= does not go with a path to another model, which moves all parameters; leave it out.")
+    return landscape_in(context, directions=directions, dimensions=dimensions, points=points, radius=radius)
+
+
+def landscape_in(
+    context: Context,
+    *,
+    directions: Any = "eigenvectors",
+    dimensions: int = 1,
+    points: int | None = None,
+    radius: float | None = None,
+) -> Landscape:
+    """The surface in a context that is bound already; see `landscape`."""
+    problem, seed = context.problem, context.seed
+    batches = context.batches.cut(context.batch_size if context.batch_size or context.whole else _AT_ONCE)
     others = _other_models(directions)
     if others:
         dimensions = len(others)
-    _check(dimensions, points, radius, others, params)
+    _check(dimensions, points, radius, others)
     points = points or (41 if dimensions == 1 else 21)
 
     notes: tuple[str, ...] = ()
@@ -106,17 +133,17 @@ def landscape(
             moves = [_filter_normalised(problem, generator) for _ in range(dimensions)]
             radius = radius or 1.0
         else:
-            moves, radius, notes = _eigenvectors(problem, data, dimensions, radius, batch_size, memory, seed)
+            moves, radius, notes = _eigenvectors(context, dimensions, radius)
         labels = tuple(f"{directions.removesuffix('s')} {i + 1}" for i in range(dimensions))
         steps = torch.linspace(-radius, radius, points, dtype=torch.float64)
         steps[points // 2] = 0.0
 
     axes = (steps,) * dimensions
     grid = torch.cartesian_prod(*axes).reshape(-1, dimensions)
-    losses, accuracies, samples = _evaluate(problem, batches, moves, grid)
+    losses, accuracies = _evaluate(context, batches, moves, grid)
     shape = (len(steps),) * dimensions
     losses, accuracies = losses.reshape(shape), None if accuracies is None else accuracies.reshape(shape)
-    slopes, curvatures = _derivatives(problem, batches, moves)
+    slopes, curvatures = _derivatives(context, batches, moves)
     barrier = None
     if others and dimensions == 1:
         inside = (steps >= 0) & (steps <= 1)
@@ -132,9 +159,9 @@ def landscape(
         curvatures=curvatures,
         lengths=torch.tensor([_inner(move, move) for move in moves], dtype=torch.float64).sqrt(),
         barrier=barrier,
-        samples=samples,
+        samples=context.count,
         loss=problem.loss.name,
-        batch_norm=batch_norm,
+        batch_norm=context.batch_norm,
         seed=None if others else seed,
         notes=notes,
     )
@@ -156,7 +183,7 @@ def _other_models(directions: Any) -> list[nn.Module]:
     return [unwrapped(model) for model in models]
 
 
-def _check(dimensions: int, points: int | None, radius: float | None, others: list[nn.Module], params: Any) -> None:
+def _check(dimensions: int, points: int | None, radius: float | None, others: list[nn.Module]) -> None:
     if not isinstance(dimensions, int) or dimensions not in (1, 2):
         raise InputError(f"a landscape has dimensions=1 or 2, got {dimensions!r}.")
     if points is not None and (not isinstance(points, int) or points < 3 or (not others and points % 2 == 0)):
@@ -164,8 +191,6 @@ def _check(dimensions: int, points: int | None, radius: float | None, others: li
         raise InputError(f"landscape needs {kind} whole number of points, at least 3{why}, got {points!r}.")
     if radius is not None and not (math.isfinite(radius) and (radius > 0 or (others and radius == 0))):
         raise InputError(f"landscape needs a positive radius, got {radius}.")
-    if others and params is not None:
-        raise InputError("params= does not go with a path to another model, which moves all parameters; leave it out.")
 
 
 def _path_steps(points: int, beyond: float) -> Tensor:
@@ -211,27 +236,11 @@ def _filter_normalised(problem: Problem, generator: torch.Generator) -> Params:
     return move
 
 
-def _eigenvectors(
-    problem: Problem,
-    data: Any,
-    count: int,
-    radius: float | None,
-    batch_size: int | None,
-    memory: int | str | None,
-    seed: int,
-) -> tuple[list[Params], float, tuple[str, ...]]:
-    op = hessian(
-        problem.model,
-        data,
-        loss=problem.loss,
-        params=list(problem.params),
-        batch_norm=problem.batch_norm,
-        batch_size=batch_size,
-        memory=memory,
-    )
+def _eigenvectors(context: Context, count: int, radius: float | None) -> tuple[list[Params], float, tuple[str, ...]]:
+    op = hessian_in(context)
     if op.size < count:
         raise InputError(f"a landscape of {count} eigenvectors needs as many parameters, got {op.size}.")
-    pairs = eigenvalues(op, k=count, tol=1e-3, seed=seed)
+    pairs = eigenvalues(op, k=count, tol=1e-3, seed=context.seed)
     assert pairs.vectors is not None
     signs = pairs.vectors.gather(0, pairs.vectors.abs().argmax(0, keepdim=True)).sign()
     vectors = (pairs.vectors * signs).to(op.device, op.dtype)
@@ -247,25 +256,26 @@ def _inner(a: Params, b: Params) -> float:
     return sum(float((a[name].double() * b[name].double()).sum()) for name in a)
 
 
-def _placed(problem: Problem, batches: Batches) -> Iterator[tuple[Any, Tensor, int]]:
-    """Batches on the model's device, with the number of samples before each."""
+def _placed(context: Context, batches: Batches) -> Iterator[tuple[Any, Tensor, int]]:
+    """This rank's batches on the model's device, with the number of samples before each."""
     seen = 0
-    for inputs, targets in batches:
-        yield *problem.place(inputs, targets), seen
+    for index, (inputs, targets) in enumerate(batches):
+        if context.ranks.takes(index):
+            yield *context.problem.place(inputs, targets), seen
         seen += len(targets)
 
 
 def _evaluate(
-    problem: Problem, batches: Batches, moves: Sequence[Params], grid: Tensor
-) -> tuple[Tensor, Tensor | None, int]:
-    """Mean loss and accuracy at every point of the grid, (points,), float64, and the number of samples."""
+    context: Context, batches: Batches, moves: Sequence[Params], grid: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """Mean loss and accuracy at every point of the grid, (points,), float64."""
+    problem, ranks = context.problem, context.ranks
     losses, correct = torch.zeros(len(grid), dtype=torch.float64), torch.zeros(len(grid), dtype=torch.float64)
-    samples, classes = 0, True
+    other = torch.zeros(1, dtype=torch.float64)  # batches whose targets are no classes
     here = {**problem.params, **problem.constants}
-    with problem.active(), torch.no_grad():
-        for inputs, targets, start in _placed(problem, batches):
+    with ranks.together(), problem.active(), torch.no_grad():
+        for inputs, targets, start in _placed(context, batches):
             problem.checked(problem.outputs(problem.params, inputs), inputs, targets, start)
-            samples = start + len(targets)
             for index, steps in enumerate(grid.tolist()):
                 point = {
                     name: sum((t * move[name] for t, move in zip(steps, moves, strict=True)), start=here[name])
@@ -278,10 +288,11 @@ def _evaluate(
                 losses[index] += problem.loss.values(outputs, targets).double().sum().cpu()
                 right = _correct(outputs, targets)
                 if right is None:
-                    classes = False
+                    other += 1
                 else:
                     correct[index] += right
-    return losses / samples, correct / samples if classes else None, samples
+    ranks.add([losses, correct, other])
+    return losses / context.count, None if other else correct / context.count
 
 
 def _correct(outputs: Tensor, targets: Tensor) -> int | None:
@@ -311,19 +322,18 @@ class _MovingStatistics(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _derivatives(problem: Problem, batches: Batches, moves: Sequence[Params]) -> tuple[Tensor, Tensor]:
+def _derivatives(context: Context, batches: Batches, moves: Sequence[Params]) -> tuple[Tensor, Tensor]:
     """First derivatives (d,) and second derivatives (d, d) of the mean loss along the directions, float64."""
-    count = len(moves)
+    problem, ranks, count = context.problem, context.ranks, len(moves)
     slopes, curvatures = torch.zeros(count, dtype=torch.float64), torch.zeros(count, count, dtype=torch.float64)
     here = {name: tensor for name, tensor in {**problem.params, **problem.constants}.items() if name in moves[0]}
-    samples = 0
-    with problem.active(), _MovingStatistics():
-        for inputs, targets, start in _placed(problem, batches):
-            samples = start + len(targets)
+    with ranks.together(), problem.active(), _MovingStatistics():
+        for inputs, targets, _ in _placed(context, batches):
             gradient = loss_gradient(problem, here, inputs, targets)
             for i, move in enumerate(moves):
                 slopes[i] += _inner(gradient, move)
                 product = hessian_product(problem, move, here, inputs, targets)
                 for j, other in enumerate(moves):
                     curvatures[i, j] += _inner(other, {name: part.detach() for name, part in product.items()})
-    return slopes / samples, (curvatures + curvatures.T) / (2 * samples)
+    ranks.add([slopes, curvatures])
+    return slopes / context.count, (curvatures + curvatures.T) / (2 * context.count)

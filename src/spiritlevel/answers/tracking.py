@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from spiritlevel.answers.measuring import median, outcomes, subset
-from spiritlevel.errors import InputError, NotExactError, first_line, whole_number
+from spiritlevel.answers.measuring import median, outcomes
+from spiritlevel.binding.batches import subset
+from spiritlevel.errors import InputError, NotExactError, first_line, needs, whole_number
 from spiritlevel.estimators import eigenvalues, operator_trace
 from spiritlevel.measures import Setting
 from spiritlevel.results import Estimate, in_short
@@ -162,7 +163,7 @@ class Tracker:
         return {
             "accuracy": float((signed > 0).double().mean()),
             "margin_mean": float(signed.mean()),
-            "margin_median": float(median(signed)),
+            "margin_median": median(signed),
         }
 
     def _curvature(self, setting: Setting) -> dict[str, Any]:
@@ -194,7 +195,8 @@ class Tracker:
 
     def frame(self) -> pl.DataFrame:
         """The rows as a Polars table."""
-        import polars as pl
+        with needs("a table"):
+            import polars as pl
 
         return pl.DataFrame(self.rows)
 

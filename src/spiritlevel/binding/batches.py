@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -14,7 +15,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, S
 from torch.utils.data.sampler import SubsetRandomSampler, WeightedRandomSampler
 
 from spiritlevel.binding.state import advance_random_states, preserved_random_state
-from spiritlevel.errors import InputError, whole_number
+from spiritlevel.errors import InputError, checked_seed, whole_number
 
 Pair = tuple[Any, Tensor]
 
@@ -122,6 +123,12 @@ class Batches:
         if not self._in_memory:
             self._check_repeats()
 
+    def cut(self, size: int | None) -> Batches:
+        """The same data in batches of another size; they are not checked again."""
+        other = copy.copy(self)
+        other.size = size
+        return other
+
     @property
     def _in_memory(self) -> bool:
         return is_pair_of_tensors(self.data)
@@ -221,6 +228,22 @@ def picked(batches: Batches, indices: Tensor) -> Any:
     if all(isinstance(inputs, Tensor) for inputs, _ in pieces) and len({inputs.shape[1:] for inputs, _ in pieces}) == 1:
         return torch.cat([inputs for inputs, _ in pieces]), torch.cat([targets for _, targets in pieces])
     return pieces
+
+
+def subset(data: Any, count: int | None, seed: int, batch_norm: str = "eval") -> tuple[Any, Tensor | None, int]:
+    """At most `count` of the samples, drawn without replacement and in their order; where they are; of how many."""
+    seed = checked_seed(seed)
+    if count is not None:
+        count = whole_number(count, "samples", 1)
+    if count is not None and batch_norm == "batch":
+        raise InputError("samples= would change the batches, which batch_norm='batch' measures; leave one of them out.")
+    batches = data if isinstance(data, Batches) else Batches(data, whole=batch_norm == "batch")
+    population = sum(len(targets) for _, targets in batches)
+    if count is None or count >= population:
+        return data, None, population
+    generator = np.random.default_rng((seed, 1))
+    indices = torch.from_numpy(np.sort(generator.choice(population, count, replace=False)))
+    return picked(batches, indices), indices, population
 
 
 class Fingerprint:

@@ -12,7 +12,7 @@ import contextlib
 import copy
 import hashlib
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, cast
 
 import torch
@@ -105,12 +105,19 @@ class Problem:
         self._reads_by_name = False  # whether it reads its parameters as attributes, once that is known
         self._draws = False
         self.reverse_only = False  # set where the model turns out to have no forward derivatives
+        self.facts: dict[Any, Any] = {}  # what was found out about the model once and for all, by those who need it
+        self._active = False
         self._has_data = False  # whether inputs came with targets: that the model fails on those is the caller's news
 
     @property
     def size(self) -> int:
         """The number of measured parameters."""
         return sum(tensor.numel() for tensor in self.params.values())
+
+    def inherit(self, other: Problem) -> None:
+        """Take over what is known about another problem, if only the values of parameters and buffers differ."""
+        if self.loss is other.loss and self.batch_norm == other.batch_norm and _same_code(self.model, other.model):
+            self.facts, self.reverse_only = {**other.facts}, other.reverse_only
 
     def shared_by(self, group: Any) -> Ranks:
         """The ranks of a process group, after making sure that all measure this problem; alone without a group."""
@@ -131,8 +138,13 @@ class Problem:
     def active(self) -> Iterator[None]:
         """The state in which the model is measured; all of it is undone on leaving.
 
-        Forward hooks run as they always do. Backward hooks do not: they see no gradients of a measurement.
+        Forward hooks run as they always do. Backward hooks do not: they see no gradients of a measurement. Inside
+        itself it only sees to it that derivatives can be taken.
         """
+        if self._active:
+            with torch.inference_mode(False), torch.enable_grad():
+                yield
+            return
         with (
             preserved_random_state(),
             preserved_module(self.model),
@@ -148,7 +160,11 @@ class Problem:
                 if self.batch_norm == "batch" and isinstance(module, nn.modules.batchnorm._BatchNorm):
                     module.training = True
                     module.track_running_stats = False  # batch statistics, and no running ones are written
-            yield
+            self._active = True
+            try:
+                yield
+            finally:
+                self._active = False
 
     def outputs(self, params: Params, inputs: Any) -> Tensor:
         """φ(θ, x): the model's outputs for one batch."""
@@ -156,13 +172,13 @@ class Problem:
         plain = cast(Any, torch._C)._functorch.maybe_current_level() is None  # not inside a transformation
         constants, given = self.constants, inputs
         if plain or self._overwrites is not False:  # copies, so that no pass changes the data or the function
-            inputs = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, inputs)
+            inputs = _each(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, inputs)
         if self._overwrites is not False:
             constants = {name: t.clone() if name in self._buffers else t for name, t in constants.items()}
         keeps: Any = contextlib.nullcontext(lambda: False)
         if before is not None or self._keeps:
             keeps = preserved_module(self.model)
-        moving = [*params.values(), *(leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor))]
+        moving = [*params.values(), *(leaf for leaf in _leaves(inputs) if isinstance(leaf, Tensor))]
         detached = not self._reads_by_name and not torch.is_grad_enabled() and plain
         detached = detached and not any(tensor.requires_grad for tensor in moving)
         args: tuple[Any, ...] = ()
@@ -194,7 +210,7 @@ class Problem:
                 f"the model {type(self.model).__name__} fails on inputs of shape {shapes}: {reason}."
             ) from error
         if plain:
-            copies = tree_leaves(inputs)
+            copies = _leaves(inputs)
             if self._overwrites is not False:
                 copies += [constants[name] for name in self._buffers & constants.keys()]
             overwrites = any(leaf._version for leaf in copies if isinstance(leaf, Tensor))
@@ -245,7 +261,7 @@ class Problem:
 
         self._has_data |= len(targets) > 0
         with torch.inference_mode(False):
-            return tree_map(lambda leaf: move(leaf, self.dtype), inputs), move(targets)
+            return _each(lambda leaf: move(leaf, self.dtype), inputs), move(targets)
 
     def checked(self, outputs: Tensor, inputs: Any, targets: Tensor, start: int = 0) -> None:
         """Raise `InputError` unless the outputs fit the loss, are finite and repeat.
@@ -277,6 +293,34 @@ class Problem:
                     "make them repeat, e.g. with F.dropout(x, training=self.training)."
                 )
             self._draws = False  # without effect, as it turned out
+
+
+_HELD = ("_parameters", "_buffers", "_modules")  # what a module holds under names, beside its plain attributes
+
+
+def _same_code(first: nn.Module, second: nn.Module) -> bool:
+    """Whether two models are built of the same modules with the same attributes, and hold parameters of equal names."""
+    if [name for name, _ in first.named_modules()] != [name for name, _ in second.named_modules()]:
+        return False
+    for one, other in zip(first.modules(), second.modules(), strict=True):
+        if type(one) is not type(other) or any(vars(one)[held].keys() != vars(other)[held].keys() for held in _HELD):
+            return False
+        plain = [{key: value for key, value in vars(each).items() if key not in _HELD} for each in (one, other)]
+        try:
+            if plain[0].keys() != plain[1].keys() or not all(plain[0][key] == plain[1][key] for key in plain[0]):
+                return False
+        except (RuntimeError, ValueError, TypeError):  # tensors among the attributes, which cannot be told at once
+            return False
+    return True
+
+
+def _leaves(inputs: Any) -> list[Any]:
+    """What inputs consist of; of one tensor without the cost of looking for others, which is that of a small layer."""
+    return [inputs] if isinstance(inputs, Tensor) else tree_leaves(inputs)
+
+
+def _each(change: Callable[[Any], Any], inputs: Any) -> Any:
+    return change(inputs) if isinstance(inputs, Tensor) else tree_map(change, inputs)
 
 
 def _first_not_finite(tensor: Tensor) -> int:

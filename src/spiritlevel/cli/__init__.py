@@ -44,7 +44,7 @@ from spiritlevel.cli.parsing import in_options, parse
 from spiritlevel.cli.report import Report
 from spiritlevel.cli.reproduce import Reproduce
 from spiritlevel.cli.streams import Signals, forgiving
-from spiritlevel.errors import InputError, NotExactError, check_seed, unknown_name
+from spiritlevel.errors import InputError, NotExactError, checked_seed, unknown_name
 
 COMMANDS: dict[str, Callable[[Sequence[str]], Command]] = {
     **{
@@ -99,7 +99,7 @@ def _run(command: Command) -> int:
         if command.json is not None:
             check_writable(command.json)
         if isinstance(command, Seeded):
-            check_seed(command.seed, "--seed")
+            checked_seed(command.seed, "--seed")
         payload, passed = command.run()
         if command.json is not None and payload is not None:
             from spiritlevel.results import write_atomically

@@ -32,7 +32,7 @@ class Audit(OnData):
     def run(self) -> Outcome:
         """Load, audit, show the table."""
         from spiritlevel.answers.auditing import audit
-        from spiritlevel.answers.measuring import subset
+        from spiritlevel.binding.batches import subset
         from spiritlevel.cli.show import show_audit
         from spiritlevel.loading import about_weights, check_classes, load_model, load_samples
 

@@ -51,23 +51,12 @@ def describe(measure: Measure) -> dict[str, Any]:
     return {
         "measure": measure.name,
         "larger is": measure.direction,
-        "value": _worth(measure),
+        "value": measure.worth,
         "meaning": measure.meaning,
         "formula": measure.formula,
         "reference": measure.reference,
         "invariant to": ", ".join(sorted(measure.invariant_to)) or "none",
     }
-
-
-def _worth(measure: Measure) -> str:
-    """How the number is found, which decides what it is worth."""
-    if measure.lower_bound:
-        return "lower bound"
-    if measure.cost == "matvecs" or "min_{r,c>0}" in measure.formula:  # an eigenvalue, or a best scaling
-        return "to a tolerance"
-    if measure.cost == "forward":
-        return "estimated" if "~" in measure.formula else "exact"  # a formula that draws noise is sampled
-    return "exact or estimated" if measure.direction == "sharper" else "exact"
 
 
 HEAD = """# The measures
@@ -78,8 +67,9 @@ takes all. **Bold** are those that are measured unless others are named.
 
 *Larger is*: what a larger value means. *Value*: **exact** but for rounding; **exact or estimated**: exact for networks
 of linear, convolutional, batch-norm, ReLU and pooling layers, for others estimated by random probes with a standard
-error where that is needed; **estimated** by random noise, with a standard error; **to a tolerance** of an iteration,
-which says if it did not get there; **lower bound**, found by an optimiser, so that the true value may be larger.
+error where that is needed; **estimated** by random noise or probes, with a standard error; **to a tolerance** of an
+iteration, which says if it did not get there; **lower bound**, found by an optimiser, so that the true value may be
+larger.
 *Stays under*: the maps of `spiritlevel.transforms` that leave the measure as it is by theory; `spiritlevel audit` tries
 them on a network.
 

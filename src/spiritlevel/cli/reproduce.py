@@ -22,7 +22,7 @@ from tyro.conf import arg
 
 from spiritlevel.cli import parsing
 from spiritlevel.cli.base import Command, Outcome, ProgressBar, Seeded, check_folder
-from spiritlevel.errors import InputError, check_seed, counted, unknown_name
+from spiritlevel.errors import InputError, checked_seed, counted, unknown_name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +57,7 @@ class Reproduce(Seeded):
         count = study.seeds.get(self.scale, 1)
         seeds = list(range(self.seed, self.seed + count)) if self.seeds is None else _values("--seeds", self.seeds, int)
         for seed in seeds:
-            check_seed(seed, "--seeds")
+            checked_seed(seed, "--seeds")
         jobs = study.jobs(self.scale, seeds=seeds, **given)
         console = Console()
         heading = f"{study.title} ({study.source}), {self.scale} scale, {counted(len(jobs), 'job')}."

@@ -11,10 +11,10 @@ from spiritlevel.binding.parameters import Params, along
 from spiritlevel.estimators import operator_trace
 from spiritlevel.measures.ends import probe_count
 from spiritlevel.measures.registry import DIAGONAL, register
-from spiritlevel.measures.sampling import MORE, mean_of, mean_of_kept, shared_signs
+from spiritlevel.measures.sampling import MORE, kept, mean_of, shared_signs
 from spiritlevel.measures.setting import Setting
-from spiritlevel.measures.trace import predicted_trace
-from spiritlevel.operators.matrices import empirical_fisher
+from spiritlevel.measures.trace import predicted_trace, trace_passes
+from spiritlevel.operators.matrices import empirical_fisher_in
 from spiritlevel.operators.products import outputs_along
 from spiritlevel.results import Estimate
 from spiritlevel.watching.recording import GradientNorms
@@ -41,7 +41,10 @@ def _fisher_trace_values(setting: Setting) -> Tensor:
     "trace of the Fisher matrix under the model's own labels, which is the Gauss-Newton matrix",
     "E_x E_{c~S} ‖∇ℓ(θ; x, c)‖² = Tr GGN",
     "Golatkar, Achille & Soatto 2019, arXiv:1905.13277",
+    family="curvature",
+    worth="exact or estimated",
     cost="backward",
+    passes=functools.partial(trace_passes, probed=300.0),
     sampling=mean_of(_fisher_trace_values, "8 forward-mode passes unless exact"),
     predict=lambda setting, transformed: (
         predicted_trace(setting, transformed) if setting.traces.method == "exact" else None
@@ -70,13 +73,16 @@ def _empirical_fisher_values(setting: Setting) -> Tensor:
     "mean square norm of the per-sample gradients, true labels",
     "E ‖∇ℓ(θ; x, y)‖²",
     "Golatkar, Achille & Soatto 2019, arXiv:1905.13277",
+    family="curvature",
+    worth="exact or estimated",
     cost="backward",
+    passes=3,
     sampling=mean_of(_empirical_fisher_values, "8 forward-mode passes unless exact", MORE),
 )
 def _empirical_fisher_trace(setting: Setting) -> Estimate:
     problem = setting.problem
     if setting.structure.failure or not problem.loss.closed_form:
-        fisher = empirical_fisher(setting.model, setting.data, **setting.options)
+        fisher = empirical_fisher_in(setting)
         return operator_trace(fisher, probes=probe_count(setting.problem.size), seed=setting.seed)
     values = []
     with problem.active():
@@ -99,8 +105,11 @@ def _empirical_fisher_trace(setting: Setting) -> Estimate:
     "length of the parameters in the Fisher metric",
     "θᵀFθ, F the Gauss-Newton matrix",
     "Liang, Poggio, Rakhlin & Stokes 2019, arXiv:1711.01530",
+    family="curvature",
+    worth="exact",
     cost="backward",
-    sampling=mean_of_kept("fisher_rao_norm"),
+    passes=3,
+    sampling=mean_of(kept("fisher_rao_norm")),
     invariant_to=DIAGONAL,
 )
 def _fisher_rao_norm(setting: Setting) -> Estimate:

@@ -45,7 +45,10 @@ register(
     "mean affine cross-entropy Hessian trace",
     "E (‖x‖²+1)(1−ΣS²)",
     "paper A, Proposition 3.1",
+    family="curvature",
+    worth="exact",
     cost="forward",
+    passes=1,
     sampling=mean_of(_logit_values(aceht, False)),
     invariant_to=SAME,
 )(_mean_over_samples(aceht, False))
@@ -54,7 +57,10 @@ register(
     "mean upper bound of ACEHT by the softmax margin γ",
     "E (‖x‖²+1)(1−γ²)",
     "paper A, section 3.2, in the form of mathematics 3.2",
+    family="curvature",
+    worth="exact",
     cost="forward",
+    passes=1,
     sampling=mean_of(_logit_values(margin_bound, True)),
     invariant_to=SAME,
 )(_mean_over_samples(margin_bound, True))
@@ -63,7 +69,10 @@ register(
     "the margin bound as printed, in truth a lower bound of ACEHT; for comparison only",
     "E ‖x‖(1−γ²)",
     "paper A, section 3.2",
+    family="curvature",
+    worth="exact",
     cost="forward",
+    passes=1,
     sampling=mean_of(_logit_values(printed_margin_bound, True)),
     invariant_to=SAME,
 )(_mean_over_samples(printed_margin_bound, True))
@@ -97,7 +106,8 @@ def _register_margin(name: str, meaning: str, formula: str, function: Callable[[
     compute = _statistic(function)
     more.setdefault("invariant_to", SAME)
     more.setdefault("predict", _times_scale(compute))
-    register(name, meaning, formula, "paper A, section 4", cost="forward", direction="wider", **more)(compute)
+    more |= {"family": "margin", "worth": "exact", "cost": "forward", "passes": 1, "direction": "wider"}
+    register(name, meaning, formula, "paper A, section 4", of_margins=True, **more)(compute)
 
 
 _register_margin(
@@ -106,6 +116,7 @@ _register_margin(
     "E Δ, Δ = φ_y − max_{j≠y} φ_j",
     lambda v: float(v.mean()),
     sampling=mean_of(_signed),
+    also_called=("margin",),
 )
 _register_margin(
     "margin_min",
@@ -143,8 +154,12 @@ register(
     "median linearised distance of the inputs to the decision boundary, Euclidean",
     "median of min_{j≠y} (φ_y−φ_j)/‖∇_x(φ_y−φ_j)‖₂",
     _ELSAYED,
+    family="margin",
+    worth="exact",
     cost="backward",
+    passes=lambda setting: setting.classes,
     sampling=quantile_of(lambda setting: setting.distances(2), 0.5),
+    advice="its samples lie further from the decision boundary",
     direction="wider",
     invariant_to=SAME | SCALED,
 )(functools.partial(_distance, norm=2))
@@ -153,7 +168,10 @@ register(
     "median linearised distance of the inputs to the decision boundary, maximum norm",
     "median of min_{j≠y} (φ_y−φ_j)/‖∇_x(φ_y−φ_j)‖₁",
     _ELSAYED,
+    family="margin",
+    worth="exact",
     cost="backward",
+    passes=lambda setting: setting.classes,
     sampling=quantile_of(lambda setting: setting.distances("inf"), 0.5),
     direction="wider",
     invariant_to=SAME | SCALED,
@@ -183,7 +201,10 @@ for _name, _meaning, _formula, _lower, _upper in (
         f"{_meaning} of the distances to the boundary at the last layer's input, in units of its spread",
         f"{_formula} of min_{{j≠y}} (φ_y−φ_j)/‖∇_h(φ_y−φ_j)‖₂ / √(total variance of h)",
         "Jiang, Krishnan, Mobahi & Bengio 2018, arXiv:1810.00113",
+        family="margin",
+        worth="exact",
         cost="backward",
+        passes=3,
         sampling=anew(),
         direction="wider",
         invariant_to=(SAME | SCALED) - {"rescale_channels"},

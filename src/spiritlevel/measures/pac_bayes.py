@@ -11,7 +11,7 @@ from torch import Tensor
 
 from spiritlevel.errors import InputError
 from spiritlevel.measures.registry import register
-from spiritlevel.measures.sampling import mean_of_kept
+from spiritlevel.measures.sampling import Sampling, kept
 from spiritlevel.measures.setting import Setting
 from spiritlevel.results import Estimate
 
@@ -75,8 +75,11 @@ def _pac_bayes(setting: Setting, deviation: Callable[[float], Tensor | float], p
     "how little noise it takes to raise the error by 0.1",
     "1/σ², σ the largest standard deviation with E_{u~N(0,σ²I)} err(θ+u) − err(θ) ≤ 0.1",
     "Neyshabur et al. 2017, arXiv:1706.08947; Jiang et al. 2019, arXiv:1912.02178",
+    family="curvature",
+    worth="estimated",
     cost="forward",
-    sampling=mean_of_kept("pac-bayes 3"),
+    passes=10 * _PAC_DRAWS,
+    sampling=Sampling("influence", kept("pac-bayes 3")),
 )
 def _pac_bayes_flatness(setting: Setting) -> Estimate:
     return _pac_bayes(setting, lambda sigma: sigma, 3)
@@ -87,8 +90,11 @@ def _pac_bayes_flatness(setting: Setting) -> Estimate:
     "how little relative noise it takes to raise the error by 0.1",
     "1/σ², σ the largest with u_i ~ N(0, σ²θ_i² + ε²), E err(θ+u) − err(θ) ≤ 0.1, ε = 1e-3",
     "Jiang, Neyshabur, Mobahi, Krishnan & Bengio 2019, arXiv:1912.02178",
+    family="curvature",
+    worth="estimated",
     cost="forward",
-    sampling=mean_of_kept("pac-bayes 4"),
+    passes=10 * _PAC_DRAWS,
+    sampling=Sampling("influence", kept("pac-bayes 4")),
 )
 def _pac_bayes_magnitude(setting: Setting) -> Estimate:
     return _pac_bayes(setting, lambda sigma: (sigma**2 * setting.theta.square() + 1e-6).sqrt(), 4)

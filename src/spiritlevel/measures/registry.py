@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from spiritlevel.binding.problem import Problem
 from spiritlevel.errors import InputError, NotExactError, first_line, unknown_name
-from spiritlevel.measures.sampling import Sampling
+from spiritlevel.measures.sampling import Parts, Sampling
 from spiritlevel.measures.setting import Setting
 from spiritlevel.results import Estimate
 from spiritlevel.statistics.subsets import SubsetError, unknown
@@ -35,7 +34,6 @@ SCALED = frozenset({"scale_last_layer", "rescale_all"})
 DIAGONAL = SAME - {"fold_batchnorm"}  # diagonal maps of the parameters
 BY_TENSOR = frozenset({"rescale_layers", "scale_before_batchnorm"})  # one number for each parameter tensor
 
-
 Compute = Callable[[Setting], Estimate]
 Predict = Callable[[Setting, Transformed], float | None]
 
@@ -44,11 +42,16 @@ Predict = Callable[[Setting, Transformed], float | None]
 class Measure:
     """A number that is said to tell flatness or width, and what is known about it.
 
-    `direction` says what a larger value means: "sharper", "flatter", "wider" (margins) or "larger" (norms). `cost` is
-    the dearest thing it does: "forward", "backward", "matvecs" or "optimiser". `invariant_to` are the names of the
-    transforms that leave it as it is; `predict` gives the value after a transform where theory knows it. `keeps_sign`
-    tells that no linear reparametrisation θ → Tθ can change its sign (Sylvester's law of inertia for T⁻ᵀHT⁻¹).
-    `sampling` says how the error of a random subset of the data is found.
+    `family` is the kind of number: "curvature", "margin" or "norm"; `direction` says what a larger value means:
+    "sharper", "flatter", "wider" (margins) or "larger" (norms). `worth` says what the value is worth, see `WORTH`.
+    `cost` is the dearest thing it does: "forward", "backward", "matvecs" or "optimiser"; `passes` what it takes by
+    itself, roughly, in forward passes over the data: a number, or a function of the setting. `sampling` says how the
+    error of a random subset of the data is found, and with it whether the measure is a mean over samples and whether it
+    needs data at all. `of_margins`: it is a statistic of the output margins, free once these are known. `invariant_to`
+    are the names of the transforms that leave it as it is; `predict` gives the value after a transform where theory
+    knows it. `keeps_sign` tells that no linear reparametrisation θ → Tθ can change its sign (Sylvester's law of inertia
+    for T⁻ᵀHT⁻¹). `advice` is what a comparison may say for the model that is surely better by this measure; without it
+    the measure has no voice in the advice. `also_called` are the names that others use.
 
     >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2))
     >>> data = torch.ones(4, 2), torch.tensor([0, 1, 0, 1])
@@ -63,10 +66,16 @@ class Measure:
     cost: str
     compute: Compute = field(repr=False)
     sampling: Sampling = field(repr=False)
+    family: str = field(kw_only=True)
+    worth: str = field(kw_only=True)
+    passes: float | Callable[[Setting], float] = field(kw_only=True, repr=False)
     direction: str = "sharper"
     invariant_to: frozenset[str] = frozenset()
     predict: Predict | None = field(default=None, repr=False)
     keeps_sign: bool = False
+    of_margins: bool = False
+    advice: str = ""
+    also_called: tuple[str, ...] = ()
 
     def __call__(
         self, model: nn.Module, data: Any, *, loss: Any = "cross_entropy", batch_norm: str = "eval", seed: int = 0
@@ -83,12 +92,15 @@ class Measure:
         this one number undefined, under the name of its error, and leaves the others of a report. Errors of other
         kinds are mistakes in the program and pass, as does a failure of one among several ranks.
         """
+        return setting.once(("measure", self.name), lambda: self._attempted(setting))
+
+    def _attempted(self, setting: Setting) -> Estimate:
         try:
             found = self.compute(setting)
         except (InputError, NotExactError) as error:
             return Estimate(math.nan, seed=setting.seed, reason=str(error))
         except (ArithmeticError, RuntimeError, ValueError) as error:
-            if setting.shared["group"] is not None:  # the other ranks may still wait for this one
+            if setting.group is not None:  # the other ranks may still wait for this one
                 raise
             first = first_line(error)
             return Estimate(math.nan, seed=setting.seed, reason=f"failed with {type(error).__name__}: {first}")
@@ -111,15 +123,56 @@ class Measure:
             first = first_line(error)
             return unknown(f"failed with {type(error).__name__}: {first}")
 
+    def parts(self, setting: Setting, population: int) -> Parts | None:
+        """What every sample has to do with the value that this setting gave; None where that is not known."""
+        if setting.batch_norm == "batch":  # which couples the samples
+            return None
+        try:
+            return self.sampling.parts(setting, population)
+        except (InputError, NotExactError, RuntimeError):
+            return None
+
+    def forward_passes(self, setting: Setting) -> float:
+        """What the measure takes by itself, roughly, in forward passes over the data; a backward pass counts as two.
+
+        Where it is not defined it takes nothing: the first look at the network says so.
+        """
+        try:
+            return float(self.passes(setting) if callable(self.passes) else self.passes)
+        except (ArithmeticError, RuntimeError, ValueError):
+            return 0.0
+
+    @property
+    def needs_data(self) -> bool:
+        """Whether the samples enter, and not their shape alone."""
+        return self.sampling.how != "no data"
+
+    @property
+    def mean_over_samples(self) -> bool:
+        """Whether the value is the mean of one number a sample."""
+        return self.sampling.how == "mean"
+
     @property
     def lower_bound(self) -> bool:
         """Whether an optimiser found the value, so that the true one may be larger."""
-        return self.cost == "optimiser"
+        return self.worth == "lower bound"
 
     def __str__(self) -> str:
         bound = " (a lower bound)" if self.lower_bound else ""
         return f"{self.name}{bound}: {self.meaning}; {self.formula} [{self.reference}]"
 
+
+FAMILIES = ("curvature", "margin", "norm")
+"""The kinds of number that measures are."""
+
+WORTH: dict[str, tuple[str, ...]] = {
+    "exact": ("exact",),
+    "exact or estimated": ("exact", "estimated"),
+    "estimated": ("exact", "estimated"),  # exact where there are as many probes as parameters
+    "to a tolerance": ("exact", "converged", "not converged"),
+    "lower bound": ("lower bound",),
+}
+"""What a measure's value is worth, in words, and the status that an `Estimate` of it can have."""
 
 MEASURES: dict[str, Measure] = {}
 """All measures by name."""
@@ -141,6 +194,12 @@ DEFAULT = (
 )
 """The measures that are taken unless others are named: cheap, and one or two of every kind."""
 
+LEADING = {
+    "curvature": ("trace", "largest_eigenvalue", "frobenius_norm"),
+    "margin": ("margin_q50", "margin_mean", "input_distance"),
+}
+"""The measures that stand for their family in a summary: the first that is there."""
+
 
 def select(names: str | Iterable[str] | None = None) -> tuple[Measure, ...]:
     """Measures by their names: "default" (as is None), "all", or the ones listed.
@@ -154,7 +213,8 @@ def select(names: str | Iterable[str] | None = None) -> tuple[Measure, ...]:
     wanted = tuple(dict.fromkeys(names))
     for name in wanted:
         if name not in MEASURES:
-            raise unknown_name("measure", name, [*MEASURES, "default", "all"])
+            others = {other: each.name for each in MEASURES.values() for other in each.also_called}
+            raise unknown_name("measure", name, [*MEASURES, "default", "all"], others)
     return tuple(MEASURES[name] for name in wanted)
 
 
@@ -179,7 +239,6 @@ def evaluate(
     [('trace', 'exact'), ('ball_sharpness', 'lower bound')]
     """
     chosen = select(measures)
-    model = Problem(model, loss=loss, batch_norm=batch_norm).model  # half precision becomes a float32 copy at once
     setting = Setting(model, data, loss=loss, batch_norm=batch_norm, seed=seed)
     setting.check()
     rows = []

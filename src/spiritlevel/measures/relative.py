@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
@@ -14,6 +15,7 @@ from spiritlevel.measures.ends import PROBES, in_layer_norms, layer_norms, probe
 from spiritlevel.measures.registry import BY_TENSOR, SAME, register
 from spiritlevel.measures.sampling import SHARED, end_sampling, mean_of, not_known, shared_signs
 from spiritlevel.measures.setting import Setting
+from spiritlevel.measures.trace import trace_passes
 from spiritlevel.results import Estimate
 from spiritlevel.watching.layers import matrices
 
@@ -31,7 +33,10 @@ def _layer_scaled_values(setting: Setting) -> Tensor:
     "trace with every tensor in units of its own norm",
     "Σ_l ‖w_l‖² Tr H_ll",
     "from H(Tθ) = T⁻¹H(θ)T⁻¹; mathematics 7.1",
+    family="curvature",
+    worth="exact or estimated",
     cost="backward",
+    passes=functools.partial(trace_passes, probed=350.0),
     sampling=mean_of(_layer_scaled_values, "32 forward passes unless exact"),
     invariant_to=BY_TENSOR,
 )
@@ -47,7 +52,10 @@ def _layer_scaled_trace(setting: Setting) -> Estimate:
     "spectral norm of the Hessian with every tensor in units of its own norm",
     "‖N H N‖₂, N = blockdiag(‖w_l‖ I)",
     "Rangamani, Nguyen, Kumar, Phan, Chin & Tran 2019, arXiv:1902.02434",
+    family="curvature",
+    worth="to a tolerance",
     cost="matvecs",
+    passes=70,
     sampling=end_sampling(lambda setting: setting.quotient, "magnitude", in_norms=True),
     invariant_to=BY_TENSOR,
 )
@@ -60,7 +68,10 @@ def _quotient_norm(setting: Setting) -> Estimate:
     "curvature of the last layer relative to its weights",
     "Σ_{s,s'} ⟨w_s, w_s'⟩ Tr H_{s,s'}, w_s the rows of the last layer's weight",
     "Petzka, Kamp, Adilova, Sminchisescu & Boley 2021, arXiv:2001.00939",
+    family="curvature",
+    worth="exact or estimated",
     cost="forward",
+    passes=lambda setting: _flatness_passes(setting, [setting.last.weight], 1.0),
     sampling=mean_of(
         lambda setting: _flatness_values(setting, [setting.last.weight]), "32 forward passes unless exact"
     ),
@@ -79,7 +90,10 @@ def _relative_flatness(setting: Setting) -> Estimate:
     "relative flatness of all trainable linear layers and convolutions, added up",
     "Σ_l Σ_{s,s'} ⟨w_s, w_s'⟩ Tr H_{s,s'}",
     "Petzka, Kamp, Adilova, Sminchisescu & Boley 2021, arXiv:2001.00939",
+    family="curvature",
+    worth="exact or estimated",
     cost="backward",
+    passes=lambda setting: _flatness_passes(setting, setting.layers, 3.0),
     sampling=mean_of(lambda setting: _flatness_values(setting, setting.layers), "32 forward passes unless exact"),
     invariant_to=BY_TENSOR | {"fold_batchnorm"},
 )
@@ -93,14 +107,24 @@ def _flatness_values(setting: Setting, weights: list[str]) -> Tensor:
     return setting.kept[key] if key in setting.kept else setting.forms(*setting.along[key]).mean(1)
 
 
+def _in_closed_form(setting: Setting, weights: list[str]) -> bool:
+    """Whether the outputs are of degree 1 in each of these weights, and the loss offers its factors."""
+    degrees = setting.structure.degrees  # none if the network cannot be traced
+    return setting.problem.loss.closed_form and all(degrees.get(name, 2) <= 1 for name in weights)
+
+
+def _flatness_passes(setting: Setting, weights: list[str], each: float) -> float:
+    """So many passes for each output in closed form, else one product of the Hessian for each probe."""
+    return each * setting.classes if _in_closed_form(setting, weights) else 5.0 * PROBES
+
+
 def _relative_flatness_of(setting: Setting, weights: list[str]) -> Estimate:
     """Exact where the outputs are of degree 1 in each of these weights: there the blocks of H and GGN are the same.
 
     Elsewhere from probes v_l = (W_l g) zᵀ with sign vectors g, z: E vᵀHv = Σ_l Σ_{s,s'} ⟨w_s, w_s'⟩ Tr H_{s,s'}. The
     groups of a convolution are layers of their own, side by side.
     """
-    degrees = setting.structure.degrees  # none if the network cannot be traced
-    if setting.problem.loss.closed_form and all(degrees.get(name, 2) <= 1 for name in weights):
+    if _in_closed_form(setting, weights):
         blocks = setting.blocks if weights is setting.layers else gauss_newton_blocks(setting, weights)
         values = torch.stack([block.relative for block in blocks.values()]).sum(0)
         setting.kept[" ".join(weights)] = values
@@ -129,7 +153,10 @@ def _relative_flatness_of(setting: Setting, weights: list[str]) -> Estimate:
     "Σ_l min_{r,c>0} Σ_{ij} [h_ij r_i²c_j² + W_ij²/(r_i²c_j²)], h the diagonal of the Gauss-Newton matrix, i and j the "
     "channels of layer l, or of one of its groups",
     "Tsuzuku, Sato & Sugiyama 2020, arXiv:1901.04653",
+    family="curvature",
+    worth="to a tolerance",
     cost="backward",
+    passes=lambda setting: 3.0 * setting.classes,
     sampling=not_known("the best scaling of a subset is not that of all data: the interval would not hold"),
     invariant_to=SAME,
 )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,16 +35,28 @@ MORE = 100  # samples that the error of a subset needs where a few of them may h
 SHARED = 8  # probes that all samples share where only the error of a subset is wanted
 
 
+class Parts(NamedTuple):
+    """What every sample has to do with a number: it moves with the mean of `values`, (N,), or is a quantile of them.
+
+    That is the one at `share`, which is NaN for a mean. `bias` is how far the number is too large on average.
+    """
+
+    values: Tensor
+    share: float
+    bias: float
+
+
 @dataclass(frozen=True)
 class Sampling:
     """How the error of a measure is found if only a random subset of the data was measured.
 
-    `how`: "no data" (the samples do not enter), "influence" (`values` gives what every sample adds, to first order),
-    "order" (the quantile at `share` of `values`), "jackknife" (computed anew without each of ten groups: nine times
-    the cost of the measure), "bracket" (`limits` finds them) or "unknown", and `reason` says why. `bias` is how far
-    the measure is too large on average. `cost` is what finding it takes, in words;
-    `least` how many samples an interval needs to hold, which is more where a few of them decide the value. What `grows`
-    with the number of samples, as its root, can be compared on equal samples, but speaks of no others.
+    `how`: "no data" (the samples do not enter), "mean" (the measure is the mean of `values`, one a sample), "influence"
+    (`values` gives what every sample adds, to first order), "order" (the quantile at `share` of `values`), "jackknife"
+    (computed anew without each of ten groups: nine times the cost of the measure), "bracket" (`limits` finds them) or
+    "unknown", and `reason` says why. `bias` is how far the measure is too large on average. `cost` is what finding it
+    takes, in words; `least` how many samples an interval needs to hold, which is more where a few of them decide the
+    value. What `grows` with the number of samples, as its root, can be compared on equal samples, but speaks of no
+    others.
     """
 
     how: str
@@ -56,6 +68,15 @@ class Sampling:
     cost: str = "nothing"
     least: int = FEWEST
     grows: bool = False
+
+    def parts(self, setting: Setting, population: int) -> Parts | None:
+        """What every sample has to do with a value that the measure has given; None where it is not taken apart so."""
+        if self.values is None:
+            return None
+        values = self.values(setting).double().cpu()
+        if len(values) < self.least:
+            return None
+        return Parts(values, self.share, self.bias(setting, population))
 
     def error(self, measure: Measure, setting: Setting, value: float, population: int) -> SubsetError:
         """By the way that is declared; of a value that the measure has given on this setting."""
@@ -83,9 +104,9 @@ class Sampling:
     def _without_groups(self, measure: Measure, setting: Setting, value: float, population: int) -> SubsetError:
         found = []
         for group in groups(setting.count, setting.seed):
-            kept = torch.ones(setting.count, dtype=torch.bool)
-            kept[group] = False
-            found.append(measure.compute(setting.part(kept.nonzero()[:, 0])).value)
+            others = torch.ones(setting.count, dtype=torch.bool)
+            others[group] = False
+            found.append(measure.compute(setting.part(others.nonzero()[:, 0])).value)
         return by_jackknife(value, found, setting.count, population)
 
 
@@ -93,13 +114,13 @@ NO_DATA = Sampling("no data")
 
 
 def mean_of(values: Callable[[Setting], Tensor], cost: str = "nothing", least: int = FEWEST) -> Sampling:
-    """Of a mean over samples of these values."""
-    return Sampling("influence", values, cost=cost, least=least)
+    """Of a mean over samples: that of these values."""
+    return Sampling("mean", values, cost=cost, least=least)
 
 
-def mean_of_kept(name: str, least: int = FEWEST) -> Sampling:
-    """Of a mean over samples of what the measure itself has kept under this name."""
-    return mean_of(lambda setting: setting.kept[name], least=least)
+def kept(name: str) -> Callable[[Setting], Tensor]:
+    """What a measure itself has kept of every sample under this name."""
+    return lambda setting: setting.kept[name]
 
 
 def quantile_of(values: Callable[[Setting], Tensor], share: float) -> Sampling:
@@ -197,8 +218,8 @@ def norm_sampling(factor: Callable[[Setting], float]) -> Sampling:
     )
 
 
-def bracket(name: str, compute: Compute) -> Sampling:
-    """Of a maximum of the rise of the loss over displacements δ.
+def bracket(name: str, compute: Compute, percent: bool = False) -> Sampling:
+    """Of a maximum of the rise of the loss over displacements δ; `percent`: 100 rise/(1+L).
 
     At the maximiser δ* the influence is the rise of every sample (envelope theorem), which gives the upper limit. But
     δ* fits the noise of the subset: the maximum is too large on average. A δ found on one half of the samples is not
@@ -207,9 +228,9 @@ def bracket(name: str, compute: Compute) -> Sampling:
     """
 
     def parts(setting: Setting, rises: Tensor, value: float) -> Tensor:
-        if not name.startswith("box"):
+        if not percent:
             return rises
-        base = float(setting.losses.mean())  # 100 rise/(1+L)
+        base = float(setting.losses.mean())
         return (100 * rises - value * setting.losses) / (1 + base)
 
     def limits(setting: Setting, value: float, population: int) -> SubsetError:
@@ -220,7 +241,7 @@ def bracket(name: str, compute: Compute) -> Sampling:
             half, rest = setting.part(own), setting.part(other)
             compute(half)
             crossed[other] = rest.losses_at(setting.theta + half.along[name][0]) - rest.losses
-        scale = 100 / (1 + float(setting.losses.mean())) if name.startswith("box") else 1.0
+        scale = 100 / (1 + float(setting.losses.mean())) if percent else 1.0
         lower = scale * float(crossed.mean())
         below = by_influences(lower, parts(setting, crossed, lower), population)
         low = max(0.0, min(below.low, value))

@@ -14,29 +14,26 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from spiritlevel.binding.batches import Batches, picked
-from spiritlevel.binding.parameters import Params
-from spiritlevel.binding.problem import Problem
-from spiritlevel.binding.ranks import Ranks
+from spiritlevel.binding.context import Context
 from spiritlevel.errors import InputError
 from spiritlevel.estimators import Operator
 from spiritlevel.measures.blocks import Block, gauss_newton_blocks
 from spiritlevel.measures.ends import Ends, in_layer_norms
-from spiritlevel.operators.matrices import gauss_newton, hessian
+from spiritlevel.operators.matrices import gauss_newton_in, hessian_in
 from spiritlevel.results import Margins, SampleTraces
-from spiritlevel.samples.margins import margins, signed_margin
-from spiritlevel.samples.traces import sample_forms, sample_traces
+from spiritlevel.samples.margins import margins_in, signed_margin
+from spiritlevel.samples.traces import sample_forms, traces_in
 from spiritlevel.statistics.subsets import groups
 from spiritlevel.transforms import Transformed, fold_batchnorm
 from spiritlevel.watching.derivatives import check_derivatives
-from spiritlevel.watching.layers import LAYERS, WATCHED, Call, LayerWatch, Tapped
-from spiritlevel.watching.recording import resized
+from spiritlevel.watching.layers import LAYERS, Call, Tapped, layer_calls
 from spiritlevel.watching.structure import Structure, analyse, joined
 
 _BATCH = 500  # samples that a perturbed network sees at once
 
 
-class Setting:
-    """One model on one data set under one loss, and what its measures have in common, computed when first needed.
+class Setting(Context):
+    """A bound context, and what its measures have in common, computed when first needed.
 
     >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2))
     >>> setting = Setting(net, (torch.ones(4, 2), torch.tensor([0, 1, 0, 1])))
@@ -44,27 +41,11 @@ class Setting:
     17
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        data: Any,
-        *,
-        loss: Any = "cross_entropy",
-        batch_norm: str = "eval",
-        seed: int = 0,
-        group: Any = None,
-    ) -> None:
-        self._given, self.data, self.loss, self.batch_norm, self.seed = model, data, loss, batch_norm, seed
-        self.options = {"loss": loss, "batch_norm": batch_norm}
-        self.shared = {**self.options, "group": group}  # for what the ranks of a group compute together
+    def _forget(self) -> None:
+        super()._forget()
         self._after: tuple[Transformed, Ends] | None = None
         self.kept: dict[str, Tensor] = {}  # what measures learned of every sample on their way, by their names
         self.along: dict[str, list[Tensor]] = {}  # probes that they used
-
-    @functools.cached_property
-    def problem(self) -> Problem:
-        """The model and the loss as functions of the parameters, which are copied here."""
-        return Problem(self._given, loss=self.loss, batch_norm=self.batch_norm)
 
     @property
     def model(self) -> nn.Module:
@@ -79,41 +60,17 @@ class Setting:
         return model
 
     @functools.cached_property
-    def batches(self) -> Batches:
-        """The data in an order that repeats."""
-        whole = self.batch_norm == "batch"
-        return Batches(self.data, size=None if whole else _BATCH, whole=whole)
+    def pieces(self) -> Batches:
+        """The data in batches that a perturbed network sees at once."""
+        return self.batches if self.whole else self.batches.cut(self.batch_size or _BATCH)
 
-    @functools.cached_property
-    def ranks(self) -> Ranks:
-        """The processes that share the sums over the data."""
-        return Ranks(self.shared["group"], self.problem.device)
-
-    @functools.cached_property
-    def count(self) -> int:
-        """The number of samples."""
-        return sum(len(targets) for _, targets in self.batches)
-
-    @functools.cached_property
-    def theta(self) -> Tensor:
-        """The trainable parameters laid end to end."""
-        return torch.cat([tensor.reshape(-1) for tensor in self.problem.params.values()])
-
-    def split(self, flat: Tensor) -> Params:
-        """A vector of P numbers cut into the parameters' shapes."""
-        params = self.problem.params
-        parts = flat.split([tensor.numel() for tensor in params.values()])
-        return {name: part.reshape(params[name].shape) for name, part in zip(params, parts, strict=True)}
-
-    def each(self) -> Iterator[tuple[Any, Tensor]]:
-        """The batches on the model's device."""
-        for inputs, targets in self.batches:
-            if len(targets):
-                yield self.problem.place(inputs, targets)
+    def each(self, batches: Batches | None = None) -> Iterator[tuple[Any, Tensor]]:
+        """The pieces on the model's device, but for empty ones."""
+        return super().each(self.pieces if batches is None else batches)
 
     def mine(self) -> Iterator[tuple[Any, Tensor]]:
         """Those of the batches that are for this rank: all of them without a group."""
-        for index, (inputs, targets) in enumerate(self.batches):
+        for index, (inputs, targets) in enumerate(self.pieces):
             if self.ranks.takes(index) and len(targets):
                 yield self.problem.place(inputs, targets)
 
@@ -121,7 +78,7 @@ class Setting:
         """Raise `InputError` unless every sample fits the model and the loss: one forward pass."""
         start = 0
         with self.problem.active():
-            check_derivatives(self.problem, *self.problem.place(*self.batches.first(64)), twice=False)
+            check_derivatives(self.problem, *self.first(64), twice=False)
         with self.problem.active(), torch.no_grad():
             for inputs, targets in self.each():
                 self.problem.checked(self.problem.outputs(self.problem.params, inputs), inputs, targets, start)
@@ -136,7 +93,7 @@ class Setting:
         """A number of every sample, (N,) float64: every rank takes its batches, and all get all."""
         start, pieces = 0, []
         with self.ranks.together(), self.problem.active(), torch.no_grad():
-            for index, (inputs, targets) in enumerate(self.batches):
+            for index, (inputs, targets) in enumerate(self.pieces):
                 if self.ranks.takes(index) and len(targets):
                     pieces.append((start, function(*self.problem.place(inputs, targets)).double().cpu().reshape(-1)))
                 start += len(targets)
@@ -175,12 +132,12 @@ class Setting:
 
     def part(self, indices: Tensor) -> Setting:
         """The same on the samples at these sorted places alone."""
-        return Setting(self.model, picked(self.batches, indices), seed=self.seed, **self.options)
+        return self.on(picked(self.pieces, indices))
 
     def forms(self, *vectors: Tensor) -> Tensor:
         """vᵀHₙv of every sample along each of these vectors, (N, vectors)."""
         directions = [self.split(vector.to(self.theta).reshape(-1)) for vector in vectors]
-        return sample_forms(self.problem, self.batches, directions, self.seed)
+        return sample_forms(self, self.pieces, directions)
 
     def group_products(self, vector: Tensor) -> Iterator[Tensor]:
         """H_g v of the mean loss over each of ten random groups of the samples; together about one product."""
@@ -188,7 +145,7 @@ class Setting:
         for chosen in groups(self.count, self.seed):
             total = torch.zeros_like(self.theta)
             with self.problem.active(), torch.enable_grad():
-                for inputs, targets in Batches(picked(self.batches, chosen), size=_BATCH):
+                for inputs, targets in Batches(picked(self.pieces, chosen), size=_BATCH):
                     leaf = self.theta.detach().clone().requires_grad_()
                     value = self.problem.losses(self.split(leaf), *self.problem.place(inputs, targets)).sum()
                     (slope,) = torch.autograd.grad(value, leaf, create_graph=True)
@@ -201,10 +158,13 @@ class Setting:
         """L and ∇L at the model."""
         return self.gradient_at(self.theta)
 
-    @functools.cached_property
+    @property
     def structure(self) -> Structure:
         """The degrees of the outputs in every parameter, over all samples: one forward pass of the data."""
-        if self.batch_norm == "batch":
+        return self.once("structure", self._analysed)
+
+    def _analysed(self) -> Structure:
+        if self.whole:
             return Structure(failure="batch_norm='batch' couples the samples of a batch")
         with self.problem.active():
             return functools.reduce(
@@ -214,18 +174,18 @@ class Setting:
     @functools.cached_property
     def hessian(self) -> Operator:
         """H as an operator."""
-        return hessian(self.model, self.data, **self.shared)
+        return hessian_in(self)
 
     @functools.cached_property
     def gauss_newton(self) -> Operator:
         """The Gauss-Newton matrix as an operator."""
-        return gauss_newton(self.model, self.data, **self.shared)
+        return gauss_newton_in(self)
 
     @functools.cached_property
     def traces(self) -> SampleTraces:
         """Per-sample traces of H, split by parameter where that is free."""
         free = self.structure.exact and self.problem.loss.closed_form
-        return sample_traces(self.model, self.data, per_layer=free, seed=self.seed, **self.shared)
+        return traces_in(self, per_layer=free)
 
     @functools.cached_property
     def spectrum(self) -> Ends:
@@ -249,13 +209,13 @@ class Setting:
     @functools.cached_property
     def margins(self) -> Margins:
         """Output margins of all samples."""
-        return margins(self.model, self.data, **self.shared)
+        return margins_in(self)
 
     def distances(self, norm: int | str) -> Tensor:
         """The linearised distance of every sample to the decision boundary."""
         key = f"distance in norm {norm}"
         if key not in self.kept:
-            found = margins(self.model, self.data, distance=norm, **self.options).distance
+            found = margins_in(self, distance=norm).distance
             assert found is not None
             self.kept[key] = found
         return self.kept[key]
@@ -269,7 +229,15 @@ class Setting:
             raise InputError("a hidden-layer margin needs a network with a layer in front of its last one.")
         if sum(call.module is last.module for call in self.calls) > 1:
             raise InputError(f"a hidden-layer margin needs a last layer that runs once; {last.name!r} runs repeatedly.")
-        return margins(Tapped(self.model, last.name), self.data, distance=2, layer="input_of_last_layer", **self.shared)
+        tapped = self.moved(Tapped(self.model, last.name), params=None)
+        return margins_in(tapped, distance=2, layer="input_of_last_layer")
+
+    @functools.cached_property
+    def classes(self) -> int:
+        """The number of outputs, seen on one sample."""
+        with self.problem.active(), torch.no_grad():
+            inputs, _ = self.first(2)
+            return self.problem.outputs(self.problem.params, inputs).shape[-1]
 
     @functools.cached_property
     def logits(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -287,22 +255,8 @@ class Setting:
     @functools.cached_property
     def calls(self) -> list[Call]:
         """The linear layers and convolutions in the order in which they ran on a few samples, by whatever way."""
-        problem = self.problem
-        tensors = {**problem.constants, **problem.params}
-        watch = LayerWatch({id(tensors[name]): name for name, _ in problem.model.named_parameters()})
-        handles = []
-        for name, module in problem.model.named_modules():
-            if isinstance(module, LAYERS):
-                handles.append(module.register_forward_pre_hook(watch.enter))
-                leave = functools.partial(watch.leave, name=name)
-                handles.append(module.register_forward_hook(leave, with_kwargs=True))
-        try:
-            with problem.active(), torch.no_grad(), watch:
-                problem.outputs(problem.params, resized(problem.place(*self.batches.first(2))[0], WATCHED))
-        finally:
-            for handle in handles:
-                handle.remove()
-        return watch.calls
+        with self.problem.active():
+            return layer_calls(self.problem, self.first(2)[0])
 
     @property
     def last(self) -> Call:
@@ -352,7 +306,7 @@ class Setting:
         model = self._without_batch_norm() if normed else copy.deepcopy(model)
         for parameter in model.parameters():
             parameter.requires_grad_(parameter.is_floating_point())
-        return Setting(model, self.data, seed=self.seed, **self.options)
+        return self.moved(model, params=None)
 
     def _without_batch_norm(self) -> nn.Module:
         if self.batch_norm == "batch":

@@ -12,7 +12,7 @@ from scipy.optimize import Bounds, minimize
 from torch import Tensor
 
 from spiritlevel.measures.registry import DIAGONAL, register
-from spiritlevel.measures.sampling import MORE, Sampling, bracket, end_sampling, mean_of_kept
+from spiritlevel.measures.sampling import MORE, Sampling, bracket, end_sampling, kept, mean_of
 from spiritlevel.measures.setting import Setting
 from spiritlevel.results import Estimate
 
@@ -64,8 +64,12 @@ def _ascent(setting: Setting, name: str, unit: Tensor, radius: float, norm: floa
     "largest rise of the loss within a ball that 20 steps of projected ascent find",
     "max_{‖δ‖₂≤ρ} L(θ+δ) − L, ρ = 0.05",
     "Foret, Kleiner, Mobahi & Neyshabur 2021, arXiv:2010.01412",
+    family="curvature",
+    worth="lower bound",
     cost="optimiser",
+    passes=50,
     sampling=bracket("ball_sharpness", lambda setting: _ball_sharpness(setting)),
+    also_called=("sam",),
 )
 def _ball_sharpness(setting: Setting) -> Estimate:
     return _ascent(setting, "ball_sharpness", torch.ones_like(setting.theta), 0.05, 2)
@@ -76,8 +80,12 @@ def _ball_sharpness(setting: Setting) -> Estimate:
     "largest rise of the loss within an ellipsoid of axes ρ|θ_i| that 20 steps of projected ascent find",
     "max_{‖δ/|θ|‖₂≤ρ} L(θ+δ) − L, ρ = 0.5",
     "Kwon, Kim, Park & Choi 2021, arXiv:2102.11600",
+    family="curvature",
+    worth="lower bound",
     cost="optimiser",
+    passes=50,
     sampling=bracket("adaptive_sharpness_l2", lambda setting: _adaptive_sharpness_l2(setting)),
+    also_called=("asam",),
     invariant_to=DIAGONAL,
 )
 def _adaptive_sharpness_l2(setting: Setting) -> Estimate:
@@ -89,7 +97,10 @@ def _adaptive_sharpness_l2(setting: Setting) -> Estimate:
     "largest rise of the loss when every weight may move by 1 % that 20 steps of projected ascent find",
     "max_{|δ_i|≤ρ|θ_i|} L(θ+δ) − L, ρ = 0.01",
     "Kwon et al. 2021, arXiv:2102.11600; Andriushchenko et al. 2023, arXiv:2302.07011",
+    family="curvature",
+    worth="lower bound",
     cost="optimiser",
+    passes=50,
     sampling=bracket("adaptive_sharpness_linf", lambda setting: _adaptive_sharpness_linf(setting)),
     invariant_to=DIAGONAL,
 )
@@ -101,12 +112,13 @@ def _average(setting: Setting, spread: Tensor | float, purpose: int) -> Estimate
     """E L(θ+δ) − L, δ = spread∘z, over normal z, each with its mirror image, which cancels the slope."""
     base, rises = setting.losses, torch.zeros(setting.count, dtype=torch.float64)
     draws = []
-    for index in range(_DRAWS):
-        delta = spread * setting.normal(index, purpose)
-        pair = setting.losses_at(setting.theta + delta), setting.losses_at(setting.theta - delta)
-        rise = (pair[0] + pair[1]) / 2 - base
-        rises += rise / _DRAWS
-        draws.append(float(rise.mean()))
+    with setting.problem.active():  # once, not for every draw
+        for index in range(_DRAWS):
+            delta = spread * setting.normal(index, purpose)
+            pair = setting.losses_at(setting.theta + delta), setting.losses_at(setting.theta - delta)
+            rise = (pair[0] + pair[1]) / 2 - base
+            rises += rise / _DRAWS
+            draws.append(float(rise.mean()))
     setting.kept[f"average {purpose}"] = rises
     return Estimate.from_draws(torch.tensor(draws, dtype=torch.float64), matvecs=2 * _DRAWS, seed=setting.seed)
 
@@ -116,8 +128,11 @@ def _average(setting: Setting, spread: Tensor | float, purpose: int) -> Estimate
     "mean rise of the loss under normal noise on the parameters",
     "E_{δ~N(0,σ²I)} L(θ+δ) − L ≈ ½σ² Tr H, σ = 0.01 the standard deviation",
     "mathematics 8.4",
+    family="curvature",
+    worth="estimated",
     cost="forward",
-    sampling=mean_of_kept("average 1", MORE),
+    passes=2 * _DRAWS + 1,
+    sampling=mean_of(kept("average 1"), least=MORE),
 )
 def _average_sharpness(setting: Setting) -> Estimate:
     return _average(setting, 0.01, 1)
@@ -128,8 +143,11 @@ def _average_sharpness(setting: Setting) -> Estimate:
     "mean rise of the loss when every weight gets 5 % of normal noise",
     "E L(θ+δ) − L, δ_i ~ N(0, ρ²θ_i²), ρ = 0.05",
     "Andriushchenko, Croce, Müller, Hein & Flammarion 2023, arXiv:2302.07011",
+    family="curvature",
+    worth="estimated",
     cost="forward",
-    sampling=mean_of_kept("average 2", MORE),
+    passes=2 * _DRAWS + 1,
+    sampling=mean_of(kept("average 2"), least=MORE),
     invariant_to=DIAGONAL,
 )
 def _adaptive_sharpness_average(setting: Setting) -> Estimate:
@@ -192,8 +210,11 @@ def _register_box(name: str, epsilon: float, columns: int | None) -> None:
         f"100 (max_{{|y_i|≤ε(|(A⁺θ)_i|+1)}} L(θ+Ay) − L)/(1+L), ε = {epsilon:g}, "
         + ("A = I" if columns is None else f"A orthonormal with {columns} columns"),
         _KESKAR,
+        family="curvature",
+        worth="lower bound",
         cost="optimiser",
-        sampling=bracket(name, compute),
+        passes=50,
+        sampling=bracket(name, compute, percent=True),
     )(compute)
 
 
@@ -228,7 +249,10 @@ _box_curvature_sampling = Sampling(
     "what the largest eigenvalue allows box_sharpness to be, to second order at a critical point: an upper bound",
     "100 κλ₁, κ = ½ε² Σ(|θ_i|+1)²/(1+L), ε = 1e-3",
     "paper C, Eq. 2, in the form of mathematics 8.4",
+    family="curvature",
+    worth="to a tolerance",
     cost="matvecs",
+    passes=73,
     sampling=_box_curvature_sampling,
 )
 def _box_sharpness_curvature(setting: Setting) -> Estimate:

@@ -29,7 +29,7 @@ def _register_end(name: str, get: Callable[[Ends], Estimate], meaning: str, form
         known = found is not None and found.status != "not converged" and found.sign
         return found.value if found is not None and known else None
 
-    add = register(name, meaning, formula, "paper C", cost="matvecs", predict=predict, **fields)
+    add = register(name, meaning, formula, "paper C", family="curvature", cost="matvecs", predict=predict, **fields)
     add(lambda setting: get(setting.spectrum))
 
 
@@ -38,6 +38,8 @@ _register_end(
     lambda ends: ends.norm,
     "largest absolute eigenvalue of the Hessian",
     "max |λ|",
+    worth="to a tolerance",
+    passes=70,
     sampling=end_sampling(lambda setting: setting.spectrum, "magnitude"),
 )
 _register_end(
@@ -45,14 +47,19 @@ _register_end(
     lambda ends: ends.largest,
     "largest eigenvalue (paper C's 'spectral norm')",
     "λ₁",
+    worth="to a tolerance",
+    passes=70,
     keeps_sign=True,
     sampling=end_sampling(lambda setting: setting.spectrum, "largest"),
+    also_called=("lambda_max", "top_eigenvalue"),
 )
 _register_end(
     "smallest_eigenvalue",
     lambda ends: ends.smallest,
     "smallest eigenvalue of the Hessian, negative off a minimum",
     "λ_P",
+    worth="to a tolerance",
+    passes=400,
     direction="flatter",
     keeps_sign=True,
     sampling=not_known("an eigenvector of the smallest one fits the noise of a subset: the interval would not hold"),
@@ -62,6 +69,8 @@ _register_end(
     lambda ends: ends.frobenius,
     "Frobenius norm of the Hessian",
     "√Tr(H²)",
+    worth="estimated",
+    passes=150,
     sampling=norm_sampling(lambda setting: 0.5 / setting.spectrum.frobenius.value),
 )
 
@@ -71,7 +80,10 @@ _register_end(
     "mean square of the eigenvalues (what paper C prints as 'Frobenius norm')",
     "Tr(H²)/P",
     "paper C",
+    family="curvature",
+    worth="estimated",
     cost="matvecs",
+    passes=150,
     sampling=norm_sampling(lambda setting: 1 / setting.problem.size),
 )
 def _mean_square_eigenvalue(setting: Setting) -> Estimate:
@@ -85,7 +97,10 @@ def _mean_square_eigenvalue(setting: Setting) -> Estimate:
     f"log of the product of those of the {_TOP} largest eigenvalues that are positive beyond rounding",
     "Σ_{i≤k} log λ_i",
     "Wu, Zhu & E 2017, arXiv:1706.10239",
+    family="curvature",
+    worth="to a tolerance",
     cost="matvecs",
+    passes=180,
     sampling=not_known("small eigenvalues of a subset are not those of all data: the interval would not hold"),
 )
 def _log_volume(setting: Setting) -> Estimate:

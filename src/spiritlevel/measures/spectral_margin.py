@@ -20,8 +20,7 @@ from spiritlevel.measures.registry import SAME, SCALED, register
 from spiritlevel.measures.sampling import Sampling
 from spiritlevel.measures.setting import Setting
 from spiritlevel.results import Estimate
-from spiritlevel.watching.layers import LAYERS, WATCHED, Call
-from spiritlevel.watching.recording import resized
+from spiritlevel.watching.layers import INPUTS, WATCHED, Call, Wiring, wiring
 
 
 def _operator_norms(layer: Call, seed: int) -> tuple[Estimate, float]:
@@ -79,65 +78,7 @@ def _padded_rows(module: Any, weight: Tensor, size: torch.Size) -> Tensor:
     return total
 
 
-_INPUTS = -1  # stands for the network's inputs among its layers
-
-Wiring = dict[int, tuple[Call, frozenset[int]]]
-"""Layers by their numbers in the order in which they ran: each with what it reads, other layers or `_INPUTS`."""
-
-
-def _wiring(setting: Setting) -> tuple[Wiring, frozenset[int]]:
-    """The layers that the outputs depend on, and what the outputs read.
-
-    Read off autograd's graph of a pass of a few samples, which knows what views share and what is written in place.
-    """
-    problem, known = setting.problem, {call.name: call for call in setting.calls}
-    calls: list[Call] = []
-    marks: list[Any] = []  # a node of the graph behind every layer
-
-    def mark(module: nn.Module, args: Any, kwargs: Any, output: Tensor, name: str) -> Tensor:
-        shape = next(leaf.shape for leaf in (*args, *kwargs.values()) if isinstance(leaf, Tensor))
-        output = output.clone()  # a node of its own, whatever writes into the output later
-        calls.append(dataclasses.replace(known[name], inputs=shape))
-        marks.append(output.grad_fn)
-        return output
-
-    handles = [
-        module.register_forward_hook(functools.partial(mark, name=name), with_kwargs=True)
-        for name, module in problem.model.named_modules()
-        if isinstance(module, LAYERS)
-    ]
-    try:
-        with problem.active():
-            start = resized(problem.place(*setting.batches.first(2))[0], WATCHED).detach().requires_grad_().clone()
-            outputs = problem.outputs({name: tensor.detach() for name, tensor in problem.params.items()}, start)
-    finally:
-        for handle in handles:
-            handle.remove()
-    numbers = {node: index for index, node in enumerate(marks) if node is not None} | {start.grad_fn: _INPUTS}
-    ends, found = _read_by([outputs.grad_fn], numbers), Wiring()
-    waiting = list(ends)
-    while waiting:
-        index = waiting.pop()
-        if index not in found and index != _INPUTS:
-            found[index] = calls[index], _read_by([node for node, _ in marks[index].next_functions], numbers)
-            waiting += found[index][1]
-    return dict(sorted(found.items())), ends
-
-
-def _read_by(nodes: list[Any], numbers: dict[Any, int]) -> frozenset[int]:
-    """The numbered nodes of autograd's graph that these are, or lead to without another one in between."""
-    found, seen = set(), {None}
-    while nodes:
-        node = nodes.pop()
-        if node in numbers:
-            found.add(numbers[node])
-        elif node not in seen:
-            seen.add(node)
-            nodes += [before for before, _ in node.next_functions]
-    return frozenset(found)
-
-
-def _path_complexity(wiring: Wiring, ends: frozenset[int], norms: dict[int, tuple[float, float]]) -> float:
+def _path_complexity(wired: Wiring, ends: frozenset[int], norms: dict[int, tuple[float, float]]) -> float:
     """R = (Σ_l (p_l ‖A_lᵀ‖_{2,1} q_l)^{2/3})^{3/2}: p and q are Π‖A‖_σ of what is before and behind, over all paths.
 
     Bartlett, Foster & Telgarsky cover a chain of layers. Their argument needs to know by how much the layers before l
@@ -146,15 +87,15 @@ def _path_complexity(wiring: Wiring, ends: frozenset[int], norms: dict[int, tupl
     Π_{k≠l} ‖A_k‖_σ, which makes R the printed one. Where branches meet, in a sum, a maximum or a concatenation, their
     stretches add up at most: p and q are sums over paths, and a factor that moves along a path leaves them.
     """
-    before, reach = {}, {_INPUTS: 1.0}
-    for index, (_, reads) in wiring.items():
+    before, reach = {}, {INPUTS: 1.0}
+    for index, (_, reads) in wired.items():
         before[index] = sum(reach[other] for other in reads)
         reach[index] = before[index] * norms[index][0]
-    behind = {index: float(index in ends) for index in wiring}
-    for index, (_, reads) in reversed(wiring.items()):
-        for other in reads - {_INPUTS}:
+    behind = {index: float(index in ends) for index in wired}
+    for index, (_, reads) in reversed(wired.items()):
+        for other in reads - {INPUTS}:
             behind[other] += norms[index][0] * behind[index]
-    return sum((before[index] * norms[index][1] * behind[index]) ** (2 / 3) for index in wiring) ** 1.5
+    return sum((before[index] * norms[index][1] * behind[index]) ** (2 / 3) for index in wired) ** 1.5
 
 
 def _spectral_complexity(setting: Setting) -> Estimate:
@@ -167,21 +108,23 @@ def _spectral_complexity(setting: Setting) -> Estimate:
         raise InputError(
             f"the spectrally normalised margin is defined for ReLU networks only: {folded.structure.reason}."
         )
-    wiring, ends = _wiring(folded)
-    for call in [call for call in folded.calls if call.module is None] + [call for call, _ in wiring.values()]:
+    with folded.problem.active():
+        few, _ = folded.problem.place(*folded.batches.first(2))
+        wired, ends = wiring(folded.problem, few, folded.calls)
+    for call in [call for call in folded.calls if call.module is None] + [call for call, _ in wired.values()]:
         if not call.plain:
             raise InputError(
                 f"the spectrally normalised margin needs layers that are plain nn.Linear or convolutions, and "
                 f"{call.name!r} is not; write it as one."
             )
     norms, found, relative = {}, [], 0.0
-    for index, (call, _) in wiring.items():
+    for index, (call, _) in wired.items():
         norm, rows = _operator_norms(call, setting.seed)
         norms[index] = norm.value, rows
         found.append(norm)
         relative += norm.tolerance / norm.value if norm.value else 0.0
-    complexity = _path_complexity(wiring, ends, norms)
-    zero = [call.name for index, (call, _) in wiring.items() if norms[index][0] == 0]
+    complexity = _path_complexity(wired, ends, norms)
+    zero = [call.name for index, (call, _) in wired.items() if norms[index][0] == 0]
     if complexity == 0 and zero:
         raise InputError(
             f"the spectrally normalised margin is not defined: all weights of layer {zero[0]!r} are zero, so the "
@@ -231,7 +174,10 @@ for _name, _meaning, _function, _sampling in (
         f"{_meaning} Δ / (R ‖X‖_F/n), R = (Σ_l (p_l ‖A_lᵀ‖_{{2,1}} q_l)^(2/3))^(3/2), p_l and q_l the products of "
         "‖A_k‖_σ before and behind layer l, added up over parallel paths",
         "Bartlett, Foster & Telgarsky 2017, arXiv:1706.08498",
+        family="margin",
+        worth="to a tolerance",
         cost="matvecs",
+        passes=3,
         sampling=_sampling,
         direction="wider",
         invariant_to=(SAME | SCALED) - {"rescale_channels"},

@@ -34,13 +34,23 @@ def _predicted_mean_eigenvalue(setting: Setting, transformed: Transformed) -> fl
     return None if value is None else value / setting.problem.size
 
 
+def trace_passes(setting: Setting, probed: float = 150.0) -> float:
+    """About one pass for each output where that is exact; else a recursion takes some tens, probes some hundreds."""
+    exact = setting.structure.exact and setting.problem.loss.closed_form
+    return 2.0 + setting.classes if exact else probed
+
+
 @register(
     "trace",
     "sum of the eigenvalues of the Hessian",
     "Tr H",
     "paper A, section 3; paper C",
+    family="curvature",
+    worth="exact or estimated",
     cost="backward",
+    passes=trace_passes,
     sampling=mean_of(lambda setting: setting.traces.values),
+    also_called=("hessian_trace",),
     predict=predicted_trace,
 )
 def _trace(setting: Setting) -> Estimate:
@@ -52,7 +62,10 @@ def _trace(setting: Setting) -> Estimate:
     "mean eigenvalue of the Hessian",
     "Tr H / P",
     "paper C",
+    family="curvature",
+    worth="exact or estimated",
     cost="backward",
+    passes=trace_passes,
     sampling=mean_of(lambda setting: setting.traces.values / setting.problem.size),
     predict=_predicted_mean_eigenvalue,
 )

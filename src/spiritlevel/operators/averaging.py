@@ -22,10 +22,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from spiritlevel.binding.batches import Batches, Fingerprint, is_pair_of_tensors, sliced
+from spiritlevel.binding.context import Context
 from spiritlevel.binding.cores import at_a_time, batches_that_fit, even_size, side_by_side
-from spiritlevel.binding.memory import parse_memory
 from spiritlevel.binding.parameters import as_leaves, nearby
-from spiritlevel.binding.problem import Problem
 from spiritlevel.errors import InputError
 from spiritlevel.estimators import Operator
 from spiritlevel.operators.products import Product, hessian_product
@@ -57,24 +56,19 @@ class MeanMatrix:
     def __init__(
         self,
         product: Product,
-        problem: Problem,
-        data: Any,
-        batch_size: int | None,
-        memory: int | str | None,
-        group: Any = None,
-        whole: bool = False,
+        context: Context,
     ) -> None:
-        self.problem, self.product = problem, product
-        self.ranks = problem.shared_by(group)
+        self.context, self.problem, self.product = context, context.problem, product
+        problem, whole = self.problem, context.whole
+        self.ranks, self.whole = context.ranks, whole
         self.params = list(problem.params.values())
-        self.whole = whole = whole or problem.batch_norm == "batch"
         with self.ranks.together():
-            self.batches = Batches(data, size=batch_size, ordered=False, whole=whole)
-            budget = parse_memory(memory)
-            saved, largest_tensor = _activation_bytes(problem, self.batches)
+            self.batches = context.batches.cut(context.batch_size)
+            budget = context.budget()
+            saved, largest_tensor = context.once("activation bytes", lambda: _activation_bytes(context))
         self.at_a_time = at_a_time(problem.device)
         limit = budget // (2 * max(2, self.at_a_time) * _FOOTPRINT * saved)  # samples times vectors
-        if batch_size is None and not whole:
+        if context.batch_size is None and not whole:
             self.batches.size = self._batch_size(min(limit, _CACHE // largest_tensor))
         if self.batches.size is not None and not whole:
             self.batches.size = self.ranks.least(self.batches.size)
@@ -90,6 +84,7 @@ class MeanMatrix:
         self.keeping = threading.Lock()
         self.traceable: bool | None = None  # not known yet
         self.traces: dict[Any, Trace | None] = {}  # by the shape of the batch; None: not to be traced
+        self.others: dict[Any, Trace] = problem.facts.setdefault(("traces", product), {})  # of models with other values
         anyway = [*self.params, *problem.constants.values(), *_held(self.batches)]
         self.owned = {tensor.untyped_storage().data_ptr() for tensor in anyway}
 
@@ -173,11 +168,7 @@ class MeanMatrix:
         """
         mine = range(self.ranks.rank, self.count, self.ranks.count)
         if all(index in self.kept for index in mine):
-            if _versions(self.batches) != self.versions:
-                raise InputError(
-                    "the data were written to in place after the operator was made; products need data that stay as "
-                    "they are: build a new operator for the new data."
-                )
+            self._check_versions()
             yield from (self._replayed(self.kept[index]) for index in mine)
             return
         seen, fingerprint = 0, Fingerprint()
@@ -191,6 +182,13 @@ class MeanMatrix:
             raise InputError(
                 f"the data changed between two passes ({self.total} samples, then {seen}); products need data that "
                 "repeat: pass the unaugmented set, unshuffled."
+            )
+
+    def _check_versions(self) -> None:
+        if _versions(self.batches) != self.versions:
+            raise InputError(
+                "the data were written to in place after the operator was made; products need data that stay as they "
+                "are: build a new operator for the new data."
             )
 
     def _inspect(self) -> tuple[list[int], str]:
@@ -233,8 +231,12 @@ class MeanMatrix:
         flat, fixed, shape = self._flat(inputs, targets)
         constants, known = None, None
         if shape not in self.traces:
-            traced = self._trace(flat, fixed, inputs, targets, rows[0]) if len(self.traces) < _MOST_SHAPES else None
+            traced = self._adopted(flat, fixed, shape, rows[0])
+            if traced is None and len(self.traces) < _MOST_SHAPES:
+                traced = self._trace(flat, fixed, inputs, targets, rows[0])
             self.traces[shape], constants, known = traced or (None, None, None)
+            if traced is not None and traced.trace.pure:
+                self.others[shape] = traced.trace
         trace, samples = self.traces[shape], len(targets)
         if trace is None:
             return _Batch(samples, lambda vectors: self._differentiate(flat, fixed, vectors), calls_model=True)
@@ -276,6 +278,22 @@ class MeanMatrix:
             return tuple(self.product(self.problem, vector, point, x, y).values())
 
         return flat, fixed, (str(form), repr(rest), tuple((leaf.shape, leaf.stride(), leaf.dtype) for leaf in fixed))
+
+    def _adopted(self, flat: Flat, fixed: list[Tensor], shape: Any, row: Tensor) -> Traced | None:
+        """The trace of a model that differs in the values of its parameters alone, if its product is this one's."""
+        if shape not in self.others or self.problem.reverse_only:
+            return None
+        trace = self.others[shape]
+        (expected,) = zip(*self._differentiate(flat, fixed, row[None]), strict=True)
+        with torch.no_grad():
+            constants = tuple(trace.prepare(*self.params, *fixed))
+            product = trace.multiply(*self._shaped(row), *constants)
+        error = math.hypot(*(float((a - b).norm()) for a, b in zip(product, expected, strict=True)))
+        scale = math.hypot(*(float(part.norm()) for part in expected))
+        if not error <= math.sqrt(torch.finfo(row.dtype).eps) * scale:
+            return None
+        self.traceable = True
+        return Traced(trace, constants, tuple(product))
 
     def _trace(self, flat: Flat, fixed: list[Tensor], inputs: Any, targets: Tensor, row: Tensor) -> Traced | None:
         """The trace of a batch's product, along `row`; `None` if there is none."""
@@ -395,9 +413,9 @@ def _versions(batches: Batches) -> list[int]:
     return [tensor._version for tensor in _held(batches) if not tensor.is_inference()]
 
 
-def _activation_bytes(problem: Problem, batches: Batches) -> tuple[int, int]:
+def _activation_bytes(context: Context) -> tuple[int, int]:
     """Bytes a sample that a forward pass saves for its derivative, all and the largest, from at most 16 samples."""
-    inputs, targets = problem.place(*batches.first(16))
+    problem, (inputs, targets) = context.problem, context.first(16)
     params = as_leaves(problem.params)
     own = {tensor.untyped_storage().data_ptr() for tensor in [*params.values(), *problem.constants.values()]}
     saved: dict[int, int] = {}

@@ -11,11 +11,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from spiritlevel.binding.batches import is_pair_of_tensors
-from spiritlevel.binding.problem import Problem
+from spiritlevel.binding.context import Context
 from spiritlevel.errors import InputError
 from spiritlevel.estimators import Operator
 from spiritlevel.operators.averaging import MeanMatrix
-from spiritlevel.operators.products import fisher_product, gauss_newton_product, hessian_product
+from spiritlevel.operators.products import Product, fisher_product, gauss_newton_product, hessian_product
 
 
 def hessian(
@@ -61,9 +61,7 @@ def hessian(
     >>> hessian(net, data, loss="squared_error") @ torch.tensor([1.0])  # mean of x²
     tensor([5.])
     """
-    problem = Problem(model, loss=loss, params=params, batch_norm=batch_norm)
-    matrix = MeanMatrix(hessian_product, problem, data, batch_size, memory, group)
-    return matrix.operator(weight_decay=weight_decay)
+    return hessian_in(_unordered(model, data, loss, params, batch_norm, batch_size, memory, group), weight_decay)
 
 
 def gauss_newton(
@@ -93,10 +91,7 @@ def gauss_newton(
     >>> torch.allclose(gauss_newton(net, data).dense(), hessian(net, data).dense())
     True
     """
-    problem = Problem(model, loss=loss, params=params, batch_norm=batch_norm)
-    return MeanMatrix(gauss_newton_product, problem, data, batch_size, memory, group).operator(
-        weight_decay=weight_decay
-    )
+    return gauss_newton_in(_unordered(model, data, loss, params, batch_norm, batch_size, memory, group), weight_decay)
 
 
 def empirical_fisher(
@@ -126,9 +121,8 @@ def empirical_fisher(
     >>> float(empirical_fisher(net, data).dense().diagonal().min()) >= 0
     True
     """
-    problem = Problem(model, loss=loss, params=params, batch_norm=batch_norm)
-    matrix = MeanMatrix(fisher_product, problem, data, batch_size, memory, group)
-    return matrix.operator(weight_decay=weight_decay)
+    context = _unordered(model, data, loss, params, batch_norm, batch_size, memory, group)
+    return empirical_fisher_in(context, weight_decay)
 
 
 def hessian_variance(
@@ -165,11 +159,60 @@ def hessian_variance(
             "hessian_variance needs to know the batches: pass batch_size=, or data that come in batches, such as a "
             "data loader."
         )
-    problem = Problem(model, loss=loss, params=params, batch_norm=batch_norm)
-    matrix = MeanMatrix(hessian_product, problem, data, batch_size, memory, group, whole=True)
+    context = _unordered(model, data, loss, params, batch_norm, batch_size, memory, group, whole=True)
+    matrix = MeanMatrix(hessian_product, context)
 
     def multiply(rows: Tensor) -> Tensor:
         mean, mean_square = matrix.moments(rows, 2)
         return mean_square - matrix.multiply(mean.to(rows.dtype))
 
     return matrix.operator(multiply)
+
+
+# ---------------------------------------------------------------- in a context that is bound already
+
+
+def hessian_in(context: Context, weight_decay: float = 0.0) -> Operator:
+    """The Hessian of the mean loss; see `hessian`."""
+    return _in(context, hessian_product, weight_decay)
+
+
+def gauss_newton_in(context: Context, weight_decay: float = 0.0) -> Operator:
+    """The Gauss-Newton matrix; see `gauss_newton`."""
+    return _in(context, gauss_newton_product, weight_decay)
+
+
+def empirical_fisher_in(context: Context, weight_decay: float = 0.0) -> Operator:
+    """The empirical Fisher matrix; see `empirical_fisher`."""
+    return _in(context, fisher_product, weight_decay)
+
+
+def _in(context: Context, product: Product, weight_decay: float) -> Operator:
+    """Built once in a context: what it keeps to replay its products serves whoever asks next."""
+    return context.once(product, lambda: MeanMatrix(product, context)).operator(weight_decay=weight_decay)
+
+
+def _unordered(
+    model: nn.Module,
+    data: Any,
+    loss: Any,
+    params: Any,
+    batch_norm: str,
+    batch_size: int | None,
+    memory: int | str | None,
+    group: Any,
+    whole: bool = False,
+) -> Context:
+    """A mean over samples has no order: a loader that shuffles is read in the order of its data set."""
+    return Context(
+        model,
+        data,
+        loss=loss,
+        params=params,
+        batch_norm=batch_norm,
+        batch_size=batch_size,
+        memory=memory,
+        group=group,
+        ordered=False,
+        whole=whole,
+    )

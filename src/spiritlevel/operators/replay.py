@@ -25,6 +25,8 @@ class Trace:
 
     prepare: fx.GraphModule
     multiply: fx.GraphModule
+    pure: bool = False
+    """Whether it reads no tensor that the model holds beside its parameters."""
 
 
 @dataclass(frozen=True)
@@ -293,4 +295,4 @@ def _cut(graph: fx.Graph, vector: int, outside: dict[str, Tensor]) -> tuple[Trac
     modules = [fx.GraphModule(outside, operations) for operations in (prepare, multiply)]
     for module in modules:
         module.graph.owning_module = None  # a circle, in which the tensors from outside would outlive it
-    return Trace(*modules), names
+    return Trace(modules[0], modules[1], pure=not outside), names

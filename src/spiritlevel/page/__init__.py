@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
-from spiritlevel.page.page import notebook, page
+from spiritlevel.errors import needs
+
+with needs("a page"):
+    from spiritlevel.page.document import notebook, page
 
 __all__ = ["notebook", "page"]

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from spiritlevel.errors import InputError
+from spiritlevel.errors import InputError, needs
 from spiritlevel.papers.studies import Config, execute, find
 from spiritlevel.storage import cache_folder
 
@@ -83,10 +83,6 @@ def _job(study: str, config: Config, out: str, cache: str) -> dict[str, Any]:
 
 
 def _ray() -> Any:
-    try:
+    with needs("--cluster"):
         import ray
-    except ImportError as error:
-        raise InputError(
-            "--cluster needs Ray: install it from a clone, `pip install -c constraints.txt -e '.[cluster]'`."
-        ) from error
     return ray

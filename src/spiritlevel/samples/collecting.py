@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from spiritlevel.binding.batches import Batches, Fingerprint
+from spiritlevel.binding.context import Context
 from spiritlevel.binding.cores import side_by_side
 from spiritlevel.binding.losses import Factor
-from spiritlevel.binding.problem import Problem
-from spiritlevel.binding.ranks import Ranks
 from spiritlevel.errors import InputError, NotExactError
 from spiritlevel.results import SampleTraces, standard_error
 from spiritlevel.samples.choosing import Plan
@@ -78,11 +77,9 @@ def _weighted_norms(
 class Collector:
     """Goes over the batches and puts the result together."""
 
-    def __init__(
-        self, problem: Problem, batches: Batches, ranks: Ranks, seed: int, per_layer: bool, cores: int
-    ) -> None:
-        self.problem, self.batches, self.ranks, self.cores = problem, batches, ranks, cores
-        self.seed, self.per_layer = seed, per_layer
+    def __init__(self, context: Context, batches: Batches, per_layer: bool, cores: int) -> None:
+        self.problem, self.ranks, self.seed = context.problem, context.ranks, context.seed
+        self.batches, self.per_layer, self.cores = batches, per_layer, cores
         self.fingerprint = Fingerprint()
         self.targets: list[Tensor] = []
 

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from spiritlevel.binding.batches import Batches, Fingerprint
+from spiritlevel.binding.batches import Fingerprint
+from spiritlevel.binding.context import Context
 from spiritlevel.binding.cores import at_a_time, side_by_side
 from spiritlevel.binding.losses import Loss, softmax_parts
 from spiritlevel.binding.problem import Problem
@@ -187,7 +188,17 @@ def margins(
     >>> found.signed, found.distance
     (tensor([ 2., -2.], dtype=torch.float64), tensor([ 1.4142, -1.4142], dtype=torch.float64))
     """
+    everything = "*" if isinstance(model, nn.Module) and next(model.parameters(), None) is not None else None
+    context = Context(
+        model, data, loss=loss, params=everything, batch_norm=batch_norm, batch_size=batch_size, group=group
+    )
+    return margins_in(context, distance=distance, layer=layer)
+
+
+def margins_in(context: Context, *, distance: int | float | str | None = None, layer: str | None = None) -> Margins:
+    """The margins of every sample in a context that is bound already; see `margins`."""
     norm = _norm(distance)
+    problem, ranks, batch_norm = context.problem, context.ranks, context.batch_norm
     if layer is not None and not norm:
         raise InputError("layer= says where a distance is measured; pass distance=2 or distance='inf' as well.")
     if norm and batch_norm == "batch":
@@ -195,14 +206,11 @@ def margins(
             "with batch_norm='batch' a sample's outputs depend on the whole batch, so it has no distance of its own; "
             "use batch_norm='eval'."
         )
-    everything = "*" if isinstance(model, nn.Module) and next(model.parameters(), None) is not None else None
-    problem = Problem(model, loss=loss, params=everything, batch_norm=batch_norm)
-    ranks = problem.shared_by(group)
     with ranks.together():
-        batches = Batches(data, size=batch_size, whole=batch_norm == "batch")
-        if batch_size is None and batch_norm == "eval":
+        batches = context.batches.cut(context.batch_size)
+        if context.batch_size is None and not context.whole:
             batches.size = _batch_size(batches.first(1)[0], 256 if norm else 512)
-    if batches.size is not None and batch_norm == "eval":
+    if batches.size is not None and not context.whole:
         batches.size = ranks.least(batches.size)
 
     fingerprint, spread = Fingerprint(), _Spread()

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from spiritlevel.binding.batches import Batches
+from spiritlevel.binding.context import Context
 from spiritlevel.binding.cores import even_size
-from spiritlevel.binding.memory import parse_memory
 from spiritlevel.binding.parameters import Params
 from spiritlevel.binding.problem import Problem
 from spiritlevel.errors import InputError, unknown_name, whole_number
@@ -95,26 +95,45 @@ def sample_traces(
     >>> traces.exact, traces.values.shape
     (True, torch.Size([100]))
     """
+    context = Context(
+        model,
+        data,
+        loss=loss,
+        params=params,
+        batch_norm=batch_norm,
+        batch_size=batch_size,
+        memory=memory,
+        group=group,
+        seed=seed,
+    )
+    return traces_in(context, method=method, passes=passes, probes=probes, rel_err=rel_err, per_layer=per_layer)
+
+
+def traces_in(
+    context: Context,
+    *,
+    method: str = "auto",
+    passes: int | None = None,
+    probes: int | None = None,
+    rel_err: float | None = None,
+    per_layer: bool = False,
+) -> SampleTraces:
+    """The traces of every sample in a context that is bound already; see `sample_traces`."""
     passes = None if passes is None else whole_number(passes, "passes", 0)
     probes = None if probes is None else whole_number(probes, "probes", 2)  # one has no error
-    seed = whole_number(seed, "seed", 0)
     _check_arguments(method, passes, probes, rel_err)
-    problem = Problem(model, loss=loss, params=params, batch_norm=batch_norm)
-    whole = batch_norm == "batch"
-    ranks = problem.shared_by(group)
+    problem, ranks, whole = context.problem, context.ranks, context.whole
     with problem.active():
         with ranks.together():
-            batches = Batches(data, size=batch_size, whole=whole)
+            batches = context.batches.cut(context.batch_size)
             inputs, targets = problem.place(*batches.first(3))
             with torch.no_grad():
                 outputs = problem.outputs(problem.params, inputs)
             problem.checked(outputs, inputs, targets)
-            if whole:
-                structure = Structure(failure="batch_norm='batch' couples the samples of a batch")
-            else:
+            if not whole:
                 inputs = _few_of(problem, batches)
-                structure = analyse_few(problem, inputs)
-            kinks = check_derivatives(problem, *problem.place(*batches.first(64)), twice=not structure.exact)
+            structure = context.once("structure", lambda: _structure(context, inputs))
+            kinks = check_derivatives(problem, *context.first(64), twice=not structure.exact)
             plan = choose(problem, structure, inputs, outputs, method, passes)
             if kinks:
                 plan.notes += (
@@ -123,14 +142,14 @@ def sample_traces(
                 )
             if not whole and plan.norms is None:  # which look for themselves
                 check_independence(problem, inputs)
-            budget = parse_memory(memory)
-            cores = cores_for(problem, structure, plan, outputs, batch_size, budget)
-            if batch_size is None and not whole:
+            budget = context.budget()
+            cores = cores_for(problem, structure, plan, outputs, context.batch_size, budget)
+            if context.batch_size is None and not whole:
                 most = batch_size_for(problem, structure, plan.chain, outputs, budget, cores)
                 batches.size = even_size(most, batches.samples, cores * ranks.count) if batches.samples else most
         if batches.size is not None and not whole:
             batches.size = ranks.least(batches.size)
-        collect = Collector(problem, batches, ranks, seed, per_layer, cores)
+        collect = Collector(context, batches, per_layer, cores)
         try:
             if plan.name in ("exact", "passes"):
                 return collect.exact(plan)
@@ -144,6 +163,12 @@ def sample_traces(
         if method == "pyhessian":
             return collect.pyhessian()
         return collect.probed(plan, probes, rel_err)
+
+
+def _structure(context: Context, few: Any) -> Structure:
+    if context.whole:
+        return Structure(failure="batch_norm='batch' couples the samples of a batch")
+    return analyse_few(context.problem, few)
 
 
 def _few_of(problem: Problem, batches: Batches) -> Any:
@@ -167,11 +192,12 @@ def trace(model: nn.Module, data: Any, **options: Any) -> Estimate:
     return sample_traces(model, data, **options).mean()
 
 
-def sample_forms(problem: Problem, batches: Batches, directions: Sequence[Params], seed: int = 0) -> Tensor:
+def sample_forms(context: Context, batches: Batches, directions: Sequence[Params]) -> Tensor:
     """vᵀHₙv of every sample for some directions v, (N, directions): how strongly each sample curves the loss along v.
 
     By nested forward mode, about four forward passes a direction; by reverse mode where that fails. Exact to rounding.
     """
+    problem = context.problem
     differentiate, rows = None, []
     with problem.active():
         for inputs, targets in batches:
@@ -180,7 +206,7 @@ def sample_forms(problem: Problem, batches: Batches, directions: Sequence[Params
                 continue
             if differentiate is None:
                 few = inputs if problem.batch_norm == "batch" else resized(inputs, min(8, len(targets)))
-                differentiate, _ = differentiator(problem, few, seed)
+                differentiate, _ = differentiator(problem, few, context.seed)
             found = [form_along(problem, differentiate(problem, inputs, v), targets) for v in directions]
             rows.append(torch.stack(found, 1))
     return torch.cat(rows)

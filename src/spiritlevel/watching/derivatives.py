@@ -49,8 +49,16 @@ def check_derivatives(problem: Problem, inputs: Any, targets: Tensor, *, twice: 
 
     If only forward mode is wrong, `problem.reverse_only` is set instead, and what follows does without it. With `twice`
     second derivatives are compared as well. What cannot be run in this way is left to what comes next, which says why.
-    Cost: some ten forward passes of five samples, or of two for a large network. Call inside `problem.active()`.
+    Cost: some ten forward passes of five samples, or of two for a large network, once for each problem. Call inside
+    `problem.active()`.
     """
+    known = problem.facts.get("derivatives")
+    if known is None or (twice and not known[0]):
+        known = problem.facts["derivatives"] = twice, _share_on_kinks(problem, inputs, targets, twice)
+    return known[1]
+
+
+def _share_on_kinks(problem: Problem, inputs: Any, targets: Tensor, twice: bool) -> float:
     few = _few(problem, inputs, targets)
     found = _compared(problem, *few, twice)
     if found.broken and "reverse" not in found.broken and not problem.reverse_only:

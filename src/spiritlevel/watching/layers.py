@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,11 +15,11 @@ from torch.nn.modules.conv import _ConvNd
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from spiritlevel.binding.problem import Problem
 from spiritlevel.watching.operations import called
+from spiritlevel.watching.recording import resized
 
 WATCHED = 2  # samples on which the layers are found
-
-
 LAYERS = (nn.Linear, _ConvNd)
 _PLAIN: tuple[Any, ...] = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _PLAIN += (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -42,7 +43,7 @@ class Call:
         return type(self.module).forward in [kind.forward for kind in _PLAIN]
 
 
-class LayerWatch(TorchFunctionMode):
+class _LayerWatch(TorchFunctionMode):
     """Lists the layers that run: modules by their hooks, and what uses a matrix of parameters without a module."""
 
     def __init__(self, names: dict[int, str]) -> None:
@@ -66,6 +67,25 @@ class LayerWatch(TorchFunctionMode):
                         name = self.names[id(tensor)]
                         self.calls.append(Call(func.__name__, None, name, tensor.detach(), torch.Size()))
         return func(*args, **(kwargs or {}))
+
+
+def layer_calls(problem: Problem, inputs: Any) -> list[Call]:
+    """The linear layers and convolutions in the order in which they run on a few samples, by whatever way."""
+    tensors = {**problem.constants, **problem.params}
+    watch = _LayerWatch({id(tensors[name]): name for name, _ in problem.model.named_parameters()})
+    handles = []
+    for name, module in problem.model.named_modules():
+        if isinstance(module, LAYERS):
+            handles.append(module.register_forward_pre_hook(watch.enter))
+            leave = functools.partial(watch.leave, name=name)
+            handles.append(module.register_forward_hook(leave, with_kwargs=True))
+    try:
+        with problem.active(), torch.no_grad(), watch:
+            problem.outputs(problem.params, resized(inputs, WATCHED))
+    finally:
+        for handle in handles:
+            handle.remove()
+    return watch.calls
 
 
 class Tapped(nn.Module):
@@ -119,3 +139,61 @@ def recorded(modules: dict[str, nn.Module]) -> Iterator[list[tuple[str, Tensor, 
     finally:
         for handle in handles:
             handle.remove()
+
+
+INPUTS = -1  # stands for the network's inputs among its layers
+
+Wiring = dict[int, tuple[Call, frozenset[int]]]
+"""Layers by their numbers in the order in which they ran: each with what it reads, other layers or `INPUTS`."""
+
+
+def wiring(problem: Problem, inputs: Any, seen: list[Call]) -> tuple[Wiring, frozenset[int]]:
+    """The layers that the outputs depend on, of those that were `seen` to run, and what the outputs read.
+
+    Read off autograd's graph of a pass of a few samples, which knows what views share and what is written in place.
+    """
+    known = {call.name: call for call in seen}
+    calls: list[Call] = []
+    marks: list[Any] = []  # a node of the graph behind every layer
+
+    def mark(module: nn.Module, args: Any, kwargs: Any, output: Tensor, name: str) -> Tensor:
+        shape = next(leaf.shape for leaf in (*args, *kwargs.values()) if isinstance(leaf, Tensor))
+        output = output.clone()  # a node of its own, whatever writes into the output later
+        calls.append(dataclasses.replace(known[name], inputs=shape))
+        marks.append(output.grad_fn)
+        return output
+
+    handles = [
+        module.register_forward_hook(functools.partial(mark, name=name), with_kwargs=True)
+        for name, module in problem.model.named_modules()
+        if isinstance(module, LAYERS)
+    ]
+    try:
+        with problem.active():
+            start = resized(inputs, WATCHED).detach().requires_grad_().clone()
+            outputs = problem.outputs({name: tensor.detach() for name, tensor in problem.params.items()}, start)
+    finally:
+        for handle in handles:
+            handle.remove()
+    numbers = {node: index for index, node in enumerate(marks) if node is not None} | {start.grad_fn: INPUTS}
+    ends, found = _read_by([outputs.grad_fn], numbers), Wiring()
+    waiting = list(ends)
+    while waiting:
+        index = waiting.pop()
+        if index not in found and index != INPUTS:
+            found[index] = calls[index], _read_by([node for node, _ in marks[index].next_functions], numbers)
+            waiting += found[index][1]
+    return dict(sorted(found.items())), ends
+
+
+def _read_by(nodes: list[Any], numbers: dict[Any, int]) -> frozenset[int]:
+    """The numbered nodes of autograd's graph that these are, or lead to without another one in between."""
+    found, seen = set(), {None}
+    while nodes:
+        node = nodes.pop()
+        if node in numbers:
+            found.add(numbers[node])
+        elif node not in seen:
+            seen.add(node)
+            nodes += [before for before, _ in node.next_functions]
+    return frozenset(found)

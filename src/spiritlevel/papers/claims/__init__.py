@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from spiritlevel.binding.state import preserved_random_state
-from spiritlevel.errors import InputError, check_seed
+from spiritlevel.errors import InputError, checked_seed
 from spiritlevel.papers.claims import paper_a, paper_b, paper_c
 from spiritlevel.papers.claims.base import PAPERS as PAPERS
 from spiritlevel.papers.claims.base import Claim as Claim
@@ -121,7 +121,7 @@ def run(
 
     `progress(what, done, total)` is called after every claim. Cost: all of them some 15 s on one core.
     """
-    check_seed(seed)
+    checked_seed(seed)
     chosen = select(paper, id)
     rulings = []
     for done, claim in enumerate(chosen, 1):

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from jinja2 import Environment
-
-from spiritlevel.errors import counted
+from spiritlevel.errors import counted, needs
 from spiritlevel.papers.claims.base import PAPERS, PASSES, Kind, Verdict
 
 Record = dict[str, Any]
@@ -168,6 +166,9 @@ dt { color: #555; } dd { margin: 0; overflow-wrap: anywhere; }
 
 def to_html(records: Sequence[Record], seed: int) -> str:
     """One page that needs no network; all texts are escaped."""
+    with needs("a page of claims"):
+        from jinja2 import Environment
+
     template = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(PAGE)
     heading = {"total": counted(len(records), "claim"), "seed": seed, "summary": counts(records)}
     return template.render(records=records, papers=PAPERS, numbers=numbers, **heading) + "\n"

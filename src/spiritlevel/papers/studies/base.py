@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from spiritlevel import __version__, storage
-from spiritlevel.errors import InputError, check_seed, unknown_name
+from spiritlevel.errors import InputError, checked_seed, needs, unknown_name
 from spiritlevel.papers.studies.rules import Ruling, Statement, Verdict, decide
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class Config:
     def __post_init__(self) -> None:
         if self.scale not in SCALES:
             raise unknown_name("scale", self.scale, SCALES)
-        check_seed(self.seed)
+        checked_seed(self.seed)
 
 
 @dataclass(frozen=True)
@@ -220,7 +220,8 @@ class Run:
 
     def table(self, name: str, rows: Sequence[Mapping[str, Any]]) -> Any:
         """Keep rows as `name.parquet` and return them as a Polars frame for the charts."""
-        import polars
+        with needs("the table of a study"):
+            import polars
 
         frame = polars.DataFrame([_strict(row) for row in rows], infer_schema_length=None)
         buffer = io.BytesIO()
@@ -229,11 +230,10 @@ class Run:
         return frame
 
     def chart(self, name: str, chart: Any) -> None:
-        """Keep a chart of `spiritlevel.charts` as `name.svg` and `name.png`."""
+        """Keep a chart of `spiritlevel.charts` as `name.svg`."""
         from spiritlevel import charts
 
-        for path in charts.save(chart, self.folder / name):
-            self.files[path.name] = _sha256(path.read_bytes())
+        self._write(f"{name}.svg", charts.svg_file(chart).encode())
 
     def report(self, **numbers: Any) -> None:
         """Add numbers to the summary that belong to no statement."""
@@ -406,7 +406,8 @@ def _commit() -> str | None:
 
 
 def _read_table(folder: Path, name: str) -> list[dict[str, Any]]:
-    import polars
+    with needs("the table of a study"):
+        import polars
 
     return polars.read_parquet(folder / f"{name}.parquet").to_dicts()
 

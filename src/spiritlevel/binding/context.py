@@ -1,0 +1,168 @@
+"""The one context of a measurement: model, data, loss, parameters, modes, memory, ranks and seed, bound once.
+
+A public function binds what its caller passed and hands the context down; whatever is measured together shares one.
+So the parameters are copied once, the data are checked once, and what one part found out about the model, whether its
+derivatives are right, say, no other part has to find out again.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, Self, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+
+from spiritlevel.binding.batches import Batches, subset
+from spiritlevel.binding.memory import parse_memory
+from spiritlevel.binding.parameters import Params
+from spiritlevel.binding.problem import Problem
+from spiritlevel.binding.ranks import Ranks
+from spiritlevel.errors import checked_seed, whole_number
+
+Found = TypeVar("Found")
+
+
+class Context:
+    """A model, a loss and data, and the options that every measurement shares.
+
+    Args:
+        model: any module; it is left as it was.
+        data: a pair of tensors, a data set, a loader or batches that can be read again.
+        loss: a name, a `torch.nn` loss or a callable.
+        params: names, prefixes or globs of the parameters to measure; all that require grad unless given.
+        batch_norm: "eval", or "batch" for batch statistics; the batches are then part of the definition.
+        batch_size: samples to take at once; what measures chooses it unless given.
+        memory: bytes, or a text such as "2GB"; half of what is available unless given.
+        group: a `torch.distributed` group whose ranks share the work.
+        seed: of everything random.
+        ordered: whether results belong to samples, so that the data must come in an order that repeats.
+        whole: whether batches are part of what is measured and must not be split, as with batch statistics.
+
+    >>> net = nn.Linear(2, 3)
+    >>> context = Context(net, (torch.ones(4, 2), torch.tensor([0, 1, 2, 0])))
+    >>> context.problem.size, context.count
+    (9, 4)
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        data: Any,
+        *,
+        loss: Any = "cross_entropy",
+        params: Any = None,
+        batch_norm: str = "eval",
+        batch_size: int | None = None,
+        memory: int | str | None = None,
+        group: Any = None,
+        seed: int = 0,
+        ordered: bool = True,
+        whole: bool = False,
+    ) -> None:
+        self.seed = checked_seed(seed)
+        self.problem = Problem(model, loss=loss, params=params, batch_norm=batch_norm)
+        self.batch_size = None if batch_size is None else whole_number(batch_size, "batch_size", 1)
+        self.batch_norm, self.group, self.ordered = batch_norm, group, ordered
+        self.whole = whole or batch_norm == "batch"
+        self._memory, self.data, self._params = memory, data, params
+        self._forget()
+
+    def _forget(self) -> None:
+        """Begin without knowing anything about the data."""
+        self._found: dict[Any, Any] = {}
+
+    # ------------------------------------------------------------ others like this one
+
+    def on(self, data: Any) -> Self:
+        """The same model on other data: what was found out about data is forgotten, the model is not copied again."""
+        other = copy.copy(self)
+        for name in _cached(self):
+            if name != "ranks":  # they have agreed on the model
+                other.__dict__.pop(name, None)
+        other.data = data
+        other._forget()
+        return other
+
+    def drawn(self, count: int | None) -> tuple[Self, Tensor | None]:
+        """At most `count` of the samples, drawn at random, and where they are; itself and `None` if that is all."""
+        data, indices, _ = subset(self.batches, count, self.seed, self.batch_norm)
+        return (self, None) if indices is None else (self.on(data), indices)
+
+    def moved(self, model: nn.Module, *, params: Any = ()) -> Self:
+        """Another model on the same data: a transformed one, say; its measured parameters are those of this context.
+
+        `params` names others.
+        """
+        other = self.on(self.data)
+        chosen = self._params if params == () else params
+        other.problem = Problem(model, loss=self.problem.loss, params=chosen, batch_norm=self.batch_norm)
+        other.problem.inherit(self.problem)
+        other.__dict__.pop("ranks", None)
+        other.__dict__["batches"] = self.batches
+        return other
+
+    # ------------------------------------------------------------ the data
+
+    @functools.cached_property
+    def batches(self) -> Batches:
+        """The data in an order that repeats, in batches as they come; `batches.cut` gives others."""
+        return Batches(self.data, size=self.batch_size, ordered=self.ordered, whole=self.whole)
+
+    @functools.cached_property
+    def count(self) -> int:
+        """The number of samples."""
+        return sum(len(targets) for _, targets in self.batches)
+
+    def first(self, count: int, least: int = 1) -> tuple[Any, Tensor]:
+        """The first samples, at most `count`, on the model's device."""
+        return self.problem.place(*self.batches.first(count, least))
+
+    def each(self, batches: Batches | None = None) -> Iterator[tuple[Any, Tensor]]:
+        """The batches on the model's device, but for empty ones."""
+        for inputs, targets in self.batches if batches is None else batches:
+            if len(targets):
+                yield self.problem.place(inputs, targets)
+
+    # ------------------------------------------------------------ the machine
+
+    @functools.cached_property
+    def ranks(self) -> Ranks:
+        """The processes that share the work, after making sure that all measure the same."""
+        return self.problem.shared_by(self.group)
+
+    def budget(self) -> int:
+        """Bytes that may be used."""
+        return parse_memory(self._memory)
+
+    # ------------------------------------------------------------ what is known
+
+    @property
+    def model(self) -> nn.Module:
+        """The model that is measured; of half precision a float32 copy."""
+        return self.problem.model
+
+    def once(self, fact: Any, find: Callable[[], Found]) -> Found:
+        """What `find` finds out about this model on these data, the first time; the same again afterwards."""
+        if fact not in self._found:
+            self._found[fact] = find()
+        return cast(Found, self._found[fact])
+
+    @functools.cached_property
+    def theta(self) -> Tensor:
+        """The measured parameters laid end to end."""
+        return torch.cat([tensor.reshape(-1) for tensor in self.problem.params.values()])
+
+    def split(self, flat: Tensor) -> Params:
+        """A vector of P numbers cut into the parameters' shapes."""
+        params = self.problem.params
+        parts = flat.split([tensor.numel() for tensor in params.values()])
+        return {name: part.reshape(params[name].shape) for name, part in zip(params, parts, strict=True)}
+
+
+def _cached(context: Context) -> tuple[str, ...]:
+    """The names of what a context computes when first asked."""
+    members = ((name, member) for kind in type(context).__mro__ for name, member in vars(kind).items())
+    return tuple(name for name, member in members if isinstance(member, functools.cached_property))

@@ -1,0 +1,95 @@
+"""Data that a user names: a built-in set, a file, a folder of images, a function."""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from spiritlevel import data as named_data
+from spiritlevel.binding.problem import Problem
+from spiritlevel.errors import InputError
+from spiritlevel.loading.arrays import Samples, as_pair, read_npz
+from spiritlevel.loading.calling import call_spec
+from spiritlevel.loading.pictures import images_in
+from spiritlevel.loading.weights import nearest_name, read_tensors
+from spiritlevel.storage import check_readable
+
+
+def load_samples(spec: str, split: str = "train") -> Samples:
+    """The samples that `spec` names.
+
+    Args:
+        spec: a built-in name (`fashion-mini`; `fashion-mini:test` for its other part), an `.npz` or `.safetensors`
+            file with x and y, a folder of images with one subfolder per class, or `file.py:function` that returns a
+            pair of tensors, a data set or a loader.
+        split: the part of a built-in data set, "train" or "test", where `spec` does not say it.
+
+    Images become float32 in [0, 1] and (N, C, H, W), by the range of their kind; `notes` says so.
+
+    >>> load_samples("digits", "test").data[0].shape
+    torch.Size([360, 1, 8, 8])
+    """
+    head, _, tail = spec.partition(":")
+    if head in named_data.names() and tail in ("", "train", "test"):
+        found = named_data.load(head)
+        part = tail or split
+        return Samples(found.test if part == "test" else found.train, found.classes, f"{head} ({part})")
+    path = Path(spec)
+    if path.is_dir():
+        return images_in(path)
+    if path.suffix in (".npz", ".safetensors"):
+        check_readable(path)
+        arrays = read_npz(path) if path.suffix == ".npz" else read_tensors(path)
+        pair, notes = as_pair(arrays, path)
+        return Samples(pair, (), f"{path.name} ({'; '.join(notes)})" if notes else path.name, notes)
+    if ":" in spec and (head.endswith(".py") or "." in head or head.isidentifier()):
+        return _from_function(spec, split)
+    if path.exists():
+        raise InputError(f"data {spec!r}: expected an .npz or .safetensors file or a folder of images.")
+    near = difflib.get_close_matches(spec, named_data.names(), n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"Known names: {', '.join(named_data.names())}."
+    raise InputError(f"data {spec!r} is no file, no folder, no file.py:function and no built-in name: {hint}")
+
+
+def check_classes(train: Samples, test: Samples | None, model: nn.Module) -> None:
+    """Refuse class names that differ between two data sets, or that are more than the model's outputs."""
+    if test is not None and train.classes and test.classes and train.classes != test.classes:
+        first = next(
+            (name for name in test.classes if name not in train.classes),
+            next((name for name in train.classes if name not in test.classes), test.classes[0]),
+        )
+        here, there = (test, train) if first in test.classes else (train, test)
+        raise InputError(
+            f"the classes of {train.name} ({len(train.classes)}) and {test.name} ({len(test.classes)}) differ: "
+            f"only {here.name} has {first!r}{nearest_name(first, there.classes, 'the other has')}."
+        )
+    outputs = _outputs(model, train.data) if train.classes else None
+    if outputs is not None and outputs > 1 and outputs < len(train.classes):
+        names = ", ".join(train.classes[:3])
+        raise InputError(
+            f"{train.name} has {len(train.classes)} classes ({names}, ...) and the model {outputs} outputs; "
+            "one of the two is not the right one."
+        )
+
+
+def _outputs(model: nn.Module, data: Any) -> int | None:
+    if not (isinstance(data, tuple) and isinstance(data[0], Tensor)):
+        return None
+    problem = Problem(model)
+    with problem.active(), torch.no_grad():
+        inputs, _ = problem.place(data[0][:2], data[1][:2])
+        outputs = problem.outputs(problem.params, inputs)
+    return outputs.shape[1] if outputs.ndim == 2 else None
+
+
+def _from_function(spec: str, split: str) -> Samples:
+    found = call_spec(spec)
+    if isinstance(found, named_data.Data):
+        return Samples(found.test if split == "test" else found.train, found.classes, spec)
+    classes = getattr(found, "classes", ())
+    names = tuple(str(name) for name in classes) if isinstance(classes, list | tuple) else ()
+    return Samples(found, names, spec)

@@ -1,0 +1,156 @@
+"""Weights from a file into a model; what does not fit is named."""
+
+from __future__ import annotations
+
+import difflib
+import pickle
+import warnings
+import zipfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from spiritlevel.binding.memory import available_memory
+from spiritlevel.errors import InputError, first_line
+from spiritlevel.storage import check_readable
+
+_WRAPPERS = ("state_dict", "model_state_dict", "model")  # keys under which training scripts keep the weights
+_PREFIXES = ("module.", "_orig_mod.")  # of DataParallel and torch.compile
+
+
+def load_weights(model: nn.Module, path: str | Path) -> None:
+    """Fill a model with the weights of a file; `InputError` names the first differences and the nearest names."""
+    path = Path(path)
+    expected = model.state_dict()
+    size = sum(tensor.nbytes for tensor in expected.values() if not is_lazy(tensor))
+    found = read_tensors(path) if path.suffix == ".safetensors" else _read_checkpoint(path, size)
+    found = _without_prefix(found, expected)
+    missing = [key for key in expected if key not in found]
+    unknown = [key for key in found if key not in expected]
+    misfits = [text for key in expected if key in found and (text := _misfit(key, found[key], expected[key]))]
+    if missing or unknown or misfits:
+        listed = _other_prefix(missing, unknown) or _first_differences(missing, unknown, misfits)
+        raise InputError(f"the weights in {path.name} do not fit the model {type(model).__name__}: {listed}.")
+    model.load_state_dict(found)
+
+
+_COMPARED = 100  # names: difflib takes a second for some thousands, and a model may have ten thousand
+
+
+def _first_differences(missing: Sequence[str], unknown: Sequence[str], misfits: Sequence[str]) -> str:
+    spare, wanted = unknown[:_COMPARED], missing[:_COMPARED]
+    first = [f"{key} is missing{nearest_name(key, spare, 'the file has')}" for key in missing[:3]]
+    first += [f"the model has no {key}{nearest_name(key, wanted, 'it needs')}" for key in unknown[: 3 - len(first)]]
+    first += misfits[: 3 - len(first)]
+    rest = len(missing) + len(unknown) + len(misfits) - len(first)
+    return "; ".join(first) + (f", and {rest:,} more differences" if rest else "")
+
+
+def _other_prefix(missing: Sequence[str], unknown: Sequence[str]) -> str:
+    """In words: all names differ by what stands before them, as where the whole of a larger model was saved."""
+    for few, many, whose, other in ((missing, unknown, "file's", "model's"), (unknown, missing, "model's", "file's")):
+        names, tail = set(many), f".{few[0]}" if few else ""
+        for prefix in {name.removesuffix(tail[1:]) for name in many if tail and name.endswith(tail)}:
+            if all(prefix + name in names for name in few):
+                return (
+                    f"the {whose} names begin with {prefix!r}, as {prefix}{few[0]}, and the {other} do not; save the "
+                    "state_dict() of that part, or rename its keys"
+                )
+    return ""
+
+
+def _misfit(key: str, found: Tensor, expected: Tensor) -> str:
+    """What keeps a tensor from taking another's place, or would be lost on the way; nothing if it fits."""
+    if is_lazy(expected):
+        return ""
+    if found.shape != expected.shape:
+        return f"{key} has shape {tuple(found.shape)} instead of {tuple(expected.shape)}"
+    kinds = [str(tensor.dtype).removeprefix("torch.") for tensor in (found, expected)]
+    if found.device.type == "meta":
+        return f"{key} has a shape and no numbers (it was on the device 'meta' when it was saved)"
+    if found.layout != torch.strided or found.is_quantized:
+        return f"{key} is {'quantised' if found.is_quantized else 'sparse'}; save it as dense floats"
+    if found.is_complex() and not expected.is_complex():
+        return f"{key} holds {kinds[0]} and the model {kinds[1]}: the imaginary part would be lost"
+    if expected.is_floating_point() and not found.is_floating_point():
+        return f"{key} holds {kinds[0]} and the model {kinds[1]}: whole numbers have lost their scale, save floats"
+    if found.is_floating_point() and not expected.is_floating_point() and bool((found != found.trunc()).any()):
+        return f"{key} holds {kinds[0]} and the model {kinds[1]}: the fractions would be lost"
+    return ""
+
+
+def nearest_name(key: str, keys: Sequence[str], how: str) -> str:
+    """In brackets, the name that `key` may stand for; nothing if none is near."""
+    near = difflib.get_close_matches(key, keys, n=1, cutoff=0.5)
+    return f" ({how} {near[0]})" if near else ""
+
+
+def _without_prefix(found: dict[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    for prefix in _PREFIXES:
+        if found and all(key.startswith(prefix) for key in found) and not any(key in expected for key in found):
+            found = {key.removeprefix(prefix): tensor for key, tensor in found.items()}
+    return found
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """The tensors of a `.safetensors` file."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    check_readable(path)
+    try:
+        return load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise InputError(f"{path} is not a safetensors file: {first_line(error)}.") from error
+
+
+def _check_unpacked(path: Path, size: int) -> None:
+    """Refuse a file that unpacks to far more than a model of `size` bytes can take, by the sizes in its directory.
+
+    PyTorch packs nothing, so only what another program has packed is much larger inside than outside.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            unpacked = sum(member.file_size for member in archive.infolist())
+    except (zipfile.BadZipFile, OSError, ValueError):  # an old checkpoint, or a damaged one, which PyTorch will say
+        return
+    packed = unpacked > path.stat().st_size and unpacked > _ROOM * size + 2**26
+    if packed or unpacked > available_memory():
+        raise InputError(
+            f"{path.name} unpacks to {unpacked / 1e9:,.1f} GB, and the model's weights take {size / 1e9:,.3f} GB: it "
+            "holds other weights or much else; save model.state_dict() alone."
+        )
+
+
+_ROOM = 16  # times the model's own size: weights in double precision beside what an optimiser keeps
+
+
+def _read_checkpoint(path: Path, size: int) -> dict[str, Tensor]:
+    check_readable(path)
+    _check_unpacked(path, size)
+    try:
+        with warnings.catch_warnings():  # a user needs our sentence alone
+            warnings.simplefilter("ignore")
+            found = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise InputError(
+            f"{path} holds more than tensors, or is no checkpoint, and is not opened, because that could run a "
+            "program; save model.state_dict() alone, as .pt or .safetensors."
+        ) from error
+    except Exception as error:  # a damaged file can raise almost anything
+        kind = "" if path.suffix in (".pt", ".pth", ".ckpt", ".bin") else " as .pt or .safetensors"
+        raise InputError(
+            f"{path} is no checkpoint of PyTorch, or damaged; save model.state_dict() again{kind}."
+        ) from error
+    for key in _WRAPPERS:
+        if isinstance(found, dict) and isinstance(found.get(key), dict):
+            found = found[key]
+    if not isinstance(found, dict) or not all(isinstance(tensor, Tensor) for tensor in found.values()):
+        kind = type(found).__name__
+        raise InputError(f"{path} must hold a dict of tensors, as model.state_dict() gives it, got a {kind}.")
+    if odd := [key for key in found if not isinstance(key, str)]:
+        raise InputError(f"{path} must name its tensors as model.state_dict() does, and one is called {odd[0]!r}.")
+    return found

@@ -1,0 +1,263 @@
+"""`fit` runs a recipe on any model, and goes on from its checkpoints."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from spiritlevel.binding.state import preserved_random_state
+from spiritlevel.errors import InputError, whole_number
+from spiritlevel.papers.training.checkpoints import Folder, kept_name, kept_steps, sealed
+from spiritlevel.papers.training.jobs import KEY_VERSION
+from spiritlevel.papers.training.recipe import Pair, Progress, Recipe, Row, deciding_fields
+from spiritlevel.papers.training.running import Run, check_pair, weights_of
+from spiritlevel.storage import digest, lock
+
+_REPORT_SECONDS = 0.2
+
+
+@dataclass(frozen=True, eq=False)
+class History:
+    """What `fit` returns.
+
+    `rows` hold, at step 0, at every evaluation and at the end: `step`, `epoch`, `lr` (of the last
+    update), `loss` (mean over the batches since the last row, NaN-free; absent at step 0), `weight_norm` ‖θ‖₂, and for
+    each evaluated set its `_loss` and, for classes, `_accuracy`. `weights` has the state dict of every kept step and of
+    the last one.
+    """
+
+    rows: list[Row]
+    weights: dict[int, dict[str, Tensor]]
+    step: int
+    """The last step."""
+    stopped: bool
+    """Whether a stopping rule ended the run before its last step."""
+    seconds: float
+    """Of training, over all resumed runs."""
+
+
+def fit(
+    model: nn.Module,
+    train: Pair,
+    recipe: Recipe,
+    *,
+    seed: int = 0,
+    keep: Sequence[int] = (),
+    evaluate: Mapping[str, Pair] | None = None,
+    evaluate_every: int | None = None,
+    checkpoint: str | Path | None = None,
+    until: Callable[[Row], bool] | None = None,
+    progress: Progress | None = None,
+    label: str = "training",
+) -> History:
+    """Train `model` in place by `recipe`; it is left in eval mode with its last (or averaged) weights.
+
+    The model keeps its device and dtype; batches are moved to the device. Global random states are untouched.
+
+    Args:
+        model: Any module that maps a batch of inputs to outputs that the recipe's loss takes.
+        train: Inputs and targets, tensors of equal length.
+        recipe: How to train.
+        seed: Of the order of the data, of crops and of dropout. The first weights are those of `model`.
+        keep: Steps whose weights are kept, 0 for the first ones; those of the last step always are.
+        evaluate: Sets whose loss and accuracy go into the history, by name.
+        evaluate_every: Steps between two rows of the history. Default: an epoch.
+        checkpoint: A folder for checkpoints. A run that finds one of its own there goes on from it. Its own is one with
+            the same modules (as the model prints itself), trainable parameters, first weights, data, sets to evaluate,
+            recipe, seed and `evaluate_every`. That a `forward` was rewritten is not seen: take another folder then.
+        until: Asked about every row of the history whether to stop there; has to depend on that row alone. Rows that
+            are found in `checkpoint` are asked about too: a run that `until` has ended goes on if it does not end it
+            now, and one that has gone further begins again.
+        progress: Called a few times a second with what is under way, the steps done and the steps in all.
+        label: What is under way, for `progress`.
+
+    Raises:
+        InputError: the arguments do not fit; the training diverged; `checkpoint` cannot be written. The model is then
+            in the mode it had, with the weights of its last step.
+
+    >>> from spiritlevel import data, models
+    >>> digits, _ = data.load("digits"), torch.manual_seed(0)
+    >>> model = models.softmax_regression(inputs=64)
+    >>> history = fit(model, digits.train, Recipe(lr=0.5, epochs=5), evaluate={"test": digits.test})
+    >>> history.step, len(history.rows), history.rows[-1]["test_accuracy"] > 0.85
+    (60, 6, True)
+    """
+    folder = None
+    if checkpoint is not None:
+        facts = {"recipe": recipe, "seed": seed, "evaluate_every": evaluate_every}
+        folder = Folder(
+            Path(checkpoint), _key(model, train, evaluate or {}, facts | {"recipe": deciding_fields(recipe)}), facts
+        )
+    with owned(folder, progress, label):
+        return run_recipe(
+            model,
+            train,
+            recipe,
+            folder,
+            seed=seed,
+            keep=keep,
+            evaluate=evaluate or {},
+            evaluate_every=evaluate_every,
+            until=until,
+            progress=progress,
+            label=label,
+        )
+
+
+def _key(model: nn.Module, train: Pair, evaluate: Mapping[str, Pair], facts: Mapping[str, Any]) -> str:
+    """The digest of what decides what `fit` computes, but the code of a forward; `until` is asked again."""
+    network = {
+        "modules": str(model),
+        "trainable": [name for name, parameter in model.named_parameters() if parameter.requires_grad],
+        "weights": {name: sealed(tensor) for name, tensor in weights_of(model).items()},
+    }
+    sets = {name: [sealed(tensor) for tensor in pair] for name, pair in evaluate.items()}
+    data = [sealed(tensor) for tensor in train]
+    return digest({"version": KEY_VERSION, **facts, "network": network, "data": data, "evaluate": sets})
+
+
+@contextlib.contextmanager
+def owned(folder: Folder | None, progress: Progress | None, label: str) -> Iterator[None]:
+    """Keep other processes away from `folder`, if there is one, after waiting for one that is at work there."""
+
+    def waiting() -> None:
+        if progress:
+            progress(f"{label}: waiting for another process that does the same", 0, 0)
+
+    with contextlib.ExitStack() as stack:
+        if folder:
+            with folder.speaking():
+                stack.enter_context(lock(folder.path, waiting=waiting))
+        yield
+
+
+@contextlib.contextmanager
+def _in_training(run: Run) -> Iterator[None]:
+    """The model in training mode, then in eval mode; after an error in the mode it had. It keeps no gradients."""
+    modes = [(module, module.training) for module in run.model.modules()]
+    run.model.train()
+    try:
+        yield
+        run.model.eval()
+    except BaseException:
+        for module, mode in modes:
+            module.training = mode
+        raise
+    finally:
+        run.optimizer.zero_grad()
+
+
+def run_recipe(
+    model: nn.Module,
+    train: Pair,
+    recipe: Recipe,
+    folder: Folder | None,
+    *,
+    seed: int,
+    keep: Sequence[int],
+    evaluate: Mapping[str, Pair],
+    evaluate_every: int | None,
+    until: Callable[[Row], bool] | None = None,
+    progress: Progress | None,
+    label: str,
+) -> History:
+    """`fit` in a folder of one's own, or in none."""
+    run = Run(model, train, recipe, seed)
+    sets = dict(evaluate)
+    if recipe.until_loss is not None:
+        own = sets.setdefault("train", (run.inputs, run.targets))
+        if own is not train and not all(torch.equal(a, b) for a, b in zip(own, train, strict=True)):
+            raise InputError(
+                "until_loss reads the loss over the training set, but the set to evaluate that is called 'train' is "
+                "another one; give that another name."
+            )
+    for name, pair in sets.items():
+        check_pair(f"the evaluation on {name!r}", pair)
+    for step in keep:
+        if not 0 <= step <= run.total:
+            raise InputError(f"keep asks for step {step} of a training of {run.total} steps.")
+    wanted = set(keep)
+    every = run.per_epoch if evaluate_every is None else whole_number(evaluate_every, "evaluate_every", 1)
+    weights: dict[int, dict[str, Tensor]] = {}
+
+    def complete(row: Row) -> bool:
+        """Whether the recipe ends here."""
+        goal = recipe.until_loss
+        fitted = goal is not None and row["step"] >= recipe.until_step and row["train_loss"] <= goal
+        return fitted or row["step"] == run.total
+
+    def asked_to_stop(row: Row) -> bool:
+        """Whether the caller ends it here."""
+        return until is not None and until(dict(row))
+
+    def take(network: nn.Module) -> None:
+        weights[run.step] = weights_of(network)
+        if folder:
+            folder.write(kept_name(run.step), weights[run.step])
+
+    def ends() -> bool:
+        """Evaluate and keep what is due at this step, and say whether it is the last one."""
+        last, due = run.step == run.total, run.step % every == 0
+        if not (last or due or run.step in wanted):
+            return False
+        network = run.network()
+        if last or due:
+            run.evaluate(network, sets)
+            last = complete(run.rows[-1]) or asked_to_stop(run.rows[-1])
+        if last or run.step in wanted:
+            take(network)
+        model.train()
+        return last
+
+    def history(rows: list[Row], step: int, seconds: float) -> History:
+        model.load_state_dict(weights[step])  # differs from what the model has if the weights were averaged
+        chosen = {kept: weights[kept] for kept in sorted(weights) if kept in keep or kept == step}
+        return History(rows, chosen, step, step < run.total, seconds)
+
+    with preserved_random_state(), torch.enable_grad(), _in_training(run):
+        torch.manual_seed(seed)
+        ended = False
+        if folder and (state := folder.read()) and state.get("labels", run.labels) == run.labels:
+            step, rows, kept = state["step"], state["rows"], kept_steps(folder.files)
+            stop = next((row["step"] for row in rows if asked_to_stop(row)), step + 1)
+            ended = complete(rows[-1]) or stop == step
+            # begin again if steps were passed that had to be kept, or the one to stop at, or there is no way on
+            again = any(missed <= step for missed in wanted - kept) or stop < step
+            if again or not (ended or "checkpoint" in state):
+                wanted |= kept
+                ended, folder.files = False, {}
+            else:
+                weights = {found: folder.tensors(kept_name(found)) for found in kept & {*wanted, step}}
+                if ended and step in kept:
+                    return history(rows, step, state["seconds"])
+                run.restore(state, folder.tensors(state["checkpoint"]))
+                if ended:  # it only passed here, without its weights being kept
+                    take(run.network())
+        if folder:
+            with folder.speaking():
+                folder.clean()
+        first, begin, reported, earlier = run.step, time.monotonic(), 0.0, run.seconds
+        ended = ended or (not run.rows and ends())
+        for outputs, targets in () if ended else run.batches():
+            now = time.monotonic()
+            run.seconds = earlier + now - begin
+            if progress and now - reported > _REPORT_SECONDS:
+                reported = now
+                speed = (run.step - first) / (now - begin)
+                progress(f"{label}: {run.describe(outputs, targets)}, {speed:.3g} steps/s", run.step, run.total)
+            if ends():
+                break
+            if folder:
+                folder.checkpoint(run)
+        if folder and complete(run.rows[-1]):
+            folder.finish(run)
+        elif folder:
+            folder.suspend(run)  # the next call may want to go on
+        return history(run.rows, run.step, run.seconds)

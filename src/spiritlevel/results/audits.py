@@ -1,0 +1,258 @@
+"""What transforms that keep the function do to measures."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from spiritlevel.errors import InputError
+from spiritlevel.results.codec import Result
+from spiritlevel.results.estimates import Estimate, with_status
+from spiritlevel.results.formatting import aligned, figure, in_short, times
+
+
+@dataclass(frozen=True)
+class Certificate(Result):
+    """What a transform of a network keeps, and how that was checked.
+
+    `preserves` says it in words, `scale` is the α of new outputs = α · old outputs (1: the function is the same).
+    `modes` are the batch-norm modes in which it holds exactly, "eval" and "batch" (statistics of the batch). The
+    outputs of both networks were compared in these modes on `samples` samples, described by `data`: they differ by at
+    most `largest_difference`, and by `relative_difference` of the largest output.
+
+    `factors` gives the diagonal map T for which the Hessian H of the loss of α·φ becomes T⁻¹HT⁻¹ (mathematics 7.1): for
+    each parameter tensor a number, or a float64 tensor that broadcasts to its shape. It is `None` where the transform
+    is no such map.
+    """
+
+    transform: str
+    preserves: str
+    scale: float
+    modes: tuple[str, ...]
+    largest_difference: float
+    relative_difference: float
+    samples: int
+    data: str
+    factors: dict[str, Any] | None = None
+    notes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return (
+            f"{self.transform} preserves: {self.preserves} (batch norm: {' and '.join(self.modes)}); outputs differ by "
+            f"at most {self.largest_difference:.2g}, relatively {self.relative_difference:.2g}, on {self.data}"
+        )
+
+
+@dataclass(frozen=True)
+class AuditRow(Result):
+    """One measure before and after one transform.
+
+    `ratio` is after / before, NaN where that says nothing: where the error of one of them leaves its sign open, or the
+    signs differ. `predicted` is the ratio that theory gives, NaN where it gives none; `declared` whether the measure is
+    declared invariant. Verdicts: "invariant"; "changes"; "unstable": the difference is within the errors, or the value
+    is not defined any more, so nothing can be said; "not converged": an iteration stopped before its tolerance. `note`
+    says why.
+    """
+
+    measure: str
+    transform: str
+    before: Estimate
+    after: Estimate
+    ratio: float
+    predicted: float
+    verdict: str
+    declared: bool
+    note: str = ""
+
+    @classmethod
+    def _from_older(cls, data: dict[str, Any]) -> dict[str, Any]:
+        name = str(data.get("measure"))
+        return {**data, **{key: with_status(data[key], name) for key in ("before", "after") if key in data}}
+
+    @property
+    def lower_bound(self) -> bool:
+        """Whether the values are the best that an optimiser found."""
+        return self.before.status == "lower bound"
+
+    @property
+    def factor(self) -> float:
+        """How far the transform moved the value, at least.
+
+        1 where it stayed; infinite where it became 0 or changed its sign; NaN where nothing can be said. Values with
+        errors count with the ends of their 95 % intervals that lie nearest to each other.
+        """
+        if self.verdict != "changes":
+            return 1.0 if self.verdict == "invariant" else math.nan
+        if self.before.sign * self.after.sign < 0:
+            return math.inf
+        return moved_at_least(_around(self.before), _around(self.after))
+
+    def __str__(self) -> str:
+        bound = " (lower bound)" if self.lower_bound else ""
+        text = f"{self.measure}{bound} under {self.transform}: {self.before} → {self.after}, {self.verdict}"
+        return f"{text} ({self.note})" if self.note else text
+
+
+def _around(estimate: Estimate) -> tuple[float, float]:
+    """The 95 % interval on the given data; of a lower bound the value that was found."""
+    return (estimate.value, estimate.value) if estimate.status == "lower bound" else estimate.interval()
+
+
+def moved_at_least(before: tuple[float, float], after: tuple[float, float]) -> float:
+    """The factor between two sizes that are known to lie in intervals, at least; NaN where they overlap.
+
+    >>> moved_at_least((2.0, 2.0), (6.0, 6.0)), moved_at_least((1.0, 2.0), (6.0, 8.0))
+    (3.0, 3.0)
+    >>> moved_at_least((1.0, 2.0), (0.2, 0.5)), moved_at_least((1.0, 2.0), (1.5, 9.0))
+    (2.0, nan)
+    """
+    (low, high), (new_low, new_high) = _sizes(*before), _sizes(*after)
+    if new_low > high:
+        return new_low / high if high else math.inf
+    if low > new_high:
+        return low / new_high if new_high else math.inf
+    return math.nan
+
+
+def _sizes(low: float, high: float) -> tuple[float, float]:
+    """The range of |x| for x in an interval."""
+    ends = sorted((abs(low), abs(high)))
+    return (0.0 if low < 0 < high else ends[0]), ends[1]
+
+
+def ratio_of(after: tuple[float, float], before: tuple[float, float]) -> tuple[float, float]:
+    """The range of after / before for numbers in two intervals; NaN unless both lie on the same side of 0.
+
+    >>> ratio_of((6.0, 8.0), (1.0, 2.0)), ratio_of((6.0, 8.0), (-0.1, 2.0)), ratio_of((-1.0, -1.0), (2.0, 2.0))
+    ((3.0, 8.0), (nan, nan), (nan, nan))
+    """
+    ends = [*after, *before]
+    if not (all(end > 0 for end in ends) or all(end < 0 for end in ends)):
+        return math.nan, math.nan
+    (low, high), (first, last) = _sizes(*before), _sizes(*after)
+    return first / high, last / low
+
+
+@dataclass(frozen=True)
+class WorstFactor(Result):
+    """How far a measure could be moved by scaling layers at the same outputs: what a short search found, at least.
+
+    `lowest` and `highest` are values that were measured on really rescaled networks, with the factors of their layers
+    beside them; `errors` are the half-widths of the 95 % intervals of `before`, `lowest` and `highest`. `difference` is
+    the largest relative difference of the outputs.
+    """
+
+    measure: str
+    before: float
+    lowest: float
+    highest: float
+    lowest_factors: dict[str, float]
+    highest_factors: dict[str, float]
+    difference: float
+    errors: tuple[float, float, float] = (0.0, 0.0, 0.0)
+
+    @property
+    def factor(self) -> float:
+        """The larger of highest / before and before / lowest, at least, with the errors taken against it.
+
+        NaN where the errors leave no factor to speak of.
+        """
+        values = zip((self.before, self.lowest, self.highest), self.errors, strict=True)
+        before, lowest, highest = ((value - error, value + error) for value, error in values)
+        if not before[0] > 0 or not self.lowest > 0:
+            return math.nan
+        found = [moved_at_least(before, end) for end in (lowest, highest)]
+        return max((factor for factor in found if not math.isnan(factor)), default=math.nan)
+
+    def __str__(self) -> str:
+        if math.isnan(self.factor):
+            return f"how far {self.measure} can be moved at the same outputs cannot be told within its error"
+        return (
+            f"{self.measure} can be moved at least {times(self.factor)}-fold at the same outputs: scaling the layers "
+            f"took it from {figure(self.before, 4)} to anything between {figure(self.lowest, 4)} and "
+            f"{figure(self.highest, 4)}"
+        )
+
+
+@dataclass(frozen=True)
+class Audit(Result):
+    """Measures × transforms: which numbers survive when the function, or the prediction, does not change.
+
+    `skipped` names the transforms that this network does not allow and the measures that are not defined for it, each
+    with the reason. `certificates` says of every transform what it kept. Printed as a table: "=" invariant, "×3.2" the
+    ratio of a value that changes, "?" unstable, "…" not converged.
+    """
+
+    rows: tuple[AuditRow, ...]
+    worst: tuple[WorstFactor, ...] = ()
+    certificates: dict[str, Certificate] = field(default_factory=dict)
+    skipped: dict[str, str] = field(default_factory=dict)
+    samples: int = 0
+    parameters: int = 0
+    loss: str = "cross_entropy"
+    batch_norm: str = "eval"
+    seed: int | None = None
+
+    def row(self, measure: str, transform: str) -> AuditRow:
+        """The row of one measure and one transform."""
+        for row in self.rows:
+            if (row.measure, row.transform) == (measure, transform):
+                return row
+        raise InputError(f"the audit holds no row of measure {measure!r} under transform {transform!r}.")
+
+    def moved(self) -> dict[str, float]:
+        """How far each measure was moved while every output stayed the same, by a transform or by the search.
+
+        1 where it stayed under all of them; infinite where it became 0 or changed its sign; NaN where it was seen to
+        move nowhere but something could not be decided. Transforms that change the outputs do not count. Where values
+        have errors, this is what is left of the factor when the errors are taken against it.
+
+        >>> Audit(()).moved()
+        {}
+        """
+        factors: dict[str, list[float]] = {}
+        for row in self.rows:
+            certificate = self.certificates.get(row.transform)
+            if certificate is not None and certificate.scale == 1.0:
+                factors.setdefault(row.measure, []).append(row.factor)
+        for worst in self.worst:
+            factors.setdefault(worst.measure, []).append(worst.factor)
+        return {name: largest(found) for name, found in factors.items()}
+
+    def __str__(self) -> str:
+        measures = list(dict.fromkeys(row.measure for row in self.rows))
+        transforms = list(dict.fromkeys(row.transform for row in self.rows))
+        cells = {(row.measure, row.transform): row for row in self.rows}
+        words = [["measure"], ["value"], *(name.split("_") for name in transforms)]
+        height = max(map(len, words))
+        table = [list(line) for line in zip(*([""] * (height - len(name)) + name for name in words), strict=True)]
+        for name in measures:
+            present = [cells[name, transform] for transform in transforms if (name, transform) in cells]
+            shown = [_cell(cells[name, t]) if (name, t) in cells else "" for t in transforms]
+            table.append([name, in_short(present[0].before), *shown])
+        notes = ["= invariant, ×r changes, ? within the error, … not converged, ≥ lower bound found by an optimiser"]
+        notes += [str(item) for item in self.worst]
+        notes += [f"left out: {name}: {reason}" for name, reason in self.skipped.items()]
+        return "\n".join(
+            [*aligned(table, height), *(textwrap.fill(note, 100, subsequent_indent="  ") for note in notes)]
+        )
+
+
+def largest(factors: Iterable[float]) -> float:
+    """The largest factor; an undecided one (NaN) counts only if none is above 1.
+
+    >>> largest([1.0, math.nan, 3.0]), largest([1.0, math.nan]), largest([1.0])
+    (3.0, nan, 1.0)
+    """
+    every = list(factors)
+    known = [factor for factor in every if not math.isnan(factor)]
+    return max(known) if known and (len(known) == len(every) or max(known) > 1) else math.nan
+
+
+def _cell(row: AuditRow) -> str:
+    if row.verdict == "changes":
+        return "changes" if math.isnan(row.ratio) else f"×{figure(row.ratio, 2)}"
+    return {"invariant": "=", "unstable": "?"}.get(row.verdict, "…")

@@ -1,0 +1,196 @@
+"""One JSON form for every result, and its inverse."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, ClassVar, Self, Union, get_args, get_origin, get_type_hints
+
+import torch
+from torch import Tensor
+
+from spiritlevel.errors import InputError
+from spiritlevel.storage import write_atomically
+
+# In JSON, `null` is an undefined number where a field is declared as one, and an object with the key "type" is a result
+# (its class), a tensor, or a dict that happens to have a key of that name.
+_TAG, _TENSOR, _DICT = "type", "tensor", "dict"
+_INFINITIES = {"Infinity": math.inf, "-Infinity": -math.inf}
+
+
+def _encode(value: Any) -> Any:
+    """To strict JSON: NaN becomes null, infinities become strings, tensors carry their dtype and shape."""
+    if isinstance(value, Result):
+        return value.to_dict()
+    if isinstance(value, Tensor):
+        flat = value.detach().cpu().reshape(-1).tolist()
+        return {
+            _TAG: _TENSOR,
+            "dtype": str(value.dtype).removeprefix("torch."),
+            "shape": list(value.shape),
+            "data": [_encode(item) for item in flat],
+        }
+    if isinstance(value, float):
+        if math.isnan(value):
+            return None
+        return value if math.isfinite(value) else ("Infinity" if value > 0 else "-Infinity")
+    if isinstance(value, dict):
+        for key in value:
+            if not isinstance(key, str):
+                raise TypeError(f"the dicts of a result have texts as keys, got {key!r}.")
+        items = {key: _encode(item) for key, item in value.items()}
+        return {_TAG: _DICT, "items": items} if _TAG in items else items
+    if isinstance(value, list | tuple):
+        return [_encode(item) for item in value]
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    raise TypeError(f"results hold tensors, numbers, strings, dicts and lists, got {type(value).__name__}.")
+
+
+def _number(value: Any) -> float:
+    return math.nan if value is None else _INFINITIES.get(value) or float(value)
+
+
+def _decode(value: Any, hint: Any = Any) -> Any:
+    """The inverse of `_encode`; `hint` is the declared type, which alone tells an undefined number from `None`."""
+    result = _decoded(value, hint)
+    if hint is not Any and isinstance(hint, type) and not isinstance(result, hint):
+        raise TypeError(f"expected {hint.__name__}, got {type(result).__name__}")
+    return result
+
+
+def _decoded(value: Any, hint: Any) -> Any:
+    if get_origin(hint) in (UnionType, Union):
+        kinds = [kind for kind in get_args(hint) if kind is not NoneType]
+        if value is None and len(kinds) < len(get_args(hint)):
+            return None
+        hint = kinds[0] if len(kinds) == 1 else Any
+    if hint is float:
+        return _number(value)
+    inner = get_args(hint)
+    if isinstance(value, list):
+        if get_origin(hint) is tuple and len(inner) == len(value) and Ellipsis not in inner:
+            return tuple(_decode(item, kind) for item, kind in zip(value, inner, strict=True))
+        items = [_decode(item, inner[0] if inner else Any) for item in value]
+        return items if list in (hint, get_origin(hint)) else tuple(items)
+    if not isinstance(value, dict):
+        return value
+    kind = value.get(_TAG)
+    if kind == _TENSOR:
+        dtype = getattr(torch, value["dtype"])
+        if not isinstance(dtype, torch.dtype):
+            raise TypeError(f"{value['dtype']} is no type of numbers")
+        data = [_number(item) for item in value["data"]] if dtype.is_floating_point else value["data"]
+        return torch.tensor(data, dtype=dtype).reshape(value["shape"])
+    if kind is not None and kind != _DICT:
+        return Result.from_dict(value)
+    items_hint = inner[1] if get_origin(hint) is dict else Any
+    return {key: _decode(item, items_hint) for key, item in (value["items"] if kind else value).items()}
+
+
+class Result:
+    """Base of all results: one JSON form (`to_json`) and its inverse (`from_json`).
+
+    Subclasses are frozen dataclasses whose fields hold numbers, texts, tensors, results, and dicts, tuples or lists of
+    those. An undefined number is NaN and becomes null; it comes back as NaN if the field is declared as `float` (also
+    inside `dict[str, float]` and the like), and as `None` if it may be absent (`float | None`).
+    """
+
+    _types: ClassVar[dict[str, type[Result]]] = {}
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        Result._types[cls.__name__] = cls
+
+    def to_dict(self) -> dict[str, Any]:
+        """A dict of plain values, ready for strict JSON; `from_dict` reads it back."""
+        fields = {f.name: _encode(getattr(self, f.name)) for f in _fields(type(self))}
+        if _TAG in fields:
+            raise TypeError(f"{type(self).__name__} has a field named {_TAG!r}, which results reserve for their class.")
+        return {_TAG: type(self).__name__, **fields}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Self:
+        """The inverse of `to_dict`, for any kind of result."""
+        name = data.get(_TAG) if isinstance(data, dict) else None
+        kind = Result._types.get(str(name))
+        if kind is None or not issubclass(kind, cls):
+            if name is None:
+                raise InputError(
+                    "this is no result of spiritlevel, which would say its type; pass a report.json, or what to_json "
+                    "wrote."
+                )
+            known = [
+                kind for kind in Result._types.values() if issubclass(kind, cls) and dataclasses.is_dataclass(kind)
+            ]
+            names = ", ".join(sorted(kind.__name__ for kind in known))
+            raise InputError(f"cannot read a result of type {name!r}, expected one of: {names}.")
+        data = kind._from_older(data)
+        hints = _hints(kind)
+        present = [f for f in _fields(kind) if f.name in data]
+        missing = [f.name for f in _fields(kind) if f not in present and _required(f)]
+        if missing:
+            raise InputError(f"cannot read a result of type {name!r}: it lacks {', '.join(missing)}.")
+        try:
+            return kind(**{f.name: _decode(data[f.name], hints.get(f.name, Any)) for f in present})
+        except InputError:
+            raise
+        except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            reason = str(error).split("\n", 1)[0]
+            raise InputError(f"cannot read a result of type {name!r}: it is damaged ({reason}).") from error
+
+    @classmethod
+    def _from_older(cls, data: dict[str, Any]) -> dict[str, Any]:
+        """The dict of a result as an earlier version wrote it, with what it did not say yet."""
+        return data
+
+    def to_json(self, path: str | Path | None = None) -> str:
+        """Strict JSON text; with `path` also written there, atomically."""
+        text = json.dumps(self.to_dict(), allow_nan=False, ensure_ascii=False)
+        if path is not None:
+            write_atomically(path, text + "\n")
+        return text
+
+    @classmethod
+    def from_json(cls, text: str | Path) -> Self:
+        """Read what `to_json` wrote, from its file (a `Path`, or the path as a text) or from its text."""
+        if isinstance(text, str) and "{" not in text and _is_file(text):  # the text of a result has braces
+            text = Path(text)
+        where = str(text) if isinstance(text, Path) else "the text"
+        try:
+            data = json.loads(text.read_text(encoding="utf-8") if isinstance(text, Path) else text)
+        except OSError as error:
+            raise InputError(
+                f"cannot read {where} ({error.strerror or error}); pass a file that to_json wrote."
+            ) from error
+        except (ValueError, RecursionError) as error:  # also bytes that are no text, and numbers of endless digits
+            if isinstance(text, str) and "{" not in text:
+                raise InputError(f"{text[:80]!r} is the path of no file and is not JSON ({error}).") from error
+            raise InputError(f"{where} is not JSON ({error}); pass a report.json, or what to_json wrote.") from error
+        return cls.from_dict(data)
+
+
+def _is_file(name: str) -> bool:
+    try:
+        return Path(name).is_file()
+    except (OSError, ValueError):  # too long for a name, or with a zero byte
+        return False
+
+
+def _fields(kind: type[Result]) -> tuple[dataclasses.Field[Any], ...]:
+    return dataclasses.fields(kind)  # type: ignore[arg-type]
+
+
+def _required(f: dataclasses.Field[Any]) -> bool:
+    return f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+
+
+def _hints(kind: type[Result]) -> dict[str, Any]:
+    """The declared types of the fields."""
+    try:
+        return get_type_hints(kind)
+    except NameError:  # a type that exists for the type checker only
+        return {f.name: float if f.type in ("float", float) else Any for f in _fields(kind)}

@@ -1,0 +1,182 @@
+"""What was measured of one model, as a whole."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from scipy import stats
+from torch import Tensor
+
+from spiritlevel.errors import InputError
+from spiritlevel.results.audits import Audit
+from spiritlevel.results.codec import Result
+from spiritlevel.results.estimates import Estimate, with_status
+from spiritlevel.results.formatting import aligned, left_out_lines
+from spiritlevel.results.pages import Shown
+from spiritlevel.results.samples import Correlation, Margins, SampleTraces
+from spiritlevel.results.spectra import SpectrumSummary
+from spiritlevel.results.surfaces import Landscape
+
+
+@dataclass(frozen=True)
+class Fit(Result):
+    """How well a model fits some samples: `accuracy` and mean `loss`, with the error of a random subset if it was one.
+
+    `samples` were measured out of `population`. `accuracy` is undefined where the targets are no classes.
+    """
+
+    samples: int
+    population: int
+    accuracy: Estimate
+    loss: Estimate
+
+    def accuracy_limits(self) -> tuple[float, float]:
+        """Clopper and Pearson's 95 % interval of the accuracy on the whole population, of which a subset was measured.
+
+        It covers 95 % or more, also of an accuracy near 0 or 1, where shorter intervals fall below.
+
+        >>> [f"{limit:.3f}" for limit in Fit(60, 10**9, Estimate(1.0), Estimate(0.0)).accuracy_limits()]
+        ['0.940', '1.000']
+        """
+        worth = self.samples / (1 - self.samples / self.population)  # the rest alone is unknown
+        right = self.accuracy.value * worth
+        low = float(stats.beta.ppf(0.025, right, worth - right + 1)) if right > 0 else 0.0
+        high = float(stats.beta.ppf(0.975, right + 1, worth - right)) if right < worth else 1.0
+        return low, high
+
+    def __str__(self) -> str:
+        return f"accuracy {self.accuracy}, loss {self.loss} on {self.samples:,} of {self.population:,} samples"
+
+
+@dataclass(frozen=True)
+class ReportRow(Result):
+    """One measure of a report: its value and all that is known about it.
+
+    `kind` is the status of `value`, see `Estimate`; `direction` what a larger value means: "sharper", "flatter",
+    "wider" or "larger". `invariant_to` are the transforms that leave it as it is; `family` is "curvature", "margin" or
+    "norm"; `cost` the dearest thing it does and `seconds` what it took, without what other measures had computed. Where
+    a subset was measured and the error of that is not known, `subset_error` says why. `needs_data` is false where the
+    weights alone decide.
+    """
+
+    name: str
+    value: Estimate
+    direction: str
+    family: str
+    meaning: str
+    formula: str
+    reference: str
+    invariant_to: tuple[str, ...]
+    cost: str
+    seconds: float = math.nan
+    subset_error_unknown: bool = False
+    subset_error: str = ""
+    needs_data: bool = True
+
+    @classmethod
+    def _from_older(cls, data: dict[str, Any]) -> dict[str, Any]:
+        data = {"needs_data": data.get("family") != "norm", **data}
+        return {**data, "value": with_status(data["value"], str(data.get("name")))} if "value" in data else data
+
+    @property
+    def kind(self) -> str:
+        """What the value is worth: its status."""
+        return self.value.status
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """95 % interval, with the error of a random subset where the data were one; NaN where that is not known."""
+        return (math.nan, math.nan) if self.subset_error_unknown else self.value.interval(data=True)
+
+    @property
+    def invariant(self) -> bool:
+        """Whether scaling layers at the same outputs leaves the value as it is."""
+        return "rescale_layers" in self.invariant_to
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.value} ({self.kind}); {self.meaning}"
+
+
+@dataclass(frozen=True)
+class Pictures(Result):
+    """Some samples as pictures: `images` (K, C, H, W) uint8, C = 1 or 3, of the samples `indices` (K,) of the report.
+
+    `groups` says why: each name ("sharpest", "least certain", "others") has the positions of its pictures in `indices`.
+    """
+
+    indices: Tensor
+    images: Tensor
+    groups: dict[str, tuple[int, ...]]
+
+    def __str__(self) -> str:
+        counts = ", ".join(f"{len(places)} {name}" for name, places in self.groups.items())
+        return f"{self.indices.numel()} pictures: {counts}"
+
+
+@dataclass(frozen=True)
+class Report(Shown):
+    """Everything that `measure` found about one model: prints as a table, shows itself in a notebook, has a page.
+
+    Per-sample results (`traces`, `margins`, `predicted`) are in the order of the samples measured; `indices` are their
+    places in the data if they are a random subset, else `None`. `fits` and `correlations` are by name ("train", "test";
+    "trace and margin", "trace and ACEHT"), an undefined correlation says why. `layers` is the share of the trace by
+    parameter tensor. `spectrum` holds no vectors. `settings` says how all this was measured: versions, seed, device,
+    dtype, data, batch norm. `left_out` names what was not measured, with the reason; `partial` is empty unless the
+    measurement was interrupted. `headline` says the most important in words, from the numbers alone; `leads` names the
+    measures that stand for their family ("curvature", "margin") in a summary, the best first.
+    """
+
+    name: str
+    rows: tuple[ReportRow, ...]
+    headline: tuple[str, ...] = ()
+    fits: dict[str, Fit] = field(default_factory=dict)
+    traces: SampleTraces | None = None
+    margins: Margins | None = None
+    test_margins: Margins | None = None
+    predicted: Tensor | None = None
+    indices: Tensor | None = None
+    correlations: dict[str, Correlation] = field(default_factory=dict)
+    layers: dict[str, float] = field(default_factory=dict)
+    spectrum: SpectrumSummary | None = None
+    landscape: Landscape | None = None
+    audit: Audit | None = None
+    pictures: Pictures | None = None
+    classes: tuple[str, ...] = ()
+    parameters: int = 0
+    settings: dict[str, str] = field(default_factory=dict)
+    left_out: dict[str, str] = field(default_factory=dict)
+    partial: str = ""
+    seconds: float = math.nan
+    leads: dict[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def row(self, name: str) -> ReportRow:
+        """The row of one measure."""
+        for row in self.rows:
+            if row.name == name:
+                return row
+        raise InputError(f"the report holds no measure {name!r}, only {', '.join(row.name for row in self.rows)}.")
+
+    def __str__(self) -> str:
+        lines = [f"{self.name}: {self.parameters:,} parameters"]
+        lines += [f"PARTIAL: {self.partial}"] if self.partial else []
+        for name, fit in self.fits.items():
+            of = f" of {fit.population:,}" if fit.population > fit.samples else ""
+            lines.append(
+                f"{name}: {fit.samples:,}{of} samples, accuracy {fit.accuracy.value:.2%}, loss {fit.loss.value:.4g}"
+            )
+        table = [["measure", "value", "95 % interval", "kind", "larger is", "invariant to"]]
+        for row in self.rows:
+            low, high = row.interval
+            interval = "" if row.kind == "undefined" or low == high else f"{low:.4g} .. {high:.4g}"
+            if row.kind == "converged":
+                interval = "" if row.value.settled and not row.value.data_stderr else f"± {(high - low) / 2:.2g}"
+            interval = "unknown" if math.isnan(low) and row.kind != "undefined" else interval
+            interval = f"{low:.4g} or more" if math.isinf(high) else interval
+            value = "undefined" if row.kind == "undefined" else f"{row.value.value:.6g}"
+            table.append([row.name, value, interval, row.kind, row.direction, ", ".join(row.invariant_to) or "-"])
+        lines += aligned(table)
+        lines += [f"{name}: {found}" for name, found in self.correlations.items()]
+        lines += left_out_lines(self.left_out)
+        return "\n".join([*lines, *self.headline])

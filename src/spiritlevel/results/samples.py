@@ -1,0 +1,164 @@
+"""One number of every sample, and how two of them go together."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from spiritlevel.results.codec import Result
+from spiritlevel.results.estimates import Estimate
+from spiritlevel.results.intervals import mean_skewness, standard_error, subset_mean
+
+
+@dataclass(frozen=True)
+class SampleTraces(Result):
+    """The trace of the Hessian of every sample's own loss.
+
+    `values[n]` = Tr ∇²ℓ(θ; xₙ, yₙ) and `stderr[n]` its error (0 where exact). `layers` splits the values by parameter
+    tensor if that was asked for. `probes` counts the random probes a sample got. Where all samples shared their probes
+    their errors are correlated: `draws` (N, probes) keeps what each probe said, so that `mean` and `correlate` can
+    take the error from the spread over probes. `fingerprint` identifies the order of the data. With batch statistics
+    the batches are part of the definition: `batches` then holds their sizes in order.
+    """
+
+    values: Tensor
+    stderr: Tensor
+    exact: bool
+    method: str
+    targets: Tensor
+    layers: dict[str, Tensor] = field(default_factory=dict)
+    probes: Tensor | None = None
+    dof: float = math.inf
+    draws: Tensor | None = None
+    matvecs: int = 0
+    seed: int | None = None
+    loss: str = "cross_entropy"
+    batch_norm: str = "eval"
+    fingerprint: str = ""
+    population: int | None = None
+    negative_stops: float | None = None
+    notes: tuple[str, ...] = ()
+    batches: tuple[int, ...] | None = None
+
+    def __len__(self) -> int:
+        return self.values.numel()
+
+    def mean(self) -> Estimate:
+        """The trace of the mean loss, Tr ∇²L = mean of the per-sample traces, with the error of the probes.
+
+        Shared probes: the standard error is that of the probe-wise means. Independent ones (`passes=`): the root of
+        the summed squares, and NaN where fewer than 8 samples make up that sum, since a single draw tells the size of
+        its own error no better than that of its value. If these samples are a random subset of `population` points,
+        `data_stderr` and `data_limits` are the subset's error (NaN below 30 samples).
+        """
+        value, spread = float(self.values.mean()), subset_mean(self.values, self.population)
+        error: dict[str, Any] = {"stderr": 0.0}
+        if self.draws is not None and not self.exact:
+            means = self.draws.mean(0)
+            error = {
+                "status": "estimated",
+                "stderr": float(standard_error(means)),
+                "dof": means.numel() - 1,
+                "skew": mean_skewness(means),
+            }
+        elif not self.exact:
+            error = self._independent_errors()
+        return Estimate(
+            value, matvecs=self.matvecs, seed=self.seed, data_stderr=spread[0], data_limits=spread[1], **error
+        )
+
+    def _independent_errors(self) -> dict[str, Any]:
+        """The error of the mean of samples that each had one draw of its own: nothing is known of its distribution.
+
+        The worst case is a multiple of χ²₁, whose third cumulant is that of 0.98 error³; and as the errors are taken
+        from the draws themselves, as many degrees of freedom remain as there are samples that count.
+        """
+        largest = float(self.stderr.max())
+        if not largest:
+            return {"stderr": 0.0, "status": "estimated"}
+        shares = (self.stderr / largest).double()
+        squares = float(shares.square().sum())
+        counted = squares**2 / float(shares.pow(4).sum())
+        if not counted >= 8:  # also NaN
+            return {"status": "estimated", "stderr": math.nan}
+        skew = float(shares.pow(3).sum()) / squares**1.5
+        return {"status": "estimated", "stderr": largest * math.sqrt(squares) / len(self), "dof": counted, "skew": skew}
+
+    def __str__(self) -> str:
+        how = "exact" if self.exact else f"estimated ({self.method})"
+        low, high = (float(self.values.min()), float(self.values.max())) if len(self) else (math.nan, math.nan)
+        return f"{len(self)} per-sample Hessian traces, {how}: mean {self.mean()}, from {low:.3g} to {high:.3g}"
+
+
+@dataclass(frozen=True)
+class Margins(Result):
+    """Margins of every sample.
+
+    `signed` = φ_y − max_{j≠y} φ_j, `output` its absolute value, `softmax` the same of the softmax probabilities in
+    absolute value (γ), `softmax_gap` = 1−γ² computed without cancellation, `correct` whether the label's output is the
+    strictly largest. `targets` are the labels, 0 and 1 for a single logit. `distance` is the signed linearised distance
+    to the decision boundary if it was asked for, in the space `layer` (the input where empty) and the norm `norm`;
+    `spread` is the root of the total variance of the points in that space, a unit for such distances.
+    """
+
+    output: Tensor
+    signed: Tensor
+    softmax: Tensor
+    softmax_gap: Tensor
+    correct: Tensor
+    targets: Tensor
+    distance: Tensor | None = None
+    norm: str = ""
+    layer: str = ""
+    spread: float = math.nan
+    fingerprint: str = ""
+
+    def __len__(self) -> int:
+        return self.signed.numel()
+
+    def __str__(self) -> str:
+        if not len(self):
+            return "0 output margins"
+        text = (
+            f"{len(self)} output margins: mean {float(self.signed.mean()):.4g}, "
+            f"smallest {float(self.signed.min()):.4g}; {float(self.correct.double().mean()):.2%} classified correctly"
+        )
+        if self.distance is not None:
+            where = f"at layer {self.layer!r}" if self.layer else "in input space"
+            text += f"; median distance {float(self.distance.median()):.4g} {where} ({self.norm}-norm)"
+        return text
+
+
+@dataclass(frozen=True)
+class Correlation(Result):
+    """Pearson's r of two per-sample quantities after removal of outliers, with a bootstrap interval.
+
+    `n` points were kept and `removed` were outliers; `r_all` is r of all points. `low` and `high` bound r at `level`.
+    b = slope·a + intercept by least squares. `disattenuated` is r without the noise of random probes, NaN unless the
+    probes' draws were given. Where r is not defined it is NaN (never 0) and `reason` says why.
+    """
+
+    r: float
+    low: float
+    high: float
+    n: int
+    removed: int
+    r_all: float
+    spearman: float
+    slope: float
+    intercept: float
+    level: float = 0.95
+    outliers: str = "lof"
+    seed: int | None = None
+    reason: str = ""
+    disattenuated: float = math.nan
+    notes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        if math.isnan(self.r):
+            return f"r undefined ({self.reason})"
+        outliers = f"({self.removed} outliers removed)"
+        return f"r = {self.r:.3f} [{self.low:.3f}, {self.high:.3f}] over {self.n} points {outliers}"

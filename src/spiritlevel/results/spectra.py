@@ -1,0 +1,219 @@
+"""Eigenvalues, diagonals and densities of a matrix."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from spiritlevel.errors import InputError
+from spiritlevel.results.codec import Result
+from spiritlevel.results.estimates import Estimate
+from spiritlevel.results.intervals import errors_off, mean_skewness
+
+
+@dataclass(frozen=True)
+class Eigenpairs(Result):
+    """Eigenvalues from the wanted end inwards, with their vectors as columns and their residuals ‖Hv − λv‖.
+
+    Each residual bounds the distance from its value to an eigenvalue. `converged` is true if every residual is at most
+    tol · max|Ritz value| and repeated eigenvalues were ruled out or found; otherwise `reason` says what is missing.
+    `reach` is how far beyond the outermost value an eigenvalue may still lie: further out there is none, but for a
+    chance of 0.001; `None` where that is not known.
+    """
+
+    values: Tensor
+    vectors: Tensor | None
+    residuals: Tensor
+    converged: bool
+    matvecs: int
+    which: str = "largest"
+    tol: float = 1e-4
+    seed: int | None = None
+    reason: str = ""
+    reach: float | None = None
+
+    def __len__(self) -> int:
+        return self.values.numel()
+
+    def outermost(self) -> Estimate:
+        """The first value ± what is not known of it: the larger of its residual and `reach`.
+
+        A residual alone is not enough. It tells that some eigenvalue is near, not that it is the outermost one.
+        """
+        tolerance = max(float(self.residuals[0]), self.reach or 0.0)
+        return Estimate(
+            float(self.values[0]),
+            matvecs=self.matvecs,
+            seed=self.seed,
+            reason=self.reason,
+            tolerance=tolerance if self.converged else 0.0,
+            status="converged" if self.converged else "not converged",
+        )
+
+    def __str__(self) -> str:
+        pairs = zip(self.values.tolist(), self.residuals.tolist(), strict=True)
+        listed = ", ".join(f"{value:.6g} (residual {residual:.1g})" for value, residual in pairs)
+        state = "converged" if self.converged else f"not converged: {self.reason}"
+        return f"{len(self)} eigenvalues, {self.which}: {listed}; {self.matvecs} products, {state}"
+
+
+@dataclass(frozen=True)
+class DiagonalEstimate(Result):
+    """The diagonal of a matrix: one value and one standard error an entry, `stderr` 0 where exact.
+
+    All entries share their probes, so their errors are correlated: the error of a sum of entries is not the root of
+    the summed squares.
+    """
+
+    values: Tensor
+    stderr: Tensor
+    dof: float = math.inf
+    matvecs: int = 0
+    seed: int | None = None
+
+    @property
+    def exact(self) -> bool:
+        """Whether no entry carries a probe error."""
+        return not bool(self.stderr.any())
+
+    def __len__(self) -> int:
+        return self.values.numel()
+
+    def __str__(self) -> str:
+        how = "exact" if self.exact else f"standard errors up to {float(self.stderr.max()):.2g}"
+        low, high = float(self.values.min()), float(self.values.max())
+        return f"diagonal of {len(self)} entries from {low:.4g} to {high:.4g}, {how}"
+
+
+@dataclass(frozen=True)
+class Density(Result):
+    """A spectral density smoothed by a Gaussian of standard deviation `width`, on the points of `grid`.
+
+    `stderr` is the error of the random probes at every point, 0 where all eigenvalues are known, and `skew` its
+    skewness. It does not hold the error of the quadrature, which is small once `width` exceeds the distance of
+    neighbouring nodes.
+    """
+
+    grid: Tensor
+    values: Tensor
+    stderr: Tensor
+    width: float
+    dof: float = math.inf
+    skew: Tensor | None = None
+
+    def band(self, level: float = 0.95) -> tuple[Tensor, Tensor]:
+        """The interval of `skewed_limits` at every point (not for the curve as a whole), cut off at 0."""
+        if not 0 < level < 1:
+            raise InputError(f"band needs a level between 0 and 1, got {level}.")
+        skew = torch.zeros_like(self.stderr) if self.skew is None else self.skew
+        below, above = (torch.from_numpy(off) for off in errors_off(skew.double().numpy(), self.dof, level))
+        return (self.values - below * self.stderr).clamp(min=0.0), self.values + above * self.stderr
+
+    def __str__(self) -> str:
+        if not self.grid.numel():
+            return "spectral density at 0 points"
+        low, high, top = float(self.grid.min()), float(self.grid.max()), int(self.values.argmax())
+        where = f"at {self.grid.numel()} points from {low:.4g} to {high:.4g}, width {self.width:.3g}"
+        return f"spectral density {where}: largest {float(self.values[top]):.4g} at {float(self.grid[top]):.4g}"
+
+    def __repr__(self) -> str:  # not its hundreds of numbers
+        return f"<{self}>"
+
+
+@dataclass(frozen=True)
+class Spectrum(Result):
+    """Stochastic Lanczos quadrature: the spectral distribution μ = (1/P) Σᵢ δ(λᵢ) as weighted nodes.
+
+    Row i of `nodes` and `weights` (probes, steps) comes from probe i alone; the weights of each row sum to 1/probes,
+    all weights to 1. Each row is a Gauss quadrature, exact for polynomials up to degree 2·steps − 1 under its own
+    probe, so every integral is unbiased for those and its error follows from the spread over the rows. `exact` means
+    that the nodes are the eigenvalues themselves, in one row.
+
+    >>> two_probes = Spectrum(torch.tensor([[0.0, 2.0], [0.0, 4.0]]), torch.full((2, 2), 0.25), size=9)
+    >>> print(two_probes.moment(1))
+    1.5 ± 0.5
+    """
+
+    nodes: Tensor
+    weights: Tensor
+    size: int
+    exact: bool = False
+    matvecs: int = 0
+    seed: int | None = None
+
+    def integrate(self, function: Callable[[Tensor], Tensor]) -> Estimate:
+        """∫ f dμ = Tr f(H)/P for an elementwise `function`; multiply by `size` for the trace."""
+        rows = (self.weights.double() * function(self.nodes.double())).sum(1) * self.weights.shape[0]
+        if self.exact:
+            return Estimate(float(rows.mean()), matvecs=self.matvecs, seed=self.seed)
+        return Estimate.from_draws(rows, matvecs=self.matvecs, seed=self.seed)
+
+    def moment(self, k: int) -> Estimate:
+        """∫ λᵏ dμ = Tr(Hᵏ)/P."""
+        if k < 0:
+            raise InputError(f"moment needs k >= 0, got {k}.")
+        return self.integrate(lambda nodes: nodes**k)
+
+    def density(self, grid: Tensor | None = None, width: float | None = None) -> Density:
+        """The density smoothed by a Gaussian of standard deviation `width`, with its error at every point of `grid`.
+
+        `width` is 1/100 of the span of the nodes unless given, `grid` 512 points that reach 4 widths beyond the nodes.
+        """
+        nodes, weights = self.nodes.double(), self.weights.double()
+        low, high = float(nodes.min()), float(nodes.max())
+        if width is None:
+            width = (high - low) / 100 or max(abs(high), 1.0) / 100
+        if not (width > 0 and math.isfinite(width)):
+            raise InputError(f"density needs a width > 0, got {width}.")
+        if grid is None:
+            grid = torch.linspace(low - 4 * width, high + 4 * width, 512, dtype=torch.float64)
+        grid = grid.double().cpu()
+        rows = torch.zeros(grid.numel(), nodes.shape[0], dtype=torch.float64)
+        for i, (node, weight) in enumerate(zip(nodes, weights, strict=True)):
+            bells = torch.exp(-0.5 * ((grid[:, None] - node) / width).square()) / (width * math.sqrt(2 * math.pi))
+            rows[:, i] = bells @ weight * nodes.shape[0]
+        values = rows.mean(1)
+        if self.exact:
+            return Density(grid, values, torch.zeros_like(values), width)
+        skew = torch.tensor([mean_skewness(row) for row in rows], dtype=torch.float64)
+        return Density(grid, values, rows.std(1) / math.sqrt(rows.shape[1]), width, float(rows.shape[1] - 1), skew)
+
+    def __str__(self) -> str:
+        low, high = float(self.nodes.min()), float(self.nodes.max())
+        how = "all eigenvalues" if self.exact else f"{self.nodes.shape[0]} probes of {self.nodes.shape[1]} nodes"
+        return f"spectrum of size {self.size} from {low:.4g} to {high:.4g}: {how}, mean {self.moment(1)}"
+
+
+@dataclass(frozen=True)
+class SpectrumSummary(Result):
+    """Both ends of a spectrum, its trace, norms and density, from one set of Lanczos runs.
+
+    `mean_square` is Tr(H²)/P. `layers` holds the trace of every parameter's diagonal block; the layers share their
+    probes, so their errors are correlated and do not add up like independent ones.
+    """
+
+    largest: Eigenpairs
+    smallest: Eigenpairs
+    trace: Estimate
+    frobenius_norm: Estimate
+    mean_square: Estimate
+    density: Spectrum
+    layers: dict[str, Estimate]
+    size: int
+    matvecs: int
+    seed: int | None = None
+
+    @property
+    def spectral_norm(self) -> float:
+        """The largest absolute value of an eigenvalue, from the two ends."""
+        return max(abs(float(self.largest.values[0])), abs(float(self.smallest.values[0])))
+
+    def __str__(self) -> str:
+        return (
+            f"spectrum of size {self.size}: from {self.smallest.outermost()} to {self.largest.outermost()}, "
+            f"trace {self.trace}, Frobenius norm {self.frobenius_norm}, {self.matvecs} products"
+        )

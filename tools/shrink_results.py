@@ -1,0 +1,53 @@
+"""Make the kept runs under `results/` small: equal marks of a chart written once, no second copy of it in pixels.
+
+Run it after runs of an older program were added; what it has done once it leaves alone. Numbers and tables stay as they
+are. The summary of a run lists its files with their SHA-256, and is written anew where a file has changed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import sys
+from pathlib import Path
+
+from spiritlevel.charts.drawing import compact
+from spiritlevel.papers.studies.base import SUMMARY, read_summary
+from spiritlevel.storage import write_atomically
+
+DESCRIPTION = re.compile(r' aria-label="[^"]*" role="[^"]*" aria-roledescription="[^"]*"(?= (?:transform|d|x))')
+
+
+def shrink(folder: Path) -> int:
+    """Shrink one run; how many bytes were saved. A run that is not whole stays as it is."""
+    summary = read_summary(folder)
+    if summary is None:
+        return 0
+    before = sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
+    files: dict[str, str] = {}
+    for name, sha in summary["files"].items():
+        path = folder / name
+        if path.suffix == ".png" and path.with_suffix(".svg").name in summary["files"]:
+            path.unlink()
+            continue
+        if path.suffix == ".svg":
+            content = compact(DESCRIPTION.sub("", path.read_text(encoding="utf-8"))).encode()
+            write_atomically(path, content)
+            sha = hashlib.sha256(content).hexdigest()
+        files[name] = sha
+    if files != summary["files"]:
+        text = json.dumps({**summary, "files": files}, allow_nan=False, ensure_ascii=False, indent=1)
+        write_atomically(folder / SUMMARY, text + "\n")
+    return before - sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
+
+
+def main() -> None:
+    """Shrink all runs below the folder that is named, by default `results`."""
+    root = Path(sys.argv[1] if len(sys.argv) > 1 else "results")
+    saved = sum(shrink(path.parent) for path in sorted(root.rglob(SUMMARY)))
+    print(f"{saved / 1e6:.1f} MB saved")
+
+
+if __name__ == "__main__":
+    main()
