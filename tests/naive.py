@@ -222,3 +222,8 @@ def block_traces(
 def _columns(flat: Flat, matrix: Tensor) -> Iterable[tuple[str, Tensor]]:
     sizes = [shape.numel() for shape in flat.shapes.values()]
     return zip(flat.shapes, matrix.split(sizes, dim=1), strict=True)
+
+
+def total_traces(model: nn.Module, inputs: Any, targets: Tensor, loss: Any = "cross_entropy") -> Tensor:
+    """The trace of each sample's Hessian: the sum of its blocks."""
+    return torch.stack(list(block_traces(model, inputs, targets, loss).values())).sum(0)

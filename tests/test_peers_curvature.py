@@ -11,7 +11,7 @@ from typing import Any
 import naive
 import pytest
 import torch
-from test_curvature import blocks_of
+from test_curvature_promises import blocks_of
 from torch import Tensor, nn
 
 from spiritlevel.operators.matrices import empirical_fisher, gauss_newton, hessian

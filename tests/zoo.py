@@ -263,3 +263,10 @@ def sample_data(shape: tuple[int, ...] | str, count: int = 12, classes: int = 3)
     if shape == WORDS:
         return torch.randint(0, 7, (count, 5), generator=generator), targets
     return torch.randn(count, *shape, generator=generator, dtype=torch.float64), targets
+
+
+def many_classes(count: int = 30, classes: int = 12) -> tuple[nn.Module, tuple[Tensor, Tensor]]:
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, classes)).double()
+    with torch.no_grad():
+        model[2].weight *= 4
+    return model, sample_data(FLAT, count, classes)

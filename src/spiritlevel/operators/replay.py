@@ -14,6 +14,8 @@ from torch.func import functionalize
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from spiritlevel.watching.operations import UNKNOWN, Kind, Layer, Operation, dispatched
+
 Flat = Callable[..., tuple[Tensor, ...]]  # of a vector, the parameters and a batch, each as tensors
 
 
@@ -99,7 +101,7 @@ class _Recorder(TorchDispatchMode):
         ]
         if not tensors:
             return result
-        if func in _BY_MEMORY:
+        if dispatched(func).by_memory and not func._schema.is_mutable:
             self._write_by_index(func, result, args, kwargs)
             return result
         function = func
@@ -136,8 +138,6 @@ _UNREPEATABLE = {
     torch.Tag.dynamic_output_shape,
     torch.Tag.nondeterministic_seeded,
 }
-_BY_MEMORY = {_aten.as_strided.default, _aten.as_strided_scatter.default}
-"""They read or write memory as it lies, which for several vectors at once is not how it lay when it was recorded."""
 
 
 def _places(source: Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None) -> Tensor:
@@ -214,29 +214,6 @@ def checked_trace(
     return traced._replace(constants=constants) if right else None
 
 
-_SAME = {_aten.alias.default, _aten.detach.default}
-_ZEROS = {_aten.zeros.default, _aten.zeros_like.default, _aten._efficientzerotensor.default, _aten.new_zeros.default}
-_LINEAR_IN_EACH = {
-    _aten.mm.default,
-    _aten.bmm.default,
-    _aten.mul.Tensor,
-    _aten.mul.Scalar,
-    _aten.neg.default,
-    _aten.t.default,
-    _aten.transpose.int,
-    _aten.permute.default,
-    _aten.view.default,
-    _aten.expand.default,
-    _aten.unsqueeze.default,
-    _aten.squeeze.dim,
-    _aten._to_copy.default,
-    _aten.clone.default,
-    _aten.convolution.default,
-    _aten.convolution_backward.default,
-    operator.getitem,
-}
-
-
 def _simplified(graph: fx.Graph) -> fx.Graph:
     """The same operations without aliases, repetitions, and additions of zeros (the tangents of what does not move)."""
     graph.eliminate_dead_code()
@@ -244,7 +221,8 @@ def _simplified(graph: fx.Graph) -> fx.Graph:
     zeros: set[fx.Node] = set()
     for node in graph.nodes:
         arguments = [image[argument] for argument in node.all_input_nodes]
-        if node.target in _SAME or (node.target is _aten.copy.default and _alike(node, arguments[-1])):
+        operation = _operation(node)
+        if operation.kind is Kind.ALIAS or (node.target is _aten.copy.default and _alike(node, arguments[-1])):
             image[node] = arguments[-1]
             continue
         if node.target is _aten.add.Tensor and len(arguments) == 2 and not node.kwargs:
@@ -261,7 +239,7 @@ def _simplified(graph: fx.Graph) -> fx.Graph:
             if first is not copy:
                 result.erase_node(copy)
             image[node] = first
-            if node.target in _ZEROS or (node.target in _LINEAR_IN_EACH and _vanishes(first, zeros)):
+            if operation.name == "zeros" or _vanishes(first, zeros):
                 zeros.add(first)
         else:
             image[node] = copy
@@ -269,17 +247,23 @@ def _simplified(graph: fx.Graph) -> fx.Graph:
     return result
 
 
+def _operation(node: fx.Node) -> Operation:
+    return dispatched(node.target) if isinstance(node.target, torch._ops.OpOverload) else UNKNOWN
+
+
 def _alike(a: fx.Node, b: fx.Node) -> bool:
     return (a.meta["shape"], a.meta["dtype"]) == (b.meta["shape"], b.meta["dtype"])
 
 
 def _vanishes(node: fx.Node, zeros: set[fx.Node]) -> bool:
-    """Whether an operation that is linear in each of its factors has one that is zero."""
-    if node.target is _aten.convolution.default:
+    """Whether an operation is zero because one of its tensors is."""
+    operation = _operation(node)
+    if operation.layer is Layer.CONVOLUTION:  # plus a bias
         return node.args[2] is None and (node.args[0] in zeros or node.args[1] in zeros)
-    if node.target is _aten.convolution_backward.default:
+    if node.target is _aten.convolution_backward.default:  # of which the first argument is a factor of all results
         return node.args[0] in zeros
-    return any(argument in zeros for argument in node.all_input_nodes)
+    known = operation.vanishes or node.target is operator.getitem
+    return known and any(argument in zeros for argument in node.all_input_nodes)
 
 
 def _cut(graph: fx.Graph, vector: int, outside: dict[str, Tensor]) -> tuple[Trace, list[str]]:

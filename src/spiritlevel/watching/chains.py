@@ -18,14 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from spiritlevel.binding.problem import Problem
-
-_ELEMENTWISE = frozenset(
-    """
-    relu relu_ leaky_relu leaky_relu_ relu6 hardtanh tanh sigmoid gelu silu softplus elu elu_ celu selu mish hardswish
-    log_sigmoid softsign tanhshrink sin cos exp erf square abs neg
-    """.split()
-)
-_SHAPING = frozenset("flatten view reshape dropout contiguous clone".split())
+from spiritlevel.watching.operations import Degree, Layer, called
 
 
 @dataclass(frozen=True)
@@ -100,26 +93,27 @@ def find_chain(problem: Problem, inputs: Any) -> Chain | None:
     steps: list[Step] = []
     used: set[str | None] = set()
     for func, args, kwargs, tensors, versions, result, result_version in log.calls:
-        name = getattr(func, "__name__", "")
+        operation = called(func)
         if not tensors or tensors[0] is not current or versions[0] != version:
             return None
         own = [names.get(id(tensor)) for tensor in tensors[1:]]
-        if name in _SHAPING and not own and (not steps or result.shape == current.shape):
+        new = None not in own and not used.intersection(own)
+        if operation.keeps_order and not own and _keeps(result, current, not steps):
             pass
-        elif name == "linear" and current.ndim == 2 and own and None not in own and not used.intersection(own):
+        elif operation.layer is Layer.DENSE and current.ndim == 2 and own and new:
             weight = tensors[1]
             fan_out, fan_in = weight.shape
             cost += fan_out * fan_out * fan_in + fan_out * fan_in * fan_in if steps else fan_out * fan_out
             width = max(width, fan_out, fan_in if steps else 0)
             steps.append(_Linear(str(own[0]), own[1] if len(own) > 1 else None))
             used.update(own)
-        elif func is F.batch_norm and current.ndim == 2 and steps and None not in own and not used.intersection(own):
+        elif operation.degree is Degree.BATCH_NORM and current.ndim == 2 and steps and new:
             step = _batch_norm_step(names, *args, **kwargs)
             if step is None:
                 return None
             steps.append(step)
             used.update(own)
-        elif name in _ELEMENTWISE and not own and steps:
+        elif operation.elementwise == 1 and not own and steps:
             steps.append(_elementwise(func, args, kwargs))
         else:
             return None
@@ -130,6 +124,11 @@ def find_chain(problem: Problem, inputs: Any) -> Chain | None:
     if not steps or current is not outputs or current._version != version or outputs.ndim != 2:
         return None
     return Chain(tuple(steps), cost, width)
+
+
+def _keeps(result: Tensor, before: Tensor, at_first: bool) -> bool:
+    """Whether a copy or view leaves the numbers as they are: their type, and behind a first layer their shape too."""
+    return result.dtype == before.dtype and (at_first or result.shape == before.shape)
 
 
 def _batch_norm_step(

@@ -31,6 +31,7 @@ from spiritlevel.binding.losses import CallableLoss
 from spiritlevel.binding.parameters import Params, along, as_leaves
 from spiritlevel.binding.problem import Problem
 from spiritlevel.errors import InputError, first_line
+from spiritlevel.watching.operations import Kink, aten_name, dispatched
 
 _TRIES = 3
 _LARGE = 10**6  # parameters from which on two samples have to do
@@ -306,11 +307,11 @@ class _Zeros(TorchDispatchMode):
         self.rounding = 0.0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__.removesuffix("_")
-        if name in _KINKED_AT_ZERO or (name in _KINKED_AT and args[1] == 0):
+        kink = dispatched(func).kink
+        if kink is Kink.ZERO or (kink is Kink.BOUND and args[1] == 0):
             self.places.append(args[0] == 0)
         result = func(*args, **(kwargs or {}))
-        if name == "_to_copy" and args[0].is_floating_point() and result.is_floating_point():
+        if aten_name(func) == "_to_copy" and args[0].is_floating_point() and result.is_floating_point():
             self.rounding = max(self.rounding, torch.finfo(result.dtype).eps)
         return result
 
@@ -321,10 +322,6 @@ class _Zeros(TorchDispatchMode):
             if zero.ndim and zero.shape == still.shape and len(zero) == samples:
                 found |= (zero & ~still).reshape(samples, -1).any(1).cpu()
         return float(found.double().mean()) if samples else 0.0
-
-
-_KINKED_AT_ZERO = frozenset("relu leaky_relu _prelu_kernel".split())
-_KINKED_AT = frozenset("threshold clamp_min clamp".split())  # their second argument
 
 
 class _Padding(TorchFunctionMode):

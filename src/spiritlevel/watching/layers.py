@@ -16,19 +16,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from spiritlevel.binding.problem import Problem
+from spiritlevel.watching.operations import called
 from spiritlevel.watching.recording import resized
 
 WATCHED = 2  # samples on which the layers are found
 LAYERS = (nn.Linear, _ConvNd)
 _PLAIN: tuple[Any, ...] = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _PLAIN += (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-_PRODUCTS = frozenset(
-    """
-    linear conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d matmul __matmul__ __rmatmul__ mm bmm
-    addmm baddbmm mv einsum tensordot bilinear multi_head_attention_forward lstm gru rnn_tanh rnn_relu
-    """.split()
-)
-"""Operations that make a layer of a matrix of parameters, by the names of their functions."""
 
 
 @dataclass(frozen=True)
@@ -66,13 +60,12 @@ class _LayerWatch(TorchFunctionMode):
         self.calls.append(Call(name, module, self.names.get(id(weight), ""), weight.detach(), shape))
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        operation = getattr(func, "__name__", "")
-        if not self.inside and operation in _PRODUCTS:
+        if not self.inside and called(func).layer is not None:
             for leaf in tree_leaves((args, kwargs)):
                 for tensor in (leaf, getattr(leaf, "_base", None)):  # itself, or transposed
                     if isinstance(tensor, Tensor) and tensor.ndim > 1 and id(tensor) in self.names:
                         name = self.names[id(tensor)]
-                        self.calls.append(Call(operation, None, name, tensor.detach(), torch.Size()))
+                        self.calls.append(Call(func.__name__, None, name, tensor.detach(), torch.Size()))
         return func(*args, **(kwargs or {}))
 
 

@@ -80,21 +80,24 @@ def _product_rule(weight: str | None, bias: str | None, inputs: Tensor, passes: 
     return several
 
 
-def _linear(names: Names, passes: int, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Rule:
+def linear(names: Names, passes: int, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Rule:
+    """A linear layer, x Wᵀ + b over the last axis."""
     rule = _product_rule(
         names.get(id(weight)), names.get(id(bias)), input.reshape(input.shape[0], -1, input.shape[-1]), passes
     )
     return lambda delta: rule(delta.reshape(delta.shape[0], -1, delta.shape[-1]))
 
 
-def _matmul(names: Names, passes: int, input: Tensor, other: Tensor) -> Rule | None:
-    return _linear(names, passes, input, other) if other.ndim == 2 and id(input) not in names else None
+def matmul(names: Names, passes: int, input: Tensor, other: Tensor) -> Rule | None:
+    """A product x W with a parameter W that is a matrix."""
+    return linear(names, passes, input, other) if other.ndim == 2 and id(input) not in names else None
 
 
-def _addmm(names: Names, passes: int, bias: Tensor, input: Tensor, other: Tensor) -> Rule | None:
+def addmm(names: Names, passes: int, bias: Tensor, input: Tensor, other: Tensor) -> Rule | None:
+    """A product with a bias, b + x W."""
     if id(input) in names or bias.ndim != 1:
         return None
-    return _linear(names, passes, input, other, bias)
+    return linear(names, passes, input, other, bias)
 
 
 def _tuple(value: Any, dims: int) -> tuple[int, ...]:
@@ -115,7 +118,7 @@ def _patches(
     return input.permute(order).reshape(count * groups, size, math.prod(input.shape[2 : 2 + dims]))
 
 
-def _convolution(
+def convolution(
     names: Names,
     passes: int,
     input: Tensor,
@@ -126,6 +129,7 @@ def _convolution(
     dilation: Any = 1,
     groups: int = 1,
 ) -> Rule | None:
+    """A convolution, grouped or not; without its weight, the bias alone."""
     dims = weight.ndim - 2
     if input.ndim != dims + 2:
         return None
@@ -308,7 +312,7 @@ def cell_of(
     return Cell(size, size if stride is None or stride == [] else _tuple(stride, 2))
 
 
-def _transposed_convolution(
+def transposed_convolution(
     names: Names,
     passes: int,
     input: Tensor,
@@ -320,6 +324,7 @@ def _transposed_convolution(
     groups: int = 1,
     dilation: Any = 1,
 ) -> Rule | None:
+    """A transposed convolution: the windows are those of the cotangent."""
     dims = weight.ndim - 2
     if input.ndim != dims + 2:
         return None
@@ -360,7 +365,7 @@ def _scale_and_shift(weight: str | None, bias: str | None, shape: torch.Size, no
     return rule
 
 
-def _batch_norm(
+def batch_norm(
     names: Names,
     passes: int,
     input: Tensor,
@@ -372,6 +377,7 @@ def _batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Rule | None:
+    """Batch norm by running statistics."""
     if training or running_mean is None or running_var is None:
         return None
     shape = torch.Size([input.shape[1]] + [1] * (input.ndim - 2))
@@ -379,7 +385,7 @@ def _batch_norm(
     return _scale_and_shift(names.get(id(weight)), names.get(id(bias)), shape, normalised)
 
 
-def _group_norm(
+def group_norm(
     names: Names,
     passes: int,
     input: Tensor,
@@ -388,19 +394,22 @@ def _group_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> Rule:
+    """Scale and shift of each channel after the groups' own statistics."""
     shape = torch.Size([input.shape[1]] + [1] * (input.ndim - 2))
     normalised = F.group_norm(input, num_groups, eps=eps)
     return _scale_and_shift(names.get(id(weight)), names.get(id(bias)), shape, normalised)
 
 
-def _prelu(names: Names, passes: int, input: Tensor, weight: Tensor) -> Rule:
+def prelu(names: Names, passes: int, input: Tensor, weight: Tensor) -> Rule:
+    """A slope for what is negative, shared or of each channel."""
     shape = weight.shape if weight.numel() == 1 else torch.Size([weight.numel()] + [1] * (input.ndim - 2))
     return _scale_and_shift(names.get(id(weight)), None, shape, input.clamp(max=0))
 
 
-def _embedding(
+def embedding(
     names: Names, passes: int, input: Tensor, weight: Tensor, padding_idx: int | None = None, *options: Any, **more: Any
 ) -> Rule | None:
+    """Rows of a table: those of one token in a sample meet in one row."""
     if options or any(more.get(option) for option in ("max_norm", "scale_grad_by_freq")):
         return None
     tokens = input.reshape(input.shape[0], -1)
@@ -417,7 +426,7 @@ def _embedding(
     return rule
 
 
-def _broadcast(*, scales: bool) -> Callable[..., Rule | None]:
+def broadcast(*, scales: bool) -> Callable[..., Rule | None]:
     """The rule of a sum, or of a product if it `scales`, of a bare parameter and values (N, …)."""
 
     def build(names: Names, passes: int, first: Any, second: Any) -> Rule | None:
@@ -433,26 +442,3 @@ def _broadcast(*, scales: bool) -> Callable[..., Rule | None]:
         return _scale_and_shift(name, None, shape, other) if scales else _scale_and_shift(None, name, shape, None)
 
     return build
-
-
-RULES: dict[Any, Callable[..., Rule | None]] = {
-    F.linear: _linear,
-    torch.conv1d: _convolution,
-    torch.conv2d: _convolution,
-    torch.conv3d: _convolution,
-    torch.conv_transpose1d: _transposed_convolution,
-    torch.conv_transpose2d: _transposed_convolution,
-    torch.conv_transpose3d: _transposed_convolution,
-    F.batch_norm: _batch_norm,
-    F.group_norm: _group_norm,
-    F.prelu: _prelu,
-    torch.prelu: _prelu,
-    F.embedding: _embedding,
-    torch.addmm: _addmm,
-}
-for _name in ("mul", "__mul__", "__rmul__", "multiply"):
-    RULES |= {getattr(space, _name): _broadcast(scales=True) for space in (torch, Tensor) if hasattr(space, _name)}
-for _name in ("add", "__add__", "__radd__", "sub", "__sub__", "__rsub__"):
-    RULES |= {getattr(space, _name): _broadcast(scales=False) for space in (torch, Tensor) if hasattr(space, _name)}
-for _name in ("matmul", "__matmul__", "mm"):
-    RULES |= {getattr(space, _name): _matmul for space in (torch, Tensor) if hasattr(space, _name)}

@@ -7,27 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 from spiritlevel.errors import InputError
-
-_MOVED = frozenset(
-    """
-    expand expand_copy permute permute_copy transpose transpose_copy t t_copy squeeze squeeze_copy unsqueeze
-    unsqueeze_copy slice select narrow split split_with_sizes chunk unbind cat stack index index_select roll flip repeat
-    diagonal tril triu copy slice_scatter select_scatter im2col col2im pixel_shuffle pixel_unshuffle channel_shuffle
-    reflection_pad1d reflection_pad2d reflection_pad3d replication_pad1d replication_pad2d replication_pad3d
-    upsample_nearest1d upsample_nearest2d upsample_nearest3d cumsum
-    max amax maximum max_pool2d_with_indices max_pool3d_with_indices adaptive_max_pool2d adaptive_max_pool3d
-    """.split()
-)
-"""Operations that copy, add or choose among values, so that they do the same with sums of paths."""
-_RESHAPED = frozenset("view view_copy _unsafe_view reshape clone alias detach lift_fresh contiguous _to_copy".split())
-_ACTIVATIONS = frozenset("relu abs neg leaky_relu _prelu_kernel threshold clamp clamp_min".split())
-_MULTIPLIED = frozenset("mul mm bmm mv dot matmul linear".split())
-_ADDED = frozenset("addmm addmv baddbmm".split())
-_EMPTY = frozenset("zeros_like ones_like full_like empty_like new_zeros new_ones new_full new_empty".split())
-_AVERAGES = ("kernel_size", "stride", "padding", "ceil_mode", "count_include_pad", "divisor_override")
+from spiritlevel.watching.operations import aten_name, dispatched
+from spiritlevel.watching.path_rules import as_tensor, unreached
 
 
 class Paths(TorchDispatchMode):
@@ -66,7 +50,7 @@ class Paths(TorchDispatchMode):
 
     def _write(self, target: Tensor, source: Tensor) -> None:
         """A tensor is written into, below what `functionalize` sees: all that shares its memory changes with it."""
-        storage, new = target.untyped_storage(), self.squares(_as_tensor(source, target))
+        storage, new = target.untyped_storage(), self.squares(as_tensor(source, target))
 
         def seen_by(value: Tensor) -> Tensor:
             return self.written[storage.data_ptr()].as_strided(value.shape, value.stride(), value.storage_offset())
@@ -84,97 +68,25 @@ class Paths(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        name = func.overloadpacket.__name__
+        rule = None if func._schema.is_mutable else dispatched(func).path
         reached = [leaf for leaf in tree_leaves((args, kwargs)) if self.knows(leaf)]
-        if not reached or name in _EMPTY:
+        if not reached or rule is unreached:
             return result
-        if name == "copy_":
+        if func is torch.ops.aten.copy_.default:
             self._write(*args[:2])
             return result
         values, found = tree_leaves(result), None
         if all(self.known.get(id(leaf), leaf) is not None for leaf in reached):
-            found = self._rule(name, func, args, kwargs, result)
+            found = rule(self, func, args, kwargs, result) if rule else None
         elif not any(isinstance(value, Tensor) and value.is_floating_point() for value in values):
             found = values  # indices, made from others
         if found is None:
             raise InputError(
-                f"path_norm is defined for ReLU networks only: it has no rule for the operation '{name}' in the form "
-                "that this network uses."
+                f"path_norm is defined for ReLU networks only: it has no rule for the operation '{aten_name(func)}' in "
+                "the form that this network uses."
             )
         for value, squares in zip(values, tree_leaves(found), strict=True):
             # None for a choice that depends on the inputs, such as the places of a max pooling: nothing may use it
             self.known[id(value)] = squares if value.is_floating_point() else None
             self.kept.append(value)
         return result
-
-    def _rule(self, name: str, func: Any, args: Any, kwargs: Any, result: Any) -> Any:
-        """The sums of paths behind an operation, None where no rule is known."""
-        squares = self.squares
-        if name in _MOVED:
-            constants = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor) and not self.knows(leaf)]
-            if name in ("max", "maximum") and any(bool(constant.any()) for constant in constants):
-                return None  # a clip, not homogeneous
-            if "index" not in name and not all(constant.is_floating_point() for constant in constants):
-                return None
-            return func(*tree_map(squares, args), **tree_map(squares, kwargs))
-        if name in _RESHAPED:
-            return squares(args[0]).reshape(result.shape).to(result.device) if result.is_floating_point() else None
-        if name in _ACTIVATIONS:
-            return squares(args[0]) if _is_homogeneous(name, args, kwargs) else None
-        if name in ("add", "sub", "rsub"):
-            first, second = (squares(_as_tensor(argument, result)) for argument in args[:2])
-            alpha = kwargs.get("alpha", args[2] if len(args) > 2 else 1) ** 2
-            return first * alpha + second if name == "rsub" else first + second * alpha
-        if name == "sum":
-            return func(squares(args[0]), *args[1:], **{**kwargs, "dtype": torch.float64})
-        if name == "mean":
-            averaged = args[0].numel() / max(1, result.numel())
-            return func(squares(args[0]), *args[1:], **{**kwargs, "dtype": torch.float64}) / averaged
-        if name == "constant_pad_nd":
-            value = args[2] if len(args) > 2 else kwargs.get("value", 0)
-            return func(squares(args[0]), args[1], value**2)
-        if name in _MULTIPLIED | _ADDED | {"div", "convolution"}:
-            return self._product(name, func, args, kwargs, result)
-        if name in ("avg_pool2d", "avg_pool3d"):
-            options = dict(zip(_AVERAGES, args[1:], strict=False)) | kwargs
-            ones = torch.ones_like(squares(args[0]))
-            divisor = func(ones, **{**options, "divisor_override": 1}) / func(ones, **options)
-            return func(squares(args[0]), **options) / divisor
-        if name in ("_adaptive_avg_pool2d", "_adaptive_avg_pool3d"):
-            pooled = func(squares(args[0]), args[1])
-            for dim in range(-len(args[1]), 0):
-                size, cells = args[0].shape[dim], torch.arange(result.shape[dim], device=result.device)
-                ends = -(-(cells + 1) * size // len(cells))
-                widths = ends - cells * size // len(cells)
-                pooled = pooled / widths.reshape(-1, *[1] * (-1 - dim))
-            return pooled
-        return None
-
-    def _product(self, name: str, func: Any, args: Any, kwargs: Any, result: Any) -> Any:
-        """Of a value with weights, plus a bias; a product of two values that the inputs reach has no paths."""
-        factors = args[1:3] if name in _ADDED else args[:2]
-        if all(self.knows(factor) for factor in factors) or kwargs.get("rounding_mode"):
-            return None
-        if name in ("mul", "div"):
-            first, second = (self.squares(_as_tensor(argument, result)) for argument in args[:2])
-            if name == "mul":
-                return first * second
-            return None if self.knows(args[1]) else first / second
-        scales = {key: number**2 for key, number in kwargs.items()}  # alpha and beta
-        return func(*(self.squares(argument) for argument in args), **scales)
-
-
-def _as_tensor(argument: Any, like: Tensor) -> Tensor:
-    """A number, or a tensor of integers, as a tensor of floats, so that it is squared like one."""
-    if isinstance(argument, Tensor):
-        return argument if argument.is_floating_point() else argument.double()
-    return torch.tensor(float(argument), dtype=torch.float64, device=like.device)
-
-
-def _is_homogeneous(name: str, args: Any, kwargs: Any) -> bool:
-    """Whether an activation f has f(cx) = c f(x) for c > 0, and no slope above 1."""
-    options = [option for option in (*args[1:], *kwargs.values()) if option is not None]
-    if name in ("leaky_relu", "_prelu_kernel"):
-        return all(bool(torch.as_tensor(slope).abs().le(1).all()) for slope in options)
-    one_bound = not name.startswith("clamp") or len(options) == 1
-    return one_bound and all(isinstance(bound, int | float) and bound == 0 for bound in options)

@@ -22,10 +22,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 from spiritlevel.binding.parameters import Params, as_leaves
 from spiritlevel.binding.problem import Problem
 from spiritlevel.errors import InputError, first_line
-from spiritlevel.watching.norm_rules import RULES, Cell, ConvolutionRule, Names, Norms, PooledConvolution, Rule, cell_of
+from spiritlevel.watching.norm_rules import Cell, ConvolutionRule, Names, Norms, PooledConvolution, Rule, cell_of
+from spiritlevel.watching.operations import called, is_in_place
 from spiritlevel.watching.structure import Structure, Watch, analyse, joined
-
-_RELU = frozenset({F.relu, torch.relu, Tensor.relu})
 
 
 class _Pending(NamedTuple):
@@ -83,7 +82,7 @@ class _Recorder(TorchFunctionMode):
             return func(*args, **kwargs)
         if self.pending:
             first = self.pending.get(id(args[0])) if args else None
-            if first is not None and func in _RELU and not kwargs.get("inplace"):
+            if first is not None and _is_relu(func) and not kwargs.get("inplace"):
                 return self._promise(first._replace(rectified=True))
             if first is not None and func is F.max_pool2d and (cell := cell_of(*args[1:], **kwargs)):
                 return self._pooled(first, cell)
@@ -97,7 +96,7 @@ class _Recorder(TorchFunctionMode):
         if func is torch.conv2d and self.pooled and (promise := self._postponed(func, args, kwargs)) is not None:
             return promise
         result = func(*args, **kwargs)
-        if func in _RELU and args and result is not args[0]:
+        if _is_relu(func) and args and result is not args[0]:
             self.rectified[id(result)] = _Rectified(args[0], args[0]._version, result, result._version)
             return result
         if not met or not _computes(result):
@@ -109,7 +108,7 @@ class _Recorder(TorchFunctionMode):
         return self._tap(rule, result)
 
     def _rule(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rule | None:
-        builder = RULES.get(func)
+        builder = None if is_in_place(func) else called(func).norm
         # a TypeError: called in a form that the rule does not know, such as add(..., alpha=)
         with contextlib.suppress(TypeError), torch.no_grad(), self.watch.pause():
             return builder(self.names, self.passes, *args, **kwargs) if builder else None
@@ -161,6 +160,10 @@ class _Recorder(TorchFunctionMode):
         self.watch.multiplied(rule.output, *pending.operands)
         pooled = self._tap(rule, rule.output)
         return torch.relu(pooled) if pending.rectified else pooled
+
+
+def _is_relu(func: Any) -> bool:
+    return called(func).name == "relu" and not is_in_place(func)
 
 
 def _operands(

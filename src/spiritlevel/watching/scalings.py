@@ -24,37 +24,16 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from spiritlevel.binding.problem import Problem
 from spiritlevel.errors import InputError, unknown_name
+from spiritlevel.watching.operations import Degree, Kind, Layer, Operation, called
 
 Factor = float | Tensor
 """A positive number, or one for each channel (for a parameter: a tensor that broadcasts to its shape)."""
 
 _EQUAL = 1e-12  # relative difference up to which two factors count as equal
-_UNCHANGED = frozenset("dropout dropout_ dropout1d dropout2d dropout3d clone contiguous detach to float double".split())
-_HOMOGENEOUS = frozenset("relu relu_ leaky_relu leaky_relu_ prelu rrelu rrelu_ abs neg".split())
-_NUMBER = frozenset("mul mul_ div div_ true_divide".split())
-_SPATIAL = frozenset(
-    """
-    max_pool1d max_pool2d max_pool3d avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d
-    adaptive_avg_pool3d adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d lp_pool1d lp_pool2d lp_pool3d
-    interpolate pad
-    """.split()
-)
-_REDUCE = frozenset("mean sum amax amin".split())
-_SHAPE = frozenset(
-    """
-    flatten view reshape unflatten permute transpose swapaxes movedim squeeze unsqueeze chunk split unbind narrow select
-    __getitem__ expand pixel_shuffle pixel_unshuffle channel_shuffle
-    """.split()
-)
-_SUM = frozenset("add add_ sub sub_ maximum minimum".split())
-_JOIN = frozenset("cat concat concatenate stack".split())
+_PLACED = (Kind.ALIAS, Kind.COPY, Kind.RESHAPING, Kind.MOVING)  # each number of the result is one that came in
+_WEIGHTED = (Layer.DENSE, Layer.CONVOLUTION, Layer.TRANSPOSED)
 INPUT = "the input cannot be scaled"
-_CONVOLUTION = frozenset("conv1d conv2d conv3d".split())
-_TRANSPOSED = frozenset("conv_transpose1d conv_transpose2d conv_transpose3d".split())
-_PRODUCT = frozenset("matmul __matmul__ mm".split())
 UNFOLLOWED = "factors are not followed through"
-_NOT_FOLLOWED = _PRODUCT | frozenset("bmm addmm baddbmm mv einsum tensordot bilinear".split())
-"""Products of matrices in forms in which no parameter is known for the weight of a layer."""
 
 
 def is_one(factor: Factor) -> bool:
@@ -115,15 +94,20 @@ class _Call:
         return getattr(self.func, "__name__", str(self.func))
 
     @property
+    def operation(self) -> Operation:
+        return called(self.func)
+
+    @property
     def linear(self) -> bool:
         """Whether it multiplies its only tensor by a number, or adds nothing to it."""
         summands = [leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, int | float)]
-        scales = self.name in _NUMBER and "rounding_mode" not in self.kwargs
-        return len(self.tensors) == 1 and (scales or (self.name in ("add", "add_") and not any(summands)))
+        multiplies = self.operation.degree in (Degree.BILINEAR, Degree.QUOTIENT) and self.operation.elementwise == 2
+        scales = multiplies and "rounding_mode" not in self.kwargs
+        return len(self.tensors) == 1 and (scales or (self.operation.name == "add" and not any(summands)))
 
     @property
     def pads_with_a_number(self) -> bool:
-        return self.name == "pad" and self.kwargs.get("mode", "constant") == "constant"
+        return self.operation.name == "pad" and self.kwargs.get("mode", "constant") == "constant"
 
     def again(self, replacements: list[Tensor]) -> Any:
         """The same call with other tensors."""
@@ -266,8 +250,8 @@ class Walk(TorchFunctionMode):
 
     def _follow(self, call: _Call) -> None:
         """The rule of every operation: what becomes of the factors of its inputs."""
-        name, values = call.name, call.values
-        if name == "linear" or name in _CONVOLUTION or name in _TRANSPOSED or self._is_product(call):
+        operation, values = call.operation, call.values
+        if operation.layer in _WEIGHTED or self._is_product(call):
             return self._layer(call)
         if self._is_flip(call):
             self.names[id(call.outputs[0])] = self.names[id(call.tensors[0])]
@@ -279,31 +263,31 @@ class Walk(TorchFunctionMode):
         for tensor in call.tensors:
             self._use(tensor, 1.0)
         alone = len(call.tensors) == 1
-        if alone and (name in _UNCHANGED or name in _SHAPE) and call.outputs[0].is_floating_point():
+        if alone and operation.kind in _PLACED and call.outputs[0].is_floating_point():
             results = self._shaped(call)
-        elif call.linear or (values and name in _HOMOGENEOUS):
+        elif call.linear or (values and operation.homogeneous and operation.elementwise == 1):
             for value in values[1:]:
-                self._demand_one(name, value)
+                self._demand_one(call, value)
             results = [dataclasses.replace(values[0], raw=False)]
-        elif alone and name in _SPATIAL and not (call.pads_with_a_number and call.kwargs.get("value")):
+        elif alone and operation.kind is Kind.SPATIAL and not (call.pads_with_a_number and call.kwargs.get("value")):
             results = [self._spread(call, output) for output in call.outputs]
-        elif alone and name in _REDUCE:
+        elif alone and operation.kind is Kind.REDUCTION:
             results = [self._reduced(call)]
-        elif (name in _SUM and len(call.tensors) == 2) or (name in _JOIN and values):
+        elif (operation.kind is Kind.SUM and len(values) == 2) or (operation.kind is Kind.JOIN and values):
             results = [self._joined(call)]
         else:
-            results = [self._fixed(self._demand_one(name, *values)) for _ in call.outputs]
+            results = [self._fixed(self._demand_one(call, *values)) for _ in call.outputs]
         if any(value.raw for value in values) and not any(value.raw for value in results):
-            self.obstacle = self.obstacle or f"the operation '{name}' at {self._place()}"
+            self.obstacle = self.obstacle or f"the operation '{call.name}' at {self._place()}"
         for output, value in zip(call.outputs, results, strict=True):
             self._set(output, value)
         return None
 
-    def _demand_one(self, name: str, *values: _Value) -> str:
+    def _demand_one(self, call: _Call, *values: _Value) -> str:
         """Refuse a factor here, and fix the values' groups; the reason for that."""
-        reason = f"the operation '{name}' at {self._place()} passes no factor on"
-        if name in _NOT_FOLLOWED:
-            reason = f"{UNFOLLOWED} the operation '{name}' at {self._place()}"
+        reason = f"the operation '{call.name}' at {self._place()} passes no factor on"
+        if call.operation.layer in (Layer.MATRIX, Layer.PRODUCT):
+            reason = f"{UNFOLLOWED} the operation '{call.name}' at {self._place()}"
         for value in values:
             if not is_one(value.factor):
                 raise InputError(
@@ -315,14 +299,14 @@ class Walk(TorchFunctionMode):
 
     def _is_product(self, call: _Call) -> bool:
         """Whether it is x @ W with a parameter W and an x that is none."""
-        if call.name not in _PRODUCT or len(call.tensors) != 2:
+        if call.operation.layer is not Layer.MATRIX or len(call.tensors) != 2:
             return False
         input, weight = call.tensors
         return weight.ndim == 2 and id(weight) in self.names and id(input) not in self.names
 
     def _is_flip(self, call: _Call) -> bool:
         """Whether it is Wᵀ of a parameter W."""
-        if call.name not in ("t", "transpose", "swapaxes", "permute", "__get__") or len(call.tensors) != 1:
+        if len(call.tensors) != 1 or not (call.operation.kind is Kind.MOVING or call.name == "__get__"):
             return False
         tensor, output = call.tensors[0], call.outputs[0]
         known = id(tensor) in self.names and id(tensor) not in self.flipped and tensor.ndim == 2
@@ -331,7 +315,8 @@ class Walk(TorchFunctionMode):
 
     def _bias_of(self, call: _Call) -> int | None:
         """Which of two summands is a bare parameter that is added to values of the sum's own shape."""
-        if call.name not in ("add", "add_", "sub", "sub_") or len(call.tensors) != 2 or call.kwargs:
+        adds = call.operation.kind is Kind.SUM and call.operation.degree is Degree.LINEAR
+        if not adds or len(call.tensors) != 2 or call.kwargs:
             return None
         bare = [id(tensor) in self.names and id(tensor) not in self.flipped for tensor in call.tensors]
         if sum(bare) != 1:
@@ -358,7 +343,8 @@ class Walk(TorchFunctionMode):
     def _layer(self, call: _Call) -> None:
         """A linear layer or convolution: undoes a factor of each channel, passes a number on, adds its own factor."""
         (input, weight, *bias), value, output = call.tensors, call.values[0], call.outputs[0]
-        dense = call.name not in _CONVOLUTION and call.name not in _TRANSPOSED
+        layer = call.operation.layer
+        dense = layer in (Layer.DENSE, Layer.MATRIX)
         axis = -1 if dense else 1 - weight.ndim
         groups = 1 if dense else call.kwargs.get("groups", call.args[6] if len(call.args) > 6 else 1)
         name = self.names.get(id(weight), "")
@@ -367,7 +353,7 @@ class Walk(TorchFunctionMode):
         fan_out = output.shape[axis]
         self._fits(key, own, fan_out)
         undo = 1.0 if value.channels is None else 1 / self._vector(value.channels, axis)
-        flipped = (call.name in _TRANSPOSED or call.name in _PRODUCT) != (id(weight) in self.flipped)
+        flipped = (layer in (Layer.TRANSPOSED, Layer.MATRIX)) != (id(weight) in self.flipped)
         shape = torch.Size(reversed(weight.shape)) if id(weight) in self.flipped else weight.shape
         inner = grid(*((undo, own) if flipped else (own, undo)), shape, groups)
         for tensor, factor in ((input, 1.0), (weight, inner), *((tensor, value.scale * own) for tensor in bias)):
@@ -376,7 +362,7 @@ class Walk(TorchFunctionMode):
         self._set(output, result)
         params = tuple(self.names[id(tensor)] for tensor in (weight, *bias) if id(tensor) in self.names)
         if len(params) < 1 + len(bias):  # a weight or bias that is computed: it takes no factor
-            reason = self._demand_one(call.name, value, *call.values[1:])
+            reason = self._demand_one(call, value, *call.values[1:])
             self.reasons.setdefault(result.group, reason)
         if name:
             reads = input.shape if value.raw and not flipped else None
@@ -441,7 +427,7 @@ class Walk(TorchFunctionMode):
         """Reshaping and copying: the factors go through the same operation."""
         value, tensor, output = call.values[0], call.tensors[0], call.outputs[0]
         channels: list[Any] = [value.channels] * len(call.outputs)
-        if value.channels is not None and call.name in _SHAPE:
+        if value.channels is not None and call.operation.kind in (Kind.RESHAPING, Kind.MOVING):
             laid_out = torch.empty_like(tensor, dtype=torch.float64, device="cpu").copy_(value.channels)
             channels = tree_leaves(call.again([laid_out]))  # a view needs the strides of the tensor itself
         raw = value.raw and torch.equal(output.reshape(-1).to(tensor), tensor.reshape(-1))
@@ -450,7 +436,7 @@ class Walk(TorchFunctionMode):
     def _spread(self, call: _Call, output: Tensor) -> _Value:
         """Pooling, padding, interpolation: a factor of each channel must not differ between positions."""
         value, tensor = call.values[0], call.tensors[0]
-        copies = call.name == "pad" and not call.pads_with_a_number  # repeats entries of its input
+        copies = call.operation.name == "pad" and not call.pads_with_a_number  # repeats entries of its input
         value = dataclasses.replace(value, raw=value.raw and copies)
         if value.channels is None:
             return value
@@ -477,7 +463,7 @@ class Walk(TorchFunctionMode):
             torch.ones(tensor.shape, dtype=torch.float64) if value.channels is None else value.channels
             for tensor, value in zip(call.tensors, call.values, strict=True)
         ]
-        added = call.name in _SUM
+        added = call.operation.kind is Kind.SUM
         for value, channels in zip(rest, shaped[1:], strict=True):
             if not same(first.scale, value.scale) or (added and not same(shaped[0], channels)):
                 raise InputError(

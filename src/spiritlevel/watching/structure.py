@@ -28,53 +28,9 @@ from torch.utils._pytree import tree_leaves
 from spiritlevel.binding.parameters import Params
 from spiritlevel.binding.problem import Problem
 from spiritlevel.errors import first_line
+from spiritlevel.watching.operations import Chooses, Degree, aten_name, dispatched, named
 
 MORE = 2
-
-_LINEAR = frozenset(
-    """
-    add sub rsub neg sum mean cumsum clone alias copy lift lift_fresh lift_fresh_copy _to_copy zero fill
-    view _unsafe_view _reshape_alias expand expand_copy permute transpose t squeeze unsqueeze
-    view_copy permute_copy transpose_copy t_copy squeeze_copy unsqueeze_copy as_strided slice select split
-    split_with_sizes unbind stack cat index index_select gather take roll flip diagonal diag_embed tril triu
-    repeat repeat_interleave constant_pad_nd reflection_pad1d reflection_pad2d reflection_pad3d replication_pad1d
-    replication_pad2d replication_pad3d scatter scatter_add index_add index_copy index_fill index_put slice_scatter
-    select_scatter masked_fill masked_scatter where trace im2col col2im pixel_shuffle pixel_unshuffle channel_shuffle
-    avg_pool1d avg_pool2d avg_pool3d _adaptive_avg_pool2d _adaptive_avg_pool3d adaptive_avg_pool1d
-    upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_linear1d upsample_bilinear2d upsample_trilinear3d
-    upsample_bicubic2d _upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d embedding
-    _fft_r2c _fft_c2c _fft_c2r view_as_real view_as_complex
-    relu leaky_relu threshold hardtanh clamp clamp_min clamp_max abs hardshrink softshrink hardsigmoid
-    maximum minimum fmax fmin max min amax amin topk sort kthvalue median nanmedian max_pool2d_with_indices
-    max_pool3d_with_indices adaptive_max_pool2d adaptive_max_pool3d mkldnn_max_pool2d
-    """.split()
-)
-_CONSTANT = frozenset(
-    """
-    zeros_like ones_like full_like empty_like rand_like randn_like new_zeros new_ones new_full new_empty
-    new_empty_strided
-    """.split()
-)  # they look at the shape and type of their argument only
-_BY_INDEX = frozenset(
-    "index index_select index_put index_add index_copy index_fill gather take scatter scatter_add".split()
-)
-_SIZED_BY_DATA = frozenset(
-    "nonzero masked_select masked_scatter _unique _unique2 unique_dim unique_consecutive bincount".split()
-)
-_BILINEAR = frozenset("mul mm bmm mv dot vdot linear _prelu_kernel".split())
-_ADDED_BILINEAR = frozenset("addmm baddbmm addbmm addmv addr".split())  # first argument + product of the next two
-_CONVOLUTION = frozenset("convolution _convolution mkldnn_convolution".split())
-_BATCH_NORM = frozenset(
-    "native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_no_training cudnn_batch_norm".split()
-)
-_NORMALISATION = {"native_layer_norm": (2, 3), "native_group_norm": (1, 2)}  # where weight and bias stand
-SMOOTH = frozenset(
-    """
-    tanh sigmoid gelu silu softplus elu celu mish hardswish log_sigmoid_forward exp expm1 log1p sin cos erf pow atan
-    mul div
-    """.split()
-)
-"""Elementwise operations that curve: where only these stand in the way, Gauss-Newton part and remainder split well."""
 
 Degrees = dict[str, int]
 
@@ -103,7 +59,7 @@ class Structure:
     @property
     def smooth(self) -> bool:
         """Whether nothing but elementwise functions stands in the way of exactness."""
-        return not self.failure and all(operation in SMOOTH for operation in self.obstacles.values())
+        return not self.failure and all(named(operation).smooth for operation in self.obstacles.values())
 
     @property
     def reason(self) -> str:
@@ -202,18 +158,19 @@ class Watch(TorchDispatchMode):
                 self.floats += value.numel()
         if not met:
             return result  # constant
-        name = _name(func)
+        name, operation = aten_name(func), dispatched(func)
         if not all(isinstance(value, Tensor | None) for value in values):
             self._fail(f"the operation '{name}' makes a Python value of one that parameters or inputs decide")
             return result
         if name == "view" and getattr(func, "_overloadname", "") == "dtype":
             self._fail("the operation 'view' reads the bits of a number as another type")
-        self.by_data |= name in _SIZED_BY_DATA or (name in _BY_INDEX and self._chosen_by_data(leaves))
+        self.by_data |= operation.chooses is Chooses.SIZE
+        self.by_data |= operation.chooses is Chooses.ROWS and self._chosen_by_data(leaves)
         for leaf in leaves:
             own = self.parameters.get(id(leaf))
             if own:
                 self.uses[own] += 1
-        degrees = _degrees(func, name, args, positional, met)
+        degrees = _degrees(func, args, positional, met)
         before = _largest(*met)
         for value in [*values, *_written(func, args, kwargs)]:
             if isinstance(value, Tensor):
@@ -272,13 +229,6 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[A
     return tree_leaves(found)
 
 
-def _name(func: Any) -> str:
-    """The name of an operation; that of what it writes, if it works in place."""
-    packet = getattr(func, "overloadpacket", None)
-    name = str(getattr(packet, "__name__", getattr(func, "__name__", func)))
-    return name.removesuffix("_") if func._schema.is_mutable else name
-
-
 def _largest(*several: Degrees) -> Degrees:
     result: Degrees = {}
     for degrees in several:
@@ -291,30 +241,31 @@ def _sum(first: Degrees, second: Degrees) -> Degrees:
     return {name: min(MORE, first.get(name, 0) + second.get(name, 0)) for name in {**first, **second}}
 
 
-def _degrees(func: Any, name: str, arguments: tuple[Any, ...], args: list[Degrees], met: list[Degrees]) -> Degrees:
-    if name in _CONSTANT:
-        return {}
-    if name == "detach" and torch.is_grad_enabled():  # autograd detaches what it saves
-        return _largest(*met)
-    if "reduce" in func._overloadname:  # a scatter that may multiply
-        return dict.fromkeys(_largest(*met), MORE)
-    if name in _LINEAR and not (name == "abs" and arguments[0].is_complex()):  # |z| = √(x² + y²) is curved
-        return _largest(*met)
-    if name in _BILINEAR:
-        return _largest(_sum(args[0], args[1]), *args[2:])
-    if name in _ADDED_BILINEAR:
-        return _largest(args[0], _sum(args[1], args[2]))
-    if name in _CONVOLUTION:
-        return _largest(_sum(args[0], args[1]), args[2])
-    if name == "div" and not args[1]:
-        return args[0]
-    if name in _BATCH_NORM and not any(args[3:5]) and not _normalises_by_batch(name, arguments):
-        return _largest(_sum(args[0], args[1]), args[2])
-    if name in _NORMALISATION:
-        weight, bias = (args[position] for position in _NORMALISATION[name])
-        return _largest(dict.fromkeys(args[0], MORE), weight, bias)
-    return dict.fromkeys(_largest(*met), MORE)
+def _degrees(func: Any, arguments: tuple[Any, ...], args: list[Degrees], met: list[Degrees]) -> Degrees:
+    """Of the result, from the degrees of the positional arguments and of all that came in."""
+    operation, everything = dispatched(func), _largest(*met)
+    if aten_name(func) == "detach" and torch.is_grad_enabled():  # autograd detaches what it saves
+        return everything
+    if "reduce" in func._overloadname or (operation.real and arguments[0].is_complex()):  # a scatter that may multiply
+        return dict.fromkeys(everything, MORE)
+    match operation.degree:
+        case Degree.CONSTANT:
+            return {}
+        case Degree.LINEAR | Degree.PIECEWISE:
+            return everything
+        case Degree.BILINEAR:
+            return _largest(_sum(args[0], args[1]), *args[2:])
+        case Degree.ADDED_BILINEAR:
+            return _largest(args[0], _sum(args[1], args[2]))
+        case Degree.QUOTIENT if not args[1]:
+            return args[0]
+        case Degree.BATCH_NORM if not any(args[3:5]) and not _normalises_by_batch(func, arguments):
+            return _largest(_sum(args[0], args[1]), args[2])
+        case Degree.NORMALISED:
+            weight, bias = (args[position] for position in operation.affine or ())
+            return _largest(dict.fromkeys(args[0], MORE), weight, bias)
+    return dict.fromkeys(everything, MORE)
 
 
-def _normalises_by_batch(name: str, arguments: tuple[Any, ...]) -> bool:
-    return name != "_native_batch_norm_legit_no_training" and arguments[5] is not False
+def _normalises_by_batch(func: Any, arguments: tuple[Any, ...]) -> bool:
+    return aten_name(func) != "_native_batch_norm_legit_no_training" and arguments[5] is not False
