@@ -24,7 +24,7 @@ from spiritlevel.results import (
     Report,
     ReportRow,
     SampleTraces,
-    Spectrum,
+    SpectralDensity,
     SpectrumSummary,
     WorstFactor,
 )
@@ -75,7 +75,7 @@ def report(count: int = 400, *, name: str = "lenet5 on made-up digits", pictured
         trace=Estimate(61.0, 1.2, 7, 64, 0),
         frobenius_norm=Estimate(15.4, 0.3, 7, 64, 0),
         mean_square=Estimate(0.01, 0.001, 7, 64, 0),
-        density=Spectrum(nodes, weights / weights.sum(1, keepdim=True) / 4, size=61_706),
+        density=SpectralDensity(nodes, weights / weights.sum(1, keepdim=True) / 4, size=61_706),
         layers={},
         size=61_706,
         matvecs=180,

@@ -19,7 +19,7 @@ from PIL import Image
 from spiritlevel import charts
 from spiritlevel.charts.surfaces import _isoline
 from spiritlevel.errors import InputError
-from spiritlevel.results import Audit, AuditRow, Density, Estimate, Landscape, Spectrum
+from spiritlevel.results import Audit, AuditRow, Estimate, Landscape, SmoothedDensity, SpectralDensity
 from spiritlevel.statistics.correlation import skewness
 
 STEPS = torch.linspace(-1, 1, 9, dtype=torch.float64)
@@ -60,7 +60,7 @@ def lattice(n: int) -> dict[str, list[float]]:
 
 
 TABLE = pl.DataFrame({"step [1.5]": [1, 10, 100], "loss": [2.0, 0.5, -0.1], "run": ["a", "b", "a"]})
-SPECTRUM = Spectrum(torch.tensor([[0.0, 2.0], [0.0, 4.0]]), torch.tensor([[0.4, 0.1], [0.45, 0.05]]), size=9)
+SPECTRUM = SpectralDensity(torch.tensor([[0.0, 2.0], [0.0, 4.0]]), torch.tensor([[0.4, 0.1], [0.45, 0.05]]), size=9)
 CURVED, LEVEL = np.meshgrid(np.linspace(0, 1, 5) ** 2, np.linspace(0, 1, 4), indexing="ij")
 
 CHARTS: dict[str, Callable[[], Any]] = {
@@ -198,7 +198,7 @@ def test_the_audit_shows_a_colour_only_where_a_ratio_is_known() -> None:
 
 
 def test_the_density_reaches_six_decades_down_and_not_to_zero() -> None:
-    flat = Density(STEPS, torch.exp(-100 * STEPS**2), torch.zeros_like(STEPS), 0.1)
+    flat = SmoothedDensity(STEPS, torch.exp(-100 * STEPS**2), torch.zeros_like(STEPS), 0.1)
     heights = [row["y"] for row in rows(charts.density(flat)) if "y" in row]
     assert min(heights) == pytest.approx(1e-6)
 

@@ -35,7 +35,7 @@ from spiritlevel.estimators.density import _quadrature
 from spiritlevel.estimators.krylov import Krylov, lanczos
 from spiritlevel.estimators.operator import Product
 from spiritlevel.estimators.probes import gaussian, sign_blocks, signs
-from spiritlevel.results import DiagonalEstimate, Eigenpairs, Result, Spectrum, SpectrumSummary
+from spiritlevel.results import DiagonalEstimate, Eigenpairs, Result, SpectralDensity, SpectrumSummary
 
 WHICH = ("largest", "smallest", "magnitude")
 
@@ -497,6 +497,19 @@ def test_diagonal_within_its_errors_and_exact_when_dense():
     torch.testing.assert_close(exact.values, matrix.diagonal(), rtol=0, atol=1e-14)
 
 
+def test_probes_that_agree_do_not_make_a_diagonal_exact():
+    """On a diagonal matrix every sign vector gives the same values; nothing but the unit vectors proves them."""
+    found = diagonal(torch.diag(torch.arange(50.0)), probes=4)
+    assert not found.stderr.any()
+    assert (found.status, found.exact) == ("estimated", False)
+    assert " exact" not in str(found)
+    again = DiagonalEstimate.from_json(found.to_json())
+    assert again.status == "estimated"
+    assert diagonal(torch.diag(torch.arange(50.0)), probes=50).status == "exact"
+    with pytest.raises(InputError, match="status of a diagonal is exact or estimated, got 'nearly'"):
+        DiagonalEstimate(found.values, found.stderr, status="nearly")
+
+
 # --- densities --------------------------------------------------------------------------------------------------------
 
 
@@ -650,13 +663,13 @@ def test_results_depend_on_the_seed_alone_and_global_random_states_stay():
     assert states[2] == random.getstate()
 
 
-@pytest.mark.parametrize("kind", [Eigenpairs, DiagonalEstimate, Spectrum, SpectrumSummary])
+@pytest.mark.parametrize("kind", [Eigenpairs, DiagonalEstimate, SpectralDensity, SpectrumSummary])
 def test_results_survive_json(kind):
     op = wrap(rotated(torch.cat([torch.tensor([5.0]).double(), bulk(139)])), a=(100,), b=(40,))
     result = {
         Eigenpairs: lambda: eigenvalues(op, 2),
         DiagonalEstimate: lambda: diagonal(op, probes=4),
-        Spectrum: lambda: spectral_density(op, probes=2, steps=6),
+        SpectralDensity: lambda: spectral_density(op, probes=2, steps=6),
         SpectrumSummary: lambda: spectrum(op, probes=2, steps=6),
     }[kind]()
     back = Result.from_json(result.to_json())

@@ -17,7 +17,7 @@ from spiritlevel.answers import measuring
 from spiritlevel.answers.measuring import measure
 from spiritlevel.binding.batches import subset
 from spiritlevel.errors import InputError
-from spiritlevel.results import Audit, AuditRow, Certificate, Correlation, Estimate, Fit
+from spiritlevel.results import Audit, AuditRow, Certificate, Correlation, Estimate, Fit, figure
 
 FAST = ["trace", "weight_norm", "mean_aceht", "margin_mean"]
 
@@ -171,9 +171,8 @@ def test_probabilities_in_place_of_logits_are_told() -> None:
 
 def test_the_median_in_words_is_that_of_the_table() -> None:
     report = measure(net(), points(6), measures=["margin_q50"], parts=[])
-    assert f"{report.row('margin_q50').value.value:.2f}".replace("-", "−") + " in the median" in " ".join(
-        report.headline
-    )
+    middle = figure(report.row("margin_q50").value.value, 3, typeset=True)
+    assert f"{middle} in the median" in " ".join(report.headline)
 
 
 def test_what_the_audit_could_not_test_and_what_is_undefined_is_said() -> None:
@@ -202,9 +201,9 @@ def test_a_relation_is_claimed_only_where_it_is_certain() -> None:
         r=-0.6, low=-0.8, high=-0.3, n=61, removed=0, r_all=-0.6, spearman=-0.7, slope=-1.0, intercept=0.0
     )
     for change, text in (
-        ({}, "the curvature falls with the margin (rank correlation −0.70, 61 samples)."),
-        ({"high": 0.2}, "no relation between curvature and margin is certain (rank correlation −0.70, 61 samples)."),
-        ({"spearman": 0.1}, "no relation between curvature and margin is certain (rank correlation 0.10, 61 samples)."),
+        ({}, "the curvature falls with the margin (rank correlation −0.7, 61 samples)."),
+        ({"high": 0.2}, "no relation between curvature and margin is certain (rank correlation −0.7, 61 samples)."),
+        ({"spearman": 0.1}, "no relation between curvature and margin is certain (rank correlation 0.1, 61 samples)."),
         ({"r": 0.6, "low": 0.3, "high": 0.8, "spearman": 0.7}, "the curvature grows with the margin"),
     ):
         here = dataclasses.replace(report, correlations={name: dataclasses.replace(found, **change)})

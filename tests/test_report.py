@@ -84,7 +84,7 @@ def test_the_page_has_every_part(whole: str) -> None:
         "Audit: what the numbers are worth",
         "How this was measured",
         "the network is not a chain",
-        "r = −0.610",
+        "r = −0.61",
         "undefined, ACEHT needs flat inputs",
         "it did not converge",
     ):

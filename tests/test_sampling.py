@@ -14,7 +14,7 @@ from torch.func import functional_call
 
 import spiritlevel as sl
 from spiritlevel.measures import DEFAULT, MEASURES, Measure, Setting
-from spiritlevel.statistics.subsets import by_influences, by_jackknife, by_order, groups
+from spiritlevel.statistics.subsets import by_influences, by_jackknife, by_order, groups, mean_of, share_of
 
 
 def data(count: int = 60) -> tuple[Tensor, Tensor]:
@@ -194,3 +194,34 @@ def test_a_maximum_lies_between_a_half_seen_from_the_other_and_its_own_samples()
     rises = setting.losses_at(setting.theta + delta) - setting.losses
     assert error.high == pytest.approx(by_influences(value, rises, 600).high)
     assert 0 <= error.low < value
+
+
+@pytest.mark.parametrize("name", ["input_distance", "input_distance_inf", "margin_q50"])
+def test_a_quantile_of_a_subset_has_an_interval_in_a_report_as_in_a_comparison(name: str) -> None:
+    """It was (nan, nan) in a report while `compare` drew one."""
+    model, other, all_of_them = net(nn.ReLU), net(nn.Tanh), data(400)
+    report = sl.measure(model, all_of_them, samples=100, measures=[name], parts=[])
+    low, high = report.row(name).interval
+    assert low < report.row(name).value.value < high
+    assert low <= MEASURES[name](model, all_of_them).value <= high
+    assert report.row(name).subset_error == ""
+    row = sl.compare(model, other, all_of_them, samples=100, measures=[name], audit=False).row(name)
+    assert row.low < row.difference < row.high
+    few = sl.measure(model, all_of_them, samples=20, measures=[name], parts=[]).row(name)
+    assert all(map(math.isnan, few.interval))
+    assert "20 samples cannot tell it, 30 at least are needed" in few.subset_error
+
+
+def test_shares_and_means_of_a_subset_carry_its_error() -> None:
+    correct = torch.tensor([1.0] * 50 + [0.0] * 10, dtype=torch.float64)
+    found = share_of(correct, 240)
+    right = 50 / 60 * 80  # only the other 180 of 240 are unknown, so 60 count as 60 / (1 − 1/4)
+    assert found.data_limits == pytest.approx(
+        (stats.beta.ppf(0.025, right, 80 - right + 1), stats.beta.ppf(0.975, right + 1, 80 - right))
+    )
+    assert found.data_stderr == pytest.approx(math.sqrt(50 / 60 * 10 / 60 / 60 * (1 - 60 / 240)), rel=0.1)
+    assert share_of(torch.ones(60), 240).data_stderr  # none wrong among sixty does not make all right
+    assert share_of(correct, 60) == sl.Estimate(50 / 60)
+    values = torch.linspace(0, 1, 60, dtype=torch.float64)
+    assert mean_of(values, 240).data_stderr == pytest.approx(stats.sem(values.numpy()) * math.sqrt(1 - 60 / 240))
+    assert mean_of(values, 60).data_limits is None

@@ -16,7 +16,7 @@ from torch import nn
 
 import spiritlevel as sl
 from spiritlevel.answers.auditing import _verdict
-from spiritlevel.cli.show import show_report
+from spiritlevel.cli.show import show_comparison, show_report
 from spiritlevel.errors import InputError
 from spiritlevel.estimators import outermost
 from spiritlevel.measures import MEASURES
@@ -33,6 +33,7 @@ from spiritlevel.results import (
     Report,
     ReportRow,
     WorstFactor,
+    figure,
     in_short,
 )
 
@@ -324,6 +325,35 @@ def test_only_exact_numbers_are_printed_as_exact(value: Estimate) -> None:
             assert "exact" not in text, text
             assert value.status in text or "±" in text or "0.01" in text or "unknown" in text or "0.2" in text, text
     assert "exact" not in in_short(value)
+
+
+def test_an_iteration_that_was_stopped_is_never_printed_as_exact() -> None:
+    """A real one, from the operator to the report, the terminal and the page."""
+    found = sl.spectral_norm(torch.diag(bulk(0)), max_matvecs=1)
+    assert found.status == "not converged"
+    shown = Report("net", (row("largest_eigenvalue", found),), settings={"samples": "all 8"})
+    for text in (str(shown), on_the_terminal(shown), page(shown).split("<script", 1)[0].split("</style>")[-1]):
+        assert "exact" not in text.replace("exactly", "")
+        assert "not converged" in text
+    assert f"{figure(found.value)} …" in on_the_terminal(shown)
+    assert shown.frame()["status"].to_list() == ["not converged"]
+
+
+def test_a_comparison_marks_what_did_not_converge_or_is_a_bound(capsys: pytest.CaptureFixture[str]) -> None:
+    given = (0.1, math.nan, math.nan, "not converged", 1.0, 1.0, "no interval", "sharper", "what it means", False)
+    stopped = Estimate(1.5, status="not converged", reason="5 products")
+    rows = (
+        ComparisonRow("largest_eigenvalue", stopped, Estimate(1.1), *given),
+        ComparisonRow("ball_sharpness", Estimate(2.5, status="lower bound"), Estimate(1.1), *given),
+    )
+    show_comparison(Comparison(("a", "b"), rows, "none", samples=8))
+    first, second = (line for line in capsys.readouterr().out.splitlines() if "largest" in line or "ball" in line)
+    assert "1.5 …" in first
+    assert "≥ 2.5" in second
+    assert "≥ 1.1" not in second
+    text = str(Comparison(("a", "b"), rows, "none", samples=8))
+    assert "not converged" in text
+    assert "exact" not in text
 
 
 def test_exact_numbers_are_called_exact() -> None:

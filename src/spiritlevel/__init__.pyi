@@ -31,7 +31,6 @@ from spiritlevel.results import Audit as Audit
 from spiritlevel.results import Certificate as Certificate
 from spiritlevel.results import Comparison as Comparison
 from spiritlevel.results import Correlation as Correlation
-from spiritlevel.results import Density as Density
 from spiritlevel.results import DiagonalEstimate as DiagonalEstimate
 from spiritlevel.results import Eigenpairs as Eigenpairs
 from spiritlevel.results import Estimate as Estimate
@@ -40,7 +39,8 @@ from spiritlevel.results import Margins as Margins
 from spiritlevel.results import Report as Report
 from spiritlevel.results import Result as Result
 from spiritlevel.results import SampleTraces as SampleTraces
-from spiritlevel.results import Spectrum as Spectrum
+from spiritlevel.results import SmoothedDensity as SmoothedDensity
+from spiritlevel.results import SpectralDensity as SpectralDensity
 from spiritlevel.results import SpectrumSummary as SpectrumSummary
 from spiritlevel.samples.margins import margin_bound as margin_bound
 from spiritlevel.samples.margins import margins as margins
@@ -56,3 +56,7 @@ from spiritlevel.statistics.correlation import kendall as kendall
 from spiritlevel.statistics.correlation import skewness as skewness
 
 __version__: str
+
+# Names of version 0.1, which still work and warn.
+Density = SmoothedDensity
+Spectrum = SpectralDensity

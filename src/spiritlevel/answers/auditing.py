@@ -17,7 +17,7 @@ from torch import nn
 from spiritlevel import transforms as maps
 from spiritlevel.errors import InputError, unknown_name
 from spiritlevel.measures import TRANSFORMS, Measure, Setting, select
-from spiritlevel.results import Audit, AuditRow, Certificate, Estimate, WorstFactor
+from spiritlevel.results import Audit, AuditRow, Certificate, Estimate, WorstFactor, figure
 from spiritlevel.transforms import ScalingGroup, Transformed
 from spiritlevel.watching.scalings import Factor
 
@@ -207,10 +207,9 @@ def _verdict(before: Estimate, after: Estimate, tolerance: float, keeps_sign: bo
         return "invariant", ""
     error, tolerances = math.hypot(before.stderr, after.stderr), before.tolerance + after.tolerance
     if not difference > 3 * error + tolerances:
-        within = (
-            f"three times its error {error:.2g}" if error else f"the tolerances of the two values, {tolerances:.2g}"
-        )
-        return "unstable", f"the difference {difference:.2g} is within {within}"
+        within = f"the tolerances of the two values, {figure(tolerances, 2)}"
+        within = f"three times its error {figure(error, 2)}" if error else within
+        return "unstable", f"the difference {figure(difference, 2)} is within {within}"
     if keeps_sign and before.sign * after.sign < 0:
         return "unstable", "the signs differ, which no linear map of the parameters can do, so one value is wrong"
     note = "" if before.sign and after.sign else "the sign of a value is not known, so neither is the ratio"

@@ -23,6 +23,7 @@ from spiritlevel.results import (
     Comparison,
     ComparisonRow,
     Estimate,
+    figure,
     largest,
     mean_skewness,
     ratio_of,
@@ -467,7 +468,7 @@ class _Pair:
         for row in rows:
             if row.decides and row.verdict in ("a", "b") and row.sure:
                 size, count = abs(row.difference), self.a.count
-                phrase = phrases[row.name].format(difference=size, count=size * count, samples=count)
+                phrase = phrases[row.name].format(difference=figure(size, 3), count=size * count, samples=count)
                 decisive.append((row, phrase))
         reasons = self._reasons(rows)
         if self.twice:
@@ -488,7 +489,7 @@ class _Pair:
         if first.name == "accuracy":  # in samples, as the phrase counts
             limits = f"{low * self.a.count:,.0f} to {high * self.a.count:,.0f}"
         else:
-            limits = f"{low:.3g} to {high:.3g}"
+            limits = f"{figure(low, 3)} to {figure(high, 3)}"
         text = f"{phrase} ({self.level:.0%} interval {limits})"
         same = [more for row, more in decisive[1:] if row.verdict == winner]
         other = [more for row, more in decisive[1:] if row.verdict != winner]

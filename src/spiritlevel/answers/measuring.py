@@ -38,12 +38,13 @@ from spiritlevel.results import (
     Report,
     ReportRow,
     SampleTraces,
+    figure,
     ratio_of,
-    subset_mean,
     times,
+    with_error,
 )
 from spiritlevel.statistics.correlation import correlate, skewness
-from spiritlevel.statistics.subsets import SubsetError
+from spiritlevel.statistics.subsets import SubsetError, mean_of, share_of
 
 __all__ = ["measure"]
 
@@ -308,8 +309,8 @@ class _Run:
 
     def _as_fit(self, found: Margins | None, losses: Tensor, population: int) -> Fit:
         no_classes = Estimate(math.nan, reason="the targets are no classes")
-        accuracy = no_classes if found is None else _share(found.correct.double(), population)
-        return Fit(len(losses), population, accuracy, _mean(losses, population))
+        accuracy = no_classes if found is None else share_of(found.correct.double(), population)
+        return Fit(len(losses), population, accuracy, mean_of(losses, population))
 
     def _subset_error(self, each: Measure, found: Estimate) -> SubsetError | None:
         """The error of having measured a subset; None if it was none, or if the samples do not enter."""
@@ -439,23 +440,6 @@ def kind(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _mean(values: Tensor, population: int) -> Estimate:
-    """The mean over samples, with the error of a random subset if the population is larger."""
-    error, limits = subset_mean(values, population)
-    return Estimate(float(values.mean()), data_stderr=error, data_limits=limits)
-
-
-def _share(correct: Tensor, population: int) -> Estimate:
-    """The mean of zeros and ones; of a subset with an error that no outcome makes 0, and limits."""
-    value, count = float(correct.mean()), len(correct)
-    if population <= count:
-        return Estimate(value)
-    pulled = (float(correct.sum()) + 0.5 * _Z**2) / (count + _Z**2)
-    error = math.sqrt(pulled * (1 - pulled) / (count + _Z**2) * (1 - count / population))
-    limits = Fit(count, population, Estimate(value), Estimate(math.nan)).accuracy_limits()
-    return Estimate(value, data_stderr=error, data_limits=limits)
-
-
 class Outcomes(NamedTuple):
     """What a model says of every sample, and whether all that it says looks like probabilities in place of logits."""
 
@@ -522,10 +506,13 @@ def _headline(report: Report, probabilities: bool) -> Iterator[str]:
     margin = report.margins
     if margin is not None:
         skew = skewness(margin.signed)
-        shape = "" if math.isnan(skew) else f", their skewness {_signed(skew)}"
-        centre = f"{_signed(float(margin.signed.mean()))} on average and {_signed(median(margin.signed))}"
+        shape = "" if math.isnan(skew) else f", their skewness {figure(skew, 3, typeset=True)}"
+        mean, middle = (figure(float(of(margin.signed)), 3, typeset=True) for of in (torch.mean, median))
         whose = "of the samples measured " if _partly(report) else ""
-        yield f"The output margins {whose}are {centre} in the median{shape}." + _about_correlation(report)
+        yield (
+            f"The output margins {whose}are {mean} on average and {middle} in the median{shape}."
+            + _about_correlation(report)
+        )
     if report.audit is not None:
         yield from _about_audit(report.audit)
     undefined = {row.name: row.value.reason.rstrip(".") for row in report.rows if row.kind == "undefined"}
@@ -545,26 +532,6 @@ def _about_fit(name: str, fit: Fit) -> str:
     return f"{share:.1%} ({limits}) of the {samples} ({fit.samples:,} measured)"
 
 
-def _signed(value: float) -> str:
-    """Two decimals with a true minus sign."""
-    return f"{value:.2f}".replace("-", "−")
-
-
-def _with_error(value: float, error: float) -> str:
-    """A value and its 95 % limits, two digits of these and no more of the value.
-
-    >>> _with_error(64.5312, 5.4), _with_error(0.0123456, 0.0), _with_error(1234.6, 200.0)
-    ('65 ± 11', '0.01235', '1,235 ± 392')
-    """
-    if not error or math.isnan(error):
-        return f"{value:.4g}" if abs(value) < 1e4 else f"{value:,.0f}"
-    limits = 1.96 * error
-    places = max(0, 1 - math.floor(math.log10(limits)))
-    if places > 6 or abs(value) >= 1e9:
-        return f"{value:.4g} ± {limits:.2g}"
-    return f"{value:,.{places}f} ± {limits:,.{places}f}"
-
-
 def _partly(report: Report) -> bool:
     """Whether a random subset of the data was measured."""
     return any(fit.population > fit.samples for name, fit in report.fits.items() if name == "train")
@@ -574,7 +541,8 @@ def _about_trace(report: Report, row: ReportRow) -> str:
     found = row.value
     error = math.hypot(found.stderr, found.data_stderr or 0.0)
     whose = " of the samples measured" if math.isnan(error) else ""
-    text = f"The mean Hessian trace{whose} is {_with_error(found.value, found.stderr if whose else error)}"
+    limits = _Z * (found.stderr if whose else error)
+    text = f"The mean Hessian trace{whose} is {with_error(found.value, limits, 4, typeset=True)}"
     if report.layers and (whose or found.interval(data=True)[0] > 0):
         layer, share = max(report.layers.items(), key=lambda item: item[1])
         text += f", {share:.0%} of it in {layer}"
@@ -619,7 +587,7 @@ def _about_correlation(report: Report) -> str:
     found = report.correlations.get("trace and margin, correct samples")
     if found is None or math.isnan(found.r):
         return ""
-    size = f"(rank correlation {_signed(found.spearman)}, {found.n:,} samples)"
+    size = f"(rank correlation {figure(found.spearman, 2, typeset=True)}, {found.n:,} samples)"
     if not found.low * found.high > 0 or found.spearman * found.r < 0:
         return f" Among correct samples no relation between curvature and margin is certain {size}."
     way = "falls" if found.spearman < 0 else "grows"

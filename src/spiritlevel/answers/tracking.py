@@ -18,7 +18,8 @@ from spiritlevel.binding.batches import subset
 from spiritlevel.errors import InputError, NotExactError, first_line, needs, whole_number
 from spiritlevel.estimators import eigenvalues, operator_trace
 from spiritlevel.measures import Setting
-from spiritlevel.results import Estimate, in_short
+from spiritlevel.results import Estimate, figure, in_short
+from spiritlevel.results.tables import as_csv
 from spiritlevel.storage import write_atomically
 
 if TYPE_CHECKING:
@@ -194,11 +195,15 @@ class Tracker:
         return self.spent / self.training_seconds
 
     def frame(self) -> pl.DataFrame:
-        """The rows as a Polars table."""
+        """The rows as a Polars frame."""
         with needs("a table"):
             import polars as pl
 
         return pl.DataFrame(self.rows)
+
+    def to_csv(self, path: str | Path | None = None) -> str:
+        """The rows as CSV; with `path` also written there, atomically."""
+        return as_csv(self.frame(), path)
 
     def to_parquet(self, path: str | Path) -> None:
         """Write the rows, whole or not at all."""
@@ -254,9 +259,10 @@ class Tracker:
         if self.steps < self.every:
             return f"measuring first after {self.every:,} steps"
         trained = self.training_seconds
+        cost, time_so_far, free = figure(self._cost, 2), figure(trained, 3), figure(self.share * trained, 2)
         return (
-            f"as a measurement takes about {self._cost:.2g} s and {self.share:.0%} of {trained:.3g} s of training are "
-            f"{self.share * trained:.2g} s: train on, raise share=, or call measure()"
+            f"as a measurement takes about {cost} s and {self.share:.0%} of {time_so_far} s of training are {free} s: "
+            "train on, raise share=, or call measure()"
         )
 
     def __str__(self) -> str:
@@ -289,4 +295,4 @@ def _value(row: dict[str, Any], key: str) -> str:
         return in_short(
             Estimate(value, tolerance=row["tolerance"], status="converged" if row["converged"] else "not converged")
         )
-    return f"{value:.4g}"
+    return figure(value)

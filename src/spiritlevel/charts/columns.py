@@ -23,6 +23,7 @@ from spiritlevel.charts.axes import (
     with_title,
 )
 from spiritlevel.errors import InputError
+from spiritlevel.results import figure
 
 
 def scatter(
@@ -190,7 +191,9 @@ def distribution(values: Any, name: str, *, bins: int = 40, skewness: float | No
     finite = np.sort(column[np.isfinite(column)])
     if skewness is None and len(finite) > 2 and finite[0] < finite[-1]:
         skewness = float(np.mean(((finite - finite.mean()) / finite.std()) ** 3))
-    notes = [f"skewness {skewness:.3g}".replace("-", "−")] if skewness is not None and math.isfinite(skewness) else []
+    notes = (
+        [f"skewness {figure(skewness, 3, typeset=True)}"] if skewness is not None and math.isfinite(skewness) else []
+    )
     if len(finite) < len(column):
         notes.append(f"{len(column) - len(finite):,} of {len(column):,} values are not finite and not shown")
     if not len(finite):

@@ -11,10 +11,10 @@ from spiritlevel.charts.axes import LABEL, Chart, chart_of, with_title
 from spiritlevel.charts.columns import lines, stems
 from spiritlevel.charts.surfaces import contours
 from spiritlevel.errors import InputError
-from spiritlevel.results import Audit, AuditRow, Density, Landscape, Spectrum
+from spiritlevel.results import Audit, AuditRow, Landscape, SmoothedDensity, SpectralDensity, figure, mark
 
 
-def ritz_values(spectrum: Spectrum, *, floor: float | None = None, title: str = "") -> Chart:
+def ritz_values(spectrum: SpectralDensity, *, floor: float | None = None, title: str = "") -> Chart:
     """Stem plot of all Ritz values and their weights, as in paper C's figures.
 
     The weights of all probes add up to 1: the height of a stem is the share of the spectrum that it stands for.
@@ -24,7 +24,7 @@ def ritz_values(spectrum: Spectrum, *, floor: float | None = None, title: str = 
     return stems(columns, name, "weight", floor=floor, title=title)
 
 
-def density(curve: Density, *, level: float = 0.95, title: str = "") -> Chart:
+def density(curve: SmoothedDensity, *, level: float = 0.95, title: str = "") -> Chart:
     """A smoothed spectral density with its pointwise error band, on a logarithmic axis.
 
     The axis ends six decades below the peak, where the smoothing hides what is there.
@@ -39,7 +39,7 @@ def density(curve: Density, *, level: float = 0.95, title: str = "") -> Chart:
     }
     chart = lines(columns, "eigenvalue", "density", low="low", high="high", log_y=True)
     band = "" if not bool(curve.stderr.any()) else f", band: {level:.0%} pointwise"
-    return with_title(chart, title, f"smoothed by a Gaussian of width {curve.width:.2g}{band}")
+    return with_title(chart, title, f"smoothed by a Gaussian of width {figure(curve.width, 2)}{band}")
 
 
 def landscape_line(surface: Landscape, *, title: str = "") -> Chart:
@@ -114,23 +114,8 @@ def audit_map(audit: Audit, *, title: str = "") -> Chart:
     return with_title(alt.layer(sure, unsure, text).properties(width=alt.Step(64)), title)
 
 
-def _short(ratio: float) -> str:
-    """Three digits in the room of a cell, two beside an exponent.
-
-    >>> _short(0.0421), _short(1284.0), _short(3.28e5), _short(1.79e-4), _short(2.5e7)
-    ('0.0421', '1,280', '328,000', '1.8e-4', '2.5e7')
-    """
-    if 1e-3 <= abs(ratio) < 1e6:
-        return f"{float(f'{ratio:.3g}'):,.6g}"
-    mantissa, power = f"{ratio:.1e}".split("e")
-    return f"{mantissa}e{int(power)}"
-
-
 def _audit_cell(row: AuditRow) -> dict[str, Any]:
     known = row.verdict in ("invariant", "changes") and math.isfinite(row.ratio) and row.ratio > 0
-    text = {"invariant": "=", "unstable": "?", "not converged": "…"}.get(row.verdict, "")
-    if row.verdict == "changes":
-        text = f"×{_short(row.ratio)}" if math.isfinite(row.ratio) else "changes"
     return {
         "measure": row.measure,
         "transform": row.transform,
@@ -139,5 +124,5 @@ def _audit_cell(row: AuditRow) -> dict[str, Any]:
         "verdict": row.verdict,
         "note": row.note,
         "log": math.log10(row.ratio) if known else (0.0 if row.verdict == "invariant" else None),
-        "text": text,
+        "text": mark(row, 3),
     }

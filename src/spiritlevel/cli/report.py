@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import Positional, arg
 
-from spiritlevel.cli.base import Command, Outcome, check_writable, tell
+from spiritlevel.cli.base import Command, Outcome, check_writable, say, tell
 from spiritlevel.errors import InputError
 from spiritlevel.storage import check_readable
 
@@ -77,7 +78,9 @@ def _read(path: Path) -> Found | Comparison:
     except InputError as error:
         raise InputError(f"{str(path)!r} is no run: {error} `spiritlevel measure` writes one.") from error
     try:
-        found = _inner(file) or Result.from_json(file)
+        with warnings.catch_warnings(record=True) as notes:
+            warnings.simplefilter("always")
+            found = _inner(file) or Result.from_json(file)
     except InputError as error:
         raise InputError(f"{file} is no run: {error}") from error
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:  # JSON of another shape
@@ -86,6 +89,8 @@ def _read(path: Path) -> Found | Comparison:
         kind = type(found).__name__
         article = "an" if kind[0] in "AEIOU" else "a"
         raise InputError(f"{file} holds {article} {kind}, and a page shows reports and comparisons.")
+    for note in notes:
+        say(f"{file}: {note.message}")
     return found
 
 

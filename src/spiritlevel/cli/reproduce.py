@@ -151,8 +151,10 @@ def number(row: Mapping[str, Any]) -> str:
 
 
 def _part(mean: float, low: float | None, high: float | None, ratio: bool) -> str:
-    limits = "" if low is None or high is None else f" [{low:.3g}, {high:.3g}]"
-    ours = f"below {SMALLEST:.0e}" if 0 < abs(mean) < SMALLEST else f"{mean:.4g}"
+    from spiritlevel.results.formatting import figure
+
+    limits = "" if low is None or high is None else f" [{figure(low, 3)}, {figure(high, 3)}]"
+    ours = f"below {SMALLEST:.0e}" if 0 < abs(mean) < SMALLEST else figure(mean)
     return f"{'× ' if ratio else ''}{ours}{limits}"
 
 

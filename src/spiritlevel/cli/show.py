@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from spiritlevel.results import Audit, Comparison, Report, ReportRow
+    from spiritlevel.results import Audit, Comparison, Estimate, Report, ReportRow
 
 
 def show_report(report: Report, console: Console | None = None) -> None:
     """The measures with their errors, what the audit did to each, and the headline."""
-    from spiritlevel.results import figure, left_out_lines
+    from spiritlevel.results import left_out_lines
 
     console = console or base.console()
     known = report.settings.get("samples", "an unknown number of")  # not in every report that somebody made up
@@ -30,10 +30,7 @@ def show_report(report: Report, console: Console | None = None) -> None:
     moved = report.audit.moved() if report.audit is not None else {}
     table = columns("measure", "value", "± (95 %)", "larger is", "at the same\noutputs", right=(1, 2), whole=(4,))
     for row in report.rows:
-        value = f"{'≥ ' if row.kind == 'lower bound' else ''}{figure(row.value.value, 4)}"
-        if row.kind == "undefined":
-            value = "undefined"
-        table.add_row(row.name, value, _limits(row), row.direction, _fate(moved.get(row.name)))
+        table.add_row(row.name, _value(row.value), _limits(row), row.direction, _fate(moved.get(row.name)))
     if report.rows:
         print_table(console, table)
     reasons = {row.name: row.subset_error for row in report.rows if row.subset_error}
@@ -44,6 +41,14 @@ def show_report(report: Report, console: Console | None = None) -> None:
         console.print(line, style="dim", markup=False)
     for sentence in report.headline:
         console.print(sentence, style="bold", markup=False)
+
+
+def _value(estimate: Estimate, digits: int = 4) -> str:
+    """A value whose error stands elsewhere, with the mark of one that is a bound or did not converge."""
+    from spiritlevel.results import figure
+
+    before, after = {"lower bound": ("≥ ", ""), "not converged": ("", " …")}.get(estimate.status, ("", ""))
+    return f"{before}{figure(estimate.value, digits)}{after}"
 
 
 def _limits(row: ReportRow) -> str:
@@ -94,9 +99,7 @@ def show_comparison(comparison: Comparison) -> None:
             continue
         sign = "+" if row.difference > 0 else ""
         change = sign + figure(row.difference, 3)
-        bound = "≥ " if row.a.status == "lower bound" else ""
-        values = (bound + figure(value.value, 3) for value in (row.a, row.b))
-        table.add_row(row.name, *values, change, spread, favours)
+        table.add_row(row.name, *(_value(value, 3) for value in (row.a, row.b)), change, spread, favours)
     print_table(console, table)
     for line in left_out_lines(comparison.left_out):
         console.print(line, style="dim", markup=False)
@@ -111,7 +114,7 @@ def show_comparison(comparison: Comparison) -> None:
 
 def show_audit(audit: Audit) -> None:
     """Measures × transforms, and how far a search went."""
-    from spiritlevel.results import in_short, left_out_lines
+    from spiritlevel.results import in_short, left_out_lines, mark
 
     console = base.console()
     transforms = list(dict.fromkeys(row.transform for row in audit.rows))
@@ -120,7 +123,7 @@ def show_audit(audit: Audit) -> None:
     for measure in dict.fromkeys(row.measure for row in audit.rows):
         rows = {row.transform: row for row in audit.rows if row.measure == measure}
         first = next(iter(rows.values()))
-        cells = [_cell(rows[name].verdict, rows[name].ratio) if name in rows else "" for name in transforms]
+        cells = [mark(rows[name]) if name in rows else "" for name in transforms]
         table.add_row(measure, in_short(first.before), *cells)
     print_table(console, table)
     console.print("= invariant, ×r changes by that factor, ? within the error, … not converged", style="dim")
@@ -128,14 +131,6 @@ def show_audit(audit: Audit) -> None:
         console.print(str(worst), markup=False)
     for line in left_out_lines(audit.skipped):
         console.print(line, style="dim", markup=False)
-
-
-def _cell(verdict: str, ratio: float) -> str:
-    from spiritlevel.results import figure
-
-    if verdict == "changes":
-        return "changes" if math.isnan(ratio) else f"×{figure(ratio, 2)}"
-    return {"invariant": "=", "unstable": "?"}.get(verdict, "…")
 
 
 def _fate(factor: float | None) -> str:

@@ -27,11 +27,11 @@ from spiritlevel.estimators.krylov import Array, Krylov, lanczos
 from spiritlevel.estimators.operator import Operator, Product, in_full_precision
 from spiritlevel.estimators.probes import check_probes, signs, whole_of
 from spiritlevel.estimators.trace import root_of
-from spiritlevel.results import Estimate, Spectrum, SpectrumSummary
+from spiritlevel.results import Estimate, SpectralDensity, SpectrumSummary
 
 
 @in_full_precision
-def spectral_density(op: Any, *, probes: int = 8, steps: int = 80, seed: int = 0) -> Spectrum:
+def spectral_density(op: Any, *, probes: int = 8, steps: int = 80, seed: int = 0) -> SpectralDensity:
     """The distribution of all eigenvalues, by stochastic Lanczos quadrature.
 
     From each of `probes` sign vectors, `steps` Lanczos steps give a tridiagonal T (float64); the eigenvalues of T are
@@ -150,16 +150,16 @@ def _quadrature(space: Krylov, steps: int) -> tuple[Array, Array]:
     return np.pad(nodes, (0, steps - w), mode="edge"), np.pad(vectors[0] ** 2, (0, steps - w))
 
 
-def _quadrature_spectrum(rows: list[tuple[Array, Array]], product: Product, seed: int) -> Spectrum:
+def _quadrature_spectrum(rows: list[tuple[Array, Array]], product: Product, seed: int) -> SpectralDensity:
     nodes = torch.from_numpy(np.stack([nodes for nodes, _ in rows]))
     weights = torch.from_numpy(np.stack([weights for _, weights in rows])) / len(rows)
-    return Spectrum(nodes, weights, product.size, matvecs=product.count, seed=seed)
+    return SpectralDensity(nodes, weights, product.size, matvecs=product.count, seed=seed)
 
 
-def _dense_spectrum(matrix: Array, product: Product, seed: int) -> Spectrum:
+def _dense_spectrum(matrix: Array, product: Product, seed: int) -> SpectralDensity:
     nodes = torch.from_numpy(eigvalsh(symmetric_part(matrix)))[None]
     weights = torch.full_like(nodes, 1 / product.size)
-    return Spectrum(nodes, weights, product.size, exact=True, matvecs=product.count, seed=seed)
+    return SpectralDensity(nodes, weights, product.size, exact=True, matvecs=product.count, seed=seed)
 
 
 def _dense_summary(

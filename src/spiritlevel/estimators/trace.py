@@ -97,7 +97,7 @@ def diagonal(op: Any, *, probes: int = 64, seed: int = 0) -> DiagonalEstimate:
     if size <= probes:
         entries = [(block * product(block)).sum(1) for block in identity_blocks(size, product.dtype, product.device)]
         values = torch.stack(entries).sum(0).double().cpu()
-        return DiagonalEstimate(values, torch.zeros_like(values), matvecs=product.count, seed=seed)
+        return DiagonalEstimate(values, torch.zeros_like(values), matvecs=product.count, seed=seed, status="exact")
     mean = torch.zeros(size, dtype=torch.float64, device=product.device)
     scatter = torch.zeros_like(mean)  # Σ (draw − mean)², updated draw by draw (Welford)
     count = 0
@@ -108,7 +108,7 @@ def diagonal(op: Any, *, probes: int = 64, seed: int = 0) -> DiagonalEstimate:
             mean += step / count
             scatter += step * (draw - mean)
     stderr = (scatter / (count - 1) / count).sqrt()
-    return DiagonalEstimate(mean.cpu(), stderr.cpu(), float(count - 1), product.count, seed)
+    return DiagonalEstimate(mean.cpu(), stderr.cpu(), float(count - 1), product.count, seed, "estimated")
 
 
 def _dots(v: Tensor, hv: Tensor) -> Tensor:

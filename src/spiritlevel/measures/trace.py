@@ -8,7 +8,8 @@ from spiritlevel.measures.registry import register
 from spiritlevel.measures.sampling import mean_of
 from spiritlevel.measures.setting import Setting
 from spiritlevel.results import Estimate
-from spiritlevel.samples.traces import CHAIN_COST, DEFAULT_PROBES
+from spiritlevel.samples.choosing import CHAIN_COST
+from spiritlevel.samples.collecting import DEFAULT_PROBES
 from spiritlevel.transforms import Transformed
 from spiritlevel.watching.chains import find_chain
 

@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from spiritlevel.results.formatting import figure
+
 Cell = str | float | int
 
 
@@ -126,30 +128,12 @@ def packed(column: Any) -> dict[str, str]:
     return {"kind": kind, "data": base64.b64encode(array.astype(f"<{kind}").tobytes()).decode()}
 
 
-_SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+def number(value: Cell, digits: int = 4) -> str:
+    """A cell of the page: numbers as `figure` writes them for readers, texts as they are.
 
-
-def number(value: float, digits: int = 4) -> str:
-    """A number for readers: a few digits, and a power of ten where decimals would be long.
-
-    >>> number(1234.5678), number(3.2e-7), number(-0.5), number(60000), number(float("nan"))
-    ('1,235', '3.2 × 10⁻⁷', '−0.5', '60,000', 'undefined')
+    >>> number(1234.5678), number(3.2e-7), number(-0.5), number(60000), number(float("nan")), number("–")
+    ('1,235', '3.2 × 10⁻⁷', '−0.5', '60,000', 'undefined', '–')
     """
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if isinstance(value, bool | str):
         return str(value)
-    if math.isnan(value):
-        return "undefined"
-    if math.isinf(value):
-        return "∞" if value > 0 else "−∞"
-    if isinstance(value, int) or value == 0:
-        return f"{value:,.0f}".replace("-", "−")
-    value = float(f"{value:.{digits - 1}e}")
-    exponent = math.floor(math.log10(abs(value)))
-    if -4 < exponent < 6:
-        text = f"{value:,.{max(0, digits - 1 - exponent)}f}"
-        text = text.rstrip("0").rstrip(".") if "." in text else text
-    else:
-        mantissa, power = f"{value:.{digits - 1}e}".split("e")
-        mantissa = mantissa.rstrip("0").rstrip(".") if "." in mantissa else mantissa
-        text = f"{mantissa} × 10{str(int(power)).translate(_SUPERSCRIPTS)}"
-    return text.replace("-", "−")
+    return figure(value, digits, typeset=True)

@@ -76,9 +76,7 @@ def trace_against_margin(report: Report, key: str) -> Section:
 def _correlation(name: str, found: Any) -> str:
     if math.isnan(found.r):
         return f"Correlation of {name}: undefined, {found.reason}."
-    r, low, high, rank = (
-        f"{value:.3f}".replace("-", "−") for value in (found.r, found.low, found.high, found.spearman)
-    )
+    r, low, high, rank = (number(value, 3) for value in (found.r, found.low, found.high, found.spearman))
     return (
         f"Correlation of {name}: r = {r} ({found.level:.0%} interval {low} to {high}), rank correlation {rank}, "
         f"over {counted(found.n, 'sample')}; {counted(found.removed, 'outlier')} removed."

@@ -20,6 +20,7 @@ from spiritlevel.page.words import (
     left_out_table,
 )
 from spiritlevel.results import Comparison, ComparisonRow, Fit, Report, ReportRow, largest
+from spiritlevel.results.formatting import with_error
 
 
 def comparison_sections(found: Comparison, key: str) -> Iterator[Section]:
@@ -113,7 +114,7 @@ def _with_limits(report: Report, row: ReportRow) -> Cell:
         return estimate_text(row.value)
     if math.isnan(low) and not math.isnan(value):
         return f"{number(value)} ± unknown"
-    return f"{number(value)} ± {number((high - low) / 2, 2)}" if low < high else value
+    return with_error(value, (high - low) / 2, 4, typeset=True) if low < high else value
 
 
 def side_by_side(reports: list[Report]) -> Section:

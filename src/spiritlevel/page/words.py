@@ -8,6 +8,7 @@ from typing import Any
 from spiritlevel import charts
 from spiritlevel.page.parts import Cell, Figure, Table, number
 from spiritlevel.results import Estimate, Fit, Report, ReportRow
+from spiritlevel.results.formatting import with_error
 
 
 def why_missing(report: Report, what: str, *names: str) -> str:
@@ -85,8 +86,7 @@ def estimate_text(estimate: Estimate) -> str:
     half = (high - low) / 2
     if not half > (5e-5 if estimate.status == "converged" else 0.0) * abs(estimate.value):
         return text
-    digits = math.ceil(math.log10(max(abs(estimate.value) / half, 1))) + 1  # no more than the error leaves
-    return f"{number(estimate.value, min(4, max(2, digits)))} ± {number(half, 2)}"
+    return with_error(estimate.value, half, 4, typeset=True)
 
 
 def estimate_cell(estimate: Estimate) -> Cell:

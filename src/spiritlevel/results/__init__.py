@@ -4,13 +4,18 @@ All results are frozen dataclasses on top of `Result`, which gives them one JSON
 values are float64 tensors on the CPU. Nothing here computes on a model.
 """
 
+import warnings
+from typing import TYPE_CHECKING, Any
+
 from spiritlevel.results.audits import Audit as Audit
 from spiritlevel.results.audits import AuditRow as AuditRow
 from spiritlevel.results.audits import Certificate as Certificate
 from spiritlevel.results.audits import WorstFactor as WorstFactor
 from spiritlevel.results.audits import largest as largest
+from spiritlevel.results.audits import mark as mark
 from spiritlevel.results.audits import moved_at_least as moved_at_least
 from spiritlevel.results.audits import ratio_of as ratio_of
+from spiritlevel.results.codec import RENAMED
 from spiritlevel.results.codec import Result as Result
 from spiritlevel.results.comparisons import Comparison as Comparison
 from spiritlevel.results.comparisons import ComparisonRow as ComparisonRow
@@ -20,6 +25,7 @@ from spiritlevel.results.formatting import figure as figure
 from spiritlevel.results.formatting import in_short as in_short
 from spiritlevel.results.formatting import left_out_lines as left_out_lines
 from spiritlevel.results.formatting import times as times
+from spiritlevel.results.formatting import with_error as with_error
 from spiritlevel.results.intervals import FEWEST as FEWEST
 from spiritlevel.results.intervals import mean_skewness as mean_skewness
 from spiritlevel.results.intervals import skewed_limits as skewed_limits
@@ -32,10 +38,20 @@ from spiritlevel.results.reports import ReportRow as ReportRow
 from spiritlevel.results.samples import Correlation as Correlation
 from spiritlevel.results.samples import Margins as Margins
 from spiritlevel.results.samples import SampleTraces as SampleTraces
-from spiritlevel.results.spectra import Density as Density
 from spiritlevel.results.spectra import DiagonalEstimate as DiagonalEstimate
 from spiritlevel.results.spectra import Eigenpairs as Eigenpairs
-from spiritlevel.results.spectra import Spectrum as Spectrum
+from spiritlevel.results.spectra import SmoothedDensity as SmoothedDensity
+from spiritlevel.results.spectra import SpectralDensity as SpectralDensity
 from spiritlevel.results.spectra import SpectrumSummary as SpectrumSummary
 from spiritlevel.results.surfaces import Landscape as Landscape
 from spiritlevel.storage import write_atomically as write_atomically
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        """The classes by their names of version 0.1."""
+        if name not in RENAMED:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        new = RENAMED[name]
+        warnings.warn(f"{__name__}.{name} is deprecated, use {__name__}.{new}.", DeprecationWarning, stacklevel=2)
+        return globals()[new]

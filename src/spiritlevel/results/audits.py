@@ -12,6 +12,7 @@ from spiritlevel.errors import InputError
 from spiritlevel.results.codec import Result
 from spiritlevel.results.estimates import Estimate, with_status
 from spiritlevel.results.formatting import aligned, figure, in_short, times
+from spiritlevel.results.tables import Columns, Table
 
 
 @dataclass(frozen=True)
@@ -43,9 +44,10 @@ class Certificate(Result):
 
     def __str__(self) -> str:
         compared = "outputs" if self.keeps == "outputs" else f"log {self.keeps}"
+        apart, relative = figure(self.largest_difference, 2), figure(self.relative_difference, 2)
         return (
             f"{self.transform} preserves: {self.preserves} (batch norm: {' and '.join(self.modes)}); {compared} differ "
-            f"by at most {self.largest_difference:.2g}, relatively {self.relative_difference:.2g}, on {self.data}"
+            f"by at most {apart}, relatively {relative}, on {self.data}"
         )
 
 
@@ -73,6 +75,7 @@ class AuditRow(Result):
     @classmethod
     def _from_older(cls, data: dict[str, Any]) -> dict[str, Any]:
         name = str(data.get("measure"))
+        data = {key: item for key, item in data.items() if key != "lower_bound"}  # it is the status of the values now
         return {**data, **{key: with_status(data[key], name) for key in ("before", "after") if key in data}}
 
     @property
@@ -175,13 +178,13 @@ class WorstFactor(Result):
             return f"how far {self.measure} can be moved at the same outputs cannot be told within its error"
         return (
             f"{self.measure} can be moved at least {times(self.factor)}-fold at the same outputs: scaling the layers "
-            f"took it from {figure(self.before, 4)} to anything between {figure(self.lowest, 4)} and "
-            f"{figure(self.highest, 4)}"
+            f"took it from {figure(self.before)} to anything between {figure(self.lowest)} and "
+            f"{figure(self.highest)}"
         )
 
 
 @dataclass(frozen=True)
-class Audit(Result):
+class Audit(Table):
     """Measures × transforms: which numbers survive when the function, or the prediction, does not change.
 
     `skipped` names the transforms that this network does not allow and the measures that are not defined for it, each
@@ -225,6 +228,24 @@ class Audit(Result):
             factors.setdefault(worst.measure, []).append(worst.factor)
         return {name: largest(found) for name, found in factors.items()}
 
+    def _columns(self) -> Columns:
+        """One row per measure and transform."""
+        rows = self.rows
+        return {
+            "measure": (str, [row.measure for row in rows]),
+            "transform": (str, [row.transform for row in rows]),
+            "before": (float, [row.before.value for row in rows]),
+            "before_status": (str, [row.before.status for row in rows]),
+            "after": (float, [row.after.value for row in rows]),
+            "after_status": (str, [row.after.status for row in rows]),
+            "ratio": (float, [row.ratio for row in rows]),
+            "predicted": (float, [row.predicted for row in rows]),
+            "factor": (float, [row.factor for row in rows]),
+            "verdict": (str, [row.verdict for row in rows]),
+            "declared": (bool, [row.declared for row in rows]),
+            "note": (str, [row.note for row in rows]),
+        }
+
     def __str__(self) -> str:
         measures = list(dict.fromkeys(row.measure for row in self.rows))
         transforms = list(dict.fromkeys(row.transform for row in self.rows))
@@ -234,7 +255,7 @@ class Audit(Result):
         table = [list(line) for line in zip(*([""] * (height - len(name)) + name for name in words), strict=True)]
         for name in measures:
             present = [cells[name, transform] for transform in transforms if (name, transform) in cells]
-            shown = [_cell(cells[name, t]) if (name, t) in cells else "" for t in transforms]
+            shown = [mark(cells[name, t]) if (name, t) in cells else "" for t in transforms]
             table.append([name, in_short(present[0].before), *shown])
         notes = ["= invariant, ×r changes, ? within the error, … not converged, ≥ lower bound found by an optimiser"]
         notes += [str(item) for item in self.worst]
@@ -255,7 +276,13 @@ def largest(factors: Iterable[float]) -> float:
     return max(known) if known and (len(known) == len(every) or max(known) > 1) else math.nan
 
 
-def _cell(row: AuditRow) -> str:
+def mark(row: AuditRow, digits: int = 2) -> str:
+    """The row in the room of a cell: "=" invariant, "×3.2" the ratio of a value that changes, "?", "…" unsettled.
+
+    >>> one = Estimate(1.0)
+    >>> mark(AuditRow("trace", "rescale_layers", one, Estimate(64.0), 64.0, 64.0, "changes", False))
+    '×64'
+    """
     if row.verdict == "changes":
-        return "changes" if math.isnan(row.ratio) else f"×{figure(row.ratio, 2)}"
+        return f"×{figure(row.ratio, digits)}" if math.isfinite(row.ratio) else "changes"
     return {"invariant": "=", "unstable": "?"}.get(row.verdict, "…")

@@ -1,30 +1,41 @@
-"""One JSON form for every result, and its inverse."""
+"""One JSON form for every result, and its inverse; one short `repr`."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import math
+import textwrap
+import warnings
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, ClassVar, Self, Union, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Self, SupportsFloat, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
 
 from spiritlevel.errors import InputError
+from spiritlevel.results.formatting import figure
 from spiritlevel.storage import write_atomically
+
+_R = TypeVar("_R", bound="Result")
 
 # In JSON, `null` is an undefined number where a field is declared as one, and an object with the key "type" is a result
 # (its class), a tensor, or a dict that happens to have a key of that name.
-_TAG, _TENSOR, _DICT = "type", "tensor", "dict"
+_TAG, _FORMAT, _TENSOR, _DICT = "type", "format", "tensor", "dict"
 _INFINITIES = {"Infinity": math.inf, "-Infinity": -math.inf}
+
+FORMAT = 2
+"""The format that is written. It grows when an older reader would misunderstand a file; version 0.1 wrote none (1)."""
+
+RENAMED = {"Spectrum": "SpectralDensity", "Density": "SmoothedDensity"}
+"""The classes that had another name in version 0.1: old name → new name."""
 
 
 def _encode(value: Any) -> Any:
     """To strict JSON: NaN becomes null, infinities become strings, tensors carry their dtype and shape."""
     if isinstance(value, Result):
-        return value.to_dict()
+        return {_TAG: type(value).__name__, **value._plain_fields()}
     if isinstance(value, Tensor):
         flat = value.detach().cpu().reshape(-1).tolist()
         return {
@@ -54,15 +65,18 @@ def _number(value: Any) -> float:
     return math.nan if value is None else _INFINITIES.get(value) or float(value)
 
 
-def _decode(value: Any, hint: Any = Any) -> Any:
-    """The inverse of `_encode`; `hint` is the declared type, which alone tells an undefined number from `None`."""
-    result = _decoded(value, hint)
+def _decode(value: Any, hint: Any, unknown: list[str]) -> Any:
+    """The inverse of `_encode`; `hint` is the declared type, which alone tells an undefined number from `None`.
+
+    Fields that no result has are added to `unknown`.
+    """
+    result = _decoded(value, hint, unknown)
     if hint is not Any and isinstance(hint, type) and not isinstance(result, hint):
         raise TypeError(f"expected {hint.__name__}, got {type(result).__name__}")
     return result
 
 
-def _decoded(value: Any, hint: Any) -> Any:
+def _decoded(value: Any, hint: Any, unknown: list[str]) -> Any:
     if get_origin(hint) in (UnionType, Union):
         kinds = [kind for kind in get_args(hint) if kind is not NoneType]
         if value is None and len(kinds) < len(get_args(hint)):
@@ -73,8 +87,8 @@ def _decoded(value: Any, hint: Any) -> Any:
     inner = get_args(hint)
     if isinstance(value, list):
         if get_origin(hint) is tuple and len(inner) == len(value) and Ellipsis not in inner:
-            return tuple(_decode(item, kind) for item, kind in zip(value, inner, strict=True))
-        items = [_decode(item, inner[0] if inner else Any) for item in value]
+            return tuple(_decode(item, kind, unknown) for item, kind in zip(value, inner, strict=True))
+        items = [_decode(item, inner[0] if inner else Any, unknown) for item in value]
         return items if list in (hint, get_origin(hint)) else tuple(items)
     if not isinstance(value, dict):
         return value
@@ -86,9 +100,9 @@ def _decoded(value: Any, hint: Any) -> Any:
         data = [_number(item) for item in value["data"]] if dtype.is_floating_point else value["data"]
         return torch.tensor(data, dtype=dtype).reshape(value["shape"])
     if kind is not None and kind != _DICT:
-        return Result.from_dict(value)
+        return _read(Result, value, unknown)
     items_hint = inner[1] if get_origin(hint) is dict else Any
-    return {key: _decode(item, items_hint) for key, item in (value["items"] if kind else value).items()}
+    return {key: _decode(item, items_hint, unknown) for key, item in (value["items"] if kind else value).items()}
 
 
 class Result:
@@ -97,6 +111,9 @@ class Result:
     Subclasses are frozen dataclasses whose fields hold numbers, texts, tensors, results, and dicts, tuples or lists of
     those. An undefined number is NaN and becomes null; it comes back as NaN if the field is declared as `float` (also
     inside `dict[str, float]` and the like), and as `None` if it may be absent (`float | None`).
+
+    A file says its `format`. What a later version of the library wrote in a format that is not known yet is refused;
+    what version 0.1 wrote, which said none, is read. Fields that are not known are named in a warning and left out.
     """
 
     _types: ClassVar[dict[str, type[Result]]] = {}
@@ -104,43 +121,36 @@ class Result:
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         Result._types[cls.__name__] = cls
+        if "__repr__" not in vars(cls):  # `dataclass` would write one that prints every tensor
+            cls.__repr__ = Result.__repr__  # type: ignore[method-assign]
+
+    def __repr__(self) -> str:
+        """The fields that are not at their default, tensors and long ones as a summary."""
+        given = [f for f in _fields(type(self)) if not _is_default(f, getattr(self, f.name))]
+        return f"{type(self).__name__}({', '.join(f'{f.name}={_brief(getattr(self, f.name))}' for f in given)})"
 
     def to_dict(self) -> dict[str, Any]:
         """A dict of plain values, ready for strict JSON; `from_dict` reads it back."""
+        return {_TAG: type(self).__name__, _FORMAT: FORMAT, **self._plain_fields()}
+
+    def _plain_fields(self) -> dict[str, Any]:
         fields = {f.name: _encode(getattr(self, f.name)) for f in _fields(type(self))}
-        if _TAG in fields:
-            raise TypeError(f"{type(self).__name__} has a field named {_TAG!r}, which results reserve for their class.")
-        return {_TAG: type(self).__name__, **fields}
+        for name in (_TAG, _FORMAT):
+            if name in fields:
+                raise TypeError(f"{type(self).__name__} has a field named {name!r}, which results reserve.")
+        return fields
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Self:
         """The inverse of `to_dict`, for any kind of result."""
-        name = data.get(_TAG) if isinstance(data, dict) else None
-        kind = Result._types.get(str(name))
-        if kind is None or not issubclass(kind, cls):
-            if name is None:
-                raise InputError(
-                    "this is no result of spiritlevel, which would say its type; pass a report.json, or what to_json "
-                    "wrote."
-                )
-            known = [
-                kind for kind in Result._types.values() if issubclass(kind, cls) and dataclasses.is_dataclass(kind)
-            ]
-            names = ", ".join(sorted(kind.__name__ for kind in known))
-            raise InputError(f"cannot read a result of type {name!r}, expected one of: {names}.")
-        data = kind._from_older(data)
-        hints = _hints(kind)
-        present = [f for f in _fields(kind) if f.name in data]
-        missing = [f.name for f in _fields(kind) if f not in present and _required(f)]
-        if missing:
-            raise InputError(f"cannot read a result of type {name!r}: it lacks {', '.join(missing)}.")
-        try:
-            return kind(**{f.name: _decode(data[f.name], hints.get(f.name, Any)) for f in present})
-        except InputError:
-            raise
-        except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-            reason = str(error).split("\n", 1)[0]
-            raise InputError(f"cannot read a result of type {name!r}: it is damaged ({reason}).") from error
+        unknown: list[str] = []
+        result = _read(cls, data, unknown)
+        if unknown:
+            names = ", ".join(dict.fromkeys(unknown))
+            warnings.warn(
+                f"what was read holds fields that are not known here and were left out: {names}.", stacklevel=2
+            )
+        return result
 
     @classmethod
     def _from_older(cls, data: dict[str, Any]) -> dict[str, Any]:
@@ -173,6 +183,49 @@ class Result:
         return cls.from_dict(data)
 
 
+def _read(expected: type[_R], data: Any, unknown: list[str]) -> _R:
+    """The result in a dict; fields that it does not have are added to `unknown`."""
+    name = data.get(_TAG) if isinstance(data, dict) else None
+    kind = Result._types.get(RENAMED.get(str(name), str(name)))
+    if kind is None or not issubclass(kind, expected):
+        raise _unreadable(expected, name)
+    _check_format(name, data.get(_FORMAT, 1))
+    data = kind._from_older(data)
+    hints, fields = _hints(kind), {f.name: f for f in _fields(kind)}
+    unknown += [f"{key!r} of {kind.__name__}" for key in data if key not in fields and key not in (_TAG, _FORMAT)]
+    missing = [f.name for f in fields.values() if f.name not in data and _required(f)]
+    if missing:
+        raise InputError(f"cannot read a result of type {name!r}: it lacks {', '.join(missing)}.")
+    try:
+        present = {key: _decode(data[key], hints.get(key, Any), unknown) for key in fields if key in data}
+        return kind(**present)
+    except InputError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        reason = str(error).split("\n", 1)[0]
+        raise InputError(f"cannot read a result of type {name!r}: it is damaged ({reason}).") from error
+
+
+def _unreadable(expected: type[Result], name: object) -> InputError:
+    if name is None:
+        return InputError(
+            "this is no result of spiritlevel, which would say its type; pass a report.json, or what to_json wrote."
+        )
+    known = [kind for kind in Result._types.values() if issubclass(kind, expected) and dataclasses.is_dataclass(kind)]
+    names = ", ".join(sorted(kind.__name__ for kind in known))
+    return InputError(f"cannot read a result of type {name!r}, expected one of: {names}.")
+
+
+def _check_format(name: object, found: object) -> None:
+    if not isinstance(found, int) or isinstance(found, bool) or found < 1:
+        raise InputError(f"cannot read a result of type {name!r}: it is damaged (format {found!r}).")
+    if found > FORMAT:
+        raise InputError(
+            f"cannot read a result of type {name!r} in format {found}, which a newer spiritlevel wrote: this one reads "
+            f"formats up to {FORMAT}; upgrade it with: pip install --upgrade spiritlevel."
+        )
+
+
 def _is_file(name: str) -> bool:
     try:
         return Path(name).is_file()
@@ -194,3 +247,45 @@ def _hints(kind: type[Result]) -> dict[str, Any]:
         return get_type_hints(kind)
     except NameError:  # a type that exists for the type checker only
         return {f.name: float if f.type in ("float", float) else Any for f in _fields(kind)}
+
+
+# ---------------------------------------------------------------- in short, for `repr`
+
+_ROOM = 40  # characters of one field, about
+_MANY = 10**6  # entries of a tensor from which on nothing but its shape is said
+
+
+def _is_default(f: dataclasses.Field[Any], value: Any) -> bool:
+    default = f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
+    if isinstance(value, float) and isinstance(default, float) and math.isnan(value):
+        return math.isnan(default)
+    return type(value) is type(default) and not isinstance(value, Tensor) and bool(value == default)
+
+
+def _brief(value: Any) -> str:
+    """A field of a result in the room of a few words."""
+    if isinstance(value, Tensor):
+        return f"<{_summary(value)}>"
+    if isinstance(value, Result):
+        text = str(value) if isinstance(value, SupportsFloat) else type(value).__name__
+        return f"<{text if len(text) <= _ROOM else type(value).__name__}>"
+    if isinstance(value, str):
+        return repr(textwrap.shorten(value, _ROOM, placeholder=" …"))
+    if isinstance(value, dict | list | tuple) and value:
+        items = list(value.values()) if isinstance(value, dict) else value
+        plain = all(item is None or isinstance(item, bool | int | float | str) for item in items)
+        if plain and len(repr(value)) <= _ROOM:
+            return repr(value)
+        kinds = {type(item).__name__ for item in items}
+        return f"<{len(items)} {kinds.pop() if len(kinds) == 1 else 'items'}>"
+    return repr(value)
+
+
+def _summary(tensor: Tensor) -> str:
+    """Shape, mean and range of a tensor."""
+    text = f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
+    if not 0 < tensor.numel() <= _MANY or tensor.dtype == torch.bool or tensor.is_complex():
+        return text
+    values = tensor.detach().double()
+    mean, low, high = (figure(float(number)) for number in (values.mean(), values.min(), values.max()))
+    return f"{text}, mean {mean}, {low} to {high}"

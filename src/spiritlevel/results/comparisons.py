@@ -11,9 +11,10 @@ from torch import Tensor
 from spiritlevel.errors import InputError
 from spiritlevel.results.codec import Result
 from spiritlevel.results.estimates import WERE_BOUNDS, WERE_ITERATED, Estimate, with_status
-from spiritlevel.results.formatting import aligned, left_out_lines
+from spiritlevel.results.formatting import aligned, figure, left_out_lines
 from spiritlevel.results.pages import Shown
 from spiritlevel.results.samples import Margins, SampleTraces
+from spiritlevel.results.tables import Columns
 
 _DECIDED = ("accuracy", "input_distance", "loss")  # the rows that the advice of version 0.1 looked at
 
@@ -59,7 +60,7 @@ class ComparisonRow(Result):
         return {**data, "how": how, **{key: with_status(data[key], name) for key in ("a", "b") if key in data}}
 
     def __str__(self) -> str:
-        text = f"{self.name}: {self.a} and {self.b}, difference {self.difference:.4g}, {self.verdict}"
+        text = f"{self.name}: {self.a} and {self.b}, difference {figure(self.difference)}, {self.verdict}"
         return f"{text} ({self.note})" if self.note else text
 
 
@@ -101,14 +102,39 @@ class Comparison(Shown):
                 return row
         raise InputError(f"the comparison holds no measure {name!r}, only {', '.join(row.name for row in self.rows)}.")
 
+    def _columns(self) -> Columns:
+        """One row per measure; a and b are the two models in the order of `names`."""
+        rows = self.rows
+        return {
+            "measure": (str, [row.name for row in rows]),
+            "a": (float, [row.a.value for row in rows]),
+            "a_status": (str, [row.a.status for row in rows]),
+            "b": (float, [row.b.value for row in rows]),
+            "b_status": (str, [row.b.status for row in rows]),
+            "difference": (float, [row.difference for row in rows]),
+            "low": (float, [row.low for row in rows]),
+            "high": (float, [row.high for row in rows]),
+            "how": (str, [row.how for row in rows]),
+            "ratio": (float, [row.ratio for row in rows]),
+            "factor": (float, [row.factor for row in rows]),
+            "verdict": (str, [row.verdict for row in rows]),
+            "sure": (bool, [row.sure for row in rows]),
+            "direction": (str, [row.direction for row in rows]),
+            "invariant": (bool, [row.invariant for row in rows]),
+            "note": (str, [row.note for row in rows]),
+            "meaning": (str, [row.meaning for row in rows]),
+        }
+
     def __str__(self) -> str:
         a, b = self.names
         table = [["measure", a, b, "difference", f"{self.level:.0%} interval", "from", "favours"]]
         for row in self.rows:
-            interval = "" if math.isnan(row.low) or row.low == row.high else f"{row.low:.3g} .. {row.high:.3g}"
+            interval = (
+                "" if math.isnan(row.low) or row.low == row.high else f"{figure(row.low, 3)} .. {figure(row.high, 3)}"
+            )
             favours = {"a": a, "b": b, "equal": "neither"}.get(row.verdict, row.verdict)
-            values = ["undefined" if math.isnan(v.value) else f"{v.value:.5g}" for v in (row.a, row.b)]
-            table.append([row.name, *values, f"{row.difference:.3g}", interval, row.how, favours])
+            values = [figure(each.value, 5) for each in (row.a, row.b)]
+            table.append([row.name, *values, figure(row.difference, 3), interval, row.how, favours])
         lines = [f"{a} and {b} on {self.samples:,} samples", *aligned(table)]
         lines += left_out_lines(self.left_out)
         return "\n".join([*lines, self.advice])

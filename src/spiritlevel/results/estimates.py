@@ -12,6 +12,7 @@ from torch import Tensor
 
 from spiritlevel.errors import InputError
 from spiritlevel.results.codec import Result
+from spiritlevel.results.formatting import figure, with_error
 from spiritlevel.results.intervals import mean_skewness, skewed_limits, standard_error
 
 STATUSES = ("exact", "converged", "estimated", "lower bound", "not converged", "undefined")
@@ -161,23 +162,13 @@ class Estimate(Result):
         if self.status == "undefined":
             return f"undefined ({self.reason})" if self.reason else "undefined"
         if self.status == "not converged":
-            return f"{self.value:.6g} (not converged{self.reason and f': {self.reason}'})"
+            return f"{figure(self.value, 6)} (not converged{self.reason and f': {self.reason}'})"
         bound = "≥ " if self.status == "lower bound" else ""
-        error = self.stderr + self.tolerance
-        if math.isnan(error):
-            return f"{bound}{self.value:.6g} ± unknown"
-        if not error or self.settled:
-            return f"{bound}{self.value:.6g}"
-        digits = max(2, min(8, 2 + _magnitude(abs(self.value) or error) - _magnitude(error)))
-        return f"{bound}{self.value:.{digits}g} ± {error:.2g}"
+        return bound + with_error(self.value, 0.0 if self.settled else self.stderr + self.tolerance)
 
 
 def _ordered(a: float, b: float) -> tuple[float, float]:
     return (b, a) if b < a else (a, b)
-
-
-def _magnitude(number: float) -> int:
-    return math.floor(math.log10(number)) if number > 0 and math.isfinite(number) else 0
 
 
 # The measures that version 0.1 wrote without saying what they are worth.

@@ -1,4 +1,8 @@
-"""Numbers and tables as people read them."""
+"""Numbers and tables as people read them: the one place that decides how a number is written.
+
+`figure` writes a number, `with_error` a number and its error, `in_short` an estimate in the room of a cell, `times` a
+factor. Tables, sentences, charts and pages all ask these.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +12,63 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from spiritlevel.results.estimates import Estimate
 
+_SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+
+
+def figure(value: float, digits: int = 4, *, typeset: bool = False) -> str:
+    """A number in so many digits, without those that say nothing; a whole number (`int`) has all of its own.
+
+    From 0.001 to 10 million it is written out, beyond that with a power of ten. `typeset` is for pages and sentences:
+    a true minus sign, ×10ⁿ and ∞ in place of what a program could read.
+
+    >>> figure(2267.4, 3), figure(0.000507), figure(-0.0346), figure(3.2e12), figure(1234.5678, 6), figure(60_000)
+    ('2,270', '5.07e-4', '-0.0346', '3.2e12', '1,234.57', '60,000')
+    >>> figure(3.2e-7, typeset=True), figure(-0.5, typeset=True), figure(-math.inf, typeset=True), figure(math.nan)
+    ('3.2 × 10⁻⁷', '−0.5', '−∞', 'undefined')
+    """
+    if math.isnan(value):
+        return "undefined"
+    if math.isinf(value):
+        text = f"{value}"
+        return text.replace("-", "−").replace("inf", "∞") if typeset else text
+    if isinstance(value, int) or value == 0:
+        text = f"{value:,.0f}"
+    else:
+        mantissa, _, power = f"{value:.{digits - 1}e}".partition("e")
+        exponent = int(power)
+        written_out = -4 < exponent < 7
+        text = f"{float(f'{mantissa}e{power}'):,.{max(0, digits - 1 - exponent)}f}" if written_out else mantissa
+        text = text.rstrip("0").rstrip(".") if "." in text else text
+        if not written_out:
+            text += f" × 10{str(exponent).translate(_SUPERSCRIPTS)}" if typeset else f"e{exponent}"
+    return text.replace("-", "−") if typeset else text
+
+
+def with_error(value: float, error: float, digits: int = 8, *, typeset: bool = False) -> str:
+    """A number and its error: two digits of the error, no more of the number than it leaves, and `digits` at most.
+
+    >>> with_error(64.5312, 10.6), with_error(1234.5678, 0.012), with_error(0.0123, 0.0), with_error(-2.5, math.nan)
+    ('65 ± 11', '1,234.568 ± 0.012', '0.0123', '-2.5 ± unknown')
+    """
+    if not error or math.isnan(error):
+        text = figure(value, min(digits, 6), typeset=typeset)
+        return f"{text} ± unknown" if error else text
+    left = 2 + _magnitude(abs(value) or error) - _magnitude(error)
+    shown = figure(value, max(2, min(digits, left)), typeset=typeset)
+    return f"{shown} ± {figure(error, 2, typeset=typeset)}"
+
+
+def _magnitude(number: float) -> int:
+    return math.floor(math.log10(number)) if number > 0 and math.isfinite(number) else 0
+
 
 def times(factor: float) -> str:
-    """A factor as people read it, in three digits.
+    """A factor in three digits.
 
     >>> times(327886.0), times(3.14159), times(2.5e12), times(math.inf)
     ('328,000', '3.14', '2.5e12', 'infinitely')
     """
-    if math.isinf(factor):
-        return "infinitely"
-    return f"{float(f'{factor:.3g}'):,.0f}" if 100 <= factor < 1e9 else figure(factor, 3)
+    return "infinitely" if math.isinf(factor) else figure(factor, 3)
 
 
 def in_short(estimate: Estimate) -> str:
@@ -32,30 +83,14 @@ def in_short(estimate: Estimate) -> str:
     ('≥ 0.5', '0.5 …')
     """
     if estimate.status in ("lower bound", "not converged", "undefined"):
-        text = figure(estimate.value, 4)
+        text = figure(estimate.value)
         return {"lower bound": f"≥ {text}", "not converged": f"{text} …"}.get(estimate.status, "undefined")
     error, size = estimate.stderr + estimate.tolerance, abs(estimate.value)
-    if math.isnan(error):
-        return f"{figure(estimate.value, 4)} ± unknown"
-    if not error or (not estimate.stderr and error < 5e-4 * size):  # not to be seen in four digits
-        return figure(estimate.value, 4)
-    if error > 0.5 * size:
-        return f"{figure(estimate.value, 2)} ± {figure(error, 2)}"
+    if estimate.status == "converged" and error < 5e-4 * size:  # not to be seen in four digits
+        return figure(estimate.value)
+    if not 0 < error <= 0.5 * size:  # also NaN
+        return with_error(estimate.value, error, 4)
     return f"{figure(estimate.value, 3)} ± {f'{error / size:.0%}' if error >= 0.01 * size else '<1%'}"
-
-
-def figure(value: float, digits: int) -> str:
-    """A number in few digits and few characters.
-
-    >>> figure(2267.4, 3), figure(224.0, 2), figure(0.000507, 3), figure(-0.0346, 3), figure(3.2e12, 3)
-    ('2,270', '220', '5.07e-4', '-0.0346', '3.2e12')
-    """
-    rounded = float(f"{value:.{digits}g}")
-    if rounded == 0 or 1e-3 <= abs(rounded) < 1e7:
-        return f"{rounded:,.0f}" if abs(rounded) >= min(1000, 10**digits) else f"{value:.{digits}g}"
-    mantissa, exponent, power = f"{value:.{digits - 1}e}".partition("e")
-    short = mantissa.rstrip("0").rstrip(".") if "." in mantissa else mantissa
-    return f"{short}e{int(power)}" if exponent else mantissa  # else: not a number
 
 
 def left_out_lines(left_out: dict[str, str]) -> list[str]:

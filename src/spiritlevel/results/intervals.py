@@ -78,5 +78,20 @@ def subset_mean(values: Tensor, population: int | None) -> tuple[float | None, t
     return error, skewed_limits(mean, error, count - 1, mean_skewness(values) * share)
 
 
+def share_limits(share: float, count: int, population: int) -> tuple[float, float]:
+    """Clopper and Pearson's 95 % interval of a share of the population, of which a random subset was counted.
+
+    It covers 95 % or more, also of a share near 0 or 1, where shorter intervals fall below.
+
+    >>> [f"{limit:.3f}" for limit in share_limits(1.0, 60, 10**9)]
+    ['0.940', '1.000']
+    """
+    worth = count / (1 - count / population)  # the rest alone is unknown
+    right = share * worth
+    low = float(stats.beta.ppf(0.025, right, worth - right + 1)) if right > 0 else 0.0
+    high = float(stats.beta.ppf(0.975, right + 1, worth - right)) if right < worth else 1.0
+    return low, high
+
+
 FEWEST = 30  # samples whose subset error is stated
 _SEEN = 1.25  # how much larger the skewness of a population is than that of a few draws of it

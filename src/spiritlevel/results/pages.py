@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from spiritlevel.results.codec import Result
+from spiritlevel.results.tables import Table
 from spiritlevel.storage import write_atomically
 
 if TYPE_CHECKING:
@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from spiritlevel.results.reports import Report
 
 
-class Shown(Result):
-    """A result with a page of its own. `report` lies above: it is looked up when a page is asked for, never before."""
+class Shown(Table):
+    """A table with a page of its own. `page` lies above: it is looked up when a page is asked for, never before."""
 
     def to_html(self, path: str | Path | None = None) -> str:
         """One self-contained HTML page; with `path` also written there, atomically."""

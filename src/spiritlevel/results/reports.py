@@ -6,18 +6,19 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from scipy import stats
 from torch import Tensor
 
 from spiritlevel.errors import InputError
 from spiritlevel.results.audits import Audit
 from spiritlevel.results.codec import Result
 from spiritlevel.results.estimates import Estimate, with_status
-from spiritlevel.results.formatting import aligned, left_out_lines
+from spiritlevel.results.formatting import aligned, figure, left_out_lines
+from spiritlevel.results.intervals import share_limits
 from spiritlevel.results.pages import Shown
 from spiritlevel.results.samples import Correlation, Margins, SampleTraces
 from spiritlevel.results.spectra import SpectrumSummary
 from spiritlevel.results.surfaces import Landscape
+from spiritlevel.results.tables import Columns, of_estimates
 
 
 @dataclass(frozen=True)
@@ -35,16 +36,10 @@ class Fit(Result):
     def accuracy_limits(self) -> tuple[float, float]:
         """Clopper and Pearson's 95 % interval of the accuracy on the whole population, of which a subset was measured.
 
-        It covers 95 % or more, also of an accuracy near 0 or 1, where shorter intervals fall below.
-
         >>> [f"{limit:.3f}" for limit in Fit(60, 10**9, Estimate(1.0), Estimate(0.0)).accuracy_limits()]
         ['0.940', '1.000']
         """
-        worth = self.samples / (1 - self.samples / self.population)  # the rest alone is unknown
-        right = self.accuracy.value * worth
-        low = float(stats.beta.ppf(0.025, right, worth - right + 1)) if right > 0 else 0.0
-        high = float(stats.beta.ppf(0.975, right + 1, worth - right)) if right < worth else 1.0
-        return low, high
+        return share_limits(self.accuracy.value, self.samples, self.population)
 
     def __str__(self) -> str:
         return f"accuracy {self.accuracy}, loss {self.loss} on {self.samples:,} of {self.population:,} samples"
@@ -78,6 +73,7 @@ class ReportRow(Result):
     @classmethod
     def _from_older(cls, data: dict[str, Any]) -> dict[str, Any]:
         data = {"needs_data": data.get("family") != "norm", **data}
+        data = {key: item for key, item in data.items() if key != "kind"}  # it is the status of the value now
         return {**data, "value": with_status(data["value"], str(data.get("name")))} if "value" in data else data
 
     @property
@@ -158,24 +154,49 @@ class Report(Shown):
                 return row
         raise InputError(f"the report holds no measure {name!r}, only {', '.join(row.name for row in self.rows)}.")
 
+    def _columns(self) -> Columns:
+        """One row per measure; the limits are those of `ReportRow.interval`."""
+        rows = self.rows
+        return {
+            "measure": (str, [row.name for row in rows]),
+            **of_estimates([row.value for row in rows], [row.interval for row in rows]),
+            "direction": (str, [row.direction for row in rows]),
+            "family": (str, [row.family for row in rows]),
+            "invariant_to": (str, [", ".join(row.invariant_to) for row in rows]),
+            "subset_error": (str, [row.subset_error for row in rows]),
+            "products": (int, [row.value.matvecs for row in rows]),
+            "seconds": (float, [row.seconds for row in rows]),
+            "meaning": (str, [row.meaning for row in rows]),
+            "formula": (str, [row.formula for row in rows]),
+            "reference": (str, [row.reference for row in rows]),
+        }
+
     def __str__(self) -> str:
         lines = [f"{self.name}: {self.parameters:,} parameters"]
         lines += [f"PARTIAL: {self.partial}"] if self.partial else []
         for name, fit in self.fits.items():
             of = f" of {fit.population:,}" if fit.population > fit.samples else ""
             lines.append(
-                f"{name}: {fit.samples:,}{of} samples, accuracy {fit.accuracy.value:.2%}, loss {fit.loss.value:.4g}"
+                f"{name}: {fit.samples:,}{of} samples, accuracy {fit.accuracy.value:.2%}, loss {figure(fit.loss.value)}"
             )
         table = [["measure", "value", "95 % interval", "kind", "larger is", "invariant to"]]
         for row in self.rows:
             low, high = row.interval
-            interval = "" if row.kind == "undefined" or low == high else f"{low:.4g} .. {high:.4g}"
+            interval = "" if row.kind == "undefined" or low == high else f"{figure(low)} .. {figure(high)}"
             if row.kind == "converged":
-                interval = "" if row.value.settled and not row.value.data_stderr else f"± {(high - low) / 2:.2g}"
+                interval = "" if row.value.settled and not row.value.data_stderr else f"± {figure((high - low) / 2, 2)}"
             interval = "unknown" if math.isnan(low) and row.kind != "undefined" else interval
-            interval = f"{low:.4g} or more" if math.isinf(high) else interval
-            value = "undefined" if row.kind == "undefined" else f"{row.value.value:.6g}"
-            table.append([row.name, value, interval, row.kind, row.direction, ", ".join(row.invariant_to) or "-"])
+            interval = f"{figure(low)} or more" if math.isinf(high) else interval
+            table.append(
+                [
+                    row.name,
+                    figure(row.value.value, 6),
+                    interval,
+                    row.kind,
+                    row.direction,
+                    ", ".join(row.invariant_to) or "-",
+                ]
+            )
         lines += aligned(table)
         lines += [f"{name}: {found}" for name, found in self.correlations.items()]
         lines += left_out_lines(self.left_out)

@@ -10,11 +10,13 @@ from torch import Tensor
 
 from spiritlevel.results.codec import Result
 from spiritlevel.results.estimates import Estimate
+from spiritlevel.results.formatting import figure
 from spiritlevel.results.intervals import mean_skewness, standard_error, subset_mean
+from spiritlevel.results.tables import Columns, Table
 
 
 @dataclass(frozen=True)
-class SampleTraces(Result):
+class SampleTraces(Table):
     """The trace of the Hessian of every sample's own loss.
 
     `values[n]` = Tr ∇²ℓ(θ; xₙ, yₙ) and `stderr[n]` its error (0 where exact). `layers` splits the values by parameter
@@ -87,14 +89,33 @@ class SampleTraces(Result):
         skew = float(shares.pow(3).sum()) / squares**1.5
         return {"status": "estimated", "stderr": largest * math.sqrt(squares) / len(self), "dof": counted, "skew": skew}
 
+    def _columns(self) -> Columns:
+        """One row per sample, in the order of the data; the traces by parameter tensor last."""
+        columns: dict[str, tuple[type, Any]] = {
+            "sample": (int, range(len(self))),
+            "trace": (float, self.values.tolist()),
+            "stderr": (float, self.stderr.tolist()),
+            **_targets(self.targets),
+        }
+        if self.probes is not None:
+            columns["probes"] = (int, self.probes.tolist())
+        return columns | {f"trace of {name}": (float, values.tolist()) for name, values in self.layers.items()}
+
     def __str__(self) -> str:
         how = "exact" if self.exact else f"estimated ({self.method})"
-        low, high = (float(self.values.min()), float(self.values.max())) if len(self) else (math.nan, math.nan)
-        return f"{len(self)} per-sample Hessian traces, {how}: mean {self.mean()}, from {low:.3g} to {high:.3g}"
+        ends = (float(self.values.min()), float(self.values.max())) if len(self) else (math.nan, math.nan)
+        low, high = (figure(end, 3) for end in ends)
+        return f"{len(self)} per-sample Hessian traces, {how}: mean {self.mean()}, from {low} to {high}"
+
+
+def _targets(targets: Tensor) -> dict[str, tuple[type, Any]]:
+    """Labels as a column; targets of other shapes have no place in a table of samples."""
+    kind = float if targets.is_floating_point() else int
+    return {"target": (kind, targets.tolist())} if targets.ndim == 1 else {}
 
 
 @dataclass(frozen=True)
-class Margins(Result):
+class Margins(Table):
     """Margins of every sample.
 
     `signed` = φ_y − max_{j≠y} φ_j, `output` its absolute value, `softmax` the same of the softmax probabilities in
@@ -119,16 +140,23 @@ class Margins(Result):
     def __len__(self) -> int:
         return self.signed.numel()
 
+    def _columns(self) -> Columns:
+        """One row per sample, in the order of the data."""
+        numbers = {name: getattr(self, name) for name in ("signed", "output", "softmax", "softmax_gap")}
+        columns: dict[str, tuple[type, Any]] = {"sample": (int, range(len(self)))}
+        columns |= {name: (float, values.tolist()) for name, values in numbers.items()}
+        columns |= {"correct": (bool, self.correct.tolist()), **_targets(self.targets)}
+        return columns if self.distance is None else columns | {"distance": (float, self.distance.tolist())}
+
     def __str__(self) -> str:
         if not len(self):
             return "0 output margins"
-        text = (
-            f"{len(self)} output margins: mean {float(self.signed.mean()):.4g}, "
-            f"smallest {float(self.signed.min()):.4g}; {float(self.correct.double().mean()):.2%} classified correctly"
-        )
+        mean, smallest = figure(float(self.signed.mean())), figure(float(self.signed.min()))
+        right = float(self.correct.double().mean())
+        text = f"{len(self)} output margins: mean {mean}, smallest {smallest}; {right:.2%} classified correctly"
         if self.distance is not None:
             where = f"at layer {self.layer!r}" if self.layer else "in input space"
-            text += f"; median distance {float(self.distance.median()):.4g} {where} ({self.norm}-norm)"
+            text += f"; median distance {figure(float(self.distance.median()))} {where} ({self.norm}-norm)"
         return text
 
 
@@ -161,4 +189,5 @@ class Correlation(Result):
         if math.isnan(self.r):
             return f"r undefined ({self.reason})"
         outliers = f"({self.removed} outliers removed)"
-        return f"r = {self.r:.3f} [{self.low:.3f}, {self.high:.3f}] over {self.n} points {outliers}"
+        r, low, high = (figure(value, 3) for value in (self.r, self.low, self.high))
+        return f"r = {r} [{low}, {high}] over {self.n} points {outliers}"

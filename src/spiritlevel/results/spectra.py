@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from spiritlevel.errors import InputError
-from spiritlevel.results.codec import Result
 from spiritlevel.results.estimates import Estimate
+from spiritlevel.results.formatting import figure
 from spiritlevel.results.intervals import errors_off, mean_skewness
+from spiritlevel.results.tables import Columns, Table, of_estimates
 
 
 @dataclass(frozen=True)
-class Eigenpairs(Result):
+class Eigenpairs(Table):
     """Eigenvalues from the wanted end inwards, with their vectors as columns and their residuals ‖Hv − λv‖.
 
     Each residual bounds the distance from its value to an eigenvalue. `converged` is true if every residual is at most
@@ -54,19 +55,28 @@ class Eigenpairs(Result):
             status="converged" if self.converged else "not converged",
         )
 
+    def _columns(self) -> Columns:
+        """One row per eigenvalue, from the wanted end inwards."""
+        return {
+            "rank": (int, range(1, len(self) + 1)),
+            "eigenvalue": (float, self.values.tolist()),
+            "residual": (float, self.residuals.tolist()),
+        }
+
     def __str__(self) -> str:
         pairs = zip(self.values.tolist(), self.residuals.tolist(), strict=True)
-        listed = ", ".join(f"{value:.6g} (residual {residual:.1g})" for value, residual in pairs)
+        listed = ", ".join(f"{figure(value, 6)} (residual {figure(residual, 1)})" for value, residual in pairs)
         state = "converged" if self.converged else f"not converged: {self.reason}"
         return f"{len(self)} eigenvalues, {self.which}: {listed}; {self.matvecs} products, {state}"
 
 
 @dataclass(frozen=True)
-class DiagonalEstimate(Result):
-    """The diagonal of a matrix: one value and one standard error an entry, `stderr` 0 where exact.
+class DiagonalEstimate(Table):
+    """The diagonal of a matrix: one value and one standard error per entry.
 
-    All entries share their probes, so their errors are correlated: the error of a sum of entries is not the root of
-    the summed squares.
+    `status` is "exact" or "estimated"; probes that agree in every entry, as those of a diagonal matrix do, have a
+    standard error of 0 and are no proof. All entries share their probes, so their errors are correlated: the error of
+    a sum of entries is not the root of the summed squares.
     """
 
     values: Tensor
@@ -74,23 +84,38 @@ class DiagonalEstimate(Result):
     dof: float = math.inf
     matvecs: int = 0
     seed: int | None = None
+    status: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.status:  # version 0.1 did not say it
+            object.__setattr__(self, "status", "estimated" if bool(self.stderr.any()) else "exact")
+        if self.status not in ("exact", "estimated"):
+            raise InputError(f"the status of a diagonal is exact or estimated, got {self.status!r}.")
 
     @property
     def exact(self) -> bool:
-        """Whether no entry carries a probe error."""
-        return not bool(self.stderr.any())
+        """Whether no entry has an error but rounding."""
+        return self.status == "exact"
 
     def __len__(self) -> int:
         return self.values.numel()
 
+    def _columns(self) -> Columns:
+        """One row per entry."""
+        return {
+            "entry": (int, range(len(self))),
+            "value": (float, self.values.tolist()),
+            "stderr": (float, self.stderr.tolist()),
+        }
+
     def __str__(self) -> str:
-        how = "exact" if self.exact else f"standard errors up to {float(self.stderr.max()):.2g}"
+        how = "exact" if self.exact else f"standard errors up to {figure(float(self.stderr.max()), 2)}"
         low, high = float(self.values.min()), float(self.values.max())
-        return f"diagonal of {len(self)} entries from {low:.4g} to {high:.4g}, {how}"
+        return f"diagonal of {len(self)} entries from {figure(low)} to {figure(high)}, {how}"
 
 
 @dataclass(frozen=True)
-class Density(Result):
+class SmoothedDensity(Table):
     """A spectral density smoothed by a Gaussian of standard deviation `width`, on the points of `grid`.
 
     `stderr` is the error of the random probes at every point, 0 where all eigenvalues are known, and `skew` its
@@ -113,19 +138,22 @@ class Density(Result):
         below, above = (torch.from_numpy(off) for off in errors_off(skew.double().numpy(), self.dof, level))
         return (self.values - below * self.stderr).clamp(min=0.0), self.values + above * self.stderr
 
+    def _columns(self) -> Columns:
+        """One row per point of the grid, with the band of 95 %."""
+        low, high = self.band()
+        columns = {"eigenvalue": self.grid, "density": self.values, "stderr": self.stderr, "low": low, "high": high}
+        return {name: (float, values.tolist()) for name, values in columns.items()}
+
     def __str__(self) -> str:
         if not self.grid.numel():
             return "spectral density at 0 points"
         low, high, top = float(self.grid.min()), float(self.grid.max()), int(self.values.argmax())
-        where = f"at {self.grid.numel()} points from {low:.4g} to {high:.4g}, width {self.width:.3g}"
-        return f"spectral density {where}: largest {float(self.values[top]):.4g} at {float(self.grid[top]):.4g}"
-
-    def __repr__(self) -> str:  # not its hundreds of numbers
-        return f"<{self}>"
+        where = f"at {self.grid.numel()} points from {figure(low)} to {figure(high)}, width {figure(self.width, 3)}"
+        return f"spectral density {where}: largest {figure(float(self.values[top]))} at {figure(float(self.grid[top]))}"
 
 
 @dataclass(frozen=True)
-class Spectrum(Result):
+class SpectralDensity(Table):
     """Stochastic Lanczos quadrature: the spectral distribution μ = (1/P) Σᵢ δ(λᵢ) as weighted nodes.
 
     Row i of `nodes` and `weights` (probes, steps) comes from probe i alone; the weights of each row sum to 1/probes,
@@ -133,7 +161,7 @@ class Spectrum(Result):
     probe, so every integral is unbiased for those and its error follows from the spread over the rows. `exact` means
     that the nodes are the eigenvalues themselves, in one row.
 
-    >>> two_probes = Spectrum(torch.tensor([[0.0, 2.0], [0.0, 4.0]]), torch.full((2, 2), 0.25), size=9)
+    >>> two_probes = SpectralDensity(torch.tensor([[0.0, 2.0], [0.0, 4.0]]), torch.full((2, 2), 0.25), size=9)
     >>> print(two_probes.moment(1))
     1.5 ± 0.5
     """
@@ -158,7 +186,7 @@ class Spectrum(Result):
             raise InputError(f"moment needs k >= 0, got {k}.")
         return self.integrate(lambda nodes: nodes**k)
 
-    def density(self, grid: Tensor | None = None, width: float | None = None) -> Density:
+    def density(self, grid: Tensor | None = None, width: float | None = None) -> SmoothedDensity:
         """The density smoothed by a Gaussian of standard deviation `width`, with its error at every point of `grid`.
 
         `width` is 1/100 of the span of the nodes unless given, `grid` 512 points that reach 4 widths beyond the nodes.
@@ -178,18 +206,29 @@ class Spectrum(Result):
             rows[:, i] = bells @ weight * nodes.shape[0]
         values = rows.mean(1)
         if self.exact:
-            return Density(grid, values, torch.zeros_like(values), width)
+            return SmoothedDensity(grid, values, torch.zeros_like(values), width)
         skew = torch.tensor([mean_skewness(row) for row in rows], dtype=torch.float64)
-        return Density(grid, values, rows.std(1) / math.sqrt(rows.shape[1]), width, float(rows.shape[1] - 1), skew)
+        return SmoothedDensity(
+            grid, values, rows.std(1) / math.sqrt(rows.shape[1]), width, float(rows.shape[1] - 1), skew
+        )
+
+    def _columns(self) -> Columns:
+        """One row per node."""
+        probes, steps = self.nodes.shape
+        return {
+            "probe": (int, [probe for probe in range(probes) for _ in range(steps)]),
+            "node": (float, self.nodes.reshape(-1).tolist()),
+            "weight": (float, self.weights.reshape(-1).tolist()),
+        }
 
     def __str__(self) -> str:
         low, high = float(self.nodes.min()), float(self.nodes.max())
         how = "all eigenvalues" if self.exact else f"{self.nodes.shape[0]} probes of {self.nodes.shape[1]} nodes"
-        return f"spectrum of size {self.size} from {low:.4g} to {high:.4g}: {how}, mean {self.moment(1)}"
+        return f"spectrum of size {self.size} from {figure(low)} to {figure(high)}: {how}, mean {self.moment(1)}"
 
 
 @dataclass(frozen=True)
-class SpectrumSummary(Result):
+class SpectrumSummary(Table):
     """Both ends of a spectrum, its trace, norms and density, from one set of Lanczos runs.
 
     `mean_square` is Tr(H²)/P. `layers` holds the trace of every parameter's diagonal block; the layers share their
@@ -201,7 +240,7 @@ class SpectrumSummary(Result):
     trace: Estimate
     frobenius_norm: Estimate
     mean_square: Estimate
-    density: Spectrum
+    density: SpectralDensity
     layers: dict[str, Estimate]
     size: int
     matvecs: int
@@ -211,6 +250,18 @@ class SpectrumSummary(Result):
     def spectral_norm(self) -> float:
         """The largest absolute value of an eigenvalue, from the two ends."""
         return max(abs(float(self.largest.values[0])), abs(float(self.smallest.values[0])))
+
+    def _columns(self) -> Columns:
+        """One row per number: both ends, trace, norms, and the trace of every parameter tensor."""
+        named = {
+            "largest eigenvalue": self.largest.outermost(),
+            "smallest eigenvalue": self.smallest.outermost(),
+            "trace": self.trace,
+            "Frobenius norm": self.frobenius_norm,
+            "mean square": self.mean_square,
+            **{f"trace of {name}": estimate for name, estimate in self.layers.items()},
+        }
+        return {"quantity": (str, list(named)), **of_estimates(list(named.values()))}
 
     def __str__(self) -> str:
         return (

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from spiritlevel.results.codec import Result
+from spiritlevel.results.formatting import figure
+from spiritlevel.results.tables import Columns, Table
 
 
 @dataclass(frozen=True)
-class Landscape(Result):
+class Landscape(Table):
     """The loss, and the accuracy, on a line or a plane through a model's parameters θ.
 
     `losses` (n,) or (n, m) holds L(θ + t·d₁) or L(θ + t·d₁ + s·d₂) for t in `steps[0]` and s in `steps[1]`; the model
@@ -42,13 +44,25 @@ class Landscape(Result):
         grid = torch.stack(torch.meshgrid(*self.steps, indexing="ij"), dim=-1)
         return self.value + grid @ self.slopes + 0.5 * (grid @ self.curvatures * grid).sum(-1)
 
+    def _columns(self) -> Columns:
+        """One row per point: the steps along the directions, what was measured, and what the quadratic predicts."""
+        grid = torch.meshgrid(*self.steps, indexing="ij")
+        columns: dict[str, tuple[type, Any]] = {
+            f"step_{number}": (float, steps.reshape(-1).tolist()) for number, steps in enumerate(grid, 1)
+        }
+        columns["loss"] = (float, self.losses.reshape(-1).tolist())
+        if self.accuracies is not None:
+            columns["accuracy"] = (float, self.accuracies.reshape(-1).tolist())
+        return columns | {"quadratic": (float, self.quadratic.reshape(-1).tolist())}
+
     def __str__(self) -> str:
         shape = " x ".join(str(len(steps)) for steps in self.steps)
         axes = ", ".join(
-            f"{name} (curvature {float(self.curvatures[i, i]):.4g})" for i, name in enumerate(self.directions)
+            f"{name} (curvature {figure(float(self.curvatures[i, i]))})" for i, name in enumerate(self.directions)
         )
         low, high = float(self.losses.min()), float(self.losses.max())
-        barrier = "" if self.barrier is None else f"; barrier {self.barrier:.4g}"
+        barrier = "" if self.barrier is None else f"; barrier {figure(self.barrier)}"
         return (
-            f"loss on {shape} points along {axes}: {self.value:.4g} at the model, from {low:.4g} to {high:.4g}{barrier}"
+            f"loss on {shape} points along {axes}: {figure(self.value)} at the model, from {figure(low)} to "
+            f"{figure(high)}{barrier}"
         )

@@ -18,7 +18,8 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from spiritlevel.results import FEWEST, subset_mean
+from spiritlevel.results import Estimate
+from spiritlevel.results.intervals import FEWEST, share_limits, subset_mean
 
 GROUPS = 10  # of the jackknife, and of the estimates of bias
 _Z = float(stats.norm.ppf(0.975))
@@ -43,6 +44,22 @@ def few(count: int, least: int = FEWEST) -> SubsetError | None:
     if count >= least:
         return None
     return unknown(f"{count} sample{'s' * (count != 1)} cannot tell it, {least} at least are needed")
+
+
+def mean_of(values: Tensor, population: int) -> Estimate:
+    """The mean over samples, with the error of a random subset if the population is larger."""
+    error, limits = subset_mean(values, population)
+    return Estimate(float(values.mean()), data_stderr=error, data_limits=limits)
+
+
+def share_of(correct: Tensor, population: int) -> Estimate:
+    """The mean of zeros and ones; of a subset with an error that no outcome makes 0, and limits."""
+    value, count = float(correct.mean()), len(correct)
+    if population <= count:
+        return Estimate(value)
+    pulled = (float(correct.sum()) + 0.5 * _Z**2) / (count + _Z**2)
+    error = math.sqrt(pulled * (1 - pulled) / (count + _Z**2) * (1 - count / population))
+    return Estimate(value, data_stderr=error, data_limits=share_limits(value, count, population))
 
 
 def by_influences(value: float, influences: Tensor, population: int, bias: float = 0.0) -> SubsetError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from spiritlevel import results
 from spiritlevel.errors import counted, needs
 from spiritlevel.papers.claims.base import PAPERS, PASSES, Kind, Verdict
 
@@ -26,7 +27,7 @@ def figure(name: str, value: Any) -> str:
     if isinstance(value, int):
         return f"{value:,}"
     if isinstance(value, float):
-        return "< 1e-9" if "error" in name and abs(value) < 1e-9 else f"{value:.4g}"
+        return "< 1e-9" if "error" in name and abs(value) < 1e-9 else results.figure(value)
     return str(value)
 
 

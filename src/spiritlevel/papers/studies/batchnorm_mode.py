@@ -120,7 +120,7 @@ def strengths(config: BatchnormMode) -> list[float]:
 def run(config: BatchnormMode, run: Run) -> None:
     """One network for each γ, two modes, as many spectra."""
     from spiritlevel import charts
-    from spiritlevel.results import Spectrum
+    from spiritlevel.results import SpectralDensity
 
     rows: list[dict[str, Any]] = []
     gammas = strengths(config)
@@ -131,7 +131,7 @@ def run(config: BatchnormMode, run: Run) -> None:
         rows.append({"γ": gamma, "mode": words, **found})
         if density is not None:
             title = f"γ = {gamma:g}, batch norm in {words}: λ₁ = {found['λ₁']:.3g}"
-            run.chart(f"spectrum-{mode}-{gamma:g}", charts.ritz_values(Spectrum.from_dict(density), title=title))
+            run.chart(f"spectrum-{mode}-{gamma:g}", charts.ritz_values(SpectralDensity.from_dict(density), title=title))
     frame = run.table("solutions", rows)
     title = "λ₁ in both modes of batch norm"
     run.chart("modes", charts.lines(frame, "γ", "λ₁", series="mode", points=True, title=title))

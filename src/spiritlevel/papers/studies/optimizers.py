@@ -165,7 +165,7 @@ def decay(config: Optimizers, *, adam: bool) -> float:
 def run(config: Optimizers, run: Run) -> None:
     """One training and one spectrum for each method, the curves of test error and weight norm."""
     from spiritlevel import charts
-    from spiritlevel.results import Spectrum
+    from spiritlevel.results import SpectralDensity
 
     rows: list[dict[str, Any]] = []
     curves: list[dict[str, Any]] = []
@@ -179,7 +179,7 @@ def run(config: Optimizers, run: Run) -> None:
         stem = name.lower().replace(", ", "-")
         if density is not None:
             title = f"{name}: validation {found['validation accuracy']:.1%}, λ₁ = {found['λ₁']:.3g}"
-            run.chart(f"spectrum-{stem}", charts.ritz_values(Spectrum.from_dict(density), title=title))
+            run.chart(f"spectrum-{stem}", charts.ritz_values(SpectralDensity.from_dict(density), title=title))
     run.table("solutions", rows)
     frame = run.table("curves", curves)
     for what in ("test error", "weight norm"):

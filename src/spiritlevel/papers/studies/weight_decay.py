@@ -262,7 +262,7 @@ def _power(gamma: float) -> str:
 def run(config: WeightDecay, run: Run) -> None:
     """Train every γ, take its curvature, show both."""
     from spiritlevel import charts
-    from spiritlevel.results import Spectrum
+    from spiritlevel.results import SpectralDensity
 
     forms = forms_of_pixels(config)
     gammas = sorted({*config.gammas, *strengths(config).values()})
@@ -276,7 +276,9 @@ def run(config: WeightDecay, run: Run) -> None:
         rows.append({"γ": gamma, "pixels": pixels, **found})
         if density is not None:
             title = f"{config.network}, {label}: validation {found['validation accuracy']:.1%}, λ₁ = {found['λ₁']:.3g}"
-            run.chart(f"spectrum-{pixels}-{gamma:g}", charts.ritz_values(Spectrum.from_dict(density), title=title))
+            run.chart(
+                f"spectrum-{pixels}-{gamma:g}", charts.ritz_values(SpectralDensity.from_dict(density), title=title)
+            )
     frame = run.table("solutions", rows)
     for name, what in (("sharpness", "λ₁"), ("gap", "gap"), ("weights", "weight norm")):
         series = "pixels" if len(forms) > 1 else None
