@@ -37,7 +37,7 @@ def mix_heads(model: nn.Module, *, data: Any, size: float = 10.0, seed: int = 0)
         size: condition number of every matrix.
         seed: of the matrices.
 
-    Cost: as in `mix_linear`. Reference: mathematics 8; da Silva, Dangel and Oore (2025), arXiv 2505.05409.
+    Cost: as in `mix_linear`. Reference: mathematics 7.9; da Silva, Dangel and Oore (2025), arXiv 2505.05409.
 
     >>> layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).double()
     >>> result = mix_heads(layer, data=torch.randn(4, 5, 8).double())
@@ -91,7 +91,7 @@ def shift_attention_biases(model: nn.Module, *, data: Any, size: float = 1.0, se
         size: length of u over that of the bias (of the layer's weights for one output, if the bias is 0).
         seed: of the vectors.
 
-    Cost: as in `mix_linear`. Reference: mathematics 8.
+    Cost: as in `mix_linear`. Reference: mathematics 7.9.
 
     >>> layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).double()
     >>> result = shift_attention_biases(layer, data=torch.randn(4, 5, 8).double())

@@ -33,7 +33,7 @@ def shift_logits(model: nn.Module, *, data: Any, size: float = 1.0, seed: int = 
         size: length of the shift over that of the last layer's weight and bias.
         seed: of u and c.
 
-    Cost: as in `mix_linear`. Reference: mathematics 8.
+    Cost: as in `mix_linear`. Reference: mathematics 7.9.
 
     >>> net = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
     >>> result = shift_logits(net, data=torch.randn(8, 3))

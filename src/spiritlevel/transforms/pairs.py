@@ -48,7 +48,7 @@ def mix_linear(model: nn.Module, *, data: Any, size: float = 10.0, seed: int = 0
         size: condition number of every G.
         seed: of the random matrices.
 
-    Cost: a few forward passes in float64 and copies of the model. Reference: mathematics 8.
+    Cost: a few forward passes in float64 and copies of the model. Reference: mathematics 7.9.
 
     >>> low_rank = nn.Sequential(nn.Linear(6, 2, bias=False), nn.Linear(2, 5), nn.ReLU(), nn.Linear(5, 3))
     >>> result = mix_linear(low_rank, data=torch.randn(8, 6))
@@ -82,7 +82,7 @@ def shift_norm_gain(model: nn.Module, *, data: Any, size: float = 10.0, seed: in
         size: ratio of the largest factor of a norm to the smallest.
         seed: of the random factors.
 
-    Cost: as in `mix_linear`. Reference: mathematics 8.
+    Cost: as in `mix_linear`. Reference: mathematics 7.9.
 
     >>> net = nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6), nn.Linear(6, 3))
     >>> factors = shift_norm_gain(net, data=torch.randn(8, 4)).certificate.factors
@@ -113,7 +113,7 @@ def scale_gate(model: nn.Module, *, data: Any, size: float = 10.0, seed: int = 0
         size: ratio of the largest factor of a layer to the smallest, signs aside.
         seed: of the random factors.
 
-    Cost: as in `mix_linear`. Reference: mathematics 8.
+    Cost: as in `mix_linear`. Reference: mathematics 7.9.
 
     >>> net = nn.Sequential(nn.Linear(4, 12), nn.GLU(), nn.Linear(6, 3))
     >>> factors = scale_gate(net, data=torch.randn(8, 4)).certificate.factors

@@ -35,7 +35,7 @@ def rotate_stream(model: nn.Module, *, data: Any, size: float = 1.0, seed: int =
         size: without meaning here.
         seed: of the rotation.
 
-    Cost: as in `mix_linear`. Reference: mathematics 8.
+    Cost: as in `mix_linear`. Reference: mathematics 7.9.
 
     >>> net = nn.Sequential(nn.Linear(3, 8), nn.RMSNorm(8), nn.Linear(8, 2))
     >>> result = rotate_stream(net, data=torch.randn(8, 3))

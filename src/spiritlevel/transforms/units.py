@@ -46,7 +46,7 @@ def permute_units(model: nn.Module, *, data: Any, size: float = 1.0, seed: int =
         size: without meaning here.
         seed: of the permutations.
 
-    Cost: as in `mix_linear`. Reference: mathematics 8.
+    Cost: as in `mix_linear`. Reference: mathematics 7.9.
 
     >>> net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
     >>> result = permute_units(net, data=torch.randn(8, 3))
@@ -84,7 +84,7 @@ def split_units(model: nn.Module, *, data: Any, size: float = 0.25, seed: int = 
         seed: of the choice of units and of their t.
 
     Layers whose new width the network's own code does not allow (a view with a fixed number of channels, groups) stay.
-    Cost: as in `mix_linear`, with a forward pass for each layer. Reference: mathematics 8.
+    Cost: as in `mix_linear`, with a forward pass for each layer. Reference: mathematics 7.9.
 
     >>> net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
     >>> split_units(net, data=torch.randn(8, 3)).model
