@@ -31,8 +31,8 @@ def observed(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor, Te
     """Cross entropy, signed margin, entropy of the softmax, and the top class of every row, in float64.
 
     With t the top class and Z = Σ_{j≠t} exp(φ_j − φ_t), the loss is log(1 + Z) + (φ_t − φ_y) and the entropy
-    log(1 + Z) + Σ_{j≠t} (φ_t − φ_j) p_j / (1 + Z), p_j = exp(φ_j − φ_t): sums of positive terms, right at any margin. One
-    logit φ is read as the two classes (0, φ).
+    log(1 + Z) + Σ_{j≠t} (φ_t − φ_j) p_j / (1 + Z), p_j = exp(φ_j − φ_t): sums of positive terms, right at any margin.
+    One logit φ is read as the two classes (0, φ).
 
     >>> loss, margin, entropy, top = observed(torch.tensor([[80.0, 0.0]]), torch.tensor([0]))
     >>> f"{float(loss):.3e} {float(margin):g} {float(entropy):.3e} {int(top)}"
