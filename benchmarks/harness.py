@@ -122,6 +122,26 @@ def dense_net(*widths: int) -> nn.Module:
     return nn.Sequential(*layers[:-1])
 
 
+def small_resnet(channels: int = 1, classes: int = 10, width: int = 16) -> nn.Module:
+    """ResNet-8: a convolution, three residual blocks of 16, 32 and 64 channels, an average; 77,850 parameters."""
+    layers: list[nn.Module] = [nn.Conv2d(channels, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU()]
+    inputs = width
+    for outputs, stride in ((width, 1), (2 * width, 2), (4 * width, 2)):
+        body = nn.Sequential(
+            nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False),
+            nn.BatchNorm2d(outputs),
+            nn.ReLU(),
+            nn.Conv2d(outputs, outputs, 3, padding=1, bias=False),
+            nn.BatchNorm2d(outputs),
+        )
+        shortcut: nn.Module = nn.Identity()
+        if stride > 1:
+            shortcut = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
+        layers += [sl.models.Residual(body, shortcut), nn.ReLU()]
+        inputs = outputs
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, classes))
+
+
 def forward(model: nn.Module, inputs: Tensor, size: int = 512) -> None:
     with torch.no_grad():
         for start in range(0, len(inputs), size):

@@ -26,6 +26,7 @@ from growth import growth
 from harness import FULL, SMOKE, Row, Scale
 from operators import operators
 from per_sample import per_sample
+from recorder import recorder
 from spectra import spectra
 
 from spiritlevel.storage import write_atomically
@@ -36,6 +37,7 @@ PARTS: dict[str, Callable[[Scale], list[Row]]] = {
     "spectra": spectra,
     "audit": audits,
     "growth": growth,
+    "watching a training": recorder,
     "torch.compile": compiled,
 }
 PICTURE = "benchmarks"

@@ -16,7 +16,7 @@ from conftest import Untouched
 from torch import Tensor, nn
 
 import spiritlevel as sl
-from spiritlevel.answers import tracking
+from spiritlevel.answers import quantities
 from spiritlevel.answers.tracking import Tracker
 from spiritlevel.errors import InputError
 
@@ -212,7 +212,7 @@ def test_a_measurement_that_fails_does_not_end_the_training(
     def fail(setting: object) -> None:
         raise error
 
-    monkeypatch.setattr(tracking, "outcomes", fail)
+    monkeypatch.setattr(quantities, "outcomes", fail)
     with untouched(model), pytest.warns(RuntimeWarning, match="Tracker could not measure at step 1") as caught:
         _, row = tracker.step(), tracker.step()
     assert len(caught) == 1
@@ -223,3 +223,164 @@ def test_a_measurement_that_fails_does_not_end_the_training(
     recovered = tracker.step()
     assert recovered is not None
     assert recovered["trace"] > 0
+
+
+def test_only_what_was_asked_for_is_measured() -> None:
+    model = net()
+    tracker = Tracker(model, points(), every=1, share=math.inf, quantities=["loss", "layers"])
+    row = tracker.measure()
+    layers = sl.sample_traces(model, points(), per_layer=True).layers
+    assert {name for name in row if name.startswith("trace/")} == {f"trace/{name}" for name in layers}
+    for name, values in layers.items():
+        assert row[f"trace/{name}"] == pytest.approx(float(values.mean()))
+    assert "largest_eigenvalue" not in row
+    assert "accuracy" not in row
+    assert "mean loss" in json.dumps(tracker.chart().to_dict())
+    text = tracker.to_html()
+    assert "trace of 0.weight" in text
+    smooth = nn.Sequential(nn.Linear(6, 4), nn.LayerNorm(4), nn.Linear(4, 3)).double()
+    row = Tracker(smooth, points(), every=1, quantities="layers").measure()
+    assert sum(name.startswith("trace/") for name in row) == 6
+    assert row["reason"] == ""
+
+
+def test_critical_sharpness_and_stability_beside_the_others(untouched: Untouched) -> None:
+    model, data = net(), points()
+    optimiser = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    names = ["loss", "critical_sharpness", "stability"]
+    tracker = Tracker(model, data, every=1, share=math.inf, quantities=names, optimizer=optimiser)
+    early = tracker.measure()
+    assert "the optimiser has made no step with the parameter 0.weight yet" in early["reason"]
+    assert early["critical_sharpness"] > 0
+    assert math.isnan(early["stability_ratio"])
+    for _ in range(5):
+        optimiser.zero_grad()
+        nn.functional.cross_entropy(model(data[0]), data[1]).backward()
+        optimiser.step()
+    state = [{k: v.clone() for k, v in values.items()} for values in optimiser.state.values()]
+    with untouched(model):
+        row = tracker.measure()
+    for before, after in zip(state, optimiser.state.values(), strict=True):
+        assert all(torch.equal(before[key], after[key]) for key in before)
+    assert row["critical_forwards"] <= 6, "a warm start"
+    found = sl.stability(optimiser, model, data, tol=0.02)
+    assert row["stability_ratio"] == pytest.approx(found.ratio)
+    assert row["stability_side"] == found.side
+    model.eval()
+    optimiser.zero_grad()
+    nn.functional.cross_entropy(model(data[0]), data[1]).backward()
+    again = sl.critical_sharpness(lambda: nn.functional.cross_entropy(model(data[0]), data[1]), optimiser)
+    assert row["critical_low"] <= again.high
+    assert again.low <= row["critical_high"]
+    text = tracker.to_html()
+    assert "Critical sharpness" in text
+    assert "Largest eigenvalue of D^(-1/2) H D^(-1/2)" in text
+    assert "critical sharpness" in str(tracker)
+    assert Tracker(model, data, optimizer=optimiser).quantities.names[-1] == "critical_sharpness"
+
+
+def test_training_goes_on_as_without_critical_sharpness() -> None:
+    nets = [net(), net()]
+    for watched, model in enumerate(nets):
+        torch.manual_seed(5)
+        optimiser = torch.optim.Adam(model.parameters(), lr=0.01)
+        tracker = Tracker(model, points(), every=2, share=math.inf, optimizer=optimiser) if watched else None
+        for _ in range(6):
+            nn.functional.cross_entropy(model(points()[0]), points()[1]).backward()  # gradients add up
+            optimiser.step()
+            if tracker is not None:
+                tracker.step()
+    assert all(map(torch.equal, nets[0].state_dict().values(), nets[1].state_dict().values()))
+
+
+def test_an_undefined_critical_sharpness_says_why() -> None:
+    model = net()
+    optimiser = torch.optim.SGD(model.parameters(), lr=0.1, maximize=True)
+    tracker = Tracker(model, points(), quantities=["critical_sharpness"], optimizer=optimiser)
+    row = tracker.measure()
+    assert math.isnan(row["critical_sharpness"])
+    assert row["reason"].startswith("critical sharpness is undefined: the update does not go downhill: gᵀu = -")
+
+
+def test_the_current_batch_in_place_of_a_fixed_set() -> None:
+    model, data = net(), points()
+    tracker = Tracker(model, every=2, share=math.inf)
+    with pytest.raises(InputError, match=r"without data measures the current batch: call step\(batch="):
+        tracker.step()
+    batch = data[0][:30], data[1][:30]
+    assert tracker.step(batch) is None
+    row = tracker.step(batch)
+    assert row is not None
+    assert row["trace"] == pytest.approx(sl.trace(model, batch).value)
+    fixed = Tracker(model, data, every=1, share=math.inf)
+    assert fixed.measure(batch)["loss"] == pytest.approx(row["loss"])
+    broken = tracker.measure((torch.rand(3, 5), torch.zeros(3, dtype=torch.int64)))
+    assert "fails on inputs" in broken["reason"]
+
+
+class Board:
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, float, int]] = []
+
+    def add_scalar(self, name: str, value: float, step: int) -> None:
+        self.seen.append((name, value, step))
+
+
+class Run:
+    def __init__(self) -> None:
+        self.seen: list[tuple[dict[str, float], int]] = []
+
+    def log(self, values: dict[str, float], step: int) -> None:
+        self.seen.append((values, step))
+
+
+def test_the_same_row_goes_to_file_page_and_logger(tmp_path: Path) -> None:
+    model, board, run = net(), Board(), Run()
+    options = {"every": 1, "share": math.inf}
+    tracker = Tracker(model, points(), path=tmp_path / "rows.csv", page=tmp_path / "live.html", logger=board, **options)
+    other = Tracker(model, points(), logger=run, **options)
+    for _ in range(2):
+        row = tracker.step()
+        other.step()
+    assert row is not None
+    table = pl.read_csv(tmp_path / "rows.csv")
+    assert table["step"].to_list() == [1, 2]
+    assert table["trace"][1] == pytest.approx(row["trace"])
+    text = (tmp_path / "live.html").read_text()
+    assert '<meta http-equiv="refresh" content="15">' in text
+    assert "mean Hessian trace" in text
+    assert 'http-equiv="refresh"' not in tracker.to_html(tmp_path / "live.html")
+    assert ("spiritlevel/trace", row["trace"], 2) in board.seen
+    assert all(math.isfinite(value) for _, value, _ in board.seen)
+    assert [step for _, step in run.seen] == [1, 2]
+    assert run.seen[-1][0]["spiritlevel/trace"] == pytest.approx(row["trace"])
+    assert tracker.spent > sum(row["seconds"] for row in tracker.rows), "what is written counts"
+
+
+def test_a_logger_that_fails_does_not_end_the_training() -> None:
+    class Fails:
+        def log(self, values: object, step: int) -> None:
+            raise ConnectionError("the server has gone")
+
+    tracker = Tracker(net(), points(), every=1, share=math.inf, logger=Fails())
+    with pytest.warns(RuntimeWarning, match="Tracker could not log at step 1: ConnectionError: the server") as caught:
+        rows = [tracker.step() for _ in range(3)]
+    assert all(rows)
+    assert len(caught) == 1
+
+
+def test_a_page_before_the_first_row() -> None:
+    assert "nothing measured yet" in Tracker(net(), points()).to_html()
+
+
+def test_more_wrong_arguments(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="unknown quantity 'sharpness'"):
+        Tracker(net(), points(), quantities=["sharpness"])
+    with pytest.raises(InputError, match="needs optimizer= to measure 'stability'"):
+        Tracker(net(), points(), quantities=["stability"])
+    with pytest.raises(InputError, match="needs at least one of the quantities loss, margins"):
+        Tracker(net(), points(), quantities=[])
+    with pytest.raises(InputError, match=r"needs a logger with add_scalar.* got dict"):
+        Tracker(net(), points(), logger={})
+    with pytest.raises(InputError, match=r"needs the path of a file for its page, and .* is a folder"):
+        Tracker(net(), points(), page=tmp_path)

@@ -124,38 +124,45 @@ class Recorder:
         out. `step` counts the calls unless given; it must not fall. What does not fit is refused at the first call,
         later at the latest when the record is read.
         """
-        logits, targets, ids = getattr(logits, "logits", logits), torch.as_tensor(targets), torch.as_tensor(ids)
+        if not isinstance(logits, Tensor):
+            logits = logits.logits if hasattr(logits, "logits") else torch.as_tensor(logits)
+        targets = targets if isinstance(targets, Tensor) else torch.as_tensor(targets)
+        ids = ids if isinstance(ids, Tensor) else torch.as_tensor(ids)
         step = self.steps if step is None else step
-        if step < self.steps - 1:
-            raise InputError(
-                f"record got step {step} after step {self.steps - 1}, and steps do not fall; a training that goes on "
-                f"from an older state calls rewind({step}) first."
-            )
-        if not 0 < logits.ndim < 3 or ids.ndim != 1 or len(ids) != len(logits) or targets.numel() != len(ids):
-            shapes = [tuple(tensor.shape) for tensor in (logits, targets, ids)]
-            raise InputError(
-                f"record needs logits (samples, classes), one class and one id a sample, got shapes {shapes[0]}, "
-                f"{shapes[1]} and {shapes[2]}; flatten the tokens of a sequence and give each an id of its own."
-            )
-        outputs = logits.shape[1] if logits.ndim == 2 else 1
+        shape, count = logits.shape, len(ids) if ids.ndim == 1 else -1
+        outputs = shape[1] if len(shape) == 2 else 1
         first = self._outputs is None
+        if step < self.steps - 1 or not 0 < len(shape) < 3 or shape[0] != count or targets.numel() != count:
+            raise self._misfit(logits, targets, ids, step)
         if not first and outputs != self._outputs:
             raise InputError(f"record got {outputs} logits a sample, and {self._outputs} before.")
-        copies = [tensor.detach().clone() for tensor in (logits, targets, ids)]  # the loop may write over its own
-        self._calls.append(_Call(copies[0].reshape(len(ids), outputs), copies[1].reshape(-1), copies[2], step))
-        self._rows += len(ids)
+        # copies, for the loop may write over its own; all else can wait until many rows are looked at together
+        self._calls.append(_Call(logits.detach().clone(), targets.clone(), ids.clone(), step))
+        self._rows += count
         self.steps, self._outputs, self._device = step + 1, outputs, logits.device
         if first or self._rows >= _ROWS or self._rows * outputs >= _NUMBERS:
             self._look()
+
+    def _misfit(self, logits: Tensor, targets: Tensor, ids: Tensor, step: int) -> InputError:
+        if step < self.steps - 1:
+            return InputError(
+                f"record got step {step} after step {self.steps - 1}, and steps do not fall; a training that goes on "
+                f"from an older state calls rewind({step}) first."
+            )
+        shapes = [tuple(tensor.shape) for tensor in (logits, targets, ids)]
+        return InputError(
+            f"record needs logits (samples, classes), one class and one id a sample, got shapes {shapes[0]}, "
+            f"{shapes[1]} and {shapes[2]}; flatten the tokens of a sequence and give each an id of its own."
+        )
 
     def _look(self) -> None:
         """Turn the logits that wait into visits."""
         calls, self._calls, self._rows = self._calls, [], 0
         if not calls:
             return
-        logits = torch.cat([call.logits.cpu() for call in calls])
+        logits = torch.cat([call.logits.cpu().reshape(len(call.ids), -1) for call in calls])
         ids = torch.cat([call.ids.cpu() for call in calls])
-        labels = torch.cat([call.targets.cpu() for call in calls])
+        labels = torch.cat([call.targets.detach().cpu().reshape(-1) for call in calls])
         ids, labels = check_batch(ids, labels, self.samples, logits.shape[1])
         loss, margin, entropy, predicted = observed(logits, labels)
         steps, rows = (torch.tensor(column) for column in ([c.step for c in calls], [len(c.ids) for c in calls]))

@@ -7,19 +7,22 @@ import json
 import math
 import time
 import warnings
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
-from spiritlevel.answers.measuring import median, outcomes
+from spiritlevel.answers.measuring import outcomes
+from spiritlevel.answers.quantities import Quantities
 from spiritlevel.binding.batches import subset
-from spiritlevel.errors import InputError, NotExactError, first_line, needs, whole_number
-from spiritlevel.estimators import eigenvalues, operator_trace
+from spiritlevel.errors import InputError, first_line, needs, whole_number
 from spiritlevel.measures import Setting
 from spiritlevel.results import Estimate, figure, in_short
 from spiritlevel.results.tables import as_csv
+from spiritlevel.results.training import TrainingCurves
 from spiritlevel.storage import write_atomically
 
 if TYPE_CHECKING:
@@ -27,43 +30,54 @@ if TYPE_CHECKING:
 
 __all__ = ["Tracker"]
 
-_TOL, _PRODUCTS = 0.02, 24  # of the largest eigenvalue
-_NUMBERS = (
-    "loss",
-    "accuracy",
-    "margin_mean",
-    "margin_median",
-    "trace",
-    "trace_stderr",
-    "largest_eigenvalue",
-    "residual",
-    "tolerance",
-)
-_NOTHING: dict[str, Any] = {**dict.fromkeys(_NUMBERS, math.nan), "converged": False, "products": 0, "reason": ""}
 _FORWARDS = 60  # what a measurement costs before one has been timed, in forward passes
+_REFRESH = 15  # seconds after which the page of a running training loads itself again
+_CURVES = {
+    "trace": "mean Hessian trace",
+    "largest_eigenvalue": "largest eigenvalue",
+    "critical_sharpness": "critical sharpness",
+    "stability_ratio": "curvature / limit of stability",
+    "margin_mean": "mean output margin",
+    "accuracy": "accuracy",
+    "loss": "mean loss",
+}
 
 
 class Tracker:
     """Watches a network while it trains: call `step()` after every step of the optimiser.
 
-    Every `every` steps it measures, on the same random subset of `samples` samples: mean loss, accuracy, mean and
-    median output margin, the mean Hessian trace (`sample_traces`: exact where that is possible) and the largest
-    eigenvalue λ₁ of the Hessian, by Lanczos, to 2 % or 24 products (`converged` says which). What cannot be measured at
-    some step, say because the weights have become NaN or the memory is full, is NaN there, and `reason` says why; rows
-    that cannot be written are kept. A warning says so once, and the training goes on. The model, its mode and gradients
-    and all random states are left as they were, so training goes on as without.
+    Every `every` steps it measures, on the same random subset of `samples` samples or on the batch that `step` is
+    given, the `quantities`:
 
-    A measurement waits until all of them together fit into the `share` of the training time, so rows may lie further
-    apart than `every`; `overhead` is the share that was really spent. A tracker that has not measured yet prints what
-    it waits for.
+    - "loss"; "margins": accuracy, mean and median output margin;
+    - "trace": the mean Hessian trace (`sample_traces`: exact where that is possible); "layers": the same by tensor;
+    - "largest_eigenvalue": λ₁ of the Hessian, by Lanczos, to 2 % or 24 products (`converged` says which);
+    - "critical_sharpness": see `critical_sharpness`, along the update for the loss of these samples, at 7 forward
+      passes and a backward pass; "stability": see `stability`.
+
+    What cannot be measured at some step, say because the weights have become NaN or the memory is full, is NaN there,
+    and `reason` says why; rows that cannot be written are kept. A warning says so once, and the training goes on. The
+    model, its mode and gradients, the optimiser and all random states are left as they were, so training goes on as
+    without.
+
+    A measurement waits until all of them together, with what they write, fit into the `share` of the training time, so
+    rows may lie further apart than `every`; `overhead` is the share that was really spent. A tracker that has not
+    measured yet prints what it waits for.
 
     Args:
         model: the module that is being trained.
-        data: a pair of tensors, a data set, a loader that does not shuffle, or batches.
+        data: a pair of tensors, a data set, a loader that does not shuffle, or batches; None for the batches that
+            `step(batch=(inputs, targets))` gets.
         every: steps between two measurements, at least.
+        quantities: their names; loss, margins, trace and largest eigenvalue unless given, and critical sharpness with
+            an optimiser.
+        optimizer: needed for critical sharpness and stability.
         samples: how many samples, drawn once; batches as they are with batch_norm="batch".
         share: of the training time that may be spent, 0.08 unless given; `math.inf` never waits.
-        path: a Parquet file that is written anew, whole, after every measurement.
+        path: a Parquet file, or with the ending .csv a CSV file, that is written anew, whole, after every measurement.
+        page: an HTML file of the curves, likewise; a browser that shows it loads it again by itself.
+        logger: an object with `add_scalar(name, value, step)`, as TensorBoard's writer has, or with
+            `log(dict, step=step)`, as runs of Weights & Biases have: it gets the numbers of every row.
         loss: a name, a `torch.nn` loss or a callable.
         batch_norm: "eval" or "batch".
         seed: of the subset, the probes and the starts of Lanczos.
@@ -80,12 +94,16 @@ class Tracker:
     def __init__(
         self,
         model: nn.Module,
-        data: Any,
+        data: Any = None,
         every: int = 500,
         *,
+        quantities: Iterable[str] | None = None,
+        optimizer: Optimizer | None = None,
         samples: int = 256,
         share: float = 0.08,
         path: str | Path | None = None,
+        page: str | Path | None = None,
+        logger: Any = None,
         loss: Any = "cross_entropy",
         batch_norm: str = "eval",
         seed: int = 0,
@@ -93,21 +111,22 @@ class Tracker:
         if not share > 0:
             raise InputError(f"Tracker needs a share of the training time above 0, got {share}.")
         self.model, self.every, self.share, self.path = model, whole_number(every, "every", 1), share, path
-        if path is not None and Path(path).is_dir():
-            raise InputError(f"Tracker needs the path of a file for its rows, and {str(path)!r} is a folder.")
+        self.page, self.logger = page, logger
+        for file, what in ((path, "rows"), (page, "page")):
+            if file is not None and Path(file).is_dir():
+                raise InputError(f"Tracker needs the path of a file for its {what}, and {str(file)!r} is a folder.")
+        if logger is not None and not (hasattr(logger, "add_scalar") or hasattr(logger, "log")):
+            raise InputError(
+                f"Tracker needs a logger with add_scalar(name, value, step) or log(dict, step=step), got "
+                f"{type(logger).__name__}."
+            )
+        self.quantities = Quantities(quantities, model, optimizer)
         self._options: dict[str, Any] = {"loss": loss, "batch_norm": batch_norm, "seed": seed}
-        self.data = subset(data, None if batch_norm == "batch" else samples, seed, batch_norm)[0]
-        setting = Setting(model, self.data, **self._options)
-        setting.check()  # what cannot be measured is refused before the training
-        _ = setting.hessian @ torch.zeros(
-            setting.problem.size, dtype=setting.problem.dtype, device=setting.problem.device
-        )
-        passes = []
-        for _ in range(3):  # what libraries do on their first call, and what else runs, may make one of them slow
-            begin = time.perf_counter()
-            outcomes(setting)
-            passes.append(time.perf_counter() - begin)
-        self._cost = _FORWARDS * min(passes)
+        self._cost = 0.0
+        self.data = None
+        if data is not None:
+            self.data = subset(data, None if batch_norm == "batch" else samples, seed, batch_norm)[0]
+            self._cost = self._tried(Setting(model, self.data, **self._options))
         self._warned: set[str] = set()
         self.rows: list[dict[str, Any]] = []
         """One dict a measurement."""
@@ -115,74 +134,87 @@ class Tracker:
         self.spent = 0.0
         self._begin = time.perf_counter()
 
-    def step(self) -> dict[str, Any] | None:
-        """Count a step of the training; the new row if a measurement was due and affordable, else `None`."""
+    def _tried(self, setting: Setting) -> float:
+        """What a measurement will take, about; what cannot be measured is refused here, before the training."""
+        setting.check()
+        size, dtype, device = setting.problem.size, setting.problem.dtype, setting.problem.device
+        _ = setting.hessian @ torch.zeros(size, dtype=dtype, device=device)
+        passes = []
+        for _ in range(3):  # what libraries do on their first call, and what else runs, may make one of them slow
+            begin = time.perf_counter()
+            outcomes(setting)
+            passes.append(time.perf_counter() - begin)
+        return _FORWARDS * min(passes)
+
+    def step(self, batch: Any = None) -> dict[str, Any] | None:
+        """Count a step of the training; the new row if a measurement was due and affordable, else `None`.
+
+        With `batch`, a pair (inputs, targets), that is measured in place of the data.
+        """
+        if batch is None and self.data is None:
+            raise InputError("a Tracker without data measures the current batch: call step(batch=(inputs, targets)).")
         self.steps += 1
         last = self.rows[-1]["step"] if self.rows else 0
         if self.steps - last < self.every or self.spent + self._cost > self.share * self.training_seconds:
             return None
-        return self.measure()
+        return self.measure(batch)
 
-    def measure(self) -> dict[str, Any]:
+    def measure(self, batch: Any = None) -> dict[str, Any]:
         """Measure now, whatever the interval and the time, and return the row."""
         trained, begin = self.training_seconds, time.perf_counter()
-        row: dict[str, Any] = {"step": self.steps, "training_seconds": trained, **_NOTHING}
+        nothing = {**self.quantities.nothing(), "reason": ""}
+        row: dict[str, Any] = {"step": self.steps, "training_seconds": trained, **nothing}
+        data = self.data if batch is None else [batch]
+        reasons: list[str] = []
         try:
             with torch.inference_mode(False):
-                setting = Setting(self.model, self.data, **self._options)
-                row["loss"] = float(outcomes(setting)[1].mean())
-                row |= self._margins(setting) | self._curvature(setting)
-        except InputError as error:
-            row["reason"] = str(error)
+                for found, reason in self.quantities.measured(Setting(self.model, data, **self._options)):
+                    row |= found
+                    reasons += [reason] if reason else []
         except Exception as error:  # out of memory, or a fault here or in the model: no reason to end a training
-            row["reason"] = f"{type(error).__name__}: {first_line(error)}"
-            self._warn("measure", row["reason"])
-        self._cost = time.perf_counter() - begin
+            reasons.append(f"{type(error).__name__}: {first_line(error)}")
+            self._warn("measure", reasons[-1])
+        row["reason"] = "; ".join(dict.fromkeys(reasons))
+        row["seconds"] = self._cost = time.perf_counter() - begin
         self.spent += self._cost
-        row["seconds"] = self._cost
         self.rows.append(row)
-        if self.path is not None:
-            try:
-                self.to_parquet(self.path)
-            except Exception as error:  # a full disk, a folder that has gone; the next row is another chance for all
-                self._warn("write", f"{type(error).__name__}: {first_line(error)}")
+        if self.path is not None or self.page is not None or self.logger is not None:
+            begin = time.perf_counter()
+            self._tell(row)
+            self._cost += time.perf_counter() - begin
+            self.spent += time.perf_counter() - begin
         return row
+
+    def _tell(self, row: dict[str, Any]) -> None:
+        """Write the files and the log; the next row is another chance for those that fail."""
+        try:
+            if self.path is not None:
+                (self.to_csv if str(self.path).endswith(".csv") else self.to_parquet)(self.path)
+            if self.page is not None:
+                self.curves(_REFRESH).to_html(self.page)
+        except Exception as error:  # a full disk, a folder that has gone
+            self._warn("write", f"{type(error).__name__}: {first_line(error)}")
+        numbers = {
+            f"spiritlevel/{name}": float(value)
+            for name, value in row.items()
+            if name != "step" and isinstance(value, int | float) and math.isfinite(value)
+        }
+        try:
+            if hasattr(self.logger, "add_scalar"):
+                for name, value in numbers.items():
+                    self.logger.add_scalar(name, value, row["step"])
+            elif self.logger is not None:
+                self.logger.log(numbers, step=row["step"])
+        except Exception as error:
+            self._warn("log", f"{type(error).__name__}: {first_line(error)}")
 
     def _warn(self, what: str, reason: str) -> None:
         """Say once what cannot be done; the training that is watched goes on."""
         if what not in self._warned:
             self._warned.add(what)
-            after = {"measure": "numbers that are missing are NaN", "write": "the rows are kept in memory"}[what]
+            after = "numbers that are missing are NaN" if what == "measure" else "the rows are kept in memory"
             text = f"Tracker could not {what} at step {self.steps:,}: {reason}; the training goes on, {after}."
-            warnings.warn(text, RuntimeWarning, stacklevel=3)
-
-    def _margins(self, setting: Setting) -> dict[str, Any]:
-        try:
-            signed = setting.margins.signed
-        except InputError:  # no classes
-            return {}
-        return {
-            "accuracy": float((signed > 0).double().mean()),
-            "margin_mean": float(signed.mean()),
-            "margin_median": median(signed),
-        }
-
-    def _curvature(self, setting: Setting) -> dict[str, Any]:
-        try:
-            trace = setting.traces.mean()
-        except (InputError, NotExactError):  # batch statistics: a sample has no trace of its own
-            trace = operator_trace(setting.hessian, probes=16, seed=setting.seed)
-        top = eigenvalues(setting.hessian, tol=_TOL, max_matvecs=_PRODUCTS, vectors=False, seed=setting.seed)
-        found = top.outermost()
-        return {
-            "trace": trace.value,
-            "trace_stderr": trace.stderr,
-            "largest_eigenvalue": found.value,
-            "residual": float(top.residuals[0]),
-            "tolerance": found.tolerance if top.converged else math.nan,
-            "converged": top.converged,
-            "products": top.matvecs,
-        }
+            warnings.warn(text, RuntimeWarning, stacklevel=4)
 
     @property
     def training_seconds(self) -> float:
@@ -199,7 +231,7 @@ class Tracker:
         with needs("a table"):
             import polars as pl
 
-        return pl.DataFrame(self.rows)
+        return pl.DataFrame(self.rows, infer_schema_length=None)
 
     def to_csv(self, path: str | Path | None = None) -> str:
         """The rows as CSV; with `path` also written there, atomically."""
@@ -210,6 +242,23 @@ class Tracker:
         content = io.BytesIO()
         self.frame().write_parquet(content)
         write_atomically(path, content.getvalue())
+
+    def curves(self, refresh: int = 0) -> TrainingCurves:
+        """The rows for a page, which loads itself again after `refresh` seconds if that is not 0."""
+        said = [*(self.quantities.sentences.values() if self.rows else ()), *self._reasons()]
+        layers = {name: f"trace of {name[6:]}" for row in self.rows[:1] for name in row if name.startswith("trace/")}
+        text = str(self)
+        sentences = (f"{text[:1].upper()}{text[1:]}.", *said)
+        return TrainingCurves(tuple(self.rows), sentences, {**_CURVES, **layers}, refresh)
+
+    def _reasons(self) -> list[str]:
+        """What the last row lacks, in a sentence."""
+        reason = self.rows[-1]["reason"] if self.rows else ""
+        return [f"At the last step not all could be measured: {reason.rstrip('.')}."] if reason else []
+
+    def to_html(self, path: str | Path | None = None) -> str:
+        """One self-contained page of the curves, at rest; with `path` also written there, atomically."""
+        return self.curves().to_html(path)
 
     def to_json(self, path: str | Path | None = None) -> str:
         """The rows as strict JSON, an undefined number as null; with `path` also written there."""
@@ -226,19 +275,14 @@ class Tracker:
         return text
 
     def chart(self) -> Any:
-        """Curves of trace, λ₁, margin and loss against the step, as an Altair chart."""
+        """Curves of what was measured against the step, as an Altair chart."""
         from spiritlevel.charts import lines, panels
 
         if not self.rows:
             raise InputError("the tracker has no rows yet; train on, or call measure() first.")
-        columns = {
-            "trace": "mean Hessian trace",
-            "largest_eigenvalue": "largest eigenvalue",
-            "margin_mean": "mean output margin",
-            "loss": "mean loss",
-        }
-        table = self.frame().rename(columns)
-        wanted = [name for key, name in columns.items() if not table[name].is_nan().all()]
+        table = self.frame()
+        table = table.rename({name: label for name, label in _CURVES.items() if name in table.columns})
+        wanted = [name for name in _CURVES.values() if name in table.columns and not table[name].is_nan().all()]
         curves = [lines(table.select("step", name), "step", name, points=True) for name in wanted]
         return panels([curves[start : start + 2] for start in range(0, len(curves), 2)])
 
@@ -274,9 +318,11 @@ class Tracker:
             for key, name in (
                 ("trace", "trace"),
                 ("largest_eigenvalue", "λ₁"),
+                ("critical_sharpness", "critical sharpness"),
                 ("margin_mean", "margin"),
                 ("loss", "loss"),
             )
+            if key in last
         )
         return (
             f"tracker after {self.steps:,} steps: {len(self.rows)} measurements, {changes}; "

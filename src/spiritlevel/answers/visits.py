@@ -24,13 +24,15 @@ _KINDS = {
     "rows": torch.int32,
 }
 
+_FAR = 800.0  # exp(−800) is 0, and 0 times it too
+
 
 def observed(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Cross entropy, signed margin, entropy of the softmax, and the top class of every row, in float64.
 
     With t the top class and Z = Σ_{j≠t} exp(φ_j − φ_t), the loss is log(1 + Z) + (φ_t − φ_y) and the entropy
-    log(1 + Z) + Σ_{j≠t} −p_j log p_j / (1 + Z), p_j = exp(φ_j − φ_t): sums of positive terms, right at any margin. One
-    logit φ is read as the two classes (0, φ).
+    log(1 + Z) + Σ_{j≠t} (φ_t − φ_j) p_j / (1 + Z), p_j = exp(φ_j − φ_t): sums of positive terms, right at any margin.
+    One logit φ is read as the two classes (0, φ).
 
     >>> loss, margin, entropy, top = observed(torch.tensor([[80.0, 0.0]]), torch.tensor([0]))
     >>> f"{float(loss):.3e} {float(margin):g} {float(entropy):.3e} {int(top)}"
@@ -44,11 +46,12 @@ def observed(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor, Te
     own = logits.gather(1, label)
     others = logits.scatter(1, top, -torch.inf)
     margin = torch.where(top == label, highest - others.amax(1, keepdim=True), own - highest)
-    shares = (others - highest).exp()
+    below = (highest - others).clamp_max_(_FAR)
+    shares = below.neg().exp_()
     mass = shares.sum(1, keepdim=True)
     lack = mass.log1p()
     loss = lack + (highest - own)
-    entropy = lack + torch.special.entr(shares).sum(1, keepdim=True) / (1 + mass)
+    entropy = lack + below.mul_(shares).sum(1, keepdim=True) / (1 + mass)
     return loss[:, 0], margin[:, 0], entropy[:, 0], top[:, 0]
 
 
