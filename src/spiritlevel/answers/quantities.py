@@ -136,8 +136,8 @@ class Quantities:
     def _stability_of(self, setting: Setting) -> dict[str, Any]:
         assert self.optimizer is not None
         model = unwrapped(self.model)
-        options = {"loss": setting.problem.loss, "batch_norm": setting.batch_norm}
-        found = stability(self.optimizer, model, setting.data, tol=TOL, seed=setting.seed, **options)
+        loss, mode = setting.problem.loss, setting.batch_norm
+        found = stability(self.optimizer, model, setting.data, tol=TOL, seed=setting.seed, loss=loss, batch_norm=mode)
         text = str(found)
         self.sentences["stability"] = f"{text[:1].upper()}{text[1:]}."
         return {
