@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import threading
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from spiritlevel.binding import losses
 from spiritlevel.binding.problem import Problem
 from spiritlevel.errors import InputError, NotExactError
 from spiritlevel.papers import networks as models
+from spiritlevel.samples import traces
 from spiritlevel.samples.probing import along_forward, along_reverse, probe
 from spiritlevel.samples.traces import sample_traces, trace
 
@@ -410,6 +412,20 @@ def test_one_sample_and_duplicated_samples() -> None:
     alone = sample_traces(model, (inputs[:1], targets[:1])).values
     twice = sample_traces(model, (inputs[:1].repeat(4, 1), targets[:1].repeat(4))).values
     torch.testing.assert_close(twice, alone.repeat(4))
+
+
+def test_the_trace_of_the_mean_takes_the_same_options_and_hands_them_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert inspect.signature(trace).parameters == inspect.signature(sample_traces).parameters
+    given = {name: object() for name in inspect.signature(trace).parameters}
+    handed_on: dict[str, Any] = {}
+
+    def spy(model: Any, data: Any, **options: Any) -> Any:
+        handed_on.update(options, model=model, data=data)
+        return sample_traces(nn.Linear(6, 3).double(), zoo.sample_data(zoo.FLAT, 4))
+
+    monkeypatch.setattr(traces, "sample_traces", spy)
+    assert trace(given.pop("model"), given.pop("data"), **given).exact
+    assert {name: handed_on[name] for name in given} == given
 
 
 # ---------------------------------------------------------------- bad input

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -60,6 +60,12 @@ def along(function: Callable[[Params], Any], params: Params, direction: Params) 
     """The value of a function of the parameters and its derivative along a direction, by forward mode."""
     result = jvp(function, (params,), (direction,))
     return result[0], result[1]
+
+
+def depth() -> int | None:
+    """How deep we are in transformations of `torch.func` such as `vmap` and `jvp`; `None` outside of all."""
+    level: int | None = cast(Any, torch._C)._functorch.maybe_current_level()
+    return level
 
 
 def nearby(params: Params) -> Iterator[Params]:

@@ -13,7 +13,7 @@ import copy
 import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_leaves, tree_map
 
 from spiritlevel.binding import losses
-from spiritlevel.binding.parameters import Params, select_parameters
+from spiritlevel.binding.parameters import Params, depth, select_parameters
 from spiritlevel.binding.ranks import Ranks
 from spiritlevel.binding.rewrites import Elementary
 from spiritlevel.binding.state import (
@@ -169,7 +169,7 @@ class Problem:
     def outputs(self, params: Params, inputs: Any) -> Tensor:
         """φ(θ, x): the model's outputs for one batch."""
         before = None if self._overwrites is not None else random_states(self.device)
-        plain = cast(Any, torch._C)._functorch.maybe_current_level() is None  # not inside a transformation
+        plain = depth() is None
         constants, given = self.constants, inputs
         if plain or self._overwrites is not False:  # copies, so that no pass changes the data or the function
             inputs = _each(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, inputs)

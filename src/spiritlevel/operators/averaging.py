@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.func import vmap
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from spiritlevel.binding.batches import Batches, Fingerprint, is_pair_of_tensors, sliced
@@ -30,6 +29,7 @@ from spiritlevel.estimators import Operator
 from spiritlevel.operators.products import Product, hessian_product
 from spiritlevel.operators.replay import Flat, Tape, Trace, Traced, checked_trace, try_to_trace
 from spiritlevel.watching.derivatives import check_derivatives
+from spiritlevel.watching.watchers import DispatchWatch, tensors_in
 
 _BatchProduct = Callable[[Tensor], Sequence[Tensor]]
 """Vectors (k, P) → the matrix of the batch's summed loss times each, in the parameters' shapes (k, …)."""
@@ -438,15 +438,15 @@ def _activation_bytes(context: Context) -> tuple[int, int]:
     return max(1, sum(sizes) // len(targets)), max(1, max(sizes) // len(targets))
 
 
-class _Sizes(TorchDispatchMode):
+class _Sizes(DispatchWatch):
     """Counts the bytes of all that operations return, instead of what they save."""
 
     def __init__(self, sizes: dict[int, int]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.sizes = sizes
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = func(*args, **kwargs)
         if not func.is_view:
-            self.sizes[-len(self.sizes) - 1] = sum(x.nbytes for x in tree_leaves(result) if isinstance(x, Tensor))
+            self.sizes[-len(self.sizes) - 1] = sum(tensor.nbytes for tensor in tensors_in(result))
         return result

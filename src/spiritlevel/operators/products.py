@@ -7,14 +7,14 @@ autodiff through a cross entropy returns half the curvature or none (mathematics
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.func import grad, jvp, vjp
 
 from spiritlevel.binding.losses import CallableLoss, Loss
-from spiritlevel.binding.parameters import Params, along, as_leaves
+from spiritlevel.binding.parameters import Params, along, as_leaves, depth
 from spiritlevel.binding.problem import Problem
 from spiritlevel.errors import InputError, first_line
 
@@ -46,8 +46,7 @@ def _in_either_mode(forward: Product, reverse: Product, problem: Problem, *args:
         try:
             return forward(problem, *args)
         except RuntimeError as error:
-            inside = cast(Any, torch._C)._functorch.maybe_current_level() is not None  # of vmap or a trace
-            if inside or isinstance(error, InputError | torch.OutOfMemoryError):
+            if depth() is not None or isinstance(error, InputError | torch.OutOfMemoryError):
                 raise
             try:
                 result = reverse(problem, *args)

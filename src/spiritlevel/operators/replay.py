@@ -11,10 +11,10 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, fx
 from torch.func import functionalize
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from spiritlevel.watching.operations import UNKNOWN, Kind, Layer, Operation, dispatched
+from spiritlevel.watching.watchers import DispatchWatch
 
 Flat = Callable[..., tuple[Tensor, ...]]  # of a vector, the parameters and a batch, each as tensors
 
@@ -50,7 +50,7 @@ class _Untraceable(Exception):
     """What was executed cannot be repeated for other numbers."""
 
 
-class _Recorder(TorchDispatchMode):
+class _Recorder(DispatchWatch):
     """Writes down all operations on tensors that are executed inside it, in functional form.
 
     Where a tensor does not follow from the first `moving` inputs, `values[node.meta["value"]]` is the tensor itself.
@@ -58,7 +58,7 @@ class _Recorder(TorchDispatchMode):
     """
 
     def __init__(self, inputs: Sequence[Tensor], moving: int) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.graph = fx.Graph()
         self.outside: dict[str, Tensor] = {}  # buffers and the like
         self.values: dict[str, Tensor] = {}
@@ -88,10 +88,9 @@ class _Recorder(TorchDispatchMode):
             return self.node(value)
         return [self._nodes(item) for item in value] if isinstance(value, list | tuple) else value
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not _UNREPEATABLE.isdisjoint(func.tags):
             raise _Untraceable(str(func))
-        kwargs = kwargs or {}
         if func is _aten._efficientzerotensor.default:  # a zero tangent without memory, which operations below a mode
             func = _aten.zeros.default  # read all the same: torch 2.13 dies of that, as in `mse_loss` and `ldexp`
         result = func(*args, **kwargs)

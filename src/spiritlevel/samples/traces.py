@@ -178,7 +178,23 @@ def _few_of(problem: Problem, batches: Batches) -> Any:
     return problem.place(resized(inputs, chosen), targets[chosen])[0]
 
 
-def trace(model: nn.Module, data: Any, **options: Any) -> Estimate:
+def trace(
+    model: nn.Module,
+    data: Any,
+    *,
+    loss: Any = "cross_entropy",
+    method: str = "auto",
+    passes: int | None = None,
+    probes: int | None = None,
+    rel_err: float | None = None,
+    params: Any = None,
+    per_layer: bool = False,
+    batch_norm: str = "eval",
+    batch_size: int | None = None,
+    memory: int | str | None = None,
+    seed: int = 0,
+    group: Any = None,
+) -> Estimate:
     """Tr ∇²L of the mean loss over a data set: `sample_traces(...).mean()`, with the same options.
 
     Exact (stderr 0) wherever `sample_traces` is, an estimate with its error elsewhere. Cost: as `sample_traces`.
@@ -189,7 +205,22 @@ def trace(model: nn.Module, data: Any, **options: Any) -> Estimate:
     >>> estimate.exact
     True
     """
-    return sample_traces(model, data, **options).mean()
+    return sample_traces(
+        model,
+        data,
+        loss=loss,
+        method=method,
+        passes=passes,
+        probes=probes,
+        rel_err=rel_err,
+        params=params,
+        per_layer=per_layer,
+        batch_norm=batch_norm,
+        batch_size=batch_size,
+        memory=memory,
+        seed=seed,
+        group=group,
+    ).mean()
 
 
 def sample_forms(context: Context, batches: Batches, directions: Sequence[Params]) -> Tensor:

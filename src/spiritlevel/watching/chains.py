@@ -14,11 +14,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
 from spiritlevel.binding.problem import Problem
 from spiritlevel.watching.operations import Degree, Layer, called
+from spiritlevel.watching.watchers import FunctionWatch, tensors_in
 
 
 @dataclass(frozen=True)
@@ -60,19 +59,17 @@ class _Call(NamedTuple):
     version: int
 
 
-class _Log(TorchFunctionMode):
+class _Log(FunctionWatch):
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[_Call] = []
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        tensors = tensors_in((args, kwargs))
         versions = [tensor._version for tensor in tensors]
-        result = func(*args, **(kwargs or {}))
+        result = func(*args, **kwargs)
         if isinstance(result, Tensor):
-            self.calls.append(_Call(func, args, kwargs or {}, tensors, versions, result, result._version))
+            self.calls.append(_Call(func, args, kwargs, tensors, versions, result, result._version))
         return result
 
 

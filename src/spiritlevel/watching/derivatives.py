@@ -23,8 +23,6 @@ import torch
 from torch import Tensor
 from torch.func import grad
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from spiritlevel.binding.losses import CallableLoss
@@ -32,6 +30,7 @@ from spiritlevel.binding.parameters import Params, along, as_leaves
 from spiritlevel.binding.problem import Problem
 from spiritlevel.errors import InputError, first_line
 from spiritlevel.watching.operations import Kink, aten_name, dispatched
+from spiritlevel.watching.watchers import DispatchWatch, FunctionWatch
 
 _TRIES = 3
 _LARGE = 10**6  # parameters from which on two samples have to do
@@ -298,19 +297,19 @@ def _scales(params: Params) -> dict[str, float]:
     return {name: size or usual for name, size in sizes.items()}
 
 
-class _Zeros(TorchDispatchMode):
+class _Zeros(DispatchWatch):
     """Where the ReLU-like functions of one forward pass are given exactly 0, and how coarsely it rounds."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.places: list[Tensor] = []
         self.rounding = 0.0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         kink = dispatched(func).kink
         if kink is Kink.ZERO or (kink is Kink.BOUND and args[1] == 0):
             self.places.append(args[0] == 0)
-        result = func(*args, **(kwargs or {}))
+        result = func(*args, **kwargs)
         if aten_name(func) == "_to_copy" and args[0].is_floating_point() and result.is_floating_point():
             self.rounding = max(self.rounding, torch.finfo(result.dtype).eps)
         return result
@@ -324,17 +323,14 @@ class _Zeros(TorchDispatchMode):
         return float(found.double().mean()) if samples else 0.0
 
 
-class _Padding(TorchFunctionMode):
+class _Padding(FunctionWatch):
     """Notes which rows of embeddings are padding: autograd gives them no gradient, on purpose."""
 
     def __init__(self) -> None:
         super().__init__()
         self.rows: list[tuple[Tensor, int]] = []
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
+    def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func is F.embedding:
             self._note(*args, **kwargs)
         if func is F.embedding_bag:

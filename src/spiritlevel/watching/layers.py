@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
 from spiritlevel.binding.problem import Problem
 from spiritlevel.watching.operations import called
 from spiritlevel.watching.recording import resized
+from spiritlevel.watching.watchers import FunctionWatch, hooked, tensors_in
 
 WATCHED = 2  # samples on which the layers are found
 LAYERS = (nn.Linear, _ConvNd)
@@ -43,12 +43,18 @@ class Call:
         return type(self.module).forward in [kind.forward for kind in _PLAIN]
 
 
-class _LayerWatch(TorchFunctionMode):
+class _LayerWatch(FunctionWatch):
     """Lists the layers that run: modules by their hooks, and what uses a matrix of parameters without a module."""
 
     def __init__(self, names: dict[int, str]) -> None:
         super().__init__()
         self.names, self.calls, self.inside = names, list[Call](), 0
+
+    def hooks(self, model: nn.Module) -> Iterator[RemovableHandle]:
+        for name, module in model.named_modules():
+            if isinstance(module, LAYERS):
+                yield module.register_forward_pre_hook(self.enter)
+                yield module.register_forward_hook(functools.partial(self.leave, name=name), with_kwargs=True)
 
     def enter(self, module: nn.Module, args: Any) -> None:
         self.inside += 1
@@ -59,32 +65,22 @@ class _LayerWatch(TorchFunctionMode):
         weight = module.weight
         self.calls.append(Call(name, module, self.names.get(id(weight), ""), weight.detach(), shape))
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self.inside and called(func).layer is not None:
-            for leaf in tree_leaves((args, kwargs)):
-                for tensor in (leaf, getattr(leaf, "_base", None)):  # itself, or transposed
-                    if isinstance(tensor, Tensor) and tensor.ndim > 1 and id(tensor) in self.names:
+            for leaf in tensors_in((args, kwargs)):
+                for tensor in (leaf, leaf._base):  # itself, or transposed
+                    if tensor is not None and tensor.ndim > 1 and id(tensor) in self.names:
                         name = self.names[id(tensor)]
                         self.calls.append(Call(func.__name__, None, name, tensor.detach(), torch.Size()))
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
 
 
 def layer_calls(problem: Problem, inputs: Any) -> list[Call]:
     """The linear layers and convolutions in the order in which they run on a few samples, by whatever way."""
     tensors = {**problem.constants, **problem.params}
     watch = _LayerWatch({id(tensors[name]): name for name, _ in problem.model.named_parameters()})
-    handles = []
-    for name, module in problem.model.named_modules():
-        if isinstance(module, LAYERS):
-            handles.append(module.register_forward_pre_hook(watch.enter))
-            leave = functools.partial(watch.leave, name=name)
-            handles.append(module.register_forward_hook(leave, with_kwargs=True))
-    try:
-        with problem.active(), torch.no_grad(), watch:
-            problem.outputs(problem.params, resized(inputs, WATCHED))
-    finally:
-        for handle in handles:
-            handle.remove()
+    with hooked(watch.hooks(problem.model)), problem.active(), torch.no_grad(), watch:
+        problem.outputs(problem.params, resized(inputs, WATCHED))
     return watch.calls
 
 
@@ -102,11 +98,8 @@ class Tapped(nn.Module):
             return args, {**kwargs, "input": self.input_of_last_layer(kwargs["input"])}
 
         layer = self.model.get_submodule(self.layer)
-        handle = layer.register_forward_pre_hook(through_tap, with_kwargs=True)
-        try:
+        with layer.register_forward_pre_hook(through_tap, with_kwargs=True):
             return self.model(*args, **kwargs)
-        finally:
-            handle.remove()
 
 
 def matrices(module: Any, tensor: Tensor) -> Tensor:
@@ -130,15 +123,11 @@ def recorded(modules: dict[str, nn.Module]) -> Iterator[list[tuple[str, Tensor, 
         ran.append((name, (args[0] if args else kwargs["input"]).detach(), output))
         return output.clone()  # what comes next may write into it
 
-    handles = [
+    with hooked(
         module.register_forward_hook(functools.partial(hook, name=name), with_kwargs=True)
         for name, module in modules.items()
-    ]
-    try:
+    ):
         yield ran
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 INPUTS = -1  # stands for the network's inputs among its layers
@@ -163,18 +152,14 @@ def wiring(problem: Problem, inputs: Any, seen: list[Call]) -> tuple[Wiring, fro
         marks.append(output.grad_fn)
         return output
 
-    handles = [
+    handles = (
         module.register_forward_hook(functools.partial(mark, name=name), with_kwargs=True)
         for name, module in problem.model.named_modules()
         if isinstance(module, LAYERS)
-    ]
-    try:
-        with problem.active():
-            start = resized(inputs, WATCHED).detach().requires_grad_().clone()
-            outputs = problem.outputs({name: tensor.detach() for name, tensor in problem.params.items()}, start)
-    finally:
-        for handle in handles:
-            handle.remove()
+    )
+    with hooked(handles), problem.active():
+        start = resized(inputs, WATCHED).detach().requires_grad_().clone()
+        outputs = problem.outputs({name: tensor.detach() for name, tensor in problem.params.items()}, start)
     numbers = {node: index for index, node in enumerate(marks) if node is not None} | {start.grad_fn: INPUTS}
     ends, found = _read_by([outputs.grad_fn], numbers), Wiring()
     waiting = list(ends)

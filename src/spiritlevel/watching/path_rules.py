@@ -11,7 +11,9 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
+
+from spiritlevel.watching.watchers import tensors_in
 
 
 class Sums(Protocol):
@@ -54,7 +56,7 @@ def larger(paths: Sums, func: Any, args: Any, kwargs: Any, result: Any) -> Any:
 
 
 def _constants(paths: Sums, args: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor) and not paths.knows(leaf)]
+    return [tensor for tensor in tensors_in(args) if not paths.knows(tensor)]
 
 
 def reshaped(paths: Sums, func: Any, args: Any, kwargs: Any, result: Any) -> Any:

@@ -6,15 +6,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from spiritlevel.errors import InputError
 from spiritlevel.watching.operations import aten_name, dispatched
 from spiritlevel.watching.path_rules import as_tensor, unreached
+from spiritlevel.watching.watchers import DispatchWatch
 
 
-class Paths(TorchDispatchMode):
+class Paths(DispatchWatch):
     """Σ_paths Π w² of every value that the inputs reach, while the network runs: one rule for each known operation.
 
     The squares of a path's weights multiply and those of paths that meet add up. A value that no input reaches is a
@@ -23,7 +23,7 @@ class Paths(TorchDispatchMode):
     """
 
     def __init__(self, inputs: Tensor) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.known: dict[int, Tensor | None] = {id(inputs): torch.ones_like(inputs, dtype=torch.float64)}
         self.kept: list[Any] = [inputs]  # alive, so that no id is given twice
         self.written: dict[int, Tensor] = {}  # the same for all the memory of a tensor that was written into
@@ -65,8 +65,7 @@ class Paths(TorchDispatchMode):
             self.kept.append(target)
         seen_by(target).copy_(new)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = func(*args, **kwargs)
         rule = None if func._schema.is_mutable else dispatched(func).path
         reached = [leaf for leaf in tree_leaves((args, kwargs)) if self.knows(leaf)]

@@ -10,21 +10,21 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.func import vjp, vmap
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from spiritlevel.binding.parameters import Params, as_leaves
+from spiritlevel.binding.parameters import Params, as_leaves, depth
 from spiritlevel.binding.problem import Problem
 from spiritlevel.errors import InputError, first_line
 from spiritlevel.watching.norm_rules import Cell, ConvolutionRule, Names, Norms, PooledConvolution, Rule, cell_of
 from spiritlevel.watching.operations import called, is_in_place
 from spiritlevel.watching.structure import Structure, Watch, analyse, joined
+from spiritlevel.watching.watchers import FunctionWatch, tensors_in
 
 
 class _Pending(NamedTuple):
@@ -48,7 +48,7 @@ class _Rectified(NamedTuple):
         return self.input._version == self.input_version and self.output._version == self.output_version
 
 
-class _Recorder(TorchFunctionMode):
+class _Recorder(FunctionWatch):
     """Taps every operation that uses one of the named parameters.
 
     `pooled` names the kernels of first convolutions that a max pooling was seen to read. Their call returns a promise;
@@ -68,15 +68,12 @@ class _Recorder(TorchFunctionMode):
         self.promises: list[Tensor] = []  # kept, so that no other tensor gets the id of one
         self.made: dict[str, Tensor | None] = {}  # by kernel: the output, None for a pooled one
         self.spoiled = False
-        self.level = _level()
+        self.level = depth()
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
+    def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         met = [self.names[id(leaf)] for leaf in tree_leaves((args, kwargs)) if id(leaf) in self.names]
         self.path.append((getattr(func, "__name__", ""), *met))
-        if _level() != self.level:  # inside a `vmap` or `grad` of the model's own: rows are no samples there
+        if depth() != self.level:  # inside a `vmap` or `grad` of the model's own: rows are no samples there
             self.without_rule.update(met)
             args, kwargs = tree_map(self._made, (args, kwargs))
             return func(*args, **kwargs)
@@ -99,7 +96,7 @@ class _Recorder(TorchFunctionMode):
         if _is_relu(func) and args and result is not args[0]:
             self.rectified[id(result)] = _Rectified(args[0], args[0]._version, result, result._version)
             return result
-        if not met or not _computes(result):
+        if not met or not tensors_in(result):  # but a shape, a flag or a device
             return result
         rule = self._rule(func, args, kwargs) if isinstance(result, Tensor) else None
         if rule is None:
@@ -171,16 +168,6 @@ def _operands(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Of a convolution called with these arguments."""
     return input, weight, bias
-
-
-def _level() -> int | None:
-    """How deep we are in transformations of `torch.func`."""
-    return cast(Any, torch._C)._functorch.maybe_current_level()
-
-
-def _computes(result: Any) -> bool:
-    """Whether a call returned tensors, not a shape, a flag or a device."""
-    return any(isinstance(leaf, Tensor) for leaf in tree_leaves(result))
 
 
 _Stacking = ConvolutionRule | PooledConvolution
@@ -422,7 +409,7 @@ def _has_forward_hooks(model: nn.Module) -> bool:
 
 
 def _samples(inputs: Any) -> int:
-    return next(len(leaf) for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor))
+    return len(tensors_in(inputs)[0])
 
 
 def _shapes(inputs: Any) -> list[Any]:
@@ -443,7 +430,7 @@ def resized(inputs: Any, count: int | Tensor) -> Any:
 
 def _sample_by_sample(problem: Problem, params: Params, inputs: Any, vectors: Tensor) -> Norms:
     """Norms from the gradients of these parameters themselves, each sample by itself, under `vmap`."""
-    leaves = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
+    leaves = tensors_in(inputs)
 
     def one(vector: Tensor, *sample: Tensor) -> Norms:
         rest = iter(sample)

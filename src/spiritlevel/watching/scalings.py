@@ -12,19 +12,20 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from spiritlevel.binding.parameters import depth
 from spiritlevel.binding.problem import Problem
 from spiritlevel.errors import InputError, unknown_name
 from spiritlevel.watching.operations import Degree, Kind, Layer, Operation, called
+from spiritlevel.watching.watchers import FunctionWatch, hooked, tensors_in
 
 Factor = float | Tensor
 """A positive number, or one for each channel (for a parameter: a tensor that broadcasts to its shape)."""
@@ -116,7 +117,7 @@ class _Call:
         return self.func(*args, **kwargs)
 
 
-class Walk(TorchFunctionMode):
+class Walk(FunctionWatch):
     """Follows the factor of every value while the network runs, and records what that demands of each parameter."""
 
     def __init__(self, who: str, problem: Problem, factors: Mapping[str, Factor]) -> None:
@@ -208,9 +209,8 @@ class Walk(TorchFunctionMode):
 
         def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
             if module is model:
-                for leaf in tree_leaves((args, kwargs)):
-                    if isinstance(leaf, Tensor):
-                        self._set(leaf, dataclasses.replace(self._fixed(INPUT), raw=True))
+                for tensor in tensors_in((args, kwargs)):
+                    self._set(tensor, dataclasses.replace(self._fixed(INPUT), raw=True))
                 self.running.enter_context(self)
             self.stack.append(module)
 
@@ -226,19 +226,16 @@ class Walk(TorchFunctionMode):
     def finish(self, output: Tensor) -> None:
         self.output = self._of(output)
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if cast(Any, torch._C)._functorch.maybe_current_level() is not None:
+    def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if depth() is not None:
             raise InputError(
                 f"{self.who}: {self._place()} runs inside a transformation of torch.func (vmap, grad, jvp …), through "
                 "which factors are not followed; write it in batched operations."
             )
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        tensors = tensors_in((args, kwargs))
         values = [self._of(tensor) for tensor in tensors]
         result = func(*args, **kwargs)
-        outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        outputs = tensors_in(result)
         if func is Tensor.__setitem__:
             outputs = tensors[:1]
         if outputs:
@@ -559,11 +556,6 @@ def follow_factors(who: str, model: nn.Module, inputs: Any, factors: Mapping[str
     problem = Problem(model, params="*")
     walk = Walk(who, problem, factors)
     inputs = tree_map(lambda leaf: leaf[:2] if isinstance(leaf, Tensor) else leaf, inputs)
-    handles = list(walk.watch(problem.model))
-    try:
-        with problem.active(), torch.no_grad():
-            walk.finish(problem.outputs(problem.params, inputs))
-    finally:
-        for handle in handles:
-            handle.remove()
+    with hooked(walk.watch(problem.model)), problem.active(), torch.no_grad():
+        walk.finish(problem.outputs(problem.params, inputs))
     return walk

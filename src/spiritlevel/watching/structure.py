@@ -14,7 +14,7 @@ level of Python, raises the degrees of the whole tensor and of every view of it.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,13 +22,13 @@ import torch
 from torch import Tensor
 from torch.func import functionalize
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from spiritlevel.binding.parameters import Params
 from spiritlevel.binding.problem import Problem
 from spiritlevel.errors import first_line
 from spiritlevel.watching.operations import Chooses, Degree, aten_name, dispatched, named
+from spiritlevel.watching.watchers import DispatchWatch
 
 MORE = 2
 
@@ -103,7 +103,7 @@ def joined(first: Structure, second: Structure) -> Structure:
     )
 
 
-class Watch(TorchDispatchMode):
+class Watch(DispatchWatch):
     """Gives every piece of memory that an operation fills its degrees; a context for one forward pass.
 
     Degrees are kept by storage, so that a view and its base have the same. They only grow: what is overwritten later
@@ -112,7 +112,7 @@ class Watch(TorchDispatchMode):
     """
 
     def __init__(self, params: Params, inputs: Any) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.parameters = {id(tensor): name for name, tensor in params.items()}
         self._known: dict[int, Degrees] = {}
         self._alive: dict[int, StorageWeakRef] = {}
@@ -142,10 +142,7 @@ class Watch(TorchDispatchMode):
         parts = [self._of(item) or {} for item in (input, weight, bias)]
         self._give(result, _largest(_sum(parts[0], parts[1]), parts[2]))
 
-    def __torch_dispatch__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._paused:
             return func(*args, **kwargs)
         leaves = tree_leaves((args, kwargs))

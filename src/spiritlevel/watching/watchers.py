@@ -1,0 +1,56 @@
+"""What watchers of a forward pass share: a base for each level at which operations are seen, their tensors, hooks."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
+
+
+class FunctionWatch(TorchFunctionMode):
+    """A context in which `run` is asked in the place of every function of PyTorch's that is called."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return self.run(func, args, kwargs or {})
+
+    def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the function, and note what there is to note."""
+        raise NotImplementedError
+
+
+class DispatchWatch(TorchDispatchMode):
+    """A context in which `run` is asked in the place of every ATen operation that is executed."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return self.run(func, args, kwargs or {})
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Execute the operation, and note what there is to note."""
+        raise NotImplementedError
+
+
+def tensors_in(tree: Any) -> list[Tensor]:
+    """The tensors among arguments, results or inputs, in their order."""
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+@contextlib.contextmanager
+def hooked(handles: Iterable[RemovableHandle]) -> Iterator[None]:
+    """A context after which these hooks are gone."""
+    with contextlib.ExitStack() as stack:
+        for handle in handles:
+            stack.callback(handle.remove)
+        yield
