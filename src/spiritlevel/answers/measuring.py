@@ -57,7 +57,6 @@ _GRID = 17  # points a side of the landscape
 _SHOWN = {"sharpest": 24, "least certain": 24, "others": 120}  # pictures of each group, at most
 _SIDE = 64  # pixels of a picture, at most
 RESAMPLES = 999
-_Z = 1.96  # 95 % of a normal distribution
 _CHEAP = 30  # forward passes: what takes no more is measured before the audit
 
 Progress = Callable[[str, int, int], None]
@@ -541,8 +540,8 @@ def _about_trace(report: Report, row: ReportRow) -> str:
     found = row.value
     error = math.hypot(found.stderr, found.data_stderr or 0.0)
     whose = " of the samples measured" if math.isnan(error) else ""
-    limits = _Z * (found.stderr if whose else error)
-    text = f"The mean Hessian trace{whose} is {with_error(found.value, limits, 4, typeset=True)}"
+    low, high = found.interval(data=not whose)
+    text = f"The mean Hessian trace{whose} is {with_error(found.value, (high - low) / 2, 4, typeset=True)}"
     if report.layers and (whose or found.interval(data=True)[0] > 0):
         layer, share = max(report.layers.items(), key=lambda item: item[1])
         text += f", {share:.0%} of it in {layer}"
