@@ -13,7 +13,7 @@ from typing import ClassVar
 
 import pytest
 import torch
-from test_measures import labelled, normal, randomised
+from measured import labelled, normal, randomised
 from torch import Tensor, nn
 from torch.nn import functional as F
 
