@@ -234,10 +234,18 @@ def test_the_untouched_fixture_notices(untouched: Untouched, disturb: Callable[[
         torch.set_grad_enabled(True)
 
 
-def test_the_example_in_the_readme_runs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_examples_in_the_readme_run(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     readme = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
-    (example,) = re.findall(r"```python\n(.*?)```", readme, flags=re.DOTALL)
-    exec(example, {})
+    samples, measure = re.findall(r"```python\n(.*?)```", readme, flags=re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    exec(samples, {})
+    found, wrong = map(int, re.findall(r"(\d+) of (\d+) wrong labels", capsys.readouterr().out)[0])
+    assert found > 0.9 * wrong
+    assert (tmp_path / "run" / "samples.safetensors").exists()
+    assert "data:image/webp" in (tmp_path / "samples.html").read_text(encoding="utf-8")
+    exec(measure, {})
     shown = capsys.readouterr().out
     assert "1000 output margins" in shown
     assert "1000 per-sample Hessian traces, exact" in shown

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -21,3 +24,25 @@ def test_smoke(tmp_path: Path) -> None:
     measured = [row for row in rows if row["value"] is not None]
     assert all(row["value"] >= 0 for row in measured)
     assert all("not installed" in row["note"] or "failed" in row["note"] for row in rows if row["value"] is None)
+
+
+@pytest.mark.slow
+def test_the_benchmark_of_wrong_labels_resumes_and_names_what_is_missing(tmp_path: Path) -> None:
+    command = [sys.executable, "benchmarks/labels.py", "--smoke", "--out", str(tmp_path / "pieces")]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=250)
+    pieces = sorted((tmp_path / "pieces").glob("*.json"))
+    assert len(pieces) == 2
+    before = [piece.stat().st_mtime_ns for piece in pieces]
+    again = [*command, "--page", str(tmp_path / "labels.md")]
+    subprocess.run(again, cwd=ROOT, check=True, capture_output=True, timeout=100)
+    assert [piece.stat().st_mtime_ns for piece in pieces] == before, "what is done is not done again"
+    page = (tmp_path / "labels.md").read_text()
+    for row in ("loss", "margin", "AUM", "cumulative loss", "forgetting", "per-sample trace", "gradient norm"):
+        assert f"| {row} | 0." in page
+    assert "2 of 2 pieces are in. AUM, at no further training, has a higher AUROC" in page
+    for package in ("cleanlab", "kronfluence"):
+        missing = importlib.util.find_spec(package) is None
+        assert (f"{package} is not installed" in page) == missing
+    found = json.loads(pieces[0].read_text())["rows"]
+    assert found["AUM"]["auroc"] > 0.8
+    assert found["per-sample trace"]["auroc"] < 0.7

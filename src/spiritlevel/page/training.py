@@ -41,7 +41,9 @@ def suspects(found: SuspiciousSamples, key: str) -> Iterator[Section]:
     columns = ["sample", "label", "predicted", *(_WORDS.get(name, name) for name in _COLUMNS), "times forgotten"]
     columns += ["first learned at step", *(["text"] if found.texts else [])]
     rows = [_row(found, k) for k in range(len(found.ids))]
-    section.tables.append(Table(f"{key}-table", f"By {by}", columns, rows, folded=found.pictures is not None))
+    section.tables.append(
+        Table(f"{key}-table", "The same in numbers", columns, rows, folded=found.pictures is not None)
+    )
     yield section
     yield _map(found, key)
 
@@ -58,7 +60,8 @@ def _lines(found: SuspiciousSamples, k: int) -> tuple[str, ...]:
     kind = "" if found.classes else "class "
     label, predicted = (found.class_name(int(found.table[name][k])) for name in ("label", "predicted"))
     first = f"{kind}{label}" if predicted in (label, "?") else f"{kind}{label}, taken for {kind}{predicted}"
-    return first, f"{_WORDS.get(found.by, found.by)} {found.cell(found.by, k)}"
+    short = "AUM" if found.by == "aum" else _WORDS.get(found.by, found.by)
+    return first, f"{short} {found.cell(found.by, k).replace('-', '−')}"
 
 
 def _row(found: SuspiciousSamples, k: int) -> list[Cell]:
