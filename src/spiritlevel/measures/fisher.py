@@ -10,7 +10,7 @@ from torch import Tensor
 from spiritlevel.binding.parameters import Params, along
 from spiritlevel.estimators import operator_trace
 from spiritlevel.measures.ends import PROBES, probe_count
-from spiritlevel.measures.registry import DIAGONAL, register
+from spiritlevel.measures.registry import LINEAR, UNSEEN, register
 from spiritlevel.measures.sampling import MORE, kept, mean_of, shared_signs
 from spiritlevel.measures.setting import Setting
 from spiritlevel.measures.trace import predicted_trace, trace_passes
@@ -46,6 +46,7 @@ def _fisher_trace_values(setting: Setting) -> Tensor:
     cost="backward",
     passes=functools.partial(trace_passes, unless_exact=4.0 * PROBES),
     sampling=mean_of(_fisher_trace_values, "8 forward-mode passes unless exact"),
+    invariant_to=UNSEEN,
     predict=lambda setting, transformed: (
         predicted_trace(setting, transformed) if setting.traces.method == "exact" else None
     ),
@@ -78,6 +79,7 @@ def _empirical_fisher_values(setting: Setting) -> Tensor:
     cost="backward",
     passes=3,
     sampling=mean_of(_empirical_fisher_values, "8 forward-mode passes unless exact", MORE),
+    invariant_to=UNSEEN,
 )
 def _empirical_fisher_trace(setting: Setting) -> Estimate:
     problem = setting.problem
@@ -110,7 +112,7 @@ def _empirical_fisher_trace(setting: Setting) -> Estimate:
     cost="backward",
     passes=3,
     sampling=mean_of(kept("fisher_rao_norm")),
-    invariant_to=DIAGONAL,
+    invariant_to=LINEAR | {"shift_logits"},
 )
 def _fisher_rao_norm(setting: Setting) -> Estimate:
     values = _quadratics(setting, setting.problem.params)

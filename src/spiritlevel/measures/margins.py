@@ -12,7 +12,7 @@ from torch import Tensor
 
 from spiritlevel.binding.losses import aceht
 from spiritlevel.errors import InputError
-from spiritlevel.measures.registry import SAME, SCALED, Compute, register
+from spiritlevel.measures.registry import BY_TENSOR, SAME, SCALED, Compute, register
 from spiritlevel.measures.sampling import anew, mean_of, not_known, quantile_of
 from spiritlevel.measures.setting import Setting
 from spiritlevel.results import Estimate
@@ -207,5 +207,5 @@ for _name, _meaning, _formula, _lower, _upper in (
         passes=3,
         sampling=anew(),
         direction="wider",
-        invariant_to=(SAME | SCALED) - {"rescale_channels"},
+        invariant_to=BY_TENSOR | SCALED | {"fold_batchnorm", "shift_logits", "shift_attention_biases"},
     )(functools.partial(_hidden, lower=_lower, upper=_upper))

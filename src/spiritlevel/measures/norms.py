@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.func import functionalize
 
 from spiritlevel.errors import InputError, first_line
-from spiritlevel.measures.registry import SAME, register
+from spiritlevel.measures.registry import DIAGONAL, register
 from spiritlevel.measures.sampling import NO_DATA
 from spiritlevel.measures.setting import Setting
 from spiritlevel.results import Estimate
@@ -19,7 +19,9 @@ from spiritlevel.watching.paths import Paths
 
 def _predicted_paths(setting: Setting, transformed: Transformed) -> float | None:
     """Biases are scaled with the paths that they start; a map of the inputs changes where paths start."""
-    return None if transformed.inputs is not None else _path_norm(setting).value * transformed.certificate.scale
+    if transformed.inputs is not None or transformed.certificate.factors is None or not transformed.linear:
+        return None
+    return _path_norm(setting).value * transformed.certificate.scale
 
 
 def _predicted_norm(setting: Setting, transformed: Transformed) -> float | None:
@@ -44,6 +46,7 @@ def _predicted_norm(setting: Setting, transformed: Transformed) -> float | None:
     passes=0,
     sampling=NO_DATA,
     direction="larger",
+    invariant_to=frozenset({"permute_units"}),
     predict=_predicted_norm,
 )
 def _weight_norm(setting: Setting) -> Estimate:
@@ -61,7 +64,7 @@ def _weight_norm(setting: Setting) -> Estimate:
     passes=0,
     sampling=NO_DATA,
     direction="larger",
-    invariant_to=SAME,
+    invariant_to=DIAGONAL | {"fold_batchnorm"},
     predict=_predicted_paths,
 )
 def _path_norm(setting: Setting) -> Estimate:

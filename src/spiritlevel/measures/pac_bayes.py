@@ -10,7 +10,7 @@ from scipy.optimize import toms748
 from torch import Tensor
 
 from spiritlevel.errors import InputError
-from spiritlevel.measures.registry import register
+from spiritlevel.measures.registry import UNSEEN, register
 from spiritlevel.measures.sampling import Sampling, kept
 from spiritlevel.measures.setting import Setting
 from spiritlevel.results import Estimate
@@ -80,6 +80,7 @@ def _pac_bayes(setting: Setting, deviation: Callable[[float], Tensor | float], p
     cost="forward",
     passes=10 * _PAC_DRAWS,
     sampling=Sampling("influence", kept("pac-bayes 3")),
+    invariant_to=UNSEEN,
 )
 def _pac_bayes_flatness(setting: Setting) -> Estimate:
     return _pac_bayes(setting, lambda sigma: sigma, 3)
@@ -95,6 +96,7 @@ def _pac_bayes_flatness(setting: Setting) -> Estimate:
     cost="forward",
     passes=10 * _PAC_DRAWS,
     sampling=Sampling("influence", kept("pac-bayes 4")),
+    invariant_to=frozenset({"permute_units"}),
 )
 def _pac_bayes_magnitude(setting: Setting) -> Estimate:
     return _pac_bayes(setting, lambda sigma: (sigma**2 * setting.theta.square() + 1e-6).sqrt(), 4)

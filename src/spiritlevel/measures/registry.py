@@ -15,7 +15,7 @@ from torch import nn
 from spiritlevel.errors import InputError, NotExactError, first_line, unknown_name
 from spiritlevel.measures.sampling import Parts, Sampling
 from spiritlevel.measures.setting import Setting
-from spiritlevel.results import Estimate
+from spiritlevel.results import SYMMETRIES, Estimate
 from spiritlevel.statistics.subsets import SubsetError, unknown
 from spiritlevel.transforms import Transformed
 
@@ -24,15 +24,26 @@ TRANSFORMS: dict[str, str] = {
     "rescale_channels": "one factor for each channel, undone in the next layer; the function stays",
     "scale_before_batchnorm": "a factor that the batch norm behind undoes; the function stays",
     "fold_batchnorm": "batch norm folded into the layer in front of it; the function stays in eval mode",
+    "shift_logits": "the same linear function of the last hidden layer added to all logits; the probabilities stay",
+    "mix_heads": "an invertible matrix in each attention head, Q against K and V against O; the function stays",
+    "shift_attention_biases": "key biases that no softmax sees, value biases undone behind; the function stays",
+    "shift_norm_gain": "gain and bias of norms, channel by channel, undone in the layers behind; the function stays",
+    "scale_gate": "a factor for each unit of a gated layer's linear half, undone behind it; the function stays",
+    "mix_linear": "an invertible matrix between two linear maps with nothing between them; the function stays",
+    "rotate_stream": "RMS-norm gains folded, and the residual stream rotated; the function stays",
+    "split_units": "hidden units become two that share their outgoing weights; the function stays, with more parameters",
+    "permute_units": "hidden units in another order; the function stays, and so must every measure",
     "scale_last_layer": "outputs times a number, by the last layer; the predictions stay",
     "rescale_all": "outputs times a number, by all layers; the predictions stay",
 }
 """The transforms that invariances are declared for (`spiritlevel.transforms`)."""
 
-SAME = frozenset({"rescale_layers", "rescale_channels", "scale_before_batchnorm", "fold_batchnorm"})
+SAME = frozenset(SYMMETRIES)
 SCALED = frozenset({"scale_last_layer", "rescale_all"})
-DIAGONAL = SAME - {"fold_batchnorm"}  # diagonal maps of the parameters
-BY_TENSOR = frozenset({"rescale_layers", "scale_before_batchnorm"})  # one number for each parameter tensor
+UNSEEN = frozenset({"shift_logits", "permute_units"})  # gradient and Hessian stay, but for the order of their entries
+BY_TENSOR = frozenset({"rescale_layers", "scale_before_batchnorm", "permute_units"})  # one number for each tensor
+DIAGONAL = BY_TENSOR | {"rescale_channels", "shift_norm_gain", "scale_gate"}  # and order: one number for each parameter
+LINEAR = DIAGONAL | {"mix_heads", "mix_linear", "split_units"}  # θ → Tθ, T any matrix
 
 Compute = Callable[[Setting], Estimate]
 Predict = Callable[[Setting, Transformed], float | None]
@@ -56,7 +67,7 @@ class Measure:
     >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2))
     >>> data = torch.ones(4, 2), torch.tensor([0, 1, 0, 1])
     >>> MEASURES["trace"](net, data).exact, sorted(MEASURES["trace"].invariant_to)
-    (True, [])
+    (True, ['permute_units', 'shift_logits'])
     """
 
     name: str

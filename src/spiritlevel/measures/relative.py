@@ -12,7 +12,7 @@ from spiritlevel.errors import InputError
 from spiritlevel.estimators import operator_trace
 from spiritlevel.measures.blocks import gauss_newton_blocks
 from spiritlevel.measures.ends import PROBES, in_layer_norms, layer_norms, probe_count
-from spiritlevel.measures.registry import BY_TENSOR, SAME, register
+from spiritlevel.measures.registry import BY_TENSOR, DIAGONAL, register
 from spiritlevel.measures.sampling import SHARED, end_sampling, mean_of, not_known, shared_signs
 from spiritlevel.measures.setting import Setting
 from spiritlevel.measures.trace import trace_passes
@@ -75,7 +75,7 @@ def _quotient_norm(setting: Setting) -> Estimate:
     sampling=mean_of(
         lambda setting: _flatness_values(setting, [setting.last.weight]), "32 forward passes unless exact"
     ),
-    invariant_to=BY_TENSOR | {"fold_batchnorm"},
+    invariant_to=BY_TENSOR | {"fold_batchnorm", "shift_logits"},
 )
 def _relative_flatness(setting: Setting) -> Estimate:
     last = setting.last
@@ -95,7 +95,7 @@ def _relative_flatness(setting: Setting) -> Estimate:
     cost="backward",
     passes=lambda setting: _flatness_passes(setting, setting.layers, 3.0),
     sampling=mean_of(lambda setting: _flatness_values(setting, setting.layers), "32 forward passes unless exact"),
-    invariant_to=BY_TENSOR | {"fold_batchnorm"},
+    invariant_to=BY_TENSOR | {"fold_batchnorm", "shift_logits"},
 )
 def _relative_flatness_sum(setting: Setting) -> Estimate:
     return _relative_flatness_of(setting, setting.layers)
@@ -158,7 +158,7 @@ def _relative_flatness_of(setting: Setting, weights: list[str]) -> Estimate:
     cost="backward",
     passes=lambda setting: 3.0 * setting.classes,
     sampling=not_known("the best scaling of a subset is not that of all data: the interval would not hold"),
-    invariant_to=SAME,
+    invariant_to=DIAGONAL | {"fold_batchnorm"},
 )
 def _normalised_sharpness(setting: Setting) -> Estimate:
     """Over the weights of linear layers and convolutions; no further constant factor.

@@ -11,7 +11,7 @@ import torch
 from scipy.optimize import Bounds, minimize
 from torch import Tensor
 
-from spiritlevel.measures.registry import DIAGONAL, register
+from spiritlevel.measures.registry import DIAGONAL, UNSEEN, register
 from spiritlevel.measures.sampling import MORE, Sampling, bracket, end_sampling, kept, mean_of
 from spiritlevel.measures.setting import Setting
 from spiritlevel.results import Estimate
@@ -70,6 +70,7 @@ def _ascent(setting: Setting, name: str, unit: Tensor, radius: float, norm: floa
     passes=50,
     sampling=bracket("ball_sharpness", lambda setting: _ball_sharpness(setting)),
     also_called=("sam",),
+    invariant_to=UNSEEN,
 )
 def _ball_sharpness(setting: Setting) -> Estimate:
     return _ascent(setting, "ball_sharpness", torch.ones_like(setting.theta), 0.05, 2)
@@ -133,6 +134,7 @@ def _average(setting: Setting, spread: Tensor | float, purpose: int) -> Estimate
     cost="forward",
     passes=2 * _DRAWS + 1,
     sampling=mean_of(kept("average 1"), least=MORE),
+    invariant_to=UNSEEN,
 )
 def _average_sharpness(setting: Setting) -> Estimate:
     return _average(setting, 0.01, 1)
@@ -215,6 +217,7 @@ def _register_box(name: str, epsilon: float, columns: int | None) -> None:
         cost="optimiser",
         passes=50,
         sampling=bracket(name, compute, percent=True),
+        invariant_to=frozenset() if columns else frozenset({"permute_units"}),  # a subspace has an order
     )(compute)
 
 
@@ -254,6 +257,7 @@ _box_curvature_sampling = Sampling(
     cost="matvecs",
     passes=73,
     sampling=_box_curvature_sampling,
+    invariant_to=frozenset({"permute_units"}),
 )
 def _box_sharpness_curvature(setting: Setting) -> Estimate:
     return setting.spectrum.largest.scaled(_kappa(setting))

@@ -11,13 +11,14 @@ import torch
 from spiritlevel.errors import InputError
 from spiritlevel.estimators import eigenvalues
 from spiritlevel.measures.ends import Ends
-from spiritlevel.measures.registry import register
+from spiritlevel.measures.registry import UNSEEN, register
 from spiritlevel.measures.sampling import end_sampling, norm_sampling, not_known
 from spiritlevel.measures.setting import Setting
 from spiritlevel.results import Estimate
 from spiritlevel.transforms import Transformed
 
 _TOP = 10  # eigenvalues in the log volume
+_OF_HESSIAN: dict[str, Any] = {"family": "curvature", "cost": "matvecs", "invariant_to": UNSEEN}
 _RESOLVED = 1e-3  # of an eigenvalue: a residual up to here leaves its logarithm right to as much
 
 
@@ -29,7 +30,7 @@ def _register_end(name: str, get: Callable[[Ends], Estimate], meaning: str, form
         known = found is not None and found.status != "not converged" and found.sign
         return found.value if found is not None and known else None
 
-    add = register(name, meaning, formula, "paper C", family="curvature", cost="matvecs", predict=predict, **fields)
+    add = register(name, meaning, formula, "paper C", **_OF_HESSIAN, predict=predict, **fields)
     add(lambda setting: get(setting.spectrum))
 
 
@@ -80,9 +81,8 @@ _register_end(
     "mean square of the eigenvalues (what paper C prints as 'Frobenius norm')",
     "Tr(H²)/P",
     "paper C",
-    family="curvature",
+    **_OF_HESSIAN,
     worth="estimated",
-    cost="matvecs",
     passes=150,
     sampling=norm_sampling(lambda setting: 1 / setting.problem.size),
 )
@@ -97,9 +97,8 @@ def _mean_square_eigenvalue(setting: Setting) -> Estimate:
     f"log of the product of those of the {_TOP} largest eigenvalues that are positive beyond rounding",
     "Σ_{i≤k} log λ_i",
     "Wu, Zhu & E 2017, arXiv:1706.10239",
-    family="curvature",
+    **_OF_HESSIAN,
     worth="to a tolerance",
-    cost="matvecs",
     passes=180,
     sampling=not_known("small eigenvalues of a subset are not those of all data: the interval would not hold"),
 )

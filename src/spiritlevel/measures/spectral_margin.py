@@ -16,7 +16,7 @@ from torch.func import functional_call
 from spiritlevel.errors import InputError
 from spiritlevel.estimators import Operator, spectral_norm
 from spiritlevel.measures.margins import quantile
-from spiritlevel.measures.registry import SAME, SCALED, register
+from spiritlevel.measures.registry import BY_TENSOR, SCALED, register
 from spiritlevel.measures.sampling import Sampling
 from spiritlevel.measures.setting import Setting
 from spiritlevel.results import Estimate
@@ -180,5 +180,5 @@ for _name, _meaning, _function, _sampling in (
         passes=3,
         sampling=_sampling,
         direction="wider",
-        invariant_to=(SAME | SCALED) - {"rescale_channels"},
+        invariant_to=BY_TENSOR | SCALED | {"fold_batchnorm"},
     )(functools.partial(_spectral_margin, statistic=_function))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from spiritlevel.measures.registry import register
+from spiritlevel.measures.registry import UNSEEN, register
 from spiritlevel.measures.sampling import mean_of
 from spiritlevel.measures.setting import Setting
 from spiritlevel.results import Estimate
@@ -64,6 +64,7 @@ def trace_passes(setting: Setting, unless_exact: float = 0.0) -> float:
     passes=trace_passes,
     sampling=mean_of(lambda setting: setting.traces.values),
     also_called=("hessian_trace",),
+    invariant_to=UNSEEN,
     predict=predicted_trace,
 )
 def _trace(setting: Setting) -> Estimate:
@@ -80,6 +81,7 @@ def _trace(setting: Setting) -> Estimate:
     cost="backward",
     passes=trace_passes,
     sampling=mean_of(lambda setting: setting.traces.values / setting.problem.size),
+    invariant_to=UNSEEN,
     predict=_predicted_mean_eigenvalue,
 )
 def _mean_eigenvalue(setting: Setting) -> Estimate:

@@ -14,6 +14,23 @@ from spiritlevel.results.estimates import Estimate, with_status
 from spiritlevel.results.formatting import aligned, figure, in_short, times
 from spiritlevel.results.tables import Columns, Table
 
+SYMMETRIES = (
+    "rescale_layers",
+    "rescale_channels",
+    "scale_before_batchnorm",
+    "fold_batchnorm",
+    "shift_logits",
+    "mix_heads",
+    "shift_attention_biases",
+    "shift_norm_gain",
+    "scale_gate",
+    "mix_linear",
+    "rotate_stream",
+    "split_units",
+    "permute_units",
+)
+"""The transforms of `spiritlevel.transforms` that keep the outputs of a network, or its probabilities."""
+
 
 @dataclass(frozen=True)
 class Certificate(Result):
