@@ -293,7 +293,9 @@ def _shift_logits(here: Setting) -> Transformed:
     found = maps.shift_logits(here.model, data=here.data, seed=here.seed)
     before, after = here.losses, _moved(here, found).losses
     if not torch.allclose(before, after, rtol=_SINGLE, atol=_SINGLE * float(before.abs().max())):
-        raise InputError(f"shift_logits: keeps the probabilities, and the loss {here.problem.loss.name!r} sees the logits.")
+        raise InputError(
+            f"shift_logits: keeps the probabilities, and the loss {here.problem.loss.name!r} sees the logits."
+        )
     return found
 
 
