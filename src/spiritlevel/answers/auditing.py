@@ -19,6 +19,7 @@ from spiritlevel.errors import InputError, unknown_name
 from spiritlevel.measures import TRANSFORMS, Measure, Setting, select
 from spiritlevel.results import SYMMETRIES, Audit, AuditRow, Certificate, Estimate, WorstFactor, figure
 from spiritlevel.transforms import ScalingGroup, Transformed
+from spiritlevel.transforms.certificates import Sample
 from spiritlevel.watching.scalings import Factor
 
 __all__ = ["DEFAULT_TRANSFORMS", "audit"]
@@ -155,6 +156,11 @@ def audit_in(
     )
 
 
+def _sample(here: Setting) -> Sample:
+    """The inputs on which all transforms of this model are found and compared."""
+    return here.once("sample of transforms", lambda: Sample.of(here.model, here.data))
+
+
 def _moved(here: Setting, transformed: Transformed) -> Setting:
     """The transformed model on the same data, mapped if its inputs are."""
     there = here.moved(transformed.model)
@@ -249,9 +255,9 @@ def _transformed(
 
 def _groups(here: Setting, who: str) -> list[ScalingGroup]:
     """The groups of layers that other layers undo."""
-    groups = [group for group in maps.scaling_groups(here.model, data=here.data) if group.readers]
+    groups = [group for group in maps.scaling_groups(here.model, data=_sample(here)) if group.readers]
     if not groups:
-        raise InputError(f"{who}: {maps.why_no_groups(here.model, data=here.data)}.")
+        raise InputError(f"{who}: {maps.why_no_groups(here.model, data=_sample(here))}.")
     return groups
 
 
@@ -266,7 +272,7 @@ def _scaled(here: Setting, pairs: Iterable[tuple[ScalingGroup, float]], data: An
     for group, beta in pairs:
         for layer, factor in group.factors(beta).items():
             factors[layer] = factors.get(layer, 1.0) * factor
-    return maps.rescale_layers(here.model, factors, data=here.data if data is None else data)
+    return maps.rescale_layers(here.model, factors, data=_sample(here) if data is None else data)
 
 
 def _rescale_channels(here: Setting) -> Transformed:
@@ -278,19 +284,19 @@ def _rescale_channels(here: Setting) -> Transformed:
     for group in groups:
         exponents = torch.randint(-3, 4, (group.channels or 1,), generator=generator)
         factors |= group.factors(2.0 ** exponents.double())
-    return maps.rescale_layers(here.model, factors, data=here.data)
+    return maps.rescale_layers(here.model, factors, data=_sample(here))
 
 
 def _scale_before_batchnorm(here: Setting) -> Transformed:
-    found = maps.scaling_groups(here.model, data=here.data)
+    found = maps.scaling_groups(here.model, data=_sample(here))
     writers = [name for group in found if group.absorbers and not group.readers for name in group.writers]
     if not writers:
         raise InputError("scale_before_batchnorm: no layer of this network is read by batch norms alone.")
-    return maps.scale_before_batchnorm(here.model, dict.fromkeys(writers, _BETA), data=here.data)
+    return maps.scale_before_batchnorm(here.model, dict.fromkeys(writers, _BETA), data=_sample(here))
 
 
 def _shift_logits(here: Setting) -> Transformed:
-    found = maps.shift_logits(here.model, data=here.data, seed=here.seed)
+    found = maps.shift_logits(here.model, data=_sample(here), seed=here.seed)
     before, after = here.losses, _moved(here, found).losses
     if not torch.allclose(before, after, rtol=_SINGLE, atol=_SINGLE * float(before.abs().max())):
         raise InputError(
@@ -301,14 +307,14 @@ def _shift_logits(here: Setting) -> Transformed:
 
 def _drawn(transform: Callable[..., Transformed]) -> Callable[[Setting], Transformed]:
     """A transform that finds its places in the network and draws its numbers by itself."""
-    return lambda here: transform(here.model, data=here.data, seed=here.seed)
+    return lambda here: transform(here.model, data=_sample(here), seed=here.seed)
 
 
 _APPLY: dict[str, Callable[[Setting], Transformed]] = {
     "rescale_layers": _rescale_layers,
     "rescale_channels": _rescale_channels,
     "scale_before_batchnorm": _scale_before_batchnorm,
-    "fold_batchnorm": lambda here: maps.fold_batchnorm(here.model, data=here.data),
+    "fold_batchnorm": lambda here: maps.fold_batchnorm(here.model, data=_sample(here)),
     "shift_logits": _shift_logits,
     "mix_heads": _drawn(maps.mix_heads),
     "shift_attention_biases": _drawn(maps.shift_attention_biases),
@@ -318,8 +324,8 @@ _APPLY: dict[str, Callable[[Setting], Transformed]] = {
     "rotate_stream": _drawn(maps.rotate_stream),
     "split_units": _drawn(maps.split_units),
     "permute_units": _drawn(maps.permute_units),
-    "scale_last_layer": lambda here: maps.scale_last_layer(here.model, _ALPHA, data=here.data),
-    "rescale_all": lambda here: maps.rescale_all(here.model, _ALPHA, data=here.data),
+    "scale_last_layer": lambda here: maps.scale_last_layer(here.model, _ALPHA, data=_sample(here)),
+    "rescale_all": lambda here: maps.rescale_all(here.model, _ALPHA, data=_sample(here)),
 }
 
 

@@ -51,8 +51,8 @@ def sample_traces(
     batch_norm: str = "eval",
     batch_size: int | None = None,
     memory: int | str | None = None,
-    seed: int = 0,
     group: Any = None,
+    seed: int = 0,
 ) -> SampleTraces:
     """Tr ∇²ℓ(θ; xₙ, yₙ), the trace of the Hessian of each sample's own loss.
 
@@ -81,9 +81,9 @@ def sample_traces(
         batch_size: Samples in a batch, chosen by itself; changes nothing but speed and memory. As many batches as
             there are cores, 4 at most, are worked on at a time if `memory` suffices.
         memory: Bytes that may be used, or a text such as "2GB".
-        seed: Seed of all random numbers; the global random states stay untouched.
         group: A `torch.distributed` group: every rank passes the same model, data and options, takes its share of the
             batches, and returns the whole result. `None` never communicates.
+        seed: Seed of all random numbers; the global random states stay untouched.
 
     Cost: *exact* C−1 backward passes and one forward pass; *hutchinson* about 4 forward passes a probe.
     References: paper A, section 3; Hutchinson 1990, doi:10.1080/03610919008812866; mathematics 2 and 4.
@@ -192,8 +192,8 @@ def trace(
     batch_norm: str = "eval",
     batch_size: int | None = None,
     memory: int | str | None = None,
-    seed: int = 0,
     group: Any = None,
+    seed: int = 0,
 ) -> Estimate:
     """Tr ∇²L of the mean loss over a data set: `sample_traces(...).mean()`, with the same options.
 

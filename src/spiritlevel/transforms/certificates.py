@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from spiritlevel.binding.batches import Batches
 from spiritlevel.binding.problem import Problem
@@ -130,9 +130,21 @@ class Sample:
     inputs: Any
     count: int
     text: str
+    known: dict[tuple[int, str], tuple[nn.Module, Tensor]] = field(default_factory=dict, compare=False)
+    """Outputs of models that are compared again and again, by model and batch-norm mode."""
 
     @classmethod
     def of(cls, model: nn.Module, data: Any) -> Sample:
+        """Some inputs from data as everywhere, in the model's precision; a sample that is ready serves as it is."""
+        if isinstance(data, Sample):
+            dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+            leaves = [
+                leaf for leaf in tree_leaves(data.inputs) if isinstance(leaf, Tensor) and leaf.is_floating_point()
+            ]
+            if all(leaf.dtype == dtype for leaf in leaves):
+                return data
+            inputs = tree_map(lambda leaf: leaf.to(dtype) if any(leaf is one for one in leaves) else leaf, data.inputs)
+            return cls(inputs, data.count, data.text)
         problem = Problem(model, params="*")
         if data is None:
             return cls._guessed(problem)
@@ -162,6 +174,12 @@ class Sample:
             "the shape of the network's inputs cannot be told from its first layer; pass data=, a batch of inputs."
         )
 
+    def _before(self, model: nn.Module, mode: str) -> Tensor:
+        key = id(model), mode
+        if key not in self.known:
+            self.known[key] = model, _outputs(model, self.inputs, mode)
+        return self.known[key][1]
+
     def certify(
         self,
         transform: str,
@@ -187,7 +205,7 @@ class Sample:
         for mode in modes:
             if mode == "batch" and not normed:
                 continue  # the same as eval
-            before = scale * _outputs(old, self.inputs, mode)
+            before = scale * self._before(old, mode)
             after = _outputs(new, self.inputs if inputs is None else inputs(self.inputs), mode)
             if keeps == "probabilities":
                 before, after = before.log_softmax(-1), after.log_softmax(-1)

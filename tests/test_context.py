@@ -1,0 +1,176 @@
+"""One context of a measurement: bound once, shared by all that is measured together."""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import spiritlevel as sl
+from spiritlevel.binding.batches import Batches
+from spiritlevel.binding.context import Context
+from spiritlevel.binding.problem import Problem
+from spiritlevel.errors import InputError
+from spiritlevel.measures import Setting, select
+from spiritlevel.watching.structure import Watch
+
+Data = tuple[torch.Tensor, torch.Tensor]
+
+
+def net(seed: int = 0) -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3))
+
+
+@pytest.fixture
+def data() -> Data:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(40, 4, generator=generator), torch.arange(40) % 3
+
+
+def counted(monkeypatch: pytest.MonkeyPatch, *kinds: type) -> Counter[str]:
+    """How often each class is built from here on."""
+    counts: Counter[str] = Counter()
+    for kind in kinds:
+
+        def built(self: Any, *args: Any, before: Callable[..., None] = kind.__init__, **kwargs: Any) -> None:
+            counts[type(self).__name__] += 1
+            before(self, *args, **kwargs)
+
+        monkeypatch.setattr(kind, "__init__", built)
+    return counts
+
+
+def test_measures_of_one_model_copy_it_once_and_check_the_data_once(
+    monkeypatch: pytest.MonkeyPatch, data: Data
+) -> None:
+    model = net()
+    counts = counted(monkeypatch, Problem, Batches)
+    report = sl.measure(model, data, parts=["spectrum", "landscape"])
+    assert len(report.rows) == len(select())
+    assert counts == {"Problem": 1, "Batches": 1}
+
+
+def test_a_whole_report_binds_each_different_model_once(monkeypatch: pytest.MonkeyPatch, data: Data) -> None:
+    model = net()
+    bound: Counter[str] = Counter()
+    moved = Context.moved
+
+    def counting(self: Context, model: nn.Module, **options: Any) -> Context:
+        bound["moved"] += 1
+        return moved(self, model, **options)
+
+    monkeypatch.setattr(Context, "moved", counting)
+    counts = counted(monkeypatch, Context, Batches, Watch)
+    report = sl.measure(model, data)
+    assert report.audit is not None
+    assert counts["Setting"] == 1
+    tried = len(report.audit.certificates)
+    searched = 2 * len(report.audit.worst)
+    assert bound["moved"] <= tried + searched + 1  # shift_logits is looked at by its losses first
+    assert counts["Batches"] <= 6  # version 0.1: 46
+
+
+def test_the_audit_takes_what_the_report_has_measured(monkeypatch: pytest.MonkeyPatch, data: Data) -> None:
+    setting = Setting(net(), data)
+    trace = sl.measures.MEASURES["trace"]
+    first = trace.attempt(setting)
+    monkeypatch.setattr(Setting, "traces", property(lambda self: pytest.fail("measured again")))
+    assert trace.attempt(setting) is first
+
+
+def test_other_data_keep_the_model_and_forget_the_rest(data: Data) -> None:
+    context = Context(net(), data)
+    assert context.count == 40
+    other = context.on((data[0][:7], data[1][:7]))
+    assert other.count == 7
+    assert other.problem is context.problem
+    assert context.count == 40
+
+
+def test_a_part_is_drawn_without_replacement_and_in_order(data: Data) -> None:
+    context = Context(net(), data, seed=3)
+    part, indices = context.drawn(10)
+    assert indices is not None
+    assert part.count == 10
+    assert indices.tolist() == sorted(set(indices.tolist()))
+    torch.testing.assert_close(part.data[0], data[0][indices])
+    assert context.drawn(40) == (context, None)
+    assert context.drawn(None) == (context, None)
+
+
+def test_another_model_on_the_same_data_keeps_the_chosen_parameters(data: Data) -> None:
+    context = Context(net(), data, params="0")
+    other = context.moved(net(1))
+    assert list(other.problem.params) == ["0.weight", "0.bias"]
+    assert other.batches is context.batches
+    assert not torch.equal(other.theta, context.theta)
+    with pytest.raises(InputError, match="unknown parameter '0'"):
+        context.moved(nn.Sequential(nn.Flatten(), nn.Linear(4, 3)))
+
+
+def test_what_is_known_of_a_model_serves_models_of_the_same_code_alone(data: Data) -> None:
+    context = Context(net(), data)
+    context.problem.facts["derivatives"] = True, 0.0
+    assert context.moved(net(1)).problem.facts
+    assert not context.moved(nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))).problem.facts
+    hooked = net(1)
+    hooked[0].register_forward_hook(lambda *_: None)
+    assert not context.moved(hooked).problem.facts
+
+
+def test_an_adopted_trace_gives_the_products_of_the_new_model(data: Data) -> None:
+    model, other = net().double(), net(1).double()
+    inputs, targets = data[0].double(), data[1]
+    setting = Setting(model, (inputs, targets))
+    _ = setting.hessian @ torch.ones(setting.problem.size, dtype=torch.float64)
+    moved = setting.moved(other)
+    expected = sl.hessian(other, (inputs, targets)).dense()
+    torch.testing.assert_close(moved.hessian.dense(), expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("seed", [np.int64(3), torch.tensor(3)])
+@pytest.mark.parametrize("function", [sl.sample_traces, sl.landscape, sl.audit])
+def test_a_seed_is_any_kind_of_whole_number(function: Callable[..., Any], seed: Any, data: Data) -> None:
+    options: dict[str, Any] = {"points": 3} if function is sl.landscape else {}
+    options |= {"measures": ["trace"], "transforms": ["rescale_layers"]} if function is sl.audit else {}
+    function(net(), data, seed=seed, **options)
+    with pytest.raises(InputError, match=r"seed must be a whole number from 0 to 4,000,000,000, got 0\.5"):
+        function(net(), data, seed=0.5, **options)
+
+
+COMMON = ("loss", "params", "batch_norm", "batch_size", "memory", "group", "seed")
+EVERYWHERE = ("audit", "compare", "landscape", "measure", "sample_traces", "trace")
+
+
+@pytest.mark.parametrize("name", EVERYWHERE)
+def test_the_common_options_are_there_in_one_order(name: str) -> None:
+    options = list(inspect.signature(getattr(sl, name)).parameters)
+    assert [option for option in options if option in COMMON] == list(COMMON)
+
+
+@pytest.mark.parametrize("name", ["measure", "audit", "compare"])
+def test_chosen_parameters_are_those_that_are_measured(name: str, data: Data) -> None:
+    model = net()
+    found = sl.trace(model, data, params="2").value
+    if name == "compare":
+        rows = sl.compare(model, net(1), data, params="2", measures=["trace"], audit=False).rows
+        value = next(row.a.value for row in rows if row.name == "trace")
+    elif name == "audit":
+        value = (
+            sl.audit(model, data, params="2", measures=["trace"], transforms=["rescale_layers"]).rows[0].before.value
+        )
+    else:
+        value = (
+            sl.measure(model, data, params="2", measures=["trace"], parts=[], memory="1GB", batch_size=7)
+            .rows[0]
+            .value.value
+        )
+    assert value == pytest.approx(found, rel=1e-5)
