@@ -331,7 +331,6 @@ class OneAttention(nn.Module):
         self.heads, self.change = heads, change
         self.q, self.k, self.v, self.o = (nn.Linear(width, width, bias=bias) for _ in range(4))
         self.sink, self.head = nn.Parameter(torch.zeros(heads)), nn.Linear(width, CLASSES)
-        self.extra = nn.Parameter(torch.zeros(width))
 
     def forward(self, x: Tensor) -> Tensor:
         batch, length, width = x.shape
@@ -352,7 +351,7 @@ class OneAttention(nn.Module):
             shares = scores.softmax(-1)
         mixed = (shares @ v).transpose(1, 2).reshape(batch, length, width)
         if self.change == "also read":
-            mixed = mixed + self.v(x) * self.extra
+            mixed = mixed + torch.tanh(self.v(x))
         return self.head(self.o(mixed).mean(1))
 
 

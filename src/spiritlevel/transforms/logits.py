@@ -87,7 +87,7 @@ def _last(watched: Watched, channels: Channels) -> Block:
     stopped = channels.reasons()
     for block in channels.blocks():
         written = all(slot.side > 0 for slot in block.slots)
-        if written and len(logits) == output.shape[-1] and sorted(block.atoms.tolist()) == sorted(set(logits)):
+        if written and len(set(logits)) == output.shape[-1] and sorted(block.atoms.tolist()) == sorted(logits):
             return block
     reason = next((stopped[root] for root in logits if root in stopped), _end(channels.graph))
     raise watched.refused(what, reason)

@@ -42,7 +42,7 @@ _ELEMENTWISE = _HOMOGENEOUS | frozenset(
     tanhshrink softshrink hardshrink threshold exp expm1 log log1p sqrt rsqrt reciprocal sin cos tan sinh cosh asin acos
     atan erf square pow clamp clamp_min clamp_max sign round floor ceil rsub rdiv add sub mul div maximum minimum where
     masked_fill lerp addcmul addcdiv remainder fmod nan_to_num isnan gt ge lt le eq ne __gt__ __lt__ __ge__ __le__
-    logical_not bernoulli
+    logical_not
     """.split()
 )
 _LINEAR_POOLS = frozenset(
@@ -67,11 +67,14 @@ def follow_channels(graph: Graph, passing: Passing) -> Channels:
     """The channels of a recorded network, and where a map of them passes."""
     found = Channels(graph, passing)
     for operation in graph.operations:
-        if any(value.given or value in found.varying for value in operation.inputs):
+        varies = any(value.given or value in found.varying for value in operation.inputs)
+        if varies and operation.name not in _SHAPES_ONLY:
             found.varying.update(operation.outputs)
         known = [value for value in operation.inputs if value in found.atoms or found.view(value) is not None]
         if known and not _follow(found, operation):
             found.stop(operation)
+            if passing.attention and passing.functions == "none" and operation.name in _NORMS:
+                _same(found, operation)  # stopped, but still known where they meet, so that the reason can be told
     if not passing.outputs:
         found.forest.stop(found.atoms.get(graph.output), "the outputs of the network")
     found.share()
@@ -82,7 +85,7 @@ def _follow(found: Channels, operation: Operation) -> bool:
     name = operation.name
     if name in _SHAPES_ONLY:
         return True
-    if name in _SAME and operation.outputs[0].shape == operation.inputs[0].shape:
+    if name in _SAME and _alike_in_kind(operation.inputs[0], operation.outputs[0]):
         return _same(found, operation)
     if name in _MOVES:
         return _join(found, operation) if name == "cat" else _move(found, operation)
@@ -95,6 +98,11 @@ def _follow(found: Channels, operation: Operation) -> bool:
 
 
 # ---------------------------------------------------------------- moving entries about
+
+
+def _alike_in_kind(source: Value, result: Value) -> bool:
+    """Whether nothing but digits can have been lost: the same shape, and no whole numbers made of others."""
+    return source.shape == result.shape and source.tensor.is_floating_point() == result.tensor.is_floating_point()
 
 
 def _same(found: Channels, operation: Operation) -> bool:
@@ -442,6 +450,7 @@ def _pool(found: Channels, operation: Operation) -> bool:
 
 # ---------------------------------------------------------------- norms
 
+_NORMS = frozenset("layer_norm rms_norm group_norm batch_norm instance_norm normalize".split())
 _NORM_STATE = {  # where the tensors of a norm stand among its arguments
     "layer_norm": ((2, "weight"), (3, "bias")),
     "rms_norm": ((2, "weight"),),
