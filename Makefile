@@ -9,10 +9,10 @@ PIP := -m pip --disable-pip-version-check --no-input install --quiet -c constrai
 NO_CPU_TORCH := the install failed. If pip found no CPU build of torch 2.13.0, add an index that has one (see CONTRIBUTING.md).
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-full fuzz bench docs census coverage-doc audit-deps clean
+.PHONY: help install demo test test-full test-versions coverage fuzz bench docs census coverage-doc audit-deps clean
 
 help:  ## Show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 install: $(VENV)/.installed  ## Set up .venv with the library, the command and the tools
 
@@ -40,6 +40,25 @@ test-full: $(VENV)/.installed-cluster  ## The same, with slow tests, a Ray clust
 	$(BIN)/mypy
 	HYPOTHESIS_PROFILE=full $(BIN)/pytest -m "not peers"
 
+VERSIONS := build/versions
+VERSIONS_PIP := -m pip --disable-pip-version-check --no-input install --quiet
+# A part of the tests that touches every package we depend on, and all examples.
+VERSIONS_TESTS := $(foreach name,architecture charts cli core data estimators loading margins measuring report results \
+	stats storage studies_rules tracking training,tests/test_$(name).py) src
+
+test-versions:  ## The oldest versions that pyproject.toml promises, and the core without extras; TORCH=2.14.0 tries another torch
+	rm -rf $(VERSIONS) && mkdir -p $(VERSIONS)
+	$(if $(TORCH),TORCH=$(TORCH)) $(PYTHON) tools/oldest.py > $(VERSIONS)/oldest.txt
+	$(PYTHON) -m venv $(VERSIONS)/oldest
+	$(VERSIONS)/oldest/bin/python $(VERSIONS_PIP) -c $(VERSIONS)/oldest.txt -e '.[dev]' || { echo "make: $(NO_CPU_TORCH)" >&2; exit 1; }
+	$(VERSIONS)/oldest/bin/python -m pytest -q -n 2 --dist worksteal $(VERSIONS_TESTS)
+	$(PYTHON) -m venv $(VERSIONS)/core
+	$(VERSIONS)/core/bin/python $(PIP) .
+	$(VERSIONS)/core/bin/python tools/try_core.py
+
+coverage: install  ## Which lines of the package the tests of `make test` run; a figure here, every line in build/coverage
+	$(BIN)/pytest -n 2 --dist worksteal --cov --cov-report=term:skip-covered --cov-report=html:build/coverage
+
 SECONDS ?= 600
 
 fuzz: install  ## Measure random networks for SECONDS=600, and compare with differences of their loss
@@ -60,7 +79,7 @@ docs: install  ## Write docs/claims.md, docs/results.md and docs/findings.md, an
 	$(BIN)/python tools/make_claims_doc.py
 	$(BIN)/python tools/make_results_doc.py
 	$(BIN)/python tools/make_findings_doc.py
-	$(BIN)/pdoc spiritlevel --docformat google --output-directory build/docs
+	$(BIN)/python -W error tools/make_reference.py build/docs
 
 census: install  ## Try every differentiable operation in a child process, write docs/operations.md
 	mkdir -p build

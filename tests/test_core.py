@@ -64,8 +64,11 @@ optional = {
     "to_html": lambda: report.to_html(),
     "compared": lambda: comparison.to_html(),
     "frame": tracker.frame,
+    "rows": report.frame,
     "chart": tracker.chart,
 }
+assert report._repr_html_() is None, "a notebook shows the text"
+assert tracker._repr_html_() is None
 for name, ask in optional.items():
     try:
         ask()
@@ -85,10 +88,11 @@ def test_everything_can_be_measured_without_the_extras_and_the_rest_is_named() -
     assert done.returncode == 0, done.stderr
     install = r", which is not installed: run pip install 'spiritlevel\[report\]'\."
     asked = dict(line.split(": ", 1) for line in done.stdout.splitlines())
-    assert asked.keys() == {"to_html", "compared", "frame", "chart"}
+    assert asked.keys() == {"to_html", "compared", "frame", "rows", "chart"}
     assert re.fullmatch(f"a page needs [a-z-]+{install}", asked["to_html"])
     assert asked["compared"] == asked["to_html"]
     assert re.fullmatch(f"a table needs polars{install}", asked["frame"])
+    assert asked["rows"] == asked["frame"]
     assert re.fullmatch(f"a chart needs [a-z-]+{install}", asked["chart"])
 
 

@@ -292,10 +292,12 @@ class Tracker:
 
         return save(self.chart(), stem)
 
-    def _repr_html_(self) -> str:
-        """What a notebook shows."""
-        from spiritlevel.charts import svg
-
+    def _repr_html_(self) -> str | None:
+        """What a notebook shows; where the packages of a chart are missing, it shows the text."""
+        try:
+            from spiritlevel.charts import svg
+        except InputError:
+            return None
         return svg(self.chart()) if self.rows else str(self)
 
     def _waits(self) -> str:

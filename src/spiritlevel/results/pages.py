@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from spiritlevel.errors import InputError
 from spiritlevel.results.tables import Table
 from spiritlevel.storage import write_atomically
-
-if TYPE_CHECKING:
-    pass
 
 
 class Shown(Table):
@@ -24,8 +21,10 @@ class Shown(Table):
             write_atomically(path, text)
         return text
 
-    def _repr_html_(self) -> str:
-        """What a notebook shows."""
-        from spiritlevel.page import notebook
-
+    def _repr_html_(self) -> str | None:
+        """What a notebook shows; where the packages of a page are missing, it shows the text."""
+        try:
+            from spiritlevel.page import notebook
+        except InputError:
+            return None
         return notebook(self)
