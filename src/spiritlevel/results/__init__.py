@@ -12,6 +12,7 @@ import math
 import textwrap
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, ClassVar, Self, Union, get_args, get_origin, get_type_hints
@@ -125,6 +126,8 @@ class Result:
     def from_dict(cls, data: dict[str, Any]) -> Self:
         """The inverse of `to_dict`, for any kind of result."""
         name = data.get(_TAG) if isinstance(data, dict) else None
+        if str(name) not in Result._types:
+            import_module("spiritlevel.results.training")  # its kinds of results are known from then on
         kind = Result._types.get(str(name))
         if kind is None or not issubclass(kind, cls):
             if name is None:
