@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import json
 import math
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -341,6 +343,9 @@ def test_the_result_goes_to_json_and_back() -> None:
     found = sl.critical_sharpness(closure, optimizer)
     assert Result.from_json(found.to_json()) == found
     assert json.loads(found.to_json())["forwards"] == found.forwards
+    code = "import sys, spiritlevel as sl; print(sl.Result.from_json(sys.stdin.read()).forwards)"
+    fresh = subprocess.run([sys.executable, "-c", code], input=found.to_json(), capture_output=True, text=True)
+    assert fresh.stdout.strip() == str(found.forwards), "in a process that has not measured any"
     double = found.scaled(2.0)
     assert isinstance(double, CriticalSharpness)
     assert (double.low, double.high, double.step) == (2 * found.low, 2 * found.high, found.step / 2)

@@ -45,6 +45,10 @@ from spiritlevel.results.spectra import SmoothedDensity as SmoothedDensity
 from spiritlevel.results.spectra import SpectralDensity as SpectralDensity
 from spiritlevel.results.spectra import SpectrumSummary as SpectrumSummary
 from spiritlevel.results.surfaces import Landscape as Landscape
+from spiritlevel.results.training import CriticalSharpness as CriticalSharpness
+from spiritlevel.results.training import Stability as Stability
+from spiritlevel.results.training import SuspiciousSamples as SuspiciousSamples
+from spiritlevel.results.training import TrainingCurves as TrainingCurves
 from spiritlevel.storage import write_atomically as write_atomically
 
 if not TYPE_CHECKING:
