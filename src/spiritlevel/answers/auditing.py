@@ -83,9 +83,11 @@ def audit(
     H(Tθ) = T⁻¹H(θ)T⁻¹ and the transform's own factors. The search scales every group of layers by up to 32 either way,
     guided by the prediction, and measures the network it ends at: the factor it reports is reached, hence a lower bound
     of what is possible. Matrices are drawn with condition 10, in the search also 30 and 100, and shifts of the logits
-    once, 3 and 10 times as long as what they are added to. Of a value that theory has stay, two estimates may be 5 of
-    their errors apart, of others 3, before they count as different. Values count as equal up to 1e-6 in double precision, 1e-3 in single, 2 % where an optimiser
-    found them. A larger reach would move it further, so what moves at all has no size that tells two networks apart.
+    once, 3 and 10 times as long as what they are added to.
+
+    Values count as equal up to 1e-6 in double precision, 1e-3 in single, 2 % where an optimiser found them. Two
+    estimates count as different if they are 3 of their errors apart; 5 if theory has the value stay. A larger reach
+    would move it further, so what moves at all has no size that tells two networks apart.
     Cost: the measures, once for the model and once a transform. References: paper B, section E; mathematics 7.1.
 
     >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2)).double()
@@ -379,7 +381,7 @@ def _drawn_worst(
     here: Setting, chosen: list[Measure], before: dict[str, Estimate], changed: Mapping[str, Transformed]
 ) -> Iterator[WorstFactor]:
     """The furthest values among a few draws of growing size, of the transforms that have one."""
-    for name in _FURTHER.keys() & changed.keys():
+    for name in (name for name in _FURTHER if name in changed):
         movable = [
             measure
             for measure in chosen

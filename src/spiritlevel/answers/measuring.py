@@ -603,7 +603,7 @@ def _about_audit(found: Audit) -> Iterator[str]:
         size = f"at least {times(moved['trace'])}-fold"
         size = "to 0 or to the other sign" if math.isinf(moved["trace"]) else size
         yield (
-            f"A change of parameters ({found.moved_by('trace')}) moves the trace {size} while the outputs stay the same, "
+            f"The symmetry {found.moved_by('trace')} moves the trace {size} while the outputs stay the same, "
             "and no limit is known: its size does not tell two networks apart."
         )
     kept = [name for name, factor in moved.items() if factor == 1]
