@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from spiritlevel import transforms
 from spiritlevel.errors import InputError
-from spiritlevel.measures import MEASURES, TRANSFORMS, Setting
+from spiritlevel.measures import MEASURES, Setting
 from spiritlevel.transforms import Transformed
 
 # ---------------------------------------------------------------- the networks
@@ -193,7 +193,7 @@ RELU_ONLY = {"path_norm", "spectral_margin_mean", "spectral_margin_median"}
 DISTANCES = {name for name in MEASURES if name.startswith(("hidden_margin_", "input_distance"))}
 LAST_LAYER = {name for name in MEASURES if name.startswith(("hidden_margin_", "relative_flatness"))}
 SCALINGS = {"rescale_layers", "rescale_channels", "scale_last_layer", "rescale_all"}
-NORMED = {*TRANSFORMS}
+NORMED = {*SCALINGS, "scale_before_batchnorm", "fold_batchnorm"}  # others: tests/test_audit_symmetries.py
 BATCH_STATISTICS = NORMED - {"rescale_channels", "fold_batchnorm"}
 BUT_ALL = SCALINGS - {"rescale_all"}
 

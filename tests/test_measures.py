@@ -97,18 +97,22 @@ def cases() -> list[Case]:
             "rescale_channels": transforms.rescale_layers(net, {hidden: channels}, data=points),
             "scale_last_layer": transforms.scale_last_layer(net, 2.0**-12, data=points),
             "rescale_all": transforms.rescale_all(net, 2.0**-30, data=points),
+            "shift_logits": transforms.shift_logits(net, data=points, size=10.0),
+            "split_units": transforms.split_units(net, data=points, size=0.5),
         }
         if hidden == "1":
             changed["scale_before_batchnorm"] = transforms.scale_before_batchnorm(net, {"0": 2.0**-10}, data=points)
             changed["fold_batchnorm"] = transforms.fold_batchnorm(net, data=points)
+            changed["shift_norm_gain"] = transforms.shift_norm_gain(net, data=points, size=100.0)
         settings = {name: (item, Setting(item.model, points)) for name, item in changed.items()}
         result.append((Setting(net, points), settings))
     return result
 
 
 def test_the_battery_leaves_no_transform_out(cases: list[Case]) -> None:
-    assert set(cases[1][1]) == set(TRANSFORMS)
-    assert set(cases[0][1]) == set(TRANSFORMS) - {"scale_before_batchnorm", "fold_batchnorm"}  # it has no batch norm
+    elsewhere = {"mix_heads", "shift_attention_biases", "scale_gate", "mix_linear", "rotate_stream", "permute_units"}
+    assert set(cases[1][1]) == set(TRANSFORMS) - elsewhere  # tests/test_audit_symmetries.py
+    assert set(cases[0][1]) == set(cases[1][1]) - {"scale_before_batchnorm", "fold_batchnorm", "shift_norm_gain"}
 
 
 # errors are counted: noise that is a little larger or smaller may misclassify the same points

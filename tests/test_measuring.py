@@ -62,7 +62,7 @@ def test_the_numbers_are_those_of_the_functions() -> None:
     assert report.audit.row("trace", "rescale_layers").verdict == "changes"
     assert report.left_out == {}
     assert (report.indices, report.partial) == (None, "")
-    assert "Scaling layers moves the trace at least" in " ".join(report.headline)
+    assert "The symmetry rescale_layers moves the trace at least" in " ".join(report.headline)
     assert "its size does not tell two networks apart" in " ".join(report.headline)
     assert sl.Report.from_json(report.to_json()).to_json() == report.to_json()
 
@@ -179,7 +179,8 @@ def test_what_the_audit_could_not_test_and_what_is_undefined_is_said() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Flatten(), nn.Linear(16, 6), nn.GELU(), nn.Linear(6, 3)).double()
     text = " ".join(measure(model, points(), measures=["margin_mean", "path_norm"], parts=["audit"]).headline)
-    assert "was not tested: the network has no two layers between which a factor passes." in text
+    assert "tried, shift_logits, split_units, permute_units, and under no others is it known: margin_mean." in text
+    assert "does not have these symmetries, so they were not tried: rescale_layers, " in text
     assert "Not defined here: path_norm (" in text
 
 
@@ -289,7 +290,10 @@ def test_what_the_audit_could_not_decide_is_not_said_to_stay() -> None:
     assert math.isnan(moved.pop("undecided"))
     assert moved == {"stays": 1.0, "moves": 4.0, "vanishes": math.inf}
     sentences = list(measuring._about_audit(audit))
-    assert sentences == ["These kept their value under all that was tried at the same outputs (same, same too): stays."]
+    assert sentences == [
+        "These kept their value under the symmetries that were tried, same, same too, and under no others is it known: "
+        "stays."
+    ]
 
 
 def test_half_precision_is_told() -> None:

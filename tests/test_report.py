@@ -204,14 +204,17 @@ def test_the_search_is_told_from_the_fixed_scaling() -> None:
     made = report(30)
     assert made.audit is not None
     text = Reader(page(made)).text
-    assert "one fixed scaling. A short search for a worse one moved ‘trace’ at least 486-fold at the same " in text
-    assert "from 2 down to 0.01 and up to 972; larger scalings move it further." in text
+    assert (
+        "one draw of each. A short search for a worse rescale_layers moved ‘trace’ at least 486-fold at the same "
+        in text
+    )
+    assert "from 2 down to 0.01 and up to 972; larger ones move it further." in text
     upwards = WorstFactor("trace", 10.42, 10.42, 7000.0, {}, {"conv1": 10.0}, 0.0)
     text = Reader(page(dataclasses.replace(made, audit=dataclasses.replace(made.audit, worst=(upwards,))))).text
     assert "from 10.42 up to 7,000;" in text
     untested = dataclasses.replace(made.audit, worst=(), certificates={})
     text = Reader(page(dataclasses.replace(made, audit=untested))).text
-    assert "Not tested: none of the transforms that keep the outputs applies to this network." in text
+    assert "No symmetry of this network was tried." in text
 
 
 def test_parts_of_fewer_samples_say_so() -> None:

@@ -23,6 +23,7 @@ from torch import Tensor
 import spiritlevel as sl
 from spiritlevel.errors import InputError
 from spiritlevel.results import (
+    SYMMETRIES,
     ComparisonRow,
     Correlation,
     DiagonalEstimate,
@@ -610,7 +611,7 @@ def small_report() -> sl.Report:
         "net",
         rows=(
             ReportRow("trace", exact, invariant_to=(), cost="backward", seconds=0.1, **texts),
-            ReportRow("path_norm", unknown, invariant_to=("rescale_layers",), cost="forward", **texts),
+            ReportRow("path_norm", unknown, invariant_to=SYMMETRIES, cost="forward", **texts),
         ),
         headline=("A sentence.",),
         fits={"train": Fit(3, 9, Estimate(0.5), Estimate(0.7))},

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,6 +29,12 @@ DEFAULT_TRANSFORMS = (*SYMMETRIES, "scale_last_layer")
 
 _BETA = 8.0  # powers of 2 change no digit of a weight
 _ALPHA = 2.0
+_FURTHER: dict[str, tuple[float, ...]] = {  # sizes of the draws in the search, beyond those that all measures see
+    "shift_logits": (3.0, 10.0),
+    "mix_heads": (30.0, 100.0),
+    "mix_linear": (30.0, 100.0),
+}
+_AFFORDABLE = 60  # forward passes of a measure that the search takes again for each of these draws
 _REACHES = (32.0, 8.0, 2.0)  # largest factor of a group in the search, the next one if numbers get too extreme
 _TOLERANCE = {torch.float64: 1e-6}  # relative difference that still counts as equal; 1e-3 in single precision
 _DECLARED = 5  # errors that two estimates of a value may be apart of which theory says that it stays
@@ -63,7 +69,8 @@ def audit(
         measures: names of `measures.MEASURES`, "all", or "default", which is what None means.
         transforms: names of `measures.TRANSFORMS`, "all", the default set, or transforms of your own: a dict of name →
             `Transformed`. Transforms that the network does not allow are listed in `skipped` with the reason.
-        search: whether to look for the scaling of layers that moves the trace, and like measures, furthest.
+        search: whether to look for the scaling of layers that moves the trace, and like measures, furthest, and to draw
+            larger shifts of the logits and matrices of higher condition for the measures that are quick to take.
         progress: called with (what comes next, done, total) before every measurement and before the search.
         loss: a name, a `torch.nn` loss or a callable.
         params: names, prefixes or globs of the parameters to measure; all that require grad unless given.
@@ -76,8 +83,12 @@ def audit(
     The predicted ratio is 1 for a declared invariance; for spectra, traces and norms it comes from
     H(Tθ) = T⁻¹H(θ)T⁻¹ and the transform's own factors. The search scales every group of layers by up to 32 either way,
     guided by the prediction, and measures the network it ends at: the factor it reports is reached, hence a lower bound
-    of what is possible. Values count as equal up to 1e-6 in double precision, 1e-3 in single, 2 % where an optimiser
-    found them. A larger reach would move it further, so what moves at all has no size that tells two networks apart.
+    of what is possible. Matrices are drawn with condition 10, in the search also 30 and 100, and shifts of the logits
+    once, 3 and 10 times as long as what they are added to.
+
+    Values count as equal up to 1e-6 in double precision, 1e-3 in single, 2 % where an optimiser found them. Two
+    estimates count as different if they are 3 of their errors apart; 5 if theory has the value stay. A larger reach
+    would move it further, so what moves at all has no size that tells two networks apart.
     Cost: the measures, once for the model and once a transform. References: paper B, section E; mathematics 7.1.
 
     >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2)).double()
@@ -140,7 +151,13 @@ def audit_in(
     worst: tuple[WorstFactor, ...] = ()
     if search:
         announce("the search for the worst scaling")
-        worst = _worst(here, [measure for measure in chosen if measure.name in before], before)
+        measured = [measure for measure in chosen if measure.name in before]
+        found = [*_worst(here, measured, before), *_drawn_worst(here, measured, before, changed)]
+        furthest: dict[str, WorstFactor] = {}
+        for item in found:
+            last = furthest.setdefault(item.measure, item)
+            furthest[item.measure] = item if item.factor > last.factor or math.isnan(last.factor) else last
+        worst = tuple(furthest.values())
     order = {measure.name: index for index, measure in enumerate(chosen)}
     rows.sort(key=lambda row: order[row.measure])
     return Audit(
@@ -366,10 +383,45 @@ def _worst(here: Setting, chosen: list[Measure], before: dict[str, Estimate]) ->
     return tuple(found)
 
 
+def _drawn_worst(
+    here: Setting, chosen: list[Measure], before: dict[str, Estimate], changed: Mapping[str, Transformed]
+) -> Iterator[WorstFactor]:
+    """The furthest values among a few draws of growing size, of the transforms that have one."""
+    for name in (name for name in _FURTHER if name in changed):
+        movable = [
+            measure
+            for measure in chosen
+            if name not in measure.invariant_to
+            and before[measure.name].sign > 0
+            and measure.forward_passes(here) <= _AFFORDABLE
+        ]
+        values: dict[str, list[tuple[Estimate, dict[str, float]]]] = {measure.name: [] for measure in movable}
+        apart = 0.0
+        for size in _FURTHER[name] if movable else ():
+            try:
+                drawn = getattr(maps, name)(here.model, data=here.data, size=size, seed=here.seed)
+            except InputError:
+                continue  # too extreme for the number format
+            apart = max(apart, drawn.certificate.relative_difference)
+            there = _moved(here, drawn)
+            for measure in movable:
+                value = measure.attempt(there)
+                if math.isfinite(value.value) and value.sign > 0:
+                    values[measure.name].append((value, {"size": size, "seed": float(here.seed)}))
+        for measure in movable:
+            start = before[measure.name]
+            ends = [*values[measure.name], (start, {})]
+            (low, low_draw), (high, high_draw) = (of(ends, key=lambda end: end[0].value) for of in (min, max))
+            if high.value > low.value:
+                errors = (_half(start), _half(low), _half(high))
+                numbers = (start.value, low.value, high.value)
+                yield WorstFactor(measure.name, *numbers, low_draw, high_draw, apart, errors, name)
+
+
 def _half(value: Estimate) -> float:
-    """The half-width of the 95 % interval on the given data."""
+    """The half-width of the 95 % interval on the given data; of a lower bound that of the value that was found."""
     low, high = value.interval()
-    return (high - low) / 2
+    return 0.0 if value.status == "lower bound" else (high - low) / 2
 
 
 def _furthest(

@@ -36,6 +36,7 @@ __all__ = ["compare"]
 
 _KEEP_FUNCTION = tuple(name for name in TRANSFORMS if name in SAME)
 _KEEP_CLASSES = tuple(TRANSFORMS)
+_TRIED = tuple(name for name in _KEEP_FUNCTION if name != "permute_units")  # which moves nothing, by theory and tests
 _ROUNDING = {torch.float64: 1e-10}  # what counts as rounding, relative to the values; 1e-5 in single precision
 _ENDLESS = 10**12  # the population that samples of the same kind are from
 _BETTER = {"wider": 1, "flatter": 1, "sharper": -1, "larger": 0}  # the sign of a difference b - a that favours b
@@ -182,6 +183,7 @@ class _Pair:
         seen = outcomes(self.a), outcomes(self.b)
         self.twice = [name for name, each in zip(self.names, seen, strict=True) if each.probabilities]
         self.same = self._same_outputs()
+        self.movers: dict[str, str] = {}
         losses = seen[0].losses, seen[1].losses
         found = self._both(lambda setting: setting.margins, "margins")
         self.looks = 1 + (found is not None) + sum(bool(each.advice) for each in self.chosen)
@@ -235,9 +237,12 @@ class _Pair:
         """What counts as rounding, relative to the values."""
         return max(_ROUNDING.get(setting.problem.dtype, 1e-5) for _, setting in self._sides)
 
-    def _same_outputs(self) -> bool:
-        """Whether both models give the same outputs for every sample, up to rounding."""
-        apart, size = 0.0, 0.0
+    def _same_outputs(self) -> str:
+        """What both models have in common for every sample, up to rounding: "outputs", "probabilities" or nothing.
+
+        Probabilities count where the loss of every sample is the same, too: a squared error sees the logits.
+        """
+        apart, size, likely, log_size = 0.0, 0.0, 0.0, 0.0
         for inputs, targets in self.a.batches:
             found = []
             for _, setting in self._sides:
@@ -246,10 +251,17 @@ class _Pair:
                     found.append(problem.outputs(problem.params, problem.place(inputs, targets)[0]).double().cpu())
             a, b = found
             if a.shape != b.shape:
-                return False
+                return ""
             if a.numel():
                 apart, size = max(apart, float((b - a).abs().max())), max(size, float(a.abs().max()))
-        return apart <= self._precision * size
+                a, b = a.log_softmax(-1), b.log_softmax(-1)
+                likely, log_size = max(likely, float((b - a).abs().max())), max(log_size, float(a.abs().max()))
+        if apart <= self._precision * size:
+            return "outputs"
+        losses = self.a.losses, self.b.losses
+        close = self._precision * max(1.0, size)  # a shift of the logits rounds as they do
+        alike = float((losses[1] - losses[0]).abs().max()) <= close * max(1.0, float(losses[0].abs().max()))
+        return "probabilities" if alike and likely <= close * max(1.0, log_size) else ""
 
     def _both(self, compute: Callable[[Setting], Any], name: str) -> tuple[Any, Any] | None:
         try:
@@ -419,7 +431,8 @@ class _Pair:
                 factor = factors.get(row.name, math.nan)
                 row = dataclasses.replace(row, factor=factor, invariant=factor == 1.0)
                 if factor != 1.0:
-                    row = dataclasses.replace(row, verdict="not comparable", note=self._why(factor, bool(factors)))
+                    note = self._why(row.name, factor, bool(factors))
+                    row = dataclasses.replace(row, verdict="not comparable", note=note)
             judged.append(row)
         return judged
 
@@ -428,14 +441,16 @@ class _Pair:
         factors: dict[str, float] = {}
         for _, setting in self._sides:
             few = setting if setting.whole else setting.drawn(FEW)[0]
-            found = audit_in(few, select(names), transforms=_KEEP_FUNCTION)
+            found = audit_in(few, select(names), transforms=_TRIED)
             for name, factor in found.moved().items():
+                if factor > max(1.0, factors.get(name, 1.0)):
+                    self.movers[name] = found.moved_by(name)
                 factors[name] = largest((factors.get(name, 1.0), factor))
         if not factors:
             self.left_out["audit"] = "none of the transforms that keep the function applies to these networks"
         return factors
 
-    def _why(self, factor: float, tested: bool) -> str:
+    def _why(self, name: str, factor: float, tested: bool) -> str:
         if not self.audited:
             return "the audit was left out, so nothing is known of what the parametrisation does"
         if not tested:
@@ -444,7 +459,8 @@ class _Pair:
             return "the audit could not decide whether the parametrisation moves it"
         if math.isinf(factor):
             return "the audit moved it to or from 0, or to the other sign, at the same outputs"
-        return f"the audit moved it {times(factor)}-fold at the same outputs, and more is possible"
+        by, kept = self.movers[name], "probabilities" if self.movers[name] == "shift_logits" else "outputs"
+        return f"the audit moved it {times(factor)}-fold by {by} at the same {kept}, and more is possible"
 
     def _of_logits(self, rows: list[ComparisonRow]) -> list[ComparisonRow]:
         """All rows but the accuracy out of the comparison where a model gives probabilities for logits."""
@@ -479,7 +495,7 @@ class _Pair:
         if self.same and not decisive:
             return (
                 "These samples give no reason to trust one of the two models more than the other: both give the same "
-                "outputs, up to rounding. Numbers that differ describe the parametrisation."
+                f"{self.same}, up to rounding. Numbers that differ describe the parametrisation."
             ), reasons
         if not decisive:
             return "These samples give no reason to trust one of the two models more than the other.", reasons
@@ -509,11 +525,15 @@ class _Pair:
         if unsure:
             texts.append(f"No verdict, because the difference has no interval: {', '.join(unsure)}.")
         apart = [row for row in rows if row.verdict == "not comparable"]
-        moved = [f"{row.name} (at least {times(row.factor)}-fold)" for row in apart if row.factor > 1]
+        moved = [
+            f"{row.name} (at least {times(row.factor)}-fold by {self.movers[row.name]})"
+            for row in apart
+            if row.factor > 1
+        ]
         if moved:
             texts.append(
-                "Not comparable, because the parametrisation alone moves them at the same outputs, without a known "
-                f"limit: {', '.join(moved)}."
+                "Not comparable, because the parametrisation alone moves them at the same outputs or probabilities, "
+                f"without a known limit: {', '.join(moved)}."
             )
         for note in dict.fromkeys(row.note for row in apart if not row.factor > 1):
             names = ", ".join(row.name for row in apart if row.note == note and not row.factor > 1)

@@ -602,10 +602,15 @@ def _about_audit(found: Audit) -> Iterator[str]:
         size = f"at least {times(moved['trace'])}-fold"
         size = "to 0 or to the other sign" if math.isinf(moved["trace"]) else size
         yield (
-            f"Scaling layers moves the trace {size} while the outputs stay the same, and no limit is known: "
-            "its size does not tell two networks apart."
+            f"The symmetry {found.moved_by('trace')} moves the trace {size} while the outputs stay the same, "
+            "and no limit is known: its size does not tell two networks apart."
         )
     kept = [name for name, factor in moved.items() if factor == 1]
     if kept:
-        tried = ", ".join(name for name, certificate in found.certificates.items() if certificate.scale == 1)
-        yield f"These kept their value under all that was tried at the same outputs ({tried}): {', '.join(kept)}."
+        tried = ", ".join(found.tried)
+        yield (
+            f"These kept their value under the symmetries that were tried, {tried}, and under no others is it known: "
+            f"{', '.join(kept)}."
+        )
+    if moved and found.absent:
+        yield f"The network does not have these symmetries, so they were not tried: {', '.join(found.absent)}."

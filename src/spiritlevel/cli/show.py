@@ -107,7 +107,7 @@ def show_comparison(comparison: Comparison) -> None:
         if row.verdict == "undefined":
             console.print(f"Not defined here: {row.name} ({row.note.rstrip('.')}).", style="dim", markup=False)
     if any(row.verdict == "not comparable" for row in comparison.rows):
-        legend = "(×n): not comparable; the audit moved it at least n-fold at the same outputs"
+        legend = "(×n): not comparable; the audit moved it at least n-fold at the same outputs or probabilities"
         console.print(legend, style="dim", markup=False)
     console.print(comparison.advice, style="bold", markup=False)
 
@@ -127,6 +127,7 @@ def show_audit(audit: Audit) -> None:
         table.add_row(measure, in_short(first.before), *cells)
     print_table(console, table)
     console.print("= invariant, ×r changes by that factor, ? within the error, … not converged", style="dim")
+    console.print(audit.scope, markup=False)
     for worst in audit.worst:
         console.print(str(worst), markup=False)
     for line in left_out_lines(audit.skipped):
@@ -134,7 +135,7 @@ def show_audit(audit: Audit) -> None:
 
 
 def _fate(factor: float | None) -> str:
-    """What the audit saw of a measure where the outputs stayed the same."""
+    """What the audit saw of a measure where outputs or probabilities stayed the same."""
     from spiritlevel.results import times
 
     if factor is None:

@@ -31,7 +31,7 @@ TRANSFORMS: dict[str, str] = {
     "scale_gate": "a factor for each unit of a gated layer's linear half, undone behind it; the function stays",
     "mix_linear": "an invertible matrix between two linear maps with nothing between them; the function stays",
     "rotate_stream": "RMS-norm gains folded, and the residual stream rotated; the function stays",
-    "split_units": "a hidden unit becomes two that share its outgoing weights; the function stays, more parameters",
+    "split_units": "hidden units become two that share their outgoing weights: more parameters; the function stays",
     "permute_units": "hidden units in another order; the function stays, and so must every measure",
     "scale_last_layer": "outputs times a number, by the last layer; the predictions stay",
     "rescale_all": "outputs times a number, by all layers; the predictions stay",

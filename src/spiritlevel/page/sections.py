@@ -51,17 +51,17 @@ def _card(report: Report, label: str, names: tuple[str, ...]) -> Card:
 
 def _artefact_card(report: Report) -> Card:
     label = "How much of it is parametrisation"
-    factors = {} if report.audit is None else {item.measure: item.factor for item in report.audit.worst}
-    known = {name: factor for name, factor in factors.items() if math.isfinite(factor)}
-    if not known:
-        return Card(label, "–", "", why_missing(report, "The audit's search", "audit"))
+    factors = {} if report.audit is None else report.audit.moved()
+    known = {name: factor for name, factor in factors.items() if 1 < factor < math.inf}
+    if report.audit is None or not known:
+        return Card(label, "–", "", why_missing(report, "A factor of the audit", "audit"))
     name = next((name for name in leading(report, "curvature") if name in known), next(iter(known)))
     return Card(
         label,
         f"× {number(known[name], 3)}",
-        "at least; found by a short search",
-        f"Scaling layers moved ‘{name}’ this far while every output stayed the same. A larger scaling moves it "
-        "further, so its size alone does not tell two models apart.",
+        "at least; no limit is known",
+        f"{report.audit.moved_by(name)} moved ‘{name}’ this far while outputs or probabilities stayed the same, so its "
+        "size alone does not tell two models apart.",
     )
 
 
@@ -196,14 +196,13 @@ def _audit(report: Report, key: str) -> Section:
     section.texts.append(
         "Each column changes the parameters and keeps what the network computes or predicts. A measure that moves "
         "there (× the factor) describes the parametrisation as much as the model, and its size tells no two models "
-        "apart; one that stays (=) can be compared between models. ‘?’: nothing can be said within the errors; ‘…’: an "
-        "iteration did not converge."
+        "apart; one that stays (=) under all that keep the function can be compared between models, as far as these "
+        "symmetries go. ‘?’: nothing can be said within the errors; ‘…’: an iteration did not converge."
     )
-    if not audit.moved():
-        section.texts.append("Not tested: none of the transforms that keep the outputs applies to this network.")
+    section.texts.append(audit.scope)
     section.texts += [
-        f"The map below shows one fixed scaling. A short search for a worse one moved ‘{item.measure}’ "
-        f"at least {number(item.factor, 3)}-fold at the same outputs, from {_journey(item)}; larger scalings move it "
+        f"The map below shows one draw of each. A short search for a worse {item.transform} moved ‘{item.measure}’ "
+        f"at least {number(item.factor, 3)}-fold at the same outputs, from {_journey(item)}; larger ones move it "
         "further."
         for item in audit.worst
         if math.isfinite(item.factor)

@@ -134,8 +134,8 @@ def side_by_side(reports: list[Report]) -> Section:
         factors = [audit[measure] for audit in moved if measure in audit]
         rows.append((measure, *values, first.direction, fate(largest(factors) if factors else None)))
     section.texts.append(
-        "What stays while the outputs stay the same can be compared as it stands, within its limits (±, 95 %). What "
-        "the audits moved cannot: the factor is as far as they went, and larger scalings move it further."
+        "What stays under the symmetries that the audits tried can be compared as it stands, within its limits (±, "
+        "95 %). What they moved cannot: the factor is as far as they went, and larger changes move it further."
     )
     columns = ["measure", *names, "larger is", "at the same outputs"]
     section.tables.append(Table("side-table", "Measures of all runs", columns, rows))

@@ -102,7 +102,7 @@ def fewer_samples(report: Report) -> list[str]:
 
 
 def fate(factor: float | None) -> str:
-    """What the audit saw of a measure where the outputs stayed the same: a factor is as far as it went, no limit."""
+    """What the audit saw of a measure where outputs or probabilities stayed: a factor is as far as it went."""
     if factor is None:
         return "not tested"
     if math.isnan(factor):

@@ -161,11 +161,12 @@ def ratio_of(after: tuple[float, float], before: tuple[float, float]) -> tuple[f
 
 @dataclass(frozen=True)
 class WorstFactor(Result):
-    """How far a measure could be moved by scaling layers at the same outputs: what a short search found, at least.
+    """How far a measure could be moved by one transform at the same outputs: what a short search found, at least.
 
-    `lowest` and `highest` are values that were measured on really rescaled networks, with the factors of their layers
-    beside them; `errors` are the half-widths of the 95 % intervals of `before`, `lowest` and `highest`. `difference` is
-    the largest relative difference of the outputs.
+    `lowest` and `highest` are values that were measured on really transformed networks. Beside them stand the factors
+    of their layers for "rescale_layers", and the `size` and `seed` of the draw for other transforms. `errors` are the
+    half-widths of the 95 % intervals of `before`, `lowest` and `highest`. `difference` is the largest relative
+    difference of the outputs.
     """
 
     measure: str
@@ -176,6 +177,7 @@ class WorstFactor(Result):
     highest_factors: dict[str, float]
     difference: float
     errors: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    transform: str = "rescale_layers"
 
     @property
     def factor(self) -> float:
@@ -194,7 +196,7 @@ class WorstFactor(Result):
         if math.isnan(self.factor):
             return f"how far {self.measure} can be moved at the same outputs cannot be told within its error"
         return (
-            f"{self.measure} can be moved at least {times(self.factor)}-fold at the same outputs: scaling the layers "
+            f"{self.measure} can be moved at least {times(self.factor)}-fold at the same outputs: {self.transform} "
             f"took it from {figure(self.before)} to anything between {figure(self.lowest)} and "
             f"{figure(self.highest)}"
         )
@@ -219,6 +221,17 @@ class Audit(Table):
     batch_norm: str = "eval"
     seed: int | None = None
 
+    @property
+    def scope(self) -> str:
+        """Which symmetries were tried, and which the network does not have: no number is tested under any others.
+
+        >>> Audit((), skipped={"mix_heads": "no attention"}).scope
+        'No symmetry of this network was tried. It does not have: mix_heads.'
+        """
+        said = f"Tried, outputs or probabilities kept: {', '.join(self.tried)}."
+        said = said if self.tried else "No symmetry of this network was tried."
+        return f"{said} It does not have: {', '.join(self.absent)}." if self.absent else said
+
     def row(self, measure: str, transform: str) -> AuditRow:
         """The row of one measure and one transform."""
         for row in self.rows:
@@ -227,23 +240,47 @@ class Audit(Table):
         raise InputError(f"the audit holds no row of measure {measure!r} under transform {transform!r}.")
 
     def moved(self) -> dict[str, float]:
-        """How far each measure was moved while every output stayed the same, by a transform or by the search.
+        """How far each measure was moved while outputs or probabilities stayed, by a transform or by the search.
 
-        1 where it stayed under all of them; infinite where it became 0 or changed its sign; NaN where it was seen to
-        move nowhere but something could not be decided. Transforms that change the outputs do not count. Where values
-        have errors, this is what is left of the factor when the errors are taken against it.
+        1 where it stayed under all that were tried; infinite where it became 0 or changed its sign; NaN where it was
+        seen to move nowhere but something could not be decided. Transforms that change outputs and probabilities do not
+        count. Where values have errors, this is what is left of the factor when the errors are taken against it.
 
         >>> Audit(()).moved()
         {}
         """
-        factors: dict[str, list[float]] = {}
+        return {name: largest(found.values()) for name, found in self._factors().items()}
+
+    def moved_by(self, measure: str) -> str:
+        """The transform that moved a measure furthest while outputs or probabilities stayed; "" if none did.
+
+        >>> Audit(()).moved_by("trace")
+        ''
+        """
+        found = {name: factor for name, factor in self._factors().get(measure, {}).items() if factor > 1}
+        return max(found, key=lambda name: found[name], default="")
+
+    @property
+    def tried(self) -> tuple[str, ...]:
+        """The transforms that were tried and keep outputs or probabilities."""
+        return tuple(name for name, certificate in self.certificates.items() if certificate.scale == 1.0)
+
+    @property
+    def absent(self) -> tuple[str, ...]:
+        """The symmetries that were looked for and that this network does not have; `skipped` says why."""
+        return tuple(name for name in self.skipped if name in SYMMETRIES)
+
+    def _factors(self) -> dict[str, dict[str, float]]:
+        """How far every measure was moved by every transform that was tried, the search included."""
+        factors: dict[str, dict[str, float]] = {}
+        tried = self.tried
         for row in self.rows:
-            certificate = self.certificates.get(row.transform)
-            if certificate is not None and certificate.scale == 1.0:
-                factors.setdefault(row.measure, []).append(row.factor)
+            if row.transform in tried:
+                factors.setdefault(row.measure, {})[row.transform] = row.factor
         for worst in self.worst:
-            factors.setdefault(worst.measure, []).append(worst.factor)
-        return {name: largest(found) for name, found in factors.items()}
+            found = factors.setdefault(worst.measure, {})
+            found[worst.transform] = largest((found.get(worst.transform, 1.0), worst.factor))
+        return factors
 
     def _columns(self) -> Columns:
         """One row per measure and transform."""
@@ -275,6 +312,7 @@ class Audit(Table):
             shown = [mark(cells[name, t]) if (name, t) in cells else "" for t in transforms]
             table.append([name, in_short(present[0].before), *shown])
         notes = ["= invariant, ×r changes, ? within the error, … not converged, ≥ lower bound found by an optimiser"]
+        notes += [self.scope]
         notes += [str(item) for item in self.worst]
         notes += [f"left out: {name}: {reason}" for name, reason in self.skipped.items()]
         return "\n".join(

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from spiritlevel.errors import InputError
-from spiritlevel.results.audits import Audit
+from spiritlevel.results.audits import SYMMETRIES, Audit
 from spiritlevel.results.codec import Result
 from spiritlevel.results.estimates import Estimate, with_status
 from spiritlevel.results.formatting import aligned, figure, left_out_lines
@@ -88,8 +88,8 @@ class ReportRow(Result):
 
     @property
     def invariant(self) -> bool:
-        """Whether scaling layers at the same outputs leaves the value as it is."""
-        return "rescale_layers" in self.invariant_to
+        """Whether theory has the value stay under every symmetry that this library knows, `SYMMETRIES`."""
+        return set(SYMMETRIES) <= set(self.invariant_to)
 
     def __str__(self) -> str:
         return f"{self.name}: {self.value} ({self.kind}); {self.meaning}"
