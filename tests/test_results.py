@@ -282,7 +282,7 @@ def test_unreadable_results_say_what_is_wrong() -> None:
         Result.from_dict({"type": "Estimat"})
     with pytest.raises(InputError, match=r"type 'Margins', expected one of: CriticalSharpness, Estimate\."):
         Estimate.from_dict({"type": "Margins"})
-    with pytest.raises(InputError, match="this is no result of spiritlevel"):
+    with pytest.raises(InputError, match="this is not a result of spiritlevel"):
         Result.from_json("[1, 2]")
     with pytest.raises(InputError, match="one of: Audit, ") as refused:
         Result.from_dict({"type": "Unknown"})

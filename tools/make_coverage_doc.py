@@ -458,7 +458,7 @@ def sources() -> str:
 
 
 def finished(name: str, cases: int) -> dict[str, tuple[int, int]]:
-    """`run` from the first case to the last; kept under build/, so that a run that was stopped goes on where it was."""
+    """`run` from the first case to the last; kept under build/, so that a run that was stopped resumes."""
     if KEPT is None:
         return run(name, 0, cases)
     file = KEPT / f"{sources()}-{cases}-{name.replace(' ', '-')}.json"

@@ -164,7 +164,7 @@ def under_way() -> Iterator[str]:
 
 RESUME = """## How the planned runs are made and resumed
 
-Each command below can be killed at any moment and started again: networks are kept with a checkpoint that is some 20
+Each command below can be killed at any time and resumes: networks are kept with a checkpoint that is some 20
 seconds old (in `SPIRITLEVEL_CACHE`), and what was measured of a finished network lies in the run's folder as
 `pieces/solution-*.json`, so that it is not trained again even where the cache is gone. A seed is a job of its own
 (`--seeds 1`), so several machines or cores can share the work; one thread each (`OMP_NUM_THREADS=1`) uses them best.

@@ -1,4 +1,4 @@
-"""Measures what grows how, and writes the table into docs/scaling.md between its two marks."""
+"""Measures how time and memory grow, and writes the table into docs/scaling.md between its two marks."""
 
 from __future__ import annotations
 

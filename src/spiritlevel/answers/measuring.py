@@ -307,7 +307,7 @@ class _Run:
             return None
 
     def _as_fit(self, found: Margins | None, losses: Tensor, population: int) -> Fit:
-        no_classes = Estimate(math.nan, reason="the targets are no classes")
+        no_classes = Estimate(math.nan, reason="the targets are not classes")
         accuracy = no_classes if found is None else share_of(found.correct.double(), population)
         return Fit(len(losses), population, accuracy, mean_of(losses, population))
 
@@ -442,7 +442,7 @@ def kind(dtype: torch.dtype) -> str:
 class Outcomes(NamedTuple):
     """What a model says of every sample, and whether all that it says looks like probabilities in place of logits."""
 
-    classes: Tensor | None  # None where outputs are no classes
+    classes: Tensor | None  # None where the outputs are not classes
     losses: Tensor
     probabilities: bool
 

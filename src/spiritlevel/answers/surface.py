@@ -271,7 +271,7 @@ def _evaluate(
     """Mean loss and accuracy at every point of the grid, (points,), float64."""
     problem, ranks = context.problem, context.ranks
     losses, correct = torch.zeros(len(grid), dtype=torch.float64), torch.zeros(len(grid), dtype=torch.float64)
-    other = torch.zeros(1, dtype=torch.float64)  # batches whose targets are no classes
+    other = torch.zeros(1, dtype=torch.float64)  # batches whose targets are not classes
     here = {**problem.params, **problem.constants}
     with ranks.together(), problem.active(), torch.no_grad():
         for inputs, targets, start in _placed(context, batches):
@@ -296,7 +296,7 @@ def _evaluate(
 
 
 def _correct(outputs: Tensor, targets: Tensor) -> int | None:
-    """How many samples are classified correctly; `None` if the targets are no classes."""
+    """How many samples are classified correctly; `None` if the targets are not classes."""
     if outputs.ndim == 2 and outputs.shape[1] > 1:
         whole = not targets.is_floating_point() and targets.ndim == 1
         return int((outputs.argmax(1) == targets).sum()) if whole else None

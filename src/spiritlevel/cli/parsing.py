@@ -138,7 +138,7 @@ def _explained(arguments: Sequence[Argument], words: list[str]) -> str:
     if len(loose) > len(places) and all(place.values == 1 for place in places):
         lists = [name for name in ("--measures", "--transforms") if name in given]
         hint = f": {lists[0]} takes one list, with commas and no spaces" if lists else ""
-        return f"{loose[len(places)]!r} is one word too many{hint}"
+        return f"unexpected argument {loose[len(places)]!r}{hint}"
     return ""
 
 

@@ -76,15 +76,15 @@ def _read(path: Path) -> Found | Comparison:
     try:
         check_readable(file)
     except InputError as error:
-        raise InputError(f"{str(path)!r} is no run: {error} `spiritlevel measure` writes one.") from error
+        raise InputError(f"{str(path)!r} is not a run folder: {error} `spiritlevel measure` writes one.") from error
     try:
         with warnings.catch_warnings(record=True) as notes:
             warnings.simplefilter("always")
             found = _inner(file) or Result.from_json(file)
     except InputError as error:
-        raise InputError(f"{file} is no run: {error}") from error
+        raise InputError(f"{file} is not a run: {error}") from error
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:  # JSON of another shape
-        raise InputError(f"{file} is no run that can be read: {type(error).__name__} {error}.") from error
+        raise InputError(f"{file} cannot be read as a run: {type(error).__name__} {error}.") from error
     if not isinstance(found, Found | Comparison):
         kind = type(found).__name__
         article = "an" if kind[0] in "AEIOU" else "a"

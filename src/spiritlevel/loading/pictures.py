@@ -18,7 +18,7 @@ _PICTURES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif",
 
 
 def images_in(folder: Path) -> Samples:
-    """One folder a class, in the order of their names; all images of one size, all grey or all in colour.
+    """One subfolder per class, in the order of their names; all images of one size, all grey or all in colour.
 
     If one of them is coloured, so are all: the grey of the others has three equal channels.
     """

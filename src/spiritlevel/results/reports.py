@@ -25,7 +25,7 @@ from spiritlevel.results.tables import Columns, of_estimates
 class Fit(Result):
     """How well a model fits some samples: `accuracy` and mean `loss`, with the error of a random subset if it was one.
 
-    `samples` were measured out of `population`. `accuracy` is undefined where the targets are no classes.
+    `samples` were measured out of `population`. `accuracy` is undefined where the targets are not classes.
     """
 
     samples: int

@@ -19,7 +19,7 @@ class Landscape(Table):
     `losses` (n,) or (n, m) holds L(θ + t·d₁) or L(θ + t·d₁ + s·d₂) for t in `steps[0]` and s in `steps[1]`; the model
     itself is at step 0. `lengths` are the norms ‖dᵢ‖, so that t·‖dᵢ‖ is a distance. `value` is L(θ), `slopes` (d,) the
     derivatives ∇L·dᵢ and `curvatures` (d, d) the second derivatives dᵢᵀ∇²L dⱼ there. `accuracies` is `None` where
-    the targets are no classes. `barrier` belongs to a path to another model, at step 1: the largest excess of L over
+    the targets are not classes. `barrier` belongs to a path to another model, at step 1: the largest excess of L over
     the straight line between the losses of both ends, max over t in [0, 1] of L(t) − (1−t)·L(0) − t·L(1).
     """
 
