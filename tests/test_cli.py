@@ -130,7 +130,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["measure", "mlp:inputs=64", "--data", "digits", "--device", "hpu"], "cannot be moved to device 'hpu'"),
         (["report", "nowhere"], "'nowhere' is not a run folder: there is no file 'nowhere'"),
         (["report", "tests"], "there is no file 'tests/report.json'"),
-        (["report", "pyproject.toml"], "pyproject.toml"),
+        (["report", "pyproject.toml"], "pyproject.toml is not a run"),
         (["data"], "data needs one of list, get, path. See `spiritlevel data --help`."),
         (["data", "list", "--seed", "1"], "unknown option '--seed'"),
         (["data", "get"], "NAME"),

@@ -209,7 +209,7 @@ def _read(expected: type[_R], data: Any, unknown: list[str]) -> _R:
 def _unreadable(expected: type[Result], name: object) -> InputError:
     if name is None:
         return InputError(
-            "this is not a result of spiritlevel, which would state its type; pass a report.json, or what to_json wrote."
+            "this is not a result of spiritlevel, which would say its type; pass a report.json or what to_json wrote."
         )
     known = [kind for kind in Result._types.values() if issubclass(kind, expected) and dataclasses.is_dataclass(kind)]
     names = ", ".join(sorted(kind.__name__ for kind in known))
