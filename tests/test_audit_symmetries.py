@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import functools
 import math
+import runpy
+from pathlib import Path
 
 import pytest
 import torch
@@ -122,6 +124,12 @@ def test_every_symmetry_is_declared_for_every_measure_that_sees_outputs_only() -
         assert set(SYMMETRIES) <= MEASURES[name].invariant_to
     for measure in MEASURES.values():
         assert ("permute_units" in measure.invariant_to) == (measure.name != "box_sharpness_subspace")
+
+
+def test_the_page_of_symmetries_is_up_to_date() -> None:
+    root = Path(__file__).parents[1]
+    made = runpy.run_path(str(root / "tools" / "make_symmetries_doc.py"))["to_markdown"]()
+    assert (root / "docs" / "symmetries.md").read_text(encoding="utf-8") == made
 
 
 # ---------------------------------------------------------------- one row for every logit
