@@ -75,10 +75,11 @@ $(BENCH)/.installed: $(SETUP)
 	$(BENCH)/bin/python $(PIP) --no-deps backpack-for-pytorch curvlinops-for-pytorch
 	touch $@
 
-docs: install  ## Write docs/claims.md, docs/results.md and docs/findings.md, and the reference pages to build/docs
+docs: install  ## Write docs/claims.md, results.md, findings.md and symmetries.md, and the reference pages to build/docs
 	$(BIN)/python tools/make_claims_doc.py
 	$(BIN)/python tools/make_results_doc.py
 	$(BIN)/python tools/make_findings_doc.py
+	$(BIN)/python tools/make_symmetries_doc.py
 	$(BIN)/python -W error tools/make_reference.py build/docs
 
 census: install  ## Try every differentiable operation in a child process, write docs/operations.md

@@ -89,7 +89,7 @@ def test_json_round_trip_and_table(normed: Audit, tmp_path: Path) -> None:
     lines = str(normed).splitlines()
     heading = " ".join(lines[:3])
     assert all(heading.count(word) >= 1 for name in PRESENT for word in name.split("_"))
-    (line,) = [line for line in lines if line.startswith("path_norm")]
+    line = next(line for line in lines if line.startswith("path_norm"))
     cells = dict(zip([name for name in TRANSFORMS if name in PRESENT], line.split()[2:], strict=True))
     assert {name for name, cell in cells.items() if cell == "="} == MEASURES["path_norm"].invariant_to & PRESENT
     assert cells["scale_last_layer"] == cells["rescale_all"] == "×2"

@@ -17,6 +17,7 @@ PROMISES = {
     "compare_two_models": ("Trust long", "not comparable", "no reason to trust one"),
     "track_training": ("8 measurements", "largest_eigenvalue"),
     "audit_measures": ("fisher_rao_norm", "trace can be moved at least", "rescale_layers preserves"),
+    "audit_transformer": ("mix_heads preserves", "It does not have:", "describe the parametrisation"),
 }
 
 

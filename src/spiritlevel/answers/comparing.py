@@ -145,7 +145,7 @@ class _Plain(NamedTuple):
     advice: str  # as `Measure.advice`; with the size of the difference
 
 
-_LOSS = _Plain("loss", "mean loss", "sharper", _KEEP_FUNCTION, "its mean loss is lower by {difference:.3g}")
+_LOSS = _Plain("loss", "mean loss", "sharper", _KEEP_FUNCTION, "its mean loss is lower by {difference}")
 _ACCURACY = _Plain(
     "accuracy",
     "share of the samples that are classified correctly",

@@ -41,6 +41,8 @@ class Setting(Context):
     17
     """
 
+    probes: int | None = None  # of the trace where it is estimated; the usual number unless given
+
     def _forget(self) -> None:
         super()._forget()
         self._after: tuple[Transformed, Ends] | None = None
@@ -185,7 +187,7 @@ class Setting(Context):
     def traces(self) -> SampleTraces:
         """Per-sample traces of H, split by parameter where that is free."""
         free = self.structure.exact and self.problem.loss.closed_form
-        return traces_in(self, per_layer=free)
+        return traces_in(self, per_layer=free, probes=self.probes)
 
     @functools.cached_property
     def spectrum(self) -> Ends:
