@@ -158,7 +158,7 @@ def _relative_flatness_of(setting: Setting, weights: list[str]) -> Estimate:
     cost="backward",
     passes=lambda setting: 3.0 * setting.classes,
     sampling=not_known("the best scaling of a subset is not that of all data: the interval would not hold"),
-    invariant_to=DIAGONAL | {"fold_batchnorm"},
+    invariant_to=DIAGONAL | {"fold_batchnorm", "split_units"},
 )
 def _normalised_sharpness(setting: Setting) -> Estimate:
     """Over the weights of linear layers and convolutions; no further constant factor.

@@ -103,7 +103,7 @@ def _adaptive_sharpness_l2(setting: Setting) -> Estimate:
     cost="optimiser",
     passes=50,
     sampling=bracket("adaptive_sharpness_linf", lambda setting: _adaptive_sharpness_linf(setting)),
-    invariant_to=DIAGONAL,
+    invariant_to=DIAGONAL | {"split_units"},  # copies of a unit have equal slopes, and ascent moves them alike
 )
 def _adaptive_sharpness_linf(setting: Setting) -> Estimate:
     return _ascent(setting, "adaptive_sharpness_linf", setting.theta.abs(), 0.01, math.inf)
