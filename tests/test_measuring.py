@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import spiritlevel as sl
-from spiritlevel.answers import measuring
+from spiritlevel.answers import wording
 from spiritlevel.answers.measuring import measure
 from spiritlevel.binding.batches import subset
 from spiritlevel.errors import InputError
@@ -191,7 +191,7 @@ def test_sentences_of_one() -> None:
     curved = dataclasses.replace(measure(net(), points(), measures=["trace"], parts=[]), layers={})
     assert curved.traces is not None
     flat = dataclasses.replace(curved.traces, values=torch.ones_like(curved.traces.values))
-    alike = measuring._about_trace(dataclasses.replace(curved, traces=flat), curved.row("trace"))
+    alike = wording.about_trace(dataclasses.replace(curved, traces=flat), curved.row("trace"))
     assert re.search(r"; the loss is as curved at the \d+ misclassified samples as at the correct ones\.$", alike)
 
 
@@ -208,7 +208,7 @@ def test_a_relation_is_claimed_only_where_it_is_certain() -> None:
         ({"r": 0.6, "low": 0.3, "high": 0.8, "spearman": 0.7}, "the curvature grows with the margin"),
     ):
         here = dataclasses.replace(report, correlations={name: dataclasses.replace(found, **change)})
-        assert measuring._about_correlation(here).startswith(f" Among correct samples {text}")
+        assert wording.about_correlation(here).startswith(f" Among correct samples {text}")
 
 
 def test_what_does_not_fit_the_time_limit_is_listed() -> None:
@@ -289,7 +289,7 @@ def test_what_the_audit_could_not_decide_is_not_said_to_stay() -> None:
     moved = audit.moved()
     assert math.isnan(moved.pop("undecided"))
     assert moved == {"stays": 1.0, "moves": 4.0, "vanishes": math.inf}
-    sentences = list(measuring._about_audit(audit))
+    sentences = list(wording.about_audit(audit))
     assert sentences == [
         "These kept their value under the symmetries that were tried, same, same too, and under no others is it known: "
         "stays."

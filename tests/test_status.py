@@ -404,7 +404,7 @@ def test_a_page_says_how_far_the_spectrum_reaches_and_claims_no_sign_that_is_ope
 
 def test_the_curvature_is_compared_only_as_far_as_its_errors_allow() -> None:
     """A mean within its error of 0 has no multiples, whatever the ratio of the two numbers is."""
-    from spiritlevel.answers.measuring import _about_mistakes
+    from spiritlevel.answers.wording import about_mistakes
 
     whole = made_up(60)
     assert whole.traces is not None
@@ -426,7 +426,7 @@ def test_the_curvature_is_compared_only_as_far_as_its_errors_allow() -> None:
             exact=exact,
             population=population,
         )
-        return _about_mistakes(dataclasses.replace(whole, traces=traces, margins=margins))
+        return about_mistakes(dataclasses.replace(whole, traces=traces, margins=margins))
 
     unsure = "cannot be told"
     assert "16 times as curved at the 10 misclassified samples" in said(1.0, 16.0, 0.0)
@@ -441,18 +441,18 @@ def test_the_curvature_is_compared_only_as_far_as_its_errors_allow() -> None:
 
 
 def test_the_headline_calls_what_it_does_not_know_by_its_name() -> None:
-    from spiritlevel.answers.measuring import _about_trace
+    from spiritlevel.answers.wording import about_trace
 
     whole = made_up(40)
     unknown = dataclasses.replace(
         row("trace", Estimate(5.0, data_stderr=math.nan), "backward"), subset_error_unknown=True
     )
-    text = _about_trace(dataclasses.replace(whole, layers={}), unknown)
+    text = about_trace(dataclasses.replace(whole, layers={}), unknown)
     assert text.startswith("The mean Hessian trace of the samples measured is 5")
     near_zero = row("trace", Estimate(0.1, 1.0, 9), "backward")
-    assert " of it in " not in _about_trace(dataclasses.replace(whole, layers={"a": 0.6, "b": 0.4}), near_zero)
+    assert " of it in " not in about_trace(dataclasses.replace(whole, layers={"a": 0.6, "b": 0.4}), near_zero)
     sure = row("trace", Estimate(5.0), "backward")
-    assert "60% of it in a" in _about_trace(dataclasses.replace(whole, layers={"a": 0.6, "b": 0.4}), sure)
+    assert "60% of it in a" in about_trace(dataclasses.replace(whole, layers={"a": 0.6, "b": 0.4}), sure)
 
 
 # ---------------------------------------------------------------- comparisons

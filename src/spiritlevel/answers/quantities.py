@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from spiritlevel.answers.critical import critical_sharpness, stability
-from spiritlevel.answers.measuring import median, outcomes
+from spiritlevel.answers.measuring import outcomes
+from spiritlevel.answers.wording import median
 from spiritlevel.binding.problem import unwrapped
 from spiritlevel.errors import InputError, NotExactError, unknown_name
 from spiritlevel.estimators import eigenvalues, operator_trace
