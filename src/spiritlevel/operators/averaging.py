@@ -58,7 +58,7 @@ class MeanMatrix:
         product: Product,
         context: Context,
     ) -> None:
-        self.context, self.problem, self.product = context, context.problem, product
+        self.problem, self.product = context.problem, product  # not the context itself, which keeps this
         problem, whole = self.problem, context.whole
         self.ranks, self.whole = context.ranks, whole
         self.params = list(problem.params.values())
