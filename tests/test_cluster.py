@@ -36,7 +36,7 @@ def test_a_wrong_address_is_one_sentence() -> None:
 
 def test_without_ray_the_way_out_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(InputError, match=r"pip install -c constraints.txt -e '\.\[cluster\]'"):
+    with pytest.raises(InputError, match=r"--cluster needs ray, .* pip install 'spiritlevel\[cluster\]'"):
         run_jobs("confidence", [], "out")
 
 

@@ -21,6 +21,7 @@ import spiritlevel as sl
 from spiritlevel.errors import InputError, needs
 from spiritlevel.results import Audit, Estimate, Margins, Report, ReportRow, Result, SampleTraces
 from spiritlevel.results.tables import Table, as_csv
+from spiritlevel.results.training import SuspiciousSamples, TrainingCurves
 
 REPORT, COMPARISON = made_up(12), made_up_comparison(12)
 MATRIX = torch.diag(torch.arange(40.0, dtype=torch.float64)) + 0.1
@@ -29,6 +30,11 @@ MATRIX = torch.diag(torch.arange(40.0, dtype=torch.float64)) + 0.1
 def line(dimensions: int) -> sl.Landscape:
     data = torch.randn(6, 2, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 1] * 3)
     return sl.landscape(nn.Linear(2, 2), data, points=3, dimensions=dimensions)
+
+
+def suspects() -> SuspiciousSamples:
+    columns = {name: torch.tensor([0.5, 0.25, 0.125]) for name in ("aum", "loss", "label", "predicted")}
+    return SuspiciousSamples("aum", torch.tensor([7, 1, 4]), columns, columns, 9, 9, 2.0, 4, 1, 0)
 
 
 TABLES: dict[str, Table] = {
@@ -44,6 +50,8 @@ TABLES: dict[str, Table] = {
     "density": sl.spectral_density(MATRIX, probes=2, steps=5),
     "smoothed": sl.spectral_density(MATRIX, probes=2, steps=5).density(),
     "spectrum": sl.spectrum(MATRIX, probes=2, steps=10),
+    "suspects": suspects(),
+    "curves": TrainingCurves(({"step": 1, "loss": 0.5, "reason": ""}, {"step": 2, "loss": 0.25, "reason": "=late"})),
 }
 ROWS = {
     "report": len(REPORT.rows),
@@ -57,6 +65,8 @@ ROWS = {
     "density": 10,
     "smoothed": 512,
     "spectrum": 5,
+    "suspects": 3,
+    "curves": 2,
 }
 
 
@@ -200,12 +210,12 @@ def test_without_polars_a_sentence_names_it(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setitem(sys.modules, "polars", None)
     calls: list[Any] = [REPORT.frame, REPORT.to_csv, TABLES["eigenpairs"].frame, found.frame, found.to_csv]
     for call in calls:
-        with pytest.raises(InputError, match=r'needs the package polars, which is missing: pip install "spiritlevel\['):
+        with pytest.raises(InputError, match=r"a table needs polars, .* pip install 'spiritlevel\[report\]'"):
             call()
 
 
 def test_only_the_package_that_is_needed_is_named() -> None:
-    with pytest.raises(ModuleNotFoundError, match="nowhere"), needs("polars", "report"):
+    with pytest.raises(ModuleNotFoundError, match="nowhere"), needs("a table"):
         import nowhere  # noqa: F401
-    with pytest.raises(ZeroDivisionError), needs("polars", "report"):
+    with pytest.raises(ZeroDivisionError), needs("a table"):
         _ = 1 / 0
