@@ -314,7 +314,7 @@ def test_the_order_of_a_measurement_follows_the_declared_costs(
     names = ["largest_eigenvalue", "largest_output", "trace"]
 
     def order() -> list[str]:
-        run = _Run(net, points, None, "cross_entropy", names, ["audit"], None, "eval", None, None, None, 0)
+        run = _Run(Setting(net, points), None, names, ["audit"], None, None, None)
         return [step.name for step in run.steps()]
 
     first = ["accuracy and margins", "trace", "correlations"]
@@ -342,7 +342,8 @@ def test_a_norm_that_needs_data_and_a_margin_that_needs_none_are_shown_as_such(
 ALLOWED = {
     "estimators/": "functions that are called like measures",
     "results/": "what files of version 0.1 did not say",
-    "answers/tracking.py": "columns of the tracker, which it finds in ways of its own",
+    "answers/quantities.py": "columns of the tracker, which it finds in ways of its own",
+    "answers/tracking.py": "the names of its curves",
     "papers/": "studies and claims name what they are about",
 }
 
