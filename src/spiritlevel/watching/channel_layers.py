@@ -51,6 +51,8 @@ def _layer(
         return _factors(found, operation, x, columns, bias, axis)
     atoms = found.atoms.get(x)
     read = torch.full((count_in,), NONE)
+    if atoms is None and x not in found.varying and not x.given and not bool(x.tensor.any()):
+        read = found.forest.new(count_in)  # zeros, the first state of a recurrence: whatever is read there stays zero
     if atoms is not None:
         read, agree = vector(atoms, axis)
         if not bool(agree.all()):

@@ -255,11 +255,8 @@ def _multiply(found: Channels, operation: Operation) -> bool:
         found.forest.stop(a, f"the operation {operation.described}")  # the product carries the second factor's scale
         a = None
     atoms, other = (b, first) if a is None else (a, second)
-    if not isinstance(other, Value):
-        if atoms is None or not passing.factors:
-            return False
-        found.atoms[result] = atoms
-        return True
+    if not isinstance(first, Value) or not isinstance(second, Value):
+        return _times_number(found, operation, first if isinstance(first, Value) else second)
     if found.view(other) is not None and passing.gains == "write" and other.tensor.numel() > 1:
         found.forest.stop(atoms, f"the operation {operation.described}")
         return _gain(found, operation, other)
@@ -278,6 +275,18 @@ def _multiply(found: Channels, operation: Operation) -> bool:
     elif not passing.factors and not bool((other.tensor == 1).all()):
         return False
     found.atoms[result] = atoms
+    return True
+
+
+def _times_number(found: Channels, operation: Operation, value: Value) -> bool:
+    """A multiple of a value, or of parameters: whatever is linear in them goes on as before."""
+    entries = found.view(value)
+    if not found.passing.factors or (operation.name == "div" and operation.args[0] is not value):
+        return False
+    if entries is not None:
+        found.entries[operation.outputs[0]] = entries
+    elif value in found.atoms:
+        found.atoms[operation.outputs[0]] = found.atoms[value]
     return True
 
 
@@ -413,7 +422,8 @@ def _reduce(found: Channels, operation: Operation) -> bool:
             found.atoms[output] = least.reshape(output.shape)
         return True
     squared = value in found.squared and name in _LINEAR_SUMS
-    length = name in ("norm", "vector_norm") and operation.argument(1, "p", operation.kwargs.get("ord", 2)) in (2, None)
+    order = operation.argument(1, "p", operation.kwargs.get("ord", 2))
+    length = name in ("norm", "vector_norm") and order in (2, None, "fro")
     if not (passing.symmetric or (passing.squares and (squared or length))):
         return False
     if not all(constant(atoms, [axis]) for axis in range(atoms.ndim) if axis not in axes) and not passing.symmetric:

@@ -57,6 +57,8 @@ _ALIASES = {
     "swapdims": "transpose",
     "swapaxes": "transpose",
     "clip": "clamp",
+    "linalg_vector_norm": "vector_norm",
+    "linalg_norm": "vector_norm",
 }
 # What takes numbers out of a tensor: a value that goes that way can no longer be followed.
 _TAKES_NUMBERS = frozenset(
