@@ -9,7 +9,7 @@ PIP := -m pip --disable-pip-version-check --no-input install --quiet -c constrai
 NO_CPU_TORCH := the install failed. If pip found no CPU build of torch 2.13.0, add an index that has one (see CONTRIBUTING.md).
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-full fuzz bench docs census coverage-doc audit-deps clean
+.PHONY: help install demo test test-full fuzz bench labels docs census coverage-doc audit-deps clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -55,6 +55,9 @@ $(BENCH)/.installed: $(SETUP)
 	$(BENCH)/bin/python $(PIP) -e '.[dev,bench]' || { echo "make: $(NO_CPU_TORCH)" >&2; exit 1; }
 	$(BENCH)/bin/python $(PIP) --no-deps backpack-for-pytorch curvlinops-for-pytorch
 	touch $@
+
+labels: install  ## Which scores find flipped labels: about three hours in pieces that resume; writes docs/labels.md
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/labels.py --out build/labels --page docs/labels.md
 
 docs: install  ## Write docs/claims.md, docs/results.md and docs/findings.md, and the reference pages to build/docs
 	$(BIN)/python tools/make_claims_doc.py
