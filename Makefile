@@ -9,7 +9,7 @@ PIP := -m pip --disable-pip-version-check --no-input install --quiet -c constrai
 NO_CPU_TORCH := the install failed. If pip found no CPU build of torch 2.13.0, add an index that has one (see CONTRIBUTING.md).
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-full test-versions coverage fuzz bench docs census coverage-doc audit-deps clean
+.PHONY: help install demo test test-full test-versions coverage fuzz bench docs census coverage-doc audit-deps clean labels
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -75,7 +75,7 @@ $(BENCH)/.installed: $(SETUP)
 	$(BENCH)/bin/python $(PIP) --no-deps backpack-for-pytorch curvlinops-for-pytorch
 	touch $@
 
-docs: install  ## Write docs/claims.md, results.md, findings.md and symmetries.md, and the reference pages to build/docs
+docs: install ## Write docs/claims.md, results.md, findings.md and symmetries.md, and the reference pages to build/docs labels: Which scores find flipped labels: about three hours in pieces that resume; writes docs/labels.md OMP_NUM_THREADS=1 $(BIN)/python benchmarks/labels.py --out build/labels --page docs/labels.md docs/results.md docs/findings.md,
 	$(BIN)/python tools/make_claims_doc.py
 	$(BIN)/python tools/make_results_doc.py
 	$(BIN)/python tools/make_findings_doc.py

@@ -302,6 +302,25 @@ def test_an_undefined_critical_sharpness_says_why() -> None:
     assert row["reason"].startswith("critical sharpness is undefined: the update does not go downhill: gᵀu = -")
 
 
+def test_a_critical_sharpness_that_moved_far_is_searched_anew() -> None:
+    model = net()
+    optimiser = torch.optim.SGD(model.parameters(), lr=0.1)
+    tracker = Tracker(model, points(), quantities=["critical_sharpness"], optimizer=optimiser)
+    first = tracker.measure()["critical_sharpness"]
+    with torch.no_grad():
+        model[3].weight.mul_(20), model[3].bias.mul_(20)
+    second = tracker.measure()
+    assert second["critical_sharpness"] > 5 * first
+    assert second["reason"] == ""
+    flat = Tracker(
+        model, points(), quantities=["critical_sharpness"], optimizer=optimiser, loss=lambda out, y: out[:, 0]
+    )
+    row = flat.measure()
+    assert math.isnan(row["critical_sharpness"])
+    assert row["reason"].startswith("critical sharpness is not converged: the loss is still lower")
+    assert row["critical_high"] > 0
+
+
 def test_the_current_batch_in_place_of_a_fixed_set() -> None:
     model, data = net(), points()
     tracker = Tracker(model, every=2, share=math.inf)

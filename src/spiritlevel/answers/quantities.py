@@ -70,8 +70,10 @@ class Quantities:
                 yield {}, str(error)
 
     def _why(self, name: str) -> str:
-        undefined = name == "critical_sharpness" and self._critical is not None and math.isnan(self._critical.value)
-        return f"critical sharpness is undefined: {self._critical.reason}" if undefined and self._critical else ""
+        found = self._critical
+        if name != "critical_sharpness" or found is None or found.status == "converged":
+            return ""
+        return f"critical sharpness is {found.status}: {found.reason}"
 
     def _loss_of(self, setting: Setting) -> dict[str, Any]:
         return {"loss": float(outcomes(setting)[1].mean())}
@@ -124,10 +126,12 @@ class Quantities:
 
         with problem.active(), _gradients(self.optimizer, closure):
             found = critical_sharpness(closure, self.optimizer, start=self._critical)
+            if found.status == "not converged" and self._critical is not None:  # it has moved on too far
+                found = critical_sharpness(closure, self.optimizer)
         self._critical = found
         self.sentences["critical_sharpness"] = f"Critical sharpness {found}."
         return {
-            "critical_sharpness": found.value,
+            "critical_sharpness": found.value if found.status == "converged" else math.nan,  # no bound among values
             "critical_low": found.low,
             "critical_high": found.high,
             "critical_step": found.step,
