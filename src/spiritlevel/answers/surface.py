@@ -82,7 +82,7 @@ def landscape(
     Dziugaite, Roy & Carbin, ICML 2020, arXiv:1912.05671 (barriers; theirs subtracts the mean of both ends, here the
     line between them is subtracted, as in Entezari et al., ICLR 2022, arXiv:2110.06296).
 
-    >>> net = nn.Linear(1, 1, bias=False)
+    >>> net = nn.Linear(1, 1, bias=False).double()  # whatever its weight is
     >>> data = torch.tensor([[2.0]]), torch.tensor([[0.0]])
     >>> line = landscape(net, data, loss="squared_error", points=5, radius=1.0)  # ½(2w)², curvature 4
     >>> torch.allclose(line.losses, line.quadratic), round(float(line.curvatures), 6)
