@@ -157,7 +157,7 @@ def about_audit(found: Audit) -> Iterator[str]:
     if kept:
         tried = ", ".join(found.tried)
         yield (
-            f"These kept their value under the symmetries that were tried, {tried}, and under no others is it known: "
+            f"These kept their value under every symmetry that was tried ({tried}); others may move them: "
             f"{', '.join(kept)}."
         )
     if moved and found.absent:
