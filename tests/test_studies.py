@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -248,7 +249,11 @@ def results_tool() -> Any:
 def test_the_page_of_findings_shows_the_results_that_are_kept() -> None:
     page = (Path(__file__).parents[1] / "docs" / "findings.md").read_text(encoding="utf-8")
     findings = tool("make_findings_doc")
-    assert findings.text(findings.kept()) == page, "run `make docs`"
+    summaries = findings.kept()
+    assert findings.text(summaries) == page, "run `make docs`"
+    drawn = (Path(__file__).parents[1] / "docs" / findings.PICTURE).read_text(encoding="utf-8")
+    labels = re.findall(r">([^<>]+)</text>", findings.picture(findings.judged(summaries)))
+    assert re.findall(r">([^<>]+)</text>", drawn) == labels, "run `make docs`"
 
 
 @pytest.mark.parametrize(
@@ -272,7 +277,7 @@ def test_a_finding_can_survive_fail_and_be_untested(ratios: tuple[float, ...], s
         }
         for seed, ratio in enumerate(ratios)
     ]
-    (found,) = (line for line in findings.text(summaries).splitlines() if statement.text in line)
+    (found,) = (line for line in findings.conclusions(findings.judged(summaries)) if statement.text in line)
     assert found.startswith(f"| {status} |")
     assert ("width 0.1 (paper 1.0)" in found) == bool(ratios), "a reduced scale is named"
 

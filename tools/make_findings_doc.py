@@ -1,21 +1,28 @@
 """Write docs/findings.md: what of the papers survives, fails or is untested here, from the kept runs alone.
 
 Run by `make docs`. Each conclusion names a statement of a study; its number, interval, scale and verdict are drawn from
-the summaries under `results/` by the rules of the program (`spiritlevel.papers.studies.rules`). Nothing is written here
-by hand but which statements are listed, and in which order.
+the summaries under `results/` by the rules of the program (`spiritlevel.papers.studies.rules`). What is wrong in the
+papers comes from claims, which are run for this page. Nothing is written here by hand but which statements and claims
+are listed, and in which order.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from make_results_doc import ROOT, kept, reason
 
+from spiritlevel import charts
 from spiritlevel.cli.reproduce import number
-from spiritlevel.papers.studies import Study, catalogue, combine
+from spiritlevel.papers.claims import run
+from spiritlevel.papers.claims.show import cell, evidence
+from spiritlevel.papers.studies import Study, batch_size, catalogue, combine, optimizers, weight_decay
 from spiritlevel.papers.studies.base import SCALES
 from spiritlevel.storage import write_atomically
+
+PICTURE = "pictures/findings.svg"
 
 HEAD = """# Findings: what survives of the papers, what fails, what is untested here
 
@@ -58,9 +65,48 @@ FINDINGS = (
 )
 
 
+WRONG = (
+    "C-T1",  # the theorem that a small loss makes a network flat
+    "C-eq11",
+    "A-5.1-general",
+    "A-5.1-batchnorm",
+    "A-3.2-bound",
+    "A-3.2-incorrect",
+    "A-6-classes",
+    "C-5-frobenius",
+    "C-5-times",
+    "C-4-mlp",
+    "C-C-regularised",
+)
+"""The claims that a reader of the papers should know of; docs/claims.md has all of them."""
+
+
+class Side(NamedTuple):
+    """A ratio that a paper prints, or only says the direction of, and the statement that repeats it."""
+
+    name: str
+    finding: Finding
+    printed: float | None
+
+
+def sides() -> Iterator[Side]:
+    """What stands side by side in the picture; the printed numbers are those that the studies judge by."""
+    for name, network in weight_decay.NETWORKS.items():
+        values = network.spectral_norm
+        printed = values[-1] / values[0] if values else None
+        yield Side(f"λ₁, γ > 0 over γ = 0: {name}", Finding("weight-decay", "λ₁ rises", {"network": name}), printed)
+    (sgd, _), (adam, _) = optimizers.PAPER_ENDS[optimizers.SGD], optimizers.PAPER_ENDS[optimizers.ADAM]
+    for data, printed in (("cifar100", adam / sgd), ("cifar10", None)):
+        yield Side(f"λ₁, Adam over SGD: {data}", Finding("optimizers", "sharper", {"data": data}), printed)
+    small, large = batch_size.PAPER["trace"]
+    yield Side("trace, batch 4096 over 256", Finding("batch-size", "trace"), large / small)
+
+
 def main() -> None:
-    """Write the page."""
-    write_atomically(ROOT / "docs" / "findings.md", text(kept()))
+    """Write the page and its picture."""
+    summaries = kept()
+    write_atomically(ROOT / "docs" / PICTURE, picture(judged(summaries)))
+    write_atomically(ROOT / "docs" / "findings.md", text(summaries))
 
 
 def text(summaries: Sequence[Mapping[str, Any]]) -> str:
@@ -68,14 +114,47 @@ def text(summaries: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(page(summaries)).rstrip() + "\n"
 
 
+def judged(summaries: Sequence[Mapping[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """The rows of every study, with the verdicts of today's rules."""
+    return {
+        name: combine([summary for summary in summaries if summary["study"] == name], study.statements)
+        for name, study in catalogue().items()
+    }
+
+
+def picture(rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
+    """Ratios as the papers print them and as they came out here, with intervals over seeds where there are three."""
+    columns: dict[str, list[Any]] = {name: [] for name in ("what", "log₁₀ of the ratio", "low", "high", "from")}
+    for side in sides():
+        row = best(rows[side.finding.study], side.finding)
+        ours = row["parts"][""] if row else None
+        for label, values in (
+            ("the paper", (side.printed,) * 3),
+            ("here", (ours["mean"], ours["low"] or ours["mean"], ours["high"] or ours["mean"]) if ours else (None,)),
+        ):
+            if values[0] is not None:
+                logs = [math.log10(value) for value in values]
+                decided = label if label == "the paper" or row["seeds"] >= 3 else "here, a pilot of fewer than 3 seeds"
+                for column, value in zip(columns.values(), [side.name, *logs, decided], strict=True):
+                    column.append(value)
+    chart = charts.intervals(columns, *list(columns)[:4], colour="from", title="Sharper by how much?")
+    return charts.svg_file(chart)
+
+
 def page(summaries: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """The lines of the page."""
+    rows = judged(summaries)
     yield HEAD
+    yield from conclusions(rows)
+    yield f"\n![Ratios of sharpness as printed and as found here]({PICTURE})\n"
+    yield "The picture sets the ratios that the papers print beside ours, on a logarithmic scale; where a paper says"
+    yield "only that a number rises, it has no point.\n"
+    yield from wrong(rows)
+
+
+def conclusions(rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterator[str]:
+    """How many conclusions survive, fail or are untested, and the table of them."""
     studies = catalogue()
-    rows = {
-        name: combine([summary for summary in summaries if summary["study"] == name], study.statements)
-        for name, study in studies.items()
-    }
     lines = [line(studies[finding.study], finding, best(rows[finding.study], finding)) for finding in FINDINGS]
     counts = {word: sum(status == word for status, _ in lines) for word in WORDS}
     yield ", ".join(f"{counts[word]} {many}" for word, many in WORDS.items()) + ".\n"
@@ -83,9 +162,25 @@ def page(summaries: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     yield "|---|---|---|---|---|"
     for word in counts:
         yield from (cells for status, cells in lines if status == word)
-    yield "\n## What is wrong in the papers\n"
-    yield "Identities and theorems that do not hold as they are printed, each with the number that refutes it;"
-    yield "[docs/claims.md](claims.md) has the derivations, and the claims that were corrected.\n"
+
+
+def wrong(rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterator[str]:
+    """What does not hold as it is printed: claims, run now, and identities of the kept runs."""
+    yield "## What is wrong in the papers\n"
+    yield "Theorems, formulas and numbers that do not hold as they are printed, each with what holds instead and with"
+    yield "the numbers that show it. These claims were run for this page; [claims.md](claims.md) has all of them.\n"
+    yield "| claim | place | printed | verdict | what holds | evidence |"
+    yield "|---|---|---|---|---|---|"
+    for id in WRONG:
+        (ruling,) = run(id=id)
+        record = ruling.record()
+        said = [record[name] for name in ("place", "statement", "verdict", "corrected")]
+        yield (
+            f"| `{id}` | "
+            + " | ".join(map(cell, [f"{record['paper']}, {said[0]}", *said[1:], evidence(record)]))
+            + " |"
+        )
+    yield "\nIdentities that were tried on the papers' own examples and do not hold:\n"
     yield "| study | statement | paper | ours | it would hold if |"
     yield "|---|---|---|---|---|"
     for name, own in rows.items():

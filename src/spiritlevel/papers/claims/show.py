@@ -73,7 +73,14 @@ def kinds(records: Iterable[Record]) -> str:
     return ", ".join(counted(found.count(kind), kind) for kind in Kind if kind in found)
 
 
-def _cell(text: str) -> str:
+def evidence(record: Record) -> str:
+    """What a check found, in words and numbers, without the numbers that differ between machines."""
+    shown = "; ".join(numbers(record, volatile=False))
+    return f"{record['text']} ({shown})" if shown else record["text"]
+
+
+def cell(text: str) -> str:
+    """A text as it stands in a cell of a Markdown table."""
     return text.replace("\\", "\\\\").replace("|", "\\|").replace("*", "\\*").replace("_", "\\_").replace("\n", " ")
 
 
@@ -108,10 +115,8 @@ def to_markdown(records: Sequence[Record]) -> str:
             "|---|---|---|---|---|---|---|",
         ]
         for record in rows:
-            shown = "; ".join(numbers(record, volatile=False))
-            evidence = f"{record['text']} ({shown})" if shown else record["text"]
-            cells = [record[name] for name in ("kind", "place", "statement", "verdict", "corrected")] + [evidence]
-            lines.append(f"| `{record['id']}` | " + " | ".join(_cell(cell) for cell in cells) + " |")
+            cells = [record[name] for name in ("kind", "place", "statement", "verdict", "corrected")]
+            lines.append(f"| `{record['id']}` | " + " | ".join(map(cell, [*cells, evidence(record)])) + " |")
     return "\n".join(lines) + "\n"
 
 
