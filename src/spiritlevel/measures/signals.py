@@ -155,8 +155,7 @@ _INVARIANT = "the invariant metric of da Silva, Dangel & Oore 2025, arXiv:2505.0
 @register(
     "signal_sharpness",
     "curvature of the loss when noise of a layer's own covariance is added to what every layer puts out",
-    "Σ_l E Σ_p Tr(C_l G_lp), C_l the covariance of what layer l puts out, G_lp the Gauss-Newton matrix in its output at "
-    "place p",
+    "Σ_l E Σ_p Tr(C_l G_lp), C_l the covariance of what layer l puts out, G_lp the Gauss-Newton matrix in its place p",
     f"mathematics 8.9; Camuto et al. 2020, arXiv:2007.07368; {_INVARIANT}",
     family="curvature",
     worth="exact",
