@@ -206,6 +206,7 @@ BY_HAND = {
         B-A-psi B-A-slope B-A-map B-A-jacobian B-A-hessian B-B-one B-B-deep B-B-fewer B-C-theorem B-C-gradient
         B-E-gradient B-E-hessian B-E-theorem B-E-horn B-E-beta B-D-mse B-D-earth B-D-divergence B-D-likelihood
         C-eq5 C-eq8 C-eq9 C-4-convex C-4-softmax C-4-cnn C-4-preresnet C-4-wrn C-4-gd C-T3 C-B-moments
+        A-1-symmetries A-3.1-symmetries A-3.2-symmetries A-4-symmetries A-4-symmetries-skewness
     """,
     "holds under conditions": """
         A-3.1-second A-5.1 A-5.1-last A-5.1-all A-5.1-unique A-2-positive
@@ -218,7 +219,8 @@ BY_HAND = {
     """,
     "false": """
         A-5.1-batchnorm A-5.1-general A-3.2-outliers A-3.2-incorrect A-6-classes
-        C-eq4-norm C-eq11 C-T1
+        C-eq4-norm C-eq11 C-T1 A-2-symmetries C-1-symmetries-trace C-1-symmetries-spectral C-1-symmetries-frobenius
+        C-1-symmetries-volume C-1-symmetries-norm C-eq2-symmetries
     """,
     "inconsistent": """
         A-4.2-skewness A-A.1-cifar A-B-zero

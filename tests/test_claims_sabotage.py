@@ -31,6 +31,33 @@ HOLDS, FALSE, UNDECIDED = "holds", "false", "undecided"
 SABOTAGES = tuple(
     Sabotage(*row)
     for row in (
+        # ------------------------------------------------------------ measures of papers A and C under symmetries
+        ("A-2-symmetries", "symmetry.trace", "symmetry.mean_margin", HOLDS),
+        ("A-2-symmetries", "symmetry.trace", "symmetry.weight_norm", UNDECIDED),
+        ("A-3.1-symmetries", "symmetry.mean_aceht", "symmetry.weight_norm", FALSE),
+        ("A-3.2-symmetries", "symmetry.mean_bound", "symmetry.box_bound", FALSE),
+        ("A-4-symmetries", "symmetry.mean_margin", "symmetry.trace", FALSE),
+        ("A-4-symmetries-skewness", "symmetry.margin_skewness", "symmetry.largest", FALSE),
+        ("A-1-symmetries", "symmetry.distance", "symmetry.frobenius", FALSE),
+        ("C-1-symmetries-trace", "symmetry.trace", "symmetry.mean_aceht", HOLDS),
+        ("C-1-symmetries-spectral", "symmetry.largest", "symmetry.mean_bound", HOLDS),
+        ("C-1-symmetries-frobenius", "symmetry.frobenius", "symmetry.distance", HOLDS),
+        ("C-1-symmetries-frobenius", "symmetry.frobenius", "symmetry.box_bound", UNDECIDED),
+        ("C-1-symmetries-volume", "symmetry.log_volume", "symmetry.margin_skewness", HOLDS),
+        ("C-eq2-symmetries", "symmetry.box_bound", "symmetry.mean_margin", HOLDS),
+        ("C-eq2-symmetries", "symmetry.box_bound", "symmetry.trace", UNDECIDED),
+        (
+            "C-1-symmetries-norm",
+            "float(second.norm() / first.norm())",
+            "2 * float(second.norm() / first.norm())",
+            HOLDS,
+        ),
+        (
+            "C-1-symmetries-norm",
+            "(second / beta, none)",
+            "(second / beta**2 * first.norm() / second.norm(), none)",
+            HOLDS,
+        ),
         # ------------------------------------------------------------ paper A
         ("A-2-sum", "torch.linalg.eigvalsh(matrix).sum()", "torch.linalg.svdvals(matrix).sum()", FALSE),
         ("A-2-expected", "float(root.square().sum())", "float(torch.linalg.matrix_norm(root, 2)) ** 2", FALSE),

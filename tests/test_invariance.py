@@ -191,6 +191,7 @@ def between(*layers: nn.Module, channels: int, features: int, dims: int = 2) -> 
 
 RELU_ONLY = {"path_norm", "spectral_margin_mean", "spectral_margin_median"}
 DISTANCES = {name for name in MEASURES if name.startswith(("hidden_margin_", "input_distance"))}
+SIGNALS = {"signal_sharpness", "signal_sharpness_max", "input_sensitivity"}
 LAST_LAYER = {name for name in MEASURES if name.startswith(("hidden_margin_", "relative_flatness"))}
 SCALINGS = {"rescale_layers", "rescale_channels", "scale_last_layer", "rescale_all"}
 NORMED = {*SCALINGS, "scale_before_batchnorm", "fold_batchnorm"}  # others: tests/test_audit_symmetries.py
@@ -281,7 +282,7 @@ CASES = {
     "batch statistics": Case(
         lambda: nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(5, 3)),
         allows=BATCH_STATISTICS,
-        undefined=RELU_ONLY | DISTANCES | {"normalised_sharpness"},
+        undefined=RELU_ONLY | DISTANCES | SIGNALS | {"normalised_sharpness"},
         batch_norm="batch",
     ),
     "batch norm, grouped, transposed": Case(

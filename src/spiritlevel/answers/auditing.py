@@ -110,8 +110,8 @@ def audit(
         memory=memory,
         group=group,
         seed=seed,
+        probes=_PROBES,
     )
-    here.probes = _PROBES
     here.check()  # data that cannot be measured fail before anything is transformed
     return audit_in(here, chosen, transforms=transforms, search=search, progress=progress)
 
@@ -146,7 +146,6 @@ def audit_in(
     rows: list[AuditRow] = []
     for name, transformed in changed.items():
         there = _moved(here, transformed)
-        there.probes = _PROBES
         for measure in chosen:
             announce(f"{measure.name} after {name}")
             if measure.name in before:
@@ -185,6 +184,7 @@ def _sample(here: Setting) -> Sample:
 def _moved(here: Setting, transformed: Transformed) -> Setting:
     """The transformed model on the same data, mapped if its inputs are."""
     there = here.moved(transformed.model)
+    there.probes = _PROBES if here.probes is None else here.probes
     mapping = transformed.inputs
     return there if mapping is None else there.on([(mapping(inputs), targets) for inputs, targets in here.batches])
 

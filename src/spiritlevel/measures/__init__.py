@@ -26,5 +26,6 @@ for _family in (
     "norms",
     "margins",
     "spectral_margin",
+    "signals",
 ):
     import_module(f"{__name__}.{_family}")

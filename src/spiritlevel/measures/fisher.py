@@ -9,7 +9,7 @@ from torch import Tensor
 
 from spiritlevel.binding.parameters import Params, along
 from spiritlevel.estimators import operator_trace
-from spiritlevel.measures.ends import PROBES, probe_count
+from spiritlevel.measures.ends import PROBES
 from spiritlevel.measures.registry import LINEAR, UNSEEN, register
 from spiritlevel.measures.sampling import MORE, kept, mean_of, shared_signs
 from spiritlevel.measures.setting import Setting
@@ -30,8 +30,13 @@ def _quadratics(setting: Setting, direction: Params) -> Tensor:
     return torch.cat(found)
 
 
+def _is_trace(setting: Setting) -> bool:
+    """Whether the trace is that of the Hessian, exactly: Tr H = Tr GGN (mathematics 4.2)."""
+    return setting.by_norms and setting.traces.method == "exact"
+
+
 def _fisher_trace_values(setting: Setting) -> Tensor:
-    if setting.traces.method == "exact":
+    if _is_trace(setting):
         return setting.traces.values
     return torch.stack([_quadratics(setting, setting.split(v)) for v in shared_signs(setting)]).mean(0)
 
@@ -47,14 +52,12 @@ def _fisher_trace_values(setting: Setting) -> Tensor:
     passes=functools.partial(trace_passes, unless_exact=4.0 * PROBES),
     sampling=mean_of(_fisher_trace_values, "8 forward-mode passes unless exact"),
     invariant_to=UNSEEN,
-    predict=lambda setting, transformed: (
-        predicted_trace(setting, transformed) if setting.traces.method == "exact" else None
-    ),
+    predict=lambda setting, transformed: predicted_trace(setting, transformed) if _is_trace(setting) else None,
 )
 def _fisher_trace(setting: Setting) -> Estimate:
-    if setting.traces.method == "exact":  # there Tr H = Tr GGN (mathematics 4.2)
+    if _is_trace(setting):
         return setting.traces.mean()
-    return operator_trace(setting.gauss_newton, probes=probe_count(setting.problem.size), seed=setting.seed)
+    return operator_trace(setting.gauss_newton, probes=setting.probe_count, seed=setting.seed)
 
 
 def _empirical_fisher_values(setting: Setting) -> Tensor:
@@ -85,7 +88,7 @@ def _empirical_fisher_trace(setting: Setting) -> Estimate:
     problem = setting.problem
     if setting.structure.failure or not problem.loss.closed_form:
         fisher = empirical_fisher_in(setting)
-        return operator_trace(fisher, probes=probe_count(setting.problem.size), seed=setting.seed)
+        return operator_trace(fisher, probes=setting.probe_count, seed=setting.seed)
     values = []
     with problem.active():
         inputs, _ = problem.place(*setting.batches.first(3))

@@ -196,6 +196,7 @@ DEFAULT = (
     "quotient_norm",
     "relative_flatness",
     "adaptive_sharpness_average",
+    "signal_sharpness",
     "weight_norm",
     "path_norm",
     "mean_aceht",

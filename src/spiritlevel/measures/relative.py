@@ -11,7 +11,7 @@ from torch import Tensor
 from spiritlevel.errors import InputError
 from spiritlevel.estimators import operator_trace
 from spiritlevel.measures.blocks import gauss_newton_blocks
-from spiritlevel.measures.ends import PROBES, in_layer_norms, layer_norms, probe_count
+from spiritlevel.measures.ends import PROBES, in_layer_norms, layer_norms
 from spiritlevel.measures.registry import BY_TENSOR, DIAGONAL, register
 from spiritlevel.measures.sampling import SHARED, end_sampling, mean_of, not_known, shared_signs
 from spiritlevel.measures.setting import Setting
@@ -21,11 +21,14 @@ from spiritlevel.watching.layers import matrices
 
 
 def _layer_scaled_values(setting: Setting) -> Tensor:
-    traces = setting.traces
-    if not traces.layers or not traces.exact:
+    if not _known_by_layer(setting):
         return setting.forms(*(layer_norms(setting) * v for v in shared_signs(setting))).mean(1)
     squares = {name: float(tensor.double().square().sum()) for name, tensor in setting.problem.params.items()}
-    return torch.stack([squares[name] * values for name, values in traces.layers.items()]).sum(0)
+    return torch.stack([squares[name] * values for name, values in setting.traces.layers.items()]).sum(0)
+
+
+def _known_by_layer(setting: Setting) -> bool:
+    return setting.by_norms and bool(setting.traces.layers) and setting.traces.exact
 
 
 @register(
@@ -41,10 +44,9 @@ def _layer_scaled_values(setting: Setting) -> Tensor:
     invariant_to=BY_TENSOR,
 )
 def _layer_scaled_trace(setting: Setting) -> Estimate:
-    traces = setting.traces
-    if not traces.layers or not traces.exact:
-        return operator_trace(in_layer_norms(setting), probes=probe_count(setting.problem.size), seed=setting.seed)
-    return Estimate(float(_layer_scaled_values(setting).mean()), matvecs=traces.matvecs, seed=setting.seed)
+    if not _known_by_layer(setting):
+        return operator_trace(in_layer_norms(setting), probes=setting.probe_count, seed=setting.seed)
+    return Estimate(float(_layer_scaled_values(setting).mean()), matvecs=setting.traces.matvecs, seed=setting.seed)
 
 
 @register(
@@ -131,7 +133,7 @@ def _relative_flatness_of(setting: Setting, weights: list[str]) -> Estimate:
         return Estimate(float(values.mean()), seed=setting.seed)
     op, draws, vectors = setting.hessian, [], []
     params = setting.problem.params
-    for index in range(PROBES):
+    for index in range(PROBES if setting.probes is None else min(PROBES, setting.probes)):
         generator = setting.generator(index, 5)
         parts = {name: torch.zeros_like(t, memory_format=torch.contiguous_format) for name, t in params.items()}
         for name in weights:

@@ -52,11 +52,11 @@ class Sampling:
 
     `how`: "no data" (the samples do not enter), "mean" (the measure is the mean of `values`, one a sample), "influence"
     (`values` gives what every sample adds, to first order), "order" (the quantile at `share` of `values`), "jackknife"
-    (computed anew without each of ten groups: nine times the cost of the measure), "bracket" (`limits` finds them) or
-    "unknown", and `reason` says why. `bias` is how far the measure is too large on average. `cost` is what finding it
-    takes, in words; `least` how many samples an interval needs to hold, which is more where a few of them decide the
-    value. What `grows` with the number of samples, as its root, can be compared on equal samples, but speaks of no
-    others.
+    (computed anew without each of ten groups: nine times the cost of the measure; `limits` if it has a cheaper way),
+    "bracket" (`limits` finds them) or "unknown", and `reason` says why. `bias` is how far the measure is too large on
+    average. `cost` is what finding it takes, in words; `least` how many samples an interval needs to hold, which is
+    more where a few of them decide the value. What `grows` with the number of samples, as its root, can be compared on
+    equal samples, but speaks of no others.
     """
 
     how: str
@@ -91,7 +91,7 @@ class Sampling:
             )
         if too_few := few(setting.count, self.least):
             return too_few
-        if self.how == "jackknife":
+        if self.how == "jackknife" and self.limits is None:
             return self._without_groups(measure, setting, value, population)
         if self.limits is not None:
             return self.limits(setting, value, population)

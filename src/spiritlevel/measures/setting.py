@@ -18,7 +18,7 @@ from spiritlevel.binding.context import Context
 from spiritlevel.errors import InputError
 from spiritlevel.estimators import Operator
 from spiritlevel.measures.blocks import Block, gauss_newton_blocks
-from spiritlevel.measures.ends import Ends, in_layer_norms
+from spiritlevel.measures.ends import Ends, in_layer_norms, probe_count
 from spiritlevel.operators.matrices import gauss_newton_in, hessian_in
 from spiritlevel.results import Margins, SampleTraces
 from spiritlevel.samples.margins import margins_in, signed_margin
@@ -41,7 +41,10 @@ class Setting(Context):
     17
     """
 
-    probes: int | None = None  # of the trace where it is estimated; the usual number unless given
+    def __init__(self, *args: Any, probes: int | None = None, **options: Any) -> None:
+        """As a context; `probes` are those of traces that must be estimated, the usual numbers unless given."""
+        super().__init__(*args, **options)
+        self.probes = probes
 
     def _forget(self) -> None:
         super()._forget()
@@ -186,8 +189,18 @@ class Setting(Context):
     @functools.cached_property
     def traces(self) -> SampleTraces:
         """Per-sample traces of H, split by parameter where that is free."""
-        free = self.structure.exact and self.problem.loss.closed_form
-        return traces_in(self, per_layer=free, probes=self.probes)
+        return traces_in(self, per_layer=self.by_norms, probes=self.probes)
+
+    @property
+    def by_norms(self) -> bool:
+        """Whether traces are exact from norms of gradients, which gives them for every parameter by itself."""
+        return self.structure.exact and self.problem.loss.closed_form
+
+    @property
+    def probe_count(self) -> int:
+        """How many probes the trace of a matrix of all parameters takes."""
+        usual = probe_count(self.problem.size)
+        return usual if self.probes is None or usual == self.problem.size else min(self.probes, usual)
 
     @functools.cached_property
     def spectrum(self) -> Ends:

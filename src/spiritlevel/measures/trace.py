@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from spiritlevel.estimators import operator_trace
 from spiritlevel.measures.registry import UNSEEN, register
 from spiritlevel.measures.sampling import mean_of
 from spiritlevel.measures.setting import Setting
@@ -26,10 +27,10 @@ def _numbers(transformed: Transformed) -> dict[str, float] | None:
 
 def predicted_trace(setting: Setting, transformed: Transformed) -> float | None:
     """Σ_l Tr H_ll/τ_l²."""
-    factors, traces = _numbers(transformed), setting.traces
-    if factors is None or not traces.layers:
+    factors = _numbers(transformed)
+    if factors is None or not setting.by_norms or not setting.traces.layers:
         return None
-    return sum(float(values.mean()) / factors[name] ** 2 for name, values in traces.layers.items())
+    return sum(float(values.mean()) / factors[name] ** 2 for name, values in setting.traces.layers.items())
 
 
 def _predicted_mean_eigenvalue(setting: Setting, transformed: Transformed) -> float | None:
@@ -42,15 +43,33 @@ def trace_passes(setting: Setting, unless_exact: float = 0.0) -> float:
 
     `unless_exact` is what another measure adds to that.
     """
+    exact = _exact_passes(setting)
+    if exact is None:
+        return 7.0 * DEFAULT_PROBES + unless_exact
+    return exact if setting.structure.exact else exact + unless_exact
+
+
+def _exact_passes(setting: Setting) -> float | None:
+    """What an exact trace takes; `None` if it must be estimated."""
     problem, structure = setting.problem, setting.structure
-    if structure.exact and problem.loss.closed_form:
+    if setting.by_norms:
         return 2.0 + setting.classes
     if problem.loss.closed_form and not structure.failure:
         with problem.active():
             chain = find_chain(problem, problem.place(*setting.batches.first(3))[0])
         if chain is not None and chain.cost <= CHAIN_COST:
-            return 1.0 + chain.cost / problem.size + unless_exact
-    return 7.0 * DEFAULT_PROBES + unless_exact
+            return 1.0 + chain.cost / problem.size
+    return None
+
+
+def _mean_trace(setting: Setting) -> Estimate:
+    """Tr H: of every sample, or, for the few probes of an audit, by products that the spectrum needs anyway."""
+    if setting.probes is None or _exact_passes(setting) is not None:
+        return setting.traces.mean()
+    return setting.once(
+        "trace by products",
+        lambda: operator_trace(setting.hessian, probes=setting.probe_count, seed=setting.seed),
+    )
 
 
 @register(
@@ -68,7 +87,7 @@ def trace_passes(setting: Setting, unless_exact: float = 0.0) -> float:
     predict=predicted_trace,
 )
 def _trace(setting: Setting) -> Estimate:
-    return setting.traces.mean()
+    return _mean_trace(setting)
 
 
 @register(
@@ -85,4 +104,4 @@ def _trace(setting: Setting) -> Estimate:
     predict=_predicted_mean_eigenvalue,
 )
 def _mean_eigenvalue(setting: Setting) -> Estimate:
-    return setting.traces.mean().scaled(1 / setting.problem.size)
+    return _mean_trace(setting).scaled(1 / setting.problem.size)

@@ -204,7 +204,7 @@ class _Recorder(TorchFunctionMode):
             )
         if func is F.multi_head_attention_forward:
             with self:
-                return _attention(*args, **kwargs)
+                return written_attention(*args, **kwargs)
         read = tree_map(lambda leaf: self.value(leaf) if isinstance(leaf, Tensor) else leaf, (args, kwargs))
         inputs = list(dict.fromkeys(leaf for leaf in tree_leaves(read) if isinstance(leaf, Value)))
         result = func(*args, **kwargs)
@@ -249,7 +249,7 @@ def _overwritten() -> None:
     """Stands for a write into memory that other values share."""
 
 
-def _attention(
+def written_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,

@@ -23,6 +23,7 @@ from spiritlevel import data
 from spiritlevel.binding.losses import aceht, confidence_gap
 from spiritlevel.binding.state import preserved_random_state
 from spiritlevel.papers import networks as models
+from spiritlevel.papers.claims import symmetry
 from spiritlevel.papers.claims.base import Claim, Finding, Kind, judge, registrar
 from spiritlevel.papers.claims.tools import (
     Mlp,
@@ -43,6 +44,7 @@ from spiritlevel.papers.claims.tools import (
     softmax_hessian,
     vanishes,
 )
+from spiritlevel.results import SYMMETRIES
 from spiritlevel.samples.margins import margin_bound, printed_margin_bound, signed_margin, softmax_gap, softmax_margin
 from spiritlevel.samples.traces import sample_traces
 from spiritlevel.statistics.correlation import correlate, skewness
@@ -1611,4 +1613,112 @@ def _no_points(seed: int) -> Finding:
         "Few points that correlate show it; no points show nothing, and 0 says that they do not correlate.",
         agree=abs(means[3]) < 0.3,
         instead=math.isnan(empty.r) and bool(empty.reason),
+    )
+
+
+# ---------------------------------------------------------------- do its measures survive the symmetries of networks?
+
+# what leaves the Hessian as it is, but for the order of its rows
+_HESSIAN_STAYS = {"shift_logits", "permute_units"}
+
+
+@claim(
+    "A-2-symmetries",
+    "Section 2",
+    "We measure the flatness by the trace of the Hessian of the loss with respect to the parameters [one number for "
+    "one function, whatever its parametrisation].",
+    "It is one for one parametrisation: of 13 maps of the parameters that keep the function or its probabilities, the "
+    "trace survives permutations and the shift of logits.",
+)
+def _trace_under_symmetries(seed: int) -> Finding:
+    """Passes if the value stays, to 1e-6, under all 13 symmetries of two small networks that have all of them.
+
+    Instead: it stays under the shift of logits and under permutations of units alone.
+    """
+    evidence, kept = symmetry.survival(seed, symmetry.trace)
+    return judge(
+        evidence,
+        "A linear map T of the parameters turns H into T⁻ᵀHT⁻¹, which has another trace.",
+        printed=len(kept) == len(SYMMETRIES),
+        instead=kept == _HESSIAN_STAYS,
+    )
+
+
+@claim(
+    "A-3.1-symmetries",
+    "Sections 3.1 and 3.2",
+    "(|x|² + 1)(1 − Σ_j S_j²), ACEHT, is taken in the place of the Hessian trace [one number for one function, "
+    "whatever its parametrisation].",
+)
+def _aceht_under_symmetries(seed: int) -> Finding:
+    """Passes if the value stays, to 1e-6, under all 13 symmetries of two small networks that have all of them."""
+    evidence, kept = symmetry.survival(seed, symmetry.mean_aceht)
+    return judge(
+        evidence,
+        "It sees inputs and probabilities only.",
+        printed=len(kept) == len(SYMMETRIES),
+    )
+
+
+@claim(
+    "A-3.2-symmetries",
+    "Section 3.2",
+    "The margin bound (|x|² + 1)(1 − γ²), with the margin γ behind the softmax, is taken in its place [one number "
+    "for one function, whatever its parametrisation].",
+)
+def _bound_under_symmetries(seed: int) -> Finding:
+    """Passes if the value stays, to 1e-6, under all 13 symmetries of two small networks that have all of them."""
+    evidence, kept = symmetry.survival(seed, symmetry.mean_bound)
+    return judge(
+        evidence,
+        "It sees inputs and probabilities only.",
+        printed=len(kept) == len(SYMMETRIES),
+    )
+
+
+@claim(
+    "A-4-symmetries",
+    "Section 4 and conclusion",
+    "When assessing generalizability one should consider a margin-based measure instead: the output margins [one "
+    "number for one function, whatever its parametrisation].",
+)
+def _margins_under_symmetries(seed: int) -> Finding:
+    """Passes if the value stays, to 1e-6, under all 13 symmetries of two small networks that have all of them."""
+    evidence, kept = symmetry.survival(seed, symmetry.mean_margin)
+    return judge(
+        evidence,
+        "Differences of logits stay even where all logits are shifted alike.",
+        printed=len(kept) == len(SYMMETRIES),
+    )
+
+
+@claim(
+    "A-4-symmetries-skewness",
+    "Section 4.2",
+    "The skewness of the output margins tells how far training has come [one number for one function, whatever its "
+    "parametrisation].",
+)
+def _skewness_under_symmetries(seed: int) -> Finding:
+    """Passes if the value stays, to 1e-6, under all 13 symmetries of two small networks that have all of them."""
+    evidence, kept = symmetry.survival(seed, symmetry.margin_skewness)
+    return judge(
+        evidence,
+        "The distribution of the margins stays as it is.",
+        printed=len(kept) == len(SYMMETRIES),
+    )
+
+
+@claim(
+    "A-1-symmetries",
+    "Sections 1 and 2",
+    "Margins represent the linearized distance to the decision boundaries [one number for one function, whatever its "
+    "parametrisation].",
+)
+def _distance_under_symmetries(seed: int) -> Finding:
+    """Passes if the value stays, to 1e-6, under all 13 symmetries of two small networks that have all of them."""
+    evidence, kept = symmetry.survival(seed, symmetry.distance)
+    return judge(
+        evidence,
+        "Outputs and their derivatives by the inputs belong to the function.",
+        printed=len(kept) == len(SYMMETRIES),
     )

@@ -19,6 +19,7 @@ from torch.func import grad, jacrev
 from spiritlevel import data
 from spiritlevel.binding.losses import CrossEntropy
 from spiritlevel.papers import networks as models
+from spiritlevel.papers.claims import symmetry
 from spiritlevel.papers.claims.base import Claim, Finding, Kind, judge, registrar
 from spiritlevel.papers.claims.tools import (
     Mlp,
@@ -36,6 +37,7 @@ from spiritlevel.papers.claims.tools import (
     softmax_hessian,
     vanishes,
 )
+from spiritlevel.results import SYMMETRIES
 from spiritlevel.samples.margins import signed_margin
 
 CLAIMS: list[Claim] = []
@@ -1506,4 +1508,154 @@ def _trained_flatness(seed: int) -> Finding:
         printed=vanishes(norms["ray"]) and vanishes(norms["stretched"]),
         within=vanishes(norms["ray"]) and vanishes(values) and diverges(norms["stretched"]),
         volatile=tuple(numbers),
+    )
+
+
+# ---------------------------------------------------------------- do its measures survive the symmetries of networks?
+
+# what leaves the Hessian as it is, but for the order of its rows
+_HESSIAN_STAYS = {"shift_logits", "permute_units"}
+_ORDER = {"permute_units"}
+
+
+@claim(
+    "C-1-symmetries-trace",
+    "Section 1",
+    "In this paper we will exclusively consider the Hessian trace, spectral and Frobenius norm as measures of "
+    "sharpness [of these the trace: one number for one function, whatever its parametrisation].",
+    "It is one for one parametrisation: of 13 maps of the parameters that keep the function or its probabilities, it "
+    "survives permutations and the shift of logits.",
+)
+def _trace_under_symmetries(seed: int) -> Finding:
+    """Passes if the value stays, to 1e-6, under all 13 symmetries of two small networks that have all of them.
+
+    Instead: it stays under the shift of logits and under permutations of units alone.
+    """
+    evidence, kept = symmetry.survival(seed, symmetry.trace)
+    return judge(
+        evidence,
+        "A linear map T of the parameters turns H into T⁻ᵀHT⁻¹, which has another spectrum.",
+        printed=len(kept) == len(SYMMETRIES),
+        instead=kept == _HESSIAN_STAYS,
+    )
+
+
+@claim(
+    "C-1-symmetries-spectral",
+    "Section 1",
+    "In this paper we will exclusively consider the Hessian trace, spectral and Frobenius norm as measures of "
+    "sharpness [of these the largest eigenvalue: one number for one function, whatever its parametrisation].",
+    "It is one for one parametrisation: of 13 maps of the parameters that keep the function or its probabilities, it "
+    "survives permutations and the shift of logits.",
+)
+def _spectral_under_symmetries(seed: int) -> Finding:
+    """Passes if the value stays, to 1e-6, under all 13 symmetries of two small networks that have all of them.
+
+    Instead: it stays under the shift of logits and under permutations of units alone.
+    """
+    evidence, kept = symmetry.survival(seed, symmetry.largest)
+    return judge(
+        evidence,
+        "A linear map T of the parameters turns H into T⁻ᵀHT⁻¹, which has another spectrum.",
+        printed=len(kept) == len(SYMMETRIES),
+        instead=kept == _HESSIAN_STAYS,
+    )
+
+
+@claim(
+    "C-1-symmetries-frobenius",
+    "Section 1",
+    "In this paper we will exclusively consider the Hessian trace, spectral and Frobenius norm as measures of "
+    "sharpness [of these the Frobenius norm: one number for one function, whatever its parametrisation].",
+    "It is one for one parametrisation: of 13 maps of the parameters that keep the function or its probabilities, it "
+    "survives permutations and the shift of logits.",
+)
+def _frobenius_under_symmetries(seed: int) -> Finding:
+    """Passes if the value stays, to 1e-6, under all 13 symmetries of two small networks that have all of them.
+
+    Instead: it stays under the shift of logits and under permutations of units alone.
+    """
+    evidence, kept = symmetry.survival(seed, symmetry.frobenius)
+    return judge(
+        evidence,
+        "A linear map T of the parameters turns H into T⁻ᵀHT⁻¹, which has another spectrum.",
+        printed=len(kept) == len(SYMMETRIES),
+        instead=kept == _HESSIAN_STAYS,
+    )
+
+
+@claim(
+    "C-1-symmetries-volume",
+    "Section 1",
+    "Wu et al. (2017) consider the logarithm of the product of the top k eigenvalues as a proxy measure of the "
+    "volume of the minimum [one number for one function, whatever its parametrisation].",
+    "It is one for one parametrisation: of 13 maps of the parameters that keep the function or its probabilities, it "
+    "survives permutations and the shift of logits.",
+)
+def _volume_under_symmetries(seed: int) -> Finding:
+    """Passes if the value stays, to 1e-6, under all 13 symmetries of two small networks that have all of them.
+
+    Instead: it stays under the shift of logits and under permutations of units alone.
+    """
+    evidence, kept = symmetry.survival(seed, symmetry.log_volume)
+    return judge(
+        evidence,
+        "The top k eigenvalues of T⁻ᵀHT⁻¹ are others than those of H.",
+        printed=len(kept) == len(SYMMETRIES),
+        instead=kept == _HESSIAN_STAYS,
+    )
+
+
+@claim(
+    "C-eq2-symmetries",
+    "Section 1, Equation 2",
+    "The metric that Keskar et al. (2016) propose is at most κ(ε)λ₁ [one number for one function, whatever its "
+    "parametrisation].",
+    "It survives permutations only: κ holds the size of every parameter, which even the shift of logits moves.",
+)
+def _box_under_symmetries(seed: int) -> Finding:
+    """Passes if the value stays, to 1e-6, under all 13 symmetries of two small networks that have all of them.
+
+    Instead: it stays under permutations of units alone.
+    """
+    evidence, kept = symmetry.survival(seed, symmetry.box_bound)
+    return judge(
+        evidence,
+        "Both κ and λ₁ depend on the parametrisation.",
+        printed=len(kept) == len(SYMMETRIES),
+        instead=kept == _ORDER,
+    )
+
+
+@claim(
+    "C-1-symmetries-norm",
+    "Section 1, motivation",
+    "However such transformations [that make a minimum sharp and keep its function] alter other properties, such as "
+    "the weight norm.",
+    "Not all of them do: the factor β = |W₂|/|W₁| between two layers exchanges their norms, keeps the norm of all "
+    "weights and moves the trace.",
+)
+def _norm_under_rescaling(seed: int) -> Finding:
+    """Passes if no rescaling of 100 bias-free ReLU networks keeps the norm of the weights and moves the trace.
+
+    Moved: by more than a tenth in 90 of them. Instead: with β = |W₂|/|W₁| the outputs and the norm stay, to rounding.
+    """
+    rng, net = generator(seed), Mlp((3, 5, 3), bias=False)
+    apart, norms, moved = 0.0, 0.0, 0
+    for _ in range(100):
+        x, (first, none) = normal(rng, 6, 3), net.split(net.draw(rng))[0]
+        second = 3 * net.split(net.draw(rng))[1][0]
+        theta = net.join([(first, none), (second, none)])
+        beta = float(second.norm() / first.norm())
+        scaled = net.join([(beta * first, none), (second / beta, none)])
+        label = net(theta, x).argmax(1)
+        apart = max(apart, error(net(scaled, x), net(theta, x)))
+        norms = max(norms, error(scaled.norm(), theta.norm()))
+        before, after = (float(softmax_hessian(net.at(x), each, label).trace()) for each in (theta, scaled))
+        moved += abs(after / before - 1) > 0.1
+    return judge(
+        {"difference of the outputs": apart, "difference of the norms": norms, "traces that move, of 100": moved},
+        "There is a sharper network of the same function and of the same weight norm.",
+        printed=not (exact(norms) and moved >= 90),
+        instead=exact(apart, norms) and moved >= 90,
     )

@@ -1,0 +1,264 @@
+"""Curvature in what layers put out and in the inputs: what no symmetry of the parameters can move."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from spiritlevel.binding.losses import CrossEntropy, confidence_gap
+from spiritlevel.errors import InputError
+from spiritlevel.measures.registry import SAME, register
+from spiritlevel.measures.sampling import Sampling, mean_of
+from spiritlevel.measures.setting import Setting, as_classes
+from spiritlevel.results import Estimate
+from spiritlevel.statistics.subsets import SubsetError, by_jackknife, groups
+from spiritlevel.watching.signals import Signal, Signals
+
+# ---------------------------------------------------------------- what layers put out
+
+
+@dataclass
+class _Moments:
+    """Sums over the places of one layer's output z: of z and zzᵀ, from an origin on, and of Σ_j d_j ssᵀ, s its slopes.
+
+    `samples` are those that the places belong to.
+    """
+
+    origin: Tensor
+    total: Tensor
+    squares: Tensor
+    slopes: Tensor
+    places: int = 0
+    samples: int = 0
+
+    @classmethod
+    def empty(cls, origin: Tensor) -> _Moments:
+        square = origin.new_zeros(len(origin), len(origin))
+        return cls(origin, torch.zeros_like(origin), square, square.clone())
+
+    def plus(self, other: _Moments, sign: int = 1) -> _Moments:
+        """The sums over the places of both, which have one origin; or without those of the other."""
+        tensors = (
+            mine + sign * theirs
+            for mine, theirs in zip(
+                (self.total, self.squares, self.slopes), (other.total, other.squares, other.slopes), strict=True
+            )
+        )
+        return _Moments(self.origin, *tensors, self.places + sign * other.places, self.samples + sign * other.samples)
+
+    @property
+    def covariance(self) -> Tensor:
+        """C, of the channels over all places."""
+        mean = self.total / self.places
+        return self.squares / self.places - torch.outer(mean, mean)
+
+    @property
+    def curvature(self) -> Tensor:
+        """G, the Gauss-Newton matrix in z, added up over the places of a sample; the mean over samples."""
+        return self.slopes / self.samples
+
+
+def _moments(setting: Setting, origins: list[Tensor] | None = None) -> list[_Moments]:
+    """Of every layer in the order in which they run: one forward pass, and a backward pass for each factor."""
+    problem = setting.problem
+    if setting.batch_norm == "batch":
+        raise InputError("with batch_norm='batch' samples share what layers put out; use batch_norm='eval'.")
+    if not problem.loss.closed_form:
+        raise InputError("the Gauss-Newton matrix in what layers put out needs a loss that offers its output factors.")
+    found: list[_Moments] = []
+    with problem.active(), torch.enable_grad():
+        for inputs, targets in setting.each():
+            with Signals(problem) as signals:
+                outputs = problem.outputs(problem.params, inputs)
+            if not found:
+                found = [_Moments.empty(origin) for origin in origins or _origins(setting, signals.found)]
+            if [signal.channels for signal in signals.found] != [len(layer.origin) for layer in found]:
+                raise InputError("the layers of this network do not run alike for all samples.")
+            _add(found, signals.found, problem.loss.factors(outputs.detach(), targets), outputs)
+    return found
+
+
+def _origins(setting: Setting, signals: list[Signal]) -> list[Tensor]:
+    """A point near the mean of every layer's output, which sums are taken from lest their digits cancel."""
+    if not signals:
+        raise InputError("the network has no linear layer or convolution whose output could be disturbed.")
+    size = sum(3 * 8 * signal.channels**2 for signal in signals)
+    if size > setting.budget():
+        raise InputError(
+            f"the covariances of what layers put out take {size / 1e9:.3g} GB, more than memory= allows; give more."
+        )
+    return [next(signal.rows(signal.value)).mean(0) for signal in signals]
+
+
+def _add(
+    found: list[_Moments], signals: list[Signal], factors: Iterable[tuple[Tensor, Tensor]], outputs: Tensor
+) -> None:
+    """Add a batch. The weight of a factor goes into the vector, so that nobody need know which place is whose."""
+    for layer, signal in zip(found, signals, strict=True):
+        layer.samples += len(outputs)
+        for rows in signal.rows(signal.value):
+            rows = rows - layer.origin
+            layer.places += len(rows)
+            layer.total += rows.sum(0)
+            layer.squares += rows.T @ rows
+    values = [signal.value for signal in signals]
+    for weight, vector in factors:
+        vector = vector.reshape(len(outputs), -1) * weight.sqrt()[:, None]
+        slopes = torch.autograd.grad(
+            outputs, values, vector.reshape(outputs.shape).to(outputs), retain_graph=True, allow_unused=True
+        )
+        for layer, signal, slope in zip(found, signals, slopes, strict=True):
+            for rows in () if slope is None else signal.rows(slope):
+                layer.slopes += rows.T @ rows
+
+
+def _of_all(setting: Setting) -> list[_Moments]:
+    return setting.once("moments of signals", lambda: _moments(setting))
+
+
+def _without_groups(statistic: Callable[[list[_Moments]], float]) -> Sampling:
+    """From the sums without each of ten groups of samples, which take the passes once more for all groups together."""
+
+    def parts(setting: Setting) -> list[list[_Moments]]:
+        origins = [layer.origin for layer in _of_all(setting)]
+        return [_moments(setting.part(group), origins) for group in groups(setting.count, setting.seed)]
+
+    def limits(setting: Setting, value: float, population: int) -> SubsetError:
+        every, without = _of_all(setting), []
+        for part in setting.once("moments of signals by groups", lambda: parts(setting)):
+            without.append(statistic([one.plus(other, -1) for one, other in zip(every, part, strict=True)]))
+        return by_jackknife(value, without, setting.count, population)
+
+    return Sampling("jackknife", limits=limits, cost="the measure once more")
+
+
+def _summed(layers: list[_Moments]) -> float:
+    return sum(float((layer.covariance * layer.curvature).sum()) for layer in layers)
+
+
+def _largest(layers: list[_Moments]) -> float:
+    """The largest eigenvalue of √C G √C, which is that of CG, of any layer."""
+    found = []
+    for layer in layers:
+        values, vectors = torch.linalg.eigh(layer.covariance)
+        root = vectors * values.clamp_min(0).sqrt()
+        found.append(float(torch.linalg.eigvalsh(root.T @ layer.curvature @ root)[-1]))
+    return max(found)
+
+
+_INVARIANT = "the invariant metric of da Silva, Dangel & Oore 2025, arXiv:2505.05409, taken from the data"
+
+
+@register(
+    "signal_sharpness",
+    "curvature of the loss when noise of a layer's own covariance is added to what every layer puts out",
+    "Σ_l E Σ_p Tr(C_l G_lp), C_l the covariance of what layer l puts out, G_lp the Gauss-Newton matrix in its place p",
+    f"mathematics 8.9; Camuto et al. 2020, arXiv:2007.07368; {_INVARIANT}",
+    family="curvature",
+    worth="exact",
+    cost="backward",
+    passes=lambda setting: 3.0 * setting.classes,
+    sampling=_without_groups(_summed),
+    invariant_to=SAME,
+)
+def _signal_sharpness(setting: Setting) -> Estimate:
+    """½σ² times this is the mean rise of the loss to second order, by Gauss-Newton, under noise of covariance σ²C_l.
+
+    For cross entropy that is the Kullback–Leibler divergence between the probabilities before and after. A symmetry
+    maps what a layer puts out by an affine map with linear part A, so that C becomes ACAᵀ and G becomes A⁻ᵀGA⁻¹.
+    """
+    layers = _of_all(setting)
+    return Estimate(_summed(layers), seed=setting.seed)
+
+
+@register(
+    "signal_sharpness_max",
+    "the same along the worst direction of the worst layer",
+    "max_l λ₁(C_l G_l), G_l = E Σ_p G_lp",
+    f"mathematics 8.9; {_INVARIANT}",
+    family="curvature",
+    worth="exact",
+    cost="backward",
+    passes=lambda setting: 3.0 * setting.classes,
+    sampling=_without_groups(_largest),
+    invariant_to=SAME,
+)
+def _signal_sharpness_max(setting: Setting) -> Estimate:
+    return Estimate(_largest(_of_all(setting)), seed=setting.seed)
+
+
+# ---------------------------------------------------------------- probabilities
+
+
+def _gaps(setting: Setting) -> Tensor:
+    """1 − ΣS² of every sample."""
+
+    def find() -> Tensor:
+        problem, found = setting.problem, []
+        with problem.active(), torch.no_grad():
+            for inputs, targets in setting.each():
+                logits, _ = as_classes(problem.outputs(problem.params, inputs), targets)
+                found.append(confidence_gap(logits).double().cpu())
+        return torch.cat(found)
+
+    return setting.once("confidence gaps", find)
+
+
+@register(
+    "mean_confidence_gap",
+    "mean trace of the Hessian of cross entropy in the logits: how far the probabilities are from certainty",
+    "E (1−ΣS²)",
+    "paper A, Proposition 3.1, without the inputs",
+    family="curvature",
+    worth="exact",
+    cost="forward",
+    passes=1,
+    sampling=mean_of(_gaps),
+    invariant_to=SAME,
+)
+def _mean_confidence_gap(setting: Setting) -> Estimate:
+    return Estimate(float(_gaps(setting).mean()), seed=setting.seed)
+
+
+def _sensitivities(setting: Setting) -> Tensor:
+    """‖∂S/∂x‖_F of every sample: a backward pass for each class."""
+    return setting.once("sensitivities of probabilities", lambda: _find_sensitivities(setting))
+
+
+def _find_sensitivities(setting: Setting) -> Tensor:
+    problem, found = setting.problem, []
+    if setting.batch_norm == "batch":
+        raise InputError("with batch_norm='batch' outputs depend on the inputs of other samples; use 'eval'.")
+    with problem.active(), torch.enable_grad():
+        for inputs, targets in setting.each():
+            if not (isinstance(inputs, Tensor) and inputs.is_floating_point()):
+                raise InputError("input_sensitivity needs inputs that are one tensor of floats.")
+            points = inputs.detach().requires_grad_()
+            logits, labels = as_classes(problem.outputs(problem.params, points), targets)
+            jacobian = CrossEntropy().hessian(logits.detach(), labels)  # ∂S/∂φ, right at tiny probabilities
+            size = jacobian.abs().amax((1, 2)).clamp_min(torch.finfo(torch.float64).tiny)
+            squares = torch.zeros(len(labels), dtype=torch.float64)
+            for rows in (jacobian / size[:, None, None]).unbind(1):  # of order 1, so that all digits are kept
+                (slope,) = torch.autograd.grad(logits, points, rows.to(logits), retain_graph=True)
+                squares += slope.double().flatten(1).square().sum(1).cpu()
+            found.append(size.cpu() * squares.sqrt())
+    return torch.cat(found)
+
+
+@register(
+    "input_sensitivity",
+    "mean size of the derivative of the probabilities by the inputs",
+    "E ‖∂S/∂x‖_F",
+    "Novak, Bahri, Abolafia, Pennington & Sohl-Dickstein 2018, arXiv:1802.08760",
+    family="curvature",
+    worth="exact",
+    cost="backward",
+    passes=lambda setting: 1.0 + 2.0 * setting.classes,
+    sampling=mean_of(_sensitivities),
+    invariant_to=SAME,
+)
+def _input_sensitivity(setting: Setting) -> Estimate:
+    return Estimate(float(_sensitivities(setting).mean()), seed=setting.seed)
