@@ -147,7 +147,7 @@ def traces_in(
                 inputs = _few_of(problem, batches)
             structure = context.once("structure", lambda: _structure(context, inputs))
             kinks = check_derivatives(problem, *context.first(64), twice=not structure.exact)
-            plan = choose(problem, structure, inputs, outputs, method, passes)
+            plan = choose(problem, structure, inputs, outputs, targets, method, passes)
             if kinks:
                 plan.notes += (
                     f"{kinks:.0%} of the samples looked at sit exactly on a kink of a ReLU (a pre-activation of 0): "
