@@ -168,7 +168,7 @@ def landscape_in(
         loss=problem.loss.name,
         batch_norm=context.batch_norm,
         seed=None if others else seed,
-        notes=notes,
+        notes=(*notes, *context.notes),
     )
 
 

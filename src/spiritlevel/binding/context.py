@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, Self, TypeVar, Unpack, cast
 
@@ -67,8 +68,8 @@ class Context:
         **reading: Unpack[Reading],
     ) -> None:
         self.seed = checked_seed(seed)
-        self.form = form_of(reading)
-        self.problem = Problem(model, loss=loss, params=params, batch_norm=batch_norm, form=self.form)
+        self.problem = Problem(model, loss=loss, params=params, batch_norm=batch_norm, form=form_of(reading))
+        self.form = self.problem.form
         self.batch_size = None if batch_size is None else whole_number(batch_size, "batch_size", 1)
         self.batch_norm, self.group, self.ordered = batch_norm, group, ordered
         self.whole = whole or batch_norm == "batch" or self.form.batches == "fixed"
@@ -122,6 +123,17 @@ class Context:
     def batches(self) -> Batches:
         """The data in an order that repeats, in batches as they come; `batches.cut` gives others."""
         return Batches(self.data, size=self.batch_size, ordered=self.ordered, whole=self.whole, form=self.form)
+
+    @functools.cached_property
+    def notes(self) -> tuple[str, ...]:
+        """How the data were read, where that is not plain; with fixed batches which ones, as part of the definition."""
+        found = tuple(self.batches.notes)
+        if self.form.batches != "fixed":
+            return found
+        sizes = [len(targets) for _, targets in self.batches]
+        runs = [(size, len(list(same))) for size, same in itertools.groupby(sizes)]
+        text = ", ".join(f"{count} of {size:,}" for size, count in runs[:4]) + (", ..." if len(runs) > 4 else "")
+        return (*found, f"the batches are fixed and part of the definition: {text} samples")
 
     @functools.cached_property
     def count(self) -> int:

@@ -21,6 +21,7 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_leaves, tree_map
 
 from spiritlevel.binding import losses
+from spiritlevel.binding.graphs import Rows
 from spiritlevel.binding.parameters import Params, depth, select_parameters
 from spiritlevel.binding.ranks import Ranks
 from spiritlevel.binding.reading import PLAIN, Form
@@ -68,7 +69,6 @@ class Problem:
         batch_norm: str = "eval",
         form: Form = PLAIN,
     ) -> None:
-        self.form = form
         if not isinstance(model, nn.Module):
             raise InputError(f"the model must be a torch.nn.Module, got {type(model).__name__}.")
         model = unwrapped(model)
@@ -90,7 +90,7 @@ class Problem:
         if len(dtypes) > 1:
             kinds = ", ".join(sorted(str(d).removeprefix("torch.") for d in dtypes))
             raise InputError(f"the model mixes parameters of {kinds}; convert it to one of them, e.g. model.double().")
-        self.model = model
+        self.model, self.form = model, form.of(model)
         self.loss = losses.resolve(loss, fixed=form.batches == "fixed")
         self.batch_norm = batch_norm
         with torch.inference_mode(False):  # tensors made in inference mode could not be differentiated
@@ -186,7 +186,9 @@ class Problem:
         detached = detached and not any(tensor.requires_grad for tensor in moving)
         args: tuple[Any, ...] = ()
         kwargs: dict[str, Any] = {}
-        if isinstance(inputs, Mapping):
+        if isinstance(inputs, Rows):
+            args = inputs.graph.arguments(self.device, self.dtype)
+        elif isinstance(inputs, Mapping) and not self.form.takes.takes_one_dict(inputs):
             kwargs = dict(inputs)
         elif isinstance(inputs, tuple | list):
             args = tuple(inputs)
@@ -222,7 +224,10 @@ class Problem:
             self._check_own_parameters()
         if before is not None:
             self._draws = before != random_states(self.device)
-        result = self.form.outputs(result)
+        leaves = [leaf for leaf in _leaves(inputs) if isinstance(leaf, Tensor) and leaf.ndim]
+        result = self.form.outputs(result, len(leaves[0]) if leaves else 0)
+        if isinstance(inputs, Rows):
+            result = result[inputs.rows]
         if detached and result.requires_grad:
             raise InputError(
                 f"the model {type(self.model).__name__} reads parameters that it holds elsewhere than under their "

@@ -272,6 +272,7 @@ def margins_in(context: Context, *, distance: int | float | str | None = None, l
         layer=layer or "",
         spread=spread.over(ranks).root() if norm else math.nan,
         fingerprint=str(fingerprint),
+        notes=context.notes,
     )
 
 
