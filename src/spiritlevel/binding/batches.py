@@ -336,8 +336,8 @@ class Fingerprint:
     def update(self, inputs: Any, targets: Tensor) -> None:
         """Take in the next batch."""
         for leaf in tree_leaves(inputs):
-            if isinstance(leaf, Shared) and leaf.numbers() is not None:
-                self._inputs.update(str(float(leaf.numbers().double().sum())).encode())
+            if isinstance(leaf, Shared):
+                self._inputs.update(leaf.mark().encode())
             if isinstance(leaf, Tensor) and leaf.numel():
                 flat = leaf.reshape(leaf.shape[0], -1)
                 sample = flat[:, :: max(1, -(-flat.shape[1] // 16))]

@@ -74,6 +74,7 @@ class Context:
         self.batch_norm, self.group, self.ordered = batch_norm, group, ordered
         self.whole = whole or batch_norm == "batch" or self.form.batches == "fixed"
         self._memory, self.data, self._params = memory, data, params
+        self._carried: tuple[str, ...] = ()  # notes on the data that these were drawn from
         self._forget()
 
     def _forget(self) -> None:
@@ -89,7 +90,7 @@ class Context:
         """
         other = copy.copy(self)
         if read:
-            other.form = self.form.of_pairs()
+            other.form, other._carried = self.form.of_pairs(), tuple(self.batches.notes)
         for name in _cached(self):
             if name != "ranks":  # they have agreed on the model
                 other.__dict__.pop(name, None)
@@ -127,7 +128,7 @@ class Context:
     @functools.cached_property
     def notes(self) -> tuple[str, ...]:
         """How the data were read, where that is not plain; with fixed batches which ones, as part of the definition."""
-        found = tuple(self.batches.notes)
+        found = (*self._carried, *self.batches.notes)
         if self.form.batches != "fixed":
             return found
         sizes = [len(targets) for _, targets in self.batches]
