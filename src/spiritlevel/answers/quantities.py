@@ -91,7 +91,7 @@ class Quantities:
 
     def _trace_of(self, setting: Setting) -> dict[str, Any]:
         try:
-            trace = setting.traces.mean()
+            trace = setting.trace
         except (InputError, NotExactError):  # batch statistics: a sample has no trace of its own
             trace = operator_trace(setting.hessian, probes=_PROBES, seed=setting.seed)
         return {"trace": trace.value, "trace_stderr": trace.stderr}
@@ -142,7 +142,16 @@ class Quantities:
         assert self.optimizer is not None
         model = unwrapped(self.model)
         loss, mode = setting.problem.loss, setting.batch_norm
-        found = stability(self.optimizer, model, setting.data, tol=TOL, seed=setting.seed, loss=loss, batch_norm=mode)
+        found = stability(
+            self.optimizer,
+            model,
+            setting.data,
+            tol=TOL,
+            seed=setting.seed,
+            loss=loss,
+            batch_norm=mode,
+            **setting.form.options(),
+        )
         text = str(found)
         self.sentences["stability"] = f"{text[:1].upper()}{text[1:]}."
         return {

@@ -9,17 +9,20 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 from collections.abc import Callable, Iterator
-from typing import Any, Self, TypeVar, cast
+from typing import Any, Self, TypeVar, Unpack, cast
 
 import torch
 from torch import Tensor, nn
 
-from spiritlevel.binding.batches import Batches, subset
+from spiritlevel.binding.batches import Batches, resized, spread, subset
+from spiritlevel.binding.coupling import depends_on_others
 from spiritlevel.binding.memory import parse_memory
 from spiritlevel.binding.parameters import Params
 from spiritlevel.binding.problem import Problem
 from spiritlevel.binding.ranks import Ranks
+from spiritlevel.binding.reading import Reading, form_of
 from spiritlevel.errors import checked_seed, whole_number
 
 Found = TypeVar("Found")
@@ -40,6 +43,7 @@ class Context:
         seed: of everything random.
         ordered: whether results belong to samples, so that the data must come in an order that repeats.
         whole: whether batches are part of what is measured and must not be split, as with batch statistics.
+        reading: how batches and outputs are read, and what a sample is; see `Reading`.
 
     >>> net = nn.Linear(2, 3)
     >>> context = Context(net, (torch.ones(4, 2), torch.tensor([0, 1, 2, 0])))
@@ -61,13 +65,16 @@ class Context:
         seed: int = 0,
         ordered: bool = True,
         whole: bool = False,
+        **reading: Unpack[Reading],
     ) -> None:
         self.seed = checked_seed(seed)
-        self.problem = Problem(model, loss=loss, params=params, batch_norm=batch_norm)
+        self.problem = Problem(model, loss=loss, params=params, batch_norm=batch_norm, form=form_of(reading))
+        self.form = self.problem.form
         self.batch_size = None if batch_size is None else whole_number(batch_size, "batch_size", 1)
         self.batch_norm, self.group, self.ordered = batch_norm, group, ordered
-        self.whole = whole or batch_norm == "batch"
+        self.whole = whole or batch_norm == "batch" or self.form.batches == "fixed"
         self._memory, self.data, self._params = memory, data, params
+        self._carried: tuple[str, ...] = ()  # notes on the data that these were drawn from
         self._forget()
 
     def _forget(self) -> None:
@@ -76,9 +83,14 @@ class Context:
 
     # ------------------------------------------------------------ others like this one
 
-    def on(self, data: Any) -> Self:
-        """The same model on other data: what was found out about data is forgotten, the model is not copied again."""
+    def on(self, data: Any, *, read: bool = False) -> Self:
+        """The same model on other data: what was found out about data is forgotten, the model is not copied again.
+
+        `read` says that they are pairs of inputs and targets already, whatever the options say of batches.
+        """
         other = copy.copy(self)
+        if read:
+            other.form, other._carried = self.form.of_pairs(), tuple(self.batches.notes)
         for name in _cached(self):
             if name != "ranks":  # they have agreed on the model
                 other.__dict__.pop(name, None)
@@ -88,8 +100,8 @@ class Context:
 
     def drawn(self, count: int | None) -> tuple[Self, Tensor | None]:
         """At most `count` of the samples, drawn at random, and where they are; itself and `None` if that is all."""
-        data, indices, _ = subset(self.batches, count, self.seed, self.batch_norm)
-        return (self, None) if indices is None else (self.on(data), indices)
+        data, indices, _ = subset(self.batches, count, self.seed)
+        return (self, None) if indices is None else (self.on(data, read=True), indices)
 
     def moved(self, model: nn.Module, *, params: Any = ()) -> Self:
         """Another model on the same data: a transformed one, say; its measured parameters are those of this context.
@@ -98,7 +110,9 @@ class Context:
         """
         other = self.on(self.data)
         chosen = self._params if params == () else params
-        other.problem = Problem(model, loss=self.problem.loss, params=chosen, batch_norm=self.batch_norm)
+        other.problem = Problem(
+            model, loss=self.problem.loss, params=chosen, batch_norm=self.batch_norm, form=self.form
+        )
         other.problem.inherit(self.problem)
         other.__dict__.pop("ranks", None)
         other.__dict__["batches"] = self.batches
@@ -109,7 +123,18 @@ class Context:
     @functools.cached_property
     def batches(self) -> Batches:
         """The data in an order that repeats, in batches as they come; `batches.cut` gives others."""
-        return Batches(self.data, size=self.batch_size, ordered=self.ordered, whole=self.whole)
+        return Batches(self.data, size=self.batch_size, ordered=self.ordered, whole=self.whole, form=self.form)
+
+    @functools.cached_property
+    def notes(self) -> tuple[str, ...]:
+        """How the data were read, where that is not plain; with fixed batches which ones, as part of the definition."""
+        found = (*self._carried, *self.batches.notes)
+        if self.form.batches != "fixed":
+            return found
+        sizes = [len(targets) for _, targets in self.batches]
+        runs = [(size, len(list(same))) for size, same in itertools.groupby(sizes)]
+        text = ", ".join(f"{count} of {size:,}" for size, count in runs[:4]) + (", ..." if len(runs) > 4 else "")
+        return (*found, f"the batches are fixed and part of the definition: {text} samples")
 
     @functools.cached_property
     def count(self) -> int:
@@ -125,6 +150,30 @@ class Context:
         for inputs, targets in self.batches if batches is None else batches:
             if len(targets):
                 yield self.problem.place(inputs, targets)
+
+    @functools.cached_property
+    def coupling(self) -> str:
+        """What ties the samples of a batch together where batches are meant: "outputs", "loss", or nothing.
+
+        Found out on a few samples of the first batch. Elsewhere nothing does: what is measured refuses it.
+        """
+        if self.form.batches == "fixed":
+            inputs, targets = self.first(4096, 3)
+            problem, some = self.problem, spread(len(targets))
+            with problem.active(), torch.no_grad():
+                outputs = problem.outputs(problem.params, inputs)
+                if problem.loss.couples(outputs, targets):
+                    return "loss"
+                if depends_on_others(problem, resized(inputs, some), outputs[some]):
+                    return "outputs"
+        return "outputs" if self.batch_norm == "batch" else ""
+
+    @property
+    def why_coupled(self) -> str:
+        """The same in words."""
+        if self.batch_norm == "batch" and self.form.batches != "fixed":
+            return "batch_norm='batch' couples the samples of a batch"
+        return f"the {'loss' if self.coupling == 'loss' else 'model'} couples the samples of a batch"
 
     # ------------------------------------------------------------ the machine
 

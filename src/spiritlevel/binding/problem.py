@@ -21,8 +21,10 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_leaves, tree_map
 
 from spiritlevel.binding import losses
+from spiritlevel.binding.graphs import Rows
 from spiritlevel.binding.parameters import Params, depth, select_parameters
 from spiritlevel.binding.ranks import Ranks
+from spiritlevel.binding.reading import PLAIN, Form
 from spiritlevel.binding.rewrites import Elementary
 from spiritlevel.binding.state import (
     advance_random_states,
@@ -65,6 +67,7 @@ class Problem:
         loss: Any = "cross_entropy",
         params: str | Iterable[str] | None = None,
         batch_norm: str = "eval",
+        form: Form = PLAIN,
     ) -> None:
         if not isinstance(model, nn.Module):
             raise InputError(f"the model must be a torch.nn.Module, got {type(model).__name__}.")
@@ -87,8 +90,8 @@ class Problem:
         if len(dtypes) > 1:
             kinds = ", ".join(sorted(str(d).removeprefix("torch.") for d in dtypes))
             raise InputError(f"the model mixes parameters of {kinds}; convert it to one of them, e.g. model.double().")
-        self.model = model
-        self.loss = losses.resolve(loss)
+        self.model, self.form = model, form.of(model)
+        self.loss = losses.resolve(loss, fixed=form.batches == "fixed")
         self.batch_norm = batch_norm
         with torch.inference_mode(False):  # tensors made in inference mode could not be differentiated
             state = {name: tensor.detach().clone() for name, tensor in _state(model)}
@@ -183,7 +186,9 @@ class Problem:
         detached = detached and not any(tensor.requires_grad for tensor in moving)
         args: tuple[Any, ...] = ()
         kwargs: dict[str, Any] = {}
-        if isinstance(inputs, Mapping):
+        if isinstance(inputs, Rows):
+            args = inputs.graph.arguments(self.device, self.dtype)
+        elif isinstance(inputs, Mapping) and not self.form.takes.takes_one_dict(inputs):
             kwargs = dict(inputs)
         elif isinstance(inputs, tuple | list):
             args = tuple(inputs)
@@ -219,12 +224,10 @@ class Problem:
             self._check_own_parameters()
         if before is not None:
             self._draws = before != random_states(self.device)
-        result = getattr(result, "logits", result)
-        if not isinstance(result, Tensor):
-            raise InputError(
-                f"the model must return a tensor or an object with .logits, got {type(result).__name__}; "
-                "wrap it in a module that picks the outputs."
-            )
+        leaves = [leaf for leaf in _leaves(inputs) if isinstance(leaf, Tensor) and leaf.ndim]
+        result = self.form.outputs(result, len(leaves[0]) if leaves else 0)
+        if isinstance(inputs, Rows):
+            result = result[inputs.rows]
         if detached and result.requires_grad:
             raise InputError(
                 f"the model {type(self.model).__name__} reads parameters that it holds elsewhere than under their "
@@ -268,10 +271,17 @@ class Problem:
 
         `start` is the number of the first sample in the data.
         """
-        if outputs.ndim == 0 or outputs.shape[0] != targets.shape[0]:
+        fits = outputs.ndim > 0 and outputs.shape[0] == targets.shape[0]
+        if not fits and not (self.form.batches == "fixed" and isinstance(self.loss, losses.CallableLoss)):
+            ending = "the first dimension must be the samples."
+            if outputs.ndim == 0:
+                ending = (
+                    "a loss of its own? Have it return its logits (output=) and pass the loss as loss=; or measure "
+                    "that number itself, with loss=lambda value, targets: value and batches='fixed', and with batch= "
+                    "if the model needs the targets."
+                )
             raise InputError(
-                f"the model returned outputs of shape {tuple(outputs.shape)} for {targets.shape[0]} samples; "
-                "the first dimension must be the samples."
+                f"the model returned outputs of shape {tuple(outputs.shape)} for {targets.shape[0]} samples; {ending}"
             )
         self.loss.check(outputs, targets, start)
         if not bool(torch.isfinite(outputs.detach().sum())) and not bool(torch.isfinite(outputs).all()):
@@ -324,7 +334,8 @@ def _each(change: Callable[[Any], Any], inputs: Any) -> Any:
 
 
 def _first_not_finite(tensor: Tensor) -> int:
-    return int((~torch.isfinite(tensor.detach())).reshape(len(tensor), -1).any(1).nonzero()[0])
+    wrong = ~torch.isfinite(tensor.detach())
+    return int(wrong.reshape(len(tensor), -1).any(1).nonzero()[0]) if tensor.ndim else 0
 
 
 def _state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

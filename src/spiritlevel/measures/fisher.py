@@ -30,14 +30,9 @@ def _quadratics(setting: Setting, direction: Params) -> Tensor:
     return torch.cat(found)
 
 
-def _is_trace(setting: Setting) -> bool:
-    """Whether the trace is that of the Hessian, exactly: Tr H = Tr GGN (mathematics 4.2)."""
-    return setting.by_norms and setting.traces.method == "exact"
-
-
 def _fisher_trace_values(setting: Setting) -> Tensor:
-    if _is_trace(setting):
-        return setting.traces.values
+    if setting.exact_traces is not None:
+        return setting.exact_traces.values
     return torch.stack([_quadratics(setting, setting.split(v)) for v in shared_signs(setting)]).mean(0)
 
 
@@ -52,11 +47,13 @@ def _fisher_trace_values(setting: Setting) -> Tensor:
     passes=functools.partial(trace_passes, unless_exact=4.0 * PROBES),
     sampling=mean_of(_fisher_trace_values, "8 forward-mode passes unless exact"),
     invariant_to=UNSEEN,
-    predict=lambda setting, transformed: predicted_trace(setting, transformed) if _is_trace(setting) else None,
+    predict=lambda setting, transformed: (
+        None if setting.exact_traces is None else predicted_trace(setting, transformed)
+    ),
 )
 def _fisher_trace(setting: Setting) -> Estimate:
-    if _is_trace(setting):
-        return setting.traces.mean()
+    if setting.exact_traces is not None:  # there Tr H = Tr GGN (mathematics 4.2)
+        return setting.exact_traces.mean()
     return operator_trace(setting.gauss_newton, probes=setting.probe_count, seed=setting.seed)
 
 

@@ -20,9 +20,9 @@ from spiritlevel.estimators import Operator
 from spiritlevel.measures.blocks import Block, gauss_newton_blocks
 from spiritlevel.measures.ends import Ends, in_layer_norms, probe_count
 from spiritlevel.operators.matrices import gauss_newton_in, hessian_in
-from spiritlevel.results import Margins, SampleTraces
+from spiritlevel.results import Estimate, Margins, SampleTraces
 from spiritlevel.samples.margins import margins_in, signed_margin
-from spiritlevel.samples.traces import sample_forms, traces_in
+from spiritlevel.samples.traces import sample_forms, trace_in, traces_in
 from spiritlevel.statistics.subsets import groups
 from spiritlevel.transforms import Transformed, fold_batchnorm
 from spiritlevel.watching.derivatives import check_derivatives
@@ -137,7 +137,7 @@ class Setting(Context):
 
     def part(self, indices: Tensor) -> Setting:
         """The same on the samples at these sorted places alone."""
-        return self.on(picked(self.pieces, indices))
+        return self.on(picked(self.pieces, indices), read=True)
 
     def forms(self, *vectors: Tensor) -> Tensor:
         """vᵀHₙv of every sample along each of these vectors, (N, vectors)."""
@@ -169,8 +169,8 @@ class Setting(Context):
         return self.once("structure", self._analysed)
 
     def _analysed(self) -> Structure:
-        if self.whole:
-            return Structure(failure="batch_norm='batch' couples the samples of a batch")
+        if self.coupling:
+            return Structure(failure=self.why_coupled)
         with self.problem.active():
             return functools.reduce(
                 joined, (analyse(self.problem, inputs, len(targets)) for inputs, targets in self.each())
@@ -201,6 +201,16 @@ class Setting(Context):
         """How many probes the trace of a matrix of all parameters takes."""
         usual = probe_count(self.problem.size)
         return usual if self.probes is None or usual == self.problem.size else min(self.probes, usual)
+
+    @property
+    def exact_traces(self) -> SampleTraces | None:
+        """The traces of the samples where they are those of the Gauss-Newton matrix; None elsewhere."""
+        return self.traces if self.by_norms and self.traces.method == "exact" else None
+
+    @functools.cached_property
+    def trace(self) -> Estimate:
+        """Tr H; of the traces of the samples, unless the loss couples them."""
+        return trace_in(self, probes=self.probes) if self.coupling == "loss" else self.traces.mean()
 
     @functools.cached_property
     def spectrum(self) -> Ends:

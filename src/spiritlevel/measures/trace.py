@@ -64,8 +64,8 @@ def _exact_passes(setting: Setting) -> float | None:
 
 def _mean_trace(setting: Setting) -> Estimate:
     """Tr H: of every sample, or, for the few probes of an audit, by products that the spectrum needs anyway."""
-    if setting.probes is None or _exact_passes(setting) is not None:
-        return setting.traces.mean()
+    if setting.probes is None or setting.coupling == "loss" or _exact_passes(setting) is not None:
+        return setting.trace
     return setting.once(
         "trace by products",
         lambda: operator_trace(setting.hessian, probes=setting.probe_count, seed=setting.seed),

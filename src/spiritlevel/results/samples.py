@@ -139,6 +139,7 @@ class Margins(Table):
     layer: str = ""
     spread: float = math.nan
     fingerprint: str = ""
+    notes: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return self.signed.numel()

@@ -10,16 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spiritlevel.binding.batches import Batches, Fingerprint
+from spiritlevel.binding.batches import Batches, Fingerprint, resized
 from spiritlevel.binding.context import Context
 from spiritlevel.binding.cores import side_by_side
+from spiritlevel.binding.coupling import same_outputs
 from spiritlevel.binding.losses import Factor
 from spiritlevel.errors import InputError, NotExactError
 from spiritlevel.results import SampleTraces, standard_error
 from spiritlevel.samples.choosing import Plan
 from spiritlevel.samples.probing import Differentiate, differentiator, form_along, generator_of, probe
 from spiritlevel.watching.chains import chain_traces
-from spiritlevel.watching.recording import Recording, resized, same_outputs
+from spiritlevel.watching.recording import Recording
 
 DEFAULT_PROBES = 64
 PILOT_PROBES = 16
@@ -80,6 +81,7 @@ class Collector:
     def __init__(self, context: Context, batches: Batches, per_layer: bool, cores: int) -> None:
         self.problem, self.ranks, self.seed = context.problem, context.ranks, context.seed
         self.batches, self.per_layer, self.cores = batches, per_layer, cores
+        self.whole, self.coupled, self.notes = context.whole, context.coupling != "", context.notes
         self.fingerprint = Fingerprint()
         self.targets: list[Tensor] = []
 
@@ -117,7 +119,7 @@ class Collector:
         return dict(zip(names, table.unbind(1), strict=True))
 
     def result(self, layers: dict[str, Tensor], stderr: Tensor | None = None, **fields: Any) -> SampleTraces:
-        values = fields.pop("values", None)
+        values, notes = fields.pop("values", None), (*fields.pop("notes", ()), *self.notes)
         if values is None:
             values = torch.stack(list(layers.values())).sum(0)
         return SampleTraces(
@@ -129,7 +131,8 @@ class Collector:
             loss=self.problem.loss.name,
             batch_norm=self.problem.batch_norm,
             fingerprint=str(self.fingerprint),
-            batches=tuple(map(len, self.targets)) if self.problem.batch_norm == "batch" else None,
+            batches=tuple(map(len, self.targets)) if self.whole else None,
+            notes=notes,
             **fields,
         )
 
@@ -150,7 +153,7 @@ class Collector:
             problem.checked(outputs, inputs, targets, start)
             if plan.name != "split" and not norms.structure.exact:  # a split is right whatever the network is
                 raise OtherFunction(start, norms.structure.reason)
-            rank = problem.loss.rank(outputs.shape[1] if outputs.ndim > 1 else 1)
+            rank = problem.loss.rank(outputs, targets)
             variance = 0.0
             if plan.name == "passes":
                 signs(start - drawn, outputs.shape[1])  # samples of other ranks have signs of their own
@@ -263,7 +266,7 @@ class Collector:
         return self.columns([part or "" for part in parts], begin, len(indices)), notes
 
     def _differentiator(self, inputs: Any, targets: Tensor) -> tuple[Differentiate, tuple[str, ...]]:
-        few = inputs if self.problem.batch_norm == "batch" else resized(inputs, min(8, len(targets)))
+        few = inputs if self.coupled else resized(inputs, min(8, len(targets)))
         return differentiator(self.problem, few, self.seed)
 
     def pyhessian(self, most: int = 100, tolerance: float = 1e-3) -> SampleTraces:
@@ -284,7 +287,7 @@ class Collector:
             running = torch.arange(len(targets))
             for index in range(most):
                 some, some_targets = inputs, targets
-                if problem.batch_norm == "eval" and len(running) < len(targets):  # batch statistics need the others too
+                if not self.coupled and len(running) < len(targets):  # coupled samples need the others too
                     chosen = running.to(problem.device)
                     some, some_targets = resized(inputs, chosen), targets[chosen]
                 derivatives = differentiate(problem, some, probe(problem.params, self.seed, index))

@@ -1,0 +1,296 @@
+"""How batches and outputs are read: the forms in which people have data and models, as inputs, targets and outputs."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypedDict
+
+from torch import Tensor, nn
+
+from spiritlevel.binding.graphs import Rows, Shared, is_graph, parts_of, rows_of
+from spiritlevel.errors import InputError, unknown_name
+
+LABELS = ("labels", "label", "targets", "target", "y")
+"""Keys under which a dict may hold its targets, if there is only one of them."""
+UNITS = ("sample", "token")
+BATCHES = ("free", "fixed")
+
+
+class Reading(TypedDict, total=False):
+    """Options that every function of a model and data takes beside its own, in this order and with one meaning.
+
+    - `target`: which part of a batch holds the targets: the key of a dict, the name of a field, the number of an item;
+      "y[mask]" for those rows of y that a mask picks. Found by itself where there is no doubt.
+    - `batch`: a function from a batch, as the data give it, to the pair (inputs, targets).
+    - `output`: which part of what the model returns are its outputs: a key, a name, a number, or a function that
+      returns them. A tensor is taken as it is, and of anything else its `logits`.
+    - `unit`: "sample", or "token" to count every target of a sequence by itself.
+    - `batches`: "free", or "fixed" where a sample's loss depends on the others of its batch, as in contrastive losses:
+      the batches are then part of the definition, and are never split.
+    """
+
+    target: str | int | None
+    batch: Callable[[Any], Any] | None
+    output: str | int | Callable[[Any], Any] | None
+    unit: str
+    batches: str
+
+
+class Takes(NamedTuple):
+    """What the forward of a model takes, by the names of its parameters."""
+
+    required: tuple[str, ...] = ()
+    optional: tuple[str, ...] = ()
+    more: bool = True  # positional arguments without names
+    keywords: bool = True  # keywords without names
+    known: bool = False
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Takes:
+        """Read off the signature; of forwards that hide it (`*args`) nothing is known."""
+        try:
+            parameters = inspect.signature(model.forward).parameters.values()
+        except (TypeError, ValueError):
+            return ANYTHING
+        named = [one for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
+        more, keywords = (any(one.kind is kind for one in parameters) for kind in (_ARGS, _KEYWORDS))
+        required = tuple(one.name for one in named if one.default is one.empty)
+        optional = tuple(one.name for one in parameters if one.name not in required and one.kind not in _OPEN)
+        return cls(required, optional, more, keywords, not more)
+
+    def may_take(self, count: int) -> bool:
+        """Whether so many positional inputs are possible."""
+        return len(self.required) <= count and (self.more or count <= len(self.required) + len(self.optional))
+
+    def accepts(self, key: Any) -> bool:
+        """Whether a keyword is possible."""
+        return self.keywords or key in self.required or key in self.optional
+
+    def takes_one_dict(self, keys: Iterable[Any]) -> bool:
+        """Whether a dict with these keys must be meant as the one argument."""
+        return self.known and not self.keywords and len(self.required) == 1 and not any(map(self.accepts, keys))
+
+    def __str__(self) -> str:
+        names = [*self.required, *(f"{name}=" for name in self.optional)]
+        return f"({', '.join(names)})"
+
+
+_ARGS, _KEYWORDS = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+_OPEN = (_ARGS, _KEYWORDS)
+ANYTHING = Takes()
+
+
+def _note(notes: list[str], note: str) -> None:
+    if note not in notes:
+        notes.append(note)
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """What the options of `Reading` say, checked."""
+
+    target: str | int | None = None
+    batch: Callable[[Any], Any] | None = None
+    output: str | int | Callable[[Any], Any] | None = None
+    unit: str = "sample"
+    batches: str = "free"
+    takes: Takes = ANYTHING
+
+    def __post_init__(self) -> None:
+        if self.unit not in UNITS:
+            raise unknown_name("unit", self.unit, UNITS)
+        if self.batches not in BATCHES:
+            raise unknown_name("value of batches=", self.batches, BATCHES)
+        if self.batch is not None and not callable(self.batch):
+            raise InputError(
+                "batch= takes a function from a batch to the pair (inputs, targets), got "
+                f"{type(self.batch).__name__}; the number of samples in a batch is batch_size=."
+            )
+        if self.target is not None and not isinstance(self.target, str | int):
+            raise InputError(
+                f"target= takes the key or the number of the targets in a batch, got {type(self.target).__name__}."
+            )
+        if not (self.output is None or isinstance(self.output, str | int) or callable(self.output)):
+            raise InputError(
+                "output= takes a key, a number or a function that returns the outputs, got "
+                f"{type(self.output).__name__}."
+            )
+
+    def of(self, model: nn.Module) -> Form:
+        """The same for this model: what its forward takes settles what a batch leaves open."""
+        return dataclasses.replace(self, takes=Takes.of(model))
+
+    def pair(self, batch: Any, notes: list[str]) -> tuple[Any, Any]:
+        """Inputs and targets of a batch; remarks on how it was read are added to `notes`."""
+        if self.batch is not None:
+            batch = self.batch(batch)
+            if not (isinstance(batch, tuple | list) and len(batch) == 2):
+                raise InputError(
+                    f"the function batch= must return the pair (inputs, targets), it returned {said(batch)}."
+                )
+            return batch[0], batch[1]
+        if isinstance(batch, Mapping):
+            return self._of_mapping(batch, notes)
+        if is_graph(batch):
+            return self._of_graph(batch, notes)
+        if not isinstance(batch, tuple | list) or len(batch) < 2:
+            raise InputError(
+                f"data must give pairs (inputs, targets), got {said(batch)}; batch= takes a function that makes such a "
+                "pair of a batch."
+            )
+        return self._of_items(batch, notes)
+
+    def _of_mapping(self, batch: Mapping[Any, Any], notes: list[str]) -> tuple[Any, Any]:
+        """Of a dict: what stands under the key of the targets, and the rest, as far as the model's forward takes it."""
+        target = self.target
+        if target is None:
+            found = [name for name in LABELS if name in batch]
+            if len(found) != 1:
+                what = f"several of them ({', '.join(found)})" if found else f"none of {', '.join(LABELS)}"
+                raise InputError(f"a batch is {said(batch)}, {what}; name the targets with target=.")
+            (target,) = found
+        if target not in batch:
+            raise InputError(f"a batch has no {target!r} to be its targets (target=): it is {said(batch)}.")
+        rest = {key: value for key, value in batch.items() if key != target or target in self.takes.required}
+        unknown = [] if self.takes.takes_one_dict(rest) else [key for key in rest if not self.takes.accepts(key)]
+        if unknown:
+            rest = {key: value for key, value in rest.items() if key not in unknown}
+            _note(notes, f"left out of the batches, as the model's forward does not take them: {', '.join(unknown)}")
+        return rest, batch[target]
+
+    def _of_items(self, batch: Sequence[Any], notes: list[str]) -> tuple[Any, Any]:
+        """Of several items: those before the targets are inputs, those after them are left out."""
+        count, names, target = len(batch), getattr(batch, "_fields", None), self.target
+        if target is None:
+            named = [name for name in LABELS if names and name in names]
+            target = 1 if count == 2 else named[0] if len(named) == 1 else self._place(batch)
+        if isinstance(target, str) and names and target in names:
+            target = int(names.index(target))
+        if isinstance(target, str) or not 1 <= (target + count if target < 0 else target) < count:
+            raise InputError(f"target={target!r} is no item of a batch behind its inputs: it has {said(batch)}.")
+        target %= count
+        if target < count - 1:
+            _note(notes, f"a batch has {count} items: {target} of inputs, then the targets; the rest was left out")
+        return batch[0] if target == 1 else tuple(batch[:target]), batch[target]
+
+    def _place(self, batch: Sequence[Any]) -> int:
+        """Where the targets must be among three and more items, by how many inputs the model's forward takes."""
+        places = [place for place in range(1, len(batch)) if self.takes.may_take(place)]
+        if len(places) == 1:
+            return places[0]
+        what = f"the model's forward takes {self.takes}" if self.takes.known else "it is not known what the model takes"
+        raise InputError(
+            f"a batch has {said(batch)}, and which of them holds the targets cannot be told, as {what}; pass target=1 "
+            "for (inputs, targets, ...), target=-1 for (input, input, ..., targets), or a function with batch=."
+        )
+
+    def _of_graph(self, graph: Any, notes: list[str]) -> tuple[Any, Any]:
+        """Of a graph: the nodes that a mask picks, or the graphs of a batch, are the samples."""
+        name, mask = str(self.target or "y"), ""
+        if name.endswith("]"):
+            name, _, mask = name[:-1].partition("[")
+        targets = getattr(graph, name, None)
+        if not isinstance(targets, Tensor) or not targets.ndim:
+            held = ", ".join(parts_of(graph))
+            raise InputError(f"a graph needs its targets under {name!r} (target= names another); it has {held}.")
+        rows, note = rows_of(graph, len(targets), mask)
+        if note:
+            _note(notes, note)
+        wanted = self.takes.required
+        as_parts = bool(wanted) and all(isinstance(getattr(graph, name, None), Tensor) for name in wanted)
+        if not as_parts and len(wanted) != 1:
+            what = f"takes {self.takes}" if self.takes.known else "takes anything"
+            raise InputError(
+                f"the model's forward {what}, so how to call it with a graph of {', '.join(parts_of(graph))} cannot be "
+                "told; wrap it in a module whose forward takes those parts by their names, or the graph."
+            )
+        return Rows(rows, Shared(graph, wanted if as_parts else ())), targets[rows.to(targets.device)]
+
+    def outputs(self, result: Any, count: int) -> Tensor:
+        """The outputs in what a model returned for so many samples."""
+        if callable(self.output):
+            found = self.output(result)
+            if not isinstance(found, Tensor):
+                raise InputError(f"the function output= must return a tensor, it returned {said(found)}.")
+            return found
+        if self.output is not None:
+            return self._named(result, self.output)
+        if isinstance(result, Tensor):
+            return result
+        found = result.get("logits") if isinstance(result, Mapping) else getattr(result, "logits", None)
+        if isinstance(found, Tensor):
+            return found
+        items = list(result.values()) if isinstance(result, Mapping) else result
+        fitting = [item for item in items if _has(item, count)] if isinstance(items, tuple | list) else []
+        if len(fitting) == 1:
+            return fitting[0]
+        raise InputError(
+            f"the model must return a tensor or something with logits, it returned {said(result)}; say with output= "
+            "which part of it to measure: a key, a number, or a function. A model that returns its loss alone is "
+            "measured by that with output=, loss=lambda value, targets: value and batches='fixed'."
+        )
+
+    @staticmethod
+    def _named(result: Any, name: str | int) -> Tensor:
+        if isinstance(name, str) and not isinstance(result, Mapping):
+            found = getattr(result, name, None)
+        else:
+            try:
+                found = result[name]
+            except (KeyError, IndexError, TypeError):
+                found = None
+        if not isinstance(found, Tensor) or isinstance(result, Tensor):
+            raise InputError(f"output={name!r} names no tensor of what the model returned: {said(result)}.")
+        return found
+
+    def of_pairs(self) -> Form:
+        """The same for batches that are pairs of inputs and targets already."""
+        return dataclasses.replace(self, target=None, batch=None)
+
+    def options(self) -> Reading:
+        """The options that say this."""
+        return Reading(target=self.target, batch=self.batch, output=self.output, unit=self.unit, batches=self.batches)
+
+
+PLAIN = Form()
+
+
+def _has(item: Any, count: int) -> bool:
+    return isinstance(item, Tensor) and item.is_floating_point() and item.ndim > 0 and len(item) == count
+
+
+def said(thing: Any) -> str:
+    """What was got, in words: the keys of a dict, the number of items, the shape of a tensor.
+
+    >>> import torch
+    >>> said({"input_ids": 0, "labels": 1}), said((1, "a")), said(torch.zeros(2, 3))
+    ("a dict with the keys 'input_ids', 'labels'", '2 items (int, str)', 'a tensor of shape (2, 3)')
+    """
+    if isinstance(thing, Tensor):
+        return f"a tensor of shape {tuple(thing.shape)}"
+    if isinstance(thing, Mapping):
+        keys = ", ".join(map(repr, thing)) or "none"
+        return f"a {type(thing).__name__} with the keys {keys}"
+    if isinstance(thing, tuple | list):
+        kinds = ", ".join(_kind(item) for item in thing[:6]) + (", ..." if len(thing) > 6 else "")
+        return f"{len(thing)} item{'s' * (len(thing) != 1)} ({kinds})"
+    if dataclasses.is_dataclass(thing):
+        return f"a {type(thing).__name__} with {', '.join(field.name for field in dataclasses.fields(thing))}"
+    return f"a {type(thing).__name__}" if thing is not None else "None"
+
+
+def _kind(item: Any) -> str:
+    return f"tensor {tuple(item.shape)}" if isinstance(item, Tensor) else type(item).__name__
+
+
+def form_of(options: Reading) -> Form:
+    """The form that the options say; a `TypeError` as for any other unknown keyword."""
+    known = [field.name for field in dataclasses.fields(Form)]
+    for name in options:
+        if name not in known:
+            raise TypeError(f"got an unexpected keyword argument {name!r}")
+    if options.get("unit") == "token":
+        raise InputError("unit='token' is not there yet; leave it out to measure every sample as a whole.")
+    return Form(**options)
