@@ -45,6 +45,10 @@ class Loss(ABC):
                 "flatten them, or pass a loss of your own that returns one value per sample."
             )
 
+    def couples(self, outputs: Tensor, targets: Tensor) -> str:
+        """In words, how the loss of a sample depends on the others of its batch; nothing where it does not."""
+        return ""
+
     @abstractmethod
     def values(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """ℓ of every sample, (N,), differentiable."""
@@ -106,6 +110,10 @@ class Loss(ABC):
             )
         class_targets("margins", outputs.shape[0], outputs.shape[1], targets, start)
         return Decisions(outputs, targets.long())
+
+    def prediction(self, outputs: Tensor, targets: Tensor) -> Tensor | None:
+        """The numbers that the outputs foretell of these targets; None where they are no numbers."""
+        return None
 
     def _check_exact(self, exact: int, outputs: Tensor, targets: Tensor) -> None:
         rank = self.rank(outputs, targets)
