@@ -268,7 +268,8 @@ def converge(
                 margin = min(50 * tol, 0.05) * space.norm
                 repeats = [_repeatable(end, values[i[:k]], distance) for end, i in zip(ends, order, strict=True)]
                 beyond = [_beyond(end, values, margin) for end in ends] if margin else []
-                hidden = [point for point in np.concatenate([*beyond, []]) if space.overlooks(point)]
+                outside = np.concatenate([*beyond, []])
+                hidden = outside[space.overlooks(outside)]
                 points = np.concatenate([*repeats, hidden])
                 begin = settled is None or bool(np.abs(found - settled).sum() > distance)
                 if not (points.size if begin else space.points.size):

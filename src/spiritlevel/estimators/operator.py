@@ -23,10 +23,13 @@ _Found = TypeVar("_Found")
 @contextlib.contextmanager
 def full_precision() -> Iterator[None]:
     """No reduced precision inside, whatever the caller has switched on."""
+    reduced = [device for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)]
+    if not reduced:
+        yield
+        return
     with contextlib.ExitStack() as stack:
-        for device in ("cpu", "cuda"):
-            if torch.is_autocast_enabled(device):
-                stack.enter_context(torch.autocast(device, enabled=False))
+        for device in reduced:
+            stack.enter_context(torch.autocast(device, enabled=False))
         yield
 
 

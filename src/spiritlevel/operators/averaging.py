@@ -75,7 +75,8 @@ class MeanMatrix:
         with self.ranks.together():
             sizes, self.fingerprint = self._inspect()
         self.ranks.same((sizes, self.fingerprint), "their data or batches")
-        self.versions = _versions(self.batches)
+        self.held = [tensor for tensor in _held(self.batches) if not tensor.is_inference()]
+        self.versions = [tensor._version for tensor in self.held]
         self.total, self.count, largest = sum(sizes), len(sizes), max(1, *sizes)
         self.chunk = max(1, min(_MOST_VECTORS, limit // largest, _CACHE // (largest_tensor * largest)))
         self.vectorised = True
@@ -122,6 +123,11 @@ class MeanMatrix:
 
     def multiply(self, rows: Tensor) -> Tensor:
         """The matrix times each row of (k, P)."""
+        if len(rows) == self.count == self.ranks.count == 1 and (tape := self.kept.get(0)):
+            self._check_versions()  # one vector and one batch: the sum of `moments` without its loops
+            with torch.no_grad():
+                parts = tape.multiply(*self._shaped(rows[0]))
+                return torch.cat([part.reshape(-1) for part in parts]).mul_(1 / self.total)[None]
         return self.moments(rows, 1)[0]
 
     def moments(self, rows: Tensor, order: int) -> list[Tensor]:
@@ -155,9 +161,13 @@ class MeanMatrix:
 
         with self.ranks.together():
             batches = self._pass(rows)
-            first = list(itertools.islice(batches, 1))  # with it is known whether the product can be traced
-            cores = batches_that_fit(self.at_a_time, rows.nbytes, self.budget // 4) if self.traceable else 1
-            side_by_side(itertools.chain(first, batches), begin, add, cores)
+            if self.count == 1:  # without what it takes to share, which a small network would notice
+                for batch in batches:
+                    add(begin(batch)())
+            else:
+                first = list(itertools.islice(batches, 1))  # with it is known whether the product can be traced
+                cores = batches_that_fit(self.at_a_time, rows.nbytes, self.budget // 4) if self.traceable else 1
+                side_by_side(itertools.chain(first, batches), begin, add, cores)
         self.ranks.add(totals)
         return totals
 
@@ -185,7 +195,7 @@ class MeanMatrix:
             )
 
     def _check_versions(self) -> None:
-        if _versions(self.batches) != self.versions:
+        if [tensor._version for tensor in self.held] != self.versions:  # some were written to
             raise InputError(
                 "the data were written to in place after the operator was made; products need data that stay as they "
                 "are: build a new operator for the new data."
@@ -406,11 +416,6 @@ def _rows(parts: Sequence[Tensor]) -> Tensor:
 def _held(batches: Batches) -> list[Tensor]:
     """The tensors of data that lie in memory as one pair, the targets last."""
     return tree_leaves(batches.data) if is_pair_of_tensors(batches.data) else []
-
-
-def _versions(batches: Batches) -> list[int]:
-    """How often the tensors of data that lie in memory were written to."""
-    return [tensor._version for tensor in _held(batches) if not tensor.is_inference()]
 
 
 def _activation_bytes(context: Context) -> tuple[int, int]:
