@@ -15,10 +15,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from spiritlevel.binding.batches import Batches, picked
 from spiritlevel.binding.context import Context
+from spiritlevel.binding.points import at_points, points_at_once
 from spiritlevel.errors import InputError
 from spiritlevel.estimators import Operator
 from spiritlevel.measures.blocks import Block, gauss_newton_blocks
 from spiritlevel.measures.ends import Ends, in_layer_norms
+from spiritlevel.operators.averaging import activation_bytes
 from spiritlevel.operators.matrices import gauss_newton_in, hessian_in
 from spiritlevel.results import Margins, SampleTraces
 from spiritlevel.samples.margins import margins_in, signed_margin
@@ -91,15 +93,36 @@ class Setting(Context):
         params = self.split(theta)
         return self._of_samples(lambda inputs, targets: self.problem.losses(params, inputs, targets))
 
-    def _of_samples(self, function: Callable[[Any, Tensor], Tensor]) -> Tensor:
-        """A number of every sample, (N,) float64: every rank takes its batches, and all get all."""
+    def losses_at_each(self, thetas: Tensor) -> Tensor:
+        """The loss of every sample at each of k points (k, P), as (k, N)."""
+        parts = thetas.split([tensor.numel() for tensor in self.problem.params.values()], dim=1)
+        points = {
+            name: part.reshape(len(thetas), *tensor.shape)
+            for part, (name, tensor) in zip(parts, self.problem.params.items(), strict=True)
+        }
+
+        def losses(inputs: Any, targets: Tensor) -> Tensor:
+            return at_points(
+                self.problem, lambda params: self.problem.losses(params, inputs, targets), points, self.at_once
+            ).T
+
+        return self._of_samples(losses, len(thetas)).T
+
+    @functools.cached_property
+    def at_once(self) -> int:
+        """How many perturbed networks to run at once."""
+        return points_at_once(self.problem, activation_bytes(self)[1] * min(self.count, _BATCH))
+
+    def _of_samples(self, function: Callable[[Any, Tensor], Tensor], *shape: int) -> Tensor:
+        """A number of every sample, (N,) float64, or more: every rank takes its batches, and all get all."""
         start, pieces = 0, []
         with self.ranks.together(), self.problem.active(), torch.no_grad():
             for index, (inputs, targets) in enumerate(self.pieces):
                 if self.ranks.takes(index) and len(targets):
-                    pieces.append((start, function(*self.problem.place(inputs, targets)).double().cpu().reshape(-1)))
+                    found = function(*self.problem.place(inputs, targets)).double().cpu()
+                    pieces.append((start, found.reshape(len(targets), *shape)))
                 start += len(targets)
-        return self.ranks.joined(pieces, start)
+        return self.ranks.joined(pieces, start, *shape)
 
     def loss_at(self, theta: Tensor) -> float:
         """L at other parameters."""

@@ -65,7 +65,7 @@ class MeanMatrix:
         with self.ranks.together():
             self.batches = context.batches.cut(context.batch_size)
             budget = context.budget()
-            saved, largest_tensor = context.once("activation bytes", lambda: _activation_bytes(context))
+            saved, largest_tensor = activation_bytes(context)
         self.at_a_time = at_a_time(problem.device)
         limit = budget // (2 * max(2, self.at_a_time) * _FOOTPRINT * saved)  # samples times vectors
         if context.batch_size is None and not whole:
@@ -418,8 +418,12 @@ def _held(batches: Batches) -> list[Tensor]:
     return tree_leaves(batches.data) if is_pair_of_tensors(batches.data) else []
 
 
-def _activation_bytes(context: Context) -> tuple[int, int]:
+def activation_bytes(context: Context) -> tuple[int, int]:
     """Bytes a sample that a forward pass saves for its derivative, all and the largest, from at most 16 samples."""
+    return context.once("activation bytes", lambda: _activation_bytes(context))
+
+
+def _activation_bytes(context: Context) -> tuple[int, int]:
     problem, (inputs, targets) = context.problem, context.first(16)
     params = as_leaves(problem.params)
     own = {tensor.untyped_storage().data_ptr() for tensor in [*params.values(), *problem.constants.values()]}
