@@ -189,6 +189,7 @@ class _Run:
         self.values: dict[str, ReportRow] = {}
         self.left_out: dict[str, str] = {}
         self.partial, self.probabilities = "", False
+        self.few  # noqa: B018 (may be `here`)
 
     def agree(self) -> None:
         """Raise `InputError` unless all ranks are about to measure the same: else one would wait for another."""
@@ -351,7 +352,9 @@ class _Run:
     @functools.cached_property
     def few(self) -> Setting:
         """At most so many of the samples, for what is dear."""
-        return self.here if self.here.whole else self.here.drawn(FEW)[0]
+        few = self.here if self.here.whole else self.here.drawn(FEW)[0]
+        few.writes = "spectrum" in self.parts  # which asks for so many products that few columns are cheaper
+        return few
 
     def _audit(self) -> None:
         def forward(what: str, done: int, total: int) -> None:

@@ -6,7 +6,7 @@ import copy
 import functools
 import itertools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -31,6 +31,7 @@ from spiritlevel.watching.derivatives import check_derivatives
 from spiritlevel.watching.layers import LAYERS, Call, Tapped, layer_calls
 from spiritlevel.watching.structure import Structure, analyse, joined
 
+_WRITTEN = 1_024  # parameters up to which all columns, and all eigenvalues, cost less than the products of a spectrum
 _BATCH = 500  # samples that a perturbed network sees at once
 
 
@@ -43,6 +44,7 @@ class Setting(Context):
     17
     """
 
+    writes = False  # whether so many products are expected that a small matrix is better written down
     probes: int | None = None  # of the trace where it is estimated; the usual number unless given
 
     def _forget(self) -> None:
@@ -155,6 +157,12 @@ class Setting(Context):
         """The loss of every sample."""
         return self.losses_at(self.theta)
 
+    def moved(self, model: nn.Module, *, params: Any = ()) -> Self:
+        """Another model on the same data, of which no spectrum is expected."""
+        other = super().moved(model, params=params)
+        other.writes = False
+        return other
+
     def part(self, indices: Tensor) -> Setting:
         """The same on the samples at these sorted places alone."""
         return self.on(picked(self.pieces, indices))
@@ -198,8 +206,11 @@ class Setting(Context):
 
     @functools.cached_property
     def hessian(self) -> Operator:
-        """H as an operator."""
-        return hessian_in(self)
+        """H as an operator, with its entries where they are few and many products are expected."""
+        op = hessian_in(self)
+        if self.writes and op.size <= _WRITTEN and 16 * op.size**2 <= self.budget() // 4:
+            op.write_down()
+        return op
 
     @functools.cached_property
     def gauss_newton(self) -> Operator:

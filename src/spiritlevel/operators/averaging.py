@@ -43,9 +43,10 @@ class _Batch(NamedTuple):
 
 _CACHE = 10 * 2**20  # bytes of the largest activation of a batch, and of that times vectors; more makes nothing faster
 _FOOTPRINT = 8  # bytes that a product takes for each byte of activations
-_MOST_VECTORS = 32  # multiplied at once
+_MOST_VECTORS = 128  # multiplied at once
 _MOST_SHAPES = 16  # of batches that are traced
-_FEW = 16  # samples on which a trace is tried
+_FEW = 16  # samples on which a trace is tried,
+_SMALL = 2**22  # unless the batch takes no more than so many bytes: then it is tried on all of them
 _ROUNDING = 10  # times the change between parameters that are the same but for rounding
 _TENSOR = object()  # marks the place of a tensor among a batch's leaves
 
@@ -65,7 +66,7 @@ class MeanMatrix:
         with self.ranks.together():
             self.batches = context.batches.cut(context.batch_size)
             budget = context.budget()
-            saved, largest_tensor = activation_bytes(context)
+            saved, largest_tensor = self.saved, _ = activation_bytes(context)
         self.at_a_time = at_a_time(problem.device)
         limit = budget // (2 * max(2, self.at_a_time) * _FOOTPRINT * saved)  # samples times vectors
         if context.batch_size is None and not whole:
@@ -307,7 +308,7 @@ class MeanMatrix:
 
     def _trace(self, flat: Flat, fixed: list[Tensor], inputs: Any, targets: Tensor, row: Tensor) -> Traced | None:
         """The trace of a batch's product, along `row`; `None` if there is none."""
-        few = len(targets) if len(targets) <= 8 * _FEW else _FEW
+        few = len(targets) if len(targets) <= 8 * _FEW or len(targets) * self.saved <= _SMALL else _FEW
         if self.traceable is None:
             tried = self._try(inputs, targets, few)
             if few == len(targets):
