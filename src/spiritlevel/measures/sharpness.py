@@ -12,7 +12,7 @@ from scipy.optimize import Bounds, minimize
 from torch import Tensor
 
 from spiritlevel.measures.registry import DIAGONAL, UNSEEN, register
-from spiritlevel.measures.sampling import MORE, Sampling, bracket, end_sampling, kept, mean_of
+from spiritlevel.measures.sampling import MORE, PRODUCT, Sampling, bracket, end_sampling, kept, mean_of
 from spiritlevel.measures.setting import Setting
 from spiritlevel.results import Estimate
 
@@ -240,7 +240,7 @@ _box_curvature_sampling = Sampling(
     "influence",
     _box_curvature_values,
     bias=lambda setting, population: _kappa(setting) * _OF_LARGEST.bias(setting, population),
-    cost="about two products",
+    passes=2 * PRODUCT,
 )
 
 
