@@ -19,6 +19,8 @@ from spiritlevel.binding.problem import Problem
 from spiritlevel.binding.reading import Form, Reading
 from spiritlevel.errors import InputError
 from spiritlevel.measures import Setting, select
+from spiritlevel.operators import averaging, replay
+from spiritlevel.watching import derivatives, recording
 from spiritlevel.watching.structure import Watch
 
 Data = tuple[torch.Tensor, torch.Tensor]
@@ -77,6 +79,94 @@ def test_a_whole_report_binds_each_different_model_once(monkeypatch: pytest.Monk
     searched = 2 * len(report.audit.worst)
     assert bound["moved"] <= tried + searched + 1  # shift_logits is looked at by its losses first
     assert counts["Batches"] <= 6  # version 0.1: 46
+
+
+def count_calls(monkeypatch: pytest.MonkeyPatch, counts: Counter[str], owner: Any, name: str) -> None:
+    """Count under its name how often a function is called from here on."""
+    function = getattr(owner, name)
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        counts[name] += 1
+        return function(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, counting)
+
+
+def test_a_whole_report_does_the_work_of_a_code_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two codes are measured here: the network, and that with split units, which has more of them."""
+    generator = torch.Generator().manual_seed(0)
+    inputs, targets = torch.randn(60, 8, generator=generator), torch.arange(60) % 3
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 20), nn.ReLU(), nn.Linear(20, 3))
+    counts: Counter[str] = Counter()
+    for owner, name in (
+        (derivatives, "_share_on_kinks"),  # the check of derivatives
+        (recording.GradientNorms, "_try_rules"),
+        (averaging, "try_to_trace"),
+        (replay, "try_to_trace"),
+        (replay.Tape, "multiply"),  # products with one vector, or with many at once
+    ):
+        count_calls(monkeypatch, counts, owner, name)
+    report = sl.measure(model, (inputs, targets))
+    assert report.audit is not None
+    tried = len(report.audit.certificates)
+    assert tried >= 5
+    assert report.spectrum is not None
+    assert report.spectrum.matvecs == report.parameters  # every column once
+    assert report.spectrum.trace.status == report.spectrum.frobenius_norm.status == "exact"
+    assert counts["_share_on_kinks"] <= 4  # twice a code at most: once for gradients, once for the Hessian
+    assert counts["_try_rules"] <= 4  # for traces, and for the blocks of layers
+    assert counts["try_to_trace"] <= 2
+    assert counts["multiply"] <= 60 * tried  # some 25 a transformed model; the report needed 375 for itself
+
+
+def test_losses_at_many_points_are_those_at_each(data: Data) -> None:
+    setting = Setting(net(), data)
+    thetas = setting.theta + 0.1 * torch.randn(5, setting.problem.size, generator=torch.Generator().manual_seed(1))
+    together = setting.losses_at_each(thetas)
+    one_by_one = torch.stack([setting.losses_at(theta) for theta in thetas])
+    assert together.shape == (5, 40)
+    torch.testing.assert_close(together, one_by_one, rtol=1e-5, atol=1e-6)
+    assert setting.problem.facts.get("points at once", True)
+
+
+class Looks(nn.Module):
+    """Branches on a number, which `vmap` refuses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) if bool(self.layer.weight.sum() > 0) else -self.layer(x)
+
+
+def test_a_model_that_cannot_run_at_many_points_at_once_runs_at_one_after_the_other(data: Data) -> None:
+    setting = Setting(Looks(), data)
+    thetas = setting.theta + torch.randn(6, setting.problem.size, generator=torch.Generator().manual_seed(1))
+    found = setting.losses_at_each(thetas)
+    assert setting.problem.facts["points at once"] is False
+    torch.testing.assert_close(found, torch.stack([setting.losses_at(theta) for theta in thetas]))
+
+
+def test_a_hessian_that_is_written_down_is_the_one_of_the_products(data: Data) -> None:
+    inputs, targets = data[0].double(), data[1]
+    plain, written = (Setting(net().double(), (inputs, targets)) for _ in range(2))
+    written.writes = True
+    assert plain.hessian.entries is None
+    matrix = plain.hessian.dense()
+    assert written.hessian.entries is not None
+    vector = torch.randn(plain.problem.size, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    torch.testing.assert_close(written.hessian @ vector, matrix @ vector, rtol=1e-10, atol=1e-12)
+    summary, ends = sl.spectrum(written.hessian, k=2), torch.linalg.eigvalsh(matrix)
+    torch.testing.assert_close(summary.largest.values, ends[-2:].flip(0), rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(summary.smallest.values, ends[:2], rtol=1e-8, atol=1e-12)
+    assert summary.density.exact
+    assert abs(written.spectrum.largest.value - float(ends[-1])) <= max(written.spectrum.largest.tolerance, 1e-12)
+    pairs = sl.eigenvalues(written.hessian, k=2, which="magnitude")
+    assert pairs.vectors is not None
+    torch.testing.assert_close(matrix @ pairs.vectors, pairs.vectors * pairs.values, rtol=1e-8, atol=1e-10)
 
 
 def test_the_audit_takes_what_the_report_has_measured(monkeypatch: pytest.MonkeyPatch, data: Data) -> None:

@@ -22,6 +22,7 @@ import spiritlevel as sl
 from spiritlevel import loading
 from spiritlevel.errors import InputError
 from spiritlevel.loading import arrays, check_classes, load_model, load_samples, load_weights
+from spiritlevel.loading.weights import read_tensors
 
 NET = """
 import torch
@@ -337,6 +338,16 @@ def test_no_program_in_a_file_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with pytest.raises(InputError, match="holds Python objects, which are not opened"):
         load_samples("trap.npz")
     assert not Path("sprung").exists()
+
+
+def test_weights_are_read_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that is replaced between two looks at it would give the header of one and the numbers of the other."""
+    save_file({"weight": torch.ones(2, 3)}, tmp_path / "a.safetensors")
+    opened = []
+    read = Path.read_bytes
+    monkeypatch.setattr(Path, "read_bytes", lambda path: opened.append(path) or read(path))
+    assert torch.equal(read_tensors(tmp_path / "a.safetensors")["weight"], torch.ones(2, 3))
+    assert opened == [tmp_path / "a.safetensors"]
 
 
 @pytest.mark.parametrize("name", ["w.safetensors", "w.pt"])

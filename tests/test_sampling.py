@@ -225,3 +225,15 @@ def test_shares_and_means_of_a_subset_carry_its_error() -> None:
     values = torch.linspace(0, 1, 60, dtype=torch.float64)
     assert mean_of(values, 240).data_stderr == pytest.approx(stats.sem(values.numpy()) * math.sqrt(1 - 60 / 240))
     assert mean_of(values, 60).data_limits is None
+
+
+def test_the_cost_of_an_error_is_a_number_that_the_time_limit_counts() -> None:
+    inputs, labels = data()
+    exact, estimated = Setting(net(nn.ReLU), (inputs, labels)), Setting(net(), (inputs, labels))
+    for name in ("layer_scaled_trace", "fisher_trace", "empirical_fisher_trace"):
+        assert MEASURES[name].subset_passes(exact) == 0 < MEASURES[name].subset_passes(estimated), name
+    assert MEASURES["margin_mean"].subset_passes(exact) == 0
+    for measure in MEASURES.values():
+        repeats = {"jackknife": 9.0, "bracket": 1.0}.get(measure.sampling.how, 0.0)
+        assert measure.subset_passes(estimated) >= repeats * measure.forward_passes(estimated)
+    assert MEASURES["frobenius_norm"].subset_passes(estimated) >= 24 * 4

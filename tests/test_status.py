@@ -568,3 +568,15 @@ def test_a_page_counts_no_margin_as_wider_that_rounding_explains() -> None:
         dataclasses.replace(found, margins=(first, dataclasses.replace(first, signed=one))), one - first.signed
     )
     assert text.startswith(f"{found.names[1]} has the wider margin on 2.5% of these samples, {found.names[0]} on 0.0%")
+
+
+def test_a_row_that_says_its_status_is_taken_at_its_word() -> None:
+    """Files of version 0.1 called an iterated eigenvalue exact; today's call one exact only if it is."""
+    value = Estimate(2.0)
+    row = ComparisonRow("largest_eigenvalue", value, value, 0.0, 0.0, 0.0, "exact", 1.0, 1.0, "equal", "", "", True)
+    data = row.to_dict()
+    assert ComparisonRow.from_dict(data).how == "exact"
+    older = {**data, "a": {**data["a"]}, "b": {**data["b"]}}
+    for key in ("a", "b"):
+        del older[key]["status"]
+    assert ComparisonRow.from_dict(older).how == "tolerance"

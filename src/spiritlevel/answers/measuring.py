@@ -194,6 +194,7 @@ class _Run:
         self.values: dict[str, ReportRow] = {}
         self.left_out: dict[str, str] = {}
         self.partial, self.probabilities = "", False
+        self.few  # noqa: B018 (may be `here`)
 
     def agree(self) -> None:
         """Raise `InputError` unless all ranks are about to measure the same: else one would wait for another."""
@@ -217,7 +218,9 @@ class _Run:
         yield _Step("accuracy and margins", 2, self._fit)
         if self.there is not None:
             yield _Step("test accuracy and margins", 2 * self.there.count / count, self._test)
-        passes = {each.name: each.forward_passes(self.here) for each in self.chosen}
+        own = {each.name: each.forward_passes(self.here) for each in self.chosen}
+        errors = self.indices is not None  # of having measured a subset, which are found beside
+        passes = {each.name: own[each.name] + (each.subset_passes(self.here) if errors else 0) for each in self.chosen}
         order = [self._measuring(each, passes[each.name]) for each in sorted(self.chosen, key=lambda m: passes[m.name])]
         yield from (step for step in order if step.name == "trace")  # which the next two read
         yield _Step("correlations", 1, self._correlations)
@@ -226,7 +229,7 @@ class _Run:
         rest = [step for step in order if step.name != "trace"]
         yield from (step for step in rest if step.passes <= _CHEAP)
         if "audit" in self.parts:
-            yield _Step("audit", 5 * share * sum(passes.values()), self._audit)
+            yield _Step("audit", 5 * share * sum(own.values()), self._audit)
         yield from (step for step in rest if step.passes > _CHEAP)
         if "spectrum" in self.parts:
             yield _Step("spectrum", 4 * share * _PROBES * _STEPS, self._spectrum)
@@ -364,7 +367,9 @@ class _Run:
     @functools.cached_property
     def few(self) -> Setting:
         """At most so many of the samples, for what is dear."""
-        return self.here if self.here.whole else self.here.drawn(FEW)[0]
+        few = self.here if self.here.whole else self.here.drawn(FEW)[0]
+        few.writes = "spectrum" in self.parts  # which asks for so many products that few columns are cheaper
+        return few
 
     def _audit(self) -> None:
         def forward(what: str, done: int, total: int) -> None:

@@ -15,11 +15,13 @@ from torch.overrides import TorchFunctionMode
 from spiritlevel.binding.batches import Batches
 from spiritlevel.binding.context import Context
 from spiritlevel.binding.parameters import Params
+from spiritlevel.binding.points import at_points, points_at_once
 from spiritlevel.binding.problem import Problem, unwrapped
 from spiritlevel.binding.reading import Reading
 from spiritlevel.binding.rewrites import by_channel, normalised
 from spiritlevel.errors import InputError, unknown_name
 from spiritlevel.estimators import eigenvalues
+from spiritlevel.operators.averaging import activation_bytes
 from spiritlevel.operators.matrices import hessian_in
 from spiritlevel.operators.products import hessian_product, loss_gradient
 from spiritlevel.results import Landscape
@@ -278,35 +280,58 @@ def _evaluate(
     problem, ranks = context.problem, context.ranks
     losses, correct = torch.zeros(len(grid), dtype=torch.float64), torch.zeros(len(grid), dtype=torch.float64)
     other = torch.zeros(1, dtype=torch.float64)  # batches whose targets are not classes
-    here = {**problem.params, **problem.constants}
     with ranks.together(), problem.active(), torch.no_grad():
         for inputs, targets, start in _placed(context, batches):
             problem.checked(problem.outputs(problem.params, inputs), inputs, targets, start)
-            for index, steps in enumerate(grid.tolist()):
-                point = {
-                    name: sum((t * move[name] for t, move in zip(steps, moves, strict=True)), start=here[name])
-                    for name in moves[0]
-                }
-                for name in point:
-                    if name.endswith("running_var"):  # beyond the ends of a path it could fall below zero
-                        point[name] = point[name].clamp(min=0)
-                outputs = problem.outputs(point, inputs)
-                losses[index] += problem.loss.values(outputs, targets).double().sum().cpu()
-                right = _correct(problem, outputs, targets)
+            at_once = points_at_once(problem, activation_bytes(context)[1] * len(targets))
+            for some in torch.arange(len(grid)).split(at_once):
+                points = _points(problem, moves, grid[some])
+                found, values = _outputs_and_losses(problem, points, inputs, targets, at_once)
+                losses[some] += values.double().flatten(1).sum(1).cpu()
+                right = _correct(problem, found, targets)
                 if right is None:
                     other += 1
                 else:
-                    correct[index] += right
+                    correct[some] += right.cpu()
     ranks.add([losses, correct, other])
     return losses / context.count, None if other else correct / context.count
 
 
-def _correct(problem: Problem, outputs: Tensor, targets: Tensor) -> float | None:
-    """How many samples are classified correctly, of many decisions their shares; `None` if there are no classes."""
+def _outputs_and_losses(
+    problem: Problem, points: Params, inputs: Any, targets: Tensor, at_once: int
+) -> tuple[Tensor, Tensor]:
+    """The outputs and the losses of a batch at every point, (points, N, …) and (points, N)."""
+    outputs = at_points(problem, lambda point: problem.outputs(point, inputs), points, at_once)
+
+    def losses(point: Params) -> Tensor:
+        return problem.loss.values(point["outputs"], targets)
+
+    return outputs, at_points(problem, losses, {"outputs": outputs}, at_once)
+
+
+def _points(problem: Problem, moves: Sequence[Params], grid: Tensor) -> Params:
+    """What moves, at each of these points of the grid: tensors (points, …)."""
+    here = {**problem.params, **problem.constants}
+    points = {}
+    for name, tensor in here.items():
+        if name in moves[0]:
+            steps = grid.to(tensor).reshape(*grid.shape, *[1] * tensor.ndim)
+            points[name] = sum((steps[:, i] * move[name] for i, move in enumerate(moves)), start=tensor)
+            if name.endswith("running_var"):  # beyond the ends of a path it could fall below zero
+                points[name] = points[name].clamp(min=0)
+    return points
+
+
+def _correct(problem: Problem, outputs: Tensor, targets: Tensor) -> Tensor | None:
+    """How many samples each of (points, N, …) outputs classifies correctly; of many decisions their shares.
+
+    `None` if there are no classes.
+    """
     try:
-        return float(share_right(problem.loss.decisions(outputs, targets)).sum())
+        shares = [share_right(problem.loss.decisions(each, targets)).sum() for each in outputs]
     except InputError:
         return None
+    return torch.stack(shares).double().cpu()
 
 
 class _MovingStatistics(TorchFunctionMode):

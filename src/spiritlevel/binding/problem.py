@@ -119,6 +119,11 @@ class Problem:
         """The number of measured parameters."""
         return sum(tensor.numel() for tensor in self.params.values())
 
+    @property
+    def keeps_state(self) -> bool:
+        """Whether the model is known to keep something of a pass, or to write to its inputs or buffers."""
+        return self._keeps or bool(self._overwrites)
+
     def inherit(self, other: Problem) -> None:
         """Take over what is known about another problem, if only the values of parameters and buffers differ."""
         if self.loss is other.loss and self.batch_norm == other.batch_norm and _same_code(self.model, other.model):

@@ -6,9 +6,11 @@ What it finds wrong is written out here, or refused with a sentence where that c
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -35,10 +37,23 @@ class Elementary(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         rewrite = _REWRITES.get(func)
-        if rewrite is None:
+        if rewrite is None or (rewrite is _layer_norm and _layer_norm_built_in.get()):
             return func(*args, **kwargs)
         result = rewrite(*args, **kwargs)
         return func(*args, **kwargs) if result is None else result
+
+
+_layer_norm_built_in: ContextVar[bool] = ContextVar("layer norm built in", default=False)
+
+
+@contextlib.contextmanager
+def built_in_layer_norm() -> Iterator[None]:
+    """Inside, layer norm stays one operation: for who does not ask autograd for its derivatives."""
+    token = _layer_norm_built_in.set(True)
+    try:
+        yield
+    finally:
+        _layer_norm_built_in.reset(token)
 
 
 # ---------------------------------------------------------------- normalisation

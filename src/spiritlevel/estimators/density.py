@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from scipy.linalg import eigh_tridiagonal, eigvalsh
+from scipy.linalg import eigh_tridiagonal
 
 from spiritlevel.errors import InputError
 from spiritlevel.estimators.eigenpairs import (
@@ -18,13 +18,12 @@ from spiritlevel.estimators.eigenpairs import (
     check_end,
     converge,
     dense_eigenpairs,
-    dense_matrix,
     ritz_pairs,
-    symmetric_part,
     with_reach,
 )
+from spiritlevel.estimators.entries import Entries
 from spiritlevel.estimators.krylov import Array, Krylov, lanczos
-from spiritlevel.estimators.operator import Operator, Product, in_full_precision
+from spiritlevel.estimators.operator import Operator, Product, entries_of, in_full_precision
 from spiritlevel.estimators.probes import check_probes, signs, whole_of
 from spiritlevel.estimators.trace import root_of
 from spiritlevel.results import Estimate, SpectralDensity, SpectrumSummary
@@ -54,8 +53,8 @@ def spectral_density(op: Any, *, probes: int = 8, steps: int = 80, seed: int = 0
     product = Product(op)
     _check_density("spectral_density", probes, steps, seed)
     steps = min(steps, product.size)
-    if product.size <= min(probes * steps, DENSE_LATER):
-        return _dense_spectrum(dense_matrix(product), product, seed)
+    if product.written or product.size <= min(probes * steps, DENSE_LATER):
+        return _dense_spectrum(entries_of(product), product, seed)
 
     def run(index: int) -> tuple[Array, Array]:
         return _quadrature(lanczos(Krylov(product, steps, seed, signs(product, seed, index)), steps), steps)
@@ -95,7 +94,7 @@ def spectrum(
     check_end(product, k, "largest", tol, seed)
     named = op if isinstance(op, Operator) and op.names else None
     steps = min(steps, product.size)
-    if product.size <= min(probes * steps, DENSE_LATER):
+    if product.written or product.size <= min(probes * steps, DENSE_LATER):
         return _dense_summary(product, named, k, tol, vectors, seed)
     layers: dict[str, list[float]] = {name: [] for name in named.names} if named else {}
 
@@ -156,8 +155,8 @@ def _quadrature_spectrum(rows: list[tuple[Array, Array]], product: Product, seed
     return SpectralDensity(nodes, weights, product.size, matvecs=product.count, seed=seed)
 
 
-def _dense_spectrum(matrix: Array, product: Product, seed: int) -> SpectralDensity:
-    nodes = torch.from_numpy(eigvalsh(symmetric_part(matrix)))[None]
+def _dense_spectrum(entries: Entries, product: Product, seed: int) -> SpectralDensity:
+    nodes = torch.from_numpy(entries.values.copy())[None]
     weights = torch.full_like(nodes, 1 / product.size)
     return SpectralDensity(nodes, weights, product.size, exact=True, matvecs=product.count, seed=seed)
 
@@ -165,23 +164,23 @@ def _dense_spectrum(matrix: Array, product: Product, seed: int) -> SpectralDensi
 def _dense_summary(
     product: Product, named: Operator | None, k: int, tol: float, vectors: bool, seed: int
 ) -> SpectrumSummary:
-    matrix = dense_matrix(product)
-    largest = dense_eigenpairs(product, matrix, k, "largest", tol, vectors, seed)
-    smallest = dense_eigenpairs(product, matrix, k, "smallest", tol, vectors, seed)
+    entries = entries_of(product)
+    largest = dense_eigenpairs(product, entries, k, "largest", tol, vectors, seed)
+    smallest = dense_eigenpairs(product, entries, k, "smallest", tol, vectors, seed)
     cost = product.count
 
     def known(value: float) -> Estimate:
         return Estimate(value, matvecs=cost, seed=seed)
 
-    square = float(np.square(matrix).sum())
-    layers = named.split(torch.from_numpy(matrix.diagonal().copy())) if named else {}
+    square = float(np.square(entries.matrix).sum())
+    layers = named.split(torch.from_numpy(entries.matrix.diagonal().copy())) if named else {}
     return SpectrumSummary(
         largest=largest,
         smallest=smallest,
-        trace=known(float(matrix.trace())),
+        trace=known(float(entries.matrix.trace())),
         frobenius_norm=known(math.sqrt(square)),
         mean_square=known(square / product.size),
-        density=_dense_spectrum(matrix, product, seed),
+        density=_dense_spectrum(entries, product, seed),
         layers={name: known(float(part.sum())) for name, part in layers.items()},
         size=product.size,
         matvecs=cost,

@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from scipy.linalg import eigh
 from torch import Tensor
 
 from spiritlevel.errors import InputError, unknown_name
+from spiritlevel.estimators.entries import Entries
 from spiritlevel.estimators.krylov import Array, Krylov
-from spiritlevel.estimators.operator import Product, identity_blocks, in_full_precision
+from spiritlevel.estimators.operator import Product, entries_of, in_full_precision
 from spiritlevel.estimators.probes import check_seed, gaussian, whole_of
 from spiritlevel.results import Eigenpairs, Estimate
 
@@ -88,8 +88,8 @@ def eigenvalues(
     if basis is not None and basis < k + 4:
         raise InputError(f"eigenvalues needs basis >= k + 4 = {k + 4} vectors to restart with, got {basis}.")
     size, spare = product.size, math.inf if max_matvecs is None else max_matvecs
-    if size <= max(_DENSE_EIGENVALUES, 4 * k) and size <= spare:
-        return dense_eigenpairs(product, dense_matrix(product), k, which, tol, vectors, seed)
+    if product.written or (size <= max(_DENSE_EIGENVALUES, 4 * k) and size <= spare):
+        return dense_eigenpairs(product, entries_of(product), k, which, tol, vectors, seed)
     if start is not None:
         space = Krylov(product, capacity_for(size, k, basis), seed, _given(product, k, start))
         coordinates, reason = converge(space, ENDS[which], k, tol, limit, exclude=False)
@@ -98,7 +98,7 @@ def eigenvalues(
     space = Krylov(product, capacity_for(size, k, basis), seed, gaussian(product, seed, 0), uniform=True)
     coordinates, reason = converge(space, ENDS[which], k, tol, min(limit, size) if may_go_dense else limit)
     if reason and may_go_dense:
-        return dense_eigenpairs(product, dense_matrix(product), k, which, tol, vectors, seed)
+        return dense_eigenpairs(product, entries_of(product), k, which, tol, vectors, seed)
     return ritz_pairs(space, coordinates, reason, which, tol, vectors)
 
 
@@ -146,6 +146,8 @@ def outermost(
     limit = 550 if max_matvecs is None else max_matvecs
     if limit < 1:
         raise InputError(f"outermost needs max_matvecs >= 1, got {limit}.")
+    if product.written:
+        return dense_eigenpairs(product, product.written, 1, which, tol, False, seed).outermost()
     space = _roomy(product, seed)
     may_go_dense = product.size <= DENSE_LATER and (max_matvecs is None or 2 * product.size <= max_matvecs)
     reason = "small"
@@ -153,7 +155,7 @@ def outermost(
         allowed = min(limit, product.size) if may_go_dense else limit
         coordinates, reason = converge(space, ENDS[which], 1, tol, allowed)
     if reason and may_go_dense:
-        return dense_eigenpairs(product, dense_matrix(product), 1, which, tol, False, seed).outermost()
+        return dense_eigenpairs(product, entries_of(product), 1, which, tol, False, seed).outermost()
     if not reason and space.knows_first:
         _settle(space, ENDS[which], tol, limit)
         (end,) = ENDS[which]
@@ -268,7 +270,8 @@ def converge(
                 margin = min(50 * tol, 0.05) * space.norm
                 repeats = [_repeatable(end, values[i[:k]], distance) for end, i in zip(ends, order, strict=True)]
                 beyond = [_beyond(end, values, margin) for end in ends] if margin else []
-                hidden = [point for point in np.concatenate([*beyond, []]) if space.overlooks(point)]
+                outside = np.concatenate([*beyond, []])
+                hidden = outside[space.overlooks(outside)]
                 points = np.concatenate([*repeats, hidden])
                 begin = settled is None or bool(np.abs(found - settled).sum() > distance)
                 if not (points.size if begin else space.points.size):
@@ -350,40 +353,34 @@ def _measured_residuals(product: Product, columns: Tensor, values: Array) -> Arr
     return np.array([float(torch.linalg.vector_norm(rest)) for rest in rests])
 
 
-def dense_matrix(product: Product) -> Array:
-    """The matrix in float64, by `size` products."""
-    blocks = [product(block).double().cpu() for block in identity_blocks(product.size, product.dtype, product.device)]
-    return torch.cat(blocks, dim=1).numpy()
-
-
-def symmetric_part(matrix: Array) -> Array:
-    """(M + Mᵀ)/2."""
-    return (matrix + matrix.T) / 2
-
-
 def dense_eigenpairs(
-    product: Product, matrix: Array, k: int, which: str, tol: float, vectors: bool, seed: int
+    product: Product, entries: Entries, k: int, which: str, tol: float, vectors: bool, seed: int
 ) -> Eigenpairs:
-    """The k eigenpairs at one end of a matrix that was formed by products."""
-    values, columns = eigh(symmetric_part(matrix))
+    """The k eigenpairs at one end of a matrix that was formed by products.
+
+    Their residuals are measured where there are vectors, else no more than the asymmetry of the products.
+    """
     (end,) = ENDS[which]
-    wanted = np.argsort(-end(values), kind="stable")[:k]
-    bound = tol * float(np.abs(values).max())
-    values, columns = values[wanted], columns[:, wanted]
-    residuals = np.linalg.norm(matrix @ columns - columns * values, axis=0)
+    wanted = np.argsort(-end(entries.values), kind="stable")[:k]
+    bound = tol * float(np.abs(entries.values).max())
+    values, columns, residuals = entries.values[wanted], None, np.full(k, entries.asymmetry)
+    if vectors or residuals.max() > bound:
+        columns = entries.vectors(wanted)
+        residuals = np.linalg.norm(entries.matrix @ columns - columns * values, axis=0)
     reason = ""
     if residuals.max() > bound:
-        asymmetry = float(np.abs(matrix - matrix.T).max())
+        asymmetry = float(np.abs(entries.matrix - entries.matrix.T).max())
         reason = (
             f"residual {residuals.max():.2g} > tol · max|λ| = {bound:.2g}, and the products are asymmetric by "
             f"{asymmetry:.2g}: they change from call to call, or {product.dtype} allows no better"
         )
+    kept = torch.from_numpy(columns).to(product.device, product.dtype) if vectors and columns is not None else None
     return Eigenpairs(
         values=torch.from_numpy(values),
-        vectors=torch.from_numpy(columns).to(product.device, product.dtype) if vectors else None,
+        vectors=kept,
         residuals=torch.from_numpy(residuals),
         converged=not reason,
-        matvecs=product.count,
+        matvecs=product.count or entries.size,
         which=which,
         tol=tol,
         seed=seed,

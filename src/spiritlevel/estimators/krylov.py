@@ -18,6 +18,8 @@ from spiritlevel.estimators.probes import gaussian
 
 Array = NDArray[np.float64]
 _MISS = 1e-3  # chance that an eigenvalue stays hidden
+_COARSE = np.geomspace(1, 1e-14, 64)  # of the norm: where an eigenvalue is looked for
+_FINE = np.geomspace(1, _COARSE[1], 52)  # of the step before the last
 
 
 @dataclass
@@ -67,6 +69,7 @@ class Krylov:
         self.noise = 0.0  # largest ‖qᵢᵀHq − qᵀHqᵢ‖ seen: rounding, or products that change from call to call
         self._scale = 0.0
         self._eps = torch.finfo(product.dtype).eps
+        self._ritz: tuple[Array, Array] | None = None  # of `projected` as it stands
 
     def _outside(self, v: Tensor) -> tuple[Tensor, Array]:
         """`v` less its part in the span of the basis, and its coefficients there. Twice is enough."""
@@ -79,6 +82,7 @@ class Krylov:
 
     def extend(self, number: int = 0) -> Tensor:
         """Take an edge into the basis; what its product leaves outside becomes the edge. Returns the product."""
+        self._ritz = None
         j = self.width
         edge = self.edges.pop(number)
         q = self.basis[j] = edge.vector
@@ -132,40 +136,44 @@ class Krylov:
         for edge in self.edges.values():
             edge.shadows = edge.shadows[hidden]
 
-    def overlooks(self, point: float) -> bool:
-        """Whether the first vector may have hidden an eigenvector z of this eigenvalue, with a chance above _MISS.
+    def overlooks(self, points: Array) -> NDArray[np.bool_]:
+        """Of each point, whether the first vector may have hidden an eigenvector z of this eigenvalue.
 
-        For z with components c in the basis and e along the edge u, (μ − A) c = e · shares and ‖c‖² + e² ≤ 1: that
-        bounds the component c₀ along the first vector.
+        That is, with a chance above _MISS. For z with components c in the basis and e along the edge u,
+        (μ − A) c = e · shares and ‖c‖² + e² ≤ 1: that bounds the component c₀ along the first vector.
         """
         if not self.knows_first:
-            return True
+            return np.ones(points.shape, dtype=bool)
         w = self.width
         shares = np.zeros(w)
         shares[-1] = self.noise
         if 0 in self.edges:
             shares = self.edges[0].shares[:w]
-        c = np.linalg.solve(point * np.eye(w) - self.projected[:w, :w], shares)
-        most = abs(float(c[0])) / math.hypot(1.0, float(np.linalg.norm(c)))
+        values, coordinates = self.ritz()
+        gaps = points[:, None] - values
+        gaps[gaps == 0] = np.finfo(np.float64).eps * self.norm  # at a Ritz value, its own vector decides
+        c = (shares @ coordinates) / gaps  # in the basis of the Ritz vectors
+        most = np.abs(c @ coordinates[0]) / np.sqrt(1.0 + np.square(c).sum(1))
         return most * math.sqrt(2 * self.product.size / math.pi) > _MISS
 
     def reach(self, end: Callable[[Array], Array], size: float) -> float:
         """How far beyond `size` an eigenvalue may lie, measured by `end`, with a chance above _MISS; at most the norm.
 
-        Products with H are known up to `noise`, which moves eigenvalues by as much.
+        To 1 %, and to 1e-14 of the norm. Products with H are known up to `noise`, which moves eigenvalues by as much.
         """
+        if not self.norm:
+            return self.noise
+        both = np.array([1.0, -1.0])
+        signs = both[end(both) > 0]
 
-        def open_at(margin: float) -> bool:
-            points = np.array([size + margin, -(size + margin)])
-            return any(self.overlooks(point) for point in points[end(points) >= size + margin])
+        def least(margins: Array) -> float:
+            """The last of these falling margins before one where an eigenvalue may lie; infinite if there is none."""
+            open_at = self.overlooks(np.outer(signs, size + margins).reshape(-1)).reshape(len(signs), -1).any(0)
+            first = int(np.argmax(open_at)) if open_at.any() else len(margins)
+            return float(margins[first - 1]) if first else math.inf
 
-        low, high = 0.0, self.norm
-        if not high or open_at(high):
-            return math.inf if high else self.noise
-        while high - low > max(0.01 * high, 1e-14 * self.norm):
-            middle = (low + high) / 2
-            low, high = (middle, high) if open_at(middle) else (low, middle)
-        return high + self.noise
+        high = least(self.norm * _COARSE)
+        return high if high == math.inf else least(high * _FINE) + self.noise
 
     def begin(self, points: Array) -> bool:
         """Add a random edge, orthogonal to the basis, and look for more eigenvectors with eigenvalues `points`.
@@ -191,9 +199,11 @@ class Krylov:
 
     def ritz(self) -> tuple[Array, Array]:
         """The Ritz values, ascending, and their coordinates in the basis, as columns."""
-        values, coordinates = eigh(self.projected[: self.width, : self.width])
-        self.norm = max(self.norm, -float(values[0]), float(values[-1]))
-        return values, coordinates
+        if self._ritz is None:
+            self._ritz = eigh(self.projected[: self.width, : self.width], check_finite=False)
+            values = self._ritz[0]
+            self.norm = max(self.norm, -float(values[0]), float(values[-1]))
+        return self._ritz
 
     def leaks(self, coordinates: Array) -> dict[int, Array]:
         """How far H carries each of these vectors along every edge: parts of the residuals of Ritz vectors."""
@@ -216,7 +226,7 @@ class Krylov:
 
     def restart(self, values: Array, coordinates: Array) -> None:
         """Keep these Ritz vectors and all edges, forget the rest (thick restart)."""
-        self.knows_first = False
+        self.knows_first, self._ritz = False, None
         w, keep = coordinates.shape
         rotation = torch.from_numpy(coordinates.T.copy()).to(self.basis)
         for columns in self.basis.split(2**16, dim=1):

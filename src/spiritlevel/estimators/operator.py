@@ -15,6 +15,7 @@ from scipy.sparse.linalg import LinearOperator
 from torch import Tensor
 
 from spiritlevel.errors import InputError
+from spiritlevel.estimators.entries import Entries
 
 _Arguments = ParamSpec("_Arguments")
 _Found = TypeVar("_Found")
@@ -23,10 +24,13 @@ _Found = TypeVar("_Found")
 @contextlib.contextmanager
 def full_precision() -> Iterator[None]:
     """No reduced precision inside, whatever the caller has switched on."""
+    reduced = [device for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)]
+    if not reduced:
+        yield
+        return
     with contextlib.ExitStack() as stack:
-        for device in ("cpu", "cuda"):
-            if torch.is_autocast_enabled(device):
-                stack.enter_context(torch.autocast(device, enabled=False))
+        for device in reduced:
+            stack.enter_context(torch.autocast(device, enabled=False))
         yield
 
 
@@ -70,6 +74,7 @@ class Operator:
         self.device = torch.device(device)
         self.shapes = {name: torch.Size(shape) for name, shape in (shapes or {}).items()}
         self._matmat = matmat
+        self.entries: Entries | None = None  # once they are written down
         total = sum(shape.numel() for shape in self.shapes.values())
         if self.shapes and total != size:
             raise InputError(f"the parameters' shapes hold {total} numbers, but the operator has size {size}.")
@@ -98,7 +103,16 @@ class Operator:
 
     def dense(self) -> Tensor:
         """The matrix itself, by `size` products."""
-        return torch.cat([self @ block for block in identity_blocks(self.size, self.dtype, self.device)], dim=1)
+        width = max(1, min(128, 2**25 // self.size))
+        blocks = identity_blocks(self.size, self.dtype, self.device, width)
+        return torch.cat([self @ block for block in blocks], dim=1)
+
+    def write_down(self) -> None:
+        """Keep all entries, from `size` products: estimators then read them, exactly, and make no further products."""
+        if self.entries is None:
+            matrix = self.dense()
+            self.entries = Entries(matrix.double().cpu().numpy())
+            self._matmat = matrix.__matmul__
 
     def split(self, v: Tensor) -> dict[str, Tensor]:
         """A vector cut into the parameters' shapes, as views."""
@@ -157,6 +171,7 @@ class Product:
         self.dtype = dtype
         self.device = torch.device(op.device) if self._speaks_torch else torch.device("cpu")
         self.count = 0
+        self.written = op.entries if isinstance(op, Operator) else None
         if isinstance(op, np.ndarray) or (isinstance(op, Tensor) and op.layout == torch.strided):
             entries: Any = op.detach() if isinstance(op, Tensor) else op
             difference, largest = float(abs(entries - entries.T).max()), float(abs(entries).max())
@@ -185,14 +200,23 @@ class Product:
         return product
 
 
+def entries_of(product: Product) -> Entries:
+    """The entries of a matrix: those that its operator has written down, or by `size` products."""
+    if (written := product.written) is not None:
+        product.count = written.size
+        return written
+    blocks = [product(block).double().cpu() for block in identity_blocks(product.size, product.dtype, product.device)]
+    return Entries(torch.cat(blocks, dim=1).numpy())
+
+
 def columns_at_once(size: int) -> int:
     """How many vectors to multiply at once: up to 16, and fewer where they would fill more than 2²⁵ numbers."""
     return max(1, min(16, 2**25 // size))
 
 
-def identity_blocks(size: int, dtype: torch.dtype, device: torch.device) -> Iterator[Tensor]:
-    """The columns of the identity, as many at once as fit."""
-    width = columns_at_once(size)
+def identity_blocks(size: int, dtype: torch.dtype, device: torch.device, width: int | None = None) -> Iterator[Tensor]:
+    """The columns of the identity, so many at once, or as many as fit."""
+    width = width or columns_at_once(size)
     for first in range(0, size, width):
         block = torch.zeros(size, min(width, size - first), dtype=dtype, device=device)
         block[first : first + width].fill_diagonal_(1.0)

@@ -98,11 +98,11 @@ def _without_prefix(found: dict[str, Tensor], expected: Mapping[str, Tensor]) ->
 def read_tensors(path: Path) -> dict[str, Tensor]:
     """The tensors of a `.safetensors` file."""
     from safetensors import SafetensorError
-    from safetensors.torch import load_file
+    from safetensors.torch import load
 
     check_readable(path)
     try:
-        return load_file(path)
+        return load(path.read_bytes())  # at once: `load_file` opens it twice, and it may be replaced in between
     except (SafetensorError, OSError) as error:
         raise InputError(f"{path} is not a safetensors file: {first_line(error)}.") from error
 

@@ -11,7 +11,7 @@ from spiritlevel.binding.parameters import Params, along
 from spiritlevel.estimators import operator_trace
 from spiritlevel.measures.ends import PROBES
 from spiritlevel.measures.registry import LINEAR, UNSEEN, register
-from spiritlevel.measures.sampling import MORE, kept, mean_of, shared_signs
+from spiritlevel.measures.sampling import MORE, SHARED, kept, mean_of, shared_signs, unless_exact
 from spiritlevel.measures.setting import Setting
 from spiritlevel.measures.trace import predicted_trace, trace_passes
 from spiritlevel.operators.matrices import empirical_fisher_in
@@ -45,7 +45,7 @@ def _fisher_trace_values(setting: Setting) -> Tensor:
     worth="exact or estimated",
     cost="backward",
     passes=functools.partial(trace_passes, unless_exact=4.0 * PROBES),
-    sampling=mean_of(_fisher_trace_values, "8 forward-mode passes unless exact"),
+    sampling=mean_of(_fisher_trace_values, unless_exact(2.0 * SHARED)),
     invariant_to=UNSEEN,
     predict=lambda setting, transformed: (
         None if setting.exact_traces is None else predicted_trace(setting, transformed)
@@ -78,7 +78,7 @@ def _empirical_fisher_values(setting: Setting) -> Tensor:
     worth="exact or estimated",
     cost="backward",
     passes=3,
-    sampling=mean_of(_empirical_fisher_values, "8 forward-mode passes unless exact", MORE),
+    sampling=mean_of(_empirical_fisher_values, unless_exact(2.0 * SHARED), MORE),
     invariant_to=UNSEEN,
 )
 def _empirical_fisher_trace(setting: Setting) -> Estimate:

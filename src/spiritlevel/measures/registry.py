@@ -161,6 +161,13 @@ class Measure:
         except (ArithmeticError, RuntimeError, ValueError):
             return 0.0
 
+    def subset_passes(self, setting: Setting) -> float:
+        """What finding the error of a random subset takes beside the measure, likewise."""
+        try:
+            return self.sampling.forward_passes(self, setting) if setting.batch_norm != "batch" else 0.0
+        except (ArithmeticError, RuntimeError, ValueError):
+            return 0.0
+
     @property
     def needs_data(self) -> bool:
         """Whether the samples enter, and not their shape alone."""

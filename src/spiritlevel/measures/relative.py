@@ -13,7 +13,7 @@ from spiritlevel.estimators import operator_trace
 from spiritlevel.measures.blocks import gauss_newton_blocks
 from spiritlevel.measures.ends import PROBES, in_layer_norms, layer_norms
 from spiritlevel.measures.registry import BY_TENSOR, DIAGONAL, register
-from spiritlevel.measures.sampling import SHARED, end_sampling, mean_of, not_known, shared_signs
+from spiritlevel.measures.sampling import SHARED, end_sampling, mean_of, not_known, shared_signs, unless_exact
 from spiritlevel.measures.setting import Setting
 from spiritlevel.measures.trace import trace_passes
 from spiritlevel.results import Estimate
@@ -40,7 +40,7 @@ def _known_by_layer(setting: Setting) -> bool:
     worth="exact or estimated",
     cost="backward",
     passes=functools.partial(trace_passes, unless_exact=5.0 * PROBES),
-    sampling=mean_of(_layer_scaled_values, "32 forward passes unless exact"),
+    sampling=mean_of(_layer_scaled_values, unless_exact(4.0 * SHARED)),
     invariant_to=BY_TENSOR,
 )
 def _layer_scaled_trace(setting: Setting) -> Estimate:
@@ -74,9 +74,7 @@ def _quotient_norm(setting: Setting) -> Estimate:
     worth="exact or estimated",
     cost="forward",
     passes=lambda setting: _flatness_passes(setting, [setting.last.weight], 1.0),
-    sampling=mean_of(
-        lambda setting: _flatness_values(setting, [setting.last.weight]), "32 forward passes unless exact"
-    ),
+    sampling=mean_of(lambda setting: _flatness_values(setting, [setting.last.weight]), unless_exact(4.0 * SHARED)),
     invariant_to=BY_TENSOR | {"fold_batchnorm", "shift_logits"},
 )
 def _relative_flatness(setting: Setting) -> Estimate:
@@ -96,7 +94,7 @@ def _relative_flatness(setting: Setting) -> Estimate:
     worth="exact or estimated",
     cost="backward",
     passes=lambda setting: _flatness_passes(setting, setting.layers, 3.0),
-    sampling=mean_of(lambda setting: _flatness_values(setting, setting.layers), "32 forward passes unless exact"),
+    sampling=mean_of(lambda setting: _flatness_values(setting, setting.layers), unless_exact(4.0 * SHARED)),
     invariant_to=BY_TENSOR | {"fold_batchnorm", "shift_logits"},
 )
 def _relative_flatness_sum(setting: Setting) -> Estimate:

@@ -54,9 +54,9 @@ class Sampling:
     (`values` gives what every sample adds, to first order), "order" (the quantile at `share` of `values`), "jackknife"
     (computed anew without each of ten groups: nine times the cost of the measure; `limits` if it has a cheaper way),
     "bracket" (`limits` finds them) or "unknown", and `reason` says why. `bias` is how far the measure is too large on
-    average. `cost` is what finding it takes, in words; `least` how many samples an interval needs to hold, which is
-    more where a few of them decide the value. What `grows` with the number of samples, as its root, can be compared on
-    equal samples, but speaks of no others.
+    average. Finding the error takes about `passes` forward passes over the data and `repeats` times the measure itself.
+    `least` is how many samples an interval needs to hold, which is more where a few of them decide the value. What
+    `grows` with the number of samples, as its root, can be compared on equal samples, but speaks of no others.
     """
 
     how: str
@@ -65,7 +65,8 @@ class Sampling:
     bias: Callable[[Setting, int], float] = lambda setting, population: 0.0
     limits: Callable[[Setting, float, int], SubsetError] | None = None
     reason: str = ""
-    cost: str = "nothing"
+    passes: float | Callable[[Setting], float] = 0.0
+    repeats: float = 0.0
     least: int = FEWEST
     grows: bool = False
 
@@ -101,6 +102,11 @@ class Sampling:
             return by_order(value, values, self.share, population)
         return by_influences(value, values, population, self.bias(setting, population))
 
+    def forward_passes(self, measure: Measure, setting: Setting) -> float:
+        """What finding the error takes, roughly, in forward passes over the data."""
+        own = self.passes(setting) if callable(self.passes) else self.passes
+        return own + (self.repeats * measure.forward_passes(setting) if self.repeats else 0.0)
+
     def _without_groups(self, measure: Measure, setting: Setting, value: float, population: int) -> SubsetError:
         found = []
         for group in groups(setting.count, setting.seed):
@@ -111,11 +117,20 @@ class Sampling:
 
 
 NO_DATA = Sampling("no data")
+PRODUCT = 4.0
+"""Forward passes that a product of the Hessian takes."""
 
 
-def mean_of(values: Callable[[Setting], Tensor], cost: str = "nothing", least: int = FEWEST) -> Sampling:
-    """Of a mean over samples: that of these values."""
-    return Sampling("mean", values, cost=cost, least=least)
+def mean_of(
+    values: Callable[[Setting], Tensor], passes: float | Callable[[Setting], float] = 0.0, least: int = FEWEST
+) -> Sampling:
+    """Of a mean over samples: that of these values, which take so many forward passes."""
+    return Sampling("mean", values, passes=passes, least=least)
+
+
+def unless_exact(passes: float) -> Callable[[Setting], float]:
+    """So many passes where the traces of the samples are estimated; none where they are exact."""
+    return lambda setting: 0.0 if setting.structure.exact and setting.problem.loss.closed_form else passes
 
 
 def kept(name: str) -> Callable[[Setting], Tensor]:
@@ -128,9 +143,9 @@ def quantile_of(values: Callable[[Setting], Tensor], share: float) -> Sampling:
     return Sampling("order", values, share)
 
 
-def anew(cost: str = "nine times the measure") -> Sampling:
-    """By computing the measure anew without each of ten groups."""
-    return Sampling("jackknife", cost=cost)
+def anew() -> Sampling:
+    """By computing the measure anew without each of ten groups: nine times the measure."""
+    return Sampling("jackknife", repeats=GROUPS - 1.0)
 
 
 def not_known(reason: str) -> Sampling:
@@ -177,7 +192,7 @@ def end_sampling(get: Callable[[Setting], Ends], which: str, in_norms: bool = Fa
             noise += float(moved.square().sum())
         return noise / GROUPS / (GROUPS - 1) / end.value * _rest(setting, population)
 
-    return Sampling("influence", values, bias=bias, cost="about two products")
+    return Sampling("influence", values, bias=bias, passes=2 * PRODUCT)
 
 
 def _squared_norm_values(setting: Setting) -> Tensor:
@@ -214,7 +229,7 @@ def norm_sampling(factor: Callable[[Setting], float]) -> Sampling:
         "influence",
         lambda setting: 2 * factor(setting) * _squared_norm_values(setting),
         bias=lambda setting, population: factor(setting) * _squared_norm_bias(setting, population),
-        cost="about 24 products",
+        passes=24 * PRODUCT,
     )
 
 
@@ -247,4 +262,4 @@ def bracket(name: str, compute: Compute, percent: bool = False) -> Sampling:
         low = max(0.0, min(below.low, value))
         return SubsetError((above.high - low) / (2 * 1.96), low, above.high)
 
-    return Sampling("bracket", limits=limits, cost="the measure once more")
+    return Sampling("bracket", limits=limits, repeats=1.0)

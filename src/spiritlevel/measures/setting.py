@@ -6,7 +6,7 @@ import copy
 import functools
 import itertools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -15,10 +15,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from spiritlevel.binding.batches import Batches, picked
 from spiritlevel.binding.context import Context
+from spiritlevel.binding.points import at_points, points_at_once
 from spiritlevel.errors import InputError
 from spiritlevel.estimators import Operator
 from spiritlevel.measures.blocks import Block, gauss_newton_blocks
 from spiritlevel.measures.ends import Ends, in_layer_norms, probe_count
+from spiritlevel.operators.averaging import activation_bytes
 from spiritlevel.operators.matrices import gauss_newton_in, hessian_in
 from spiritlevel.results import Estimate, Margins, SampleTraces
 from spiritlevel.samples.margins import margins_in, share_right
@@ -29,6 +31,7 @@ from spiritlevel.watching.derivatives import check_derivatives
 from spiritlevel.watching.layers import LAYERS, Call, Tapped, layer_calls
 from spiritlevel.watching.structure import Structure, analyse, joined
 
+_WRITTEN = 1_024  # parameters up to which all columns, and all eigenvalues, cost less than the products of a spectrum
 _BATCH = 500  # samples that a perturbed network sees at once
 
 
@@ -40,6 +43,8 @@ class Setting(Context):
     >>> setting.problem.size
     17
     """
+
+    writes = False  # whether so many products are expected that a small matrix is better written down
 
     def __init__(self, *args: Any, probes: int | None = None, **options: Any) -> None:
         """As a context; `probes` are those of traces that must be estimated, the usual numbers unless given."""
@@ -94,15 +99,36 @@ class Setting(Context):
         params = self.split(theta)
         return self._of_samples(lambda inputs, targets: self.problem.losses(params, inputs, targets))
 
-    def _of_samples(self, function: Callable[[Any, Tensor], Tensor]) -> Tensor:
-        """A number of every sample, (N,) float64: every rank takes its batches, and all get all."""
+    def losses_at_each(self, thetas: Tensor) -> Tensor:
+        """The loss of every sample at each of k points (k, P), as (k, N)."""
+        parts = thetas.split([tensor.numel() for tensor in self.problem.params.values()], dim=1)
+        points = {
+            name: part.reshape(len(thetas), *tensor.shape)
+            for part, (name, tensor) in zip(parts, self.problem.params.items(), strict=True)
+        }
+
+        def losses(inputs: Any, targets: Tensor) -> Tensor:
+            return at_points(
+                self.problem, lambda params: self.problem.losses(params, inputs, targets), points, self.at_once
+            ).T
+
+        return self._of_samples(losses, len(thetas)).T
+
+    @functools.cached_property
+    def at_once(self) -> int:
+        """How many perturbed networks to run at once."""
+        return points_at_once(self.problem, activation_bytes(self)[1] * min(self.count, _BATCH))
+
+    def _of_samples(self, function: Callable[[Any, Tensor], Tensor], *shape: int) -> Tensor:
+        """A number of every sample, (N,) float64, or more: every rank takes its batches, and all get all."""
         start, pieces = 0, []
         with self.ranks.together(), self.problem.active(), torch.no_grad():
             for index, (inputs, targets) in enumerate(self.pieces):
                 if self.ranks.takes(index) and len(targets):
-                    pieces.append((start, function(*self.problem.place(inputs, targets)).double().cpu().reshape(-1)))
+                    found = function(*self.problem.place(inputs, targets)).double().cpu()
+                    pieces.append((start, found.reshape(len(targets), *shape)))
                 start += len(targets)
-        return self.ranks.joined(pieces, start)
+        return self.ranks.joined(pieces, start, *shape)
 
     def loss_at(self, theta: Tensor) -> float:
         """L at other parameters."""
@@ -135,6 +161,12 @@ class Setting(Context):
     def losses(self) -> Tensor:
         """The loss of every sample."""
         return self.losses_at(self.theta)
+
+    def moved(self, model: nn.Module, *, params: Any = ()) -> Self:
+        """Another model on the same data, of which no spectrum is expected."""
+        other = super().moved(model, params=params)
+        other.writes = False
+        return other
 
     def part(self, indices: Tensor) -> Setting:
         """The same on the samples at these sorted places alone."""
@@ -179,8 +211,11 @@ class Setting(Context):
 
     @functools.cached_property
     def hessian(self) -> Operator:
-        """H as an operator."""
-        return hessian_in(self)
+        """H as an operator, with its entries where they are few and many products are expected."""
+        op = hessian_in(self)
+        if self.writes and op.size <= _WRITTEN and 16 * op.size**2 <= self.budget() // 4:
+            op.write_down()
+        return op
 
     @functools.cached_property
     def gauss_newton(self) -> Operator:

@@ -12,7 +12,7 @@ from scipy.optimize import Bounds, minimize
 from torch import Tensor
 
 from spiritlevel.measures.registry import DIAGONAL, UNSEEN, register
-from spiritlevel.measures.sampling import MORE, Sampling, bracket, end_sampling, kept, mean_of
+from spiritlevel.measures.sampling import MORE, PRODUCT, Sampling, bracket, end_sampling, kept, mean_of
 from spiritlevel.measures.setting import Setting
 from spiritlevel.results import Estimate
 
@@ -111,17 +111,14 @@ def _adaptive_sharpness_linf(setting: Setting) -> Estimate:
 
 def _average(setting: Setting, spread: Tensor | float, purpose: int) -> Estimate:
     """E L(θ+δ) − L, δ = spread∘z, over normal z, each with its mirror image, which cancels the slope."""
-    base, rises = setting.losses, torch.zeros(setting.count, dtype=torch.float64)
-    draws = []
+    rises = torch.zeros(_DRAWS, setting.count, dtype=torch.float64)
     with setting.problem.active():  # once, not for every draw
-        for index in range(_DRAWS):
-            delta = spread * setting.normal(index, purpose)
-            pair = setting.losses_at(setting.theta + delta), setting.losses_at(setting.theta - delta)
-            rise = (pair[0] + pair[1]) / 2 - base
-            rises += rise / _DRAWS
-            draws.append(float(rise.mean()))
-    setting.kept[f"average {purpose}"] = rises
-    return Estimate.from_draws(torch.tensor(draws, dtype=torch.float64), matvecs=2 * _DRAWS, seed=setting.seed)
+        for some in torch.arange(_DRAWS).split(max(1, setting.at_once // 2)):
+            deltas = spread * torch.stack([setting.normal(index, purpose) for index in some.tolist()])
+            there = setting.losses_at_each(torch.cat([setting.theta + deltas, setting.theta - deltas]))
+            rises[some] = (there[: len(some)] + there[len(some) :]) / 2 - setting.losses
+    setting.kept[f"average {purpose}"] = rises.mean(0)
+    return Estimate.from_draws(rises.mean(1), matvecs=2 * _DRAWS, seed=setting.seed)
 
 
 @register(
@@ -243,7 +240,7 @@ _box_curvature_sampling = Sampling(
     "influence",
     _box_curvature_values,
     bias=lambda setting, population: _kappa(setting) * _OF_LARGEST.bias(setting, population),
-    cost="about two products",
+    passes=2 * PRODUCT,
 )
 
 

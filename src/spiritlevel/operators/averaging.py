@@ -44,9 +44,10 @@ class _Batch(NamedTuple):
 
 _CACHE = 10 * 2**20  # bytes of the largest activation of a batch, and of that times vectors; more makes nothing faster
 _FOOTPRINT = 8  # bytes that a product takes for each byte of activations
-_MOST_VECTORS = 32  # multiplied at once
+_MOST_VECTORS = 128  # multiplied at once
 _MOST_SHAPES = 16  # of batches that are traced
-_FEW = 16  # samples on which a trace is tried
+_FEW = 16  # samples on which a trace is tried,
+_SMALL = 2**22  # unless the batch takes no more than so many bytes: then it is tried on all of them
 _ROUNDING = 10  # times the change between parameters that are the same but for rounding
 _TENSOR = object()  # marks the place of a tensor among a batch's leaves
 
@@ -66,7 +67,7 @@ class MeanMatrix:
         with self.ranks.together():
             self.batches = context.batches.cut(context.batch_size)
             budget = context.budget()
-            saved, largest_tensor = context.once("activation bytes", lambda: _activation_bytes(context))
+            saved, largest_tensor = self.saved, _ = activation_bytes(context)
         self.at_a_time = at_a_time(problem.device)
         limit = budget // (2 * max(2, self.at_a_time) * _FOOTPRINT * saved)  # samples times vectors
         if context.batch_size is None and not whole:
@@ -76,7 +77,8 @@ class MeanMatrix:
         with self.ranks.together():
             sizes, self.fingerprint = self._inspect()
         self.ranks.same((sizes, self.fingerprint), "their data or batches")
-        self.versions = _versions(self.batches)
+        self.held = [tensor for tensor in _held(self.batches) if not tensor.is_inference()]
+        self.versions = [tensor._version for tensor in self.held]
         self.total, self.count, largest = sum(sizes), len(sizes), max(1, *sizes)
         self.chunk = max(1, min(_MOST_VECTORS, limit // largest, _CACHE // (largest_tensor * largest)))
         self.vectorised = True
@@ -123,6 +125,11 @@ class MeanMatrix:
 
     def multiply(self, rows: Tensor) -> Tensor:
         """The matrix times each row of (k, P)."""
+        if len(rows) == self.count == self.ranks.count == 1 and (tape := self.kept.get(0)):
+            self._check_versions()  # one vector and one batch: the sum of `moments` without its loops
+            with torch.no_grad():
+                parts = tape.multiply(*self._shaped(rows[0]))
+                return torch.cat([part.reshape(-1) for part in parts]).mul_(1 / self.total)[None]
         return self.moments(rows, 1)[0]
 
     def moments(self, rows: Tensor, order: int) -> list[Tensor]:
@@ -156,9 +163,13 @@ class MeanMatrix:
 
         with self.ranks.together():
             batches = self._pass(rows)
-            first = list(itertools.islice(batches, 1))  # with it is known whether the product can be traced
-            cores = batches_that_fit(self.at_a_time, rows.nbytes, self.budget // 4) if self.traceable else 1
-            side_by_side(itertools.chain(first, batches), begin, add, cores)
+            if self.count == 1:  # without what it takes to share, which a small network would notice
+                for batch in batches:
+                    add(begin(batch)())
+            else:
+                first = list(itertools.islice(batches, 1))  # with it is known whether the product can be traced
+                cores = batches_that_fit(self.at_a_time, rows.nbytes, self.budget // 4) if self.traceable else 1
+                side_by_side(itertools.chain(first, batches), begin, add, cores)
         self.ranks.add(totals)
         return totals
 
@@ -186,7 +197,7 @@ class MeanMatrix:
             )
 
     def _check_versions(self) -> None:
-        if _versions(self.batches) != self.versions:
+        if [tensor._version for tensor in self.held] != self.versions:  # some were written to
             raise InputError(
                 "the data were written to in place after the operator was made; products need data that stay as they "
                 "are: build a new operator for the new data."
@@ -288,7 +299,7 @@ class MeanMatrix:
 
     def _trace(self, flat: Flat, fixed: list[Tensor], inputs: Any, targets: Tensor, row: Tensor) -> Traced | None:
         """The trace of a batch's product, along `row`; `None` if there is none."""
-        few = len(targets) if len(targets) <= 8 * _FEW else _FEW
+        few = len(targets) if len(targets) <= 8 * _FEW or len(targets) * self.saved <= _SMALL else _FEW
         if self.traceable is None:
             tried = self._try(inputs, targets, few)
             if few == len(targets):
@@ -399,13 +410,12 @@ def _held(batches: Batches) -> list[Tensor]:
     return tree_leaves(batches.data) if is_pair_of_tensors(batches.data) else []
 
 
-def _versions(batches: Batches) -> list[int]:
-    """How often the tensors of data that lie in memory were written to."""
-    return [tensor._version for tensor in _held(batches) if not tensor.is_inference()]
+def activation_bytes(context: Context) -> tuple[int, int]:
+    """Bytes a sample that a forward pass saves for its derivative, all and the largest, from at most 16 samples."""
+    return context.once("activation bytes", lambda: _activation_bytes(context))
 
 
 def _activation_bytes(context: Context) -> tuple[int, int]:
-    """Bytes a sample that a forward pass saves for its derivative, all and the largest, from at most 16 samples."""
     problem, (inputs, targets) = context.problem, context.first(16)
     params = as_leaves(problem.params)
     own = {tensor.untyped_storage().data_ptr() for tensor in [*params.values(), *problem.constants.values()]}

@@ -55,7 +55,8 @@ class ComparisonRow(Result):
     def _from_older(cls, data: dict[str, Any]) -> dict[str, Any]:
         name, how = str(data.get("name")), data.get("how")
         data = {"decides": name in _DECIDED, **data}
-        if how == "exact" and name in WERE_BOUNDS | WERE_ITERATED:
+        silent = any(isinstance(data.get(key), dict) and "status" not in data[key] for key in ("a", "b"))
+        if silent and how == "exact" and name in WERE_BOUNDS | WERE_ITERATED:
             how = "lower bounds" if name in WERE_BOUNDS else "tolerance"
         return {**data, "how": how, **{key: with_status(data[key], name) for key in ("a", "b") if key in data}}
 

@@ -20,9 +20,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from spiritlevel.watching import norm_rules, path_rules
+from spiritlevel.watching import norm_rules, path_rules, taylor_rules
 from spiritlevel.watching.norm_rules import Rule
 from spiritlevel.watching.path_rules import PathRule
+from spiritlevel.watching.taylor_rules import TaylorRule
 
 
 class Degree(Enum):
@@ -105,7 +106,7 @@ class Operation:
     affine: tuple[int, int] | None = None
     norm: Callable[..., Rule | None] | None = None
     path: PathRule | None = None
-    taylor: Callable[..., Any] | None = None
+    taylor: TaylorRule | None = None
 
     @property
     def smooth(self) -> bool:
@@ -119,13 +120,30 @@ class Operation:
         return self.kind in (Kind.ALIAS, Kind.COPY, Kind.RESHAPING)
 
 
+_TAYLOR: dict[Degree, TaylorRule] = {
+    Degree.CONSTANT: taylor_rules.still,
+    Degree.LINEAR: taylor_rules.linear(),
+    Degree.PIECEWISE: taylor_rules.elementwise(curved=False),  # by forward mode where it is not
+    Degree.BILINEAR: taylor_rules.product,
+    Degree.ADDED_BILINEAR: taylor_rules.added_product,
+    Degree.QUOTIENT: taylor_rules.divided,
+    Degree.BATCH_NORM: taylor_rules.batch_norm,
+    Degree.SMOOTH: taylor_rules.elementwise(),
+}
+"""The rules for second-order terms that follow from a degree, where no better one is named."""
+
+
 def _operation(name: str, functions: str = "", aten: str = "", **columns: Any) -> Operation:
+    if aten and not columns.get("by_memory") and "degree" in columns:
+        columns.setdefault("taylor", _TAYLOR.get(columns["degree"]))
     return Operation(name, tuple(functions.split()), tuple(aten.split()), **columns)
 
 
 _LINEAR: dict[str, Any] = {"degree": Degree.LINEAR, "homogeneous": True}
 _PIECEWISE: dict[str, Any] = {"degree": Degree.PIECEWISE, "homogeneous": True}
-_SHAPED: dict[str, Any] = {**_LINEAR, "kind": Kind.RESHAPING, "vanishes": True, "path": path_rules.reshaped}
+_RESHAPED: dict[str, Any] = {"path": path_rules.reshaped, "taylor": taylor_rules.reshaped}
+_SHAPED: dict[str, Any] = {**_LINEAR, **_RESHAPED, "kind": Kind.RESHAPING, "vanishes": True}
+_COPIED: dict[str, Any] = {**_SHAPED, "kind": Kind.COPY, "taylor": taylor_rules.copied}
 _MOVED: dict[str, Any] = {**_LINEAR, "kind": Kind.MOVING, "path": path_rules.moved}
 _CHOSEN: dict[str, Any] = {**_LINEAR, "kind": Kind.MOVING, "chooses": Chooses.ROWS}
 _POOLED: dict[str, Any] = {"kind": Kind.SPATIAL}
@@ -136,13 +154,13 @@ _ADDED: dict[str, Any] = {"degree": Degree.ADDED_BILINEAR, "path": path_rules.ad
 
 def _copies() -> Iterator[Operation]:
     """The same numbers again, in their own or another shape."""
-    again = {"homogeneous": True, "path": path_rules.reshaped}
-    yield _operation("alias", "", "alias", degree=Degree.LINEAR, kind=Kind.ALIAS, **again)
+    again = {"homogeneous": True, "kind": Kind.ALIAS, "path": path_rules.reshaped}
+    yield _operation("alias", "", "alias", degree=Degree.LINEAR, taylor=taylor_rules.copied, **again)
     # no degree: what is cut off from its gradient is found by `structure`, which knows when autograd itself does so
-    yield _operation("detach", "detach", "detach", kind=Kind.ALIAS, **again)
-    yield _operation("clone", "clone contiguous", "clone contiguous", **{**_SHAPED, "kind": Kind.COPY})
-    yield _operation("convert", "to float double", "_to_copy", **{**_SHAPED, "kind": Kind.COPY})
-    yield _operation("lift", "", "lift lift_fresh lift_fresh_copy", **_LINEAR, kind=Kind.COPY, path=path_rules.reshaped)
+    yield _operation("detach", "detach", "detach", taylor=taylor_rules.still, **again)
+    yield _operation("clone", "clone contiguous", "clone contiguous", **_COPIED)
+    yield _operation("convert", "to float double", "_to_copy", **_COPIED)
+    yield _operation("lift", "", "lift lift_fresh lift_fresh_copy", **{**_COPIED, "vanishes": False})
     # nothing but the same numbers where a network is measured, in eval mode
     yield _operation("dropout", "dropout dropout_ dropout1d dropout2d dropout3d", **_LINEAR, kind=Kind.COPY)
     views = "view view_copy _unsafe_view _reshape_alias reshape"
@@ -173,7 +191,8 @@ def _moves() -> Iterator[Operation]:
         yield _operation(name, "", name, **_CHOSEN, path=path_rules.chosen)
     for name in ("gather", "take"):
         yield _operation(name, "", name, **_CHOSEN)
-    yield _operation("embedding", "F.embedding", "embedding", **_LINEAR, norm=norm_rules.embedding)
+    rules: dict[str, Any] = {"norm": norm_rules.embedding, "taylor": taylor_rules.embedding}
+    yield _operation("embedding", "F.embedding", "embedding", **_LINEAR, **rules)
     yield _operation("cat", "cat concat concatenate", "cat", **_LINEAR, kind=Kind.JOIN, path=path_rules.moved)
     yield _operation("stack", "stack", "stack", **_LINEAR, kind=Kind.JOIN, path=path_rules.moved)
 
@@ -183,11 +202,11 @@ def _writes() -> Iterator[Operation]:
     for name in ("copy", "slice_scatter", "select_scatter"):
         yield _operation(name, "", name, **_LINEAR, path=path_rules.moved)
     for name in ("scatter", "scatter_add", "index_add", "index_copy", "index_fill", "index_put"):
-        yield _operation(name, "", name, **_LINEAR, chooses=Chooses.ROWS)
+        yield _operation(name, "", name, **_LINEAR, chooses=Chooses.ROWS, taylor=taylor_rules.linear("value"))
     yield _operation("masked_scatter", "", "masked_scatter", **_LINEAR, chooses=Chooses.SIZE)
-    yield _operation("masked_fill", "", "masked_fill", **_LINEAR)
-    yield _operation("where", "", "where", **_LINEAR)
-    yield _operation("fill", "", "fill zero", degree=Degree.LINEAR)
+    yield _operation("masked_fill", "", "masked_fill", **_LINEAR, taylor=taylor_rules.linear("value"))
+    yield _operation("where", "", "where", **_LINEAR, taylor=taylor_rules.linear("self", "other"))
+    yield _operation("fill", "", "fill zero", degree=Degree.LINEAR, taylor=taylor_rules.linear("value"))
     yield _operation("as_strided_scatter", "", "as_strided_scatter", by_memory=True)
 
 
@@ -195,9 +214,10 @@ def _sums() -> Iterator[Operation]:
     """Values that meet, and one number of many."""
     over = {"kind": Kind.SUM, "elementwise": 2}
     plus = {**_LINEAR, **over, "norm": norm_rules.broadcast(scales=False)}
-    yield _operation("add", "add add_", "add", **plus, path=path_rules.added)
-    yield _operation("sub", "sub sub_", "sub", **plus, path=path_rules.added)
-    yield _operation("rsub", "__rsub__", "rsub", **plus, path=path_rules.subtracted_from)
+    yield _operation("add", "add add_", "add", **plus, path=path_rules.added, taylor=taylor_rules.added(1))
+    yield _operation("sub", "sub sub_", "sub", **plus, path=path_rules.added, taylor=taylor_rules.added(-1))
+    other_way = {"path": path_rules.subtracted_from, "taylor": taylor_rules.added(-1, reverse=True)}
+    yield _operation("rsub", "__rsub__", "rsub", **plus, **other_way)
     yield _operation("maximum", "maximum", "maximum", **_PIECEWISE, **over, path=path_rules.larger)
     yield _operation("minimum", "minimum", "minimum", **_PIECEWISE, **over)
     yield _operation("fmax", "", "fmax fmin", **_PIECEWISE, elementwise=2)
@@ -228,7 +248,8 @@ def _spatial() -> Iterator[Operation]:
     to_size = "adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d"
     yield _operation("adaptive_max_pool", to_size, "adaptive_max_pool2d adaptive_max_pool3d", **most)
     yield _operation("lp_pool", "lp_pool1d lp_pool2d lp_pool3d", homogeneous=True, **_POOLED)
-    yield _operation("pad", "pad", "constant_pad_nd", **_LINEAR, **_POOLED, path=path_rules.padded)
+    padded: dict[str, Any] = {"path": path_rules.padded, "taylor": taylor_rules.linear("value")}
+    yield _operation("pad", "pad", "constant_pad_nd", **_LINEAR, **_POOLED, **padded)
     pads = [f"{mode}_pad{dims}d" for mode in ("reflection", "replication") for dims in (1, 2, 3)]
     yield _operation("pad_by_copies", "", " ".join(pads), **_LINEAR, **_POOLED, path=path_rules.moved)
     nearest = "upsample_nearest1d upsample_nearest2d upsample_nearest3d"
@@ -245,7 +266,8 @@ def _activations() -> Iterator[Operation]:
     leaky = "leaky_relu leaky_relu_ rrelu rrelu_"  # in eval mode the slope of rrelu is not random
     yield _operation("leaky_relu", leaky, "leaky_relu", **straight, kink=Kink.ZERO, path=path_rules.sloped)
     slopes = {"degree": Degree.BILINEAR, "homogeneous": True, "elementwise": 1, "kink": Kink.ZERO}
-    yield _operation("prelu", "prelu", "_prelu_kernel", **slopes, norm=norm_rules.prelu, path=path_rules.sloped)
+    rules: dict[str, Any] = {"norm": norm_rules.prelu, "path": path_rules.sloped, "taylor": taylor_rules.prelu}
+    yield _operation("prelu", "prelu", "_prelu_kernel", **slopes, **rules)
     yield _operation("abs", "abs", "abs", **straight, real=True, path=path_rules.activation)
     yield _operation("neg", "neg", "neg", **_LINEAR, elementwise=1, vanishes=True, path=path_rules.activation)
     straight = {"degree": Degree.PIECEWISE, "elementwise": 1}
@@ -257,8 +279,9 @@ def _activations() -> Iterator[Operation]:
         yield _operation(name, "", name, **straight)
     for name in "tanh sigmoid gelu silu softplus celu mish hardswish exp sin cos erf".split():
         yield _operation(name, name, name, **_CURVED)
-    for name in ("expm1", "log1p", "atan"):
+    for name in "expm1 log1p atan sqrt rsqrt reciprocal log log2 log10 exp2 tan sinh cosh asinh asin acos erfc".split():
         yield _operation(name, "", name, **_CURVED)
+    yield _operation("steps", "", "sign floor ceil round trunc", taylor=taylor_rules.still)
     yield _operation("elu", "elu elu_ selu", "elu", **_CURVED)
     yield _operation("log_sigmoid", "log_sigmoid", "log_sigmoid_forward", **_CURVED)
     for name in ("softsign", "tanhshrink", "square"):
@@ -270,21 +293,23 @@ def _products() -> Iterator[Operation]:
     """What multiplies two tensors."""
     times, scales = "mul mul_ multiply", norm_rules.broadcast(scales=True)
     by_number = {**_PRODUCT, "elementwise": 2, "vanishes": True, "path": path_rules.scaled}
-    yield _operation("mul", times, "mul", **by_number, norm=scales)
+    yield _operation("mul", times, "mul", **by_number, norm=scales, taylor=taylor_rules.multiplied)
     divided = {"degree": Degree.QUOTIENT, "homogeneous": True, "elementwise": 2, "path": path_rules.divided}
     yield _operation("div", "div div_ true_divide", "div", **divided)
     matrix = {**_PRODUCT, "layer": Layer.MATRIX, "norm": norm_rules.matmul}
     yield _operation("matmul", "matmul", "matmul", **matrix)
-    yield _operation("mm", "mm", "mm", **matrix, vanishes=True)
+    yield _operation("mm", "mm", "mm", **matrix, vanishes=True, taylor=taylor_rules.matrix_product)
     yield _operation("rmatmul", "__rmatmul__", layer=Layer.PRODUCT)
-    yield _operation("bmm", "bmm", "bmm", **_PRODUCT, layer=Layer.PRODUCT, vanishes=True)
+    stacks: dict[str, Any] = {"layer": Layer.PRODUCT, "taylor": taylor_rules.matrix_product}
+    yield _operation("bmm", "bmm", "bmm", **_PRODUCT, **stacks, vanishes=True)
     yield _operation("mv", "mv", "mv", **_PRODUCT, layer=Layer.PRODUCT)
     yield _operation("dot", "", "dot", **_PRODUCT)
     yield _operation("vdot", "", "vdot", degree=Degree.BILINEAR, homogeneous=True)
     for name in ("einsum", "tensordot", "bilinear"):
         yield _operation(name, name, layer=Layer.PRODUCT)
-    yield _operation("addmm", "addmm", "addmm", **_ADDED, layer=Layer.PRODUCT, norm=norm_rules.addmm)
-    yield _operation("baddbmm", "baddbmm", "baddbmm", **_ADDED, layer=Layer.PRODUCT)
+    stacks["taylor"] = taylor_rules.added_matrix_product
+    yield _operation("addmm", "addmm", "addmm", **_ADDED, **stacks, norm=norm_rules.addmm)
+    yield _operation("baddbmm", "baddbmm", "baddbmm", **_ADDED, **stacks)
     yield _operation("addmv", "", "addmv", **_ADDED)
     yield _operation("addbmm", "", "addbmm addr", degree=Degree.ADDED_BILINEAR)
 
@@ -295,7 +320,8 @@ def _layers() -> Iterator[Operation]:
     convolved = {**_PRODUCT, "vanishes": True}
     kinds = "convolution _convolution mkldnn_convolution"
     options: dict[str, Any] = {"layer": Layer.CONVOLUTION, "norm": norm_rules.convolution}
-    yield _operation("convolution", "conv1d conv2d conv3d", kinds, **convolved, **options)
+    rule = taylor_rules.convolution
+    yield _operation("convolution", "conv1d conv2d conv3d", kinds, **convolved, **options, taylor=rule)
     kinds = "conv_transpose1d conv_transpose2d conv_transpose3d"  # to the dispatcher, a convolution too
     options = {"layer": Layer.TRANSPOSED, "norm": norm_rules.transposed_convolution}
     yield _operation("transposed_convolution", kinds, degree=Degree.BILINEAR, homogeneous=True, **options)
@@ -304,8 +330,13 @@ def _layers() -> Iterator[Operation]:
     kinds = "native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_no_training cudnn_batch_norm"
     yield _operation("batch_norm", "F.batch_norm", kinds, degree=Degree.BATCH_NORM, norm=norm_rules.batch_norm)
     normalised = {"degree": Degree.NORMALISED, "affine": (1, 2), "norm": norm_rules.group_norm}
-    yield _operation("group_norm", "F.group_norm", "native_group_norm", **normalised)
-    yield _operation("layer_norm", "", "native_layer_norm", degree=Degree.NORMALISED, affine=(2, 3))
+    yield _operation("group_norm", "F.group_norm", "native_group_norm", **normalised, taylor=taylor_rules.group_norm)
+    normalised = {"degree": Degree.NORMALISED, "affine": (2, 3), "taylor": taylor_rules.layer_norm}
+    yield _operation("layer_norm", "", "native_layer_norm", **normalised)
+    yield _operation("softmax", "", "_softmax _safe_softmax", taylor=taylor_rules.softmax)
+    yield _operation("log_softmax", "", "_log_softmax", taylor=taylor_rules.log_softmax)
+    for name in "logsumexp var std linalg_vector_norm prod cumprod logcumsumexp".split():
+        yield _operation(name, "", name, taylor=taylor_rules.by_forward_mode(curved=True))
 
 
 def _constants() -> Iterator[Operation]:

@@ -254,12 +254,25 @@ class GradientNorms:
         self._learn(inputs, structure)
 
     def _learn(self, inputs: Any, structure: Structure) -> None:
-        """Find out on these samples what can be done by rules, and keep what they looked like."""
+        """Find out on these samples what can be done by rules, and keep what they looked like.
+
+        Rules belong to the code: a model that differs in the values of its parameters alone inherits them, unless
+        numbers decide which rows go where.
+        """
         self._shapes, self._known = _shapes(inputs), _samples(inputs)
+        self.structure = self._learned = structure
+        uses = tuple(structure.uses.get(name, 2) for name in self.problem.params)
+        fact = ("rules of norms", self.passes, str(self._shapes), self._known, tuple(self.problem.params), uses)
+        if fact not in self.problem.facts or structure.by_data:
+            self._try_rules(inputs)
+            self.problem.facts[fact] = frozenset(self.without_rule), self.copies, frozenset(self.pooled), self._path
+        without_rule, self.copies, pooled, self._path = self.problem.facts[fact]
+        self.without_rule, self.pooled = set(without_rule), set(pooled)
+
+    def _try_rules(self, inputs: Any) -> None:
         if self._known < 3:  # with so few, tokens or channels could be taken for samples
             inputs = resized(inputs, 3)
-        self.structure = self._learned = structure
-        self.without_rule = {name for name in self.problem.params if structure.uses.get(name, 2) > 1}
+        self.without_rule = {name for name in self.problem.params if self.structure.uses.get(name, 2) > 1}
         self.copies = False  # whether operations in place get copies of the taps
         self.pooled: set[str] = set()
         check_independence(self.problem, inputs)
