@@ -75,6 +75,12 @@ def _weighted_norms(
     return totals, last
 
 
+def _in_groups(count: int) -> tuple[int, int]:
+    """At least so many probes, and how many make a group: a size into which the pilot can be cut as well."""
+    size = next((size for size in (4, 2) if count >= size * LEAST_GROUPS), 1)
+    return -(-count // size) * size, size
+
+
 class Collector:
     """Goes over the batches and puts the result together."""
 
@@ -219,7 +225,7 @@ class Collector:
             count = max(PILOT_PROBES, min(MAX_PROBES, math.ceil(min(need, MAX_PROBES))))
             if need > MAX_PROBES:
                 notes += (f"rel_err={rel_err:g} would take more than {MAX_PROBES} probes; {MAX_PROBES} were run",)
-            members = prober.members(count := self._rounded(prober, count))
+            count, members = _in_groups(count) if prober.collapses else (count, 1)
             if count > PILOT_PROBES:
                 more = self._draws(prober, range(PILOT_PROBES, count), members, remainder)
                 pilot = {name: rows.unflatten(1, (-1, members)).mean(2) for name, rows in draws.items()}
@@ -242,13 +248,6 @@ class Collector:
             matvecs=matvecs + count,
             notes=notes + prober.notes,
         )
-
-    def _rounded(self, prober: Prober, count: int) -> int:
-        """At least so many probes, in full groups of the largest size that they allow and the pilot can be cut into."""
-        for size in (4, 2):
-            if prober.collapses and count >= size * LEAST_GROUPS:
-                return -(-count // size) * size
-        return count
 
     def _prober(self) -> Prober:
         """From the first samples, which every rank has."""
