@@ -199,8 +199,9 @@ def _moves() -> Iterator[Operation]:
 
 def _writes() -> Iterator[Operation]:
     """One tensor written into another, or numbers into a tensor."""
-    for name in ("copy", "slice_scatter", "select_scatter"):
-        yield _operation(name, "", name, **_LINEAR, path=path_rules.moved)
+    yield _operation("copy", "", "copy", **_LINEAR, path=path_rules.moved, taylor=taylor_rules.overwritten)
+    for name in ("slice_scatter", "select_scatter"):
+        yield _operation(name, "", name, **_LINEAR, path=path_rules.moved, taylor=taylor_rules.written_into)
     for name in ("scatter", "scatter_add", "index_add", "index_copy", "index_fill", "index_put"):
         yield _operation(name, "", name, **_LINEAR, chooses=Chooses.ROWS, taylor=taylor_rules.linear("value"))
     yield _operation("masked_scatter", "", "masked_scatter", **_LINEAR, chooses=Chooses.SIZE)
