@@ -51,7 +51,9 @@ def terms(problem: Any, directions: list[dict[str, Tensor]], members: int, input
     return firsts[[order.index(index) for index in range(len(directions))]], seconds
 
 
-def compared(problem: Any, members: int = 2, groups: int = 2, inputs: Any = None, reference: Any = along_reverse) -> None:
+def compared(
+    problem: Any, members: int = 2, groups: int = 2, inputs: Any = None, reference: Any = along_reverse
+) -> None:
     directions = [
         {name: draw([tuple(tensor.shape)], 7 + 10 * index)[0].to(tensor) for name, tensor in problem.params.items()}
         for index in range(members * groups)

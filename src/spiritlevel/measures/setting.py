@@ -16,6 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from spiritlevel.binding.batches import Batches, picked
 from spiritlevel.binding.context import Context
 from spiritlevel.binding.points import at_points, points_at_once
+from spiritlevel.binding.problem import Problem
 from spiritlevel.errors import InputError
 from spiritlevel.estimators import Operator
 from spiritlevel.measures.blocks import Block, gauss_newton_blocks
@@ -308,10 +309,7 @@ class Setting(Context):
             for inputs, targets in self.each():
                 if not (isinstance(inputs, Tensor) and inputs.is_floating_point()):
                     raise InputError("this measure needs the norms of the inputs: one tensor of floats per sample.")
-                found = self.problem.loss.decisions(self.problem.outputs(self.problem.params, inputs), targets)
-                if found.counts is not None:
-                    raise InputError("this measure needs samples that make one decision each, between classes.")
-                outputs, labels = found.logits, found.labels
+                outputs, labels = as_classes(self.problem, self.problem.outputs(self.problem.params, inputs), targets)
                 rows.append((inputs.reshape(len(labels), -1).cpu(), outputs.cpu(), labels.cpu()))
         found = tuple(torch.cat(column) for column in zip(*rows, strict=True))
         return found[0], found[1], found[2]
@@ -402,3 +400,11 @@ def _same(now: Tensor, then: Tensor) -> bool:
         return False
     now = now.to(then)
     return not bool(((now != then) & ((now == now) | (then == then))).any())
+
+
+def as_classes(problem: Problem, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Outputs (N, C ≥ 2), a single logit φ as (0, φ), and integer labels, of samples that make one decision each."""
+    found = problem.loss.decisions(outputs, targets)
+    if found.counts is not None:
+        raise InputError("this measure needs samples that make one decision each, between classes.")
+    return found.logits, found.labels

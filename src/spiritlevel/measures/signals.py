@@ -41,13 +41,14 @@ class _Moments:
 
     def plus(self, other: _Moments, sign: int = 1) -> _Moments:
         """The sums over the places of both, which have one origin; or without those of the other."""
-        tensors = (
-            mine + sign * theirs
-            for mine, theirs in zip(
-                (self.total, self.squares, self.slopes), (other.total, other.squares, other.slopes), strict=True
-            )
+        return _Moments(
+            self.origin,
+            self.total + sign * other.total,
+            self.squares + sign * other.squares,
+            self.slopes + sign * other.slopes,
+            self.places + sign * other.places,
+            self.samples + sign * other.samples,
         )
-        return _Moments(self.origin, *tensors, self.places + sign * other.places, self.samples + sign * other.samples)
 
     @property
     def covariance(self) -> Tensor:
@@ -132,7 +133,7 @@ def _without_groups(statistic: Callable[[list[_Moments]], float]) -> Sampling:
             without.append(statistic([one.plus(other, -1) for one, other in zip(every, part, strict=True)]))
         return by_jackknife(value, without, setting.count, population)
 
-    return Sampling("jackknife", limits=limits, cost="the measure once more")
+    return Sampling("jackknife", limits=limits, repeats=1.0)
 
 
 def _summed(layers: list[_Moments]) -> float:
@@ -200,7 +201,7 @@ def _gaps(setting: Setting) -> Tensor:
         problem, found = setting.problem, []
         with problem.active(), torch.no_grad():
             for inputs, targets in setting.each():
-                logits, _ = as_classes(problem.outputs(problem.params, inputs), targets)
+                logits, _ = as_classes(problem, problem.outputs(problem.params, inputs), targets)
                 found.append(confidence_gap(logits).double().cpu())
         return torch.cat(found)
 
@@ -237,7 +238,7 @@ def _find_sensitivities(setting: Setting) -> Tensor:
             if not (isinstance(inputs, Tensor) and inputs.is_floating_point()):
                 raise InputError("input_sensitivity needs inputs that are one tensor of floats.")
             points = inputs.detach().requires_grad_()
-            logits, labels = as_classes(problem.outputs(problem.params, points), targets)
+            logits, labels = as_classes(problem, problem.outputs(problem.params, points), targets)
             jacobian = CrossEntropy().hessian(logits.detach(), labels)  # ∂S/∂φ, right at tiny probabilities
             size = jacobian.abs().amax((1, 2)).clamp_min(torch.finfo(torch.float64).tiny)
             squares = torch.zeros(len(labels), dtype=torch.float64)

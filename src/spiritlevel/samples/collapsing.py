@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from spiritlevel.binding.batches import resized
 from spiritlevel.binding.parameters import Params
 from spiritlevel.binding.problem import Problem
 from spiritlevel.samples.probing import differentiator, form_along, probe
-from spiritlevel.watching.recording import resized
+
 from spiritlevel.watching.taylor import Tape, Untaught, Way, taped
 
 MOST_MEMBERS = 4

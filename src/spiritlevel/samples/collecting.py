@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -288,7 +289,7 @@ class Collector:
                     problem,
                     inputs,
                     targets,
-                    lambda index, part=part: probe(problem.params, self.seed, index, part),
+                    functools.partial(probe, problem.params, self.seed, only=part),
                     indices,
                     members=members,
                     names=None if part is None else [part],
