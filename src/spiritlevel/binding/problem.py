@@ -102,6 +102,11 @@ class Problem:
         """The number of measured parameters."""
         return sum(tensor.numel() for tensor in self.params.values())
 
+    @property
+    def rounding(self) -> float:
+        """To which part of their size the model rounds its values on the way, where that is coarser than its type."""
+        return float(self.facts.get("rounding", 0.0))
+
     def inherit(self, other: Problem) -> None:
         """Take over what is known about another problem, if only the values of parameters and buffers differ."""
         if self.loss is other.loss and self.batch_norm == other.batch_norm and _same_code(self.model, other.model):
@@ -183,7 +188,7 @@ class Problem:
             with Elementary(), keeps as changed, torch.enable_grad() if detached else contextlib.nullcontext():
                 result = functional_call(self.model, {**constants, **params}, args, kwargs)
                 self._keeps |= changed()
-        except (RuntimeError, ValueError, TypeError, IndexError) as error:
+        except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:
             if "mutate a captured Tensor" in str(error) and self._overwrites is False:
                 self._overwrites = True  # in this batch, if not in the first one
                 return self.outputs(params, given)
@@ -192,17 +197,14 @@ class Problem:
                     f"the model {type(self.model).__name__} reads the memory of a tensor in its forward (as .numpy() "
                     "does), which has none while it is differentiated; write that part in operations of torch."
                 ) from error
-            if before is None or not self._has_data or isinstance(error, InputError | torch.OutOfMemoryError):
+            guarded = first_line(error).startswith("Guard failed")  # a program of torch.export says of other shapes
+            known = isinstance(error, InputError | torch.OutOfMemoryError)
+            if known or not (guarded or (before is not None and self._has_data)):
                 raise
             shapes = ", ".join(str(tuple(leaf.shape)) for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor))
-            reason = first_line(error)
-            if self._half and "dtype" in reason:
-                reason += (
-                    " (models of half precision are measured as a float32 copy, and this one turns its values into "
-                    "another type inside; turn them into that of its weights, x.to(self.weight.dtype))"
-                )
             raise _CannotRun(
-                f"the model {type(self.model).__name__} fails on inputs of shape {shapes}: {reason}."
+                f"the model {type(self.model).__name__} fails on inputs of shape {shapes}: {first_line(error)}"
+                f"{self._remark(error)}."
             ) from error
         if plain:
             copies = _leaves(inputs)
@@ -226,6 +228,18 @@ class Problem:
             )
         self._reads_by_name |= detached
         return result
+
+    def _remark(self, error: Exception) -> str:
+        """What may be behind an error of the model, in brackets."""
+        reason = first_line(error)
+        if reason.startswith("Guard failed"):
+            return " (it was exported for inputs of one shape; export it with dynamic_shapes= for batches of any size)"
+        if self._half and "dtype" in reason:
+            return (
+                " (models of half precision are measured as a float32 copy, and this one turns its values into another "
+                "type inside; turn them into that of its weights, x.to(self.weight.dtype))"
+            )
+        return ""
 
     def _check_own_parameters(self) -> None:
         """Raise `InputError` if a forward pass has changed the point at which the model is measured."""

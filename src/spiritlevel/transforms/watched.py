@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from spiritlevel.binding.modules import unwrapped
+from spiritlevel.binding.modules import state_of, unwrapped
 from spiritlevel.errors import InputError, checked_seed
 from spiritlevel.transforms.certificates import Sample, Transformed
 from spiritlevel.transforms.maps import LinearMap, Step, generator
@@ -30,6 +30,9 @@ class Watched:
         if data is None:
             raise InputError(f"{who} needs data=: inputs to follow the network on, and to compare its outputs on.")
         self.who, self.model = who, unwrapped(model)
+        for name, tensor in state_of(self.model):
+            if tensor.layout != torch.strided:
+                raise self.refused(f"this network holds the sparse tensor {name}, which cannot be followed")
         self.source = generator(checked_seed(seed))
         self.exact = self.original = copy.deepcopy(self.model).double()
         self.sample = Sample.of(self.exact, data)
