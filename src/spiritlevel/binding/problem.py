@@ -21,6 +21,7 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_leaves, tree_map
 
 from spiritlevel.binding import losses
+from spiritlevel.binding.batches import resized
 from spiritlevel.binding.graphs import Rows
 from spiritlevel.binding.modules import measurable, state_of, to_eval_mode
 from spiritlevel.binding.parameters import Params, depth, select_parameters
@@ -92,6 +93,7 @@ class Problem:
         self._keeps = False
         self._reads_by_name = False  # whether it reads its parameters as attributes, once that is known
         self._draws = False
+        self._part: Any = None  # of what the model returns, once it is known which are the outputs
         self.reverse_only = False  # set where the model turns out to have no forward derivatives
         self.facts: dict[Any, Any] = {}  # what was found out about the model once and for all, by those who need it
         self._active = False
@@ -174,16 +176,7 @@ class Problem:
         moving = [*params.values(), *(leaf for leaf in _leaves(inputs) if isinstance(leaf, Tensor))]
         detached = not self._reads_by_name and not torch.is_grad_enabled() and plain
         detached = detached and not any(tensor.requires_grad for tensor in moving)
-        args: tuple[Any, ...] = ()
-        kwargs: dict[str, Any] = {}
-        if isinstance(inputs, Rows):
-            args = inputs.graph.arguments(self.device, self.dtype)
-        elif isinstance(inputs, Mapping) and not self.form.takes.takes_one_dict(inputs):
-            kwargs = dict(inputs)
-        elif isinstance(inputs, tuple | list):
-            args = tuple(inputs)
-        else:
-            args = (inputs,)
+        args, kwargs = self._arguments(inputs)
         try:
             with Elementary(), keeps as changed, torch.enable_grad() if detached else contextlib.nullcontext():
                 result = functional_call(self.model, {**constants, **params}, args, kwargs)
@@ -216,8 +209,9 @@ class Problem:
             self._check_own_parameters()
         if before is not None:
             self._draws = before != random_states(self.device)
-        leaves = [leaf for leaf in _leaves(inputs) if isinstance(leaf, Tensor) and leaf.ndim]
-        result = self.form.outputs(result, len(leaves[0]) if leaves else 0)
+        if plain and self._part is None:
+            self._part = self._only_part(result, params, given)
+        result = self.form.outputs(result, self._part)
         if isinstance(inputs, Rows):
             result = result[inputs.rows]
         if detached and result.requires_grad:
@@ -228,6 +222,31 @@ class Problem:
             )
         self._reads_by_name |= detached
         return result
+
+    def _only_part(self, result: Any, params: Params, inputs: Any) -> Any:
+        """The key or number of the one part of a model's result that has a row for every sample; None without doubt.
+
+        Other parts may have as many rows by chance, as many layers as there are samples, say: the model is run again on
+        one sample more.
+        """
+        leaves = [leaf for leaf in _leaves(inputs) if isinstance(leaf, Tensor) and leaf.ndim]
+        if not leaves or not (found := self.form.candidates(result, len(leaves[0]))):
+            return None
+        if len(found) > 1:
+            more = len(leaves[0]) + 1
+            args, kwargs = self._arguments(resized(inputs, more))
+            with torch.no_grad(), Elementary():
+                again = functional_call(self.model, {**self.constants, **params}, args, kwargs)
+            found = [key for key in found if key in self.form.candidates(again, more)]
+        return found[0] if len(found) == 1 else None
+
+    def _arguments(self, inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What the model is called with."""
+        if isinstance(inputs, Rows):
+            return inputs.graph.arguments(self.device, self.dtype), {}
+        if isinstance(inputs, Mapping) and not self.form.takes.takes_one_dict(inputs):
+            return (), dict(inputs)
+        return tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,), {}
 
     def _remark(self, error: Exception) -> str:
         """What may be behind an error of the model, in brackets."""
