@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from spiritlevel.binding.reading import Form, Reading, form_of
 from spiritlevel.errors import InputError, unknown_name
 from spiritlevel.transforms.certificates import Sample, Transformed
-from spiritlevel.watching.scalings import INPUT, UNFOLLOWED, Factor, follow_factors, is_one, same
+from spiritlevel.watching.scalings import INPUT, UNFOLLOWED, Factor, Walk, follow_factors, is_one, same
 
 
 @dataclass(frozen=True)
