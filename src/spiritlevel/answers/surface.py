@@ -14,9 +14,10 @@ from torch.overrides import TorchFunctionMode
 
 from spiritlevel.binding.batches import Batches
 from spiritlevel.binding.context import Context
+from spiritlevel.binding.modules import unwrapped
 from spiritlevel.binding.parameters import Params
 from spiritlevel.binding.points import at_points, points_at_once
-from spiritlevel.binding.problem import Problem, unwrapped
+from spiritlevel.binding.problem import Problem
 from spiritlevel.binding.reading import Reading
 from spiritlevel.binding.rewrites import by_channel, normalised
 from spiritlevel.errors import InputError, unknown_name
