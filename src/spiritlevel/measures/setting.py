@@ -265,8 +265,8 @@ class Setting(Context):
                     raise InputError("this measure needs samples that make one decision each, between classes.")
                 outputs, labels = found.logits, found.labels
                 rows.append((inputs.reshape(len(labels), -1).cpu(), outputs.cpu(), labels.cpu()))
-        found = tuple(torch.cat(column) for column in zip(*rows, strict=True))
-        return found[0], found[1], found[2]
+        columns = tuple(torch.cat(column) for column in zip(*rows, strict=True))
+        return columns[0], columns[1], columns[2]
 
     @functools.cached_property
     def calls(self) -> list[Call]:
