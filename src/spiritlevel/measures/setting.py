@@ -315,8 +315,8 @@ class Setting(Context):
                     raise InputError("this measure needs the norms of the inputs: one tensor of floats per sample.")
                 outputs, labels = as_classes(self.problem, self.problem.outputs(self.problem.params, inputs), targets)
                 rows.append((inputs.reshape(len(labels), -1).cpu(), outputs.cpu(), labels.cpu()))
-        found = tuple(torch.cat(column) for column in zip(*rows, strict=True))
-        return found[0], found[1], found[2]
+        columns = tuple(torch.cat(column) for column in zip(*rows, strict=True))
+        return columns[0], columns[1], columns[2]
 
     @functools.cached_property
     def calls(self) -> list[Call]:
