@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from spiritlevel.transforms.certificates import Transformed
 from spiritlevel.transforms.maps import length
 from spiritlevel.transforms.watched import Watched
-from spiritlevel.watching.channel_rules import follow_channels
 from spiritlevel.watching.channels import Block, Channels, Passing, constant
+from spiritlevel.watching.following import follow_channels
 from spiritlevel.watching.graph import Graph
 
 _SHIFTED = Passing(outputs=True)
