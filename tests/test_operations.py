@@ -296,7 +296,19 @@ CALLS |= {
         *("hardswish", "exp", "sin", "cos", "erf", "expm1", "atan", "softsign", "tanhshrink", "square"),
     )
 }
+CALLS |= {name: one(getattr(torch, name)) for name in ("exp2", "sinh", "cosh", "asinh", "erfc")}
+CALLS |= {  # where they are defined
+    name: one(lambda x, function=getattr(torch, name): function(0.5 + x.square()))
+    for name in ("sqrt", "rsqrt", "reciprocal", "log", "log2", "log10")
+}
+CALLS |= {name: one(lambda x, function=getattr(torch, name): function(0.9 * x.sin())) for name in ("tan", "asin", "acos")}
 CALLS["log1p"] = one(lambda x: torch.log1p(x.sigmoid()))
+CALLS["steps"] = one(torch.sign, torch.floor, torch.ceil, torch.round, torch.trunc)
+CALLS["softmax"] = one(lambda x: x.softmax(1), lambda x: ATEN._safe_softmax(x, 1))
+CALLS["log_softmax"] = one(lambda x: x.log_softmax(1))
+CALLS |= {name: one(lambda x, function=getattr(torch, name): function(x, 1)) for name in ("logsumexp", "var", "std", "prod")}
+CALLS |= {name: one(lambda x, function=getattr(torch, name): function(x, 1)) for name in ("cumprod", "logcumsumexp")}
+CALLS["linalg_vector_norm"] = one(lambda x: torch.linalg.vector_norm(x, dim=1))
 
 UNSEEN = {
     *("mkldnn_max_pool2d", "mkldnn_convolution", "_convolution", "cudnn_batch_norm"),  # in other builds

@@ -18,6 +18,7 @@ MANY_CLASSES = 2_000
 CHAIN_COST = 2e7  # multiply-adds per sample up to which the recursion is worth its while
 SPLIT_RANK = 128  # beyond so many factors the exact Gauss-Newton part costs more than the probes it saves
 BATCH_BYTES = 1e8  # activations of one batch: small enough to stay near the cache, large enough to hide overheads
+PROBED_BYTES = 1e9  # the same for probes, which are drawn anew for every batch and read its values from a tape
 
 
 class Plan:
@@ -93,13 +94,13 @@ def cores_for(
 
 
 def batch_size_for(
-    problem: Problem, structure: Structure, chain: Chain | None, outputs: Tensor, memory: int, cores: int
+    problem: Problem, structure: Structure, plan: Plan, outputs: Tensor, memory: int, cores: int
 ) -> int:
     """Samples in a batch: a power of two that keeps the activations near the cache and within the memory."""
     activations, extra = _bytes_per_sample(problem, structure, outputs)
-    if chain is not None:
-        extra += 4 * 8 * chain.width**2  # the Hessian of a layer, the next one, and what lies between
-    wanted = BATCH_BYTES / (activations + extra)
+    if plan.chain is not None:
+        extra += 4 * 8 * plan.chain.width**2  # the Hessian of a layer, the next one, and what lies between
+    wanted = (PROBED_BYTES if plan.name == "hutchinson" else BATCH_BYTES) / (activations + extra)
     allowed = memory / in_memory(cores) / (8 * activations + extra)
     return max(1, min(2 ** int(math.log2(max(wanted, 8))), 4096, int(allowed)))
 

@@ -17,6 +17,7 @@ from spiritlevel.binding.losses import Factor
 from spiritlevel.errors import InputError, NotExactError
 from spiritlevel.results import SampleTraces, standard_error
 from spiritlevel.samples.choosing import Plan
+from spiritlevel.samples.collapsing import LEAST_GROUPS, Prober
 from spiritlevel.samples.probing import Differentiate, differentiator, form_along, generator_of, probe
 from spiritlevel.watching.chains import chain_traces
 from spiritlevel.watching.recording import Recording, resized, same_outputs
@@ -74,12 +75,18 @@ def _weighted_norms(
     return totals, last
 
 
+def _in_groups(count: int) -> tuple[int, int]:
+    """At least so many probes, and how many make a group: a size into which the pilot can be cut as well."""
+    size = next((size for size in (4, 2) if count >= size * LEAST_GROUPS), 1)
+    return -(-count // size) * size, size
+
+
 class Collector:
     """Goes over the batches and puts the result together."""
 
     def __init__(self, context: Context, batches: Batches, per_layer: bool, cores: int) -> None:
         self.problem, self.ranks, self.seed = context.problem, context.ranks, context.seed
-        self.batches, self.per_layer, self.cores = batches, per_layer, cores
+        self.batches, self.per_layer, self.cores, self.memory = batches, per_layer, cores, context.budget()
         self.fingerprint = Fingerprint()
         self.targets: list[Tensor] = []
 
@@ -202,12 +209,15 @@ class Collector:
         if plan.name == "split":
             base, _, matvecs = self.gauss_newton(plan)
         known = torch.stack(list(base.values())).sum(0) if base else None
+        prober = self._prober()
+        remainder = known is not None
         notes: tuple[str, ...] = plan.notes
         if rel_err is None:
             count = DEFAULT_PROBES if probes is None else probes
-            draws, derived = self._draws(range(count), known is not None)
+            members = prober.members(count)
+            draws = self._draws(prober, range(count), members, remainder)
         else:
-            draws, derived = self._draws(range(PILOT_PROBES), known is not None)
+            draws = self._draws(prober, range(PILOT_PROBES), 1, remainder)
             means = torch.stack(list(draws.values())).sum(0).mean(0)
             mean = float(means.mean()) + (float(known.mean()) if known is not None else 0.0)
             error = float(standard_error(means))
@@ -215,9 +225,11 @@ class Collector:
             count = max(PILOT_PROBES, min(MAX_PROBES, math.ceil(min(need, MAX_PROBES))))
             if need > MAX_PROBES:
                 notes += (f"rel_err={rel_err:g} would take more than {MAX_PROBES} probes; {MAX_PROBES} were run",)
+            count, members = _in_groups(count) if prober.collapses else (count, 1)
             if count > PILOT_PROBES:
-                more, _ = self._draws(range(PILOT_PROBES, count), known is not None)
-                draws = {name: torch.cat([draws[name], more[name]], 1) for name in draws}
+                more = self._draws(prober, range(PILOT_PROBES, count), members, remainder)
+                pilot = {name: rows.unflatten(1, (-1, members)).mean(2) for name, rows in draws.items()}
+                draws = {name: torch.cat([pilot[name], more[name]], 1) for name in draws}
         total = torch.stack(list(draws.values())).sum(0)
         if known is not None:
             total = total + known[:, None]
@@ -231,36 +243,45 @@ class Collector:
             exact=False,
             method="gauss-newton + remainder" if known is not None else "hutchinson",
             probes=torch.full((len(total),), count),
-            dof=count - 1,
+            dof=total.shape[1] - 1,
             draws=total,
             matvecs=matvecs + count,
-            notes=notes + derived,
+            notes=notes + prober.notes,
         )
 
-    def _draws(self, indices: range, remainder: bool) -> tuple[dict[str, Tensor], tuple[str, ...]]:
-        """What every probe says of every sample, (N, probes): one table, or one a parameter if layers are wanted."""
+    def _prober(self) -> Prober:
+        """From the first samples, which every rank has."""
+        with self.ranks.together():
+            inputs, targets = self.problem.place(*self.batches.first(8 if self.problem.batch_norm == "eval" else 4096))
+            prober = Prober(self.problem, inputs, len(targets), seed=self.seed, memory=self.memory)
+        prober.collapses = bool(self.ranks.least(int(prober.collapses)))
+        return prober
+
+    def _draws(self, prober: Prober, indices: range, members: int, remainder: bool) -> dict[str, Tensor]:
+        """What every group of probes says of every sample, (N, groups).
+
+        One table, or one a parameter if layers are wanted: the diagonal blocks are those of probes inside of it.
+        """
         problem = self.problem
         parts: list[str | None] = [*problem.params] if self.per_layer else [None]
-        notes: tuple[str, ...] = ()
-        differentiate = None
 
         def begin(start: int, inputs: Any, targets: Tensor) -> Callable[[], _Values]:
-            nonlocal differentiate, notes
             tables: dict[str, Tensor] = {}
-            if differentiate is None:
-                differentiate, notes = self._differentiator(inputs, targets)
             for part in parts:
-                rows: list[Tensor] = []
-                for index in indices:
-                    direction = probe(problem.params, self.seed, index, part)
-                    derivatives = differentiate(problem, inputs, direction)
-                    if not rows:
-                        problem.checked(derivatives[0], inputs, targets, start)
-                    rows.append(form_along(problem, derivatives, targets, remainder))
-                tables[part or ""] = torch.stack(rows, 1)
+                tables[part or ""] = prober.forms(
+                    problem,
+                    inputs,
+                    targets,
+                    lambda index, part=part: probe(problem.params, self.seed, index, part),
+                    indices,
+                    members=members,
+                    names=None if part is None else [part],
+                    remainder=remainder,
+                    start=start,
+                )
             return _at_once(tables)
 
-        return self.columns([part or "" for part in parts], begin, len(indices)), notes
+        return self.columns([part or "" for part in parts], begin, len(indices) // members)
 
     def _differentiator(self, inputs: Any, targets: Tensor) -> tuple[Differentiate, tuple[str, ...]]:
         few = inputs if self.problem.batch_norm == "batch" else resized(inputs, min(8, len(targets)))

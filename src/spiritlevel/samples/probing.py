@@ -42,7 +42,7 @@ def probe(params: Params, seed: int, index: int, only: str | None = None) -> Par
     for name, tensor in params.items():
         signs = torch.randint(0, 2, tensor.shape, generator=generator, dtype=torch.int8)
         chosen = only is None or name == only
-        result[name] = signs.to(tensor.device, tensor.dtype).mul_(2).sub_(1) if chosen else torch.zeros_like(tensor)
+        result[name] = signs.mul_(2).sub_(1).to(tensor.device, tensor.dtype) if chosen else torch.zeros_like(tensor)
     return result
 
 

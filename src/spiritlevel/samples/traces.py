@@ -145,7 +145,7 @@ def traces_in(
             budget = context.budget()
             cores = cores_for(problem, structure, plan, outputs, context.batch_size, budget)
             if context.batch_size is None and not whole:
-                most = batch_size_for(problem, structure, plan.chain, outputs, budget, cores)
+                most = batch_size_for(problem, structure, plan, outputs, budget, cores)
                 batches.size = even_size(most, batches.samples, cores * ranks.count) if batches.samples else most
         if batches.size is not None and not whole:
             batches.size = ranks.least(batches.size)

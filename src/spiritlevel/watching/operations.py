@@ -222,9 +222,9 @@ def _moves() -> Iterator[Operation]:
 def _writes() -> Iterator[Operation]:
     """One tensor written into another, or numbers into a tensor."""
     yield _operation("setitem", "__setitem__", channels=moves.write)
-    yield _operation("copy", "copy_", "copy", **_LINEAR, path=path_rules.moved)
+    yield _operation("copy", "copy_", "copy", **_LINEAR, path=path_rules.moved, taylor=taylor_rules.overwritten)
     for name in ("slice_scatter", "select_scatter"):
-        yield _operation(name, name, name, **_LINEAR, path=path_rules.moved)
+        yield _operation(name, name, name, **_LINEAR, path=path_rules.moved, taylor=taylor_rules.written_into)
     for name in ("scatter", "scatter_add", "index_add", "index_copy", "index_fill", "index_put"):
         rows = {**_LINEAR, "chooses": Chooses.ROWS, "taylor": taylor_rules.linear("value")}
         yield _operation(name, f"{name} {name}_", name, **rows)

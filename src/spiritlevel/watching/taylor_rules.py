@@ -167,7 +167,7 @@ def linear(*written: str) -> TaylorRule:
         found = [terms.of(leaf) for leaf in leaves]
         short = all(rows is None or len(rows) == terms.firsts for rows in found)
         moving = [rows if short else terms.whole(rows) for rows in found if rows is not None]
-        rest = [leaf.new_zeros(()).expand_as(leaf) if _moves(leaf) else leaf for leaf in leaves]
+        rest = [torch.zeros_like(leaf) if _moves(leaf) else leaf for leaf in leaves]
 
         def apply(*rows: Tensor) -> Any:
             given = iter(rows)
@@ -182,6 +182,25 @@ def linear(*written: str) -> TaylorRule:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, bool | int | float | complex)
+
+
+def overwritten(step: Step, terms: Terms) -> Any:
+    """The second argument in the place of the first, perhaps in another type."""
+    rows = _spread(terms.of(step.args[1]), step.result.shape)
+    return rows if rows is None else rows.to(step.result)
+
+
+def written_into(step: Step, terms: Terms) -> Any:
+    """The second argument in the place of a slice of the first, along the dimension that is the third."""
+    own = [terms.of(arg) for arg in step.args[:2]]
+    count = max(len(rows) for rows in own if rows is not None)
+    pair = []
+    for rows, value in zip(own, step.args[:2], strict=True):
+        if rows is None:
+            rows = value.new_zeros(count, *value.shape)
+        pair.append(rows if len(rows) == count else terms.whole(rows))
+    dim = step.argument("dim")
+    return step.func(*pair, _from_the_end(dim, step.args[0]), *step.args[3:], **step.kwargs)
 
 
 def added(sign: int, reverse: bool = False) -> TaylorRule:
@@ -231,19 +250,16 @@ def _slopes(step: Step, place: int, curved: bool) -> tuple[Tensor, Tensor | None
     value = step.args[place]
     if value.is_complex():
         raise NoRule
-    ones = torch.ones_like(value)
-
-    def function(x: Tensor) -> Tensor:
-        return _first(step.func(*step.args[:place], x, *step.args[place + 1 :], **step.kwargs))
-
-    def slope(x: Tensor) -> Tensor:
-        found: Tensor = jvp(function, (x,), (ones,))[1]
-        return found
-
-    if not curved:
-        return slope(value), None
-    pair: tuple[Tensor, Tensor] = jvp(slope, (value,), (ones,))
-    return pair
+    with torch.enable_grad():
+        x = value.detach().requires_grad_()
+        result = _first(step.func(*step.args[:place], x, *step.args[place + 1 :], **step.kwargs))
+        (slope,) = torch.autograd.grad(result.sum(), x, create_graph=curved)
+        if not curved:
+            return slope, None
+        if not slope.requires_grad:
+            return slope.detach(), torch.zeros_like(slope)
+        (bend,) = torch.autograd.grad(slope.sum(), x)
+    return slope.detach(), bend
 
 
 def by_forward_mode(curved: bool) -> TaylorRule:
@@ -497,7 +513,8 @@ def _standardised(rows: Tensor, unit: Tensor, inverse: Tensor, dims: list[int], 
 def _scaled(rows: Tensor | None, unit: Tensor, weight: Any, bias: Any, shape: list[int], terms: Terms) -> Tensor | None:
     """The rows of x̂·weight + bias, each of the latter in a shape that broadcasts."""
     rows_w, rows_b = (
-        None if (own := terms.of(item)) is None else own.reshape(len(own), *shape) for item in (weight, bias)
+        None if (own := terms.of(item)) is None else _aligned(own.reshape(len(own), *shape), unit.shape)
+        for item in (weight, bias)
     )
     total = rows if weight is None or rows is None else rows * weight.reshape(shape)
     if rows_w is not None:

@@ -1,0 +1,228 @@
+"""Second derivatives of every sample's loss along many directions: by collapsed Taylor terms, or one after the other.
+
+Along the tape of a batch (`watching.taylor`) the terms of some groups of probes pass at a time. A group gives the mean
+of vᵀHₙv over its probes, and the spread of the groups is the error. Where an operation has no rule, or the terms
+disagree with autograd on a few samples, each direction is differentiated by itself, and a note says so.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from spiritlevel.binding.parameters import Params
+from spiritlevel.binding.problem import Problem
+from spiritlevel.samples.probing import differentiator, form_along, probe
+from spiritlevel.watching.recording import resized
+from spiritlevel.watching.taylor import Tape, Untaught, Way, taped
+
+MOST_MEMBERS = 4
+LEAST_GROUPS = 16  # whose spread is the error: t with 15 degrees of freedom
+ROW_BYTES = 5e7  # of the terms of some groups: no more than are needed to hide the cost of calls
+LARGE = 10**6  # parameters from which on two samples have to do for a comparison
+
+Direction = Callable[[int], Params]
+"""The direction of this number, zero where a name is missing."""
+
+
+def members_of(probes: int) -> int:
+    """Probes in a group: up to four, as long as there remain 16 groups of equal size.
+
+    >>> [members_of(probes) for probes in (16, 32, 48, 50, 64, 67, 100)]
+    [1, 2, 3, 2, 4, 1, 4]
+    """
+    sizes = range(MOST_MEMBERS, 1, -1)
+    return next((size for size in sizes if probes % size == 0 and probes >= size * LEAST_GROUPS), 1)
+
+
+class Prober:
+    """Takes vᵀHₙv of every sample along many directions v, in the quickest way that can be trusted.
+
+    Made from a few samples inside `problem.active()`. `collapses` tells whether groups of probes are cheaper than as
+    many single ones; `notes` say why they are not.
+    """
+
+    def __init__(self, problem: Problem, inputs: Any, count: int, *, seed: int, memory: int) -> None:
+        self.seed, self.memory = seed, memory
+        whole = problem.batch_norm == "batch"
+        few = inputs if whole else resized(inputs, min(count, 2 if _size(problem.params) > LARGE else 8))
+        self.differentiate, self._slow = differentiator(problem, few, seed)
+        self.notes: tuple[str, ...] = ()
+        self.collapses = True
+        self._whole = whole
+        self._trusted: frozenset[Any] = frozenset()  # operations that were met when the terms agreed with autograd
+        try:
+            self._compare(problem, few)
+        except Untaught as error:
+            self._give_up(error)
+
+    def _give_up(self, error: Untaught, where: str = "") -> None:
+        self.collapses = False
+        self.notes += (f"one probe after the other{where}, because {error}", *self._slow)
+
+    def members(self, probes: int) -> int:
+        """Probes in a group if there are so many in all."""
+        return members_of(probes) if self.collapses else 1
+
+    def forms(
+        self,
+        problem: Problem,
+        inputs: Any,
+        targets: Tensor,
+        direction: Direction,
+        indices: range,
+        *,
+        members: int = 1,
+        names: Iterable[str] | None = None,
+        remainder: bool = False,
+        start: int = 0,
+    ) -> Tensor:
+        """The mean of vᵀHₙv over the directions of every group, (N, groups); its remainder alone if that is wanted.
+
+        The remainder is what the Gauss-Newton part leaves. `names` are the parameters that the directions move, all by
+        default; `members` directions in a row make a group; `start` is the number of the first sample.
+        """
+        names = [*problem.params] if names is None else [*names]
+        if self.collapses:
+            try:
+                pieces = self._pieces(problem, inputs, targets, names)
+                found = []
+                for first, tape, some in pieces:
+                    problem.checked(tape.outputs, inputs, some, start + first)
+                    found.append(self._collapsed(problem, tape, some, direction, indices, members, names, remainder))
+                return torch.cat(found)
+            except Untaught as error:
+                self._give_up(error, f" from sample {start} on" if start else "")
+        rows = []
+        for index in indices:
+            derivatives = self.differentiate(problem, inputs, _only(direction(index), names, problem.params))
+            if index == indices[0]:
+                problem.checked(derivatives[0], inputs, targets, start)
+            rows.append(form_along(problem, derivatives, targets, remainder))
+        return torch.stack(rows, 1).unflatten(1, (-1, members)).mean(2)
+
+    def _pieces(
+        self, problem: Problem, inputs: Any, targets: Tensor, names: list[str]
+    ) -> Iterator[tuple[int, Tape, Tensor]]:
+        """The tapes of a batch, of as many samples each as the memory holds."""
+        count = len(targets)
+        size = count if self._whole else max(1, min(count, int(self._room / self._sample_bytes)))
+        for first in range(0, count, size):
+            some = targets[first : first + size]
+            given = inputs
+            if size < count:
+                given = resized(inputs, torch.arange(first, first + len(some), device=targets.device))
+            tape = taped(problem, given)
+            if not tape.operations <= self._trusted:  # the numbers of this batch led another way
+                self._compare(problem, given if self._whole else resized(given, min(len(some), 8)))
+            yield first, tape, some
+
+    def _collapsed(
+        self,
+        problem: Problem,
+        tape: Tape,
+        targets: Tensor,
+        direction: Direction,
+        indices: range,
+        members: int,
+        names: list[str],
+        remainder: bool,
+    ) -> Tensor:
+        way = tape.along(names)
+        row = way.floats * tape.outputs.element_size() * (members + 1)
+        at_once = max(1, min(len(indices) // members, int(min(ROW_BYTES, self.memory / 2) / row)))
+        columns = []
+        for first in range(0, len(indices), at_once * members):
+            some = indices[first : first + at_once * members]
+            order = [index for member in range(members) for index in some[member::members]]
+            firsts, seconds = way.follow(_stacked(direction, order, way), members)
+            columns.append(_forms(problem, tape.outputs, firsts, seconds, targets, remainder) / members)
+        return torch.cat(columns).T
+
+    def _compare(self, problem: Problem, few: Any) -> None:
+        """Raise `Untaught` unless the terms of two probes are those that autograd has, on these samples.
+
+        In float64 if the model runs in it, where nothing but a wrong rule could make a difference.
+        """
+        for precise in (True, False):
+            try:
+                twin, some = _in_double(problem, few) if precise else (problem, few)
+                tape = taped(twin, some)
+                way = tape.along(twin.params)
+                directions = [probe(twin.params, self.seed, index) for index in (0, 1)]
+                firsts, seconds = way.follow(_stacked(lambda index: directions[index], [0, 1], way), 2)
+                wanted = [self.differentiate(twin, some, direction) for direction in directions]
+            except (Untaught, RuntimeError, TypeError, ValueError):
+                if not precise:
+                    raise
+                continue
+            tolerance = 1e-6 if twin.dtype == torch.float64 else 1e-2
+            for found, right in (
+                (firsts, torch.stack([each[1] for each in wanted])),
+                (seconds[0], wanted[0][2] + wanted[1][2]),
+            ):
+                size = max(float(found.norm()), float(right.norm()), 1e-30)
+                if not float((found - right).norm()) <= tolerance * size:
+                    raise Untaught("the rules for second-order terms disagree with autograd on this model")
+            break
+        plain = taped(problem, few)
+        self._trusted |= tape.operations | plain.operations
+        self._measure(problem, plain)
+
+    def _measure(self, problem: Problem, tape: Tape) -> None:
+        """What a sample and the probes themselves take of the memory."""
+        item, count, size = tape.outputs.element_size(), max(1, len(tape.outputs)), _size(problem.params)
+        rows = MOST_MEMBERS + 1
+        self._sample_bytes = item * (tape.floats + rows * (tape.along(problem.params).floats - size)) / count
+        self._room = self.memory - rows * size * item
+        if self._room < self._sample_bytes:
+            raise Untaught("the memory does not hold the terms of one sample")
+
+
+def _size(params: Params) -> int:
+    return sum(tensor.numel() for tensor in params.values())
+
+
+def _only(direction: Params, names: list[str], params: Params) -> Params:
+    if len(names) == len(params):
+        return direction
+    return {name: direction[name] if name in names else torch.zeros_like(tensor) for name, tensor in params.items()}
+
+
+def _stacked(direction: Direction, order: list[int], way: Way) -> Params:
+    """These directions as rows."""
+    rows = {name: tensor.new_empty(len(order), *tensor.shape) for name, tensor in way.moving.items()}
+    for place, index in enumerate(order):
+        for name, part in direction(index).items():
+            if name in rows:
+                rows[name][place] = part
+    return rows
+
+
+def _forms(
+    problem: Problem, outputs: Tensor, firsts: Tensor, seconds: Tensor, targets: Tensor, remainder: bool
+) -> Tensor:
+    """Σ_k φ̇_kᵀAφ̇_k + gᵀΣ_k φ̈_k of every group and sample, with the loss's closed forms in float64."""
+    loss = problem.loss
+    gradient = loss.gradient(outputs, targets).reshape(outputs.shape)
+    total = (gradient * seconds.double()).reshape(len(seconds), len(targets), -1).sum(2)
+    for index, first in enumerate(firsts if not remainder else ()):
+        total[index % len(seconds)] += loss.quadratic(outputs, targets, first)
+    return total.detach().cpu()
+
+
+def _in_double(problem: Problem, inputs: Any) -> tuple[Problem, Any]:
+    """The same problem in float64."""
+
+    def converted(leaf: Any) -> Any:
+        return leaf.double() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+
+    twin = copy.copy(problem)
+    twin.params, twin.constants = tree_map(converted, (problem.params, problem.constants))
+    twin.dtype = torch.float64
+    return twin, tree_map(converted, inputs)
