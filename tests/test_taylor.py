@@ -6,22 +6,17 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import naive
 import pytest
 import torch
 import zoo
 import zoo_transformers
-from conftest import Untouched
 from test_operations import CASES, draw
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
-import spiritlevel as sl
 from spiritlevel.binding.problem import Problem
-from spiritlevel.samples import collapsing
-from spiritlevel.samples.collapsing import members_of
-from spiritlevel.samples.probing import along_forward, along_reverse, probe
+from spiritlevel.samples.probing import along_reverse, probe
 from spiritlevel.watching import taylor_rules
 from spiritlevel.watching.operations import OPERATIONS, Operation
 from spiritlevel.watching.taylor import Untaught, taped
@@ -51,7 +46,9 @@ def terms(problem: Any, directions: list[dict[str, Tensor]], members: int, input
     return firsts[[order.index(index) for index in range(len(directions))]], seconds
 
 
-def compared(problem: Any, members: int = 2, groups: int = 2, inputs: Any = None, reference: Any = along_reverse) -> None:
+def compared(
+    problem: Any, members: int = 2, groups: int = 2, inputs: Any = None, reference: Any = along_reverse
+) -> None:
     directions = [
         {name: draw([tuple(tensor.shape)], 7 + 10 * index)[0].to(tensor) for name, tensor in problem.params.items()}
         for index in range(members * groups)

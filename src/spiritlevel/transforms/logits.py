@@ -65,7 +65,7 @@ def shift_logits(model: nn.Module, *, data: Any, size: float = 1.0, seed: int = 
 def _before_softmax(graph: Graph) -> tuple[Graph, bool]:
     """The graph up to a softmax at its very end, and whether there was one."""
     maker = graph.output.maker
-    if maker is None or maker.name not in ("softmax", "log_softmax"):
+    if maker is None or maker.name.removeprefix("log_") != "softmax":
         return graph, False
     axis = maker.argument(1, "dim")
     if axis is None or axis % graph.output.tensor.ndim != graph.output.tensor.ndim - 1:

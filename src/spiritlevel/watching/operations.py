@@ -168,11 +168,11 @@ def _copies() -> Iterator[Operation]:
     """The same numbers again, in their own or another shape."""
     again = {"homogeneous": True, "kind": Kind.ALIAS, "path": path_rules.reshaped, "channels": moves.same}
     rules: dict[str, Any] = {"degree": Degree.LINEAR, "taylor": taylor_rules.copied}
-    yield _operation("alias", "positive requires_grad_", "alias", **rules, **again)
+    yield _operation("alias", "positive", "alias", **rules, **again)
     # no degree: what is cut off from its gradient is found by `structure`, which knows when autograd itself does so
     yield _operation("detach", "detach", "detach", taylor=taylor_rules.still, **again)
     yield _operation("clone", "clone contiguous", "clone contiguous", **_COPIED)
-    yield _operation("convert", "to float double half bfloat16 type type_as cpu cuda", "_to_copy", **_COPIED)
+    yield _operation("convert", "to float double type type_as cpu cuda", "_to_copy", **_COPIED)
     yield _operation("lift", "", "lift lift_fresh lift_fresh_copy", **{**_COPIED, "vanishes": False})
     # nothing but the same numbers where a network is measured, in eval mode
     kinds = "dropout dropout_ dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout"
@@ -183,6 +183,8 @@ def _copies() -> Iterator[Operation]:
     yield _operation("unsqueeze", "unsqueeze", "unsqueeze unsqueeze_copy", **_SHAPED)
     yield _operation("view_as_real", "view_as_real", "view_as_real", **_LINEAR, channels=functions.as_pairs)
     yield _operation("view_as_complex", "view_as_complex", "view_as_complex", **_LINEAR, channels=functions.as_complex)
+    yield _operation("rounded", "half bfloat16", channels=moves.same)
+    yield _operation("requires_grad", "requires_grad_", channels=moves.same)
     yield _operation("__get__", channels=moves.attribute)  # .T, .mT and the like
 
 
@@ -198,7 +200,8 @@ def _moves() -> Iterator[Operation]:
     yield _operation("unbind", "unbind", "unbind", **_MOVED)
     for name in ("pixel_shuffle", "pixel_unshuffle", "channel_shuffle"):
         yield _operation(name, name, name, **_MOVED)
-    yield _operation("flip", "flip rot90", "flip", **_MOVED)
+    yield _operation("flip", "flip", "flip", **_MOVED)
+    yield _operation("rot90", "rot90", channels=moves.move)
     yield _operation("repeat", "repeat tile", "repeat", **_MOVED)
     for name in ("roll", "diagonal", "tril", "triu"):
         yield _operation(name, name, name, **_MOVED)
@@ -288,7 +291,7 @@ def _spatial() -> Iterator[Operation]:
     pads = [f"{mode}_pad{dims}d" for mode in ("reflection", "replication") for dims in (1, 2, 3)]
     yield _operation("pad_by_copies", "", " ".join(pads), **_LINEAR, **_POOLED, path=path_rules.moved)
     nearest = "upsample_nearest1d upsample_nearest2d upsample_nearest3d"
-    yield _operation("interpolate", "interpolate upsample", nearest, **_LINEAR, **_POOLED, path=path_rules.moved)
+    yield _operation("interpolate", "interpolate", nearest, **_LINEAR, **_POOLED, path=path_rules.moved)
     others = "_upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d upsample_linear1d"
     others += " upsample_bilinear2d upsample_trilinear3d upsample_bicubic2d"
     yield _operation("interpolate_otherwise", "", others, **_LINEAR, **_POOLED)
@@ -324,10 +327,10 @@ def _activations() -> Iterator[Operation]:
     yield _operation("steps", steps, steps, taylor=taylor_rules.still, channels=functions.any_function)
     compared = "gt ge lt le eq ne __gt__ __ge__ __lt__ __le__ isnan logical_not"
     yield _operation("compared", compared, channels=functions.any_function)
-    others = "lerp addcmul addcdiv remainder fmod nan_to_num __rtruediv__ __rdiv__"
+    others = "lerp addcmul addcdiv remainder fmod nan_to_num __rtruediv__"
     yield _operation("rdiv", others, channels=functions.any_function)
     yield _operation("elu", "elu elu_ selu", "elu", **_CURVED)
-    yield _operation("log_sigmoid", "log_sigmoid logsigmoid", "log_sigmoid_forward", **_CURVED)
+    yield _operation("log_sigmoid", "log_sigmoid", "log_sigmoid_forward", **_CURVED)
     for name in ("softsign", "tanhshrink"):
         yield _operation(name, name, "", **_CURVED)
     yield _operation("square", "square", "", **{**_CURVED, "channels": functions.square})
