@@ -14,7 +14,7 @@ from torch.func import functional_call
 from spiritlevel.errors import InputError
 from spiritlevel.estimators import Operator
 from spiritlevel.transforms.certificates import Sample, Transformed
-from spiritlevel.watching.scalings import Factor
+from spiritlevel.watching.factors import Factor
 
 
 @dataclass(frozen=True, eq=False)

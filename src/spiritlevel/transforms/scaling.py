@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from spiritlevel.errors import InputError, unknown_name
 from spiritlevel.transforms.certificates import Sample, Transformed
-from spiritlevel.watching.scalings import INPUT, UNFOLLOWED, Factor, follow_factors, is_one, same
+from spiritlevel.watching.factors import Factor, is_one, same
+from spiritlevel.watching.scalings import INPUT, UNFOLLOWED, follow_factors
 
 
 @dataclass(frozen=True)
