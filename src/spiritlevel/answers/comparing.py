@@ -74,7 +74,7 @@ def compare(
 
     Rows that no parametrisation of the same function can move come first. For the others both models are audited, and
     what the audit moves at the same outputs is *not comparable*, however large the difference: the factor that it
-    reached is no limit, a larger scaling moves the measure further. So is what could not be tested.
+    reached is not a limit: a larger scaling moves the measure further. So is what could not be tested.
     The advice rests on the first of accuracy, distance to the boundary and loss whose difference is sure: it looks at
     up to three numbers, so each of their intervals must exclude 0 at a third of the chance of error (98.3 % for 95 %);
     `ComparisonRow.sure` says whether it does. Equal models are then told apart in at most 5 % of all cases. There is
@@ -136,7 +136,7 @@ def compare(
 
 
 class _Plain(NamedTuple):
-    """What a row needs to know of a number that is no measure of the registry."""
+    """What a row needs to know of a number that is not a measure of the registry."""
 
     name: str
     meaning: str
@@ -310,7 +310,7 @@ class _Pair:
         return nothing, "tolerance" if tolerance else "exact", ""
 
     def _plain(self, each: _Plain, a: Tensor, b: Tensor, exact: bool = False) -> ComparisonRow:
-        """A mean over the samples that is no measure of the registry."""
+        """A mean over the samples that is not a measure of the registry."""
         return self._paired(each, (Estimate(float(a.mean())), Estimate(float(b.mean()))), a, b, exact=exact)
 
     def _paired(

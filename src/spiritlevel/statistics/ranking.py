@@ -20,11 +20,11 @@ Array = NDArray[Any]
 
 
 class Ranking:
-    """How measures rank networks beside a gap. Answers have one entry a resample of the cells; entry 0 is the data.
+    """How measures rank networks beside a gap. Answers have one entry per resample of the cells; entry 0 is the data.
 
     Args:
-        measures: One number a network for each name; NaN where there is none.
-        gap: One number a network.
+        measures: One number per network for each name; NaN where there is none.
+        gap: One number per network.
         settings: Hyper-parameters of the networks, without the seed.
         replicas: The seed's number within its cell.
         resamples: How many resamples of cells, with replacement.

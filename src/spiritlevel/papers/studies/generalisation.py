@@ -111,7 +111,7 @@ class Generalisation(Config):
 
 
 def cells(config: Generalisation) -> list[dict[str, Any]]:
-    """One entry a network: the values of its hyper-parameters, and its seed."""
+    """One entry per network: the values of its hyper-parameters, and its seed."""
     values = itertools.product(*(getattr(config, name) for name in SETTINGS), range(config.replicas))
     first = config.seed * config.replicas
     return [
@@ -232,7 +232,7 @@ CONTROLS = {"loss at stop": "loss", "steps to stop": "steps", "number of paramet
 
 
 def columns(nets: Sequence[Mapping[str, Any]]) -> dict[str, Array]:
-    """For every measure, product and control one number a network, with the sign that makes it grow with the gap."""
+    """For every measure, product and control one number per network, with the sign that makes it grow with the gap."""
     import numpy as np
 
     tables = [{row["name"]: row for row in net["measures"]} for net in nets]
@@ -358,7 +358,7 @@ def gap_spread(nets: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def ranked(
     rankings: Mapping[str, Ranking], nets: Sequence[Mapping[str, Any]], seconds: Mapping[str, float]
 ) -> list[dict[str, Any]]:
-    """One row a measure, the highest τ first."""
+    """One row per measure, the highest τ first."""
     import numpy as np
 
     from spiritlevel.statistics.ranking import interval
