@@ -27,6 +27,7 @@ from harness import FULL, SMOKE, Row, Scale
 from operators import operators
 from per_sample import per_sample
 from recorder import recorder
+from report import reports
 from spectra import spectra
 
 from spiritlevel.storage import write_atomically
@@ -36,6 +37,7 @@ PARTS: dict[str, Callable[[Scale], list[Row]]] = {
     "operators": operators,
     "spectra": spectra,
     "audit": audits,
+    "report": reports,
     "growth": growth,
     "watching a training": recorder,
     "torch.compile": compiled,

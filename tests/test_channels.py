@@ -26,8 +26,8 @@ from spiritlevel.transforms import (
     shift_norm_gain,
     split_units,
 )
-from spiritlevel.watching.channel_rules import follow_channels
 from spiritlevel.watching.channels import Passing
+from spiritlevel.watching.following import follow_channels
 from spiritlevel.watching.graph import Graph, record
 
 

@@ -17,7 +17,8 @@ from scipy import stats
 from spiritlevel.measures import MEASURES
 from spiritlevel.papers.studies import Run, Verdict, decide
 from spiritlevel.papers.studies import generalisation as study
-from spiritlevel.papers.studies.generalisation import Generalisation, Ranking
+from spiritlevel.papers.studies.generalisation import Generalisation
+from spiritlevel.statistics.ranking import Ranking
 
 GRID = list(itertools.product((0.1, 0.2), (8, 16), (1.0, 2.0, 4.0), (0.0, 1e-3), range(3)))
 SETTINGS = {name: [cell[k] for cell in GRID] for k, name in enumerate(study.SETTINGS)}

@@ -6,22 +6,17 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import naive
 import pytest
 import torch
 import zoo
 import zoo_transformers
-from conftest import Untouched
 from test_operations import CASES, draw
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
-import spiritlevel as sl
 from spiritlevel.binding.problem import Problem
-from spiritlevel.samples import collapsing
-from spiritlevel.samples.collapsing import members_of
-from spiritlevel.samples.probing import along_forward, along_reverse, probe
+from spiritlevel.samples.probing import along_reverse, probe
 from spiritlevel.watching import taylor_rules
 from spiritlevel.watching.operations import OPERATIONS, Operation
 from spiritlevel.watching.taylor import Untaught, taped

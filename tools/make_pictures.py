@@ -36,7 +36,7 @@ FONT = "DejaVu Sans, Verdana, sans-serif"
 
 
 def measure(model: torch.nn.Module, data: Any) -> tuple[pl.DataFrame, dict[str, float]]:
-    """One row a sample, and the share of the mean trace that each layer holds."""
+    """One row per sample, and the share of the mean trace that each layer holds."""
     traces = sl.sample_traces(model, data, method="exact", per_layer=True)
     margins = sl.margins(model, data)
     group = ["correct" if correct else "misclassified" for correct in margins.correct.tolist()]

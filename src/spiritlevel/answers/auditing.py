@@ -21,7 +21,7 @@ from spiritlevel.measures import TRANSFORMS, Measure, Setting, select
 from spiritlevel.results import SYMMETRIES, Audit, AuditRow, Certificate, Estimate, WorstFactor, figure
 from spiritlevel.transforms import ScalingGroup, Transformed
 from spiritlevel.transforms.certificates import Sample
-from spiritlevel.watching.scalings import Factor
+from spiritlevel.watching.factors import Factor
 
 __all__ = ["DEFAULT_TRANSFORMS", "audit"]
 

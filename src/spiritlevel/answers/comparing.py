@@ -13,6 +13,7 @@ from scipy import stats
 from torch import Tensor, nn
 
 from spiritlevel import __version__
+from spiritlevel.answers.advising import Sides, advise
 from spiritlevel.answers.auditing import audit_in
 from spiritlevel.answers.measuring import FEW, RESAMPLES, Progress, kind, outcomes, silent
 from spiritlevel.binding.reading import Reading
@@ -24,7 +25,6 @@ from spiritlevel.results import (
     Comparison,
     ComparisonRow,
     Estimate,
-    figure,
     largest,
     mean_skewness,
     ratio_of,
@@ -76,7 +76,7 @@ def compare(
 
     Rows that no parametrisation of the same function can move come first. For the others both models are audited, and
     what the audit moves at the same outputs is *not comparable*, however large the difference: the factor that it
-    reached is no limit, a larger scaling moves the measure further. So is what could not be tested.
+    reached is not a limit: a larger scaling moves the measure further. So is what could not be tested.
     The advice rests on the first of accuracy, distance to the boundary and loss whose difference is sure: it looks at
     up to three numbers, so each of their intervals must exclude 0 at a third of the chance of error (98.3 % for 95 %);
     `ComparisonRow.sure` says whether it does. Equal models are then told apart in at most 5 % of all cases. There is
@@ -141,7 +141,7 @@ def compare(
 
 
 class _Plain(NamedTuple):
-    """What a row needs to know of a number that is no measure of the registry."""
+    """What a row needs to know of a number that is not a measure of the registry."""
 
     name: str
     meaning: str
@@ -214,7 +214,10 @@ class _Pair:
         if "traces" in vars(self.a) and "traces" in vars(self.b):
             traces = (dataclasses.replace(self.a.traces, layers={}), dataclasses.replace(self.b.traces, layers={}))
         count = self.a.count
-        advice, reasons = self._advice(rows)
+        phrases = {each.name: each.advice for each in (*self.chosen, self.accuracy, _LOSS)}
+        whole = self.accuracy is _ACCURACY
+        sides = Sides(self.names, count, whole, self.level, self.twice, self.same, self.movers)
+        advice, reasons = advise(rows, phrases, sides)
         return Comparison(
             names=self.names,
             rows=tuple(rows),
@@ -322,7 +325,7 @@ class _Pair:
         return nothing, "tolerance" if tolerance else "exact", ""
 
     def _plain(self, each: _Plain, a: Tensor, b: Tensor, exact: bool = False) -> ComparisonRow:
-        """A mean over the samples that is no measure of the registry."""
+        """A mean over the samples that is not a measure of the registry."""
         return self._paired(each, (Estimate(float(a.mean())), Estimate(float(b.mean()))), a, b, exact=exact)
 
     def _paired(
@@ -487,69 +490,3 @@ class _Pair:
             else row
             for row in rows
         ]
-
-    # ------------------------------------------------------------ the advice
-
-    def _advice(self, rows: list[ComparisonRow]) -> tuple[str, list[str]]:
-        """One sentence, and what it rests on; from the verdicts of the rows, and whether they are sure, alone."""
-        phrases = {each.name: each.advice for each in self.chosen}
-        phrases |= {each.name: each.advice for each in (self.accuracy, _LOSS)}
-        decisive = []
-        for row in rows:
-            if row.decides and row.verdict in ("a", "b") and row.sure:
-                size, count = abs(row.difference), self.a.count
-                phrase = phrases[row.name].format(difference=figure(size, 3), count=size * count, samples=count)
-                decisive.append((row, phrase))
-        reasons = self._reasons(rows)
-        if self.twice:
-            return (
-                f"No advice: the outputs of {' and '.join(self.twice)} all lie in [0, 1] and sum to 1. They look like "
-                "probabilities, and the loss expects logits: compare again without the last softmax."
-            ), reasons
-        if self.same and not decisive:
-            return (
-                "These samples give no reason to trust one of the two models more than the other: both give the same "
-                f"{self.same}, up to rounding. Numbers that differ describe the parametrisation."
-            ), reasons
-        if not decisive:
-            return "These samples give no reason to trust one of the two models more than the other.", reasons
-        first, phrase = decisive[0]
-        winner = first.verdict
-        low, high = sorted((abs(first.low), abs(first.high)))
-        if first.name == "accuracy" and self.accuracy is _ACCURACY:  # in samples, as the phrase counts
-            limits = f"{low * self.a.count:,.0f} to {high * self.a.count:,.0f}"
-        else:
-            limits = f"{figure(low, 3)} to {figure(high, 3)}"
-        text = f"{phrase} ({self.level:.0%} interval {limits})"
-        same = [more for row, more in decisive[1:] if row.verdict == winner]
-        other = [more for row, more in decisive[1:] if row.verdict != winner]
-        text += "".join(f", and {more}" for more in same)
-        if other:
-            text += f"; for {self.names[winner == 'a']} speaks that " + " and ".join(other)
-        return f"Trust {self.names[winner == 'b']}: {text}.", reasons
-
-    def _reasons(self, rows: list[ComparisonRow]) -> list[str]:
-        """Which rows speak for which model, and which for none."""
-        texts = []
-        for side, name in zip("ab", self.names, strict=True):
-            favours = [row.name for row in rows if row.verdict == side]
-            if favours:
-                texts.append(f"For {name}: {', '.join(favours)}.")
-        unsure = [row.name for row in rows if row.verdict == "no interval"]
-        if unsure:
-            texts.append(f"No verdict, because the difference has no interval: {', '.join(unsure)}.")
-        apart = [row for row in rows if row.verdict == "not comparable"]
-        moved = [
-            f"{row.name} (at least {times(row.factor)}-fold by {self.movers[row.name]})"
-            for row in apart
-            if row.factor > 1
-        ]
-        if moved:
-            texts.append(
-                "Not comparable, because the parametrisation alone moves them at the same outputs or probabilities, "
-                f"without a known limit: {', '.join(moved)}."
-            )
-        for note in dict.fromkeys(row.note for row in apart if not row.factor > 1):
-            names = ", ".join(row.name for row in apart if row.note == note and not row.factor > 1)
-            texts.append(f"Not comparable: {names} ({note}).")
-        return texts

@@ -44,7 +44,7 @@ def critical_sharpness(
     learning rate η lowers the loss of its own batch.
 
     The loss is compared at steps that differ by 6.25 %, by bisection, and the bracket is returned: `low` ≤ value ≤
-    `high`. It is taken for granted that the loss, once it is no longer lower, stays so as far as the search looks.
+    `high`. The search assumes that the loss, once it is no longer lower, stays so as far as it looks.
     Undefined, with a reason, where the update does not go downhill (gᵀu ≤ 0), as momentum may. Optimiser, parameters,
     gradients, buffers and random states are left bit by bit as they were; every pass sees the same random numbers.
 

@@ -50,7 +50,7 @@ PARTS = ("audit", "spectrum", "landscape", "pictures")
 
 FEW = 500  # samples that audit, spectrum and landscape are computed on, at most
 _PROBES, _STEPS = 4, 50  # Lanczos runs of the spectrum
-_GRID = 17  # points a side of the landscape
+_GRID = 17  # points per side of the landscape
 _SHOWN = {"sharpest": 24, "least certain": 24, "others": 120}  # pictures of each group, at most
 _SIDE = 64  # pixels of a picture, at most
 RESAMPLES = 999
@@ -99,7 +99,7 @@ def measure(
         parts: which of "audit", "spectrum", "landscape", "pictures" to add; all unless given.
         samples: measure a random subset of so many; intervals then hold the value on all of the data, and where none
             is known `subset_error` of a row says why. Costs a few products of the Hessian for the default measures;
-            what each takes says its `sampling` in `measures.MEASURES`.
+            `sampling` in `measures.MEASURES` says what each takes.
         params: names, prefixes or globs of the parameters to measure; all that require grad unless given.
         batch_norm: "eval" or "batch".
         batch_size: samples to take at once; chosen unless given.
@@ -366,7 +366,7 @@ class _Run:
 
     @functools.cached_property
     def few(self) -> Setting:
-        """At most so many of the samples, for what is dear."""
+        """At most so many of the samples, for what is expensive."""
         few = self.here if self.here.whole else self.here.drawn(FEW)[0]
         few.writes = "spectrum" in self.parts  # which asks for so many products that few columns are cheaper
         return few

@@ -99,7 +99,7 @@ class Quantities:
 
     def _layers_of(self, setting: Setting) -> dict[str, Any]:
         layers = setting.traces.layers
-        if not layers:  # dear where it is not exact: probes of their own for every tensor
+        if not layers:  # expensive where it is not exact: probes of their own for every tensor
             layers = traces_in(setting, per_layer=True, probes=_PROBES).layers
         return {f"trace/{name}": float(values.mean()) for name, values in layers.items()}
 

@@ -80,7 +80,7 @@ def _partly(report: Report) -> bool:
 
 
 def median(values: Tensor) -> float:
-    """Of an even number the middle of the two; `torch.median` takes the lower."""
+    """With an even number of values, the middle of the two; `torch.median` takes the lower."""
     return float(torch.quantile(values, 0.5))
 
 
@@ -98,7 +98,7 @@ def about_trace(report: Report, row: ReportRow) -> str:
 
 
 def about_mistakes(report: Report) -> str:
-    """How curved the loss is where the model errs, as far as the errors of both means allow to say it."""
+    """How curved the loss is where the model errs, as far as the errors of both means allow."""
     traces, found = report.traces, report.margins
     if traces is None or found is None or len(traces) != len(found) or not 0 < int(found.correct.sum()) < len(found):
         return ""

@@ -1,8 +1,8 @@
-"""Batches side by side, one a core: most operations on one batch are too short to be shared by all cores.
+"""Batches side by side, one per core: most operations on one batch are too short to be shared by all cores.
 
-To share an operation, all threads have to start and end together, hundreds of times a batch, and what cannot be shared
-leaves the other cores idle. Batches on a core each have neither cost, and hardly suffer from another process that takes
-a core away from time to time.
+To share an operation, all threads have to start and end together, hundreds of times per batch, and what cannot be
+shared leaves the other cores idle. Batches that each have a core pay neither price, and hardly suffer from another
+process that takes a core away from time to time.
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ def normalised(centred: Tensor, variance: Tensor, weight: Tensor | None, bias: T
 
 
 def by_channel(tensor: Tensor, input: Tensor) -> Tensor:
-    """One number a channel, in a shape that broadcasts to the inputs (N, C, …)."""
+    """One number per channel, in a shape that broadcasts to the inputs (N, C, …)."""
     return tensor.view([-1] + [1] * (input.ndim - 2))
 
 
@@ -134,7 +134,7 @@ def _native_batch_norm(
         return result, input.new_zeros(0), input.new_zeros(0)
     if input.numel() <= input.shape[1]:
         raise InputError(
-            f"batch statistics need more than one value a channel, got inputs of shape {tuple(input.shape)} for a "
+            f"batch statistics need more than one value per channel, got inputs of shape {tuple(input.shape)} for a "
             "batch norm; pass larger batches (is the last one a single sample?), or batch_norm='eval'."
         )
     result, mean, inverse = _standardised(input, [0, *range(2, input.ndim)], weight, bias, eps)

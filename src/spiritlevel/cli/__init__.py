@@ -77,7 +77,7 @@ class Spiritlevel:
 
 
 def _parse(args: list[str]) -> Command | int:
-    """The command that was asked for, or an exit code if there is nothing left to do."""
+    """The command to run, or an exit code if there is nothing left to do."""
     if args in (["--version"], ["-V"]):
         print(f"spiritlevel {__version__}")
         return DONE

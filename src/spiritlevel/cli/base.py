@@ -58,7 +58,7 @@ class ProgressBar:
     """A callable `(what, done, total)` that shows how far the work is.
 
     On a terminal that is a bar, once the work has taken two seconds. Elsewhere, in a log, it is a line once a minute,
-    and one when something else is done, but not within ten seconds of the last: quick work leaves no line.
+    and one when a new step begins, but not within ten seconds of the last: quick work leaves no line.
     """
 
     PATIENCE = 2.0

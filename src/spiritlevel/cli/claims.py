@@ -23,7 +23,7 @@ class Claims(Seeded):
     paper: Annotated[str | None, optional("A|B|C")] = None
     """Only the claims of this paper."""
     id: Annotated[str | None, optional("ID")] = None
-    """Only this claim, with its whole story."""
+    """Only this claim, in full."""
     html: Annotated[Path | None, optional("FILE")] = None
     """Also write a page to FILE."""
 

@@ -23,7 +23,7 @@ class DataList(Command):
     NAME = "data list"
 
     def run(self) -> Outcome:
-        """One row a data set."""
+        """One row per data set."""
         from rich import box
         from rich.console import Console
         from rich.table import Table
@@ -47,7 +47,7 @@ class DataList(Command):
 
 @dataclass(frozen=True, kw_only=True)
 class DataGet(Command):
-    """Fetch a data set, check its hashes, keep it in the cache and print where it lies.
+    """Fetch a data set, check its hashes, keep it in the cache and print where it is.
 
     For example: spiritlevel data get mnist
     """
@@ -69,7 +69,7 @@ class DataGet(Command):
 
 @dataclass(frozen=True, kw_only=True)
 class DataPath(Command):
-    """Print where a data set lies on this machine; exit code 1 if it is not here yet.
+    """Print where a data set is on this machine; exit code 1 if it is not here yet.
 
     For example: spiritlevel data path mnist
     """

@@ -29,15 +29,15 @@ class OnData(Seeded):
     """A built-in name, an .npz or .safetensors file with x and y, a folder of images with one subfolder per class, or
     file.py:function."""
     loss: Annotated[str, arg(metavar="NAME")] = "cross_entropy"
-    """cross_entropy, binary_cross_entropy, squared_error (½‖φ − y‖² a sample) or exponential."""
+    """cross_entropy, binary_cross_entropy, squared_error (½‖φ − y‖² per sample) or exponential."""
     measures: Annotated[str | None, optional("NAME,NAME,...")] = None
     """Only these measures, or all; about a dozen by default."""
     samples: Annotated[int | None, optional("N")] = None
-    """Measure a random subset of N samples; ± then says how far the value on all of them may be, or why not known."""
+    """Measure a random subset of N samples; ± then holds for all of them, or the report says why it is not known."""
     batch_norm: Annotated[str, arg(metavar="eval|batch")] = "eval"
     """Running statistics, or those of each batch."""
     device: Annotated[str | None, optional("DEVICE")] = None
-    """cpu, cuda:0 and so on; where the model is unless given."""
+    """cpu, cuda:0 and so on; where the model already is, unless given."""
     dtype: Annotated[str | None, optional("float32|float64")] = None
     """Convert the model to this number format first."""
 

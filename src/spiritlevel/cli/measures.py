@@ -26,7 +26,7 @@ class Measures(Command):
     """One of them, or default for those that `spiritlevel measure` takes unless told otherwise."""
 
     def run(self) -> Outcome:
-        """One row a measure, or everything about one."""
+        """One row per measure, or everything about one."""
         from rich.console import Console
         from rich.text import Text
 

@@ -28,8 +28,8 @@ T = TypeVar("T")
 _POSITIONAL = typing.get_args(Positional[int])[1]
 # What Python says about a value of another kind, and what a user can do with.
 _PYTHON = {
-    r"'\S+' not supported between instances of '\w+' and '\w+'": "one of the values is no number",
-    r"invalid literal for int\(\) with base 10: ('.*?')": r"\1 is no whole number",
+    r"'\S+' not supported between instances of '\w+' and '\w+'": "one of the values is not a number",
+    r"invalid literal for int\(\) with base 10: ('.*?')": r"\1 is not a whole number",
     r"could not convert string to float: ('.*?')": r"\1 is no number",
 }
 _NUMBERS = {int: "a whole number", float: "a number"}
@@ -158,7 +158,7 @@ def in_options(message: str, command: object) -> str:
     >>> in_options("samples= is too large; use data='mnist', or name the layers with params=.", Demo())
     '--samples is too large; use --data mnist, or name the layers with params= (in a program).'
     >>> in_options("lenet5 cannot be built with width=x: invalid literal for int() with base 10: 'x'.", Demo())
-    "lenet5 cannot be built with width=x: 'x' is no whole number."
+    "lenet5 cannot be built with width=x: 'x' is not a whole number."
     >>> in_options("epochs must be at least 1, got 0.", Demo())
     '--epochs must be at least 1, got 0.'
     """

@@ -95,7 +95,7 @@ def _read(path: Path) -> Found | Comparison:
 
 
 def _inner(file: Path) -> Any:
-    """The result inside what `--json` of a command wrote, or None if the file is no such thing."""
+    """The result inside what `--json` of a command wrote, or None if the file is not one."""
     import json
 
     from spiritlevel.results import Result

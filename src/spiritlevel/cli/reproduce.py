@@ -1,4 +1,4 @@
-"""`spiritlevel reproduce STUDY`: an experiment of the papers again, our numbers beside theirs, with verdicts.
+"""`spiritlevel reproduce STUDY`: one of the papers' experiments re-run, our numbers beside theirs, with verdicts.
 
 Each study is a subcommand whose options come from its config. Building one imports every study, so it is done only when
 this command is asked for.
@@ -27,7 +27,7 @@ from spiritlevel.errors import InputError, checked_seed, counted, unknown_name
 
 @dataclass(frozen=True, kw_only=True)
 class Reproduce(Seeded):
-    """Run an experiment of the papers again and set our numbers beside theirs, with a verdict on each.
+    """Re-run one of the papers' experiments and set our numbers beside theirs, with a verdict on each.
 
     For example: spiritlevel reproduce affine --scale laptop --seeds 0,1,2
     """
@@ -93,7 +93,7 @@ class Listing(Command):
     NAME = "reproduce"
 
     def run(self) -> Outcome:
-        """One line a study."""
+        """One line per study."""
         from rich import box
         from rich.console import Console
         from rich.table import Table

@@ -110,7 +110,7 @@ def load(name: str) -> Data:
         name: one of `names()`.
 
     Returns:
-        `Data` with `.train`, `.test`, `.classes`, `.name`. Cost: 4 bytes a pixel (188 MB for MNIST's training images,
+        `Data` with `.train`, `.test`, `.classes`, `.name`. Cost: 4 bytes per pixel (188 MB for MNIST's training images,
         614 MB for CIFAR's), plus the file while reading. The first call may download up to 170 MB.
 
     Raises:

@@ -49,7 +49,7 @@ class Operator:
     """A symmetric matrix H known by its products, over named parameters laid end to end.
 
     `matmat` maps a (P, k) tensor to H times it. `shapes` gives the parameters' names and shapes in order; without it
-    the operator has no names and cannot `split`. Exact; `op @ v` costs one product a column.
+    the operator has no names and cannot `split`. Exact; `op @ v` costs one product per column.
 
     >>> matrix = torch.tensor([[2.0, 1.0], [1.0, 3.0]])
     >>> op = Operator(lambda block: matrix @ block, 2, dtype=torch.float32, shapes={"weight": (1, 1), "bias": (1,)})

@@ -93,13 +93,13 @@ class MeanMatrix:
         self.owned = {memory_of(tensor) for tensor in anyway}
 
     def _batch_size(self, most: int) -> int:
-        """Samples to take at once: batches of one size if possible, so that one trace serves all; some a rank."""
+        """Samples to take at once: batches of one size if possible, so that one trace serves all; some per rank."""
         held = _held(self.batches)
         if not held:
             return max(1, most)
         samples, ranks = len(held[-1]), self.ranks.count
         most = max(1, min(most, -(-samples // ranks)))
-        if most * ranks < samples:  # several a rank: as many for each core
+        if most * ranks < samples:  # several per rank: as many for each core
             most = even_size(most, samples, ranks * self.at_a_time)
         equal = (size for size in range(most, most // 2, -1) if samples % size == 0)
         return next(equal, -(-samples // -(-samples // most)))
@@ -413,7 +413,7 @@ def _held(batches: Batches) -> list[Tensor]:
 
 
 def activation_bytes(context: Context) -> tuple[int, int]:
-    """Bytes a sample that a forward pass saves for its derivative, all and the largest, from at most 16 samples."""
+    """Bytes per sample that a forward pass saves for its derivative, all and the largest, from at most 16 samples."""
     return context.once("activation bytes", lambda: _activation_bytes(context))
 
 

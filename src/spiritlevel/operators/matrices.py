@@ -35,7 +35,7 @@ def hessian(
 
     A product is the derivative of the gradient along v, H v = 1/N Σₙ [Jᵀ(A·Jv) + (Σ_c g_c ∇²φ_c) v], where g and A are
     the loss's gradient and Hessian in the outputs φ and J = ∂φ/∂θ. Exact to rounding, also at tiny losses. Cost: about
-    two gradients a product when replayed, three when recomputed, and some five once for the first. The parameters are
+    two gradients per product when replayed, three when recomputed, and some five once for the first. The parameters are
     copied: later training steps do not change the operator.
 
     Args:
@@ -86,8 +86,8 @@ def gauss_newton(
 
     J = ∂φ/∂θ, A = ∂²ℓ/∂φ². Positive semidefinite for convex losses; for cross entropy it is the Fisher matrix under
     the model's own labels. Its trace equals the Hessian's for ReLU networks (mathematics 4.2); its eigenvalues in
-    general do not. Exact to rounding, also at tiny losses. Cost: about one gradient a product when replayed. Arguments
-    as in `hessian`.
+    general do not. Exact to rounding, also at tiny losses. Cost: about one gradient per product when replayed.
+    Arguments as in `hessian`.
 
     Reference: Schraudolph, Neural Comput. 14 (2002), doi:10.1162/08997660260028683.
 
@@ -120,7 +120,7 @@ def empirical_fisher(
     The gradients are those of the true labels, so F is the uncentred second moment of the gradients, not the Fisher
     matrix of the model (that is `gauss_newton` for cross entropy), and far from a curvature where the model is wrong.
     A product is F v = 1/N Gᵀ(G v), G the (N, P) matrix of per-sample gradients, without forming G. Exact to rounding,
-    also at tiny losses. Cost: about one gradient a product when replayed. Arguments as in `hessian`.
+    also at tiny losses. Cost: about one gradient per product when replayed. Arguments as in `hessian`.
 
     Reference: Kunstner, Balles & Hennig, NeurIPS 2019, arXiv:1905.12558.
 

@@ -127,7 +127,7 @@ def pictures_section(report: Report, key: str, pictures: Sheet | None) -> Sectio
     """The samples with the largest traces, the narrowest margins, and so on, to look at."""
     section = Section(f"{key}-pictures", "Samples to look at")
     if pictures is None or report.pictures is None:
-        section.texts.append("There are no pictures: the samples are no images, or were not kept.")
+        section.texts.append("There are no pictures: the samples are not images, or were not kept.")
         return section
     for group, places in report.pictures.groups.items():
         if group == "others":  # shown on the chart of all samples only

@@ -173,7 +173,7 @@ def _layers(report: Report, key: str) -> Section:
     largest = max(shares, key=lambda name: shares[name])
     section.texts.append(
         f"Each bar is the share of one parameter tensor; the largest is {largest} with {number(shares[largest], 3)} %. "
-        "These shares change when layers are rescaled at the same function."
+        "These shares change when layers are rescaled, although the function does not."
     )
     chart = charts.bars({"layer": list(shares), column: list(shares.values())}, "layer", column)
     alt = (
@@ -195,8 +195,8 @@ def _audit(report: Report, key: str) -> Section:
     section.texts += fewer_samples(report)
     section.texts.append(
         "Each column changes the parameters and keeps what the network computes or predicts. A measure that moves "
-        "there (× the factor) describes the parametrisation as much as the model, and its size tells no two models "
-        "apart; one that stays (=) under all that keep the function can be compared between models, as far as these "
+        "there (× the factor) describes the parametrisation as much as the model, so its size cannot tell two "
+        "models apart; one that stays (=) under all that keep the function can be compared between models, as far as these "
         "symmetries go. ‘?’: nothing can be said within the errors; ‘…’: an iteration did not converge."
     )
     section.texts.append(audit.scope)
@@ -276,7 +276,8 @@ def _how(report: Report, key: str) -> Section:
             Table(f"{key}-settings", "Settings and versions", ["setting", "value"], list(report.settings.items()))
         )
     if report.rows:
-        columns = ["measure", "formula", "reference", "dearest step", "products", "seed", "seconds", "unchanged by"]
+        columns = ["measure", "formula", "reference", "most expensive step"]
+        columns += ["products", "seed", "seconds", "unchanged by"]
         rows = [
             (
                 row.name,

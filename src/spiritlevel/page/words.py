@@ -61,7 +61,7 @@ def certainty(report: Report, row: ReportRow) -> str:
         why = f": {row.subset_error}" if row.subset_error else ""
         return f"{row.kind} on the samples measured; for all data the error is not known{why}"
     if row.kind == "converged" and not row.value.data_stderr:
-        return f"± {number((high - low) / 2, 2)}, to which an iteration found it"
+        return f"± {number((high - low) / 2, 2)}, the tolerance of its iteration"
     if low == high:
         return _WORTH.get(row.kind, row.kind)
     return f"95 % interval {number(low, 3)} to {number(high, 3)}"

@@ -96,7 +96,7 @@ def _decoded(value: Any, hint: Any, unknown: list[str]) -> Any:
     if kind == _TENSOR:
         dtype = getattr(torch, value["dtype"])
         if not isinstance(dtype, torch.dtype):
-            raise TypeError(f"{value['dtype']} is no type of numbers")
+            raise TypeError(f"{value['dtype']} is not a type of number")
         data = [_number(item) for item in value["data"]] if dtype.is_floating_point else value["data"]
         return torch.tensor(data, dtype=dtype).reshape(value["shape"])
     if kind is not None and kind != _DICT:

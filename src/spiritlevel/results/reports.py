@@ -70,9 +70,9 @@ class ReportRow(Result):
 
     `kind` is the status of `value`, see `Estimate`; `direction` what a larger value means: "sharper", "flatter",
     "wider" or "larger". `invariant_to` are the transforms that leave it as it is; `family` is "curvature", "margin" or
-    "norm"; `cost` the dearest thing it does and `seconds` what it took, without what other measures had computed. Where
-    a subset was measured and the error of that is not known, `subset_error` says why. `needs_data` is false where the
-    weights alone decide.
+    "norm"; `cost` the most expensive thing it does and `seconds` what it took, without what other measures had
+    computed. Where a subset was measured and the error of that is not known, `subset_error` says why. `needs_data` is
+    false where the weights alone decide.
     """
 
     name: str

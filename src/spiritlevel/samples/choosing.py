@@ -53,7 +53,7 @@ def choose(
             if method == "exact":
                 sampled = "passes=8 for a sampled rest, or " if problem.loss.can_sample else ""
                 raise InputError(
-                    f"exact traces of {outputs[0].numel()} outputs take {rank} backward passes a batch; "
+                    f"exact traces of {outputs[0].numel()} outputs take {rank} backward passes per batch; "
                     f"pass {sampled}passes={rank} to insist."
                 )
             if not problem.loss.can_sample:
@@ -111,6 +111,6 @@ def batch_size_for(problem: Problem, structure: Structure, plan: Plan, outputs: 
 
 
 def _bytes_per_sample(problem: Problem, structure: Structure, outputs: Tensor) -> tuple[int, int]:
-    """Of the activations, and of the loss's factors, which take some float64 numbers a class."""
+    """Of the activations, and of the loss's factors, which take some float64 numbers per class."""
     item = problem.params[next(iter(problem.params))].element_size()
     return item * (structure.floats_per_sample or 2**18), 64 * outputs[0].numel()

@@ -277,7 +277,7 @@ class Collector:
     def _draws(self, prober: Prober, indices: range, members: int, remainder: bool) -> dict[str, Tensor]:
         """What every group of probes says of every sample, (N, groups).
 
-        One table, or one a parameter if layers are wanted: the diagonal blocks are those of probes inside of it.
+        One table, or one per parameter if layers are wanted: the diagonal blocks are those of probes inside of it.
         """
         problem = self.problem
         parts: list[str | None] = [*problem.params] if self.per_layer else [None]

@@ -215,7 +215,7 @@ class _Look:
         )
 
     def exact(self) -> SampleTraces:
-        """By the factors of the loss: C−1 backward passes a batch."""
+        """By the factors of the loss: C−1 backward passes per batch."""
         pieces, passes, curved = [], 0, ""
         with self.ranks.together():
             for start, shadow, targets in self._each():

@@ -63,7 +63,7 @@ def share_of(correct: Tensor, population: int) -> Estimate:
 
 
 def by_influences(value: float, influences: Tensor, population: int, bias: float = 0.0) -> SubsetError:
-    """Of a number that moves with the mean of these, one a sample; `bias` is how far it is too large on average."""
+    """Of a number that moves with the mean of these, one per sample; `bias` is how far it is too large on average."""
     influences = influences.double().cpu()
     if too_few := few(len(influences)):
         return too_few

@@ -15,6 +15,7 @@ from spiritlevel.transforms.pairs import block_steps
 from spiritlevel.transforms.watched import Watched
 from spiritlevel.watching.channels import Block, Channels, Mixture, Passing, Product, Slot
 from spiritlevel.watching.graph import Graph, Operation, Value
+from spiritlevel.watching.operations import Degree, Kind, called_by_name
 
 _HEADS = Passing(each=True, attention=True)
 _KEYS = Passing(attention=True)
@@ -252,9 +253,10 @@ def _adds_alike(operation: Operation, value: Value, axes: tuple[int, ...]) -> bo
     result = operation.outputs[0]
     if result.tensor.ndim < 2 or any(result.shape[axis] != value.shape[axis] for axis in axes):
         return False
-    if operation.name in ("mul", "div"):
+    entry = called_by_name(operation.name)
+    if entry.elementwise == 2 and entry.degree in (Degree.BILINEAR, Degree.QUOTIENT):
         others = [other for other in operation.inputs if other is not value]
         alike = all(other.tensor.ndim < -axis or other.shape[axis] == 1 for other in others for axis in axes)
-        return alike and (operation.name == "mul" or operation.args[0] is value)
-    summands = ("add", "sub", "masked_fill", "where", "to", "float", "double", "type", "contiguous", "clone", "dropout")
-    return operation.name in (*summands, "view", "reshape", "unsqueeze", "squeeze", "flatten", "unflatten")
+        return alike and (entry.degree is Degree.BILINEAR or operation.args[0] is value)
+    added = entry.kind is Kind.SUM and entry.degree is Degree.LINEAR
+    return added or entry.keeps_order or entry.kind is Kind.MASK

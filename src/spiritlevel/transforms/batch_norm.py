@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from spiritlevel.binding.reading import Reading, form_of
 from spiritlevel.errors import InputError
 from spiritlevel.transforms.certificates import Sample, Transformed
-from spiritlevel.watching.scalings import Factor, follow_factors, grid
+from spiritlevel.watching.factors import Factor, grid
+from spiritlevel.watching.scalings import follow_factors
 
 
 def fold_batchnorm(model: nn.Module, *, data: Any = None, **reading: Unpack[Reading]) -> Transformed:

@@ -20,7 +20,7 @@ from spiritlevel.errors import InputError, unknown_name
 from spiritlevel.estimators import Operator
 from spiritlevel.results import Certificate
 from spiritlevel.transforms.maps import LinearMap
-from spiritlevel.watching.scalings import Factor
+from spiritlevel.watching.factors import Factor
 
 if TYPE_CHECKING:
     from spiritlevel.transforms.inputs import AffineMap

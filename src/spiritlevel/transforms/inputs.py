@@ -16,7 +16,8 @@ from spiritlevel.binding.reading import Reading, form_of
 from spiritlevel.errors import InputError, unknown_name
 from spiritlevel.transforms.batch_norm import set_bias
 from spiritlevel.transforms.certificates import Sample, Transformed
-from spiritlevel.watching.scalings import Factor, follow_factors
+from spiritlevel.watching.factors import Factor
+from spiritlevel.watching.scalings import follow_factors
 
 
 @dataclass(frozen=True, eq=False)

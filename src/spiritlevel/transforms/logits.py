@@ -12,8 +12,8 @@ from spiritlevel.binding.reading import Reading, form_of
 from spiritlevel.transforms.certificates import Transformed
 from spiritlevel.transforms.maps import length
 from spiritlevel.transforms.watched import Watched
-from spiritlevel.watching.channel_rules import follow_channels
 from spiritlevel.watching.channels import Block, Channels, Passing, constant
+from spiritlevel.watching.following import follow_channels
 from spiritlevel.watching.graph import Graph
 
 _SHIFTED = Passing(outputs=True)
@@ -68,7 +68,7 @@ def shift_logits(
 def _before_softmax(graph: Graph) -> tuple[Graph, bool]:
     """The graph up to a softmax at its very end, and whether there was one."""
     maker = graph.output.maker
-    if maker is None or maker.name not in ("softmax", "log_softmax"):
+    if maker is None or maker.name.removeprefix("log_") != "softmax":
         return graph, False
     axis = maker.argument(1, "dim")
     if axis is None or axis % graph.output.tensor.ndim != graph.output.tensor.ndim - 1:

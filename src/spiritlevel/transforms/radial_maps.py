@@ -15,7 +15,7 @@ from spiritlevel.binding.reading import Reading, form_of
 from spiritlevel.errors import InputError
 from spiritlevel.estimators import Operator
 from spiritlevel.transforms.certificates import Sample, Transformed
-from spiritlevel.watching.scalings import Factor
+from spiritlevel.watching.factors import Factor
 
 
 @dataclass(frozen=True, eq=False)

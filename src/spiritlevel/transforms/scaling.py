@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from spiritlevel.binding.reading import Form, Reading, form_of
 from spiritlevel.errors import InputError, unknown_name
 from spiritlevel.transforms.certificates import Sample, Transformed
-from spiritlevel.watching.scalings import INPUT, UNFOLLOWED, Factor, Walk, follow_factors, is_one, same
+from spiritlevel.watching.factors import Factor, is_one, same
+from spiritlevel.watching.scalings import INPUT, UNFOLLOWED, Walk, follow_factors
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class ScalingGroup:
     def factors(self, beta: Factor) -> dict[str, Factor]:
         """The factors for `rescale_layers` that scale this group by β and keep the function.
 
-        A number needs the readers' factors 1/β; one number a channel is undone in the readers' input channels anyway.
+        A number needs the readers' factors 1/β; one number per channel is undone in the readers' input channels anyway.
         """
         if isinstance(beta, Tensor) and beta.ndim:
             return dict.fromkeys(self.writers, beta)
@@ -216,7 +217,7 @@ def scale_before_batchnorm(
         if name not in walk.layers:
             raise unknown_name("layer that can be scaled", name, walk.layers)
         if isinstance(alpha, Tensor) and alpha.ndim:
-            raise InputError(f"{who} takes one number a layer; use rescale_layers for a factor of each channel.")
+            raise InputError(f"{who} takes one number per layer; use rescale_layers for a factor of each channel.")
         group = walk.root(walk.layers[name].writes)
         readers = walk.adjacent(group, "reads")
         others = [reader for reader in readers if not walk.layers[reader].norm]

@@ -14,8 +14,8 @@ from spiritlevel.binding.reading import Form
 from spiritlevel.errors import InputError, checked_seed
 from spiritlevel.transforms.certificates import Sample, Transformed
 from spiritlevel.transforms.maps import LinearMap, Step, generator
-from spiritlevel.watching.channel_rules import follow_channels
 from spiritlevel.watching.channels import Channels, Passing
+from spiritlevel.watching.following import follow_channels
 from spiritlevel.watching.graph import Graph, record
 
 _EXACT = 1e-9  # relative difference of the outputs in float64 beyond which a map is not the symmetry it was taken for

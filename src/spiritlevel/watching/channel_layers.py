@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,23 +11,31 @@ from torch import Tensor
 from spiritlevel.watching.channels import NONE, Channels, Mixture, Product, constant, vector
 from spiritlevel.watching.graph import Operation, Value
 
-_CONVOLUTIONS = frozenset("conv1d conv2d conv3d".split())
-_TRANSPOSED = frozenset("conv_transpose1d conv_transpose2d conv_transpose3d".split())
 
-
-def _linear(found: Channels, operation: Operation) -> bool:
+def linear(found: Channels, operation: Operation) -> bool:
+    """A linear layer."""
     weight = found.view(operation.argument(1, "weight"))
     x, bias = operation.argument(0, "input"), operation.argument(2, "bias")
     return weight is not None and _layer(found, operation, x, weight, bias, -1)
 
 
-def _convolution(found: Channels, operation: Operation) -> bool:
+def convolution(found: Channels, operation: Operation) -> bool:
+    """A convolution, perhaps in groups."""
+    return _convolution(found, operation)
+
+
+def transposed_convolution(found: Channels, operation: Operation) -> bool:
+    """A transposed convolution, whose weight begins with what it reads."""
+    return _convolution(found, operation, transposed=True)
+
+
+def _convolution(found: Channels, operation: Operation, *, transposed: bool = False) -> bool:
     weight = found.view(operation.argument(1, "weight"))
     if weight is None:
         return False
     groups = operation.argument(6, "groups", 1)
     x, bias, axis = operation.argument(0, "input"), operation.argument(2, "bias"), 1 - weight.ndim
-    if operation.name in _TRANSPOSED:
+    if transposed:
         split = weight.reshape(groups, -1, *weight.shape[1:]).transpose(1, 2)
         weight = split.reshape(-1, *split.shape[2:])
     return _layer(found, operation, x, weight, bias, axis, groups)
@@ -86,12 +93,19 @@ def _factors(found: Channels, operation: Operation, x: Value, columns: Tensor, b
     return True
 
 
-def _matmul(found: Channels, operation: Operation) -> bool:
-    first, second = (
-        operation.args[:2] if len(operation.args) > 1 else (operation.argument(0, "input"), operation.kwargs["mat2"])
-    )
-    if operation.name == "rmatmul":
-        first, second = second, first
+def matmul(found: Channels, operation: Operation) -> bool:
+    """A product of two matrices, of which one may be a weight."""
+    if len(operation.args) > 1:
+        return _matmul(found, operation, *operation.args[:2])
+    return _matmul(found, operation, operation.argument(0, "input"), operation.kwargs["mat2"])
+
+
+def rmatmul(found: Channels, operation: Operation) -> bool:
+    """The same in the other order."""
+    return _matmul(found, operation, operation.args[1], operation.args[0])
+
+
+def _matmul(found: Channels, operation: Operation, first: Value, second: Value) -> bool:
     left, right = found.view(first), found.view(second)
     if right is not None and right.ndim == 2:
         return _layer(found, operation, first, right.T, None, -1)
@@ -100,14 +114,21 @@ def _matmul(found: Channels, operation: Operation) -> bool:
     return left is None and right is None and _product(found, operation, first, second)
 
 
-def _addmm(found: Channels, operation: Operation) -> bool:
-    """A bias, or scores of attention, plus a product."""
+def addmm(found: Channels, operation: Operation) -> bool:
+    """A bias plus a product with a weight, or what `baddbmm` does."""
+    bias, first, second = operation.args[:3]
+    weight = found.view(second)
+    if weight is None or found.view(bias) is None:
+        return baddbmm(found, operation)
+    scaled = any(operation.kwargs.get(key, 1) != 1 for key in ("alpha", "beta"))
+    return not scaled and _layer(found, operation, first, weight.T, bias, -1)
+
+
+def baddbmm(found: Channels, operation: Operation) -> bool:
+    """A mask, say, plus the scores of attention."""
     bias, first, second = operation.args[:3]
     if any(operation.kwargs.get(key, 1) != 1 for key in ("alpha", "beta")) and found.view(bias) is not None:
         return False
-    weight = found.view(second)
-    if operation.name == "addmm" and weight is not None and found.view(bias) is not None:
-        return _layer(found, operation, first, weight.T, bias, -1)
     if bias in found.atoms or any(found.view(value) is not None for value in (first, second)):
         return False
     return _product(found, operation, first, second)
@@ -164,7 +185,7 @@ def _contract(
     return False, None
 
 
-def _einsum(found: Channels, operation: Operation) -> bool:
+def einsum(found: Channels, operation: Operation) -> bool:
     """A sum over indices of two operands, brought into the form of a product of matrices."""
     equation, *operands = operation.args
     operands = list(operands[0]) if len(operands) == 1 and isinstance(operands[0], tuple | list) else operands
@@ -233,7 +254,7 @@ def _folded_layer(
     return True
 
 
-def _attention(found: Channels, operation: Operation) -> bool:
+def attention(found: Channels, operation: Operation) -> bool:
     """`F.scaled_dot_product_attention`."""
     query, key, value = (operation.argument(index, name) for index, name in enumerate(("query", "key", "value")))
     q, k, v = (found.atoms.get(item) for item in (query, key, value))
@@ -257,7 +278,8 @@ def _attention(found: Channels, operation: Operation) -> bool:
     return True
 
 
-def _embedding(found: Channels, operation: Operation) -> bool:
+def embedding(found: Channels, operation: Operation) -> bool:
+    """A table of which every row is a value of all channels."""
     table = found.view(operation.argument(1, "weight"))
     if table is None or operation.argument(3, "max_norm") is not None:
         return False
@@ -265,16 +287,3 @@ def _embedding(found: Channels, operation: Operation) -> bool:
     found.use(operation, 1, table.T, atoms)
     found.atoms[operation.outputs[0]] = atoms.expand(operation.outputs[0].shape)
     return True
-
-
-LAYERS: dict[str, Callable[[Channels, Operation], bool]] = {
-    "linear": _linear,
-    "matmul": _matmul,
-    "rmatmul": _matmul,
-    "addmm": _addmm,
-    "baddbmm": _addmm,
-    "einsum": _einsum,
-    "scaled_dot_product_attention": _attention,
-    "embedding": _embedding,
-    **dict.fromkeys(_CONVOLUTIONS | _TRANSPOSED, _convolution),
-}

@@ -175,7 +175,7 @@ class Forest:
 
 
 class Channels:
-    """The channels of a recorded network under one kind of map; `channel_rules.follow_channels` fills it."""
+    """The channels of a recorded network under one kind of map; `following.follow_channels` fills it."""
 
     def __init__(self, graph: Graph, passing: Passing) -> None:
         self.graph, self.passing = graph, passing

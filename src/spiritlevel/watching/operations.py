@@ -20,10 +20,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from spiritlevel.watching import channel_functions as functions
+from spiritlevel.watching import channel_layers as layers
+from spiritlevel.watching import channel_moves as moves
+from spiritlevel.watching import channel_sums as sums
 from spiritlevel.watching import norm_rules, path_rules, taylor_rules
+from spiritlevel.watching.channels import Channels
+from spiritlevel.watching.graph import Operation as Call
 from spiritlevel.watching.norm_rules import Rule
 from spiritlevel.watching.path_rules import PathRule
 from spiritlevel.watching.taylor_rules import TaylorRule
+
+ChannelRule = Callable[[Channels, Call], bool]
+"""Follows channels through a call: whether it has dealt with them; else they stop there."""
 
 
 class Degree(Enum):
@@ -50,6 +59,7 @@ class Kind(Enum):
     JOIN = "several tensors side by side"
     SUM = "several tensors laid over each other, of which each number of the result is one, or their sum"
     REDUCTION = "one number of many"
+    MASK = "numbers replaced at some places"
     SPATIAL = "the same for every channel: pooling, padding, interpolation"
 
 
@@ -106,6 +116,7 @@ class Operation:
     affine: tuple[int, int] | None = None
     norm: Callable[..., Rule | None] | None = None
     path: PathRule | None = None
+    channels: ChannelRule | None = None
     taylor: TaylorRule | None = None
 
     @property
@@ -142,95 +153,120 @@ def _operation(name: str, functions: str = "", aten: str = "", **columns: Any) -
 _LINEAR: dict[str, Any] = {"degree": Degree.LINEAR, "homogeneous": True}
 _PIECEWISE: dict[str, Any] = {"degree": Degree.PIECEWISE, "homogeneous": True}
 _RESHAPED: dict[str, Any] = {"path": path_rules.reshaped, "taylor": taylor_rules.reshaped}
-_SHAPED: dict[str, Any] = {**_LINEAR, **_RESHAPED, "kind": Kind.RESHAPING, "vanishes": True}
-_COPIED: dict[str, Any] = {**_SHAPED, "kind": Kind.COPY, "taylor": taylor_rules.copied}
-_MOVED: dict[str, Any] = {**_LINEAR, "kind": Kind.MOVING, "path": path_rules.moved}
-_CHOSEN: dict[str, Any] = {**_LINEAR, "kind": Kind.MOVING, "chooses": Chooses.ROWS}
-_POOLED: dict[str, Any] = {"kind": Kind.SPATIAL}
-_CURVED: dict[str, Any] = {"degree": Degree.SMOOTH, "elementwise": 1}
+_SHAPED: dict[str, Any] = {**_LINEAR, **_RESHAPED, "kind": Kind.RESHAPING, "vanishes": True, "channels": moves.move}
+_COPIED: dict[str, Any] = {**_SHAPED, "kind": Kind.COPY, "taylor": taylor_rules.copied, "channels": moves.same}
+_MOVED: dict[str, Any] = {**_LINEAR, "kind": Kind.MOVING, "path": path_rules.moved, "channels": moves.move}
+_CHOSEN: dict[str, Any] = {**_LINEAR, "kind": Kind.MOVING, "chooses": Chooses.ROWS, "channels": moves.move}
+_POOLED: dict[str, Any] = {"kind": Kind.SPATIAL, "channels": sums.linear_pool}
+_MOST: dict[str, Any] = {"kind": Kind.SPATIAL, "channels": sums.other_pool}
+_CURVED: dict[str, Any] = {"degree": Degree.SMOOTH, "elementwise": 1, "channels": functions.any_function}
 _PRODUCT: dict[str, Any] = {"degree": Degree.BILINEAR, "homogeneous": True, "path": path_rules.product}
 _ADDED: dict[str, Any] = {"degree": Degree.ADDED_BILINEAR, "path": path_rules.added_product}
 
 
 def _copies() -> Iterator[Operation]:
     """The same numbers again, in their own or another shape."""
-    again = {"homogeneous": True, "kind": Kind.ALIAS, "path": path_rules.reshaped}
-    yield _operation("alias", "", "alias", degree=Degree.LINEAR, taylor=taylor_rules.copied, **again)
+    again = {"homogeneous": True, "kind": Kind.ALIAS, "path": path_rules.reshaped, "channels": moves.same}
+    rules: dict[str, Any] = {"degree": Degree.LINEAR, "taylor": taylor_rules.copied}
+    yield _operation("alias", "positive", "alias", **rules, **again)
     # no degree: what is cut off from its gradient is found by `structure`, which knows when autograd itself does so
     yield _operation("detach", "detach", "detach", taylor=taylor_rules.still, **again)
     yield _operation("clone", "clone contiguous", "clone contiguous", **_COPIED)
-    yield _operation("convert", "to float double", "_to_copy", **_COPIED)
+    yield _operation("convert", "to float double type type_as cpu cuda", "_to_copy", **_COPIED)
     yield _operation("lift", "", "lift lift_fresh lift_fresh_copy", **{**_COPIED, "vanishes": False})
     # nothing but the same numbers where a network is measured, in eval mode
-    yield _operation("dropout", "dropout dropout_ dropout1d dropout2d dropout3d", **_LINEAR, kind=Kind.COPY)
+    kinds = "dropout dropout_ dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout"
+    yield _operation("dropout", kinds, **_LINEAR, kind=Kind.COPY, channels=moves.same)
     views = "view view_copy _unsafe_view _reshape_alias reshape"
-    yield _operation("view", "view reshape flatten unflatten", views, **_SHAPED)
+    yield _operation("view", "view reshape flatten unflatten view_as reshape_as", views, **_SHAPED)
     yield _operation("squeeze", "squeeze", "squeeze squeeze_copy", **_SHAPED)
     yield _operation("unsqueeze", "unsqueeze", "unsqueeze unsqueeze_copy", **_SHAPED)
-    yield _operation("view_as_real", "", "view_as_real view_as_complex", **_LINEAR)
+    yield _operation("view_as_real", "view_as_real", "view_as_real", **_LINEAR, channels=functions.as_pairs)
+    yield _operation("view_as_complex", "view_as_complex", "view_as_complex", **_LINEAR, channels=functions.as_complex)
+    yield _operation("rounded", "half bfloat16", channels=moves.same)
+    yield _operation("requires_grad", "requires_grad_", channels=moves.same)
+    yield _operation("__get__", channels=moves.attribute)  # .T, .mT and the like
 
 
 def _moves() -> Iterator[Operation]:
     """Numbers at other places."""
-    yield _operation("expand", "expand", "expand expand_copy", **_MOVED, vanishes=True)
-    yield _operation("permute", "permute movedim", "permute permute_copy", **_MOVED, vanishes=True)
+    yield _operation("expand", "expand expand_as broadcast_to", "expand expand_copy", **_MOVED, vanishes=True)
+    yield _operation("permute", "permute movedim moveaxis", "permute permute_copy", **_MOVED, vanishes=True)
     transposed = "transpose transpose_copy t t_copy"
-    yield _operation("transpose", "t transpose swapaxes", transposed, **_MOVED, vanishes=True)
+    yield _operation("transpose", "t transpose swapaxes swapdims", transposed, **_MOVED, vanishes=True)
     yield _operation("slice", "__getitem__ narrow", "slice narrow", **_MOVED)
     yield _operation("select", "select", "select", **_MOVED)
-    yield _operation("split", "split chunk", "split split_with_sizes chunk", **_MOVED)
+    yield _operation("split", "split chunk tensor_split split_with_sizes", "split split_with_sizes chunk", **_MOVED)
     yield _operation("unbind", "unbind", "unbind", **_MOVED)
     for name in ("pixel_shuffle", "pixel_unshuffle", "channel_shuffle"):
         yield _operation(name, name, name, **_MOVED)
-    for name in ("roll", "flip", "repeat", "diagonal", "tril", "triu", "im2col", "col2im"):
-        yield _operation(name, "", name, **_MOVED)
+    yield _operation("flip", "flip", "flip", **_MOVED)
+    yield _operation("rot90", "rot90", channels=moves.move)
+    yield _operation("repeat", "repeat tile", "repeat", **_MOVED)
+    for name in ("roll", "diagonal", "tril", "triu"):
+        yield _operation(name, name, name, **_MOVED)
+    yield _operation("im2col", "unfold", "im2col", **_MOVED)
+    yield _operation("col2im", "fold", "col2im", **{**_MOVED, "channels": None})  # which adds what falls on one place
     for name in ("diag_embed", "repeat_interleave"):
-        yield _operation(name, "", name, **_LINEAR, kind=Kind.MOVING)
-    yield _operation("as_strided", "", "as_strided", **_LINEAR, kind=Kind.MOVING, by_memory=True)
-    for name in ("index", "index_select"):
-        yield _operation(name, "", name, **_CHOSEN, path=path_rules.chosen)
-    for name in ("gather", "take"):
-        yield _operation(name, "", name, **_CHOSEN)
+        yield _operation(name, name, name, **_LINEAR, kind=Kind.MOVING, channels=moves.move)
+    yield _operation("as_strided", "as_strided", "as_strided", **_LINEAR, kind=Kind.MOVING, by_memory=True)
+    yield _operation("index", "", "index", **_CHOSEN, path=path_rules.chosen)
+    yield _operation("index_select", "index_select", "index_select", **_CHOSEN, path=path_rules.chosen)
+    yield _operation("gather", "gather take_along_dim", "gather", **_CHOSEN)
+    yield _operation("take", "take", "take", **_CHOSEN)
     rules: dict[str, Any] = {"norm": norm_rules.embedding, "taylor": taylor_rules.embedding}
+    rules["channels"] = layers.embedding
     yield _operation("embedding", "F.embedding", "embedding", **_LINEAR, **rules)
-    yield _operation("cat", "cat concat concatenate", "cat", **_LINEAR, kind=Kind.JOIN, path=path_rules.moved)
-    yield _operation("stack", "stack", "stack", **_LINEAR, kind=Kind.JOIN, path=path_rules.moved)
+    beside = {**_LINEAR, "kind": Kind.JOIN, "path": path_rules.moved}
+    yield _operation("cat", "cat concat concatenate", "cat", **beside, channels=moves.join)
+    yield _operation("stack", "stack hstack vstack dstack", "stack", **beside, channels=moves.stack)
 
 
 def _writes() -> Iterator[Operation]:
     """One tensor written into another, or numbers into a tensor."""
-    yield _operation("copy", "", "copy", **_LINEAR, path=path_rules.moved, taylor=taylor_rules.overwritten)
+    yield _operation("setitem", "__setitem__", channels=moves.write)
+    yield _operation("copy", "copy_", "copy", **_LINEAR, path=path_rules.moved, taylor=taylor_rules.overwritten)
     for name in ("slice_scatter", "select_scatter"):
-        yield _operation(name, "", name, **_LINEAR, path=path_rules.moved, taylor=taylor_rules.written_into)
+        yield _operation(name, name, name, **_LINEAR, path=path_rules.moved, taylor=taylor_rules.written_into)
     for name in ("scatter", "scatter_add", "index_add", "index_copy", "index_fill", "index_put"):
-        yield _operation(name, "", name, **_LINEAR, chooses=Chooses.ROWS, taylor=taylor_rules.linear("value"))
-    yield _operation("masked_scatter", "", "masked_scatter", **_LINEAR, chooses=Chooses.SIZE)
-    yield _operation("masked_fill", "", "masked_fill", **_LINEAR, taylor=taylor_rules.linear("value"))
-    yield _operation("where", "", "where", **_LINEAR, taylor=taylor_rules.linear("self", "other"))
-    yield _operation("fill", "", "fill zero", degree=Degree.LINEAR, taylor=taylor_rules.linear("value"))
+        rows = {**_LINEAR, "chooses": Chooses.ROWS, "taylor": taylor_rules.linear("value")}
+        yield _operation(name, f"{name} {name}_", name, **rows)
+    names = "masked_scatter masked_scatter_"
+    yield _operation("masked_scatter", names, "masked_scatter", **_LINEAR, chooses=Chooses.SIZE)
+    masked = {**_LINEAR, "kind": Kind.MASK}
+    filled: dict[str, Any] = {"taylor": taylor_rules.linear("value"), "channels": functions.masked_fill}
+    yield _operation("masked_fill", "masked_fill masked_fill_", "masked_fill", **masked, **filled)
+    either: dict[str, Any] = {"taylor": taylor_rules.linear("self", "other"), "channels": functions.any_function}
+    yield _operation("where", "where", "where", **masked, **either)
+    yield _operation("fill", "fill_ zero_", "fill zero", degree=Degree.LINEAR, taylor=taylor_rules.linear("value"))
     yield _operation("as_strided_scatter", "", "as_strided_scatter", by_memory=True)
 
 
 def _sums() -> Iterator[Operation]:
     """Values that meet, and one number of many."""
-    over = {"kind": Kind.SUM, "elementwise": 2}
-    plus = {**_LINEAR, **over, "norm": norm_rules.broadcast(scales=False)}
+    over = {"kind": Kind.SUM, "elementwise": 2, "channels": functions.any_function}
+    plus = {**_LINEAR, **over, "channels": functions.add, "norm": norm_rules.broadcast(scales=False)}
     yield _operation("add", "add add_", "add", **plus, path=path_rules.added, taylor=taylor_rules.added(1))
-    yield _operation("sub", "sub sub_", "sub", **plus, path=path_rules.added, taylor=taylor_rules.added(-1))
+    yield _operation("sub", "sub sub_ subtract", "sub", **plus, path=path_rules.added, taylor=taylor_rules.added(-1))
     other_way = {"path": path_rules.subtracted_from, "taylor": taylor_rules.added(-1, reverse=True)}
-    yield _operation("rsub", "__rsub__", "rsub", **plus, **other_way)
+    plus["channels"] = functions.any_function
+    yield _operation("rsub", "__rsub__ rsub", "rsub", **plus, **other_way)
     yield _operation("maximum", "maximum", "maximum", **_PIECEWISE, **over, path=path_rules.larger)
     yield _operation("minimum", "minimum", "minimum", **_PIECEWISE, **over)
-    yield _operation("fmax", "", "fmax fmin", **_PIECEWISE, elementwise=2)
-    yield _operation("sum", "sum", "sum", **_LINEAR, kind=Kind.REDUCTION, path=path_rules.summed)
-    yield _operation("mean", "mean", "mean", **_LINEAR, kind=Kind.REDUCTION, path=path_rules.averaged)
-    yield _operation("trace", "", "trace", **_LINEAR)
-    yield _operation("cumsum", "", "cumsum", **_LINEAR, path=path_rules.moved)
-    yield _operation("amax", "amax", "amax", **_PIECEWISE, kind=Kind.REDUCTION, path=path_rules.moved)
-    yield _operation("amin", "amin", "amin", **_PIECEWISE, kind=Kind.REDUCTION)
-    yield _operation("max", "", "max", **_PIECEWISE, path=path_rules.larger)
-    for name in ("min", "median", "nanmedian", "kthvalue", "topk", "sort"):
-        yield _operation(name, "", name, **_PIECEWISE)
+    yield _operation("fmax", "fmax fmin", "fmax fmin", **_PIECEWISE, elementwise=2)
+    one = {**_LINEAR, "kind": Kind.REDUCTION, "channels": sums.linear_sum}
+    yield _operation("sum", "sum", "sum", **one, path=path_rules.summed)
+    yield _operation("mean", "mean", "mean", **one, path=path_rules.averaged)
+    yield _operation("trace", "trace", "trace", **_LINEAR)
+    yield _operation("cumsum", "cumsum", "cumsum", **_LINEAR, path=path_rules.moved)
+    one = {**_PIECEWISE, "kind": Kind.REDUCTION, "channels": sums.extreme}
+    yield _operation("amax", "amax", "amax", **one, path=path_rules.moved)
+    yield _operation("amin", "amin", "amin", **one)
+    yield _operation("max", "max", "max", **_PIECEWISE, path=path_rules.larger, channels=sums.extreme)
+    yield _operation("min", "min", "min", **_PIECEWISE, channels=sums.extreme)
+    yield _operation("median", "median", "median", **_PIECEWISE, channels=sums.reduction)
+    for name in ("nanmedian", "kthvalue", "topk", "sort"):
+        yield _operation(name, name, name, **_PIECEWISE)
     for name in ("_fft_r2c", "_fft_c2c", "_fft_c2r"):
         yield _operation(name, "", name, **_LINEAR)
 
@@ -244,13 +280,14 @@ def _spatial() -> Iterator[Operation]:
     pools = "adaptive_avg_pool1d _adaptive_avg_pool2d _adaptive_avg_pool3d"
     yield _operation("adaptive_avg_pool", to_size, pools, **_LINEAR, **_POOLED, path=path_rules.pooled_to_size)
     pools = "max_pool2d_with_indices max_pool3d_with_indices mkldnn_max_pool2d"
-    most = {**_PIECEWISE, **_POOLED, "path": path_rules.moved}
+    most = {**_PIECEWISE, **_MOST, "path": path_rules.moved}
     yield _operation("max_pool", "max_pool1d max_pool2d max_pool3d", pools, **most)
     to_size = "adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d"
     yield _operation("adaptive_max_pool", to_size, "adaptive_max_pool2d adaptive_max_pool3d", **most)
-    yield _operation("lp_pool", "lp_pool1d lp_pool2d lp_pool3d", homogeneous=True, **_POOLED)
+    yield _operation("lp_pool", "lp_pool1d lp_pool2d lp_pool3d", homogeneous=True, **_MOST)
     padded: dict[str, Any] = {"path": path_rules.padded, "taylor": taylor_rules.linear("value")}
-    yield _operation("pad", "pad", "constant_pad_nd", **_LINEAR, **_POOLED, **padded)
+    padded |= {"kind": Kind.SPATIAL, "channels": sums.pad}
+    yield _operation("pad", "pad constant_pad_nd", "constant_pad_nd", **_LINEAR, **padded)
     pads = [f"{mode}_pad{dims}d" for mode in ("reflection", "replication") for dims in (1, 2, 3)]
     yield _operation("pad_by_copies", "", " ".join(pads), **_LINEAR, **_POOLED, path=path_rules.moved)
     nearest = "upsample_nearest1d upsample_nearest2d upsample_nearest3d"
@@ -262,91 +299,123 @@ def _spatial() -> Iterator[Operation]:
 
 def _activations() -> Iterator[Operation]:
     """Number by number: first what is straight between kinks, then what curves."""
-    straight = {**_PIECEWISE, "elementwise": 1}
+    straight = {**_PIECEWISE, "elementwise": 1, "channels": functions.homogeneous_function}
     yield _operation("relu", "relu relu_", "relu", **straight, kink=Kink.ZERO, path=path_rules.activation)
     leaky = "leaky_relu leaky_relu_ rrelu rrelu_"  # in eval mode the slope of rrelu is not random
     yield _operation("leaky_relu", leaky, "leaky_relu", **straight, kink=Kink.ZERO, path=path_rules.sloped)
     slopes = {"degree": Degree.BILINEAR, "homogeneous": True, "elementwise": 1, "kink": Kink.ZERO}
     rules: dict[str, Any] = {"norm": norm_rules.prelu, "path": path_rules.sloped, "taylor": taylor_rules.prelu}
+    rules["channels"] = functions.prelu
     yield _operation("prelu", "prelu", "_prelu_kernel", **slopes, **rules)
-    yield _operation("abs", "abs", "abs", **straight, real=True, path=path_rules.activation)
-    yield _operation("neg", "neg", "neg", **_LINEAR, elementwise=1, vanishes=True, path=path_rules.activation)
-    straight = {"degree": Degree.PIECEWISE, "elementwise": 1}
-    yield _operation("threshold", "", "threshold", **straight, kink=Kink.BOUND, path=path_rules.activation)
-    yield _operation("clamp", "", "clamp clamp_min", **straight, kink=Kink.BOUND, path=path_rules.clamped)
-    yield _operation("clamp_max", "", "clamp_max", **straight)
-    yield _operation("hardtanh", "hardtanh relu6", "hardtanh", **straight)
+    yield _operation("abs", "abs absolute", "abs", **straight, real=True, path=path_rules.activation)
+    rules = {"path": path_rules.activation, "channels": functions.negate}
+    yield _operation("neg", "neg negative", "neg", **_LINEAR, elementwise=1, vanishes=True, **rules)
+    straight = {"degree": Degree.PIECEWISE, "elementwise": 1, "channels": functions.any_function}
+    bent = {**straight, "kink": Kink.BOUND}
+    yield _operation("threshold", "threshold threshold_", "threshold", **bent, path=path_rules.activation)
+    from_below = "clamp clamp_ clip clamp_min clamp_min_"
+    yield _operation("clamp", from_below, "clamp clamp_min", **bent, path=path_rules.clamped)
+    yield _operation("clamp_max", "clamp_max clamp_max_", "clamp_max", **straight)
+    yield _operation("hardtanh", "hardtanh hardtanh_ relu6", "hardtanh", **straight)
     for name in ("hardshrink", "softshrink", "hardsigmoid"):
-        yield _operation(name, "", name, **straight)
+        yield _operation(name, name, name, **straight)
     for name in "tanh sigmoid gelu silu softplus celu mish hardswish exp sin cos erf".split():
         yield _operation(name, name, name, **_CURVED)
     for name in "expm1 log1p atan sqrt rsqrt reciprocal log log2 log10 exp2 tan sinh cosh asinh asin acos erfc".split():
-        yield _operation(name, "", name, **_CURVED)
-    yield _operation("steps", "", "sign floor ceil round trunc", taylor=taylor_rules.still)
+        yield _operation(name, name, name, **_CURVED)
+    steps = "sign floor ceil round trunc"
+    yield _operation("steps", steps, steps, taylor=taylor_rules.still, channels=functions.any_function)
+    compared = "gt ge lt le eq ne __gt__ __ge__ __lt__ __le__ isnan logical_not"
+    yield _operation("compared", compared, channels=functions.any_function)
+    others = "lerp addcmul addcdiv remainder fmod nan_to_num __rtruediv__"
+    yield _operation("rdiv", others, channels=functions.any_function)
     yield _operation("elu", "elu elu_ selu", "elu", **_CURVED)
     yield _operation("log_sigmoid", "log_sigmoid", "log_sigmoid_forward", **_CURVED)
-    for name in ("softsign", "tanhshrink", "square"):
+    for name in ("softsign", "tanhshrink"):
         yield _operation(name, name, "", **_CURVED)
-    yield _operation("pow", "", "pow", degree=Degree.SMOOTH, elementwise=2)
+    yield _operation("square", "square", "", **{**_CURVED, "channels": functions.square})
+    yield _operation("pow", "pow __pow__", "pow", degree=Degree.SMOOTH, elementwise=2, channels=functions.power)
+    yield _operation("glu", "glu", channels=functions.glu)
 
 
 def _products() -> Iterator[Operation]:
     """What multiplies two tensors."""
     times, scales = "mul mul_ multiply", norm_rules.broadcast(scales=True)
     by_number = {**_PRODUCT, "elementwise": 2, "vanishes": True, "path": path_rules.scaled}
+    by_number["channels"] = functions.multiply
     yield _operation("mul", times, "mul", **by_number, norm=scales, taylor=taylor_rules.multiplied)
     divided = {"degree": Degree.QUOTIENT, "homogeneous": True, "elementwise": 2, "path": path_rules.divided}
-    yield _operation("div", "div div_ true_divide", "div", **divided)
-    matrix = {**_PRODUCT, "layer": Layer.MATRIX, "norm": norm_rules.matmul}
+    yield _operation("div", "div div_ true_divide divide", "div", **divided, channels=functions.divide)
+    matrix = {**_PRODUCT, "layer": Layer.MATRIX, "norm": norm_rules.matmul, "channels": layers.matmul}
     yield _operation("matmul", "matmul", "matmul", **matrix)
     yield _operation("mm", "mm", "mm", **matrix, vanishes=True, taylor=taylor_rules.matrix_product)
-    yield _operation("rmatmul", "__rmatmul__", layer=Layer.PRODUCT)
+    yield _operation("rmatmul", "__rmatmul__", layer=Layer.PRODUCT, channels=layers.rmatmul)
     stacks: dict[str, Any] = {"layer": Layer.PRODUCT, "taylor": taylor_rules.matrix_product}
+    stacks["channels"] = layers.matmul
     yield _operation("bmm", "bmm", "bmm", **_PRODUCT, **stacks, vanishes=True)
     yield _operation("mv", "mv", "mv", **_PRODUCT, layer=Layer.PRODUCT)
-    yield _operation("dot", "", "dot", **_PRODUCT)
-    yield _operation("vdot", "", "vdot", degree=Degree.BILINEAR, homogeneous=True)
-    for name in ("einsum", "tensordot", "bilinear"):
+    yield _operation("dot", "dot", "dot", **_PRODUCT)
+    yield _operation("vdot", "vdot", "vdot", degree=Degree.BILINEAR, homogeneous=True)
+    yield _operation("einsum", "einsum", layer=Layer.PRODUCT, channels=layers.einsum)
+    for name in ("tensordot", "bilinear"):
         yield _operation(name, name, layer=Layer.PRODUCT)
-    stacks["taylor"] = taylor_rules.added_matrix_product
-    yield _operation("addmm", "addmm", "addmm", **_ADDED, **stacks, norm=norm_rules.addmm)
+    stacks |= {"taylor": taylor_rules.added_matrix_product, "channels": layers.baddbmm}
+    own = {**stacks, "channels": layers.addmm}
+    yield _operation("addmm", "addmm", "addmm", **_ADDED, **own, norm=norm_rules.addmm)
     yield _operation("baddbmm", "baddbmm", "baddbmm", **_ADDED, **stacks)
-    yield _operation("addmv", "", "addmv", **_ADDED)
-    yield _operation("addbmm", "", "addbmm addr", degree=Degree.ADDED_BILINEAR)
+    yield _operation("addmv", "addmv", "addmv", **_ADDED)
+    yield _operation("addbmm", "addbmm addr", "addbmm addr", degree=Degree.ADDED_BILINEAR)
 
 
 def _layers() -> Iterator[Operation]:
     """Layers that come in one call."""
-    yield _operation("linear", "linear", "linear", **_PRODUCT, layer=Layer.DENSE, norm=norm_rules.linear)
+    dense: dict[str, Any] = {"layer": Layer.DENSE, "norm": norm_rules.linear, "channels": layers.linear}
+    yield _operation("linear", "linear", "linear", **_PRODUCT, **dense)
     convolved = {**_PRODUCT, "vanishes": True}
     kinds = "convolution _convolution mkldnn_convolution"
     options: dict[str, Any] = {"layer": Layer.CONVOLUTION, "norm": norm_rules.convolution}
+    options["channels"] = layers.convolution
     rule = taylor_rules.convolution
     yield _operation("convolution", "conv1d conv2d conv3d", kinds, **convolved, **options, taylor=rule)
     kinds = "conv_transpose1d conv_transpose2d conv_transpose3d"  # to the dispatcher, a convolution too
     options = {"layer": Layer.TRANSPOSED, "norm": norm_rules.transposed_convolution}
+    options["channels"] = layers.transposed_convolution
     yield _operation("transposed_convolution", kinds, degree=Degree.BILINEAR, homogeneous=True, **options)
     for name in ("multi_head_attention_forward", "lstm", "gru", "rnn_tanh", "rnn_relu"):
         yield _operation(name, name, layer=Layer.SEVERAL)
     kinds = "native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_no_training cudnn_batch_norm"
-    yield _operation("batch_norm", "F.batch_norm", kinds, degree=Degree.BATCH_NORM, norm=norm_rules.batch_norm)
+    rules = {"norm": norm_rules.batch_norm, "channels": sums.batch_norm}
+    yield _operation("batch_norm", "F.batch_norm", kinds, degree=Degree.BATCH_NORM, **rules)
+    yield _operation("instance_norm", "F.instance_norm", channels=sums.batch_norm)
     normalised = {"degree": Degree.NORMALISED, "affine": (1, 2), "norm": norm_rules.group_norm}
+    normalised["channels"] = sums.group_norm
     yield _operation("group_norm", "F.group_norm", "native_group_norm", **normalised, taylor=taylor_rules.group_norm)
     normalised = {"degree": Degree.NORMALISED, "affine": (2, 3), "taylor": taylor_rules.layer_norm}
-    yield _operation("layer_norm", "", "native_layer_norm", **normalised)
-    yield _operation("softmax", "", "_softmax _safe_softmax", taylor=taylor_rules.softmax)
-    yield _operation("log_softmax", "", "_log_softmax", taylor=taylor_rules.log_softmax)
-    for name in "logsumexp var std linalg_vector_norm prod cumprod logcumsumexp".split():
-        yield _operation(name, "", name, taylor=taylor_rules.by_forward_mode(curved=True))
+    normalised["channels"] = sums.layer_norm
+    yield _operation("layer_norm", "F.layer_norm", "native_layer_norm", **normalised)
+    yield _operation("rms_norm", "F.rms_norm", channels=sums.rms_norm)
+    yield _operation("normalize", "normalize", channels=sums.normalize)
+    yield _operation("attention", "scaled_dot_product_attention", channels=layers.attention)
+    yield _operation("softmax", "softmax", "_softmax _safe_softmax", taylor=taylor_rules.softmax)
+    yield _operation("log_softmax", "log_softmax", "_log_softmax", taylor=taylor_rules.log_softmax)
+    curved = taylor_rules.by_forward_mode(curved=True)
+    for name in "logsumexp var std prod".split():
+        yield _operation(name, name, name, taylor=curved, channels=sums.reduction)
+    lengths = "norm vector_norm"
+    yield _operation("linalg_vector_norm", lengths, "linalg_vector_norm", taylor=curved, channels=sums.length)
+    for name in ("cumprod", "logcumsumexp"):
+        yield _operation(name, name, name, taylor=curved)
+    yield _operation("statistics", "std_mean var_mean argmax argmin all any", channels=sums.reduction)
 
 
 def _constants() -> Iterator[Operation]:
     """What looks at shapes only, and what takes its shape from numbers."""
-    blank = {"degree": Degree.CONSTANT, "path": path_rules.unreached}
-    yield _operation("zeros", "", "zeros_like new_zeros zeros _efficientzerotensor", **blank)
+    blank = {"degree": Degree.CONSTANT, "path": path_rules.unreached, "channels": moves.shapes_only}
+    yield _operation("zeros", "zeros_like new_zeros", "zeros_like new_zeros zeros _efficientzerotensor", **blank)
     filled = "ones_like full_like empty_like new_ones new_full new_empty"
-    yield _operation("filled", "", filled, **blank)
-    yield _operation("drawn", "", "rand_like randn_like new_empty_strided", degree=Degree.CONSTANT)
+    yield _operation("filled", f"{filled} new_tensor", filled, **blank)
+    drawn = "rand_like randn_like new_empty_strided"
+    yield _operation("drawn", drawn, drawn, degree=Degree.CONSTANT, channels=moves.shapes_only)
     for name in ("nonzero", "masked_select", "_unique", "_unique2", "unique_dim", "unique_consecutive", "bincount"):
         yield _operation(name, "", name, chooses=Chooses.SIZE)
 
@@ -356,9 +425,15 @@ OPERATIONS: tuple[Operation, ...] = tuple(operation for group in _GROUPS for ope
 """The table."""
 
 
+def plain_name(name: str) -> str:
+    """The name of a function without its module and the sign of its in-place form."""
+    name = name.removeprefix("F.")
+    return name if name.endswith("__") else name.rstrip("_")
+
+
 def spellings(name: str) -> Iterator[Any]:
     """The functions that a name in `Operation.functions` stands for."""
-    spaces: tuple[Any, ...] = (F,) if name.startswith("F.") else (F, torch, Tensor, torch._C._nn)
+    spaces: tuple[Any, ...] = (F,) if name.startswith("F.") else (F, torch, Tensor, torch.linalg, torch._C._nn)
     for space in spaces:
         if hasattr(space, name.removeprefix("F.")):
             yield getattr(space, name.removeprefix("F."))
@@ -368,6 +443,12 @@ _CALLED: dict[Any, Operation] = {
     function: operation for operation in OPERATIONS for name in operation.functions for function in spellings(name)
 }
 _DISPATCHED: dict[str, Operation] = {name: operation for operation in OPERATIONS for name in operation.aten}
+_BY_NAME: dict[str, Operation] = {
+    plain_name(name): operation
+    for operation in OPERATIONS
+    for name in (operation.name, *operation.functions)
+    if operation.functions or operation.channels
+}
 UNKNOWN = Operation("")
 """What stands for an operation that is not in the table."""
 
@@ -375,6 +456,11 @@ UNKNOWN = Operation("")
 def called(func: Any) -> Operation:
     """The entry of a function of PyTorch's; `UNKNOWN` if there is none."""
     return _CALLED.get(func, UNKNOWN)
+
+
+def called_by_name(name: str) -> Operation:
+    """The entry of a function by its plain name: that of the form which is not in place; `UNKNOWN` if there is none."""
+    return _BY_NAME.get(name, UNKNOWN)
 
 
 def is_in_place(func: Any) -> bool:

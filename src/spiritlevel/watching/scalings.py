@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,97 +24,14 @@ from spiritlevel.binding.parameters import depth
 from spiritlevel.binding.problem import Problem
 from spiritlevel.binding.reading import PLAIN, Form
 from spiritlevel.errors import InputError, unknown_name
-from spiritlevel.watching.operations import Degree, Kind, Layer, Operation, called
+from spiritlevel.watching.factors import Call, Factor, ScaledLayer, Value, grid, is_one, same, text
+from spiritlevel.watching.operations import Degree, Kind, Layer
 from spiritlevel.watching.watchers import FunctionWatch, hooked, tensors_in
 
-Factor = float | Tensor
-"""A positive number, or one for each channel (for a parameter: a tensor that broadcasts to its shape)."""
-
-_EQUAL = 1e-12  # relative difference up to which two factors count as equal
 _PLACED = (Kind.ALIAS, Kind.COPY, Kind.RESHAPING, Kind.MOVING)  # each number of the result is one that came in
 _WEIGHTED = (Layer.DENSE, Layer.CONVOLUTION, Layer.TRANSPOSED)
 INPUT = "the input cannot be scaled"
 UNFOLLOWED = "factors are not followed through"
-
-
-def is_one(factor: Factor) -> bool:
-    """Whether a factor changes nothing."""
-    return same(factor, 1.0)
-
-
-def same(first: Factor, second: Factor) -> bool:
-    """Whether two factors are equal up to rounding."""
-    if isinstance(first, Tensor) or isinstance(second, Tensor):
-        a, b = torch.as_tensor(first, dtype=torch.float64), torch.as_tensor(second, dtype=torch.float64)
-        return bool(((a - b).abs() <= _EQUAL * a.abs()).all())
-    return abs(first - second) <= _EQUAL * abs(first)
-
-
-@dataclass(frozen=True)
-class _Value:
-    """What is known of a value: the group of values tied to it, its factor, and whether it is the input itself.
-
-    The factor is `scale` times `channels`, a tensor of the value's own shape (`None`: all 1).
-    """
-
-    group: int
-    scale: float = 1.0
-    channels: Tensor | None = None
-    raw: bool = False
-
-    @property
-    def factor(self) -> Factor:
-        return self.scale if self.channels is None else self.scale * self.channels
-
-
-@dataclass(frozen=True)
-class _Layer:
-    """A layer that takes a factor: the groups it reads and writes, its parameters and output channels."""
-
-    reads: int
-    writes: int
-    params: tuple[str, ...]
-    channels: int
-    norm: bool = False
-    shape: torch.Size | None = None  # of the input, if that is the network's own
-
-
-@dataclass(frozen=True)
-class _Call:
-    """One operation: its tensors in and out, and what is known of those that came in."""
-
-    func: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    tensors: list[Tensor]
-    values: list[_Value]
-    outputs: list[Tensor]
-
-    @property
-    def name(self) -> str:
-        return getattr(self.func, "__name__", str(self.func))
-
-    @property
-    def operation(self) -> Operation:
-        return called(self.func)
-
-    @property
-    def linear(self) -> bool:
-        """Whether it multiplies its only tensor by a number, or adds nothing to it."""
-        summands = [leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, int | float)]
-        multiplies = self.operation.degree in (Degree.BILINEAR, Degree.QUOTIENT) and self.operation.elementwise == 2
-        scales = multiplies and "rounding_mode" not in self.kwargs
-        return len(self.tensors) == 1 and (scales or (self.operation.name == "add" and not any(summands)))
-
-    @property
-    def pads_with_a_number(self) -> bool:
-        return self.operation.name == "pad" and self.kwargs.get("mode", "constant") == "constant"
-
-    def again(self, replacements: list[Tensor]) -> Any:
-        """The same call with other tensors."""
-        table = {id(old): new for old, new in zip(self.tensors, replacements, strict=True)}
-        args, kwargs = tree_map(lambda leaf: table.get(id(leaf), leaf), (self.args, self.kwargs))
-        return self.func(*args, **kwargs)
 
 
 class Walk(FunctionWatch):
@@ -129,10 +45,10 @@ class Walk(FunctionWatch):
         self.running = contextlib.ExitStack()
         self.stack: list[nn.Module] = []
         self.kept: list[Any] = []  # all tensors seen, so that no id is used twice
-        self.values: dict[int, _Value] = {}
+        self.values: dict[int, Value] = {}
         self.parents: list[int] = []
         self.reasons: dict[int, str] = {}
-        self.layers: dict[str, _Layer] = {}
+        self.layers: dict[str, ScaledLayer] = {}
         self.uses: dict[str, list[Factor]] = {}
         self.flipped: set[int] = set()  # transposed views of parameters
         self.added: list[tuple[str, int]] = []  # parameters that are added to values of a group
@@ -243,10 +159,10 @@ class Walk(FunctionWatch):
             self.kept.append((tensors, outputs))
             for tensor in tensors:
                 self.readers[id(tensor)] = self.readers.get(id(tensor), 0) + 1
-            self._follow(_Call(func, args, kwargs, tensors, values, outputs))
+            self._follow(Call(func, args, kwargs, tensors, values, outputs))
         return result
 
-    def _follow(self, call: _Call) -> None:
+    def _follow(self, call: Call) -> None:
         """The rule of every operation: what becomes of the factors of its inputs."""
         operation, values = call.operation, call.values
         if operation.layer in _WEIGHTED or self._is_product(call):
@@ -281,7 +197,7 @@ class Walk(FunctionWatch):
             self._set(output, value)
         return None
 
-    def _demand_one(self, call: _Call, *values: _Value) -> str:
+    def _demand_one(self, call: Call, *values: Value) -> str:
         """Refuse a factor here, and fix the values' groups; the reason for that."""
         reason = f"the operation '{call.name}' at {self._place()} passes no factor on"
         if call.operation.layer in (Layer.MATRIX, Layer.PRODUCT):
@@ -289,20 +205,20 @@ class Walk(FunctionWatch):
         for value in values:
             if not is_one(value.factor):
                 raise InputError(
-                    f"{self.who}: {reason}, but its input is scaled by {_text(value.factor)}; choose factors that are "
+                    f"{self.who}: {reason}, but its input is scaled by {text(value.factor)}; choose factors that are "
                     "undone in front of it."
                 )
             self.reasons.setdefault(value.group, reason)
         return reason
 
-    def _is_product(self, call: _Call) -> bool:
+    def _is_product(self, call: Call) -> bool:
         """Whether it is x @ W with a parameter W and an x that is none."""
         if call.operation.layer is not Layer.MATRIX or len(call.tensors) != 2:
             return False
         input, weight = call.tensors
         return weight.ndim == 2 and id(weight) in self.names and id(input) not in self.names
 
-    def _is_flip(self, call: _Call) -> bool:
+    def _is_flip(self, call: Call) -> bool:
         """Whether it is Wᵀ of a parameter W."""
         if len(call.tensors) != 1 or not (call.operation.kind is Kind.MOVING or call.name == "__get__"):
             return False
@@ -311,7 +227,7 @@ class Walk(FunctionWatch):
         same = output is not tensor and output.data_ptr() == tensor.data_ptr() and output.numel() == tensor.numel()
         return known and same and output.shape == tensor.shape[::-1] and output.stride() == tensor.stride()[::-1]
 
-    def _bias_of(self, call: _Call) -> int | None:
+    def _bias_of(self, call: Call) -> int | None:
         """Which of two summands is a bare parameter that is added to values of the sum's own shape."""
         adds = call.operation.kind is Kind.SUM and call.operation.degree is Degree.LINEAR
         if not adds or len(call.tensors) != 2 or call.kwargs:
@@ -321,7 +237,7 @@ class Walk(FunctionWatch):
             return None
         return bare.index(True) if call.tensors[1 - bare.index(True)].shape == call.outputs[0].shape else None
 
-    def _shift(self, call: _Call, bias: int) -> None:
+    def _shift(self, call: Call, bias: int) -> None:
         """A parameter is added: it takes the factor of what it is added to."""
         parameter, values, value = call.tensors[bias], call.tensors[1 - bias], call.values[1 - bias]
         factor: Factor = value.scale
@@ -338,7 +254,7 @@ class Walk(FunctionWatch):
             self.obstacle = self.obstacle or f"the operation '{call.name}' at {self._place()}"
         self._set(call.outputs[0], dataclasses.replace(value, raw=False))
 
-    def _layer(self, call: _Call) -> None:
+    def _layer(self, call: Call) -> None:
         """A linear layer or convolution: undoes a factor of each channel, passes a number on, adds its own factor."""
         (input, weight, *bias), value, output = call.tensors, call.values[0], call.outputs[0]
         layer = call.operation.layer
@@ -366,11 +282,11 @@ class Walk(FunctionWatch):
             reads = input.shape if value.raw and not flipped else None
             if value.raw and flipped:
                 self.obstacle = self.obstacle or f"the operation '{call.name}' at {self._place()}"
-            self._register(key, _Layer(value.group, result.group, params, fan_out, shape=reads))
+            self._register(key, ScaledLayer(value.group, result.group, params, fan_out, shape=reads))
             if output.ndim + axis == 1:  # its channels are where a batch norm looks for them
                 self.makers[id(output)] = key
 
-    def _norm(self, norm: Any, call: _Call) -> None:
+    def _norm(self, norm: Any, call: Call) -> None:
         """A batch norm: absorbs the factor of its input, and takes one of its own."""
         key, input, value = self.modules[id(norm)], call.tensors[0], call.values[0]
         self._use(input, 1.0)
@@ -402,26 +318,26 @@ class Walk(FunctionWatch):
                 raise InputError(f"{self.who}: {reason}.")
             self.reasons.setdefault(result.group, reason)
         names = tuple(self.names[id(tensor)] for tensor in params)
-        self._register(key, _Layer(value.group, result.group, names, norm.num_features, norm=True))
+        self._register(key, ScaledLayer(value.group, result.group, names, norm.num_features, norm=True))
         if value.raw:
             self.obstacle = self.obstacle or f"the batch norm {key!r}"
         self._set(call.outputs[0], result)
 
-    def _register(self, key: str, layer: _Layer) -> None:
+    def _register(self, key: str, layer: ScaledLayer) -> None:
         if key in self.layers:
             for group in (self.layers[key].reads, self.layers[key].writes, layer.reads, layer.writes):
                 self.reasons.setdefault(group, f"the layer {key!r} is used more than once (tied weights)")
             layer = dataclasses.replace(layer, shape=layer.shape or self.layers[key].shape)
         self.layers[key] = layer
 
-    def _scaled(self, scale: float, own: Factor, output: Tensor, axis: int) -> _Value:
+    def _scaled(self, scale: float, own: Factor, output: Tensor, axis: int) -> Value:
         if isinstance(own, float):
-            return _Value(self._group(), scale * own)
+            return Value(self._group(), scale * own)
         shape = [1] * output.ndim
         shape[axis] = -1
-        return _Value(self._group(), scale, own.reshape(shape).expand(output.shape))
+        return Value(self._group(), scale, own.reshape(shape).expand(output.shape))
 
-    def _shaped(self, call: _Call) -> list[_Value]:
+    def _shaped(self, call: Call) -> list[Value]:
         """Reshaping and copying: the factors go through the same operation."""
         value, tensor, output = call.values[0], call.tensors[0], call.outputs[0]
         channels: list[Any] = [value.channels] * len(call.outputs)
@@ -431,7 +347,7 @@ class Walk(FunctionWatch):
         raw = value.raw and torch.equal(output.reshape(-1).to(tensor), tensor.reshape(-1))
         return [dataclasses.replace(value, channels=item, raw=raw) for item in channels]
 
-    def _spread(self, call: _Call, output: Tensor) -> _Value:
+    def _spread(self, call: Call, output: Tensor) -> Value:
         """Pooling, padding, interpolation: a factor of each channel must not differ between positions."""
         value, tensor = call.values[0], call.tensors[0]
         copies = call.operation.name == "pad" and not call.pads_with_a_number  # repeats entries of its input
@@ -443,7 +359,7 @@ class Walk(FunctionWatch):
         vector = self._vector(value.channels, 1).reshape(1, -1, *[1] * (output.ndim - 2))
         return dataclasses.replace(value, channels=vector.expand(output.shape))
 
-    def _reduced(self, call: _Call) -> _Value:
+    def _reduced(self, call: Call) -> Value:
         """Sums and means over axes."""
         value = dataclasses.replace(call.values[0], raw=False)
         if value.channels is None:
@@ -454,7 +370,7 @@ class Walk(FunctionWatch):
             raise self._unlike("channels that are added up")
         return dataclasses.replace(value, channels=high)
 
-    def _joined(self, call: _Call) -> _Value:
+    def _joined(self, call: Call) -> Value:
         """Sums and concatenations: what comes together must carry the same factor."""
         first, *rest = call.values
         shaped = [
@@ -466,7 +382,7 @@ class Walk(FunctionWatch):
             if not same(first.scale, value.scale) or (added and not same(shaped[0], channels)):
                 raise InputError(
                     f"{self.who}: the operation '{call.name}' at {self._place()} joins values scaled by "
-                    f"{_text(first.factor)} and by {_text(value.factor)}; the products of the factors on its branches "
+                    f"{text(first.factor)} and by {text(value.factor)}; the products of the factors on its branches "
                     "must agree."
                 )
             self._tie(first.group, value.group)
@@ -477,13 +393,13 @@ class Walk(FunctionWatch):
 
     # ---- small parts
 
-    def _of(self, tensor: Tensor) -> _Value:
+    def _of(self, tensor: Tensor) -> Value:
         if id(tensor) not in self.values:  # a parameter, a buffer or a constant
             self.kept.append(tensor)
             self._set(tensor, self._fixed(f"a constant or parameter is read at {self._place()}"))
         return self.values[id(tensor)]
 
-    def _set(self, tensor: Tensor, value: _Value) -> None:
+    def _set(self, tensor: Tensor, value: Value) -> None:
         self.kept.append(tensor)
         self.values[id(tensor)] = value
 
@@ -491,10 +407,10 @@ class Walk(FunctionWatch):
         self.parents.append(len(self.parents))
         return len(self.parents) - 1
 
-    def _fixed(self, reason: str) -> _Value:
+    def _fixed(self, reason: str) -> Value:
         group = self._group()
         self.reasons[group] = reason
-        return _Value(group)
+        return Value(group)
 
     def _tie(self, first: int, second: int) -> None:
         self.parents[self.root(second)] = self.root(first)
@@ -507,7 +423,7 @@ class Walk(FunctionWatch):
         elif not is_one(factor):
             raise InputError(
                 f"{self.who}: at {self._place()} a tensor that is no parameter (computed from others, as by weight "
-                f"norm) would have to be scaled by {_text(factor)}; scale other layers."
+                f"norm) would have to be scaled by {text(factor)}; scale other layers."
             )
 
     def _fits(self, key: str, own: Factor, channels: int) -> None:
@@ -533,23 +449,6 @@ class Walk(FunctionWatch):
         if not self.stack or not self.modules.get(id(self.stack[-1])):
             return "the network's own forward"
         return f"{self.modules[id(self.stack[-1])]!r} ({type(self.stack[-1]).__name__})"
-
-
-def grid(first: Factor, second: Factor, shape: torch.Size, groups: int) -> Factor:
-    """The factor of every entry of a weight, from those of the indices on its first axis and on its second.
-
-    The second axis counts the channels of one group, so that the same index is another channel in each group.
-    """
-    rest = [1] * (len(shape) - 2)
-    if isinstance(first, Tensor):
-        first = first.reshape(-1, 1, *rest)
-    if isinstance(second, Tensor):
-        second = second.reshape(groups, 1, -1).expand(-1, shape[0] // groups, -1).reshape(*shape[:2], *rest)
-    return first * second
-
-
-def _text(factor: Factor) -> str:
-    return "a factor of each channel" if isinstance(factor, Tensor) else f"{factor:.6g}"
 
 
 def follow_factors(who: str, model: nn.Module, inputs: Any, factors: Mapping[str, Factor], form: Form = PLAIN) -> Walk:

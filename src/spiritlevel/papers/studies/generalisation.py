@@ -19,7 +19,6 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from spiritlevel.data import describe
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from spiritlevel.papers.training import Job
+    from spiritlevel.statistics.ranking import Ranking
 
     Array = NDArray[Any]
 
@@ -111,7 +111,7 @@ class Generalisation(Config):
 
 
 def cells(config: Generalisation) -> list[dict[str, Any]]:
-    """One entry a network: the values of its hyper-parameters, and its seed."""
+    """One entry per network: the values of its hyper-parameters, and its seed."""
     values = itertools.product(*(getattr(config, name) for name in SETTINGS), range(config.replicas))
     first = config.seed * config.replicas
     return [
@@ -232,7 +232,7 @@ CONTROLS = {"loss at stop": "loss", "steps to stop": "steps", "number of paramet
 
 
 def columns(nets: Sequence[Mapping[str, Any]]) -> dict[str, Array]:
-    """For every measure, product and control one number a network, with the sign that makes it grow with the gap."""
+    """For every measure, product and control one number per network, with the sign that makes it grow with the gap."""
     import numpy as np
 
     tables = [{row["name"]: row for row in net["measures"]} for net in nets]
@@ -244,180 +244,6 @@ def columns(nets: Sequence[Mapping[str, Any]]) -> dict[str, Array]:
         factor = found["weight_norm"] ** 2
         found |= {name: found[base] * factor for name, base in PRODUCTS.items() if base in found}
     return found | {name: np.array([float(net[key]) for net in nets]) for name, key in CONTROLS.items()}
-
-
-# -------------------------------------------------------------------------------------------- rank correlation
-
-
-class Ranking:
-    """How measures rank networks beside a gap. Answers have one entry a resample of the cells; entry 0 is the data.
-
-    Args:
-        measures: One number a network for each name; NaN where there is none.
-        gap: One number a network.
-        settings: Hyper-parameters of the networks, without the seed.
-        replicas: The seed's number within its cell.
-        resamples: How many resamples of cells, with replacement.
-        seed: Of the resamples.
-    """
-
-    def __init__(
-        self,
-        measures: Mapping[str, Array],
-        gap: Array,
-        settings: Mapping[str, Sequence[Any]],
-        replicas: Sequence[int],
-        resamples: int = 1_000,
-        seed: int = 0,
-    ) -> None:
-        import numpy as np
-
-        self.measures = dict(measures)
-        self.gap_signs, _ = _signs(gap)
-        self.codes = {name: np.unique(values, return_inverse=True)[1] for name, values in settings.items()}
-        self.replicas = np.asarray(replicas)
-        _, cell = np.unique(np.stack(list(self.codes.values())), axis=1, return_inverse=True)
-        cell = cell.reshape(-1)
-        number = int(cell.max()) + 1
-        drawn = np.random.default_rng(seed).multinomial(number, np.full(number, 1 / number), resamples)
-        self.weights = np.concatenate([np.ones((1, len(gap))), drawn[:, cell]])
-        self.cells = number
-
-    def tau(self, name: str, pairs: Array | None = None, *, corrected: bool = True) -> Array:
-        """Kendall's τ_b over all pairs or the masked ones; τ_a, where a tie counts as 0, if not `corrected`."""
-        import numpy as np
-
-        signs, known = _signs(self.measures[name])
-        if pairs is not None:
-            known = known & pairs
-
-        def total(matrix: Array) -> Array:
-            return np.asarray(((self.weights @ matrix) * self.weights).sum(1))
-
-        both = total(signs * self.gap_signs * known)
-        if corrected:
-            size = np.sqrt(total(np.abs(signs) * known) * total(np.abs(self.gap_signs) * known))
-        else:
-            size = total(known.astype(float))
-        return np.divide(both, size, out=np.full(len(both), np.nan), where=size > 0)
-
-    @cached_property
-    def lines(self) -> dict[str, Array]:
-        """The pairs that differ in one hyper-parameter alone (the seed among them), for each that varies."""
-        axes = {**self.codes, "seed": self.replicas}
-        same = {name: values[:, None] == values[None, :] for name, values in axes.items()}
-        found = {}
-        for name in axes:
-            others = [same[other] for other in axes if other != name]
-            mask = ~same[name]
-            for other in others:
-                mask = mask & other
-            if mask.any():
-                found[name] = mask
-        return found
-
-    def conditional(self, name: str) -> dict[str, Array]:
-        """ψ for every hyper-parameter and the seed; Ψ, the mean over the hyper-parameters without the seed.
-
-        Every pair of a line counts alike, which is Jiang's mean over lines where no network is missing.
-        """
-        import numpy as np
-
-        found = {key: self.tau(name, mask, corrected=False) for key, mask in self.lines.items()}
-        own = [values for key, values in found.items() if key != "seed"]
-        return {**found, "mean": np.mean(own, axis=0) if own else np.full(len(self.weights), np.nan)}
-
-    def information(self, name: str) -> float:
-        """Jiang's K in [0, 1]: min over at most two known hyper-parameters S of I(V_μ; V_g | U_S) / H(V_g | U_S).
-
-        V are the signs of the differences over ordered pairs of networks, U_S the values of S for both networks.
-        """
-        return self._information(self.measures[name])
-
-    def _information(self, values: Array) -> float:
-        import numpy as np
-
-        signs, known = _signs(values)
-        if not known.any():
-            return math.nan
-        varying = [codes for codes in self.codes.values() if codes.max()]
-        shares = []
-        for size in range(3):
-            for chosen in itertools.combinations(varying, size):
-                group = np.zeros(len(signs), dtype=np.int64)
-                for codes in chosen:
-                    group = group * (int(codes.max()) + 1) + codes
-                both = (group[:, None] * (int(group.max()) + 1) + group[None, :])[known]
-                table = np.zeros((int(both.max()) + 1, 3, 3))
-                np.add.at(table, (both, signs[known].astype(int) + 1, self.gap_signs[known].astype(int) + 1), 1.0)
-                uncertain = _entropy(table.sum(1)) - _entropy(table.sum((1, 2)))
-                shared = uncertain - (_entropy(table) - _entropy(table.sum(2)))
-                shares.append(shared / uncertain if uncertain > 0 else math.nan)
-        return float(np.clip(np.nanmin(shares), 0.0, 1.0)) if np.isfinite(shares).any() else math.nan
-
-    def noise(self, draws: int = 20) -> float:
-        """The mean K of random numbers: what the finite number of networks alone gives."""
-        import numpy as np
-
-        generator = np.random.default_rng(0)
-        return float(np.mean([self._information(generator.random(len(self.replicas))) for _ in range(draws)]))
-
-    def by_seed(self) -> Iterator[tuple[Array, Array]]:
-        """For each seed, which networks are its own, and which pairs of networks are."""
-        import numpy as np
-
-        for replica in np.unique(self.replicas):
-            here = self.replicas == replica
-            yield here, here[:, None] & here[None, :]
-
-    def advantages(self, names: Sequence[str], rivals: Sequence[str]) -> tuple[list[Array], list[Array], str]:
-        """For each seed, how much better the best of `names` ranks than the best of `rivals`, and its own τ; its name.
-
-        Each best is chosen on the networks of the other seeds and judged on those of one, so that a long list has no
-        advantage over a short one. Without a second seed both happen on the same networks.
-        """
-        import numpy as np
-
-        gains, owns, chosen = [], [], Counter[str]()
-        for here, inside in self.by_seed():
-            outside = inside if here.all() else ~here[:, None] & ~here[None, :]
-            best = []
-            for group in (names, rivals):
-                judged = np.nan_to_num([self.tau(name, inside) for name in group], nan=-1.0)
-                order = np.nan_to_num([self.tau(name, outside) for name in group], nan=-1.0).argmax(0)
-                best.append(np.take_along_axis(judged, order[None], 0)[0])
-                if group is names:
-                    chosen[group[order[0]]] += 1
-            gains.append(best[0] - best[1])
-            owns.append(best[0])
-        return gains, owns, ", ".join(name for name, _ in chosen.most_common())
-
-
-def _signs(values: Array) -> tuple[Array, Array]:
-    """Signs of all differences, 0 where a value is missing; and which pairs of two networks are known."""
-    import numpy as np
-
-    known = np.isfinite(values)
-    filled = np.where(known, values, 0.0)
-    pairs = known[:, None] & known[None, :] & ~np.eye(len(values), dtype=bool)
-    return np.sign(filled[:, None] - filled[None, :]) * pairs, pairs
-
-
-def _entropy(counts: Array) -> float:
-    from scipy.special import entr
-
-    return float(entr(counts / counts.sum()).sum())
-
-
-def interval(draws: Array) -> tuple[float, float]:
-    """The central 95 % of the resamples, entry 0 left out; NaN if fewer than 90 % of them are defined."""
-    import numpy as np
-
-    finite = draws[1:][np.isfinite(draws[1:])]
-    if len(finite) < 0.9 * (len(draws) - 1) or not len(finite):
-        return math.nan, math.nan
-    low, high = np.quantile(finite, [0.025, 0.975])
-    return float(low), float(high)
 
 
 # --------------------------------------------------------------------------------------------------- the study
@@ -459,6 +285,8 @@ def run(config: Generalisation, run: Run) -> None:
 def rankings_of(config: Generalisation, nets: Sequence[Mapping[str, Any]], resamples: int) -> dict[str, Ranking]:
     """The rankings of fitted networks by the gap in error and by that in cross entropy."""
     import numpy as np
+
+    from spiritlevel.statistics.ranking import Ranking
 
     measures = columns(nets)
     settings = {name: [net[name] for net in nets] for name in SETTINGS}
@@ -530,8 +358,10 @@ def gap_spread(nets: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def ranked(
     rankings: Mapping[str, Ranking], nets: Sequence[Mapping[str, Any]], seconds: Mapping[str, float]
 ) -> list[dict[str, Any]]:
-    """One row a measure, the highest τ first."""
+    """One row per measure, the highest τ first."""
     import numpy as np
+
+    from spiritlevel.statistics.ranking import interval
 
     found = []
     details: dict[str, list[Mapping[str, Any]]] = {}

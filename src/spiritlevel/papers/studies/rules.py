@@ -1,8 +1,8 @@
 """When a statement of a paper counts as reproduced: one rule for all experiments, applied to numbers and never stored.
 
-A study gives one number a seed for each of its statements, and the statement says beforehand in which range that number
-must lie, and so what would make it fail. An experiment is decided by the 95 % interval of Student's t over the seeds
-(the numbers are differences or ratios of networks with the same seed, so the interval is a paired one):
+A study gives one number per seed for each of its statements, and the statement says beforehand in which range that
+number must lie, and so what would make it fail. An experiment is decided by the 95 % interval of Student's t over the
+seeds (the numbers are differences or ratios of networks with the same seed, so the interval is a paired one):
 
 - *reproduced* if the interval lies inside the range, *not reproduced* if it lies outside;
 - *undecided* if it contains an end of the range; *sign only* if all seeds lie on the same side of it all the same;
