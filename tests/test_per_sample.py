@@ -310,7 +310,9 @@ def test_relative_error_drives_the_number_of_probes() -> None:
     assert result.probes is not None
     assert int(result.probes[0]) >= 16
     again = sample_traces(model, batch, probes=int(result.probes[0]))
-    torch.testing.assert_close(result.values, again.values, rtol=1e-12, atol=1e-12)  # the pilot's probes are the first of all
+    torch.testing.assert_close(
+        result.values, again.values, rtol=1e-12, atol=1e-12
+    )  # the pilot's probes are the first of all
 
 
 def test_batch_statistics_by_probes() -> None:

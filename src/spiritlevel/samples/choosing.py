@@ -93,9 +93,7 @@ def cores_for(
     return batches_that_fit(at_a_time(problem.device), (batch_size or 1) * (8 * activations + classes), memory)
 
 
-def batch_size_for(
-    problem: Problem, structure: Structure, plan: Plan, outputs: Tensor, memory: int, cores: int
-) -> int:
+def batch_size_for(problem: Problem, structure: Structure, plan: Plan, outputs: Tensor, memory: int, cores: int) -> int:
     """Samples in a batch: a power of two that keeps the activations near the cache and within the memory."""
     activations, extra = _bytes_per_sample(problem, structure, outputs)
     if plan.chain is not None:

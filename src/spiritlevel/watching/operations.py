@@ -228,9 +228,9 @@ def _sums() -> Iterator[Operation]:
     yield _operation("cumsum", "", "cumsum", **_LINEAR, path=path_rules.moved)
     yield _operation("amax", "amax", "amax", **_PIECEWISE, kind=Kind.REDUCTION, path=path_rules.moved)
     yield _operation("amin", "amin", "amin", **_PIECEWISE, kind=Kind.REDUCTION)
-    yield _operation("max", "", "max", **_PIECEWISE, path=path_rules.larger)
+    yield _operation("max", "", "max", **_PIECEWISE, path=path_rules.larger, taylor=taylor_rules.selected)
     for name in ("min", "median", "nanmedian", "kthvalue", "topk", "sort"):
-        yield _operation(name, "", name, **_PIECEWISE)
+        yield _operation(name, "", name, **_PIECEWISE, taylor=taylor_rules.selected)
     for name in ("_fft_r2c", "_fft_c2c", "_fft_c2r"):
         yield _operation(name, "", name, **_LINEAR)
 

@@ -204,7 +204,7 @@ def written_into(step: Step, terms: Terms) -> Any:
 
 
 def added(sign: int, reverse: bool = False) -> TaylorRule:
-    """x ± αy, or y − αx."""
+    """X ± αy, or y − αx."""
 
     def rule(step: Step, terms: Terms) -> Any:
         alpha, shape = step.kwargs.get("alpha", 1), step.result.shape
@@ -224,7 +224,7 @@ def embedding(step: Step, terms: Terms) -> Any:
 
 
 def elementwise(curved: bool = True) -> TaylorRule:
-    """f number by number: f′ẋ_k, and f″Σẋ_k² + f′s; with the derivatives that autograd has for it."""
+    """F number by number: f′ẋ_k, and f″Σẋ_k² + f′s; with the derivatives that autograd has for it."""
 
     def rule(step: Step, terms: Terms) -> Any:
         places = [place for place, arg in enumerate(step.args) if terms.of(arg) is not None]
@@ -294,6 +294,19 @@ def by_forward_mode(curved: bool) -> TaylorRule:
     return rule
 
 
+def selected(step: Step, terms: Terms) -> Any:
+    """Values that were chosen along a dimension, and where they stood; by forward mode where it is not told."""
+    rows = terms.of(step.args[0])
+    if isinstance(step.result, Tensor) or step.argument("dim") is None or rows is None:
+        return by_forward_mode(curved=False)(step, terms)
+    values, places = step.result
+    dim = _from_the_end(step.argument("dim"), step.args[0])
+    if places.ndim < step.args[0].ndim:
+        places = places.unsqueeze(dim)
+    found = rows.gather(dim, places.expand(len(rows), *places.shape))
+    return [found.reshape(len(rows), *values.shape), None]
+
+
 # ---------------------------------------------------------------- products
 
 
@@ -310,7 +323,7 @@ def multiplied(step: Step, terms: Terms) -> Any:
 
 
 def divided(step: Step, terms: Terms) -> Any:
-    """z = a/b from zb = a: ż = (ȧ − zḃ)/b, and s_z = (s_a − z s_b − 2Σ ż_k ḃ_k)/b."""
+    """Z = a/b from zb = a: ż = (ȧ − zḃ)/b, and s_z = (s_a − z s_b − 2Σ ż_k ḃ_k)/b."""
     if step.kwargs.get("rounding_mode") is not None:
         raise NoRule
     (a, b), z = step.args[:2], step.result
@@ -446,7 +459,7 @@ def convolution(step: Step, terms: Terms) -> Any:
 
 
 def prelu(step: Step, terms: Terms) -> Any:
-    """x where it is positive, else x times a slope."""
+    """X where it is positive, else x times a slope."""
     x, slope = step.args[:2]
     rows_x, rows_s = terms.of(x), _aligned(terms.of(slope), step.result.shape)
     one = None if rows_x is None else rows_x * torch.where(x > 0, torch.ones_like(x), slope)
@@ -461,7 +474,7 @@ def prelu(step: Step, terms: Terms) -> Any:
 
 
 def softmax(step: Step, terms: Terms) -> Any:
-    """p = softmax(x): with e_k = ẋ_k − pᵀẋ_k, ṗ_k = p e_k; s_p = p(s − pᵀs) + p(Σe_k² − pᵀΣe_k²)."""
+    """P = softmax(x): with e_k = ẋ_k − pᵀẋ_k, ṗ_k = p e_k; s_p = p(s − pᵀs) + p(Σe_k² − pᵀΣe_k²)."""
     rows, shares = terms.of(step.args[0]), step.result
     if rows is None:
         return None
@@ -479,7 +492,7 @@ def softmax(step: Step, terms: Terms) -> Any:
 
 
 def log_softmax(step: Step, terms: Terms) -> Any:
-    """y = x − log Σ exp x: e_k = ẋ_k − pᵀẋ_k, and s − pᵀs − pᵀΣe_k²."""
+    """Y = x − log Σ exp x: e_k = ẋ_k − pᵀẋ_k, and s − pᵀs − pᵀΣe_k²."""
     rows, shares = terms.of(step.args[0]), step.result.exp()
     if rows is None:
         return None
