@@ -8,6 +8,7 @@ disagree with autograd on a few samples, each direction is differentiated by its
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch.utils._pytree import tree_map
 
 from spiritlevel.binding.parameters import Params
 from spiritlevel.binding.problem import Problem
-from spiritlevel.samples.probing import differentiator, form_along, probe
+from spiritlevel.samples.probing import as_direction, differentiator, form_along, probe, signs
 from spiritlevel.watching.recording import resized
 from spiritlevel.watching.taylor import Tape, Untaught, Way, taped
 
@@ -100,7 +101,8 @@ class Prober:
                 self._give_up(error, f" from sample {start} on" if start else "")
         rows = []
         for index in indices:
-            derivatives = self.differentiate(problem, inputs, _only(direction(index), names, problem.params))
+            parts = {name: part for name, part in direction(index).items() if name in names}
+            derivatives = self.differentiate(problem, inputs, as_direction(parts, problem.params))
             if index == indices[0]:
                 problem.checked(derivatives[0], inputs, targets, start)
             rows.append(form_along(problem, derivatives, targets, remainder))
@@ -154,9 +156,9 @@ class Prober:
                 twin, some = _in_double(problem, few) if precise else (problem, few)
                 tape = taped(twin, some)
                 way = tape.along(twin.params)
-                directions = [probe(twin.params, self.seed, index) for index in (0, 1)]
-                firsts, seconds = way.follow(_stacked(lambda index: directions[index], [0, 1], way), 2)
-                wanted = [self.differentiate(twin, some, direction) for direction in directions]
+                rows = _stacked(functools.partial(signs, twin.params, self.seed), [0, 1], way)
+                firsts, seconds = way.follow(rows, 2)
+                wanted = [self.differentiate(twin, some, probe(twin.params, self.seed, index)) for index in (0, 1)]
             except (Untaught, RuntimeError, TypeError, ValueError):
                 if not precise:
                     raise
@@ -186,12 +188,6 @@ class Prober:
 
 def _size(params: Params) -> int:
     return sum(tensor.numel() for tensor in params.values())
-
-
-def _only(direction: Params, names: list[str], params: Params) -> Params:
-    if len(names) == len(params):
-        return direction
-    return {name: direction[name] if name in names else torch.zeros_like(tensor) for name, tensor in params.items()}
 
 
 def _stacked(direction: Direction, order: list[int], way: Way) -> Params:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +19,7 @@ from spiritlevel.errors import InputError, NotExactError
 from spiritlevel.results import SampleTraces, standard_error
 from spiritlevel.samples.choosing import Plan
 from spiritlevel.samples.collapsing import LEAST_GROUPS, Prober
-from spiritlevel.samples.probing import Differentiate, differentiator, form_along, generator_of, probe
+from spiritlevel.samples.probing import Differentiate, differentiator, form_along, generator_of, probe, signs
 from spiritlevel.watching.chains import chain_traces
 from spiritlevel.watching.recording import Recording, resized, same_outputs
 
@@ -147,7 +148,7 @@ class Collector:
         count = drawn = 0
         generator = generator_of(self.seed, 0)  # one for all batches: their sizes must not matter
 
-        def signs(number: int, classes: int) -> Tensor:
+        def own_signs(number: int, classes: int) -> Tensor:
             return torch.randint(0, 2, (number, classes), generator=generator, dtype=torch.int8).mul_(2).sub_(1)
 
         def begin(start: int, inputs: Any, targets: Tensor) -> Callable[[], _Values]:
@@ -160,8 +161,8 @@ class Collector:
             rank = problem.loss.rank(outputs.shape[1] if outputs.ndim > 1 else 1)
             variance = 0.0
             if plan.name == "passes":
-                signs(start - drawn, outputs.shape[1])  # samples of other ranks have signs of their own
-                own = signs(len(targets), outputs.shape[1]).to(outputs.device)
+                own_signs(start - drawn, outputs.shape[1])  # samples of other ranks have signs of their own
+                own = own_signs(len(targets), outputs.shape[1]).to(outputs.device)
                 drawn = start + len(targets)
                 factors = problem.loss.sampled_factors(outputs, targets, plan.passes, own)
                 count, variance = plan.passes + 1, 2 * (1 - 1 / (rank - plan.passes))
@@ -272,7 +273,7 @@ class Collector:
                     problem,
                     inputs,
                     targets,
-                    lambda index, part=part: probe(problem.params, self.seed, index, part),
+                    functools.partial(signs, problem.params, self.seed, only=part),
                     indices,
                     members=members,
                     names=None if part is None else [part],

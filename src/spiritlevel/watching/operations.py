@@ -336,7 +336,8 @@ def _layers() -> Iterator[Operation]:
     yield _operation("layer_norm", "", "native_layer_norm", **normalised)
     yield _operation("softmax", "", "_softmax _safe_softmax", taylor=taylor_rules.softmax)
     yield _operation("log_softmax", "", "_log_softmax", taylor=taylor_rules.log_softmax)
-    for name in "logsumexp var std linalg_vector_norm prod cumprod logcumsumexp".split():
+    yield _operation("linalg_vector_norm", "", "linalg_vector_norm", taylor=taylor_rules.vector_norm)
+    for name in "logsumexp var std prod cumprod logcumsumexp".split():
         yield _operation(name, "", name, taylor=taylor_rules.by_forward_mode(curved=True))
 
 
