@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -273,7 +272,7 @@ class Collector:
                     problem,
                     inputs,
                     targets,
-                    functools.partial(signs, problem.params, self.seed, only=part),
+                    lambda problem, index, part=part: signs(problem.params, self.seed, index, part),
                     indices,
                     members=members,
                     names=None if part is None else [part],
