@@ -143,7 +143,7 @@ def test_smooth_networks_by_axes_and_by_probes(name: str, untouched: Untouched) 
     torch.testing.assert_close(axes.values, truth, rtol=1e-8, atol=1e-10)
     assert not probed.exact
     assert probed.draws is not None
-    assert probed.draws.shape == (40, 200)
+    assert probed.draws.shape == (40, 50)  # groups of four
     z = (probed.values - truth) / probed.stderr
     assert float(z.abs().max()) < 5
     low, high = probed.mean().interval(0.999)

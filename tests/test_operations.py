@@ -297,21 +297,22 @@ CALLS |= {
     )
 }
 CALLS |= {name: one(getattr(torch, name)) for name in ("exp2", "sinh", "cosh", "asinh", "erfc")}
-CALLS |= {  # where they are defined
-    name: one(lambda x, function=getattr(torch, name): function(0.5 + x.square()))
-    for name in ("sqrt", "rsqrt", "reciprocal", "log", "log2", "log10")
-}
+
+
+def behind(name: str, before: Callable[[Tensor], Tensor] = lambda x: x, *rest: Any) -> list[Call]:
+    """Calls of a function of torch's behind another one, which leads to where it is defined."""
+    return one(lambda x: getattr(torch, name)(before(x), *rest))
+
+
 CALLS |= {
-    name: one(lambda x, function=getattr(torch, name): function(0.9 * x.sin())) for name in ("tan", "asin", "acos")
+    name: behind(name, lambda x: 0.5 + x.square()) for name in ("sqrt", "rsqrt", "reciprocal", "log", "log2", "log10")
 }
+CALLS |= {name: behind(name, lambda x: 0.9 * x.sin()) for name in ("tan", "asin", "acos")}
+CALLS |= {name: behind(name, lambda x: x, 1) for name in ("logsumexp", "var", "std", "prod", "cumprod", "logcumsumexp")}
 CALLS["log1p"] = one(lambda x: torch.log1p(x.sigmoid()))
 CALLS["steps"] = one(torch.sign, torch.floor, torch.ceil, torch.round, torch.trunc)
 CALLS["softmax"] = one(lambda x: x.softmax(1), lambda x: ATEN._safe_softmax(x, 1))
 CALLS["log_softmax"] = one(lambda x: x.log_softmax(1))
-CALLS |= {
-    name: one(lambda x, function=getattr(torch, name): function(x, 1)) for name in ("logsumexp", "var", "std", "prod")
-}
-CALLS |= {name: one(lambda x, function=getattr(torch, name): function(x, 1)) for name in ("cumprod", "logcumsumexp")}
 CALLS["linalg_vector_norm"] = one(lambda x: torch.linalg.vector_norm(x, dim=1))
 
 # further names of Python's, and what only channels are followed through
@@ -880,7 +881,7 @@ def lacks(operation: Operation) -> Iterator[str]:
         yield "norm"
     if operation.channels is None and operation.functions:
         yield "channels"
-    if operation.taylor is None:
+    if operation.taylor is None and operation.aten:
         yield "taylor"
 
 
@@ -907,6 +908,9 @@ LACKING = {
         log_softmax logcumsumexp logsumexp masked_fill masked_scatter masked_select median min minimum nanmedian
         nonzero prod repeat_interleave scatter scatter_add softmax softshrink sort std steps take topk trace
         unique_consecutive unique_dim var vdot view_as_complex view_as_real where
+    """,
+    "taylor": """
+        _unique _unique2 as_strided as_strided_scatter bincount masked_select nonzero unique_consecutive unique_dim
     """,
     "norm": """
         addbmm addmv baddbmm bilinear bmm div dot einsum gru lstm multi_head_attention_forward mv rmatmul

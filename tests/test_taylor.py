@@ -10,7 +10,7 @@ import pytest
 import torch
 import zoo
 import zoo_transformers
-from test_operations import CASES, draw
+from test_operations import CALLS, CASES, draw
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from spiritlevel.binding.problem import Problem
 from spiritlevel.samples.probing import along_reverse, probe
 from spiritlevel.watching import taylor_rules
-from spiritlevel.watching.operations import OPERATIONS, Operation
+from spiritlevel.watching.operations import Operation
 from spiritlevel.watching.taylor import Untaught, taped
 
 # ---------------------------------------------------------------- rules, one by one
@@ -46,18 +46,21 @@ def terms(problem: Any, directions: list[dict[str, Tensor]], members: int, input
     return firsts[[order.index(index) for index in range(len(directions))]], seconds
 
 
-def compared(
-    problem: Any, members: int = 2, groups: int = 2, inputs: Any = None, reference: Any = along_reverse
-) -> None:
+def compared(problem: Any, members: int = 2, groups: int = 2, inputs: Any = None) -> None:
     directions = [
         {name: draw([tuple(tensor.shape)], 7 + 10 * index)[0].to(tensor) for name, tensor in problem.params.items()}
         for index in range(members * groups)
     ]
     firsts, seconds = terms(problem, directions, members, inputs)
-    wanted = [reference(problem, inputs, direction) for direction in directions]
-    torch.testing.assert_close(firsts, torch.stack([each[1] for each in wanted]), rtol=1e-10, atol=1e-10)
+    tolerance = 1e-10
+    try:
+        wanted = [along_reverse(problem, inputs, direction) for direction in directions]
+    except RuntimeError:  # what has no second derivative backwards; these are straight
+        wanted = [by_differences(problem, inputs, direction) for direction in directions]
+        tolerance = 1e-6
+    torch.testing.assert_close(firsts, torch.stack([each[1] for each in wanted]), rtol=tolerance, atol=tolerance)
     sums = torch.stack([each[2] for each in wanted]).unflatten(0, (groups, members)).sum(1)
-    torch.testing.assert_close(seconds, sums, rtol=1e-10, atol=1e-9)
+    torch.testing.assert_close(seconds, sums, rtol=tolerance, atol=10 * tolerance)
 
 
 def by_differences(problem: Any, inputs: Any, direction: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
@@ -67,6 +70,11 @@ def by_differences(problem: Any, inputs: Any, direction: dict[str, Tensor]) -> t
     return here, (right - left) / (2 * step), (right - 2 * here + left) / step**2
 
 
+OTHERWISE = {
+    *(("leaky_relu", function) for function, _ in CALLS["leaky_relu"][2:]),  # rrelu draws its slopes
+    *(("batch_norm", function) for function, _ in CALLS["batch_norm"][2:]),  # an operation of its own without writes
+}
+"""Calls that meet other operations once they are made free of in-place writes."""
 RULED = [case for case in CASES if case.values[0].taylor is not None]
 
 
@@ -80,6 +88,10 @@ def test_every_rule_gives_the_derivatives_of_its_operation(
         with contextlib.suppress(Untaught):  # where nothing is taped at all
             assert not any(found.any() for found in terms(problem, [problem.params], 1))
         return
+    if (operation.name, function) in OTHERWISE:
+        with pytest.raises(Untaught, match=r"has no rule|cannot be taped"):
+            compared(problem)
+        return
     compared(problem)
     compared(problem, members=1, groups=3)
     direction = {name: tensor.cos() for name, tensor in problem.params.items()}
@@ -88,15 +100,6 @@ def test_every_rule_gives_the_derivatives_of_its_operation(
     found = terms(problem, [direction], 1)
     for one, other in zip(found, by_differences(problem, None, direction)[1:], strict=True):
         torch.testing.assert_close(one[0], other, rtol=1e-4, atol=1e-4)
-
-
-def test_operations_without_a_rule() -> None:
-    """What reads memory as it lies, or decides how many numbers there are."""
-    without = {operation.name for operation in OPERATIONS if operation.aten and operation.taylor is None}
-    assert without == {
-        *("as_strided", "as_strided_scatter", "nonzero", "masked_select", "bincount"),
-        *("_unique", "_unique2", "unique_dim", "unique_consecutive"),
-    }
 
 
 FORMS: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]]]] = {
@@ -120,6 +123,10 @@ FORMS: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]]]] = {
         [(4,), (4,)],
     ),
     "group norm, no weights": (lambda x: F.group_norm(x, 2), [(2, 4, 3)]),
+    "wide matrices": (lambda x, w, b: F.linear(x.tanh(), w, b), [(130, 129), (5, 129), (5,)]),
+    "wide matrices, both curved": (lambda x, w: x.tanh() @ w.sin(), [(130, 129), (129, 5)]),
+    "one norm": (lambda x: torch.linalg.vector_norm(x), [(3, 4)]),
+    "norms that stay": (lambda x: torch.linalg.vector_norm(x.sin(), dim=(0, 2), keepdim=True), [(3, 4, 2)]),
     "normalised": (lambda x: F.normalize(x, dim=-1), [(3, 4)]),
     "rms norm": (lambda x, w: F.rms_norm(x, (4,), w), [(3, 4), (4,)]),
     "a scatter with a number": (lambda x: x.scatter(0, torch.tensor([[0, 2, 1, 0]]), 2.0), [(3, 4)]),

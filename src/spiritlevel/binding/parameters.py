@@ -9,6 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.func import jvp
+from torch.utils._pytree import tree_map
 
 from spiritlevel.errors import InputError, unknown_name
 
@@ -54,6 +55,15 @@ def select_parameters(model: nn.Module, params: str | Iterable[str] | None = Non
 def as_leaves(params: Params) -> Params:
     """The same values, for plain autograd to differentiate in."""
     return {name: tensor.detach().requires_grad_() for name, tensor in params.items()}
+
+
+def in_precision(tree: Any, dtype: torch.dtype) -> Any:
+    """The same with all floating-point tensors in one type."""
+
+    def converted(leaf: Any) -> Any:
+        return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+
+    return tree_map(converted, tree)
 
 
 def along(function: Callable[[Params], Any], params: Params, direction: Params) -> tuple[Any, Any]:

@@ -24,7 +24,7 @@ from spiritlevel.binding import losses
 from spiritlevel.binding.batches import resized
 from spiritlevel.binding.graphs import Rows
 from spiritlevel.binding.modules import measurable, state_of, to_eval_mode
-from spiritlevel.binding.parameters import Params, depth, select_parameters
+from spiritlevel.binding.parameters import Params, depth, in_precision, select_parameters
 from spiritlevel.binding.ranks import Ranks
 from spiritlevel.binding.reading import PLAIN, Form
 from spiritlevel.binding.rewrites import Elementary
@@ -120,6 +120,13 @@ class Problem:
         """Take over what is known about another problem, if only the values of parameters and buffers differ."""
         if self.loss is other.loss and self.batch_norm == other.batch_norm and _same_code(self.model, other.model):
             self.facts, self.reverse_only = {**other.facts}, other.reverse_only
+
+    def converted(self, dtype: torch.dtype) -> Problem:
+        """The same problem in another precision, for a look at it inside `active()`; facts are shared."""
+        twin = copy.copy(self)
+        twin.params, twin.constants = in_precision((self.params, self.constants), dtype)
+        twin.dtype = dtype
+        return twin
 
     def shared_by(self, group: Any) -> Ranks:
         """The ranks of a process group, after making sure that all measure this problem; alone without a group."""

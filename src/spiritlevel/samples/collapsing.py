@@ -7,19 +7,17 @@ disagree with autograd on a few samples, each direction is differentiated by its
 
 from __future__ import annotations
 
-import copy
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from spiritlevel.binding.batches import resized
-from spiritlevel.binding.parameters import Params
+from spiritlevel.binding.parameters import Params, in_precision
 from spiritlevel.binding.problem import Problem
-from spiritlevel.samples.probing import differentiator, form_along, probe
-
+from spiritlevel.samples.probing import as_direction, differentiator, form_along, probe, signs
 from spiritlevel.watching.taylor import Tape, Untaught, Way, taped
 
 MOST_MEMBERS = 4
@@ -27,8 +25,14 @@ LEAST_GROUPS = 16  # whose spread is the error: t with 15 degrees of freedom
 ROW_BYTES = 5e7  # of the terms of some groups: no more than are needed to hide the cost of calls
 LARGE = 10**6  # parameters from which on two samples have to do for a comparison
 
-Direction = Callable[[int], Params]
-"""The direction of this number, zero where a name is missing."""
+Direction = Callable[[Problem, int], Params]
+"""The direction of a number in the parameters of a problem, zero where a name is missing."""
+Cut = Callable[[Any, Any, "int | Tensor"], tuple[Any, Any]]
+"""(problem, inputs, number of samples or their indices) → the problem and inputs of these samples alone."""
+
+
+def _cut(problem: Problem, inputs: Any, rows: int | Tensor) -> tuple[Problem, Any]:
+    return problem, resized(inputs, rows)
 
 
 def members_of(probes: int) -> int:
@@ -48,17 +52,28 @@ class Prober:
     many single ones; `notes` say why they are not.
     """
 
-    def __init__(self, problem: Problem, inputs: Any, count: int, *, seed: int, memory: int) -> None:
-        self.seed, self.memory = seed, memory
-        whole = problem.batch_norm == "batch"
-        few = inputs if whole else resized(inputs, min(count, 2 if _size(problem.params) > LARGE else 8))
-        self.differentiate, self._slow = differentiator(problem, few, seed)
+    def __init__(
+        self,
+        problem: Problem,
+        inputs: Any,
+        count: int,
+        *,
+        seed: int,
+        memory: int,
+        cut: Cut = _cut,
+        coupled: bool = False,
+    ) -> None:
+        self.seed, self.memory, self._cut = seed, memory, cut
+        whole = coupled or problem.batch_norm == "batch"
+        few = min(count, 2 if _size(problem.params) > LARGE else 8)
+        problem, inputs = (problem, inputs) if whole else cut(problem, inputs, few)
+        self.differentiate, self._slow = differentiator(problem, inputs, seed)
         self.notes: tuple[str, ...] = ()
         self.collapses = True
         self._whole = whole
         self._trusted: frozenset[Any] = frozenset()  # operations that were met when the terms agreed with autograd
         try:
-            self._compare(problem, few)
+            self._compare(problem, inputs)
         except Untaught as error:
             self._give_up(error)
 
@@ -91,58 +106,57 @@ class Prober:
         names = [*problem.params] if names is None else [*names]
         if self.collapses:
             try:
-                pieces = self._pieces(problem, inputs, targets, names)
                 found = []
-                for first, tape, some in pieces:
-                    problem.checked(tape.outputs, inputs, some, start + first)
-                    found.append(self._collapsed(problem, tape, some, direction, indices, members, names, remainder))
+                for part, tape, some in self._pieces(problem, inputs, targets, start):
+                    way = tape.along(names)
+                    found.append(self._collapsed(part, way, some, direction, indices, members, remainder))
                 return torch.cat(found)
             except Untaught as error:
                 self._give_up(error, f" from sample {start} on" if start else "")
         rows = []
         for index in indices:
-            derivatives = self.differentiate(problem, inputs, _only(direction(index), names, problem.params))
+            parts = {name: part for name, part in direction(problem, index).items() if name in names}
+            derivatives = self.differentiate(problem, inputs, as_direction(parts, problem.params))
             if index == indices[0]:
                 problem.checked(derivatives[0], inputs, targets, start)
             rows.append(form_along(problem, derivatives, targets, remainder))
         return torch.stack(rows, 1).unflatten(1, (-1, members)).mean(2)
 
     def _pieces(
-        self, problem: Problem, inputs: Any, targets: Tensor, names: list[str]
-    ) -> Iterator[tuple[int, Tape, Tensor]]:
+        self, problem: Problem, inputs: Any, targets: Tensor, start: int
+    ) -> Iterator[tuple[Problem, Tape, Tensor]]:
         """The tapes of a batch, of as many samples each as the memory holds."""
         count = len(targets)
         size = count if self._whole else max(1, min(count, int(self._room / self._sample_bytes)))
         for first in range(0, count, size):
-            some = targets[first : first + size]
-            given = inputs
+            some, part, given = targets[first : first + size], problem, inputs
             if size < count:
-                given = resized(inputs, torch.arange(first, first + len(some), device=targets.device))
-            tape = taped(problem, given)
+                rows = torch.arange(first, first + len(some), device=targets.device)
+                part, given = self._cut(problem, inputs, rows)
+            tape = taped(part, given)
+            part.checked(tape.outputs, given, some, start + first)
             if not tape.operations <= self._trusted:  # the numbers of this batch led another way
-                self._compare(problem, given if self._whole else resized(given, min(len(some), 8)))
-            yield first, tape, some
+                self._compare(*((part, given) if self._whole else self._cut(part, given, min(len(some), 8))))
+            yield part, tape, some
 
     def _collapsed(
         self,
         problem: Problem,
-        tape: Tape,
+        way: Way,
         targets: Tensor,
         direction: Direction,
         indices: range,
         members: int,
-        names: list[str],
         remainder: bool,
     ) -> Tensor:
-        way = tape.along(names)
-        row = way.floats * tape.outputs.element_size() * (members + 1)
+        row = way.floats * way.outputs.element_size() * (members + 1)
         at_once = max(1, min(len(indices) // members, int(min(ROW_BYTES, self.memory / 2) / row)))
         columns = []
         for first in range(0, len(indices), at_once * members):
             some = indices[first : first + at_once * members]
             order = [index for member in range(members) for index in some[member::members]]
-            firsts, seconds = way.follow(_stacked(direction, order, way), members)
-            columns.append(_forms(problem, tape.outputs, firsts, seconds, targets, remainder) / members)
+            firsts, seconds = way.follow(_stacked(functools.partial(direction, problem), order, way), members)
+            columns.append(_forms(problem, way.outputs, firsts, seconds, targets, remainder) / members)
         return torch.cat(columns).T
 
     def _compare(self, problem: Problem, few: Any) -> None:
@@ -150,14 +164,15 @@ class Prober:
 
         In float64 if the model runs in it, where nothing but a wrong rule could make a difference.
         """
+        double = torch.float64
         for precise in (True, False):
             try:
-                twin, some = _in_double(problem, few) if precise else (problem, few)
+                twin, some = (problem.converted(double), in_precision(few, double)) if precise else (problem, few)
                 tape = taped(twin, some)
                 way = tape.along(twin.params)
-                directions = [probe(twin.params, self.seed, index) for index in (0, 1)]
-                firsts, seconds = way.follow(_stacked(lambda index: directions[index], [0, 1], way), 2)
-                wanted = [self.differentiate(twin, some, direction) for direction in directions]
+                rows = _stacked(functools.partial(signs, twin.params, self.seed), [0, 1], way)
+                firsts, seconds = way.follow(rows, 2)
+                wanted = [self.differentiate(twin, some, probe(twin.params, self.seed, index)) for index in (0, 1)]
             except (Untaught, RuntimeError, TypeError, ValueError):
                 if not precise:
                     raise
@@ -189,13 +204,7 @@ def _size(params: Params) -> int:
     return sum(tensor.numel() for tensor in params.values())
 
 
-def _only(direction: Params, names: list[str], params: Params) -> Params:
-    if len(names) == len(params):
-        return direction
-    return {name: direction[name] if name in names else torch.zeros_like(tensor) for name, tensor in params.items()}
-
-
-def _stacked(direction: Direction, order: list[int], way: Way) -> Params:
+def _stacked(direction: Callable[[int], Params], order: list[int], way: Way) -> Params:
     """These directions as rows."""
     rows = {name: tensor.new_empty(len(order), *tensor.shape) for name, tensor in way.moving.items()}
     for place, index in enumerate(order):
@@ -215,15 +224,3 @@ def _forms(
     for index, first in enumerate(firsts if not remainder else ()):
         total[index % len(seconds)] += loss.quadratic(outputs, targets, first)
     return total.detach().cpu()
-
-
-def _in_double(problem: Problem, inputs: Any) -> tuple[Problem, Any]:
-    """The same problem in float64."""
-
-    def converted(leaf: Any) -> Any:
-        return leaf.double() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
-
-    twin = copy.copy(problem)
-    twin.params, twin.constants = tree_map(converted, (problem.params, problem.constants))
-    twin.dtype = torch.float64
-    return twin, tree_map(converted, inputs)

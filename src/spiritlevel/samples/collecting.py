@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -19,8 +18,8 @@ from spiritlevel.binding.losses import Factor
 from spiritlevel.errors import InputError, NotExactError
 from spiritlevel.results import SampleTraces, standard_error
 from spiritlevel.samples.choosing import Plan
-from spiritlevel.samples.collapsing import LEAST_GROUPS, Prober
-from spiritlevel.samples.probing import Differentiate, differentiator, form_along, generator_of, probe
+from spiritlevel.samples.collapsing import LEAST_GROUPS, Direction, Prober
+from spiritlevel.samples.probing import Differentiate, differentiator, form_along, generator_of, probe, signs
 from spiritlevel.watching.chains import chain_traces
 from spiritlevel.watching.recording import Recording
 
@@ -154,18 +153,18 @@ class Collector:
         count = drawn = 0
         generator = generator_of(self.seed, 0)  # one for all batches: their sizes must not matter
 
-        def signs(number: int, classes: int, own: torch.Generator = generator) -> Tensor:
+        def own_signs(number: int, classes: int, own: torch.Generator = generator) -> Tensor:
             return torch.randint(0, 2, (number, classes), generator=own, dtype=torch.int8).mul_(2).sub_(1)
 
         def signs_of(start: int, outputs: Tensor) -> Tensor:
             nonlocal drawn
             if outputs.ndim > 2:  # of sequences that may differ in length: each sample has numbers of its own
                 streams = (generator_of(self.seed, start + n + 1) for n in range(len(outputs)))
-                return torch.cat([signs(1, outputs[0].numel(), stream) for stream in streams]).view(outputs.shape)
+                return torch.cat([own_signs(1, outputs[0].numel(), stream) for stream in streams]).view(outputs.shape)
             width = outputs[0].numel()
-            signs(start - drawn, width)  # samples of other ranks have signs of their own
+            own_signs(start - drawn, width)  # samples of other ranks have signs of their own
             drawn = start + len(outputs)
-            return signs(len(outputs), width).view(outputs.shape)
+            return own_signs(len(outputs), width).view(outputs.shape)
 
         def begin(start: int, inputs: Any, targets: Tensor) -> Callable[[], _Values]:
             nonlocal count
@@ -270,7 +269,7 @@ class Collector:
         """From the first samples, which every rank has."""
         with self.ranks.together():
             inputs, targets = self.problem.place(*self.batches.first(4096 if self.coupled else 8))
-            prober = Prober(self.problem, inputs, len(targets), seed=self.seed, memory=self.memory)
+            prober = Prober(self.problem, inputs, len(targets), seed=self.seed, memory=self.memory, coupled=self.coupled)
         prober.collapses = bool(self.ranks.least(int(prober.collapses)))
         return prober
 
@@ -289,7 +288,7 @@ class Collector:
                     problem,
                     inputs,
                     targets,
-                    functools.partial(probe, problem.params, self.seed, only=part),
+                    _inside(part, self.seed),
                     indices,
                     members=members,
                     names=None if part is None else [part],
@@ -353,3 +352,8 @@ class Collector:
             negative_stops=share,
             notes=(f"PyHessian's stopping rule, for comparison only: {share:.1%} stopped on a negative mean",),
         )
+
+
+def _inside(part: str | None, seed: int) -> Direction:
+    """Random signs inside one parameter, or in all of them."""
+    return lambda problem, index: signs(problem.params, seed, index, part)

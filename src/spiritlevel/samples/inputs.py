@@ -14,13 +14,15 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from spiritlevel.binding.batches import Batches, Fingerprint, all_targets, resized, spread
 from spiritlevel.binding.context import Context
 from spiritlevel.binding.coupling import check_independence
-from spiritlevel.binding.parameters import Params
+from spiritlevel.binding.memory import parse_memory
+from spiritlevel.binding.parameters import Params, in_precision
 from spiritlevel.binding.problem import Problem
 from spiritlevel.binding.reading import Reading
 from spiritlevel.errors import InputError, NotExactError, first_line, unknown_name, whole_number
 from spiritlevel.results import SampleTraces, standard_error
+from spiritlevel.samples.collapsing import Prober
 from spiritlevel.samples.collecting import DEFAULT_PROBES
-from spiritlevel.samples.probing import differentiator, form_along, probe
+from spiritlevel.samples.probing import probe
 from spiritlevel.watching.derivatives import check_input_derivatives
 from spiritlevel.watching.structure import Structure, Watch
 
@@ -131,6 +133,13 @@ class _InInputs:
                 f"the curvature in the input needs floating-point inputs, got {names}; convert them, or measure the "
                 "part of the model behind its embedding."
             )
+
+    def converted(self, dtype: torch.dtype) -> _InInputs:
+        """The same in another precision."""
+        return _InInputs(self.problem.converted(dtype), in_precision(self.whole, dtype))
+
+    def checked(self, outputs: Tensor, _: None, targets: Tensor, start: int) -> None:
+        self.problem.checked(outputs, self.whole, targets, start)
 
     @property
     def size(self) -> int:
@@ -254,31 +263,32 @@ class _Look:
 
     def moved(self, size: int, notes: tuple[str, ...]) -> SampleTraces:
         """Each number of a sample by itself."""
-        pieces, how = self._along(size, lambda shadow, k: shadow.axis(k))
-        return self._result(pieces, size, exact=True, method="axes", matvecs=size, notes=notes + how)
+        pieces, prober = self._along(size, lambda shadow, k: shadow.axis(k), grouped=False)
+        return self._result(pieces, size, exact=True, method="axes", matvecs=size, notes=notes + prober.notes)
 
     def probed(self, count: int, notes: tuple[str, ...]) -> SampleTraces:
         """Random signs that all samples share."""
-        pieces, how = self._along(count, lambda shadow, k: shadow.signs(self.seed, k))
-        total = sum(map(len, self.targets))
-        fields: dict[str, Any] = {"probes": torch.full((total,), count), "dof": count - 1, "matvecs": count}
-        return self._result(pieces, count, exact=False, method="hutchinson", notes=notes + how, **fields)
+        pieces, prober = self._along(count, lambda shadow, k: shadow.signs(self.seed, k), grouped=True)
+        total, groups = sum(map(len, self.targets)), count // prober.members(count)
+        fields: dict[str, Any] = {"probes": torch.full((total,), count), "dof": groups - 1, "matvecs": count}
+        return self._result(pieces, groups, exact=False, method="hutchinson", notes=notes + prober.notes, **fields)
 
-    def _along(self, count: int, direction: Any) -> tuple[list[tuple[int, Tensor]], tuple[str, ...]]:
-        """The second derivative of every sample's loss along each of the directions, (N, count)."""
+    def _along(self, count: int, direction: Any, *, grouped: bool) -> tuple[list[tuple[int, Tensor]], Prober]:
+        """The second derivative of every sample's loss along each of the directions, or their means in groups."""
         pieces: list[tuple[int, Tensor]] = []
-        differentiate, notes = None, tuple[str, ...]()
+        with self.ranks.together():
+            inputs, targets = self.problem.place(*self.batches.first(8))
+            few: Any = _InInputs(self.problem, inputs)
+            prober = Prober(few, None, len(targets), seed=self.seed, memory=parse_memory(None), cut=_cut)
+        prober.collapses = bool(self.ranks.least(int(prober.collapses)))
+        members = prober.members(count) if grouped else 1
         with self.ranks.together():
             for start, shadow, targets in self._each():
                 some: Any = shadow
-                if differentiate is None:
-                    few: Any = _InInputs(self.problem, resized(shadow.whole, min(8, len(targets))))
-                    differentiate, notes = differentiator(few, None, self.seed)
-                rows = []
-                for k in range(count):
-                    derivatives = differentiate(some, None, direction(shadow, k))
-                    if not k:
-                        self.problem.checked(derivatives[0], shadow.whole, targets, start)
-                    rows.append(form_along(some, derivatives, targets))
-                pieces.append((start, torch.stack(rows, 1)))
-        return pieces, notes
+                table = prober.forms(some, None, targets, direction, range(count), members=members, start=start)
+                pieces.append((start, table))
+        return pieces, prober
+
+
+def _cut(shadow: Any, _: None, rows: int | Tensor) -> tuple[Any, None]:
+    return _InInputs(shadow.problem, resized(shadow.whole, rows)), None

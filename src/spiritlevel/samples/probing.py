@@ -31,18 +31,31 @@ def generator_of(seed: int, index: int) -> torch.Generator:
     return torch.Generator().manual_seed(int(state))
 
 
-def probe(params: Params, seed: int, index: int, only: str | None = None) -> Params:
-    """Random signs for every parameter, made anew from (seed, index): nothing has to be kept.
+def signs(params: Params, seed: int, index: int, only: str | None = None) -> Params:
+    """Random signs for every parameter, made anew from (seed, index): nothing has to be kept. As whole numbers.
 
-    With `only` the direction lies inside that parameter and is zero elsewhere.
+    With `only` the direction lies inside that parameter, and the others have none.
     """
     generator = generator_of(seed, index)
     result = {}
     for name, tensor in params.items():
-        signs = torch.randint(0, 2, tensor.shape, generator=generator, dtype=torch.int8)
-        chosen = only is None or name == only
-        result[name] = signs.mul_(2).sub_(1).to(tensor.device, tensor.dtype) if chosen else torch.zeros_like(tensor)
+        drawn = torch.randint(0, 2, tensor.shape, generator=generator, dtype=torch.int8)
+        if only is None or name == only:
+            result[name] = drawn.mul_(2).sub_(1)
     return result
+
+
+def probe(params: Params, seed: int, index: int, only: str | None = None) -> Params:
+    """`signs` in the parameters' own type and place, zero where there are none."""
+    return as_direction(signs(params, seed, index, only), params)
+
+
+def as_direction(parts: Params, params: Params) -> Params:
+    """A direction for all parameters, zero in those that are missing."""
+    return {
+        name: parts[name].to(tensor.device, tensor.dtype) if name in parts else torch.zeros_like(tensor)
+        for name, tensor in params.items()
+    }
 
 
 Derivatives = tuple[Tensor, Tensor, Tensor]

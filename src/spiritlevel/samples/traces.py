@@ -6,7 +6,7 @@ Four ways, from the best to the last resort:
   C−1 backward passes for a whole batch, gradient norms only;
 - *recursion*: chains of linear layers and smooth elementwise functions, exact (`chains`);
 - *split*: any smooth network, the Gauss-Newton part exact and the remainder Σ_c g_c Tr ∇²φ_c by probes;
-- *hutchinson*: any network, all of it by probes, for the whole batch at once by nested forward-mode differentiation.
+- *hutchinson*: any network, all of it by probes, for the whole batch at once by Taylor terms, collapsed in groups.
 
 The loss is never differentiated by autodiff: its gradient and Hessian in the outputs come from `losses` in float64, so
 the results stay right where the loss is tiny.
@@ -32,8 +32,8 @@ from spiritlevel.estimators import operator_trace
 from spiritlevel.operators.matrices import hessian_in
 from spiritlevel.results import Estimate, SampleTraces
 from spiritlevel.samples.choosing import Plan, batch_size_for, choose, cores_for
+from spiritlevel.samples.collapsing import Prober
 from spiritlevel.samples.collecting import DEFAULT_PROBES, Collector, OtherFunction
-from spiritlevel.samples.probing import differentiator, form_along
 from spiritlevel.watching.derivatives import check_derivatives
 from spiritlevel.watching.recording import analyse_few
 from spiritlevel.watching.structure import Structure
@@ -267,20 +267,23 @@ def trace_in(
 def sample_forms(context: Context, batches: Batches, directions: Sequence[Params]) -> Tensor:
     """vᵀHₙv of every sample for some directions v, (N, directions): how strongly each sample curves the loss along v.
 
-    By nested forward mode, about four forward passes a direction; by reverse mode where that fails. Exact to rounding.
+    About four forward passes a direction by Taylor terms, more where an operation has no rule. Exact to rounding.
     """
     problem = context.problem
-    differentiate, rows = None, []
+    prober, rows = None, []
     with problem.active():
-        for inputs, targets in batches:
-            inputs, targets = problem.place(inputs, targets)
-            if not len(targets):
-                continue
-            if differentiate is None:
-                few = inputs if context.coupling else resized(inputs, min(8, len(targets)))
-                differentiate, _ = differentiator(problem, few, context.seed)
-            found = [form_along(problem, differentiate(problem, inputs, v), targets) for v in directions]
-            rows.append(torch.stack(found, 1))
+        for inputs, targets in context.each(batches):
+            if prober is None:
+                prober = Prober(
+                    problem,
+                    inputs,
+                    len(targets),
+                    seed=context.seed,
+                    memory=context.budget(),
+                    coupled=context.coupling != "",
+                )
+            every = range(len(directions))
+            rows.append(prober.forms(problem, inputs, targets, lambda _, index: directions[index], every))
     return torch.cat(rows)
 
 

@@ -14,7 +14,6 @@ step sizes agree with each other, which a kink between them does not let them.
 from __future__ import annotations
 
 import contextlib
-import copy
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple, cast
@@ -26,7 +25,7 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from spiritlevel.binding.losses import CallableLoss
-from spiritlevel.binding.parameters import Params, along, as_leaves
+from spiritlevel.binding.parameters import Params, along, as_leaves, in_precision
 from spiritlevel.binding.problem import Problem
 from spiritlevel.errors import InputError, first_line
 from spiritlevel.watching.operations import Kink, aten_name, dispatched
@@ -156,13 +155,8 @@ class _Comparison:
     """Derivatives and differences of one model on a few samples, in one precision."""
 
     def __init__(self, problem: Problem, inputs: Any, targets: Tensor, dtype: torch.dtype) -> None:
-        def converted(leaf: Any) -> Any:
-            return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
-
-        self.problem = copy.copy(problem)
-        self.problem.params, self.problem.constants = tree_map(converted, (problem.params, problem.constants))
-        self.problem.dtype = dtype
-        self.inputs, self.targets = tree_map(converted, (inputs, targets))
+        self.problem = problem.converted(dtype)
+        self.inputs, self.targets = in_precision((inputs, targets), dtype)
         self.moving = self._moving()
         self.scale = _scales(self.moving)
         self.step, self.tolerance = (1e-7, 1e-4) if dtype == torch.float64 else (3e-3, 5e-2)

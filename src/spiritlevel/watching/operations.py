@@ -262,11 +262,12 @@ def _sums() -> Iterator[Operation]:
     one = {**_PIECEWISE, "kind": Kind.REDUCTION, "channels": sums.extreme}
     yield _operation("amax", "amax", "amax", **one, path=path_rules.moved)
     yield _operation("amin", "amin", "amin", **one)
-    yield _operation("max", "max", "max", **_PIECEWISE, path=path_rules.larger, channels=sums.extreme)
-    yield _operation("min", "min", "min", **_PIECEWISE, channels=sums.extreme)
-    yield _operation("median", "median", "median", **_PIECEWISE, channels=sums.reduction)
+    chosen = {**_PIECEWISE, "taylor": taylor_rules.selected}
+    yield _operation("max", "max", "max", **chosen, path=path_rules.larger, channels=sums.extreme)
+    yield _operation("min", "min", "min", **chosen, channels=sums.extreme)
+    yield _operation("median", "median", "median", **chosen, channels=sums.reduction)
     for name in ("nanmedian", "kthvalue", "topk", "sort"):
-        yield _operation(name, name, name, **_PIECEWISE)
+        yield _operation(name, name, name, **chosen)
     for name in ("_fft_r2c", "_fft_c2c", "_fft_c2r"):
         yield _operation(name, "", name, **_LINEAR)
 
@@ -401,8 +402,8 @@ def _layers() -> Iterator[Operation]:
     curved = taylor_rules.by_forward_mode(curved=True)
     for name in "logsumexp var std prod".split():
         yield _operation(name, name, name, taylor=curved, channels=sums.reduction)
-    lengths = "norm vector_norm"
-    yield _operation("linalg_vector_norm", lengths, "linalg_vector_norm", taylor=curved, channels=sums.length)
+    lengths = {"taylor": taylor_rules.vector_norm, "channels": sums.length}
+    yield _operation("linalg_vector_norm", "norm vector_norm", "linalg_vector_norm", **lengths)
     for name in ("cumprod", "logcumsumexp"):
         yield _operation(name, name, name, taylor=curved)
     yield _operation("statistics", "std_mean var_mean argmax argmin all any", channels=sums.reduction)

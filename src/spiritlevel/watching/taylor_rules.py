@@ -1,9 +1,9 @@
 """How second-order Taylor terms pass through an operation, with the sum over the probes of a group collapsed.
 
-While the parameters move along θ + t·v, a value x(t) has a first derivative ẋ and a second one ẍ at t = 0. A trace needs
-ẋ of every probe v_k, but of ẍ only the sum s = Σ_k ẍ_k over a group of probes, and s obeys the same rule as any ẋ plus
-what the ẋ_k bend: for z = f(x), ż_k = Df ẋ_k and s_z = Df s + Σ_k D²f[ẋ_k, ẋ_k] (mathematics 4.10). So a rule applies
-the first derivative Df of its operation to all terms together, stacked as rows, and adds the bend to the last of them.
+While the parameters move along θ + t·v, a value x(t) has a first derivative ẋ and a second one ẍ at t = 0. A trace
+needs ẋ of every probe v_k, but of ẍ only the sum s = Σ_k ẍ_k over a group of probes, and s obeys the same rule as any ẋ
+plus what the ẋ_k bend: for z = f(x), ż_k = Df ẋ_k and s_z = Df s + Σ_k D²f[ẋ_k, ẋ_k] (mathematics 4.10). So a rule
+applies the first derivative Df of its operation to all terms together, stacked as rows, and adds the bend to the last.
 
 Rules are functions of a `Step`, what was executed, and of `Terms`, what moves. They return the rows of the step's
 result, or a list of them where it has several, `None` for one that does not move.
@@ -11,6 +11,7 @@ result, or a list of them where it has several, `None` for one that does not mov
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -67,7 +68,7 @@ class Terms:
         return all(self.of(value) is None for value in values)
 
     def each(self, rows: Tensor) -> Iterator[Tensor]:
-        """ẋ of the first probes of all groups, of the second ones, …"""
+        """ẋ of the first probes of all groups, then of the second ones, and so on."""
         return (rows[start : start + self.groups] for start in range(0, self.firsts, self.groups))
 
     def dots(self, rows: Tensor, others: Tensor) -> Tensor:
@@ -155,7 +156,7 @@ def reshaped(step: Step, terms: Terms) -> Any:
 
 
 def linear(*written: str) -> TaylorRule:
-    """Linear in all tensors together; `written` names arguments whose numbers are written into the result as they are."""
+    """Linear in all tensors together; `written` names arguments whose numbers go into the result as they are."""
 
     def rule(step: Step, terms: Terms) -> Any:
         if "reduce" in step.func._overloadname:  # a scatter that may multiply
@@ -224,7 +225,7 @@ def embedding(step: Step, terms: Terms) -> Any:
 
 
 def elementwise(curved: bool = True) -> TaylorRule:
-    """F number by number: f′ẋ_k, and f″Σẋ_k² + f′s; with the derivatives that autograd has for it."""
+    """Some f number by number: f′ẋ_k, and f″Σẋ_k² + f′s; with the derivatives that autograd has for it."""
 
     def rule(step: Step, terms: Terms) -> Any:
         places = [place for place, arg in enumerate(step.args) if terms.of(arg) is not None]
@@ -294,6 +295,19 @@ def by_forward_mode(curved: bool) -> TaylorRule:
     return rule
 
 
+def selected(step: Step, terms: Terms) -> Any:
+    """Values that were chosen along a dimension, and where they stood; by forward mode where it is not told."""
+    rows = terms.of(step.args[0])
+    if isinstance(step.result, Tensor) or step.argument("dim") is None or rows is None:
+        return by_forward_mode(curved=False)(step, terms)
+    values, places = step.result
+    dim = _from_the_end(step.argument("dim"), step.args[0])
+    if places.ndim < step.args[0].ndim:
+        places = places.unsqueeze(dim)
+    found = rows.gather(dim, places.expand(len(rows), *places.shape))
+    return [found.reshape(len(rows), *values.shape), None]
+
+
 # ---------------------------------------------------------------- products
 
 
@@ -310,7 +324,7 @@ def multiplied(step: Step, terms: Terms) -> Any:
 
 
 def divided(step: Step, terms: Terms) -> Any:
-    """Z = a/b from zb = a: ż = (ȧ − zḃ)/b, and s_z = (s_a − z s_b − 2Σ ż_k ḃ_k)/b."""
+    """The quotient z = a/b, from zb = a: ż = (ȧ − zḃ)/b, and s_z = (s_a − z s_b − 2Σ ż_k ḃ_k)/b."""
     if step.kwargs.get("rounding_mode") is not None:
         raise NoRule
     (a, b), z = step.args[:2], step.result
@@ -373,29 +387,29 @@ def _product(
 
 def matrix_product(step: Step, terms: Terms) -> Any:
     """A product of two matrices, or of two stacks of them."""
-    a, b = step.args[:2]
-    return _matrices(a, b, terms, step.result)
+    return _matrices(step, *step.args[:2], terms)
 
 
 def added_matrix_product(step: Step, terms: Terms) -> Any:
     """β·c + α·ab for matrices, or stacks of them."""
     c, a, b = step.args[:3]
-    rows = _matrices(a, b, terms, step.result)
+    rows = _matrices(step, a, b, terms)
     alpha = step.kwargs.get("alpha", 1)
     if rows is not None and alpha != 1:
         rows.mul_(alpha)
     return _plus_bias(rows, terms.of(c), step.kwargs.get("beta", 1), step.result.shape)
 
 
-def _matrices(a: Tensor, b: Tensor, terms: Terms, result: Tensor) -> Tensor | None:
+def _matrices(step: Step, a: Tensor, b: Tensor, terms: Terms) -> Tensor | None:
     """The rows of ab, each product added to them where they lie: no row is read again to be summed."""
     rows_a, rows_b = terms.of(a), terms.of(b)
     if rows_a is None and rows_b is None:
         return None
-    firsts, groups = terms.firsts, terms.groups
+    if rows_a is not None and rows_b is not None and a.ndim == 2 and min(a.shape) >= _WIDE:
+        return _two_for_three(step, torch.mm, a, b, terms)
     lengths = [len(rows) for rows in (rows_a, rows_b) if rows is not None]
-    count = firsts + groups if len(lengths) == 2 else lengths[0]
-    total = result.new_empty(count, *result.shape)
+    count = terms.firsts + terms.groups if len(lengths) == 2 else lengths[0]
+    total = step.result.new_empty(count, *step.result.shape)
     filled = 0
     if rows_a is not None:
         filled = len(rows_a)
@@ -412,12 +426,45 @@ def _matrices(a: Tensor, b: Tensor, terms: Terms, result: Tensor) -> Tensor | No
             for row, out in zip(rows_b, total, strict=False):
                 out.baddbmm_(a, row)
     if rows_a is not None and rows_b is not None:
+        bends = total[terms.firsts :]
         for one, other in zip(terms.each(rows_a), terms.each(rows_b), strict=True):
             if a.ndim == 2:
-                total[firsts:].baddbmm_(one, other, alpha=2)
+                bends.baddbmm_(one, other, alpha=2)
             else:
-                for x, y, out in zip(one, other, total[firsts:], strict=True):
+                for x, y, out in zip(one, other, bends, strict=True):
                     out.baddbmm_(x, y, alpha=2)
+    return total
+
+
+_WIDE = 128  # rows and columns from which on a product costs more than five looks at its arguments and result
+
+
+def _two_for_three(step: Step, times: Callable[[Tensor, Tensor], Tensor], a: Tensor, b: Tensor, terms: Terms) -> Tensor:
+    """The rows of a product in which both factors move, by two products a probe in the place of three.
+
+    (a/c + ȧ)(b + cḃ) = ab/c + (aḃ + ȧb) + cȧḃ for any number c, ab is known once and for all, and ȧḃ is needed by
+    itself: what remains is the first derivative. The c that makes the outer terms equal in size keeps them below the
+    middle one, so that rounding takes nothing away.
+    """
+    rows_a, rows_b = terms.of(a), terms.of(b)
+    assert rows_a is not None
+    assert rows_b is not None
+    firsts, groups = terms.firsts, terms.groups
+    plain, size = step.once("plain", lambda: (times(a, b), float(a.norm()) * float(b.norm())))
+    moving = float(rows_a[:firsts].norm()) * float(rows_b[:firsts].norm()) / firsts
+    c = math.sqrt(size / moving) if size > 0 and moving > 0 else 1.0
+    total = plain.new_zeros(firsts + groups, *plain.shape)
+    bends, known = total[firsts:], plain / c
+    for bend, row in zip(bends, rows_a[firsts:], strict=False):
+        bend += times(row, b)
+    for bend, row in zip(bends, rows_b[firsts:], strict=False):
+        bend += times(a, row)
+    for index in range(firsts):
+        one, other = rows_a[index], rows_b[index]
+        both = times(one, other)
+        torch.sub(times(torch.add(one, a, alpha=1 / c), torch.add(b, other, alpha=c)), known, out=total[index])
+        total[index].sub_(both, alpha=c)
+        bends[index % groups].add_(both, alpha=2)
     return total
 
 
@@ -425,20 +472,18 @@ def convolution(step: Step, terms: Terms) -> Any:
     """The input times the kernel, plus a bias a channel; the rows of the input are samples to it."""
     (x, kernel, bias), rest = step.args[:3], step.args[3:]
     rows_x, rows_k = terms.of(x), terms.of(kernel)
+
+    def times(x: Tensor, kernel: Tensor) -> Tensor:
+        found: Tensor = step.func(x, kernel, None, *rest)
+        return found
+
     total: Tensor | None = None
-    if rows_x is not None:
-        total = step.func(rows_x.flatten(0, 1), kernel, None, *rest).unflatten(0, (len(rows_x), len(x)))
-    if rows_k is not None:
-        if total is None:
-            total = step.result.new_zeros(len(rows_k), *step.result.shape)
-        elif len(total) == terms.firsts:
-            total = terms.whole(total)
-        for index, row in enumerate(rows_k):
-            total[index] += step.func(x, row, None, *rest)
-        if rows_x is not None:
-            for index in range(terms.firsts):
-                bend = step.func(rows_x[index], rows_k[index], None, *rest)
-                total[terms.firsts + index % terms.groups].add_(bend, alpha=2)
+    if rows_x is not None and rows_k is not None:
+        total = _two_for_three(step, times, x, kernel, terms)
+    elif rows_x is not None:
+        total = times(rows_x.flatten(0, 1), kernel).unflatten(0, (len(rows_x), len(x)))
+    elif rows_k is not None:
+        total = torch.stack([times(x, row) for row in rows_k])
     rows_b = terms.of(bias)
     if rows_b is not None:
         rows_b = rows_b.reshape(*rows_b.shape, *[1] * (x.ndim - 2))
@@ -460,8 +505,22 @@ def prelu(step: Step, terms: Terms) -> Any:
 # ---------------------------------------------------------------- softmax and normalisations
 
 
+def vector_norm(step: Step, terms: Terms) -> Any:
+    """The root n of a sum of squares: ṅ = xᵀẋ/n, and s_n = (xᵀs + Σ ẋ_k² − Σ ṅ_k²)/n; zero where n is."""
+    x, rows = step.args[0], terms.of(step.args[0])
+    if step.argument("ord") != 2 or x.is_complex() or rows is None or rows.dtype != step.result.dtype:
+        return by_forward_mode(curved=True)(step, terms)
+    given = step.argument("dim")
+    dims = [_from_the_end(dim, x) for dim in (range(x.ndim) if given is None else given)]
+    sizes = step.result if step.argument("keepdim") else x.norm(dim=dims, keepdim=True)
+    inverse = torch.where(sizes > 0, 1 / sizes, 0.0)
+    moved = (rows * x).sum(dims, keepdim=True).mul_(inverse)
+    bend = terms.dots(rows, rows).sum(dims, keepdim=True) - terms.dots(moved, moved)
+    return terms.bent(moved, bend.mul_(inverse)).reshape(-1, *step.result.shape)
+
+
 def softmax(step: Step, terms: Terms) -> Any:
-    """P = softmax(x): with e_k = ẋ_k − pᵀẋ_k, ṗ_k = p e_k; s_p = p(s − pᵀs) + p(Σe_k² − pᵀΣe_k²)."""
+    """Shares p of a softmax: with e_k = ẋ_k − pᵀẋ_k, ṗ_k = p e_k; s_p = p(s − pᵀs) + p(Σe_k² − pᵀΣe_k²)."""
     rows, shares = terms.of(step.args[0]), step.result
     if rows is None:
         return None
@@ -479,7 +538,7 @@ def softmax(step: Step, terms: Terms) -> Any:
 
 
 def log_softmax(step: Step, terms: Terms) -> Any:
-    """Y = x − log Σ exp x: e_k = ẋ_k − pᵀẋ_k, and s − pᵀs − pᵀΣe_k²."""
+    """Its logarithm, x − log Σ exp x: e_k = ẋ_k − pᵀẋ_k, and s − pᵀs − pᵀΣe_k²."""
     rows, shares = terms.of(step.args[0]), step.result.exp()
     if rows is None:
         return None
