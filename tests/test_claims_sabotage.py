@@ -46,18 +46,8 @@ SABOTAGES = tuple(
         ("C-1-symmetries-volume", "symmetry.log_volume", "symmetry.margin_skewness", HOLDS),
         ("C-eq2-symmetries", "symmetry.box_bound", "symmetry.mean_margin", HOLDS),
         ("C-eq2-symmetries", "symmetry.box_bound", "symmetry.trace", UNDECIDED),
-        (
-            "C-1-symmetries-norm",
-            "float(second.norm() / first.norm())",
-            "2 * float(second.norm() / first.norm())",
-            HOLDS,
-        ),
-        (
-            "C-1-symmetries-norm",
-            "(second / beta, none)",
-            "(second / beta**2 * first.norm() / second.norm(), none)",
-            HOLDS,
-        ),
+        ("C-1-symmetries-norm", "float(second.norm() / first.norm())", "float(second.norm())", HOLDS),
+        ("C-1-symmetries-norm", "(second / beta, none)", "(second.flip(0) / beta, none)", UNDECIDED),
         # ------------------------------------------------------------ paper A
         ("A-2-sum", "torch.linalg.eigvalsh(matrix).sum()", "torch.linalg.svdvals(matrix).sum()", FALSE),
         ("A-2-expected", "float(root.square().sum())", "float(torch.linalg.matrix_norm(root, 2)) ** 2", FALSE),

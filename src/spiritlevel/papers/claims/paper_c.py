@@ -1638,7 +1638,7 @@ def _box_under_symmetries(seed: int) -> Finding:
 def _norm_under_rescaling(seed: int) -> Finding:
     """Passes if no rescaling of 100 bias-free ReLU networks keeps the norm of the weights and moves the trace.
 
-    Moved: by more than a tenth in 90 of them. Instead: with β = |W₂|/|W₁| the outputs and the norm stay, to rounding.
+    Moved: by more than a tenth in half of them. Instead: with β = |W₂|/|W₁| the outputs and the norm stay, to rounding.
     """
     rng, net = generator(seed), Mlp((3, 5, 3), bias=False)
     apart, norms, moved = 0.0, 0.0, 0
@@ -1656,6 +1656,6 @@ def _norm_under_rescaling(seed: int) -> Finding:
     return judge(
         {"difference of the outputs": apart, "difference of the norms": norms, "traces that move, of 100": moved},
         "There is a sharper network of the same function and of the same weight norm.",
-        printed=not (exact(norms) and moved >= 90),
-        instead=exact(apart, norms) and moved >= 90,
+        printed=not (exact(norms) and moved >= 50),
+        instead=exact(apart, norms) and moved >= 50,
     )
