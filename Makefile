@@ -1,9 +1,10 @@
-# Every target sets up what it needs in .venv (or .venv-bench) and is quick when nothing has changed.
+# Every target sets up what it needs in .venv (or .venv-bench, .venv-labels) and is quick when nothing has changed.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 BENCH := .venv-bench
+LABELS := .venv-labels
 SETUP := pyproject.toml constraints.txt
 PIP := -m pip --disable-pip-version-check --no-input install --quiet -c constraints.txt
 NO_CPU_TORCH := the install failed. If pip found no CPU build of torch 2.13.0, add an index that has one (see CONTRIBUTING.md).
@@ -75,8 +76,15 @@ $(BENCH)/.installed: $(SETUP)
 	$(BENCH)/bin/python $(PIP) --no-deps backpack-for-pytorch curvlinops-for-pytorch
 	touch $@
 
-labels: install  ## Which scores find flipped labels: about three hours in pieces that resume; writes docs/labels.md
-	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/labels.py --out build/labels --page docs/labels.md
+labels: $(LABELS)/.installed  ## Which scores find flipped labels: two hours in pieces that resume; writes docs/labels.md
+	OMP_NUM_THREADS=1 $(LABELS)/bin/python -W ignore benchmarks/labels.py --out benchmarks/labels_pieces --page docs/labels.md
+
+# kronfluence would bring torchvision, which it does not need: pyproject.toml lists what it does need.
+$(LABELS)/.installed: $(SETUP)
+	test -x $(LABELS)/bin/python || $(PYTHON) -m venv $(LABELS)
+	$(LABELS)/bin/python $(PIP) -e '.[cli,labels]' || { echo "make: $(NO_CPU_TORCH)" >&2; exit 1; }
+	$(LABELS)/bin/python $(PIP) --no-deps kronfluence
+	touch $@
 
 docs: install  ## Write docs/claims.md, results.md, findings.md and symmetries.md, and the reference pages to build/docs
 	$(BIN)/python tools/make_claims_doc.py
