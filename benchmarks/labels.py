@@ -1,7 +1,7 @@
 """Does it find wrong labels? Labels are flipped on purpose; each score orders the samples; how early do the flips come?
 
 `make labels` trains every network on every data set with every kind of noise, three seeds each, about two hours on one
-thread. Each such piece is a file in `--out`, which is kept: a run that is cut short goes on where it was, on any machine,
+thread. Each such piece is a file in `--out`, which is kept: a run that is cut short goes on where it was, anywhere,
 and the page is written from the pieces that are there (`--minutes 0` writes it and trains nothing). `--smoke` takes a
 minute and needs nothing but the built-in data. Packages, data sets and pieces that are missing are named as missing.
 """
