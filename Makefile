@@ -1,18 +1,20 @@
-# Every target sets up what it needs in .venv (or .venv-bench) and is quick when nothing has changed.
+# Every target sets up what it needs in .venv (or .venv-bench, .venv-integrations, .venv-labels) and is quick when nothing has changed.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 BENCH := .venv-bench
+INTEGRATIONS := .venv-integrations
+LABELS := .venv-labels
 SETUP := pyproject.toml constraints.txt
 PIP := -m pip --disable-pip-version-check --no-input install --quiet -c constraints.txt
 NO_CPU_TORCH := the install failed. If pip found no CPU build of torch 2.13.0, add an index that has one (see CONTRIBUTING.md).
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-full test-versions coverage fuzz bench docs census coverage-doc audit-deps clean labels
+.PHONY: help install demo test test-full test-versions test-integrations coverage fuzz bench docs census coverage-doc audit-deps clean labels
 
 help:  ## Show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 install: $(VENV)/.installed  ## Set up .venv with the library, the command and the tools
 
@@ -38,7 +40,17 @@ test-full: $(VENV)/.installed-cluster  ## The same, with slow tests, a Ray clust
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	HYPOTHESIS_PROFILE=full $(BIN)/pytest -m "not peers"
+	HYPOTHESIS_PROFILE=full $(BIN)/pytest -m "not peers and not integrations"
+
+test-integrations: $(INTEGRATIONS)/.installed  ## Models and data of transformers, peft, lightning, accelerate, timm, datasets, in an environment of their own
+	HF_HUB_OFFLINE=1 $(INTEGRATIONS)/bin/python -m pytest -q -m integrations tests
+
+# timm would bring torchvision, of which its networks need one class: the tests have a stand-in for it.
+$(INTEGRATIONS)/.installed: $(SETUP)
+	test -x $(INTEGRATIONS)/bin/python || $(PYTHON) -m venv $(INTEGRATIONS)
+	$(INTEGRATIONS)/bin/python $(PIP) -e '.[dev,integrations]' || { echo "make: $(NO_CPU_TORCH)" >&2; exit 1; }
+	$(INTEGRATIONS)/bin/python $(PIP) --no-deps timm
+	touch $@
 
 VERSIONS := build/versions
 VERSIONS_PIP := -m pip --disable-pip-version-check --no-input install --quiet
@@ -75,8 +87,15 @@ $(BENCH)/.installed: $(SETUP)
 	$(BENCH)/bin/python $(PIP) --no-deps backpack-for-pytorch curvlinops-for-pytorch
 	touch $@
 
-labels: install  ## Which scores find flipped labels: about three hours in pieces that resume; writes docs/labels.md
-	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/labels.py --out build/labels --page docs/labels.md
+labels: $(LABELS)/.installed  ## Which scores find flipped labels: two hours in pieces that resume; writes docs/labels.md
+	OMP_NUM_THREADS=1 $(LABELS)/bin/python -W ignore benchmarks/labels.py --out benchmarks/labels_pieces --page docs/labels.md
+
+# kronfluence would bring torchvision, which it does not need: pyproject.toml lists what it does need.
+$(LABELS)/.installed: $(SETUP)
+	test -x $(LABELS)/bin/python || $(PYTHON) -m venv $(LABELS)
+	$(LABELS)/bin/python $(PIP) -e '.[cli,labels]' || { echo "make: $(NO_CPU_TORCH)" >&2; exit 1; }
+	$(LABELS)/bin/python $(PIP) --no-deps kronfluence
+	touch $@
 
 docs: install  ## Write docs/claims.md, results.md, findings.md and symmetries.md, and the reference pages to build/docs
 	$(BIN)/python tools/make_claims_doc.py

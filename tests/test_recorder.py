@@ -315,6 +315,30 @@ def test_winding_back_forgets_predictions() -> None:
     assert recorder.steps == 1
 
 
+def test_processes_resume_from_files_of_their_own(tmp_path: Path) -> None:
+    """What a callback does: each rank reads and writes its own file, and forgets what came after the checkpoint."""
+    logits, targets = torch.tensor([[2.0, 0.0]]), torch.tensor([0])
+    for rank in range(2):
+        recorder = Recorder(2, path=tmp_path)
+        recorder.resume(0, rank)
+        for step in range(6):
+            recorder.record(logits, targets, [rank], step)
+        assert recorder.save() == tmp_path / f"samples-{rank}.safetensors"
+    assert Recorder.load(tmp_path).frame()["seen"].to_list() == [6, 6]
+    for rank in range(2):
+        recorder = Recorder(2, path=tmp_path)
+        recorder.resume(4, rank)
+        assert recorder.steps == 4
+        recorder.record(logits, targets, [rank], 4)
+        recorder.save()
+    whole = Recorder.load(tmp_path)
+    assert whole.frame()["seen"].to_list() == [5, 5]
+    assert whole.history([1])["step"].to_list() == [0, 1, 2, 3, 4]
+    other = Recorder(3, path=tmp_path)
+    with pytest.raises(InputError, match="holds a record of 2 samples, not of 3"):
+        other.resume(4, 0)
+
+
 def test_merged_records_are_those_of_one_process(tmp_path: Path) -> None:
     batches = random_batches(50, 3, 30, 16)
     whole, parts = Recorder(50), [Recorder(50), Recorder(50)]

@@ -19,6 +19,8 @@ import spiritlevel as sl
 from spiritlevel.answers import quantities
 from spiritlevel.answers.tracking import Tracker
 from spiritlevel.errors import InputError
+from spiritlevel.results import codec
+from spiritlevel.results.training import TrainingCurves
 
 
 def points(count: int = 90) -> tuple[Tensor, Tensor]:
@@ -94,7 +96,14 @@ def test_files_are_whole_and_curves_are_drawn(tmp_path: Path) -> None:
     table = pl.read_parquet(tmp_path / "run" / "curves.parquet")
     assert table["step"].to_list() == [5, 10]
     assert list((tmp_path / "run").iterdir()) == [tmp_path / "run" / "curves.parquet"]
-    assert [row["step"] for row in json.loads(tracker.to_json(tmp_path / "rows.json"))] == [5, 10]
+    text = tracker.to_json(tmp_path / "rows.json")
+    written = json.loads(text)
+    assert [row["step"] for row in written["rows"]] == [5, 10]
+    assert (written["type"], written["format"]) == ("TrainingCurves", codec.FORMAT)
+    again = sl.Result.from_json(tmp_path / "rows.json")
+    assert isinstance(again, TrainingCurves)
+    assert str(again.rows) == str(tuple(tracker.rows))  # NaN too
+    assert again.to_json() == text
     vector, pixels = tracker.save(tmp_path / "curves")
     assert vector.read_text().startswith("<svg")
     assert pixels.stat().st_size > 1000
@@ -403,3 +412,38 @@ def test_more_wrong_arguments(tmp_path: Path) -> None:
         Tracker(net(), points(), logger={})
     with pytest.raises(InputError, match=r"needs the path of a file for its page, and .* is a folder"):
         Tracker(net(), points(), page=tmp_path)
+
+
+@pytest.mark.parametrize("name", ["rows.csv", "rows.parquet"])
+def test_a_training_that_resumes_keeps_the_rows_up_to_its_checkpoint(name: str, tmp_path: Path) -> None:
+    options = {"every": 5, "share": math.inf, "path": tmp_path / name, "quantities": ("loss", "critical_sharpness")}
+    model = net()
+    optimiser = torch.optim.SGD(model.parameters(), lr=0.1)
+    first = Tracker(model, points(), optimizer=optimiser, **options)  # type: ignore[arg-type]
+    train(model, 20, first)
+    again = Tracker(model, points(), optimizer=optimiser, **options)  # type: ignore[arg-type]
+    again.resume(12)
+    assert str(again.rows) == str(first.rows[:2])
+    train(model, 8, again)
+    assert [row["step"] for row in again.rows] == [5, 10, 15, 20]
+    table = pl.read_csv(tmp_path / name) if name.endswith("csv") else pl.read_parquet(tmp_path / name)
+    assert table["step"].to_list() == [5, 10, 15, 20]
+    again.resume(0)
+    assert (again.steps, again.rows) == (0, [])
+    (tmp_path / name).write_text("no,table\n1,2\n")
+    with pytest.raises(InputError, match="holds no rows of a tracker"):
+        again.resume(12)
+
+
+def test_a_row_that_says_why_survives_the_file(tmp_path: Path) -> None:
+    model = net()
+    tracker = Tracker(model, points(), every=1, share=math.inf, path=tmp_path / "rows.csv", quantities="trace")
+    tracker.step()
+    with torch.no_grad():
+        next(model.parameters()).fill_(math.nan)
+    tracker.step()
+    assert math.isnan(tracker.rows[1]["trace"])
+    assert tracker.rows[1]["reason"]
+    again = Tracker(net(), points(), every=1, path=tmp_path / "rows.csv", quantities="trace")
+    again.resume(2)
+    assert str(again.rows) == str(tracker.rows)

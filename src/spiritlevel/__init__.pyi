@@ -4,6 +4,8 @@ from spiritlevel import data as data
 from spiritlevel import measures as measures
 from spiritlevel import transforms as transforms
 from spiritlevel.answers.auditing import audit as audit
+from spiritlevel.answers.callbacks import hugging_face_callback as hugging_face_callback
+from spiritlevel.answers.callbacks import lightning_callback as lightning_callback
 from spiritlevel.answers.comparing import compare as compare
 from spiritlevel.answers.critical import critical_sharpness as critical_sharpness
 from spiritlevel.answers.critical import stability as stability

@@ -107,13 +107,16 @@ class Recorder:
         self._outputs: int | None = None
         self._device = torch.device("cpu")
         if self.path is not None and _file(self.path).exists():
-            found = Recorder.load(_file(self.path))
-            if found.samples != self.samples:
-                raise InputError(
-                    f"{str(self.path)!r} holds a record of {found.samples:,} samples, not of {self.samples:,}; name "
-                    "another path, or remove it to begin anew."
-                )
-            self.load_state_dict(found.state_dict())
+            self.load_state_dict(self._left_by_an_earlier_run(_file(self.path)))
+
+    def _left_by_an_earlier_run(self, file: Path) -> dict[str, Tensor]:
+        found = Recorder.load(file)
+        if found.samples != self.samples:
+            raise InputError(
+                f"{str(self.path)!r} holds a record of {found.samples:,} samples, not of {self.samples:,}; name "
+                "another path, or remove it to begin anew."
+            )
+        return found.state_dict()
 
     # ------------------------------------------------------------ recording
 
@@ -319,6 +322,19 @@ class Recorder:
         kept = before.until(step)
         self._predicted[before.ids[len(kept) :].long()] = _UNKNOWN
         self._logs, self.steps = [kept], min(self.steps, step)
+
+    def resume(self, step: int, rank: int | None = None) -> None:
+        """Go on with a training that has made `step` steps: later visits are forgotten, at step 0 all.
+
+        Of several processes each says its `rank`; `path` is then a folder, and what this process has left in its own
+        file there is read, to which `save` will write.
+        """
+        if rank is not None and self.path is not None:
+            folder = self.path.parent if self.path.suffix == ".safetensors" else self.path
+            self.path = folder / f"samples-{rank}.safetensors"
+            if self.path.exists():
+                self.load_state_dict(self._left_by_an_earlier_run(self.path))
+        self.rewind(step)
 
     def save(self, path: str | Path | None = None) -> Path:
         """Write the record whole or not at all: a safetensors file, or `samples.safetensors` in a folder.

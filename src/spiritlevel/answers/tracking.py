@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import math
 import time
 import warnings
@@ -193,6 +192,18 @@ class Tracker:
             self.spent += time.perf_counter() - begin
         return row
 
+    def resume(self, step: int) -> None:
+        """Go on with a training that has made `step` steps: the rows up to there are read from `path`, if it is there.
+
+        >>> tracker = Tracker(nn.Linear(2, 2), (torch.randn(4, 2), torch.tensor([0, 1, 0, 1])), every=10)
+        >>> tracker.resume(25)
+        >>> print(tracker)
+        tracker after 25 steps: nothing measured yet; it waits, ...
+        """
+        self.steps = whole_number(step, "step", 0)
+        rows = _read(Path(self.path)) if step and self.path is not None else []
+        self.rows = [row for row in rows if row["step"] <= step]
+
     def _tell(self, row: dict[str, Any]) -> None:
         """Write the files and the log; the next row is another chance for those that fail."""
         try:
@@ -269,18 +280,11 @@ class Tracker:
         return self.curves().to_html(path)
 
     def to_json(self, path: str | Path | None = None) -> str:
-        """The rows as strict JSON, an undefined number as null; with `path` also written there."""
-        rows = [
-            {
-                key: None if isinstance(value, float) and not math.isfinite(value) else value
-                for key, value in row.items()
-            }
-            for row in self.rows
-        ]
-        text = json.dumps(rows, allow_nan=False)
-        if path is not None:
-            write_atomically(path, text + "\n")
-        return text
+        """The rows as strict JSON that says its format, as all results do, an undefined number as null; also to `path`.
+
+        `Result.from_json` reads it back, as `TrainingCurves`.
+        """
+        return self.curves().to_json(path)
 
     def chart(self) -> Any:
         """Curves of what was measured against the step, as an Altair chart."""
@@ -338,6 +342,25 @@ class Tracker:
             f"tracker after {self.steps:,} steps: {len(self.rows)} measurements, {changes}; "
             f"{self.overhead:.1%} of the training time"
         )
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    """The rows that an earlier run has written, none if there is no such file."""
+    if not path.exists():
+        return []
+    with needs("a table"):
+        import polars as pl
+
+    try:
+        if path.suffix == ".csv":
+            table = pl.read_csv(path, infer_schema_length=None)
+            table = table.with_columns(pl.col(pl.String).fill_null(""))  # a text of no letters is an empty field
+        else:
+            table = pl.read_parquet(path)
+        rows = table.with_columns(pl.col(pl.Float64).fill_null(math.nan)).to_dicts()
+        return [{**row, "step": int(row["step"])} for row in rows]
+    except (pl.exceptions.PolarsError, OSError, KeyError, TypeError, ValueError) as error:
+        raise InputError(f"{str(path)!r} holds no rows of a tracker: {first_line(error)}.") from error
 
 
 def _value(row: dict[str, Any], key: str) -> str:

@@ -143,6 +143,11 @@ class TrainingCurves(Shown):
     refresh: int = 0
     name: str = "Training"
 
+    def __post_init__(self) -> None:
+        """What a file has as null was undefined."""
+        rows = ({name: math.nan if value is None else value for name, value in row.items()} for row in self.rows)
+        object.__setattr__(self, "rows", tuple(rows))
+
     def _columns(self) -> Columns:
         names = dict.fromkeys(
             name for row in self.rows for name, value in row.items() if isinstance(value, int | float)
