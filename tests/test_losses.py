@@ -140,7 +140,7 @@ def test_derivatives_are_those_of_autodiff(name: str, classes: int) -> None:
     assert close(loss.quadratic(outputs, targets, direction), (product * direction).sum(1))
     if loss.closed_form:
         factors = list(loss.factors(outputs, targets))
-        assert len(factors) == loss.rank(classes)
+        assert len(factors) == loss.rank(outputs, targets)
         assert close(loss.hessian(outputs, targets), hessian)
         for weight, vector in factors:
             assert weight.shape == (len(outputs),)
@@ -384,7 +384,7 @@ def test_nothing_can_be_sampled_if_all_is_exact() -> None:
         list(CrossEntropy().sampled_factors(outputs, targets, 2, signs))
     with pytest.raises(InputError, match="squared_error of 3 outputs has 3 factors"):
         list(SquaredError().sampled_factors(outputs, targets, 3, signs))
-    for loss in (Exponential(), BinaryCrossEntropy(), CallableLoss(smooth)):
+    for loss in (Exponential(), CallableLoss(smooth)):
         with pytest.raises(InputError, match=f"passes= is for .*; {loss.name} is measured without it"):
             loss.sampled_factors(outputs, targets, 0, signs)
 
@@ -452,10 +452,10 @@ def test_factors_of_a_callable() -> None:
         list(CallableLoss(smooth).factors(outputs, targets))
     few = CallableLoss(Offers([term]))
     assert few.closed_form
-    assert len(list(few.factors(outputs, targets))) == few.rank(3) == 3  # the others are zero
+    assert len(list(few.factors(outputs, targets))) == few.rank(outputs, targets) == 3  # the others are zero
     assert torch.equal(few.hessian(outputs, targets), torch.ones(7, 3, 3, dtype=torch.float64))
     many = CallableLoss(Offers([term] * 5, rank=lambda classes: classes + 2))
-    assert len(list(many.factors(outputs, targets))) == many.rank(3) == 5
+    assert len(list(many.factors(outputs, targets))) == many.rank(outputs, targets) == 5
     with pytest.raises(InputError, match=r"more than its 3 terms; give it a method rank\(outputs\)"):
         list(CallableLoss(Offers([term] * 4)).factors(outputs, targets))
     with pytest.raises(InputError, match=r"must be weights \(7,\) and vectors \(7, 3\), got \(7, 1\) and \(7, 3\)"):
@@ -531,13 +531,13 @@ def test_a_derived_loss_counts_for_what_it_computes() -> None:
         (nn.CrossEntropyLoss, "is the class CrossEntropyLoss; pass an instance"),
         (nn.CrossEntropyLoss(reduction="sum"), "CrossEntropyLoss(reduction='sum') is not a mean over samples"),
         (nn.MSELoss(reduction="sum"), "MSELoss(reduction='sum') is not a mean over samples"),
-        (nn.CrossEntropyLoss(weight=torch.ones(3)), "divides by the sum of the weights of a batch"),
-        (nn.CrossEntropyLoss(ignore_index=0), "CrossEntropyLoss(ignore_index=0) leaves samples out of the mean"),
-        (nn.BCEWithLogitsLoss(weight=torch.ones(1)), "BCEWithLogitsLoss with weight="),
-        (nn.BCEWithLogitsLoss(pos_weight=torch.ones(2)), "several positive weights"),
         (nn.MSELoss(reduction="none"), "MSELoss(reduction='none') has no single value per sample"),
         (nn.NLLLoss(), "torch.nn.NLLLoss is not known; pass one of cross_entropy"),
-        (nn.HuberLoss(), "torch.nn.HuberLoss is not known"),
+        (nn.L1Loss(), "torch.nn.L1Loss is not known"),
+        (nn.HuberLoss(reduction="none"), "HuberLoss(reduction='none') has no single value per sample"),
+        (nn.SmoothL1Loss(beta=0.0), "SmoothL1Loss(beta=0) is the absolute error, which has no curvature"),
+        (nn.PoissonNLLLoss(log_input=False), "PoissonNLLLoss(log_input=False) takes rates and not their logarithms"),
+        (nn.PoissonNLLLoss(reduction="sum"), "PoissonNLLLoss(reduction='sum') is not a mean over samples"),
     ],
 )
 def test_other_losses_are_refused_in_a_sentence(loss: Any, message: str) -> None:
@@ -553,20 +553,38 @@ LABELS = torch.tensor([0, 1, 2, 0])
     [
         ("cross_entropy", torch.zeros(4, 1), LABELS, "at least 2 outputs per sample, got 1; use loss='binary_cross_en"),
         ("cross_entropy", torch.zeros(4), LABELS, "outputs of shape (samples, outputs), got (4,)"),
-        ("cross_entropy", torch.zeros(4, 3, 2), LABELS, "got (4, 3, 2)"),
-        ("cross_entropy", torch.zeros(4, 3), LABELS.double(), "one integer class per sample"),
+        ("cross_entropy", torch.zeros(4, 3, 2), LABELS, "of outputs (4, 3, 2) needs one integer class for each posit"),
+        ("cross_entropy", torch.zeros(4, 3), LABELS.double(), "one integer class per sample or position, or probabil"),
+        (
+            "cross_entropy",
+            torch.zeros(4, 3),
+            LABELS - 100,
+            "target of sample 0 is the ignored label -100, which leaves",
+        ),
+        (nn.CrossEntropyLoss(ignore_index=0), torch.zeros(4, 3), LABELS, "the ignored label 0, which leaves the sampl"),
+        (
+            nn.CrossEntropyLoss(weight=torch.ones(3)),
+            torch.zeros(4, 3),
+            LABELS,
+            "divides by the sum of the weights of a",
+        ),
         ("cross_entropy", torch.zeros(4, 3), LABELS[:, None], "targets of shape (4, 1) and type int64"),
         ("cross_entropy", torch.zeros(3, 3), LABELS, "3 outputs for 4 targets"),
         ("cross_entropy", torch.zeros(4, 2), LABELS, "target 2 of sample 2 is outside the model's 2 class"),
         ("cross_entropy", torch.zeros(4, 3), LABELS - 1, "target -1 of sample 0 is outside the model's 3"),
         (CrossEntropy(torch.ones(2)), torch.zeros(4, 3), LABELS, "2 class weights for a model of 3 outputs"),
-        ("binary_cross_entropy", torch.zeros(4, 2), LABELS, "one logit per sample, got outputs of shape (4, 2)"),
+        ("binary_cross_entropy", torch.zeros(4, 2), LABELS, "target for every label, got outputs of shape (4, 2)"),
         ("binary_cross_entropy", torch.zeros(4, 1), LABELS, "needs targets 0 and 1, got 2"),
         ("binary_cross_entropy", torch.zeros(4, 1), torch.tensor([0.0, 1, 0.5, 1]), "got 0.5"),
         ("binary_cross_entropy", torch.zeros(4, 1), torch.zeros(3), "4 outputs for 3 targets"),
-        ("squared_error", torch.zeros(4), LABELS, "got (4,)"),
+        ("squared_error", torch.zeros(4), LABELS[:3], "needs targets like the outputs (4,), got (3,)"),
         ("squared_error", torch.zeros(4, 3), torch.zeros(4, 2), "squared_error needs targets like the outputs (4, 3)"),
-        (SquaredError(None), torch.zeros(4, 3), LABELS, "MSELoss needs targets like the outputs (4, 3), got (4,); int"),
+        (
+            SquaredError(mean=True),
+            torch.zeros(4, 3),
+            LABELS,
+            "MSELoss needs targets like the outputs (4, 3), got (4,); int",
+        ),
         ("squared_error", torch.zeros(4, 2), LABELS, "target 2 of sample 2"),
         ("squared_error", torch.zeros(2, 1), torch.tensor([[0.0], [math.nan]]), "sample 1 is NaN"),
         ("exponential", torch.zeros(4, 2), LABELS, "target 2 of sample 2"),

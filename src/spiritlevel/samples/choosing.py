@@ -31,12 +31,18 @@ class Plan:
 
 
 def choose(
-    problem: Problem, structure: Structure, inputs: Any, outputs: Tensor, method: str, passes: int | None
+    problem: Problem,
+    structure: Structure,
+    inputs: Any,
+    outputs: Tensor,
+    targets: Tensor,
+    method: str,
+    passes: int | None,
 ) -> Plan:
     """The best way there is; raises `NotExactError` where none is exact and an exact one was asked for."""
     if method in ("hutchinson", "pyhessian"):
         return Plan("hutchinson")
-    rank = problem.loss.rank(outputs.shape[1] if outputs.ndim > 1 else 1)
+    rank = problem.loss.rank(outputs, targets)
     if structure.exact and problem.loss.closed_form:
         plan = Plan("exact")
         if passes is not None and passes < rank - 1:
@@ -45,7 +51,7 @@ def choose(
             if method == "exact":
                 sampled = "passes=8 for a sampled rest, or " if problem.loss.can_sample else ""
                 raise InputError(
-                    f"exact traces of {outputs.shape[1]} outputs take {rank} backward passes a batch; "
+                    f"exact traces of {outputs[0].numel()} outputs take {rank} backward passes a batch; "
                     f"pass {sampled}passes={rank} to insist."
                 )
             if not problem.loss.can_sample:

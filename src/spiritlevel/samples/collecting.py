@@ -150,7 +150,7 @@ class Collector:
             problem.checked(outputs, inputs, targets, start)
             if plan.name != "split" and not norms.structure.exact:  # a split is right whatever the network is
                 raise OtherFunction(start, norms.structure.reason)
-            rank = problem.loss.rank(outputs.shape[1] if outputs.ndim > 1 else 1)
+            rank = problem.loss.rank(outputs, targets)
             variance = 0.0
             if plan.name == "passes":
                 signs(start - drawn, outputs.shape[1])  # samples of other ranks have signs of their own

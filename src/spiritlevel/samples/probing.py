@@ -21,8 +21,7 @@ def form_along(problem: Problem, derivatives: Derivatives, targets: Tensor, rema
     """vᵀHₙv of every sample from the derivatives along v; without the Gauss-Newton part if only the remainder."""
     outputs, first, second = derivatives
     loss = problem.loss
-    gradient = loss.gradient(outputs, targets).reshape(outputs.shape)
-    form = (gradient * second.double()).reshape(len(targets), -1).sum(1)
+    form = loss.slope_along(outputs, targets, second)
     return (form if remainder else form + loss.quadratic(outputs, targets, first)).detach().cpu()
 
 

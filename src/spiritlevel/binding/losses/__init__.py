@@ -1,0 +1,39 @@
+"""Losses as functions of the network's outputs, with everything a curvature needs, free of cancellation.
+
+A loss gives each sample's value, its gradient g in the outputs φ, products with its output Hessian A = ∂²ℓ/∂φ², and
+A = Σ_j d_j v_j v_jᵀ as *factors*: weights d_j (any size, float64) and vectors v_j (of order 1). Autodiff through a
+cross entropy returns half the curvature, or none, once 1 − S_y is below machine epsilon; the forms here use only sums
+of positive terms and stay right to rounding at any margin (mathematics 2.2).
+
+One file an idea: `base` what every loss offers, `scalars` of the softmax, `cross_entropy` of one choice or of one at
+every position, `elementwise` losses with a diagonal Hessian, `exponential`, `callables` of users, `resolving` names.
+"""
+
+from spiritlevel.binding.losses.base import Decisions, Factor, Loss
+from spiritlevel.binding.losses.callables import CallableLoss
+from spiritlevel.binding.losses.cross_entropy import CausalLM, CrossEntropy, TokenCrossEntropy
+from spiritlevel.binding.losses.elementwise import BinaryCrossEntropy, Elementwise, Huber, Poisson, SquaredError
+from spiritlevel.binding.losses.exponential import Exponential
+from spiritlevel.binding.losses.resolving import NAMED, resolve
+from spiritlevel.binding.losses.scalars import aceht, confidence_gap, softmax_parts
+
+__all__ = [
+    "NAMED",
+    "BinaryCrossEntropy",
+    "CallableLoss",
+    "CausalLM",
+    "CrossEntropy",
+    "Decisions",
+    "Elementwise",
+    "Exponential",
+    "Factor",
+    "Huber",
+    "Loss",
+    "Poisson",
+    "SquaredError",
+    "TokenCrossEntropy",
+    "aceht",
+    "confidence_gap",
+    "resolve",
+    "softmax_parts",
+]

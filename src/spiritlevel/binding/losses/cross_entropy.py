@@ -1,0 +1,460 @@
+"""Softmax cross entropy of one choice a sample, or of one at each position: images, tagged tokens, language models.
+
+A sample's outputs are *rows* of C logits, one for each position; its loss is Σ_t s_t ℓ_t, the mean over the positions
+that count. So gradient, product and factors are those of single rows times the share s_t of the row, and A is block
+diagonal: T·(C−1) factors for T positions. Rows are worked on in pieces, so that no more than a piece is held in float64
+more than once, however large the vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from spiritlevel.binding.losses.base import Decisions, Factor, Loss, class_targets, within
+from spiritlevel.binding.losses.scalars import softmax_parts
+from spiritlevel.errors import InputError
+
+IGNORED = -100
+"""The label of positions that do not count, as in torch."""
+_PIECE = 2**21  # logits that are worked on at once
+
+
+class Rows(NamedTuple):
+    """Outputs as rows of logits, and what each row counts for."""
+
+    logits: Tensor  # (N, T, C)
+    labels: Tensor  # (N, T), 0 where the position is ignored; of soft labels the most probable class
+    soft: Tensor | None  # (N, T, C): probabilities of the classes
+    share: Tensor  # (N, T) float64: the factor of the row's loss in its sample's, 0 where the position is ignored
+
+
+def _by_rows(function: Callable[..., Tensor], *columns: Tensor | None) -> Tensor:
+    """A function of rows, in pieces of them; each column has one entry a row, or is None."""
+    first = columns[0]
+    assert first is not None
+    size = max(1, _PIECE // max(1, first.shape[-1]))
+    if len(first) <= size:
+        return function(*columns)
+    starts = range(0, len(first), size)
+    return torch.cat([function(*(None if c is None else c[k : k + size] for c in columns)) for k in starts])
+
+
+class CrossEntropy(Loss):
+    """Softmax cross entropy ℓ = −log S_y of outputs (N, C), (N, C, d…) or (N, T, C).
+
+    With positions (d… of an image, T of a sequence) a sample's loss is the *mean over its own positions* that count:
+    those whose target is not `ignore_index`. torch's mean is one over all positions of a batch, in which a sample
+    counts the more the longer it is and the shorter the others are; of samples of equal length both are the same.
+    Classes are in dimension 1, or in the last one if only that fits the targets; `classes` says it.
+
+    Targets are classes, or probabilities shaped like the outputs (soft labels). `weight` are those of the classes;
+    with `weighted_mean` they are divided by the sum of the sample's own, as torch does for a batch of one. Class c has
+    the weight of its target in A: of hard labels (1−ε)w_y + (ε/C)Σw, of soft ones Σ w_c ỹ_c, ỹ = (1−ε)y + ε/C.
+
+    The output Hessian of a row is c·A, A = diag(S) − SSᵀ. A is eliminated class by class with the top one last
+    (mathematics 2.3): with q_j = Σ_{i≥j} S_i, d_j = S_j q_{j+1}/q_j and v_j = e_j − Σ_{i>j} (S_i/q_{j+1}) e_i, only
+    sums of positive numbers.
+    """
+
+    name = "cross_entropy"
+    can_sample = True
+    shifted: ClassVar[bool] = False  # whether the logits of a position are those of the next label
+
+    def __init__(
+        self,
+        weight: Tensor | None = None,
+        label_smoothing: float = 0.0,
+        *,
+        ignore_index: int = IGNORED,
+        classes: str = "",
+        weighted_mean: bool = False,
+    ) -> None:
+        self.weight, self.label_smoothing, self.ignore_index = weight, label_smoothing, ignore_index
+        self.classes, self.weighted_mean = classes, weighted_mean
+
+    # ------------------------------------------------------------ outputs and targets
+
+    def _axis(self, outputs: Tensor, targets: Tensor) -> int:
+        """The dimension of the classes: 1 or the last one."""
+        if outputs.ndim <= 2 or self.classes == "first":
+            return 1
+        if self.classes == "last":
+            return outputs.ndim - 1
+        hard = not targets.is_floating_point()
+        fits_first = targets.shape[1:] == outputs.shape[2:]
+        return outputs.ndim - 1 if hard and not fits_first and targets.shape[1:] == outputs.shape[1:-1] else 1
+
+    def rows(self, outputs: Tensor, targets: Tensor) -> Rows:
+        """The outputs as rows of logits, with what each counts for."""
+        axis, count = self._axis(outputs, targets), len(outputs)
+        classes = outputs.shape[axis]
+        logits = outputs.movedim(axis, -1).reshape(count, -1, classes)
+        if targets.is_floating_point():
+            soft = targets.movedim(axis, -1).reshape(count, -1, classes)
+            share = torch.full(soft.shape[:2], 1 / soft.shape[1], dtype=torch.float64, device=outputs.device)
+            return Rows(logits, soft.argmax(-1), soft, share)
+        labels = targets.long().reshape(count, -1)
+        if self.shifted:
+            labels = F.pad(labels[:, 1:], (0, 1), value=self.ignore_index)
+        counted = labels != self.ignore_index
+        labels = torch.where(counted, labels, 0)
+        if outputs.ndim == 2:  # the sample is what is counted
+            return Rows(logits, labels, None, torch.ones_like(labels, dtype=torch.float64))
+        total = counted.double()
+        if self.weight is not None and self.weighted_mean:
+            total = total * self._weights(outputs, classes)[labels]
+        return Rows(logits, labels, None, counted / total.sum(1, keepdim=True))
+
+    def _rows_back(self, found: Tensor, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Rows (N·T, C) in the shape of the outputs."""
+        axis = self._axis(outputs, targets)
+        moved = [size for dimension, size in enumerate(outputs.shape) if dimension != axis]
+        return found.reshape(*moved, outputs.shape[axis]).movedim(-1, axis)
+
+    def check(self, outputs: Tensor, targets: Tensor, start: int = 0) -> None:
+        if outputs.ndim < 2:
+            super().check(outputs, targets, start)
+        axis = self._axis(outputs, targets)
+        classes = outputs.shape[axis]
+        if classes < 2:
+            raise InputError(
+                f"{self.name} needs at least 2 outputs per sample, got 1; "
+                "use loss='binary_cross_entropy' for a single logit."
+            )
+        if self.weight is not None and self.weight.numel() != classes:
+            raise InputError(f"the loss has {self.weight.numel()} class weights for a model of {classes} outputs.")
+        if targets.is_floating_point():
+            self._check_soft(outputs, targets, axis, start)
+        elif outputs.ndim == 2:
+            self._check_one(outputs, targets, start)
+        else:
+            self._check_positions(outputs, targets, axis, start)
+
+    def _check_one(self, outputs: Tensor, targets: Tensor, start: int) -> None:
+        ignored = targets.long() == self.ignore_index
+        if targets.ndim == 1 and bool(ignored.any()):
+            raise InputError(
+                f"{self.name}: the target of sample {start + int(ignored.nonzero()[0])} is the ignored label "
+                f"{self.ignore_index}, which leaves the sample out of the mean; leave it out of the data instead."
+            )
+        class_targets(self.name, *outputs.shape, targets, start)
+        if self.weight is not None and self.weighted_mean:
+            raise InputError(
+                "CrossEntropyLoss(weight=…, reduction='mean') divides by the sum of the weights of a batch, which "
+                "depends on the batches; use reduction='none' for the mean of the weighted losses."
+            )
+
+    def _check_soft(self, outputs: Tensor, targets: Tensor, axis: int, start: int) -> None:
+        if targets.shape != outputs.shape or self.shifted:
+            wanted = "integer labels" if self.shifted else "one integer class per sample or position, or probabilities"
+            raise InputError(
+                f"{self.name} needs {wanted}, got targets of shape {tuple(targets.shape)} and type "
+                f"{str(targets.dtype).removeprefix('torch.')} for outputs of shape {tuple(outputs.shape)}."
+            )
+        wrong = ~((targets >= 0) & (targets <= 1)).all(axis) | ((targets.double().sum(axis) - 1).abs() > 1e-3)
+        if bool(wrong.any()):
+            sample = start + int(wrong.reshape(len(targets), -1).any(1).nonzero()[0])
+            other = "" if outputs.ndim == 2 or self.classes else "; with the classes last pass 'token_cross_entropy'"
+            raise InputError(
+                f"{self.name} needs soft labels that are probabilities, adding up to 1 over the {outputs.shape[axis]} "
+                f"classes of dimension {axis}; those of sample {sample} do not{other}."
+            )
+
+    def _check_positions(self, outputs: Tensor, targets: Tensor, axis: int, start: int) -> None:
+        wanted = (*outputs.shape[:axis], *outputs.shape[axis + 1 :])
+        if targets.shape != wanted:
+            raise InputError(
+                f"{self.name} of outputs {tuple(outputs.shape)} needs one integer class for each position, "
+                f"{wanted}, got targets of shape {tuple(targets.shape)}."
+            )
+        if not self.classes and outputs.shape[1:-1] == outputs.shape[2:]:
+            raise InputError(
+                f"outputs of shape {tuple(outputs.shape)} may have their classes in dimension 1, as torch has, or in "
+                "the last one; say it: loss=torch.nn.CrossEntropyLoss() or loss='token_cross_entropy'."
+            )
+        labels = targets.long()
+        counted = labels != self.ignore_index
+        within(self.name, outputs.shape[axis], labels, counted, start)
+        if self.shifted:
+            counted = counted[:, 1:]
+        empty = ~counted.reshape(len(targets), -1).any(1)
+        if bool(empty.any()):
+            raise InputError(
+                f"{self.name}: sample {start + int(empty.nonzero()[0])} has no label that counts, all are "
+                f"{self.ignore_index}{' behind the first' if self.shifted else ''}, so it has no loss; leave it out."
+            )
+
+    # ------------------------------------------------------------ values and derivatives
+
+    def _weights(self, outputs: Tensor, classes: int) -> Tensor:
+        if self.weight is None:
+            return torch.ones(classes, dtype=torch.float64, device=outputs.device)
+        return self.weight.detach().to(outputs.device).double()
+
+    def _smoothed(self, rows: Rows) -> Tensor | None:
+        """w_c ỹ_c of soft labels, (N·T, C) float64."""
+        if rows.soft is None:
+            return None
+        classes, ease = rows.logits.shape[-1], self.label_smoothing
+        soft = (1 - ease) * rows.soft.detach().double() + ease / classes
+        return (soft * self._weights(rows.logits, classes)).reshape(-1, classes)
+
+    def _scale(self, rows: Rows) -> Tensor:
+        """What multiplies A of every row, (N·T,)."""
+        soft = self._smoothed(rows)
+        share = rows.share.reshape(-1)
+        if soft is not None:
+            return share * soft.sum(1)
+        if self.weight is None:
+            return share
+        weight = self._weights(rows.logits, rows.logits.shape[-1])
+        ease = self.label_smoothing
+        return share * ((1 - ease) * weight[rows.labels.reshape(-1)] + ease * weight.mean())
+
+    def values(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        rows = self.rows(outputs, targets)
+        flat = rows.logits.reshape(-1, rows.logits.shape[-1])
+        found = _by_rows(self._values, flat, rows.labels.reshape(-1), self._smoothed(rows))
+        if outputs.ndim == 2:
+            return found
+        return (found.reshape(rows.share.shape) * rows.share.to(found)).sum(1)
+
+    def _values(self, logits: Tensor, labels: Tensor, soft: Tensor | None) -> Tensor:
+        weight = None if self.weight is None else self.weight.detach().to(logits)
+        if soft is not None:
+            return -(soft.to(logits) * logits.log_softmax(1)).sum(1)
+        if self.label_smoothing:
+            ease = self.label_smoothing
+            return F.cross_entropy(logits, labels, weight=weight, reduction="none", label_smoothing=ease)
+        label = labels[:, None]
+        others = (logits - logits.gather(1, label)).scatter(1, label, -math.inf)
+        values = F.softplus(others.logsumexp(1), threshold=40)  # log(1 + Σ_{j≠y} exp(φ_j − φ_y)), right if tiny
+        return values if weight is None else weight[labels] * values
+
+    def gradient(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        rows = self.rows(outputs, targets)
+        flat = rows.logits.reshape(-1, rows.logits.shape[-1])
+        share = rows.share.reshape(-1) if outputs.ndim > 2 else None
+        found = _by_rows(self._gradient, flat, rows.labels.reshape(-1), self._smoothed(rows), share)
+        return self._rows_back(found, outputs, targets)
+
+    def slope_along(self, outputs: Tensor, targets: Tensor, direction: Tensor) -> Tensor:
+        rows = self.rows(outputs, targets)
+        flat, along = (self._flat(tensor, outputs, targets) for tensor in (outputs, direction))
+
+        def piece(logits: Tensor, along: Tensor, labels: Tensor, soft: Tensor | None, share: Tensor) -> Tensor:
+            return (self._gradient(logits, labels, soft, share) * along).sum(1)
+
+        columns = rows.labels.reshape(-1), self._smoothed(rows), rows.share.reshape(-1)
+        return _by_rows(piece, flat, along, *columns).reshape(len(outputs), -1).sum(1)
+
+    def _flat(self, tensor: Tensor, outputs: Tensor, targets: Tensor) -> Tensor:
+        """What is shaped like the outputs, as rows (N·T, C)."""
+        axis = self._axis(outputs, targets)
+        return tensor.reshape(outputs.shape).movedim(axis, -1).reshape(-1, outputs.shape[axis])
+
+    def _gradient(self, logits: Tensor, labels: Tensor, soft: Tensor | None, share: Tensor | None) -> Tensor:
+        probabilities = torch.softmax(logits.double(), 1)
+        if soft is not None:  # the slopes add up to 0, so that of the top class follows from the others
+            label = probabilities.argmax(1, keepdim=True)
+            others = (soft.sum(1, keepdim=True) * probabilities - soft).scatter(1, label, 0.0)
+            gradient = others.scatter(1, label, -others.sum(1, keepdim=True))
+        else:
+            label = labels[:, None]
+            others = probabilities.scatter(1, label, 0.0)
+            gradient = others.scatter(1, label, -others.sum(1, keepdim=True))
+            if self.weight is not None or self.label_smoothing:
+                weight, ease = self._weights(logits, logits.shape[1]), self.label_smoothing
+                gradient = (1 - ease) * weight[label] * gradient
+                gradient = gradient + ease * (weight.mean() * probabilities - weight / len(weight))
+        return gradient if share is None else share[:, None] * gradient
+
+    @staticmethod
+    def _centred(logits: Tensor, direction: Tensor) -> tuple[Tensor, Tensor]:
+        """S, and the direction minus its mean over S."""
+        probabilities, top, _ = softmax_parts(logits)
+        direction = direction.double()
+        shifted = direction - direction.gather(1, top[:, None])  # zero at the top class: nothing large cancels
+        return probabilities, shifted - (probabilities * shifted).sum(1, keepdim=True)
+
+    def product(self, outputs: Tensor, targets: Tensor, direction: Tensor) -> Tensor:
+        def piece(logits: Tensor, direction: Tensor, scale: Tensor) -> Tensor:
+            probabilities, centred = self._centred(logits, direction)
+            return scale[:, None] * probabilities * centred
+
+        flat, along = (self._flat(tensor, outputs, targets) for tensor in (outputs, direction))
+        found = _by_rows(piece, flat, along, self._scale(self.rows(outputs, targets)))
+        return self._rows_back(found, outputs, targets)
+
+    def quadratic(self, outputs: Tensor, targets: Tensor, direction: Tensor) -> Tensor:
+        def piece(logits: Tensor, direction: Tensor, scale: Tensor) -> Tensor:
+            probabilities, centred = self._centred(logits, direction)
+            return scale * (probabilities * centred.square()).sum(1)
+
+        flat, along = (self._flat(tensor, outputs, targets) for tensor in (outputs, direction))
+        found = _by_rows(piece, flat, along, self._scale(self.rows(outputs, targets)))
+        return found.reshape(len(outputs), -1).sum(1)
+
+    # ------------------------------------------------------------ factors
+
+    def _places(self, rows: Rows) -> Tensor:
+        """The positions that count, (N, M), every sample's own first; those of shorter samples are filled up."""
+        counted = rows.share > 0
+        most = int(counted.sum(1).max()) if len(counted) else 0
+        return counted.int().argsort(dim=1, descending=True, stable=True)[:, :most]
+
+    def rank(self, outputs: Tensor, targets: Tensor) -> int:
+        rows = self.rows(outputs, targets)
+        return self._places(rows).shape[1] * (rows.logits.shape[-1] - 1)
+
+    def factors(self, outputs: Tensor, targets: Tensor) -> Iterator[Factor]:
+        rows = self.rows(outputs, targets)
+        scale, count = self._scale(rows).reshape(rows.share.shape), len(outputs)
+        everyone = torch.arange(count, device=outputs.device)
+        for place in self._places(rows).unbind(1):
+            for weight, vector in _eliminated(rows.logits[everyone, place], scale[everyone, place]):
+                if outputs.ndim > 2:
+                    whole = torch.zeros(rows.logits.shape, dtype=torch.float64, device=outputs.device)
+                    whole[everyone, place] = vector
+                    vector = self._rows_back(whole, outputs, targets)
+                yield weight, vector
+
+    def sampled_factors(self, outputs: Tensor, targets: Tensor, exact: int, signs: Tensor) -> Iterator[Factor]:
+        self._check_exact(exact, outputs, targets)
+        rows = self.rows(outputs, targets)
+        count, length, classes = rows.logits.shape
+        flat, scale = rows.logits.reshape(-1, classes), self._scale(rows)
+        chosen = _most_probable(flat, scale, (count, length), exact)
+        taken = torch.zeros(count * length, classes, dtype=torch.bool, device=outputs.device)
+        everyone = torch.arange(count, device=outputs.device) * length
+        for step in range(exact):
+            where, label = everyone + chosen[:, step, 0], chosen[:, step, 1:]
+            taken[where, label[:, 0]] = True
+            probabilities = torch.softmax(flat[where].double(), 1)
+            left = probabilities.masked_fill(taken[where], 0.0)
+            own, mass = probabilities.gather(1, label), left.sum(1, keepdim=True)  # of the classes that remain
+            vector = (left / -mass).scatter_(1, label, 1.0)
+            if outputs.ndim > 2:
+                whole = torch.zeros(count * length, classes, dtype=outputs.dtype, device=outputs.device)
+                whole[where] = vector.to(whole)
+                vector = self._rows_back(whole, outputs, targets)
+            yield scale[where] * (own * mass / (mass + own))[:, 0], vector
+
+        signs = self._flat(signs, outputs, targets)
+        sizes: list[Tensor] = []
+
+        def piece(logits: Tensor, taken: Tensor, signs: Tensor) -> Tensor:
+            size, vector = _combined(logits, taken, signs)
+            sizes.append(size)
+            return vector if outputs.ndim == 2 else vector.to(outputs.dtype)
+
+        vector = _by_rows(piece, flat, taken, signs)
+        weight = (scale * torch.cat(sizes)).reshape(count, length)
+        total = weight.sum(1)
+        if outputs.ndim > 2:
+            part = (weight / total.clamp_min(torch.finfo(torch.float64).tiny)[:, None]).sqrt_().reshape(-1, 1)
+            vector = self._rows_back(vector.mul_(part.to(vector)), outputs, targets)
+        yield total, vector
+
+    def decisions(self, outputs: Tensor, targets: Tensor, start: int = 0) -> Decisions:
+        self.check(outputs, targets, start)
+        rows = self.rows(outputs, targets)
+        if outputs.ndim == 2:
+            return Decisions(outputs, rows.labels[:, 0])
+        counted = rows.share > 0
+        return Decisions(rows.logits[counted], rows.labels[counted], counted.sum(1))
+
+
+class TokenCrossEntropy(CrossEntropy):
+    """Cross entropy of outputs (N, T, C), or (N, d…, C): the classes are in the last dimension, as of tagged tokens."""
+
+    name = "token_cross_entropy"
+
+    def __init__(self, weight: Tensor | None = None, label_smoothing: float = 0.0, **options: object) -> None:
+        super().__init__(weight, label_smoothing, classes="last", **options)  # type: ignore[arg-type]
+
+
+class CausalLM(TokenCrossEntropy):
+    """The loss of a language model: logits (N, T, V) of each token's successor, labels (N, T) with −100 ignored.
+
+    The logits at position t are compared with the label at t + 1, as `transformers` does; the first label and the last
+    logits do not count. A sample is a sequence, and its loss the mean over its own tokens that count. What models
+    return as their loss is the mean over the tokens of the *batch*, which gives long sequences more weight and couples
+    the samples; `unit="token"` measures that mean, whatever the batches.
+    """
+
+    name = "causal_lm"
+    shifted = True
+
+    def check(self, outputs: Tensor, targets: Tensor, start: int = 0) -> None:
+        if outputs.ndim != 3:
+            raise InputError(
+                f"causal_lm needs logits of shape (samples, tokens, vocabulary), got {tuple(outputs.shape)}; use "
+                "loss='cross_entropy' for one class per sample."
+            )
+        super().check(outputs, targets, start)
+
+
+def _eliminated(logits: Tensor, scale: Tensor) -> Iterator[Factor]:
+    """The factors of scale·(diag(S) − SSᵀ) of rows (N, C)."""
+    probabilities, top, _ = softmax_parts(logits)
+    top = top[:, None]
+    weights, after = _elimination(probabilities.scatter(1, top, 0.0), probabilities.gather(1, top))
+    weights *= scale[:, None]
+    classes = torch.arange(logits.shape[1], device=logits.device)
+    for j in range(logits.shape[1] - 1):
+        label = j + (top <= j).long()  # the j-th class but the top one
+        later = (classes > label) | (classes == top)
+        vector = torch.where(later, -probabilities / after.gather(1, label), 0.0).scatter_(1, label, 1.0)
+        yield weights.gather(1, label)[:, 0], vector
+
+
+def _most_probable(flat: Tensor, scale: Tensor, shape: tuple[int, int], exact: int) -> Tensor:
+    """The places and classes (N, exact, 2) of a sample's largest scale·S but for the top class of each row."""
+    count, length = shape
+    if not exact:
+        return torch.zeros(count, 0, 2, dtype=torch.long, device=flat.device)
+
+    def largest(logits: Tensor, scale: Tensor) -> Tensor:
+        probabilities, top, _ = softmax_parts(logits)
+        most = min(exact, logits.shape[1] - 1)
+        found = (scale[:, None] * probabilities).scatter(1, top[:, None], -1.0).topk(most, dim=1)
+        return torch.stack([found.values, found.indices.double()], 2)
+
+    found = _by_rows(largest, flat, scale).reshape(count, length, -1, 2)
+    most = found.shape[2]
+    best = found[..., 0].reshape(count, length * most).topk(exact, dim=1).indices
+    labels = found[..., 1].reshape(count, length * most).gather(1, best).long()
+    return torch.stack([best // most, labels], 2)
+
+
+def _combined(logits: Tensor, taken: Tensor, signs: Tensor) -> tuple[Tensor, Tensor]:
+    """Σ ±√d_j v_j of each row over the classes that are not taken and not the top one: its square size, and its unit.
+
+    The classes that are taken are eliminated before, so what is left of A is that of the others alone.
+    """
+    probabilities, top, _ = softmax_parts(logits)
+    top = top[:, None]
+    tops = probabilities.gather(1, top)
+    rest = probabilities.scatter_(1, top, 0.0).masked_fill_(taken, 0.0)
+    weights, after = _elimination(rest, tops)
+    coefficients = weights.sqrt_().mul_(signs)
+    size = torch.linalg.vector_norm(coefficients, dim=1, keepdim=True)
+    coefficients /= size.clamp_min(torch.finfo(torch.float64).tiny)
+    sums = (coefficients / after).cumsum_(1)
+    del after  # what follows decides the peak of the memory
+    coefficients[:, 1:] -= rest[:, 1:].mul_(sums[:, :-1])
+    return size[:, 0].square(), coefficients.scatter_(1, top, -tops * sums[:, -1:])
+
+
+def _elimination(others: Tensor, tops: Tensor) -> tuple[Tensor, Tensor]:
+    """Weights d and the mass q after each class, when the classes of `others` go in order and the top one stays."""
+    upto = others.flip(1).cumsum_(1).flip(1).add_(tops)
+    after = torch.cat([upto[:, 1:], tops], 1)
+    return (others * after).div_(upto), after
