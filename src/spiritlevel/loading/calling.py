@@ -1,4 +1,4 @@
-"""What a user's own file or package holds under a name, or what a function of it returns, imported as if Python had been started beside it."""
+"""What a user's own file or package holds or returns, imported as if Python had been started beside it."""
 
 from __future__ import annotations
 
