@@ -84,11 +84,14 @@ def first_line(error: BaseException) -> str:
 OPTIONAL = {
     "PIL": ("pillow", "report"),
     "altair": ("altair", "report"),
+    "datasets": ("datasets", "integrations"),
     "jinja2": ("jinja2", "report"),
     "polars": ("polars", "report"),
     "pooch": ("pooch", "cli"),
     "ray": ("ray", "cluster"),
     "rich": ("rich", "cli"),
+    "timm": ("timm", "timm"),
+    "transformers": ("transformers", "integrations"),
     "tyro": ("tyro", "cli"),
     "vl_convert": ("vl-convert-python", "report"),
 }

@@ -19,7 +19,7 @@ _CODE = ("attn_implementation", "experts_implementation", "auto_map", "kernel_co
 
 
 def saved_transformer(folder: Path) -> nn.Module:
-    """The model that `save_pretrained` wrote to a folder: its class is one of transformers' own, its weights safetensors.
+    """The model that `save_pretrained` wrote: its class is one of transformers' own, its weights are safetensors.
 
     No code of the folder is run and nothing is fetched. Attention takes its plain form, which has all derivatives.
     """

@@ -12,6 +12,7 @@ from torch import nn
 from spiritlevel import data as named_data
 from spiritlevel.binding.batches import is_pair_of_tensors, sliced
 from spiritlevel.binding.problem import Problem
+from spiritlevel.binding.reading import Form, Reading, form_of
 from spiritlevel.errors import InputError
 from spiritlevel.loading import tables
 from spiritlevel.loading.arrays import Samples, as_pair, read_npz
@@ -87,12 +88,16 @@ def load_samples(
 def _refuse_target(target: str | None, spec: str) -> None:
     if target is not None:
         raise InputError(
-            f"--target {target} names a column of a table, and {spec} has its own targets (y, or the class); leave it out."
+            f"--target {target} names a column of a table, and {spec} has its own targets (y, or the class); "
+            "leave it out."
         )
 
 
-def check_classes(train: Samples, test: Samples | None, model: nn.Module) -> None:
-    """Refuse class names that differ between two data sets, or that are more than the model's outputs."""
+def check_classes(train: Samples, test: Samples | None, model: nn.Module, reading: Reading | None = None) -> None:
+    """Refuse class names that differ between two data sets, or that are more than the model's outputs.
+
+    `reading` says which part of what the model returns are its outputs.
+    """
     if test is not None and train.classes and test.classes and train.classes != test.classes:
         first = next(
             (name for name in test.classes if name not in train.classes),
@@ -103,7 +108,7 @@ def check_classes(train: Samples, test: Samples | None, model: nn.Module) -> Non
             f"the classes of {train.name} ({len(train.classes)}) and {test.name} ({len(test.classes)}) differ: "
             f"only {here.name} has {first!r}{nearest_name(first, there.classes, 'the other has')}."
         )
-    outputs = _outputs(model, train.data) if train.classes else None
+    outputs = _outputs(model, train.data, form_of(reading or {})) if train.classes else None
     if outputs is not None and outputs > 1 and outputs < len(train.classes):
         names = ", ".join(train.classes[:3])
         raise InputError(
@@ -112,10 +117,10 @@ def check_classes(train: Samples, test: Samples | None, model: nn.Module) -> Non
         )
 
 
-def _outputs(model: nn.Module, data: Any) -> int | None:
+def _outputs(model: nn.Module, data: Any, form: Form) -> int | None:
     if not (isinstance(data, tuple) and is_pair_of_tensors(data)):
         return None
-    problem = Problem(model)
+    problem = Problem(model, form=form)
     with problem.active(), torch.no_grad():
         inputs, _ = problem.place(sliced(data[0], 0, 2), data[1][:2])
         outputs = problem.outputs(problem.params, inputs)
