@@ -1,18 +1,19 @@
-# Every target sets up what it needs in .venv (or .venv-bench) and is quick when nothing has changed.
+# Every target sets up what it needs in .venv (or .venv-bench, .venv-integrations) and is quick when nothing has changed.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 BENCH := .venv-bench
+INTEGRATIONS := .venv-integrations
 SETUP := pyproject.toml constraints.txt
 PIP := -m pip --disable-pip-version-check --no-input install --quiet -c constraints.txt
 NO_CPU_TORCH := the install failed. If pip found no CPU build of torch 2.13.0, add an index that has one (see CONTRIBUTING.md).
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-full test-versions coverage fuzz bench docs census coverage-doc audit-deps clean labels
+.PHONY: help install demo test test-full test-versions test-integrations coverage fuzz bench docs census coverage-doc audit-deps clean labels
 
 help:  ## Show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 install: $(VENV)/.installed  ## Set up .venv with the library, the command and the tools
 
@@ -38,7 +39,17 @@ test-full: $(VENV)/.installed-cluster  ## The same, with slow tests, a Ray clust
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	HYPOTHESIS_PROFILE=full $(BIN)/pytest -m "not peers"
+	HYPOTHESIS_PROFILE=full $(BIN)/pytest -m "not peers and not integrations"
+
+test-integrations: $(INTEGRATIONS)/.installed  ## Models and data of transformers, peft, lightning, accelerate, timm, datasets, in an environment of their own
+	HF_HUB_OFFLINE=1 $(INTEGRATIONS)/bin/python -m pytest -q -m integrations tests
+
+# timm would bring torchvision, of which its networks need one class: the tests have a stand-in for it.
+$(INTEGRATIONS)/.installed: $(SETUP)
+	test -x $(INTEGRATIONS)/bin/python || $(PYTHON) -m venv $(INTEGRATIONS)
+	$(INTEGRATIONS)/bin/python $(PIP) -e '.[dev,integrations]' || { echo "make: $(NO_CPU_TORCH)" >&2; exit 1; }
+	$(INTEGRATIONS)/bin/python $(PIP) --no-deps timm
+	touch $@
 
 VERSIONS := build/versions
 VERSIONS_PIP := -m pip --disable-pip-version-check --no-input install --quiet

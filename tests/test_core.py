@@ -150,7 +150,9 @@ def test_extras_and_sentences_agree() -> None:
     for package, extra in OPTIONAL.values():
         assert package in names_of(extras[extra])
     named = {package for package, extra in OPTIONAL.values()}
-    assert named == {name for extra in ("report", "cli", "cluster") for name in names_of(extras[extra])}
+    imported_by_users_alone = {"accelerate", "lightning", "peft"}  # which docs/models.md is about
+    all_extras = ("report", "cli", "cluster", "integrations", "timm")
+    assert named == {name for extra in all_extras for name in names_of(extras[extra])} - imported_by_users_alone
     assert "spiritlevel[report]" in extras["cli"]  # the command writes pages
     assert extras["all"] == ["spiritlevel[report,cli]"]
     assert "spiritlevel[all]" in extras["dev"]

@@ -33,8 +33,8 @@ class Audit(OnData):
         """Load, audit, show the table."""
         from spiritlevel.answers.auditing import audit
         from spiritlevel.binding.batches import Batches, subset
-        from spiritlevel.cli.show import show_audit
         from spiritlevel.binding.reading import form_of
+        from spiritlevel.cli.show import show_audit
         from spiritlevel.loading import check_classes, load_loss, load_samples, read_model
 
         with ProgressBar() as progress:

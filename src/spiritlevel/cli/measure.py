@@ -31,7 +31,7 @@ class OnData(Seeded):
     images with one subfolder per class, a data set that `datasets` saved (FOLDER or FOLDER:part), or
     file.py:function."""
     target: Annotated[str | None, optional("NAME")] = None
-    """The column to predict, of a table or a saved data set, or the key of the targets in batches of file.py:function."""
+    """The column to predict, of a table or a saved data set; or the key of the targets in batches that are dicts."""
     loss: Annotated[str, arg(metavar="NAME")] = "cross_entropy"
     """cross_entropy, causal_lm, binary_cross_entropy, squared_error (½‖φ − y‖² a sample), huber, poisson, exponential,
     or file.py:function of (outputs, targets) with one loss a sample."""
