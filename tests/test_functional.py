@@ -741,7 +741,7 @@ def test_inputs_may_be_tuples_or_dicts_and_outputs_may_have_logits() -> None:
 def test_other_outputs_are_refused() -> None:
     model = nn.Sequential(nn.Linear(4, 3), Function(lambda x: (x, x)))
     problem = Problem(model)
-    with problem.active(), pytest.raises(InputError, match=r"a tensor or an object with \.logits, got tuple; wrap it"):
+    with problem.active(), pytest.raises(InputError, match=r"it returned 2 items .*; say with output= which"):
         problem.outputs(problem.params, X)
 
 
@@ -766,7 +766,7 @@ def test_inputs_of_the_wrong_shape_are_refused_in_a_sentence(model: nn.Module, i
 
 @pytest.mark.parametrize("measure", [sl.hessian, sl.gauss_newton, sl.landscape])
 def test_a_model_that_reads_memory_is_refused_in_a_sentence(measure: Callable[..., Any]) -> None:
-    model = nn.Sequential(nn.Linear(4, 3), Function(lambda x: x * float(x.detach().numpy().max())))
+    model = nn.Sequential(nn.Linear(4, 3), Function(lambda x: x * torch.from_numpy(x.detach().numpy() > 0)))
     message = r"the model Sequential reads the memory of a tensor in its forward \(as .numpy\(\) does\).*; write that"
     with pytest.raises(InputError, match=message) as caught:
         measure(model, (X, Y)) @ torch.ones(15)
@@ -776,7 +776,7 @@ def test_a_model_that_reads_memory_is_refused_in_a_sentence(measure: Callable[..
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda x: x.sum(), r"outputs of shape \(\) for 6 samples; the first dimension must be the samples"),
+        (lambda x: x.sum(), r"outputs of shape \(\) for 6 samples; "),
         (lambda x: x.T, r"outputs of shape \(3, 6\) for 6 samples"),
         (lambda x: x[:, :2], "target 2 .* is outside the model's 2 classes"),
         (lambda x: x / 0, "output for sample 10 is NaN or infinite although its input is finite; check the weights"),

@@ -259,7 +259,7 @@ def test_what_is_refused() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return x - x.mean(0)
 
-    with pytest.raises(InputError, match="depends on other samples of the batch"):
+    with pytest.raises(InputError, match="depends on the other samples of its batch"):
         sl.input_curvature(nn.Sequential(nn.Linear(7, 4).double(), Mixes()), data)
 
     class Reversed(torch.autograd.Function):

@@ -427,7 +427,7 @@ def test_a_callable_may_have_outputs_of_any_shape() -> None:
 
 @pytest.mark.parametrize(
     ("value", "shape"),
-    [(lambda o, t: o.sum(), r"\(\)"), (lambda o, t: o, r"\(4, 3\)"), (lambda o, t: 1.0, "float")],
+    [(lambda o, t: o, r"\(4, 3\)"), (lambda o, t: 1.0, "float")],
 )
 def test_a_callable_must_return_one_value_a_sample(value: Function, shape: str) -> None:
     message = rf"must return one value per sample, shape \(4,\), got {shape}; use reduction='none'"

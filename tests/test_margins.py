@@ -434,7 +434,7 @@ class Centred(nn.Module):
 )
 @pytest.mark.parametrize("distance", [None, 2])
 def test_outputs_that_depend_on_other_samples_have_no_margins(net: nn.Module, distance: int | None) -> None:
-    with pytest.raises(InputError, match="depends on other samples of the batch"):
+    with pytest.raises(InputError, match="depends on the other samples of its batch"):
         margins(net, (torch.randn(6, 3), torch.zeros(6).long()), distance=distance)
     assert len(margins(net, (torch.randn(6, 3), torch.zeros(6).long()), batch_norm="batch").signed) == 6
 

@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from spiritlevel import data
 from spiritlevel.binding import losses
+from spiritlevel.binding.context import Context
 from spiritlevel.binding.problem import Problem
 from spiritlevel.errors import InputError, NotExactError
 from spiritlevel.papers import networks as models
@@ -418,12 +419,19 @@ def test_the_trace_of_the_mean_takes_the_same_options_and_hands_them_on(monkeypa
     assert inspect.signature(trace).parameters == inspect.signature(sample_traces).parameters
     given = {name: object() for name in inspect.signature(trace).parameters}
     handed_on: dict[str, Any] = {}
+    context = Context(nn.Linear(6, 3).double(), zoo.sample_data(zoo.FLAT, 4))
+    own = traces.trace_in
 
-    def spy(model: Any, data: Any, **options: Any) -> Any:
+    def bound(model: Any, data: Any, **options: Any) -> Context:
         handed_on.update(options, model=model, data=data)
-        return sample_traces(nn.Linear(6, 3).double(), zoo.sample_data(zoo.FLAT, 4))
+        return context
 
-    monkeypatch.setattr(traces, "sample_traces", spy)
+    def spy(found: Context, **options: Any) -> Any:
+        handed_on.update(options)
+        return own(found)
+
+    monkeypatch.setattr(traces, "Context", bound)
+    monkeypatch.setattr(traces, "trace_in", spy)
     assert trace(given.pop("model"), given.pop("data"), **given).exact
     assert {name: handed_on[name] for name in given} == given
 
@@ -451,7 +459,7 @@ class MixesSamples(nn.Module):
         (nn.Linear(6, 3).requires_grad_(False), lambda x, y: (x, y), {}, "no parameter that requires grad"),
         (nn.Unflatten(1, (2, 3)), lambda x, y: (x, y), {}, "has no parameters"),
         (nn.Sequential(nn.Linear(6, 6), nn.Unflatten(1, (2, 3))), lambda x, y: (x, y), {}, r"\(samples, outputs\)"),
-        (MixesSamples(), lambda x, y: (x, y), {}, "depends on other samples"),
+        (MixesSamples(), lambda x, y: (x, y), {}, "depends on the other samples"),
         (nn.Linear(6, 3), lambda x, y: (x, y), {"method": "exat"}, "did you mean 'exact'"),
         (nn.Linear(6, 3), lambda x, y: (x, y), {"loss": "cross-entropy"}, "did you mean 'cross_entropy'"),
         (nn.Linear(6, 3), lambda x, y: (x, y), {"probes": 1}, "at least 2"),

@@ -221,7 +221,7 @@ def test_another_branch_for_batches_of_another_size() -> None:
 
     model, (inputs, targets) = Written(forward, **layers()).double(), zoo.sample_data(zoo.FLAT)
     assert sample_traces(model, (inputs, targets), batch_size=5).exact
-    with pytest.raises(InputError, match="depends on other samples of the batch"):
+    with pytest.raises(InputError, match="depends on the other samples of its batch"):
         sample_traces(model, (inputs, targets), batch_size=6)
 
 
@@ -252,7 +252,7 @@ COUPLED: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("method", ["auto", "hutchinson", "pyhessian"])
 def test_outputs_that_depend_on_other_samples_have_no_traces(name: str, method: str) -> None:
     model = Written(lambda self, x: self.b(torch.relu(COUPLED[name](self.a(x)))), **layers()).double()
-    with pytest.raises(InputError, match="depends on other samples of the batch"):
+    with pytest.raises(InputError, match="depends on the other samples of its batch"):
         sample_traces(model, zoo.sample_data(zoo.FLAT), method=method)
 
 

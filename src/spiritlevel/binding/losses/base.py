@@ -45,6 +45,10 @@ class Loss(ABC):
                 "flatten them, or pass a loss of your own that returns one value per sample."
             )
 
+    def couples(self, outputs: Tensor, targets: Tensor) -> str:
+        """In words, how the loss of a sample depends on the others of its batch; nothing where it does not."""
+        return ""
+
     @abstractmethod
     def values(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """ℓ of every sample, (N,), differentiable."""

@@ -26,12 +26,13 @@ NAMED: dict[str, Callable[[], Loss]] = {
 }
 
 
-def resolve(loss: str | nn.Module | Callable[[Tensor, Tensor], Tensor] | Loss) -> Loss:
+def resolve(loss: str | nn.Module | Callable[[Tensor, Tensor], Tensor] | Loss, *, fixed: bool = False) -> Loss:
     """The `Loss` that a name, a `torch.nn` loss or a callable stands for.
 
     `torch.nn` losses keep their class weights and label smoothing. The loss of a data set is always the mean over its
     samples, so a reduction that means something else is refused. A loss that computes something of its own, also one
-    derived from those of `torch.nn`, is called and must return one value per sample.
+    derived from those of `torch.nn`, is called and must return one value per sample, or
+    their mean. `fixed` says that the batches are part of what is measured: then it may couple their samples.
 
     >>> resolve("cross_entropy").name, resolve(nn.MSELoss()).name
     ('cross_entropy', 'squared_error')
@@ -47,7 +48,7 @@ def resolve(loss: str | nn.Module | Callable[[Tensor, Tensor], Tensor] | Loss) -
     if isinstance(loss, nn.modules.loss._Loss) and type(loss).forward.__module__.startswith("torch."):
         return _translate(loss)
     if callable(loss):
-        return CallableLoss(loss)
+        return CallableLoss(loss, fixed)
     raise InputError(f"loss must be a name, a torch.nn loss or a callable, got {type(loss).__name__}.")
 
 
