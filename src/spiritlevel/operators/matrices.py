@@ -184,12 +184,12 @@ def hessian_variance(
 
 def hessian_in(context: Context, weight_decay: float = 0.0) -> Operator:
     """The Hessian of the mean loss; see `hessian`."""
-    return _in(context, hessian_product, weight_decay)
+    return _in(context.of_means, hessian_product, weight_decay)
 
 
 def gauss_newton_in(context: Context, weight_decay: float = 0.0) -> Operator:
     """The Gauss-Newton matrix; see `gauss_newton`."""
-    return _in(context, gauss_newton_product, weight_decay)
+    return _in(context.of_means, gauss_newton_product, weight_decay)
 
 
 def empirical_fisher_in(context: Context, weight_decay: float = 0.0) -> Operator:

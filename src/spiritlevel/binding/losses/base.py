@@ -111,6 +111,10 @@ class Loss(ABC):
         class_targets("margins", outputs.shape[0], outputs.shape[1], targets, start)
         return Decisions(outputs, targets.long())
 
+    def prediction(self, outputs: Tensor, targets: Tensor) -> Tensor | None:
+        """The numbers that the outputs foretell of these targets; None where they are no numbers."""
+        return None
+
     def _check_exact(self, exact: int, outputs: Tensor, targets: Tensor) -> None:
         rank = self.rank(outputs, targets)
         if not 0 <= exact < max(rank, 1):
