@@ -216,7 +216,7 @@ class Problem:
             if before is None or not self._has_data or isinstance(error, InputError | torch.OutOfMemoryError):
                 raise
             shapes = ", ".join(str(tuple(leaf.shape)) for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor))
-            reason = first_line(error)
+            reason = first_line(error) + _lacks(self.model, inputs)
             raise _CannotRun(
                 f"the model {type(self.model).__name__} fails on inputs of shape {shapes}: {reason}."
             ) from error
@@ -306,6 +306,14 @@ class Problem:
                     "make them repeat, e.g. with F.dropout(x, training=self.training)."
                 )
             self._draws = False  # without effect, as it turned out
+
+
+def _lacks(model: nn.Module, inputs: Any) -> str:
+    """What an encoder with a decoder of transformers lacks once its labels are targets: it makes them of those."""
+    wanted = "decoder_input_ids"
+    if not (isinstance(inputs, Mapping) and hasattr(model, f"prepare_{wanted}_from_labels")) or wanted in inputs:
+        return ""
+    return f"; a batch needs {wanted}, which DataCollatorForSeq2Seq(tokenizer, model=model) makes of the labels"
 
 
 _HELD = ("_parameters", "_buffers", "_modules")  # what a module holds under names, beside its plain attributes

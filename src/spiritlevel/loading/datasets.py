@@ -51,6 +51,10 @@ def saved_dataset(folder: Path, split: str, target: str | None, model: nn.Module
         notes.append(f"columns left out, which the model has no argument for: {', '.join(unused)}")
     tensors = {name: _column(folder, table, name, notes) for name in (*taken, wanted)}
     targets = tensors.pop(wanted)
+    shifted = getattr(model, "prepare_decoder_input_ids_from_labels", None)
+    if shifted is not None and "decoder_input_ids" not in tensors:
+        tensors["decoder_input_ids"] = shifted(labels=targets)
+        notes.append(f"decoder_input_ids made of {wanted}, as for the training of an encoder with a decoder")
     inputs = tensors if model is None or set(taken) & set(_arguments(model)) else tensors[taken[0]]
     named = f"columns {', '.join(taken)}" if isinstance(inputs, Mapping) else f"column {taken[0]}"
     notes.insert(0, f"{named} as inputs, {wanted} as target")
