@@ -66,7 +66,7 @@ def double(batch: Any) -> Any:
     return {key: value.double() if value.is_floating_point() else value for key, value in batch.items()}
 
 
-def dense(model: nn.Module, loss: Callable[[nn.Module], Tensor]) -> Tensor:
+def dense(model: nn.Module, loss: Callable[[nn.Module], Tensor], rtol: float = 1e-7) -> Tensor:
     """The Hessian of a scalar that the model computes, one row of autodiff at a time, for its parameters that train."""
     params = {
         name: each.detach().clone().requires_grad_() for name, each in model.named_parameters() if each.requires_grad
@@ -91,28 +91,40 @@ def dense(model: nn.Module, loss: Callable[[nn.Module], Tensor]) -> Tensor:
                 )
             )
     matrix = torch.stack(rows)
-    torch.testing.assert_close(matrix, matrix.T, rtol=1e-8, atol=1e-10)
+    close(matrix, matrix.T, rtol)
     return matrix
 
 
-def check(model: nn.Module, batch: Batch, loss: str = "cross_entropy", **options: Any) -> None:
-    """Hessian, traces, margins and a report of a model on one batch, all against slow twins in float64."""
+def close(found: Tensor, wanted: Tensor, rtol: float = 1e-7) -> None:
+    """Equal up to a share of the largest entry."""
+    torch.testing.assert_close(found, wanted, rtol=0.0, atol=rtol * float(wanted.abs().max()))
+
+
+def signed_margins(logits: Tensor, labels: Tensor) -> Tensor:
+    """The logit of the label less the largest other one."""
+    own = logits.gather(1, labels[:, None])
+    return (own - logits.scatter(1, labels[:, None], -torch.inf).max(1, keepdim=True).values)[:, 0]
+
+
+def check(model: nn.Module, batch: Batch, loss: str = "cross_entropy", rtol: float = 1e-7, **options: Any) -> None:
+    """Hessian, traces, margins and a report of a model on one batch, all against slow twins in float64.
+
+    `rtol` is larger for models that cast to float32 inside, as the norms of Llama and T5 do.
+    """
     model = copy.deepcopy(model).double().eval()
     batch = double(batch)
     data = [batch]
-    whole = dense(model, lambda bound: _mean_loss(bound, batch, loss))
-    found = sl.hessian(model, data, loss=loss, **options).dense()
-    torch.testing.assert_close(found, whole, rtol=1e-7, atol=1e-9 * float(whole.abs().max()))
+    whole = dense(model, lambda bound: _mean_loss(bound, batch, loss), rtol)
+    close(sl.hessian(model, data, loss=loss, **options).dense(), whole, rtol)
     traces = sl.sample_traces(model, data, loss=loss, seed=3, **options)
     assert len(traces.values) == len(batch["labels"])
     mean = traces.mean()
-    assert abs(mean.value - float(whole.trace())) <= 5 * mean.stderr + 1e-7 * abs(float(whole.trace()))
+    assert abs(mean.value - float(whole.trace())) <= 5 * mean.stderr + rtol * abs(float(whole.trace()))
     with torch.no_grad():
         logits = model(**batch).logits
     margins = sl.margins(model, data, loss=loss, **options)
     if logits.ndim == 2:
-        expected = sl.output_margin(logits, batch["labels"])
-        torch.testing.assert_close(margins.signed, expected, rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(margins.signed, signed_margins(logits, batch["labels"]), rtol=rtol, atol=1e-9)
     report = sl.measure(model, data, loss=loss, measures=["trace", "weight_norm"], parts=[], **options)
     assert [row.name for row in report.rows] == ["trace", "weight_norm"]
     assert "nan" not in " ".join(report.headline)
@@ -170,9 +182,7 @@ def test_bert_classifies_sequences(transformers: Any, untouched: Untouched) -> N
         check(model, batch)
     exact, twin = copy.deepcopy(model).double(), double(batch)
     whole = dense(exact, lambda bound: bound(**twin).loss)  # as transformers computes it
-    torch.testing.assert_close(
-        sl.hessian(exact, [batch]).dense(), whole, rtol=1e-7, atol=1e-9 * float(whole.abs().max())
-    )
+    close(sl.hessian(exact, [batch]).dense(), whole)
     pair = ({key: value for key, value in batch.items() if key != "labels"}, batch["labels"])
     assert sl.trace(model, pair).value == sl.trace(model, [batch]).value
     assert (
@@ -197,7 +207,7 @@ def test_language_models(transformers: Any, name: str) -> None:
     exact, twin = copy.deepcopy(model).double(), double(even)
     whole = dense(exact, lambda bound: bound(**twin).loss)
     found = sl.hessian(exact, [even], loss="causal_lm").dense()
-    torch.testing.assert_close(found, whole, rtol=1e-7, atol=1e-9 * float(whole.abs().max()))
+    close(found, whole)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
@@ -209,14 +219,14 @@ def test_tokens_as_the_unit(transformers: Any, name: str) -> None:
     with torch.no_grad():
         logits = model(**batch).logits[:, :-1]
     kept = batch["labels"][:, 1:] != -100
-    expected = sl.output_margin(logits[kept], batch["labels"][:, 1:][kept])
+    expected = signed_margins(logits[kept], batch["labels"][:, 1:][kept])
     torch.testing.assert_close(margins.signed, expected.double(), rtol=1e-4, atol=1e-6)
     traces = sl.sample_traces(model, [batch], loss="causal_lm", unit="token", probes=4)
     assert len(traces.values) == counted
     exact, twin = copy.deepcopy(model).double(), double(batch)
     whole = dense(exact, lambda bound: bound(**twin).loss)  # divided by the tokens of the batch: the mean over tokens
     found = sl.hessian(exact, [batch], loss="causal_lm", unit="token").dense()
-    torch.testing.assert_close(found, whole, rtol=1e-7, atol=1e-9 * float(whole.abs().max()))
+    close(found, whole)
 
 
 def test_vit_classifies_images(transformers: Any) -> None:
@@ -269,13 +279,13 @@ def lightning_module() -> Any:
             super().__init__()
             self.save_hyperparameters()
             self.net = nn.Sequential(nn.Linear(3, width), nn.ReLU(), nn.Linear(width, 3))
-            self.criterion = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 1.0]))
+            self.criterion = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 1.0]), reduction="none")
 
         def forward(self, x: Tensor) -> Tensor:
             return self.net(x)
 
         def training_step(self, batch: Any, _: int) -> Tensor:
-            return self.criterion(self(batch[0]), batch[1])
+            return self.criterion(self(batch[0]), batch[1]).mean()
 
         def configure_optimizers(self) -> Any:
             return torch.optim.Adam(self.parameters(), lr=0.1)
@@ -304,7 +314,7 @@ def test_a_lightning_module_and_its_checkpoint(tmp_path: Path, untouched: Untouc
     torch.testing.assert_close(traces.values, per_sample_traces(model.net, inputs, targets), rtol=1e-4, atol=1e-6)
     exact = copy.deepcopy(model).double()
     whole = dense(exact, lambda bound: F.cross_entropy(bound(inputs.double()), targets))
-    torch.testing.assert_close(sl.hessian(exact, (inputs, targets)).dense(), whole, rtol=1e-7, atol=1e-10)
+    close(sl.hessian(exact, (inputs, targets)).dense(), whole)
     weighted = sl.trace(model, loader, loss=model.criterion)
     assert weighted.status == "exact"
     core = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 3))
@@ -327,7 +337,7 @@ def test_what_accelerate_prepared(untouched: Untouched) -> None:
     torch.testing.assert_close(found.values, sl.sample_traces(plain, (inputs, targets)).values)
     torch.testing.assert_close(sl.margins(prepared, batches).signed, sl.margins(plain, (inputs, targets)).signed)
     whole = dense(copy.deepcopy(plain).double(), lambda bound: F.cross_entropy(bound(inputs.double()), targets))
-    torch.testing.assert_close(sl.hessian(prepared.double(), batches).dense(), whole, rtol=1e-7, atol=1e-10)
+    close(sl.hessian(prepared.double(), batches).dense(), whole)
     assert sl.measure(prepared, batches, measures=["trace"], parts=[]).rows
 
 
@@ -364,7 +374,7 @@ def test_networks_of_timm(timm: Any, untouched: Untouched) -> None:
     tiny = tiny.double()
     whole = dense(tiny, lambda bound: F.cross_entropy(bound(small), targets))
     found = sl.hessian(tiny, (small, targets)).dense()
-    torch.testing.assert_close(found, whole, rtol=1e-7, atol=1e-9 * float(whole.abs().max()))
+    close(found, whole)
     mean = sl.trace(tiny, (small, targets))
     assert abs(mean.value - float(whole.trace())) <= 5 * mean.stderr
     assert len(sl.margins(tiny, (small, targets)).output) == 3
@@ -527,7 +537,8 @@ def test_images_in_a_data_set_are_read_and_never_fetched(tmp_path: Path, transfo
     assert samples.classes == ("a", "b", "c")
     torch.testing.assert_close(samples.data[0], torch.from_numpy(pixels)[:, None].float() / 255)
     assert "bytes divided by 255" in samples.notes
+    kept_apart = datasets.Features({"image": datasets.Image(decode=False), "label": datasets.Value("int64")})
     named = {"image": [{"path": "http://127.0.0.1:9/x.png", "bytes": None}], "label": [0]}
-    datasets.Dataset.from_dict(named, features=features).save_to_disk(tmp_path / "named")
+    datasets.Dataset.from_dict(named, features=kept_apart).save_to_disk(tmp_path / "named")
     with pytest.raises(InputError, match="the image 0 of .* is not in the data set, which only names its place"):
         load_samples(str(tmp_path / "named"), model=network(transformers, "vit"))
