@@ -403,6 +403,7 @@ class _Run:
             "dtype": self.dtype,
             "loss": self.here.problem.loss.name,
             "batch norm": self.here.batch_norm,
+            **({"unit": "every position that counts is a sample"} if self.here.form.unit == "token" else {}),
             "samples": chosen,
             "limits": "± and intervals hold 95 %",
         }
