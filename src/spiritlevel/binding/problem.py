@@ -21,6 +21,8 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_leaves, tree_map
 
 from spiritlevel.binding import losses
+from spiritlevel.binding.graphs import Rows
+from spiritlevel.binding.modules import measurable, state_of, to_eval_mode
 from spiritlevel.binding.parameters import Params, depth, select_parameters
 from spiritlevel.binding.ranks import Ranks
 from spiritlevel.binding.reading import PLAIN, Form
@@ -38,18 +40,12 @@ from spiritlevel.errors import InputError, first_line, unknown_name
 BATCH_NORM_MODES = ("eval", "batch")
 
 
-def unwrapped(model: nn.Module) -> nn.Module:
-    """The module inside `torch.compile` or a wrapper for several devices, which could not be differentiated twice."""
-    while True:
-        parallel = isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel)
-        inner = model.module if parallel else getattr(model, "_orig_mod", None)
-        if not isinstance(inner, nn.Module):
-            return model
-        model = inner
-
-
 class _CannotRun(InputError, RuntimeError):
     """The model raised an error: in its first pass, mostly about the shape of its inputs, or while differentiated."""
+
+
+class ReadsMemory(_CannotRun):
+    """The model reads the memory of a tensor, which has none inside the transformations of `torch.func`."""
 
 
 class Problem:
@@ -68,35 +64,24 @@ class Problem:
         batch_norm: str = "eval",
         form: Form = PLAIN,
     ) -> None:
-        self.form = form
-        if not isinstance(model, nn.Module):
-            raise InputError(f"the model must be a torch.nn.Module, got {type(model).__name__}.")
-        model = unwrapped(model)
-        if isinstance(model, torch.jit.ScriptModule):
-            raise InputError("a TorchScript model cannot be measured; pass the module that it was made from.")
-        if any(nn.parameter.is_lazy(tensor) for _, tensor in _state(model)):
-            raise InputError(f"the model {type(model).__name__} has lazy parameters; run it on one batch first.")
-        for name, parameter in model.named_parameters():
-            if parameter.is_complex() or parameter.is_meta:
-                kind = "is complex" if parameter.is_complex() else "is on the meta device, without values"
-                raise InputError(f"the parameter {name} {kind}; there is no curvature to measure.")
+        model = measurable(model)
         if batch_norm not in BATCH_NORM_MODES:
             raise unknown_name("batch_norm mode", batch_norm, BATCH_NORM_MODES)
-        names = select_parameters(model, params)
+        names, self._half = select_parameters(model, params), False
         dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
         if dtypes & {torch.float16, torch.bfloat16}:
             model = copy.deepcopy(model).float()  # half precision holds no curvature: measured as a float32 copy
-            dtypes = {torch.float32}
+            dtypes, self._half = {torch.float32}, True
         if len(dtypes) > 1:
             kinds = ", ".join(sorted(str(d).removeprefix("torch.") for d in dtypes))
             raise InputError(f"the model mixes parameters of {kinds}; convert it to one of them, e.g. model.double().")
-        self.model = model
+        self.model, self.form = model, form.of(model)
         self.loss = losses.resolve(loss, fixed=form.batches == "fixed")
         if form.unit == "token":
             self.loss = losses.of_units(self.loss)
         self.batch_norm = batch_norm
         with torch.inference_mode(False):  # tensors made in inference mode could not be differentiated
-            state = {name: tensor.detach().clone() for name, tensor in _state(model)}
+            state = {name: tensor.detach().clone() for name, tensor in state_of(model)}
         self.params: Params = {name: state.pop(name) for name in names}
         self.constants: Params = state
         floating = [tensor for tensor in self.params.values() if tensor.is_floating_point()]
@@ -158,7 +143,7 @@ class Problem:
             without_autocast(self.device),
             twice_differentiable(self.model),
         ):
-            self.model.eval()
+            to_eval_mode(self.model)
             for module in self.model.modules():
                 module._backward_hooks = OrderedDict()  # torch.func does not know them
                 module._backward_pre_hooks = OrderedDict()
@@ -194,7 +179,9 @@ class Problem:
         detached = detached and not any(tensor.requires_grad for tensor in moving)
         args: tuple[Any, ...] = ()
         kwargs: dict[str, Any] = {}
-        if isinstance(inputs, Mapping):
+        if isinstance(inputs, Rows):
+            args = inputs.graph.arguments(self.device, self.dtype)
+        elif isinstance(inputs, Mapping) and not self.form.takes.takes_one_dict(inputs):
             kwargs = dict(inputs)
         elif isinstance(inputs, tuple | list):
             args = tuple(inputs)
@@ -209,7 +196,7 @@ class Problem:
                 self._overwrites = True  # in this batch, if not in the first one
                 return self._outputs(params, given)
             if "doesn't have storage" in str(error):  # what torch says of a tensor inside its transformations
-                raise _CannotRun(
+                raise ReadsMemory(
                     f"the model {type(self.model).__name__} reads the memory of a tensor in its forward (as .numpy() "
                     "does), which has none while it is differentiated; write that part in operations of torch."
                 ) from error
@@ -217,6 +204,11 @@ class Problem:
                 raise
             shapes = ", ".join(str(tuple(leaf.shape)) for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor))
             reason = first_line(error) + _lacks(self.model, inputs)
+            if self._half and "dtype" in reason:
+                reason += (
+                    " (models of half precision are measured as a float32 copy, and this one turns its values into "
+                    "another type inside; turn them into that of its weights, x.to(self.weight.dtype))"
+                )
             raise _CannotRun(
                 f"the model {type(self.model).__name__} fails on inputs of shape {shapes}: {reason}."
             ) from error
@@ -230,7 +222,10 @@ class Problem:
             self._check_own_parameters()
         if before is not None:
             self._draws = before != random_states(self.device)
-        result = self.form.outputs(result)
+        leaves = [leaf for leaf in _leaves(inputs) if isinstance(leaf, Tensor) and leaf.ndim]
+        result = self.form.outputs(result, len(leaves[0]) if leaves else 0)
+        if isinstance(inputs, Rows):
+            result = result[inputs.rows]
         if detached and result.requires_grad:
             raise InputError(
                 f"the model {type(self.model).__name__} reads parameters that it holds elsewhere than under their "
@@ -347,8 +342,3 @@ def _each(change: Callable[[Any], Any], inputs: Any) -> Any:
 def _first_not_finite(tensor: Tensor) -> int:
     wrong = ~torch.isfinite(tensor.detach())
     return int(wrong.reshape(len(tensor), -1).any(1).nonzero()[0]) if tensor.ndim else 0
-
-
-def _state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from model.named_parameters()
-    yield from model.named_buffers()

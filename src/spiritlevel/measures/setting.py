@@ -353,4 +353,6 @@ def _same(now: Tensor, then: Tensor) -> bool:
     if now.shape != then.shape:
         return False
     now = now.to(then)
+    if now.layout != torch.strided:  # sparse, say
+        now, then = now.to_dense(), then.to_dense()
     return not bool(((now != then) & ((now == now) | (then == then))).any())

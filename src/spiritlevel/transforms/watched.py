@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from spiritlevel.binding.problem import unwrapped
+from spiritlevel.binding.modules import unwrapped
 from spiritlevel.errors import InputError, checked_seed
 from spiritlevel.transforms.certificates import Sample, Transformed
 from spiritlevel.transforms.maps import LinearMap, Step, generator
