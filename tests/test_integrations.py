@@ -15,13 +15,13 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import Untouched
 from naive import per_sample_traces
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
 import spiritlevel as sl
-from conftest import Untouched
 from spiritlevel import cli
 from spiritlevel.errors import InputError
 from spiritlevel.loading import load_model, load_samples, load_weights
@@ -200,14 +200,15 @@ def test_bert_tags_tokens(transformers: Any) -> None:
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_language_models(transformers: Any, name: str) -> None:
     model, batch = network(transformers, name), text()
-    check(model, batch, "causal_lm")
+    check(model, batch, "causal_lm", 1e-4 if name == "llama" else 1e-7)
+    rtol = 1e-4 if name == "llama" else 1e-5  # transformers computes the loss of a language model in float32
     even = {
         key: value[[0, 2, 3]] for key, value in batch.items()
     }  # equally many tokens: the mean of all is that of means
     exact, twin = copy.deepcopy(model).double(), double(even)
-    whole = dense(exact, lambda bound: bound(**twin).loss)
+    whole = dense(exact, lambda bound: bound(**twin).loss, rtol)
     found = sl.hessian(exact, [even], loss="causal_lm").dense()
-    close(found, whole)
+    close(found, whole, rtol)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
@@ -224,9 +225,10 @@ def test_tokens_as_the_unit(transformers: Any, name: str) -> None:
     traces = sl.sample_traces(model, [batch], loss="causal_lm", unit="token", probes=4)
     assert len(traces.values) == counted
     exact, twin = copy.deepcopy(model).double(), double(batch)
-    whole = dense(exact, lambda bound: bound(**twin).loss)  # divided by the tokens of the batch: the mean over tokens
+    rtol = 1e-4 if name == "llama" else 1e-5  # transformers computes the loss of a language model in float32
+    whole = dense(exact, lambda bound: bound(**twin).loss, rtol)  # divided by the tokens of the batch: their mean
     found = sl.hessian(exact, [batch], loss="causal_lm", unit="token").dense()
-    close(found, whole)
+    close(found, whole, rtol)
 
 
 def test_vit_classifies_images(transformers: Any) -> None:
@@ -238,7 +240,7 @@ def test_t5_needs_what_its_collator_makes(transformers: Any) -> None:
     with pytest.raises(InputError, match=r"a batch needs decoder_input_ids, which DataCollatorForSeq2Seq\(.*\) makes"):
         sl.trace(model, [batch])
     shifted = model.prepare_decoder_input_ids_from_labels(batch["labels"])
-    check(model, {**batch, "decoder_input_ids": shifted})
+    check(model, {**batch, "decoder_input_ids": shifted}, rtol=1e-4)
 
 
 def test_a_trainer_gives_its_batches(transformers: Any, tmp_path: Path) -> None:
@@ -348,7 +350,7 @@ STAND_INS = Path(__file__).parent / "stand_ins"
 
 @pytest.fixture
 def timm(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """timm, with a stand-in for torchvision where there is none; gone afterwards, for others ask whether it is there."""
+    """timm, with a stand-in for torchvision where there is none, which is gone afterwards: others ask for it too."""
     try:
         import torchvision  # noqa: F401
     except ModuleNotFoundError:
@@ -453,7 +455,7 @@ def test_a_saved_transformer_and_a_saved_data_set(saved: Path, transformers: Any
     assert len(load_samples(f"{saved}/parts", model=model).data[1]) == 12
     with pytest.raises(InputError, match=r"has no part 'test'; write one of .*parts:train, .*parts:validation"):
         load_samples(f"{saved}/parts", "test", model=model)
-    with pytest.raises(InputError, match="unknown column of .* 'lables': did you mean 'labels'"):
+    with pytest.raises(InputError, match=r"unknown column of .* 'lables': did you mean 'labels'"):
         load_samples(f"{saved}/data", target="lables", model=model)
 
 
@@ -513,7 +515,7 @@ def test_columns_that_are_refused(tmp_path: Path, transformers: Any) -> None:
     datasets = pytest.importorskip("datasets")
     model = network(transformers, "bert")
     datasets.Dataset.from_dict({"input_ids": [[1, 2], [3]], "labels": [0, 1]}).save_to_disk(tmp_path / "ragged")
-    with pytest.raises(InputError, match="the samples of the column 'input_ids' of .* differ in length; pad them"):
+    with pytest.raises(InputError, match=r"the samples of the column 'input_ids' of .* differ in length; pad them"):
         load_samples(str(tmp_path / "ragged"), model=model)
     datasets.Dataset.from_dict({"input_ids": [[1, 2], [3, 4]], "answer": ["a", "b"]}).save_to_disk(tmp_path / "texts")
     with pytest.raises(InputError, match="needs --target, the column to predict: one of input_ids, answer"):
@@ -537,8 +539,11 @@ def test_images_in_a_data_set_are_read_and_never_fetched(tmp_path: Path, transfo
     assert samples.classes == ("a", "b", "c")
     torch.testing.assert_close(samples.data[0], torch.from_numpy(pixels)[:, None].float() / 255)
     assert "bytes divided by 255" in samples.notes
-    kept_apart = datasets.Features({"image": datasets.Image(decode=False), "label": datasets.Value("int64")})
-    named = {"image": [{"path": "http://127.0.0.1:9/x.png", "bytes": None}], "label": [0]}
-    datasets.Dataset.from_dict(named, features=kept_apart).save_to_disk(tmp_path / "named")
-    with pytest.raises(InputError, match="the image 0 of .* is not in the data set, which only names its place"):
+    named = {"image": [{"bytes": None, "path": "http://127.0.0.1:9/x.png"}], "label": [0]}
+    plain = {"image": {"bytes": datasets.Value("binary"), "path": datasets.Value("string")}, "label": features["label"]}
+    datasets.Dataset.from_dict(named, features=datasets.Features(plain)).save_to_disk(tmp_path / "named")
+    about = json.loads((tmp_path / "named" / "dataset_info.json").read_text())
+    about["features"]["image"] = {"_type": "Image"}
+    (tmp_path / "named" / "dataset_info.json").write_text(json.dumps(about))
+    with pytest.raises(InputError, match=r"the image 0 of .* is not in the data set, which only names its place"):
         load_samples(str(tmp_path / "named"), model=network(transformers, "vit"))

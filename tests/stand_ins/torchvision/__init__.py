@@ -1,13 +1,13 @@
 """What timm imports of torchvision before any of its networks can be built, for an environment without torchvision.
 
-Its networks use one class of it, and only to recognise it; the rest belongs to data loading, which is never called here.
+Its networks use one class of it, and only to recognise it; the rest belongs to data loading, which is not called here.
 """
 
 from __future__ import annotations
 
 import sys
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import nn
 
@@ -26,7 +26,7 @@ class _Any(type):
 class _Empty(ModuleType):
     """A module in which every name is such a class."""
 
-    __path__: list[str] = []
+    __path__: ClassVar[list[str]] = []
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
