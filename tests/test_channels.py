@@ -223,6 +223,7 @@ PASSED: dict[str, tuple[Callable[[Any, Tensor], Tensor], Callable[..., Transform
     "written into": (lambda net, h: _written(h), mix_linear),
     "padded rows": (lambda net, h: F.pad(h[None], (0, 0, 1, 0))[0, 1:], mix_linear),
     "joined rows": (lambda net, h: torch.cat([torch.zeros_like(h[:1]), h])[1:], mix_linear),
+    "an empty part": (lambda net, h: torch.cat([torch.cat([h.new_empty(0), h]), h.new_empty(0)]), mix_linear),
     "numbers added": (lambda net, h: 1 - torch.relu(h + 2), permute_units),
     "where": (lambda net, h: torch.where(h > 0, h, 0.1 * h), permute_units),
     "clamp, power": (lambda net, h: h.clamp(-1, 1) ** 3, split_units),

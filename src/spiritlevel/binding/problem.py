@@ -217,7 +217,7 @@ class Problem:
             shapes = ", ".join(str(tuple(leaf.shape)) for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor))
             raise _CannotRun(
                 f"the model {type(self.model).__name__} fails on inputs of shape {shapes}: {first_line(error)}"
-                f"{self._remark(error)}."
+                f"{_lacks(self.model, inputs)}{self._remark(error)}."
             ) from error
         if plain:
             copies = _leaves(inputs)
@@ -346,6 +346,14 @@ class Problem:
                     "make them repeat, e.g. with F.dropout(x, training=self.training)."
                 )
             self._draws = False  # without effect, as it turned out
+
+
+def _lacks(model: nn.Module, inputs: Any) -> str:
+    """What an encoder with a decoder of transformers lacks once its labels are targets: it makes them of those."""
+    wanted = "decoder_input_ids"
+    if not (isinstance(inputs, Mapping) and hasattr(model, f"prepare_{wanted}_from_labels")) or wanted in inputs:
+        return ""
+    return f"; a batch needs {wanted}, which DataCollatorForSeq2Seq(tokenizer, model=model) makes of the labels"
 
 
 _HELD = ("_parameters", "_buffers", "_modules")  # what a module holds under names, beside its plain attributes

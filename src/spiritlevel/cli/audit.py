@@ -25,7 +25,7 @@ class Audit(OnData):
     model: Annotated[Positional[str], arg(metavar="MODEL")]
     """A model, written as for `spiritlevel measure`."""
     weights: Annotated[Path | None, optional("FILE")] = None
-    """Its weights: .safetensors, or a .pt file that holds nothing but tensors."""
+    """Its weights: .safetensors, a .pt file that holds nothing but tensors, or a .ckpt file of Lightning."""
     transforms: Annotated[str | None, optional("NAME,NAME,...")] = None
     """Only these transforms, or all."""
 
@@ -33,30 +33,33 @@ class Audit(OnData):
         """Load, audit, show the table."""
         from spiritlevel.answers.auditing import audit
         from spiritlevel.binding.batches import Batches, subset
+        from spiritlevel.binding.reading import form_of
         from spiritlevel.cli.show import show_audit
-        from spiritlevel.loading import about_weights, check_classes, load_model, load_samples
+        from spiritlevel.loading import check_classes, load_loss, load_samples, read_model
 
         with ProgressBar() as progress:
             progress("loading", 0, 0)
-            model = load_model(self.model, self.weights, device=self.device, dtype=self.dtype, seed=self.seed)
-            samples = load_samples(self.data)
-            check_classes(samples, None, model)
-            data, _, population = subset(
-                Batches(samples.data, whole=self.batch_norm == "batch"), self.samples, self.seed
-            )
+            model, about = read_model(self.model, self.weights, device=self.device, dtype=self.dtype, seed=self.seed)
+            samples = load_samples(self.data, target=self.target, model=model)
+            form = form_of(self.reading(samples))
+            check_classes(samples, None, model, form.options())
+            whole = self.batch_norm == "batch" or self.batches == "fixed"
+            data, drawn, population = subset(Batches(samples.data, whole=whole, form=form), self.samples, self.seed)
+            form = form if drawn is None else form.of_pairs()
             wanted = self.transforms
             found = audit(
                 model,
                 data,
                 measures=self.names,
                 transforms=wanted if wanted in (None, "all") else wanted.split(","),
-                loss=self.loss,
+                loss=load_loss(self.loss),
                 batch_norm=self.batch_norm,
                 progress=progress,
                 seed=self.seed,
+                **form.options(),
             )
         tell(f"{self.model}: {found.parameters:,} parameters, {found.samples:,} of {population:,} samples")
-        for note in filter(None, [about_weights(self.model, self.weights), *samples.notes]):
+        for note in filter(None, [about, *samples.notes]):
             tell(note)
         show_audit(found)
         return Outcome({"audit": found.to_dict()})

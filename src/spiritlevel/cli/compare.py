@@ -37,31 +37,32 @@ class Compare(OnData):
         if self.out is not None:
             check_folder(self.out)
         from spiritlevel.answers.comparing import compare
-        from spiritlevel.loading import about_weights, check_classes, load_model, load_samples
+        from spiritlevel.loading import check_classes, load_loss, load_samples, read_model
 
         with ProgressBar() as progress:
             progress("loading", 0, 0)
             files = self.weights or (None, None)
-            a = load_model(self.a, files[0], device=self.device, dtype=self.dtype, seed=self.seed)
-            b = load_model(self.b, files[1], device=self.device, dtype=self.dtype, seed=self.seed)
-            samples = load_samples(self.data, "test")
-            check_classes(samples, None, a)
-            check_classes(samples, None, b)
+            a, about_a = read_model(self.a, files[0], device=self.device, dtype=self.dtype, seed=self.seed)
+            b, about_b = read_model(self.b, files[1], device=self.device, dtype=self.dtype, seed=self.seed)
+            samples = load_samples(self.data, "test", target=self.target, model=a)
+            for model in (a, b):
+                check_classes(samples, None, model, self.reading(samples))
             comparison = compare(
                 a,
                 b,
                 samples.data,
                 names=self._labels(),
-                loss=self.loss,
+                loss=load_loss(self.loss),
                 measures=self.names,
                 samples=self.samples,
                 batch_norm=self.batch_norm,
                 progress=progress,
                 seed=self.seed,
+                **self.reading(samples),
             )
             sources = {"models": f"{self.a} and {self.b}", "data": samples.name}
             sources["weights"] = " and ".join(str(file or "as built") for file in files)
-            notes = [about_weights(self.a, files[0]), about_weights(self.b, files[1]), *samples.notes]
+            notes = [about_a, about_b, *samples.notes]
             reasons = (*filter(None, dict.fromkeys(notes)), *comparison.reasons)
             settings = sources | comparison.settings | sources  # first, and as they were given
             comparison = dataclasses.replace(comparison, settings=settings, reasons=reasons)

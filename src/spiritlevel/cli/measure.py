@@ -17,6 +17,7 @@ from spiritlevel.errors import InputError
 
 if TYPE_CHECKING:
     from spiritlevel.binding.ranks import Ranks
+    from spiritlevel.binding.reading import Reading
     from spiritlevel.loading import Samples
     from spiritlevel.results import Comparison, Report
 
@@ -26,10 +27,20 @@ class OnData(Seeded):
     """What the commands that measure models share."""
 
     data: Annotated[str, arg(metavar="DATA")]
-    """A built-in name, an .npz or .safetensors file with x and y, a folder of images with one subfolder per class, or
+    """A built-in name, an .npz or .safetensors file with x and y, a .csv or .parquet table (with --target), a folder of
+    images with one subfolder per class, a data set that `datasets` saved (FOLDER or FOLDER:part), or
     file.py:function."""
+    target: Annotated[str | None, optional("NAME")] = None
+    """The column to predict, of a table or a saved data set; or the key of the targets in batches that are dicts."""
     loss: Annotated[str, arg(metavar="NAME")] = "cross_entropy"
-    """cross_entropy, binary_cross_entropy, squared_error (½‖φ − y‖² per sample) or exponential."""
+    """cross_entropy, causal_lm, binary_cross_entropy, squared_error (½‖φ − y‖² per sample), huber, poisson, exponential,
+    or file.py:function of (outputs, targets) with one loss per sample."""
+    output: Annotated[str | None, optional("NAME")] = None
+    """Which part of what the model returns to measure: a key or a number; its logits unless given."""
+    unit: Annotated[str, arg(metavar="sample|token")] = "sample"
+    """What is counted as one: a sample, or each of its tokens."""
+    batches: Annotated[str, arg(metavar="free|fixed")] = "free"
+    """fixed, where the loss of a sample depends on the others of its batch: batches are then never split."""
     measures: Annotated[str | None, optional("NAME,NAME,...")] = None
     """Only these measures, or all; about a dozen by default."""
     samples: Annotated[int | None, optional("N")] = None
@@ -40,6 +51,12 @@ class OnData(Seeded):
     """cpu, cuda:0 and so on; where the model already is, unless given."""
     dtype: Annotated[str | None, optional("float32|float64")] = None
     """Convert the model to this number format first."""
+
+    def reading(self, samples: Samples) -> Reading:
+        """How batches of these samples and the outputs of the model are read."""
+        number = self.output is not None and self.output.lstrip("-").isdigit()
+        output = int(str(self.output)) if number else self.output
+        return {"target": samples.target, "output": output, "unit": self.unit, "batches": self.batches}
 
     @property
     def names(self) -> str | list[str] | None:
@@ -63,14 +80,19 @@ class Measure(OnData):
     """Measure a model of your own: how flat, how wide the margins, how sure, how much of it is parametrisation.
 
     For example: spiritlevel measure net.py:make --weights net.safetensors --data train.npz --test test.npz
+
+    Or, of what other libraries saved: spiritlevel measure hf:my-bert --data my-data --samples 500
+
+    A table: spiritlevel measure net.py:make --weights last.ckpt --data train.parquet --test test.parquet --target label
     """
 
     NAME = "measure"
 
     model: Annotated[Positional[str], arg(metavar="MODEL")]
-    """file.py:function, package.module:function, or a built-in name such as lenet5 or lenet5:channels=3."""
+    """file.py:function, package.module:function, hf:FOLDER (saved by transformers), timm:NAME or
+    timm:NAME:num_classes=10, a .pt2 file of torch.export, or a built-in name such as lenet5 or lenet5:channels=3."""
     weights: Annotated[Path | None, optional("FILE")] = None
-    """Its weights: .safetensors, or a .pt file that holds nothing but tensors."""
+    """Its weights: .safetensors, a .pt file that holds nothing but tensors, or a .ckpt file of Lightning."""
     test: Annotated[str | None, optional("DATA")] = None
     """Other data, for the test accuracy; the test part of a built-in data set unless given."""
     out: Annotated[Path, arg(metavar="DIR")] = Path("report")
@@ -107,25 +129,24 @@ class Measure(OnData):
     def _measured(self, ranks: Ranks, progress: Callable[[str, int, int], None]) -> Report:
         from spiritlevel import data as named
         from spiritlevel.answers.measuring import measure
-        from spiritlevel.loading import about_weights, check_classes, load_model, load_samples
+        from spiritlevel.loading import check_classes, load_loss, load_samples, read_model
 
         with ranks.together():
             if ranks.count > 1 and str(self.device).startswith("cuda:"):
                 raise InputError("--device is cuda, without a number, under torchrun: every process takes its own GPU.")
             progress("loading", 0, 0)
-            model = load_model(self.model, self.weights, device=self.device, dtype=self.dtype, seed=self.seed)
-            train = load_samples(self.data)
+            model, note = read_model(self.model, self.weights, device=self.device, dtype=self.dtype, seed=self.seed)
+            loss = load_loss(self.loss)
+            train = load_samples(self.data, target=self.target, model=model)
             test: Samples | None = None
-            if self.test is not None:
-                test = load_samples(self.test, "test")
-            elif self.data in named.names():
-                test = load_samples(self.data, "test")
-            check_classes(train, test, model)
+            if self.test is not None or self.data in named.names():
+                test = load_samples(self.test or self.data, "test", target=self.target, like=train, model=model)
+            check_classes(train, test, model, self.reading(train))
         report = measure(
             model,
             train.data,
             test=None if test is None else test.data,
-            loss=self.loss,
+            loss=loss,
             measures=self.names,
             samples=self.samples,
             batch_norm=self.batch_norm,
@@ -135,10 +156,11 @@ class Measure(OnData):
             progress=progress,
             group=ranks.group,
             seed=self.seed,
+            **self.reading(train),
         )
         sources = {"model": self.model, "weights": str(self.weights or "as built"), "train data": train.name}
         sources |= {} if test is None else {"test data": test.name}
-        notes = [about_weights(self.model, self.weights), *train.notes, *(() if test is None else test.notes)]
+        notes = [note, *train.notes, *(() if test is None else test.notes)]
         headline = (*filter(None, dict.fromkeys(notes)), *report.headline)
         return dataclasses.replace(report, settings={**sources, **report.settings}, headline=headline)
 

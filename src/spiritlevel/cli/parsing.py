@@ -44,6 +44,7 @@ def parse(kind: type[T], prog: str, args: Sequence[str]) -> T:
     spiritlevel.errors.InputError: unknown option '--epoch': did you mean '--epochs'? See `spiritlevel demo --help`.
     """
     complaint = io.StringIO()
+    args = _in_places(kind, args)
     try:
         with contextlib.redirect_stderr(complaint):
             return tyro.cli(kind, prog=prog, args=args, config=(FlagCreatePairsOff,))
@@ -52,6 +53,21 @@ def parse(kind: type[T], prog: str, args: Sequence[str]) -> T:
             raise
         reason = _explained(_arguments(kind), list(args)) or _plain(complaint.getvalue())
         raise InputError(f"{reason.rstrip('.')}{'' if reason.endswith('?') else '.'} See `{prog} --help`.") from None
+
+
+def _in_places(kind: type, args: Sequence[str]) -> list[str]:
+    """The arguments, with one that has a place but was given by its name, as `--model lenet5`, put there."""
+    words = list(args)
+    names = [argument.name for argument in _arguments(kind) if argument.positional and argument.values == 1]
+    found = [name for name in names if words.count(name) == 1 and words.index(name) + 1 < len(words)]
+    if found != names:
+        return words
+    values = []
+    for name in names:
+        place = words.index(name)
+        values.append(words[place + 1])
+        del words[place : place + 2]
+    return [*values, *words]
 
 
 def optional(metavar: str | None = None) -> Any:

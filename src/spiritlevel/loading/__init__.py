@@ -7,8 +7,18 @@ what is written as `file.py:function` or `package.module:function` runs, because
 from __future__ import annotations
 
 from spiritlevel.loading.arrays import Samples
-from spiritlevel.loading.models import about_weights, load_model
+from spiritlevel.loading.calling import load_loss
+from spiritlevel.loading.models import about_weights, load_model, read_model
 from spiritlevel.loading.samples import check_classes, load_samples
 from spiritlevel.loading.weights import load_weights
 
-__all__ = ["Samples", "about_weights", "check_classes", "load_model", "load_samples", "load_weights"]
+__all__ = [
+    "Samples",
+    "about_weights",
+    "check_classes",
+    "load_loss",
+    "load_model",
+    "load_samples",
+    "load_weights",
+    "read_model",
+]

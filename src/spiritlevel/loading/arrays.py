@@ -39,6 +39,10 @@ class Samples(NamedTuple):
     name: str
     notes: tuple[str, ...] = ()
     """What was done to the numbers of the file on the way, as sentences."""
+    codes: Mapping[str, tuple[str, ...]] = {}
+    """Of a table: its columns with the names of their codes, in the order of the codes; none for numbers."""
+    target: str | None = None
+    """The key of the targets in the batches, where it is left to whoever reads them."""
 
 
 def as_pair(arrays: Mapping[str, Any], path: Path) -> tuple[tuple[Tensor, Tensor], tuple[str, ...]]:
@@ -55,11 +59,11 @@ def as_pair(arrays: Mapping[str, Any], path: Path) -> tuple[tuple[Tensor, Tensor
         raise InputError(f"{path.name} must hold as many targets as inputs, it holds shapes {shapes}.")
     if targets.ndim == 2 and targets.shape[1] == 1 and not targets.is_floating_point():
         targets = targets[:, 0]
-    converted, notes = _as_inputs(inputs)
+    converted, notes = as_inputs(inputs)
     return (converted, targets.float() if targets.is_floating_point() else targets.long()), notes
 
 
-def _as_inputs(inputs: Tensor) -> tuple[Tensor, tuple[str, ...]]:
+def as_inputs(inputs: Tensor) -> tuple[Tensor, tuple[str, ...]]:
     """Bytes are pictures, channels last or first; anything else stays as it is, floats in single precision.
 
     Also what was done, in words.

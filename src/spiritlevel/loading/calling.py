@@ -1,14 +1,15 @@
-"""What a function of the user's own file or package returns, imported as if Python had been started beside it."""
+"""What a user's own file or package holds or returns, imported as if Python had been started beside it."""
 
 from __future__ import annotations
 
 import difflib
 import importlib
 import importlib.util
+import inspect
 import os
 import sys
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -23,6 +24,50 @@ from spiritlevel.storage import check_readable, digest
 
 def call_spec(spec: str) -> Any:
     """What `file.py:name` or `package.module:name` returns; something that is no function is taken as it is."""
+    with _named(spec) as found:
+        if isinstance(found, nn.Module) or not callable(found):
+            return found
+        try:
+            return found()
+        except (Exception, SystemExit) as error:
+            raise InputError(f"{spec}, called without arguments, fails: {named_error(error)}.") from error
+
+
+def load_loss(spec: str) -> Any:
+    """A loss as `--loss` names it: a known name as it is, or the callable that `file.py:name` is, which is not called.
+
+    >>> load_loss("cross_entropy")
+    'cross_entropy'
+    """
+    if ":" not in spec:
+        if spec.endswith(".py"):
+            raise InputError(f"the loss {spec!r} lacks its function: write {spec}:function.")
+        return spec
+    with _named(spec) as found:
+        if isinstance(found, type) or not callable(found):
+            made = f"an object of it, as loss = {found.__name__}(...)" if isinstance(found, type) else "a function"
+            got = "a class" if isinstance(found, type) else type(found).__name__
+            raise InputError(f"the loss {spec} must be a function of (outputs, targets), got {got}; name {made}.")
+        if not isinstance(found, nn.Module):
+            _check_takes_two(spec, found)
+        return found
+
+
+def _check_takes_two(spec: str, loss: Callable[..., Any]) -> None:
+    try:
+        inspect.signature(loss).bind(0, 0)
+    except TypeError as error:
+        raise InputError(
+            f"the loss {spec} must take (outputs, targets) and return one number a sample, and it takes "
+            f"{inspect.signature(loss)}."
+        ) from error
+    except ValueError:  # a built-in function that does not tell what it takes
+        return
+
+
+@contextmanager
+def _named(spec: str) -> Iterator[Any]:
+    """What stands under a name in a file or a package, and meanwhile its neighbours can be imported."""
     place, _, name = spec.rpartition(":")
     if not place or not name:
         raise InputError(f"{spec!r} names no {'function' if place else 'file'}; write file.py:function.")
@@ -42,13 +87,7 @@ def call_spec(spec: str) -> Any:
             near = difflib.get_close_matches(name, names, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else "."
             raise InputError(f"{place} has no {name!r}{hint}")
-        found = getattr(module, name)
-        if isinstance(found, nn.Module) or not callable(found):
-            return found
-        try:
-            return found()
-        except (Exception, SystemExit) as error:
-            raise InputError(f"{spec}, called without arguments, fails: {named_error(error)}.") from error
+        yield getattr(module, name)
 
 
 def _import_file(path: Path) -> Any:

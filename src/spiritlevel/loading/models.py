@@ -6,7 +6,7 @@ import ast
 import difflib
 import random
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,8 +15,17 @@ from torch import nn
 from spiritlevel.binding.state import preserved_random_state
 from spiritlevel.errors import InputError, checked_seed, first_line, unknown_name
 from spiritlevel.loading.calling import call_spec
+from spiritlevel.loading.exported import exported_program
+from spiritlevel.loading.libraries import saved_transformer, timm_model
 from spiritlevel.loading.weights import load_weights
 from spiritlevel.papers import networks as models
+
+
+class Loaded(NamedTuple):
+    """A model, and what a reader of its numbers should know of its weights, as a sentence or none."""
+
+    model: nn.Module
+    note: str
 
 
 def load_model(
@@ -27,27 +36,41 @@ def load_model(
     dtype: str | None = None,
     seed: int = 0,
 ) -> nn.Module:
+    """The model that `spec` names, as `read_model` reads it.
+
+    >>> models.count(load_model("lenet5:channels=3"))
+    62006
+    """
+    return read_model(spec, weights, device=device, dtype=dtype, seed=seed).model
+
+
+def read_model(
+    spec: str,
+    weights: str | Path | None = None,
+    *,
+    device: str | None = None,
+    dtype: str | None = None,
+    seed: int = 0,
+) -> Loaded:
     """The model that `spec` names, with its weights, on its device and in its number format.
 
     Args:
         spec: a built-in name (`lenet5`, or with options `lenet5:channels=3,width=0.5`), `package.module:callable` or
-            `file.py:callable`, where the callable takes no arguments and returns the module.
-        weights: a `.safetensors` file, or a `.pt` file that holds nothing but tensors.
+            `file.py:callable`, where the callable takes no arguments and returns the module; `hf:FOLDER`, a model that
+            transformers saved; `timm:NAME`, a network of timm, options likewise (`timm:resnet18:num_classes=10`); or
+            the `.pt2` file of a program that `torch.export.save` wrote.
+        weights: a `.safetensors` file, a `.pt` file that holds nothing but tensors, or a `.ckpt` file of Lightning.
         device: as torch names it; where the module is unless given.
         dtype: "float32" or "float64"; as the module is unless given.
         seed: of the weights that the model starts with, so that two runs without `weights` measure the same network.
             The global random states are left as they were.
-
-    >>> models.count(load_model("lenet5:channels=3"))
-    62006
     """
     with preserved_random_state():
         torch.manual_seed(checked_seed(seed))
         np.random.seed(seed % 2**32)
         random.seed(seed)
-        model = _built_in(spec) if spec.partition(":")[0] in models.NAMES else _own_model(spec)
-    if weights is not None:
-        load_weights(model, weights)
+        model = _named(spec)
+    note = load_weights(model, weights) if weights is not None else about_weights(spec, None)
     kind = None if dtype is None else _float(dtype)
     try:
         moved = model.to(device=device, dtype=kind)
@@ -56,7 +79,7 @@ def load_model(
         raise InputError(f"the model cannot be moved to device {device!r}: {first_line(error)}.") from error
     if torch.device(device or "cpu").type == "meta":
         raise InputError("the model cannot be measured on the device 'meta', which keeps shapes and no numbers.")
-    return moved
+    return Loaded(moved, note)
 
 
 def about_weights(spec: str, weights: str | Path | None) -> str:
@@ -67,7 +90,9 @@ def about_weights(spec: str, weights: str | Path | None) -> str:
     """
     if weights is not None:
         return ""
-    if spec.partition(":")[0] in models.NAMES:
+    if spec.startswith("hf:") or spec.endswith(".pt2"):
+        return ""
+    if spec.partition(":")[0] in (*models.NAMES, "timm"):
         return "Weights: as built, not trained."
     return f"Weights: as {spec} built them, not trained unless it loads some itself."
 
@@ -79,8 +104,21 @@ def _float(name: str) -> torch.dtype:
     return kinds[name]
 
 
-def _built_in(spec: str) -> nn.Module:
-    name, _, text = spec.partition(":")
+def _named(spec: str) -> nn.Module:
+    head, _, rest = spec.partition(":")
+    if head in models.NAMES:
+        return _built_in(head, rest)
+    if head == "hf" and rest:
+        return saved_transformer(Path(rest))
+    if head == "timm" and rest:
+        name, _, options = rest.partition(":")
+        return timm_model(name, _options(f"timm:{name}", options))
+    if spec.endswith(".pt2"):
+        return exported_program(Path(spec))
+    return _own_model(spec)
+
+
+def _options(name: str, text: str) -> dict[str, Any]:
     options: dict[str, Any] = {}
     for item in filter(None, text.split(",")):
         key, equals, value = item.partition("=")
@@ -90,8 +128,12 @@ def _built_in(spec: str) -> nn.Module:
             options[key.strip()] = ast.literal_eval(value.strip())
         except (ValueError, SyntaxError):
             options[key.strip()] = value.strip()
+    return options
+
+
+def _built_in(name: str, text: str) -> nn.Module:
     try:
-        return models.build(name, **options)
+        return models.build(name, **_options(name, text))
     except (TypeError, RuntimeError) as error:
         raise InputError(f"{name} cannot be built with {text}: {first_line(error)}.") from error
 
@@ -103,8 +145,8 @@ def _own_model(spec: str) -> nn.Module:
         near = difflib.get_close_matches(spec, models.NAMES, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise InputError(
-            f"the model {spec!r} is neither file.py:function nor package.module:function nor a built-in name "
-            f"({', '.join(models.NAMES)}){hint}" + ("" if hint else ".")
+            f"the model {spec!r} is neither file.py:function nor package.module:function nor hf:FOLDER nor timm:NAME "
+            f"nor a .pt2 file nor a built-in name ({', '.join(models.NAMES)}){hint}" + ("" if hint else ".")
         )
     made = call_spec(spec)
     if not isinstance(made, nn.Module):

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from spiritlevel.errors import InputError, first_line, needs, printable
 from spiritlevel.loading.arrays import FAINT, Samples, check_size
@@ -38,17 +40,27 @@ def images_in(folder: Path) -> Samples:
     empty = sorted(set(range(len(classes))) - {number for _, number in files})
     if empty:
         raise InputError(f"the folder {folder / classes[empty[0]]} holds no image.")
-    grey = all([_is_grey(path) for path, _ in files])  # all are looked at: a damaged one is named at once
-    first = _picture(files[0][0], grey)
-    check_size(4 * first.pixels.size * len(files), folder)
+    inputs, notes = stacked([(path, path) for path, _ in files], folder)
+    targets = torch.tensor([number for _, number in files])
+    return Samples((inputs, targets), tuple(map(printable, classes)), printable(folder.name), notes)
+
+
+def stacked(files: Sequence[tuple[Any, Path | bytes]], place: Path) -> tuple[Tensor, tuple[str, ...]]:
+    """The images of files, or of the bytes of files, by their names, as (N, C, H, W); what was done to them, in words.
+
+    `place` is where they come from.
+    """
+    grey = all([_is_grey(name, file) for name, file in files])  # all are looked at: a damaged one is named at once
+    first = _picture(*files[0], grey)
+    check_size(4 * first.pixels.size * len(files), place)
     images = np.empty((len(files), *first.pixels.shape), dtype=np.float32)
     notes: dict[str, None] = {}
     brightest = 0.0
-    for index, (path, _) in enumerate(files):
-        image = _picture(path, grey)
+    for index, (name, file) in enumerate(files):
+        image = _picture(name, file, grey)
         if image.pixels.shape != first.pixels.shape:
             raise InputError(
-                f"all images must have one size: {files[0][0]} has {_size(first)} and {path} {_size(image)}."
+                f"all images must have one size: {files[0][0]} has {_size(first)} and {name} {_size(image)}."
             )
         images[index] = image.pixels
         images[index] /= image.top
@@ -58,9 +70,7 @@ def images_in(folder: Path) -> Samples:
         notes[f"the brightest pixel is {brightest:.2g} of white: save floats if the network was trained on others"] = (
             None
         )
-    targets = torch.tensor([number for _, number in files])
-    inputs = torch.from_numpy(images.transpose(0, 3, 1, 2).copy())
-    return Samples((inputs, targets), tuple(map(printable, classes)), printable(folder.name), tuple(notes))
+    return torch.from_numpy(images.transpose(0, 3, 1, 2).copy()), tuple(notes)
 
 
 # What Pillow may open: it knows fifty formats, and for one of them it starts another program.
@@ -78,14 +88,14 @@ class _Image(NamedTuple):
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[Any]:
+def _opened(path: Any, file: Path | bytes) -> Iterator[Any]:
     with needs("a folder of images"):
         from PIL import Image
 
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", Image.DecompressionBombWarning)
-            with Image.open(path, formats=_FORMATS) as image:
+            with Image.open(io.BytesIO(file) if isinstance(file, bytes) else file, formats=_FORMATS) as image:
                 yield image
     except InputError:
         raise
@@ -93,16 +103,16 @@ def _opened(path: Path) -> Iterator[Any]:
         raise InputError(f"the image {path} cannot be read: {first_line(error) or type(error).__name__}.") from error
 
 
-def _is_grey(path: Path) -> bool:
-    with _opened(path) as image:
+def _is_grey(path: Any, file: Path | bytes) -> bool:
+    with _opened(path, file) as image:
         if image.mode not in (*_GREY, *_COLOURED):
             raise InputError(f"the image {path} is of the kind {image.mode!r}; save it as an 8-bit PNG.")
         return image.mode in _GREY
 
 
-def _picture(path: Path, grey: bool) -> _Image:
+def _picture(path: Any, file: Path | bytes, grey: bool) -> _Image:
     """One image in the depth that it has: asked for bytes, Pillow would clip the others at 255."""
-    with _opened(path) as image:
+    with _opened(path, file) as image:
         deep = image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PPM", "PNG"))  # as in a file
         if deep or image.mode == "F":
             pixels = np.asarray(image).astype(np.float32)

@@ -8,6 +8,7 @@ import warnings
 import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,13 +22,20 @@ _WRAPPERS = ("state_dict", "model_state_dict", "model")  # keys under which trai
 _PREFIXES = ("module.", "_orig_mod.")  # of DataParallel and torch.compile
 
 
-def load_weights(model: nn.Module, path: str | Path) -> None:
-    """Fill a model with the weights of a file; `InputError` names the first differences and the nearest names."""
+def load_weights(model: nn.Module, path: str | Path) -> str:
+    """Fill a model with the weights of a file; `InputError` names the first differences and the nearest names.
+
+    A checkpoint of Lightning (`.ckpt`) holds a model as a part of another, as `net.`: that part alone is taken, and the
+    sentence that is returned says so. It is empty otherwise.
+    """
     path = Path(path)
     expected = model.state_dict()
     size = sum(tensor.nbytes for tensor in expected.values() if not is_lazy(tensor))
     found = read_tensors(path) if path.suffix == ".safetensors" else _read_checkpoint(path, size)
     found = _without_prefix(found, expected)
+    note = ""
+    if path.suffix == ".ckpt":
+        found, note = _part(found, expected, path)
     missing = [key for key in expected if key not in found]
     unknown = [key for key in found if key not in expected]
     misfits = [text for key in expected if key in found and (text := _misfit(key, found[key], expected[key]))]
@@ -35,6 +43,24 @@ def load_weights(model: nn.Module, path: str | Path) -> None:
         listed = _other_prefix(missing, unknown) or _first_differences(missing, unknown, misfits)
         raise InputError(f"the weights in {path.name} do not fit the model {type(model).__name__}: {listed}.")
     model.load_state_dict(found)
+    return note
+
+
+def _part(found: dict[str, Tensor], expected: Mapping[str, Tensor], path: Path) -> tuple[dict[str, Tensor], str]:
+    """The weights under the one prefix that makes the model's names of the file's, and what was left out, in words."""
+    first = next(iter(expected), "")
+    prefixes = [
+        prefix
+        for prefix in (name.removesuffix(first) for name in found if first and name.endswith(f".{first}"))
+        if {name.removeprefix(prefix) for name in found if name.startswith(prefix)} == expected.keys()
+    ]
+    if len(prefixes) != 1 or expected.keys() <= found.keys():
+        return found, ""
+    (prefix,) = prefixes
+    rest = [name for name in found if not name.startswith(prefix)]
+    also = f"; left out: {', '.join(rest[:3])}{' and more' if len(rest) > 3 else ''}" if rest else ""
+    taken = {name.removeprefix(prefix): found[name] for name in found if name.startswith(prefix)}
+    return taken, f"Weights: those under {prefix!r} in {path.name}{also}."
 
 
 _COMPARED = 100  # names: difflib takes a second for some thousands, and a model may have ten thousand
@@ -132,9 +158,7 @@ def _read_checkpoint(path: Path, size: int) -> dict[str, Tensor]:
     check_readable(path)
     _check_unpacked(path, size)
     try:
-        with warnings.catch_warnings():  # a user needs our sentence alone
-            warnings.simplefilter("ignore")
-            found = torch.load(path, map_location="cpu", weights_only=True)
+        found = _read_plain(path)
     except pickle.UnpicklingError as error:
         raise InputError(
             f"{path} holds more than tensors, or is no checkpoint, and is not opened, because that could run a "
@@ -154,3 +178,30 @@ def _read_checkpoint(path: Path, size: int) -> dict[str, Tensor]:
     if odd := [key for key in found if not isinstance(key, str)]:
         raise InputError(f"{path} must name its tensors as model.state_dict() does, and one is called {odd[0]!r}.")
     return found
+
+
+class _Unread:
+    """In place of every object of a checkpoint that is no tensor: made, filled and forgotten without doing anything."""
+
+    def __new__(cls, *_: object, **__: object) -> _Unread:
+        return super().__new__(cls)
+
+    def __init__(self, *_: object, **__: object) -> None:
+        pass
+
+    def __setstate__(self, _: object) -> None:
+        pass
+
+
+def _read_plain(path: Path) -> Any:
+    """What a checkpoint holds, nothing but tensors, numbers, texts, lists and dicts.
+
+    Other objects stop it; in a `.ckpt`, as the settings beside the weights of a training by Lightning, they become
+    `_Unread`: whatever class the file names, it is never looked for.
+    """
+    with warnings.catch_warnings():  # a user needs our sentence alone
+        warnings.simplefilter("ignore")
+        strangers = torch.serialization.get_unsafe_globals_in_checkpoint(path) if path.suffix == ".ckpt" else []
+        stand_ins: list[Any] = [(_Unread, name) for name in strangers]
+        with torch.serialization.safe_globals(stand_ins):
+            return torch.load(path, map_location="cpu", weights_only=True)

@@ -104,7 +104,7 @@ def join(found: Channels, operation: Operation) -> bool:
     template = next((found.atoms[value] for value in known if constant(found.atoms[value], [dim])), None)
     for value in operation.inputs:
         entries = found.view(value)
-        if value in found.atoms:
+        if value in found.atoms or not value.tensor.numel():  # torch.cat takes a part without entries in any shape
             continue
         zero = entries is None and value not in found.varying and not bool(value.tensor.any())
         if template is not None and (zero or entries is not None):

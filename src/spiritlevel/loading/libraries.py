@@ -1,0 +1,134 @@
+"""Models of other libraries: a folder that transformers saved, a name that timm knows. Nothing of a folder is run."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from spiritlevel.errors import InputError, first_line, needs, unknown_name
+from spiritlevel.storage import check_readable
+
+# What a configuration may ask for that would fetch or import code: kernels from elsewhere, modules beside the weights.
+_CODE = ("attn_implementation", "experts_implementation", "auto_map", "kernel_config", "custom_pipelines")
+
+
+def saved_transformer(folder: Path) -> nn.Module:
+    """The model that `save_pretrained` wrote: its class is one of transformers' own, its weights are safetensors.
+
+    No code of the folder is run and nothing is fetched. Attention takes its plain form, which has all derivatives.
+    """
+    if not folder.is_dir():
+        raise InputError(f"hf:{folder} must be a folder that save_pretrained() has written, and there is none.")
+    settings = _settings(folder)
+    with needs(f"hf:{folder}"):
+        import transformers
+        from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    names = settings.get("architectures")
+    name = names[0] if isinstance(names, list) and names else None
+    kind = getattr(transformers, name, None) if isinstance(name, str) and name.isidentifier() else None
+    if settings.get("model_type") not in CONFIG_MAPPING or not (
+        isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)
+    ):
+        raise InputError(
+            f"hf:{folder} asks for {name or 'no class at all'} ({settings.get('model_type')}), which transformers "
+            f"{transformers.__version__} does not have; code in the folder is not run: return such a model from "
+            "file.py:function."
+        )
+    try:
+        with _quietly(transformers):
+            model, found = kind.from_pretrained(
+                folder,
+                config=CONFIG_MAPPING[settings["model_type"]].from_dict(_without_code(settings)),
+                attn_implementation="eager",
+                trust_remote_code=False,
+                use_safetensors=True,
+                local_files_only=True,
+                output_loading_info=True,
+            )
+    except Exception as error:  # a damaged file can raise almost anything
+        raise InputError(f"hf:{folder} cannot be read: {first_line(error) or type(error).__name__}.") from error
+    for what, where in (("missing_keys", "lack"), ("mismatched_keys", "have another shape of")):
+        if keys := sorted(map(str, found.get(what) or ())):
+            more = f" and {len(keys) - 1:,} more" if len(keys) > 1 else ""
+            raise InputError(
+                f"the weights in {folder} {where} {keys[0]}{more}, which {name} needs and would draw at random; save "
+                "the whole model with save_pretrained()."
+            )
+    return model
+
+
+def _settings(folder: Path) -> dict[str, Any]:
+    """The configuration, once it is clear that the folder holds a whole model as plain numbers."""
+    if (folder / "adapter_config.json").exists():
+        raise InputError(
+            f"hf:{folder} holds an adapter (peft), without the model that it belongs to; save "
+            "model.merge_and_unload(), or return the model with its adapter from file.py:function."
+        )
+    path = folder / "config.json"
+    if not path.exists():
+        raise InputError(f"hf:{folder} must be a folder that save_pretrained() has written: it has no config.json.")
+    if not any((folder / f"model.safetensors{end}").exists() for end in ("", ".index.json")):
+        raise InputError(
+            f"hf:{folder} has no model.safetensors; other files of weights are not opened: save the model again with "
+            "save_pretrained(), which writes one."
+        )
+    check_readable(path)
+    try:
+        settings = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise InputError(f"{path} is no JSON: {first_line(error)}.") from error
+    if not isinstance(settings, dict):
+        raise InputError(f"{path} must hold a configuration, got a {type(settings).__name__}.")
+    if settings.get("quantization_config"):
+        raise InputError(f"hf:{folder} holds quantised weights, which have no derivatives; save it in full precision.")
+    return settings
+
+
+def _without_code(settings: Any) -> Any:
+    """A configuration without what would have code fetched, at any depth."""
+    if isinstance(settings, list):
+        return [_without_code(each) for each in settings]
+    if not isinstance(settings, dict):
+        return settings
+    return {key: _without_code(value) for key, value in settings.items() if not any(word in key for word in _CODE)}
+
+
+@contextmanager
+def _quietly(transformers: Any) -> Iterator[None]:
+    """Without bars and warnings on the way: what matters is said in one sentence afterwards."""
+    noise = transformers.utils.logging
+    level, bars = noise.get_verbosity(), noise.is_progress_bar_enabled()
+    noise.set_verbosity(logging.CRITICAL)
+    noise.disable_progress_bar()
+    try:
+        yield
+    finally:
+        noise.set_verbosity(level)
+        if bars:
+            noise.enable_progress_bar()
+
+
+def timm_model(name: str, options: dict[str, Any]) -> nn.Module:
+    """The network that timm has under a name, as built; its weights come from a file of yours, never from elsewhere."""
+    with needs(f"timm:{name}"):
+        try:
+            import timm
+        except ModuleNotFoundError as error:
+            if error.name != "torchvision":
+                raise
+            raise InputError(
+                f"timm:{name} needs torchvision, which timm imports and which is not installed: run pip install "
+                "'spiritlevel[timm]'."
+            ) from error
+    if name not in timm.list_models():
+        raise unknown_name("network of timm", name, timm.list_models(), {})
+    try:
+        return timm.create_model(name, pretrained=False, **options)
+    except Exception as error:  # whatever a network makes of options that it does not know
+        raise InputError(f"timm:{name} cannot be built with {options}: {first_line(error)}.") from error
