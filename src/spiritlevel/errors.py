@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-import operator
+import numbers
+import os
 import re
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, cast
 
 
 class InputError(ValueError):
@@ -22,6 +24,8 @@ class NotExactError(ValueError):
 
 
 LARGEST_SEED = 4_000_000_000  # NumPy and scikit-learn end at 2³² − 1; the rest is room for seeds counted up from one
+
+_QUOTES = ("'", '"')
 
 # What others call the losses that have a name here.
 _OTHER_NAMES = {
@@ -43,23 +47,48 @@ def checked_seed(seed: object, name: str = "seed") -> int:
     Traceback (most recent call last):
     spiritlevel.errors.InputError: --seed must be a whole number from 0 to 4,000,000,000, got -1.
     """
-    with contextlib.suppress(TypeError):
-        if not isinstance(seed, bool) and 0 <= (number := operator.index(seed)) <= LARGEST_SEED:  # type: ignore[arg-type]
-            return number
-    raise InputError(f"{name} must be a whole number from 0 to {LARGEST_SEED:,}, got {seed!r}.")
+    return whole_number(seed, name, 0, LARGEST_SEED)
 
 
-def whole_number(value: object, name: str, least: int) -> int:
-    """A whole number of any kind, NumPy's too, as an `int`.
+def whole_number(value: object, name: str, least: int | None = None, most: int | None = None) -> int:
+    """A whole number of any kind, NumPy's too, as an `int`; neither a truth value nor a tensor is one.
 
     >>> whole_number(0, "batch_size", 1)
     Traceback (most recent call last):
     spiritlevel.errors.InputError: batch_size must be a whole number of at least 1, got 0.
     """
-    with contextlib.suppress(TypeError):
-        if not isinstance(value, bool) and (number := operator.index(value)) >= least:  # type: ignore[arg-type]
+    if isinstance(value, numbers.Integral) and not isinstance(value, bool):
+        number = int(value)
+        if (least is None or number >= least) and (most is None or number <= most):
             return number
-    raise InputError(f"{name} must be a whole number of at least {least}, got {value!r}.")
+    limits = "" if least is None else f" of at least {least:,}" if most is None else f" from {least:,} to {most:,}"
+    raise InputError(f"{name} must be a whole number{limits}, got {shown(value)}.")
+
+
+def shown(value: object) -> str:
+    """A value as a message quotes it: short, on one line, and nothing of what lies in a tensor.
+
+    >>> shown("a" * 100), shown(object), shown(iter([]))
+    ("'aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa …'", 'object', 'an object of type list_iterator')
+    """
+    if is_array(value):
+        shape = tuple(cast(Any, value).shape)
+        return f"a {'tensor' if hasattr(value, 'requires_grad') else 'NumPy array'} of shape {shape}"
+    if isinstance(value, type):
+        return value.__name__
+    plain = str | bytes | numbers.Number | Mapping | Sequence | frozenset | set | os.PathLike | None
+    if not isinstance(value, plain):
+        return f"an object of type {type(value).__name__}"
+    try:
+        text = " ".join(printable(repr(value)).split())
+    except Exception:  # somebody's own class inside, or a number of more digits than Python writes
+        return f"an object of type {type(value).__name__}"
+    return text if len(text) <= 60 else f"{text[:58]} …{text[0] if text[0] in _QUOTES else ''}"
+
+
+def is_array(value: object) -> bool:
+    """Whether it is a tensor or an array, and not a NumPy number."""
+    return hasattr(value, "shape") and hasattr(value, "dtype") and not isinstance(value, numbers.Number)
 
 
 def counted(count: int, noun: str) -> str:

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from spiritlevel import transforms as maps
+from spiritlevel.arguments import checked
 from spiritlevel.errors import InputError, unknown_name
 from spiritlevel.measures import TRANSFORMS, Measure, Setting, select
 from spiritlevel.results import SYMMETRIES, Audit, AuditRow, Certificate, Estimate, WorstFactor, figure
@@ -46,6 +47,7 @@ Progress = Callable[[str, int, int], None]
 
 
 @torch.inference_mode(False)  # measures add up in place, which tensors of that mode do not allow outside it
+@checked
 def audit(
     model: nn.Module,
     data: Any,

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from spiritlevel import __version__
 from spiritlevel.answers.auditing import audit_in
 from spiritlevel.answers.measuring import FEW, RESAMPLES, Progress, kind, outcomes, silent
+from spiritlevel.arguments import checked
 from spiritlevel.errors import InputError, NotExactError
 from spiritlevel.measures import TRANSFORMS, Measure, Setting, select
 from spiritlevel.measures.registry import SAME
@@ -43,6 +44,7 @@ _BETTER = {"wider": 1, "flatter": 1, "sharper": -1, "larger": 0}  # the sign of 
 
 
 @torch.inference_mode(False)
+@checked
 def compare(
     model_a: nn.Module,
     model_b: nn.Module,

@@ -22,6 +22,7 @@ from spiritlevel import __version__
 from spiritlevel.answers.auditing import audit_in
 from spiritlevel.answers.surface import landscape_in
 from spiritlevel.answers.wording import headline
+from spiritlevel.arguments import checked
 from spiritlevel.binding.batches import Fingerprint, picked
 from spiritlevel.binding.losses import aceht
 from spiritlevel.binding.ranks import Ranks
@@ -62,6 +63,7 @@ Progress = Callable[[str, int, int], None]
 
 
 @torch.inference_mode(False)  # measures add up in place, which tensors of that mode do not allow outside it
+@checked
 def measure(
     model: nn.Module,
     train: Any,

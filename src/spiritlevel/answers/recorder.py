@@ -20,6 +20,7 @@ from torch.utils.data import Dataset
 
 from spiritlevel.answers.measuring import thumbnails
 from spiritlevel.answers.visits import Visits, appended, check_batch, gathered, merged, observed, summary
+from spiritlevel.arguments import checked
 from spiritlevel.binding.batches import is_pair_of_tensors
 from spiritlevel.binding.ranks import Ranks
 from spiritlevel.errors import InputError, counted, first_line, unknown_name, whole_number
@@ -92,6 +93,7 @@ class Recorder:
     [(0, 2, -0.5, -0.5, None), (1, 0, None, None, None), (2, 2, 2.0, 2.0, 0)]
     """
 
+    @checked
     def __init__(self, samples: Any, *, classes: Sequence[str] = (), path: str | Path | None = None) -> None:
         self.data = None if isinstance(samples, int | np.integer) else samples
         self.samples = whole_number(samples if self.data is None else _length(samples), "samples", 1)
@@ -216,6 +218,7 @@ class Recorder:
             found[name] = column if name in ("id", "seen") else column.set(~known.get(name, seen), None)
         return pl.DataFrame(found)
 
+    @checked
     def history(self, ids: Any = None) -> pl.DataFrame:
         """Every visit of the given samples, or of all: id, step, loss, margin, entropy, correct, in the order of time.
 
@@ -234,6 +237,7 @@ class Recorder:
         columns |= {"entropy": log.entropy.float(), "correct": log.margin > 0}
         return pl.DataFrame({name: values[order].numpy() for name, values in columns.items()})
 
+    @checked
     def order(self, by: str = "aum") -> Tensor:
         """The ids of all samples that were seen, the most suspicious first; equal ones in the order of their ids."""
         if by not in SCORES:
@@ -246,6 +250,7 @@ class Recorder:
         seen = columns["seen"].nonzero()[:, 0]
         return seen[score[seen].argsort(descending=True, stable=True)]
 
+    @checked
     def suspects(self, count: int = 48, *, by: str = "aum", data: Any = None) -> SuspiciousSamples:
         """The samples to look at first, whose labels are the most likely to be wrong, with pictures or texts.
 
@@ -274,6 +279,7 @@ class Recorder:
             texts=texts,
         )
 
+    @checked
     def to_html(self, path: str | Path | None = None, *, count: int = 48, by: str = "aum", data: Any = None) -> str:
         """One self-contained page of the samples to look at; with `path` also written there, atomically."""
         return self.suspects(count, by=by, data=data).to_html(path)
@@ -301,6 +307,7 @@ class Recorder:
         """Everything as tensors, for the checkpoint of a training; `load_state_dict` reads it."""
         return {name: tensor.clone() for name, tensor in self._state().items()}
 
+    @checked
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Go on from what `state_dict` returned, bit by bit."""
         try:
@@ -313,6 +320,7 @@ class Recorder:
         self._logs, self._label, self._predicted = [log], label.clone(), predicted.clone()
         self._calls, self._rows, self.steps = [], 0, int(steps)
 
+    @checked
     def rewind(self, step: int) -> None:
         """Forget all visits from this step on: a training that goes on from an older state will see them again."""
         before = self._log()
@@ -320,6 +328,7 @@ class Recorder:
         self._predicted[before.ids[len(kept) :].long()] = _UNKNOWN
         self._logs, self.steps = [kept], min(self.steps, step)
 
+    @checked
     def save(self, path: str | Path | None = None) -> Path:
         """Write the record whole or not at all: a safetensors file, or `samples.safetensors` in a folder.
 
@@ -334,6 +343,7 @@ class Recorder:
         return _file(where)
 
     @classmethod
+    @checked
     def load(cls, path: str | Path) -> Self:
         """The record in a file, or all those in a folder, joined."""
         folder = Path(path)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from spiritlevel.arguments import checked
 from spiritlevel.binding.batches import Batches
 from spiritlevel.binding.context import Context
 from spiritlevel.binding.parameters import Params
@@ -30,6 +31,7 @@ _AT_ONCE = 512  # samples in a forward pass, unless the caller says so
 
 
 @torch.inference_mode(False)  # it adds up in place, which tensors of that mode do not allow outside it
+@checked
 def landscape(
     model: nn.Module,
     data: Any,

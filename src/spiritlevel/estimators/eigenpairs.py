@@ -12,6 +12,7 @@ import torch
 from scipy.linalg import eigh
 from torch import Tensor
 
+from spiritlevel.arguments import checked
 from spiritlevel.errors import InputError, unknown_name
 from spiritlevel.estimators.krylov import Array, Krylov
 from spiritlevel.estimators.operator import Product, identity_blocks, in_full_precision
@@ -24,6 +25,7 @@ _SETTLED = 128  # products after which an end of the spectrum is as well known a
 
 
 @in_full_precision
+@checked
 def eigenvalues(
     op: Any,
     k: int = 1,
@@ -208,6 +210,7 @@ def with_reach(pairs: dict[str, Eigenpairs], product: Product, tol: float, seed:
 
 
 @in_full_precision
+@checked
 def spectral_norm(op: Any, *, tol: float = 1e-4, max_matvecs: int | None = None, seed: int = 0) -> Estimate:
     """The spectral norm ‖H‖₂ = max|λ|, by `eigenvalues(op, 1, which="magnitude")`.
 

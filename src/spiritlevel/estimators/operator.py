@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from scipy.sparse.linalg import LinearOperator
 from torch import Tensor
 
+from spiritlevel.arguments import checked
 from spiritlevel.errors import InputError
 
 _Arguments = ParamSpec("_Arguments")
@@ -55,6 +56,7 @@ class Operator:
     {'weight': tensor([[2.]]), 'bias': tensor([1.])}
     """
 
+    @checked
     def __init__(
         self,
         matmat: Callable[[Tensor], Tensor],
@@ -100,6 +102,7 @@ class Operator:
         """The matrix itself, by `size` products."""
         return torch.cat([self @ block for block in identity_blocks(self.size, self.dtype, self.device)], dim=1)
 
+    @checked
     def split(self, v: Tensor) -> dict[str, Tensor]:
         """A vector cut into the parameters' shapes, as views."""
         if not self.shapes:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from spiritlevel.arguments import checked
 from spiritlevel.errors import InputError, NotExactError, first_line, unknown_name
 from spiritlevel.measures.sampling import Parts, Sampling
 from spiritlevel.measures.setting import Setting
@@ -212,6 +213,7 @@ LEADING = {
 """The measures that stand for their family in a summary: the first that is there."""
 
 
+@checked
 def select(names: str | Iterable[str] | None = None) -> tuple[Measure, ...]:
     """Measures by their names: "default" (as is None), "all", or the ones listed.
 
@@ -230,6 +232,7 @@ def select(names: str | Iterable[str] | None = None) -> tuple[Measure, ...]:
 
 
 @torch.inference_mode(False)  # measures add up in place, which tensors of that mode do not allow outside it
+@checked
 def evaluate(
     model: nn.Module,
     data: Any,

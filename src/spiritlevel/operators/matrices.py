@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from spiritlevel.arguments import checked
 from spiritlevel.binding.batches import is_pair_of_tensors
 from spiritlevel.binding.context import Context
 from spiritlevel.errors import InputError
@@ -18,6 +19,7 @@ from spiritlevel.operators.averaging import MeanMatrix
 from spiritlevel.operators.products import Product, fisher_product, gauss_newton_product, hessian_product
 
 
+@checked
 def hessian(
     model: nn.Module,
     data: Any,
@@ -64,6 +66,7 @@ def hessian(
     return hessian_in(_unordered(model, data, loss, params, batch_norm, batch_size, memory, group), weight_decay)
 
 
+@checked
 def gauss_newton(
     model: nn.Module,
     data: Any,
@@ -94,6 +97,7 @@ def gauss_newton(
     return gauss_newton_in(_unordered(model, data, loss, params, batch_norm, batch_size, memory, group), weight_decay)
 
 
+@checked
 def empirical_fisher(
     model: nn.Module,
     data: Any,
@@ -125,6 +129,7 @@ def empirical_fisher(
     return empirical_fisher_in(context, weight_decay)
 
 
+@checked
 def hessian_variance(
     model: nn.Module,
     data: Any,

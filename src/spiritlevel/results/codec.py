@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Self, SupportsFloat, TypeVar, Union, get_args,
 import torch
 from torch import Tensor
 
+from spiritlevel.arguments import checked
 from spiritlevel.errors import InputError
 from spiritlevel.results.formatting import figure
 from spiritlevel.storage import write_atomically
@@ -157,6 +158,7 @@ class Result:
         """The dict of a result as an earlier version wrote it, with what it did not say yet."""
         return data
 
+    @checked
     def to_json(self, path: str | Path | None = None) -> str:
         """Strict JSON text; with `path` also written there, atomically."""
         text = json.dumps(self.to_dict(), allow_nan=False, ensure_ascii=False)
@@ -165,6 +167,7 @@ class Result:
         return text
 
     @classmethod
+    @checked
     def from_json(cls, text: str | Path) -> Self:
         """Read what `to_json` wrote, from its file (a `Path`, or the path as a text) or from its text."""
         if isinstance(text, str) and "{" not in text and _is_file(text):  # the text of a result has braces

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from spiritlevel.arguments import checked
 from spiritlevel.errors import InputError
 from spiritlevel.results.audits import SYMMETRIES, Audit
 from spiritlevel.results.codec import Result
@@ -147,6 +148,7 @@ class Report(Shown):
     seconds: float = math.nan
     leads: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
+    @checked
     def row(self, name: str) -> ReportRow:
         """The row of one measure."""
         for row in self.rows:

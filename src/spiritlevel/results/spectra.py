@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from spiritlevel.arguments import checked
 from spiritlevel.errors import InputError
 from spiritlevel.results.estimates import Estimate
 from spiritlevel.results.formatting import figure
@@ -135,6 +136,7 @@ class SmoothedDensity(Table):
     dof: float = math.inf
     skew: Tensor | None = None
 
+    @checked
     def band(self, level: float = 0.95) -> tuple[Tensor, Tensor]:
         """The interval of `skewed_limits` at every point (not for the curve as a whole), cut off at 0."""
         if not 0 < level < 1:
@@ -178,6 +180,7 @@ class SpectralDensity(Table):
     matvecs: int = 0
     seed: int | None = None
 
+    @checked
     def integrate(self, function: Callable[[Tensor], Tensor]) -> Estimate:
         """∫ f dμ = Tr f(H)/P for an elementwise `function`; multiply by `size` for the trace."""
         rows = (self.weights.double() * function(self.nodes.double())).sum(1) * self.weights.shape[0]
@@ -185,12 +188,14 @@ class SpectralDensity(Table):
             return Estimate(float(rows.mean()), matvecs=self.matvecs, seed=self.seed)
         return Estimate.from_draws(rows, matvecs=self.matvecs, seed=self.seed)
 
+    @checked
     def moment(self, k: int) -> Estimate:
         """∫ λᵏ dμ = Tr(Hᵏ)/P."""
         if k < 0:
             raise InputError(f"moment needs k >= 0, got {k}.")
         return self.integrate(lambda nodes: nodes**k)
 
+    @checked
     def density(self, grid: Tensor | None = None, width: float | None = None) -> SmoothedDensity:
         """The density smoothed by a Gaussian of standard deviation `width`, with its error at every point of `grid`.
 

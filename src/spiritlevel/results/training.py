@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from spiritlevel.arguments import checked
 from spiritlevel.results.codec import Result
 from spiritlevel.results.estimates import Estimate
 from spiritlevel.results.formatting import aligned, figure
@@ -96,6 +97,7 @@ class SuspiciousSamples(Shown):
     texts: tuple[str, ...] = ()
     name: str = "Samples to look at"
 
+    @checked
     def class_name(self, label: int) -> str:
         """The name of a class, or its number; "?" where it is not known."""
         return "?" if label < 0 else self.classes[label] if label < len(self.classes) else str(label)
@@ -122,6 +124,7 @@ class SuspiciousSamples(Shown):
         numbers = {name: (float, column.tolist()) for name, column in self.table.items()}
         return {"id": (int, self.ids.tolist()), **numbers, **({"text": (str, self.texts)} if self.texts else {})}
 
+    @checked
     def cell(self, name: str, k: int) -> str:
         """One number of the k-th of these samples, in few digits."""
         value = float(self.table[name][k])

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.func import functionalize
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from spiritlevel.arguments import checked
 from spiritlevel.binding.batches import Batches, Fingerprint
 from spiritlevel.binding.parameters import Params
 from spiritlevel.binding.problem import Problem
@@ -26,6 +27,7 @@ METHODS = ("auto", "exact", "hutchinson")
 _NUMBERS = 2**22  # of a batch's inputs, at most
 
 
+@checked
 def input_curvature(
     model: nn.Module,
     data: Any,

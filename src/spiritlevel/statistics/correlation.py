@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from scipy import stats as scipy_stats
 
+from spiritlevel.arguments import checked
 from spiritlevel.errors import InputError, unknown_name
 from spiritlevel.results import Correlation, Margins, Result, SampleTraces
 
@@ -196,6 +197,7 @@ def _disattenuated(x: _Column, y: _Column) -> float:
     return float(np.clip(moment(x, y, paired=shared) / math.sqrt(spread_x * spread_y), -1.0, 1.0))
 
 
+@checked
 def correlate(
     a: Any,
     b: Any,
@@ -296,6 +298,7 @@ def correlate(
     )
 
 
+@checked
 def kendall(a: Any, b: Any) -> float:
     """Kendall's rank correlation τ_b: concordant minus discordant pairs, as a share, corrected for ties.
 
@@ -311,6 +314,7 @@ def kendall(a: Any, b: Any) -> float:
     return float(scipy_stats.kendalltau(x.values, y.values).statistic)
 
 
+@checked
 def skewness(values: Any) -> float:
     """The standardised third moment E[((v − μ)/σ)³], negative for a long tail to the left.
 

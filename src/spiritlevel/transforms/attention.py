@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from spiritlevel.arguments import checked
 from spiritlevel.transforms.certificates import Transformed
 from spiritlevel.transforms.maps import Step, condition, invertible, length
 from spiritlevel.transforms.pairs import block_steps
@@ -20,6 +21,7 @@ _KEYS = Passing(attention=True)
 _VALUES = Passing(attention=True, factors=False)
 
 
+@checked
 def mix_heads(model: nn.Module, *, data: Any, size: float = 10.0, seed: int = 0) -> Transformed:
     """Random invertible matrices in each attention head: between queries and keys, and between values and outputs.
 
@@ -76,6 +78,7 @@ def _turned(block: Block, size: float, source: torch.Generator) -> list[Step]:
 # ---------------------------------------------------------------- biases
 
 
+@checked
 def shift_attention_biases(model: nn.Module, *, data: Any, size: float = 1.0, seed: int = 0) -> Transformed:
     """Add random vectors to the biases of keys and values of attention, where nobody sees them.
 

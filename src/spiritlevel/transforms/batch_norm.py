@@ -8,11 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from spiritlevel.arguments import checked
 from spiritlevel.errors import InputError
 from spiritlevel.transforms.certificates import Sample, Transformed
 from spiritlevel.watching.scalings import Factor, follow_factors, grid
 
 
+@checked
 def fold_batchnorm(model: nn.Module, *, data: Any = None) -> Transformed:
     """Fold every batch norm into the linear layer or convolution directly in front of it (eval mode).
 

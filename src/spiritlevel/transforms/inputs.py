@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.conv import _ConvNd
 
+from spiritlevel.arguments import checked
 from spiritlevel.errors import InputError, unknown_name
 from spiritlevel.transforms.batch_norm import set_bias
 from spiritlevel.transforms.certificates import Sample, Transformed
@@ -84,6 +85,7 @@ class AffineMap:
         return AffineMap(matrix, shift.repeat_interleave(repeats) if shift.ndim else shift.expand(features))
 
 
+@checked
 def standardisation(inputs: Tensor, *, per: str = "channel") -> AffineMap:
     """The map to zero mean and unit variance of each channel, or of each feature (`per="feature"`).
 
@@ -100,6 +102,7 @@ def standardisation(inputs: Tensor, *, per: str = "channel") -> AffineMap:
     return AffineMap(1 / std, -rows.mean(0) / std)
 
 
+@checked
 def whitening(inputs: Tensor, *, per: str = "feature", ridge: float = 0.0) -> AffineMap:
     """The symmetric map to zero mean and unit covariance (ZCA), A = (Σ + ridge·I)^{−1/2}.
 
@@ -128,6 +131,7 @@ def _rows(inputs: Tensor, per: str) -> Tensor:
     return (inputs.movedim(1, -1).flatten(0, -2) if per == "channel" else inputs.flatten(1)).double().cpu()
 
 
+@checked
 def input_map(
     model: nn.Module, matrix: Tensor | float | None = None, shift: Tensor | float | None = None, *, data: Any = None
 ) -> Transformed:

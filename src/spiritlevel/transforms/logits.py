@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from spiritlevel.arguments import checked
 from spiritlevel.transforms.certificates import Transformed
 from spiritlevel.transforms.maps import length
 from spiritlevel.transforms.watched import Watched
@@ -18,6 +19,7 @@ from spiritlevel.watching.graph import Graph
 _SHIFTED = Passing(outputs=True)
 
 
+@checked
 def shift_logits(model: nn.Module, *, data: Any, size: float = 1.0, seed: int = 0) -> Transformed:
     """Add the same random linear function of the last hidden layer to every logit: W → W + 1uᵀ, b → b + c1.
 

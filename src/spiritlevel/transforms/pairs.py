@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from spiritlevel.arguments import checked
 from spiritlevel.transforms.certificates import Transformed
 from spiritlevel.transforms.maps import Step, condition, invertible, spread
 from spiritlevel.transforms.watched import Watched
@@ -33,6 +34,7 @@ def _apply(
     return watched.mapped([step for block in both for step in block_steps(block, draw(block))])
 
 
+@checked
 def mix_linear(model: nn.Module, *, data: Any, size: float = 10.0, seed: int = 0) -> Transformed:
     """A random invertible matrix between any two linear maps that follow each other directly, undone in the second.
 
@@ -67,6 +69,7 @@ def mix_linear(model: nn.Module, *, data: Any, size: float = 10.0, seed: int = 0
     )
 
 
+@checked
 def shift_norm_gain(model: nn.Module, *, data: Any, size: float = 10.0, seed: int = 0) -> Transformed:
     """Random positive factors on gain and bias of each channel of the norms, undone in the layers that read them.
 
@@ -101,6 +104,7 @@ def shift_norm_gain(model: nn.Module, *, data: Any, size: float = 10.0, seed: in
     )
 
 
+@checked
 def scale_gate(model: nn.Module, *, data: Any, size: float = 10.0, seed: int = 0) -> Transformed:
     """Random factors of either sign on each unit of a gated layer's linear half, undone in the layer behind the gate.
 

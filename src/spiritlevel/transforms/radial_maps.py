@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from spiritlevel.arguments import checked
 from spiritlevel.errors import InputError
 from spiritlevel.estimators import Operator
 from spiritlevel.transforms.certificates import Sample, Transformed
@@ -154,6 +155,7 @@ class _Radial(nn.Module):
         return functional_call(model, weights, args, kwargs)
 
 
+@checked
 def radial(
     model: nn.Module, *, delta: float, rho: float, r_hat: float, center: Tensor | None = None, data: Any = None
 ) -> Transformed:

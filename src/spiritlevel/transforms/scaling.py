@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from spiritlevel.arguments import checked
 from spiritlevel.errors import InputError, unknown_name
 from spiritlevel.transforms.certificates import Sample, Transformed
 from spiritlevel.watching.scalings import INPUT, UNFOLLOWED, Factor, follow_factors, is_one, same
@@ -43,6 +44,7 @@ class ScalingGroup:
         return result
 
 
+@checked
 def scaling_groups(model: nn.Module, *, data: Any = None) -> tuple[ScalingGroup, ...]:
     """The groups of layers that may be scaled without changing the function, found by running the network.
 
@@ -78,6 +80,7 @@ def why_no_groups(model: nn.Module, *, data: Any = None) -> str:
     return unknown or "the network has no two layers between which a factor passes"
 
 
+@checked
 def rescale_layers(
     model: nn.Module, factors: Mapping[str, Factor], *, data: Any = None, allow_output_scale: bool = False
 ) -> Transformed:
@@ -115,6 +118,7 @@ def rescale_layers(
     return _rescale("rescale_layers", model, factors, Sample.of(model, data), None if allow_output_scale else 1.0)
 
 
+@checked
 def rescale_all(model: nn.Module, alpha: float, *, data: Any = None) -> Transformed:
     """Multiply the outputs by α, spread evenly over the layers: W_k → α^{1/K} W_k and b_k → α^{k/K} b_k.
 
@@ -151,6 +155,7 @@ def rescale_all(model: nn.Module, alpha: float, *, data: Any = None) -> Transfor
     return _rescale("rescale_all", model, chosen, sample, float(alpha))
 
 
+@checked
 def scale_last_layer(model: nn.Module, alpha: float, *, data: Any = None) -> Transformed:
     """Multiply the outputs by α through the last layer alone, weights and bias.
 
@@ -181,6 +186,7 @@ def scale_last_layer(model: nn.Module, alpha: float, *, data: Any = None) -> Tra
     return _rescale("scale_last_layer", model, last.factors(float(alpha)), sample, float(alpha))
 
 
+@checked
 def scale_before_batchnorm(model: nn.Module, factors: Mapping[str, Factor], *, data: Any = None) -> Transformed:
     """Multiply weights and bias of layers in front of a batch norm by positive factors.
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from spiritlevel.arguments import checked
 from spiritlevel.transforms.certificates import Transformed
 from spiritlevel.transforms.maps import LinearMap, Step, rotation
 from spiritlevel.transforms.pairs import SCALED
@@ -18,6 +19,7 @@ from spiritlevel.watching.graph import record
 _ROTATED = Passing(squares=True, orthogonal=True)
 
 
+@checked
 def rotate_stream(model: nn.Module, *, data: Any, size: float = 1.0, seed: int = 0) -> Transformed:
     """A random rotation of the residual stream of a pre-norm transformer with RMS norms.
 

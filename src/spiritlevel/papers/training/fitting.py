@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from spiritlevel.arguments import checked
 from spiritlevel.binding.state import preserved_random_state
 from spiritlevel.errors import InputError, whole_number
 from spiritlevel.papers.training.checkpoints import Folder, kept_name, kept_steps, sealed
@@ -43,6 +44,7 @@ class History:
     """Of training, over all resumed runs."""
 
 
+@checked
 def fit(
     model: nn.Module,
     train: Pair,

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import update_bn
 
+from spiritlevel.arguments import checked
 from spiritlevel.binding import losses
 from spiritlevel.binding.state import preserved_random_state
 from spiritlevel.errors import InputError, first_line
@@ -283,6 +284,7 @@ def _fitted(model: nn.Module, inputs: Tensor, targets: Tensor) -> Pair:
     return inputs.to(first.device), (targets.long() if whole else targets).to(first.device)
 
 
+@checked
 def evaluate(model: nn.Module, pair: Pair, loss: str | losses.Loss = "cross_entropy") -> dict[str, float]:
     """The mean loss (of the outputs in float64) and, for classes, the accuracy, of `model` as it is, in its mode.
 
