@@ -16,6 +16,7 @@ import spiritlevel as sl
 from spiritlevel.binding.batches import Batches
 from spiritlevel.binding.context import Context
 from spiritlevel.binding.problem import Problem
+from spiritlevel.binding.reading import Form, Reading
 from spiritlevel.errors import InputError
 from spiritlevel.measures import Setting, select
 from spiritlevel.watching.structure import Watch
@@ -148,12 +149,53 @@ def test_a_seed_is_any_kind_of_whole_number(function: Callable[..., Any], seed: 
 
 COMMON = ("loss", "params", "batch_norm", "batch_size", "memory", "group", "seed")
 EVERYWHERE = ("audit", "compare", "landscape", "measure", "sample_traces", "trace")
+BINDING = (
+    *EVERYWHERE,
+    "empirical_fisher",
+    "gauss_newton",
+    "hessian",
+    "hessian_variance",
+    "input_curvature",
+    "margins",
+    "stability",
+    "Tracker",
+)
 
 
 @pytest.mark.parametrize("name", EVERYWHERE)
 def test_the_common_options_are_there_in_one_order(name: str) -> None:
     options = list(inspect.signature(getattr(sl, name)).parameters)
     assert [option for option in options if option in COMMON] == list(COMMON)
+
+
+@pytest.mark.parametrize("name", BINDING)
+def test_every_function_of_model_and_data_takes_the_same_options_of_reading_last(name: str) -> None:
+    options = inspect.signature(getattr(sl, name)).parameters
+    assert [option for option in options if option in COMMON] == [option for option in COMMON if option in options]
+    last = list(options.values())[-1]
+    assert (last.name, last.kind, last.annotation) == ("reading", last.VAR_KEYWORD, "Unpack[Reading]")
+
+
+def test_no_function_of_model_and_data_is_forgotten() -> None:
+    functions = {
+        name: getattr(sl, name) for name in sl._HOME if inspect.isfunction(getattr(sl, name)) or name == "Tracker"
+    }
+    found = {name: inspect.signature(function).parameters.keys() for name, function in functions.items()}
+    assert {name for name, known in found.items() if known & {"model", "model_a"} and "loss" in known} == set(BINDING)
+
+
+def test_the_options_of_reading_have_one_order() -> None:
+    assert tuple(Reading.__annotations__) == ("target", "batch", "output", "unit", "batches")
+    assert tuple(Form().options()) == tuple(Reading.__annotations__)
+
+
+@pytest.mark.parametrize("name", BINDING)
+def test_an_unknown_option_is_one_for_python(name: str, data: Data) -> None:
+    model: Any = net()
+    first = (torch.optim.SGD(model.parameters(), lr=0.1), model) if name == "stability" else (model,)
+    first = (model, model) if name == "compare" else first
+    with pytest.raises(TypeError, match="unexpected keyword argument 'targte'"):
+        getattr(sl, name)(*first, data, targte="labels")
 
 
 @pytest.mark.parametrize("name", ["measure", "audit", "compare"])

@@ -42,8 +42,7 @@ class Call:
 
     def __call__(self, model: nn.Module, data: Any, **more: Any) -> Any:
         known = inspect.signature(self.function).parameters
-        anything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
-        wanted = {key: value for key, value in more.items() if anything or key in known}
+        wanted = {key: value for key, value in more.items() if key in known}
         return self.function(model, data, **{**wanted, **self.options})
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import spiritlevel as sl
 from spiritlevel.answers import wording
 from spiritlevel.answers.measuring import measure
-from spiritlevel.binding.batches import subset
+from spiritlevel.binding.batches import Batches, subset
 from spiritlevel.errors import InputError
 from spiritlevel.results import Audit, AuditRow, Certificate, Correlation, Estimate, Fit, figure
 
@@ -112,21 +112,21 @@ def test_an_unknown_error_stays_unknown_through_json() -> None:
 
 def test_a_subset_of_any_kind_of_data_is_the_same() -> None:
     inputs, targets = points()
-    pair, indices, population = subset((inputs, targets), 10, 3, "eval")
+    pair, indices, population = subset(Batches((inputs, targets)), 10, 3)
     assert (population, len(pair[1])) == (60, 10)
     assert indices is not None
     assert torch.equal(pair[0], inputs[indices])
     batches = [(inputs[:7], targets[:7]), (inputs[7:], targets[7:])]
-    again, other, _ = subset(batches, 10, 3, "eval")
+    again, other, _ = subset(Batches(batches), 10, 3)
     assert torch.equal(again[0], pair[0])
     assert other is not None
     named = [({"x": inputs[:30]}, targets[:30]), ({"x": inputs[30:]}, targets[30:])]
-    parts, _, _ = subset(named, 10, 3, "eval")
+    parts, _, _ = subset(Batches(named), 10, 3)
     assert torch.equal(torch.cat([piece["x"] for piece, _ in parts]), pair[0])
     with pytest.raises(InputError, match="samples= would change the batches"):
-        subset(batches, 10, 0, "batch")
+        subset(Batches(batches, whole=True), 10, 0)
     with pytest.raises(InputError, match="samples must be a whole number of at least 1, got 0"):
-        subset(batches, 0, 0, "eval")
+        subset(Batches(batches), 0, 0)
 
 
 def test_the_error_of_an_accuracy_is_never_nothing() -> None:

@@ -9,13 +9,14 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import nn
 
 from spiritlevel import transforms as maps
 from spiritlevel.arguments import checked
+from spiritlevel.binding.reading import Reading
 from spiritlevel.errors import InputError, unknown_name
 from spiritlevel.measures import TRANSFORMS, Measure, Setting, select
 from spiritlevel.results import SYMMETRIES, Audit, AuditRow, Certificate, Estimate, WorstFactor, figure
@@ -63,6 +64,7 @@ def audit(
     memory: int | str | None = None,
     group: Any = None,
     seed: int = 0,
+    **reading: Unpack[Reading],
 ) -> Audit:
     """Measure a network before and after transforms that keep its function or its predictions.
 
@@ -82,6 +84,8 @@ def audit(
         memory: bytes, or a text such as "2GB"; half of what is available unless given.
         group: a `torch.distributed` group whose ranks all make this same call and share the measurements.
         seed: of everything random.
+        reading: `target=`, `batch=`, `output=`, `unit=`, `batches=`: how batches and outputs are read, and what a
+            sample is; see `Reading`.
 
     The predicted ratio is 1 for a declared invariance; for spectra, traces and norms it comes from
     H(Tθ) = T⁻¹H(θ)T⁻¹ and the transform's own factors. The search scales every group of layers by up to 32 either way,
@@ -112,6 +116,7 @@ def audit(
         memory=memory,
         group=group,
         seed=seed,
+        **reading,
     )
     here.probes = _PROBES
     here.check()  # data that cannot be measured fail before anything is transformed
@@ -181,14 +186,16 @@ def audit_in(
 
 def _sample(here: Setting) -> Sample:
     """The inputs on which all transforms of this model are found and compared."""
-    return here.once("sample of transforms", lambda: Sample.of(here.model, here.data))
+    return here.once("sample of transforms", lambda: Sample.of(here.model, here.data, here.form))
 
 
 def _moved(here: Setting, transformed: Transformed) -> Setting:
     """The transformed model on the same data, mapped if its inputs are."""
     there = here.moved(transformed.model)
     mapping = transformed.inputs
-    return there if mapping is None else there.on([(mapping(inputs), targets) for inputs, targets in here.batches])
+    if mapping is None:
+        return there
+    return there.on([(mapping(inputs), targets) for inputs, targets in here.batches], read=True)
 
 
 # ---------------------------------------------------------------- one row

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from spiritlevel import __version__
 from spiritlevel.answers.auditing import audit_in
 from spiritlevel.answers.measuring import FEW, RESAMPLES, Progress, kind, outcomes, silent
 from spiritlevel.arguments import checked
+from spiritlevel.binding.reading import Reading
 from spiritlevel.errors import InputError, NotExactError
 from spiritlevel.measures import TRANSFORMS, Measure, Setting, select
 from spiritlevel.measures.registry import SAME
@@ -63,6 +64,7 @@ def compare(
     memory: int | str | None = None,
     group: Any = None,
     seed: int = 0,
+    **reading: Unpack[Reading],
 ) -> Comparison:
     """Which of two models to trust on these data, and why.
 
@@ -100,6 +102,8 @@ def compare(
         memory: bytes, or a text such as "2GB"; half of what is available unless given.
         group: a `torch.distributed` group whose ranks all make this same call and share the measurements.
         seed: of everything random.
+        reading: `target=`, `batch=`, `output=`, `unit=`, `batches=`: how batches and outputs are read, and what a
+            sample is; see `Reading`.
 
     Cost: the measures for both models, and an audit of both on at most 500 samples.
 
@@ -126,6 +130,7 @@ def compare(
         memory=memory,
         group=group,
         seed=seed,
+        **reading,
     )
     population, first = everything.count, everything.drawn(samples)[0]
     pair = first, first.moved(model_b)

@@ -12,7 +12,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 
 from spiritlevel.arguments import checked
+from spiritlevel.binding.reading import Reading
 from spiritlevel.binding.state import preserved_random_state
 from spiritlevel.errors import InputError, first_line
 from spiritlevel.estimators import Operator, eigenvalues
@@ -333,6 +334,7 @@ def stability(
     tol: float = 0.02,
     max_matvecs: int = 60,
     seed: int = 0,
+    **reading: Unpack[Reading],
 ) -> Stability:
     """On which side of its limit of stability a training is: the largest eigenvalue against what the steps allow.
 
@@ -344,6 +346,8 @@ def stability(
 
     With `start`, the last result, a few products suffice, but no larger eigenvalue is excluded: the curvature is then a
     lower bound, which can tell that steps are unstable and not that they are stable.
+
+    `reading`: how batches and outputs are read; see `Reading`.
 
     Cost: 8 to 20 products with H (2 to 6 with `start`), each about two gradients of `data`. References: Cohen et al.
     2021, arXiv:2103.00065, and 2022, arXiv:2207.14484; mathematics 9.1 and 9.5.
@@ -361,7 +365,7 @@ def stability(
         raise InputError("the groups of the optimiser differ in their momentum, so there is no one limit of stability.")
     (rule,) = rules
     rate = max(float(group["lr"]) for group in optimizer.param_groups)
-    op = hessian(model, data, loss=loss, batch_norm=batch_norm)
+    op = hessian(model, data, loss=loss, batch_norm=batch_norm, **reading)
     own = dict(model.named_parameters())
     roots, decays = [], []
     for name in op.names:

@@ -12,7 +12,7 @@ import math
 import platform
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,7 @@ from spiritlevel.arguments import checked
 from spiritlevel.binding.batches import Fingerprint, picked
 from spiritlevel.binding.losses import aceht
 from spiritlevel.binding.ranks import Ranks
+from spiritlevel.binding.reading import Reading
 from spiritlevel.binding.state import preserved_random_state
 from spiritlevel.errors import InputError, NotExactError, unknown_name
 from spiritlevel.estimators import spectrum
@@ -83,6 +84,7 @@ def measure(
     progress: Progress | None = None,
     group: Any = None,
     seed: int = 0,
+    **reading: Unpack[Reading],
 ) -> Report:
     """How flat a model is, how wide its margins are, how sure that is, and how much of it the parametrisation decides.
 
@@ -113,6 +115,8 @@ def measure(
             and of the Gauss-Newton matrix, losses and gradients are shared; all else, audit and landscape among it,
             every rank computes for itself. Rank 0 decides what fits the time limit; all return the same report.
         seed: of everything random.
+        reading: `target=`, `batch=`, `output=`, `unit=`, `batches=`: how batches and outputs are read, and what a
+            sample is; see `Reading`.
 
     Cost: the measures (about 150 forward passes by default), audit, 200 Hessian products and 289 forward passes on
     the 500 samples. An interrupt (Ctrl-C) ends the measurement, and the report of what is done by then says so.
@@ -135,6 +139,7 @@ def measure(
                 memory=memory,
                 group=group,
                 seed=seed,
+                **reading,
             )
             run = _Run(here, test, measures, parts, samples, time_limit, progress)
             run.dtype = kind_of(here.problem.dtype, model)

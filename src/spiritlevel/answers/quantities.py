@@ -142,7 +142,16 @@ class Quantities:
         assert self.optimizer is not None
         model = unwrapped(self.model)
         loss, mode = setting.problem.loss, setting.batch_norm
-        found = stability(self.optimizer, model, setting.data, tol=TOL, seed=setting.seed, loss=loss, batch_norm=mode)
+        found = stability(
+            self.optimizer,
+            model,
+            setting.data,
+            tol=TOL,
+            seed=setting.seed,
+            loss=loss,
+            batch_norm=mode,
+            **setting.form.options(),
+        )
         text = str(found)
         self.sentences["stability"] = f"{text[:1].upper()}{text[1:]}."
         return {

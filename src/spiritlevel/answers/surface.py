@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from spiritlevel.binding.batches import Batches
 from spiritlevel.binding.context import Context
 from spiritlevel.binding.parameters import Params
 from spiritlevel.binding.problem import Problem, unwrapped
+from spiritlevel.binding.reading import Reading
 from spiritlevel.binding.rewrites import by_channel, normalised
 from spiritlevel.errors import InputError, unknown_name
 from spiritlevel.estimators import eigenvalues
@@ -47,6 +48,7 @@ def landscape(
     memory: int | str | None = None,
     group: Any = None,
     seed: int = 0,
+    **reading: Unpack[Reading],
 ) -> Landscape:
     """Loss and accuracy at θ + t·d₁ (+ s·d₂), with the parabola that slope and curvature at θ predict.
 
@@ -79,6 +81,8 @@ def landscape(
         memory: for the eigenvectors' Hessian.
         group: a `torch.distributed` group whose ranks all make this same call and share the work; as in `hessian`.
         seed: of random directions and of the eigenvectors' start.
+        reading: `target=`, `batch=`, `output=`, `unit=`, `batches=`: how batches and outputs are read, and what a
+            sample is; see `Reading`.
 
     References: Li, Xu, Taylor, Studer & Goldstein, NeurIPS 2018, arXiv:1712.09913 (filter normalisation); Frankle,
     Dziugaite, Roy & Carbin, ICML 2020, arXiv:1912.05671 (barriers; theirs subtracts the mean of both ends, here the
@@ -101,6 +105,7 @@ def landscape(
         group=group,
         seed=seed,
         ordered=False,
+        **reading,
     )
     if _other_models(directions) and params is not None:
         raise InputError("params= does not go with a path to another model, which moves all parameters; leave it out.")

@@ -9,7 +9,7 @@ import time
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 from torch import nn
@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from spiritlevel.answers.measuring import outcomes
 from spiritlevel.answers.quantities import Quantities
 from spiritlevel.arguments import checked
-from spiritlevel.binding.batches import subset
+from spiritlevel.binding.reading import Reading, form_of
 from spiritlevel.errors import InputError, first_line, needs, whole_number
 from spiritlevel.measures import Setting
 from spiritlevel.results import Estimate, figure, in_short
@@ -73,7 +73,7 @@ class Tracker:
         quantities: their names; loss, margins, trace and largest eigenvalue unless given, and critical sharpness with
             an optimiser.
         optimizer: needed for critical sharpness and stability.
-        samples: how many samples, drawn once; batches as they are with batch_norm="batch".
+        samples: how many samples, drawn once; batches as they are with batch_norm="batch" or batches="fixed".
         share: of the training time that may be spent, 0.08 unless given; `math.inf` never waits.
         path: a Parquet file, or with the ending .csv a CSV file, that is written anew, whole, after every measurement.
         page: an HTML file of the curves, likewise; a browser that shows it loads it again by itself.
@@ -82,6 +82,8 @@ class Tracker:
         loss: a name, a `torch.nn` loss or a callable.
         batch_norm: "eval" or "batch".
         seed: of the subset, the probes and the starts of Lanczos.
+        reading: `target=`, `batch=`, `output=`, `unit=`, `batches=`: how batches and outputs are read, and what a
+            sample is; see `Reading`.
 
     >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2))
     >>> data = torch.randn(8, 2), torch.tensor([0, 1] * 4)
@@ -109,6 +111,7 @@ class Tracker:
         loss: Any = "cross_entropy",
         batch_norm: str = "eval",
         seed: int = 0,
+        **reading: Unpack[Reading],
     ) -> None:
         if not share > 0:
             raise InputError(f"Tracker needs a share of the training time above 0, got {share}.")
@@ -123,12 +126,15 @@ class Tracker:
                 f"{type(logger).__name__}."
             )
         self.quantities = Quantities(quantities, model, optimizer)
-        self._options: dict[str, Any] = {"loss": loss, "batch_norm": batch_norm, "seed": seed}
+        self._options: dict[str, Any] = {"loss": loss, "batch_norm": batch_norm, "seed": seed, **reading}
         self._cost = 0.0
-        self.data = None
+        self.data: Any = None
+        self._form = self._form_of_batches = form_of(reading)
         if data is not None:
-            self.data = subset(data, None if batch_norm == "batch" else samples, seed, batch_norm)[0]
-            self._cost = self._tried(Setting(model, self.data, **self._options))
+            setting = Setting(model, data, **self._options)
+            drawn = setting if setting.whole else setting.drawn(samples)[0]
+            self.data, self._form = drawn.data, drawn.form
+            self._cost = self._tried(drawn)
         self._warned: set[str] = set()
         self.rows: list[dict[str, Any]] = []
         """One dict a measurement."""
@@ -170,7 +176,9 @@ class Tracker:
         reasons: list[str] = []
         try:
             with torch.inference_mode(False):
-                for found, reason in self.quantities.measured(Setting(self.model, data, **self._options)):
+                form = self._form if batch is None else self._form_of_batches
+                setting = Setting(self.model, data, **{**self._options, **form.options()})
+                for found, reason in self.quantities.measured(setting):
                     row |= found
                     reasons += [reason] if reason else []
         except Exception as error:  # out of memory, or a fault here or in the model: no reason to end a training

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, SequentialSampler
 from torch.utils.data.sampler import SubsetRandomSampler, WeightedRandomSampler
 
+from spiritlevel.binding.reading import PLAIN, Form, said
 from spiritlevel.binding.state import advance_random_states, preserved_random_state
 from spiritlevel.errors import InputError, checked_seed, whole_number
 
@@ -34,14 +35,12 @@ def _as_tensor(leaf: Any) -> Any:
     return torch.from_numpy(np.require(leaf, requirements=["C", "W"])) if isinstance(leaf, np.ndarray) else leaf
 
 
-def _as_pair(batch: Any) -> Pair:
-    if not (isinstance(batch, tuple | list) and len(batch) == 2):
-        raise InputError(f"data must give pairs (inputs, targets), got {type(batch).__name__}.")
-    inputs, targets = batch
+def _as_pair(batch: Any, form: Form) -> Pair:
+    inputs, targets = form.pair(batch)
     inputs = tree_map(_as_tensor, dict(inputs) if isinstance(inputs, Mapping) else inputs)
     targets = _as_tensor(targets)
     if not isinstance(targets, Tensor):
-        raise InputError(f"the targets of a batch must be a tensor, got {type(targets).__name__}.")
+        raise InputError(f"the targets of a batch must be a tensor, got {said(targets)}.")
     return inputs, targets
 
 
@@ -56,6 +55,14 @@ def is_pair_of_tensors(data: Any) -> bool:
         return False
     leaves = tree_leaves(dict(data[0]) if isinstance(data[0], Mapping) else data[0])
     return bool(leaves) and all(isinstance(leaf, Tensor | np.ndarray) for leaf in leaves)
+
+
+def _is_one_batch(data: Any) -> bool:
+    """Whether data are one batch in memory, tensors in a tuple or a dict, and not something that gives batches."""
+    if is_pair_of_tensors(data) or isinstance(data, Mapping):
+        return True
+    items = data if isinstance(data, tuple | list) else []
+    return len(items) > 1 and all(isinstance(item, Tensor | np.ndarray) for item in items)
 
 
 def _in_order(loader: DataLoader[Any], *, ordered: bool, whole: bool) -> DataLoader[Any]:
@@ -101,10 +108,13 @@ class Batches:
     if `whole`.
     """
 
-    def __init__(self, data: Any, *, size: int | None = None, ordered: bool = True, whole: bool = False) -> None:
+    def __init__(
+        self, data: Any, *, size: int | None = None, ordered: bool = True, whole: bool = False, form: Form = PLAIN
+    ) -> None:
+        self.form = form
         self.size, self.whole = None if size is None else whole_number(size, "batch_size", 1), whole
-        if is_pair_of_tensors(data):
-            data = _as_pair(data)
+        if _is_one_batch(data):
+            data = _as_pair(data, form)
             _count(*data)
         elif isinstance(data, DataLoader):
             data = _in_order(data, ordered=ordered, whole=whole)
@@ -195,7 +205,7 @@ class Batches:
                 except StopIteration:
                     return
             # a copy: some data fill the same memory again for the next batch
-            yield tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, _as_pair(batch))
+            yield tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, _as_pair(batch, self.form))
 
     def first(self, count: int, least: int = 1) -> Pair:
         """The first samples, at most `count`, of the first batch that has any.
@@ -230,17 +240,19 @@ def picked(batches: Batches, indices: Tensor) -> Any:
     return pieces
 
 
-def subset(data: Any, count: int | None, seed: int, batch_norm: str = "eval") -> tuple[Any, Tensor | None, int]:
+def subset(batches: Batches, count: int | None, seed: int) -> tuple[Any, Tensor | None, int]:
     """At most `count` of the samples, drawn without replacement and in their order; where they are; of how many."""
     seed = checked_seed(seed)
     if count is not None:
         count = whole_number(count, "samples", 1)
-    if count is not None and batch_norm == "batch":
-        raise InputError("samples= would change the batches, which batch_norm='batch' measures; leave one of them out.")
-    batches = data if isinstance(data, Batches) else Batches(data, whole=batch_norm == "batch")
+    if count is not None and batches.whole:
+        raise InputError(
+            "samples= would change the batches, which are part of what batch_norm='batch' and batches='fixed' measure; "
+            "leave it out."
+        )
     population = sum(len(targets) for _, targets in batches)
     if count is None or count >= population:
-        return data, None, population
+        return batches.data, None, population
     generator = np.random.default_rng((seed, 1))
     indices = torch.from_numpy(np.sort(generator.choice(population, count, replace=False)))
     return picked(batches, indices), indices, population

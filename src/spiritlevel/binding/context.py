@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any, Self, TypeVar, cast
+from typing import Any, Self, TypeVar, Unpack, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from spiritlevel.binding.memory import parse_memory
 from spiritlevel.binding.parameters import Params
 from spiritlevel.binding.problem import Problem
 from spiritlevel.binding.ranks import Ranks
+from spiritlevel.binding.reading import Reading, form_of
 from spiritlevel.errors import checked_seed, whole_number
 
 Found = TypeVar("Found")
@@ -40,6 +41,7 @@ class Context:
         seed: of everything random.
         ordered: whether results belong to samples, so that the data must come in an order that repeats.
         whole: whether batches are part of what is measured and must not be split, as with batch statistics.
+        reading: how batches and outputs are read, and what a sample is; see `Reading`.
 
     >>> net = nn.Linear(2, 3)
     >>> context = Context(net, (torch.ones(4, 2), torch.tensor([0, 1, 2, 0])))
@@ -61,12 +63,14 @@ class Context:
         seed: int = 0,
         ordered: bool = True,
         whole: bool = False,
+        **reading: Unpack[Reading],
     ) -> None:
         self.seed = checked_seed(seed)
-        self.problem = Problem(model, loss=loss, params=params, batch_norm=batch_norm)
+        self.form = form_of(reading)
+        self.problem = Problem(model, loss=loss, params=params, batch_norm=batch_norm, form=self.form)
         self.batch_size = None if batch_size is None else whole_number(batch_size, "batch_size", 1)
         self.batch_norm, self.group, self.ordered = batch_norm, group, ordered
-        self.whole = whole or batch_norm == "batch"
+        self.whole = whole or batch_norm == "batch" or self.form.batches == "fixed"
         self._memory, self.data, self._params = memory, data, params
         self._forget()
 
@@ -76,9 +80,14 @@ class Context:
 
     # ------------------------------------------------------------ others like this one
 
-    def on(self, data: Any) -> Self:
-        """The same model on other data: what was found out about data is forgotten, the model is not copied again."""
+    def on(self, data: Any, *, read: bool = False) -> Self:
+        """The same model on other data: what was found out about data is forgotten, the model is not copied again.
+
+        `read` says that they are pairs of inputs and targets already, whatever the options say of batches.
+        """
         other = copy.copy(self)
+        if read:
+            other.form = self.form.of_pairs()
         for name in _cached(self):
             if name != "ranks":  # they have agreed on the model
                 other.__dict__.pop(name, None)
@@ -88,8 +97,8 @@ class Context:
 
     def drawn(self, count: int | None) -> tuple[Self, Tensor | None]:
         """At most `count` of the samples, drawn at random, and where they are; itself and `None` if that is all."""
-        data, indices, _ = subset(self.batches, count, self.seed, self.batch_norm)
-        return (self, None) if indices is None else (self.on(data), indices)
+        data, indices, _ = subset(self.batches, count, self.seed)
+        return (self, None) if indices is None else (self.on(data, read=True), indices)
 
     def moved(self, model: nn.Module, *, params: Any = ()) -> Self:
         """Another model on the same data: a transformed one, say; its measured parameters are those of this context.
@@ -98,7 +107,9 @@ class Context:
         """
         other = self.on(self.data)
         chosen = self._params if params == () else params
-        other.problem = Problem(model, loss=self.problem.loss, params=chosen, batch_norm=self.batch_norm)
+        other.problem = Problem(
+            model, loss=self.problem.loss, params=chosen, batch_norm=self.batch_norm, form=self.form
+        )
         other.problem.inherit(self.problem)
         other.__dict__.pop("ranks", None)
         other.__dict__["batches"] = self.batches
@@ -109,7 +120,7 @@ class Context:
     @functools.cached_property
     def batches(self) -> Batches:
         """The data in an order that repeats, in batches as they come; `batches.cut` gives others."""
-        return Batches(self.data, size=self.batch_size, ordered=self.ordered, whole=self.whole)
+        return Batches(self.data, size=self.batch_size, ordered=self.ordered, whole=self.whole, form=self.form)
 
     @functools.cached_property
     def count(self) -> int:

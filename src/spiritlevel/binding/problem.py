@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from spiritlevel.binding import losses
 from spiritlevel.binding.parameters import Params, depth, select_parameters
 from spiritlevel.binding.ranks import Ranks
+from spiritlevel.binding.reading import PLAIN, Form
 from spiritlevel.binding.rewrites import Elementary
 from spiritlevel.binding.state import (
     advance_random_states,
@@ -65,7 +66,9 @@ class Problem:
         loss: Any = "cross_entropy",
         params: str | Iterable[str] | None = None,
         batch_norm: str = "eval",
+        form: Form = PLAIN,
     ) -> None:
+        self.form = form
         if not isinstance(model, nn.Module):
             raise InputError(f"the model must be a torch.nn.Module, got {type(model).__name__}.")
         model = unwrapped(model)
@@ -219,12 +222,7 @@ class Problem:
             self._check_own_parameters()
         if before is not None:
             self._draws = before != random_states(self.device)
-        result = getattr(result, "logits", result)
-        if not isinstance(result, Tensor):
-            raise InputError(
-                f"the model must return a tensor or an object with .logits, got {type(result).__name__}; "
-                "wrap it in a module that picks the outputs."
-            )
+        result = self.form.outputs(result)
         if detached and result.requires_grad:
             raise InputError(
                 f"the model {type(self.model).__name__} reads parameters that it holds elsewhere than under their "

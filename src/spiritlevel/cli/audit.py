@@ -32,7 +32,7 @@ class Audit(OnData):
     def run(self) -> Outcome:
         """Load, audit, show the table."""
         from spiritlevel.answers.auditing import audit
-        from spiritlevel.binding.batches import subset
+        from spiritlevel.binding.batches import Batches, subset
         from spiritlevel.cli.show import show_audit
         from spiritlevel.loading import about_weights, check_classes, load_model, load_samples
 
@@ -41,7 +41,9 @@ class Audit(OnData):
             model = load_model(self.model, self.weights, device=self.device, dtype=self.dtype, seed=self.seed)
             samples = load_samples(self.data)
             check_classes(samples, None, model)
-            data, _, population = subset(samples.data, self.samples, self.seed, self.batch_norm)
+            data, _, population = subset(
+                Batches(samples.data, whole=self.batch_norm == "batch"), self.samples, self.seed
+            )
             wanted = self.transforms
             found = audit(
                 model,

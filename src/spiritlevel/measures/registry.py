@@ -7,12 +7,13 @@ import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import nn
 
 from spiritlevel.arguments import checked
+from spiritlevel.binding.reading import Reading
 from spiritlevel.errors import InputError, NotExactError, first_line, unknown_name
 from spiritlevel.measures.sampling import Parts, Sampling
 from spiritlevel.measures.setting import Setting
@@ -90,10 +91,17 @@ class Measure:
     also_called: tuple[str, ...] = ()
 
     def __call__(
-        self, model: nn.Module, data: Any, *, loss: Any = "cross_entropy", batch_norm: str = "eval", seed: int = 0
+        self,
+        model: nn.Module,
+        data: Any,
+        *,
+        loss: Any = "cross_entropy",
+        batch_norm: str = "eval",
+        seed: int = 0,
+        **reading: Unpack[Reading],
     ) -> Estimate:
         """The measure of a model on data, with its error; the model is left as it was."""
-        setting = Setting(model, data, loss=loss, batch_norm=batch_norm, seed=seed)
+        setting = Setting(model, data, loss=loss, batch_norm=batch_norm, seed=seed, **reading)
         setting.check()
         return self.compute(setting)
 
@@ -241,6 +249,7 @@ def evaluate(
     loss: Any = "cross_entropy",
     batch_norm: str = "eval",
     seed: int = 0,
+    **reading: Unpack[Reading],
 ) -> list[dict[str, Any]]:
     """Several measures of one model as plain rows, for tables of many models; what they share is computed once.
 
@@ -253,7 +262,7 @@ def evaluate(
     [('trace', 'exact'), ('ball_sharpness', 'lower bound')]
     """
     chosen = select(measures)
-    setting = Setting(model, data, loss=loss, batch_norm=batch_norm, seed=seed)
+    setting = Setting(model, data, loss=loss, batch_norm=batch_norm, seed=seed, **reading)
     setting.check()
     rows = []
     for measure in chosen:

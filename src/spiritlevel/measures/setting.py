@@ -134,7 +134,7 @@ class Setting(Context):
 
     def part(self, indices: Tensor) -> Setting:
         """The same on the samples at these sorted places alone."""
-        return self.on(picked(self.pieces, indices))
+        return self.on(picked(self.pieces, indices), read=True)
 
     def forms(self, *vectors: Tensor) -> Tensor:
         """vᵀHₙv of every sample along each of these vectors, (N, vectors)."""

@@ -6,13 +6,13 @@ repeated over a data set (`averaging`).
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Unpack
 
 from torch import Tensor, nn
 
 from spiritlevel.arguments import checked
-from spiritlevel.binding.batches import is_pair_of_tensors
 from spiritlevel.binding.context import Context
+from spiritlevel.binding.reading import Reading
 from spiritlevel.errors import InputError
 from spiritlevel.estimators import Operator
 from spiritlevel.operators.averaging import MeanMatrix
@@ -31,6 +31,7 @@ def hessian(
     batch_size: int | None = None,
     memory: int | str | None = None,
     group: Any = None,
+    **reading: Unpack[Reading],
 ) -> Operator:
     """The Hessian H = ∇²L of the mean loss L(θ) = 1/N Σₙ ℓ(φ(θ; xₙ), yₙ), plus weight_decay · I.
 
@@ -54,6 +55,8 @@ def hessian(
         group: a `torch.distributed` group; every rank passes the same model, data and options, makes the same
             products and takes its share of the batches. Vectors are those of rank 0, results the same on all. Where
             the ranks' batch sizes differ the smallest is used. `None` never communicates.
+        reading: `target=`, `batch=`, `output=`, `unit=`, `batches=`: how batches and outputs are read, and what a
+            sample is; see `Reading`.
 
     Reference: Pearlmutter, Neural Comput. 6 (1994), doi:10.1162/neco.1994.6.1.147.
 
@@ -63,7 +66,9 @@ def hessian(
     >>> hessian(net, data, loss="squared_error") @ torch.tensor([1.0])  # mean of x²
     tensor([5.])
     """
-    return hessian_in(_unordered(model, data, loss, params, batch_norm, batch_size, memory, group), weight_decay)
+    return hessian_in(
+        _unordered(model, data, loss, params, batch_norm, batch_size, memory, group, reading), weight_decay
+    )
 
 
 @checked
@@ -78,6 +83,7 @@ def gauss_newton(
     batch_size: int | None = None,
     memory: int | str | None = None,
     group: Any = None,
+    **reading: Unpack[Reading],
 ) -> Operator:
     """The generalised Gauss-Newton matrix G = 1/N Σₙ JₙᵀAₙJₙ, plus weight_decay · I.
 
@@ -94,7 +100,9 @@ def gauss_newton(
     >>> torch.allclose(gauss_newton(net, data).dense(), hessian(net, data).dense())
     True
     """
-    return gauss_newton_in(_unordered(model, data, loss, params, batch_norm, batch_size, memory, group), weight_decay)
+    return gauss_newton_in(
+        _unordered(model, data, loss, params, batch_norm, batch_size, memory, group, reading), weight_decay
+    )
 
 
 @checked
@@ -109,6 +117,7 @@ def empirical_fisher(
     batch_size: int | None = None,
     memory: int | str | None = None,
     group: Any = None,
+    **reading: Unpack[Reading],
 ) -> Operator:
     """The empirical Fisher matrix F = 1/N Σₙ gₙgₙᵀ of the per-sample gradients gₙ = ∇ℓₙ, plus weight_decay · I.
 
@@ -125,7 +134,7 @@ def empirical_fisher(
     >>> float(empirical_fisher(net, data).dense().diagonal().min()) >= 0
     True
     """
-    context = _unordered(model, data, loss, params, batch_norm, batch_size, memory, group)
+    context = _unordered(model, data, loss, params, batch_norm, batch_size, memory, group, reading)
     return empirical_fisher_in(context, weight_decay)
 
 
@@ -140,6 +149,7 @@ def hessian_variance(
     batch_size: int | None = None,
     memory: int | str | None = None,
     group: Any = None,
+    **reading: Unpack[Reading],
 ) -> Operator:
     """The variance of the batches' Hessians, Σ = E_b[H_b²] − H² with H = E_b[H_b]: what limits the step size of SGD.
 
@@ -159,12 +169,12 @@ def hessian_variance(
     >>> hessian_variance(net, data, loss="squared_error", batch_size=1) @ torch.tensor([1.0])  # Hessians 1 and 4
     tensor([2.2500])
     """
-    if batch_size is None and is_pair_of_tensors(data):
+    context = _unordered(model, data, loss, params, batch_norm, batch_size, memory, group, reading, whole=True)
+    if batch_size is None and context.batches.samples is not None:
         raise InputError(
             "hessian_variance needs to know the batches: pass batch_size=, or data that come in batches, such as a "
             "data loader."
         )
-    context = _unordered(model, data, loss, params, batch_norm, batch_size, memory, group, whole=True)
     matrix = MeanMatrix(hessian_product, context)
 
     def multiply(rows: Tensor) -> Tensor:
@@ -206,6 +216,7 @@ def _unordered(
     batch_size: int | None,
     memory: int | str | None,
     group: Any,
+    reading: Reading,
     whole: bool = False,
 ) -> Context:
     """A mean over samples has no order: a loader that shuffles is read in the order of its data set."""
@@ -220,4 +231,5 @@ def _unordered(
         group=group,
         ordered=False,
         whole=whole,
+        **reading,
     )

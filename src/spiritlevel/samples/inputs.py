@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -13,8 +13,10 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from spiritlevel.arguments import checked
 from spiritlevel.binding.batches import Batches, Fingerprint
+from spiritlevel.binding.context import Context
 from spiritlevel.binding.parameters import Params
 from spiritlevel.binding.problem import Problem
+from spiritlevel.binding.reading import Reading
 from spiritlevel.errors import InputError, NotExactError, first_line, unknown_name, whole_number
 from spiritlevel.results import SampleTraces, standard_error
 from spiritlevel.samples.collecting import DEFAULT_PROBES
@@ -36,8 +38,9 @@ def input_curvature(
     method: str = "auto",
     probes: int | None = None,
     batch_size: int | None = None,
-    seed: int = 0,
     group: Any = None,
+    seed: int = 0,
+    **reading: Unpack[Reading],
 ) -> SampleTraces:
     """Tr ∇²ₓℓ(θ; xₙ, yₙ), the trace of the Hessian of each sample's loss in its own input.
 
@@ -55,9 +58,11 @@ def input_curvature(
         method: "auto", "exact" (raises `NotExactError` where there is no exact way) or "hutchinson".
         probes: Random probes for what is estimated, 64 by default. All samples share them.
         batch_size: Samples in a batch; changes nothing but speed and memory.
-        seed: Seed of the probes; the global random states stay untouched.
         group: A `torch.distributed` group: every rank passes the same, takes its share of the batches, and returns the
             whole result. `None` never communicates.
+        seed: Seed of the probes; the global random states stay untouched.
+        reading: `target=`, `batch=`, `output=`, `unit=`, `batches=`: how batches and outputs are read, and what a
+            sample is; see `Reading`.
 
     Cost: *exact* C−1 backward and two forward passes; else about 4 forward passes a probe. References: Moosavi-Dezfooli
     et al. 2019, arXiv:1811.09716; mathematics 4.9.
@@ -71,11 +76,13 @@ def input_curvature(
         raise unknown_name("method", method, METHODS)
     count = DEFAULT_PROBES if probes is None else whole_number(probes, "probes", 2)
     everything = "*" if isinstance(model, nn.Module) and next(model.parameters(), None) is not None else None
-    problem = Problem(model, loss=loss, params=everything)
-    ranks = problem.shared_by(group)
+    context = Context(
+        model, data, loss=loss, params=everything, batch_size=batch_size, group=group, seed=seed, **reading
+    )
+    problem, ranks = context.problem, context.ranks
     with problem.active():
         with ranks.together():
-            batches = Batches(data, size=batch_size)
+            batches = context.batches.cut(context.batch_size)
             first, targets = problem.place(*batches.first(64, 3))
             shadow = _InInputs(problem, first)
             with torch.no_grad():
@@ -90,7 +97,7 @@ def input_curvature(
         if not reason and not problem.loss.closed_form:
             reason = "the loss offers no output factors"
         reason = reason or _seen(shadow, len(targets)).reason
-        look = _Look(problem, batches, ranks, seed)
+        look = _Look(problem, batches, ranks, context.seed)
         if not reason:
             try:
                 return look.exact()

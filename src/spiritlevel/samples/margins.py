@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from spiritlevel.binding.cores import at_a_time, side_by_side
 from spiritlevel.binding.losses import Loss, softmax_parts
 from spiritlevel.binding.problem import Problem
 from spiritlevel.binding.ranks import Ranks
+from spiritlevel.binding.reading import Reading
 from spiritlevel.errors import InputError, first_line, unknown_name
 from spiritlevel.results import Margins
 from spiritlevel.watching.derivatives import check_derivatives, check_input_derivatives
@@ -171,6 +172,7 @@ def margins(
     batch_norm: str = "eval",
     batch_size: int | None = None,
     group: Any = None,
+    **reading: Unpack[Reading],
 ) -> Margins:
     """Margins of every sample, and its linearised distance to the decision boundary if asked for.
 
@@ -186,6 +188,9 @@ def margins(
     `group`: a `torch.distributed` group; every rank passes the same model and data, takes its share of the batches, and
     returns the whole result. `None` never communicates.
 
+    `reading`: `target=`, `batch=`, `output=`, `unit=`, `batches=`: how batches and outputs are read, and what a sample
+    is; see `Reading`.
+
     Cost: one forward pass, no graph; with `distance` C−1 backward passes more, for a whole batch at once. Memory: one
     batch, by default at most 512 samples (256 with `distance`), fewer if they are large. Margins are exact to the
     rounding of the outputs. References: paper A, section 4; Elsayed et al. 2018 (distance); Jiang et al. 2018 (layer).
@@ -198,7 +203,7 @@ def margins(
     """
     everything = "*" if isinstance(model, nn.Module) and next(model.parameters(), None) is not None else None
     context = Context(
-        model, data, loss=loss, params=everything, batch_norm=batch_norm, batch_size=batch_size, group=group
+        model, data, loss=loss, params=everything, batch_norm=batch_norm, batch_size=batch_size, group=group, **reading
     )
     return margins_in(context, distance=distance, layer=layer)
 

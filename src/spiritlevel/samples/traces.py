@@ -15,7 +15,7 @@ the results stay right where the loss is tiny.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,7 @@ from spiritlevel.binding.context import Context
 from spiritlevel.binding.cores import even_size
 from spiritlevel.binding.parameters import Params
 from spiritlevel.binding.problem import Problem
+from spiritlevel.binding.reading import Reading
 from spiritlevel.errors import InputError, unknown_name, whole_number
 from spiritlevel.results import Estimate, SampleTraces
 from spiritlevel.samples.choosing import Plan, batch_size_for, choose, cores_for
@@ -55,6 +56,7 @@ def sample_traces(
     memory: int | str | None = None,
     group: Any = None,
     seed: int = 0,
+    **reading: Unpack[Reading],
 ) -> SampleTraces:
     """Tr ∇²ℓ(θ; xₙ, yₙ), the trace of the Hessian of each sample's own loss.
 
@@ -86,6 +88,8 @@ def sample_traces(
         group: A `torch.distributed` group: every rank passes the same model, data and options, takes its share of the
             batches, and returns the whole result. `None` never communicates.
         seed: Seed of all random numbers; the global random states stay untouched.
+        reading: `target=`, `batch=`, `output=`, `unit=`, `batches=`: how batches and outputs are read, and what a
+            sample is; see `Reading`.
 
     Cost: *exact* C−1 backward passes and one forward pass; *hutchinson* about 4 forward passes a probe.
     References: paper A, section 3; Hutchinson 1990, doi:10.1080/03610919008812866; mathematics 2 and 4.
@@ -107,6 +111,7 @@ def sample_traces(
         memory=memory,
         group=group,
         seed=seed,
+        **reading,
     )
     return traces_in(context, method=method, passes=passes, probes=probes, rel_err=rel_err, per_layer=per_layer)
 
@@ -197,6 +202,7 @@ def trace(
     memory: int | str | None = None,
     group: Any = None,
     seed: int = 0,
+    **reading: Unpack[Reading],
 ) -> Estimate:
     """Tr ∇²L of the mean loss over a data set: `sample_traces(...).mean()`, with the same options.
 
@@ -221,8 +227,9 @@ def trace(
         batch_norm=batch_norm,
         batch_size=batch_size,
         memory=memory,
-        seed=seed,
         group=group,
+        seed=seed,
+        **reading,
     ).mean()
 
 

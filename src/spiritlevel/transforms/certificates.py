@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from spiritlevel.binding.batches import Batches
 from spiritlevel.binding.problem import Problem
+from spiritlevel.binding.reading import PLAIN, Form
 from spiritlevel.errors import InputError, unknown_name
 from spiritlevel.estimators import Operator
 from spiritlevel.results import Certificate
@@ -130,11 +131,12 @@ class Sample:
     inputs: Any
     count: int
     text: str
+    form: Form = PLAIN
     known: dict[tuple[int, str], tuple[nn.Module, Tensor]] = field(default_factory=dict, compare=False)
     """Outputs of models that are compared again and again, by model and batch-norm mode."""
 
     @classmethod
-    def of(cls, model: nn.Module, data: Any) -> Sample:
+    def of(cls, model: nn.Module, data: Any, form: Form = PLAIN) -> Sample:
         """Some inputs from data as everywhere, in the model's precision; a sample that is ready serves as it is."""
         if isinstance(data, Sample):
             dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
@@ -144,17 +146,19 @@ class Sample:
             if all(leaf.dtype == dtype for leaf in leaves):
                 return data
             inputs = tree_map(lambda leaf: leaf.to(dtype) if any(leaf is one for one in leaves) else leaf, data.inputs)
-            return cls(inputs, data.count, data.text)
-        problem = Problem(model, params="*")
+            return cls(inputs, data.count, data.text, data.form)
+        problem = Problem(model, params="*", form=form)
         if data is None:
             return cls._guessed(problem)
-        inputs = data[:_CHECKED] if isinstance(data, Tensor) else Batches(data, ordered=False).first(_CHECKED)[0]
+        inputs = data[:_CHECKED] if isinstance(data, Tensor) else None
+        if inputs is None:
+            inputs = Batches(data, ordered=False, form=form).first(_CHECKED)[0]
         leaves = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
         count = leaves[0].shape[0] if leaves and leaves[0].ndim else 0
         if not count:
             raise InputError("data= holds no samples; pass at least one input, better two or more.")
         shapes = ", ".join(str(tuple(leaf.shape[1:])) for leaf in leaves)
-        return cls(problem.place(inputs, torch.empty(0))[0], count, f"{count} given inputs of shape {shapes}")
+        return cls(problem.place(inputs, torch.empty(0))[0], count, f"{count} given inputs of shape {shapes}", form)
 
     @classmethod
     def _guessed(cls, problem: Problem) -> Sample:
@@ -169,7 +173,7 @@ class Sample:
                 raise
             except Exception:  # whatever it says, this is not the shape the network takes
                 continue
-            return cls(inputs, _GUESSED, f"{_GUESSED} normal random inputs of shape {shape}")
+            return cls(inputs, _GUESSED, f"{_GUESSED} normal random inputs of shape {shape}", problem.form)
         raise InputError(
             "the shape of the network's inputs cannot be told from its first layer; pass data=, a batch of inputs."
         )
@@ -177,7 +181,7 @@ class Sample:
     def _before(self, model: nn.Module, mode: str) -> Tensor:
         key = id(model), mode
         if key not in self.known:
-            self.known[key] = model, _outputs(model, self.inputs, mode)
+            self.known[key] = model, _outputs(model, self.inputs, mode, self.form)
         return self.known[key][1]
 
     def certify(
@@ -206,7 +210,7 @@ class Sample:
             if mode == "batch" and not normed:
                 continue  # the same as eval
             before = scale * self._before(old, mode)
-            after = _outputs(new, self.inputs if inputs is None else inputs(self.inputs), mode)
+            after = _outputs(new, self.inputs if inputs is None else inputs(self.inputs), mode, self.form)
             if keeps == "probabilities":
                 before, after = before.log_softmax(-1), after.log_softmax(-1)
             difference = float((after - before).abs().max()) if before.numel() else 0.0
@@ -239,7 +243,7 @@ def _likely_shapes(model: nn.Module) -> Iterable[tuple[int, ...]]:
     return []
 
 
-def _outputs(model: nn.Module, inputs: Any, batch_norm: str) -> Tensor:
-    problem = Problem(model, params="*", batch_norm=batch_norm)
+def _outputs(model: nn.Module, inputs: Any, batch_norm: str, form: Form) -> Tensor:
+    problem = Problem(model, params="*", batch_norm=batch_norm, form=form)
     with problem.active(), torch.no_grad():
         return problem.outputs(problem.params, problem.place(inputs, torch.empty(0))[0]).double()
