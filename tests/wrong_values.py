@@ -122,6 +122,8 @@ def _recipe() -> sl.training.Recipe:
     return sl.training.Recipe(steps=1, batch_size=2)
 
 
+EMPTY = inspect.Parameter.empty
+
 # What a required argument of that name may be.
 GOOD: dict[str, Callable[[], Any]] = {
     "model": network,
@@ -200,7 +202,7 @@ class Target:
     name: str
     function: Callable[..., Any]
     good: dict[str, Callable[[], Any]]
-    parameters: dict[str, inspect.Parameter]
+    parameters: dict[str, Any]
     hints: dict[str, Any]
 
 
@@ -315,13 +317,19 @@ def methods() -> Iterator[tuple[str, Callable[..., Any]]]:
                 yield f"{name}.{method}", getattr(thing, method)
 
 
-def parameters_of(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    """The named parameters of a function or of a class that is built."""
-    return {
-        name: parameter
-        for name, parameter in inspect.signature(function).parameters.items()
-        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
-    }
+def parameters_of(function: Callable[..., Any]) -> dict[str, Any]:
+    """The named parameters of a function or of a class that is built, and their defaults (`EMPTY` where required)."""
+    found = {}
+    for name, parameter in inspect.signature(function).parameters.items():
+        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            found[name] = parameter.default
+        elif parameter.kind is parameter.VAR_KEYWORD:  # options that several functions share
+            found |= dict.fromkeys(_shared(_hints(function).get(name)))
+    return found
+
+
+def _shared(hint: Any) -> dict[str, Any]:
+    return typing.get_type_hints(typing.get_args(hint)[0]) if typing.get_origin(hint) is typing.Unpack else {}
 
 
 def targets() -> list[Target]:
@@ -331,9 +339,12 @@ def targets() -> list[Target]:
         parameters = parameters_of(function)
         if not parameters or name in LEFT_OUT:
             continue
-        required = [each for each, parameter in parameters.items() if parameter.default is parameter.empty]
+        required = [each for each, default in parameters.items() if default is EMPTY]
         good = {each: GOOD[each] for each in required if each in GOOD} | SPECIAL.get(name, {})
-        found.append(Target(name, function, good, parameters, _hints(function)))
+        hints = _hints(function)
+        for hint in [*hints.values()]:
+            hints |= _shared(hint)
+        found.append(Target(name, function, good, parameters, hints))
     return found
 
 

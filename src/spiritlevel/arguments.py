@@ -127,6 +127,8 @@ def _hints(function: Callable[..., Any]) -> dict[str, Any]:
     for name, hint in function.__annotations__.items():
         with contextlib.suppress(NameError, AttributeError, TypeError):
             found |= typing.get_type_hints(types.SimpleNamespace(__annotations__={name: hint}), space)
+        if typing.get_origin(found.get(name)) is typing.Unpack:  # options that several functions share
+            found |= typing.get_type_hints(typing.get_args(found.pop(name))[0])
     return found
 
 

@@ -91,7 +91,7 @@ class Quantities:
 
     def _trace_of(self, setting: Setting) -> dict[str, Any]:
         try:
-            trace = setting.traces.mean()
+            trace = setting.trace
         except (InputError, NotExactError):  # batch statistics: a sample has no trace of its own
             trace = operator_trace(setting.hessian, probes=_PROBES, seed=setting.seed)
         return {"trace": trace.value, "trace_stderr": trace.stderr}

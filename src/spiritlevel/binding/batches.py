@@ -49,6 +49,26 @@ def sliced(inputs: Any, start: int, stop: int) -> Any:
     return tree_map(lambda leaf: leaf[start:stop] if isinstance(leaf, Tensor) else leaf, inputs)
 
 
+SPREAD = 5
+"""Samples on which rules and independence are tested: enough that an order which is no order of theirs shows."""
+
+
+def spread(count: int) -> Tensor:
+    """At most `SPREAD` numbers from 0 to count − 1, the first and the last among them."""
+    return torch.linspace(0, count - 1, min(SPREAD, count)).round().long()
+
+
+def resized(inputs: Any, count: int | Tensor) -> Any:
+    """The first `count` samples, repeated if there are fewer; or the samples with the given indices."""
+
+    def resize(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        return leaf[count if isinstance(count, Tensor) else torch.arange(count, device=leaf.device) % leaf.shape[0]]
+
+    return tree_map(resize, inputs)
+
+
 def is_pair_of_tensors(data: Any) -> bool:
     """Whether data lie in memory as one pair (inputs, targets), and not as batches."""
     if not (isinstance(data, tuple | list) and len(data) == 2 and isinstance(data[1], Tensor | np.ndarray)):

@@ -15,7 +15,8 @@ from typing import Any, Self, TypeVar, Unpack, cast
 import torch
 from torch import Tensor, nn
 
-from spiritlevel.binding.batches import Batches, subset
+from spiritlevel.binding.batches import Batches, resized, spread, subset
+from spiritlevel.binding.coupling import depends_on_others
 from spiritlevel.binding.memory import parse_memory
 from spiritlevel.binding.parameters import Params
 from spiritlevel.binding.problem import Problem
@@ -136,6 +137,30 @@ class Context:
         for inputs, targets in self.batches if batches is None else batches:
             if len(targets):
                 yield self.problem.place(inputs, targets)
+
+    @functools.cached_property
+    def coupling(self) -> str:
+        """What ties the samples of a batch together where batches are meant: "outputs", "loss", or nothing.
+
+        Found out on a few samples of the first batch. Elsewhere nothing does: what is measured refuses it.
+        """
+        if self.form.batches == "fixed":
+            inputs, targets = self.first(4096, 3)
+            problem, some = self.problem, spread(len(targets))
+            with problem.active(), torch.no_grad():
+                outputs = problem.outputs(problem.params, inputs)
+                if problem.loss.couples(outputs, targets):
+                    return "loss"
+                if depends_on_others(problem, resized(inputs, some), outputs[some]):
+                    return "outputs"
+        return "outputs" if self.batch_norm == "batch" else ""
+
+    @property
+    def why_coupled(self) -> str:
+        """The same in words."""
+        if self.batch_norm == "batch" and self.form.batches != "fixed":
+            return "batch_norm='batch' couples the samples of a batch"
+        return f"the {'loss' if self.coupling == 'loss' else 'model'} couples the samples of a batch"
 
     # ------------------------------------------------------------ the machine
 

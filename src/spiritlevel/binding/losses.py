@@ -8,6 +8,7 @@ of positive terms and stay right to rounding at any margin (mathematics 2.2).
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 from abc import ABC, abstractmethod
@@ -96,6 +97,10 @@ class Loss(ABC):
                 f"{self.name} needs model outputs of shape (samples, outputs), got {tuple(outputs.shape)}; "
                 "flatten them, or pass a loss of your own that returns one value per sample."
             )
+
+    def couples(self, outputs: Tensor, targets: Tensor) -> str:
+        """In words, how the loss of a sample depends on the others of its batch; nothing where it does not."""
+        return ""
 
     @abstractmethod
     def values(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -502,28 +507,123 @@ def _signs(targets: Tensor) -> Tensor:
 class CallableLoss(Loss):
     """Any function (outputs, targets) → (N,): its output Hessian comes from autodiff, in float64 if it allows that.
 
+    A function that returns the mean over the samples, one number, is called for every sample by itself. A loss that
+    couples the samples of a batch is refused, unless `fixed` makes the batches part of what is measured: then it may
+    return one number, the loss of the batch.
+
     Exact traces need closed-form factors: give the callable a method `factors(outputs, targets)` that yields pairs of
     weights (N,) and vectors (N, C), at most C of them, or as many as its method `rank(C)` says.
     """
 
     name = "callable"
 
-    def __init__(self, function: Callable[[Tensor, Tensor], Tensor]) -> None:
-        self.function = function
+    def __init__(self, function: Callable[[Tensor, Tensor], Tensor], fixed: bool = False) -> None:
+        self.function, self.fixed = function, fixed
         self.closed_form = hasattr(function, "factors")  # type: ignore[misc]
+        self.called = getattr(function, "__name__", type(function).__name__)
+        self._one_by_one: Callable[[Tensor, Tensor], Tensor] | None = None  # of a function that returns a mean
 
     def check(self, outputs: Tensor, targets: Tensor, start: int = 0) -> None:
-        value = self.values(outputs, targets)
-        if not isinstance(value, Tensor) or value.shape != outputs.shape[:1]:
-            shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        with torch.no_grad():
+            value: Any = self._call(outputs.detach(), targets)
+            if not isinstance(value, Tensor) or (value.ndim and value.shape != targets.shape[:1]):
+                shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+                raise InputError(
+                    f"a loss of your own must return one value per sample, shape ({len(targets)},), got {shape}; "
+                    "use reduction='none'."
+                )
+            if self.fixed:
+                return
+            if not value.ndim and self._one_by_one is None and len(targets) > 1:
+                self._take_apart(outputs.detach(), targets)
+            how = self.couples(outputs.detach(), targets)
+        if how:
             raise InputError(
-                f"a loss of your own must return one value per sample, shape ({outputs.shape[0]},), got {shape}; "
-                "use reduction='none'."
+                f"the loss {self.called} of a sample depends on the other samples of its batch ({how}): is it "
+                "contrastive, or divided by something of the whole batch, its tokens, say? Its mean would depend on "
+                "how the data are cut into batches; return each sample's own loss, or pass batches='fixed' to make the "
+                "batches, as they come, part of the definition."
             )
 
-    def values(self, outputs: Tensor, targets: Tensor) -> Tensor:
+    def _take_apart(self, outputs: Tensor, targets: Tensor) -> None:
+        """Take a loss that returns one number for every sample by itself, if that number is their mean."""
+        few, wanted = outputs[:3], targets[:3]
+
+        def single(output: Tensor, target: Tensor) -> Tensor:
+            return self._call(output[None], target[None]).reshape(())
+
+        def looped(many: Tensor, labels: Tensor) -> Tensor:
+            return torch.stack([single(output, label) for output, label in zip(many, labels, strict=True)])
+
+        try:
+            total, each = self._call(few, wanted), looped(few, wanted)
+        except RuntimeError as error:
+            raise InputError(
+                f"the loss {self.called} returns one number for {len(targets)} samples and fails on a single one "
+                f"({first_line(error)}); return one value per sample, e.g. with reduction='none'."
+            ) from error
+        if not _close(each.mean(), total, outputs):
+            summed = _close(each.sum(), total, outputs)
+            what = "the sum over them" if summed else "not the mean over them"
+            rest = "return the mean" if summed else "for a loss of the batch as a whole pass batches='fixed'"
+            raise InputError(
+                f"the loss {self.called} returns one number for {len(targets)} samples, {what}; return one value per "
+                f"sample, shape ({len(targets)},), or {rest}."
+            )
+        self._one_by_one = looped
+        with contextlib.suppress(RuntimeError, ValueError):  # not everything can be vectorised
+            together = torch.func.vmap(single)
+            if bool(torch.allclose(together(few, wanted), each, rtol=1e-4, atol=1e-6)):
+                self._one_by_one = together
+
+    def couples(self, outputs: Tensor, targets: Tensor) -> str:
+        """What a sample's loss is in its batch, beside another one and alone, if these differ.
+
+        A few small calls of the function, in float64 if it allows that; one that is given fewer samples than it can
+        work with, or holds numbers for the whole batch, is taken for one that couples them.
+        """
+        count = len(targets)
+        if count < 2 or len(outputs) != count:
+            return "" if len(outputs) == count else f"{len(outputs)} outputs for {count} samples"
+        if self._one_by_one is not None:
+            return ""
+
+        def of(rows: list[int]) -> Tensor | None:
+            here = torch.tensor(rows, device=outputs.device)
+            try:
+                found: Tensor = _in_float64(self._call, outputs[here], targets[here]).reshape(-1)
+            except (RuntimeError, ValueError, IndexError):
+                return None
+            return found if len(found) == len(rows) else None
+
+        whole = _in_float64(self._call, outputs, targets)
+        if not whole.ndim:
+            return f"one number, {float(whole):.4g}, for {count} samples"
+        last = count - 1
+        pair = of([0, last]) if count > 2 else None
+        if pair is None and count > 2:
+            return "it cannot be called with two samples of a batch"
+        for row, beside in ((0, 0), (last, 1)):
+            alone = of([row])
+            near = whole[row] if pair is None else pair[beside]
+            others = [near] if alone is None else [near, alone[0]]  # a squeeze may make one sample special
+            if not all(_close(other, whole[row], outputs) for other in others):
+                if not torch.equal(whole, _in_float64(self._call, outputs, targets)):
+                    return "it draws random numbers"
+                text = f"{float(whole[row]):.4g} in its batch of {count}"
+                text += "" if pair is None else f", {float(near):.4g} beside one other"
+                return text + ("" if alone is None else f", {float(alone[0]):.4g} alone")
+        return ""
+
+    def _call(self, outputs: Tensor, targets: Tensor) -> Tensor:
         with Elementary():
             return self.function(outputs, targets)
+
+    def values(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        if self._one_by_one is not None:
+            return self._one_by_one(outputs, targets)
+        value = self._call(outputs, targets)
+        return value if value.ndim else value.expand(len(targets))
 
     def gradient(self, outputs: Tensor, targets: Tensor) -> Tensor:
         def slope(point: Tensor, wanted: Tensor) -> Tensor:
@@ -544,10 +644,9 @@ class CallableLoss(Loss):
         try:
             return _in_float64(bend, outputs, targets)
         except RuntimeError as error:
-            name = getattr(self.function, "__name__", type(self.function).__name__)
             reason = first_line(error)
             raise InputError(
-                f"the loss {name} cannot be differentiated twice ({reason}); write it in operations that can."
+                f"the loss {self.called} cannot be differentiated twice ({reason}); write it in operations that can."
             ) from error
 
     def rank(self, classes: int) -> int:
@@ -579,6 +678,15 @@ class CallableLoss(Loss):
             yield outputs.new_zeros(len(outputs), dtype=torch.float64), torch.zeros_like(outputs, dtype=torch.float64)
 
 
+def _close(a: Tensor, b: Tensor, outputs: Tensor) -> bool:
+    """Whether two values of a loss are the same but for rounding, which grows with the outputs."""
+    coarse = a.dtype != torch.float64
+    size = 1.0 + (float(outputs.abs().max()) if outputs.numel() else 0.0)
+    return bool(
+        torch.isclose(a.double(), b.double(), rtol=1e-3 if coarse else 1e-6, atol=(1e-5 if coarse else 1e-12) * size)
+    ) or not bool(torch.isfinite(b))
+
+
 def _in_float64(compute: Callable[[Tensor, Tensor], Tensor], outputs: Tensor, targets: Tensor) -> Tensor:
     """`compute(outputs, targets)` in float64, or in their own type if the loss holds tensors that do not mix."""
     try:
@@ -597,12 +705,13 @@ NAMED: dict[str, Callable[[], Loss]] = {
 }
 
 
-def resolve(loss: str | nn.Module | Callable[[Tensor, Tensor], Tensor] | Loss) -> Loss:
+def resolve(loss: str | nn.Module | Callable[[Tensor, Tensor], Tensor] | Loss, *, fixed: bool = False) -> Loss:
     """The `Loss` that a name, a `torch.nn` loss or a callable stands for.
 
     `torch.nn` losses keep their class weights and label smoothing. The loss of a data set is always the mean over its
     samples, so a reduction that means something else is refused. A loss that computes something of its own, also one
-    derived from those of `torch.nn`, is called and must return one value per sample.
+    derived from those of `torch.nn`, is called and must return one value per sample, or their mean; `fixed` says that
+    the batches are part of what is measured, so that it may couple them.
 
     >>> resolve("cross_entropy").name, resolve(nn.MSELoss()).name
     ('cross_entropy', 'squared_error')
@@ -618,7 +727,7 @@ def resolve(loss: str | nn.Module | Callable[[Tensor, Tensor], Tensor] | Loss) -
     if isinstance(loss, nn.modules.loss._Loss) and type(loss).forward.__module__.startswith("torch."):
         return _translate(loss)
     if callable(loss):
-        return CallableLoss(loss)
+        return CallableLoss(loss, fixed)
     raise InputError(f"loss must be a name, a torch.nn loss or a callable, got {type(loss).__name__}.")
 
 

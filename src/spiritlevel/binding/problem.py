@@ -91,7 +91,7 @@ class Problem:
             kinds = ", ".join(sorted(str(d).removeprefix("torch.") for d in dtypes))
             raise InputError(f"the model mixes parameters of {kinds}; convert it to one of them, e.g. model.double().")
         self.model = model
-        self.loss = losses.resolve(loss)
+        self.loss = losses.resolve(loss, fixed=form.batches == "fixed")
         self.batch_norm = batch_norm
         with torch.inference_mode(False):  # tensors made in inference mode could not be differentiated
             state = {name: tensor.detach().clone() for name, tensor in _state(model)}
@@ -266,10 +266,17 @@ class Problem:
 
         `start` is the number of the first sample in the data.
         """
-        if outputs.ndim == 0 or outputs.shape[0] != targets.shape[0]:
+        fits = outputs.ndim > 0 and outputs.shape[0] == targets.shape[0]
+        if not fits and not (self.form.batches == "fixed" and isinstance(self.loss, losses.CallableLoss)):
+            ending = "the first dimension must be the samples."
+            if outputs.ndim == 0:
+                ending = (
+                    "a loss of its own? Have it return its logits (output=) and pass the loss as loss=; or measure "
+                    "that number itself, with loss=lambda value, targets: value and batches='fixed', and with batch= "
+                    "if the model needs the targets."
+                )
             raise InputError(
-                f"the model returned outputs of shape {tuple(outputs.shape)} for {targets.shape[0]} samples; "
-                "the first dimension must be the samples."
+                f"the model returned outputs of shape {tuple(outputs.shape)} for {targets.shape[0]} samples; {ending}"
             )
         self.loss.check(outputs, targets, start)
         if not bool(torch.isfinite(outputs.detach().sum())) and not bool(torch.isfinite(outputs).all()):
@@ -322,7 +329,8 @@ def _each(change: Callable[[Any], Any], inputs: Any) -> Any:
 
 
 def _first_not_finite(tensor: Tensor) -> int:
-    return int((~torch.isfinite(tensor.detach())).reshape(len(tensor), -1).any(1).nonzero()[0])
+    wrong = ~torch.isfinite(tensor.detach())
+    return int(wrong.reshape(len(tensor), -1).any(1).nonzero()[0]) if tensor.ndim else 0
 
 
 def _state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

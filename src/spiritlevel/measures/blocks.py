@@ -40,8 +40,8 @@ def gauss_newton_blocks(setting: Setting, weights: Sequence[str]) -> dict[str, B
     needs a weight with one use, in a module whose rows are the samples; others get gradients sample by sample.
     """
     problem = setting.problem
-    if setting.batch_norm == "batch":
-        raise InputError("with batch_norm='batch' a sample has no gradient of its own; use batch_norm='eval'.")
+    if setting.coupling:
+        raise InputError(f"{setting.why_coupled}, so a sample has no gradient of its own.")
     if not problem.loss.closed_form:
         raise InputError("the Gauss-Newton matrix of the weights needs a loss that offers its output factors.")
     found = {

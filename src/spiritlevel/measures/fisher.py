@@ -31,8 +31,8 @@ def _quadratics(setting: Setting, direction: Params) -> Tensor:
 
 
 def _fisher_trace_values(setting: Setting) -> Tensor:
-    if setting.traces.method == "exact":
-        return setting.traces.values
+    if setting.exact_traces is not None:
+        return setting.exact_traces.values
     return torch.stack([_quadratics(setting, setting.split(v)) for v in shared_signs(setting)]).mean(0)
 
 
@@ -48,12 +48,12 @@ def _fisher_trace_values(setting: Setting) -> Tensor:
     sampling=mean_of(_fisher_trace_values, "8 forward-mode passes unless exact"),
     invariant_to=UNSEEN,
     predict=lambda setting, transformed: (
-        predicted_trace(setting, transformed) if setting.traces.method == "exact" else None
+        None if setting.exact_traces is None else predicted_trace(setting, transformed)
     ),
 )
 def _fisher_trace(setting: Setting) -> Estimate:
-    if setting.traces.method == "exact":  # there Tr H = Tr GGN (mathematics 4.2)
-        return setting.traces.mean()
+    if setting.exact_traces is not None:  # there Tr H = Tr GGN (mathematics 4.2)
+        return setting.exact_traces.mean()
     return operator_trace(setting.gauss_newton, probes=probe_count(setting.problem.size), seed=setting.seed)
 
 

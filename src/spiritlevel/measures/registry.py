@@ -133,8 +133,8 @@ class Measure:
 
         What cannot be found is not known, and says why.
         """
-        if setting.batch_norm == "batch":
-            return unknown("batch statistics couple the samples")
+        if setting.coupling:
+            return unknown(setting.why_coupled)
         try:
             return self.sampling.error(self, setting, value, population)
         except (InputError, NotExactError) as error:
@@ -145,7 +145,7 @@ class Measure:
 
     def parts(self, setting: Setting, population: int) -> Parts | None:
         """What every sample has to do with the value that this setting gave; None where that is not known."""
-        if setting.batch_norm == "batch":  # which couples the samples
+        if setting.coupling:
             return None
         try:
             return self.sampling.parts(setting, population)

@@ -41,8 +41,8 @@ def _layer_scaled_values(setting: Setting) -> Tensor:
     invariant_to=BY_TENSOR,
 )
 def _layer_scaled_trace(setting: Setting) -> Estimate:
-    traces = setting.traces
-    if not traces.layers or not traces.exact:
+    traces = None if setting.coupling == "loss" else setting.traces
+    if traces is None or not traces.layers or not traces.exact:
         return operator_trace(in_layer_norms(setting), probes=probe_count(setting.problem.size), seed=setting.seed)
     return Estimate(float(_layer_scaled_values(setting).mean()), matvecs=traces.matvecs, seed=setting.seed)
 

@@ -20,9 +20,9 @@ from spiritlevel.estimators import Operator
 from spiritlevel.measures.blocks import Block, gauss_newton_blocks
 from spiritlevel.measures.ends import Ends, in_layer_norms
 from spiritlevel.operators.matrices import gauss_newton_in, hessian_in
-from spiritlevel.results import Margins, SampleTraces
+from spiritlevel.results import Estimate, Margins, SampleTraces
 from spiritlevel.samples.margins import margins_in, signed_margin
-from spiritlevel.samples.traces import sample_forms, traces_in
+from spiritlevel.samples.traces import sample_forms, trace_in, traces_in
 from spiritlevel.statistics.subsets import groups
 from spiritlevel.transforms import Transformed, fold_batchnorm
 from spiritlevel.watching.derivatives import check_derivatives
@@ -166,8 +166,8 @@ class Setting(Context):
         return self.once("structure", self._analysed)
 
     def _analysed(self) -> Structure:
-        if self.whole:
-            return Structure(failure="batch_norm='batch' couples the samples of a batch")
+        if self.coupling:
+            return Structure(failure=self.why_coupled)
         with self.problem.active():
             return functools.reduce(
                 joined, (analyse(self.problem, inputs, len(targets)) for inputs, targets in self.each())
@@ -188,6 +188,16 @@ class Setting(Context):
         """Per-sample traces of H, split by parameter where that is free."""
         free = self.structure.exact and self.problem.loss.closed_form
         return traces_in(self, per_layer=free, probes=self.probes)
+
+    @property
+    def exact_traces(self) -> SampleTraces | None:
+        """The traces of the samples where they are those of the Gauss-Newton matrix; None elsewhere."""
+        return None if self.coupling == "loss" or self.traces.method != "exact" else self.traces
+
+    @functools.cached_property
+    def trace(self) -> Estimate:
+        """Tr H; of the traces of the samples, unless the loss couples them."""
+        return trace_in(self, probes=self.probes) if self.coupling == "loss" else self.traces.mean()
 
     @functools.cached_property
     def spectrum(self) -> Ends:

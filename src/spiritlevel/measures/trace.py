@@ -26,8 +26,8 @@ def _numbers(transformed: Transformed) -> dict[str, float] | None:
 
 def predicted_trace(setting: Setting, transformed: Transformed) -> float | None:
     """Σ_l Tr H_ll/τ_l²."""
-    factors, traces = _numbers(transformed), setting.traces
-    if factors is None or not traces.layers:
+    factors = _numbers(transformed)
+    if factors is None or setting.coupling == "loss" or not (traces := setting.traces).layers:
         return None
     return sum(float(values.mean()) / factors[name] ** 2 for name, values in traces.layers.items())
 
@@ -68,7 +68,7 @@ def trace_passes(setting: Setting, unless_exact: float = 0.0) -> float:
     predict=predicted_trace,
 )
 def _trace(setting: Setting) -> Estimate:
-    return setting.traces.mean()
+    return setting.trace
 
 
 @register(
@@ -85,4 +85,4 @@ def _trace(setting: Setting) -> Estimate:
     predict=_predicted_mean_eigenvalue,
 )
 def _mean_eigenvalue(setting: Setting) -> Estimate:
-    return setting.traces.mean().scaled(1 / setting.problem.size)
+    return setting.trace.scaled(1 / setting.problem.size)

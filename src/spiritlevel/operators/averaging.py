@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from spiritlevel.binding.batches import Batches, Fingerprint, is_pair_of_tensors, sliced
 from spiritlevel.binding.context import Context
 from spiritlevel.binding.cores import at_a_time, batches_that_fit, even_size, side_by_side
+from spiritlevel.binding.coupling import check_independence
 from spiritlevel.binding.parameters import as_leaves, nearby
 from spiritlevel.errors import InputError
 from spiritlevel.estimators import Operator
@@ -214,17 +215,7 @@ class MeanMatrix:
         if len(outputs) < 3:
             inputs, _ = self.problem.place(*self.batches.first(3, 3))
             outputs = self.problem.outputs(self.problem.params, inputs)
-        first = len(outputs) - 2
-        if first < 1:
-            return
-        alone = self.problem.outputs(self.problem.params, sliced(inputs, first, first + 2))  # one has no variance
-        difference, size = float((alone - outputs[first:]).abs().max()), float(outputs.abs().max())
-        if difference > (1e-3 if outputs.dtype == torch.float32 else 1e-8) * size:
-            raise InputError(
-                "the network's output for a sample depends on the other samples of its batch (batch norm without "
-                "running statistics, or an operation across the batch), so this matrix would depend on the batch "
-                "size; batch_norm='batch' with a batch_size measures the batches as they are."
-            )
+        check_independence(self.problem, inputs, outputs)
 
     def _batch(self, index: int, inputs: Any, targets: Tensor, rows: Tensor) -> _Batch:
         """A batch: recomputed from a trace when it is multiplied, and kept if there is room; or differentiated."""

@@ -199,6 +199,11 @@ def gauss_newton_in(context: Context, weight_decay: float = 0.0) -> Operator:
 
 def empirical_fisher_in(context: Context, weight_decay: float = 0.0) -> Operator:
     """The empirical Fisher matrix; see `empirical_fisher`."""
+    if context.coupling == "loss":
+        raise InputError(
+            "the empirical Fisher matrix needs the gradient of each sample's own loss, and here the loss "
+            "of a sample depends on the others of its batch; use hessian or gauss_newton."
+        )
     return _in(context, fisher_product, weight_decay)
 
 

@@ -10,16 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spiritlevel.binding.batches import Batches, Fingerprint
+from spiritlevel.binding.batches import Batches, Fingerprint, resized
 from spiritlevel.binding.context import Context
 from spiritlevel.binding.cores import side_by_side
+from spiritlevel.binding.coupling import same_outputs
 from spiritlevel.binding.losses import Factor
 from spiritlevel.errors import InputError, NotExactError
 from spiritlevel.results import SampleTraces, standard_error
 from spiritlevel.samples.choosing import Plan
 from spiritlevel.samples.probing import Differentiate, differentiator, form_along, generator_of, probe
 from spiritlevel.watching.chains import chain_traces
-from spiritlevel.watching.recording import Recording, resized, same_outputs
+from spiritlevel.watching.recording import Recording
 
 DEFAULT_PROBES = 64
 PILOT_PROBES = 16
@@ -80,6 +81,7 @@ class Collector:
     def __init__(self, context: Context, batches: Batches, per_layer: bool, cores: int) -> None:
         self.problem, self.ranks, self.seed = context.problem, context.ranks, context.seed
         self.batches, self.per_layer, self.cores = batches, per_layer, cores
+        self.whole, self.coupled = context.whole, context.coupling != ""
         self.fingerprint = Fingerprint()
         self.targets: list[Tensor] = []
 
@@ -129,7 +131,7 @@ class Collector:
             loss=self.problem.loss.name,
             batch_norm=self.problem.batch_norm,
             fingerprint=str(self.fingerprint),
-            batches=tuple(map(len, self.targets)) if self.problem.batch_norm == "batch" else None,
+            batches=tuple(map(len, self.targets)) if self.whole else None,
             **fields,
         )
 
@@ -263,7 +265,7 @@ class Collector:
         return self.columns([part or "" for part in parts], begin, len(indices)), notes
 
     def _differentiator(self, inputs: Any, targets: Tensor) -> tuple[Differentiate, tuple[str, ...]]:
-        few = inputs if self.problem.batch_norm == "batch" else resized(inputs, min(8, len(targets)))
+        few = inputs if self.coupled else resized(inputs, min(8, len(targets)))
         return differentiator(self.problem, few, self.seed)
 
     def pyhessian(self, most: int = 100, tolerance: float = 1e-3) -> SampleTraces:
@@ -284,7 +286,7 @@ class Collector:
             running = torch.arange(len(targets))
             for index in range(most):
                 some, some_targets = inputs, targets
-                if problem.batch_norm == "eval" and len(running) < len(targets):  # batch statistics need the others too
+                if not self.coupled and len(running) < len(targets):  # coupled samples need the others too
                     chosen = running.to(problem.device)
                     some, some_targets = resized(inputs, chosen), targets[chosen]
                 derivatives = differentiate(problem, some, probe(problem.params, self.seed, index))

@@ -12,8 +12,9 @@ from torch.func import functionalize
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from spiritlevel.arguments import checked
-from spiritlevel.binding.batches import Batches, Fingerprint
+from spiritlevel.binding.batches import Batches, Fingerprint, resized, spread
 from spiritlevel.binding.context import Context
+from spiritlevel.binding.coupling import check_independence
 from spiritlevel.binding.parameters import Params
 from spiritlevel.binding.problem import Problem
 from spiritlevel.binding.reading import Reading
@@ -22,7 +23,6 @@ from spiritlevel.results import SampleTraces, standard_error
 from spiritlevel.samples.collecting import DEFAULT_PROBES
 from spiritlevel.samples.probing import differentiator, form_along, probe
 from spiritlevel.watching.derivatives import check_input_derivatives
-from spiritlevel.watching.recording import check_independence, resized, spread
 from spiritlevel.watching.structure import Structure, Watch
 
 METHODS = ("auto", "exact", "hutchinson")

@@ -18,6 +18,7 @@ from spiritlevel.arguments import checked
 from spiritlevel.binding.batches import Fingerprint
 from spiritlevel.binding.context import Context
 from spiritlevel.binding.cores import at_a_time, side_by_side
+from spiritlevel.binding.coupling import check_independence
 from spiritlevel.binding.losses import Loss, softmax_parts
 from spiritlevel.binding.problem import Problem
 from spiritlevel.binding.ranks import Ranks
@@ -25,8 +26,6 @@ from spiritlevel.binding.reading import Reading
 from spiritlevel.errors import InputError, first_line, unknown_name
 from spiritlevel.results import Margins
 from spiritlevel.watching.derivatives import check_derivatives, check_input_derivatives
-from spiritlevel.watching.recording import check_independence, resized
-from spiritlevel.watching.recording import spread as spread_rows
 
 # ---------------------------------------------------------------- margins of given logits
 
@@ -211,13 +210,13 @@ def margins(
 def margins_in(context: Context, *, distance: int | float | str | None = None, layer: str | None = None) -> Margins:
     """The margins of every sample in a context that is bound already; see `margins`."""
     norm = _norm(distance)
-    problem, ranks, batch_norm = context.problem, context.ranks, context.batch_norm
+    problem, ranks = context.problem, context.ranks
     if layer is not None and not norm:
         raise InputError("layer= says where a distance is measured; pass distance=2 or distance='inf' as well.")
-    if norm and batch_norm == "batch":
+    if norm and context.coupling == "outputs":
         raise InputError(
-            "with batch_norm='batch' a sample's outputs depend on the whole batch, so it has no distance of its own; "
-            "use batch_norm='eval'."
+            f"{context.why_coupled}: a sample's outputs depend on the whole batch, so it has no distance of its own; "
+            "use batch_norm='eval' and a model without other ties between its samples."
         )
     with ranks.together():
         batches = context.batches.cut(context.batch_size)
@@ -246,8 +245,8 @@ def margins_in(context: Context, *, distance: int | float | str | None = None, l
         start, inputs, targets = batch
         outputs, points = _linearised(problem, inputs, layer) if norm else (problem.outputs(problem.params, inputs), [])
         problem.checked(outputs, inputs, targets, start)
-        if not looked and len(targets) and batch_norm == "eval":
-            check_independence(problem, resized(inputs, spread_rows(len(targets))))
+        if not looked and len(targets) and not context.whole:
+            check_independence(problem, inputs, outputs.detach())
             if norm and layer is None:
                 check_input_derivatives(problem, inputs, targets)
             elif norm:

@@ -21,19 +21,22 @@ import torch
 from torch import Tensor, nn
 
 from spiritlevel.arguments import checked
-from spiritlevel.binding.batches import Batches
+from spiritlevel.binding.batches import Batches, resized, spread
 from spiritlevel.binding.context import Context
 from spiritlevel.binding.cores import even_size
+from spiritlevel.binding.coupling import check_independence
 from spiritlevel.binding.parameters import Params
 from spiritlevel.binding.problem import Problem
 from spiritlevel.binding.reading import Reading
-from spiritlevel.errors import InputError, unknown_name, whole_number
+from spiritlevel.errors import InputError, NotExactError, unknown_name, whole_number
+from spiritlevel.estimators import operator_trace
+from spiritlevel.operators.matrices import hessian_in
 from spiritlevel.results import Estimate, SampleTraces
 from spiritlevel.samples.choosing import Plan, batch_size_for, choose, cores_for
-from spiritlevel.samples.collecting import Collector, OtherFunction
+from spiritlevel.samples.collecting import DEFAULT_PROBES, Collector, OtherFunction
 from spiritlevel.samples.probing import differentiator, form_along
 from spiritlevel.watching.derivatives import check_derivatives
-from spiritlevel.watching.recording import analyse_few, check_independence, resized, spread
+from spiritlevel.watching.recording import analyse_few
 from spiritlevel.watching.structure import Structure
 
 METHODS = ("auto", "exact", "hutchinson", "pyhessian")
@@ -137,7 +140,12 @@ def traces_in(
             with torch.no_grad():
                 outputs = problem.outputs(problem.params, inputs)
             problem.checked(outputs, inputs, targets)
-            if not whole:
+            if problem.form.batches == "fixed" and context.coupling == "loss":
+                raise InputError(
+                    "the loss of a sample depends on the other samples of its batch, so a sample has no trace of its "
+                    "own; the trace of the mean over the fixed batches is sl.trace(..., batches='fixed')."
+                )
+            if not context.coupling:
                 inputs = _few_of(problem, batches)
             structure = context.once("structure", lambda: _structure(context, inputs))
             kinks = check_derivatives(problem, *context.first(64), twice=not structure.exact)
@@ -147,7 +155,7 @@ def traces_in(
                     f"{kinks:.0%} of the samples looked at sit exactly on a kink of a ReLU (a pre-activation of 0): "
                     "they have no Hessian there, and the values are those of one side",
                 )
-            if not whole and plan.norms is None:  # which look for themselves
+            if not context.coupling and plan.norms is None:  # which look for themselves
                 check_independence(problem, inputs)
             budget = context.budget()
             cores = cores_for(problem, structure, plan, outputs, context.batch_size, budget)
@@ -173,8 +181,8 @@ def traces_in(
 
 
 def _structure(context: Context, few: Any) -> Structure:
-    if context.whole:
-        return Structure(failure="batch_norm='batch' couples the samples of a batch")
+    if context.coupling:
+        return Structure(failure=context.why_coupled)
     return analyse_few(context.problem, few)
 
 
@@ -214,23 +222,41 @@ def trace(
     >>> estimate.exact
     True
     """
-    return sample_traces(
+    context = Context(
         model,
         data,
         loss=loss,
-        method=method,
-        passes=passes,
-        probes=probes,
-        rel_err=rel_err,
         params=params,
-        per_layer=per_layer,
         batch_norm=batch_norm,
         batch_size=batch_size,
         memory=memory,
         group=group,
         seed=seed,
         **reading,
-    ).mean()
+    )
+    return trace_in(context, method=method, passes=passes, probes=probes, rel_err=rel_err, per_layer=per_layer)
+
+
+def trace_in(
+    context: Context,
+    *,
+    method: str = "auto",
+    passes: int | None = None,
+    probes: int | None = None,
+    rel_err: float | None = None,
+    per_layer: bool = False,
+) -> Estimate:
+    """The trace of the mean loss in a context that is bound already; see `trace`.
+
+    Where the loss couples the samples of a batch none has a trace of its own: probes of the Hessian then say it.
+    """
+    if context.coupling != "loss":
+        found = traces_in(context, method=method, passes=passes, probes=probes, rel_err=rel_err, per_layer=per_layer)
+        return found.mean()
+    _check_arguments(method, passes, probes, rel_err)
+    if method == "exact" or passes is not None:
+        raise NotExactError(f"the trace has no exact form here: {context.why_coupled}; use method='hutchinson'.")
+    return operator_trace(hessian_in(context), probes=probes or DEFAULT_PROBES, rel_err=rel_err, seed=context.seed)
 
 
 def sample_forms(context: Context, batches: Batches, directions: Sequence[Params]) -> Tensor:
@@ -246,7 +272,7 @@ def sample_forms(context: Context, batches: Batches, directions: Sequence[Params
             if not len(targets):
                 continue
             if differentiate is None:
-                few = inputs if problem.batch_norm == "batch" else resized(inputs, min(8, len(targets)))
+                few = inputs if context.coupling else resized(inputs, min(8, len(targets)))
                 differentiate, _ = differentiator(problem, few, context.seed)
             found = [form_along(problem, differentiate(problem, inputs, v), targets) for v in directions]
             rows.append(torch.stack(found, 1))

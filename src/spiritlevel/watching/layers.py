@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 from torch.utils.hooks import RemovableHandle
 
+from spiritlevel.binding.batches import resized
 from spiritlevel.binding.problem import Problem
 from spiritlevel.watching.operations import called
-from spiritlevel.watching.recording import resized
 from spiritlevel.watching.watchers import FunctionWatch, hooked, tensors_in
 
 WATCHED = 2  # samples on which the layers are found

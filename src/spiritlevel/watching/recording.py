@@ -18,6 +18,8 @@ from torch.func import vjp, vmap
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves, tree_map
 
+from spiritlevel.binding.batches import SPREAD, resized, spread
+from spiritlevel.binding.coupling import check_independence, same_outputs
 from spiritlevel.binding.parameters import Params, as_leaves, depth
 from spiritlevel.binding.problem import Problem
 from spiritlevel.errors import InputError, first_line
@@ -221,28 +223,10 @@ class Recording:
         return results
 
 
-SPREAD = 5
-"""Samples on which rules and independence are tested: enough that an order which is no order of theirs shows."""
-
-
-def spread(count: int) -> Tensor:
-    """At most `SPREAD` numbers from 0 to count − 1, the first and the last among them."""
-    return torch.linspace(0, count - 1, min(SPREAD, count)).round().long()
-
-
 def _weights(count: int, like: Tensor) -> list[Tensor]:
     """Two weights for every sample, from 1 to 2, whose ratio tells one sample from another."""
     pair = torch.rand(2, count, generator=torch.Generator().manual_seed(0), dtype=torch.float64) + 1
     return list(pair.to(like))
-
-
-def same_outputs(first: Tensor, second: Tensor) -> bool:
-    """Whether two runs of a model gave the same outputs, up to the rounding of another order of summation."""
-    if first.shape != second.shape:
-        return False
-    tolerance, second = _tolerance(first), second.detach().to(first)
-    largest = float(second.nan_to_num().abs().max()) if second.numel() else 0.0
-    return torch.allclose(first.detach(), second, rtol=tolerance, atol=tolerance * largest, equal_nan=True)
 
 
 def _tolerance(tensor: Tensor) -> float:
@@ -253,22 +237,6 @@ def analyse_few(problem: Problem, inputs: Any) -> Structure:
     """The degrees as these samples show them; one sample is taken twice, since a batch of one may be special."""
     count = max(2, _samples(inputs))
     return analyse(problem, resized(inputs, count), count)
-
-
-def check_independence(problem: Problem, inputs: Any) -> None:
-    """Raise `InputError` if the outputs of the first or the last of these samples depend on the others.
-
-    Each is compared with itself in a batch that holds nothing else. Call inside `problem.active()`.
-    """
-    with torch.no_grad():
-        outputs = problem.outputs(problem.params, inputs)
-        for row in (0, len(outputs) - 1):
-            alone = torch.tensor([row, row])  # twice, since batch statistics and squeezes make one sample special
-            if not same_outputs(problem.outputs(problem.params, resized(inputs, alone)), outputs[alone]):
-                raise InputError(
-                    "the model's output for one sample depends on other samples of the batch (batch statistics or "
-                    "attention across samples?), so nothing is defined per sample; measure with sl.hessian."
-                )
 
 
 class GradientNorms:
@@ -415,17 +383,6 @@ def _samples(inputs: Any) -> int:
 def _shapes(inputs: Any) -> list[Any]:
     """All that is known of a batch before the model sees it, but the number of its samples."""
     return [leaf.shape[1:] if isinstance(leaf, Tensor) else str(leaf) for leaf in tree_leaves(inputs)]
-
-
-def resized(inputs: Any, count: int | Tensor) -> Any:
-    """The first `count` samples, repeated if there are fewer; or the samples with the given indices."""
-
-    def resize(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
-        return leaf[count if isinstance(count, Tensor) else torch.arange(count, device=leaf.device) % leaf.shape[0]]
-
-    return tree_map(resize, inputs)
 
 
 def _sample_by_sample(problem: Problem, params: Params, inputs: Any, vectors: Tensor) -> Norms:

@@ -1,0 +1,57 @@
+"""Whether the samples of a batch have anything to do with each other: alone, in pairs and in the batch.
+
+A number of a data set must not depend on how it is cut into batches. It does where the model's output for a sample, or
+its loss, depends on the other samples of the batch; then nothing is defined per sample either, and the batches have to
+be part of the definition (`batches="fixed"`) or the number is refused.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from spiritlevel.binding.batches import resized, spread
+from spiritlevel.binding.problem import Problem
+from spiritlevel.errors import InputError
+
+
+def same_outputs(first: Tensor, second: Tensor) -> bool:
+    """Whether two runs of a model gave the same outputs, up to the rounding of another order of summation."""
+    if first.shape != second.shape:
+        return False
+    tolerance, second = 1e-8 if first.dtype == torch.float64 else 1e-3, second.detach().to(first)
+    largest = float(second.nan_to_num().abs().max()) if second.numel() else 0.0
+    return torch.allclose(first.detach(), second, rtol=tolerance, atol=tolerance * largest, equal_nan=True)
+
+
+def depends_on_others(problem: Problem, inputs: Any, outputs: Tensor | None = None) -> bool:
+    """Whether the outputs of the first or the last of these samples depend on the others.
+
+    Each is compared with itself in a batch that holds nothing else, and both with themselves in a batch of two. Call
+    inside `problem.active()`. `outputs` are those of these samples, in whatever batch, where they are known.
+    """
+    with torch.no_grad():
+        outputs = problem.outputs(problem.params, inputs) if outputs is None else outputs
+        last = len(outputs) - 1
+        for rows in ((0, 0), (last, last), (0, last)):  # twice: batch statistics and squeezes make one sample special
+            few = torch.tensor(rows)
+            if not same_outputs(problem.outputs(problem.params, resized(inputs, few)), outputs[few]):
+                return True
+    return False
+
+
+def check_independence(problem: Problem, inputs: Any, outputs: Tensor | None = None) -> None:
+    """Raise `InputError` if the outputs of some of these samples depend on the others; see `depends_on_others`."""
+    count = len(outputs) if outputs is not None else None
+    if count is not None:
+        some = spread(count)
+        inputs, outputs = resized(inputs, some), None if outputs is None else outputs[some]
+    if depends_on_others(problem, inputs, outputs):
+        raise InputError(
+            "the model's output for a sample depends on the other samples of its batch (batch norm without running "
+            "statistics, or a norm or attention across the samples?), so the result would depend on how the data are "
+            "cut into batches, and nothing is defined per sample; batches='fixed' measures the batches as they come, "
+            "batch_norm='batch' those of batch norm."
+        )
