@@ -8,6 +8,7 @@ that `GOOD` does not know fails in `test_wrong_values`, which says so.
 
 from __future__ import annotations
 
+import collections.abc
 import contextlib
 import dataclasses
 import decimal
@@ -188,6 +189,10 @@ SPECIAL: dict[str, dict[str, Callable[[], Any]]] = {
 
 # What would download or train for minutes if the wrong value were admitted, or has no arguments of its own to check.
 LEFT_OUT = {
+    "claims.decide": "takes what a check of ours has found",
+    "claims.decided": "takes the rulings that run() returned",
+    "claims.tally": "takes the rulings that run() returned",
+    "claims.run(id=None)": "is right, and checks all claims",
     "data.fetch": "would download",
     "training.train": "is called with a whole job",
     "training.parts": "is called with a whole job",
@@ -219,7 +224,7 @@ class Try:
 
     def failure(self) -> str:
         """Nothing if it is answered as it should be, else what happened instead."""
-        value = WRONG[self.kind]()
+        value, hint = WRONG[self.kind](), self.target.hints.get(self.argument, Any)
         given = {name: make() for name, make in self.target.good.items() if name != self.argument}
         with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
             warnings.simplefilter("ignore")
@@ -228,8 +233,9 @@ class Try:
             except (InputError, NotExactError) as error:
                 return fault_of_sentence(str(error))
             except Exception as error:
+                if callable(value) and takes_functions(hint):
+                    return ""  # a function of the caller's own may fail as it likes
                 return f"{type(error).__name__}: {str(error)[:150]}"
-        hint = self.target.hints.get(self.argument, Any)
         return "" if admitted(value, hint) else "taken without a word"
 
 
@@ -238,6 +244,12 @@ def fault_of_sentence(text: str) -> str:
     if not text.rstrip().endswith((".", ")", "?", "`")) or "\n" in text.strip() or len(text) > 1500:
         return f"not one sentence: {text[:150]!r}"
     return ""
+
+
+def takes_functions(hint: Any) -> bool:
+    """Whether a declared type is that of a function, or may be."""
+    kinds = typing.get_args(hint) if typing.get_origin(hint) in (types.UnionType, typing.Union) else (hint,)
+    return any(typing.get_origin(kind) is collections.abc.Callable for kind in kinds)
 
 
 def admitted(value: Any, hint: Any) -> bool:
@@ -358,4 +370,5 @@ def _hints(function: Callable[..., Any]) -> dict[str, Any]:
 def tries(count: int | None = None, seed: int = 0) -> list[Try]:
     """Every argument with every kind of wrong value, or as many of them, spread evenly over all functions."""
     every = [Try(target, argument, kind) for target in targets() for argument in target.parameters for kind in WRONG]
+    every = [each for each in every if str(each) not in LEFT_OUT]
     return every if count is None or count >= len(every) else random.Random(seed).sample(every, count)

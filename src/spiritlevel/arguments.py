@@ -152,9 +152,11 @@ def by_type(value: Any, hint: Any, name: str) -> Any:
     if isinstance(hint, type) and not isinstance(value, hint):
         if hint.__name__ == "Module":
             raise InputError(f"the {name} must be a torch.nn.Module, got {type(value).__name__}.")
-        raise InputError(f"{name} must be a {hint.__name__}, got {shown(value)}.")
-    if origin is Callable and not callable(value):
-        raise InputError(f"{name} must be a function, got {shown(value)}.")
+        raise InputError(f"{name} must be a {_called(hint)}, got {shown(value)}.")
+    if getattr(value, "is_meta", False) is True and hint is not Any:
+        raise InputError(f"{name} must be a tensor with values, got one on the meta device.")
+    if origin is Callable:
+        _check_callable(value, inner, name)
     if origin in (Mapping, dict) and not isinstance(value, Mapping):
         raise InputError(f"{name} must be a dict, got {shown(value)}.")
     return value
@@ -187,6 +189,24 @@ def _several(value: Any, origin: Any, inner: tuple[Any, ...], name: str) -> Any:
     count = f"{len(inner)} " if fixed else ""
     what = {str: "texts", int: "whole numbers", float: "finite numbers"}[kind]
     raise InputError(f"{name} must be a list of {count}{what}, got {shown(value)}.")
+
+
+def _check_callable(value: Any, inner: tuple[Any, ...], name: str) -> None:
+    """Refuse what is no function, and one that cannot take as many arguments as it will be called with."""
+    count = len(inner[0]) if inner and isinstance(inner[0], list) else None
+    if callable(value):
+        try:
+            inspect.signature(value).bind(*[None] * (count or 0)) if count is not None else None
+        except ValueError:  # a builtin one, which does not tell
+            return
+        except TypeError as error:
+            raise InputError(f"{name} must be a function of {count} arguments, and {shown(value)} {error}.") from None
+        return
+    raise InputError(f"{name} must be a function, got {shown(value)}.")
+
+
+def _called(kind: type) -> str:
+    return {"Tensor": "tensor", "Optimizer": "torch optimizer"}.get(kind.__name__, kind.__name__)
 
 
 def _true_or_false(value: Any, name: str) -> bool:

@@ -11,7 +11,9 @@ import numbers
 import os
 import re
 import textwrap
+import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, cast
 
 
@@ -25,6 +27,8 @@ class NotExactError(ValueError):
 
 LARGEST_SEED = 4_000_000_000  # NumPy and scikit-learn end at 2³² − 1; the rest is room for seeds counted up from one
 
+_OWN = f"{Path(__file__).resolve().parent}{os.sep}"
+_PYTHON = f"{Path(os.__file__).resolve().parent}{os.sep}"
 _QUOTES = ("'", '"')
 
 # What others call the losses that have a name here.
@@ -106,7 +110,46 @@ def first_line(error: BaseException) -> str:
     >>> first_line(RuntimeError("mat1 and mat2 cannot be multiplied.\nSee the trace below."))
     'mat1 and mat2 cannot be multiplied'
     """
-    return textwrap.shorten(str(error).strip().split("\n", 1)[0].rstrip("."), 200, placeholder=" …")
+    try:
+        text = str(error)
+    except Exception:  # somebody's own exception, which fails to say what it is
+        text = f"{type(error).__name__}, which cannot be shown"
+    return textwrap.shorten(text.strip().split("\n", 1)[0].rstrip("."), 200, placeholder=" …")
+
+
+def named_error(error: BaseException) -> str:
+    """What went wrong, with the kind of error, since its text alone may say nothing, and where in whose file.
+
+    >>> named_error(KeyError("width"))
+    "KeyError: 'width'"
+    """
+    text = first_line(error)
+    return (f"{type(error).__name__}: {text}" if text else type(error).__name__) + place_of(error)
+
+
+def place_of(error: BaseException) -> str:
+    """The line of the user's own file in which an error arose, in brackets; nothing if it is a library's.
+
+    The last line outside of installed packages, of Python's own modules and of this library.
+    """
+    found = ""
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        file = frame.f_code.co_filename
+        if not file.startswith(("<", _OWN)) and "site-packages" not in file and not file.startswith(_PYTHON):
+            found = f" ({Path(file).name}, line {line})"
+    return found
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that there is not enough memory, in one of the ways of Python and PyTorch.
+
+    >>> is_out_of_memory(MemoryError()), is_out_of_memory(RuntimeError("mat1 and mat2 cannot be multiplied"))
+    (True, False)
+    """
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    told = first_line(error).lower() if isinstance(error, RuntimeError) else ""
+    return "allocate memory" in told or "out of memory" in told or "defaultcpuallocator" in told
 
 
 # What only some of the library needs: the package to import, its name for pip, and the extra that brings it.

@@ -23,7 +23,7 @@ from spiritlevel.answers.visits import Visits, appended, check_batch, gathered, 
 from spiritlevel.arguments import checked
 from spiritlevel.binding.batches import is_pair_of_tensors
 from spiritlevel.binding.ranks import Ranks
-from spiritlevel.errors import InputError, counted, first_line, unknown_name, whole_number
+from spiritlevel.errors import InputError, counted, first_line, shown, unknown_name, whole_number
 from spiritlevel.results import Pictures
 from spiritlevel.results.training import SuspiciousSamples
 from spiritlevel.storage import check_readable, write_atomically
@@ -51,6 +51,18 @@ SCORES: dict[str, bool] = {
     "confidence": False,
 }
 """What samples can be ordered by, and whether a large value is the suspicious one."""
+
+
+_MOST_SAMPLES = 2**31 - 1  # ids are kept in 32 bits
+_LAST_STEP = 2**31 - 1
+
+
+def _tensor(name: str, values: Any) -> Tensor:
+    """Numbers of any kind as a tensor."""
+    try:
+        return torch.as_tensor(values)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InputError(f"{name} must be a tensor or a list of numbers, got {shown(values)}.") from error
 
 
 class _Call(NamedTuple):
@@ -96,7 +108,7 @@ class Recorder:
     @checked
     def __init__(self, samples: Any, *, classes: Sequence[str] = (), path: str | Path | None = None) -> None:
         self.data = None if isinstance(samples, int | np.integer) else samples
-        self.samples = whole_number(samples if self.data is None else _length(samples), "samples", 1)
+        self.samples = whole_number(samples if self.data is None else _length(samples), "samples", 1, _MOST_SAMPLES)
         self.classes = tuple(classes)
         self.path = None if path is None else Path(path)
         self.steps = 0
@@ -127,10 +139,10 @@ class Recorder:
         later at the latest when the record is read.
         """
         if not isinstance(logits, Tensor):
-            logits = logits.logits if hasattr(logits, "logits") else torch.as_tensor(logits)
-        targets = targets if isinstance(targets, Tensor) else torch.as_tensor(targets)
-        ids = ids if isinstance(ids, Tensor) else torch.as_tensor(ids)
-        step = self.steps if step is None else step
+            logits = _tensor("logits", getattr(logits, "logits", logits))
+        targets = targets if isinstance(targets, Tensor) else _tensor("targets", targets)
+        ids = ids if isinstance(ids, Tensor) else _tensor("ids", ids)
+        step = self.steps if step is None else whole_number(step, "step", 0, _LAST_STEP)
         shape, count = logits.shape, len(ids) if ids.ndim == 1 else -1
         outputs = shape[1] if len(shape) == 2 else 1
         first = self._outputs is None
@@ -232,7 +244,7 @@ class Recorder:
         log = self._log()
         order = log.ids.argsort(stable=True)
         if ids is not None:
-            order = order[torch.isin(log.ids[order], torch.as_tensor(ids).to(log.ids.dtype))]
+            order = order[torch.isin(log.ids[order], _tensor("ids", ids).to(log.ids.dtype))]
         columns = {"id": log.ids.long(), "step": log.at(), "loss": log.loss, "margin": log.margin}
         columns |= {"entropy": log.entropy.float(), "correct": log.margin > 0}
         return pl.DataFrame({name: values[order].numpy() for name, values in columns.items()})
@@ -323,6 +335,7 @@ class Recorder:
     @checked
     def rewind(self, step: int) -> None:
         """Forget all visits from this step on: a training that goes on from an older state will see them again."""
+        whole_number(step, "step", 0, _LAST_STEP)
         before = self._log()
         kept = before.until(step)
         self._predicted[before.ids[len(kept) :].long()] = _UNKNOWN

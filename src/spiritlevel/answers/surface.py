@@ -19,7 +19,7 @@ from spiritlevel.binding.parameters import Params
 from spiritlevel.binding.problem import Problem, unwrapped
 from spiritlevel.binding.reading import Reading
 from spiritlevel.binding.rewrites import by_channel, normalised
-from spiritlevel.errors import InputError, unknown_name
+from spiritlevel.errors import InputError, shown, unknown_name
 from spiritlevel.estimators import eigenvalues
 from spiritlevel.operators.matrices import hessian_in
 from spiritlevel.operators.products import hessian_product, loss_gradient
@@ -184,7 +184,9 @@ def _other_models(directions: Any) -> list[nn.Module]:
         return []
     models = [directions] if isinstance(directions, nn.Module) else directions
     if not isinstance(models, list | tuple) or not all(isinstance(model, nn.Module) for model in models):
-        raise InputError(f"directions must be 'eigenvectors', 'random', a model or two models, got {directions!r}.")
+        raise InputError(
+            f"directions must be 'eigenvectors', 'random', a model or two models, got {shown(directions)}."
+        )
     if len(models) not in (1, 2):
         raise InputError(f"a landscape has one or two directions, got {len(models)} models.")
     return [unwrapped(model) for model in models]

@@ -33,7 +33,7 @@ from spiritlevel.binding.state import (
     twice_differentiable,
     without_autocast,
 )
-from spiritlevel.errors import InputError, first_line, unknown_name
+from spiritlevel.errors import InputError, first_line, is_out_of_memory, named_error, place_of, unknown_name
 
 BATCH_NORM_MODES = ("eval", "batch")
 
@@ -196,19 +196,20 @@ class Problem:
             with Elementary(), keeps as changed, torch.enable_grad() if detached else contextlib.nullcontext():
                 result = functional_call(self.model, {**constants, **params}, args, kwargs)
                 self._keeps |= changed()
-        except (RuntimeError, ValueError, TypeError, IndexError) as error:
-            if "mutate a captured Tensor" in str(error) and self._overwrites is False:
+        except (Exception, SystemExit) as error:
+            if "mutate a captured Tensor" in (said := first_line(error)) and self._overwrites is False:
                 self._overwrites = True  # in this batch, if not in the first one
                 return self.outputs(params, given)
-            if "doesn't have storage" in str(error):  # what torch says of a tensor inside its transformations
+            if "doesn't have storage" in said:  # what torch says of a tensor inside its transformations
                 raise _CannotRun(
                     f"the model {type(self.model).__name__} reads the memory of a tensor in its forward (as .numpy() "
                     "does), which has none while it is differentiated; write that part in operations of torch."
                 ) from error
-            if before is None or not self._has_data or isinstance(error, InputError | torch.OutOfMemoryError):
+            if not (plain and self._has_data) or isinstance(error, InputError) or is_out_of_memory(error):
                 raise
             shapes = ", ".join(str(tuple(leaf.shape)) for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor))
-            reason = first_line(error)
+            told = isinstance(error, RuntimeError | ValueError | TypeError | IndexError) and first_line(error)
+            reason = told + place_of(error) if told else named_error(error)
             raise _CannotRun(
                 f"the model {type(self.model).__name__} fails on inputs of shape {shapes}: {reason}."
             ) from error

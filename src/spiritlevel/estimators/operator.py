@@ -15,7 +15,7 @@ from scipy.sparse.linalg import LinearOperator
 from torch import Tensor
 
 from spiritlevel.arguments import checked
-from spiritlevel.errors import InputError
+from spiritlevel.errors import InputError, first_line
 
 _Arguments = ParamSpec("_Arguments")
 _Found = TypeVar("_Found")
@@ -69,8 +69,13 @@ class Operator:
         self.size = size
         self.shape = (size, size)
         self.dtype = dtype
-        self.device = torch.device(device)
-        self.shapes = {name: torch.Size(shape) for name, shape in (shapes or {}).items()}
+        try:
+            self.device = torch.device(device)
+            self.shapes = {name: torch.Size(shape) for name, shape in (shapes or {}).items()}
+        except (RuntimeError, TypeError) as error:
+            raise InputError(
+                f"an operator needs a device of torch, and for each name a shape of whole numbers: {first_line(error)}."
+            ) from error
         self._matmat = matmat
         total = sum(shape.numel() for shape in self.shapes.values())
         if self.shapes and total != size:

@@ -119,7 +119,7 @@ class Measure:
             found = self.compute(setting)
         except (InputError, NotExactError) as error:
             return Estimate(math.nan, seed=setting.seed, reason=str(error))
-        except (ArithmeticError, RuntimeError, ValueError) as error:
+        except (ArithmeticError, MemoryError, RuntimeError, ValueError) as error:
             if setting.group is not None:  # the other ranks may still wait for this one
                 raise
             first = first_line(error)

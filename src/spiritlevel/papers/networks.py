@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from spiritlevel.arguments import checked
 from spiritlevel.errors import InputError, unknown_name
 
+_LARGEST = 10**7  # of any one size: beyond it a layer alone fills every machine
 ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {"relu": nn.ReLU, "tanh": nn.Tanh}
 
 
@@ -35,8 +36,8 @@ def count(model: nn.Module) -> int:
 
 def _positive(**sizes: float) -> None:
     for name, size in sizes.items():
-        if not 0 < size < float("inf"):
-            raise InputError(f"a network needs a positive {name}, got {size}.")
+        if not 0 < size <= _LARGEST:
+            raise InputError(f"a network needs a positive {name} of at most {_LARGEST:,}, got {size}.")
 
 
 def _scale(channels: int, width: float) -> int:

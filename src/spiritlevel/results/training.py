@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from spiritlevel.arguments import checked
+from spiritlevel.errors import unknown_name, whole_number
 from spiritlevel.results.codec import Result
 from spiritlevel.results.estimates import Estimate
 from spiritlevel.results.formatting import aligned, figure
@@ -127,7 +128,9 @@ class SuspiciousSamples(Shown):
     @checked
     def cell(self, name: str, k: int) -> str:
         """One number of the k-th of these samples, in few digits."""
-        value = float(self.table[name][k])
+        if name not in self.table:
+            raise unknown_name("column", name, self.table)
+        value = float(self.table[name][whole_number(k, "k", 0, len(self.ids) - 1)])
         if name == "first_learned" and value < 0:
             return "never"
         return "undefined" if math.isnan(value) else f"{value:.0f}" if value.is_integer() else figure(value, 4)

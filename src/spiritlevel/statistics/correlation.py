@@ -34,6 +34,8 @@ class _Column(NamedTuple):
 
 def _numbers(data: Any) -> Array:
     if isinstance(data, torch.Tensor):
+        if data.is_meta:
+            raise InputError("a tensor on the meta device holds no numbers; pass one with values.")
         data = data.detach().cpu()
         return np.asarray(data.double() if data.is_floating_point() else data)  # NumPy has no bfloat16
     return np.asarray(data)
@@ -241,8 +243,8 @@ def correlate(
         raise unknown_name("outlier rule", outliers, OUTLIER_RULES)
     if not isinstance(level, int | float) or not 0 < level < 1:
         raise InputError(f"correlate needs a level between 0 and 1, got {level!r}.")
-    if not isinstance(resamples, int | np.integer) or resamples < 100:
-        raise InputError(f"correlate needs at least 100 resamples for an interval, got {resamples!r}.")
+    if not 100 <= resamples <= 10**6:
+        raise InputError(f"correlate needs from 100 to 1,000,000 resamples for an interval, got {resamples!r}.")
     if not isinstance(seed, int | np.integer) or seed < 0:
         raise InputError(f"correlate needs a seed that is a whole number of at least 0, got {seed!r}.")
     seed = int(seed)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from spiritlevel.arguments import checked
+from spiritlevel.arguments import checked, number
 from spiritlevel.errors import InputError
 from spiritlevel.estimators import Operator
 from spiritlevel.transforms.certificates import Sample, Transformed
@@ -188,6 +188,8 @@ def radial(
     center = theta if center is None else center.detach()
     if center.shape != theta.shape:
         raise InputError(f"radial needs a center of shape ({theta.numel()},), got {tuple(center.shape)}.")
+    for name, radius in (("delta", delta), ("rho", rho), ("r_hat", r_hat)):
+        number(radius, name, above=0, most=1e100)
     mapping = RadialMap(center, delta, rho, r_hat)
     eta = mapping.inverse(theta)
     with torch.no_grad():
