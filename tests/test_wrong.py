@@ -9,7 +9,8 @@ from __future__ import annotations
 import collections
 import json
 import math
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -35,14 +36,14 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*quantize:UserWarning")
 
 
 @pytest.fixture
-def told(capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[[str], None]]:
+def told(capsys: pytest.CaptureFixture[str]) -> Callable[[str], None]:
     """Say something that is seen although the output of tests is not."""
 
     def say(text: str) -> None:
         with capsys.disabled():
-            print(f"\n{text}", end=" ")
+            sys.stdout.write(f"\n{text} ")
 
-    yield say
+    return say
 
 
 def count(failures: dict[str, str]) -> None:
@@ -77,7 +78,7 @@ def test_wrong_arguments(
     count(failures)
 
 
-@pytest.mark.parametrize("tried", [150, pytest.param(5000, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])])
+@pytest.mark.parametrize("tried", [60, pytest.param(5000, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])])
 def test_wrong_command_lines(
     tried: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: Callable[[str], None]
 ) -> None:
@@ -89,7 +90,7 @@ def test_wrong_command_lines(
     count(failures)
 
 
-@pytest.mark.parametrize("tried", [80, pytest.param(5000, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])])
+@pytest.mark.parametrize("tried", [50, pytest.param(5000, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])])
 def test_wrong_files(tried: int, tmp_path: Path, told: Callable[[str], None]) -> None:
     failures = {str(each): fault for each in wrong_files.tries(tried) if (fault := each.failure(tmp_path))}
     told(f"{tried:,} changed files tried, {len(failures)} answered badly.")
@@ -186,13 +187,16 @@ def test_studies_refuse_numbers_that_are_none(words: str, tmp_path: Path, capsys
 @pytest.mark.parametrize("kind", sorted(wrong_files.strange_weights()))
 def test_strange_weights_are_refused_or_fit(kind: str, tmp_path: Path) -> None:
     (tmp_path / "strange.pt").write_bytes(wrong_files.strange_weights()[kind]())
-    model = nn.Linear(3, 2)
+    model, message = nn.Linear(3, 2), ""
     try:
         load_weights(model, tmp_path / "strange.pt")
     except InputError as error:
-        assert not wrong_values.fault_of_sentence(str(error))
-    else:
-        assert model(torch.ones(1, 3)).shape == (1, 2)
+        message = str(error)
+    assert not message or not wrong_values.fault_of_sentence(message)
+    assert message or model(torch.ones(1, 3)).shape == (1, 2)
+
+
+NOTHING = {"type": "tensor", "dtype": "float64", "shape": [0], "data": []}
 
 
 def _set(content: Any, path: str, value: Any) -> None:
@@ -255,6 +259,12 @@ class Failing(nn.Module):
         return self.how(self.inner(x))
 
 
+def _used(measure: Callable[..., Any], model: nn.Module, data: Any) -> None:
+    found = measure(model, data)
+    if isinstance(found, sl.Operator):
+        found @ torch.ones(found.size)
+
+
 def _raise(error: BaseException) -> Any:
     raise error
 
@@ -264,10 +274,10 @@ def _raise(error: BaseException) -> Any:
     [
         (
             lambda out: _raise(Unspeakable()),
-            r"fails on inputs of shape \(4, 2\): Unspeakable: .*test_wrong\.py, line \d+",
+            r"fails on inputs of shape .*: Unspeakable: .*test_wrong\.py, line \d+",
         ),
         (lambda out: _raise(KeyError("width")), r"fails on inputs .*KeyError: 'width' \(test_wrong\.py, line \d+\)"),
-        (lambda out: _raise(SystemExit(3)), r"fails on inputs of shape \(4, 2\): SystemExit: 3"),
+        (lambda out: _raise(SystemExit(3)), r"fails on inputs of shape .*: SystemExit: 3"),
         (lambda out: out.argmax(1), "outputs"),
         (lambda out: out.round().long(), "whole numbers|outputs"),
         (lambda out: out.to_sparse(), "sparse|outputs"),
@@ -278,16 +288,14 @@ def test_a_model_that_fails_is_named(how: Callable[[Tensor], Any], message: str)
     data = torch.ones(4, 2), torch.tensor([0, 1, 2, 0])
     for measure in (sl.trace, sl.margins, sl.hessian):
         with pytest.raises(InputError, match=message) as caught:
-            found = measure(Failing(how), data)
-            found @ torch.ones(found.size)
+            _used(measure, Failing(how), data)
         assert not wrong_values.fault_of_sentence(str(caught.value))
 
 
 def test_the_place_of_an_error_is_a_line_of_the_user() -> None:
-    try:
+    with pytest.raises(ValueError, match="here") as caught:
         _raise(ValueError("here"))
-    except ValueError as error:
-        assert place_of(error).startswith(" (test_wrong.py, line ")
+    assert place_of(caught.value).startswith(" (test_wrong.py, line ")
     assert not place_of(ValueError("nowhere"))
 
 

@@ -379,9 +379,10 @@ class _Pair:
 
     def _quantiles(self, samples: Tensor, share: float) -> Any:
         """Of resampled samples, the same ones for both models."""
-        rows = np.random.default_rng((self.seed, 2)).integers(len(samples), size=(RESAMPLES, len(samples)))
-        with np.errstate(invalid="ignore"):
-            return np.quantile(samples.numpy()[rows], share, axis=1)
+        generator, values = np.random.default_rng((self.seed, 2)), samples.numpy()
+        with np.errstate(invalid="ignore"):  # one after the other: all at once would be a thousand times the data
+            rows = (generator.integers(len(values), size=len(values)) for _ in range(RESAMPLES))
+            return np.array([np.quantile(values[row], share) for row in rows])
 
     def _verdict(
         self,

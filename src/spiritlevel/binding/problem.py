@@ -224,6 +224,13 @@ class Problem:
         if before is not None:
             self._draws = before != random_states(self.device)
         result = self.form.outputs(result)
+        if result.layout is not torch.strided or not (result.is_floating_point() or result.is_complex()):
+            sparse = result.layout is not torch.strided
+            what = "sparse outputs" if sparse else f"outputs of {str(result.dtype).removeprefix('torch.')}"
+            way = "return .to_dense() of them" if sparse else "return the logits, before they are rounded or counted"
+            raise InputError(
+                f"the model {type(self.model).__name__} returns {what}, which cannot be differentiated; {way}."
+            )
         if detached and result.requires_grad:
             raise InputError(
                 f"the model {type(self.model).__name__} reads parameters that it holds elsewhere than under their "

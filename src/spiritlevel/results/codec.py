@@ -73,9 +73,9 @@ def _decode(value: Any, hint: Any, unknown: list[str]) -> Any:
     """
     result = _decoded(value, hint, unknown)
     kind = get_origin(hint) or hint
-    if kind is not Any and isinstance(kind, type) and not issubclass(kind, UnionType):
-        if not isinstance(result, kind) or (kind is int and isinstance(result, bool)):
-            raise TypeError(f"expected {kind.__name__}, got {type(result).__name__}")
+    known = kind is not Any and isinstance(kind, type) and not issubclass(kind, UnionType)
+    if known and (not isinstance(result, kind) or (kind is int and isinstance(result, bool))):
+        raise TypeError(f"expected {kind.__name__}, got {type(result).__name__}")
     return result
 
 
