@@ -922,12 +922,6 @@ LACKING = {
         mv nanmedian rnn_relu rnn_tanh scatter scatter_add select_scatter slice_scatter softmax sort tensordot
         topk trace vdot
     """,
-    "taylor": """
-        __get__ _unique _unique2 as_strided as_strided_scatter attention bilinear bincount compared dropout
-        einsum glu gru instance_norm lp_pool lstm masked_select multi_head_attention_forward nonzero normalize
-        rdiv requires_grad rmatmul rms_norm rnn_relu rnn_tanh rot90 rounded setitem softsign square statistics
-        tanhshrink tensordot transposed_convolution unique_consecutive unique_dim
-    """,
 }
 
 

@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-import operator
+import numbers
+import os
 import re
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping
+import traceback
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
 
 
 class InputError(ValueError):
@@ -22,6 +26,10 @@ class NotExactError(ValueError):
 
 
 LARGEST_SEED = 4_000_000_000  # NumPy and scikit-learn end at 2³² − 1; the rest is room for seeds counted up from one
+
+_OWN = f"{Path(__file__).resolve().parent}{os.sep}"
+_PYTHON = f"{Path(os.__file__).resolve().parent}{os.sep}"
+_QUOTES = ("'", '"')
 
 # What others call the losses that have a name here.
 _OTHER_NAMES = {
@@ -49,23 +57,48 @@ def checked_seed(seed: object, name: str = "seed") -> int:
     Traceback (most recent call last):
     spiritlevel.errors.InputError: --seed must be a whole number from 0 to 4,000,000,000, got -1.
     """
-    with contextlib.suppress(TypeError):
-        if not isinstance(seed, bool) and 0 <= (number := operator.index(seed)) <= LARGEST_SEED:  # type: ignore[arg-type]
-            return number
-    raise InputError(f"{name} must be a whole number from 0 to {LARGEST_SEED:,}, got {seed!r}.")
+    return whole_number(seed, name, 0, LARGEST_SEED)
 
 
-def whole_number(value: object, name: str, least: int) -> int:
-    """A whole number of any kind, NumPy's too, as an `int`.
+def whole_number(value: object, name: str, least: int | None = None, most: int | None = None) -> int:
+    """A whole number of any kind, NumPy's too, as an `int`; neither a truth value nor a tensor is one.
 
     >>> whole_number(0, "batch_size", 1)
     Traceback (most recent call last):
     spiritlevel.errors.InputError: batch_size must be a whole number of at least 1, got 0.
     """
-    with contextlib.suppress(TypeError):
-        if not isinstance(value, bool) and (number := operator.index(value)) >= least:  # type: ignore[arg-type]
+    if isinstance(value, numbers.Integral) and not isinstance(value, bool):
+        number = int(value)
+        if (least is None or number >= least) and (most is None or number <= most):
             return number
-    raise InputError(f"{name} must be a whole number of at least {least}, got {value!r}.")
+    limits = "" if least is None else f" of at least {least:,}" if most is None else f" from {least:,} to {most:,}"
+    raise InputError(f"{name} must be a whole number{limits}, got {shown(value)}.")
+
+
+def shown(value: object) -> str:
+    """A value as a message quotes it: short, on one line, and nothing of what lies in a tensor.
+
+    >>> shown("a" * 100), shown(object), shown(iter([]))
+    ("'aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa …'", 'object', 'an object of type list_iterator')
+    """
+    if is_array(value):
+        shape = tuple(cast(Any, value).shape)
+        return f"a {'tensor' if hasattr(value, 'requires_grad') else 'NumPy array'} of shape {shape}"
+    if isinstance(value, type):
+        return value.__name__
+    plain = str | bytes | numbers.Number | Mapping | Sequence | frozenset | set | os.PathLike | None
+    if not isinstance(value, plain):
+        return f"an object of type {type(value).__name__}"
+    try:
+        text = " ".join(printable(repr(value)).split())
+    except Exception:  # somebody's own class inside, or a number of more digits than Python writes
+        return f"an object of type {type(value).__name__}"
+    return text if len(text) <= 60 else f"{text[:58]} …{text[0] if text[0] in _QUOTES else ''}"
+
+
+def is_array(value: object) -> bool:
+    """Whether it is a tensor or an array, and not a NumPy number."""
+    return hasattr(value, "shape") and hasattr(value, "dtype") and not isinstance(value, numbers.Number)
 
 
 def counted(count: int, noun: str) -> str:
@@ -83,7 +116,46 @@ def first_line(error: BaseException) -> str:
     >>> first_line(RuntimeError("mat1 and mat2 cannot be multiplied.\nSee the trace below."))
     'mat1 and mat2 cannot be multiplied'
     """
-    return textwrap.shorten(str(error).strip().split("\n", 1)[0].rstrip("."), 200, placeholder=" …")
+    try:
+        text = str(error)
+    except Exception:  # somebody's own exception, which fails to say what it is
+        text = f"{type(error).__name__}, which cannot be shown"
+    return textwrap.shorten(text.strip().split("\n", 1)[0].rstrip("."), 200, placeholder=" …")
+
+
+def named_error(error: BaseException) -> str:
+    """What went wrong, with the kind of error, since its text alone may say nothing, and where in whose file.
+
+    >>> named_error(KeyError("width"))
+    "KeyError: 'width'"
+    """
+    text = first_line(error)
+    return (f"{type(error).__name__}: {text}" if text else type(error).__name__) + place_of(error)
+
+
+def place_of(error: BaseException) -> str:
+    """The line of the user's own file in which an error arose, in brackets; nothing if it is a library's.
+
+    The last line outside of installed packages, of Python's own modules and of this library.
+    """
+    found = ""
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        file = frame.f_code.co_filename
+        if not file.startswith(("<", _OWN)) and "site-packages" not in file and not file.startswith(_PYTHON):
+            found = f" ({Path(file).name}, line {line})"
+    return found
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that there is not enough memory, in one of the ways of Python and PyTorch.
+
+    >>> is_out_of_memory(MemoryError()), is_out_of_memory(RuntimeError("mat1 and mat2 cannot be multiplied"))
+    (True, False)
+    """
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    told = first_line(error).lower() if isinstance(error, RuntimeError) else ""
+    return "allocate memory" in told or "out of memory" in told or "defaultcpuallocator" in told
 
 
 # What only some of the library needs: the package to import, its name for pip, and the extra that brings it.

@@ -45,6 +45,8 @@ def write_together(contents: Mapping[Any, str | bytes]) -> None:
     try:
         for name, content in contents.items():
             path = Path(name).resolve()
+            if path.is_dir():
+                raise InputError(f"{str(name) or '.'!r} is a folder; name a file in it.")
             data = content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content
             try:
                 if temporary := _stage(path, data):

@@ -15,8 +15,9 @@ import torch
 from torch import nn
 
 from spiritlevel import transforms as maps
+from spiritlevel.arguments import checked
 from spiritlevel.binding.reading import Reading
-from spiritlevel.errors import InputError, unknown_name
+from spiritlevel.errors import InputError, shown, unknown_name
 from spiritlevel.measures import TRANSFORMS, Measure, Setting, select
 from spiritlevel.results import SYMMETRIES, Audit, AuditRow, Certificate, Estimate, WorstFactor, figure
 from spiritlevel.transforms import ScalingGroup, Transformed
@@ -47,6 +48,7 @@ Progress = Callable[[str, int, int], None]
 
 
 @torch.inference_mode(False)  # measures add up in place, which tensors of that mode do not allow outside it
+@checked
 def audit(
     model: nn.Module,
     data: Any,
@@ -261,6 +263,12 @@ def _transformed(
 ) -> tuple[dict[str, Transformed], dict[str, str]]:
     """The networks after each transform, and the reasons for those that there are not."""
     if isinstance(wanted, Mapping):
+        for name, each in wanted.items():
+            if not isinstance(name, str) or not isinstance(each, Transformed):
+                raise InputError(
+                    "transforms= takes names, or a dict from names to what a function of sl.transforms returned, got "
+                    f"{shown(name)}: {shown(each)}."
+                )
         return dict(wanted), {}
     names = DEFAULT_TRANSFORMS if wanted is None else tuple(TRANSFORMS) if wanted == "all" else wanted
     names = (names,) if isinstance(names, str) else tuple(names)

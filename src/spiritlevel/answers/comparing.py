@@ -16,6 +16,7 @@ from spiritlevel import __version__
 from spiritlevel.answers.advising import Sides, advise
 from spiritlevel.answers.auditing import audit_in
 from spiritlevel.answers.measuring import FEW, RESAMPLES, Progress, kind, outcomes, silent
+from spiritlevel.arguments import checked
 from spiritlevel.binding.reading import Reading
 from spiritlevel.errors import InputError, NotExactError
 from spiritlevel.measures import TRANSFORMS, Measure, Setting, select
@@ -44,6 +45,7 @@ _BETTER = {"wider": 1, "flatter": 1, "sharper": -1, "larger": 0}  # the sign of 
 
 
 @torch.inference_mode(False)
+@checked
 def compare(
     model_a: nn.Module,
     model_b: nn.Module,
@@ -389,9 +391,10 @@ class _Pair:
 
     def _quantiles(self, samples: Tensor, share: float) -> Any:
         """Of resampled samples, the same ones for both models."""
-        rows = np.random.default_rng((self.seed, 2)).integers(len(samples), size=(RESAMPLES, len(samples)))
-        with np.errstate(invalid="ignore"):
-            return np.quantile(samples.numpy()[rows], share, axis=1)
+        generator, values = np.random.default_rng((self.seed, 2)), samples.numpy()
+        with np.errstate(invalid="ignore"):  # one after the other: all at once would be a thousand times the data
+            rows = (generator.integers(len(values), size=len(values)) for _ in range(RESAMPLES))
+            return np.array([np.quantile(values[row], share) for row in rows])
 
     def _verdict(
         self,

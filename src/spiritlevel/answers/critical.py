@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 
+from spiritlevel.arguments import checked
 from spiritlevel.binding.reading import Reading
 from spiritlevel.binding.state import preserved_random_state
 from spiritlevel.errors import InputError, first_line
@@ -33,6 +34,7 @@ _WARM = 16  # cells on either side of a start: a factor of 2.6
 _JUMP, _JUMPS = 23, 5  # cells, a factor of 4, and how often, from the optimiser's own step
 
 
+@checked
 def critical_sharpness(
     closure: Callable[[], Any], optimizer: Optimizer, *, start: float | CriticalSharpness | None = None
 ) -> CriticalSharpness:
@@ -320,6 +322,7 @@ def _divisor(group: dict[str, Any], state: dict[str, Any], name: str) -> Tensor:
     return moment.clamp_min(0.0).sqrt() + float(group["eps"])
 
 
+@checked
 def stability(
     optimizer: Optimizer,
     model: nn.Module,

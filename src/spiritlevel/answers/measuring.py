@@ -22,12 +22,14 @@ from spiritlevel import __version__
 from spiritlevel.answers.auditing import audit_in
 from spiritlevel.answers.surface import landscape_in
 from spiritlevel.answers.wording import headline
+from spiritlevel.arguments import checked
 from spiritlevel.binding.batches import Fingerprint, picked
 from spiritlevel.binding.losses import BinaryCrossEntropy, aceht
+from spiritlevel.binding.memory import available_memory
 from spiritlevel.binding.ranks import Ranks
 from spiritlevel.binding.reading import Reading
 from spiritlevel.binding.state import preserved_random_state
-from spiritlevel.errors import InputError, NotExactError, unknown_name
+from spiritlevel.errors import InputError, NotExactError, first_line, is_out_of_memory, unknown_name
 from spiritlevel.estimators import spectrum
 from spiritlevel.measures import Measure, Setting, select
 from spiritlevel.measures.registry import LEADING
@@ -63,6 +65,7 @@ Progress = Callable[[str, int, int], None]
 
 
 @torch.inference_mode(False)  # measures add up in place, which tensors of that mode do not allow outside it
+@checked
 def measure(
     model: nn.Module,
     train: Any,
@@ -151,6 +154,7 @@ class _Step(NamedTuple):
     passes: float  # estimated cost, in forward passes over the data measured
     work: Callable[[], None]
     of_margins: bool = False  # known with the output margins
+    vectors: int = 0  # of as many numbers as there are parameters, which it holds at once
 
 
 class _Run:
@@ -229,12 +233,13 @@ class _Run:
         rest = [step for step in order if step.name != "trace"]
         yield from (step for step in rest if step.passes <= _CHEAP)
         if "audit" in self.parts:
-            yield _Step("audit", 5 * share * sum(own.values()), self._audit)
+            vectors = max((_vectors(each) for each in self.chosen), default=0) + 2
+            yield _Step("audit", 5 * share * sum(own.values()), self._audit, vectors=vectors)
         yield from (step for step in rest if step.passes > _CHEAP)
         if "spectrum" in self.parts:
-            yield _Step("spectrum", 4 * share * _PROBES * _STEPS, self._spectrum)
+            yield _Step("spectrum", 4 * share * _PROBES * _STEPS, self._spectrum, vectors=_STEPS + 2)
         if "landscape" in self.parts:
-            yield _Step("landscape", share * (_GRID**2 + 4 * 45), self._landscape)
+            yield _Step("landscape", share * (_GRID**2 + 4 * 45), self._landscape, vectors=46)
 
     def everything(self) -> None:
         """Take the steps one after the other, within the time limit and until an interrupt."""
@@ -242,12 +247,16 @@ class _Run:
         for number, step in enumerate(steps):
             try:
                 self.progress(step.name, number, len(steps))
-                if reason := self._too_long(step):
+                if reason := self._too_long(step) or self._too_large(step):
                     self.left_out[step.name] = reason
                     continue
                 step.work()
             except (InputError, NotExactError) as error:
                 self.left_out[step.name] = str(error)
+            except Exception as error:
+                if not is_out_of_memory(error) or self.here.ranks.count > 1:  # others may wait for this one
+                    raise
+                self.left_out[step.name] = f"there was not enough memory for it: {first_line(error) or 'none left'}"
             except KeyboardInterrupt:
                 self.partial = f"interrupted at step {number + 1} of {len(steps)}, {step.name}"
                 self.left_out |= {later.name: "interrupted" for later in steps[number:]}
@@ -261,6 +270,20 @@ class _Run:
         times = self.here.ranks.first(torch.tensor([left, cost], device=self.here.problem.device))
         left, cost = times.tolist()
         return "" if left >= cost else f"no time for it within the limit of {self.limit:g} s"
+
+    def _too_large(self, step: _Step) -> str:
+        """Why a step does not fit into the memory, or nothing.
+
+        Asked before it begins: the system lets a process ask for more than there is, and ends it when it comes to that.
+        """
+        size = self.here.problem.size
+        need, free = step.vectors * size * self.here.problem.dtype.itemsize, available_memory()
+        if need <= free:
+            return ""
+        return (
+            f"it needs about {need / 1e9:,.1f} GB of memory, for {step.vectors} vectors of {size:,} numbers, and "
+            f"{free / 1e9:,.1f} GB are free; params= measures some of the layers"
+        )
 
     def _measuring(self, each: Measure, passes: float) -> _Step:
         def work() -> None:
@@ -285,7 +308,7 @@ class _Run:
                 needs_data=each.needs_data,
             )
 
-        return _Step(each.name, passes, work, each.of_margins)
+        return _Step(each.name, passes, work, each.of_margins, _vectors(each))
 
     # ------------------------------------------------------------ what is found
 
@@ -434,6 +457,11 @@ class _Run:
             **self.found,
         )
         return dataclasses.replace(report, headline=tuple(headline(report, self.probabilities)))
+
+
+def _vectors(each: Measure) -> int:
+    """How many vectors of the size of the parameters a measure holds at once: eigenvalues keep a basis."""
+    return 42 if each.cost == "matvecs" else 0
 
 
 def silent(what: str, done: int, total: int) -> None:

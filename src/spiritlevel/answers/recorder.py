@@ -20,9 +20,10 @@ from torch.utils.data import Dataset
 
 from spiritlevel.answers.measuring import thumbnails
 from spiritlevel.answers.visits import Visits, appended, check_batch, gathered, merged, observed, summary
+from spiritlevel.arguments import checked
 from spiritlevel.binding.batches import is_pair_of_tensors
 from spiritlevel.binding.ranks import Ranks
-from spiritlevel.errors import InputError, counted, first_line, unknown_name, whole_number
+from spiritlevel.errors import InputError, counted, first_line, shown, unknown_name, whole_number
 from spiritlevel.results import Pictures
 from spiritlevel.results.training import SuspiciousSamples
 from spiritlevel.storage import check_readable, write_atomically
@@ -50,6 +51,18 @@ SCORES: dict[str, bool] = {
     "confidence": False,
 }
 """What samples can be ordered by, and whether a large value is the suspicious one."""
+
+
+_MOST_SAMPLES = 2**31 - 1  # ids are kept in 32 bits
+_LAST_STEP = 2**31 - 1
+
+
+def _tensor(name: str, values: Any) -> Tensor:
+    """Numbers of any kind as a tensor."""
+    try:
+        return torch.as_tensor(values)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InputError(f"{name} must be a tensor or a list of numbers, got {shown(values)}.") from error
 
 
 class _Call(NamedTuple):
@@ -92,9 +105,10 @@ class Recorder:
     [(0, 2, -0.5, -0.5, None), (1, 0, None, None, None), (2, 2, 2.0, 2.0, 0)]
     """
 
+    @checked
     def __init__(self, samples: Any, *, classes: Sequence[str] = (), path: str | Path | None = None) -> None:
         self.data = None if isinstance(samples, int | np.integer) else samples
-        self.samples = whole_number(samples if self.data is None else _length(samples), "samples", 1)
+        self.samples = whole_number(samples if self.data is None else _length(samples), "samples", 1, _MOST_SAMPLES)
         self.classes = tuple(classes)
         self.path = None if path is None else Path(path)
         self.steps = 0
@@ -128,10 +142,10 @@ class Recorder:
         later at the latest when the record is read.
         """
         if not isinstance(logits, Tensor):
-            logits = logits.logits if hasattr(logits, "logits") else torch.as_tensor(logits)
-        targets = targets if isinstance(targets, Tensor) else torch.as_tensor(targets)
-        ids = ids if isinstance(ids, Tensor) else torch.as_tensor(ids)
-        step = self.steps if step is None else step
+            logits = _tensor("logits", getattr(logits, "logits", logits))
+        targets = targets if isinstance(targets, Tensor) else _tensor("targets", targets)
+        ids = ids if isinstance(ids, Tensor) else _tensor("ids", ids)
+        step = self.steps if step is None else whole_number(step, "step", 0, _LAST_STEP)
         shape, count = logits.shape, len(ids) if ids.ndim == 1 else -1
         outputs = shape[1] if len(shape) == 2 else 1
         first = self._outputs is None
@@ -219,6 +233,7 @@ class Recorder:
             found[name] = column if name in ("id", "seen") else column.set(~known.get(name, seen), None)
         return pl.DataFrame(found)
 
+    @checked
     def history(self, ids: Any = None) -> pl.DataFrame:
         """Every visit of the given samples, or of all: id, step, loss, margin, entropy, correct, in the order of time.
 
@@ -232,11 +247,12 @@ class Recorder:
         log = self._log()
         order = log.ids.argsort(stable=True)
         if ids is not None:
-            order = order[torch.isin(log.ids[order], torch.as_tensor(ids).to(log.ids.dtype))]
+            order = order[torch.isin(log.ids[order], _tensor("ids", ids).to(log.ids.dtype))]
         columns = {"id": log.ids.long(), "step": log.at(), "loss": log.loss, "margin": log.margin}
         columns |= {"entropy": log.entropy.float(), "correct": log.margin > 0}
         return pl.DataFrame({name: values[order].numpy() for name, values in columns.items()})
 
+    @checked
     def order(self, by: str = "aum") -> Tensor:
         """The ids of all samples that were seen, the most suspicious first; equal ones in the order of their ids."""
         if by not in SCORES:
@@ -249,6 +265,7 @@ class Recorder:
         seen = columns["seen"].nonzero()[:, 0]
         return seen[score[seen].argsort(descending=True, stable=True)]
 
+    @checked
     def suspects(self, count: int = 48, *, by: str = "aum", data: Any = None) -> SuspiciousSamples:
         """The samples to look at first, whose labels are the most likely to be wrong, with pictures or texts.
 
@@ -277,6 +294,7 @@ class Recorder:
             texts=texts,
         )
 
+    @checked
     def to_html(self, path: str | Path | None = None, *, count: int = 48, by: str = "aum", data: Any = None) -> str:
         """One self-contained page of the samples to look at; with `path` also written there, atomically."""
         return self.suspects(count, by=by, data=data).to_html(path)
@@ -304,6 +322,7 @@ class Recorder:
         """Everything as tensors, for the checkpoint of a training; `load_state_dict` reads it."""
         return {name: tensor.clone() for name, tensor in self._state().items()}
 
+    @checked
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Go on from what `state_dict` returned, bit by bit."""
         try:
@@ -316,8 +335,10 @@ class Recorder:
         self._logs, self._label, self._predicted = [log], label.clone(), predicted.clone()
         self._calls, self._rows, self.steps = [], 0, int(steps)
 
+    @checked
     def rewind(self, step: int) -> None:
         """Forget all visits from this step on: a training that goes on from an older state will see them again."""
+        whole_number(step, "step", 0, _LAST_STEP)
         before = self._log()
         kept = before.until(step)
         self._predicted[before.ids[len(kept) :].long()] = _UNKNOWN
@@ -336,6 +357,7 @@ class Recorder:
                 self.load_state_dict(self._left_by_an_earlier_run(self.path))
         self.rewind(step)
 
+    @checked
     def save(self, path: str | Path | None = None) -> Path:
         """Write the record whole or not at all: a safetensors file, or `samples.safetensors` in a folder.
 
@@ -350,6 +372,7 @@ class Recorder:
         return _file(where)
 
     @classmethod
+    @checked
     def load(cls, path: str | Path) -> Self:
         """The record in a file, or all those in a folder, joined."""
         folder = Path(path)

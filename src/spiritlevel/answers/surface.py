@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from spiritlevel.arguments import checked
 from spiritlevel.binding.batches import Batches
 from spiritlevel.binding.context import Context
 from spiritlevel.binding.modules import unwrapped
@@ -20,7 +21,7 @@ from spiritlevel.binding.points import at_points, points_at_once
 from spiritlevel.binding.problem import Problem
 from spiritlevel.binding.reading import Reading
 from spiritlevel.binding.rewrites import by_channel, normalised
-from spiritlevel.errors import InputError, unknown_name
+from spiritlevel.errors import InputError, shown, unknown_name
 from spiritlevel.estimators import eigenvalues
 from spiritlevel.operators.averaging import activation_bytes
 from spiritlevel.operators.matrices import hessian_in
@@ -35,6 +36,7 @@ _AT_ONCE = 512  # samples in a forward pass, unless the caller says so
 
 
 @torch.inference_mode(False)  # it adds up in place, which tensors of that mode do not allow outside it
+@checked
 def landscape(
     model: nn.Module,
     data: Any,
@@ -186,7 +188,9 @@ def _other_models(directions: Any) -> list[nn.Module]:
         return []
     models = [directions] if isinstance(directions, nn.Module) else directions
     if not isinstance(models, list | tuple) or not all(isinstance(model, nn.Module) for model in models):
-        raise InputError(f"directions must be 'eigenvectors', 'random', a model or two models, got {directions!r}.")
+        raise InputError(
+            f"directions must be 'eigenvectors', 'random', a model or two models, got {shown(directions)}."
+        )
     if len(models) not in (1, 2):
         raise InputError(f"a landscape has one or two directions, got {len(models)} models.")
     return [unwrapped(model) for model in models]

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from spiritlevel.answers.measuring import outcomes
 from spiritlevel.answers.quantities import Quantities
+from spiritlevel.arguments import checked
 from spiritlevel.binding.reading import Reading, form_of
 from spiritlevel.errors import InputError, first_line, needs, whole_number
 from spiritlevel.measures import Setting
@@ -92,6 +93,7 @@ class Tracker:
     ([10, 20], ['accuracy', 'converged', 'largest_eigenvalue'])
     """
 
+    @checked
     def __init__(
         self,
         model: nn.Module,

@@ -18,7 +18,7 @@ from spiritlevel.binding.graphs import Shared, is_graph
 from spiritlevel.binding.losses import OfPositions, Unit, unit_batches
 from spiritlevel.binding.reading import PLAIN, Form, said
 from spiritlevel.binding.state import advance_random_states, preserved_random_state
-from spiritlevel.errors import InputError, checked_seed, first_line, whole_number
+from spiritlevel.errors import InputError, checked_seed, first_line, is_array, whole_number
 
 Pair = tuple[Any, Tensor]
 
@@ -196,7 +196,7 @@ class Batches:
             raise InputError(
                 "data can be read only once (an iterator); pass a list of batches, a data set or a data loader."
             )
-        elif not isinstance(data, Iterable) or isinstance(data, str | bytes):
+        elif not isinstance(data, Iterable) or isinstance(data, str | bytes) or is_array(data):
             raise InputError(
                 "data must be a pair of tensors, a Dataset, a DataLoader or batches of (inputs, targets), "
                 f"got {type(data).__name__}."

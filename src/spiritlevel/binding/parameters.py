@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sized
 from typing import Any, cast
 
 import torch
@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.func import jvp
 from torch.utils._pytree import tree_map
 
-from spiritlevel.errors import InputError, unknown_name
+from spiritlevel.arguments import names as several_names
+from spiritlevel.errors import InputError, is_array, unknown_name
 
 Params = dict[str, Tensor]
 
@@ -33,12 +34,9 @@ def select_parameters(model: nn.Module, params: str | Iterable[str] | None = Non
                 reason = "has no parameter that requires grad; set requires_grad, or name the parameters with params=."
             raise InputError(f"the model {type(model).__name__} {reason}")
         return chosen
-    wanted = [params] if isinstance(params, str) else list(params) if isinstance(params, Iterable) else [params]
-    for pattern in wanted:
-        if not isinstance(pattern, str):
-            raise InputError(f"params= takes names, prefixes or globs of parameters, got {type(pattern).__name__}.")
-    if not wanted:
+    if not isinstance(params, str) and isinstance(params, Sized) and not is_array(params) and not len(params):
         raise InputError("params= is empty; name at least one parameter, or leave it out for all that require grad.")
+    wanted = several_names(params, "params", "'fc1', 'conv*' or '0.weight'")
     picked: set[str] = set()
     for pattern in wanted:
         hits = [

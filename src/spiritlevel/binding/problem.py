@@ -36,7 +36,7 @@ from spiritlevel.binding.state import (
     twice_differentiable,
     without_autocast,
 )
-from spiritlevel.errors import InputError, first_line, unknown_name
+from spiritlevel.errors import InputError, first_line, is_out_of_memory, named_error, place_of, unknown_name
 
 BATCH_NORM_MODES = ("eval", "batch")
 
@@ -201,22 +201,24 @@ class Problem:
             with Elementary(), keeps as changed, torch.enable_grad() if detached else contextlib.nullcontext():
                 result = functional_call(self.model, {**constants, **params}, args, kwargs)
                 self._keeps |= changed()
-        except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:
-            if "mutate a captured Tensor" in str(error) and self._overwrites is False:
+        except (Exception, SystemExit) as error:
+            if "mutate a captured Tensor" in (said := first_line(error)) and self._overwrites is False:
                 self._overwrites = True  # in this batch, if not in the first one
                 return self._outputs(params, given)
-            if "doesn't have storage" in str(error):  # what torch says of a tensor inside its transformations
+            if "doesn't have storage" in said:  # what torch says of a tensor inside its transformations
                 raise ReadsMemory(
                     f"the model {type(self.model).__name__} reads the memory of a tensor in its forward (as .numpy() "
                     "does), which has none while it is differentiated; write that part in operations of torch."
                 ) from error
-            guarded = first_line(error).startswith("Guard failed")  # a program of torch.export says of other shapes
-            known = isinstance(error, InputError | torch.OutOfMemoryError)
-            if known or not (guarded or (before is not None and self._has_data)):
+            guarded = said.startswith("Guard failed")  # a program of torch.export says of other shapes
+            known = isinstance(error, InputError) or is_out_of_memory(error)
+            if known or not (guarded or (plain and self._has_data)):
                 raise
             shapes = ", ".join(str(tuple(leaf.shape)) for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor))
+            told = isinstance(error, RuntimeError | ValueError | TypeError | IndexError | AssertionError) and said
+            reason = told + place_of(error) if told else named_error(error)
             raise _CannotRun(
-                f"the model {type(self.model).__name__} fails on inputs of shape {shapes}: {first_line(error)}"
+                f"the model {type(self.model).__name__} fails on inputs of shape {shapes}: {reason}"
                 f"{_lacks(self.model, inputs)}{self._remark(error)}."
             ) from error
         if plain:
@@ -234,6 +236,13 @@ class Problem:
         result = self.form.outputs(result, self._part)
         if isinstance(inputs, Rows):
             result = result[inputs.rows]
+        if result.layout is not torch.strided or not (result.is_floating_point() or result.is_complex()):
+            sparse = result.layout is not torch.strided
+            what = "sparse outputs" if sparse else f"outputs of {str(result.dtype).removeprefix('torch.')}"
+            way = "return .to_dense() of them" if sparse else "return the logits, before they are rounded or counted"
+            raise InputError(
+                f"the model {type(self.model).__name__} returns {what}, which cannot be differentiated; {way}."
+            )
         if detached and result.requires_grad:
             raise InputError(
                 f"the model {type(self.model).__name__} reads parameters that it holds elsewhere than under their "

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypedDict
 from torch import Tensor, nn
 
 from spiritlevel.binding.graphs import Rows, Shared, is_graph, parts_of, rows_of
-from spiritlevel.errors import InputError, unknown_name
+from spiritlevel.errors import InputError, is_out_of_memory, named_error, unknown_name
 
 LABELS = ("labels", "label", "targets", "target", "y")
 """Keys under which a dict may hold its targets, if there is only one of them."""
@@ -125,7 +125,7 @@ class Form:
     def pair(self, batch: Any, notes: list[str]) -> tuple[Any, Any]:
         """Inputs and targets of a batch; remarks on how it was read are added to `notes`."""
         if self.batch is not None:
-            batch = self.batch(batch)
+            batch = _called("batch=", self.batch, batch)
             if not (isinstance(batch, tuple | list) and len(batch) == 2):
                 raise InputError(
                     f"the function batch= must return the pair (inputs, targets), it returned {said(batch)}."
@@ -211,7 +211,7 @@ class Form:
     def outputs(self, result: Any, part: str | int | None = None) -> Tensor:
         """The outputs in what a model returned; `part` of it where nothing else says which."""
         if callable(self.output):
-            found = self.output(result)
+            found = _called("output=", self.output, result)
             if not isinstance(found, Tensor):
                 raise InputError(f"the function output= must return a tensor, it returned {said(found)}.")
             return found
@@ -243,7 +243,7 @@ class Form:
         else:
             try:
                 found = result[name]
-            except (KeyError, IndexError, TypeError):
+            except (KeyError, IndexError, TypeError, ValueError):
                 found = None
         if not isinstance(found, Tensor) or isinstance(result, Tensor):
             raise InputError(f"output={name!r} names no tensor of what the model returned: {said(result)}.")
@@ -270,6 +270,18 @@ def _logits(result: Any) -> Tensor | None:
 
 def _has(item: Any, count: int) -> bool:
     return isinstance(item, Tensor) and item.is_floating_point() and item.ndim > 0 and len(item) == count
+
+
+def _called(name: str, function: Callable[[Any], Any], thing: Any) -> Any:
+    """What a function of the caller's own makes of a batch or of outputs; if it fails, it is said whose fault it is."""
+    try:
+        return function(thing)
+    except InputError:
+        raise
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        raise InputError(f"the function {name} fails on {said(thing)}: {named_error(error)}.") from error
 
 
 def said(thing: Any) -> str:

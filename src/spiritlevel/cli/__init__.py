@@ -45,7 +45,14 @@ from spiritlevel.cli.report import Report
 from spiritlevel.cli.reproduce import Reproduce
 from spiritlevel.cli.samples import Samples
 from spiritlevel.cli.streams import Signals, forgiving
-from spiritlevel.errors import InputError, NotExactError, checked_seed, unknown_name
+from spiritlevel.errors import (
+    InputError,
+    NotExactError,
+    checked_seed,
+    is_out_of_memory,
+    named_error,
+    unknown_name,
+)
 
 COMMANDS: dict[str, Callable[[Sequence[str]], Command]] = {
     **{
@@ -144,6 +151,12 @@ def main(args: Sequence[str] | None = None) -> int:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return PIPE_CLOSED
         except (Exception, KeyboardInterrupt) as error:
+            if is_out_of_memory(error):
+                say(
+                    f"there is not enough memory for this ({named_error(error)}); measure fewer samples (--samples), "
+                    "smaller batches or a smaller model."
+                )
+                return BAD_INPUT
             if signals.received or isinstance(error, KeyboardInterrupt):  # or what a library made of the interrupt
                 told = str(error) if isinstance(error, KeyboardInterrupt) else ""
                 say(told or "interrupted.")  # a command that ends its work in order says what it left

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
@@ -11,12 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple, Self
 
 from spiritlevel.cli.parsing import optional
-from spiritlevel.errors import InputError, printable
+from spiritlevel.errors import InputError, printable, shown
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress
 
+_LONGEST = 300  # letters of a word: somebody has passed a file in place of its name
 DONE, CHECK_FAILED, BAD_INPUT, BUG, INTERRUPTED, PIPE_CLOSED = 0, 1, 2, 70, 130, 141
 
 
@@ -110,7 +112,11 @@ class ProgressBar:
 
 def say(sentence: str) -> None:
     """One sentence on standard error."""
-    print(f"spiritlevel: {' '.join(printable(sentence).split())}", file=sys.stderr, flush=True)
+    words = (
+        word if len(word) <= _LONGEST else f"{word[: _LONGEST // 2]}…{word[-2:]}"
+        for word in printable(sentence).split()
+    )
+    print(f"spiritlevel: {' '.join(words)}", file=sys.stderr, flush=True)
 
 
 def tell(line: str) -> None:
@@ -132,13 +138,21 @@ def console() -> Console:
 
 def check_writable(path: Path, option: str = "--json") -> None:
     """Refuse a place for the result before the work is done, not after."""
-    folder = next(parent for parent in path.absolute().parents if parent.exists())
+    try:
+        path.exists()
+        folder = next((parent for parent in path.absolute().parents if parent.exists()), path)
+    except (OSError, ValueError) as error:  # too long for a name, or with a zero byte
+        reason = getattr(error, "strerror", None) or error
+        raise InputError(
+            f"{option} needs the path of a file that can be written, got {shown(str(path))}: {reason}."
+        ) from error
     if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
         raise InputError(f"{option} needs the path of a file that can be written, got {str(path)!r}.")
 
 
 def check_folder(folder: Path) -> None:
     """Refuse a place for a run before the work is done, not after."""
-    if folder.exists() and not folder.is_dir():
-        raise InputError(f"--out needs a folder, and {str(folder)!r} is a file.")
+    with contextlib.suppress(OSError, ValueError):  # the next check says what is wrong with the name
+        if folder.exists() and not folder.is_dir():
+            raise InputError(f"--out needs a folder, and {str(folder)!r} is a file.")
     check_writable(folder / "report.html", "--out")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from spiritlevel.arguments import checked
 from spiritlevel.errors import InputError, unknown_name
 
 if TYPE_CHECKING:  # torch takes a second to import, and `spiritlevel data list` does not need it
@@ -93,6 +94,7 @@ def names() -> tuple[str, ...]:
     return tuple(SETS)
 
 
+@checked
 def load(name: str) -> Data:
     """The data set called `name`, as tensors on the CPU.
 
@@ -140,6 +142,7 @@ def load(name: str) -> Data:
     return Data(tensors(*arrays[:2]), tensors(*arrays[2:]), entry.classes, name)
 
 
+@checked
 def fetch(name: str, progress: Progress | None = None) -> Path:
     """Make sure that the set is on this machine and undamaged, and say where: a file, or the folder of its files.
 
@@ -159,6 +162,7 @@ def fetch(name: str, progress: Progress | None = None) -> Path:
     return _sklearn() if name == "digits" else _open(name, progress or _silent)[0]
 
 
+@checked
 def path(name: str) -> Path | None:
     """Where the set lies on this machine, None if it would have to be fetched. Looks, but reads and checks nothing.
 

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from scipy.linalg import eigh_tridiagonal
 
+from spiritlevel.arguments import checked
 from spiritlevel.errors import InputError
 from spiritlevel.estimators.eigenpairs import (
     DENSE_LATER,
@@ -30,6 +31,7 @@ from spiritlevel.results import Estimate, SpectralDensity, SpectrumSummary
 
 
 @in_full_precision
+@checked
 def spectral_density(op: Any, *, probes: int = 8, steps: int = 80, seed: int = 0) -> SpectralDensity:
     """The distribution of all eigenvalues, by stochastic Lanczos quadrature.
 
@@ -63,6 +65,7 @@ def spectral_density(op: Any, *, probes: int = 8, steps: int = 80, seed: int = 0
 
 
 @in_full_precision
+@checked
 def spectrum(
     op: Any,
     *,

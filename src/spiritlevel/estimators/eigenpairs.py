@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from spiritlevel.arguments import checked
 from spiritlevel.errors import InputError, unknown_name
 from spiritlevel.estimators.entries import Entries
 from spiritlevel.estimators.krylov import Array, Krylov
@@ -24,6 +25,7 @@ _SETTLED = 128  # products after which an end of the spectrum is as well known a
 
 
 @in_full_precision
+@checked
 def eigenvalues(
     op: Any,
     k: int = 1,
@@ -210,6 +212,7 @@ def with_reach(pairs: dict[str, Eigenpairs], product: Product, tol: float, seed:
 
 
 @in_full_precision
+@checked
 def spectral_norm(op: Any, *, tol: float = 1e-4, max_matvecs: int | None = None, seed: int = 0) -> Estimate:
     """The spectral norm ‖H‖₂ = max|λ|, by `eigenvalues(op, 1, which="magnitude")`.
 

@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from scipy.sparse.linalg import LinearOperator
 from torch import Tensor
 
-from spiritlevel.errors import InputError
+from spiritlevel.arguments import checked
+from spiritlevel.errors import InputError, first_line
 from spiritlevel.estimators.entries import Entries
 
 _Arguments = ParamSpec("_Arguments")
@@ -59,6 +60,7 @@ class Operator:
     {'weight': tensor([[2.]]), 'bias': tensor([1.])}
     """
 
+    @checked
     def __init__(
         self,
         matmat: Callable[[Tensor], Tensor],
@@ -71,8 +73,13 @@ class Operator:
         self.size = size
         self.shape = (size, size)
         self.dtype = dtype
-        self.device = torch.device(device)
-        self.shapes = {name: torch.Size(shape) for name, shape in (shapes or {}).items()}
+        try:
+            self.device = torch.device(device)
+            self.shapes = {name: torch.Size(shape) for name, shape in (shapes or {}).items()}
+        except (RuntimeError, TypeError) as error:
+            raise InputError(
+                f"an operator needs a device of torch, and for each name a shape of whole numbers: {first_line(error)}."
+            ) from error
         self._matmat = matmat
         self.entries: Entries | None = None  # once they are written down
         total = sum(shape.numel() for shape in self.shapes.values())
@@ -114,6 +121,7 @@ class Operator:
             self.entries = Entries(matrix.double().cpu().numpy())
             self._matmat = matrix.__matmul__
 
+    @checked
     def split(self, v: Tensor) -> dict[str, Tensor]:
         """A vector cut into the parameters' shapes, as views."""
         if not self.shapes:

@@ -11,6 +11,7 @@ import torch
 from scipy.stats import chi2
 from torch import Tensor
 
+from spiritlevel.arguments import checked
 from spiritlevel.errors import unknown_name
 from spiritlevel.estimators.operator import Product, columns_at_once, identity_blocks, in_full_precision
 from spiritlevel.estimators.probes import SKETCH, check_probes, sign_blocks
@@ -21,6 +22,7 @@ _MOST_PROBES = 4096  # where a relative error gives up
 
 
 @in_full_precision
+@checked
 def operator_trace(
     op: Any, *, probes: int = 64, rel_err: float | None = None, method: str = "hutchinson", seed: int = 0
 ) -> Estimate:
@@ -64,6 +66,7 @@ def operator_trace(
 
 
 @in_full_precision
+@checked
 def frobenius_norm(op: Any, *, probes: int = 64, rel_err: float | None = None, seed: int = 0) -> Estimate:
     """The Frobenius norm ‖H‖_F = √(Tr H²) from ‖Hv‖² over sign vectors v.
 
@@ -81,6 +84,7 @@ def frobenius_norm(op: Any, *, probes: int = 64, rel_err: float | None = None, s
 
 
 @in_full_precision
+@checked
 def diagonal(op: Any, *, probes: int = 64, seed: int = 0) -> DiagonalEstimate:
     """The diagonal of H: the mean of v ∘ Hv over sign vectors v, unbiased, with a standard error an entry.
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import nn
 
-from spiritlevel.errors import InputError, first_line
+from spiritlevel.errors import InputError, named_error
 from spiritlevel.storage import check_readable, digest
 
 
@@ -176,9 +176,3 @@ def _lies_in(module: ModuleType, places: Sequence[str]) -> bool:
     file = getattr(module, "__file__", None)
     files = [file] if file else list(getattr(module, "__path__", ()))
     return any(file == place or file.startswith(place + os.sep) for file in files for place in places)
-
-
-def named_error(error: BaseException) -> str:
-    """What went wrong, with the kind of error, since its text alone may say nothing."""
-    text = first_line(error)
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,9 @@ from spiritlevel.watching.recording import GradientNorms
 if TYPE_CHECKING:
     from spiritlevel.measures.setting import Setting
 
+Item = TypeVar("Item")
+
+_OUTPUTS = 2**22  # of all classes, and of as many samples as are taken at once
 _GRADIENTS = 2**25  # numbers that per-sample gradients hold at once
 
 
@@ -58,18 +61,19 @@ def gauss_newton_blocks(setting: Setting, weights: Sequence[str]) -> dict[str, B
             if name not in without_rule and len(calls) == 1 and calls[0].plain:
                 modules[name] = calls[0].module
         alone = {name: problem.params[name] for name in weights if name not in modules}
-        for inputs, targets in setting.each():
+        # samples at once, so that their outputs and factors, one for each class, stay small however many there are
+        size = None if setting.whole else max(1, _OUTPUTS // max(setting.classes, 1))
+        for inputs, targets in setting.each(setting.batches if size is None else setting.batches.cut(size)):
             params = {name: tensor.detach().requires_grad_() for name, tensor in problem.params.items()}
             with recorded(modules) as ran:
                 outputs = problem.outputs(params, inputs)
             if len(ran) != len(modules):
                 raise InputError("the layers of this network do not run equally often for all samples.")
-            factors = list(problem.loss.factors(outputs.detach(), targets))
-            for index, (scale, vector) in enumerate(factors):
+            for (scale, vector), more in _with_more(problem.loss.factors(outputs.detach(), targets)):
                 vector = vector.reshape(outputs.shape).to(outputs)
                 slopes: Sequence[Tensor] = ()
                 if ran:
-                    taps, more = [output for *_, output in ran], index + 1 < len(factors)
+                    taps = [output for *_, output in ran]
                     slopes = torch.autograd.grad(outputs, taps, vector, retain_graph=more, materialize_grads=True)
                 for (name, points, _), slope in zip(ran, slopes, strict=True):
                     _add_call(found[name], modules[name], problem.params[name], points, slope, scale, start)
@@ -81,6 +85,15 @@ def gauss_newton_blocks(setting: Setting, weights: Sequence[str]) -> dict[str, B
     for block in found.values():
         block.diagonal /= setting.count
     return found
+
+
+def _with_more(items: Iterator[Item]) -> Iterator[tuple[Item, bool]]:
+    """Each with whether there is another one after it, and never two of them at once but one."""
+    item = next(items, None)
+    while item is not None:
+        following = next(items, None)
+        yield item, following is not None
+        item = following
 
 
 def _add_call(

@@ -12,6 +12,7 @@ from typing import Any, Unpack
 import torch
 from torch import nn
 
+from spiritlevel.arguments import checked
 from spiritlevel.binding.reading import Reading
 from spiritlevel.errors import InputError, NotExactError, first_line, unknown_name
 from spiritlevel.measures.sampling import Parts, Sampling
@@ -118,7 +119,7 @@ class Measure:
             found = self.compute(setting)
         except (InputError, NotExactError) as error:
             return Estimate(math.nan, seed=setting.seed, reason=str(error))
-        except (ArithmeticError, RuntimeError, ValueError) as error:
+        except (ArithmeticError, MemoryError, RuntimeError, ValueError) as error:
             if setting.group is not None:  # the other ranks may still wait for this one
                 raise
             first = first_line(error)
@@ -228,6 +229,7 @@ LEADING = {
 """The measures that stand for their family in a summary: the first that is there."""
 
 
+@checked
 def select(names: str | Iterable[str] | None = None) -> tuple[Measure, ...]:
     """Measures by their names: "default" (as is None), "all", or the ones listed.
 
@@ -246,6 +248,7 @@ def select(names: str | Iterable[str] | None = None) -> tuple[Measure, ...]:
 
 
 @torch.inference_mode(False)  # measures add up in place, which tensors of that mode do not allow outside it
+@checked
 def evaluate(
     model: nn.Module,
     data: Any,

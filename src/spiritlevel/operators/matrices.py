@@ -10,6 +10,7 @@ from typing import Any, Unpack
 
 from torch import Tensor, nn
 
+from spiritlevel.arguments import checked
 from spiritlevel.binding.context import Context
 from spiritlevel.binding.reading import Reading
 from spiritlevel.errors import InputError
@@ -18,6 +19,7 @@ from spiritlevel.operators.averaging import MeanMatrix
 from spiritlevel.operators.products import Product, fisher_product, gauss_newton_product, hessian_product
 
 
+@checked
 def hessian(
     model: nn.Module,
     data: Any,
@@ -69,6 +71,7 @@ def hessian(
     )
 
 
+@checked
 def gauss_newton(
     model: nn.Module,
     data: Any,
@@ -102,6 +105,7 @@ def gauss_newton(
     )
 
 
+@checked
 def empirical_fisher(
     model: nn.Module,
     data: Any,
@@ -134,6 +138,7 @@ def empirical_fisher(
     return empirical_fisher_in(context, weight_decay)
 
 
+@checked
 def hessian_variance(
     model: nn.Module,
     data: Any,

@@ -18,8 +18,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from spiritlevel.arguments import checked
 from spiritlevel.errors import InputError, unknown_name
 
+_LARGEST = 10**7  # of any one size: beyond it a layer alone fills every machine
 ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {"relu": nn.ReLU, "tanh": nn.Tanh}
 
 
@@ -34,8 +36,8 @@ def count(model: nn.Module) -> int:
 
 def _positive(**sizes: float) -> None:
     for name, size in sizes.items():
-        if not 0 < size < float("inf"):
-            raise InputError(f"a network needs a positive {name}, got {size}.")
+        if not 0 < size <= _LARGEST:
+            raise InputError(f"a network needs a positive {name} of at most {_LARGEST:,}, got {size}.")
 
 
 def _scale(channels: int, width: float) -> int:
@@ -61,6 +63,7 @@ def _dense(inputs: int, hidden: tuple[int, ...], classes: int, width: float, *, 
     return nn.Sequential(*layers, nn.Linear(inputs, classes))
 
 
+@checked
 def softmax_regression(inputs: int = 784, classes: int = 10, width: float = 1.0) -> nn.Module:
     """One linear layer with bias: 7,850 parameters on MNIST (paper C). It has no hidden layer for `width` to change.
 
@@ -73,6 +76,7 @@ def softmax_regression(inputs: int = 784, classes: int = 10, width: float = 1.0)
     return _dense(inputs, (), classes, width)
 
 
+@checked
 def mlp(inputs: int = 784, classes: int = 10, width: float = 1.0) -> nn.Module:
     """One hidden layer of 100 ReLU units, 784-100-10: 79,510 parameters. The net that paper C describes.
 
@@ -82,6 +86,7 @@ def mlp(inputs: int = 784, classes: int = 10, width: float = 1.0) -> nn.Module:
     return _dense(inputs, (100,), classes, width)
 
 
+@checked
 def printed_mlp(inputs: int = 784, classes: int = 10, width: float = 1.0) -> nn.Module:
     """The dense net 784-10-100-10, whose 9,960 parameters are those that paper C prints for its MLP.
 
@@ -91,6 +96,7 @@ def printed_mlp(inputs: int = 784, classes: int = 10, width: float = 1.0) -> nn.
     return _dense(inputs, (10, 100), classes, width)
 
 
+@checked
 def fcn_bn(inputs: int = 784, classes: int = 10, width: float = 1.0) -> nn.Module:
     """Three hidden layers of 512 units, each Linear → BatchNorm → ReLU (FCNBN of paper A).
 
@@ -102,6 +108,7 @@ def fcn_bn(inputs: int = 784, classes: int = 10, width: float = 1.0) -> nn.Modul
     return _dense(inputs, (512, 512, 512), classes, width, batch_norm=True)
 
 
+@checked
 def deep_linear(inputs: int = 1, classes: int = 1, depth: int = 3, hidden: int = 1, width: float = 1.0) -> nn.Module:
     """A product of `depth` weight matrices, no biases and no activations: φ = W_depth ⋯ W₂ W₁ x.
 
@@ -116,6 +123,7 @@ def deep_linear(inputs: int = 1, classes: int = 1, depth: int = 3, hidden: int =
     return nn.Sequential(nn.Flatten(), *layers)
 
 
+@checked
 def lenet5(
     channels: int = 1, activation: str = "relu", classes: int = 10, width: float = 1.0, size: int | None = None
 ) -> nn.Module:
@@ -160,6 +168,7 @@ def _average_head(channels: int, classes: int) -> list[nn.Module]:
     return [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, classes)]
 
 
+@checked
 def all_cnn_c(channels: int = 3, classes: int = 100, width: float = 1.0) -> nn.Module:
     """All-CNN-C: nine convolutions with biases, no batch norm, no dense layer (the 9-layer CNN of paper C).
 
@@ -206,6 +215,7 @@ def _shortcut(inputs: int, outputs: int, stride: int, *, bias: bool) -> nn.Modul
     return nn.Conv2d(inputs, outputs, 1, stride, bias=bias)
 
 
+@checked
 def preresnet164(channels: int = 3, classes: int = 100, width: float = 1.0) -> nn.Module:
     """Pre-activation ResNet of 164 layers: three stages of 18 bottlenecks with 16/32/64 inner channels.
 
@@ -233,6 +243,7 @@ def preresnet164(channels: int = 3, classes: int = 100, width: float = 1.0) -> n
     return _he_normal(nn.Sequential(*layers, nn.BatchNorm2d(inputs), nn.ReLU(), *_average_head(inputs, classes)))
 
 
+@checked
 def wide_resnet_28_10(channels: int = 3, classes: int = 100, width: float = 1.0) -> nn.Module:
     """Wide ResNet 28×10: three stages of 4 blocks with 160/320/640 channels, every convolution with a bias.
 
@@ -258,6 +269,7 @@ def wide_resnet_28_10(channels: int = 3, classes: int = 100, width: float = 1.0)
     return _he_normal(nn.Sequential(*layers, nn.BatchNorm2d(inputs), nn.ReLU(), *_average_head(inputs, classes)))
 
 
+@checked
 def vgg16_bn(channels: int = 3, classes: int = 100, width: float = 1.0) -> nn.Module:
     """VGG-16 with batch norm for 32×32 images: convolutions with biases, classifier 512 → 512 → 512 → classes.
 
@@ -301,6 +313,7 @@ _BUILDERS: dict[str, Callable[..., nn.Module]] = {
 NAMES: tuple[str, ...] = tuple(_BUILDERS)
 
 
+@checked
 def build(name: str, **options: Any) -> nn.Module:
     """The network `name` (one of `NAMES`) with its options; an unknown name or option is answered with the nearest.
 

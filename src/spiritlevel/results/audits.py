@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from spiritlevel.arguments import checked
 from spiritlevel.errors import InputError
 from spiritlevel.results.codec import Result
 from spiritlevel.results.estimates import Estimate, with_status
@@ -233,6 +234,7 @@ class Audit(Table):
         said = said if self.tried else "No symmetry of this network was tried."
         return f"{said} It does not have: {', '.join(self.absent)}." if self.absent else said
 
+    @checked
     def row(self, measure: str, transform: str) -> AuditRow:
         """The row of one measure and one transform."""
         for row in self.rows:
@@ -252,6 +254,7 @@ class Audit(Table):
         """
         return {name: largest(found.values()) for name, found in self._factors().items()}
 
+    @checked
     def moved_by(self, measure: str) -> str:
         """The transform that moved a measure furthest while outputs or probabilities stayed; "" if none did.
 

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Self, SupportsFloat, TypeVar, Union, get_args,
 import torch
 from torch import Tensor
 
+from spiritlevel.arguments import checked
 from spiritlevel.errors import InputError
 from spiritlevel.results.formatting import figure
 from spiritlevel.storage import write_atomically
@@ -71,8 +72,10 @@ def _decode(value: Any, hint: Any, unknown: list[str]) -> Any:
     Fields that no result has are added to `unknown`.
     """
     result = _decoded(value, hint, unknown)
-    if hint is not Any and isinstance(hint, type) and not isinstance(result, hint):
-        raise TypeError(f"expected {hint.__name__}, got {type(result).__name__}")
+    kind = get_origin(hint) or hint
+    known = kind is not Any and isinstance(kind, type) and not issubclass(kind, UnionType)
+    if known and (not isinstance(result, kind) or (kind is int and isinstance(result, bool))):
+        raise TypeError(f"expected {kind.__name__}, got {type(result).__name__}")
     return result
 
 
@@ -103,6 +106,20 @@ def _decoded(value: Any, hint: Any, unknown: list[str]) -> Any:
         return _read(Result, value, unknown)
     items_hint = inner[1] if get_origin(hint) is dict else Any
     return {key: _decode(item, items_hint, unknown) for key, item in (value["items"] if kind else value).items()}
+
+
+class Misfit(ValueError):
+    """Fields of a file that do not fit each other: it was edited, or put together of several."""
+
+
+def same_length(**columns: Any) -> None:
+    """Raise `Misfit` unless all that are given have as many entries along their first dimension."""
+    sizes = {}
+    for name, column in columns.items():
+        if column is not None:
+            sizes[name] = len(column) if not isinstance(column, Tensor) or column.ndim else -1
+    if len(set(sizes.values())) > 1:
+        raise Misfit("its lists differ in length, " + ", ".join(f"{name} {size}" for name, size in sizes.items()))
 
 
 class Result:
@@ -152,11 +169,15 @@ class Result:
             )
         return result
 
+    def _check(self) -> None:
+        """Raise `Misfit` if fields that were read do not fit each other, although each is of its type."""
+
     @classmethod
     def _from_older(cls, data: dict[str, Any]) -> dict[str, Any]:
         """The dict of a result as an earlier version wrote it, with what it did not say yet."""
         return data
 
+    @checked
     def to_json(self, path: str | Path | None = None) -> str:
         """Strict JSON text; with `path` also written there, atomically."""
         text = json.dumps(self.to_dict(), allow_nan=False, ensure_ascii=False)
@@ -165,6 +186,7 @@ class Result:
         return text
 
     @classmethod
+    @checked
     def from_json(cls, text: str | Path) -> Self:
         """Read what `to_json` wrote, from its file (a `Path`, or the path as a text) or from its text."""
         if isinstance(text, str) and "{" not in text and _is_file(text):  # the text of a result has braces
@@ -198,9 +220,13 @@ def _read(expected: type[_R], data: Any, unknown: list[str]) -> _R:
         raise InputError(f"cannot read a result of type {name!r}: it lacks {', '.join(missing)}.")
     try:
         present = {key: _decode(data[key], hints.get(key, Any), unknown) for key in fields if key in data}
-        return kind(**present)
+        found = kind(**present)
+        found._check()
+        return found
     except InputError:
         raise
+    except Misfit as error:
+        raise InputError(f"this is not a whole {kind.__name__}: {error}.") from error
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         reason = str(error).split("\n", 1)[0]
         raise InputError(f"cannot read a result of type {name!r}: it is damaged ({reason}).") from error

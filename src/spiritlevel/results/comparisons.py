@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from spiritlevel.errors import InputError
-from spiritlevel.results.codec import Result
+from spiritlevel.results.codec import Result, same_length
 from spiritlevel.results.estimates import WERE_BOUNDS, WERE_ITERATED, Estimate, with_status
 from spiritlevel.results.formatting import aligned, figure, left_out_lines
 from spiritlevel.results.pages import Shown
@@ -86,6 +86,11 @@ class Comparison(Shown):
     settings: dict[str, str] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
     population: int = 0
+
+    def _check(self) -> None:
+        pairs = [self.margins, self.traces, self.losses]
+        columns = [each for pair in pairs if pair is not None for each in pair]
+        same_length(**{f"column {number}": each for number, each in enumerate(columns, 1)})
 
     @classmethod
     def _from_older(cls, data: dict[str, Any]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import Any
 from scipy import stats
 from torch import Tensor
 
+from spiritlevel.arguments import checked
 from spiritlevel.errors import InputError
 from spiritlevel.results.codec import Result
 from spiritlevel.results.formatting import figure, with_error
@@ -82,6 +83,7 @@ class Estimate(Result):
         return {**data, "status": "not converged", "reason": why}
 
     @classmethod
+    @checked
     def from_draws(cls, draws: Tensor, *, matvecs: int | None = None, seed: int | None = None) -> Estimate:
         """The mean of independent, unbiased draws, with the standard error of that mean."""
         draws = draws.detach().double().cpu().reshape(-1)
@@ -109,6 +111,7 @@ class Estimate(Result):
         """Whether an iteration found the value to more than the six digits that are printed."""
         return self.status == "converged" and self.tolerance < 5e-7 * abs(self.value)
 
+    @checked
     def scaled(self, factor: float) -> Estimate:
         """The same number times a constant, with its errors."""
         size = abs(factor)
@@ -122,6 +125,7 @@ class Estimate(Result):
             data_limits=None if self.data_limits is None else _ordered(*(limit * factor for limit in self.data_limits)),
         )
 
+    @checked
     def interval(self, level: float = 0.95, *, data: bool = False) -> tuple[float, float]:
         """The value on the given data by `skewed_limits`; `data=True` adds the error of having measured a subset.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from spiritlevel.arguments import checked
 from spiritlevel.errors import InputError
 from spiritlevel.results.tables import Table
 from spiritlevel.storage import write_atomically
@@ -12,6 +13,7 @@ from spiritlevel.storage import write_atomically
 class Shown(Table):
     """A table with a page of its own. `page` lies above: it is looked up when a page is asked for, never before."""
 
+    @checked
     def to_html(self, path: str | Path | None = None) -> str:
         """One self-contained HTML page; with `path` also written there, atomically."""
         from spiritlevel.page import page

@@ -6,11 +6,13 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from spiritlevel.arguments import checked
 from spiritlevel.errors import InputError
 from spiritlevel.results.audits import SYMMETRIES, Audit
-from spiritlevel.results.codec import Result
+from spiritlevel.results.codec import Misfit, Result, same_length
 from spiritlevel.results.estimates import Estimate, with_status
 from spiritlevel.results.formatting import aligned, figure, left_out_lines
 from spiritlevel.results.intervals import share_limits
@@ -19,6 +21,8 @@ from spiritlevel.results.samples import Correlation, Margins, SampleTraces
 from spiritlevel.results.spectra import SpectrumSummary
 from spiritlevel.results.surfaces import Landscape
 from spiritlevel.results.tables import Columns, of_estimates
+
+_LARGEST = 1e30  # of what is drawn: beyond it the ends of an axis overflow
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,12 @@ class Fit(Result):
         if math.isnan(self.accuracy.value):
             return "", ""
         return "accuracy" + ("" if self.of == "samples" else f", of {self.of}"), f"{self.accuracy.value:.2%}"
+
+    def _check(self) -> None:
+        if not 0 <= self.samples <= self.population:
+            raise Misfit(f"{self.samples:,} of {self.population:,} samples cannot be")
+        if not (math.isnan(self.accuracy.value) or 0 <= self.accuracy.value <= 1):
+            raise Misfit(f"an accuracy lies between 0 and 1, and is {self.accuracy.value:g} here")
 
     def accuracy_limits(self) -> tuple[float, float]:
         """Clopper and Pearson's 95 % interval of the accuracy on the whole population, of which a subset was measured.
@@ -125,6 +135,16 @@ class Pictures(Result):
     images: Tensor
     groups: dict[str, tuple[int, ...]]
 
+    def _check(self) -> None:
+        same_length(indices=self.indices, images=self.images)
+        if self.images.ndim != 4 or self.images.dtype != torch.uint8 or self.images.shape[1] not in (1, 3):
+            raise Misfit("its pictures need 1 or 3 channels of bytes")
+        if self.indices.ndim != 1 or self.indices.dtype != torch.int64:
+            raise Misfit("its indices need one row of whole numbers")
+        for name, places in self.groups.items():
+            if any(isinstance(place, bool) or not 0 <= place < len(self.indices) for place in places):
+                raise Misfit(f"the group {name!r} names pictures that it does not have")
+
     def __str__(self) -> str:
         counts = ", ".join(f"{len(places)} {name}" for name, places in self.groups.items())
         return f"{self.indices.numel()} pictures: {counts}"
@@ -166,6 +186,21 @@ class Report(Shown):
     seconds: float = math.nan
     leads: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
+    def _check(self) -> None:
+        per_sample = {"traces": self.traces and self.traces.values, "margins": self.margins and self.margins.signed}
+        same_length(**per_sample, predicted=self.predicted, indices=self.indices)
+        count = max((len(each) for each in per_sample.values() if each is not None), default=None)
+        if self.indices is not None and (self.indices.ndim != 1 or self.indices.dtype != torch.int64):
+            raise Misfit("its indices need one row of whole numbers")
+        if self.pictures is not None and count is not None and len(self.pictures.indices):
+            low, high = int(self.pictures.indices.min()), int(self.pictures.indices.max())
+            if low < 0 or high >= count:
+                raise Misfit(f"it shows a picture of sample {high if low >= 0 else low}, and has {count:,} samples")
+        for what in (self.margins, self.test_margins):
+            if what is not None and len(what) and float(what.signed.abs().nan_to_num().max()) > _LARGEST:
+                raise Misfit(f"margins beyond {_LARGEST:g} cannot be drawn")
+
+    @checked
     def row(self, name: str) -> ReportRow:
         """The row of one measure."""
         for row in self.rows:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from spiritlevel.results.codec import Result
+from spiritlevel.results.codec import Misfit, Result, same_length
 from spiritlevel.results.estimates import Estimate
 from spiritlevel.results.formatting import figure
 from spiritlevel.results.intervals import mean_skewness, standard_error, subset_mean
@@ -48,6 +49,11 @@ class SampleTraces(Table):
     batches: tuple[int, ...] | None = None
     wrt: str = "parameters"
     unit: str = "sample"
+
+    def _check(self) -> None:
+        same_length(values=self.values, stderr=self.stderr, targets=self.targets, draws=self.draws, **self.layers)
+        if self.values.ndim != 1 or not self.values.is_floating_point():
+            raise Misfit("it needs one number a sample")
 
     def __len__(self) -> int:
         return self.values.numel()
@@ -149,6 +155,14 @@ class Margins(Table):
     decisions: Tensor | None = None
     unit: str = "sample"
     notes: tuple[str, ...] = ()
+
+    def _check(self) -> None:
+        columns = {f.name: getattr(self, f.name) for f in fields(self) if isinstance(getattr(self, f.name), Tensor)}
+        same_length(**columns)
+        for name, column in columns.items():
+            wanted = "booleans" if name == "correct" else "numbers"
+            if column.ndim != 1 or (name == "correct") != (column.dtype == torch.bool) or column.is_complex():
+                raise Misfit(f"{name} needs one row of {wanted}")
 
     def __len__(self) -> int:
         return self.signed.numel()

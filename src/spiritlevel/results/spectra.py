@@ -9,7 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from spiritlevel.errors import InputError
+from spiritlevel.arguments import checked
+from spiritlevel.errors import InputError, shown, whole_number
+from spiritlevel.results.codec import Misfit, same_length
 from spiritlevel.results.estimates import Estimate
 from spiritlevel.results.formatting import figure
 from spiritlevel.results.intervals import errors_off, mean_skewness
@@ -36,6 +38,11 @@ class Eigenpairs(Table):
     seed: int | None = None
     reason: str = ""
     reach: float | None = None
+
+    def _check(self) -> None:
+        same_length(values=self.values, residuals=self.residuals)
+        if self.values.ndim != 1 or not len(self.values):
+            raise Misfit("it needs a row of eigenvalues, one at least")
 
     def __len__(self) -> int:
         return self.values.numel()
@@ -135,6 +142,7 @@ class SmoothedDensity(Table):
     dof: float = math.inf
     skew: Tensor | None = None
 
+    @checked
     def band(self, level: float = 0.95) -> tuple[Tensor, Tensor]:
         """The interval of `skewed_limits` at every point (not for the curve as a whole), cut off at 0."""
         if not 0 < level < 1:
@@ -178,6 +186,13 @@ class SpectralDensity(Table):
     matvecs: int = 0
     seed: int | None = None
 
+    def _check(self) -> None:
+        if self.nodes.ndim != 2 or self.nodes.shape != self.weights.shape or not self.nodes.numel():
+            raise Misfit("it needs as many weights as nodes, in rows, one at least")
+        if not bool(torch.isfinite(self.nodes).all() & torch.isfinite(self.weights).all()) or self.size < 1:
+            raise Misfit("its nodes and weights are not all numbers")
+
+    @checked
     def integrate(self, function: Callable[[Tensor], Tensor]) -> Estimate:
         """∫ f dμ = Tr f(H)/P for an elementwise `function`; multiply by `size` for the trace."""
         rows = (self.weights.double() * function(self.nodes.double())).sum(1) * self.weights.shape[0]
@@ -185,12 +200,13 @@ class SpectralDensity(Table):
             return Estimate(float(rows.mean()), matvecs=self.matvecs, seed=self.seed)
         return Estimate.from_draws(rows, matvecs=self.matvecs, seed=self.seed)
 
+    @checked
     def moment(self, k: int) -> Estimate:
         """∫ λᵏ dμ = Tr(Hᵏ)/P."""
-        if k < 0:
-            raise InputError(f"moment needs k >= 0, got {k}.")
+        whole_number(k, "k", 0, 1000)
         return self.integrate(lambda nodes: nodes**k)
 
+    @checked
     def density(self, grid: Tensor | None = None, width: float | None = None) -> SmoothedDensity:
         """The density smoothed by a Gaussian of standard deviation `width`, with its error at every point of `grid`.
 
@@ -204,6 +220,8 @@ class SpectralDensity(Table):
             raise InputError(f"density needs a width > 0, got {width}.")
         if grid is None:
             grid = torch.linspace(low - 4 * width, high + 4 * width, 512, dtype=torch.float64)
+        if grid.ndim != 1 or grid.is_complex():
+            raise InputError(f"density needs a grid of real numbers in one row, got {shown(grid)}.")
         grid = grid.double().cpu()
         rows = torch.zeros(grid.numel(), nodes.shape[0], dtype=torch.float64)
         for i, (node, weight) in enumerate(zip(nodes, weights, strict=True)):

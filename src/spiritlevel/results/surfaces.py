@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from spiritlevel.results.codec import Misfit, same_length
 from spiritlevel.results.formatting import figure
 from spiritlevel.results.tables import Columns, Table
 
@@ -36,6 +37,19 @@ class Landscape(Table):
     loss: str = "cross_entropy"
     batch_norm: str = "eval"
     seed: int | None = None
+
+    def _check(self) -> None:
+        count = len(self.steps)
+        same_length(directions=self.directions, steps=self.steps, slopes=self.slopes, lengths=self.lengths)
+        if not 1 <= count <= 2 or any(each.ndim != 1 or not len(each) for each in self.steps):
+            raise Misfit("it needs the steps along one direction or two")
+        shape = tuple(len(each) for each in self.steps)
+        surfaces = [self.losses, *([] if self.accuracies is None else [self.accuracies])]
+        if any(tuple(each.shape) != shape for each in surfaces) or tuple(self.curvatures.shape) != (count, count):
+            raise Misfit("its losses do not fit its steps")
+        if not all(bool(torch.isfinite(each).all()) for each in self.steps):
+            raise Misfit("its steps are not all numbers")
+
     notes: tuple[str, ...] = ()
 
     @property

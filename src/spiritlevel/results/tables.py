@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from spiritlevel.arguments import checked
 from spiritlevel.errors import needs
 from spiritlevel.results.codec import Result
 from spiritlevel.storage import write_atomically
@@ -36,6 +37,7 @@ class Table(Result):
         kinds = {name: kind for name, (kind, _) in columns.items()}
         return pl.DataFrame({name: list(values) for name, (_, values) in columns.items()}, schema=kinds, strict=False)
 
+    @checked
     def to_csv(self, path: str | Path | None = None) -> str:
         """The table as CSV; with `path` also written there, atomically.
 

@@ -9,6 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
+from spiritlevel.arguments import checked
+from spiritlevel.errors import unknown_name, whole_number
 from spiritlevel.results.codec import Result
 from spiritlevel.results.estimates import Estimate
 from spiritlevel.results.formatting import aligned, figure
@@ -96,6 +98,7 @@ class SuspiciousSamples(Shown):
     texts: tuple[str, ...] = ()
     name: str = "Samples to look at"
 
+    @checked
     def class_name(self, label: int) -> str:
         """The name of a class, or its number; "?" where it is not known."""
         return "?" if label < 0 else self.classes[label] if label < len(self.classes) else str(label)
@@ -122,9 +125,12 @@ class SuspiciousSamples(Shown):
         numbers = {name: (float, column.tolist()) for name, column in self.table.items()}
         return {"id": (int, self.ids.tolist()), **numbers, **({"text": (str, self.texts)} if self.texts else {})}
 
+    @checked
     def cell(self, name: str, k: int) -> str:
         """One number of the k-th of these samples, in few digits."""
-        value = float(self.table[name][k])
+        if name not in self.table:
+            raise unknown_name("column", name, self.table)
+        value = float(self.table[name][whole_number(k, "k", 0, len(self.ids) - 1)])
         if name == "first_learned" and value < 0:
             return "never"
         return "undefined" if math.isnan(value) else f"{value:.0f}" if value.is_integer() else figure(value, 4)

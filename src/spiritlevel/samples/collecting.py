@@ -269,7 +269,9 @@ class Collector:
         """From the first samples, which every rank has."""
         with self.ranks.together():
             inputs, targets = self.problem.place(*self.batches.first(4096 if self.coupled else 8))
-            prober = Prober(self.problem, inputs, len(targets), seed=self.seed, memory=self.memory, coupled=self.coupled)
+            prober = Prober(
+                self.problem, inputs, len(targets), seed=self.seed, memory=self.memory, coupled=self.coupled
+            )
         prober.collapses = bool(self.ranks.least(int(prober.collapses)))
         return prober
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.func import functionalize
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from spiritlevel.arguments import checked
 from spiritlevel.binding.batches import Batches, Fingerprint, all_targets, resized, spread
 from spiritlevel.binding.context import Context
 from spiritlevel.binding.coupling import check_independence
@@ -30,6 +31,7 @@ METHODS = ("auto", "exact", "hutchinson")
 _NUMBERS = 2**22  # of a batch's inputs, at most
 
 
+@checked
 def input_curvature(
     model: nn.Module,
     data: Any,

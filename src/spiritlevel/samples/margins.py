@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from spiritlevel.arguments import checked
 from spiritlevel.binding.batches import Fingerprint
 from spiritlevel.binding.context import Context
 from spiritlevel.binding.cores import at_a_time, side_by_side
@@ -65,6 +66,7 @@ def _softmax(logits: Tensor, label: Tensor) -> tuple[Tensor, Tensor]:
     return -highest * torch.expm1(-size), lack * (2 - lack)
 
 
+@checked
 def signed_margin(logits: Tensor, y: Tensor) -> Tensor:
     """The signed output margin φ_y − max_{j≠y} φ_j of every row, positive where the label wins.
 
@@ -76,6 +78,7 @@ def signed_margin(logits: Tensor, y: Tensor) -> Tensor:
     return _signed(*_checked("signed_margin", logits, y))
 
 
+@checked
 def output_margin(logits: Tensor, y: Tensor) -> Tensor:
     """The output margin |φ_y − max_{j≠y} φ_j| of every row, as paper A defines it.
 
@@ -87,6 +90,7 @@ def output_margin(logits: Tensor, y: Tensor) -> Tensor:
     return _signed(*_checked("output_margin", logits, y)).abs()
 
 
+@checked
 def softmax_margin(logits: Tensor, y: Tensor) -> Tensor:
     """The softmax margin γ = |S_y − max_{j≠y} S_j| of every row.
 
@@ -99,6 +103,7 @@ def softmax_margin(logits: Tensor, y: Tensor) -> Tensor:
     return _softmax(*_checked("softmax_margin", logits, y))[0]
 
 
+@checked
 def softmax_gap(logits: Tensor, y: Tensor) -> Tensor:
     """1 − γ² of every row, the factor of the margin bounds, without cancellation.
 
@@ -120,6 +125,7 @@ def _square_norms(name: str, inputs: Tensor, logits: Tensor) -> Tensor:
     return inputs.detach().to(logits.device).double().reshape(len(inputs), -1).square().sum(1)
 
 
+@checked
 def margin_bound(inputs: Tensor, logits: Tensor, y: Tensor) -> Tensor:
     """The margin bound (‖x‖² + 1)(1 − γ²) ≥ ACEHT of every sample, correct or not.
 
@@ -133,6 +139,7 @@ def margin_bound(inputs: Tensor, logits: Tensor, y: Tensor) -> Tensor:
     return (_square_norms("margin_bound", inputs, logits) + 1) * gap
 
 
+@checked
 def printed_margin_bound(inputs: Tensor, logits: Tensor, y: Tensor) -> Tensor:
     """‖x‖(1 − γ²) of every sample, the "margin bound" as printed in paper A: in truth a *lower* bound of ACEHT.
 
@@ -153,6 +160,7 @@ _NUMBERS = 2**22  # numbers that the inputs of a batch hold at most; a token sta
 _TOKEN = 2**8
 
 
+@checked
 def margins(
     model: nn.Module,
     data: Any,

@@ -20,6 +20,7 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor, nn
 
+from spiritlevel.arguments import checked
 from spiritlevel.binding.batches import Batches, resized, spread
 from spiritlevel.binding.context import Context
 from spiritlevel.binding.cores import even_size
@@ -41,6 +42,7 @@ from spiritlevel.watching.structure import Structure
 METHODS = ("auto", "exact", "hutchinson", "pyhessian")
 
 
+@checked
 def sample_traces(
     model: nn.Module,
     data: Any,
@@ -199,6 +201,7 @@ def _few_of(problem: Problem, batches: Batches) -> Any:
     return problem.place(resized(inputs, chosen), targets[chosen])[0]
 
 
+@checked
 def trace(
     model: nn.Module,
     data: Any,

@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from scipy import stats as scipy_stats
 
+from spiritlevel.arguments import checked
 from spiritlevel.errors import InputError, unknown_name
 from spiritlevel.results import Correlation, Margins, Result, SampleTraces
 
@@ -33,6 +34,8 @@ class _Column(NamedTuple):
 
 def _numbers(data: Any) -> Array:
     if isinstance(data, torch.Tensor):
+        if data.is_meta:
+            raise InputError("a tensor on the meta device holds no numbers; pass one with values.")
         data = data.detach().cpu()
         return np.asarray(data.double() if data.is_floating_point() else data)  # NumPy has no bfloat16
     return np.asarray(data)
@@ -196,6 +199,7 @@ def _disattenuated(x: _Column, y: _Column) -> float:
     return float(np.clip(moment(x, y, paired=shared) / math.sqrt(spread_x * spread_y), -1.0, 1.0))
 
 
+@checked
 def correlate(
     a: Any,
     b: Any,
@@ -239,8 +243,8 @@ def correlate(
         raise unknown_name("outlier rule", outliers, OUTLIER_RULES)
     if not isinstance(level, int | float) or not 0 < level < 1:
         raise InputError(f"correlate needs a level between 0 and 1, got {level!r}.")
-    if not isinstance(resamples, int | np.integer) or resamples < 100:
-        raise InputError(f"correlate needs at least 100 resamples for an interval, got {resamples!r}.")
+    if not 100 <= resamples <= 10**6:
+        raise InputError(f"correlate needs from 100 to 1,000,000 resamples for an interval, got {resamples!r}.")
     if not isinstance(seed, int | np.integer) or seed < 0:
         raise InputError(f"correlate needs a seed that is a whole number of at least 0, got {seed!r}.")
     seed = int(seed)
@@ -296,6 +300,7 @@ def correlate(
     )
 
 
+@checked
 def kendall(a: Any, b: Any) -> float:
     """Kendall's rank correlation τ_b: concordant minus discordant pairs, as a share, corrected for ties.
 
@@ -311,6 +316,7 @@ def kendall(a: Any, b: Any) -> float:
     return float(scipy_stats.kendalltau(x.values, y.values).statistic)
 
 
+@checked
 def skewness(values: Any) -> float:
     """The standardised third moment E[((v − μ)/σ)³], negative for a long tail to the left.
 

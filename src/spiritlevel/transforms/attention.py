@@ -8,6 +8,7 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor, nn
 
+from spiritlevel.arguments import checked
 from spiritlevel.binding.reading import Reading, form_of
 from spiritlevel.transforms.certificates import Transformed
 from spiritlevel.transforms.maps import Step, condition, invertible, length
@@ -22,6 +23,7 @@ _KEYS = Passing(attention=True)
 _VALUES = Passing(attention=True, factors=False)
 
 
+@checked
 def mix_heads(
     model: nn.Module, *, data: Any, size: float = 10.0, seed: int = 0, **reading: Unpack[Reading]
 ) -> Transformed:
@@ -80,6 +82,7 @@ def _turned(block: Block, size: float, source: torch.Generator) -> list[Step]:
 # ---------------------------------------------------------------- biases
 
 
+@checked
 def shift_attention_biases(
     model: nn.Module, *, data: Any, size: float = 1.0, seed: int = 0, **reading: Unpack[Reading]
 ) -> Transformed:

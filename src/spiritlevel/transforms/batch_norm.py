@@ -8,6 +8,7 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor, nn
 
+from spiritlevel.arguments import checked
 from spiritlevel.binding.reading import Reading, form_of
 from spiritlevel.errors import InputError
 from spiritlevel.transforms.certificates import Sample, Transformed
@@ -15,6 +16,7 @@ from spiritlevel.watching.factors import Factor, grid
 from spiritlevel.watching.scalings import follow_factors
 
 
+@checked
 def fold_batchnorm(model: nn.Module, *, data: Any = None, **reading: Unpack[Reading]) -> Transformed:
     """Fold every batch norm into the linear layer or convolution directly in front of it (eval mode).
 

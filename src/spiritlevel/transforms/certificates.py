@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from spiritlevel.binding.batches import Batches
 from spiritlevel.binding.problem import Problem
 from spiritlevel.binding.reading import PLAIN, Form
-from spiritlevel.errors import InputError, unknown_name
+from spiritlevel.errors import InputError, shown, unknown_name
 from spiritlevel.estimators import Operator
 from spiritlevel.results import Certificate
 from spiritlevel.transforms.maps import LinearMap
@@ -150,6 +150,8 @@ class Sample:
         problem = Problem(model, params="*", form=form)
         if data is None:
             return cls._guessed(problem)
+        if isinstance(data, Tensor) and (not data.ndim or data.is_meta):
+            raise InputError(f"data= must hold inputs, one a row, got {shown(data)}.")
         inputs = data[:_CHECKED] if isinstance(data, Tensor) else None
         if inputs is None:
             inputs = Batches(data, ordered=False, form=problem.form).first(_CHECKED)[0]
@@ -158,7 +160,10 @@ class Sample:
         if not count:
             raise InputError("data= holds no samples; pass at least one input, better two or more.")
         shapes = ", ".join(str(tuple(leaf.shape[1:])) for leaf in leaves)
-        return cls(problem.place(inputs, torch.empty(0))[0], count, f"{count} given inputs of shape {shapes}", form)
+        placed = problem.place(inputs, torch.empty(count))[0]
+        with problem.active(), torch.no_grad():
+            problem.outputs(problem.params, placed)  # says so if the model does not run on them
+        return cls(placed, count, f"{count} given inputs of shape {shapes}", form)
 
     @classmethod
     def _guessed(cls, problem: Problem) -> Sample:

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.conv import _ConvNd
 
+from spiritlevel.arguments import checked
 from spiritlevel.binding.reading import Reading, form_of
-from spiritlevel.errors import InputError, unknown_name
+from spiritlevel.errors import InputError, shown, unknown_name
 from spiritlevel.transforms.batch_norm import set_bias
 from spiritlevel.transforms.certificates import Sample, Transformed
 from spiritlevel.watching.factors import Factor
@@ -86,6 +87,7 @@ class AffineMap:
         return AffineMap(matrix, shift.repeat_interleave(repeats) if shift.ndim else shift.expand(features))
 
 
+@checked
 def standardisation(inputs: Tensor, *, per: str = "channel") -> AffineMap:
     """The map to zero mean and unit variance of each channel, or of each feature (`per="feature"`).
 
@@ -102,6 +104,7 @@ def standardisation(inputs: Tensor, *, per: str = "channel") -> AffineMap:
     return AffineMap(1 / std, -rows.mean(0) / std)
 
 
+@checked
 def whitening(inputs: Tensor, *, per: str = "feature", ridge: float = 0.0) -> AffineMap:
     """The symmetric map to zero mean and unit covariance (ZCA), A = (Σ + ridge·I)^{−1/2}.
 
@@ -127,9 +130,12 @@ def whitening(inputs: Tensor, *, per: str = "feature", ridge: float = 0.0) -> Af
 def _rows(inputs: Tensor, per: str) -> Tensor:
     if per not in ("channel", "feature"):
         raise unknown_name("value of per", per, ("channel", "feature"))
+    if inputs.ndim < 2 or inputs.is_complex() or not len(inputs):
+        raise InputError(f"inputs must be real numbers with one row a sample, got {shown(inputs)}.")
     return (inputs.movedim(1, -1).flatten(0, -2) if per == "channel" else inputs.flatten(1)).double().cpu()
 
 
+@checked
 def input_map(
     model: nn.Module,
     matrix: Tensor | float | None = None,
@@ -170,6 +176,8 @@ def input_map(
         raise InputError(
             "input_map: the map of the inputs is not invertible; pass an invertible matrix and finite shift."
         )
+    if mapping.shift.ndim > 1 or not mapping.shift.numel():
+        raise InputError(f"input_map: the shift must be a number or a vector, got {shown(mapping.shift)}.")
     sample = Sample.of(model, data, form_of(reading))
     if not isinstance(sample.inputs, Tensor):
         raise InputError("input_map: the network must have one tensor as input.")

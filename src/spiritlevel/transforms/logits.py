@@ -8,6 +8,7 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor, nn
 
+from spiritlevel.arguments import checked
 from spiritlevel.binding.reading import Reading, form_of
 from spiritlevel.transforms.certificates import Transformed
 from spiritlevel.transforms.maps import length
@@ -19,6 +20,7 @@ from spiritlevel.watching.graph import Graph
 _SHIFTED = Passing(outputs=True)
 
 
+@checked
 def shift_logits(
     model: nn.Module, *, data: Any, size: float = 1.0, seed: int = 0, **reading: Unpack[Reading]
 ) -> Transformed:

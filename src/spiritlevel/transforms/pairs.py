@@ -8,6 +8,7 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor, nn
 
+from spiritlevel.arguments import checked
 from spiritlevel.binding.reading import Reading, form_of
 from spiritlevel.transforms.certificates import Transformed
 from spiritlevel.transforms.maps import Step, condition, invertible, spread
@@ -34,6 +35,7 @@ def _apply(
     return watched.mapped([step for block in both for step in block_steps(block, draw(block))])
 
 
+@checked
 def mix_linear(
     model: nn.Module, *, data: Any, size: float = 10.0, seed: int = 0, **reading: Unpack[Reading]
 ) -> Transformed:
@@ -71,6 +73,7 @@ def mix_linear(
     )
 
 
+@checked
 def shift_norm_gain(
     model: nn.Module, *, data: Any, size: float = 10.0, seed: int = 0, **reading: Unpack[Reading]
 ) -> Transformed:
@@ -107,6 +110,7 @@ def shift_norm_gain(
     )
 
 
+@checked
 def scale_gate(
     model: nn.Module, *, data: Any, size: float = 10.0, seed: int = 0, **reading: Unpack[Reading]
 ) -> Transformed:

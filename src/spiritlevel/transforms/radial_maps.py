@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from spiritlevel.arguments import checked, number
 from spiritlevel.binding.reading import Reading, form_of
 from spiritlevel.errors import InputError
 from spiritlevel.estimators import Operator
@@ -155,6 +156,7 @@ class _Radial(nn.Module):
         return functional_call(model, weights, args, kwargs)
 
 
+@checked
 def radial(
     model: nn.Module,
     *,
@@ -194,6 +196,8 @@ def radial(
     center = theta if center is None else center.detach()
     if center.shape != theta.shape:
         raise InputError(f"radial needs a center of shape ({theta.numel()},), got {tuple(center.shape)}.")
+    for name, radius in (("delta", delta), ("rho", rho), ("r_hat", r_hat)):
+        number(radius, name, above=0, most=1e100)
     mapping = RadialMap(center, delta, rho, r_hat)
     eta = mapping.inverse(theta)
     with torch.no_grad():

@@ -12,6 +12,7 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor, nn
 
+from spiritlevel.arguments import checked
 from spiritlevel.binding.reading import Form, Reading, form_of
 from spiritlevel.errors import InputError, unknown_name
 from spiritlevel.transforms.certificates import Sample, Transformed
@@ -50,6 +51,7 @@ def _groups_walk(model: nn.Module, data: Any, form: Form) -> Walk:
     return follow_factors("scaling_groups", copy.deepcopy(model), sample.inputs, {}, sample.form)
 
 
+@checked
 def scaling_groups(model: nn.Module, *, data: Any = None, **reading: Unpack[Reading]) -> tuple[ScalingGroup, ...]:
     """The groups of layers that may be scaled without changing the function, found by running the network.
 
@@ -85,6 +87,7 @@ def why_no_groups(model: nn.Module, *, data: Any = None, **reading: Unpack[Readi
     return unknown or "the network has no two layers between which a factor passes"
 
 
+@checked
 def rescale_layers(
     model: nn.Module,
     factors: Mapping[str, Factor],
@@ -130,6 +133,7 @@ def rescale_layers(
     )
 
 
+@checked
 def rescale_all(model: nn.Module, alpha: float, *, data: Any = None, **reading: Unpack[Reading]) -> Transformed:
     """Multiply the outputs by α, spread evenly over the layers: W_k → α^{1/K} W_k and b_k → α^{k/K} b_k.
 
@@ -166,6 +170,7 @@ def rescale_all(model: nn.Module, alpha: float, *, data: Any = None, **reading: 
     return _rescale("rescale_all", model, chosen, sample, float(alpha))
 
 
+@checked
 def scale_last_layer(model: nn.Module, alpha: float, *, data: Any = None, **reading: Unpack[Reading]) -> Transformed:
     """Multiply the outputs by α through the last layer alone, weights and bias.
 
@@ -196,6 +201,7 @@ def scale_last_layer(model: nn.Module, alpha: float, *, data: Any = None, **read
     return _rescale("scale_last_layer", model, last.factors(float(alpha)), sample, float(alpha))
 
 
+@checked
 def scale_before_batchnorm(
     model: nn.Module, factors: Mapping[str, Factor], *, data: Any = None, **reading: Unpack[Reading]
 ) -> Transformed:

@@ -8,6 +8,7 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor, nn
 
+from spiritlevel.arguments import checked
 from spiritlevel.binding.reading import Reading, form_of
 from spiritlevel.transforms.certificates import Transformed
 from spiritlevel.transforms.maps import LinearMap, Step, rotation
@@ -19,6 +20,7 @@ from spiritlevel.watching.graph import record
 _ROTATED = Passing(squares=True, orthogonal=True)
 
 
+@checked
 def rotate_stream(
     model: nn.Module, *, data: Any, size: float = 1.0, seed: int = 0, **reading: Unpack[Reading]
 ) -> Transformed:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 
+from spiritlevel.arguments import checked
 from spiritlevel.binding.reading import Reading, form_of
 from spiritlevel.errors import InputError, counted
 from spiritlevel.transforms.certificates import Transformed
@@ -33,6 +34,7 @@ _DOUBLED = Passing(functions="any", offsets=True, products=True, gains="tied")
 _NO_UNITS = "this network has no hidden units that only linear layers read"
 
 
+@checked
 def permute_units(
     model: nn.Module, *, data: Any, size: float = 1.0, seed: int = 0, **reading: Unpack[Reading]
 ) -> Transformed:
@@ -72,6 +74,7 @@ def permute_units(
     return watched.mapped(steps)
 
 
+@checked
 def split_units(
     model: nn.Module, *, data: Any, size: float = 0.25, seed: int = 0, **reading: Unpack[Reading]
 ) -> Transformed:

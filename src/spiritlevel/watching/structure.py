@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,7 +32,25 @@ from spiritlevel.watching.watchers import DispatchWatch
 
 MORE = 2
 
-Degrees = dict[str, int]
+
+class Degrees(NamedTuple):
+    """The degrees of a value in all parameters, a bit each: those of degree 1 at least, and those of 'more'.
+
+    As dicts they would be as long as the network is deep, and be copied in every operation: the square of its depth.
+    """
+
+    some: int = 0
+    more: int = 0
+
+    def __bool__(self) -> bool:
+        return bool(self.some)
+
+    def all_more(self) -> Degrees:
+        """The same parameters, each in degree 'more'."""
+        return Degrees(self.some, self.some)
+
+
+NONE = Degrees()
 
 
 @dataclass(frozen=True)
@@ -44,7 +62,7 @@ class Structure:
     takes or how many, so that another batch may go another way.
     """
 
-    degrees: Degrees = field(default_factory=dict)
+    degrees: dict[str, int] = field(default_factory=dict)
     obstacles: dict[str, str] = field(default_factory=dict)
     failure: str = ""
     floats_per_sample: int = 0
@@ -93,8 +111,9 @@ def analyse(problem: Problem, inputs: Any, count: int) -> Structure:
 def joined(first: Structure, second: Structure) -> Structure:
     """What holds of two batches together: the larger degrees, the more frequent uses, the first failure."""
     uses = {name: max(first.uses.get(name, 0), count) for name, count in second.uses.items()}
+    degrees = {name: max(first.degrees.get(name, 0), degree) for name, degree in second.degrees.items()}
     return Structure(
-        _largest(first.degrees, second.degrees),
+        {**first.degrees, **degrees},
         {**second.obstacles, **first.obstacles},
         first.failure or second.failure,
         max(first.floats_per_sample, second.floats_per_sample),
@@ -114,6 +133,7 @@ class Watch(DispatchWatch):
     def __init__(self, params: Params, inputs: Any) -> None:
         super().__init__()
         self.parameters = {id(tensor): name for name, tensor in params.items()}
+        self._bits = {name: 1 << place for place, name in enumerate(params)}
         self._known: dict[int, Degrees] = {}
         self._alive: dict[int, StorageWeakRef] = {}
         self.uses = dict.fromkeys(params, 0)
@@ -124,9 +144,9 @@ class Watch(DispatchWatch):
         self._paused = False
         for leaf in tree_leaves(inputs):
             if isinstance(leaf, Tensor):
-                self._give(leaf, {})
+                self._give(leaf, NONE)
         for name, tensor in params.items():
-            self._give(tensor, {name: 1})
+            self._give(tensor, Degrees(self._bits[name]))
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
@@ -139,7 +159,7 @@ class Watch(DispatchWatch):
 
     def multiplied(self, result: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         """Tell that `result`, made while the watch paused, is bilinear in input and weight, plus a bias."""
-        parts = [self._of(item) or {} for item in (input, weight, bias)]
+        parts = [self._of(item) or NONE for item in (input, weight, bias)]
         self._give(result, _largest(_sum(parts[0], parts[1]), parts[2]))
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -147,7 +167,7 @@ class Watch(DispatchWatch):
             return func(*args, **kwargs)
         leaves = tree_leaves((args, kwargs))
         met = [degrees for leaf in leaves if (degrees := self._of(leaf)) is not None]  # before anything is written
-        positional = [self._of(argument) or {} for argument in args]
+        positional = [self._of(argument) or NONE for argument in args]
         result = func(*args, **kwargs)
         values = tree_leaves(result)
         for value in values:
@@ -168,15 +188,17 @@ class Watch(DispatchWatch):
             if own:
                 self.uses[own] += 1
         degrees = _degrees(func, args, positional, met)
-        before = _largest(*met)
+        new = degrees.more & ~_largest(*met).more
         for value in [*values, *_written(func, args, kwargs)]:
             if isinstance(value, Tensor):
                 curved = value.is_floating_point() or value.is_complex()
-                self._give(value, degrees if curved else {})  # integers and booleans are constant almost everywhere
-                for own, degree in degrees.items() if curved else ():
-                    if degree >= MORE > before.get(own, 0):
-                        self.obstacles.setdefault(own, name)
+                self._give(value, degrees if curved else NONE)  # integers and booleans are constant almost everywhere
+                for own in self._named(new) if curved else ():
+                    self.obstacles.setdefault(own, name)
         return result
+
+    def _named(self, bits: int) -> list[str]:
+        return [name for name, bit in self._bits.items() if bits & bit] if bits else []
 
     def _of(self, leaf: Any) -> Degrees | None:
         """The degrees of a tensor; `None` for a constant that nothing known has been written into."""
@@ -185,7 +207,7 @@ class Watch(DispatchWatch):
     def _give(self, tensor: Tensor, degrees: Degrees) -> None:
         self._is_fresh(tensor)
         key = tensor.untyped_storage()._cdata
-        self._known[key] = _largest(self._known.get(key, {}), degrees)
+        self._known[key] = _largest(self._known.get(key, NONE), degrees)
 
     def _is_fresh(self, value: Tensor) -> bool:
         """Whether its memory is seen for the first time, unlike a weight's that is transposed for its product."""
@@ -209,7 +231,7 @@ class Watch(DispatchWatch):
         found = self._of(outputs)
         if found is None:
             return Structure(failure="the outputs do not depend on the traced operations")
-        degrees = {name: found.get(name, 0) for name in self.uses}
+        degrees = {name: bool(found.some & bit) + bool(found.more & bit) for name, bit in self._bits.items()}
         hit = {name: operation for name, operation in self.obstacles.items() if degrees[name] >= MORE}
         return Structure(degrees, hit, "", self.floats // max(count, 1), self.uses, self.by_data)
 
@@ -227,15 +249,14 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[A
 
 
 def _largest(*several: Degrees) -> Degrees:
-    result: Degrees = {}
+    some = more = 0
     for degrees in several:
-        for name, degree in degrees.items():
-            result[name] = max(degree, result.get(name, 0))
-    return result
+        some, more = some | degrees.some, more | degrees.more
+    return Degrees(some, more)
 
 
 def _sum(first: Degrees, second: Degrees) -> Degrees:
-    return {name: min(MORE, first.get(name, 0) + second.get(name, 0)) for name in {**first, **second}}
+    return Degrees(first.some | second.some, first.more | second.more | (first.some & second.some))
 
 
 def _degrees(func: Any, arguments: tuple[Any, ...], args: list[Degrees], met: list[Degrees]) -> Degrees:
@@ -244,10 +265,10 @@ def _degrees(func: Any, arguments: tuple[Any, ...], args: list[Degrees], met: li
     if aten_name(func) == "detach" and torch.is_grad_enabled():  # autograd detaches what it saves
         return everything
     if "reduce" in func._overloadname or (operation.real and arguments[0].is_complex()):  # a scatter that may multiply
-        return dict.fromkeys(everything, MORE)
+        return everything.all_more()
     match operation.degree:
         case Degree.CONSTANT:
-            return {}
+            return NONE
         case Degree.LINEAR | Degree.PIECEWISE:
             return everything
         case Degree.BILINEAR:
@@ -260,8 +281,8 @@ def _degrees(func: Any, arguments: tuple[Any, ...], args: list[Degrees], met: li
             return _largest(_sum(args[0], args[1]), args[2])
         case Degree.NORMALISED:
             weight, bias = (args[position] for position in operation.affine or ())
-            return _largest(dict.fromkeys(args[0], MORE), weight, bias)
-    return dict.fromkeys(everything, MORE)
+            return _largest(args[0].all_more(), weight, bias)
+    return everything.all_more()
 
 
 def _normalises_by_batch(func: Any, arguments: tuple[Any, ...]) -> bool:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from spiritlevel.binding.losses.base import Factor, Loss
 from spiritlevel.binding.rewrites import Elementary
-from spiritlevel.errors import InputError, first_line
+from spiritlevel.errors import InputError, first_line, is_out_of_memory, named_error
 
 
 class CallableLoss(Loss):
@@ -35,7 +35,15 @@ class CallableLoss(Loss):
 
     def check(self, outputs: Tensor, targets: Tensor, start: int = 0) -> None:
         with torch.no_grad():
-            value: Any = self._call(outputs.detach(), targets)
+            try:
+                value: Any = self._call(outputs.detach(), targets)
+            except Exception as error:
+                if isinstance(error, InputError) or is_out_of_memory(error):
+                    raise
+                raise InputError(
+                    f"the loss {self.called} fails on outputs of shape {tuple(outputs.shape)} and targets of shape "
+                    f"{tuple(targets.shape)}: {named_error(error)}."
+                ) from error
             if not isinstance(value, Tensor) or (value.ndim and value.shape != targets.shape[:1]):
                 shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
                 raise InputError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from spiritlevel.arguments import checked
 from spiritlevel.errors import InputError
 
 
@@ -21,6 +22,7 @@ def _check_logits(name: str, logits: Tensor) -> None:
         raise InputError(f"{name} needs logits of shape (samples, classes >= 2), got {tuple(logits.shape)}.")
 
 
+@checked
 def confidence_gap(logits: Tensor) -> Tensor:
     """1 − Σ_c S_c², the lack of confidence of a softmax, in float64 and without cancellation.
 
@@ -36,6 +38,7 @@ def confidence_gap(logits: Tensor) -> Tensor:
     return 2 * q - q.square() - others.square().sum(-1)
 
 
+@checked
 def aceht(inputs: Tensor, logits: Tensor) -> Tensor:
     """The affine cross-entropy Hessian trace (‖x‖² + 1)(1 − Σ_c S_c²) of every sample.
 

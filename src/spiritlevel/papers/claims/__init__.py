@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from spiritlevel.arguments import checked
 from spiritlevel.binding.state import preserved_random_state
 from spiritlevel.errors import InputError, checked_seed
 from spiritlevel.papers.claims import paper_a, paper_b, paper_c
@@ -62,6 +63,7 @@ class Ruling:
         }
 
 
+@checked
 def select(paper: str | None = None, id: str | None = None) -> tuple[Claim, ...]:
     """The claims of one paper, the one claim of an id (in any case), or all.
 
@@ -88,6 +90,7 @@ def select(paper: str | None = None, id: str | None = None) -> tuple[Claim, ...]
     return found
 
 
+@checked
 def examine(claim: Claim, seed: int = 0) -> Ruling:
     """Run one check. One that raises leaves its claim undecided, with the reason; random states stay as they were."""
     try:
@@ -110,6 +113,7 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
+@checked
 def run(
     *,
     paper: str | None = None,

@@ -19,6 +19,7 @@ import math
 import platform
 import subprocess
 import time
+import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,7 +27,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from spiritlevel import __version__, storage
-from spiritlevel.errors import InputError, checked_seed, needs, unknown_name
+from spiritlevel.arguments import by_type, number
+from spiritlevel.errors import LARGEST_SEED, InputError, checked_seed, needs, unknown_name
 from spiritlevel.papers.studies.rules import Ruling, Statement, Verdict, decide
 
 if TYPE_CHECKING:
@@ -50,6 +52,14 @@ class Config:
         if self.scale not in SCALES:
             raise unknown_name("scale", self.scale, SCALES)
         checked_seed(self.seed)
+        hints = typing.get_type_hints(type(self))
+        for each in dataclasses.fields(self):
+            found = by_type(getattr(self, each.name), hints[each.name], each.name)
+            for value in found if isinstance(found, tuple) else (found,):
+                if isinstance(value, int | float) and not isinstance(value, bool):  # nothing that is set is negative
+                    number(value, each.name, least=0, most=LARGEST_SEED)
+            if found == () and each.default != ():
+                raise InputError(f"{each.name} must name at least one value, got none.")
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from torch import nn
 
+from spiritlevel.arguments import checked
 from spiritlevel.errors import InputError
 from spiritlevel.papers.training.checkpoints import Folder, kept_name, kept_steps, sealed
 from spiritlevel.papers.training.fitting import owned, run_recipe
@@ -72,6 +73,7 @@ class Trained:
         return network.eval()
 
 
+@checked
 def train(job: Job, *, cache: str | Path | None = None, progress: Progress | None = None) -> Trained:
     """Train a job, or find what an earlier call, in this process or another, has trained already.
 

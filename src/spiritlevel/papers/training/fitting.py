@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from spiritlevel.arguments import checked
 from spiritlevel.binding.state import preserved_random_state
-from spiritlevel.errors import InputError, whole_number
+from spiritlevel.errors import InputError, checked_seed, whole_number
 from spiritlevel.papers.training.checkpoints import Folder, kept_name, kept_steps, sealed
 from spiritlevel.papers.training.jobs import KEY_VERSION
 from spiritlevel.papers.training.recipe import Pair, Progress, Recipe, Row, deciding_fields
@@ -43,6 +44,7 @@ class History:
     """Of training, over all resumed runs."""
 
 
+@checked
 def fit(
     model: nn.Module,
     train: Pair,
@@ -89,6 +91,9 @@ def fit(
     >>> history.step, len(history.rows), history.rows[-1]["test_accuracy"] > 0.85
     (60, 6, True)
     """
+    checked_seed(seed)
+    for what, pair in {"fit": train, **{f"evaluate={name!r}": pair for name, pair in (evaluate or {}).items()}}.items():
+        check_pair(what, pair)
     folder = None
     if checkpoint is not None:
         facts = {"recipe": recipe, "seed": seed, "evaluate_every": evaluate_every}

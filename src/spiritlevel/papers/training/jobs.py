@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from spiritlevel import data as data_sets
+from spiritlevel.arguments import checked
 from spiritlevel.binding.state import preserved_random_state
 from spiritlevel.errors import InputError, unknown_name, whole_number
 from spiritlevel.papers import networks as models
@@ -105,6 +106,7 @@ class Parts:
     classes: tuple[str, ...]
 
 
+@checked
 def parts(job: Job) -> Parts:
     """The training, validation and test set of a job as the network sees them, unaugmented.
 

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import update_bn
 
+from spiritlevel.arguments import checked
 from spiritlevel.binding import losses
 from spiritlevel.binding.state import preserved_random_state
-from spiritlevel.errors import InputError, first_line
+from spiritlevel.errors import InputError, first_line, is_out_of_memory, shown
 from spiritlevel.papers.training.checkpoints import sealed
 from spiritlevel.papers.training.recipe import Pair, Recipe, Row
 
@@ -267,7 +268,11 @@ def _classifies(outputs: Tensor, targets: Tensor) -> bool:
 
 def check_pair(what: str, pair: Pair) -> None:
     """Refuse a set that is empty, or has more inputs than targets or fewer."""
+    if not (isinstance(pair, tuple | list) and len(pair) == 2 and all(isinstance(part, Tensor) for part in pair)):
+        raise InputError(f"{what} needs a pair of tensors (inputs, targets), got {shown(pair)}.")
     inputs, targets = pair
+    if not inputs.ndim or not targets.ndim:
+        raise InputError(f"{what} needs inputs and targets with one row a sample, got single numbers.")
     if len(inputs) != len(targets):
         raise InputError(f"{what} needs as many inputs as targets, got {len(inputs)} and {len(targets)}.")
     if not len(targets):
@@ -283,6 +288,19 @@ def _fitted(model: nn.Module, inputs: Tensor, targets: Tensor) -> Pair:
     return inputs.to(first.device), (targets.long() if whole else targets).to(first.device)
 
 
+def _outputs(model: nn.Module, inputs: Tensor) -> Tensor:
+    try:
+        found: Tensor = model(inputs)
+    except RuntimeError as error:
+        if is_out_of_memory(error):
+            raise
+        raise InputError(
+            f"the model {type(model).__name__} fails on inputs of shape {tuple(inputs.shape)}: {first_line(error)}."
+        ) from error
+    return found
+
+
+@checked
 def evaluate(model: nn.Module, pair: Pair, loss: str | losses.Loss = "cross_entropy") -> dict[str, float]:
     """The mean loss (of the outputs in float64) and, for classes, the accuracy, of `model` as it is, in its mode.
 
@@ -297,7 +315,7 @@ def evaluate(model: nn.Module, pair: Pair, loss: str | losses.Loss = "cross_entr
         batches = zip(inputs.split(_EVALUATION_BATCH), targets.split(_EVALUATION_BATCH), strict=True)
         for some, wanted in batches:
             some, wanted = _fitted(model, some, wanted)
-            outputs = model(some).double()
+            outputs = _outputs(model, some).double()
             chosen.check(outputs, wanted)
             total += float(chosen.values(outputs, wanted).sum())
             classes = _classifies(outputs, wanted)

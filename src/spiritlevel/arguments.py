@@ -1,0 +1,236 @@
+"""Arguments are checked once, where they enter: by the types that a signature declares, and by a few ranges.
+
+`@checked` on a public function reads its declared types: a whole number where `int` is declared, a finite number for
+`float`, True or False for `bool`, a text for `str`, texts for `Iterable[str]`, an instance of any other class, and so
+on through `X | None`, `tuple[float, ...]` and `Literal`. What it does not know, it lets pass. So a new argument is
+checked by itself; what remains for the function are ranges and names, for which it calls `number`, `whole_number`,
+`one_of` or `names`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import math
+import numbers
+import os
+import types
+import typing
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, TypeVar, Union, cast
+
+from spiritlevel.errors import InputError, is_array, shown, unknown_name, whole_number
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def number(
+    value: object,
+    name: str,
+    *,
+    least: float | None = None,
+    above: float | None = None,
+    most: float | None = None,
+    infinite: bool = False,
+) -> float:
+    """A finite number of any kind, NumPy's too, as a `float`; a tensor is not a number.
+
+    >>> number(-1, "weight_decay", least=0)
+    Traceback (most recent call last):
+    spiritlevel.errors.InputError: weight_decay must be a finite number of at least 0, got -1.
+    """
+    if isinstance(value, numbers.Real) and not isinstance(value, bool):
+        with contextlib.suppress(OverflowError):
+            found = float(value)
+            if (
+                (math.isfinite(found) or (infinite and not math.isnan(found)))
+                and (least is None or found >= least)
+                and (above is None or found > above)
+                and (most is None or found <= most)
+            ):
+                return found
+    limits = [
+        f" {word} {limit:g}"
+        for word, limit in (("of at least", least), ("above", above), ("of at most", most))
+        if limit is not None
+    ]
+    kind = "a number" if infinite else "a finite number"
+    raise InputError(f"{name} must be {kind}{' and'.join(limits)}, got {shown(value)}.")
+
+
+def one_of(value: object, kind: str, choices: Iterable[str]) -> str:
+    """A text that is one of the choices.
+
+    >>> one_of("egal", "batch_norm mode", ["eval", "batch"])
+    Traceback (most recent call last):
+    spiritlevel.errors.InputError: unknown batch_norm mode 'egal': did you mean 'eval'? Known: batch, eval.
+    """
+    known = list(choices)
+    if isinstance(value, str) and value in known:
+        return value
+    raise unknown_name(kind, value, known)
+
+
+def names(value: object, name: str, example: str = "") -> tuple[str, ...]:
+    """One name, or several, as a tuple of texts; none is refused.
+
+    >>> names("trace", "measures"), names(iter(["trace", "path_norm"]), "measures")
+    (('trace',), ('trace', 'path_norm'))
+    >>> names(0.5, "measures", "'trace'")
+    Traceback (most recent call last):
+    spiritlevel.errors.InputError: measures must be a name or a list of names such as 'trace', got 0.5.
+    """
+    found = (value,) if isinstance(value, str) else ()
+    if isinstance(value, Iterable) and not isinstance(value, str | bytes | Mapping) and not is_array(value):
+        found = tuple(value)
+    if found and all(isinstance(each, str) for each in found):
+        return cast(tuple[str, ...], found)
+    such = f" such as {example}" if example else ""
+    raise InputError(f"{name} must be a name or a list of names{such}, got {shown(value)}.")
+
+
+# ---------------------------------------------------------------- by declared type
+
+
+def checked(function: F) -> F:
+    """A function whose arguments are compared with their declared types before it runs.
+
+    >>> @checked
+    ... def half(x: float, *, times: int = 1) -> float:
+    ...     return x / 2**times
+    >>> half(3), half(3, times=True)
+    Traceback (most recent call last):
+    spiritlevel.errors.InputError: times must be a whole number, got True.
+    """
+    signature = inspect.signature(function)
+    positional = [name for name, each in signature.parameters.items() if each.kind is each.POSITIONAL_OR_KEYWORD]
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        hints = _hints(function)
+        found = [
+            by_type(value, hints.get(name, Any), name)
+            for name, value in zip([*positional, *[""] * len(args)], args, strict=False)
+        ]
+        return function(*found, **{name: by_type(value, hints.get(name, Any), name) for name, value in kwargs.items()})
+
+    return cast(F, call)
+
+
+@functools.cache
+def _hints(function: Callable[..., Any]) -> dict[str, Any]:
+    """The declared types of a function's arguments; nothing is known of those that only a type checker imports."""
+    space = getattr(inspect.unwrap(function), "__globals__", {})
+    found = {}
+    for name, hint in function.__annotations__.items():
+        with contextlib.suppress(NameError, AttributeError, TypeError):
+            found |= typing.get_type_hints(types.SimpleNamespace(__annotations__={name: hint}), space)
+        if typing.get_origin(found.get(name)) is typing.Unpack:  # options that several functions share
+            found |= typing.get_type_hints(typing.get_args(found.pop(name))[0])
+    return found
+
+
+def by_type(value: Any, hint: Any, name: str) -> Any:
+    """The value as its declared type has it, or an `InputError`; what the type does not tell is let pass.
+
+    >>> by_type(2, float, "alpha"), by_type(None, int | None, "samples"), by_type((1, 2), tuple[float, ...], "gammas")
+    (2.0, None, (1.0, 2.0))
+    """
+    if hint is Any:  # the most usual one, and a class to Python
+        return value
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (types.UnionType, Union):
+        return _of_union(value, inner, name)
+    if origin is Literal:
+        return one_of(value, name.replace("_", " "), [str(each) for each in inner])
+    if hint in _PLAIN:
+        return _PLAIN[hint](value, name)
+    if origin in (Iterable, Sequence, tuple, list) and inner and inner[0] in (str, int, float):
+        return _several(value, origin, inner, name)
+    if isinstance(hint, type) and not isinstance(value, hint):
+        if hint.__name__ == "Module":
+            raise InputError(f"the {name} must be a torch.nn.Module, got {type(value).__name__}.")
+        raise InputError(f"{name} must be a {_called(hint)}, got {shown(value)}.")
+    if getattr(value, "is_meta", False) is True and hint is not Any:
+        raise InputError(f"{name} must be a tensor with values, got one on the meta device.")
+    if origin is Callable:
+        _check_callable(value, inner, name)
+    if origin in (Mapping, dict) and not isinstance(value, Mapping):
+        raise InputError(f"{name} must be a dict, got {shown(value)}.")
+    return value
+
+
+def _of_union(value: Any, kinds: tuple[Any, ...], name: str) -> Any:
+    """The value as one of several types: as the first that takes it."""
+    if value is None and type(None) in kinds:
+        return None
+    kinds = tuple(kind for kind in kinds if kind is not type(None))
+    if len(kinds) == 1:
+        return by_type(value, kinds[0], name)
+    wanted = []
+    for kind in kinds:
+        try:
+            return by_type(value, kind, name)
+        except InputError as error:
+            wanted.append(str(error).removeprefix(f"{name} must be ").rpartition(", got ")[0])
+    raise InputError(f"{name} must be {' or '.join(dict.fromkeys(wanted))}, got {shown(value)}.")
+
+
+def _several(value: Any, origin: Any, inner: tuple[Any, ...], name: str) -> Any:
+    """Several texts or numbers, as a tuple; a tuple of fixed length has that."""
+    kind, fixed = inner[0], origin is tuple and Ellipsis not in inner
+    if isinstance(value, Iterable) and not isinstance(value, str | bytes | Mapping) and not is_array(value):
+        found = tuple(value)
+        if not fixed or len(found) == len(inner):
+            with contextlib.suppress(InputError):
+                return tuple(by_type(each, kind, name) for each in found)
+    count = f"{len(inner)} " if fixed else ""
+    what = {str: "texts", int: "whole numbers", float: "finite numbers"}[kind]
+    raise InputError(f"{name} must be a list of {count}{what}, got {shown(value)}.")
+
+
+def _check_callable(value: Any, inner: tuple[Any, ...], name: str) -> None:
+    """Refuse what is no function, and one that cannot take as many arguments as it will be called with."""
+    count = len(inner[0]) if inner and isinstance(inner[0], list) else None
+    if callable(value):
+        try:
+            inspect.signature(value).bind(*[None] * (count or 0)) if count is not None else None
+        except ValueError:  # a builtin one, which does not tell
+            return
+        except TypeError as error:
+            raise InputError(f"{name} must be a function of {count} arguments, and {shown(value)} {error}.") from None
+        return
+    raise InputError(f"{name} must be a function, got {shown(value)}.")
+
+
+def _called(kind: type) -> str:
+    return {"Tensor": "tensor", "Optimizer": "torch optimizer"}.get(kind.__name__, kind.__name__)
+
+
+def _true_or_false(value: Any, name: str) -> bool:
+    if isinstance(value, bool) or type(value).__name__ in ("bool_", "bool"):
+        return bool(value)
+    raise InputError(f"{name} must be True or False, got {shown(value)}.")
+
+
+def _text(value: Any, name: str) -> str:
+    if isinstance(value, str):
+        return value
+    raise InputError(f"{name} must be a text, got {shown(value)}.")
+
+
+def _path(value: Any, name: str) -> Any:
+    if isinstance(value, os.PathLike):
+        return value
+    raise InputError(f"{name} must be a path, got {shown(value)}.")
+
+
+_PLAIN: dict[Any, Callable[[Any, str], Any]] = {
+    int: lambda value, name: whole_number(value, name),
+    float: number,
+    bool: _true_or_false,
+    str: _text,
+    Path: _path,
+}
