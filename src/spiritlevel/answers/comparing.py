@@ -216,7 +216,8 @@ class _Pair:
         if "traces" in vars(self.a) and "traces" in vars(self.b):
             traces = (dataclasses.replace(self.a.traces, layers={}), dataclasses.replace(self.b.traces, layers={}))
         count = self.a.count
-        phrases = {each.name: each.advice for each in (*self.chosen, self.accuracy, _LOSS)}
+        phrases = {each.name: each.advice for each in self.chosen}
+        phrases |= {each.name: each.advice for each in (self.accuracy, _LOSS)}
         whole = self.accuracy is _ACCURACY
         sides = Sides(self.names, count, whole, self.level, self.twice, self.same, self.movers)
         advice, reasons = advise(rows, phrases, sides)

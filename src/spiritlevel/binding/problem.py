@@ -277,7 +277,7 @@ class Problem:
             return (), dict(inputs)
         return tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,), {}
 
-    def _remark(self, error: Exception) -> str:
+    def _remark(self, error: BaseException) -> str:
         """What may be behind an error of the model, in brackets."""
         reason = first_line(error)
         if reason.startswith("Guard failed"):

@@ -33,8 +33,8 @@ class OnData(Seeded):
     target: Annotated[str | None, optional("NAME")] = None
     """The column to predict, of a table or a saved data set; or the key of the targets in batches that are dicts."""
     loss: Annotated[str, arg(metavar="NAME")] = "cross_entropy"
-    """cross_entropy, causal_lm, binary_cross_entropy, squared_error (½‖φ − y‖² per sample), huber, poisson, exponential,
-    or file.py:function of (outputs, targets) with one loss per sample."""
+    """cross_entropy, causal_lm, binary_cross_entropy, squared_error (½‖φ − y‖² per sample), huber, poisson,
+    exponential, or file.py:function of (outputs, targets) with one loss per sample."""
     output: Annotated[str | None, optional("NAME")] = None
     """Which part of what the model returns to measure: a key or a number; its logits unless given."""
     unit: Annotated[str, arg(metavar="sample|token")] = "sample"
