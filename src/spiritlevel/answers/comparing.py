@@ -201,7 +201,8 @@ class _Pair:
         if "traces" in vars(self.a) and "traces" in vars(self.b):
             traces = (dataclasses.replace(self.a.traces, layers={}), dataclasses.replace(self.b.traces, layers={}))
         count = self.a.count
-        phrases = {each.name: each.advice for each in (*self.chosen, _ACCURACY, _LOSS)}
+        phrases = {each.name: each.advice for each in self.chosen}
+        phrases |= {each.name: each.advice for each in (_ACCURACY, _LOSS)}
         sides = Sides(self.names, count, self.level, self.twice, self.same, self.movers)
         advice, reasons = advise(rows, phrases, sides)
         return Comparison(
