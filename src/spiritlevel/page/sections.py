@@ -196,8 +196,8 @@ def _audit(report: Report, key: str) -> Section:
     section.texts.append(
         "Each column changes the parameters and keeps what the network computes or predicts. A measure that moves "
         "there (× the factor) describes the parametrisation as much as the model, so its size cannot tell two "
-        "models apart; one that stays (=) under all that keep the function can be compared between models, as far "
-        "as these symmetries go. ‘?’: nothing can be said within the errors; ‘…’: an iteration did not converge."
+        "models apart; one that stays (=) under all that keep the function can be compared between models, as far as "
+        "these symmetries go. ‘?’: nothing can be said within the errors; ‘…’: an iteration did not converge."
     )
     section.texts.append(audit.scope)
     section.texts += [

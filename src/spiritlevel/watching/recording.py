@@ -251,6 +251,10 @@ class GradientNorms:
 
     def __init__(self, problem: Problem, inputs: Any, structure: Structure, passes: int) -> None:
         self.problem, self.passes = problem, passes
+        self.without_rule: set[str] = set()
+        self.copies = False  # whether operations in place get copies of the taps
+        self.pooled: set[str] = set()
+        self._path: list[tuple[str, ...]] = []
         self._learn(inputs, structure)
 
     def _learn(self, inputs: Any, structure: Structure) -> None:
@@ -273,8 +277,7 @@ class GradientNorms:
         if self._known < 3:  # with so few, tokens or channels could be taken for samples
             inputs = resized(inputs, 3)
         self.without_rule = {name for name in self.problem.params if self.structure.uses.get(name, 2) > 1}
-        self.copies = False  # whether operations in place get copies of the taps
-        self.pooled: set[str] = set()
+        self.copies, self.pooled = False, set()
         check_independence(self.problem, inputs)
         try:
             self._find_rules(inputs)
