@@ -33,7 +33,7 @@ for batch in torch.randint(len(digits.train[1]), (150, 64)):
 model.eval()
 
 data = digits.test[0][:50], digits.test[1][:50]
-measures = ["fisher_rao_norm", "adaptive_sharpness_average", "weight_norm", "margin_mean", "input_distance"]
+measures = ["fisher_rao_norm", "adaptive_sharpness_average", "weight_norm", "signal_sharpness", "margin_mean"]
 found = sl.audit(model, data, measures=measures)
 print(found)
 print(found.certificates["mix_heads"])

@@ -115,6 +115,10 @@ def _empirical_fisher_trace(setting: Setting) -> Estimate:
     invariant_to=LINEAR | {"shift_logits"},
 )
 def _fisher_rao_norm(setting: Setting) -> Estimate:
+    """It survives linear maps of the parameters and shifts that no loss sees: proved, (Tθ)ᵀT⁻ᵀFT⁻¹(Tθ) = θᵀFθ.
+
+    Affine moves that are undone elsewhere (the biases of values) move it, and so does folding parameters into others.
+    """
     values = _quadratics(setting, setting.problem.params)
     setting.kept["fisher_rao_norm"] = values
     return Estimate(float(values.mean()), matvecs=1, seed=setting.seed)
