@@ -179,6 +179,7 @@ def audit_in(
         loss=here.problem.loss.name,
         batch_norm=here.batch_norm,
         seed=here.seed,
+        notes=here.notes,
     )
 
 

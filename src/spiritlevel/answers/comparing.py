@@ -237,6 +237,7 @@ class _Pair:
                 "dtype": _once(kind(setting.problem.dtype) for _, setting in self._sides),
                 "samples": f"{count:,} of {population:,}" + (", drawn at random" if count < population else ""),
                 "parameters": f"{self.a.problem.size:,} and {self.b.problem.size:,}",
+                **({"data": "; ".join(self.a.notes)} if self.a.notes else {}),
             },
             left_out=self.left_out,
         )

@@ -407,6 +407,8 @@ class _Run:
             "samples": chosen,
             "limits": "± and intervals hold 95 %",
         }
+        if self.here.notes:
+            settings["data"] = "; ".join(self.here.notes)
         if few < count:
             settings["audit, spectrum and landscape"] = f"{few:,} of these samples, drawn at random"
         if self.limit is not None:

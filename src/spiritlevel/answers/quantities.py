@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from spiritlevel.answers.critical import critical_sharpness, stability
 from spiritlevel.answers.measuring import outcomes
 from spiritlevel.answers.wording import median
-from spiritlevel.binding.problem import unwrapped
+from spiritlevel.binding.modules import unwrapped
 from spiritlevel.errors import InputError, NotExactError, unknown_name
 from spiritlevel.estimators import eigenvalues, operator_trace
 from spiritlevel.measures import Setting

@@ -14,8 +14,9 @@ from torch.overrides import TorchFunctionMode
 
 from spiritlevel.binding.batches import Batches
 from spiritlevel.binding.context import Context
+from spiritlevel.binding.modules import unwrapped
 from spiritlevel.binding.parameters import Params
-from spiritlevel.binding.problem import Problem, unwrapped
+from spiritlevel.binding.problem import Problem
 from spiritlevel.binding.reading import Reading
 from spiritlevel.binding.rewrites import by_channel, normalised
 from spiritlevel.errors import InputError, unknown_name
@@ -169,7 +170,7 @@ def landscape_in(
         loss=problem.loss.name,
         batch_norm=context.batch_norm,
         seed=None if others else seed,
-        notes=notes,
+        notes=(*notes, *context.notes),
     )
 
 

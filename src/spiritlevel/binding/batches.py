@@ -11,13 +11,14 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, SequentialSampler, default_collate
 from torch.utils.data.sampler import SubsetRandomSampler, WeightedRandomSampler
 
+from spiritlevel.binding.graphs import Shared, is_graph
 from spiritlevel.binding.losses import OfPositions, Unit, unit_batches
 from spiritlevel.binding.reading import PLAIN, Form, said
 from spiritlevel.binding.state import advance_random_states, preserved_random_state
-from spiritlevel.errors import InputError, checked_seed, whole_number
+from spiritlevel.errors import InputError, checked_seed, first_line, whole_number
 
 Pair = tuple[Any, Tensor]
 
@@ -36,8 +37,8 @@ def _as_tensor(leaf: Any) -> Any:
     return torch.from_numpy(np.require(leaf, requirements=["C", "W"])) if isinstance(leaf, np.ndarray) else leaf
 
 
-def _as_pair(batch: Any, form: Form) -> Pair:
-    inputs, targets = form.pair(batch)
+def _as_pair(batch: Any, form: Form, notes: list[str]) -> Pair:
+    inputs, targets = form.pair(batch, notes)
     inputs = tree_map(_as_tensor, dict(inputs) if isinstance(inputs, Mapping) else inputs)
     targets = _as_tensor(targets)
     if not isinstance(targets, Tensor):
@@ -86,20 +87,55 @@ def _is_one_batch(data: Any) -> bool:
     return len(items) > 1 and all(isinstance(item, Tensor | np.ndarray) for item in items)
 
 
-def _in_order(loader: DataLoader[Any], *, ordered: bool, whole: bool) -> DataLoader[Any]:
-    """The loader, if its order repeats; one that reads the same samples in order, where that is what is measured."""
+def _is_table(data: Any) -> bool:
+    """Whether this is a data set of Hugging Face's `datasets`, which is none of torch's."""
+    return hasattr(data, "column_names") and hasattr(data, "with_format") and not isinstance(data, Mapping)
+
+
+def _collate(samples: list[Any]) -> Any:
+    """A batch of samples as torch makes it, lists of numbers in dicts taken for tensors."""
+
+    def tensors(sample: Any) -> Any:
+        if not isinstance(sample, Mapping):
+            return sample
+        numbers = {key: value for key, value in sample.items() if isinstance(value, list) and _are_numbers(value)}
+        return {**sample, **{key: torch.tensor(value) for key, value in numbers.items()}}
+
+    samples = [tensors(sample) for sample in samples]
+    try:
+        return default_collate(samples)
+    except (RuntimeError, TypeError) as error:
+        first = samples[0]
+        sizes = [f"{key!r} {tuple(value.shape)}" for key, value in _tensors_by_name(first)]
+        raise InputError(
+            f"the samples cannot be put into one batch ({first_line(error)}): the first is {said(first)}"
+            f"{' of ' * bool(sizes)}{', '.join(sizes)}; pad them to one length, or pass a DataLoader that does."
+        ) from error
+
+
+def _are_numbers(values: list[Any]) -> bool:
+    return all(isinstance(value, int | float) or (isinstance(value, list) and _are_numbers(value)) for value in values)
+
+
+def _tensors_by_name(sample: Any) -> Iterator[tuple[Any, Tensor]]:
+    pairs = sample.items() if isinstance(sample, Mapping) else ()
+    yield from ((key, value) for key, value in pairs if isinstance(value, Tensor))
+
+
+def _in_order(loader: DataLoader[Any], *, ordered: bool, whole: bool, notes: list[str]) -> DataLoader[Any]:
+    """The loader, if its order repeats; one that reads the same samples in order, where it shuffles them.
+
+    Results that belong to samples say so in a note.
+    """
     batched: Any = loader.batch_sampler
     sampler: Any = getattr(batched, "sampler", loader.sampler)
     if not isinstance(sampler, RandomSampler | SubsetRandomSampler | WeightedRandomSampler):
         return loader
-    if ordered:
-        raise InputError(
-            "the data loader shuffles, and per-sample results need an order that repeats; "
-            "pass its data set, or a loader with shuffle=False."
-        )
     known = batched is None or type(batched) is BatchSampler
     samples: Any = getattr(sampler, "data_source", ())
     once = isinstance(sampler, RandomSampler) and not sampler.replacement and sampler.num_samples == len(samples)
+    if isinstance(sampler, SubsetRandomSampler):
+        samples, once = sampler.indices, True
     if not (known and once):
         raise InputError(
             f"the data loader draws by {type(sampler if known else batched).__name__}, which may leave out samples or "
@@ -111,10 +147,13 @@ def _in_order(loader: DataLoader[Any], *, ordered: bool, whole: bool) -> DataLoa
             "the data loader shuffles and drops its last batch, so other samples are left out in every pass, and "
             "batches are part of what is measured here; pass a loader with shuffle=False or with drop_last=False."
         )
+    if ordered or whole:
+        notes.append("the data loader shuffles; its samples were read in the order of its data set")
+    plain = isinstance(sampler, RandomSampler)
     return DataLoader(
         loader.dataset,
         batch_size=size,
-        sampler=SequentialSampler(samples),
+        sampler=SequentialSampler(samples) if plain else list(samples),
         collate_fn=loader.collate_fn,
         num_workers=loader.num_workers,
     )
@@ -124,9 +163,9 @@ class Batches:
     """Data as batches in an order that repeats: a pair of tensors, a data set, a loader or re-iterable batches.
 
     Batches larger than `size` are split, unless `whole` (batch statistics make them part of the definition): then
-    data that come in batches of another size are refused. A shuffling loader is refused if `ordered`, and read in the
-    order of its data set otherwise; all of it, for `drop_last` leaves out other samples in every pass, and is refused
-    if `whole`.
+    data that come in batches of another size are refused. A shuffling loader is read in the order of its data set; all
+    of it, for `drop_last` leaves out other samples in every pass, and is refused if `whole`. `form` says how a batch is
+    read, and `notes` what was not plain about it.
     """
 
     def __init__(
@@ -139,15 +178,20 @@ class Batches:
         form: Form = PLAIN,
         units: OfPositions | None = None,
     ) -> None:
-        self.form, self.units = form, units
+        self.form, self.units, self.notes = form, units, list[str]()
         self.size, self.whole = None if size is None else whole_number(size, "batch_size", 1), whole
+        if is_graph(data):
+            data = [data]
         if _is_one_batch(data):
-            data = _as_pair(data, form)
+            data = _as_pair(data, form, self.notes)
             _count(*data)
+            self.form = form.of_pairs()
         elif isinstance(data, DataLoader):
-            data = _in_order(data, ordered=ordered, whole=whole)
+            data = _in_order(data, ordered=ordered, whole=whole, notes=self.notes)
         elif isinstance(data, Dataset):
-            data = DataLoader(data, batch_size=size or 256)
+            data = DataLoader(data, batch_size=size or 256, collate_fn=_collate)
+        elif _is_table(data):
+            data = DataLoader(data.with_format("torch"), batch_size=size or 256, collate_fn=_collate)
         elif isinstance(data, Iterator):
             raise InputError(
                 "data can be read only once (an iterator); pass a list of batches, a data set or a data loader."
@@ -258,7 +302,9 @@ class Batches:
                 except StopIteration:
                     return
             # a copy: some data fill the same memory again for the next batch
-            yield tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, _as_pair(batch, self.form))
+            yield tree_map(
+                lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, _as_pair(batch, self.form, self.notes)
+            )
 
     def first(self, count: int, least: int = 1) -> Pair:
         """The first samples, at most `count`, of the first batch that has any.
@@ -337,6 +383,8 @@ class Fingerprint:
     def update(self, inputs: Any, targets: Tensor) -> None:
         """Take in the next batch."""
         for leaf in tree_leaves(inputs):
+            if isinstance(leaf, Shared):
+                self._inputs.update(leaf.mark().encode())
             if isinstance(leaf, Tensor) and leaf.numel():
                 flat = leaf.reshape(leaf.shape[0], -1)
                 sample = flat[:, :: max(1, -(-flat.shape[1] // 16))]

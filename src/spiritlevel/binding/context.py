@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any, Self, TypeVar, Unpack, cast
@@ -71,8 +72,8 @@ class Context:
         **reading: Unpack[Reading],
     ) -> None:
         self.seed = checked_seed(seed)
-        self.form = form_of(reading)
-        self.problem = Problem(model, loss=loss, params=params, batch_norm=batch_norm, form=self.form)
+        self.problem = Problem(model, loss=loss, params=params, batch_norm=batch_norm, form=form_of(reading))
+        self.form = self.problem.form
         self.batch_size = None if batch_size is None else whole_number(batch_size, "batch_size", 1)
         self.batch_norm, self.group, self.ordered = batch_norm, group, ordered
         self.whole = whole or batch_norm == "batch" or self.form.batches == "fixed"
@@ -82,6 +83,7 @@ class Context:
                 "they are; leave one of them out."
             )
         self._memory, self.data, self._params = memory, data, params
+        self._carried: tuple[str, ...] = ()  # notes on the data that these were drawn from
         self._forget()
 
     def _forget(self) -> None:
@@ -97,7 +99,7 @@ class Context:
         """
         other = copy.copy(self)
         if read:
-            other.form = self.form.of_pairs()
+            other.form, other._carried = self.form.of_pairs(), tuple(self.batches.notes)
         for name in _cached(self):
             if name != "ranks":  # they have agreed on the model
                 other.__dict__.pop(name, None)
@@ -163,6 +165,17 @@ class Context:
         other.problem.loss = loss.whole.per(self.count / count)
         other.__dict__["batches"] = sequences
         return other
+
+    @functools.cached_property
+    def notes(self) -> tuple[str, ...]:
+        """How the data were read, where that is not plain; with fixed batches which ones, as part of the definition."""
+        found = (*self._carried, *self.batches.notes)
+        if self.form.batches != "fixed":
+            return found
+        sizes = [len(targets) for _, targets in self.batches]
+        runs = [(size, len(list(same))) for size, same in itertools.groupby(sizes)]
+        text = ", ".join(f"{count} of {size:,}" for size, count in runs[:4]) + (", ..." if len(runs) > 4 else "")
+        return (*found, f"the batches are fixed and part of the definition: {text} samples")
 
     @functools.cached_property
     def count(self) -> int:

@@ -21,6 +21,9 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_leaves, tree_map
 
 from spiritlevel.binding import losses
+from spiritlevel.binding.batches import resized
+from spiritlevel.binding.graphs import Rows
+from spiritlevel.binding.modules import measurable, state_of, to_eval_mode
 from spiritlevel.binding.parameters import Params, depth, select_parameters
 from spiritlevel.binding.ranks import Ranks
 from spiritlevel.binding.reading import PLAIN, Form
@@ -38,18 +41,12 @@ from spiritlevel.errors import InputError, first_line, unknown_name
 BATCH_NORM_MODES = ("eval", "batch")
 
 
-def unwrapped(model: nn.Module) -> nn.Module:
-    """The module inside `torch.compile` or a wrapper for several devices, which could not be differentiated twice."""
-    while True:
-        parallel = isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel)
-        inner = model.module if parallel else getattr(model, "_orig_mod", None)
-        if not isinstance(inner, nn.Module):
-            return model
-        model = inner
-
-
 class _CannotRun(InputError, RuntimeError):
     """The model raised an error: in its first pass, mostly about the shape of its inputs, or while differentiated."""
+
+
+class ReadsMemory(_CannotRun):
+    """The model reads the memory of a tensor, which has none inside the transformations of `torch.func`."""
 
 
 class Problem:
@@ -68,35 +65,24 @@ class Problem:
         batch_norm: str = "eval",
         form: Form = PLAIN,
     ) -> None:
-        self.form = form
-        if not isinstance(model, nn.Module):
-            raise InputError(f"the model must be a torch.nn.Module, got {type(model).__name__}.")
-        model = unwrapped(model)
-        if isinstance(model, torch.jit.ScriptModule):
-            raise InputError("a TorchScript model cannot be measured; pass the module that it was made from.")
-        if any(nn.parameter.is_lazy(tensor) for _, tensor in _state(model)):
-            raise InputError(f"the model {type(model).__name__} has lazy parameters; run it on one batch first.")
-        for name, parameter in model.named_parameters():
-            if parameter.is_complex() or parameter.is_meta:
-                kind = "is complex" if parameter.is_complex() else "is on the meta device, without values"
-                raise InputError(f"the parameter {name} {kind}; there is no curvature to measure.")
+        model = measurable(model)
         if batch_norm not in BATCH_NORM_MODES:
             raise unknown_name("batch_norm mode", batch_norm, BATCH_NORM_MODES)
-        names = select_parameters(model, params)
+        names, self._half = select_parameters(model, params), False
         dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
         if dtypes & {torch.float16, torch.bfloat16}:
             model = copy.deepcopy(model).float()  # half precision holds no curvature: measured as a float32 copy
-            dtypes = {torch.float32}
+            dtypes, self._half = {torch.float32}, True
         if len(dtypes) > 1:
             kinds = ", ".join(sorted(str(d).removeprefix("torch.") for d in dtypes))
             raise InputError(f"the model mixes parameters of {kinds}; convert it to one of them, e.g. model.double().")
-        self.model = model
+        self.model, self.form = model, form.of(model)
         self.loss = losses.resolve(loss, fixed=form.batches == "fixed")
         if form.unit == "token":
             self.loss = losses.of_units(self.loss)
         self.batch_norm = batch_norm
         with torch.inference_mode(False):  # tensors made in inference mode could not be differentiated
-            state = {name: tensor.detach().clone() for name, tensor in _state(model)}
+            state = {name: tensor.detach().clone() for name, tensor in state_of(model)}
         self.params: Params = {name: state.pop(name) for name in names}
         self.constants: Params = state
         floating = [tensor for tensor in self.params.values() if tensor.is_floating_point()]
@@ -109,6 +95,7 @@ class Problem:
         self._keeps = False
         self._reads_by_name = False  # whether it reads its parameters as attributes, once that is known
         self._draws = False
+        self._part: Any = None  # of what the model returns, once it is known which are the outputs
         self.reverse_only = False  # set where the model turns out to have no forward derivatives
         self.facts: dict[Any, Any] = {}  # what was found out about the model once and for all, by those who need it
         self._active = False
@@ -118,6 +105,11 @@ class Problem:
     def size(self) -> int:
         """The number of measured parameters."""
         return sum(tensor.numel() for tensor in self.params.values())
+
+    @property
+    def rounding(self) -> float:
+        """To which part of their size the model rounds its values on the way, where that is coarser than its type."""
+        return float(self.facts.get("rounding", 0.0))
 
     def inherit(self, other: Problem) -> None:
         """Take over what is known about another problem, if only the values of parameters and buffers differ."""
@@ -158,7 +150,7 @@ class Problem:
             without_autocast(self.device),
             twice_differentiable(self.model),
         ):
-            self.model.eval()
+            to_eval_mode(self.model)
             for module in self.model.modules():
                 module._backward_hooks = OrderedDict()  # torch.func does not know them
                 module._backward_pre_hooks = OrderedDict()
@@ -192,33 +184,28 @@ class Problem:
         moving = [*params.values(), *(leaf for leaf in _leaves(inputs) if isinstance(leaf, Tensor))]
         detached = not self._reads_by_name and not torch.is_grad_enabled() and plain
         detached = detached and not any(tensor.requires_grad for tensor in moving)
-        args: tuple[Any, ...] = ()
-        kwargs: dict[str, Any] = {}
-        if isinstance(inputs, Mapping):
-            kwargs = dict(inputs)
-        elif isinstance(inputs, tuple | list):
-            args = tuple(inputs)
-        else:
-            args = (inputs,)
+        args, kwargs = self._arguments(inputs)
         try:
             with Elementary(), keeps as changed, torch.enable_grad() if detached else contextlib.nullcontext():
                 result = functional_call(self.model, {**constants, **params}, args, kwargs)
                 self._keeps |= changed()
-        except (RuntimeError, ValueError, TypeError, IndexError) as error:
+        except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:
             if "mutate a captured Tensor" in str(error) and self._overwrites is False:
                 self._overwrites = True  # in this batch, if not in the first one
                 return self._outputs(params, given)
             if "doesn't have storage" in str(error):  # what torch says of a tensor inside its transformations
-                raise _CannotRun(
+                raise ReadsMemory(
                     f"the model {type(self.model).__name__} reads the memory of a tensor in its forward (as .numpy() "
                     "does), which has none while it is differentiated; write that part in operations of torch."
                 ) from error
-            if before is None or not self._has_data or isinstance(error, InputError | torch.OutOfMemoryError):
+            guarded = first_line(error).startswith("Guard failed")  # a program of torch.export says of other shapes
+            known = isinstance(error, InputError | torch.OutOfMemoryError)
+            if known or not (guarded or (before is not None and self._has_data)):
                 raise
             shapes = ", ".join(str(tuple(leaf.shape)) for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor))
-            reason = first_line(error)
             raise _CannotRun(
-                f"the model {type(self.model).__name__} fails on inputs of shape {shapes}: {reason}."
+                f"the model {type(self.model).__name__} fails on inputs of shape {shapes}: {first_line(error)}"
+                f"{self._remark(error)}."
             ) from error
         if plain:
             copies = _leaves(inputs)
@@ -230,7 +217,11 @@ class Problem:
             self._check_own_parameters()
         if before is not None:
             self._draws = before != random_states(self.device)
-        result = self.form.outputs(result)
+        if plain and self._part is None:
+            self._part = self._only_part(result, params, given)
+        result = self.form.outputs(result, self._part)
+        if isinstance(inputs, Rows):
+            result = result[inputs.rows]
         if detached and result.requires_grad:
             raise InputError(
                 f"the model {type(self.model).__name__} reads parameters that it holds elsewhere than under their "
@@ -239,6 +230,43 @@ class Problem:
             )
         self._reads_by_name |= detached
         return result
+
+    def _only_part(self, result: Any, params: Params, inputs: Any) -> Any:
+        """The key or number of the one part of a model's result that has a row for every sample; None without doubt.
+
+        Other parts may have as many rows by chance, as many layers as there are samples, say: the model is run again on
+        one sample more.
+        """
+        leaves = [leaf for leaf in _leaves(inputs) if isinstance(leaf, Tensor) and leaf.ndim]
+        if not leaves or not (found := self.form.candidates(result, len(leaves[0]))):
+            return None
+        if len(found) > 1:
+            more = len(leaves[0]) + 1
+            args, kwargs = self._arguments(resized(inputs, more))
+            with torch.no_grad(), Elementary():
+                again = functional_call(self.model, {**self.constants, **params}, args, kwargs)
+            found = [key for key in found if key in self.form.candidates(again, more)]
+        return found[0] if len(found) == 1 else None
+
+    def _arguments(self, inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What the model is called with."""
+        if isinstance(inputs, Rows):
+            return inputs.graph.arguments(self.device, self.dtype), {}
+        if isinstance(inputs, Mapping) and not self.form.takes.takes_one_dict(inputs):
+            return (), dict(inputs)
+        return tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,), {}
+
+    def _remark(self, error: Exception) -> str:
+        """What may be behind an error of the model, in brackets."""
+        reason = first_line(error)
+        if reason.startswith("Guard failed"):
+            return " (it was exported for inputs of one shape; export it with dynamic_shapes= for batches of any size)"
+        if self._half and "dtype" in reason:
+            return (
+                " (models of half precision are measured as a float32 copy, and this one turns its values into another "
+                "type inside; turn them into that of its weights, x.to(self.weight.dtype))"
+            )
+        return ""
 
     def _check_own_parameters(self) -> None:
         """Raise `InputError` if a forward pass has changed the point at which the model is measured."""
@@ -339,8 +367,3 @@ def _each(change: Callable[[Any], Any], inputs: Any) -> Any:
 def _first_not_finite(tensor: Tensor) -> int:
     wrong = ~torch.isfinite(tensor.detach())
     return int(wrong.reshape(len(tensor), -1).any(1).nonzero()[0]) if tensor.ndim else 0
-
-
-def _state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from model.named_parameters()
-    yield from model.named_buffers()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypedDict
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypedDict
 
-from torch import Tensor
+from torch import Tensor, nn
 
+from spiritlevel.binding.graphs import Rows, Shared, is_graph, parts_of, rows_of
 from spiritlevel.errors import InputError, unknown_name
 
 LABELS = ("labels", "label", "targets", "target", "y")
@@ -36,6 +38,55 @@ class Reading(TypedDict, total=False):
     batches: str
 
 
+class Takes(NamedTuple):
+    """What the forward of a model takes, by the names of its parameters."""
+
+    required: tuple[str, ...] = ()
+    optional: tuple[str, ...] = ()
+    more: bool = True  # positional arguments without names
+    keywords: bool = True  # keywords without names
+    known: bool = False
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Takes:
+        """Read off the signature; of forwards that hide it (`*args`) nothing is known."""
+        try:
+            parameters = inspect.signature(model.forward).parameters.values()
+        except (TypeError, ValueError):
+            return ANYTHING
+        named = [one for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
+        more, keywords = (any(one.kind is kind for one in parameters) for kind in (_ARGS, _KEYWORDS))
+        required = tuple(one.name for one in named if one.default is one.empty)
+        optional = tuple(one.name for one in parameters if one.name not in required and one.kind not in _OPEN)
+        return cls(required, optional, more, keywords, not more)
+
+    def may_take(self, count: int) -> bool:
+        """Whether so many positional inputs are possible."""
+        return len(self.required) <= count and (self.more or count <= len(self.required) + len(self.optional))
+
+    def accepts(self, key: Any) -> bool:
+        """Whether a keyword is possible."""
+        return self.keywords or key in self.required or key in self.optional
+
+    def takes_one_dict(self, keys: Iterable[Any]) -> bool:
+        """Whether a dict with these keys must be meant as the one argument."""
+        return self.known and not self.keywords and len(self.required) == 1 and not any(map(self.accepts, keys))
+
+    def __str__(self) -> str:
+        names = [*self.required, *(f"{name}=" for name in self.optional)]
+        return f"({', '.join(names)})"
+
+
+_ARGS, _KEYWORDS = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+_OPEN = (_ARGS, _KEYWORDS)
+ANYTHING = Takes()
+
+
+def _note(notes: list[str], note: str) -> None:
+    if note not in notes:
+        notes.append(note)
+
+
 @dataclasses.dataclass(frozen=True)
 class Form:
     """What the options of `Reading` say, checked."""
@@ -45,6 +96,7 @@ class Form:
     output: str | int | Callable[[Any], Any] | None = None
     unit: str = "sample"
     batches: str = "free"
+    takes: Takes = ANYTHING
 
     def __post_init__(self) -> None:
         if self.unit not in UNITS:
@@ -66,8 +118,12 @@ class Form:
                 f"{type(self.output).__name__}."
             )
 
-    def pair(self, batch: Any) -> tuple[Any, Any]:
-        """Inputs and targets of a batch."""
+    def of(self, model: nn.Module) -> Form:
+        """The same for this model: what its forward takes settles what a batch leaves open."""
+        return dataclasses.replace(self, takes=Takes.of(model))
+
+    def pair(self, batch: Any, notes: list[str]) -> tuple[Any, Any]:
+        """Inputs and targets of a batch; remarks on how it was read are added to `notes`."""
         if self.batch is not None:
             batch = self.batch(batch)
             if not (isinstance(batch, tuple | list) and len(batch) == 2):
@@ -76,15 +132,18 @@ class Form:
                 )
             return batch[0], batch[1]
         if isinstance(batch, Mapping):
-            return self._of_mapping(batch)
+            return self._of_mapping(batch, notes)
+        if is_graph(batch):
+            return self._of_graph(batch, notes)
         if not isinstance(batch, tuple | list) or len(batch) < 2:
             raise InputError(
                 f"data must give pairs (inputs, targets), got {said(batch)}; batch= takes a function that makes such a "
                 "pair of a batch."
             )
-        return self._of_items(batch)
+        return self._of_items(batch, notes)
 
-    def _of_mapping(self, batch: Mapping[Any, Any]) -> tuple[Any, Any]:
+    def _of_mapping(self, batch: Mapping[Any, Any], notes: list[str]) -> tuple[Any, Any]:
+        """Of a dict: what stands under the key of the targets, and the rest, as far as the model's forward takes it."""
         target = self.target
         if target is None:
             found = [name for name in LABELS if name in batch]
@@ -94,31 +153,63 @@ class Form:
             (target,) = found
         if target not in batch:
             raise InputError(f"a batch has no {target!r} to be its targets (target=): it is {said(batch)}.")
-        return {key: value for key, value in batch.items() if key != target}, batch[target]
+        rest = {key: value for key, value in batch.items() if key != target or target in self.takes.required}
+        unknown = [] if self.takes.takes_one_dict(rest) else [key for key in rest if not self.takes.accepts(key)]
+        if unknown:
+            rest = {key: value for key, value in rest.items() if key not in unknown}
+            _note(notes, f"left out of the batches, as the model's forward does not take them: {', '.join(unknown)}")
+        return rest, batch[target]
 
-    def _of_items(self, batch: Sequence[Any]) -> tuple[Any, Any]:
+    def _of_items(self, batch: Sequence[Any], notes: list[str]) -> tuple[Any, Any]:
         """Of several items: those before the targets are inputs, those after them are left out."""
-        target, names = self.target, getattr(batch, "_fields", None)
-        if target is None and len(batch) == 2:
-            target = 1
-        if isinstance(target, str) and names and target in names:
-            target = names.index(target)
+        count, names, target = len(batch), getattr(batch, "_fields", None), self.target
         if target is None:
-            raise InputError(
-                f"a batch has {said(batch)}, and which of them holds the targets cannot be told; pass target=1 for "
-                "(inputs, targets, ...), target=-1 for (input, input, ..., targets), or a function with batch=."
-            )
-        if (
-            isinstance(target, str)
-            or not 1 <= target % len(batch) < len(batch)
-            or not -len(batch) < target < len(batch)
-        ):
+            named = [name for name in LABELS if names and name in names]
+            target = 1 if count == 2 else named[0] if len(named) == 1 else self._place(batch)
+        if isinstance(target, str) and names and target in names:
+            target = int(names.index(target))
+        if isinstance(target, str) or not 1 <= (target + count if target < 0 else target) < count:
             raise InputError(f"target={target!r} is no item of a batch behind its inputs: it has {said(batch)}.")
-        target %= len(batch)
+        target %= count
+        if target < count - 1:
+            _note(notes, f"a batch has {count} items: {target} of inputs, then the targets; the rest was left out")
         return batch[0] if target == 1 else tuple(batch[:target]), batch[target]
 
-    def outputs(self, result: Any) -> Tensor:
-        """The outputs in what a model returned."""
+    def _place(self, batch: Sequence[Any]) -> int:
+        """Where the targets must be among three and more items, by how many inputs the model's forward takes."""
+        places = [place for place in range(1, len(batch)) if self.takes.may_take(place)]
+        if len(places) == 1:
+            return places[0]
+        what = f"the model's forward takes {self.takes}" if self.takes.known else "it is not known what the model takes"
+        raise InputError(
+            f"a batch has {said(batch)}, and which of them holds the targets cannot be told, as {what}; pass target=1 "
+            "for (inputs, targets, ...), target=-1 for (input, input, ..., targets), or a function with batch=."
+        )
+
+    def _of_graph(self, graph: Any, notes: list[str]) -> tuple[Any, Any]:
+        """Of a graph: the nodes that a mask picks, or the graphs of a batch, are the samples."""
+        name, mask = str(self.target or "y"), ""
+        if name.endswith("]"):
+            name, _, mask = name[:-1].partition("[")
+        targets = getattr(graph, name, None)
+        if not isinstance(targets, Tensor) or not targets.ndim:
+            held = ", ".join(parts_of(graph))
+            raise InputError(f"a graph needs its targets under {name!r} (target= names another); it has {held}.")
+        rows, note = rows_of(graph, len(targets), mask)
+        if note:
+            _note(notes, note)
+        wanted = self.takes.required
+        as_parts = bool(wanted) and all(isinstance(getattr(graph, name, None), Tensor) for name in wanted)
+        if not as_parts and len(wanted) != 1:
+            what = f"takes {self.takes}" if self.takes.known else "takes anything"
+            raise InputError(
+                f"the model's forward {what}, so how to call it with a graph of {', '.join(parts_of(graph))} cannot be "
+                "told; wrap it in a module whose forward takes those parts by their names, or the graph."
+            )
+        return Rows(rows, Shared(graph, wanted if as_parts else ())), targets[rows.to(targets.device)]
+
+    def outputs(self, result: Any, part: str | int | None = None) -> Tensor:
+        """The outputs in what a model returned; `part` of it where nothing else says which."""
         if callable(self.output):
             found = self.output(result)
             if not isinstance(found, Tensor):
@@ -126,15 +217,24 @@ class Form:
             return found
         if self.output is not None:
             return self._named(result, self.output)
-        if isinstance(result, Tensor):
-            return result
-        found = result.get("logits") if isinstance(result, Mapping) else getattr(result, "logits", None)
-        if isinstance(found, Tensor):
+        found = _logits(result)
+        if found is not None:
             return found
+        if part is not None:
+            return self._named(result, part)
         raise InputError(
             f"the model must return a tensor or something with logits, it returned {said(result)}; say with output= "
-            "which part of it to measure: a key, a number, or a function."
+            "which part of it to measure: a key, a number, or a function. A model that returns its loss alone is "
+            "measured by that with output=, loss=lambda value, targets: value and batches='fixed'."
         )
+
+    def candidates(self, result: Any, count: int) -> list[Any]:
+        """The keys or numbers of the parts that may be the outputs for so many samples, where nothing says which."""
+        if self.output is not None or _logits(result) is not None:
+            return []
+        items: Iterable[tuple[Any, Any]] = result.items() if isinstance(result, Mapping) else ()
+        items = enumerate(result) if isinstance(result, tuple | list) else items
+        return [key for key, item in items if _has(item, count)]
 
     @staticmethod
     def _named(result: Any, name: str | int) -> Tensor:
@@ -159,6 +259,17 @@ class Form:
 
 
 PLAIN = Form()
+
+
+def _logits(result: Any) -> Tensor | None:
+    if isinstance(result, Tensor):
+        return result
+    found = result.get("logits") if isinstance(result, Mapping) else getattr(result, "logits", None)
+    return found if isinstance(found, Tensor) else None
+
+
+def _has(item: Any, count: int) -> bool:
+    return isinstance(item, Tensor) and item.is_floating_point() and item.ndim > 0 and len(item) == count
 
 
 def said(thing: Any) -> str:

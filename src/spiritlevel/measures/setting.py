@@ -15,6 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from spiritlevel.binding.batches import Batches, picked
 from spiritlevel.binding.context import Context
+from spiritlevel.binding.coupling import check_independence
 from spiritlevel.errors import InputError
 from spiritlevel.estimators import Operator
 from spiritlevel.measures.blocks import Block, gauss_newton_blocks
@@ -83,7 +84,10 @@ class Setting(Context):
             check_derivatives(self.problem, *self.first(64), twice=False)
         with self.problem.active(), torch.no_grad():
             for inputs, targets in self.each():
-                self.problem.checked(self.problem.outputs(self.problem.params, inputs), inputs, targets, start)
+                outputs = self.problem.outputs(self.problem.params, inputs)
+                self.problem.checked(outputs, inputs, targets, start)
+                if not start and not self.whole:
+                    check_independence(self.problem, inputs, outputs)
                 start += len(targets)
 
     def losses_at(self, theta: Tensor) -> Tensor:
@@ -353,4 +357,6 @@ def _same(now: Tensor, then: Tensor) -> bool:
     if now.shape != then.shape:
         return False
     now = now.to(then)
+    if now.layout != torch.strided:  # sparse, say
+        now, then = now.to_dense(), then.to_dense()
     return not bool(((now != then) & ((now == now) | (then == then))).any())

@@ -15,7 +15,7 @@ from torch.func import grad, jvp, vjp
 
 from spiritlevel.binding.losses import CallableLoss, Loss
 from spiritlevel.binding.parameters import Params, along, as_leaves, depth
-from spiritlevel.binding.problem import Problem
+from spiritlevel.binding.problem import Problem, ReadsMemory
 from spiritlevel.errors import InputError, first_line
 
 Product = Callable[[Problem, Params, Params, Any, Tensor], Params]
@@ -46,7 +46,8 @@ def _in_either_mode(forward: Product, reverse: Product, problem: Problem, *args:
         try:
             return forward(problem, *args)
         except RuntimeError as error:
-            if depth() is not None or isinstance(error, InputError | torch.OutOfMemoryError):
+            refused = isinstance(error, InputError | torch.OutOfMemoryError) and not isinstance(error, ReadsMemory)
+            if depth() is not None or refused:
                 raise
             try:
                 result = reverse(problem, *args)
@@ -122,7 +123,8 @@ def outputs_along(problem: Problem, v: Params, params: Params, inputs: Any) -> t
         try:
             outputs, moved = along(lambda point: problem.outputs(point, inputs), params, v)
         except RuntimeError as error:
-            if isinstance(error, InputError | torch.OutOfMemoryError):
+            refused = isinstance(error, InputError | torch.OutOfMemoryError) and not isinstance(error, ReadsMemory)
+            if refused:
                 raise
         else:
             return outputs.detach(), moved.detach()

@@ -220,6 +220,7 @@ class Audit(Table):
     loss: str = "cross_entropy"
     batch_norm: str = "eval"
     seed: int | None = None
+    notes: tuple[str, ...] = ()
 
     @property
     def scope(self) -> str:

@@ -148,6 +148,7 @@ class Margins(Table):
     right: Tensor | None = None
     decisions: Tensor | None = None
     unit: str = "sample"
+    notes: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return self.signed.numel()

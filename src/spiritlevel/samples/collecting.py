@@ -83,7 +83,7 @@ class Collector:
     def __init__(self, context: Context, batches: Batches, per_layer: bool, cores: int) -> None:
         self.problem, self.ranks, self.seed = context.problem, context.ranks, context.seed
         self.batches, self.per_layer, self.cores = batches, per_layer, cores
-        self.whole, self.coupled = context.whole, context.coupling != ""
+        self.whole, self.coupled, self.notes = context.whole, context.coupling != "", context.notes
         self.fingerprint = Fingerprint()
         self.targets: list[Tensor] = []
 
@@ -121,7 +121,7 @@ class Collector:
         return dict(zip(names, table.unbind(1), strict=True))
 
     def result(self, layers: dict[str, Tensor], stderr: Tensor | None = None, **fields: Any) -> SampleTraces:
-        values = fields.pop("values", None)
+        values, notes = fields.pop("values", None), (*fields.pop("notes", ()), *self.notes)
         if values is None:
             values = torch.stack(list(layers.values())).sum(0)
         return SampleTraces(
@@ -135,6 +135,7 @@ class Collector:
             unit=self.problem.form.unit,
             fingerprint=str(self.fingerprint),
             batches=tuple(map(len, self.targets)) if self.whole else None,
+            notes=notes,
             **fields,
         )
 

@@ -95,7 +95,7 @@ def input_curvature(
         if not reason and not problem.loss.closed_form:
             reason = "the loss offers no output factors"
         reason = reason or _seen(shadow, len(targets)).reason
-        look = _Look(problem, batches, ranks, context.seed)
+        look = _Look(problem, batches, ranks, context)
         if not reason:
             try:
                 return look.exact()
@@ -124,7 +124,7 @@ class _InInputs:
         self.leaves, self.form = tree_flatten(inputs)
         kinds = {k: leaf for k, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor)}
         self.params: Params = {str(k): leaf for k, leaf in kinds.items() if leaf.is_floating_point()}
-        self.reverse_only = problem.reverse_only
+        self.reverse_only, self.rounding = problem.reverse_only, problem.rounding
         if not self.params:
             names = ", ".join(sorted({str(leaf.dtype).removeprefix("torch.") for leaf in kinds.values()}))
             raise InputError(
@@ -179,8 +179,9 @@ def _seen(shadow: _InInputs, count: int) -> Structure:
 class _Look:
     """Goes over the batches and puts the result together."""
 
-    def __init__(self, problem: Problem, batches: Batches, ranks: Any, seed: int) -> None:
-        self.problem, self.batches, self.ranks, self.seed = problem, batches, ranks, seed
+    def __init__(self, problem: Problem, batches: Batches, ranks: Any, context: Context) -> None:
+        self.problem, self.batches, self.ranks, self.seed = problem, batches, ranks, context.seed
+        self.notes = context.notes
 
     def _each(self) -> Iterator[tuple[int, _InInputs, Tensor]]:
         self.fingerprint, self.targets = Fingerprint(), list[Tensor]()
@@ -198,7 +199,7 @@ class _Look:
         sizes = [len(targets) for targets in self.targets]
         self.ranks.same((sizes, str(self.fingerprint)), "their data or batches")
         table = self.ranks.joined(pieces, sum(sizes), width)
-        exact = bool(fields["exact"])
+        exact, notes = bool(fields["exact"]), (*fields.pop("notes", ()), *self.notes)
         return SampleTraces(
             values=table.sum(1) if exact else table.mean(1),
             stderr=torch.zeros(len(table), dtype=torch.float64) if exact else standard_error(table),
@@ -209,6 +210,7 @@ class _Look:
             fingerprint=str(self.fingerprint),
             wrt="input",
             unit=self.problem.form.unit,
+            notes=notes,
             **fields,
         )
 

@@ -291,6 +291,7 @@ def margins_in(context: Context, *, distance: int | float | str | None = None, l
         right=right if several else None,
         decisions=made.long() if several else None,
         unit=form.unit,
+        notes=context.notes,
     )
 
 

@@ -157,6 +157,10 @@ def traces_in(
                     f"{kinks:.0%} of the samples looked at sit exactly on a kink of a ReLU (a pre-activation of 0): "
                     "they have no Hessian there, and the values are those of one side",
                 )
+            if problem.rounding:
+                plan.notes += (
+                    f"the model rounds its values on the way, to about {problem.rounding:.1g} of their size",
+                )
             if not context.coupling and plan.norms is None:  # which look for themselves
                 check_independence(problem, inputs)
             budget = context.budget()

@@ -115,6 +115,10 @@ def _compared(
         comparison = (kind or _Comparison)(problem, inputs, targets, dtype)
         try:
             verdicts = comparison.verdicts(twice)
+        except _TooCoarse as coarse:
+            if dtype == problem.dtype:
+                problem.facts["rounding"] = coarse.rounding
+            continue
         except Exception:  # a model that computes in one precision only, coarsely, or not at all: said elsewhere
             continue
         if verdicts["reverse"] is not None:
@@ -143,6 +147,9 @@ def _check_runs(problem: Problem, inputs: Any) -> None:
 
 class _TooCoarse(Exception):
     """The model rounds its values to fewer digits than differences need."""
+
+    def __init__(self, rounding: float) -> None:
+        self.rounding = rounding
 
 
 class _Comparison:
@@ -183,8 +190,9 @@ class _Comparison:
         with padding, here, torch.no_grad():
             values = self._function(self.moving)
         if here.rounding > torch.finfo(self.problem.dtype).eps:
-            raise _TooCoarse
-        self.signs = torch.randint(0, 2, values.shape, generator=generator).mul(2).sub(1).to(values)
+            raise _TooCoarse(here.rounding)
+        signs = torch.randint(0, 2, values.shape, generator=generator).mul(2).sub(1)
+        self.signs = (signs * (1 + torch.rand(values.shape, generator=generator))).to(values)  # so that none cancel
         self.direction = self._draw(generator)
         padding.freeze(self.direction, self.moving)
         offset = self._draw(generator)

@@ -1,0 +1,81 @@
+"""Which modules can be measured, and for those that cannot the sentence that says why and what to do instead."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from spiritlevel.errors import InputError
+
+_QUANTISED = ("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized", "torch.nn.quantized")  # homes of modules
+
+
+def measurable(model: Any) -> nn.Module:
+    """The module inside its wrappers, or `InputError`."""
+    if not isinstance(model, nn.Module):
+        hint = "; pass its .module()" if type(model).__name__ == "ExportedProgram" else ""
+        raise InputError(f"the model must be a torch.nn.Module, got {type(model).__name__}{hint}.")
+    model = unwrapped(model)
+    if isinstance(model, torch.jit.ScriptModule):
+        raise InputError("a TorchScript model cannot be measured; pass the module that it was made from.")
+    for name, module in model.named_modules():
+        if type(module).__module__.startswith(_QUANTISED):
+            what = f"{name or 'the model'} is a {type(module).__module__}.{type(module).__name__}"
+            raise InputError(
+                f"the model {type(model).__name__} is quantised ({what}): its weights are whole numbers that cannot be "
+                "moved, and it has no curvature; measure the model before it was quantised."
+            )
+    if any(nn.parameter.is_lazy(tensor) for _, tensor in state_of(model)):
+        raise InputError(f"the model {type(model).__name__} has lazy parameters; run it on one batch first.")
+    for name, parameter in model.named_parameters():
+        if hasattr(parameter, "placements") and hasattr(parameter, "to_local"):
+            raise InputError(
+                f"the parameter {name} is sharded over processes (a DTensor, as FSDP2 makes them), and a measurement "
+                "needs it whole on every rank; load the full state dict "
+                "(torch.distributed.checkpoint.state_dict.get_model_state_dict with full_state_dict=True) into an "
+                "unsharded model, and measure that; group= shares the work."
+            )
+        if parameter.is_complex() or parameter.is_meta:
+            kind = "is complex" if parameter.is_complex() else "is on the meta device, without values"
+            raise InputError(f"the parameter {name} {kind}; there is no curvature to measure.")
+    return model
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The module inside `torch.compile` or a wrapper for several devices, which could not be differentiated twice."""
+    while True:
+        parallel = isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel)
+        inner = model.module if parallel else getattr(model, "_orig_mod", None)
+        if not isinstance(inner, nn.Module):
+            return model
+        model = inner
+
+
+def to_eval_mode(model: nn.Module) -> None:
+    """Put a model into eval mode; programs of `torch.export` have the mode that they were exported in."""
+    try:
+        model.eval()
+    except NotImplementedError:
+        for module in model.modules():
+            module.training = False
+
+
+def state_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and buffers, by name."""
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+def memory_of(tensor: Tensor) -> int:
+    """The address of a tensor's memory; a sparse one has several, of which its own identity stands for all."""
+    return tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided else -id(tensor)
+
+
+def bytes_of(tensor: Tensor) -> int:
+    """The bytes of a tensor's numbers; of a sparse one of those that it holds, and their places."""
+    if tensor.layout == torch.strided:
+        return tensor.nbytes
+    return (tensor._nnz() if tensor.is_sparse else tensor.values().numel()) * (tensor.element_size() + 16)
