@@ -457,9 +457,9 @@ def square(outputs: Tensor, targets: Tensor) -> Tensor:
             nn.Linear(3, 3),
             torch.tensor([0, 1, 2, 0, 7, 1]),
             square,
-            "label 7 of sample 4 is outside the classes 0 to 2",
+            "target 7 of sample 4 is outside the model's 3 classes 0 to 2",
         ),
-        (nn.Linear(3, 3), torch.tensor([0, 1, 2, 0, -100, 1]), square, "label -100 of sample 4 is outside"),
+        (nn.Linear(3, 3), torch.tensor([0, 1, 2, 0, -100, 1]), square, "target -100 of sample 4 is outside"),
         (nn.Sequential(nn.Linear(3, 6), nn.Unflatten(1, (2, 3))), torch.zeros(6).long(), square, r"got \(2, 2, 3\)"),
     ],
 )

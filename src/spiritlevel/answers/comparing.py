@@ -158,6 +158,13 @@ _ACCURACY = _Plain(
     _KEEP_CLASSES,
     "it classifies {count:,.0f} more of the {samples:,} samples correctly",
 )
+_SHARES = _Plain(
+    "accuracy",
+    "mean share of a sample's decisions, at its positions or for its labels, that are right",
+    "wider",
+    _KEEP_CLASSES,
+    "a share of {difference} more of a sample's decisions is right",
+)
 
 
 def _once(values: Iterable[str]) -> str:
@@ -181,6 +188,7 @@ class _Pair:
         self.a, self.b, self.names, self.chosen, self.level, self.seed = a, b, names, chosen, level, seed
         self.progress, self.audited = progress, audit
         self.left_out: dict[str, str] = {}
+        self.accuracy = _ACCURACY
 
     def comparison(self, population: int) -> Comparison:
         total = len(self.chosen) + 3
@@ -194,8 +202,8 @@ class _Pair:
         self.looks = 1 + (found is not None) + sum(bool(each.advice) for each in self.chosen)
         rows = [self._plain(_LOSS, *losses)]
         if found is not None:
-            right = found[0].correct.double(), found[1].correct.double()
-            rows.append(self._plain(_ACCURACY, *right, exact=True))
+            self.accuracy = _ACCURACY if found[0].right is None else _SHARES
+            rows.append(self._plain(self.accuracy, found[0].shares, found[1].shares, exact=True))
         for number, each in enumerate(self.chosen):
             self.progress(each.name, number + 1, total)
             rows.append(self._row(each))
@@ -485,7 +493,7 @@ class _Pair:
     def _advice(self, rows: list[ComparisonRow]) -> tuple[str, list[str]]:
         """One sentence, and what it rests on; from the verdicts of the rows, and whether they are sure, alone."""
         phrases = {each.name: each.advice for each in self.chosen}
-        phrases |= {each.name: each.advice for each in (_ACCURACY, _LOSS)}
+        phrases |= {each.name: each.advice for each in (self.accuracy, _LOSS)}
         decisive = []
         for row in rows:
             if row.decides and row.verdict in ("a", "b") and row.sure:
@@ -508,7 +516,7 @@ class _Pair:
         first, phrase = decisive[0]
         winner = first.verdict
         low, high = sorted((abs(first.low), abs(first.high)))
-        if first.name == "accuracy":  # in samples, as the phrase counts
+        if first.name == "accuracy" and self.accuracy is _ACCURACY:  # in samples, as the phrase counts
             limits = f"{low * self.a.count:,.0f} to {high * self.a.count:,.0f}"
         else:
             limits = f"{figure(low, 3)} to {figure(high, 3)}"

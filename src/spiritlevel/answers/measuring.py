@@ -23,7 +23,7 @@ from spiritlevel.answers.auditing import audit_in
 from spiritlevel.answers.surface import landscape_in
 from spiritlevel.answers.wording import headline
 from spiritlevel.binding.batches import Fingerprint, picked
-from spiritlevel.binding.losses import aceht
+from spiritlevel.binding.losses import BinaryCrossEntropy, aceht
 from spiritlevel.binding.ranks import Ranks
 from spiritlevel.binding.reading import Reading
 from spiritlevel.binding.state import preserved_random_state
@@ -94,7 +94,7 @@ def measure(
         model: any module.
         train: the data to measure: a pair of tensors, a data set, a loader that does not shuffle, or batches.
         test: other data, for accuracy, loss and margins.
-        loss: a name, a `torch.nn` loss or a callable.
+        loss: a name, a `torch.nn` loss or a callable; see `sample_traces`.
         measures: names of `measures.MEASURES`, "all", or the default set.
         parts: which of "audit", "spectrum", "landscape", "pictures" to add; all unless given.
         samples: measure a random subset of so many; intervals then hold the value on all of the data, and where none
@@ -287,18 +287,20 @@ class _Run:
     # ------------------------------------------------------------ what is found
 
     def _fit(self) -> None:
-        predicted, losses, self.probabilities = outcomes(self.here)
-        self.found["predicted"] = predicted
+        seen = outcomes(self.here)
+        self.probabilities = seen.probabilities
         found = self._margins(self.here)
         self.found["margins"] = found
-        self.found["fits"]["train"] = self._as_fit(found, losses, self.population)
+        if found is not None and found.decisions is None:
+            self.found["predicted"] = seen.classes
+        self.found["fits"]["train"] = self._as_fit(found, seen, self.population)
 
     def _test(self) -> None:
         assert self.there is not None
-        losses = outcomes(self.there).losses
+        seen = outcomes(self.there)
         found = self._margins(self.there)
         self.found["test_margins"] = found
-        self.found["fits"]["test"] = self._as_fit(found, losses, len(losses))
+        self.found["fits"]["test"] = self._as_fit(found, seen, len(seen.losses))
 
     def _margins(self, setting: Setting) -> Margins | None:
         try:
@@ -307,10 +309,16 @@ class _Run:
             self.left_out["margins"] = str(error)
             return None
 
-    def _as_fit(self, found: Margins | None, losses: Tensor, population: int) -> Fit:
-        no_classes = Estimate(math.nan, reason="the targets are not classes")
-        accuracy = no_classes if found is None else share_of(found.correct.double(), population)
-        return Fit(len(losses), population, accuracy, mean_of(losses, population))
+    def _as_fit(self, found: Margins | None, seen: Outcomes, population: int) -> Fit:
+        accuracy, losses = Estimate(math.nan, reason="the targets are not classes"), seen.losses
+        of = "positions" if self.here.form.unit == "token" else "samples"
+        if found is not None and found.right is not None:
+            accuracy = mean_of(found.right, population)
+            of = "labels" if isinstance(self.here.problem.loss, BinaryCrossEntropy) else "positions"
+        elif found is not None:
+            accuracy, of = share_of(found.correct.double(), population), "samples"
+        loss = mean_of(losses, population)
+        return Fit(len(losses), population, accuracy, loss, of=of, r_squared=seen.r_squared)
 
     def _subset_error(self, each: Measure, found: Estimate) -> SubsetError | None:
         """The error of having measured a subset; None if it was none, or if the samples do not enter."""
@@ -395,6 +403,7 @@ class _Run:
             "dtype": self.dtype,
             "loss": self.here.problem.loss.name,
             "batch norm": self.here.batch_norm,
+            **({"unit": "every position that counts is a sample"} if self.here.form.unit == "token" else {}),
             "samples": chosen,
             "limits": "± and intervals hold 95 %",
         }
@@ -443,22 +452,57 @@ class Outcomes(NamedTuple):
     classes: Tensor | None  # None where the outputs are not classes
     losses: Tensor
     probabilities: bool
+    r_squared: Estimate | None = None  # of a regression
 
 
 def outcomes(setting: Setting) -> Outcomes:
     """Every sample's predicted class and loss."""
     classes, losses, probabilities = [], [], setting.problem.loss.name.startswith("cross_entropy")
-    problem = setting.problem
+    problem, explained, several = setting.problem, _Explained(), False
     with problem.active(), torch.no_grad():
         for inputs, targets in setting.each():
             outputs = problem.outputs(problem.params, inputs)
             losses.append(problem.loss.values(outputs, targets).double().cpu())
+            explained.update(problem.loss.prediction(outputs.double(), targets), targets)
+            several |= outputs.ndim > 2 or targets.ndim > 1
             flat = outputs.reshape(len(targets), -1)
-            within = bool(((flat >= 0) & (flat <= 1)).all())
-            probabilities &= within and bool((flat.sum(1) - 1).abs().max() < 1e-3)
-            classes.append((flat.argmax(1) if flat.shape[1] > 1 else (flat[:, 0] > 0).long()).cpu())
+            if outputs.ndim <= 2:
+                within = bool(((flat >= 0) & (flat <= 1)).all())
+                probabilities &= within and bool((flat.sum(1) - 1).abs().max() < 1e-3)
+            if not several:
+                classes.append((flat.argmax(1) if flat.shape[1] > 1 else (flat[:, 0] > 0).long()).cpu())
             labelled = not targets.is_floating_point() or flat.shape[1] == 1
-    return Outcomes(torch.cat(classes) if labelled else None, torch.cat(losses), probabilities and flat.shape[1] > 1)
+    probabilities &= flat.shape[1] > 1 and outputs.ndim == 2
+    found = torch.cat(classes) if labelled and not several and explained.count == 0 else None
+    return Outcomes(found, torch.cat(losses), probabilities, explained.r_squared())
+
+
+class _Explained:
+    """How much of the variance of the targets predictions explain, from sums over batches."""
+
+    def __init__(self) -> None:
+        self.count, self.left = 0, 0.0
+        self.first, self.mean, self.squares = torch.zeros(()), torch.zeros(()), torch.zeros(())
+
+    def update(self, predicted: Tensor | None, targets: Tensor) -> None:
+        if predicted is None:
+            return
+        wanted = targets.double().reshape(len(targets), -1).cpu()
+        self.left += float((wanted - predicted.reshape(len(targets), -1).cpu()).square().sum())
+        if not self.count:
+            self.first = wanted[0]
+            self.mean, self.squares = torch.zeros_like(wanted[0]), torch.zeros_like(wanted[0])
+        moved = wanted - self.first  # near 0, so that little cancels
+        self.count += len(wanted)
+        self.mean, self.squares = self.mean + moved.sum(0), self.squares + moved.square().sum(0)
+
+    def r_squared(self) -> Estimate | None:
+        if not self.count:
+            return None
+        total = float((self.squares - self.mean.square() / self.count).sum())
+        if not total > 0:
+            return Estimate(math.nan, reason="all targets are equal, so there is no variance to explain")
+        return Estimate(1 - self.left / total)
 
 
 def thumbnails(samples: Any) -> Tensor:

@@ -80,11 +80,12 @@ class Quantities:
 
     def _margins_of(self, setting: Setting) -> dict[str, Any]:
         try:
-            signed = setting.margins.signed
+            found = setting.margins
         except InputError:  # no classes; what is wrong with the model the other quantities say
             return {}
+        signed = found.signed
         return {
-            "accuracy": float((signed > 0).double().mean()),
+            "accuracy": float(found.shares.mean()),
             "margin_mean": float(signed.mean()),
             "margin_median": float(median(signed)),
         }

@@ -24,6 +24,7 @@ from spiritlevel.estimators import eigenvalues
 from spiritlevel.operators.matrices import hessian_in
 from spiritlevel.operators.products import hessian_product, loss_gradient
 from spiritlevel.results import Landscape
+from spiritlevel.samples.margins import share_right
 
 __all__ = ["landscape"]
 
@@ -292,7 +293,7 @@ def _evaluate(
                         point[name] = point[name].clamp(min=0)
                 outputs = problem.outputs(point, inputs)
                 losses[index] += problem.loss.values(outputs, targets).double().sum().cpu()
-                right = _correct(outputs, targets)
+                right = _correct(problem, outputs, targets)
                 if right is None:
                     other += 1
                 else:
@@ -301,13 +302,12 @@ def _evaluate(
     return losses / context.count, None if other else correct / context.count
 
 
-def _correct(outputs: Tensor, targets: Tensor) -> int | None:
-    """How many samples are classified correctly; `None` if the targets are not classes."""
-    if outputs.ndim == 2 and outputs.shape[1] > 1:
-        whole = not targets.is_floating_point() and targets.ndim == 1
-        return int((outputs.argmax(1) == targets).sum()) if whole else None
-    binary = outputs.numel() == targets.numel() and bool(((targets == 0) | (targets == 1) | (targets == -1)).all())
-    return int(((outputs.reshape(-1) > 0) == (targets.reshape(-1) > 0)).sum()) if binary else None
+def _correct(problem: Problem, outputs: Tensor, targets: Tensor) -> float | None:
+    """How many samples are classified correctly, of many decisions their shares; `None` if there are no classes."""
+    try:
+        return float(share_right(problem.loss.decisions(outputs, targets)).sum())
+    except InputError:
+        return None
 
 
 class _MovingStatistics(TorchFunctionMode):

@@ -48,8 +48,9 @@ def headline(report: Report, probabilities: bool) -> Iterator[str]:
         shape = "" if math.isnan(skew) else f", their skewness {figure(skew, 3, typeset=True)}"
         mean, middle = (figure(float(of(margin.signed)), 3, typeset=True) for of in (torch.mean, median))
         whose = "of the samples measured " if _partly(report) else ""
+        several = "" if margin.decisions is None else ", each the mean over a sample's decisions,"
         yield (
-            f"The output margins {whose}are {mean} on average and {middle} in the median{shape}."
+            f"The output margins{several} {whose}are {mean} on average and {middle} in the median{shape}."
             + about_correlation(report)
         )
     if report.audit is not None:
@@ -61,6 +62,8 @@ def headline(report: Report, probabilities: bool) -> Iterator[str]:
 
 def _about_fit(name: str, fit: Fit) -> str:
     share, samples = fit.accuracy.value, f"{fit.population:,} {name} samples"
+    if fit.of != "samples":
+        samples = f"{fit.of} of {samples}"
     if fit.population == 1:
         return f"{share:.1%} of the one {name} sample"
     if fit.samples == fit.population:
@@ -98,6 +101,8 @@ def about_mistakes(report: Report) -> str:
     """How curved the loss is where the model errs, as far as the errors of both means allow to say it."""
     traces, found = report.traces, report.margins
     if traces is None or found is None or len(traces) != len(found) or not 0 < int(found.correct.sum()) < len(found):
+        return ""
+    if found.decisions is not None:  # a sample is hardly ever right or wrong as a whole
         return ""
     right, wrong = (_mean_trace(traces, where) for where in (found.correct, ~found.correct))
     count = int((~found.correct).sum())

@@ -15,6 +15,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, S
 from torch.utils.data.sampler import SubsetRandomSampler, WeightedRandomSampler
 
 from spiritlevel.binding.graphs import Shared, is_graph
+from spiritlevel.binding.losses import OfPositions, Unit, unit_batches
 from spiritlevel.binding.reading import PLAIN, Form, said
 from spiritlevel.binding.state import advance_random_states, preserved_random_state
 from spiritlevel.errors import InputError, checked_seed, first_line, whole_number
@@ -168,9 +169,16 @@ class Batches:
     """
 
     def __init__(
-        self, data: Any, *, size: int | None = None, ordered: bool = True, whole: bool = False, form: Form = PLAIN
+        self,
+        data: Any,
+        *,
+        size: int | None = None,
+        ordered: bool = True,
+        whole: bool = False,
+        form: Form = PLAIN,
+        units: OfPositions | None = None,
     ) -> None:
-        self.form, self.notes = form, list[str]()
+        self.form, self.units, self.notes = form, units, list[str]()
         self.size, self.whole = None if size is None else whole_number(size, "batch_size", 1), whole
         if is_graph(data):
             data = [data]
@@ -210,7 +218,7 @@ class Batches:
     @property
     def samples(self) -> int | None:
         """How many there are, if they lie in memory as one pair of tensors."""
-        return len(self.data[1]) if self._in_memory else None
+        return len(self.data[1]) if self._in_memory and self.units is None else None
 
     def _check_repeats(self) -> None:
         """Read the first batch twice, from different random states, so that whatever depends on them shows."""
@@ -241,6 +249,9 @@ class Batches:
             raise InputError("the data are empty; there is nothing to measure.")
 
     def _pieces(self) -> Iterator[Pair]:
+        if self.units is not None:
+            yield from self._unit_pieces(self.units)
+            return
         fixed, last = self.whole and not self._in_memory, None
         for inputs, targets in self._raw():
             count = _count(inputs, targets)
@@ -255,6 +266,28 @@ class Batches:
             for start in range(0, count, max(size, 1)):
                 stop = min(start + size, count)
                 yield (sliced(inputs, start, stop), targets[start:stop]) if stop - start < count else (inputs, targets)
+
+    def _unit_pieces(self, loss: OfPositions) -> Iterator[Pair]:
+        """Every position that counts as a sample of its own; data that were taken apart before stay as they are."""
+        for inputs, targets in self._raw():
+            _count(inputs, targets)
+            if isinstance(inputs, Unit):
+                size = self.size or len(targets)
+                for start in range(0, len(targets), size):
+                    yield sliced(inputs, start, start + size), targets[start : start + size]
+            else:
+                yield from unit_batches(loss, inputs, targets, self.size)
+
+    @property
+    def taken_apart(self) -> bool:
+        """Whether the data themselves are units already."""
+        return isinstance(next(self._raw())[0], Unit)
+
+    def together(self) -> Batches:
+        """The same data with samples as they are, and not taken apart into units."""
+        other = copy.copy(self)
+        other.units = None
+        return other
 
     def _raw(self) -> Iterator[Pair]:
         if self._in_memory:
@@ -279,6 +312,8 @@ class Batches:
         Of data in memory at least `least`, if there are so many: whether samples depend on each other does not show in
         batches of one.
         """
+        if self.units is not None and self.size is not None and self.size < least:
+            return self.cut(least).first(count)
         if self._in_memory and self.size is not None and self.size < least:
             inputs, targets = self.data
             if len(targets):
@@ -287,6 +322,18 @@ class Batches:
             if len(targets):
                 return sliced(inputs, 0, count), targets[:count]
         raise InputError("the data are empty; there is nothing to measure.")
+
+
+def all_targets(targets: list[Tensor]) -> Tensor:
+    """The targets of all batches; those of shorter sequences are filled up with -100, which stands for no label."""
+    shapes = {each.shape[1:] for each in targets}
+    if len(shapes) < 2 or len({len(shape) for shape in shapes}) > 1:
+        return torch.cat(targets)
+    sizes = [max(side) for side in zip(*shapes, strict=True)]
+    whole = [targets[0].new_full((len(each), *sizes), -100) for each in targets]
+    for full, each in zip(whole, targets, strict=True):
+        full[tuple(slice(side) for side in each.shape)] = each
+    return torch.cat(whole)
 
 
 def picked(batches: Batches, indices: Tensor) -> Any:

@@ -8,8 +8,10 @@ derivatives are right, say, no other part has to find out again.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Callable, Iterator
 from typing import Any, Self, TypeVar, Unpack, cast
 
@@ -18,14 +20,16 @@ from torch import Tensor, nn
 
 from spiritlevel.binding.batches import Batches, resized, spread, subset
 from spiritlevel.binding.coupling import depends_on_others
+from spiritlevel.binding.losses import OfPositions
 from spiritlevel.binding.memory import parse_memory
 from spiritlevel.binding.parameters import Params
 from spiritlevel.binding.problem import Problem
 from spiritlevel.binding.ranks import Ranks
 from spiritlevel.binding.reading import Reading, form_of
-from spiritlevel.errors import checked_seed, whole_number
+from spiritlevel.errors import InputError, checked_seed, whole_number
 
 Found = TypeVar("Found")
+_OUTPUTS = 2**24  # numbers that the outputs of one batch hold at most, where nothing else limits them
 
 
 class Context:
@@ -73,6 +77,11 @@ class Context:
         self.batch_size = None if batch_size is None else whole_number(batch_size, "batch_size", 1)
         self.batch_norm, self.group, self.ordered = batch_norm, group, ordered
         self.whole = whole or batch_norm == "batch" or self.form.batches == "fixed"
+        if self.whole and self.form.unit == "token":
+            raise InputError(
+                "unit='token' takes samples apart, and with batch_norm='batch' or batches='fixed' batches must stay as "
+                "they are; leave one of them out."
+            )
         self._memory, self.data, self._params = memory, data, params
         self._carried: tuple[str, ...] = ()  # notes on the data that these were drawn from
         self._forget()
@@ -123,7 +132,39 @@ class Context:
     @functools.cached_property
     def batches(self) -> Batches:
         """The data in an order that repeats, in batches as they come; `batches.cut` gives others."""
-        return Batches(self.data, size=self.batch_size, ordered=self.ordered, whole=self.whole, form=self.form)
+        loss = self.problem.loss
+        return Batches(
+            self.data,
+            size=self.batch_size,
+            ordered=self.ordered,
+            whole=self.whole,
+            form=self.form,
+            units=loss if isinstance(loss, OfPositions) else None,
+        )
+
+    @property
+    def of_means(self) -> Self:
+        """The same, in the way in which means over samples are cheapest.
+
+        Where single positions are samples, their sequences are not taken apart: each counts for as many samples as it
+        has positions, so the mean over the data is the same. Other than means it must not be asked for.
+        """
+        return self if self._undivided is None else self._undivided
+
+    @functools.cached_property
+    def _undivided(self) -> Self | None:  # not itself: an object that holds itself outlives its use
+        batches, loss = self.batches, self.problem.loss
+        if batches.units is None or not isinstance(loss, OfPositions) or batches.taken_apart:
+            return None
+        other = self.on(self.data)
+        other.form = dataclasses.replace(self.form, unit="sample")
+        other.problem = copy.copy(self.problem)
+        other.problem.form, other.problem.facts = other.form, {}
+        sequences = batches.together()
+        count = sum(len(targets) for _, targets in sequences)
+        other.problem.loss = loss.whole.per(self.count / count)
+        other.__dict__["batches"] = sequences
+        return other
 
     @functools.cached_property
     def notes(self) -> tuple[str, ...]:
@@ -150,6 +191,15 @@ class Context:
         for inputs, targets in self.batches if batches is None else batches:
             if len(targets):
                 yield self.problem.place(inputs, targets)
+
+    def fitting(self, most: int) -> int:
+        """At most so many samples at once that their outputs, of long sequences or large images, stay within bounds."""
+        inputs, targets = self.first(2)
+        if targets.ndim < 2:
+            return most
+        with self.problem.active(), torch.no_grad():
+            size = math.prod(self.problem.outputs(self.problem.params, inputs).shape[1:])
+        return max(1, min(most, _OUTPUTS // max(1, size)))
 
     @functools.cached_property
     def coupling(self) -> str:

@@ -78,6 +78,8 @@ class Problem:
             raise InputError(f"the model mixes parameters of {kinds}; convert it to one of them, e.g. model.double().")
         self.model, self.form = model, form.of(model)
         self.loss = losses.resolve(loss, fixed=form.batches == "fixed")
+        if form.unit == "token":
+            self.loss = losses.of_units(self.loss)
         self.batch_norm = batch_norm
         with torch.inference_mode(False):  # tensors made in inference mode could not be differentiated
             state = {name: tensor.detach().clone() for name, tensor in state_of(model)}
@@ -162,7 +164,13 @@ class Problem:
                 self._active = False
 
     def outputs(self, params: Params, inputs: Any) -> Tensor:
-        """φ(θ, x): the model's outputs for one batch."""
+        """φ(θ, x): the model's outputs for one batch; of units the rows of their own positions."""
+        if isinstance(inputs, losses.Unit):
+            outputs = self._outputs(params, inputs.inputs)
+            return self.loss.pick(outputs, inputs) if isinstance(self.loss, losses.OfPositions) else outputs
+        return self._outputs(params, inputs)
+
+    def _outputs(self, params: Params, inputs: Any) -> Tensor:
         before = None if self._overwrites is not None else random_states(self.device)
         plain = depth() is None
         constants, given = self.constants, inputs
@@ -184,7 +192,7 @@ class Problem:
         except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:
             if "mutate a captured Tensor" in str(error) and self._overwrites is False:
                 self._overwrites = True  # in this batch, if not in the first one
-                return self.outputs(params, given)
+                return self._outputs(params, given)
             if "doesn't have storage" in str(error):  # what torch says of a tensor inside its transformations
                 raise ReadsMemory(
                     f"the model {type(self.model).__name__} reads the memory of a tensor in its forward (as .numpy() "

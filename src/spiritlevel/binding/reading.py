@@ -302,6 +302,4 @@ def form_of(options: Reading) -> Form:
     for name in options:
         if name not in known:
             raise TypeError(f"got an unexpected keyword argument {name!r}")
-    if options.get("unit") == "token":
-        raise InputError("unit='token' is not there yet; leave it out to measure every sample as a whole.")
     return Form(**options)

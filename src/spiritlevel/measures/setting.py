@@ -22,7 +22,7 @@ from spiritlevel.measures.blocks import Block, gauss_newton_blocks
 from spiritlevel.measures.ends import Ends, in_layer_norms
 from spiritlevel.operators.matrices import gauss_newton_in, hessian_in
 from spiritlevel.results import Estimate, Margins, SampleTraces
-from spiritlevel.samples.margins import margins_in, signed_margin
+from spiritlevel.samples.margins import margins_in, share_right
 from spiritlevel.samples.traces import sample_forms, trace_in, traces_in
 from spiritlevel.statistics.subsets import groups
 from spiritlevel.transforms import Transformed, fold_batchnorm
@@ -65,7 +65,7 @@ class Setting(Context):
     @functools.cached_property
     def pieces(self) -> Batches:
         """The data in batches that a perturbed network sees at once."""
-        return self.batches if self.whole else self.batches.cut(self.batch_size or _BATCH)
+        return self.batches if self.whole else self.batches.cut(self.batch_size or self.fitting(_BATCH))
 
     def each(self, batches: Batches | None = None) -> Iterator[tuple[Any, Tensor]]:
         """The pieces on the model's device, but for empty ones."""
@@ -107,10 +107,12 @@ class Setting(Context):
 
     def loss_at(self, theta: Tensor) -> float:
         """L at other parameters."""
-        return float(self.losses_at(theta).mean())
+        return float(self.of_means.losses_at(theta).mean())
 
     def gradient_at(self, theta: Tensor) -> tuple[float, Tensor]:
         """L and ∇L at other parameters."""
+        if self.of_means is not self:
+            return self.of_means.gradient_at(theta)
         total, gradient = torch.zeros((), dtype=torch.float64), torch.zeros_like(theta)
         with self.ranks.together(), self.problem.active():
             for inputs, targets in self.mine():
@@ -122,12 +124,11 @@ class Setting(Context):
         return float(total) / self.count, gradient / self.count
 
     def wrong_at(self, theta: Tensor) -> Tensor:
-        """1 for every sample that is misclassified at other parameters, else 0."""
+        """1 for every sample that is misclassified at other parameters, else 0; of many decisions the share."""
         params = self.split(theta)
 
         def wrong(inputs: Any, targets: Tensor) -> Tensor:
-            logits, labels = as_classes(self.problem.outputs(params, inputs), targets)
-            return signed_margin(logits, labels) <= 0
+            return 1 - share_right(self.problem.loss.decisions(self.problem.outputs(params, inputs), targets))
 
         return self._of_samples(wrong)
 
@@ -263,10 +264,13 @@ class Setting(Context):
             for inputs, targets in self.each():
                 if not (isinstance(inputs, Tensor) and inputs.is_floating_point()):
                     raise InputError("this measure needs the norms of the inputs: one tensor of floats per sample.")
-                outputs, labels = as_classes(self.problem.outputs(self.problem.params, inputs), targets)
+                found = self.problem.loss.decisions(self.problem.outputs(self.problem.params, inputs), targets)
+                if found.counts is not None:
+                    raise InputError("this measure needs samples that make one decision each, between classes.")
+                outputs, labels = found.logits, found.labels
                 rows.append((inputs.reshape(len(labels), -1).cpu(), outputs.cpu(), labels.cpu()))
-        found = tuple(torch.cat(column) for column in zip(*rows, strict=True))
-        return found[0], found[1], found[2]
+        columns = tuple(torch.cat(column) for column in zip(*rows, strict=True))
+        return columns[0], columns[1], columns[2]
 
     @functools.cached_property
     def calls(self) -> list[Call]:
@@ -356,13 +360,3 @@ def _same(now: Tensor, then: Tensor) -> bool:
     if now.layout != torch.strided:  # sparse, say
         now, then = now.to_dense(), then.to_dense()
     return not bool(((now != then) & ((now == now) | (then == then))).any())
-
-
-def as_classes(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Outputs (N, C ≥ 2), a single logit φ as (0, φ), and integer labels."""
-    outputs = outputs.reshape(len(targets), -1)
-    if outputs.shape[1] == 1:
-        return torch.cat([torch.zeros_like(outputs), outputs], 1), (targets.reshape(-1) > 0).long()
-    if targets.is_floating_point() or targets.ndim != 1:
-        raise InputError("this measure needs one integer class per sample.")
-    return outputs, targets.long()

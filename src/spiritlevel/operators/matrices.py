@@ -41,7 +41,7 @@ def hessian(
     Args:
         model: any module; it is left as it was.
         data: a pair of tensors, a data set, a loader or batches that can be read again; see `memory`.
-        loss: a name, a `torch.nn` loss or a callable (outputs, targets) → (N,).
+        loss: a name, a `torch.nn` loss or a callable (outputs, targets) → (N,); see `sample_traces`.
         params: names, prefixes or globs of the parameters to measure; all that require grad unless given.
         weight_decay: γ of a penalty ½γ‖θ‖²; adds γ to every eigenvalue.
         batch_norm: "eval", or "batch" for batch statistics with frozen buffers; the batches are then part of the
@@ -184,12 +184,12 @@ def hessian_variance(
 
 def hessian_in(context: Context, weight_decay: float = 0.0) -> Operator:
     """The Hessian of the mean loss; see `hessian`."""
-    return _in(context, hessian_product, weight_decay)
+    return _in(context.of_means, hessian_product, weight_decay)
 
 
 def gauss_newton_in(context: Context, weight_decay: float = 0.0) -> Operator:
     """The Gauss-Newton matrix; see `gauss_newton`."""
-    return _in(context, gauss_newton_product, weight_decay)
+    return _in(context.of_means, gauss_newton_product, weight_decay)
 
 
 def empirical_fisher_in(context: Context, weight_decay: float = 0.0) -> Operator:

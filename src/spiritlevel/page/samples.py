@@ -11,7 +11,7 @@ from spiritlevel import charts
 from spiritlevel.errors import counted
 from spiritlevel.page.parts import Gallery, Section, Sheet, Thumbnail, number, packed, sheet
 from spiritlevel.page.words import as_figure, found_row, why_missing
-from spiritlevel.results import Report
+from spiritlevel.results import Margins, Report
 
 
 def _sample_names(report: Report, count: int) -> list[int]:
@@ -22,6 +22,13 @@ def _sample_names(report: Report, count: int) -> list[int]:
 def _class(report: Report, target: float) -> str:
     known = 0 <= target < len(report.classes) and float(target).is_integer()
     return report.classes[int(target)] if known else number(target)
+
+
+def _label_column(report: Report, margins: Margins) -> dict[str, list[str]]:
+    """The label of every sample; of those that decide more than once, how much of it is right."""
+    if margins.decisions is not None:
+        return {"right (%)": [number(100 * share, 3) for share in margins.shares.tolist()]}
+    return {"label": [_class(report, target) for target in margins.targets.tolist()]}
 
 
 def _both(report: Report) -> bool:
@@ -41,12 +48,12 @@ def trace_against_margin(report: Report, key: str) -> Section:
     names = _sample_names(report, count)
     columns: dict[str, Any] = {
         "sample": [str(name) for name in names],
-        "label": [_class(report, target) for target in margins.targets.tolist()],
+        **_label_column(report, margins),
         "output margin": margins.signed,
         "Hessian trace": traces.values,
         "prediction": ["correct" if correct else "wrong" for correct in margins.correct.tolist()],
     }
-    hover = ["sample", "label"]
+    hover: list[str] = [name for name in ("sample", "label", "right (%)") if name in columns]
     if report.predicted is not None:
         columns["predicted"] = [_class(report, target) for target in report.predicted.tolist()]
         hover.append("predicted")
@@ -61,8 +68,11 @@ def trace_against_margin(report: Report, key: str) -> Section:
         keep=[] if report.pictures is None else report.pictures.indices.tolist(),
     )
     wrong = int((~margins.correct).sum())
+    whose = f"{wrong:,} of which are classified wrongly (margin below 0)"
+    if margins.decisions is not None:
+        whose = f"{wrong:,} of which have a decision, at a position or for a label, that is wrong; margins are means"
     section.texts.append(
-        f"One point is one of {counted(count, 'sample')}, {wrong:,} of which are classified wrongly (margin below 0). "
+        f"One point is one of {counted(count, 'sample')}, {whose}. "
         "A sample with a small margin lies near a decision boundary, one with a large trace makes the minimum sharp. "
         "Point at a sample to see it."
     )
@@ -88,7 +98,11 @@ def sample_columns(report: Report) -> dict[str, Any]:
     if not _both(report) or report.traces is None or report.margins is None:
         return {}
     traces, margins = report.traces, report.margins
-    columns: dict[str, Any] = {"sample": _sample_names(report, len(traces)), "target": margins.targets.numpy()}
+    columns: dict[str, Any] = {"sample": _sample_names(report, len(traces))}
+    if margins.decisions is None:
+        columns["target"] = margins.targets.numpy()
+    else:
+        columns["decisions"], columns["right"] = margins.decisions.numpy(), margins.shares.numpy()
     if report.predicted is not None:
         columns["predicted"] = report.predicted.numpy()
     columns["correct"] = margins.correct.numpy().astype(np.int32)
@@ -128,14 +142,21 @@ def _thumbnail(report: Report, place: int) -> Thumbnail:
     row = int(report.pictures.indices[place])
     lines = []
     if report.margins is not None and row < len(report.margins):
-        kind = "" if report.classes else "class "  # a number alone says nothing
-        label = kind + _class(report, report.margins.targets[row].item())
-        found = None if report.predicted is None else kind + _class(report, report.predicted[row].item())
-        lines.append(label if found in (None, label) else f"{label}, taken for {found}")
+        lines.append(_verdict(report, report.margins, row))
         lines.append(f"margin {number(float(report.margins.signed[row]), 3)}")
     if report.traces is not None and row < len(report.traces):
         lines.append(f"trace {number(float(report.traces.values[row]), 3)}")
     return Thumbnail(place, _sample_names(report, row + 1)[row], tuple(lines))
+
+
+def _verdict(report: Report, margins: Margins, row: int) -> str:
+    """The label of a sample and what it was taken for, or how much of it is right."""
+    if margins.decisions is not None:
+        return f"{float(margins.shares[row]):.0%} right"
+    kind = "" if report.classes else "class "  # a number alone says nothing
+    label = kind + _class(report, margins.targets[row].item())
+    found = None if report.predicted is None else kind + _class(report, report.predicted[row].item())
+    return label if found in (None, label) else f"{label}, taken for {found}"
 
 
 def margins_section(report: Report, key: str) -> Section:

@@ -10,13 +10,14 @@ from spiritlevel import charts
 from spiritlevel.page.parts import Card, Section, Sheet, Table, number
 from spiritlevel.page.samples import margins_section, pictures_section, trace_against_margin
 from spiritlevel.page.words import (
-    accuracy_limits,
     as_figure,
     certainty,
     estimate_cell,
     estimate_text,
     fate,
     fewer_samples,
+    fit_cells,
+    fit_columns,
     found_row,
     interval_of,
     leading,
@@ -75,10 +76,9 @@ def _summary(report: Report, key: str) -> Section:
         _artefact_card(report),
     ]
     if report.fits:
-        columns = ["data", "samples", "of", "accuracy (%)", "95 % interval", "loss"]
+        columns = ["data", "samples", "of", *fit_columns(report.fits), "loss"]
         rows = [
-            (name, fit.samples, fit.population, 100 * fit.accuracy.value, accuracy_limits(fit), fit.loss.value)
-            for name, fit in report.fits.items()
+            (name, fit.samples, fit.population, *fit_cells(fit), fit.loss.value) for name, fit in report.fits.items()
         ]
         section.tables.append(Table(f"{key}-fit", "How well it fits", columns, rows))
     if not report.headline:

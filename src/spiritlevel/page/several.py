@@ -11,11 +11,11 @@ import numpy as np
 from spiritlevel import charts
 from spiritlevel.page.parts import Card, Cell, Section, Table, number
 from spiritlevel.page.words import (
-    accuracy_limits,
     as_figure,
     estimate_cell,
     estimate_text,
     fate,
+    fit_cells,
     interval_of,
     left_out_table,
 )
@@ -95,15 +95,17 @@ def _facts(reports: list[Report]) -> Iterator[tuple[str, list[str]]]:
         yield f"{kind} data", ["–" if fit is None else name for fit, name in zip(fits, named, strict=True)]
         counts = [None if fit is None else (number(fit.samples), number(fit.population)) for fit in fits]
         yield f"{kind} samples", ["–" if c is None else c[0] if c[0] == c[1] else f"{c[0]} of {c[1]}" for c in counts]
-        yield f"{kind} accuracy (%)", ["–" if fit is None else _accuracy(fit) for fit in fits]
+        for name in dict.fromkeys(fit.quality()[0] for fit in fits if fit is not None):
+            if name:
+                title = f"{kind} {name}" + (" (%)" if name.startswith("accuracy") else "")
+                yield title, ["–" if fit is None or fit.quality()[0] != name else _quality(fit) for fit in fits]
         yield f"{kind} loss", ["–" if fit is None else number(fit.loss.value) for fit in fits]
     yield "parameters", [f"{report.parameters:,}" for report in reports]
 
 
-def _accuracy(fit: Fit) -> str:
-    limits = accuracy_limits(fit)
-    text = number(100 * fit.accuracy.value)
-    return text if limits in ("exact", "–") else f"{text} ({limits})"
+def _quality(fit: Fit) -> str:
+    value, limits = (str(cell) if isinstance(cell, str) else number(cell) for cell in fit_cells(fit))
+    return value if limits in ("exact", "–") else f"{value} ({limits})"
 
 
 def _with_limits(report: Report, row: ReportRow) -> Cell:

@@ -75,6 +75,24 @@ def accuracy_limits(fit: Fit) -> str:
     return f"{number(100 * low, 3)} to {number(100 * high, 3)}"
 
 
+def fit_columns(fits: dict[str, Fit]) -> tuple[str, ...]:
+    """The titles of what `fit_cells` tells."""
+    names = dict.fromkeys(name for name, _ in (fit.quality() for fit in fits.values()) if name)
+    if not names:
+        return ()
+    name = " or ".join(names)
+    return (f"{name} (%)" if name.startswith("accuracy") else name, "95 % interval")
+
+
+def fit_cells(fit: Fit) -> tuple[float | str, ...]:
+    """How well a model fits, beside the loss: an accuracy in percent, or R², and its limits; empty if neither."""
+    name, _ = fit.quality()
+    if name == "R²":
+        assert fit.r_squared is not None
+        return fit.r_squared.value, "exact" if fit.samples == fit.population else "not known"
+    return (100 * fit.accuracy.value, accuracy_limits(fit)) if name else ()
+
+
 def estimate_text(estimate: Estimate) -> str:
     """A value and its 95 % limits, where they are wider than the digits shown."""
     low, high = estimate.interval()

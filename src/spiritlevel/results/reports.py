@@ -25,13 +25,29 @@ from spiritlevel.results.tables import Columns, of_estimates
 class Fit(Result):
     """How well a model fits some samples: `accuracy` and mean `loss`, with the error of a random subset if it was one.
 
-    `samples` were measured out of `population`. `accuracy` is undefined where the targets are not classes.
+    `samples` were measured out of `population`. `accuracy` is undefined where the targets are not classes. `of` says
+    what is right or wrong: "samples", or their "positions" or "labels"; the accuracy is then the mean of every sample's
+    share. Of a regression `r_squared` is 1 − Σ‖y − ŷ‖²/Σ‖y − ȳ‖², ȳ the mean target of each output.
     """
 
     samples: int
     population: int
     accuracy: Estimate
     loss: Estimate
+    of: str = "samples"
+    r_squared: Estimate | None = None
+
+    def quality(self) -> tuple[str, str]:
+        """What tells how well it fits beside the loss, and its value in words; both empty where nothing does.
+
+        >>> Fit(60, 60, Estimate(0.5), Estimate(0.0), of="positions").quality()
+        ('accuracy, of positions', '50.00%')
+        """
+        if self.r_squared is not None and not math.isnan(self.r_squared.value):
+            return "R²", figure(self.r_squared.value)
+        if math.isnan(self.accuracy.value):
+            return "", ""
+        return "accuracy" + ("" if self.of == "samples" else f", of {self.of}"), f"{self.accuracy.value:.2%}"
 
     def accuracy_limits(self) -> tuple[float, float]:
         """Clopper and Pearson's 95 % interval of the accuracy on the whole population, of which a subset was measured.
@@ -39,10 +55,13 @@ class Fit(Result):
         >>> [f"{limit:.3f}" for limit in Fit(60, 10**9, Estimate(1.0), Estimate(0.0)).accuracy_limits()]
         ['0.940', '1.000']
         """
+        if self.of != "samples":
+            return self.accuracy.interval(data=True)
         return share_limits(self.accuracy.value, self.samples, self.population)
 
     def __str__(self) -> str:
-        return f"accuracy {self.accuracy}, loss {self.loss} on {self.samples:,} of {self.population:,} samples"
+        fit = " ".join(self.quality())
+        return f"{fit}{', ' * bool(fit)}loss {self.loss} on {self.samples:,} of {self.population:,} samples"
 
 
 @dataclass(frozen=True)
@@ -176,9 +195,9 @@ class Report(Shown):
         lines += [f"PARTIAL: {self.partial}"] if self.partial else []
         for name, fit in self.fits.items():
             of = f" of {fit.population:,}" if fit.population > fit.samples else ""
-            lines.append(
-                f"{name}: {fit.samples:,}{of} samples, accuracy {fit.accuracy.value:.2%}, loss {figure(fit.loss.value)}"
-            )
+            quality = " ".join(filter(None, fit.quality()))
+            known = [f"{fit.samples:,}{of} samples", quality, f"loss {figure(fit.loss.value)}"]
+            lines.append(f"{name}: {', '.join(filter(None, known))}")
         table = [["measure", "value", "95 % interval", "kind", "larger is", "invariant to"]]
         for row in self.rows:
             low, high = row.interval

@@ -24,7 +24,8 @@ class SampleTraces(Table):
     their errors are correlated: `draws` (N, probes) keeps what each probe said, so that `mean` and `correlate` can
     take the error from the spread over probes. `fingerprint` identifies the order of the data. With batch statistics
     the batches are part of the definition: `batches` then holds their sizes in order. `wrt` says what moves: the
-    parameters, or the input of the sample (`input_curvature`).
+    parameters, or the input of the sample (`input_curvature`). With `unit` "token" each position of a sequence or an
+    image is a sample of its own.
     """
 
     values: Tensor
@@ -46,6 +47,7 @@ class SampleTraces(Table):
     notes: tuple[str, ...] = ()
     batches: tuple[int, ...] | None = None
     wrt: str = "parameters"
+    unit: str = "sample"
 
     def __len__(self) -> int:
         return self.values.numel()
@@ -126,6 +128,10 @@ class Margins(Table):
     strictly largest. `targets` are the labels, 0 and 1 for a single logit. `distance` is the signed linearised distance
     to the decision boundary if it was asked for, in the space `layer` (the input where empty) and the norm `norm`;
     `spread` is the root of the total variance of the points in that space, a unit for such distances.
+
+    A sample that decides more than once, at every position or for every label, has the *mean* of its margins, is
+    `correct` if all its `decisions` are, and `right` is the share of those that are; it has no label (-1). With `unit`
+    "token" each position is a sample.
     """
 
     output: Tensor
@@ -139,25 +145,40 @@ class Margins(Table):
     layer: str = ""
     spread: float = math.nan
     fingerprint: str = ""
+    right: Tensor | None = None
+    decisions: Tensor | None = None
+    unit: str = "sample"
     notes: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return self.signed.numel()
 
+    @property
+    def shares(self) -> Tensor:
+        """The share of every sample's decisions that are right; 0 or 1 where it makes one."""
+        return self.correct.double() if self.right is None else self.right
+
     def _columns(self) -> Columns:
         """One row per sample, in the order of the data."""
         numbers = {name: getattr(self, name) for name in ("signed", "output", "softmax", "softmax_gap")}
+        if self.right is not None:
+            numbers["right"] = self.right
         columns: dict[str, tuple[type, Any]] = {"sample": (int, range(len(self)))}
         columns |= {name: (float, values.tolist()) for name, values in numbers.items()}
-        columns |= {"correct": (bool, self.correct.tolist()), **_targets(self.targets)}
+        columns |= {"correct": (bool, self.correct.tolist())}
+        if self.decisions is None:
+            columns |= _targets(self.targets)
+        else:
+            columns["decisions"] = (int, self.decisions.tolist())
         return columns if self.distance is None else columns | {"distance": (float, self.distance.tolist())}
 
     def __str__(self) -> str:
         if not len(self):
             return "0 output margins"
         mean, smallest = figure(float(self.signed.mean())), figure(float(self.signed.min()))
-        right = float(self.correct.double().mean())
-        text = f"{len(self)} output margins: mean {mean}, smallest {smallest}; {right:.2%} classified correctly"
+        right = float(self.shares.mean())
+        what = "classified correctly" if self.right is None else "of a sample's decisions are right on average"
+        text = f"{len(self)} output margins: mean {mean}, smallest {smallest}; {right:.2%} {what}"
         if self.distance is not None:
             where = f"at layer {self.layer!r}" if self.layer else "in input space"
             text += f"; median distance {figure(float(self.distance.median()))} {where} ({self.norm}-norm)"

@@ -15,6 +15,7 @@ from spiritlevel.watching.recording import GradientNorms
 from spiritlevel.watching.structure import Structure
 
 MANY_CLASSES = 2_000
+MANY_POSITIONS = 256  # the same of positions and classes together, of which each is a factor
 CHAIN_COST = 2e7  # multiply-adds per sample up to which the recursion is worth its while
 SPLIT_RANK = 128  # beyond so many factors the exact Gauss-Newton part costs more than the probes it saves
 BATCH_BYTES = 1e8  # activations of one batch: small enough to stay near the cache, large enough to hide overheads
@@ -47,7 +48,7 @@ def choose(
         plan = Plan("exact")
         if passes is not None and passes < rank - 1:
             plan = Plan("passes", passes=passes)
-        elif passes is None and rank >= MANY_CLASSES:
+        elif passes is None and rank >= (MANY_CLASSES if outputs.ndim < 3 else MANY_POSITIONS):
             if method == "exact":
                 sampled = "passes=8 for a sampled rest, or " if problem.loss.can_sample else ""
                 raise InputError(

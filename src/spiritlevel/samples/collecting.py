@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spiritlevel.binding.batches import Batches, Fingerprint, resized
+from spiritlevel.binding.batches import Batches, Fingerprint, all_targets, resized
 from spiritlevel.binding.context import Context
 from spiritlevel.binding.cores import side_by_side
 from spiritlevel.binding.coupling import same_outputs
@@ -25,7 +25,8 @@ from spiritlevel.watching.recording import Recording
 DEFAULT_PROBES = 64
 PILOT_PROBES = 16
 MAX_PROBES = 100_000
-PASSES_AT_ONCE = 10  # backward passes whose norms are taken together
+PASSES_AT_ONCE = 10  # backward passes whose norms are taken together,
+_NUMBERS_AT_ONCE = 2**25  # unless their vectors hold more numbers than these
 
 
 class OtherFunction(NotExactError):
@@ -56,7 +57,8 @@ def _weighted_norms(
     last = torch.zeros(samples, dtype=torch.float64)
     few = ((weight, vector.to(dtype)) for weight, vector in factors)  # in half the memory
     done = 0
-    while some := list(itertools.islice(few, PASSES_AT_ONCE)):
+    together = max(1, min(PASSES_AT_ONCE, _NUMBERS_AT_ONCE // max(1, recording.outputs.numel())))
+    while some := list(itertools.islice(few, together)):
         done += len(some)
         found = recording.squared_norms([vector for _, vector in some], last=done == count)
         for (weight, _), norms in zip(some, found, strict=True):
@@ -125,11 +127,12 @@ class Collector:
         return SampleTraces(
             values=values,
             stderr=torch.zeros_like(values) if stderr is None else stderr,
-            targets=torch.cat(self.targets),
+            targets=all_targets(self.targets),
             layers=layers if self.per_layer else {},
             seed=self.seed,
             loss=self.problem.loss.name,
             batch_norm=self.problem.batch_norm,
+            unit=self.problem.form.unit,
             fingerprint=str(self.fingerprint),
             batches=tuple(map(len, self.targets)) if self.whole else None,
             notes=notes,
@@ -143,11 +146,21 @@ class Collector:
         count = drawn = 0
         generator = generator_of(self.seed, 0)  # one for all batches: their sizes must not matter
 
-        def signs(number: int, classes: int) -> Tensor:
-            return torch.randint(0, 2, (number, classes), generator=generator, dtype=torch.int8).mul_(2).sub_(1)
+        def signs(number: int, classes: int, own: torch.Generator = generator) -> Tensor:
+            return torch.randint(0, 2, (number, classes), generator=own, dtype=torch.int8).mul_(2).sub_(1)
+
+        def signs_of(start: int, outputs: Tensor) -> Tensor:
+            nonlocal drawn
+            if outputs.ndim > 2:  # of sequences that may differ in length: each sample has numbers of its own
+                streams = (generator_of(self.seed, start + n + 1) for n in range(len(outputs)))
+                return torch.cat([signs(1, outputs[0].numel(), stream) for stream in streams]).view(outputs.shape)
+            width = outputs[0].numel()
+            signs(start - drawn, width)  # samples of other ranks have signs of their own
+            drawn = start + len(outputs)
+            return signs(len(outputs), width).view(outputs.shape)
 
         def begin(start: int, inputs: Any, targets: Tensor) -> Callable[[], _Values]:
-            nonlocal count, drawn
+            nonlocal count
             recording = norms.record(inputs)
             outputs = recording.outputs.detach()
             problem.checked(outputs, inputs, targets, start)
@@ -156,16 +169,16 @@ class Collector:
             rank = problem.loss.rank(outputs, targets)
             variance = 0.0
             if plan.name == "passes":
-                signs(start - drawn, outputs.shape[1])  # samples of other ranks have signs of their own
-                own = signs(len(targets), outputs.shape[1]).to(outputs.device)
-                drawn = start + len(targets)
-                factors = problem.loss.sampled_factors(outputs, targets, plan.passes, own)
-                count, variance = plan.passes + 1, 2 * (1 - 1 / (rank - plan.passes))
+                exact = min(plan.passes, max(rank - 1, 0))  # of a batch of short sequences
+                own = signs_of(start, outputs).to(outputs.device)
+                factors = problem.loss.sampled_factors(outputs, targets, exact, own)
+                count, variance = max(count, exact + 1), 2 * (1 - 1 / max(1, rank - exact))
             else:
-                factors, count = problem.loss.factors(outputs, targets), rank
+                factors, exact = problem.loss.factors(outputs, targets), rank - 1
+                count = max(count, rank)
 
             def values() -> _Values:
-                totals, last = _weighted_norms(recording, factors, count, [*problem.params], start)
+                totals, last = _weighted_norms(recording, factors, exact + 1, [*problem.params], start)
                 return {**totals, _ERROR: last * math.sqrt(variance / (1 + variance))}
 
             return _at_once(values()) if recording.calls_model else values

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.func import functionalize
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from spiritlevel.binding.batches import Batches, Fingerprint, resized, spread
+from spiritlevel.binding.batches import Batches, Fingerprint, all_targets, resized, spread
 from spiritlevel.binding.context import Context
 from spiritlevel.binding.coupling import check_independence
 from spiritlevel.binding.parameters import Params
@@ -203,12 +203,13 @@ class _Look:
         return SampleTraces(
             values=table.sum(1) if exact else table.mean(1),
             stderr=torch.zeros(len(table), dtype=torch.float64) if exact else standard_error(table),
-            targets=torch.cat(self.targets),
+            targets=all_targets(self.targets),
             draws=None if exact else table,
             seed=self.seed,
             loss=self.problem.loss.name,
             fingerprint=str(self.fingerprint),
             wrt="input",
+            unit=self.problem.form.unit,
             notes=notes,
             **fields,
         )

@@ -18,7 +18,7 @@ from spiritlevel.binding.batches import Fingerprint
 from spiritlevel.binding.context import Context
 from spiritlevel.binding.cores import at_a_time, side_by_side
 from spiritlevel.binding.coupling import check_independence
-from spiritlevel.binding.losses import Loss, softmax_parts
+from spiritlevel.binding.losses import Decisions, Loss, softmax_parts, unit_batches
 from spiritlevel.binding.problem import Problem
 from spiritlevel.binding.ranks import Ranks
 from spiritlevel.binding.reading import Reading
@@ -202,7 +202,7 @@ def margins(
 def margins_in(context: Context, *, distance: int | float | str | None = None, layer: str | None = None) -> Margins:
     """The margins of every sample in a context that is bound already; see `margins`."""
     norm = _norm(distance)
-    problem, ranks = context.problem, context.ranks
+    problem, ranks, form = context.problem, context.ranks, context.form
     if layer is not None and not norm:
         raise InputError("layer= says where a distance is measured; pass distance=2 or distance='inf' as well.")
     if norm and context.coupling == "outputs":
@@ -210,10 +210,14 @@ def margins_in(context: Context, *, distance: int | float | str | None = None, l
             f"{context.why_coupled}: a sample's outputs depend on the whole batch, so it has no distance of its own; "
             "use batch_norm='eval' and a model without other ties between its samples."
         )
+    if not norm:  # units are rows of outputs that are there anyway
+        context = context.of_means
+        problem = context.problem
+    units = context.form.unit != form.unit
     with ranks.together():
         batches = context.batches.cut(context.batch_size)
         if context.batch_size is None and not context.whole:
-            batches.size = _batch_size(batches.first(1)[0], 256 if norm else 512)
+            batches.size = context.fitting(_batch_size(batches.first(1)[0], 256 if norm else 512))
     if batches.size is not None and not context.whole:
         batches.size = ranks.least(batches.size)
 
@@ -225,15 +229,18 @@ def margins_in(context: Context, *, distance: int | float | str | None = None, l
         """The batches of this rank, each with the number of its first sample."""
         for index, (inputs, targets) in enumerate(batches):
             start = sum(sizes)
-            sizes.append(len(targets))
-            fingerprint.update(inputs, targets)
+            made = 0
+            for some, labels in unit_batches(problem.loss, inputs, targets) if units else [(inputs, targets)]:
+                fingerprint.update(some, labels)
+                made += len(labels)
+            sizes.append(made)
             if ranks.takes(index):
                 yield start, *problem.place(inputs, targets)
 
-    looked = False
+    looked = several = False
 
     def begin(batch: tuple[int, Any, Tensor]) -> Callable[[], tuple[int, Tensor]]:
-        nonlocal looked
+        nonlocal looked, several
         start, inputs, targets = batch
         outputs, points = _linearised(problem, inputs, layer) if norm else (problem.outputs(problem.params, inputs), [])
         problem.checked(outputs, inputs, targets, start)
@@ -244,36 +251,76 @@ def margins_in(context: Context, *, distance: int | float | str | None = None, l
             elif norm:
                 check_derivatives(problem, inputs, targets, twice=False)
             looked = True
-        outputs, label = _classes(outputs, targets, start)
+        found = problem.loss.decisions(outputs, targets, start)
+        several |= found.counts is not None and not units
+        if norm and several:
+            raise InputError(
+                "a distance needs one decision for each sample, and here a sample makes one at every position or for "
+                "every label; measure single positions with unit='token', or leave out distance=."
+            )
         spread.update(points)
 
         def rest() -> tuple[int, Tensor]:
-            logits = outputs.detach().double()
-            part = [_signed(logits, label), *_softmax(logits, label), label[:, 0].double()]
+            part = _of_rows(found, units)
             if norm:
-                part.append(_distance(outputs, logits, label, points, _DUAL[norm], start))
-            return start, torch.stack(part, 1).cpu()
+                logits, label = found.logits.detach().double(), found.labels[:, None]
+                distance = _distance(found.logits, logits, label, points, _DUAL[norm], start)
+                part = torch.cat([part, distance[:, None]], 1)
+            return start, part.cpu()
 
         return rest
 
     with ranks.together(), problem.active(), torch.set_grad_enabled(bool(norm)):
         side_by_side(each(), begin, parts.append, at_a_time(problem.device) if norm else 1)
     ranks.same((sizes, str(fingerprint)), "their data or batches")
-    signed, softmax, gap, labels, *rest = ranks.joined(parts, sum(sizes), 5 if norm else 4).T.contiguous()
+    several = ranks.least(0 if several else 1) == 0
+    columns = ranks.joined(parts, sum(sizes), _COLUMNS + bool(norm)).T.contiguous()
+    signed, softmax, gap, labels, right, made, *rest = columns
     return Margins(
         output=signed.abs(),
         signed=signed,
         softmax=softmax,
         softmax_gap=gap,
-        correct=signed > 0,
+        correct=right == 1,
         targets=labels.long(),
         distance=rest[0] if norm else None,
         norm=norm,
         layer=layer or "",
         spread=spread.over(ranks).root() if norm else math.nan,
         fingerprint=str(fingerprint),
+        right=right if several else None,
+        decisions=made.long() if several else None,
+        unit=form.unit,
         notes=context.notes,
     )
+
+
+_COLUMNS = 6  # margin, softmax margin, gap, label, share of decisions that are right, their number
+_ROWS = 2**21  # logits that are looked at at once
+
+
+def share_right(found: Decisions) -> Tensor:
+    """The share of every sample's decisions that are right, (N,)."""
+    return _of_rows(found, False)[:, 4]
+
+
+def _of_rows(found: Decisions, alone: bool) -> Tensor:
+    """What is known of every sample, (N, columns): the means over its decisions, or each decision if `alone`."""
+    logits, labels = found.logits.detach(), found.labels[:, None]
+    size, pieces = max(1, _ROWS // logits.shape[1]), []
+    for k in range(0, max(1, len(logits)), size):
+        some, label = logits[k : k + size].double(), labels[k : k + size]
+        signed = _signed(some, label)
+        known = [signed, *_softmax(some, label), label[:, 0].double(), (signed > 0).double(), torch.ones_like(signed)]
+        pieces.append(torch.stack(known, 1))
+    rows = torch.cat(pieces)
+    if found.counts is None or alone:
+        return rows
+    sample = torch.arange(len(found.counts), device=rows.device).repeat_interleave(found.counts)
+    sums = rows.new_zeros(len(found.counts), rows.shape[1]).index_add_(0, sample, rows)
+    means = sums / found.counts[:, None]
+    means[:, 3], means[:, 5] = -1.0, found.counts.double()  # no label of its own
+    return means
 
 
 def _norm(distance: int | float | str | None) -> str:
@@ -289,22 +336,6 @@ def _batch_size(sample: Any, most: int) -> int:
     leaves = [leaf for leaf in tree_leaves(sample) if isinstance(leaf, Tensor)]
     size = sum(leaf.numel() * (1 if leaf.is_floating_point() else _TOKEN) for leaf in leaves)
     return max(1, min(most, _NUMBERS // max(1, size)))
-
-
-def _classes(outputs: Tensor, targets: Tensor, start: int) -> tuple[Tensor, Tensor]:
-    """Outputs (N, C ≥ 2), a single logit φ as (0, φ), and labels (N, 1); `start` is the number of the first sample."""
-    if outputs.ndim == 1 or outputs.shape[1:] == (1,):
-        targets = targets.reshape(-1, 1).double()
-        strange = (targets != 0) & (targets.abs() != 1)
-        if bool(strange.any()):
-            sample = int(strange[:, 0].nonzero()[0])
-            raise InputError(
-                f"margins of one output need labels 0 and 1, or -1 and 1, got {targets[sample].item():g} for sample "
-                f"{start + sample}; a regression has no margins."
-            )
-        outputs = outputs.reshape(-1, 1)
-        return torch.cat([torch.zeros_like(outputs), outputs], 1), (targets > 0).long()
-    return outputs, _checked("margins", outputs, targets, start)[1]
 
 
 def _linearised(problem: Problem, inputs: Any, layer: str | None) -> tuple[Tensor, list[Tensor]]:

@@ -69,7 +69,11 @@ def sample_traces(
     Args:
         model: Any `torch.nn.Module`; it is measured in eval mode and comes back untouched.
         data: A pair of tensors, a data set, a loader that does not shuffle, or re-iterable batches.
-        loss: A name, a `torch.nn` loss, or a callable that returns one value per sample.
+        loss: A name: "cross_entropy" (of one class a sample, or of one at every position of an image or a sequence;
+            soft labels too), "token_cross_entropy" (classes last), "causal_lm" (shifts by itself),
+            "binary_cross_entropy" (one logit or many labels), "squared_error", "huber", "poisson", "exponential"; the
+            `torch.nn` losses of these with their options; or a callable that returns one value per sample. With
+            positions a sample's loss is the mean over its own; `unit="token"` makes each position a sample.
         method: "auto" takes the best way there is. "exact" raises `NotExactError`, naming the operation in the way,
             where there is no exact one. "hutchinson" probes the whole trace. "pyhessian" repeats that package's
             stopping rule, which stops by luck: for comparison only.

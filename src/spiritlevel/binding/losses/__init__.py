@@ -6,7 +6,8 @@ cross entropy returns half the curvature, or none, once 1 − S_y is below machi
 of positive terms and stay right to rounding at any margin (mathematics 2.2).
 
 One file an idea: `base` what every loss offers, `scalars` of the softmax, `cross_entropy` of one choice or of one at
-every position, `elementwise` losses with a diagonal Hessian, `exponential`, `callables` of users, `resolving` names.
+every position, `units` single positions as samples, `elementwise` losses with a diagonal Hessian, `exponential`,
+`callables` of users, `resolving` names and losses of torch.
 """
 
 from spiritlevel.binding.losses.base import Decisions, Factor, Loss
@@ -16,6 +17,7 @@ from spiritlevel.binding.losses.elementwise import BinaryCrossEntropy, Elementwi
 from spiritlevel.binding.losses.exponential import Exponential
 from spiritlevel.binding.losses.resolving import NAMED, resolve
 from spiritlevel.binding.losses.scalars import aceht, confidence_gap, softmax_parts
+from spiritlevel.binding.losses.units import OfPositions, Unit, of_units, unit_batches
 
 __all__ = [
     "NAMED",
@@ -29,11 +31,15 @@ __all__ = [
     "Factor",
     "Huber",
     "Loss",
+    "OfPositions",
     "Poisson",
     "SquaredError",
     "TokenCrossEntropy",
+    "Unit",
     "aceht",
     "confidence_gap",
+    "of_units",
     "resolve",
     "softmax_parts",
+    "unit_batches",
 ]

@@ -8,6 +8,7 @@ more than once, however large the vocabulary.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterator
 from typing import ClassVar, NamedTuple
@@ -77,18 +78,34 @@ class CrossEntropy(Loss):
     ) -> None:
         self.weight, self.label_smoothing, self.ignore_index = weight, label_smoothing, ignore_index
         self.classes, self.weighted_mean = classes, weighted_mean
+        self.divisor: float | None = None  # in place of the number of a sample's own positions
 
     # ------------------------------------------------------------ outputs and targets
 
+    def axis(self, shape: torch.Size, positions: tuple[int, ...]) -> int:
+        """The dimension of the classes in outputs of this shape: 1, or the last one if told or if only that fits."""
+        if len(shape) <= 2 or self.classes in ("first", "last"):
+            return len(shape) - 1 if self.classes == "last" else 1
+        if not self.classes and positions == shape[2:] == shape[1:-1]:
+            raise InputError(
+                f"outputs of shape {tuple(shape)} may have their classes in dimension 1, as torch has, or in the last "
+                "one; say it: loss=torch.nn.CrossEntropyLoss() or loss='token_cross_entropy'."
+            )
+        return len(shape) - 1 if positions != shape[2:] and positions == shape[1:-1] else 1
+
     def _axis(self, outputs: Tensor, targets: Tensor) -> int:
-        """The dimension of the classes: 1 or the last one."""
-        if outputs.ndim <= 2 or self.classes == "first":
-            return 1
-        if self.classes == "last":
-            return outputs.ndim - 1
-        hard = not targets.is_floating_point()
-        fits_first = targets.shape[1:] == outputs.shape[2:]
-        return outputs.ndim - 1 if hard and not fits_first and targets.shape[1:] == outputs.shape[1:-1] else 1
+        if targets.is_floating_point():  # soft labels look like outputs
+            return outputs.ndim - 1 if self.classes == "last" and outputs.ndim > 1 else 1
+        return self.axis(outputs.shape, targets.shape[1:])
+
+    def per(self, positions: float) -> CrossEntropy:
+        """The same with the sum over a sample's positions divided by this number, and not by that of its own.
+
+        With the mean number of positions a sample, the mean over samples is one over all positions of the data.
+        """
+        other = copy.copy(self)
+        other.divisor, other.weighted_mean = positions, False
+        return other
 
     def rows(self, outputs: Tensor, targets: Tensor) -> Rows:
         """The outputs as rows of logits, with what each counts for."""
@@ -97,7 +114,8 @@ class CrossEntropy(Loss):
         logits = outputs.movedim(axis, -1).reshape(count, -1, classes)
         if targets.is_floating_point():
             soft = targets.movedim(axis, -1).reshape(count, -1, classes)
-            share = torch.full(soft.shape[:2], 1 / soft.shape[1], dtype=torch.float64, device=outputs.device)
+            each = 1 / (self.divisor or soft.shape[1])
+            share = torch.full(soft.shape[:2], each, dtype=torch.float64, device=outputs.device)
             return Rows(logits, soft.argmax(-1), soft, share)
         labels = targets.long().reshape(count, -1)
         if self.shifted:
@@ -106,6 +124,8 @@ class CrossEntropy(Loss):
         labels = torch.where(counted, labels, 0)
         if outputs.ndim == 2:  # the sample is what is counted
             return Rows(logits, labels, None, torch.ones_like(labels, dtype=torch.float64))
+        if self.divisor:
+            return Rows(logits, labels, None, counted.double() / self.divisor)
         total = counted.double()
         if self.weight is not None and self.weighted_mean:
             total = total * self._weights(outputs, classes)[labels]
@@ -143,7 +163,7 @@ class CrossEntropy(Loss):
                 f"{self.name}: the target of sample {start + int(ignored.nonzero()[0])} is the ignored label "
                 f"{self.ignore_index}, which leaves the sample out of the mean; leave it out of the data instead."
             )
-        class_targets(self.name, *outputs.shape, targets, start)
+        class_targets(self.name, outputs, targets, start)
         if self.weight is not None and self.weighted_mean:
             raise InputError(
                 "CrossEntropyLoss(weight=…, reduction='mean') divides by the sum of the weights of a batch, which "
@@ -173,18 +193,13 @@ class CrossEntropy(Loss):
                 f"{self.name} of outputs {tuple(outputs.shape)} needs one integer class for each position, "
                 f"{wanted}, got targets of shape {tuple(targets.shape)}."
             )
-        if not self.classes and outputs.shape[1:-1] == outputs.shape[2:]:
-            raise InputError(
-                f"outputs of shape {tuple(outputs.shape)} may have their classes in dimension 1, as torch has, or in "
-                "the last one; say it: loss=torch.nn.CrossEntropyLoss() or loss='token_cross_entropy'."
-            )
         labels = targets.long()
         counted = labels != self.ignore_index
         within(self.name, outputs.shape[axis], labels, counted, start)
         if self.shifted:
             counted = counted[:, 1:]
         empty = ~counted.reshape(len(targets), -1).any(1)
-        if bool(empty.any()):
+        if bool(empty.any()) and not self.divisor:
             raise InputError(
                 f"{self.name}: sample {start + int(empty.nonzero()[0])} has no label that counts, all are "
                 f"{self.ignore_index}{' behind the first' if self.shifted else ''}, so it has no loss; leave it out."

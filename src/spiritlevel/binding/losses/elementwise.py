@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Iterator
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -93,6 +94,10 @@ class Elementwise(Loss):
         total = rest.sum(1)
         vector = (rest / total.clamp_min(torch.finfo(torch.float64).tiny)[:, None]).sqrt_()
         yield total, vector.mul_(signs.reshape(vector.shape)).reshape(outputs.shape)
+
+
+def _no_margins(name: str) -> NoReturn:
+    raise InputError(f"the loss {name} foretells numbers, and a regression has no margins.")
 
 
 class BinaryCrossEntropy(Elementwise):
@@ -193,7 +198,7 @@ class SquaredError(Elementwise):
 
     def check(self, outputs: Tensor, targets: Tensor, start: int = 0) -> None:
         if self._are_classes(outputs, targets):
-            class_targets(self.name, *outputs.shape, targets, start)
+            class_targets(self.name, outputs, targets, start)
         elif math.prod(targets.shape[1:]) != math.prod(outputs.shape[1:]) or len(targets) != len(outputs):
             raise InputError(
                 f"{'MSELoss' if self.mean else 'squared_error'} needs targets like the outputs "
@@ -207,6 +212,12 @@ class SquaredError(Elementwise):
         if not self._are_classes(outputs, targets):
             return super()._like(outputs, targets)
         return (targets.long()[:, None] == torch.arange(outputs.shape[1], device=outputs.device)).to(outputs)
+
+    def prediction(self, outputs: Tensor, targets: Tensor) -> Tensor | None:
+        return None if self._are_classes(outputs, targets) else outputs
+
+    def decisions(self, outputs: Tensor, targets: Tensor, start: int = 0) -> Decisions:
+        return _no_margins(self.name) if self.mean or outputs.ndim > 2 else super().decisions(outputs, targets, start)
 
     def _value(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return 0.5 * (outputs - targets).square()
@@ -233,6 +244,12 @@ class Huber(Elementwise):
 
     def _factor(self, outputs: Tensor) -> float:
         return super()._factor(outputs) / (self.delta if self.smooth_l1 else 1.0)
+
+    def prediction(self, outputs: Tensor, targets: Tensor) -> Tensor | None:
+        return outputs
+
+    def decisions(self, outputs: Tensor, targets: Tensor, start: int = 0) -> Decisions:
+        return _no_margins(self.name)
 
     def _value(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return F.huber_loss(outputs, targets, reduction="none", delta=self.delta)
@@ -271,6 +288,12 @@ class Poisson(Elementwise):
 
     def values(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return super().values(outputs.double(), targets)  # float32 ends at exp(88)
+
+    def prediction(self, outputs: Tensor, targets: Tensor) -> Tensor | None:
+        return outputs.exp()
+
+    def decisions(self, outputs: Tensor, targets: Tensor, start: int = 0) -> Decisions:
+        return _no_margins(self.name)
 
     def _value(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return F.poisson_nll_loss(outputs, targets, log_input=True, full=self.full, reduction="none")
