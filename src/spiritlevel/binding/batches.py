@@ -178,7 +178,7 @@ class Batches:
         form: Form = PLAIN,
         units: OfPositions | None = None,
     ) -> None:
-        self.form, self.notes, self.units = form, list[str](), units
+        self.form, self.units, self.notes = form, units, list[str]()
         self.size, self.whole = None if size is None else whole_number(size, "batch_size", 1), whole
         if is_graph(data):
             data = [data]

@@ -220,8 +220,8 @@ class _Look:
             loss=self.problem.loss.name,
             fingerprint=str(self.fingerprint),
             wrt="input",
-            notes=notes,
             unit=self.problem.form.unit,
+            notes=notes,
             **fields,
         )
 

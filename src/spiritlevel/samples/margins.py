@@ -296,10 +296,10 @@ def margins_in(context: Context, *, distance: int | float | str | None = None, l
         layer=layer or "",
         spread=spread.over(ranks).root() if norm else math.nan,
         fingerprint=str(fingerprint),
-        notes=context.notes,
         right=right if several else None,
         decisions=made.long() if several else None,
         unit=form.unit,
+        notes=context.notes,
     )
 
 
