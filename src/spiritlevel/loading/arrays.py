@@ -13,8 +13,7 @@ from numpy.lib import format as npy
 from torch import Tensor
 
 from spiritlevel.binding.memory import available_memory
-from spiritlevel.errors import InputError
-from spiritlevel.loading.calling import named_error
+from spiritlevel.errors import InputError, named_error
 
 _PAIRS = (
     ("x", "y"),
