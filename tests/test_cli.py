@@ -252,22 +252,35 @@ def test_narrow_terminals_cut_no_number(monkeypatch: pytest.MonkeyPatch, capsys:
         assert max(map(len, shown.splitlines())) <= width
 
 
-def test_a_log_gets_a_line_a_minute_and_one_a_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_log_gets_a_line_every_ten_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     log, clock = io.StringIO(), [0]
     monkeypatch.setattr(sys, "stderr", log)
     monkeypatch.setattr("spiritlevel.cli.base.time.monotonic", lambda: clock[0])
     with base.ProgressBar() as progress:
-        for clock[0] in range(0, 200, 5):
+        for clock[0] in range(0, 25, 5):
             progress("training: loss 0.1", clock[0], 1000)
-        for clock[0] in range(200, 230, 5):
+        for clock[0] in range(200, 215, 5):
             progress("measuring", 0, 0)
     assert log.getvalue().splitlines() == [
         "spiritlevel: training: loss 0.1, 10 of 1,000 (10 s)",
-        "spiritlevel: training: loss 0.1, 70 of 1,000 (70 s)",
-        "spiritlevel: training: loss 0.1, 130 of 1,000 (2 min)",
-        "spiritlevel: training: loss 0.1, 190 of 1,000 (3 min)",
+        "spiritlevel: training: loss 0.1, 20 of 1,000 (20 s)",
+        "spiritlevel: measuring (3 min)",
         "spiritlevel: measuring (3 min)",
     ]
+
+
+def test_a_log_gets_lines_while_the_work_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    log = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", log)
+    monkeypatch.setattr(base.ProgressBar, "BETWEEN_LINES", 0.02)
+    with base.ProgressBar() as progress:
+        progress("a long product", 1, 3)
+        end = time.monotonic() + 20
+        while log.getvalue().count("\n") < 3 and time.monotonic() < end:
+            time.sleep(0.01)
+    lines = log.getvalue().splitlines()
+    assert len(lines) >= 3
+    assert {line[:40] for line in lines} == {"spiritlevel: a long product, 1 of 3 (0 s)"[:40]}
 
 
 def test_the_bar_begins_anew_where_other_things_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:

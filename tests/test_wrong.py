@@ -28,6 +28,7 @@ import spiritlevel as sl
 from spiritlevel import cli
 from spiritlevel.answers import measuring
 from spiritlevel.arguments import by_type, checked, names, number
+from spiritlevel.cli.measure import write_run
 from spiritlevel.errors import InputError, place_of
 from spiritlevel.loading import load_weights
 from spiritlevel.results import Result
@@ -236,6 +237,17 @@ def test_margins_that_no_axis_holds_are_refused() -> None:
     content["margins"]["signed"]["data"][0] = 1e308
     with pytest.raises(InputError, match=r"this is not a whole Report: margins beyond 1e\+30 cannot be drawn"):
         Result.from_json(json.dumps(content))
+
+
+def test_a_page_of_other_numbers_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A kill between two renames can leave numbers and page of different age."""
+    first, second = (report(24, pictured=4, name=name) for name in ("first", "second"))
+    write_run(first, tmp_path / "run")
+    assert cli.main(["report", str(tmp_path / "run"), "--out", str(tmp_path / "page.html")]) == 0
+    assert "does not fit" not in capsys.readouterr().err
+    second.to_json(tmp_path / "run" / "report.json")
+    assert cli.main(["report", str(tmp_path / "run"), "--out", str(tmp_path / "page.html")]) == 0
+    assert "report.html does not fit the numbers beside it" in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------- models of others

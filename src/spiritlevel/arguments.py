@@ -41,7 +41,7 @@ def number(
     Traceback (most recent call last):
     spiritlevel.errors.InputError: weight_decay must be a finite number of at least 0, got -1.
     """
-    if isinstance(value, numbers.Real) and not isinstance(value, bool):
+    if not isinstance(value, bool) and isinstance(value, numbers.Real):
         with contextlib.suppress(OverflowError):
             found = float(value)
             if (
@@ -123,7 +123,7 @@ def checked(function: F) -> F:
 def _hints(function: Callable[..., Any]) -> dict[str, Any]:
     """The declared types of a function's arguments; nothing is known of those that only a type checker imports."""
     space = getattr(inspect.unwrap(function), "__globals__", {})
-    found = {}
+    found: dict[str, Any] = {}
     for name, hint in function.__annotations__.items():
         with contextlib.suppress(NameError, AttributeError, TypeError):
             found |= typing.get_type_hints(types.SimpleNamespace(__annotations__={name: hint}), space)

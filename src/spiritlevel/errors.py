@@ -29,6 +29,7 @@ LARGEST_SEED = 4_000_000_000  # NumPy and scikit-learn end at 2³² − 1; the r
 
 _OWN = f"{Path(__file__).resolve().parent}{os.sep}"
 _PYTHON = f"{Path(os.__file__).resolve().parent}{os.sep}"
+_QUOTED = (str, bytes, numbers.Number, Mapping, Sequence, frozenset, set, os.PathLike)
 _QUOTES = ("'", '"')
 
 # What others call the losses that have a name here.
@@ -67,7 +68,7 @@ def whole_number(value: object, name: str, least: int | None = None, most: int |
     Traceback (most recent call last):
     spiritlevel.errors.InputError: batch_size must be a whole number of at least 1, got 0.
     """
-    if isinstance(value, numbers.Integral) and not isinstance(value, bool):
+    if not isinstance(value, bool) and isinstance(value, numbers.Integral):
         number = int(value)
         if (least is None or number >= least) and (most is None or number <= most):
             return number
@@ -86,8 +87,7 @@ def shown(value: object) -> str:
         return f"a {'tensor' if hasattr(value, 'requires_grad') else 'NumPy array'} of shape {shape}"
     if isinstance(value, type):
         return value.__name__
-    plain = str | bytes | numbers.Number | Mapping | Sequence | frozenset | set | os.PathLike | None
-    if not isinstance(value, plain):
+    if value is not None and not isinstance(value, _QUOTED):
         return f"an object of type {type(value).__name__}"
     try:
         text = " ".join(printable(repr(value)).split())

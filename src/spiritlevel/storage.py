@@ -25,6 +25,15 @@ from spiritlevel.errors import InputError
 _POLL_SECONDS = 0.2
 
 
+def fingerprint(text: str) -> str:
+    """Twelve letters that no other text has but by design.
+
+    >>> fingerprint("1.0"), fingerprint("1.1")
+    ('d0ff5974b6aa', '49ceecea0a2f')
+    """
+    return hashlib.sha256(text.encode("utf-8", "backslashreplace")).hexdigest()[:12]
+
+
 def write_atomically(path: str | Path, content: str | bytes) -> None:
     r"""Write `content` so that a reader sees the old file or the whole new one, never a part.
 

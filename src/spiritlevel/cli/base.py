@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import threading
 import time
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -59,17 +60,17 @@ class Seeded(Command):
 class ProgressBar:
     """A callable `(what, done, total)` that shows how far the work is.
 
-    On a terminal that is a bar, once the work has taken two seconds. Elsewhere, in a log, it is a line once a minute,
-    and one when a new step begins, but not within ten seconds of the last: quick work leaves no line.
+    On a terminal that is a bar, once the work has taken two seconds. Elsewhere, in a log, it is a line every ten
+    seconds, also while the work says nothing: quick work leaves no line, and none is taken for dead.
     """
 
     PATIENCE = 2.0
-    BETWEEN_STAGES = 10.0
-    WITHIN_A_STAGE = 60.0
+    BETWEEN_LINES = 10.0
 
     def __init__(self) -> None:
         self._begin = self._said = time.monotonic()
-        self._stage = ""
+        self._state: tuple[str, int, int] = ("", 0, 0)
+        self._over = threading.Event()
         self._bar: Progress | None = None
         self._total = 0
 
@@ -77,7 +78,8 @@ class ProgressBar:
         """Report progress; `total` is 0 where unknown."""
         if self._bar is None:
             if not sys.stderr.isatty():
-                self._log(what, done, total)
+                self._state = what, done, total
+                self._log()
                 return
             if time.monotonic() - self._begin < self.PATIENCE:
                 return
@@ -93,19 +95,26 @@ class ProgressBar:
             self._total = total
         self._bar.update(self._task, description=what, completed=done, total=total or None)
 
-    def _log(self, what: str, done: int, total: int) -> None:
-        now, stage = time.monotonic(), what.split(":")[0]
-        if now - self._said < (self.WITHIN_A_STAGE if stage == self._stage else self.BETWEEN_STAGES):
+    def _log(self) -> None:
+        now, (what, done, total) = time.monotonic(), self._state
+        if now - self._said < self.BETWEEN_LINES or not what:
             return
-        self._said, self._stage = now, stage
+        self._said = now
         seconds = round(now - self._begin)
         elapsed = f"{seconds} s" if seconds < 120 else f"{seconds // 60} min"
         say(f"{what}{f', {done:,} of {total:,}' if total else ''} ({elapsed})")
 
+    def _watch(self) -> None:
+        while not self._over.wait(self.BETWEEN_LINES / 10):
+            self._log()
+
     def __enter__(self) -> Self:
+        if not sys.stderr.isatty():
+            threading.Thread(target=self._watch, daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._over.set()
         if self._bar is not None:
             self._bar.stop()
 

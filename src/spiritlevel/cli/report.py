@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import warnings
 from dataclasses import dataclass
@@ -89,9 +90,26 @@ def _read(path: Path) -> Found | Comparison:
         kind = type(found).__name__
         article = "an" if kind[0] in "AEIOU" else "a"
         raise InputError(f"{file} holds {article} {kind}, and a page shows reports and comparisons.")
+    _compare_page(file)
     for note in notes:
         say(f"{file}: {note.message}")
     return found
+
+
+def _compare_page(file: Path) -> None:
+    """Say so if the page beside the numbers was made from others: a kill between two renames can leave such a pair."""
+    import re
+
+    from spiritlevel.storage import fingerprint
+
+    with contextlib.suppress(OSError):
+        with file.with_suffix(".html").open(encoding="utf-8", errors="replace") as stream:
+            head = stream.read(4000)
+        made_from = re.search(r'name="spiritlevel-numbers" content="([0-9a-f]{12})"', head)
+        if made_from and made_from[1] != fingerprint(file.read_text(encoding="utf-8").strip()):
+            say(
+                f"{file.with_suffix('.html')} does not fit the numbers beside it; `spiritlevel report` makes a new one."
+            )
 
 
 def _inner(file: Path) -> Any:

@@ -24,7 +24,7 @@ from spiritlevel.page.sections import report_sections
 from spiritlevel.page.several import comparison_sections, side_by_side
 from spiritlevel.results import Comparison, Report, Result
 from spiritlevel.results.training import SuspiciousSamples, TrainingCurves
-from spiritlevel.storage import cache_folder, write_atomically
+from spiritlevel.storage import cache_folder, fingerprint, write_atomically
 
 __all__ = ["notebook", "page"]
 # The page asks for nothing, and this line makes the browser see to it. Vega compiles its expressions: 'unsafe-eval'.
@@ -91,6 +91,7 @@ def page(*results: Result) -> str:
                 }
             ),
             version=__version__,
+            numbers=" ".join(fingerprint(result.to_json()) for result in results),
         )
     )
 

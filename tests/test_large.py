@@ -1,0 +1,130 @@
+"""Long and large: what grows linearly, and what does not grow at all."""
+
+from __future__ import annotations
+
+import time
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from reports import report
+from torch import nn
+
+import spiritlevel as sl
+from spiritlevel import cli
+from spiritlevel.measures import Setting
+from spiritlevel.measures.blocks import gauss_newton_blocks
+
+
+def deep(layers: int) -> nn.Module:
+    torch.manual_seed(0)
+    inner = [module for _ in range(layers) for module in (nn.Linear(4, 4), nn.ReLU())]
+    return nn.Sequential(*inner, nn.Linear(4, 3))
+
+
+DATA = torch.randn(8, 4, generator=torch.Generator().manual_seed(0)), torch.arange(8) % 3
+WAYS: dict[str, Callable[[nn.Module], Any]] = {
+    "trace": lambda model: sl.trace(model, DATA),
+    "landscape": lambda model: sl.landscape(model, DATA, directions="random", points=5),
+    "margins": lambda model: sl.margins(model, DATA),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_time_is_linear_in_the_depth(way: str) -> None:
+    """Four times as deep takes about four times as long; it was twelve times, and would be sixteen if quadratic."""
+
+    def seconds(layers: int) -> float:
+        model, begin = deep(layers), time.process_time()
+        WAYS[way](model)
+        return time.process_time() - begin
+
+    seconds(10)  # what libraries do on their first call
+    ratios = []
+    for _ in range(3):  # others use the machine, too
+        ratios.append(seconds(400) / seconds(100))
+        if ratios[-1] < 8:
+            return
+    raise AssertionError(f"4 times the layers took {min(ratios):.1f} times as long")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+def test_five_thousand_layers_and_ten_thousand_tensors(way: str) -> None:
+    found = WAYS[way](deep(5000))
+    if way == "trace":
+        assert found.exact
+
+
+def test_factors_of_many_classes_are_taken_one_at_a_time() -> None:
+    """N·C² numbers would be 8 bytes × 200 × 300² = 144 MB here; the outputs alone are half a megabyte."""
+    torch.manual_seed(0)
+    net, data = nn.Linear(5, 300), (torch.randn(200, 5), torch.arange(200))
+    setting = Setting(net, data)
+    setting.check()
+    assert setting.classes == 300  # and what is found on the way is there
+    sizes: list[int] = []
+    inner = setting.problem.loss.factors
+
+    def counted(outputs: Any, targets: Any) -> Any:
+        alive: list[Any] = []
+        for scale, vector in inner(outputs, targets):
+            alive.append(torch.multiprocessing.reductions.StorageWeakRef(vector.untyped_storage()))
+            sizes.append(sum(not each.expired() for each in alive))
+            yield scale, vector
+            del vector
+
+    setting.problem.loss.factors = counted  # type: ignore[method-assign]
+    gauss_newton_blocks(setting, ["weight"])
+    assert max(sizes) <= 4
+
+
+def test_blocks_do_not_depend_on_how_many_samples_are_taken_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    net, data = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 3)).double(), (torch.randn(7, 3), DATA[1][:7])
+    whole = gauss_newton_blocks(Setting(net, data), ["2.weight"])["2.weight"]
+    monkeypatch.setattr("spiritlevel.measures.blocks._OUTPUTS", 6)
+    cut = gauss_newton_blocks(Setting(net, data), ["2.weight"])["2.weight"]
+    assert torch.allclose(whole.diagonal, cut.diagonal, rtol=1e-12)
+    assert torch.allclose(whole.relative, cut.relative, rtol=1e-12)
+
+
+def test_resampled_quantiles_take_no_table_of_all_resamples() -> None:
+    """It was 999 numbers of 8 bytes for every sample."""
+    torch.manual_seed(0)
+    net, data = nn.Linear(4, 3), (torch.randn(4000, 4), torch.arange(4000) % 3)
+    other = nn.Linear(4, 3)
+    sl.compare(net, other, data, measures=["margin_q50"], audit=False)
+    tracemalloc.start()
+    sl.compare(net, other, data, measures=["margin_q50"], audit=False)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 999 * 4000 * 8 / 3
+
+
+@pytest.mark.slow
+def test_a_page_of_two_hundred_runs(tmp_path: Path) -> None:
+    kept = report(200, pictured=4)
+    folders = []
+    for number in range(200):
+        folders.append(tmp_path / f"run{number}")
+        folders[-1].mkdir()
+        kept.to_json(folders[-1] / "report.json")
+    assert cli.main(["report", *map(str, folders), "--out", str(tmp_path / "page.html")]) == 0
+    assert (tmp_path / "page.html").read_text().count("run199") >= 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_million_samples() -> None:
+    """Through `measure`, with every measure that it takes by default and every part."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(10, 16), nn.ReLU(), nn.Linear(16, 3))
+    inputs = torch.randn(1_000_000, 10)
+    targets = net(inputs).argmax(1)
+    found = sl.measure(net, (inputs, targets))
+    assert found.fits["train"].samples == 1_000_000
+    assert set(found.left_out) == {"pictures"}
