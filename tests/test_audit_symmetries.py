@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import zoo
 from torch import Tensor, nn
 from zoo_transformers import CLASSES, Gated, OneAttention, sequences, transformer, vectors
 
@@ -23,9 +24,21 @@ Data = tuple[Tensor, Tensor]
 # exact ones of every kind, and a few of each other status
 FEW = (
     "fisher_rao_norm", "empirical_fisher_trace", "relative_flatness", "layer_scaled_trace", "weight_norm", "path_norm",
-    "margin_mean", "mean_aceht", "input_distance", "hidden_margin_median", "adaptive_sharpness_l2",
+    "signal_sharpness", "margin_mean", "mean_aceht", "input_distance", "hidden_margin_median", "adaptive_sharpness_l2",
     "adaptive_sharpness_average", "normalised_sharpness",
 )  # fmt: skip
+
+
+class Recurrent(nn.Module):
+    """An LSTM, of whose inside nothing is known, and two layers behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(2, 3, batch_first=True)
+        self.inner, self.head = nn.Linear(3, 4), nn.Linear(4, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.inner(self.lstm(x.unflatten(1, (3, 2)))[0][:, -1]).relu())
 
 
 def small(name: str) -> tuple[nn.Module, Data]:
@@ -42,6 +55,10 @@ def small(name: str) -> tuple[nn.Module, Data]:
     elif name == "grouped":
         net = nn.Sequential(nn.Conv2d(2, 4, 3, groups=2), nn.ReLU(), nn.Flatten(), nn.Linear(16, CLASSES))
         inputs = torch.randn(12, 2, 4, 4, dtype=torch.float64)
+    elif name == "residual":
+        net, inputs = zoo.Residual(), vectors(12)
+    elif name == "lstm":
+        net, inputs = Recurrent(), vectors(12)
     elif name == "gated":
         net, inputs = Gated(), vectors(12)
     elif name == "attention":
@@ -58,6 +75,8 @@ HAS = {
     "batch norm": {"fold_batchnorm", "scale_before_batchnorm", "shift_norm_gain", "shift_logits", "permute_units"},
     "prelu": {"rescale_layers", "shift_logits", "split_units", "permute_units"},
     "grouped": {"rescale_channels", "shift_logits", "permute_units"},
+    "residual": {"shift_logits", "shift_norm_gain", "split_units", "permute_units"},
+    "lstm": {"rescale_layers", "rescale_channels", "shift_logits", "split_units", "permute_units"},
     "gated": {"scale_gate", "shift_logits", "split_units", "permute_units"},
     "attention": {"mix_heads", "mix_linear", "shift_attention_biases", "shift_logits", "permute_units"},
     "bert": {"mix_heads", "shift_attention_biases", "shift_logits", "split_units", "permute_units"},
