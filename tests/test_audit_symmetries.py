@@ -178,17 +178,17 @@ def test_one_row_added_to_every_row_of_the_last_layer_moves_what_weighs_by_size(
         shifted[2].weight += 2 * torch.randn(32, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
         apart = net(data[0]).softmax(1) - shifted(data[0]).softmax(1)
     assert float(apart.abs().max()) < 1e-12
-    least = {
-        "adaptive_sharpness_l2": 10.0,
-        "adaptive_sharpness_average": 5.0,
-        "pac_bayes_magnitude": 5.0,
-        "path_norm": 2.0,
+    seen = {  # on another network of this kind
+        "adaptive_sharpness_l2": 68.0,
+        "adaptive_sharpness_average": 18.0,
+        "pac_bayes_magnitude": 16.0,
+        "path_norm": 4.0,
     }
-    for name, factor in least.items():
+    for name, factor in seen.items():
         before, after = (MEASURES[name](each, data).value for each in (net, shifted))
-        assert after > factor * before, name
+        assert factor / 4 < after / before < factor * 4, name
         assert "shift_logits" not in MEASURES[name].invariant_to
-    for name in ("trace", "fisher_rao_norm", "relative_flatness", "margin_mean", "mean_aceht"):
+    for name in ("trace", "fisher_rao_norm", "relative_flatness", "signal_sharpness", "margin_mean", "mean_aceht"):
         before, after = (MEASURES[name](each, data).value for each in (net, shifted))
         assert after == pytest.approx(before, rel=1e-9), name
 

@@ -41,13 +41,14 @@ class _Moments:
 
     def plus(self, other: _Moments, sign: int = 1) -> _Moments:
         """The sums over the places of both, which have one origin; or without those of the other."""
-        tensors = (
-            mine + sign * theirs
-            for mine, theirs in zip(
-                (self.total, self.squares, self.slopes), (other.total, other.squares, other.slopes), strict=True
-            )
+        return _Moments(
+            self.origin,
+            self.total + sign * other.total,
+            self.squares + sign * other.squares,
+            self.slopes + sign * other.slopes,
+            self.places + sign * other.places,
+            self.samples + sign * other.samples,
         )
-        return _Moments(self.origin, *tensors, self.places + sign * other.places, self.samples + sign * other.samples)
 
     @property
     def covariance(self) -> Tensor:
