@@ -26,6 +26,7 @@ from growth import growth
 from harness import FULL, SMOKE, Row, Scale
 from operators import operators
 from per_sample import per_sample
+from probes import probes
 from recorder import recorder
 from report import reports
 from spectra import spectra
@@ -34,6 +35,7 @@ from spiritlevel.storage import write_atomically
 
 PARTS: dict[str, Callable[[Scale], list[Row]]] = {
     "per-sample": per_sample,
+    "probes": probes,
     "operators": operators,
     "spectra": spectra,
     "audit": audits,

@@ -19,7 +19,7 @@ def test_smoke(tmp_path: Path) -> None:
     parts = json.loads((tmp_path / "rows.json").read_text())
     rows = [row for part in parts.values() for row in part["rows"]]
     assert {"exact / forward pass", "Hessian product / gradient"} <= {row["what"] for row in rows}
-    areas = "per-sample traces", "operators", "trace of a data set", "spectral density", "growth"
+    areas = "per-sample traces", "probes", "operators", "trace of a data set", "spectral density", "growth"
     assert all(any(row["area"].startswith(area) for row in rows) for area in areas)
     measured = [row for row in rows if row["value"] is not None]
     assert all(row["value"] >= 0 for row in measured)

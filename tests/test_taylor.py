@@ -6,16 +6,21 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import naive
 import pytest
 import torch
 import zoo
 import zoo_transformers
+from conftest import Untouched
 from test_operations import CALLS, CASES, draw
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
+import spiritlevel as sl
 from spiritlevel.binding.problem import Problem
+from spiritlevel.samples import collapsing
+from spiritlevel.samples.collapsing import members_of
 from spiritlevel.samples.probing import along_reverse, probe
 from spiritlevel.watching import taylor_rules
 from spiritlevel.watching.operations import Operation
@@ -190,3 +195,201 @@ def test_terms_of_networks_are_those_of_autograd(make: Callable[[], tuple[nn.Mod
     torch.testing.assert_close(firsts, torch.stack([each[1] for each in wanted]), rtol=1e-10, atol=1e-10)
     sums = torch.stack([each[2] for each in wanted]).unflatten(0, (2, 2)).sum(1)
     torch.testing.assert_close(seconds, sums, rtol=1e-10, atol=1e-10 * float(sums.abs().max()))
+
+
+# ---------------------------------------------------------------- traces
+
+
+def slowly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No rule for anything: the path of one probe after the other."""
+
+    def nothing(*_: Any) -> Any:
+        raise Untaught("nobody may")
+
+    monkeypatch.setattr(collapsing, "taped", nothing)
+
+
+def of_transformer(name: str, count: int = 5) -> tuple[nn.Module, tuple[Tensor, Tensor]]:
+    model, inputs = zoo_transformers.transformer(name)
+    classes = model(inputs[:1]).shape[1]
+    return model, (inputs[:count], torch.arange(count) % classes)
+
+
+@pytest.mark.parametrize(
+    ("name", "probes"),
+    [("bert", 6), ("gpt, tied", 5), ("llama, complex, gqa", 6), ("vit", 64), ("torch, post-norm", 32)],
+)
+def test_the_same_probes_give_the_same_traces_as_one_after_the_other(
+    name: str, probes: int, monkeypatch: pytest.MonkeyPatch, untouched: Untouched
+) -> None:
+    model, batch = of_transformer(name, 3)
+    with untouched(model):
+        quick = sl.sample_traces(model, batch, method="hutchinson", probes=probes, seed=3)
+    assert not quick.notes
+    slowly(monkeypatch)
+    slow = sl.sample_traces(model, batch, method="hutchinson", probes=probes, seed=3)
+    assert any("one probe after the other, because nobody may" in note for note in slow.notes)
+    torch.testing.assert_close(quick.values, slow.values, rtol=1e-10, atol=1e-10)
+    assert slow.draws is not None
+    assert quick.draws is not None
+    members = members_of(probes)
+    assert (quick.draws.shape[1], quick.dof) == (probes // members, probes // members - 1)
+    assert (slow.draws.shape[1], slow.dof) == (probes, probes - 1)
+    grouped = slow.draws.unflatten(1, (-1, members)).mean(2)
+    torch.testing.assert_close(quick.draws, grouped, rtol=1e-9, atol=1e-9)
+    error = grouped.std(1) / grouped.shape[1] ** 0.5
+    torch.testing.assert_close(quick.stderr, error, rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize("loss", ["cross_entropy", "squared_error", "exponential", "callable"])
+def test_traces_of_a_transformer_are_those_of_its_dense_hessians(loss: str) -> None:
+    torch.manual_seed(0)
+    model = zoo_transformers.settled(zoo_transformers.OneAttention(change="capped"))
+    inputs = zoo_transformers.sequences(4)
+    batch = inputs, torch.tensor([0, 1, 2, 1])
+    given: Any = loss
+    if loss == "callable":
+        given = lambda outputs, targets: F.cross_entropy(outputs, targets, reduction="none")  # noqa: E731
+    found = sl.sample_traces(model, batch, loss=given, method="hutchinson", probes=640)
+    truth = naive.total_traces(model, *batch, **({} if loss in ("cross_entropy", "callable") else {"loss": loss}))
+    assert found.dof == 159
+    assert not found.notes
+    assert bool(((found.values - truth).abs() < 4.5 * found.stderr).all())
+    total = found.mean()
+    assert abs(total.value - float(truth.mean())) < 4 * total.stderr
+
+
+def test_layers_by_probes_inside_of_them() -> None:
+    """The diagonal blocks, each by probes that move its parameter alone."""
+    model, batch = of_transformer("llama, no positions", 2)
+    some = [name for name, _ in model.named_parameters()][:4]
+    found = sl.sample_traces(model, batch, params=some, method="hutchinson", probes=400, per_layer=True)
+    torch.testing.assert_close(torch.stack([*found.layers.values()]).sum(0), found.values, rtol=1e-10, atol=1e-10)
+    truth = naive.block_traces(model, *batch, params=some)
+    for name, values in found.layers.items():
+        alone = sl.sample_traces(model, batch, params=[name], method="hutchinson", probes=400)
+        assert bool(((values - truth[name]).abs() < 5 * alone.stderr + 1e-10).all())
+
+
+def test_the_remainder_of_a_split_uses_the_terms(monkeypatch: pytest.MonkeyPatch) -> None:
+    make, shape, _ = zoo.PROBED["tanh conv"]
+    model, batch = zoo.randomised(make()), zoo.sample_data(shape, 6)
+    quick = sl.sample_traces(model, batch, probes=64)
+    assert quick.method == "gauss-newton + remainder"
+    assert quick.dof == 15
+    slowly(monkeypatch)
+    slow = sl.sample_traces(model, batch, probes=64)
+    torch.testing.assert_close(quick.values, slow.values, rtol=1e-10, atol=1e-10)
+
+
+def test_groups_of_a_relative_error() -> None:
+    make, shape, _ = zoo.PROBED["tied"]
+    model, batch = zoo.randomised(make()), zoo.sample_data(shape, 8)
+    few = sl.sample_traces(model, batch, method="hutchinson", rel_err=10.0)
+    assert few.dof == 15  # the pilot alone: 16 groups of one
+    many = sl.sample_traces(model, batch, method="hutchinson", rel_err=0.05)
+    assert many.probes is not None
+    count = int(many.probes[0])
+    assert count % 4 == 0
+    assert count > 64
+    assert many.dof == count // 4 - 1
+    again = sl.sample_traces(model, batch, method="hutchinson", probes=count)
+    torch.testing.assert_close(many.stderr, again.stderr, rtol=1e-10, atol=1e-12)
+
+
+# ---------------------------------------------------------------- where there is no rule
+
+
+class Unknown(nn.Module):
+    """An operation that nobody taught, in every batch or behind a threshold only."""
+
+    def __init__(self, above: float = -1.0) -> None:
+        super().__init__()
+        self.first, self.last, self.above = nn.Linear(6, 4), nn.Linear(4, 3), above
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x).tanh()
+        if float(x.abs().max()) > self.above:
+            hidden = torch.special.bessel_j0(hidden) if self.above < 0 else torch.lgamma(hidden + 3)
+        return self.last(hidden)
+
+
+def test_an_operation_without_a_rule_is_named(untouched: Untouched) -> None:
+    model = zoo.randomised(Unknown(above=0.0))
+    batch = zoo.sample_data(zoo.FLAT, 6)
+    with untouched(model):
+        found = sl.sample_traces(model, batch, method="hutchinson", probes=64)
+    assert any("'lgamma' has no rule" in note for note in found.notes)
+    assert found.dof == 63
+    truth = naive.total_traces(model, *batch)
+    assert bool(((found.values - truth).abs() < 5 * found.stderr).all())
+
+
+def test_an_operation_of_a_later_batch() -> None:
+    """The groups stay, the batch is measured in the other way, and the note says from where on."""
+    model = zoo.randomised(Unknown(above=50.0))
+    inputs, targets = zoo.sample_data(zoo.FLAT, 12)
+    inputs[9] *= 100
+    found = sl.sample_traces(model, (inputs, targets), method="hutchinson", probes=256, batch_size=4)
+    assert [note for note in found.notes if "from sample 8 on" in note and "'lgamma'" in note]
+    assert found.dof == 63
+    whole = [naive.total_traces(model, inputs[k : k + 4], targets[k : k + 4]) for k in (0, 4, 8)]
+    assert bool(((found.values - torch.cat(whole)).abs() < 5 * found.stderr + 1e-8).all())
+
+
+def test_other_operations_of_a_later_batch_are_compared_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Branching(Unknown):
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = self.first(x).tanh()
+            return self.last(hidden.sigmoid() if float(x.abs().max()) > 50 else hidden)
+
+    counted = []
+    compare = collapsing.Prober._compare
+    monkeypatch.setattr(collapsing.Prober, "_compare", lambda *args: counted.append(1) or compare(*args))
+    inputs, targets = zoo.sample_data(zoo.FLAT, 12)
+    inputs[9] *= 100
+    model = zoo.randomised(Branching())
+    found = sl.sample_traces(model, (inputs, targets), method="hutchinson", probes=4, batch_size=4)
+    assert not found.notes
+    assert len(counted) == 2
+
+
+def test_a_wrong_rule_is_found_at_run_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bend that is off by one per cent, on a network in float32."""
+    model, batch = of_transformer("bert", 4)
+    model = model.float()
+    right = taylor_rules.Terms.bent
+    monkeypatch.setattr(taylor_rules.Terms, "bent", lambda self, rows, bend: right(self, rows, 1.01 * bend))
+    found = sl.sample_traces(model, batch, method="hutchinson", probes=4)
+    assert any("disagree with autograd" in note for note in found.notes)
+
+
+def test_terms_in_pieces_of_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few bytes: one sample at a time, one group at a time; the values stay, and what does not fit at all is said."""
+    model, batch = of_transformer("gpt", 4)
+    whole = sl.sample_traces(model, batch, method="hutchinson", probes=64)
+    tapes = []
+    monkeypatch.setattr(collapsing, "taped", lambda *args: tapes.append(args) or taped(*args))
+    pieces = sl.sample_traces(model, batch, method="hutchinson", probes=64, batch_size=4, memory="250kB")
+    assert len(tapes) > 5
+    assert not pieces.notes
+    torch.testing.assert_close(pieces.values, whole.values, rtol=1e-10, atol=1e-10)
+    tight = sl.sample_traces(model, batch, method="hutchinson", probes=64, batch_size=4, memory="150kB")
+    assert any("memory does not hold" in note for note in tight.notes)
+    torch.testing.assert_close(tight.values, whole.values, rtol=1e-10, atol=1e-10)
+
+
+def test_float32_agrees_with_float64() -> None:
+    """Two products in the place of three lose nothing, at widths where they are taken."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Flatten(), nn.Linear(192, 192), nn.GELU(), nn.Linear(192, 192), nn.GELU(), nn.Linear(192, 3)
+    )
+    inputs, targets = torch.randn(150, 192), torch.arange(150) % 3
+    with torch.no_grad():
+        model[1].weight *= 30  # factors of other sizes
+        model[3].weight /= 30
+    coarse = sl.sample_traces(model, (inputs, targets), method="hutchinson", probes=4)
+    fine = sl.sample_traces(model.double(), (inputs.double(), targets), method="hutchinson", probes=4)
+    assert not coarse.notes
+    assert float((coarse.values - fine.values).norm() / fine.values.norm()) < 2e-5

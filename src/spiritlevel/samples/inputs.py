@@ -66,8 +66,8 @@ def input_curvature(
         reading: `target=`, `batch=`, `output=`, `unit=`, `batches=`: how batches and outputs are read, and what a
             sample is; see `Reading`.
 
-    Cost: *exact* C−1 backward and two forward passes; else about 4 forward passes a probe. References: Moosavi-Dezfooli
-    et al. 2019, arXiv:1811.09716; mathematics 4.9.
+    Cost: *exact* C−1 backward and two forward passes; else two to four forward passes a probe. References:
+    Moosavi-Dezfooli et al. 2019, arXiv:1811.09716; mathematics 4.9.
 
     >>> net = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 2))
     >>> found = input_curvature(net, (torch.rand(5, 3), torch.tensor([0, 1, 1, 0, 1])))

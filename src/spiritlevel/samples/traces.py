@@ -83,7 +83,8 @@ def sample_traces(
             rest, k + 1 backward passes in all: unbiased, for many classes. The square of its stderr is on average at
             least the variance, but comes from the same one draw: it makes an interval of the mean over many samples
             (`SampleTraces.mean`), and none of a single sample's trace.
-        probes: Random probes for what is estimated, 64 by default. All samples share them.
+        probes: Random probes for what is estimated, 64 by default. All samples share them. Up to four make a group,
+            of which only the mean is known: errors come from the spread of at least 16 groups.
         rel_err: Instead of `probes`: the wanted relative standard error of the *mean*; a pilot of 16 probes fixes
             their number, then all are run.
         params: Names, prefixes or globs of the parameters to measure; all that require grad by default.
@@ -98,7 +99,8 @@ def sample_traces(
         reading: `target=`, `batch=`, `output=`, `unit=`, `batches=`: how batches and outputs are read, and what a
             sample is; see `Reading`.
 
-    Cost: *exact* C−1 backward passes and one forward pass; *hutchinson* about 4 forward passes a probe.
+    Cost: *exact* C−1 backward passes and one forward pass; *hutchinson* two to four forward passes a probe by Taylor
+    terms, which need memory for five copies of the parameters, and some ten where an operation has no rule (a note).
     References: paper A, section 3; Hutchinson 1990, doi:10.1080/03610919008812866; mathematics 2 and 4.
 
     >>> net = nn.Sequential(nn.Flatten(), nn.Linear(64, 16), nn.ReLU(), nn.Linear(16, 10))
