@@ -161,7 +161,9 @@ def check_writable(path: Path, option: str = "--json") -> None:
 
 def check_folder(folder: Path) -> None:
     """Refuse a place for a run before the work is done, not after."""
+    a_file = False
     with contextlib.suppress(OSError, ValueError):  # the next check says what is wrong with the name
-        if folder.exists() and not folder.is_dir():
-            raise InputError(f"--out needs a folder, and {str(folder)!r} is a file.")
+        a_file = folder.exists() and not folder.is_dir()
+    if a_file:
+        raise InputError(f"--out needs a folder, and {str(folder)!r} is a file.")
     check_writable(folder / "report.html", "--out")
