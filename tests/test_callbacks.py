@@ -1,6 +1,6 @@
 """Trackers and recorders in the real trainers: Hugging Face's and Lightning's, in one process and in two.
 
-The file is also the program that the processes of a training run: `python test_callbacks.py KIND FOLDER [STEPS]`.
+The file is also the program that the processes of a training run: `python test_callbacks.py KIND FOLDER`.
 """
 
 from __future__ import annotations
@@ -332,35 +332,34 @@ def test_lightning_resumes_the_record_and_the_rows(tmp_path: Path) -> None:
 
 
 def hugging_face_rank(folder: Path) -> dict[str, Any]:
+    plain = trainer_of(folder, numbered=False)
+    plain.train()
     trainer = trainer_of(folder)
     recorder = sl.Recorder(SAMPLES, path=folder / "record")
     callback = watched(trainer, points(), recorder, every=2, share=math.inf, samples=16, path=folder / "rows.csv")
-    if folder.name == "without":
-        trainer.remove_callback(callback)
-        watched(trainer, recorder=sl.Recorder(SAMPLES))
     trainer.train()
-    return told(callback, recorder, trainer.model, trainer.args.process_index)
+    return told(callback, trainer.args.process_index, plain.model, trainer.model)
 
 
 def lightning_rank(folder: Path) -> dict[str, Any]:
-    recorder, model = sl.Recorder(SAMPLES, path=folder / "record"), module_of()
+    plain, model, recorder = module_of(says=False), module_of(), sl.Recorder(SAMPLES, path=folder / "record")
     callback = sl.lightning_callback(
         points(), recorder=recorder, every=2, share=math.inf, samples=16, path=folder / "rows.csv"
     )
-    watching = [] if folder.name == "without" else [callback]
-    trainer = lightning_of(folder, *watching, devices=2, strategy="ddp", use_distributed_sampler=True)
+    lightning_of(folder, devices=2, strategy="ddp").fit(plain, loader())
+    trainer = lightning_of(folder, callback, devices=2, strategy="ddp")
     trainer.fit(model, loader())
-    return told(callback, recorder, model, trainer.global_rank)
+    return told(callback, trainer.global_rank, plain, model)
 
 
-def told(callback: Any, recorder: sl.Recorder, model: nn.Module, rank: int) -> dict[str, Any]:
+def told(callback: Any, rank: int, plain: nn.Module, model: nn.Module) -> dict[str, Any]:
     rows = None if callback.tracker is None else [row["step"] for row in callback.tracker.rows]
-    return {"rank": rank, "rows": rows, "seen": recorder.frame()["seen"].to_list(), "weights": weights(model).tolist()}
+    found = {"weights": weights(model).tolist(), "without": weights(plain).tolist()}
+    return {"rank": rank, "rows": rows, "seen": callback.recorder.frame()["seen"].to_list(), **found}
 
 
 def two(kind: str, folder: Path) -> list[dict[str, Any]]:
     """The words of two processes of one training."""
-    folder.mkdir()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
@@ -371,7 +370,7 @@ def two(kind: str, folder: Path) -> list[dict[str, Any]]:
         command = [sys.executable, "-W", "ignore", __file__, kind, str(folder)]
         processes.append(subprocess.Popen(command, env={**os.environ, **where}, stderr=subprocess.PIPE, text=True))
     try:
-        errors = [process.communicate(timeout=250)[1] for process in processes]
+        errors = [process.communicate(timeout=280)[1] for process in processes]
     finally:
         for process in processes:
             process.kill()
@@ -383,16 +382,15 @@ def two(kind: str, folder: Path) -> list[dict[str, Any]]:
 @pytest.mark.integrations
 @pytest.mark.parametrize("kind", ["hugging_face", "lightning"])
 def test_two_processes_train_as_without_and_record_every_sample_once(kind: str, tmp_path: Path) -> None:
-    first, second = two(kind, tmp_path / "with")
-    assert first["weights"] == second["weights"]
+    first, second = two(kind, tmp_path)
+    assert first["weights"] == second["weights"] == first["without"]
     assert first["rows"] == [2, 4, 6]
     assert second["rows"] is None, "the first process measures"
     assert [a + b for a, b in zip(first["seen"], second["seen"], strict=True)] == [EPOCHS] * SAMPLES
     assert sum(first["seen"]) == sum(second["seen"]), "each its own half"
-    files = sorted(file.name for file in (tmp_path / "with" / "record").iterdir())
+    files = sorted(file.name for file in (tmp_path / "record").iterdir())
     assert files == ["samples-0.safetensors", "samples-1.safetensors"]
-    assert sl.Recorder.load(tmp_path / "with" / "record").frame()["seen"].to_list() == [EPOCHS] * SAMPLES
-    assert two(kind, tmp_path / "without")[0]["weights"] == first["weights"]
+    assert sl.Recorder.load(tmp_path / "record").frame()["seen"].to_list() == [EPOCHS] * SAMPLES
 
 
 # ---------------------------------------------------------------- without the packages
