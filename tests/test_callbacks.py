@@ -1,10 +1,11 @@
 """Trackers and recorders in the real trainers: Hugging Face's and Lightning's, in one process and in two.
 
-The file is also the program that the processes of a training run: `python test_callbacks.py KIND FOLDER [STEPS]`.
+The file is also the program that the processes of a training run: `python test_callbacks.py KIND FOLDER`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import json
 import math
@@ -23,7 +24,6 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import spiritlevel as sl
-from spiritlevel.answers import callbacks
 
 SAMPLES, BATCH, EPOCHS = 48, 8, 2
 
@@ -154,23 +154,21 @@ def test_hugging_face_measures_the_batch_of_the_step_in_mixed_precision(tmp_path
 
 @pytest.mark.integrations
 def test_hugging_face_resumes_the_record_and_the_rows(tmp_path: Path) -> None:
+    from transformers import TrainerCallback
+
     def run(folder: Path, steps: int, resume: bool) -> tuple[Any, sl.Recorder]:
         trainer = trainer_of(folder, save_strategy="steps", save_steps=4, save_total_limit=1)
         recorder = sl.Recorder(SAMPLES, path=folder / "record")
         callback = watched(trainer, points(), recorder, every=2, share=math.inf, path=folder / "rows.csv", samples=16)
-        if steps < 12:
 
-            class Stop(type(callback)):  # type: ignore[misc]
-                def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-                    if state.global_step == steps:
-                        raise KeyboardInterrupt
+        class Stop(TrainerCallback):  # type: ignore[misc]
+            def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+                if state.global_step == steps < 12:
+                    raise KeyboardInterrupt
 
-            trainer.add_callback(Stop(trainer, callbacks._Watch(None, sl.Recorder(1), {})))
-        try:
+        trainer.add_callback(Stop())
+        with contextlib.suppress(KeyboardInterrupt):
             trainer.train(resume_from_checkpoint=resume)
-        except KeyboardInterrupt:
-            for handle in callback._handles:
-                handle.remove()
         return callback, recorder
 
     whole, expected = run(tmp_path / "whole", 12, False)
@@ -187,7 +185,7 @@ def test_hugging_face_reports_to_tensorboard(tmp_path: Path, monkeypatch: pytest
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "board"))
-    trainer = trainer_of(tmp_path, report_to="tensorboard")
+    trainer = trainer_of(tmp_path, numbered=False, report_to="tensorboard")
     callback = watched(trainer, points(), every=6, share=math.inf, quantities="loss")
     trainer.train()
     board = EventAccumulator(str(tmp_path / "board"))
@@ -207,10 +205,11 @@ def test_hugging_face_refusals(tmp_path: Path) -> None:
     watched(trainer, recorder=sl.Recorder(SAMPLES))
     with pytest.raises(sl.InputError, match="the batches have no key 'id'"):
         trainer.train()
-    smoothed = trainer_of(tmp_path, label_smoothing_factor=0.1)
-    watched(smoothed, recorder=sl.Recorder(SAMPLES))
+    other = trainer_of(tmp_path)
+    other.compute_loss_func = lambda outputs, labels, **_: F.cross_entropy(outputs["logits"], labels)
+    watched(other, recorder=sl.Recorder(SAMPLES))
     with pytest.raises(sl.InputError, match="the batches that reach the model have no key 'labels'"):
-        smoothed.train()
+        other.train()
 
 
 # ---------------------------------------------------------------- Lightning
@@ -333,35 +332,34 @@ def test_lightning_resumes_the_record_and_the_rows(tmp_path: Path) -> None:
 
 
 def hugging_face_rank(folder: Path) -> dict[str, Any]:
+    plain = trainer_of(folder, numbered=False)
+    plain.train()
     trainer = trainer_of(folder)
     recorder = sl.Recorder(SAMPLES, path=folder / "record")
     callback = watched(trainer, points(), recorder, every=2, share=math.inf, samples=16, path=folder / "rows.csv")
-    if folder.name == "without":
-        trainer.remove_callback(callback)
-        watched(trainer, recorder=sl.Recorder(SAMPLES))
     trainer.train()
-    return told(callback, recorder, trainer.model, trainer.args.process_index)
+    return told(callback, trainer.args.process_index, plain.model, trainer.model)
 
 
 def lightning_rank(folder: Path) -> dict[str, Any]:
-    recorder, model = sl.Recorder(SAMPLES, path=folder / "record"), module_of()
+    plain, model, recorder = module_of(says=False), module_of(), sl.Recorder(SAMPLES, path=folder / "record")
     callback = sl.lightning_callback(
         points(), recorder=recorder, every=2, share=math.inf, samples=16, path=folder / "rows.csv"
     )
-    watching = [] if folder.name == "without" else [callback]
-    trainer = lightning_of(folder, *watching, devices=2, strategy="ddp", use_distributed_sampler=True)
+    lightning_of(folder, devices=2, strategy="ddp").fit(plain, loader())
+    trainer = lightning_of(folder, callback, devices=2, strategy="ddp")
     trainer.fit(model, loader())
-    return told(callback, recorder, model, trainer.global_rank)
+    return told(callback, trainer.global_rank, plain, model)
 
 
-def told(callback: Any, recorder: sl.Recorder, model: nn.Module, rank: int) -> dict[str, Any]:
+def told(callback: Any, rank: int, plain: nn.Module, model: nn.Module) -> dict[str, Any]:
     rows = None if callback.tracker is None else [row["step"] for row in callback.tracker.rows]
-    return {"rank": rank, "rows": rows, "seen": recorder.frame()["seen"].to_list(), "weights": weights(model).tolist()}
+    found = {"weights": weights(model).tolist(), "without": weights(plain).tolist()}
+    return {"rank": rank, "rows": rows, "seen": callback.recorder.frame()["seen"].to_list(), **found}
 
 
 def two(kind: str, folder: Path) -> list[dict[str, Any]]:
     """The words of two processes of one training."""
-    folder.mkdir()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
@@ -371,7 +369,12 @@ def two(kind: str, folder: Path) -> list[dict[str, Any]]:
         where |= {"LOCAL_RANK": str(rank), "NODE_RANK": "0", "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
         command = [sys.executable, "-W", "ignore", __file__, kind, str(folder)]
         processes.append(subprocess.Popen(command, env={**os.environ, **where}, stderr=subprocess.PIPE, text=True))
-    errors = [process.communicate(timeout=250)[1] for process in processes]
+    try:
+        errors = [process.communicate(timeout=280)[1] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
     assert not any(process.returncode for process in processes), "\n".join(errors)
     return sorted((json.loads(file.read_text()) for file in folder.glob("told-*")), key=lambda each: each["rank"])
 
@@ -379,23 +382,22 @@ def two(kind: str, folder: Path) -> list[dict[str, Any]]:
 @pytest.mark.integrations
 @pytest.mark.parametrize("kind", ["hugging_face", "lightning"])
 def test_two_processes_train_as_without_and_record_every_sample_once(kind: str, tmp_path: Path) -> None:
-    first, second = two(kind, tmp_path / "with")
-    assert first["weights"] == second["weights"]
+    first, second = two(kind, tmp_path)
+    assert first["weights"] == second["weights"] == first["without"]
     assert first["rows"] == [2, 4, 6]
     assert second["rows"] is None, "the first process measures"
     assert [a + b for a, b in zip(first["seen"], second["seen"], strict=True)] == [EPOCHS] * SAMPLES
     assert sum(first["seen"]) == sum(second["seen"]), "each its own half"
-    files = sorted(file.name for file in (tmp_path / "with" / "record").iterdir())
+    files = sorted(file.name for file in (tmp_path / "record").iterdir())
     assert files == ["samples-0.safetensors", "samples-1.safetensors"]
-    assert sl.Recorder.load(tmp_path / "with" / "record").frame()["seen"].to_list() == [EPOCHS] * SAMPLES
-    assert two(kind, tmp_path / "without")[0]["weights"] == first["weights"]
+    assert sl.Recorder.load(tmp_path / "record").frame()["seen"].to_list() == [EPOCHS] * SAMPLES
 
 
 # ---------------------------------------------------------------- without the packages
 
 
 def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    for package in ("transformers", "lightning", "lightning.pytorch"):
+    for package in ("transformers", "lightning"):
         monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(sl.InputError, match=r"needs transformers, .* pip install 'spiritlevel\[integrations\]'"):
         sl.hugging_face_callback(None)

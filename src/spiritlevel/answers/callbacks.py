@@ -18,16 +18,16 @@ from spiritlevel.errors import InputError, needs
 __all__ = ["hugging_face_callback", "lightning_callback"]
 
 _NO_IDS = (
-    "the batches have no key 'id', so a Recorder cannot tell whose logits it sees; train on Recorder.numbered(data) with "
-    "TrainingArguments(remove_unused_columns=False) and a collator that keeps ids."
+    "the batches have no key 'id', so a Recorder cannot tell whose logits it sees; train on Recorder.numbered(data) "
+    "with TrainingArguments(remove_unused_columns=False) and a collator that keeps ids."
 )
 _NO_LABELS = (
     "the batches that reach the model have no key 'labels', so a Recorder cannot judge its logits; leave the labels "
-    "among the model's inputs (no label smoothing by the trainer)."
+    "among the model's inputs (no label smoothing and no loss function of the trainer's)."
 )
 _NO_LOGITS = (
-    "training_step must return a dict with 'loss', 'logits', 'targets' and 'ids' for a Recorder; 'ids' are places in the "
-    "training data, as Recorder.numbered(data) hands them out."
+    "training_step must return a dict with 'loss', 'logits', 'targets' and 'ids' for a Recorder; 'ids' are places in "
+    "the training data, as Recorder.numbered(data) hands them out."
 )
 
 
@@ -139,6 +139,7 @@ class _HuggingFace:
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **others: Any) -> None:
         ranks = args.process_index, args.world_size
         self.watch.begin(model, _bare(others.get("optimizer")), _Log(self._log), state.global_step, ranks)
+        self._let_go()
         if self.recorder is not None or self.watch.data is None:
             before = model.register_forward_pre_hook(self._before, with_kwargs=True)
             self._handles = [before, model.register_forward_hook(self._after, with_kwargs=True)]
@@ -155,10 +156,14 @@ class _HuggingFace:
         self.watch.keep()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        self._let_go()
+        self.watch.keep()
+
+    def _let_go(self) -> None:
+        """Take the hooks off; one that was interrupted has left them."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
-        self.watch.keep()
 
     def _keep_if_due(self, control: Any) -> None:
         if control.should_save:
@@ -181,7 +186,7 @@ class _HuggingFace:
         if self.watch.busy or not module.training:
             return
         labels = kwargs.get("labels")
-        self._batch = {name: value for name, value in kwargs.items() if name in _inputs(kwargs)}, labels
+        self._batch = _inputs(kwargs), labels
         if self.recorder is None:
             return
         if self._ids is None:
@@ -192,11 +197,10 @@ class _HuggingFace:
         self.recorder.record(logits, labels, self._ids, step=self.trainer.state.global_step)
 
 
-def _inputs(kwargs: Mapping[str, Any]) -> set[str]:
+def _inputs(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """What of a call are inputs: neither labels nor the trainer's own numbers."""
-    return {
-        name for name, value in kwargs.items() if name not in ("labels", "num_items_in_batch") and value is not None
-    }
+    others = ("labels", "num_items_in_batch")
+    return {name: value for name, value in kwargs.items() if name not in others and value is not None}
 
 
 def lightning_callback(data: Any = None, *, recorder: Recorder | None = None, **options: Any) -> Any:
@@ -222,8 +226,8 @@ def lightning_callback(data: Any = None, *, recorder: Recorder | None = None, **
     Cost: that of `Tracker` and of `Recorder`.
     """
     with needs("a callback for Lightning"):
-        from lightning.pytorch import Callback
-    return type("SpiritlevelCallback", (_Lightning, Callback), {})(_Watch(data, recorder, options))
+        from lightning import pytorch as lightning
+    return type("SpiritlevelCallback", (_Lightning, lightning.Callback), {})(_Watch(data, recorder, options))
 
 
 class _Lightning:
