@@ -248,6 +248,80 @@ def test_zeros_that_no_weight_moves_are_no_kinks() -> None:
     assert not sl.sample_traces(black, (0 * data[0], data[1])).notes
 
 
+class Residual(nn.Module):
+    """relu(x + branch(x)) as in a ResNet; the gain of the branch's last norm may begin at zero."""
+
+    def __init__(self, gain: float) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv2d(3, 3, 3, padding=1, bias=False), nn.Conv2d(3, 3, 3, padding=1, bias=False)
+        self.norms = nn.ModuleList([nn.BatchNorm2d(3), nn.BatchNorm2d(3)])
+        nn.init.constant_(self.norms[1].weight, gain)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(x + self.norms[1](self.last(torch.relu(self.norms[0](self.first(x))))))
+
+
+@pytest.mark.parametrize("gain", [0.0, 1e-3])
+def test_a_residual_network_whose_branches_begin_at_zero_sits_on_kinks(gain: float) -> None:
+    """Where the shortcut is cut off, what goes into the next ReLU is exactly 0 and moves with the branch's gain."""
+    torch.manual_seed(0)
+    head = nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(3, 3)
+    net = nn.Sequential(nn.Conv2d(1, 3, 3), nn.ReLU(), Residual(gain), Residual(gain), *head)
+    traces = sl.sample_traces(net, (torch.randn(20, 1, 8, 8), torch.arange(20) % 3))
+    assert traces.exact
+    assert [note[:37] for note in traces.notes] == ["100% of the samples looked at sit exa"] * (gain == 0)
+
+
+def test_the_share_is_that_of_the_samples_on_a_kink() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3))
+    nn.init.zeros_(net[0].bias)
+    inputs = torch.randn(20, 6)
+    inputs[:10] = 0  # there a fresh network is given its bias of 0
+    (note,) = sl.sample_traces(net, (inputs, torch.arange(20) % 3)).notes
+    assert note.startswith("40% of the samples")
+
+
+def test_zeros_that_come_and_go_or_that_nobody_reads_are_no_kinks() -> None:
+    """Of 4000 units some are cut off by so little that a step of the weights brings them back."""
+    torch.manual_seed(0)
+    data = torch.randn(20, 6), torch.arange(20) % 3
+    wide = nn.Sequential(nn.Linear(6, 4000), nn.ReLU(), nn.ReLU(), nn.Linear(4000, 3))
+    pooled = nn.Sequential(nn.Linear(6, 4000), nn.ReLU(), nn.AvgPool1d(4), nn.ReLU(), nn.Linear(1000, 3))
+    unread = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3))
+    with torch.no_grad():
+        unread[0].weight[0], unread[0].bias[0], unread[2].weight[:, 0] = 0, 0, 0
+    for net in (wide, pooled, unread):
+        assert not sl.sample_traces(net, data, passes=0).notes
+
+
+def test_padding_that_is_masked_or_ignored_is_no_kink() -> None:
+    """A padded token is embedded as 0, and layers without bias keep it there."""
+
+    class Padded(nn.Module):
+        def __init__(self, masked: bool) -> None:
+            super().__init__()
+            self.words, self.masked = nn.Embedding(5, 4, padding_idx=0), masked
+            self.a, self.b = nn.Linear(4, 6), nn.Linear(6, 3)
+            nn.init.zeros_(self.a.bias)
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            hidden = torch.relu(self.a(self.words(tokens)))
+            if not self.masked:
+                return self.b(hidden)
+            return self.b((hidden * (tokens != 0)[..., None]).sum(1))
+
+    torch.manual_seed(0)
+    tokens = torch.randint(1, 5, (12, 4))
+    tokens[:, 2:] = 0
+    labels = torch.randint(0, 3, (12, 4))
+    ignored = torch.where(tokens == 0, -100, labels)
+    assert not sl.sample_traces(Padded(True), (tokens, labels[:, 0])).notes
+    assert not sl.sample_traces(Padded(False), (tokens, ignored)).notes
+    (note,) = sl.sample_traces(Padded(False), (tokens, labels)).notes  # the loss reads them
+    assert note.startswith("100% of the samples")
+
+
 def test_a_model_that_runs_only_undifferentiated_is_refused_in_one_sentence() -> None:
     """Parts of a split may not be written to while autograd watches: it was torch's bare exception."""
 

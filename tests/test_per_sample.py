@@ -458,7 +458,7 @@ class MixesSamples(nn.Module):
         (nn.Linear(6, 1), lambda x, y: (x, y), {}, "use loss='binary_cross_entropy'"),
         (nn.Linear(6, 3).requires_grad_(False), lambda x, y: (x, y), {}, "no parameter that requires grad"),
         (nn.Unflatten(1, (2, 3)), lambda x, y: (x, y), {}, "has no parameters"),
-        (nn.Sequential(nn.Linear(6, 6), nn.Unflatten(1, (2, 3))), lambda x, y: (x, y), {}, r"\(samples, outputs\)"),
+        (nn.Sequential(nn.Linear(6, 6), nn.Unflatten(1, (2, 3))), lambda x, y: (x, y), {}, "class for each pos"),
         (MixesSamples(), lambda x, y: (x, y), {}, "depends on the other samples"),
         (nn.Linear(6, 3), lambda x, y: (x, y), {"method": "exat"}, "did you mean 'exact'"),
         (nn.Linear(6, 3), lambda x, y: (x, y), {"loss": "cross-entropy"}, "did you mean 'cross_entropy'"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import naive
@@ -295,3 +296,58 @@ def test_float32_stays_right_for_confident_tokens() -> None:
     precise = sl.sample_traces(model, (TEXT, labels), loss=case.loss, unit="token")
     rough = sl.sample_traces(model.float(), (TEXT, labels), loss=case.loss, unit="token")
     assert torch.allclose(rough.values, precise.values, rtol=1e-3, atol=0)
+
+
+QUALITY = {
+    "tagger": "accuracy, of positions",
+    "segmentation": "accuracy, of positions",
+    "many labels": "accuracy, of labels",
+    "soft labels": "accuracy",
+    "one number": "R²",
+    "counts": "R²",
+}
+
+
+@pytest.mark.parametrize("name", QUALITY)
+def test_reports_and_pages_say_what_makes_sense(name: str, untouched: Any, tmp_path: Path) -> None:
+    """All default measures run or say in a sentence why not; no percentage is NaN."""
+    case = CASES[name]
+    with untouched(case.model):
+        report = sl.measure(case.model, case.data, test=case.data, loss=case.loss, parts=["audit"])
+    assert report.fits["train"].quality()[0] == report.fits["test"].quality()[0] == QUALITY[name]
+    report.to_html(tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text()
+    for text in (str(report), page[page.index("<body") :]):
+        assert "nan%" not in text.lower()
+        assert "nan %" not in text.lower()
+    undefined = [row for row in report.rows if row.kind == "undefined"]
+    for reason in [*report.left_out.values(), *(row.value.reason for row in undefined)]:
+        assert reason.endswith(".")
+        assert "\n" not in reason
+    values = {row.name: row.value.value for row in report.rows}
+    wanted = case.of_samples().diagonal(dim1=1, dim2=2).sum(1).mean().item()
+    assert values["trace"] == pytest.approx(wanted, rel=1e-9)
+    assert math.isnan(values["margin_mean"]) == (QUALITY[name] == "R²")
+
+
+def test_r_squared_is_that_of_scikit_learn() -> None:
+    r2_score = pytest.importorskip("sklearn.metrics").r2_score
+    case = CASES["one number"]
+    report = sl.measure(case.model, case.data, loss=case.loss, measures=["path_norm"], parts=())
+    found = report.fits["train"].r_squared
+    assert found is not None
+    assert found.value == pytest.approx(r2_score(case.data[1].numpy(), case.model(case.data[0]).detach().numpy()))
+
+
+def test_models_of_tokens_are_compared_and_tracked() -> None:
+    case, other = CASES["tagger"], seeded(lambda: Tagger()).requires_grad_()
+    with torch.no_grad():
+        other.head.bias += 0.5
+    for unit in ("sample", "token"):
+        found = sl.compare(case.model, other, case.data, loss=case.loss, unit=unit, measures=["trace"], audit=False)
+        accuracy = next(row for row in found.rows if row.name == "accuracy")
+        assert ("share of a sample's decisions" in accuracy.meaning) == (unit == "sample")
+        tracker = sl.Tracker(case.model, case.data, every=1, loss=case.loss, unit=unit, quantities=["loss", "margins"])
+        row = tracker.measure()
+        right = sl.margins(case.model, case.data, loss=case.loss, unit=unit).shares.mean().item()
+        assert row["accuracy"] == pytest.approx(right)

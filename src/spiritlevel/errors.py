@@ -33,6 +33,12 @@ _OTHER_NAMES = {
     "softmax": "cross_entropy",
     "bce": "binary_cross_entropy",
     "logistic": "binary_cross_entropy",
+    "bce_with_logits": "binary_cross_entropy",
+    "multilabel": "binary_cross_entropy",
+    "lm": "causal_lm",
+    "language_model": "causal_lm",
+    "smooth_l1": "huber",
+    "poisson_nll": "poisson",
 }
 
 

@@ -94,7 +94,7 @@ def measure(
         model: any module.
         train: the data to measure: a pair of tensors, a data set, a loader that does not shuffle, or batches.
         test: other data, for accuracy, loss and margins.
-        loss: a name, a `torch.nn` loss or a callable.
+        loss: a name, a `torch.nn` loss or a callable; see `sample_traces`.
         measures: names of `measures.MEASURES`, "all", or the default set.
         parts: which of "audit", "spectrum", "landscape", "pictures" to add; all unless given.
         samples: measure a random subset of so many; intervals then hold the value on all of the data, and where none

@@ -142,16 +142,20 @@ class Context:
             units=loss if isinstance(loss, OfPositions) else None,
         )
 
-    @functools.cached_property
+    @property
     def of_means(self) -> Self:
         """The same, in the way in which means over samples are cheapest.
 
         Where single positions are samples, their sequences are not taken apart: each counts for as many samples as it
         has positions, so the mean over the data is the same. Other than means it must not be asked for.
         """
+        return self if self._undivided is None else self._undivided
+
+    @functools.cached_property
+    def _undivided(self) -> Self | None:  # not itself: an object that holds itself outlives its use
         batches, loss = self.batches, self.problem.loss
         if batches.units is None or not isinstance(loss, OfPositions) or batches.taken_apart:
-            return self
+            return None
         other = self.on(self.data)
         other.form = dataclasses.replace(self.form, unit="sample")
         other.problem = copy.copy(self.problem)

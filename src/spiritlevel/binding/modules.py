@@ -72,3 +72,10 @@ def state_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def memory_of(tensor: Tensor) -> int:
     """The address of a tensor's memory; a sparse one has several, of which its own identity stands for all."""
     return tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided else -id(tensor)
+
+
+def bytes_of(tensor: Tensor) -> int:
+    """The bytes of a tensor's numbers; of a sparse one of those that it holds, and their places."""
+    if tensor.layout == torch.strided:
+        return tensor.nbytes
+    return (tensor._nnz() if tensor.is_sparse else tensor.values().numel()) * (tensor.element_size() + 16)

@@ -21,6 +21,7 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_leaves, tree_map
 
 from spiritlevel.binding import losses
+from spiritlevel.binding.batches import resized
 from spiritlevel.binding.graphs import Rows
 from spiritlevel.binding.modules import measurable, state_of, to_eval_mode
 from spiritlevel.binding.parameters import Params, depth, select_parameters
@@ -94,6 +95,7 @@ class Problem:
         self._keeps = False
         self._reads_by_name = False  # whether it reads its parameters as attributes, once that is known
         self._draws = False
+        self._part: Any = None  # of what the model returns, once it is known which are the outputs
         self.reverse_only = False  # set where the model turns out to have no forward derivatives
         self.facts: dict[Any, Any] = {}  # what was found out about the model once and for all, by those who need it
         self._active = False
@@ -103,6 +105,11 @@ class Problem:
     def size(self) -> int:
         """The number of measured parameters."""
         return sum(tensor.numel() for tensor in self.params.values())
+
+    @property
+    def rounding(self) -> float:
+        """To which part of their size the model rounds its values on the way, where that is coarser than its type."""
+        return float(self.facts.get("rounding", 0.0))
 
     def inherit(self, other: Problem) -> None:
         """Take over what is known about another problem, if only the values of parameters and buffers differ."""
@@ -177,21 +184,12 @@ class Problem:
         moving = [*params.values(), *(leaf for leaf in _leaves(inputs) if isinstance(leaf, Tensor))]
         detached = not self._reads_by_name and not torch.is_grad_enabled() and plain
         detached = detached and not any(tensor.requires_grad for tensor in moving)
-        args: tuple[Any, ...] = ()
-        kwargs: dict[str, Any] = {}
-        if isinstance(inputs, Rows):
-            args = inputs.graph.arguments(self.device, self.dtype)
-        elif isinstance(inputs, Mapping) and not self.form.takes.takes_one_dict(inputs):
-            kwargs = dict(inputs)
-        elif isinstance(inputs, tuple | list):
-            args = tuple(inputs)
-        else:
-            args = (inputs,)
+        args, kwargs = self._arguments(inputs)
         try:
             with Elementary(), keeps as changed, torch.enable_grad() if detached else contextlib.nullcontext():
                 result = functional_call(self.model, {**constants, **params}, args, kwargs)
                 self._keeps |= changed()
-        except (RuntimeError, ValueError, TypeError, IndexError) as error:
+        except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:
             if "mutate a captured Tensor" in str(error) and self._overwrites is False:
                 self._overwrites = True  # in this batch, if not in the first one
                 return self._outputs(params, given)
@@ -200,17 +198,14 @@ class Problem:
                     f"the model {type(self.model).__name__} reads the memory of a tensor in its forward (as .numpy() "
                     "does), which has none while it is differentiated; write that part in operations of torch."
                 ) from error
-            if before is None or not self._has_data or isinstance(error, InputError | torch.OutOfMemoryError):
+            guarded = first_line(error).startswith("Guard failed")  # a program of torch.export says of other shapes
+            known = isinstance(error, InputError | torch.OutOfMemoryError)
+            if known or not (guarded or (before is not None and self._has_data)):
                 raise
             shapes = ", ".join(str(tuple(leaf.shape)) for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor))
-            reason = first_line(error) + _lacks(self.model, inputs)
-            if self._half and "dtype" in reason:
-                reason += (
-                    " (models of half precision are measured as a float32 copy, and this one turns its values into "
-                    "another type inside; turn them into that of its weights, x.to(self.weight.dtype))"
-                )
             raise _CannotRun(
-                f"the model {type(self.model).__name__} fails on inputs of shape {shapes}: {reason}."
+                f"the model {type(self.model).__name__} fails on inputs of shape {shapes}: {first_line(error)}"
+                f"{self._remark(error)}{_lacks(self.model, inputs)}."
             ) from error
         if plain:
             copies = _leaves(inputs)
@@ -222,8 +217,9 @@ class Problem:
             self._check_own_parameters()
         if before is not None:
             self._draws = before != random_states(self.device)
-        leaves = [leaf for leaf in _leaves(inputs) if isinstance(leaf, Tensor) and leaf.ndim]
-        result = self.form.outputs(result, len(leaves[0]) if leaves else 0)
+        if plain and self._part is None:
+            self._part = self._only_part(result, params, given)
+        result = self.form.outputs(result, self._part)
         if isinstance(inputs, Rows):
             result = result[inputs.rows]
         if detached and result.requires_grad:
@@ -234,6 +230,43 @@ class Problem:
             )
         self._reads_by_name |= detached
         return result
+
+    def _only_part(self, result: Any, params: Params, inputs: Any) -> Any:
+        """The key or number of the one part of a model's result that has a row for every sample; None without doubt.
+
+        Other parts may have as many rows by chance, as many layers as there are samples, say: the model is run again on
+        one sample more.
+        """
+        leaves = [leaf for leaf in _leaves(inputs) if isinstance(leaf, Tensor) and leaf.ndim]
+        if not leaves or not (found := self.form.candidates(result, len(leaves[0]))):
+            return None
+        if len(found) > 1:
+            more = len(leaves[0]) + 1
+            args, kwargs = self._arguments(resized(inputs, more))
+            with torch.no_grad(), Elementary():
+                again = functional_call(self.model, {**self.constants, **params}, args, kwargs)
+            found = [key for key in found if key in self.form.candidates(again, more)]
+        return found[0] if len(found) == 1 else None
+
+    def _arguments(self, inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What the model is called with."""
+        if isinstance(inputs, Rows):
+            return inputs.graph.arguments(self.device, self.dtype), {}
+        if isinstance(inputs, Mapping) and not self.form.takes.takes_one_dict(inputs):
+            return (), dict(inputs)
+        return tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,), {}
+
+    def _remark(self, error: Exception) -> str:
+        """What may be behind an error of the model, in brackets."""
+        reason = first_line(error)
+        if reason.startswith("Guard failed"):
+            return " (it was exported for inputs of one shape; export it with dynamic_shapes= for batches of any size)"
+        if self._half and "dtype" in reason:
+            return (
+                " (models of half precision are measured as a float32 copy, and this one turns its values into another "
+                "type inside; turn them into that of its weights, x.to(self.weight.dtype))"
+            )
+        return ""
 
     def _check_own_parameters(self) -> None:
         """Raise `InputError` if a forward pass has changed the point at which the model is measured."""

@@ -208,8 +208,8 @@ class Form:
             )
         return Rows(rows, Shared(graph, wanted if as_parts else ())), targets[rows.to(targets.device)]
 
-    def outputs(self, result: Any, count: int) -> Tensor:
-        """The outputs in what a model returned for so many samples."""
+    def outputs(self, result: Any, part: str | int | None = None) -> Tensor:
+        """The outputs in what a model returned; `part` of it where nothing else says which."""
         if callable(self.output):
             found = self.output(result)
             if not isinstance(found, Tensor):
@@ -217,20 +217,24 @@ class Form:
             return found
         if self.output is not None:
             return self._named(result, self.output)
-        if isinstance(result, Tensor):
-            return result
-        found = result.get("logits") if isinstance(result, Mapping) else getattr(result, "logits", None)
-        if isinstance(found, Tensor):
+        found = _logits(result)
+        if found is not None:
             return found
-        items = list(result.values()) if isinstance(result, Mapping) else result
-        fitting = [item for item in items if _has(item, count)] if isinstance(items, tuple | list) else []
-        if len(fitting) == 1:
-            return fitting[0]
+        if part is not None:
+            return self._named(result, part)
         raise InputError(
             f"the model must return a tensor or something with logits, it returned {said(result)}; say with output= "
             "which part of it to measure: a key, a number, or a function. A model that returns its loss alone is "
             "measured by that with output=, loss=lambda value, targets: value and batches='fixed'."
         )
+
+    def candidates(self, result: Any, count: int) -> list[Any]:
+        """The keys or numbers of the parts that may be the outputs for so many samples, where nothing says which."""
+        if self.output is not None or _logits(result) is not None:
+            return []
+        items: Iterable[tuple[Any, Any]] = result.items() if isinstance(result, Mapping) else ()
+        items = enumerate(result) if isinstance(result, tuple | list) else items
+        return [key for key, item in items if _has(item, count)]
 
     @staticmethod
     def _named(result: Any, name: str | int) -> Tensor:
@@ -255,6 +259,13 @@ class Form:
 
 
 PLAIN = Form()
+
+
+def _logits(result: Any) -> Tensor | None:
+    if isinstance(result, Tensor):
+        return result
+    found = result.get("logits") if isinstance(result, Mapping) else getattr(result, "logits", None)
+    return found if isinstance(found, Tensor) else None
 
 
 def _has(item: Any, count: int) -> bool:

@@ -15,6 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from spiritlevel.binding.batches import Batches, picked
 from spiritlevel.binding.context import Context
+from spiritlevel.binding.coupling import check_independence
 from spiritlevel.errors import InputError
 from spiritlevel.estimators import Operator
 from spiritlevel.measures.blocks import Block, gauss_newton_blocks
@@ -83,7 +84,10 @@ class Setting(Context):
             check_derivatives(self.problem, *self.first(64), twice=False)
         with self.problem.active(), torch.no_grad():
             for inputs, targets in self.each():
-                self.problem.checked(self.problem.outputs(self.problem.params, inputs), inputs, targets, start)
+                outputs = self.problem.outputs(self.problem.params, inputs)
+                self.problem.checked(outputs, inputs, targets, start)
+                if not start and not self.whole:
+                    check_independence(self.problem, inputs, outputs)
                 start += len(targets)
 
     def losses_at(self, theta: Tensor) -> Tensor:
@@ -265,8 +269,8 @@ class Setting(Context):
                     raise InputError("this measure needs samples that make one decision each, between classes.")
                 outputs, labels = found.logits, found.labels
                 rows.append((inputs.reshape(len(labels), -1).cpu(), outputs.cpu(), labels.cpu()))
-        found = tuple(torch.cat(column) for column in zip(*rows, strict=True))
-        return found[0], found[1], found[2]
+        columns = tuple(torch.cat(column) for column in zip(*rows, strict=True))
+        return columns[0], columns[1], columns[2]
 
     @functools.cached_property
     def calls(self) -> list[Call]:

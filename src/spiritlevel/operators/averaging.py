@@ -24,7 +24,7 @@ from spiritlevel.binding.batches import Batches, Fingerprint, is_pair_of_tensors
 from spiritlevel.binding.context import Context
 from spiritlevel.binding.cores import at_a_time, batches_that_fit, even_size, side_by_side
 from spiritlevel.binding.coupling import check_independence
-from spiritlevel.binding.modules import memory_of
+from spiritlevel.binding.modules import bytes_of, memory_of
 from spiritlevel.binding.parameters import as_leaves, nearby
 from spiritlevel.errors import InputError
 from spiritlevel.estimators import Operator
@@ -355,7 +355,8 @@ class MeanMatrix:
         products /= largest  # whose squares may be too small for a number
         difference = abs(float(products[0] @ pair[1]) - float(products[1] @ pair[0]))
         size = float(torch.linalg.vector_norm(products, dim=1).max())
-        if difference <= (1e-2 if self.problem.dtype == torch.float32 else 1e-6) * size:
+        tolerance = 1e-2 if self.problem.dtype == torch.float32 else 1e-6
+        if difference <= max(tolerance, _ROUNDING * self.problem.rounding) * size:
             return
         changes = [other.double() / largest - products for other in elsewhere()]
         if difference > _ROUNDING * median(float(torch.linalg.vector_norm(change, dim=1).max()) for change in changes):
@@ -415,7 +416,7 @@ def _activation_bytes(context: Context) -> tuple[int, int]:
     def note(tensor: Tensor) -> Tensor:
         pointer = memory_of(tensor)
         if pointer not in own:
-            saved[pointer] = max(saved.get(pointer, 0), tensor.nbytes)
+            saved[pointer] = max(saved.get(pointer, 0), bytes_of(tensor))
         return tensor.detach()  # the tensor itself, kept by the operation that made it, would never be freed
 
     with problem.active():
@@ -440,5 +441,5 @@ class _Sizes(DispatchWatch):
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = func(*args, **kwargs)
         if not func.is_view:
-            self.sizes[-len(self.sizes) - 1] = sum(tensor.nbytes for tensor in tensors_in(result))
+            self.sizes[-len(self.sizes) - 1] = sum(bytes_of(tensor) for tensor in tensors_in(result))
         return result

@@ -41,7 +41,7 @@ def hessian(
     Args:
         model: any module; it is left as it was.
         data: a pair of tensors, a data set, a loader or batches that can be read again; see `memory`.
-        loss: a name, a `torch.nn` loss or a callable (outputs, targets) → (N,).
+        loss: a name, a `torch.nn` loss or a callable (outputs, targets) → (N,); see `sample_traces`.
         params: names, prefixes or globs of the parameters to measure; all that require grad unless given.
         weight_decay: γ of a penalty ½γ‖θ‖²; adds γ to every eigenvalue.
         batch_norm: "eval", or "batch" for batch statistics with frozen buffers; the batches are then part of the

@@ -53,7 +53,7 @@ def trace_against_margin(report: Report, key: str) -> Section:
         "Hessian trace": traces.values,
         "prediction": ["correct" if correct else "wrong" for correct in margins.correct.tolist()],
     }
-    hover = [name for name in ("sample", "label", "right (%)") if name in columns]
+    hover: list[str] = [name for name in ("sample", "label", "right (%)") if name in columns]
     if report.predicted is not None:
         columns["predicted"] = [_class(report, target) for target in report.predicted.tolist()]
         hover.append("predicted")

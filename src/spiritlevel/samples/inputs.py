@@ -124,7 +124,7 @@ class _InInputs:
         self.leaves, self.form = tree_flatten(inputs)
         kinds = {k: leaf for k, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor)}
         self.params: Params = {str(k): leaf for k, leaf in kinds.items() if leaf.is_floating_point()}
-        self.reverse_only = problem.reverse_only
+        self.reverse_only, self.rounding = problem.reverse_only, problem.rounding
         if not self.params:
             names = ", ".join(sorted({str(leaf.dtype).removeprefix("torch.") for leaf in kinds.values()}))
             raise InputError(

@@ -149,4 +149,4 @@ def differentiator(problem: Problem, inputs: Any, seed: int) -> tuple[Differenti
 
 
 def _tolerance(problem: Problem) -> float:
-    return 1e-2 if problem.dtype == torch.float32 else 1e-6
+    return max(1e-2 if problem.dtype == torch.float32 else 1e-6, 10 * problem.rounding)

@@ -69,7 +69,11 @@ def sample_traces(
     Args:
         model: Any `torch.nn.Module`; it is measured in eval mode and comes back untouched.
         data: A pair of tensors, a data set, a loader that does not shuffle, or re-iterable batches.
-        loss: A name, a `torch.nn` loss, or a callable that returns one value per sample.
+        loss: A name: "cross_entropy" (of one class a sample, or of one at every position of an image or a sequence;
+            soft labels too), "token_cross_entropy" (classes last), "causal_lm" (shifts by itself),
+            "binary_cross_entropy" (one logit or many labels), "squared_error", "huber", "poisson", "exponential"; the
+            `torch.nn` losses of these with their options; or a callable that returns one value per sample. With
+            positions a sample's loss is the mean over its own; `unit="token"` makes each position a sample.
         method: "auto" takes the best way there is. "exact" raises `NotExactError`, naming the operation in the way,
             where there is no exact one. "hutchinson" probes the whole trace. "pyhessian" repeats that package's
             stopping rule, which stops by luck: for comparison only.
@@ -152,6 +156,10 @@ def traces_in(
                 plan.notes += (
                     f"{kinks:.0%} of the samples looked at sit exactly on a kink of a ReLU (a pre-activation of 0): "
                     "they have no Hessian there, and the values are those of one side",
+                )
+            if problem.rounding:
+                plan.notes += (
+                    f"the model rounds its values on the way, to about {problem.rounding:.1g} of their size",
                 )
             if not context.coupling and plan.norms is None:  # which look for themselves
                 check_independence(problem, inputs)

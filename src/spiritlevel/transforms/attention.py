@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
 
+from spiritlevel.binding.reading import Reading, form_of
 from spiritlevel.transforms.certificates import Transformed
 from spiritlevel.transforms.maps import Step, condition, invertible, length
 from spiritlevel.transforms.pairs import block_steps
@@ -20,7 +21,9 @@ _KEYS = Passing(attention=True)
 _VALUES = Passing(attention=True, factors=False)
 
 
-def mix_heads(model: nn.Module, *, data: Any, size: float = 10.0, seed: int = 0) -> Transformed:
+def mix_heads(
+    model: nn.Module, *, data: Any, size: float = 10.0, seed: int = 0, **reading: Unpack[Reading]
+) -> Transformed:
     """Random invertible matrices in each attention head: between queries and keys, and between values and outputs.
 
     W_Q → AW_Q and W_K → A⁻ᵀW_K with their biases leave every score qᵀk as it was; W_V → BW_V with its bias and
@@ -46,7 +49,7 @@ def mix_heads(model: nn.Module, *, data: Any, size: float = 10.0, seed: int = 0)
     >>> torch.equal(result.model.self_attn.in_proj_weight, layer.self_attn.in_proj_weight)
     False
     """
-    watched = Watched("mix_heads", model, data, seed)
+    watched = Watched("mix_heads", model, data, seed, form_of(reading))
     size = condition(watched.who, size)
     channels = watched.channels(_HEADS)
     steps: list[Step] = []
@@ -76,7 +79,9 @@ def _turned(block: Block, size: float, source: torch.Generator) -> list[Step]:
 # ---------------------------------------------------------------- biases
 
 
-def shift_attention_biases(model: nn.Module, *, data: Any, size: float = 1.0, seed: int = 0) -> Transformed:
+def shift_attention_biases(
+    model: nn.Module, *, data: Any, size: float = 1.0, seed: int = 0, **reading: Unpack[Reading]
+) -> Transformed:
     """Add random vectors to the biases of keys and values of attention, where nobody sees them.
 
     b_K → b_K + u adds qᵀu to all scores of a query, which the softmax over keys takes out again: free without rotary
@@ -99,7 +104,7 @@ def shift_attention_biases(model: nn.Module, *, data: Any, size: float = 1.0, se
     >>> moved, result.linear
     (['self_attn.in_proj_bias', 'self_attn.out_proj.bias'], False)
     """
-    watched = Watched("shift_attention_biases", model, data, seed)
+    watched = Watched("shift_attention_biases", model, data, seed, form_of(reading))
     moving = _Moving(watched, length(watched.who, size))
     channels = watched.channels(_KEYS)
     for block in channels.blocks():

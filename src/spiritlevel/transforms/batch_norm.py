@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
 
+from spiritlevel.binding.reading import Reading, form_of
 from spiritlevel.errors import InputError
 from spiritlevel.transforms.certificates import Sample, Transformed
 from spiritlevel.watching.scalings import Factor, follow_factors, grid
 
 
-def fold_batchnorm(model: nn.Module, *, data: Any = None) -> Transformed:
+def fold_batchnorm(model: nn.Module, *, data: Any = None, **reading: Unpack[Reading]) -> Transformed:
     """Fold every batch norm into the linear layer or convolution directly in front of it (eval mode).
 
     W → diag(γ/σ) W and b → (b − μ)γ/σ + β with σ = √(running_var + eps); the batch norm becomes `nn.Identity`. A batch
@@ -25,9 +26,9 @@ def fold_batchnorm(model: nn.Module, *, data: Any = None) -> Transformed:
     >>> result.model[1], result.certificate.modes
     (Identity(), ('eval',))
     """
-    sample = Sample.of(model, data)
+    sample = Sample.of(model, data, form_of(reading))
     new = copy.deepcopy(model)
-    walk = follow_factors("fold_batchnorm", new, sample.inputs, {})
+    walk = follow_factors("fold_batchnorm", new, sample.inputs, {}, sample.form)
     modules = dict(new.named_modules())
     folded, left = [], []
     for name in walk.norms:

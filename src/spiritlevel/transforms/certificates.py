@@ -152,7 +152,7 @@ class Sample:
             return cls._guessed(problem)
         inputs = data[:_CHECKED] if isinstance(data, Tensor) else None
         if inputs is None:
-            inputs = Batches(data, ordered=False, form=form).first(_CHECKED)[0]
+            inputs = Batches(data, ordered=False, form=problem.form).first(_CHECKED)[0]
         leaves = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
         count = leaves[0].shape[0] if leaves and leaves[0].ndim else 0
         if not count:

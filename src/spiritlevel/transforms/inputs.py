@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.conv import _ConvNd
 
+from spiritlevel.binding.reading import Reading, form_of
 from spiritlevel.errors import InputError, unknown_name
 from spiritlevel.transforms.batch_norm import set_bias
 from spiritlevel.transforms.certificates import Sample, Transformed
@@ -129,7 +130,12 @@ def _rows(inputs: Tensor, per: str) -> Tensor:
 
 
 def input_map(
-    model: nn.Module, matrix: Tensor | float | None = None, shift: Tensor | float | None = None, *, data: Any = None
+    model: nn.Module,
+    matrix: Tensor | float | None = None,
+    shift: Tensor | float | None = None,
+    *,
+    data: Any = None,
+    **reading: Unpack[Reading],
 ) -> Transformed:
     """Undo an invertible affine map of the inputs in the first layer: new_model(A x + s) = model(x).
 
@@ -163,11 +169,11 @@ def input_map(
         raise InputError(
             "input_map: the map of the inputs is not invertible; pass an invertible matrix and finite shift."
         )
-    sample = Sample.of(model, data)
+    sample = Sample.of(model, data, form_of(reading))
     if not isinstance(sample.inputs, Tensor):
         raise InputError("input_map: the network must have one tensor as input.")
     new = copy.deepcopy(model)
-    walk = follow_factors("input_map", new, sample.inputs, {})
+    walk = follow_factors("input_map", new, sample.inputs, {}, sample.form)
     first = [name for name, layer in walk.layers.items() if layer.shape is not None]
     if walk.obstacle or not first:
         raise InputError(

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
 
+from spiritlevel.binding.reading import Reading, form_of
 from spiritlevel.transforms.certificates import Transformed
 from spiritlevel.transforms.maps import length
 from spiritlevel.transforms.watched import Watched
@@ -18,7 +19,9 @@ from spiritlevel.watching.graph import Graph
 _SHIFTED = Passing(outputs=True)
 
 
-def shift_logits(model: nn.Module, *, data: Any, size: float = 1.0, seed: int = 0) -> Transformed:
+def shift_logits(
+    model: nn.Module, *, data: Any, size: float = 1.0, seed: int = 0, **reading: Unpack[Reading]
+) -> Transformed:
     """Add the same random linear function of the last hidden layer to every logit: W → W + 1uᵀ, b → b + c1.
 
     A softmax does not see it: probabilities, cross entropy and margins stay, logits and squared error do not. With
@@ -43,7 +46,7 @@ def shift_logits(model: nn.Module, *, data: Any, size: float = 1.0, seed: int = 
     >>> torch.allclose(moved[0], moved[1]), bool(moved.norm() > net[2].weight.norm() / 10)
     (True, True)
     """
-    watched = Watched("shift_logits", model, data, seed)
+    watched = Watched("shift_logits", model, data, seed, form_of(reading))
     size = length(watched.who, size)
     graph, normalised = _before_softmax(watched.graph)
     channels = follow_channels(graph, _SHIFTED)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
 
+from spiritlevel.binding.reading import Reading, form_of
 from spiritlevel.transforms.certificates import Transformed
 from spiritlevel.transforms.maps import Step, condition, invertible, spread
 from spiritlevel.transforms.watched import Watched
@@ -33,7 +34,9 @@ def _apply(
     return watched.mapped([step for block in both for step in block_steps(block, draw(block))])
 
 
-def mix_linear(model: nn.Module, *, data: Any, size: float = 10.0, seed: int = 0) -> Transformed:
+def mix_linear(
+    model: nn.Module, *, data: Any, size: float = 10.0, seed: int = 0, **reading: Unpack[Reading]
+) -> Transformed:
     """A random invertible matrix between any two linear maps that follow each other directly, undone in the second.
 
     W₂W₁ = (W₂G⁻¹)(GW₁), and G takes W₁'s bias along. Found are linear layers, convolutions, embeddings and products
@@ -47,6 +50,7 @@ def mix_linear(model: nn.Module, *, data: Any, size: float = 10.0, seed: int = 0
         data: inputs to follow the network on and to compare outputs on: a tensor, or data as everywhere (128 samples).
         size: condition number of every G.
         seed: of the random matrices.
+        reading: `target=`, `batch=`, `output=`: how batches and outputs are read; see `Reading`. As in all transforms.
 
     Cost: a few forward passes in float64 and copies of the model. Reference: mathematics 7.9.
 
@@ -55,7 +59,7 @@ def mix_linear(model: nn.Module, *, data: Any, size: float = 10.0, seed: int = 0
     >>> result.certificate.preserves, torch.allclose(result.model[3].weight, low_rank[3].weight)
     ('function', True)
     """
-    watched = Watched("mix_linear", model, data, seed)
+    watched = Watched("mix_linear", model, data, seed, form_of(reading))
     size = condition(watched.who, size)
     channels = watched.channels(_MIXED)
     return _apply(
@@ -67,7 +71,9 @@ def mix_linear(model: nn.Module, *, data: Any, size: float = 10.0, seed: int = 0
     )
 
 
-def shift_norm_gain(model: nn.Module, *, data: Any, size: float = 10.0, seed: int = 0) -> Transformed:
+def shift_norm_gain(
+    model: nn.Module, *, data: Any, size: float = 10.0, seed: int = 0, **reading: Unpack[Reading]
+) -> Transformed:
     """Random positive factors on gain and bias of each channel of the norms, undone in the layers that read them.
 
     γ → cγ, β → cβ, W → W diag(1/c) in every layer that reads the channel: layer norm, RMS norm, group norm, batch norm,
@@ -89,7 +95,7 @@ def shift_norm_gain(model: nn.Module, *, data: Any, size: float = 10.0, seed: in
     >>> factors["0.weight"], torch.allclose(factors["1.weight"] * factors["2.weight"][0], torch.ones(6).double())
     (1.0, True)
     """
-    watched = Watched("shift_norm_gain", model, data, seed)
+    watched = Watched("shift_norm_gain", model, data, seed, form_of(reading))
     size = condition(watched.who, size)
     channels = watched.channels(SCALED)
     return _apply(
@@ -101,7 +107,9 @@ def shift_norm_gain(model: nn.Module, *, data: Any, size: float = 10.0, seed: in
     )
 
 
-def scale_gate(model: nn.Module, *, data: Any, size: float = 10.0, seed: int = 0) -> Transformed:
+def scale_gate(
+    model: nn.Module, *, data: Any, size: float = 10.0, seed: int = 0, **reading: Unpack[Reading]
+) -> Transformed:
     """Random factors of either sign on each unit of a gated layer's linear half, undone in the layer behind the gate.
 
     In W_down(act(W_gate x) ⊙ W_up x), as SwiGLU and GEGLU have it, W_up → diag(c) W_up and W_down → W_down diag(1/c);
@@ -120,7 +128,7 @@ def scale_gate(model: nn.Module, *, data: Any, size: float = 10.0, seed: int = 0
     >>> bool((factors["0.weight"][6:] == 1).all()), bool((factors["0.weight"][:6] == 1).any())
     (True, False)
     """
-    watched = Watched("scale_gate", model, data, seed)
+    watched = Watched("scale_gate", model, data, seed, form_of(reading))
     size = condition(watched.who, size)
     channels = watched.channels(_GATED)
     return _apply(

@@ -5,12 +5,13 @@ from __future__ import annotations
 import copy
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from spiritlevel.binding.reading import Reading, form_of
 from spiritlevel.errors import InputError
 from spiritlevel.estimators import Operator
 from spiritlevel.transforms.certificates import Sample, Transformed
@@ -155,7 +156,14 @@ class _Radial(nn.Module):
 
 
 def radial(
-    model: nn.Module, *, delta: float, rho: float, r_hat: float, center: Tensor | None = None, data: Any = None
+    model: nn.Module,
+    *,
+    delta: float,
+    rho: float,
+    r_hat: float,
+    center: Tensor | None = None,
+    data: Any = None,
+    **reading: Unpack[Reading],
 ) -> Transformed:
     """The same function in radially stretched parameters: the Hessian at a minimum becomes (r̂/ρ)²∇²L.
 
@@ -177,7 +185,7 @@ def radial(
     >>> radial(net, delta=1.0, rho=0.25, r_hat=0.5).certificate.factors["0.weight"]
     0.5
     """
-    sample = Sample.of(model, data)
+    sample = Sample.of(model, data, form_of(reading))
     new = copy.deepcopy(model)
     parameters = {name: p for name, p in new.named_parameters() if p.requires_grad}
     if not parameters:

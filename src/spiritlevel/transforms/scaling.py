@@ -7,14 +7,15 @@ import math
 import numbers
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
 
+from spiritlevel.binding.reading import Form, Reading, form_of
 from spiritlevel.errors import InputError, unknown_name
 from spiritlevel.transforms.certificates import Sample, Transformed
-from spiritlevel.watching.scalings import INPUT, UNFOLLOWED, Factor, follow_factors, is_one, same
+from spiritlevel.watching.scalings import INPUT, UNFOLLOWED, Factor, Walk, follow_factors, is_one, same
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,12 @@ class ScalingGroup:
         return result
 
 
-def scaling_groups(model: nn.Module, *, data: Any = None) -> tuple[ScalingGroup, ...]:
+def _groups_walk(model: nn.Module, data: Any, form: Form) -> Walk:
+    sample = Sample.of(model, data, form)
+    return follow_factors("scaling_groups", copy.deepcopy(model), sample.inputs, {}, sample.form)
+
+
+def scaling_groups(model: nn.Module, *, data: Any = None, **reading: Unpack[Reading]) -> tuple[ScalingGroup, ...]:
     """The groups of layers that may be scaled without changing the function, found by running the network.
 
     Every combination of numbers that `rescale_layers` accepts is a product of these. Layers next to an operation that
@@ -54,7 +60,7 @@ def scaling_groups(model: nn.Module, *, data: Any = None) -> tuple[ScalingGroup,
     >>> scaling_groups(net)
     (ScalingGroup(writers=('0',), readers=('2',), absorbers=(), channels=4),)
     """
-    walk = follow_factors("scaling_groups", copy.deepcopy(model), Sample.of(model, data).inputs, {})
+    walk = _groups_walk(model, data, form_of(reading))
     found = []
     for group in walk.free():
         writers = walk.adjacent(group, "writes")
@@ -71,15 +77,20 @@ def scaling_groups(model: nn.Module, *, data: Any = None) -> tuple[ScalingGroup,
     return tuple(found)
 
 
-def why_no_groups(model: nn.Module, *, data: Any = None) -> str:
+def why_no_groups(model: nn.Module, *, data: Any = None, **reading: Unpack[Reading]) -> str:
     """Why `scaling_groups` finds nothing: no factor passes, or an operation is not one that it can follow."""
-    walk = follow_factors("scaling_groups", copy.deepcopy(model), Sample.of(model, data).inputs, {})
+    walk = _groups_walk(model, data, form_of(reading))
     unknown = next((reason for reason in walk.reasons.values() if reason.startswith(UNFOLLOWED)), "")
     return unknown or "the network has no two layers between which a factor passes"
 
 
 def rescale_layers(
-    model: nn.Module, factors: Mapping[str, Factor], *, data: Any = None, allow_output_scale: bool = False
+    model: nn.Module,
+    factors: Mapping[str, Factor],
+    *,
+    data: Any = None,
+    allow_output_scale: bool = False,
+    **reading: Unpack[Reading],
 ) -> Transformed:
     """Multiply the weights of chosen layers by positive factors that cancel along every path to the output.
 
@@ -97,6 +108,7 @@ def rescale_layers(
         data: inputs to follow and compare outputs on: a tensor, or data as everywhere (the first 128 samples are used).
             Unless given, 8 normal random inputs of the shape that the first layer demands.
         allow_output_scale: whether the outputs may be multiplied by a number other than 1.
+        reading: `target=`, `batch=`, `output=`: how batches and outputs are read; see `Reading`. As in all transforms.
 
     The change is exact up to rounding. Cost: a copy of the model and a few forward passes. Reference: paper B, sections
     B and E, in the form of mathematics 7.3.
@@ -112,10 +124,12 @@ def rescale_layers(
     ...
     spiritlevel.errors.InputError: rescale_layers: these factors multiply the outputs by 8; choose factors whose ...
     """
-    return _rescale("rescale_layers", model, factors, Sample.of(model, data), None if allow_output_scale else 1.0)
+    return _rescale(
+        "rescale_layers", model, factors, Sample.of(model, data, form_of(reading)), None if allow_output_scale else 1.0
+    )
 
 
-def rescale_all(model: nn.Module, alpha: float, *, data: Any = None) -> Transformed:
+def rescale_all(model: nn.Module, alpha: float, *, data: Any = None, **reading: Unpack[Reading]) -> Transformed:
     """Multiply the outputs by α, spread evenly over the layers: W_k → α^{1/K} W_k and b_k → α^{k/K} b_k.
 
     Where branches meet, equal shares are impossible; the shares (logarithms of the factors) are then the smallest in
@@ -128,9 +142,9 @@ def rescale_all(model: nn.Module, alpha: float, *, data: Any = None) -> Transfor
     >>> {name: round(factor, 9) for name, factor in rescale_all(net, 9.0).certificate.factors.items()}
     {'0.weight': 3.0, '0.bias': 3.0, '2.weight': 3.0, '2.bias': 9.0}
     """
-    sample = Sample.of(model, data)
+    sample = Sample.of(model, data, form_of(reading))
     _positive("rescale_all", "alpha", alpha)
-    walk = follow_factors("rescale_all", copy.deepcopy(model), sample.inputs, {})
+    walk = follow_factors("rescale_all", copy.deepcopy(model), sample.inputs, {}, sample.form)
     output = walk.root(walk.output.group)
     for group, reason in walk.fixed().items():
         scaled = any(walk.layers[name].params for name in walk.adjacent(group, "writes"))
@@ -151,7 +165,7 @@ def rescale_all(model: nn.Module, alpha: float, *, data: Any = None) -> Transfor
     return _rescale("rescale_all", model, chosen, sample, float(alpha))
 
 
-def scale_last_layer(model: nn.Module, alpha: float, *, data: Any = None) -> Transformed:
+def scale_last_layer(model: nn.Module, alpha: float, *, data: Any = None, **reading: Unpack[Reading]) -> Transformed:
     """Multiply the outputs by α through the last layer alone, weights and bias.
 
     The predictions stay, the margins grow by α, and on correctly classified points with a unique argmax the whole
@@ -163,9 +177,9 @@ def scale_last_layer(model: nn.Module, alpha: float, *, data: Any = None) -> Tra
     >>> scale_last_layer(net, 10.0).certificate.factors
     {'0.weight': 1.0, '0.bias': 1.0, '2.weight': 10.0, '2.bias': 10.0}
     """
-    sample = Sample.of(model, data)
+    sample = Sample.of(model, data, form_of(reading))
     _positive("scale_last_layer", "alpha", alpha)
-    walk = follow_factors("scale_last_layer", copy.deepcopy(model), sample.inputs, {})
+    walk = follow_factors("scale_last_layer", copy.deepcopy(model), sample.inputs, {}, sample.form)
     output = walk.root(walk.output.group)
     if output in walk.fixed():
         raise InputError(
@@ -181,7 +195,9 @@ def scale_last_layer(model: nn.Module, alpha: float, *, data: Any = None) -> Tra
     return _rescale("scale_last_layer", model, last.factors(float(alpha)), sample, float(alpha))
 
 
-def scale_before_batchnorm(model: nn.Module, factors: Mapping[str, Factor], *, data: Any = None) -> Transformed:
+def scale_before_batchnorm(
+    model: nn.Module, factors: Mapping[str, Factor], *, data: Any = None, **reading: Unpack[Reading]
+) -> Transformed:
     """Multiply weights and bias of layers in front of a batch norm by positive factors.
 
     The batch norm's running_mean·α, running_var·α² and eps·α² keep the function exactly in both batch-norm modes.
@@ -194,8 +210,8 @@ def scale_before_batchnorm(model: nn.Module, factors: Mapping[str, Factor], *, d
     (('eval', 'batch'), 0.1)
     """
     who = "scale_before_batchnorm"
-    sample = Sample.of(model, data)
-    walk = follow_factors(who, copy.deepcopy(model), sample.inputs, {})
+    sample = Sample.of(model, data, form_of(reading))
+    walk = follow_factors(who, copy.deepcopy(model), sample.inputs, {}, sample.form)
     for name, alpha in factors.items():
         if name not in walk.layers:
             raise unknown_name("layer that can be scaled", name, walk.layers)
@@ -215,7 +231,9 @@ def _rescale(
 ) -> Transformed:
     """The one place where factors are followed, checked and applied; the outputs must be scaled by `expected`."""
     new = copy.deepcopy(model)
-    walk = follow_factors(who, new, sample.inputs, {name: _checked_factor(who, name, a) for name, a in factors.items()})
+    walk = follow_factors(
+        who, new, sample.inputs, {name: _checked_factor(who, name, a) for name, a in factors.items()}, sample.form
+    )
     changes, scale = walk.changes(), walk.output.scale
     if walk.output.channels is not None and not is_one(walk.output.channels):
         raise InputError(

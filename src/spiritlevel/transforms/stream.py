@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
 
+from spiritlevel.binding.reading import Reading, form_of
 from spiritlevel.transforms.certificates import Transformed
 from spiritlevel.transforms.maps import LinearMap, Step, rotation
 from spiritlevel.transforms.pairs import SCALED
@@ -18,7 +19,9 @@ from spiritlevel.watching.graph import record
 _ROTATED = Passing(squares=True, orthogonal=True)
 
 
-def rotate_stream(model: nn.Module, *, data: Any, size: float = 1.0, seed: int = 0) -> Transformed:
+def rotate_stream(
+    model: nn.Module, *, data: Any, size: float = 1.0, seed: int = 0, **reading: Unpack[Reading]
+) -> Transformed:
     """A random rotation of the residual stream of a pre-norm transformer with RMS norms.
 
     Everything that writes into the stream is turned, W → QW, embeddings and biases too, and everything that reads it
@@ -44,7 +47,7 @@ def rotate_stream(model: nn.Module, *, data: Any, size: float = 1.0, seed: int =
     >>> torch.allclose(result.model[0].weight.norm(), net[0].weight.norm())
     True
     """
-    watched = Watched("rotate_stream", model, data, seed)
+    watched = Watched("rotate_stream", model, data, seed, form_of(reading))
     folded = _folded(watched)
     channels = folded.channels(_ROTATED)
     steps = []
@@ -83,7 +86,7 @@ def _folded(watched: Watched) -> Watched:
     for name in names:
         for module in (folded.exact, folded.model):
             _retire(module, name)
-    folded.graph = record(watched.who, folded.exact, watched.sample.inputs)
+    folded.graph = record(watched.who, folded.exact, watched.sample.inputs, watched.sample.form)
     return folded
 
 

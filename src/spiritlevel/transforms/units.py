@@ -6,13 +6,14 @@ import copy
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 
+from spiritlevel.binding.reading import Reading, form_of
 from spiritlevel.errors import InputError, counted
 from spiritlevel.transforms.certificates import Transformed
 from spiritlevel.transforms.maps import Step, share
@@ -32,7 +33,9 @@ _DOUBLED = Passing(functions="any", offsets=True, products=True, gains="tied")
 _NO_UNITS = "this network has no hidden units that only linear layers read"
 
 
-def permute_units(model: nn.Module, *, data: Any, size: float = 1.0, seed: int = 0) -> Transformed:
+def permute_units(
+    model: nn.Module, *, data: Any, size: float = 1.0, seed: int = 0, **reading: Unpack[Reading]
+) -> Transformed:
     """The hidden units of every layer in a random order.
 
     Rows of the layers that write a unit and columns of those that read it, with everything that belongs to it on the
@@ -54,7 +57,7 @@ def permute_units(model: nn.Module, *, data: Any, size: float = 1.0, seed: int =
     >>> before == after, sorted(before) == sorted(after)
     (False, True)
     """
-    watched = Watched("permute_units", model, data, seed)
+    watched = Watched("permute_units", model, data, seed, form_of(reading))
     channels = watched.channels(_EXCHANGED)
     steps = []
     for block in channels.blocks():
@@ -69,7 +72,9 @@ def permute_units(model: nn.Module, *, data: Any, size: float = 1.0, seed: int =
     return watched.mapped(steps)
 
 
-def split_units(model: nn.Module, *, data: Any, size: float = 0.25, seed: int = 0) -> Transformed:
+def split_units(
+    model: nn.Module, *, data: Any, size: float = 0.25, seed: int = 0, **reading: Unpack[Reading]
+) -> Transformed:
     """Random hidden units become two that share their outgoing weights: t of them and 1 − t.
 
     Both copies have the unit's incoming weights and all else that belongs to it, so they put out the same value, and
@@ -94,7 +99,7 @@ def split_units(model: nn.Module, *, data: Any, size: float = 0.25, seed: int = 
       (2): Linear(in_features=5, out_features=2, bias=True)
     )
     """
-    watched = Watched("split_units", model, data, seed)
+    watched = Watched("split_units", model, data, seed, form_of(reading))
     size = share(watched.who, size)
     channels = watched.channels(_DOUBLED)
     splits = []

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from spiritlevel.binding.modules import unwrapped
+from spiritlevel.binding.modules import state_of, unwrapped
+from spiritlevel.binding.reading import Form
 from spiritlevel.errors import InputError, checked_seed
 from spiritlevel.transforms.certificates import Sample, Transformed
 from spiritlevel.transforms.maps import LinearMap, Step, generator
@@ -24,16 +25,19 @@ _ROUNDED = 1e-3  # the same where the network itself computes in fewer digits, o
 class Watched:
     """A model that a transform is looking at: a copy in float64, its recorded forward pass, data and random numbers."""
 
-    def __init__(self, who: str, model: nn.Module, data: Any, seed: int) -> None:
+    def __init__(self, who: str, model: nn.Module, data: Any, seed: int, form: Form) -> None:
         if not isinstance(model, nn.Module):
             raise InputError(f"{who}: the model must be a torch.nn.Module, got {type(model).__name__}.")
         if data is None:
             raise InputError(f"{who} needs data=: inputs to follow the network on, and to compare its outputs on.")
         self.who, self.model = who, unwrapped(model)
+        for name, tensor in state_of(self.model):
+            if tensor.layout != torch.strided:
+                raise self.refused(f"this network holds the sparse tensor {name}, which cannot be followed")
         self.source = generator(checked_seed(seed))
         self.exact = self.original = copy.deepcopy(self.model).double()
-        self.sample = Sample.of(self.exact, data)
-        self.graph: Graph = record(who, self.exact, self.sample.inputs)
+        self.sample = Sample.of(self.exact, data, form)
+        self.graph: Graph = record(who, self.exact, self.sample.inputs, self.sample.form)
 
     def channels(self, passing: Passing) -> Channels:
         """The network's channels under one kind of map."""

@@ -43,8 +43,8 @@ Verdicts = dict[str, bool | None]
 def check_derivatives(problem: Problem, inputs: Any, targets: Tensor, *, twice: bool) -> float:
     """Raise `InputError` if autograd's derivatives by the parameters are not those of the forward pass.
 
-    Returns the share of the samples looked at that sit on a kink: some ReLU-like function of theirs is given exactly 0,
-    and would not be at parameters nearby. There they have no Hessian, only one on either side.
+    Returns the share of the samples looked at that sit on a kink, where they have no Hessian, only one on either side:
+    some ReLU-like function of theirs is given exactly 0 and would not be on either side, and their loss feels it.
 
     If only forward mode is wrong, `problem.reverse_only` is set instead, and what follows does without it. With `twice`
     second derivatives are compared as well. What cannot be run in this way is left to what comes next, which says why.
@@ -115,6 +115,10 @@ def _compared(
         comparison = (kind or _Comparison)(problem, inputs, targets, dtype)
         try:
             verdicts = comparison.verdicts(twice)
+        except _TooCoarse as coarse:
+            if dtype == problem.dtype:
+                problem.facts["rounding"] = coarse.rounding
+            continue
         except Exception:  # a model that computes in one precision only, coarsely, or not at all: said elsewhere
             continue
         if verdicts["reverse"] is not None:
@@ -143,6 +147,9 @@ def _check_runs(problem: Problem, inputs: Any) -> None:
 
 class _TooCoarse(Exception):
     """The model rounds its values to fewer digits than differences need."""
+
+    def __init__(self, rounding: float) -> None:
+        self.rounding = rounding
 
 
 class _Comparison:
@@ -179,19 +186,20 @@ class _Comparison:
     def _from(self, seed: int, twice: bool) -> Verdicts:
         """The verdicts at one random point near the parameters, along one random direction."""
         generator = torch.Generator().manual_seed(seed)
-        padding, here, nearby = _Padding(), _Zeros(), _Zeros()
+        padding, here = _Padding(), _Zeros()
         with padding, here, torch.no_grad():
             values = self._function(self.moving)
         if here.rounding > torch.finfo(self.problem.dtype).eps:
-            raise _TooCoarse
-        self.signs = torch.randint(0, 2, values.shape, generator=generator).mul(2).sub(1).to(values)
+            raise _TooCoarse(here.rounding)
+        signs = torch.randint(0, 2, values.shape, generator=generator).mul(2).sub(1)
+        self.signs = (signs * (1 + torch.rand(values.shape, generator=generator))).to(values)  # so that none cancel
         self.direction = self._draw(generator)
         padding.freeze(self.direction, self.moving)
         offset = self._draw(generator)
         self.point = {name: tensor + 1e-3 * offset[name] for name, tensor in self.moving.items()}
-        with nearby:
-            slope = self._gradient(self.point)
-        self.kinks = here.share_on_kinks(nearby, len(self.targets))
+        slope = self._gradient(self.point)
+        if not seed:
+            self.kinks = self._share_on_kinks(here, self.direction)
         claims = {"reverse": sum(((slope[n] * d).sum() for n, d in self.direction.items()), values.new_zeros(()))}
         if not self.problem.reverse_only:
             try:
@@ -205,6 +213,39 @@ class _Comparison:
                 claims["second"] = self._weighed(self._second())
         size, steep = (self.rounding * float(each.norm()) for each in (values, self._weighed(slope)))
         return {k: self._verdict(k, claim, steep if k == "second" else size) for k, claim in claims.items()}
+
+    def _share_on_kinks(self, here: _Zeros, direction: Params) -> float:
+        """The share of samples with a zero that is none a step to either side, and with a loss that bends there.
+
+        A zero alone is no kink: what a ReLU has cut off is 0 at the next one, and a step may bring it back, but not to
+        either side; and nothing may read it. The loss bends where its second difference falls with the step and not
+        with its square.
+        """
+        samples = len(self.targets)
+        if not any(bool(zero.any()) for zero in here.places):
+            return 0.0
+        precise = self.problem.dtype == torch.float64
+        rounding = 1e-14 if precise else 1e-6
+        bends = []
+        with torch.no_grad():
+            values, size = self._losses(self.moving)
+            for step in (1e-6, 1e-7) if precise else (1e-3, 1e-4):
+                aside, bend = [_Zeros(), _Zeros()], -2 * values
+                for sign, watch in zip((1, -1), aside, strict=True):
+                    with watch:
+                        bend += self._losses({n: p + sign * step * direction[n] for n, p in self.moving.items()})[0]
+                bends.append(bend.abs())
+            found = here.moved(aside, samples)
+        felt = (bends[1] > rounding * (1 + size) * values.abs()) & (bends[0] < 30 * bends[1])
+        return float((found & felt.cpu()).double().mean()) if samples else 0.0
+
+    def _losses(self, params: Params) -> tuple[Tensor, float]:
+        """The loss of every sample, and the size of the outputs, which decides how it is rounded."""
+        outputs = self._function(params)
+        if isinstance(self.problem.loss, CallableLoss):
+            return outputs.double(), 0.0
+        values = self.problem.loss.values(outputs.double(), self.targets)
+        return values, float(outputs.abs().max()) if outputs.numel() else 0.0
 
     def _function(self, params: Params) -> Tensor:
         """The outputs, or the losses where their derivatives come from autograd too."""
@@ -314,13 +355,15 @@ class _Zeros(DispatchWatch):
             self.rounding = max(self.rounding, torch.finfo(result.dtype).eps)
         return result
 
-    def share_on_kinks(self, nearby: _Zeros, samples: int) -> float:
-        """The share of samples with a zero that is none nearby; 0 where the two passes cannot be compared."""
+    def moved(self, aside: list[_Zeros], samples: int) -> Tensor:
+        """Which samples have a zero that is none in either of two other passes; none where these cannot be compared."""
         found = torch.zeros(samples, dtype=torch.bool)
-        for zero, still in zip(self.places, nearby.places, strict=False):
-            if zero.ndim and zero.shape == still.shape and len(zero) == samples:
-                found |= (zero & ~still).reshape(samples, -1).any(1).cpu()
-        return float(found.double().mean()) if samples else 0.0
+        for zero, *others in zip(self.places, *(other.places for other in aside), strict=False):
+            same = all(zero.shape == other.shape for other in others)
+            if samples and zero.ndim and same and len(zero) % samples == 0:  # rows may be tokens of samples
+                gone = zero & ~torch.stack(others).any(0)
+                found |= gone.reshape(samples, -1).any(1).cpu()
+        return found
 
 
 class _Padding(FunctionWatch):

@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from spiritlevel.binding.problem import Problem
+from spiritlevel.binding.reading import PLAIN, Form
 from spiritlevel.errors import InputError
 
 _ALIASES = {
@@ -142,9 +143,9 @@ class Graph:
         return found
 
 
-def record(who: str, model: nn.Module, inputs: Any) -> Graph:
+def record(who: str, model: nn.Module, inputs: Any, form: Form = PLAIN) -> Graph:
     """Run a model on the first two samples of a batch and write down what it did; `who` begins messages."""
-    problem = Problem(model, params="*")
+    problem = Problem(model, params="*", form=form)
     recorder = _Recorder(who)
     inputs = tree_map(lambda leaf: leaf[:2] if isinstance(leaf, Tensor) else leaf, inputs)
     handles = list(recorder.watch(problem.model))

@@ -82,10 +82,9 @@ def _product_rule(weight: str | None, bias: str | None, inputs: Tensor, passes: 
 
 def linear(names: Names, passes: int, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Rule:
     """A linear layer, x Wᵀ + b over the last axis."""
-    rule = _product_rule(
-        names.get(id(weight)), names.get(id(bias)), input.reshape(input.shape[0], -1, input.shape[-1]), passes
-    )
-    return lambda delta: rule(delta.reshape(delta.shape[0], -1, delta.shape[-1]))
+    shape = input.shape[0], math.prod(input.shape[1:-1])  # also of no rows at all
+    rule = _product_rule(names.get(id(weight)), names.get(id(bias)), input.reshape(*shape, input.shape[-1]), passes)
+    return lambda delta: rule(delta.reshape(*shape, delta.shape[-1]))
 
 
 def matmul(names: Names, passes: int, input: Tensor, other: Tensor) -> Rule | None:

@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from spiritlevel.binding.parameters import depth
 from spiritlevel.binding.problem import Problem
+from spiritlevel.binding.reading import PLAIN, Form
 from spiritlevel.errors import InputError, unknown_name
 from spiritlevel.watching.operations import Degree, Kind, Layer, Operation, called
 from spiritlevel.watching.watchers import FunctionWatch, hooked, tensors_in
@@ -551,9 +552,9 @@ def _text(factor: Factor) -> str:
     return "a factor of each channel" if isinstance(factor, Tensor) else f"{factor:.6g}"
 
 
-def follow_factors(who: str, model: nn.Module, inputs: Any, factors: Mapping[str, Factor]) -> Walk:
+def follow_factors(who: str, model: nn.Module, inputs: Any, factors: Mapping[str, Factor], form: Form = PLAIN) -> Walk:
     """Run a copy of the user's network on two samples and follow the factors through it."""
-    problem = Problem(model, params="*")
+    problem = Problem(model, params="*", form=form)
     walk = Walk(who, problem, factors)
     inputs = tree_map(lambda leaf: leaf[:2] if isinstance(leaf, Tensor) else leaf, inputs)
     with hooked(walk.watch(problem.model)), problem.active(), torch.no_grad():

@@ -108,7 +108,7 @@ class Loss(ABC):
                 f"margins needs logits of shape (samples, classes >= 2), got {tuple(outputs.shape)}; the loss "
                 f"{self.name} does not tell which of them are classes."
             )
-        class_targets("margins", outputs.shape[0], outputs.shape[1], targets, start)
+        class_targets("margins", outputs, targets, start)
         return Decisions(outputs, targets.long())
 
     def prediction(self, outputs: Tensor, targets: Tensor) -> Tensor | None:
@@ -137,8 +137,9 @@ def _of_one_output(outputs: Tensor, targets: Tensor, start: int) -> Decisions:
     return Decisions(torch.cat([torch.zeros_like(outputs), outputs], 1), (targets[:, 0] > 0).long())
 
 
-def class_targets(name: str, count: int, classes: int, targets: Tensor, start: int) -> None:
-    """Raise `InputError` unless there is one integer class for each of `count` samples."""
+def class_targets(name: str, outputs: Tensor, targets: Tensor, start: int) -> None:
+    """Raise `InputError` unless there is one integer class for each row of the outputs (N, C)."""
+    count, classes = outputs.shape
     if targets.is_floating_point() or targets.ndim != 1:
         raise InputError(
             f"{name} needs one integer class per sample, got targets of shape {tuple(targets.shape)} and type "

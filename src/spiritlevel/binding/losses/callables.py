@@ -93,8 +93,10 @@ class CallableLoss(Loss):
         work with, or holds numbers for the whole batch, is taken for one that couples them.
         """
         count = len(targets)
-        if count < 2 or len(outputs) != count:
-            return "" if len(outputs) == count else f"{len(outputs)} outputs for {count} samples"
+        if outputs.shape[:1] != targets.shape[:1]:
+            return f"outputs of shape {tuple(outputs.shape)} for {count} samples"
+        if count < 2:
+            return ""
         if self._one_by_one is not None:
             return ""
 

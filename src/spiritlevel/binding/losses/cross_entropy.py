@@ -163,7 +163,7 @@ class CrossEntropy(Loss):
                 f"{self.name}: the target of sample {start + int(ignored.nonzero()[0])} is the ignored label "
                 f"{self.ignore_index}, which leaves the sample out of the mean; leave it out of the data instead."
             )
-        class_targets(self.name, *outputs.shape, targets, start)
+        class_targets(self.name, outputs, targets, start)
         if self.weight is not None and self.weighted_mean:
             raise InputError(
                 "CrossEntropyLoss(weight=…, reduction='mean') divides by the sum of the weights of a batch, which "

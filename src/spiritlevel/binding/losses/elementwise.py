@@ -198,7 +198,7 @@ class SquaredError(Elementwise):
 
     def check(self, outputs: Tensor, targets: Tensor, start: int = 0) -> None:
         if self._are_classes(outputs, targets):
-            class_targets(self.name, *outputs.shape, targets, start)
+            class_targets(self.name, outputs, targets, start)
         elif math.prod(targets.shape[1:]) != math.prod(outputs.shape[1:]) or len(targets) != len(outputs):
             raise InputError(
                 f"{'MSELoss' if self.mean else 'squared_error'} needs targets like the outputs "

@@ -21,7 +21,7 @@ class Exponential(Loss):
 
     def check(self, outputs: Tensor, targets: Tensor, start: int = 0) -> None:
         if outputs.ndim == 2 and outputs.shape[1] > 1:
-            class_targets(self.name, *outputs.shape, targets, start)
+            class_targets(self.name, outputs, targets, start)
         else:
             self._check_single(outputs, targets)
         exponents = self._differences(outputs.detach().double(), targets)

@@ -34,6 +34,16 @@ def resolve(loss: str | nn.Module | Callable[[Tensor, Tensor], Tensor] | Loss, *
     derived from those of `torch.nn`, is called and must return one value per sample, or
     their mean. `fixed` says that the batches are part of what is measured: then it may couple their samples.
 
+    The names, each with what a sample's loss is (mathematics 2.1, 2.5 and 2.6):
+
+    - "cross_entropy": −log S_y; of outputs (N, C, d…), or (N, T, C) where only that fits the targets, the mean over the
+      sample's own positions that are not −100; of soft labels −Σ y log S;
+    - "token_cross_entropy": the same with the classes in the last dimension;
+    - "causal_lm": the same of logits (N, T, V), each compared with the next label;
+    - "binary_cross_entropy": the logistic loss of one logit, or its mean over many labels;
+    - "squared_error": ½‖φ − y‖²; "huber" and "poisson": as `torch.nn.HuberLoss()` and `torch.nn.PoissonNLLLoss()`;
+    - "exponential": Σ_{j≠y} exp(φ_j − φ_y).
+
     >>> resolve("cross_entropy").name, resolve(nn.MSELoss()).name
     ('cross_entropy', 'squared_error')
     """
