@@ -14,6 +14,7 @@ from torch.nn.modules.conv import _ConvNd
 from torch.utils._pytree import tree_leaves, tree_map
 
 from spiritlevel.binding.batches import Batches
+from spiritlevel.binding.modules import state_of
 from spiritlevel.binding.problem import Problem
 from spiritlevel.binding.reading import PLAIN, Form
 from spiritlevel.errors import InputError, unknown_name
@@ -147,6 +148,9 @@ class Sample:
                 return data
             inputs = tree_map(lambda leaf: leaf.to(dtype) if any(leaf is one for one in leaves) else leaf, data.inputs)
             return cls(inputs, data.count, data.text, data.form)
+        for name, tensor in state_of(model) if isinstance(model, nn.Module) else ():
+            if tensor.layout not in (torch.strided, torch.sparse_coo):  # which PyTorch cannot copy
+                raise InputError(f"the model holds the sparse tensor {name} in a form of which no copy can be made.")
         problem = Problem(model, params="*", form=form)
         if data is None:
             return cls._guessed(problem)
