@@ -28,6 +28,7 @@ from spiritlevel.loading import load_model, load_samples, load_weights
 
 pytestmark = [
     pytest.mark.integrations,
+    pytest.mark.timeout(900),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of other libraries among each other
     pytest.mark.filterwarnings("ignore::FutureWarning"),
     pytest.mark.filterwarnings("ignore::UserWarning"),

@@ -66,6 +66,7 @@ def test_the_blocks_that_need_no_other_package(
 
 
 @pytest.mark.integrations
+@pytest.mark.timeout(1800)
 @pytest.mark.filterwarnings("ignore")
 def test_all_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in {name for block in BLOCKS for name in block.needs} - {"timm"}:

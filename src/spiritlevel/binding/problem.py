@@ -219,7 +219,7 @@ class Problem:
             reason = told + place_of(error) if told else named_error(error)
             raise _CannotRun(
                 f"the model {type(self.model).__name__} fails on inputs of shape {shapes}: {reason}"
-                f"{_lacks(self.model, inputs)}{self._remark(error)}."
+                f"{self._remark(error)}{_lacks(self.model, inputs)}."
             ) from error
         if plain:
             copies = _leaves(inputs)
