@@ -153,7 +153,9 @@ def _images(folder: Path, table: Any, name: str) -> list[tuple[str, bytes]]:
     from datasets import Image
 
     files = table.cast_column(name, Image(decode=False))[name]
-    found = [(f"{number} of {folder}", file.get("bytes") if file else None) for number, file in enumerate(files)]
+    found: list[tuple[str, Any]] = [
+        (f"{number} of {folder}", file.get("bytes") if file else None) for number, file in enumerate(files)
+    ]
     if absent := [label for label, content in found if content is None]:
         raise InputError(
             f"the image {absent[0]} is not in the data set, which only names its place; save it with its images."

@@ -31,10 +31,9 @@ def saved_transformer(folder: Path) -> nn.Module:
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     names = settings.get("architectures")
     name = names[0] if isinstance(names, list) and names else None
-    kind = getattr(transformers, name, None) if isinstance(name, str) and name.isidentifier() else None
-    if settings.get("model_type") not in CONFIG_MAPPING or not (
-        isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)
-    ):
+    kind: Any = getattr(transformers, name, None) if isinstance(name, str) and name.isidentifier() else None
+    is_model = isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)
+    if settings.get("model_type") not in CONFIG_MAPPING or not is_model:
         raise InputError(
             f"hf:{folder} asks for {name or 'no class at all'} ({settings.get('model_type')}), which transformers "
             f"{transformers.__version__} does not have; code in the folder is not run: return such a model from "
