@@ -212,6 +212,15 @@ def test_language_models(transformers: Any, name: str) -> None:
     close(found, whole, rtol)
 
 
+def test_labels_that_are_the_inputs_are_not_taken_for_targets(transformers: Any) -> None:
+    model, batch = network(transformers, "gpt2"), text()
+    for function in (sl.sample_traces, sl.margins, sl.hessian, sl.measure):
+        with pytest.raises(InputError, match=r"the labels of GPT2LMHeadModel are its own inputs, .* loss='causal_lm'"):
+            function(model, [batch])
+    shifted = {**batch, "labels": batch["labels"].roll(-1, 1)}
+    assert len(sl.margins(model, [shifted]).output) == 4
+
+
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_tokens_as_the_unit(transformers: Any, name: str) -> None:
     model, batch = network(transformers, name), text()

@@ -336,6 +336,7 @@ class Problem:
                 f"the model returned outputs of shape {tuple(outputs.shape)} for {targets.shape[0]} samples; {ending}"
             )
         self.loss.check(outputs, targets, start)
+        _check_shift(self.model, self.loss.name, inputs, targets)
         if not bool(torch.isfinite(outputs.detach().sum())) and not bool(torch.isfinite(outputs).all()):
             for leaf in tree_leaves(inputs):
                 if isinstance(leaf, Tensor) and leaf.is_floating_point() and not bool(torch.isfinite(leaf).all()):
@@ -355,6 +356,18 @@ class Problem:
                     "make them repeat, e.g. with F.dropout(x, training=self.training)."
                 )
             self._draws = False  # without effect, as it turned out
+
+
+def _check_shift(model: nn.Module, loss: str, inputs: Any, targets: Tensor) -> None:
+    """Refuse the labels of a language model of transformers, its own inputs, as what the same positions should say."""
+    given = inputs.get("input_ids") if isinstance(inputs, Mapping) else None
+    if given is None or loss != "cross_entropy" or getattr(model, "loss_type", None) != "ForCausalLM":
+        return
+    if given.shape == targets.shape and bool(((given == targets) | (targets < 0)).all()):
+        raise InputError(
+            f"the labels of {type(model).__name__} are its own inputs, each to be predicted one position before it; "
+            "pass loss='causal_lm', which shifts them."
+        )
 
 
 def _lacks(model: nn.Module, inputs: Any) -> str:

@@ -160,4 +160,4 @@ def _images(folder: Path, table: Any, name: str) -> list[tuple[str, bytes]]:
         raise InputError(
             f"the image {absent[0]} is not in the data set, which only names its place; save it with its images."
         )
-    return found
+    return [(label, content) for label, content in found if content is not None]

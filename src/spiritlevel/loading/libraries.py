@@ -39,9 +39,10 @@ def saved_transformer(folder: Path) -> nn.Module:
             f"{transformers.__version__} does not have; code in the folder is not run: return such a model from "
             "file.py:function."
         )
+    made: Any = kind
     try:
         with _quietly(transformers):
-            model, found = kind.from_pretrained(
+            model, found = made.from_pretrained(
                 folder,
                 config=CONFIG_MAPPING[settings["model_type"]].from_dict(_without_code(settings)),
                 attn_implementation="eager",
