@@ -335,10 +335,10 @@ def test_margins_of_a_softmax_regression_on_digits() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"seed": -1}, "a seed that is a whole number of at least 0, got -1"),
-        ({"seed": 0.5}, "a seed that is a whole number"),
-        ({"level": "x"}, "a level between 0 and 1, got 'x'"),
-        ({"resamples": "x"}, "at least 100 resamples for an interval, got 'x'"),
+        ({"seed": -1}, "seed must be a whole number, got 0.5 of at least 0, got -1"),
+        ({"seed": 0.5}, "seed must be a whole number, got 0.5"),
+        ({"level": "x"}, "level must be a finite number, got 'x'"),
+        ({"resamples": "x"}, "resamples must be a whole number, got 'x'"),
     ],
 )
 def test_bad_options_get_a_sentence(options: dict[str, Any], message: str) -> None:

@@ -221,7 +221,7 @@ def _read(expected: type[_R], data: Any, unknown: list[str]) -> _R:
     try:
         present = {key: _decode(data[key], hints.get(key, Any), unknown) for key in fields if key in data}
         found = kind(**present)
-        found._check()
+        _fits(found)
         return found
     except InputError:
         raise
@@ -230,6 +230,11 @@ def _read(expected: type[_R], data: Any, unknown: list[str]) -> _R:
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         reason = str(error).split("\n", 1)[0]
         raise InputError(f"cannot read a result of type {name!r}: it is damaged ({reason}).") from error
+
+
+def _fits(found: Result) -> None:
+    """Raise `Misfit` unless the fields of what was read fit each other."""
+    found._check()
 
 
 def _unreadable(expected: type[Result], name: object) -> InputError:

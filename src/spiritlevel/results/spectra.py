@@ -203,6 +203,8 @@ class SpectralDensity(Table):
     @checked
     def moment(self, k: int) -> Estimate:
         """∫ λᵏ dμ = Tr(Hᵏ)/P."""
+        if k < 0:
+            raise InputError(f"moment needs k >= 0, got {k}.")
         whole_number(k, "k", 0, 1000)
         return self.integrate(lambda nodes: nodes**k)
 

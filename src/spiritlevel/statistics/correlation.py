@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from scipy import stats as scipy_stats
 
 from spiritlevel.arguments import checked
-from spiritlevel.errors import InputError, unknown_name
+from spiritlevel.errors import InputError, unknown_name, whole_number
 from spiritlevel.results import Correlation, Margins, Result, SampleTraces
 
 Array = NDArray[Any]
@@ -243,8 +243,9 @@ def correlate(
         raise unknown_name("outlier rule", outliers, OUTLIER_RULES)
     if not isinstance(level, int | float) or not 0 < level < 1:
         raise InputError(f"correlate needs a level between 0 and 1, got {level!r}.")
-    if not 100 <= resamples <= 10**6:
-        raise InputError(f"correlate needs from 100 to 1,000,000 resamples for an interval, got {resamples!r}.")
+    if resamples < 100:
+        raise InputError(f"correlate needs at least 100 resamples for an interval, got {resamples!r}.")
+    whole_number(resamples, "resamples", 100, 10**6)
     if not isinstance(seed, int | np.integer) or seed < 0:
         raise InputError(f"correlate needs a seed that is a whole number of at least 0, got {seed!r}.")
     seed = int(seed)
