@@ -13,6 +13,7 @@ from spiritlevel.answers.surface import landscape as landscape
 from spiritlevel.answers.tracking import Tracker as Tracker
 from spiritlevel.binding.losses import aceht as aceht
 from spiritlevel.binding.losses import confidence_gap as confidence_gap
+from spiritlevel.binding.reading import Reading as Reading
 from spiritlevel.errors import InputError as InputError
 from spiritlevel.errors import NotExactError as NotExactError
 from spiritlevel.estimators import Operator as Operator

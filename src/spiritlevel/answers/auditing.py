@@ -68,7 +68,7 @@ def audit(
 
     Args:
         model: any module; it is left as it was.
-        data: a pair of tensors, a data set, a loader that does not shuffle, or batches.
+        data: a pair of tensors, a data set, a loader, or batches.
         measures: names of `measures.MEASURES`, "all", or "default", which is what None means.
         transforms: names of `measures.TRANSFORMS`, "all", the default set, or transforms of your own: a dict of name →
             `Transformed`. Transforms that the network does not allow are listed in `skipped` with the reason.

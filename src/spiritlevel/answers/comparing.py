@@ -85,7 +85,7 @@ def compare(
     Args:
         model_a: any module.
         model_b: another one, of the same or another architecture, for the same data and loss.
-        data: a pair of tensors, a data set, a loader that does not shuffle, or batches.
+        data: a pair of tensors, a data set, a loader, or batches.
         names: what to call the two.
         loss: a name, a `torch.nn` loss or a callable.
         measures: names of `measures.MEASURES`, "all", or the default set.

@@ -92,7 +92,7 @@ def measure(
 
     Args:
         model: any module.
-        train: the data to measure: a pair of tensors, a data set, a loader that does not shuffle, or batches.
+        train: the data to measure: a pair of tensors, a data set, a loader, or batches.
         test: other data, for accuracy, loss and margins.
         loss: a name, a `torch.nn` loss or a callable; see `sample_traces`.
         measures: names of `measures.MEASURES`, "all", or the default set.

@@ -66,7 +66,7 @@ class Tracker:
 
     Args:
         model: the module that is being trained.
-        data: a pair of tensors, a data set, a loader that does not shuffle, or batches; None for the batches that
+        data: a pair of tensors, a data set, a loader, or batches; None for the batches that
             `step(batch=(inputs, targets))` gets.
         every: steps between two measurements, at least.
         quantities: their names; loss, margins, trace and largest eigenvalue unless given, and critical sharpness with

@@ -50,7 +50,7 @@ def input_curvature(
 
     Args:
         model: Any `torch.nn.Module`; it is measured in eval mode and comes back untouched.
-        data: A pair of tensors, a data set, a loader that does not shuffle, or re-iterable batches. All floating-point
+        data: A pair of tensors, a data set, a loader, or re-iterable batches. All floating-point
             inputs count; name an embedding's output as the input of a model of its own for texts.
         loss: A name, a `torch.nn` loss, or a callable that returns one value per sample.
         method: "auto", "exact" (raises `NotExactError` where there is no exact way) or "hutchinson".

@@ -68,7 +68,7 @@ def sample_traces(
 
     Args:
         model: Any `torch.nn.Module`; it is measured in eval mode and comes back untouched.
-        data: A pair of tensors, a data set, a loader that does not shuffle, or re-iterable batches.
+        data: A pair of tensors, a data set, a loader, or re-iterable batches.
         loss: A name: "cross_entropy" (of one class a sample, or of one at every position of an image or a sequence;
             soft labels too), "token_cross_entropy" (classes last), "causal_lm" (shifts by itself),
             "binary_cross_entropy" (one logit or many labels), "squared_error", "huber", "poisson", "exponential"; the
