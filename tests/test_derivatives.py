@@ -280,6 +280,8 @@ def test_the_share_is_that_of_the_samples_on_a_kink() -> None:
     inputs[:10] = 0  # there a fresh network is given its bias of 0
     (note,) = sl.sample_traces(net, (inputs, torch.arange(20) % 3)).notes
     assert note.startswith("40% of the samples")
+    report = sl.measure(net, (inputs, torch.arange(20) % 3), measures=["trace"], parts=())
+    assert f"About the traces: {note}." in report.headline
 
 
 def test_zeros_that_come_and_go_or_that_nobody_reads_are_no_kinks() -> None:

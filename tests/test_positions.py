@@ -155,7 +155,7 @@ def test_traces_and_operators_are_those_of_dense_hessians(name: str, untouched: 
     hessians = case.of_samples()
     exact = name not in ("language model",)
     with untouched(case.model):
-        traces = sl.sample_traces(case.model, case.data, loss=case.loss, probes=400, per_layer=exact)
+        traces = sl.sample_traces(case.model, case.data, loss=case.loss, probes=150, per_layer=exact)
         operator = sl.hessian(case.model, case.data, loss=case.loss)
         dense = operator.dense()
     wanted = hessians.diagonal(dim1=1, dim2=2).sum(1)
@@ -185,7 +185,7 @@ def test_a_token_is_a_sample_by_itself_if_asked(name: str, untouched: Any) -> No
     hessians = case.hessians(lambda o: F.cross_entropy(rows(o)[0], labels, reduction="none"))
     options: dict[str, Any] = {"loss": case.loss, "unit": "token"}
     with untouched(case.model):
-        traces = sl.sample_traces(case.model, case.data, probes=400, **options)
+        traces = sl.sample_traces(case.model, case.data, probes=150, **options)
         dense = sl.hessian(case.model, case.data, **options).dense()
         fisher = sl.gauss_newton(case.model, case.data, **options)
         found = sl.margins(case.model, case.data, **options)
@@ -226,7 +226,7 @@ def test_many_positions_are_sampled_unbiased(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(InputError, match=r"exact traces of 24 outputs take 16 backward passes a batch"):
         sl.sample_traces(case.model, case.data, loss=case.loss, method="exact")
     draws = torch.stack(
-        [sl.sample_traces(case.model, case.data, loss=case.loss, passes=1, seed=s).values for s in range(60)]
+        [sl.sample_traces(case.model, case.data, loss=case.loss, passes=1, seed=s).values for s in range(40)]
     )
     error = draws.std(0) / math.sqrt(len(draws))
     assert bool(((draws.mean(0) - exact.values).abs() < 4 * error).all())

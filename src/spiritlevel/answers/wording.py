@@ -42,6 +42,9 @@ def headline(report: Report, probabilities: bool) -> Iterator[str]:
     values = {row.name: row for row in report.rows}
     if "trace" in values and not math.isnan(values["trace"].value.value):
         yield about_trace(report, values["trace"])
+        notes = () if report.traces is None else report.traces.notes
+        if own := [note for note in notes if note not in report.settings.get("data", "")]:
+            yield f"About the traces: {'; '.join(own)}."
     margin = report.margins
     if margin is not None:
         skew = skewness(margin.signed)
