@@ -361,7 +361,7 @@ class Problem:
 def _check_shift(model: nn.Module, loss: str, inputs: Any, targets: Tensor) -> None:
     """Refuse the labels of a language model of transformers, its own inputs, as what the same positions should say."""
     given = inputs.get("input_ids") if isinstance(inputs, Mapping) else None
-    if given is None or loss != "cross_entropy" or getattr(model, "loss_type", None) != "ForCausalLM":
+    if given is None or loss != "cross_entropy" or not type(model).__name__.endswith(("ForCausalLM", "LMHeadModel")):
         return
     if given.shape == targets.shape and bool(((given == targets) | (targets < 0)).all()):
         raise InputError(
