@@ -17,7 +17,7 @@ from spiritlevel.binding.losses import Factor
 from spiritlevel.errors import InputError, NotExactError
 from spiritlevel.results import SampleTraces, standard_error
 from spiritlevel.samples.choosing import Plan
-from spiritlevel.samples.collapsing import LEAST_GROUPS, Prober
+from spiritlevel.samples.collapsing import LEAST_GROUPS, Direction, Prober
 from spiritlevel.samples.probing import Differentiate, differentiator, form_along, generator_of, probe, signs
 from spiritlevel.watching.chains import chain_traces
 from spiritlevel.watching.recording import Recording, resized, same_outputs
@@ -265,19 +265,16 @@ class Collector:
         problem = self.problem
         parts: list[str | None] = [*problem.params] if self.per_layer else [None]
 
+        def inside(part: str | None) -> Direction:
+            return lambda problem, index: signs(problem.params, self.seed, index, part)
+
         def begin(start: int, inputs: Any, targets: Tensor) -> Callable[[], _Values]:
             tables: dict[str, Tensor] = {}
+            options: dict[str, Any] = {"members": members, "remainder": remainder, "start": start}
             for part in parts:
+                names = None if part is None else [part]
                 tables[part or ""] = prober.forms(
-                    problem,
-                    inputs,
-                    targets,
-                    lambda problem, index, part=part: signs(problem.params, self.seed, index, part),
-                    indices,
-                    members=members,
-                    names=None if part is None else [part],
-                    remainder=remainder,
-                    start=start,
+                    problem, inputs, targets, inside(part), indices, names=names, **options
                 )
             return _at_once(tables)
 

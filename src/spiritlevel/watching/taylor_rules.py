@@ -387,7 +387,8 @@ def _product(
 
 def matrix_product(step: Step, terms: Terms) -> Any:
     """A product of two matrices, or of two stacks of them."""
-    return _matrices(step, *step.args[:2], terms)
+    a, b = step.args[:2]
+    return _matrices(step, a, b, terms)
 
 
 def added_matrix_product(step: Step, terms: Terms) -> Any:
