@@ -283,19 +283,16 @@ class Collector:
         problem = self.problem
         parts: list[str | None] = [*problem.params] if self.per_layer else [None]
 
+        def inside(part: str | None) -> Direction:
+            return lambda problem, index: signs(problem.params, self.seed, index, part)
+
         def begin(start: int, inputs: Any, targets: Tensor) -> Callable[[], _Values]:
             tables: dict[str, Tensor] = {}
+            options: dict[str, Any] = {"members": members, "remainder": remainder, "start": start}
             for part in parts:
+                names = None if part is None else [part]
                 tables[part or ""] = prober.forms(
-                    problem,
-                    inputs,
-                    targets,
-                    _inside(part, self.seed),
-                    indices,
-                    members=members,
-                    names=None if part is None else [part],
-                    remainder=remainder,
-                    start=start,
+                    problem, inputs, targets, inside(part), indices, names=names, **options
                 )
             return _at_once(tables)
 
@@ -354,8 +351,3 @@ class Collector:
             negative_stops=share,
             notes=(f"PyHessian's stopping rule, for comparison only: {share:.1%} stopped on a negative mean",),
         )
-
-
-def _inside(part: str | None, seed: int) -> Direction:
-    """Random signs inside one parameter, or in all of them."""
-    return lambda problem, index: signs(problem.params, seed, index, part)
