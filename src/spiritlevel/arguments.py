@@ -151,7 +151,8 @@ def by_type(value: Any, hint: Any, name: str) -> Any:
         return _several(value, origin, inner, name)
     if isinstance(hint, type) and not isinstance(value, hint):
         if hint.__name__ == "Module":
-            raise InputError(f"the {name} must be a torch.nn.Module, got {type(value).__name__}.")
+            what = "model" if name.startswith("model") else name
+            raise InputError(f"the {what} must be a torch.nn.Module, got {type(value).__name__}.")
         raise InputError(f"{name} must be a {_called(hint)}, got {shown(value)}.")
     if getattr(value, "is_meta", False) is True and hint is not Any:
         raise InputError(f"{name} must be a tensor with values, got one on the meta device.")
