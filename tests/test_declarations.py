@@ -184,7 +184,8 @@ class Work(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        count = flop_registry.get(func._overloadpacket)
+        plain = func._overloadpacket.__name__.removesuffix("_")  # `addmm` of `addmm_`
+        count = flop_registry.get(getattr(torch.ops.aten, plain, None))
         if count is not None:
             self.flops += count(*args, **(kwargs or {}), out_val=result)
         return result

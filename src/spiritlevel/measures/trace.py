@@ -45,7 +45,7 @@ def trace_passes(setting: Setting, unless_exact: float = 0.0) -> float:
     """
     exact = _exact_passes(setting)
     if exact is None:
-        return 7.0 * DEFAULT_PROBES + unless_exact
+        return 3.0 * DEFAULT_PROBES + unless_exact
     return exact if setting.structure.exact else exact + unless_exact
 
 

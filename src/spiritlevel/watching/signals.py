@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from spiritlevel.binding.parameters import depth
 from spiritlevel.binding.problem import Problem
 from spiritlevel.watching.graph import written_attention
-from spiritlevel.watching.operations import Layer, called
+from spiritlevel.watching.operations import Degree, Layer, Operation, called
 from spiritlevel.watching.watchers import FunctionWatch
 
 _NUMBERS = 2**22  # that are turned into rows of float64 at once
@@ -70,8 +70,8 @@ class Signals(FunctionWatch):
             with self:
                 return written_attention(*args, **kwargs)
         result = func(*args, **kwargs)
-        layer = called(func).layer
-        axes = self._channels(layer, called(func).name, args, kwargs) if layer is not None else None
+        operation = called(func)
+        axes = self._channels(operation, args, kwargs) if operation.layer is not None else None
         if axes is None or not isinstance(result, Tensor) or not result.is_floating_point():
             return result
         if torch.is_grad_enabled() and not result.requires_grad:
@@ -85,22 +85,23 @@ class Signals(FunctionWatch):
             return False
         return id(value) in self._weights or (value._base is not None and id(value._base) in self._weights)
 
-    def _channels(
-        self, layer: Layer, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[int, ...] | None:
+    def _channels(self, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...] | None:
         """The axes of channels in the result, `None` if this call is no layer."""
         given = [*args, *(kwargs[key] for key in ("input", "weight", "other", "mat2") if key in kwargs)]
-        if layer in (Layer.DENSE, Layer.CONVOLUTION, Layer.TRANSPOSED):
+        if operation.layer in (Layer.DENSE, Layer.CONVOLUTION, Layer.TRANSPOSED):
             if self._is_weight(given[0]):  # a product of two weights
                 return None
-            return (-1,) if layer is Layer.DENSE else (1 - given[1].ndim,)
-        if name == "einsum":
+            return (-1,) if operation.layer is Layer.DENSE else (1 - given[1].ndim,)
+        if operation.name == "einsum":
             return self._letters(*args)
-        if name in ("addmm", "baddbmm"):
+        reverse = operation.name == "rmatmul"
+        if operation.degree is Degree.ADDED_BILINEAR:
             given = given[1:]
-        if name not in ("matmul", "mm", "rmatmul", "bmm", "addmm", "baddbmm") or len(given) < 2:
+        elif operation.degree is not Degree.BILINEAR and not reverse:
             return None
-        first, second = given[:2] if name != "rmatmul" else given[1::-1]
+        if len(given) < 2:
+            return None
+        first, second = given[1::-1] if reverse else given[:2]
         if min(first.ndim, second.ndim) < 2 or self._is_weight(first) == self._is_weight(second):
             return None
         return (-1,) if self._is_weight(second) else (-2,)
