@@ -404,9 +404,9 @@ def test_what_cannot_be_measured_says_why() -> None:
             self.inner, self.head = nn.Linear(4, 4), nn.Linear(4, 3)
 
         def forward(self, x: Tensor) -> Tensor:
-            return self.head(self.inner(x) if len(x) > 2 else x)
+            return self.head(self.inner(x) if x.shape[1] > 2 else x).mean(1)
 
-    pieces = [(data[0][:6], data[1][:6]), (data[0][6:], data[1][6:])]
+    pieces = [(normal(6, 3, 4).float(), torch.arange(6) % 3), (normal(4, 2, 4).float(), torch.arange(4) % 3)]
     with pytest.raises(InputError, match="do not run alike for all samples"):
         MEASURES["signal_sharpness"](Sometimes(), pieces)
     small = Setting(net, data, memory="100B")
