@@ -459,7 +459,7 @@ def test_bad_input_in_one_sentence() -> None:
     net, (inputs, targets) = network("tanh"), some_data()
     with pytest.raises(InputError, match="weight_decay must be at least 0, got -1"):
         hessian(net, (inputs, targets), weight_decay=-1)
-    with pytest.raises(InputError, match="weight_decay must be at least 0, got nan"):
+    with pytest.raises(InputError, match="weight_decay must be a finite number, got nan"):
         hessian(net, (inputs, targets), weight_decay=math.nan)
     with pytest.raises(InputError, match="unknown loss 'cross_entrop': did you mean 'cross_entropy'"):
         hessian(net, (inputs, targets), loss="cross_entrop")

@@ -144,8 +144,8 @@ def test_parameters_are_chosen_by_name_prefix_or_glob() -> None:
         (nn.Linear(2, 2), "wieght", "unknown parameter 'wieght': did you mean 'weight'? Known: bias, weight."),
         (nn.Linear(2, 2), ["weight", "x*"], "unknown parameter 'x*'"),
         (nn.Linear(2, 2), [], "params= is empty"),
-        (nn.Linear(2, 2), 3, "params= takes names, prefixes or globs of parameters, got int"),
-        (nn.Linear(2, 2), [torch.ones(1)], "got Tensor"),
+        (nn.Linear(2, 2), 3, "params must be a name or a list of names"),
+        (nn.Linear(2, 2), [torch.ones(1)], "params must be a name or a list of names"),
         (nn.ReLU(), None, "the model ReLU has no parameters"),
         (nn.Linear(2, 2).requires_grad_(False), None, "the model Linear has no parameter that requires grad"),
     ],
@@ -248,7 +248,7 @@ def test_batch_statistics_are_those_of_training_without_dropout(dims: int, untou
 
 def test_batch_statistics_need_more_than_one_value() -> None:
     problem = Problem(small_net(), batch_norm="batch")
-    message = r"more than one value a channel, got inputs of shape \(1, 5\).*is the last one a single sample"
+    message = r"more than one value per channel, got inputs of shape \(1, 5\).*is the last one a single sample"
     with problem.active(), pytest.raises(InputError, match=message):
         problem.outputs(problem.params, X[:1])
 

@@ -223,7 +223,7 @@ def test_many_positions_are_sampled_unbiased(monkeypatch: pytest.MonkeyPatch) ->
     assert (found.exact, found.method) == (False, "passes=8")
     assert "16 factors: 8 taken exactly" in found.notes[0]
     assert found.mean().status == "estimated"
-    with pytest.raises(InputError, match=r"exact traces of 24 outputs take 16 backward passes a batch"):
+    with pytest.raises(InputError, match=r"exact traces of 24 outputs take 16 backward passes per batch"):
         sl.sample_traces(case.model, case.data, loss=case.loss, method="exact")
     draws = torch.stack(
         [sl.sample_traces(case.model, case.data, loss=case.loss, passes=1, seed=s).values for s in range(40)]

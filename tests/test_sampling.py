@@ -235,5 +235,7 @@ def test_the_cost_of_an_error_is_a_number_that_the_time_limit_counts() -> None:
     assert MEASURES["margin_mean"].subset_passes(exact) == 0
     for measure in MEASURES.values():
         repeats = {"jackknife": 9.0, "bracket": 1.0}.get(measure.sampling.how, 0.0)
+        if measure.sampling.limits is not None:  # all groups from the same passes
+            repeats = min(repeats, 1.0)
         assert measure.subset_passes(estimated) >= repeats * measure.forward_passes(estimated)
     assert MEASURES["frobenius_norm"].subset_passes(estimated) >= 24 * 4

@@ -301,7 +301,7 @@ def test_sizes_that_mean_nothing_are_refused(transform: Transform) -> None:
     model, x = has(transform)
     words, sizes = SIZES[transform]
     for size in sizes:
-        with pytest.raises(InputError, match=f"{transform.__name__}: size= is .*{words}"):
+        with pytest.raises(InputError, match=f"{transform.__name__}: size= is .*{words}|size must be a finite number"):
             transform(model, data=x, size=size)
 
 

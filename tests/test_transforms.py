@@ -573,7 +573,7 @@ REFUSALS: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "before, no norm": (lambda: scale_before_batchnorm(PLAIN, {"0": 2.0}), "layer '0' are read by the layer '2'"),
     "before, output": (lambda: scale_before_batchnorm(PLAIN, {"2": 2.0}), "layer '2' are read by no batch norm"),
-    "before, channels": (lambda: scale_before_batchnorm(norm_twice(), {"0": torch.ones(4)}), "one number a layer"),
+    "before, channels": (lambda: scale_before_batchnorm(norm_twice(), {"0": torch.ones(4)}), "one number per layer"),
     "before, name": (lambda: scale_before_batchnorm(PLAIN, {"relu": 2.0}), "unknown layer that can be scaled 'relu'"),
     "fold": (lambda: fold_batchnorm(PLAIN), "there is nothing to fold"),
     "fold, tied": (lambda: fold_batchnorm(norm_twice()), "there is nothing to fold"),

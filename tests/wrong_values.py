@@ -283,7 +283,8 @@ def functions() -> Iterator[tuple[str, Callable[..., Any]]]:
     """Every public function and every class that users build, by name."""
     for name in sl._HOME:
         value = getattr(sl, name)
-        if inspect.isfunction(value) or (inspect.isclass(value) and not issubclass(value, Result | Exception)):
+        built = inspect.isclass(value) and not issubclass(value, Result | Exception) and not typing.is_typeddict(value)
+        if inspect.isfunction(value) or built:
             yield name, value
         elif inspect.ismodule(value):
             names = getattr(value, "__all__", None) or [each for each in vars(value) if not each.startswith("_")]

@@ -127,8 +127,8 @@ def _hints(function: Callable[..., Any]) -> dict[str, Any]:
     for name, hint in function.__annotations__.items():
         with contextlib.suppress(NameError, AttributeError, TypeError):
             found |= typing.get_type_hints(types.SimpleNamespace(__annotations__={name: hint}), space)
-        if typing.get_origin(found.get(name)) is typing.Unpack:  # options that several functions share
-            found |= typing.get_type_hints(typing.get_args(found.pop(name))[0])
+        if name == "seed" or typing.get_origin(found.get(name)) is typing.Unpack:
+            del found[name]  # where these are bound they are checked, with better sentences
     return found
 
 
@@ -152,7 +152,8 @@ def by_type(value: Any, hint: Any, name: str) -> Any:
     if isinstance(hint, type) and not isinstance(value, hint):
         if hint.__name__ == "Module":
             what = "model" if name.startswith("model") else name
-            raise InputError(f"the {what} must be a torch.nn.Module, got {type(value).__name__}.")
+            way = "; pass its .module()" if callable(getattr(value, "module", None)) else ""
+            raise InputError(f"the {what} must be a torch.nn.Module, got {type(value).__name__}{way}.")
         raise InputError(f"{name} must be a {_called(hint)}, got {shown(value)}.")
     if getattr(value, "is_meta", False) is True and hint is not Any:
         raise InputError(f"{name} must be a tensor with values, got one on the meta device.")
@@ -216,6 +217,11 @@ def _true_or_false(value: Any, name: str) -> bool:
     raise InputError(f"{name} must be True or False, got {shown(value)}.")
 
 
+def _float(value: Any, name: str) -> float:
+    infinite = isinstance(value, numbers.Real) and math.isinf(value)  # "without a limit" in some places
+    return float(value) if infinite else number(value, name)
+
+
 def _text(value: Any, name: str) -> str:
     if isinstance(value, str):
         return value
@@ -230,7 +236,7 @@ def _path(value: Any, name: str) -> Any:
 
 _PLAIN: dict[Any, Callable[[Any, str], Any]] = {
     int: lambda value, name: whole_number(value, name),
-    float: number,
+    float: _float,
     bool: _true_or_false,
     str: _text,
     Path: _path,

@@ -187,7 +187,7 @@ class Problem:
         plain = depth() is None
         constants, given = self.constants, inputs
         if plain or self._overwrites is not False:  # copies, so that no pass changes the data or the function
-            inputs = _each(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, inputs)
+            inputs = copies_of(inputs)
         if self._overwrites is not False:
             constants = {name: t.clone() if name in self._buffers else t for name, t in constants.items()}
         keeps: Any = contextlib.nullcontext(lambda: False)
@@ -212,7 +212,8 @@ class Problem:
                 ) from error
             guarded = said.startswith("Guard failed")  # a program of torch.export says of other shapes
             known = isinstance(error, InputError) or is_out_of_memory(error)
-            if known or not (guarded or (plain and self._has_data)):
+            written = "modified inplace" in said  # which only matters to derivatives
+            if known or written or not (guarded or (plain and self._has_data)):
                 raise
             shapes = ", ".join(str(tuple(leaf.shape)) for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor))
             told = isinstance(error, RuntimeError | ValueError | TypeError | IndexError | AssertionError) and said
@@ -400,6 +401,11 @@ def _same_code(first: nn.Module, second: nn.Module) -> bool:
 def _leaves(inputs: Any) -> list[Any]:
     """What inputs consist of; of one tensor without the cost of looking for others, which is that of a small layer."""
     return [inputs] if isinstance(inputs, Tensor) else tree_leaves(inputs)
+
+
+def copies_of(inputs: Any) -> Any:
+    """Inputs that a model may write to."""
+    return _each(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, inputs)
 
 
 def _each(change: Callable[[Any], Any], inputs: Any) -> Any:

@@ -16,7 +16,7 @@ from torch.func import functionalize
 from torch.utils._pytree import tree_leaves
 
 from spiritlevel.binding.parameters import Params
-from spiritlevel.binding.problem import Problem
+from spiritlevel.binding.problem import Problem, copies_of
 from spiritlevel.binding.rewrites import built_in_layer_norm
 from spiritlevel.errors import first_line
 from spiritlevel.watching.operations import aten_name, dispatched
@@ -157,7 +157,8 @@ def taped(problem: Problem, inputs: Any, moving: Params | None = None) -> Tape:
     With `moving`, tensors that are among the inputs, these move in the place of the parameters. Cost: a forward pass
     whose values stay in memory.
     """
-    moving = problem.params if moving is None else moving
+    if moving is None:  # `functionalize` writes back to the inputs what a model writes to them
+        moving, inputs = problem.params, copies_of(inputs)
     watch = _Watch(moving.values())
     try:
         with torch.no_grad(), built_in_layer_norm(), watch:
