@@ -331,7 +331,9 @@ def as_markdown(results: list[dict[str, Any]], missing: dict[str, str], wanted: 
         f"stopping. Out of sample: {folds_of(results)} further trainings, each without the samples that it judges. "
         "After a third of the epochs little has been learnt by heart; the end is after memorisation where the last "
         "table says that wrong labels are fitted. Per-sample trace, gradient norm, input curvature and self-influence "
-        "are dear and are judged on a part of the samples, drawn at random; their figures are the noisier for it.",
+        "are dear and are judged on a part of the samples, drawn at random; their figures are the noisier for it. "
+        "The folds are trained by the same recipe as the one network: one that is tuned for them, or stopped by labels "
+        "known to be right, may do better.",
         "",
         f"{len(results)} of {wanted} pieces are in. {verdict(results)}",
         "",
@@ -413,9 +415,11 @@ def compared(results: list[dict[str, Any]], ours: str, theirs: str) -> str:
     won = sum(min(values) > 0 for values in gains.values())
     lost = sum(max(values) < 0 for values in gains.values())
     mean = statistics.mean(itertools.chain(*gains.values()))
+    counts = sorted({len(values) for values in gains.values()})
+    seeds = "the one seed" if counts == [1] else f"each of {' or '.join(map(str, counts))} seeds"
     return (
-        f"{ours[0].upper()}{ours[1:]}, at no further training, has a higher AUROC than the {theirs} at all seeds in "
-        f"{won} of {len(gains)} settings, a lower one at all seeds in {lost}; the mean difference is {mean:+.3f}."
+        f"{ours[0].upper()}{ours[1:]}, at no further training, has a higher AUROC than the {theirs} at {seeds} in "
+        f"{won} of {len(gains)} settings, a lower one in {lost}; the mean difference is {mean:+.3f}."
     )
 
 

@@ -28,7 +28,7 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
 
 
 def recorded(make: Callable[[], nn.Module], samples: int, epochs: int) -> tuple[float, float, float, float]:
-    """Processor time of `record` over that of the steps: of all calls, the median of epochs; bytes; a yardstick.
+    """Processor time of `record` over that of the steps (all calls, median of epochs); bytes a visit; a yardstick.
 
     The yardstick is the same share of one call of PyTorch's cross entropy on the same logits, which gives one of the
     three numbers that are recorded: where that alone is above the bar, no recorder can be below it.

@@ -276,7 +276,7 @@ def test_bad_input_in_one_sentence() -> None:
         landscape(net, data, directions=[net, net, net])
     with pytest.raises(InputError, match="dimensions=1 or 2, got 3"):
         landscape(net, data, dimensions=3)
-    with pytest.raises(InputError, match="needs an odd whole number of points, at least 3, .*, got 4"):
+    with pytest.raises(InputError, match=r"needs an odd whole number of points, at least 3, .*, got 4"):
         landscape(net, data, points=4)
     for points in (3.0, "5"):
         with pytest.raises(InputError, match=rf"points must be a whole number, got {points!r}"):

@@ -472,7 +472,7 @@ def test_what_does_not_fit_is_refused() -> None:
     assert recorder.frame()["seen"].sum() == 2, "once"
     with pytest.raises(InputError, match="unknown score 'auc'"):
         recorder.order("auc")
-    with pytest.raises(InputError, match="samples must be a whole number from 1 to .*, got 0"):
+    with pytest.raises(InputError, match=r"samples must be a whole number from 1 to .*, got 0"):
         Recorder(0)
     with pytest.raises(InputError, match="data that have a length, got generator"):
         Recorder(x for x in ())

@@ -218,7 +218,7 @@ def test_a_correlation_over_one_checkpoint_says_so() -> None:
 
 @pytest.mark.parametrize("divisions", [0, 10, -3])
 def test_the_triangle_has_its_middle_on_the_grid(divisions: int) -> None:
-    with pytest.raises(InputError, match="confidence needs a multiple of 3|divisions must be .* of at least 0"):
+    with pytest.raises(InputError, match=r"confidence needs a multiple of 3|divisions must be .* of at least 0"):
         find("confidence").at("smoke", divisions=divisions)
 
 

@@ -31,29 +31,28 @@ def observed(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor, Te
     """Cross entropy, signed margin, entropy of the softmax, and the top class of every row, in float64.
 
     With t the top class and Z = Σ_{j≠t} exp(φ_j − φ_t), the loss is log(1 + Z) + (φ_t − φ_y) and the entropy
-    log(1 + Z) + Σ_{j≠t} (φ_t − φ_j) p_j / (1 + Z), p_j = exp(φ_j − φ_t): sums of positive terms, right at any
-    margin. One logit φ is read as the two classes (0, φ).
+    log(1 + Z) + Σ_{j≠t} (φ_t − φ_j) p_j / (1 + Z), p_j = exp(φ_j − φ_t): sums of positive terms, right at any margin.
+    One logit φ is read as the two classes (0, φ).
 
     >>> loss, margin, entropy, top = observed(torch.tensor([[80.0, 0.0]]), torch.tensor([0]))
     >>> f"{float(loss):.3e} {float(margin):g} {float(entropy):.3e} {int(top)}"
     '1.805e-35 80 1.462e-33 0'
     """
+    logits = logits.double()
     if logits.shape[1] == 1:
         logits = torch.cat([torch.zeros_like(logits), logits], 1)
-    # Kept is float32. That of float32 would be right too, but its last bit depends on where a row stands among others,
-    # so that a record would depend on when it was saved.
-    logits = logits.t().double().contiguous()  # a class a row: sums over classes run along the samples
-    highest, top = logits.max(0)
-    own = logits.gather(0, labels[None])[0]
-    others = logits.scatter(0, top[None], -torch.inf)
-    margin = torch.where(top == labels, highest - others.amax(0), own - highest)
+    label = labels[:, None]
+    highest, top = logits.max(1, keepdim=True)
+    own = logits.gather(1, label)
+    others = logits.scatter(1, top, -torch.inf)
+    margin = torch.where(top == label, highest - others.amax(1, keepdim=True), own - highest)
     below = (highest - others).clamp_max_(_FAR)
     shares = below.neg().exp_()
-    mass = shares.sum(0)
+    mass = shares.sum(1, keepdim=True)
     lack = mass.log1p()
     loss = lack + (highest - own)
-    entropy = lack + below.mul_(shares).sum(0) / (1 + mass)
-    return loss, margin, entropy, top
+    entropy = lack + below.mul_(shares).sum(1, keepdim=True) / (1 + mass)
+    return loss[:, 0], margin[:, 0], entropy[:, 0], top[:, 0]
 
 
 @dataclass(frozen=True)

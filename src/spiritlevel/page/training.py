@@ -109,7 +109,7 @@ def curves(found: TrainingCurves, key: str) -> Iterator[Section]:
         columns = {"step": [row["step"] for row in found.rows], label: [row.get(name, math.nan) for row in found.rows]}
         alt = f"Line chart of the {label} against the step, {len(found.rows)} measurements."
         chart = charts.lines(columns, "step", label, points=True)
-        section.figures.append(as_figure(f"{key}-{name}", label, alt, chart))
+        section.figures.append(as_figure(f"{key}-{name}", label, alt, chart, inset="xy"))
     if names:
         yield section
     section = Section(f"{key}-rows", "All measurements")
