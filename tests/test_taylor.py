@@ -290,8 +290,11 @@ def test_auto_takes_the_way_with_the_smaller_error_for_the_same_work() -> None:
     """
     inputs, targets = (part[:60] for part in sl.data.load("digits").train)
     torch.manual_seed(0)
-    head = nn.Linear(288, 32), nn.GELU(), nn.Linear(32, 10)
-    model = nn.Sequential(nn.Conv2d(1, 8, 3), nn.GELU(), nn.Flatten(), *head)
+    body = nn.Conv2d(1, 8, 3, padding=1), nn.GELU(), nn.Flatten(), nn.Linear(512, 32), nn.GELU()
+    model = nn.Sequential(*body, nn.Linear(32, 10))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter *= 0.5
     taken = []
     for steps in (0, 150):
         optimiser = torch.optim.Adam(model.parameters(), 3e-3)
