@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 import spiritlevel as sl
 from spiritlevel.binding.problem import Problem
-from spiritlevel.samples import collapsing
+from spiritlevel.samples import collapsing, collecting
 from spiritlevel.samples.collapsing import members_of
 from spiritlevel.samples.probing import along_reverse, probe
 from spiritlevel.watching import taylor_rules
@@ -274,12 +274,45 @@ def test_layers_by_probes_inside_of_them() -> None:
 def test_the_remainder_of_a_split_uses_the_terms(monkeypatch: pytest.MonkeyPatch) -> None:
     make, shape, _ = zoo.PROBED["tanh conv"]
     model, batch = zoo.randomised(make()), zoo.sample_data(shape, 6)
+    monkeypatch.setattr(collecting, "splitting_pays", lambda *_, **__: True)
     quick = sl.sample_traces(model, batch, probes=64)
     assert quick.method == "gauss-newton + remainder"
     assert quick.dof == 15
     slowly(monkeypatch)
     slow = sl.sample_traces(model, batch, probes=64)
     torch.testing.assert_close(quick.values, slow.values, rtol=1e-10, atol=1e-10)
+
+
+def test_auto_takes_the_way_with_the_smaller_error_for_the_same_work() -> None:
+    """Fitted, nearly all spread is that of the Gauss-Newton part, which a split has exactly; untrained, none of it is.
+
+    The work is counted in forward passes: a backward pass with its norms is two, a collapsed probe three.
+    """
+    inputs, targets = (part[:60] for part in sl.data.load("digits").train)
+    torch.manual_seed(0)
+    body = nn.Conv2d(1, 8, 3, padding=1), nn.GELU(), nn.Flatten(), nn.Linear(512, 32), nn.GELU()
+    model = nn.Sequential(*body, nn.Linear(32, 10))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter *= 0.5
+    taken = []
+    for steps in (0, 150):
+        optimiser = torch.optim.Adam(model.parameters(), 3e-3)
+        for _ in range(steps):
+            optimiser.zero_grad()
+            F.cross_entropy(model(inputs), targets).backward()
+            optimiser.step()
+        taken.append(sl.sample_traces(model, (inputs, targets), probes=64).method)
+        errors = {}
+        for pays in (True, False):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(collecting, "splitting_pays", lambda *_, pays=pays, **__: pays)
+                found = sl.sample_traces(model, (inputs, targets), probes=64)
+            assert (found.method == "gauss-newton + remainder") == pays
+            errors[pays] = found.mean().stderr ** 2 * (64 * 3 + 9 * 2 * pays)
+        assert (taken[-1] == "gauss-newton + remainder") == (errors[True] < errors[False])
+    assert taken == ["hutchinson", "gauss-newton + remainder"]
+    assert sl.sample_traces(model, (inputs, targets), rel_err=0.2).method == "gauss-newton + remainder"
 
 
 def test_groups_of_a_relative_error() -> None:

@@ -17,7 +17,8 @@ from spiritlevel.watching.structure import Structure
 MANY_CLASSES = 2_000
 MANY_POSITIONS = 256  # the same of positions and classes together, of which each is a factor
 CHAIN_COST = 2e7  # multiply-adds per sample up to which the recursion is worth its while
-SPLIT_RANK = 128  # beyond so many factors the exact Gauss-Newton part costs more than the probes it saves
+SPLIT_RANK = 1_000  # factors up to which an exact Gauss-Newton part may be worth its backward passes
+BACKWARD, PROBE, SLOW_PROBE = 2.0, 3.0, 10.0  # forward passes that a factor, a collapsed probe and another one cost
 BATCH_BYTES = 1e8  # activations of one batch: small enough to stay near the cache, large enough to hide overheads
 PROBED_BYTES = 1e9  # the same for probes, which are drawn anew for every batch and read its values from a tape
 
@@ -26,9 +27,15 @@ class Plan:
     """What was chosen, and what it needs."""
 
     def __init__(
-        self, name: str, *, passes: int = 0, norms: GradientNorms | None = None, chain: Chain | None = None
+        self,
+        name: str,
+        *,
+        passes: int = 0,
+        norms: GradientNorms | None = None,
+        chain: Chain | None = None,
+        rank: int = 0,
     ) -> None:
-        self.name, self.passes, self.norms, self.chain = name, passes, norms, chain
+        self.name, self.passes, self.norms, self.chain, self.rank = name, passes, norms, chain, rank
         self.notes: tuple[str, ...] = ()
 
 
@@ -76,7 +83,7 @@ def choose(
     if problem.loss.closed_form and structure.smooth and rank <= SPLIT_RANK:
         norms = GradientNorms(problem, inputs, structure, rank)
         if not norms.without_rule:
-            return Plan("split", norms=norms)
+            return Plan("split", norms=norms, rank=rank)
     return Plan("hutchinson")
 
 
@@ -84,6 +91,16 @@ def _obstacle(problem: Problem, structure: Structure) -> str:
     if not problem.loss.closed_form:
         return "the loss offers no output factors"
     return structure.reason
+
+
+def splitting_pays(rank: int, few: float, many: float, *, collapsed: bool) -> bool:
+    """Whether `rank` backward passes and `few` probes cost less than the `many` probes that give the same error.
+
+    Near a minimum nearly all of the spread is that of the Gauss-Newton part, and a split is hundreds of times quicker;
+    far from one it is that of the remainder, and the backward passes are wasted.
+    """
+    probe = PROBE if collapsed else SLOW_PROBE
+    return rank * BACKWARD + few * probe < many * probe
 
 
 def cores_for(

@@ -17,7 +17,7 @@ from torch import Tensor
 from spiritlevel.binding.batches import resized
 from spiritlevel.binding.parameters import Params, in_precision
 from spiritlevel.binding.problem import Problem
-from spiritlevel.samples.probing import as_direction, differentiator, form_along, probe, signs
+from spiritlevel.samples.probing import as_direction, differentiator, parts_along, probe, signs
 from spiritlevel.watching.taylor import Tape, Untaught, Way, taped
 
 MOST_MEMBERS = 4
@@ -95,12 +95,11 @@ class Prober:
         *,
         members: int = 1,
         names: Iterable[str] | None = None,
-        remainder: bool = False,
         start: int = 0,
     ) -> Tensor:
-        """The mean of vᵀHₙv over the directions of every group, (N, groups); its remainder alone if that is wanted.
+        """The mean of vᵀHₙv over the directions of every group: Gauss-Newton part and remainder, (N, groups, 2).
 
-        The remainder is what the Gauss-Newton part leaves. `names` are the parameters that the directions move, all by
+        `names` are the parameters that the directions move, all by
         default; `members` directions in a row make a group; `start` is the number of the first sample.
         """
         names = [*problem.params] if names is None else [*names]
@@ -109,7 +108,7 @@ class Prober:
                 found = []
                 for part, tape, some in self._pieces(problem, inputs, targets, start):
                     way = tape.along(names)
-                    found.append(self._collapsed(part, way, some, direction, indices, members, remainder))
+                    found.append(self._collapsed(part, way, some, direction, indices, members))
                 return torch.cat(found)
             except Untaught as error:
                 self._give_up(error, f" from sample {start} on" if start else "")
@@ -119,7 +118,7 @@ class Prober:
             derivatives = self.differentiate(problem, inputs, as_direction(parts, problem.params))
             if index == indices[0]:
                 problem.checked(derivatives[0], inputs, targets, start)
-            rows.append(form_along(problem, derivatives, targets, remainder))
+            rows.append(parts_along(problem, derivatives, targets))
         return torch.stack(rows, 1).unflatten(1, (-1, members)).mean(2)
 
     def _pieces(
@@ -147,7 +146,6 @@ class Prober:
         direction: Direction,
         indices: range,
         members: int,
-        remainder: bool,
     ) -> Tensor:
         row = way.floats * way.outputs.element_size() * (members + 1)
         at_once = max(1, min(len(indices) // members, int(min(ROW_BYTES, self.memory / 2) / row)))
@@ -156,8 +154,8 @@ class Prober:
             some = indices[first : first + at_once * members]
             order = [index for member in range(members) for index in some[member::members]]
             firsts, seconds = way.follow(_stacked(functools.partial(direction, problem), order, way), members)
-            columns.append(_forms(problem, way.outputs, firsts, seconds, targets, remainder) / members)
-        return torch.cat(columns).T
+            columns.append(_forms(problem, way.outputs, firsts, seconds, targets) / members)
+        return torch.cat(columns).transpose(0, 1)
 
     def _compare(self, problem: Problem, few: Any) -> None:
         """Raise `Untaught` unless the terms of two probes are those that autograd has, on these samples.
@@ -214,13 +212,12 @@ def _stacked(direction: Callable[[int], Params], order: list[int], way: Way) -> 
     return rows
 
 
-def _forms(
-    problem: Problem, outputs: Tensor, firsts: Tensor, seconds: Tensor, targets: Tensor, remainder: bool
-) -> Tensor:
-    """Σ_k φ̇_kᵀAφ̇_k + gᵀΣ_k φ̈_k of every group and sample, with the loss's closed forms in float64."""
+def _forms(problem: Problem, outputs: Tensor, firsts: Tensor, seconds: Tensor, targets: Tensor) -> Tensor:
+    """Σ_k φ̇_kᵀAφ̇_k and gᵀΣ_k φ̈_k of every group and sample, with the loss's closed forms in float64."""
     loss = problem.loss
     gradient = loss.gradient(outputs, targets).reshape(outputs.shape)
-    total = (gradient * seconds.double()).reshape(len(seconds), len(targets), -1).sum(2)
-    for index, first in enumerate(firsts if not remainder else ()):
-        total[index % len(seconds)] += loss.quadratic(outputs, targets, first)
-    return total.detach().cpu()
+    remainder = (gradient * seconds.double()).reshape(len(seconds), len(targets), -1).sum(2)
+    curved = torch.zeros_like(remainder)
+    for index, first in enumerate(firsts):
+        curved[index % len(seconds)] += loss.quadratic(outputs, targets, first)
+    return torch.stack([curved, remainder], 2).detach().cpu()

@@ -17,7 +17,7 @@ from spiritlevel.binding.coupling import same_outputs
 from spiritlevel.binding.losses import Factor
 from spiritlevel.errors import InputError, NotExactError
 from spiritlevel.results import SampleTraces, standard_error
-from spiritlevel.samples.choosing import Plan
+from spiritlevel.samples.choosing import Plan, splitting_pays
 from spiritlevel.samples.collapsing import LEAST_GROUPS, Direction, Prober
 from spiritlevel.samples.probing import Differentiate, differentiator, form_along, generator_of, probe, signs
 from spiritlevel.watching.chains import chain_traces
@@ -76,6 +76,17 @@ def _weighted_norms(
                 f"{sample}; measure model.double()."
             )
     return totals, last
+
+
+def _wanted(draws: dict[str, Tensor], remainder: bool) -> Tensor:
+    """What was drawn of all parts together, (N, groups): the whole, or the remainder alone."""
+    table = torch.stack(list(draws.values())).sum(0)
+    return table[..., 1] if remainder else table.sum(2)
+
+
+def _needed(error: float, mean: float, rel_err: float) -> float:
+    """Probes that a relative error takes if the pilot's mean has this one."""
+    return 0.0 if not error else PILOT_PROBES * (error / (rel_err * abs(mean))) ** 2 if mean else math.inf
 
 
 def _in_groups(count: int) -> tuple[int, int]:
@@ -219,39 +230,39 @@ class Collector:
         return self.result(layers, exact=True, method="recursion", notes=plan.notes)
 
     def probed(self, plan: Plan, probes: int | None, rel_err: float | None) -> SampleTraces:
-        """All of the trace, or what Gauss-Newton leaves of it, by probes that all samples share."""
-        base: dict[str, Tensor] = {}
-        matvecs = 0
-        if plan.name == "split":
-            base, _, matvecs = self.gauss_newton(plan)
-        known = torch.stack(list(base.values())).sum(0) if base else None
+        """All of the trace, or what Gauss-Newton leaves of it, by probes that all samples share.
+
+        Every probe gives both parts, so the spread of the first ones tells whether it pays to have one of them exactly.
+        """
         prober = self._prober()
-        remainder = known is not None
         notes: tuple[str, ...] = plan.notes
-        if rel_err is None:
-            count = DEFAULT_PROBES if probes is None else probes
-            members = prober.members(count)
-            draws = self._draws(prober, range(count), members, remainder)
-        else:
-            draws = self._draws(prober, range(PILOT_PROBES), 1, remainder)
-            means = torch.stack(list(draws.values())).sum(0).mean(0)
+        count = PILOT_PROBES if rel_err is not None else DEFAULT_PROBES if probes is None else probes
+        members = 1 if rel_err is not None else prober.members(count)
+        draws = self._draws(prober, range(count), members)
+        base: dict[str, Tensor] = {}
+        passes = 0
+        if plan.name == "split" and self._pays(plan, draws, count, rel_err, prober):
+            base, _, passes = self.gauss_newton(plan)
+        known = torch.stack(list(base.values())).sum(0) if base else None
+        if rel_err is not None:
+            means = _wanted(draws, known is not None).mean(0)
             mean = float(means.mean()) + (float(known.mean()) if known is not None else 0.0)
-            error = float(standard_error(means))
-            need = 0.0 if not error else PILOT_PROBES * (error / (rel_err * abs(mean))) ** 2 if mean else math.inf
+            need = _needed(float(standard_error(means)), mean, rel_err)
             count = max(PILOT_PROBES, min(MAX_PROBES, math.ceil(min(need, MAX_PROBES))))
             if need > MAX_PROBES:
                 notes += (f"rel_err={rel_err:g} would take more than {MAX_PROBES} probes; {MAX_PROBES} were run",)
             count, members = _in_groups(count) if prober.collapses else (count, 1)
             if count > PILOT_PROBES:
-                more = self._draws(prober, range(PILOT_PROBES, count), members, remainder)
-                pilot = {name: rows.unflatten(1, (-1, members)).mean(2) for name, rows in draws.items()}
+                more = self._draws(prober, range(PILOT_PROBES, count), members)
+                pilot = {name: table.unflatten(1, (-1, members)).mean(2) for name, table in draws.items()}
                 draws = {name: torch.cat([pilot[name], more[name]], 1) for name in draws}
-        total = torch.stack(list(draws.values())).sum(0)
+        total = _wanted(draws, known is not None)
         if known is not None:
             total = total + known[:, None]
         layers = {}
         if self.per_layer:
-            layers = {name: base.get(name, 0.0) + rows.mean(1) for name, rows in draws.items()}
+            parts = {name: _wanted({name: table}, known is not None) for name, table in draws.items()}
+            layers = {name: base.get(name, 0.0) + rows.mean(1) for name, rows in parts.items()}
         return self.result(
             layers,
             standard_error(total),
@@ -261,9 +272,18 @@ class Collector:
             probes=torch.full((len(total),), count),
             dof=total.shape[1] - 1,
             draws=total,
-            matvecs=matvecs + count,
+            matvecs=passes + count,
             notes=notes + prober.notes,
         )
+
+    def _pays(self, plan: Plan, draws: dict[str, Tensor], count: int, rel_err: float | None, prober: Prober) -> bool:
+        """Whether the exact Gauss-Newton part buys more error than as much time spent on probes."""
+        means = [_wanted(draws, remainder).mean(0) for remainder in (False, True)]
+        whole, rest = (float(standard_error(each)) for each in means)
+        few, many = float(count), count * (whole / rest) ** 2 if rest else math.inf
+        if rel_err is not None:
+            few, many = (max(count, _needed(error, float(means[0].mean()), rel_err)) for error in (rest, whole))
+        return splitting_pays(plan.rank, few, many, collapsed=prober.collapses)
 
     def _prober(self) -> Prober:
         """From the first samples, which every rank has."""
@@ -275,8 +295,8 @@ class Collector:
         prober.collapses = bool(self.ranks.least(int(prober.collapses)))
         return prober
 
-    def _draws(self, prober: Prober, indices: range, members: int, remainder: bool) -> dict[str, Tensor]:
-        """What every group of probes says of every sample, (N, groups).
+    def _draws(self, prober: Prober, indices: range, members: int) -> dict[str, Tensor]:
+        """What every group of probes says of every sample, (N, groups, 2): Gauss-Newton part and remainder.
 
         One table, or one per parameter if layers are wanted: the diagonal blocks are those of probes inside of it.
         """
@@ -288,7 +308,7 @@ class Collector:
 
         def begin(start: int, inputs: Any, targets: Tensor) -> Callable[[], _Values]:
             tables: dict[str, Tensor] = {}
-            options: dict[str, Any] = {"members": members, "remainder": remainder, "start": start}
+            options: dict[str, Any] = {"members": members, "start": start}
             for part in parts:
                 names = None if part is None else [part]
                 tables[part or ""] = prober.forms(
@@ -296,7 +316,7 @@ class Collector:
                 )
             return _at_once(tables)
 
-        return self.columns([part or "" for part in parts], begin, len(indices) // members)
+        return self.columns([part or "" for part in parts], begin, len(indices) // members, 2)
 
     def _differentiator(self, inputs: Any, targets: Tensor) -> tuple[Differentiate, tuple[str, ...]]:
         few = inputs if self.coupled else resized(inputs, min(8, len(targets)))

@@ -288,7 +288,7 @@ class _Look:
             for start, shadow, targets in self._each():
                 some: Any = shadow
                 table = prober.forms(some, None, targets, direction, range(count), members=members, start=start)
-                pieces.append((start, table))
+                pieces.append((start, table.sum(2)))
         return pieces, prober
 
 

@@ -17,12 +17,17 @@ from spiritlevel.binding.problem import Problem
 from spiritlevel.errors import InputError, first_line
 
 
-def form_along(problem: Problem, derivatives: Derivatives, targets: Tensor, remainder: bool = False) -> Tensor:
-    """vᵀHₙv of every sample from the derivatives along v; without the Gauss-Newton part if only the remainder."""
+def form_along(problem: Problem, derivatives: Derivatives, targets: Tensor) -> Tensor:
+    """vᵀHₙv of every sample from the derivatives along v."""
+    return parts_along(problem, derivatives, targets).sum(1)
+
+
+def parts_along(problem: Problem, derivatives: Derivatives, targets: Tensor) -> Tensor:
+    """Its Gauss-Newton part φ̇ᵀAφ̇ and the remainder gᵀφ̈, (N, 2)."""
     outputs, first, second = derivatives
     loss = problem.loss
     form = loss.slope_along(outputs, targets, second)
-    return (form if remainder else form + loss.quadratic(outputs, targets, first)).detach().cpu()
+    return torch.stack([loss.quadratic(outputs, targets, first), form], 1).detach().cpu()
 
 
 def generator_of(seed: int, index: int) -> torch.Generator:

@@ -5,7 +5,8 @@ Four ways, from the best to the last resort:
 - *exact*: outputs at most linear in each parameter tensor (ReLU networks): Tr Hₙ = Tr GGNₙ = Σ_j d_j ‖v_jᵀJₙ‖², at most
   C−1 backward passes for a whole batch, gradient norms only;
 - *recursion*: chains of linear layers and smooth elementwise functions, exact (`chains`);
-- *split*: any smooth network, the Gauss-Newton part exact and the remainder Σ_c g_c Tr ∇²φ_c by probes;
+- *split*: any smooth network, the Gauss-Newton part exact and the remainder Σ_c g_c Tr ∇²φ_c by probes, where their
+  spread shows that this is the quicker way to the same error;
 - *hutchinson*: any network, all of it by probes, for the whole batch at once by Taylor terms, collapsed in groups.
 
 The loss is never differentiated by autodiff: its gradient and Hessian in the outputs come from `losses` in float64, so
@@ -289,7 +290,7 @@ def sample_forms(context: Context, batches: Batches, directions: Sequence[Params
                 )
             every = range(len(directions))
             rows.append(prober.forms(problem, inputs, targets, lambda _, index: directions[index], every))
-    return torch.cat(rows)
+    return torch.cat(rows).sum(2)
 
 
 def _check_arguments(method: str, passes: int | None, probes: int | None, rel_err: float | None) -> None:
