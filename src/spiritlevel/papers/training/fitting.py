@@ -92,7 +92,8 @@ def fit(
     (60, 6, True)
     """
     checked_seed(seed)
-    for what, pair in {"fit": train, **{f"evaluate={name!r}": pair for name, pair in (evaluate or {}).items()}}.items():
+    others = {f"the evaluation on {name!r}": pair for name, pair in (evaluate or {}).items()}
+    for what, pair in {"training": train, **others}.items():
         check_pair(what, pair)
     folder = None
     if checkpoint is not None:
