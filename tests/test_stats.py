@@ -335,8 +335,8 @@ def test_margins_of_a_softmax_regression_on_digits() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"seed": -1}, "a seed that is a whole number of at least 0, got -1"),
-        ({"seed": 0.5}, "a seed that is a whole number of at least 0, got 0.5"),
+        ({"seed": -1}, r"seed must be a whole number from 0 to .*, got -1"),
+        ({"seed": 0.5}, r"seed must be a whole number from 0 to .*, got 0.5"),
         ({"level": "x"}, "level must be a finite number, got 'x'"),
         ({"resamples": "x"}, "resamples must be a whole number, got 'x'"),
     ],

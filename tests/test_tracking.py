@@ -207,7 +207,7 @@ def test_a_folder_as_path_is_refused_before_the_training_and_warned_of_later(tmp
         Tracker(net(), points(), path=tmp_path)
     tracker = Tracker(net(), points(), every=1, share=math.inf, path=tmp_path / "rows")
     (tmp_path / "rows").mkdir()
-    with pytest.warns(RuntimeWarning, match="could not write at step 1: IsADirectoryError"):
+    with pytest.warns(RuntimeWarning, match=r"could not write at step 1: .* is a folder"):
         assert tracker.step() is not None
 
 

@@ -238,8 +238,8 @@ def test_squared_error_of_numbers_has_no_accuracy() -> None:
     ("pair", "options", "sentence"),
     [
         ((torch.rand(3, 2, 8, 8), torch.arange(4)), {}, "as many inputs as targets, got 3 and 4"),
-        ((torch.rand(0, 2, 8, 8), torch.arange(0)), {}, "fit needs at least one sample, got none; look at"),
-        (images(), {"evaluate": {"some": images(0)}}, "evaluate='some' needs at least one sample, got none"),
+        ((torch.rand(0, 2, 8, 8), torch.arange(0)), {}, "training needs at least one sample, got none; look at"),
+        (images(), {"evaluate": {"some": images(0)}}, "the evaluation on 'some' needs at least one sample, got none"),
         ((torch.rand(4, 2, 8, 8), torch.arange(4)), {}, "target 3 .* is outside the model's 3 classes"),
         ((torch.rand(4, 2, 8, 8), torch.zeros(4)), {}, "needs one integer class per sample"),
         ((torch.full((3, 2, 8, 8), torch.nan), torch.arange(3)), {}, "cannot begin: .* before any update"),

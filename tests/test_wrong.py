@@ -62,7 +62,12 @@ def test_every_required_argument_has_an_example() -> None:
         for name, default in target.parameters.items()
         if default is wrong_values.EMPTY and name not in target.good
     ]
-    assert set(unknown) <= {"Recorder.load(path)", "Report.row(name)", "Audit.row(measure)"} or not unknown
+    assert set(unknown) <= {
+        "Recorder.load(path)",
+        "Report.row(name)",
+        "Audit.row(measure)",
+        "hugging_face_callback(trainer)",  # of a package that is not installed here
+    }
 
 
 @pytest.mark.parametrize("tried", [600, pytest.param(5000, marks=pytest.mark.slow)])

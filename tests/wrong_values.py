@@ -253,7 +253,7 @@ def takes_functions(hint: Any) -> bool:
 
 
 def admitted(value: Any, hint: Any) -> bool:
-    """Whether a declared type takes a value: finite numbers only, no tensor for a number, no truth value for a count.
+    """Whether a declared type takes a value: NaN is no number, no tensor for a number, no truth value for a count.
 
     >>> admitted(math.nan, float), admitted(3, int | None), admitted(True, int), admitted("a", int | str)
     (False, True, False, True)
@@ -268,7 +268,7 @@ def admitted(value: Any, hint: Any) -> bool:
             with contextlib.suppress(TypeError, ValueError, OverflowError):
                 found.append(
                     plain
-                    and (operator.index(value) is not None if kind is int else math.isfinite(float(value)))
+                    and (operator.index(value) is not None if kind is int else not math.isnan(float(value)))
                     and not isinstance(value, str)
                 )
         else:

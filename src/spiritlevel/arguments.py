@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, cast
 
-from spiritlevel.errors import InputError, is_array, shown, unknown_name, whole_number
+from spiritlevel.errors import InputError, checked_seed, is_array, shown, unknown_name, whole_number
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -127,8 +127,8 @@ def _hints(function: Callable[..., Any]) -> dict[str, Any]:
     for name, hint in function.__annotations__.items():
         with contextlib.suppress(NameError, AttributeError, TypeError):
             found |= typing.get_type_hints(types.SimpleNamespace(__annotations__={name: hint}), space)
-        if name == "seed" or typing.get_origin(found.get(name)) is typing.Unpack:
-            del found[name]  # where these are bound they are checked, with better sentences
+        if typing.get_origin(found.get(name)) is typing.Unpack:
+            del found[name]  # options that several functions share: they are checked where they are bound
     return found
 
 
@@ -145,6 +145,8 @@ def by_type(value: Any, hint: Any, name: str) -> Any:
         return _of_union(value, inner, name)
     if origin is Literal:
         return one_of(value, name.replace("_", " "), [str(each) for each in inner])
+    if hint is int and name == "seed":
+        return checked_seed(value)
     if hint in _PLAIN:
         return _PLAIN[hint](value, name)
     if origin in (Iterable, Sequence, tuple, list) and inner and inner[0] in (str, int, float):

@@ -58,6 +58,8 @@ def checked_seed(seed: object, name: str = "seed") -> int:
     Traceback (most recent call last):
     spiritlevel.errors.InputError: --seed must be a whole number from 0 to 4,000,000,000, got -1.
     """
+    if is_array(seed) and cast(Any, seed).shape == ():  # one number that a generator drew
+        seed = cast(Any, seed).item()
     return whole_number(seed, name, 0, LARGEST_SEED)
 
 

@@ -100,7 +100,7 @@ class Tracker:
         data: Any = None,
         every: int = 500,
         *,
-        quantities: Iterable[str] | None = None,
+        quantities: str | Iterable[str] | None = None,
         optimizer: Optimizer | None = None,
         samples: int = 256,
         share: float = 0.08,

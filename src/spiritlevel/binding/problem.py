@@ -212,8 +212,7 @@ class Problem:
                 ) from error
             guarded = said.startswith("Guard failed")  # a program of torch.export says of other shapes
             known = isinstance(error, InputError) or is_out_of_memory(error)
-            written = "modified inplace" in said  # which only matters to derivatives
-            if known or written or not (guarded or (plain and self._has_data)):
+            if known or not (guarded or (plain and self._has_data)):
                 raise
             shapes = ", ".join(str(tuple(leaf.shape)) for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor))
             told = isinstance(error, RuntimeError | ValueError | TypeError | IndexError | AssertionError) and said

@@ -99,9 +99,9 @@ class Form:
     takes: Takes = ANYTHING
 
     def __post_init__(self) -> None:
-        if self.unit not in UNITS:
+        if not isinstance(self.unit, str) or self.unit not in UNITS:
             raise unknown_name("unit", self.unit, UNITS)
-        if self.batches not in BATCHES:
+        if not isinstance(self.batches, str) or self.batches not in BATCHES:
             raise unknown_name("value of batches=", self.batches, BATCHES)
         if self.batch is not None and not callable(self.batch):
             raise InputError(

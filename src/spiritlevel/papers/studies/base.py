@@ -57,7 +57,7 @@ class Config:
             found = by_type(getattr(self, each.name), hints[each.name], each.name)
             for value in found if isinstance(found, tuple) else (found,):
                 if isinstance(value, int | float) and not isinstance(value, bool):  # nothing that is set is negative
-                    number(value, each.name, least=0, most=LARGEST_SEED)
+                    number(value, each.name, least=0, most=1e36)
             if found == () and each.default != ():
                 raise InputError(f"{each.name} must name at least one value, got none.")
 
