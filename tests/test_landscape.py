@@ -283,7 +283,7 @@ def test_bad_input_in_one_sentence() -> None:
             landscape(net, data, points=points)  # type: ignore[arg-type]
     with pytest.raises(InputError, match="needs a whole number of points, at least 3, got 2"):
         landscape(net, data, directions=network(1), points=2)
-    with pytest.raises(InputError, match=r"dimensions=1 or 2, got 2\.0"):
+    with pytest.raises(InputError, match=r"dimensions must be a whole number, got 2\.0"):
         landscape(net, data, dimensions=2.0)  # type: ignore[arg-type]
     with pytest.raises(InputError, match=r"needs a positive radius, got -1\.0"):
         landscape(net, data, radius=-1.0)

@@ -161,7 +161,7 @@ def test_declared_types_are_checked_wherever_they_stand() -> None:
         (lambda m, d: sl.measure(m, d, measures=0.5), "measures must be a text or a list of texts, got 0.5"),
         (lambda m, d: sl.hessian(m, d, params=torch.tensor(2)), "params must be a name or a list of names"),
         (lambda m, d: sl.eigenvalues(sl.hessian(m, d), tol=math.nan), "tol must be a finite number, got nan"),
-        (lambda m, d: sl.trace(m, d, seed=torch.tensor(2)), "seed must be a whole number.*, got a tensor"),
+        (lambda m, d: sl.trace(m, d, seed=torch.ones(2)), "seed must be a whole number.*, got a tensor"),
         (lambda m, d: sl.trace(m, d, per_layer="yes"), "per_layer must be True or False, got 'yes'"),
     ],
 )

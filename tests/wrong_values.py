@@ -236,7 +236,8 @@ class Try:
                 if callable(value) and takes_functions(hint):
                     return ""  # a function of the caller's own may fail as it likes
                 return f"{type(error).__name__}: {str(error)[:150]}"
-        return "" if admitted(value, hint) else "taken without a word"
+        drawn = self.argument == "seed" and self.kind == "a whole tensor of one"  # as generators give them
+        return "" if drawn or admitted(value, hint) else "taken without a word"
 
 
 def fault_of_sentence(text: str) -> str:

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 from spiritlevel import __version__, storage
 from spiritlevel.arguments import by_type, number
-from spiritlevel.errors import LARGEST_SEED, InputError, checked_seed, needs, unknown_name
+from spiritlevel.errors import InputError, checked_seed, needs, unknown_name
 from spiritlevel.papers.studies.rules import Ruling, Statement, Verdict, decide
 
 if TYPE_CHECKING:
