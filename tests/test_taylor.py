@@ -312,7 +312,7 @@ def test_auto_takes_the_way_with_the_smaller_error_for_the_same_work() -> None:
             errors[pays] = found.mean().stderr ** 2 * (64 * 3 + 9 * 2 * pays)
         assert (taken[-1] == "gauss-newton + remainder") == (errors[True] < errors[False])
     assert taken == ["hutchinson", "gauss-newton + remainder"]
-    assert sl.sample_traces(model, (inputs, targets), rel_err=0.2).method == "gauss-newton + remainder"
+    assert sl.sample_traces(model, (inputs, targets), rel_err=0.01).method == "gauss-newton + remainder"
 
 
 def test_groups_of_a_relative_error() -> None:
