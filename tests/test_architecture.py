@@ -243,14 +243,8 @@ def test_the_examples_in_the_readme_run(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     readme = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
-    samples, loop, *trainers, measure = re.findall(r"```python\n(.*?)```", readme, flags=re.DOTALL)
+    samples, measure = re.findall(r"```python\n(.*?)```", readme, flags=re.DOTALL)
     monkeypatch.chdir(tmp_path)
-    for trainer in trainers:  # which tests/test_callbacks.py runs with their packages
-        compile(trainer, "README.md", "exec")
-    model = torch.nn.Linear(4, 3)
-    optimiser, probe = torch.optim.SGD(model.parameters(), 0.1), (torch.rand(6, 4), torch.arange(6) % 3)
-    torch.nn.functional.cross_entropy(model(probe[0]), probe[1]).backward()
-    exec(loop, {"sl": sl, "model": model, "optimiser": optimiser, "probe": probe})
     exec(samples, {})
     found, wrong = map(int, re.findall(r"(\d+) of (\d+) wrong labels", capsys.readouterr().out)[0])
     assert found > 0.9 * wrong

@@ -720,7 +720,7 @@ WRONG = {
     "no steps": (lambda: spectral_density(GOOD, steps=0), "needs steps >= 1, got 0"),
     "relative error": (lambda: operator_trace(GOOD, rel_err=0.0), "rel_err > 0, got 0.0"),
     "trace method": (lambda: operator_trace(GOOD, method="hutch"), "unknown trace method 'hutch'"),
-    "seed": (lambda: operator_trace(GOOD, seed=-1), "whole number >= 0, got -1"),
+    "seed": (lambda: operator_trace(GOOD, seed=-1), "seed must be a whole number from 0 to 4,000,000,000, got -1"),
     "width": (lambda: spectral_density(GOOD).density(width=0.0), "width > 0, got 0.0"),
     "moment": (lambda: spectral_density(GOOD).moment(-1), "k >= 0, got -1"),
     "band": (lambda: spectral_density(GOOD).density().band(1.0), "level between 0 and 1"),
