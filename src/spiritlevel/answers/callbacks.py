@@ -84,6 +84,22 @@ class _Watch:
             self._kept = recorder.steps
 
 
+class _Callback:
+    """What both callbacks show."""
+
+    watch: _Watch
+
+    @property
+    def tracker(self) -> Tracker | None:
+        """The tracker of this training, once it has begun; none in processes but the first."""
+        return self.watch.tracker
+
+    @property
+    def recorder(self) -> Recorder | None:
+        """The recorder that was given."""
+        return self.watch.recorder
+
+
 def hugging_face_callback(trainer: Any, data: Any = None, *, recorder: Recorder | None = None, **options: Any) -> Any:
     """A callback for a `transformers.Trainer`, to be handed to its `add_callback`.
 
@@ -117,7 +133,7 @@ def hugging_face_callback(trainer: Any, data: Any = None, *, recorder: Recorder 
     return type("SpiritlevelCallback", (_HuggingFace, TrainerCallback), {})(trainer, _Watch(data, recorder, options))
 
 
-class _HuggingFace:
+class _HuggingFace(_Callback):
     """The part of the callback that needs nothing of transformers."""
 
     def __init__(self, trainer: Any, watch: _Watch) -> None:
@@ -125,16 +141,6 @@ class _HuggingFace:
         self._batch: Any = None
         self._ids: Any = None
         self._handles: list[Any] = []
-
-    @property
-    def tracker(self) -> Tracker | None:
-        """The tracker of this training, once it has begun; none in processes but the first."""
-        return self.watch.tracker
-
-    @property
-    def recorder(self) -> Recorder | None:
-        """The recorder that was given."""
-        return self.watch.recorder
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **others: Any) -> None:
         ranks = args.process_index, args.world_size
@@ -230,22 +236,12 @@ def lightning_callback(data: Any = None, *, recorder: Recorder | None = None, **
     return type("SpiritlevelCallback", (_Lightning, lightning.Callback), {})(_Watch(data, recorder, options))
 
 
-class _Lightning:
+class _Lightning(_Callback):
     """The part of the callback that needs nothing of Lightning."""
 
     def __init__(self, watch: _Watch) -> None:
         self.watch = watch
         self._step = 0
-
-    @property
-    def tracker(self) -> Tracker | None:
-        """The tracker of this training, once it has begun; none in processes but the first."""
-        return self.watch.tracker
-
-    @property
-    def recorder(self) -> Recorder | None:
-        """The recorder that was given."""
-        return self.watch.recorder
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         def log(numbers: dict[str, float]) -> None:

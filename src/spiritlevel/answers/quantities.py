@@ -18,7 +18,7 @@ from spiritlevel.binding.modules import unwrapped
 from spiritlevel.errors import InputError, NotExactError, unknown_name
 from spiritlevel.estimators import eigenvalues, operator_trace
 from spiritlevel.measures import Setting
-from spiritlevel.results.training import CriticalSharpness, Stability
+from spiritlevel.results.training import CriticalSharpness
 from spiritlevel.samples.traces import traces_in
 
 TOL, PRODUCTS = 0.02, 24  # of the largest eigenvalue
@@ -55,7 +55,6 @@ class Quantities:
         self.model, self.optimizer = model, optimizer
         self.sentences: dict[str, str] = {}
         self._critical: CriticalSharpness | None = None
-        self._stability: Stability | None = None
 
     def nothing(self) -> dict[str, Any]:
         """The columns before anything is measured."""
