@@ -189,7 +189,7 @@ class Problem:
             with Elementary(), keeps as changed, torch.enable_grad() if detached else contextlib.nullcontext():
                 result = functional_call(self.model, {**constants, **params}, args, kwargs)
                 self._keeps |= changed()
-        except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:
+        except (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError) as error:
             if "mutate a captured Tensor" in str(error) and self._overwrites is False:
                 self._overwrites = True  # in this batch, if not in the first one
                 return self._outputs(params, given)
