@@ -53,3 +53,23 @@ def test_an_encoder_with_a_decoder_says_what_its_batches_lack() -> None:
     with pytest.raises(InputError, match=r"a batch needs decoder_input_ids, which DataCollatorForSeq2Seq"):
         sl.margins(model, [{"input_ids": IDS, "labels": IDS}])
     assert len(sl.margins(model, [{"input_ids": IDS, "labels": IDS, "decoder_input_ids": IDS.roll(1, 1)}])) == 2
+
+
+class Forgetful(nn.Module):
+    """As a model of transformers whose main argument was not given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(2, 3)
+
+    def forward(self, mask: Tensor, pixels: Tensor | None = None) -> Tensor:
+        return self.out(pixels.float())  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("function", [sl.sample_traces, sl.margins, sl.hessian, sl.measure])
+def test_whatever_a_model_raises_on_its_first_batch_is_one_sentence(function: object) -> None:
+    batch = {"mask": torch.ones(4, 2), "labels": torch.arange(4) % 3}
+    with pytest.raises(
+        InputError, match=r"Forgetful fails on inputs of shape \(\d, 2\): 'NoneType' object has no attr"
+    ):
+        function(Forgetful(), [batch])  # type: ignore[operator]

@@ -119,8 +119,11 @@ def _taken(folder: Path, usable: Sequence[str], model: nn.Module | None) -> list
     if model is None:
         return list(usable)
     known = [name for name in usable if name in _arguments(model)]
-    if known or len(usable) == 1:
-        return known or list(usable)
+    main = getattr(model, "main_input_name", None)  # of transformers, whose arguments all have defaults
+    if main in known or (known and main is None):
+        return known
+    if len(usable) == 1:
+        return list(usable)
     raise InputError(
         f"the model's forward takes {', '.join(_arguments(model)) or 'nothing'}, and the data set {folder} has columns "
         f"of numbers {', '.join(usable) or '(none)'}; rename them, or return batches from file.py:function."
