@@ -440,7 +440,7 @@ def _matrices(step: Step, a: Tensor, b: Tensor, terms: Terms) -> Tensor | None:
 _WIDE = 128  # rows and columns from which on a product costs more than five looks at its arguments and result
 
 
-def _two_for_three(step: Step, times: Callable[[Tensor, Tensor], Tensor], a: Tensor, b: Tensor, terms: Terms) -> Tensor:
+def _two_for_three(step: Step, times: Callable[..., Tensor], a: Tensor, b: Tensor, terms: Terms) -> Tensor:
     """The rows of a product in which both factors move, by two products a probe in the place of three.
 
     (a/c + ȧ)(b + cḃ) = ab/c + (aḃ + ȧb) + cȧḃ for any number c, ab is known once and for all, and ȧḃ is needed by
@@ -454,18 +454,21 @@ def _two_for_three(step: Step, times: Callable[[Tensor, Tensor], Tensor], a: Ten
     plain, size = step.once("plain", lambda: (times(a, b), float(a.norm()) * float(b.norm())))
     moving = float(rows_a[:firsts].norm()) * float(rows_b[:firsts].norm()) / firsts
     c = math.sqrt(size / moving) if size > 0 and moving > 0 else 1.0
-    total = plain.new_zeros(firsts + groups, *plain.shape)
+    total = plain.new_empty(firsts + groups, *plain.shape)
     bends, known = total[firsts:], plain / c
+    bends.zero_()
     for bend, row in zip(bends, rows_a[firsts:], strict=False):
         bend += times(row, b)
     for bend, row in zip(bends, rows_b[firsts:], strict=False):
         bend += times(a, row)
+    moved, mixed, both = torch.empty_like(a), torch.empty_like(b), torch.empty_like(plain)
     for index in range(firsts):
-        one, other = rows_a[index], rows_b[index]
-        both = times(one, other)
-        torch.sub(times(torch.add(one, a, alpha=1 / c), torch.add(b, other, alpha=c)), known, out=total[index])
-        total[index].sub_(both, alpha=c)
-        bends[index % groups].add_(both, alpha=2)
+        one, other, out = rows_a[index], rows_b[index], total[index]
+        found = times(torch.add(one, a, alpha=1 / c, out=moved), torch.add(b, other, alpha=c, out=mixed), out=out)
+        torch.sub(found, known, out=out)
+        found = times(one, other, out=both)
+        out.sub_(found, alpha=c)
+        bends[index % groups].add_(found, alpha=2)
     return total
 
 
@@ -474,7 +477,7 @@ def convolution(step: Step, terms: Terms) -> Any:
     (x, kernel, bias), rest = step.args[:3], step.args[3:]
     rows_x, rows_k = terms.of(x), terms.of(kernel)
 
-    def times(x: Tensor, kernel: Tensor) -> Tensor:
+    def times(x: Tensor, kernel: Tensor, out: Tensor | None = None) -> Tensor:  # which it has no use for
         found: Tensor = step.func(x, kernel, None, *rest)
         return found
 
