@@ -287,16 +287,20 @@ class Setting(Context):
         return self.kept[key]
 
     @functools.cached_property
-    def hidden(self) -> Margins:
-        """Distances at the input of the last layer."""
+    def tapped(self) -> Self:
+        """The model with a module named `input_of_last_layer` where its last layer reads, on the same data."""
         last = self.last
         own = {id(parameter) for parameter in last.module.parameters()}
         if all(id(parameter) in own for parameter in self.model.parameters()):
             raise InputError("a hidden-layer margin needs a network with a layer in front of its last one.")
         if sum(call.module is last.module for call in self.calls) > 1:
             raise InputError(f"a hidden-layer margin needs a last layer that runs once; {last.name!r} runs repeatedly.")
-        tapped = self.moved(Tapped(self.model, last.name), params=None)
-        return margins_in(tapped, distance=2, layer="input_of_last_layer")
+        return self.moved(Tapped(self.model, last.name), params=None)
+
+    @functools.cached_property
+    def hidden(self) -> Margins:
+        """Distances at the input of the last layer."""
+        return margins_in(self.tapped, distance=2, layer="input_of_last_layer")
 
     @functools.cached_property
     def classes(self) -> int:
