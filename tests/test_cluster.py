@@ -17,6 +17,7 @@ from typing import Any
 
 import polars as pl
 import pytest
+import torch
 
 from spiritlevel.errors import InputError
 from spiritlevel.papers.cluster import run_jobs
@@ -166,14 +167,20 @@ def test_killed_workers_and_a_killed_driver_change_nothing(tmp_path: Path) -> No
 
 @pytest.mark.cluster
 @pytest.mark.timeout(600)
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Ray's own files, when its nodes end
 @pytest.mark.skipif(not Path("/proc").exists(), reason="finds the workers in /proc")
-def test_the_networks_of_a_league_go_to_two_nodes_and_a_killed_worker_changes_no_row(tmp_path: Path) -> None:
+def test_the_networks_of_a_league_go_to_two_nodes_and_a_killed_worker_changes_no_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two nodes on this machine; the worker that trains a network dies, and another one trains that network."""
     from ray.cluster_utils import Cluster
 
     study = find("generalisation")
     config = study.at("smoke")
-    nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    monkeypatch.setenv("SPIRITLEVEL_CACHE", str(tmp_path / "cache"))
+    (port,) = free_ports(1)
+    head = {"num_cpus": 1, "include_dashboard": False, "ray_client_server_port": port}
+    nodes = Cluster(initialize_head=True, head_node_args=head)
     nodes.add_node(num_cpus=1)
     killed: list[int] = []
 
@@ -184,11 +191,16 @@ def test_the_networks_of_a_league_go_to_two_nodes_and_a_killed_worker_changes_no
             os.kill(process, signal.SIGKILL)
 
     try:
-        found = run_jobs(study.name, [config], tmp_path / "cluster", address=nodes.address, progress=kill)
+        found = run_jobs(study.name, [config], tmp_path / "cluster", address=f"ray://127.0.0.1:{port}", progress=kill)
     finally:
         nodes.shutdown()
     assert killed
-    alone = execute(study, config, tmp_path / "alone", cache=tmp_path / "networks")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as the workers have
+    try:
+        alone = execute(study, config, tmp_path / "alone", cache=tmp_path / "networks")
+    finally:
+        torch.set_num_threads(threads)
     rows = [
         pl.read_parquet(study.folder(config, tmp_path / where) / "values.parquet").drop("seconds", strict=False)
         for where in ("cluster", "alone")
