@@ -239,7 +239,7 @@ def test_labels_that_the_forward_needs_are_given_to_it() -> None:
 @pytest.mark.parametrize(
     ("data", "options", "message"),
     [
-        ({"x": X}, {}, "a batch is a dict with the keys 'x', none of labels, label, targets, target, y; name the targ"),
+        ({"x": X}, {}, "a batch is a dict with the key 'x', none of labels, label, targets, target, y; name the targ"),
         ({"x": X, "y": Y, "label": Y}, {}, r"several of them \(label, y\); name the targets with target="),
         ({"x": X, "y": Y}, {"target": "z"}, "has no 'z' to be its targets .*: it is a dict with the keys 'x', 'y'"),
         ([(X, Y)], {"target": 2}, r"target=2 is no item of a batch behind its inputs: it has 2 items \(tensor"),
@@ -358,7 +358,7 @@ def test_outputs_in_all_their_forms(name: str) -> None:
             r"it returned 2 items \(tensor \(\d, 3\), tensor \(\d, 3\)\); say with",
         ),
         (lambda out: {"a": out, "b": out}, {}, "it returned a dict with the keys 'a', 'b'; say with output="),
-        (lambda out: "text", {}, "it returned a str; say with output="),
+        (lambda out: "text", {}, "it returned the text 'text'; say with output="),
         (lambda out: None, {}, "it returned None; say with output="),
         (
             Result,
