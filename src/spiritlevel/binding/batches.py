@@ -312,6 +312,7 @@ class Batches:
 
     def _unit_pieces(self, loss: OfPositions) -> Iterator[Pair]:
         """Every position that counts as a sample of its own; data that were taken apart before stay as they are."""
+        first = 0
         for inputs, targets in self._raw():
             _count(inputs, targets)
             if isinstance(inputs, Unit):
@@ -319,7 +320,8 @@ class Batches:
                 for start in range(0, len(targets), size):
                     yield sliced(inputs, start, start + size), targets[start : start + size]
             else:
-                yield from unit_batches(loss, inputs, targets, self.size)
+                yield from unit_batches(loss, inputs, targets, self.size, first)
+            first += len(targets)
 
     @property
     def taken_apart(self) -> bool:
@@ -422,9 +424,12 @@ class Fingerprint:
 
     def __init__(self) -> None:
         self._inputs, self._targets = hashlib.blake2b(digest_size=8), hashlib.blake2b(digest_size=8)
+        self._units: list[Tensor] = []
 
     def update(self, inputs: Any, targets: Tensor) -> None:
         """Take in the next batch."""
+        if isinstance(inputs, Unit):
+            self._units.append(torch.stack([inputs.sample, inputs.place]).cpu())
         for leaf in tree_leaves(inputs):
             if isinstance(leaf, Shared):
                 self._inputs.update(leaf.mark().encode())
@@ -435,6 +440,11 @@ class Fingerprint:
                 self._inputs.update(sample.detach().double().cpu().contiguous().numpy().tobytes())
                 break
         self._targets.update(targets.detach().double().cpu().contiguous().numpy().tobytes())
+
+    @property
+    def places(self) -> dict[str, Tensor]:
+        """The sample and the position in it of every unit that was taken in; nothing where samples are whole."""
+        return dict(zip(("sample", "position"), torch.cat(self._units, 1), strict=True)) if self._units else {}
 
     def __str__(self) -> str:
         return self._inputs.hexdigest() + self._targets.hexdigest()

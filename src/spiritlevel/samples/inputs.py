@@ -222,6 +222,7 @@ class _Look:
             seed=self.seed,
             loss=self.problem.loss.name,
             fingerprint=str(self.fingerprint),
+            **self.fingerprint.places,
             wrt="input",
             unit=self.problem.form.unit,
             notes=notes,
