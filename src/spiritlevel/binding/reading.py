@@ -234,10 +234,13 @@ class Form:
         wanted = self.takes.required
         as_parts = bool(wanted) and all(isinstance(getattr(graph, name, None), Tensor) for name in wanted)
         if not as_parts and len(wanted) != 1:
-            what = f"takes {self.takes}" if self.takes.known else "takes anything"
+            what, way = f"takes {self.takes}" if self.takes.known else "takes anything", "wrap it in a module whose "
+            way += "forward takes those parts by their names, or the graph"
+            if "batch" in wanted and not isinstance(getattr(graph, "batch", None), Tensor):
+                way = "torch_geometric.loader.DataLoader(graphs) makes batches, which say of each node its graph"
             raise InputError(
                 f"the model's forward {what}, so how to call it with a graph of {', '.join(parts_of(graph))} cannot be "
-                "told; wrap it in a module whose forward takes those parts by their names, or the graph."
+                f"told; {way}."
             )
         return Rows(rows, Shared(graph, wanted if as_parts else ())), targets[rows.to(targets.device)]
 
