@@ -42,7 +42,7 @@ test-full: $(VENV)/.installed-cluster  ## The same, with slow tests, a Ray clust
 	$(BIN)/mypy
 	HYPOTHESIS_PROFILE=full $(BIN)/pytest -m "not peers and not integrations"
 
-test-integrations: $(INTEGRATIONS)/.installed  ## Models and data of transformers, peft, lightning, accelerate, timm, datasets, in an environment of their own
+test-integrations: $(INTEGRATIONS)/.installed  ## Models and data of transformers, peft, lightning, accelerate, timm, datasets, torch_geometric, in an environment of their own
 	HF_HUB_OFFLINE=1 $(INTEGRATIONS)/bin/python -m pytest -q -m integrations tests
 
 # timm would bring torchvision, of which its networks need one class: the tests have a stand-in for it.

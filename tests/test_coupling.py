@@ -346,7 +346,7 @@ def test_a_model_that_returns_its_loss_alone_is_measured_by_that_as_the_sentence
     (inputs, targets), model = points(), OwnLoss()
     batches = [{"x": inputs[start : start + 4], "labels": targets[start : start + 4]} for start in (0, 4, 8)]
     for function in (sl.trace, sl.hessian, sl.margins):
-        with pytest.raises(InputError, match=r"a dict with the keys 'loss'; say with output=.*batches='fixed'"):
+        with pytest.raises(InputError, match=r"a dict with the key 'loss'; say with output=.*batches='fixed'"):
             function(model, batches)
         with pytest.raises(
             InputError, match=r"outputs of shape \(\) for \d+ samples; a loss of its own\? .*batches='fix"

@@ -337,12 +337,12 @@ class _Run:
 
     def _as_fit(self, found: Margins | None, seen: Outcomes, population: int) -> Fit:
         accuracy, losses = Estimate(math.nan, reason="the targets are not classes"), seen.losses
-        of = "positions" if self.here.form.unit == "token" else "samples"
+        of = "tokens" if self.here.form.unit == "token" else "samples"
         if found is not None and found.right is not None:
             accuracy = mean_of(found.right, population)
             of = "labels" if isinstance(self.here.problem.loss, BinaryCrossEntropy) else "positions"
         elif found is not None:
-            accuracy, of = share_of(found.correct.double(), population), "samples"
+            accuracy = share_of(found.correct.double(), population)
         loss = mean_of(losses, population)
         return Fit(len(losses), population, accuracy, loss, of=of, r_squared=seen.r_squared)
 

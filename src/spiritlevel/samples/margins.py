@@ -235,13 +235,16 @@ def margins_in(context: Context, *, distance: int | float | str | None = None, l
 
     def each() -> Iterator[tuple[int, Any, Tensor]]:
         """The batches of this rank, each with the number of its first sample."""
+        first = 0
         for index, (inputs, targets) in enumerate(batches):
             start = sum(sizes)
             made = 0
-            for some, labels in unit_batches(problem.loss, inputs, targets) if units else [(inputs, targets)]:
+            apart = unit_batches(problem.loss, inputs, targets, first=first) if units else [(inputs, targets)]
+            for some, labels in apart:
                 fingerprint.update(some, labels)
                 made += len(labels)
             sizes.append(made)
+            first += len(targets)
             if ranks.takes(index):
                 yield start, *problem.place(inputs, targets)
 
@@ -296,6 +299,7 @@ def margins_in(context: Context, *, distance: int | float | str | None = None, l
         layer=layer or "",
         spread=spread.over(ranks).root() if norm else math.nan,
         fingerprint=str(fingerprint),
+        **fingerprint.places,
         right=right if several else None,
         decisions=made.long() if several else None,
         unit=form.unit,

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from spiritlevel.binding.losses.base import Decisions, Factor, Loss, class_targets, within
+from spiritlevel.binding.losses.base import Decisions, Factor, Loss, class_targets, way_to_classes, within
 from spiritlevel.binding.losses.scalars import softmax_parts
 from spiritlevel.errors import InputError
 
@@ -175,7 +175,8 @@ class CrossEntropy(Loss):
             wanted = "integer labels" if self.shifted else "one integer class per sample or position, or probabilities"
             raise InputError(
                 f"{self.name} needs {wanted}, got targets of shape {tuple(targets.shape)} and type "
-                f"{str(targets.dtype).removeprefix('torch.')} for outputs of shape {tuple(outputs.shape)}."
+                f"{str(targets.dtype).removeprefix('torch.')} for outputs of shape {tuple(outputs.shape)}"
+                f"{way_to_classes(outputs, targets)}."
             )
         wrong = ~((targets >= 0) & (targets <= 1)).all(axis) | ((targets.double().sum(axis) - 1).abs() > 1e-3)
         if bool(wrong.any()):
