@@ -329,11 +329,8 @@ class GradientNorms:
             gradients = torch.autograd.grad(
                 (plain[row] * base).sum(), list(params.values()), retain_graph=True, allow_unused=True
             )
-            norms = (
-                nothing[0] if each is None else torch.linalg.vector_norm(each, dtype=torch.float64)
-                for each in gradients
-            )
-            expected.append(torch.stack([norm.double().square() for norm in norms]))
+            each = [nothing[:1] if gradient is None else gradient for gradient in gradients]
+            expected.append(torch.stack([torch.linalg.vector_norm(g, dtype=torch.float64).square() for g in each]))
         misfits = {name for name in params if any(len(result.get(name, nothing)) != count for result in found)}
         if len(misfits) == len(params):
             return misfits - self.without_rule, recorder.path
@@ -341,9 +338,8 @@ class GradientNorms:
         columns = [[nothing if name in misfits else result.get(name, nothing) for name in params] for result in found]
         table = torch.stack([torch.stack([column.double() for column in each]) for each in columns])
         squares, tolerance = torch.stack([each.double().square() for each in both]), _tolerance(plain)
-        right = ((table[0] - squares[0] / squares[1] * table[1]).abs() <= tolerance * table[0]).all(
-            1
-        )  # whose row is it?
+        ratio = squares[0] / squares[1]
+        right = ((table[0] - ratio * table[1]).abs() <= tolerance * table[0]).all(1)  # whose row is it?
         rows = rows.to(plain.device)
         wanted = torch.stack(expected, 1) if expected else table.new_zeros(len(params), len(rows))
         wanted = wanted * squares[:, None, rows]
