@@ -277,7 +277,7 @@ class _Run:
         Asked before it begins: the system lets a process ask for more than there is, and ends it when it comes to that.
         """
         size = self.here.problem.size
-        need, free = step.vectors * size * self.here.problem.dtype.itemsize, available_memory()
+        need, free = step.vectors * size * self.here.problem.dtype.itemsize, available_memory(self.here.problem.device)
         if need <= free:
             return ""
         return (

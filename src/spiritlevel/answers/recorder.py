@@ -177,9 +177,9 @@ class Recorder:
         calls, self._calls, self._rows = self._calls, [], 0
         if not calls:
             return
-        logits = torch.cat([call.logits.cpu().reshape(len(call.ids), -1) for call in calls])
-        ids = torch.cat([call.ids.cpu() for call in calls])
-        labels = torch.cat([call.targets.detach().cpu().reshape(-1) for call in calls])
+        logits = _joined([call.logits.reshape(len(call.ids), -1) for call in calls])
+        ids = _joined([call.ids for call in calls])
+        labels = _joined([call.targets.detach().reshape(-1) for call in calls])
         ids, labels = check_batch(ids, labels, self.samples, logits.shape[1])
         loss, margin, entropy, predicted = observed(logits, labels)
         steps, rows = (torch.tensor(column) for column in ([c.step for c in calls], [len(c.ids) for c in calls]))
@@ -506,3 +506,10 @@ def _pixels(item: Any) -> Tensor | None:
         return torch.from_numpy(np.array(item.convert("RGB"))).permute(2, 0, 1) / 255
     tensor = torch.from_numpy(np.ascontiguousarray(item)) if isinstance(item, np.ndarray) else item
     return tensor if isinstance(tensor, Tensor) and tensor.ndim in (2, 3) else None
+
+
+def _joined(pieces: list[Tensor]) -> Tensor:
+    """One tensor of many on the CPU: of those on an accelerator in one copy, if they lie on one."""
+    if len({piece.device for piece in pieces}) > 1:
+        pieces = [piece.cpu() for piece in pieces]
+    return torch.cat(pieces).cpu()

@@ -266,7 +266,7 @@ def _eigenvectors(context: Context, count: int, radius: float | None) -> tuple[l
 
 
 def _inner(a: Params, b: Params) -> float:
-    return sum(float((a[name].double() * b[name].double()).sum()) for name in a)
+    return float(torch.stack([(a[name].double() * b[name].double()).sum() for name in a]).sum())
 
 
 def _placed(context: Context, batches: Batches) -> Iterator[tuple[Any, Tensor, int]]:

@@ -437,9 +437,9 @@ class Fingerprint:
                 flat = leaf.reshape(leaf.shape[0], -1)
                 sample = flat[:, :: max(1, -(-flat.shape[1] // 16))]
                 sample = torch.view_as_real(sample) if sample.is_complex() else sample
-                self._inputs.update(sample.detach().double().cpu().contiguous().numpy().tobytes())
+                self._inputs.update(sample.detach().cpu().double().contiguous().numpy().tobytes())
                 break
-        self._targets.update(targets.detach().double().cpu().contiguous().numpy().tobytes())
+        self._targets.update(targets.detach().cpu().double().contiguous().numpy().tobytes())
 
     @property
     def places(self) -> dict[str, Tensor]:

@@ -170,6 +170,8 @@ class Context:
     def notes(self) -> tuple[str, ...]:
         """How the data were read, where that is not plain; with fixed batches which ones, as part of the definition."""
         found = (*self._carried, *self.batches.notes)
+        if self.problem.left:
+            found += (f"{self.problem.left} has no float64, so a copy of the model was measured on the CPU",)
         if self.form.batches != "fixed":
             return found
         sizes = [len(targets) for _, targets in self.batches]
@@ -234,7 +236,7 @@ class Context:
 
     def budget(self) -> int:
         """Bytes that may be used."""
-        return parse_memory(self._memory)
+        return parse_memory(self._memory, self.problem.device)
 
     # ------------------------------------------------------------ what is known
 

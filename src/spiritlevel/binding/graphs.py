@@ -45,7 +45,7 @@ class Shared:
 
     def mark(self) -> str:
         """What tells it from another one."""
-        return ", ".join(f"{name} {float(value.double().sum())}" for name, value in self._tensors.items())
+        return ", ".join(f"{name} {float(value.cpu().double().sum())}" for name, value in self._tensors.items())
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Shared) or self._tensors.keys() != other._tensors.keys():

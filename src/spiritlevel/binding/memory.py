@@ -8,19 +8,22 @@ import os
 import re
 from pathlib import Path
 
+import torch
+
+from spiritlevel.binding.devices import CPU, free_memory
 from spiritlevel.errors import InputError
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 
-def parse_memory(memory: int | str | None) -> int:
-    """Bytes from a number or a text such as "2GB"; `None` is half of what is available now.
+def parse_memory(memory: int | str | None, device: torch.device = CPU) -> int:
+    """Bytes from a number or a text such as "2GB"; `None` is half of what is available now, where the work is done.
 
     >>> parse_memory("1.5GB"), parse_memory("512 MiB")
     (1500000000, 536870912)
     """
     if memory is None:
-        return available_memory() // 2
+        return available_memory(device) // 2
     if isinstance(memory, str):
         match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([kmgt]i?)?b?\s*", memory.lower())
         if match is None:
@@ -33,8 +36,10 @@ def parse_memory(memory: int | str | None) -> int:
     return int(memory)
 
 
-def available_memory() -> int:
-    """Bytes that this process may still take: of the machine, or of its container if that allows less."""
+def available_memory(device: torch.device = CPU) -> int:
+    """Bytes that this process may still take: of an accelerator, of the machine, or of a container that allows less."""
+    if (free := free_memory(device)) is not None:
+        return free
     limits = []
     with contextlib.suppress(OSError, ValueError, AttributeError):
         limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2]  # where nothing better is known

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from spiritlevel.binding import losses
 from spiritlevel.binding.batches import resized
+from spiritlevel.binding.devices import has_double
 from spiritlevel.binding.graphs import Rows
 from spiritlevel.binding.modules import measurable, state_of, to_eval_mode
 from spiritlevel.binding.parameters import Params, depth, in_precision, select_parameters
@@ -73,6 +74,10 @@ class Problem:
         if dtypes & {torch.float16, torch.bfloat16}:
             model = copy.deepcopy(model).float()  # half precision holds no curvature: measured as a float32 copy
             dtypes, self._half = {torch.float32}, True
+        homes = {tensor.device for _, tensor in state_of(model)}
+        self.left = ", ".join(sorted(str(device) for device in homes if not has_double(device)))
+        if self.left:  # errors and cancellations are kept in check by float64: measured as a copy on the CPU
+            model = copy.deepcopy(model).cpu()
         if len(dtypes) > 1:
             kinds = ", ".join(sorted(str(d).removeprefix("torch.") for d in dtypes))
             raise InputError(f"the model mixes parameters of {kinds}; convert it to one of them, e.g. model.double().")

@@ -48,7 +48,7 @@ class OnData(Seeded):
     batch_norm: Annotated[str, arg(metavar="eval|batch")] = "eval"
     """Running statistics, or those of each batch."""
     device: Annotated[str | None, optional("DEVICE")] = None
-    """cpu, cuda:0 and so on; where the model already is, unless given."""
+    """cpu, or an accelerator as PyTorch names it (cuda, cuda:1, xpu, mps); where the model already is, unless given."""
     dtype: Annotated[str | None, optional("float32|float64")] = None
     """Convert the model to this number format first."""
 
@@ -132,8 +132,9 @@ class Measure(OnData):
         from spiritlevel.loading import check_classes, load_loss, load_samples, read_model
 
         with ranks.together():
-            if ranks.count > 1 and str(self.device).startswith("cuda:"):
-                raise InputError("--device is cuda, without a number, under torchrun: every process takes its own GPU.")
+            kind, _, number = (self.device or "").partition(":")
+            if ranks.count > 1 and number and kind != "cpu":
+                raise InputError(f"--device is {kind}, without a number, under torchrun: every process takes its own.")
             progress("loading", 0, 0)
             model, note = read_model(self.model, self.weights, device=self.device, dtype=self.dtype, seed=self.seed)
             loss = load_loss(self.loss)

@@ -25,7 +25,9 @@ _Found = TypeVar("_Found")
 @contextlib.contextmanager
 def full_precision() -> Iterator[None]:
     """No reduced precision inside, whatever the caller has switched on."""
-    reduced = [device for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)]
+    accelerator = torch.accelerator.current_accelerator()
+    kinds = ["cpu", *([accelerator.type] if accelerator is not None else [])]
+    reduced = [kind for kind in kinds if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)]
     if not reduced:
         yield
         return

@@ -185,14 +185,15 @@ def _balanced(h: Tensor, w: Tensor, steps: int = 2000, tol: float = 1e-9) -> tup
     """Minimum over a, b > 0 of Σ_ij h_ij a_i b_j + w_ij/(a_i b_j), convex in the logarithms: alternating forms.
 
     Steps gain less and less, in the end by a constant factor: what is left to gain is the rest of that series, the
-    second number. The third says whether a step gained as little as `tol`.
+    second number. The third says whether a step gained as little as `tol`. On the CPU: the steps are many and short.
     """
+    h, w = h.cpu(), w.cpu()
     for _ in range(3):  # a row without h or without w can be scaled away
         rows, columns = (h.sum(1) > 0) & (w.sum(1) > 0), (h.sum(0) > 0) & (w.sum(0) > 0)
         h, w = h[rows][:, columns], w[rows][:, columns]
     if not h.numel():
         return 0.0, 0.0, True
-    b = torch.ones(h.shape[1], dtype=torch.float64, device=h.device)
+    b = torch.ones(h.shape[1], dtype=torch.float64)
     before, last = math.inf, math.inf
     for _ in range(steps):
         a = ((w @ (1 / b)) / (h @ b)).sqrt()

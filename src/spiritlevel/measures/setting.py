@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, Self
 
@@ -16,6 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from spiritlevel.binding.batches import Batches, picked
 from spiritlevel.binding.context import Context
 from spiritlevel.binding.coupling import check_independence
+from spiritlevel.binding.modules import state_of
 from spiritlevel.binding.points import at_points, points_at_once
 from spiritlevel.binding.problem import Problem
 from spiritlevel.errors import InputError
@@ -63,12 +63,14 @@ class Setting(Context):
     def model(self) -> nn.Module:
         """The model, as long as it is the one that `problem` copied: one setting never mixes two states of a model."""
         model, copied = self.problem.model, {**self.problem.params, **self.problem.constants}
-        for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
-            if not _same(tensor.detach(), copied[name]):
-                raise InputError(
-                    f"{name} of the model has changed since this Setting first looked at it, so its measures would mix "
-                    "two models; make a new Setting after every change."
-                )
+        state, device = dict(state_of(model)), self.problem.device
+        changed = torch.stack([_differ(tensor.detach(), copied[name]).to(device) for name, tensor in state.items()])
+        if bool(changed.any()):
+            name = list(state)[int(changed.nonzero()[0])]
+            raise InputError(
+                f"{name} of the model has changed since this Setting first looked at it, so its measures would mix "
+                "two models; make a new Setting after every change."
+            )
         return model
 
     @functools.cached_property
@@ -402,14 +404,14 @@ class Setting(Context):
         return numbers.to(self.theta)
 
 
-def _same(now: Tensor, then: Tensor) -> bool:
-    """Whether two tensors hold the same numbers, NaN in the same places included."""
+def _differ(now: Tensor, then: Tensor) -> Tensor:
+    """Whether two tensors hold other numbers, NaN in the same places not counted; a truth value on their device."""
     if now.shape != then.shape:
-        return False
+        return torch.ones((), dtype=torch.bool, device=then.device)
     now = now.to(then)
     if now.layout != torch.strided:  # sparse, say
         now, then = now.to_dense(), then.to_dense()
-    return not bool(((now != then) & ((now == now) | (then == then))).any())
+    return ((now != then) & ((now == now) | (then == then))).any()
 
 
 def as_classes(problem: Problem, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:

@@ -285,7 +285,9 @@ class _Look:
         with self.ranks.together():
             inputs, targets = self.problem.place(*self.batches.first(8))
             few: Any = _InInputs(self.problem, inputs)
-            prober = Prober(few, None, len(targets), seed=self.seed, memory=parse_memory(None), cut=_cut)
+            prober = Prober(
+                few, None, len(targets), seed=self.seed, memory=parse_memory(None, self.problem.device), cut=_cut
+            )
         prober.collapses = bool(self.ranks.least(int(prober.collapses)))
         members = prober.members(count) if grouped else 1
         with self.ranks.together():

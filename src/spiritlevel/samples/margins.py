@@ -19,6 +19,7 @@ from spiritlevel.binding.batches import Fingerprint
 from spiritlevel.binding.context import Context
 from spiritlevel.binding.cores import at_a_time, side_by_side
 from spiritlevel.binding.coupling import check_independence
+from spiritlevel.binding.devices import doubled, with_double
 from spiritlevel.binding.losses import Decisions, Loss, softmax_parts, unit_batches
 from spiritlevel.binding.problem import Problem
 from spiritlevel.binding.ranks import Ranks
@@ -39,6 +40,7 @@ def _checked(name: str, logits: Tensor, y: Tensor, start: int = 0) -> tuple[Tens
             f"{name} needs one integer class for each of the {logits.shape[0]} rows of logits, got labels of shape "
             f"{tuple(y.shape)} and type {str(y.dtype).removeprefix('torch.')}."
         )
+    logits = doubled(logits.detach())
     label = y.to(logits.device, torch.int64)[:, None]
     wrong = (label < 0) | (label >= logits.shape[1])
     if bool(wrong.any()):
@@ -47,7 +49,7 @@ def _checked(name: str, logits: Tensor, y: Tensor, start: int = 0) -> tuple[Tens
             f"{name}: label {int(label[sample, 0])} of sample {start + sample} is outside the classes "
             f"0 to {logits.shape[1] - 1}."
         )
-    return logits.detach().double(), label
+    return logits, label
 
 
 def _signed(logits: Tensor, label: Tensor) -> Tensor:
@@ -122,7 +124,7 @@ def _square_norms(name: str, inputs: Tensor, logits: Tensor) -> Tensor:
             f"{name} needs one input per row of logits, got inputs of shape {tuple(inputs.shape)} and "
             f"{logits.shape[0]} logits."
         )
-    return inputs.detach().to(logits.device).double().reshape(len(inputs), -1).square().sum(1)
+    return doubled(inputs.detach()).to(with_double(logits.device)).reshape(len(inputs), -1).square().sum(1)
 
 
 @checked

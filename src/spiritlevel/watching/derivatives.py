@@ -216,7 +216,7 @@ class _Comparison:
         with its square.
         """
         samples = len(self.targets)
-        if not any(bool(zero.any()) for zero in here.places):
+        if not here.places or not bool(torch.stack([zero.any() for zero in here.places]).any()):
             return 0.0
         precise = self.problem.dtype == torch.float64
         rounding = 1e-14 if precise else 1e-6
@@ -327,7 +327,9 @@ class _ByInputs(_Comparison):
 
 def _scales(params: Params) -> dict[str, float]:
     """The size of each tensor's numbers, in which steps are measured; that of all for a tensor of zeros."""
-    sizes = {name: float(p.detach().double().norm()) / math.sqrt(max(p.numel(), 1)) for name, p in params.items()}
+    norms = [torch.linalg.vector_norm(tensor.detach(), dtype=torch.float64) for tensor in params.values()]
+    numbers = torch.stack(norms).tolist() if norms else []
+    sizes = {name: n / math.sqrt(max(params[name].numel(), 1)) for name, n in zip(params, numbers, strict=True)}
     usual = max(sizes.values(), default=0.0) or 1.0
     return {name: size or usual for name, size in sizes.items()}
 
