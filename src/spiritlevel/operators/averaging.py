@@ -20,10 +20,11 @@ from torch import Tensor
 from torch.func import vmap
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from spiritlevel.binding.batches import Batches, Fingerprint, is_pair_of_tensors, sliced
+from spiritlevel.binding.batches import Batches, Fingerprint, is_pair_of_tensors, resized, sliced
 from spiritlevel.binding.context import Context
 from spiritlevel.binding.cores import at_a_time, batches_that_fit, even_size, side_by_side
 from spiritlevel.binding.coupling import check_independence
+from spiritlevel.binding.losses import Head
 from spiritlevel.binding.modules import bytes_of, memory_of
 from spiritlevel.binding.parameters import as_leaves, nearby
 from spiritlevel.errors import InputError
@@ -212,10 +213,12 @@ class MeanMatrix:
                 fingerprint.update(inputs, targets)
                 if self.ranks.takes(index):
                     placed = self.problem.place(inputs, targets)
-                    outputs = self.problem.outputs(self.problem.params, placed[0])
+                    head = self.problem.head(self.problem.params, placed[0])
+                    outputs = self.problem.outputs(self.problem.params, placed[0]) if head is None else head
                     self.problem.checked(outputs, *placed, start=total)
                     if not index and not self.whole:
-                        self._check_independence(placed[0], outputs)
+                        self._check_independence(placed[0], head.stand_in() if isinstance(outputs, Head) else outputs)
+                    del head, outputs
                     if not index:
                         check_derivatives(self.problem, *placed, twice=self.product is hessian_product)
                 sizes.append(len(targets))
@@ -225,8 +228,8 @@ class MeanMatrix:
     def _check_independence(self, inputs: Any, outputs: Tensor) -> None:
         """Refuse a network whose output for a sample depends on the rest of the batch, unless batches are meant."""
         if len(outputs) < 3:
-            inputs, _ = self.problem.place(*self.batches.first(3, 3))
-            outputs = self.problem.outputs(self.problem.params, inputs)
+            inputs, labels = self.problem.place(*self.batches.first(3, 3))
+            outputs = self.problem.thinned(labels)[0].outputs(self.problem.params, inputs)
         check_independence(self.problem, inputs, outputs)
 
     def _batch(self, index: int, inputs: Any, targets: Tensor, rows: Tensor) -> _Batch:
@@ -418,7 +421,12 @@ def activation_bytes(context: Context) -> tuple[int, int]:
 
 
 def _activation_bytes(context: Context) -> tuple[int, int]:
-    problem, (inputs, targets) = context.problem, context.first(16)
+    inputs, targets = context.first(16)
+    if targets.ndim > 1:  # sequences and images, of which one says it
+        inputs, targets = resized(inputs, 1), targets[:1]
+    with context.problem.active():
+        context.problem.find_head(inputs, targets)
+    problem, targets = context.problem.thinned(targets)
     params = as_leaves(problem.params)
     own = {memory_of(tensor) for tensor in [*params.values(), *problem.constants.values()]}
     saved: dict[int, int] = {}

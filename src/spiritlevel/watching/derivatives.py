@@ -52,7 +52,9 @@ def check_derivatives(problem: Problem, inputs: Any, targets: Tensor, *, twice: 
     """
     known = problem.facts.get("derivatives")
     if known is None or (twice and not known[0]):
-        known = problem.facts["derivatives"] = twice, _share_on_kinks(problem, inputs, targets, twice)
+        small, labels = problem.thinned(targets)
+        known = problem.facts["derivatives"] = twice, _share_on_kinks(small, inputs, labels, twice)
+        problem.reverse_only |= small.reverse_only
     return known[1]
 
 
