@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from spiritlevel.binding.batches import resized, spread
+from spiritlevel.binding.losses import Head
 from spiritlevel.binding.problem import Problem
 from spiritlevel.errors import InputError
 
@@ -45,8 +46,10 @@ def depends_on_others(problem: Problem, inputs: Any, outputs: Tensor | None = No
     return False
 
 
-def check_independence(problem: Problem, inputs: Any, outputs: Tensor | None = None) -> None:
+def check_independence(problem: Problem, inputs: Any, outputs: Tensor | Head | None = None) -> None:
     """Raise `InputError` if the outputs of some of these samples depend on the others; see `depends_on_others`."""
+    if isinstance(outputs, Head):
+        inputs, outputs = resized(inputs, spread(len(outputs.hidden))), None
     if outputs is not None:
         some = spread(len(outputs))
         inputs, outputs = resized(inputs, some), outputs[some]

@@ -199,6 +199,11 @@ class Problem:
             return head
         return self.loss.pick_head(head, unit)
 
+    def head_or_outputs(self, params: Params, inputs: Any) -> losses.Head | Tensor:
+        """The outputs, not multiplied out where that can be."""
+        head = self.head(params, inputs)
+        return self.outputs(params, inputs) if head is None else head
+
     def find_head(self, inputs: Any, targets: Tensor) -> str:
         """Find out whether large outputs come straight from a linear layer; if not, why they have to be held whole.
 
@@ -238,7 +243,8 @@ class Problem:
             if is_out_of_memory(failed):
                 raise
             return False
-        return error <= 100 * torch.finfo(outputs.dtype).eps * float(outputs.abs().max())
+        largest = float(torch.linalg.vector_norm(outputs, ord=float("inf")))  # without a copy
+        return error <= 100 * torch.finfo(outputs.dtype).eps * largest
 
     def thinned(self, targets: Tensor) -> tuple[Problem, Tensor]:
         """The same with a few of the outputs, where there is a head, for a look at what comes before it.
@@ -426,7 +432,7 @@ class Problem:
             with self.active(), torch.no_grad():
                 advance_random_states()
                 whole = isinstance(outputs, Tensor)
-                again = self.outputs(self.params, inputs) if whole else self.head(self.params, inputs)
+                again = (self.outputs if whole else self.head_or_outputs)(self.params, inputs)
                 change = (_values(again) - values).abs().max()
             if change > 1e-3 * values.abs().max():
                 raise InputError(
@@ -489,9 +495,8 @@ def _each(change: Callable[[Any], Any], inputs: Any) -> Any:
     return change(inputs) if isinstance(inputs, Tensor) else tree_map(change, inputs)
 
 
-def _values(outputs: Tensor | losses.Head | None) -> Tensor:
+def _values(outputs: Tensor | losses.Head) -> Tensor:
     """The outputs without a graph; where they are not multiplied out, the largest of every row."""
-    assert outputs is not None
     return outputs.detach() if isinstance(outputs, Tensor) else outputs.detach().largest()
 
 

@@ -1,4 +1,4 @@
-"""Products of models whose outputs come straight from a linear layer, without these outputs: see `losses.heads`.
+"""Products of models whose outputs come straight from a linear layer, without these outputs: see `losses.in_pieces`.
 
 What comes before the layer is differentiated as ever; the layer and the loss enter in closed form, in pieces.
 """
@@ -75,10 +75,12 @@ def hessian(problem: Problem, v: Params, params: Params, inputs: Any, targets: T
 
 
 def gauss_newton(problem: Problem, v: Params, params: Params, inputs: Any, targets: Tensor) -> Params:
+    """The same of the Gauss-Newton matrix."""
     return _first_order("gauss_newton", problem, v, params, inputs, targets)
 
 
 def fisher(problem: Problem, v: Params, params: Params, inputs: Any, targets: Tensor) -> Params:
+    """The same of the empirical Fisher matrix."""
     return _first_order("fisher", problem, v, params, inputs, targets)
 
 
