@@ -194,13 +194,19 @@ class Context:
             if len(targets):
                 yield self.problem.place(inputs, targets)
 
-    def fitting(self, most: int) -> int:
+    def find_head(self) -> str:
+        """Find out whether outputs can be taken in pieces, by a sample; see `Problem.find_head`."""
+        with self.problem.active():
+            return self.problem.find_head(*self.first(1))
+
+    def fitting(self, most: int, *, in_pieces: bool = False) -> int:
         """At most so many samples at once that their outputs, of long sequences or large images, stay within bounds."""
-        inputs, targets = self.first(2)
+        inputs, targets = self.first(1 if in_pieces else 2)
         if targets.ndim < 2:
             return most
-        with self.problem.active(), torch.no_grad():
-            size = math.prod(self.problem.outputs(self.problem.params, inputs).shape[1:])
+        problem = self.problem.thinned(targets)[0] if in_pieces else self.problem
+        with problem.active(), torch.no_grad():
+            size = math.prod(problem.outputs(problem.params, inputs).shape[1:])
         return max(1, min(most, _OUTPUTS // max(1, size)))
 
     @functools.cached_property

@@ -24,8 +24,9 @@ from spiritlevel.binding import losses
 from spiritlevel.binding.batches import resized
 from spiritlevel.binding.devices import has_double
 from spiritlevel.binding.graphs import Rows
+from spiritlevel.binding.last_layer import Removing, Searching
 from spiritlevel.binding.modules import measurable, state_of, to_eval_mode
-from spiritlevel.binding.parameters import Params, depth, in_precision, select_parameters
+from spiritlevel.binding.parameters import Params, as_leaves, depth, in_precision, select_parameters
 from spiritlevel.binding.ranks import Ranks
 from spiritlevel.binding.reading import PLAIN, Form
 from spiritlevel.binding.rewrites import Elementary
@@ -40,6 +41,8 @@ from spiritlevel.binding.state import (
 from spiritlevel.errors import InputError, first_line, is_out_of_memory, named_error, place_of, unknown_name
 
 BATCH_NORM_MODES = ("eval", "batch")
+LARGE_OUTPUTS = 2**20  # numbers among the outputs of a sample from which on they are taken in pieces
+FEW_OUTPUTS = 64  # of these, for a look
 
 
 class _CannotRun(InputError, RuntimeError):
@@ -103,6 +106,7 @@ class Problem:
         self._part: Any = None  # of what the model returns, once it is known which are the outputs
         self.reverse_only = False  # set where the model turns out to have no forward derivatives
         self.facts: dict[Any, Any] = {}  # what was found out about the model once and for all, by those who need it
+        self._words: Tensor | None = None  # of the outputs, where only some of them are looked at
         self._active = False
         self._has_data = False  # whether inputs came with targets: that the model fails on those is the caller's news
 
@@ -182,10 +186,86 @@ class Problem:
 
     def outputs(self, params: Params, inputs: Any) -> Tensor:
         """φ(θ, x): the model's outputs for one batch; of units the rows of their own positions."""
+        if self._words is not None and (head := self.head(params, inputs)) is not None:
+            return head.thinned(self._words)
         if isinstance(inputs, losses.Unit):
             outputs = self._outputs(params, inputs.inputs)
             return self.loss.pick(outputs, inputs) if isinstance(self.loss, losses.OfPositions) else outputs
         return self._outputs(params, inputs)
+
+    def head(self, params: Params, inputs: Any) -> losses.Head | None:
+        """The outputs before the last linear layer, and that layer, where `find_head` has found one."""
+        if not (place := self.facts.get("head", 0)):
+            return None
+        unit = inputs if isinstance(inputs, losses.Unit) else None
+        with Removing(place) as removing:
+            head = removing.taken(self._outputs(params, inputs if unit is None else unit.inputs))
+        if head is None or unit is None or not isinstance(self.loss, losses.OfPositions):
+            return head
+        return self.loss.pick_head(head, unit)
+
+    def head_or_outputs(self, params: Params, inputs: Any) -> losses.Head | Tensor:
+        """The outputs, not multiplied out where that can be."""
+        head = self.head(params, inputs)
+        return self.outputs(params, inputs) if head is None else head
+
+    def find_head(self, inputs: Any, targets: Tensor) -> str:
+        """Find out whether large outputs come straight from a linear layer; if not, why they have to be held whole.
+
+        Two forward passes of these samples, once for each problem. The outputs are compared with those of the layer.
+        Call inside `active()`.
+        """
+        if "head" not in self.facts:
+            self.facts["head"], self.facts["why whole"] = 0, ""
+            inputs, targets = resized(inputs, 1), targets[:1]
+            plain = inputs.inputs if isinstance(inputs, losses.Unit) else inputs
+            with torch.no_grad(), Searching() as searching:
+                outputs = self._outputs(self.params, plain)
+            if outputs.numel() < LARGE_OUTPUTS:
+                return ""
+            place, positions = searching.place(outputs), getattr(inputs, "positions", targets.shape[1:])
+            whole = f"the {outputs.numel():,} outputs of a sample are held whole, several times, because"
+            if not losses.can_be_in_pieces(self.loss, outputs.shape, targets, positions):
+                self.facts["why whole"] = f"{whole} the loss {self.loss.name} cannot be taken in pieces"
+            elif not place or not self._is_head(place, plain, outputs):
+                self.facts["why whole"] = f"{whole} they do not come straight from a linear layer"
+            else:
+                self.facts["head"], self.facts["words"] = place, outputs.shape[-1]
+        return str(self.facts["why whole"])
+
+    def _is_head(self, place: int, inputs: Any, outputs: Tensor) -> bool:
+        """Whether these outputs are those of the linear map with this number."""
+        try:
+            with torch.enable_grad(), Removing(place) as removing:
+                head = removing.taken(self._outputs(as_leaves(self.params), inputs))
+            if head is None or head.shape != outputs.shape:
+                return False
+            self.facts["head moves"] = tuple(part is not None and part.requires_grad for part in head)
+            head, flat = head.detach(), outputs.reshape(-1, outputs.shape[-1])
+            with torch.no_grad():
+                error = max(float((flat[rows] - logits).abs().max()) for rows, logits in head.pieces())
+        except RuntimeError as failed:  # the model writes to its outputs, which have no memory then
+            if is_out_of_memory(failed):
+                raise
+            return False
+        largest = float(torch.linalg.vector_norm(outputs, ord=float("inf")))  # without a copy
+        return error <= 100 * torch.finfo(outputs.dtype).eps * largest
+
+    def thinned(self, targets: Tensor) -> tuple[Problem, Tensor]:
+        """The same with a few of the outputs, where there is a head, for a look at what comes before it.
+
+        Facts are shared.
+        """
+        if not self.facts.get("head", 0) or self._words is not None:
+            return self, targets
+        twin = copy.copy(self)
+        few = min(FEW_OUTPUTS, self.facts["words"])
+        twin._words = torch.linspace(0, self.facts["words"] - 1, few).long().to(self.device)
+        assert isinstance(self.loss, losses.CrossEntropy)
+        if self.loss.weight is not None:
+            twin.loss = copy.copy(self.loss)
+            twin.loss.weight = self.loss.weight[twin._words.to(self.loss.weight.device)]
+        return twin, torch.where(targets == self.loss.ignore_index, targets, targets % few)
 
     def _outputs(self, params: Params, inputs: Any) -> Tensor:
         before = None if self._overwrites is not None else random_states(self.device)
@@ -324,39 +404,43 @@ class Problem:
         with torch.inference_mode(False):
             return _each(lambda leaf: move(leaf, self.dtype), inputs), move(targets)
 
-    def checked(self, outputs: Tensor, inputs: Any, targets: Tensor, start: int = 0) -> None:
+    def checked(self, outputs: Tensor | losses.Head, inputs: Any, targets: Tensor, start: int = 0) -> None:
         """Raise `InputError` unless the outputs fit the loss, are finite and repeat.
 
         `start` is the number of the first sample in the data.
         """
-        fits = outputs.ndim > 0 and outputs.shape[0] == targets.shape[0]
+        shape = outputs.stand_in() if isinstance(outputs, losses.Head) else outputs
+        fits = shape.ndim > 0 and shape.shape[0] == targets.shape[0]
         if not fits and not (self.form.batches == "fixed" and isinstance(self.loss, losses.CallableLoss)):
             ending = "the first dimension must be the samples."
-            if outputs.ndim == 0:
+            if shape.ndim == 0:
                 ending = (
                     "a loss of its own? Have it return its logits (output=) and pass the loss as loss=; or measure "
                     "that number itself, with loss=lambda value, targets: value and batches='fixed', and with batch= "
                     "if the model needs the targets."
                 )
             raise InputError(
-                f"the model returned outputs of shape {tuple(outputs.shape)} for {targets.shape[0]} samples; {ending}"
+                f"the model returned outputs of shape {tuple(shape.shape)} for {targets.shape[0]} samples; {ending}"
             )
-        self.loss.check(outputs, targets, start)
+        self.loss.check(shape, targets, start)
         _check_shift(self.model, self.loss.name, inputs, targets)
-        if not bool(torch.isfinite(outputs.detach().sum())) and not bool(torch.isfinite(outputs).all()):
+        values = _values(outputs)
+        if not bool(torch.isfinite(values.sum())) and not bool(torch.isfinite(values).all()):
             for leaf in tree_leaves(inputs):
                 if isinstance(leaf, Tensor) and leaf.is_floating_point() and not bool(torch.isfinite(leaf).all()):
                     where = start + _first_not_finite(leaf)
                     raise InputError(f"the input of sample {where} is NaN or infinite; clean the data first.")
             raise InputError(
-                f"the model's output for sample {start + _first_not_finite(outputs)} is NaN or infinite although its "
+                f"the model's output for sample {start + _first_not_finite(values)} is NaN or infinite although its "
                 "input is finite; check the weights."
             )
         if self._draws:
             with self.active(), torch.no_grad():
                 advance_random_states()
-                change = (self.outputs(self.params, inputs) - outputs.detach()).abs().max()
-            if change > 1e-3 * outputs.detach().abs().max():
+                whole = isinstance(outputs, Tensor)
+                again = (self.outputs if whole else self.head_or_outputs)(self.params, inputs)
+                change = (_values(again) - values).abs().max()
+            if change > 1e-3 * values.abs().max():
                 raise InputError(
                     "the model's outputs change from one pass to the next (dropout or noise that ignores eval mode?); "
                     "make them repeat, e.g. with F.dropout(x, training=self.training)."
@@ -426,6 +510,11 @@ def copies_of(inputs: Any) -> Any:
 
 def _each(change: Callable[[Any], Any], inputs: Any) -> Any:
     return change(inputs) if isinstance(inputs, Tensor) else tree_map(change, inputs)
+
+
+def _values(outputs: Tensor | losses.Head) -> Tensor:
+    """The outputs without a graph; where they are not multiplied out, the largest of every row."""
+    return outputs.detach() if isinstance(outputs, Tensor) else outputs.detach().largest()
 
 
 def _first_not_finite(tensor: Tensor) -> int:

@@ -52,7 +52,8 @@ class Operator:
     """A symmetric matrix H known by its products, over named parameters laid end to end.
 
     `matmat` maps a (P, k) tensor to H times it. `shapes` gives the parameters' names and shapes in order; without it
-    the operator has no names and cannot `split`. Exact; `op @ v` costs one product per column.
+    the operator has no names and cannot `split`. `notes` say what is not plain about the products. Exact; `op @ v`
+    costs one product per column.
 
     >>> matrix = torch.tensor([[2.0, 1.0], [1.0, 3.0]])
     >>> op = Operator(lambda block: matrix @ block, 2, dtype=torch.float32, shapes={"weight": (1, 1), "bias": (1,)})
@@ -71,8 +72,9 @@ class Operator:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         shapes: Mapping[str, Sequence[int]] | None = None,
+        notes: Sequence[str] = (),
     ) -> None:
-        self.size = size
+        self.size, self.notes = size, tuple(notes)
         self.shape = (size, size)
         self.dtype = dtype
         try:

@@ -205,9 +205,10 @@ def checked_trace(
             opposite = traced.trace.multiply(*(-part for part in vector), *constants)
     except Exception:
         return None
+    sums = (a + b for a, b in zip(opposite, traced.product, strict=True))  # one at a time
     error, scale = (
         math.hypot(*torch.stack([torch.linalg.vector_norm(tensor, dtype=torch.float64) for tensor in tensors]).tolist())
-        for tensors in ([a + b for a, b in zip(opposite, traced.product, strict=True)], traced.product)
+        for tensors in (sums, traced.product)
     )
     right = error <= math.sqrt(torch.finfo(params[0].dtype).eps) * scale
     return traced._replace(constants=constants) if right else None

@@ -20,7 +20,15 @@ from spiritlevel.binding.context import Context
 from spiritlevel.binding.cores import at_a_time, side_by_side
 from spiritlevel.binding.coupling import check_independence
 from spiritlevel.binding.devices import doubled, with_double
-from spiritlevel.binding.losses import Decisions, Loss, softmax_parts, unit_batches
+from spiritlevel.binding.losses import (
+    CrossEntropy,
+    Decisions,
+    Head,
+    Loss,
+    decisions_of,
+    softmax_parts,
+    unit_batches,
+)
 from spiritlevel.binding.problem import Problem
 from spiritlevel.binding.ranks import Ranks
 from spiritlevel.binding.reading import Reading
@@ -226,8 +234,10 @@ def margins_in(context: Context, *, distance: int | float | str | None = None, l
     units = context.form.unit != form.unit
     with ranks.together():
         batches = context.batches.cut(context.batch_size)
+        why = "" if norm else context.find_head()
         if context.batch_size is None and not context.whole:
-            batches.size = context.fitting(_batch_size(batches.first(1)[0], 256 if norm else 512))
+            most = _batch_size(batches.first(1)[0], 256 if norm else 512)
+            batches.size = context.fitting(most, in_pieces=not norm)
     if batches.size is not None and not context.whole:
         batches.size = ranks.least(batches.size)
 
@@ -255,7 +265,11 @@ def margins_in(context: Context, *, distance: int | float | str | None = None, l
     def begin(batch: tuple[int, Any, Tensor]) -> Callable[[], tuple[int, Tensor]]:
         nonlocal looked, several
         start, inputs, targets = batch
-        outputs, points = _linearised(problem, inputs, layer) if norm else (problem.outputs(problem.params, inputs), [])
+        points = list[Tensor]()
+        if norm:
+            outputs, points = _linearised(problem, inputs, layer)
+        else:
+            outputs = problem.head_or_outputs(problem.params, inputs)
         problem.checked(outputs, inputs, targets, start)
         if not looked and len(targets) and not context.whole:
             check_independence(problem, inputs, outputs.detach())
@@ -264,7 +278,7 @@ def margins_in(context: Context, *, distance: int | float | str | None = None, l
             elif norm:
                 check_derivatives(problem, inputs, targets, twice=False)
             looked = True
-        found = problem.loss.decisions(outputs, targets, start)
+        found = decided(problem, outputs, targets, start)
         several |= found.counts is not None and not units
         if norm and several:
             raise InputError(
@@ -276,6 +290,7 @@ def margins_in(context: Context, *, distance: int | float | str | None = None, l
         def rest() -> tuple[int, Tensor]:
             part = _of_rows(found, units)
             if norm:
+                assert isinstance(found.logits, Tensor)
                 logits, label = found.logits.detach().double(), found.labels[:, None]
                 distance = _distance(found.logits, logits, label, points, _DUAL[norm], start)
                 part = torch.cat([part, distance[:, None]], 1)
@@ -305,12 +320,20 @@ def margins_in(context: Context, *, distance: int | float | str | None = None, l
         right=right if several else None,
         decisions=made.long() if several else None,
         unit=form.unit,
-        notes=context.notes,
+        notes=(*context.notes, why) if why else context.notes,
     )
 
 
 _COLUMNS = 6  # margin, softmax margin, gap, label, share of decisions that are right, their number
 _ROWS = 2**21  # logits that are looked at at once
+
+
+def decided(problem: Problem, outputs: Tensor | Head, targets: Tensor, start: int = 0) -> Decisions:
+    """The choices between classes that the outputs are, multiplied out or not."""
+    if isinstance(outputs, Tensor):
+        return problem.loss.decisions(outputs, targets, start)
+    assert isinstance(problem.loss, CrossEntropy)
+    return decisions_of(problem.loss, outputs, targets, start)
 
 
 def share_right(found: Decisions) -> Tensor:
@@ -320,10 +343,9 @@ def share_right(found: Decisions) -> Tensor:
 
 def _of_rows(found: Decisions, alone: bool) -> Tensor:
     """What is known of every sample, (N, columns): the means over its decisions, or each decision if `alone`."""
-    logits, labels = found.logits.detach(), found.labels[:, None]
-    size, pieces = max(1, _ROWS // logits.shape[1]), []
-    for k in range(0, max(1, len(logits)), size):
-        some, label = logits[k : k + size].double(), labels[k : k + size]
+    labels, pieces = found.labels[:, None], []
+    for rows, piece in _pieces(found.logits):
+        some, label = piece.double(), labels[rows]
         signed = _signed(some, label)
         known = [signed, *_softmax(some, label), label[:, 0].double(), (signed > 0).double(), torch.ones_like(signed)]
         pieces.append(torch.stack(known, 1))
@@ -335,6 +357,16 @@ def _of_rows(found: Decisions, alone: bool) -> Tensor:
     means = sums / found.counts[:, None]
     means[:, 3], means[:, 5] = -1.0, found.counts.double()  # no label of its own
     return means
+
+
+def _pieces(logits: Tensor | Head) -> Iterator[tuple[slice, Tensor]]:
+    """Rows of logits, a piece at a time, with which they are."""
+    if isinstance(logits, Head):
+        yield from logits.detach().pieces()
+        return
+    size = max(1, _ROWS // logits.shape[1])
+    for k in range(0, max(1, len(logits)), size):
+        yield slice(k, k + size), logits.detach()[k : k + size]
 
 
 def _norm(distance: int | float | str | None) -> str:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -34,6 +34,7 @@ from spiritlevel.watching.watchers import DispatchWatch, FunctionWatch
 _TRIES = 3
 _LARGE = 10**6  # parameters from which on two samples have to do
 _HUGE = 10**8  # and from which on a copy in float64 is too much
+_SEEN = 2**20  # numbers of a tensor whose second derivatives are compared
 
 Verdicts = dict[str, bool | None]
 """Whether the derivatives of one kind are right: "reverse", "forward", or "second"; `None` if that stayed open."""
@@ -52,7 +53,9 @@ def check_derivatives(problem: Problem, inputs: Any, targets: Tensor, *, twice: 
     """
     known = problem.facts.get("derivatives")
     if known is None or (twice and not known[0]):
-        known = problem.facts["derivatives"] = twice, _share_on_kinks(problem, inputs, targets, twice)
+        small, labels = problem.thinned(targets)
+        known = problem.facts["derivatives"] = twice, _share_on_kinks(small, inputs, labels, twice)
+        problem.reverse_only |= small.reverse_only
     return known[1]
 
 
@@ -189,8 +192,7 @@ class _Comparison:
         self.signs = (signs * (1 + torch.rand(values.shape, generator=generator))).to(values)  # so that none cancel
         self.direction = self._draw(generator)
         padding.freeze(self.direction, self.moving)
-        offset = self._draw(generator)
-        self.point = {name: tensor + 1e-3 * offset[name] for name, tensor in self.moving.items()}
+        self.point = {name: offset.mul_(1e-3).add_(self.moving[name]) for name, offset in self._drawn(generator)}
         slope = self._gradient(self.point)
         if not seed:
             self.kinks = self._share_on_kinks(here, self.direction)
@@ -206,6 +208,7 @@ class _Comparison:
             with contextlib.suppress(RuntimeError):  # likewise
                 claims["second"] = self._weighed(self._second())
         size, steep = (self.rounding * float(each.norm()) for each in (values, self._weighed(slope)))
+        del slope  # a large network has no room for more than a few of these
         return {k: self._verdict(k, claim, steep if k == "second" else size) for k, claim in claims.items()}
 
     def _share_on_kinks(self, here: _Zeros, direction: Params) -> float:
@@ -248,10 +251,11 @@ class _Comparison:
         return self.problem.outputs(params, self.inputs)
 
     def _draw(self, generator: torch.Generator) -> Params:
-        drawn = {}
+        return dict(self._drawn(generator))
+
+    def _drawn(self, generator: torch.Generator) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in self.moving.items():
-            drawn[name] = self.scale[name] * torch.randn(tensor.shape, generator=generator).to(tensor)
-        return drawn
+            yield name, torch.randn(tensor.shape, generator=generator).to(tensor).mul_(self.scale[name])
 
     def _scalar(self, params: Params) -> Tensor:
         return (self.signs * self._function(params)).sum()
@@ -282,16 +286,18 @@ class _Comparison:
         return dict(zip(leaves, twice, strict=True))
 
     def _weighed(self, parts: Params) -> Tensor:
-        """All parts as one vector, each in the units of its tensor."""
-        return torch.cat([self.scale[name] * part.detach().reshape(-1) for name, part in parts.items()])
+        """All parts as one vector, each in the units of its tensor; of large ones every so many numbers."""
+        return torch.cat([self.scale[name] * _thin(part.detach()) for name, part in parts.items()])
 
     def _difference(self, kind: str, step: float) -> Tensor:
-        ends = [{n: p + sign * step * self.direction[n] for n, p in self.point.items()} for sign in (1, -1)]
-        if kind == "second":
-            one, other = (self._weighed(self._gradient(end)) for end in ends)
-        else:
+        def end(sign: int) -> Tensor:
+            moved = {n: torch.add(p, self.direction[n], alpha=sign * step) for n, p in self.point.items()}
+            if kind == "second":
+                return self._weighed(self._gradient(moved))
             with torch.no_grad():
-                one, other = (self._function(end) for end in ends)
+                return self._function(moved)
+
+        one, other = end(1), end(-1)
         return (one - other) / (2 * step)
 
     def _verdict(self, kind: str, claim: Tensor, noise: float) -> bool | None:
@@ -323,6 +329,11 @@ class _ByInputs(_Comparison):
         leaves, structure = tree_flatten(self.inputs)
         moved = [params.get(str(n), leaf) for n, leaf in enumerate(leaves)]
         return self.problem.outputs(self.problem.params, tree_unflatten(moved, structure))
+
+
+def _thin(tensor: Tensor) -> Tensor:
+    """The numbers of a tensor in one row; of a large one some from all over it, which tell as much."""
+    return tensor.reshape(-1)[:: -(-max(tensor.numel(), 1) // _SEEN)]
 
 
 def _scales(params: Params) -> dict[str, float]:

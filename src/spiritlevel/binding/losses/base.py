@@ -10,6 +10,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from spiritlevel.binding.losses.heads import Head
 from spiritlevel.errors import InputError
 
 Factor = tuple[Tensor, Tensor]
@@ -22,7 +23,7 @@ class Decisions(NamedTuple):
     The decisions of a sample come in a row; `counts` is None where every sample made one.
     """
 
-    logits: Tensor
+    logits: Tensor | Head
     labels: Tensor
     counts: Tensor | None = None
 

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map
 
 from spiritlevel.binding.losses.base import Loss
 from spiritlevel.binding.losses.cross_entropy import CrossEntropy
+from spiritlevel.binding.losses.heads import Head
 from spiritlevel.errors import InputError
 
 _UNITS = 1024  # units whose sequences are copied at once, unless told
@@ -73,7 +74,17 @@ class OfPositions(CrossEntropy):
                 f"{self.name} of outputs {tuple(outputs.shape)} needs one target for each position, got targets of "
                 f"shape {(len(outputs), *unit.positions)}."
             )
-        return rows.gather(1, unit.place[:, None, None].expand(-1, 1, rows.shape[2]))[:, 0]
+        return _at(unit.place, rows)
+
+    def pick_head(self, head: Head, unit: Unit) -> Head:
+        """The same of outputs that are not multiplied out."""
+        self.pick(head.stand_in(), unit)  # that it fits
+        return head._replace(hidden=_at(unit.place, head.hidden.flatten(1, -2)))
+
+
+def _at(place: Tensor, rows: Tensor) -> Tensor:
+    """One of the rows (M, T, C) of every unit."""
+    return rows.gather(1, place[:, None, None].expand(-1, 1, rows.shape[2]))[:, 0]
 
 
 def of_units(loss: Loss) -> OfPositions:
