@@ -225,7 +225,7 @@ def margins_in(context: Context, *, distance: int | float | str | None = None, l
     with ranks.together():
         batches = context.batches.cut(context.batch_size)
         if context.batch_size is None and not context.whole:
-            batches.size = context.fitting(_batch_size(batches.first(1)[0], 256 if norm else 512))
+            batches.size = context.fair(context.fitting(_batch_size(batches.first(1)[0], 256 if norm else 512)))
     if batches.size is not None and not context.whole:
         batches.size = ranks.least(batches.size)
 
