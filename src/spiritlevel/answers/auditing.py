@@ -7,14 +7,16 @@ Nothing is printed here: `Audit` shows itself.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Unpack
 
 import torch
 from torch import nn
 
 from spiritlevel import transforms as maps
+from spiritlevel.answers.sharing import shared
 from spiritlevel.arguments import checked
 from spiritlevel.binding.reading import Reading
 from spiritlevel.errors import InputError, shown, unknown_name
@@ -131,57 +133,113 @@ def audit_in(
     search: bool = True,
     progress: Progress | None = None,
 ) -> Audit:
-    """The audit in a setting that is bound and checked already: what it has measured is not measured again."""
-    changed, skipped = _transformed(here, transforms)
-    total, done = len(chosen) * (1 + len(changed)) + search, 0
+    """The audit in a setting that is bound and checked already: what it has measured is not measured again.
 
-    def announce(what: str) -> None:
+    All ranks measure the model together. Every transform, and every search, is the work of one of them.
+    """
+    names = _named(transforms)
+    total, done = len(chosen) * (1 + len(names)) + search, 0
+
+    def announce(what: str, steps: int = 1) -> None:
         nonlocal done
-        if progress is not None:
+        if progress is not None and what:
             progress(what, done, total)
-        done += 1
+        done += steps
 
-    before: dict[str, Estimate] = {}
+    before, undefined = dict[str, Estimate](), dict[str, str]()
     for measure in chosen:
         announce(measure.name)
         value = measure.attempt(here)
         if math.isnan(value.value):
-            skipped[measure.name] = value.reason
+            undefined[measure.name] = value.reason
         else:
             before[measure.name] = value
 
-    rows: list[AuditRow] = []
-    for name, transformed in changed.items():
-        there = _moved(here, transformed)
-        for measure in chosen:
-            announce(f"{measure.name} after {name}")
-            if measure.name in before:
-                after = measure.attempt(there)
-                rows.append(_row(measure, name, before[measure.name], after, here, transformed))
+    one = _Audit(here.alone(), before, chosen, announce)
+    parts = shared(here.ranks, [functools.partial(one.column, name, make) for name, make in names.items()])
+    whole = functools.reduce(_plus, parts, one.part())
     worst: tuple[WorstFactor, ...] = ()
     if search:
+        done = total - 1
         announce("the search for the worst scaling")
-        measured = [measure for measure in chosen if measure.name in before]
-        found = [*_worst(here, measured, before), *_drawn_worst(here, measured, before, changed)]
+        found = functools.reduce(_plus, shared(here.ranks, one.searches(whole.certificates)), one.part()).worst
         furthest: dict[str, WorstFactor] = {}
         for item in found:
             last = furthest.setdefault(item.measure, item)
             furthest[item.measure] = item if item.factor > last.factor or math.isnan(last.factor) else last
         worst = tuple(furthest.values())
     order = {measure.name: index for index, measure in enumerate(chosen)}
-    rows.sort(key=lambda row: order[row.measure])
-    return Audit(
-        rows=tuple(rows),
-        worst=worst,
-        certificates={name: transformed.certificate for name, transformed in changed.items()},
-        skipped=skipped,
-        samples=here.count,
-        parameters=here.problem.size,
-        loss=here.problem.loss.name,
-        batch_norm=here.batch_norm,
-        seed=here.seed,
-        notes=here.notes,
+    rows = sorted(whole.rows, key=lambda row: order[row.measure])
+    return dataclasses.replace(whole, rows=tuple(rows), worst=worst, skipped={**whole.skipped, **undefined})
+
+
+def _plus(one: Audit, other: Audit) -> Audit:
+    """Two parts of one audit."""
+    return dataclasses.replace(
+        one,
+        rows=one.rows + other.rows,
+        worst=one.worst + other.worst,
+        certificates={**one.certificates, **other.certificates},
+        skipped={**one.skipped, **other.skipped},
     )
+
+
+@dataclasses.dataclass
+class _Audit:
+    """The parts of an audit, each of them for whoever has time: nothing here needs another rank."""
+
+    here: Setting
+    before: dict[str, Estimate]
+    chosen: Sequence[Measure]
+    announce: Callable[..., None]
+
+    def part(self, **found: Any) -> Audit:
+        here = self.here
+        return Audit(
+            **{"rows": (), "worst": (), "certificates": {}, "skipped": {}, **found},
+            samples=here.count,
+            parameters=here.problem.size,
+            loss=here.problem.loss.name,
+            batch_norm=here.batch_norm,
+            seed=here.seed,
+            notes=here.notes,
+        )
+
+    def column(self, name: str, make: Callable[[Setting], Transformed]) -> Audit:
+        """All measures after one transform; or why the model has none."""
+        here = self.here
+        try:
+            transformed = make(here)
+        except InputError as error:
+            reason = str(error).removeprefix(f"{name}: ").removeprefix("scaling_groups: ")
+            return self._without(name, reason)
+        certificate = transformed.certificate
+        if here.batch_norm not in certificate.modes:
+            modes = " and ".join(certificate.modes)
+            reason = f"keeps the function with batch norm in mode {modes} only, not {here.batch_norm!r}"
+            return self._without(name, reason)
+        there, rows = _moved(here, transformed), []
+        for measure in self.chosen:
+            self.announce(f"{measure.name} after {name}")
+            if measure.name in self.before:
+                after = measure.attempt(there)
+                rows.append(_row(measure, name, self.before[measure.name], after, here, transformed))
+        return self.part(rows=tuple(rows), certificates={name: certificate})
+
+    def _without(self, name: str, reason: str) -> Audit:
+        self.announce("", len(self.chosen))
+        return self.part(skipped={name: reason})
+
+    def searches(self, applied: Collection[str]) -> list[Callable[[], Audit]]:
+        """How far each measure can be moved, by scaling layers or by further draws of what was applied."""
+        here, before = self.here, self.before
+        measured = [measure for measure in self.chosen if measure.name in before]
+        scalings = [functools.partial(self._search, found) for found in _worst(here, measured, before)]
+        drawn = (_drawn_worst(here, measured, before, name) for name in _FURTHER if name in applied)
+        return [*scalings, *(functools.partial(self._search, found) for found in drawn)]
+
+    def _search(self, found: Iterable[WorstFactor]) -> Audit:
+        return self.part(worst=tuple(found))
 
 
 def _sample(here: Setting) -> Sample:
@@ -258,10 +316,10 @@ def _verdict(
 # ---------------------------------------------------------------- the transforms
 
 
-def _transformed(
-    here: Setting, wanted: str | Iterable[str] | Mapping[str, Transformed] | None
-) -> tuple[dict[str, Transformed], dict[str, str]]:
-    """The networks after each transform, and the reasons for those that there are not."""
+def _named(
+    wanted: str | Iterable[str] | Mapping[str, Transformed] | None,
+) -> dict[str, Callable[[Setting], Transformed]]:
+    """The transforms that are asked for, by name: how each is made for a model."""
     if isinstance(wanted, Mapping):
         for name, each in wanted.items():
             if not isinstance(name, str) or not isinstance(each, Transformed):
@@ -269,25 +327,17 @@ def _transformed(
                     "transforms= takes names, or a dict from names to what a function of sl.transforms returned, got "
                     f"{shown(name)}: {shown(each)}."
                 )
-        return dict(wanted), {}
+        return {name: functools.partial(_given, each) for name, each in wanted.items()}
     names = DEFAULT_TRANSFORMS if wanted is None else tuple(TRANSFORMS) if wanted == "all" else wanted
     names = (names,) if isinstance(names, str) else tuple(names)
     for name in names:
         if name not in TRANSFORMS:
             raise unknown_name("transform", name, TRANSFORMS)
-    changed, skipped = {}, {}
-    for name in names:
-        try:
-            found = _APPLY[name](here)
-        except InputError as error:
-            skipped[name] = str(error).removeprefix(f"{name}: ").removeprefix("scaling_groups: ")
-            continue
-        if here.batch_norm in found.certificate.modes:
-            changed[name] = found
-        else:
-            modes = " and ".join(found.certificate.modes)
-            skipped[name] = f"keeps the function with batch norm in mode {modes} only, not {here.batch_norm!r}"
-    return changed, skipped
+    return {name: _APPLY[name] for name in names}
+
+
+def _given(transformed: Transformed, here: Setting) -> Transformed:
+    return transformed
 
 
 def _groups(here: Setting, who: str) -> list[ScalingGroup]:
@@ -369,8 +419,8 @@ _APPLY: dict[str, Callable[[Setting], Transformed]] = {
 # ---------------------------------------------------------------- the worst scaling
 
 
-def _worst(here: Setting, chosen: list[Measure], before: dict[str, Estimate]) -> tuple[WorstFactor, ...]:
-    """For every measure whose change the factors alone predict: the furthest values found, and measured."""
+def _worst(here: Setting, chosen: list[Measure], before: dict[str, Estimate]) -> list[Iterator[WorstFactor]]:
+    """For every measure whose change the factors alone predict: the furthest values found, and measured, when asked."""
     searched = [
         measure
         for measure in chosen
@@ -380,62 +430,60 @@ def _worst(here: Setting, chosen: list[Measure], before: dict[str, Estimate]) ->
         and before[measure.name].sign > 0
     ]
     if not searched:
-        return ()
+        return []
     few = here.batches.first(2)
     try:
         groups = maps.scaling_groups(here.model, data=few)
         units = [_scaled(here, [(group, 2.0)], few).certificate for group in groups]
     except InputError:
-        return ()
-    if not groups:
-        return ()
-    found = []
-    for measure in searched:
-        ends = [_furthest(here, measure, groups, units, sign) for sign in (-1, 1)]
-        (low, low_factors, low_difference), (high, high_factors, high_difference) = ends
-        worst = max(low_difference, high_difference)
+        return []
+    return [_between(here, measure, groups, units, before[measure.name]) for measure in searched] if groups else []
+
+
+def _between(
+    here: Setting, measure: Measure, groups: tuple[ScalingGroup, ...], units: list[Certificate], start: Estimate
+) -> Iterator[WorstFactor]:
+    """The furthest values of one measure, if it moves at all."""
+    ends = [_furthest(here, measure, groups, units, sign) for sign in (-1, 1)]
+    (low, low_factors, low_difference), (high, high_factors, high_difference) = ends
+    worst = max(low_difference, high_difference)
+    low, high = min(low, start, key=float), max(high, start, key=float)
+    if high.value > low.value:
+        errors = (_half(start), _half(low), _half(high))
+        values = (start.value, low.value, high.value)
+        yield WorstFactor(measure.name, *values, low_factors, high_factors, worst, errors)
+
+
+def _drawn_worst(here: Setting, chosen: list[Measure], before: dict[str, Estimate], name: str) -> Iterator[WorstFactor]:
+    """The furthest values among a few draws of growing size, of a transform that has one."""
+    movable = [
+        measure
+        for measure in chosen
+        if name not in measure.invariant_to
+        and before[measure.name].sign > 0
+        and measure.forward_passes(here) <= _AFFORDABLE
+    ]
+    values: dict[str, list[tuple[Estimate, dict[str, float]]]] = {measure.name: [] for measure in movable}
+    apart = 0.0
+    for size in _FURTHER[name] if movable else ():
+        try:
+            drawn = getattr(maps, name)(here.model, data=here.data, size=size, seed=here.seed)
+        except InputError:
+            continue  # too extreme for the number format
+        apart = max(apart, drawn.certificate.relative_difference)
+        there = _moved(here, drawn)
+        for measure in movable:
+            value = measure.attempt(there)
+            if math.isfinite(value.value) and value.sign > 0:
+                values[measure.name].append((value, {"size": size, "seed": float(here.seed)}))
+    for measure in movable:
         start = before[measure.name]
-        low, high = min(low, start, key=float), max(high, start, key=float)
+        ends = [*values[measure.name], (start, {})]
+        (low, low_draw), (high, high_draw) = (of(ends, key=lambda end: end[0].value) for of in (min, max))
         if high.value > low.value:
             errors = (_half(start), _half(low), _half(high))
-            values = (start.value, low.value, high.value)
-            found.append(WorstFactor(measure.name, *values, low_factors, high_factors, worst, errors))
-    return tuple(found)
-
-
-def _drawn_worst(
-    here: Setting, chosen: list[Measure], before: dict[str, Estimate], changed: Mapping[str, Transformed]
-) -> Iterator[WorstFactor]:
-    """The furthest values among a few draws of growing size, of the transforms that have one."""
-    for name in (name for name in _FURTHER if name in changed):
-        movable = [
-            measure
-            for measure in chosen
-            if name not in measure.invariant_to
-            and before[measure.name].sign > 0
-            and measure.forward_passes(here) <= _AFFORDABLE
-        ]
-        values: dict[str, list[tuple[Estimate, dict[str, float]]]] = {measure.name: [] for measure in movable}
-        apart = 0.0
-        for size in _FURTHER[name] if movable else ():
-            try:
-                drawn = getattr(maps, name)(here.model, data=here.data, size=size, seed=here.seed)
-            except InputError:
-                continue  # too extreme for the number format
-            apart = max(apart, drawn.certificate.relative_difference)
-            there = _moved(here, drawn)
-            for measure in movable:
-                value = measure.attempt(there)
-                if math.isfinite(value.value) and value.sign > 0:
-                    values[measure.name].append((value, {"size": size, "seed": float(here.seed)}))
-        for measure in movable:
-            start = before[measure.name]
-            ends = [*values[measure.name], (start, {})]
-            (low, low_draw), (high, high_draw) = (of(ends, key=lambda end: end[0].value) for of in (min, max))
-            if high.value > low.value:
-                errors = (_half(start), _half(low), _half(high))
-                numbers = (start.value, low.value, high.value)
-                yield WorstFactor(measure.name, *numbers, low_draw, high_draw, apart, errors, name)
+            numbers = (start.value, low.value, high.value)
+            yield WorstFactor(measure.name, *numbers, low_draw, high_draw, apart, errors, name)
 
 
 def _half(value: Estimate) -> float:

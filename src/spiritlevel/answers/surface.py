@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Unpack
 
 import torch
@@ -126,7 +126,7 @@ def landscape_in(
 ) -> Landscape:
     """The surface in a context that is bound already; see `landscape`."""
     problem, seed = context.problem, context.seed
-    batches = context.batches.cut(context.batch_size if context.batch_size or context.whole else _AT_ONCE)
+    batches = context.batches.cut(context.batch_size if context.batch_size or context.whole else context.fair(_AT_ONCE))
     others = _other_models(directions)
     if others:
         dimensions = len(others)
@@ -269,27 +269,29 @@ def _inner(a: Params, b: Params) -> float:
     return float(torch.stack([(a[name].double() * b[name].double()).sum() for name in a]).sum())
 
 
-def _placed(context: Context, batches: Batches) -> Iterator[tuple[Any, Tensor, int]]:
-    """This rank's batches on the model's device, with the number of samples before each."""
-    seen = 0
-    for index, (inputs, targets) in enumerate(batches):
-        if context.ranks.takes(index):
-            yield *context.problem.place(inputs, targets), seen
-        seen += len(targets)
-
-
 def _evaluate(
     context: Context, batches: Batches, moves: Sequence[Params], grid: Tensor
 ) -> tuple[Tensor, Tensor | None]:
-    """Mean loss and accuracy at every point of the grid, (points,), float64."""
+    """Mean loss and accuracy at every point of the grid, (points,), float64.
+
+    Some points with one batch are one piece of work: also a single batch that must not be cut is shared by all ranks.
+    """
     problem, ranks = context.problem, context.ranks
     losses, correct = torch.zeros(len(grid), dtype=torch.float64), torch.zeros(len(grid), dtype=torch.float64)
     other = torch.zeros(1, dtype=torch.float64)  # batches whose targets are not classes
     with ranks.together(), problem.active(), torch.no_grad():
-        for inputs, targets, start in _placed(context, batches):
-            problem.checked(problem.outputs(problem.params, inputs), inputs, targets, start)
-            at_once = points_at_once(problem, activation_bytes(context)[1] * len(targets))
-            for some in torch.arange(len(grid)).split(at_once):
+        start, piece = 0, 0
+        for inputs, targets in batches:
+            size, at_hand = len(targets), False
+            at_once = points_at_once(problem, activation_bytes(context)[1] * size)
+            for some in torch.arange(len(grid)).split(min(at_once, -(-len(grid) // ranks.count))):
+                piece += 1
+                if not ranks.takes(piece - 1):
+                    continue
+                if not at_hand:
+                    inputs, targets = problem.place(inputs, targets)
+                    problem.checked(problem.outputs(problem.params, inputs), inputs, targets, start)
+                    at_hand = True
                 points = _points(problem, moves, grid[some])
                 found, values = _outputs_and_losses(problem, points, inputs, targets, at_once)
                 losses[some] += values.double().flatten(1).sum(1).cpu()
@@ -298,6 +300,7 @@ def _evaluate(
                     other += 1
                 else:
                     correct[some] += right.cpu()
+            start += size
     ranks.add([losses, correct, other])
     return losses / context.count, None if other else correct / context.count
 
@@ -363,7 +366,7 @@ def _derivatives(context: Context, batches: Batches, moves: Sequence[Params]) ->
     slopes, curvatures = torch.zeros(count, dtype=torch.float64), torch.zeros(count, count, dtype=torch.float64)
     here = {name: tensor for name, tensor in {**problem.params, **problem.constants}.items() if name in moves[0]}
     with ranks.together(), problem.active(), _MovingStatistics():
-        for inputs, targets, _ in _placed(context, batches):
+        for _, inputs, targets in context.mine(batches):
             gradient = loss_gradient(problem, here, inputs, targets)
             for i, move in enumerate(moves):
                 slopes[i] += _inner(gradient, move)

@@ -107,6 +107,21 @@ class Context:
         other._forget()
         return other
 
+    def alone(self) -> Self:
+        """The same without the other ranks, for work that each rank does by itself; what is known stays known."""
+        if self.group is None:
+            return self
+        other = copy.copy(self)
+        other.group = None
+        for name in self._of_ranks():
+            other.__dict__.pop(name, None)
+        other._found = {key: fact for key, fact in self._found.items() if not hasattr(fact, "ranks")}
+        return other
+
+    def _of_ranks(self) -> tuple[str, ...]:
+        """The names of what is computed when first asked and then needs all ranks."""
+        return "ranks", "_undivided"
+
     def drawn(self, count: int | None) -> tuple[Self, Tensor | None]:
         """At most `count` of the samples, drawn at random, and where they are; itself and `None` if that is all."""
         data, indices, _ = subset(self.batches, count, self.seed)
@@ -193,6 +208,29 @@ class Context:
         for inputs, targets in self.batches if batches is None else batches:
             if len(targets):
                 yield self.problem.place(inputs, targets)
+
+    def mine(self, batches: Batches | None = None) -> Iterator[tuple[int, Any, Tensor]]:
+        """This rank's batches, all of them without a group, each with the number of its first sample."""
+        start, ranks = 0, Ranks(self.group)
+        for index, (inputs, targets) in enumerate(self.batches if batches is None else batches):
+            if ranks.takes(index) and len(targets):
+                yield start, *self.problem.place(inputs, targets)
+            start += len(targets)
+
+    def of_samples(
+        self, function: Callable[[Any, Tensor], Tensor], *shape: int, batches: Batches | None = None
+    ) -> Tensor:
+        """A number of every sample, (N,) float64, or more: every rank takes its batches, and all get all."""
+        pieces = []
+        with self.ranks.together(), self.problem.active(), torch.no_grad():
+            for start, inputs, targets in self.mine(batches):
+                pieces.append((start, function(inputs, targets).double().cpu().reshape(len(targets), *shape)))
+        return self.ranks.joined(pieces, self.count, *shape)
+
+    def fair(self, most: int) -> int:
+        """At most so many samples at once, and as many batches for every rank; they must not be cut smaller alone."""
+        ranks = Ranks(self.group).count
+        return most if ranks == 1 else max(1, -(-self.count // (ranks * -(-self.count // (ranks * most)))))
 
     def find_head(self) -> str:
         """Find out whether outputs can be taken in pieces, by a sample; see `Problem.find_head`."""

@@ -51,10 +51,10 @@ def gauss_newton_blocks(setting: Setting, weights: Sequence[str]) -> dict[str, B
         name: Block(torch.zeros_like(problem.params[name]).double(), torch.zeros(setting.count, dtype=torch.float64))
         for name in weights
     }
-    start = 0
-    with problem.active():
+    structure = setting.structure
+    with setting.ranks.together(), problem.active():
         few, _ = problem.place(*setting.batches.first(3))
-        without_rule = GradientNorms(problem, few, setting.structure, 1).without_rule
+        without_rule = GradientNorms(problem, few, structure, 1).without_rule
         modules = {}
         for name in weights:
             calls = [call for call in setting.calls if call.weight == name]
@@ -62,8 +62,8 @@ def gauss_newton_blocks(setting: Setting, weights: Sequence[str]) -> dict[str, B
                 modules[name] = calls[0].module
         alone = {name: problem.params[name] for name in weights if name not in modules}
         # samples at once, so that their outputs and factors, one for each class, stay small however many there are
-        size = None if setting.whole else max(1, _OUTPUTS // max(setting.classes, 1))
-        for inputs, targets in setting.each(setting.batches if size is None else setting.batches.cut(size)):
+        size = None if setting.whole else setting.fair(max(1, _OUTPUTS // max(setting.classes, 1)))
+        for start, inputs, targets in setting.mine(setting.batches if size is None else setting.batches.cut(size)):
             params = {name: tensor.detach().requires_grad_() for name, tensor in problem.params.items()}
             with recorded(modules) as ran:
                 outputs = problem.outputs(params, inputs)
@@ -81,8 +81,8 @@ def gauss_newton_blocks(setting: Setting, weights: Sequence[str]) -> dict[str, B
                     for name, gradient in gradients.items():
                         owner, weight = setting.owners[name], problem.params[name]
                         _add_gradients(found[name], owner, weight, gradient, scale[part], start + part.start)
-            start += len(targets)
     for block in found.values():
+        setting.ranks.add([block.diagonal, block.relative])
         block.diagonal /= setting.count
     return found
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
+import json
 from collections.abc import Callable, Iterator
 from typing import Any, Self
 
@@ -16,6 +18,7 @@ from spiritlevel.binding.batches import Batches, picked
 from spiritlevel.binding.context import Context
 from spiritlevel.binding.coupling import check_independence
 from spiritlevel.binding.modules import state_of
+from spiritlevel.binding.parameters import Params
 from spiritlevel.binding.points import at_points, points_at_once
 from spiritlevel.binding.problem import Problem
 from spiritlevel.errors import InputError
@@ -76,66 +79,87 @@ class Setting(Context):
     @functools.cached_property
     def pieces(self) -> Batches:
         """The data in batches that a perturbed network sees at once."""
-        return self.batches if self.whole else self.batches.cut(self.batch_size or self.fitting(_BATCH))
+        return self.batches if self.whole else self.batches.cut(self.batch_size or self.fair(self.fitting(_BATCH)))
 
     def each(self, batches: Batches | None = None) -> Iterator[tuple[Any, Tensor]]:
         """The pieces on the model's device, but for empty ones."""
         return super().each(self.pieces if batches is None else batches)
 
-    def mine(self) -> Iterator[tuple[Any, Tensor]]:
-        """Those of the batches that are for this rank: all of them without a group."""
-        for index, (inputs, targets) in enumerate(self.pieces):
-            if self.ranks.takes(index) and len(targets):
-                yield self.problem.place(inputs, targets)
+    def mine(self, batches: Batches | None = None) -> Iterator[tuple[int, Any, Tensor]]:
+        """Those of the pieces that are for this rank, each with the number of its first sample."""
+        return super().mine(self.pieces if batches is None else batches)
 
     def check(self) -> None:
-        """Raise `InputError` unless every sample fits the model and the loss: one forward pass."""
-        start = 0
-        with self.problem.active():
+        """Raise `InputError` unless every sample fits the model and the loss: one forward pass, shared by the ranks."""
+        with self.ranks.together(), self.problem.active():
             check_derivatives(self.problem, *self.first(64), twice=False)
-        with self.problem.active(), torch.no_grad():
-            for inputs, targets in self.each():
-                outputs = self.problem.outputs(self.problem.params, inputs)
-                self.problem.checked(outputs, inputs, targets, start)
-                if not start and not self.whole:
-                    check_independence(self.problem, inputs, outputs)
-                start += len(targets)
+            with torch.no_grad():
+                for start, inputs, targets in self.mine():
+                    outputs = self.problem.outputs(self.problem.params, inputs)
+                    self.problem.checked(outputs, inputs, targets, start)
+                    if not start and not self.whole:
+                        check_independence(self.problem, inputs, outputs)
 
     def losses_at(self, theta: Tensor) -> Tensor:
         """The loss of every sample at other parameters."""
         params = self.split(theta)
-        return self._of_samples(lambda inputs, targets: self.problem.losses(params, inputs, targets))
+        return self.of_samples(lambda inputs, targets: self.problem.losses(params, inputs, targets))
 
-    def losses_at_each(self, thetas: Tensor) -> Tensor:
-        """The loss of every sample at each of k points (k, P), as (k, N)."""
+    def losses_at_each(self, count: int, points: Callable[[range], Tensor]) -> Tensor:
+        """The loss of every sample at each of `count` points, (count, N); `points` gives some of them, (k, P)."""
+        return self._at_each(self.problem.losses, count, points, self.at_once)
+
+    def wrong_at_each(self, count: int, points: Callable[[range], Tensor]) -> Tensor:
+        """1 for every sample that is misclassified at each of `count` points, else 0, (count, N); as `wrong_at`."""
+        return self._at_each(self._wrong, count, points, 1)
+
+    def _at_each(
+        self,
+        function: Callable[[Params, Any, Tensor], Tensor],
+        count: int,
+        points: Callable[[range], Tensor],
+        at_once: int,
+    ) -> Tensor:
+        """`function` of every sample at each of `count` points, (count, N).
+
+        Some points with one batch are one piece of work, and every rank takes a run of these: few make the same points.
+        """
+        ranks, found = self.ranks, torch.zeros(count, self.count, dtype=torch.float64)
+        batches = sum(1 for _ in self.pieces) if ranks.count > 1 else 0
+        width = max(2, at_once)
+        if ranks.count > 1:
+            width = max(1, min(width, count * batches // ranks.count))
+        chunks = torch.arange(count).split(width)
+        total = len(chunks) * batches
+        mine = range(total * ranks.rank // ranks.count, total * (ranks.rank + 1) // ranks.count)
+        with ranks.together(), self.problem.active(), torch.no_grad():
+            for number, chunk in enumerate(chunks):
+                params: Params | None = None
+                start = 0
+                for index, (inputs, targets) in enumerate(self.pieces):
+                    stop = start + len(targets)
+                    if start < stop and (ranks.count == 1 or number * batches + index in mine):
+                        params = params or self._split_each(points(range(int(chunk[0]), int(chunk[-1]) + 1)))
+                        batch = self.problem.place(inputs, targets)
+                        of_batch = functools.partial(_swapped, function, batch)
+                        values = at_points(self.problem, of_batch, params, at_once)
+                        found[chunk, start:stop] = values.double().cpu().reshape(len(chunk), -1)
+                    start = stop
+        ranks.add([found])
+        return found
+
+    def _split_each(self, thetas: Tensor) -> Params:
+        """Points (k, P) cut into the parameters' shapes, (k, …)."""
         parts = thetas.split([tensor.numel() for tensor in self.problem.params.values()], dim=1)
-        points = {
+        return {
             name: part.reshape(len(thetas), *tensor.shape)
             for part, (name, tensor) in zip(parts, self.problem.params.items(), strict=True)
         }
-
-        def losses(inputs: Any, targets: Tensor) -> Tensor:
-            return at_points(
-                self.problem, lambda params: self.problem.losses(params, inputs, targets), points, self.at_once
-            ).T
-
-        return self._of_samples(losses, len(thetas)).T
 
     @functools.cached_property
     def at_once(self) -> int:
         """How many perturbed networks to run at once."""
         return points_at_once(self.problem, activation_bytes(self)[1] * min(self.count, _BATCH))
-
-    def _of_samples(self, function: Callable[[Any, Tensor], Tensor], *shape: int) -> Tensor:
-        """A number of every sample, (N,) float64, or more: every rank takes its batches, and all get all."""
-        start, pieces = 0, []
-        with self.ranks.together(), self.problem.active(), torch.no_grad():
-            for index, (inputs, targets) in enumerate(self.pieces):
-                if self.ranks.takes(index) and len(targets):
-                    found = function(*self.problem.place(inputs, targets)).double().cpu()
-                    pieces.append((start, found.reshape(len(targets), *shape)))
-                start += len(targets)
-        return self.ranks.joined(pieces, start, *shape)
 
     def loss_at(self, theta: Tensor) -> float:
         """L at other parameters."""
@@ -147,7 +171,7 @@ class Setting(Context):
             return self.of_means.gradient_at(theta)
         total, gradient = torch.zeros((), dtype=torch.float64), torch.zeros_like(theta)
         with self.ranks.together(), self.problem.active():
-            for inputs, targets in self.mine():
+            for _, inputs, targets in self.mine():
                 leaf = theta.detach().clone().requires_grad_()
                 value = self.problem.losses(self.split(leaf), inputs, targets).sum()
                 gradient += torch.autograd.grad(value, leaf)[0]
@@ -158,16 +182,34 @@ class Setting(Context):
     def wrong_at(self, theta: Tensor) -> Tensor:
         """1 for every sample that is misclassified at other parameters, else 0; of many decisions the share."""
         params = self.split(theta)
+        return self.of_samples(lambda inputs, targets: self._wrong(params, inputs, targets))
 
-        def wrong(inputs: Any, targets: Tensor) -> Tensor:
-            return 1 - share_right(self.problem.loss.decisions(self.problem.outputs(params, inputs), targets))
+    def _wrong(self, params: Params, inputs: Any, targets: Tensor) -> Tensor:
+        return 1 - share_right(self.problem.loss.decisions(self.problem.outputs(params, inputs), targets))
 
-        return self._of_samples(wrong)
+    def of_samples(
+        self, function: Callable[[Any, Tensor], Tensor], *shape: int, batches: Batches | None = None
+    ) -> Tensor:
+        """A number of every sample, or more, from the pieces."""
+        return super().of_samples(function, *shape, batches=self.pieces if batches is None else batches)
 
     @functools.cached_property
     def losses(self) -> Tensor:
         """The loss of every sample."""
         return self.losses_at(self.theta)
+
+    def alone(self) -> Self:
+        """The same without the other ranks; what measures keep from here on is its own."""
+        other = super().alone()
+        if other is not self:
+            other.kept, other.along, other._after = dict(self.kept), dict(self.along), None
+        return other
+
+    def _of_ranks(self) -> tuple[str, ...]:
+        hessian = self.__dict__.get("hessian")
+        written = hessian is not None and hessian.entries is not None  # then it asks nobody
+        mine = ("gauss_newton", "quotient", "folded") + (() if written else ("hessian", "spectrum"))
+        return (*super()._of_ranks(), *mine)
 
     def moved(self, model: nn.Module, *, params: Any = ()) -> Self:
         """Another model on the same data, of which no spectrum is expected."""
@@ -188,14 +230,15 @@ class Setting(Context):
         """H_g v of the mean loss over each of ten random groups of the samples; together about one product."""
         vector = vector.to(self.theta).reshape(-1)
         for chosen in groups(self.count, self.seed):
-            total = torch.zeros_like(self.theta)
-            with self.problem.active(), torch.enable_grad():
-                for inputs, targets in Batches(picked(self.pieces, chosen), size=_BATCH):
+            total, some = torch.zeros_like(self.theta), self.part(chosen)
+            with self.ranks.together(), self.problem.active(), torch.enable_grad():
+                for _, inputs, targets in some.mine(some.batches.cut(some.fair(_BATCH))):
                     leaf = self.theta.detach().clone().requires_grad_()
-                    value = self.problem.losses(self.split(leaf), *self.problem.place(inputs, targets)).sum()
+                    value = self.problem.losses(self.split(leaf), inputs, targets).sum()
                     (slope,) = torch.autograd.grad(value, leaf, create_graph=True)
                     if slope.requires_grad:  # not so where the loss is linear
                         total += torch.autograd.grad(slope @ vector, leaf, materialize_grads=True)[0]
+            self.ranks.add([total])
             yield total / len(chosen)
 
     @functools.cached_property
@@ -211,10 +254,11 @@ class Setting(Context):
     def _analysed(self) -> Structure:
         if self.coupling:
             return Structure(failure=self.why_coupled)
-        with self.problem.active():
-            return functools.reduce(
-                joined, (analyse(self.problem, inputs, len(targets)) for inputs, targets in self.each())
-            )
+        with self.ranks.together(), self.problem.active():
+            found = (analyse(self.problem, inputs, len(targets)) for _, inputs, targets in self.mine())
+            seen = functools.reduce(joined, found, Structure())
+        every = self.ranks.told(json.dumps(dataclasses.asdict(seen)).encode())
+        return functools.reduce(joined, (Structure(**json.loads(text)) for text in every))
 
     @functools.cached_property
     def hessian(self) -> Operator:
@@ -315,14 +359,18 @@ class Setting(Context):
     def logits(self) -> tuple[Tensor, Tensor, Tensor]:
         """Inputs (N, d), outputs (N, C) and labels of all samples."""
         rows = []
-        with self.problem.active(), torch.no_grad():
-            for inputs, targets in self.each():
-                if not (isinstance(inputs, Tensor) and inputs.is_floating_point()):
-                    raise InputError("this measure needs the norms of the inputs: one tensor of floats per sample.")
-                outputs, labels = as_classes(self.problem, self.problem.outputs(self.problem.params, inputs), targets)
-                rows.append((inputs.reshape(len(labels), -1).cpu(), outputs.cpu(), labels.cpu()))
-        columns = tuple(torch.cat(column) for column in zip(*rows, strict=True))
-        return columns[0], columns[1], columns[2]
+        for inputs, targets in self.pieces:
+            if not (isinstance(inputs, Tensor) and inputs.is_floating_point()):
+                raise InputError("this measure needs the norms of the inputs: one tensor of floats per sample.")
+            if len(targets):
+                rows.append(inputs.reshape(len(targets), -1).cpu())
+
+        def outputs_and_labels(inputs: Any, targets: Tensor) -> Tensor:
+            outputs, labels = as_classes(self.problem, self.problem.outputs(self.problem.params, inputs), targets)
+            return torch.cat([outputs.double(), labels[:, None].double()], 1)
+
+        seen = self.of_samples(outputs_and_labels, max(2, self.classes) + 1)
+        return torch.cat(rows), seen[:, :-1].to(self.problem.dtype), seen[:, -1].long()
 
     @functools.cached_property
     def calls(self) -> list[Call]:
@@ -402,6 +450,10 @@ class Setting(Context):
         """The draw of standard normal numbers with this index, (P,), for this purpose."""
         numbers = torch.randn(self.problem.size, generator=self.generator(index, purpose), dtype=torch.float64)
         return numbers.to(self.theta)
+
+
+def _swapped(function: Callable[[Params, Any, Tensor], Tensor], batch: tuple[Any, Tensor], params: Params) -> Tensor:
+    return function(params, *batch)
 
 
 def _differ(now: Tensor, then: Tensor) -> Tensor:

@@ -111,12 +111,13 @@ def _adaptive_sharpness_linf(setting: Setting) -> Estimate:
 
 def _average(setting: Setting, spread: Tensor | float, purpose: int) -> Estimate:
     """E L(θ+δ) − L, δ = spread∘z, over normal z, each with its mirror image, which cancels the slope."""
-    rises = torch.zeros(_DRAWS, setting.count, dtype=torch.float64)
-    with setting.problem.active():  # once, not for every draw
-        for some in torch.arange(_DRAWS).split(max(1, setting.at_once // 2)):
-            deltas = spread * torch.stack([setting.normal(index, purpose) for index in some.tolist()])
-            there = setting.losses_at_each(torch.cat([setting.theta + deltas, setting.theta - deltas]))
-            rises[some] = (there[: len(some)] + there[len(some) :]) / 2 - setting.losses
+
+    def points(some: range) -> Tensor:  # a draw is followed by its mirror image
+        deltas = {index: spread * setting.normal(index, purpose) for index in {place // 2 for place in some}}
+        return torch.stack([setting.theta + (-1) ** place * deltas[place // 2] for place in some])
+
+    there = setting.losses_at_each(2 * _DRAWS, points)
+    rises = (there[0::2] + there[1::2]) / 2 - setting.losses
     setting.kept[f"average {purpose}"] = rises.mean(0)
     return Estimate.from_draws(rises.mean(1), matvecs=2 * _DRAWS, seed=setting.seed)
 

@@ -237,7 +237,7 @@ def margins_in(context: Context, *, distance: int | float | str | None = None, l
         why = "" if norm else context.find_head()
         if context.batch_size is None and not context.whole:
             most = _batch_size(batches.first(1)[0], 256 if norm else 512)
-            batches.size = context.fitting(most, in_pieces=not norm)
+            batches.size = context.fair(context.fitting(most, in_pieces=not norm))
     if batches.size is not None and not context.whole:
         batches.size = ranks.least(batches.size)
 

@@ -277,8 +277,8 @@ def sample_forms(context: Context, batches: Batches, directions: Sequence[Params
     """
     problem = context.problem
     prober, rows = None, []
-    with problem.active():
-        for inputs, targets in context.each(batches):
+    with context.ranks.together(), problem.active():
+        for start, inputs, targets in context.mine(batches):
             if prober is None:
                 prober = Prober(
                     problem,
@@ -289,8 +289,9 @@ def sample_forms(context: Context, batches: Batches, directions: Sequence[Params
                     coupled=context.coupling != "",
                 )
             every = range(len(directions))
-            rows.append(prober.forms(problem, inputs, targets, lambda _, index: directions[index], every))
-    return torch.cat(rows).sum(2)
+            forms = prober.forms(problem, inputs, targets, lambda _, index: directions[index], every)
+            rows.append((start, forms.sum(2)))
+    return context.ranks.joined(rows, context.count, len(directions))
 
 
 def _check_arguments(method: str, passes: int | None, probes: int | None, rel_err: float | None) -> None:
