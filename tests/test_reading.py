@@ -142,6 +142,7 @@ EVERYWHERE: dict[str, Callable[..., Any]] = {
     "compare": lambda model, *args, **options: (
         sl.compare(model, model, *args, measures=["trace"], audit=False, **options).rows[0].a.value
     ),
+    "perturb": lambda *args, **options: sl.perturb(*args, "int4", layers=False, **options).predicted.value,
     "Tracker": lambda *args, **options: sl.Tracker(*args, samples=6, **options).measure()["trace"],
     "stability": lambda model, data, **options: (
         sl.stability(torch.optim.SGD(model.parameters(), lr=0.1), model, data, **options).curvature.value

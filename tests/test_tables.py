@@ -37,6 +37,11 @@ def suspects() -> SuspiciousSamples:
     return SuspiciousSamples("aum", torch.tensor([7, 1, 4]), columns, columns, 9, 9, 2.0, 4, 1, 0)
 
 
+def perturbation() -> sl.Perturbation:
+    data = torch.randn(6, 2, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 1] * 3)
+    return sl.perturb(nn.Linear(2, 2), data, "int4")
+
+
 TABLES: dict[str, Table] = {
     "report": REPORT,
     "comparison": COMPARISON,
@@ -51,6 +56,7 @@ TABLES: dict[str, Table] = {
     "smoothed": sl.spectral_density(MATRIX, probes=2, steps=5).density(),
     "spectrum": sl.spectrum(MATRIX, probes=2, steps=10),
     "suspects": suspects(),
+    "perturbation": perturbation(),
     "curves": TrainingCurves(({"step": 1, "loss": 0.5, "reason": ""}, {"step": 2, "loss": 0.25, "reason": "=late"})),
 }
 ROWS = {
@@ -66,6 +72,7 @@ ROWS = {
     "smoothed": 512,
     "spectrum": 5,
     "suspects": 3,
+    "perturbation": 1,
     "curves": 2,
 }
 

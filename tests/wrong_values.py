@@ -160,6 +160,7 @@ GOOD: dict[str, Callable[[], Any]] = {
     "measure": lambda: "trace",
     "transform": lambda: "rescale_layers",
     "level": lambda: 0.9,
+    "change": lambda: "int8",
     "factor": lambda: 2.0,
     "k": lambda: 1,
     "label": lambda: 0,

@@ -10,6 +10,7 @@ from spiritlevel.answers.comparing import compare as compare
 from spiritlevel.answers.critical import critical_sharpness as critical_sharpness
 from spiritlevel.answers.critical import stability as stability
 from spiritlevel.answers.measuring import measure as measure
+from spiritlevel.answers.perturbing import perturb as perturb
 from spiritlevel.answers.recorder import Recorder as Recorder
 from spiritlevel.answers.surface import landscape as landscape
 from spiritlevel.answers.tracking import Tracker as Tracker
@@ -42,6 +43,8 @@ from spiritlevel.results import Eigenpairs as Eigenpairs
 from spiritlevel.results import Estimate as Estimate
 from spiritlevel.results import Landscape as Landscape
 from spiritlevel.results import Margins as Margins
+from spiritlevel.results import Perturbation as Perturbation
+from spiritlevel.results import Prediction as Prediction
 from spiritlevel.results import Report as Report
 from spiritlevel.results import Result as Result
 from spiritlevel.results import SampleTraces as SampleTraces

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Unpack
 
 import torch
@@ -135,7 +135,7 @@ def landscape_in(
 
     notes: tuple[str, ...] = ()
     if others:
-        moves = [_towards(problem, other) for other in others]
+        moves = [_path(problem, other) for other in others]
         labels = tuple("to the other model" if dimensions == 1 else f"to model {i + 1}" for i in range(dimensions))
         steps = _path_steps(points, radius or 0.0)
     else:
@@ -212,10 +212,9 @@ def _path_steps(points: int, beyond: float) -> Tensor:
     return torch.arange(-extra, points + extra, dtype=torch.float64) / (points - 1)
 
 
-def _towards(problem: Problem, other: nn.Module) -> Params:
+def towards(problem: Problem, there: Mapping[str, Tensor]) -> Params:
     """Other minus this, for all parameters and for buffers of floating point."""
     here = {**problem.params, **problem.constants}
-    there = dict([*other.named_parameters(), *other.named_buffers()])
     for name in {**here, **there}:
         shapes = [tuple(state[name].shape) if name in state else "absent" for state in (here, there)]
         if shapes[0] != shapes[1]:
@@ -228,6 +227,11 @@ def _towards(problem: Problem, other: nn.Module) -> Params:
         if tensor.is_floating_point():
             goal = there[name].detach().to(tensor)
             move[name] = torch.where(goal == tensor, 0.0, goal - tensor)  # a mask of −∞ stays where it is
+    return move
+
+
+def _path(problem: Problem, other: nn.Module) -> Params:
+    move = towards(problem, dict([*other.named_parameters(), *other.named_buffers()]))
     if not any(bool(tensor.any()) for tensor in move.values()):
         raise InputError("the other model has the same parameters as this one; there is no path between them.")
     return move
@@ -342,7 +346,7 @@ def _correct(problem: Problem, outputs: Tensor, targets: Tensor) -> Tensor | Non
     return torch.stack(shares).double().cpu()
 
 
-class _MovingStatistics(TorchFunctionMode):
+class MovingStatistics(TorchFunctionMode):
     """Norms by running statistics written out, because the built-in ones have no derivative in these."""
 
     def __torch_function__(
@@ -365,7 +369,7 @@ def _derivatives(context: Context, batches: Batches, moves: Sequence[Params]) ->
     problem, ranks, count = context.problem, context.ranks, len(moves)
     slopes, curvatures = torch.zeros(count, dtype=torch.float64), torch.zeros(count, count, dtype=torch.float64)
     here = {name: tensor for name, tensor in {**problem.params, **problem.constants}.items() if name in moves[0]}
-    with ranks.together(), problem.active(), _MovingStatistics():
+    with ranks.together(), problem.active(), MovingStatistics():
         for _, inputs, targets in context.mine(batches):
             gradient = loss_gradient(problem, here, inputs, targets)
             for i, move in enumerate(moves):

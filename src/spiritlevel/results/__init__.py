@@ -32,6 +32,9 @@ from spiritlevel.results.intervals import mean_skewness as mean_skewness
 from spiritlevel.results.intervals import skewed_limits as skewed_limits
 from spiritlevel.results.intervals import standard_error as standard_error
 from spiritlevel.results.intervals import subset_mean as subset_mean
+from spiritlevel.results.perturbations import LayerChange as LayerChange
+from spiritlevel.results.perturbations import Perturbation as Perturbation
+from spiritlevel.results.perturbations import Prediction as Prediction
 from spiritlevel.results.reports import Fit as Fit
 from spiritlevel.results.reports import Pictures as Pictures
 from spiritlevel.results.reports import Report as Report
