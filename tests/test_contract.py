@@ -76,6 +76,7 @@ CALLS: dict[str, Call] = {
     "measure": Call(sl.measure, {"measures": ["trace", "margin_mean"], "parts": ["pictures"]}, random=True),
     "compare": Call(_compared),
     "landscape, random": Call(landscape, {"directions": "random", "points": 5}, random=True),
+    "batch_eigenvalues": Call(sl.batch_eigenvalues, {"k": 1, "batch_size": 3, "count": 2}, random=True, splits=False),
     "landscape, eigenvectors": Call(landscape, {"points": 5}, slow=True),
 }
 
