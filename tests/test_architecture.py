@@ -49,7 +49,7 @@ ORDER = [
 ]
 LEVEL = {name: level for level, name in enumerate(ORDER)}
 # Doors: public names of modules inside a room, for `import spiritlevel.models`.
-DOORS = {"models": "papers", "training": "papers", "claims": "papers"}
+DOORS = {"models": "papers", "training": "papers", "claims": "papers", "plot": "answers"}
 
 # Stricter than the order: these rooms, and modules of rooms, know nothing of the package but what is listed.
 ONLY = {
@@ -180,7 +180,7 @@ def test_names_resolve_lazily_in_a_fresh_process() -> None:
     assert in_fresh_python("import spiritlevel as sl; print(sl.models.NAMES[0], sl.Estimate(1.0))") == "lenet5 1"
 
 
-MODULES = ("claims", "data", "measures", "models", "training", "transforms")
+MODULES = ("claims", "data", "measures", "models", "plot", "training", "transforms")
 EXPORTS = [(module, name) for name, (module, _) in sl._HOME.items() if name not in MODULES]
 
 

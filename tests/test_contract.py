@@ -78,6 +78,7 @@ CALLS: dict[str, Call] = {
     "perturb": Call(sl.perturb, {"change": "int2"}),
     "perturb, noise": Call(sl.perturb, {"change": "noise:0.01", "layers": False}, random=True, smooth=True),
     "landscape, random": Call(landscape, {"directions": "random", "points": 5}, random=True),
+    "batch_eigenvalues": Call(sl.batch_eigenvalues, {"k": 1, "batch_size": 3, "count": 2}, random=True, splits=False),
     "landscape, eigenvectors": Call(landscape, {"points": 5}, slow=True),
 }
 

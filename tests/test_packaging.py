@@ -70,7 +70,7 @@ def test_the_reference_pages_are_written_without_a_warning(tmp_path: Path) -> No
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stderr[-2000:]
     pages = {path.stem: path.read_text(encoding="utf-8") for path in (tmp_path / "spiritlevel").glob("*.html")}
-    assert pages.keys() == {"claims", "data", "measures", "models", "training", "transforms"}
+    assert pages.keys() == {"claims", "data", "measures", "models", "plot", "training", "transforms"}
     assert 'id="lenet5"' in pages["models"]
     assert 'id="fit"' in pages["training"]
     assert 'id="sample_traces"' in (tmp_path / "spiritlevel.html").read_text(encoding="utf-8")

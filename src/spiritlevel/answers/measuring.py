@@ -20,6 +20,7 @@ from torch.nn import functional as F
 
 from spiritlevel import __version__
 from spiritlevel.answers.auditing import audit_in
+from spiritlevel.answers.directions import wanted
 from spiritlevel.answers.sharing import shared
 from spiritlevel.answers.surface import landscape_in
 from spiritlevel.answers.wording import headline
@@ -412,7 +413,7 @@ class _Run:
         self.found["spectrum"] = spectrum(self.few.hessian, k=2, probes=_PROBES, steps=_STEPS, seed=self.seed)
 
     def _landscape(self) -> None:
-        self.found["landscape"] = landscape_in(self.few, dimensions=2, points=_GRID)
+        self.found["landscape"] = landscape_in(self.few, wanted("eigenvectors", None, 2, _GRID, None))
 
     # ------------------------------------------------------------ the report
 

@@ -23,7 +23,7 @@ from spiritlevel.measures import Setting
 from spiritlevel.results import Estimate, figure, in_short
 from spiritlevel.results.tables import as_csv
 from spiritlevel.results.training import TrainingCurves
-from spiritlevel.storage import write_atomically
+from spiritlevel.storage import check_readable, write_atomically
 
 if TYPE_CHECKING:
     import polars as pl
@@ -344,6 +344,14 @@ class Tracker:
             f"tracker after {self.steps:,} steps: {len(self.rows)} measurements, {changes}; "
             f"{self.overhead:.1%} of the training time"
         )
+
+
+def curves_in(path: str | Path) -> TrainingCurves:
+    """The curves of a tracker from the Parquet or CSV file of its rows."""
+    check_readable(path)
+    rows = _read(Path(path))
+    layers = {name: f"trace of {name[6:]}" for row in rows[:1] for name in row if name.startswith("trace/")}
+    return TrainingCurves(tuple(rows), (), {**_CURVES, **layers})
 
 
 def _read(path: Path) -> list[dict[str, Any]]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import Positional, arg
 
@@ -16,6 +16,8 @@ from spiritlevel.cli.parsing import optional
 from spiritlevel.errors import InputError
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from spiritlevel.binding.ranks import Ranks
     from spiritlevel.binding.reading import Reading
     from spiritlevel.loading import Samples
@@ -57,6 +59,18 @@ class OnData(Seeded):
         number = self.output is not None and self.output.lstrip("-").isdigit()
         output = int(str(self.output)) if number else self.output
         return {"target": samples.target, "output": output, "unit": self.unit, "batches": self.batches}
+
+    def drawn(self, samples: Samples, model: nn.Module) -> tuple[Any, Reading, int]:
+        """The samples asked for, drawn at random if they are fewer; how they are read; and how many there are."""
+        from spiritlevel.binding.batches import Batches, subset
+        from spiritlevel.binding.reading import form_of
+        from spiritlevel.loading import check_classes
+
+        form = form_of(self.reading(samples))
+        check_classes(samples, None, model, form.options())
+        whole = self.batch_norm == "batch" or self.batches == "fixed"
+        data, drawn, population = subset(Batches(samples.data, whole=whole, form=form), self.samples, self.seed)
+        return data, (form if drawn is None else form.of_pairs()).options(), population
 
     @property
     def names(self) -> str | list[str] | None:

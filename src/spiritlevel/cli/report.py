@@ -16,7 +16,7 @@ from spiritlevel.errors import InputError
 from spiritlevel.storage import check_readable
 
 if TYPE_CHECKING:
-    from spiritlevel.results import Comparison
+    from spiritlevel.results import Comparison, Result
     from spiritlevel.results import Report as Found
 
 
@@ -70,8 +70,20 @@ def _file(path: Path) -> Path:
 
 
 def _read(path: Path) -> Found | Comparison:
-    from spiritlevel.results import Comparison, Result
+    from spiritlevel.results import Comparison
     from spiritlevel.results import Report as Found
+
+    found = read_result(path)
+    if not isinstance(found, Found | Comparison):
+        kind = type(found).__name__
+        article = "an" if kind[0] in "AEIOU" else "a"
+        raise InputError(f"{_file(path)} holds {article} {kind}, and a page shows reports and comparisons.")
+    return found
+
+
+def read_result(path: Path) -> Result:
+    """Whatever result a run folder, its report.json or a --json file holds."""
+    from spiritlevel.results import Result
 
     file = _file(path)
     try:
@@ -86,10 +98,6 @@ def _read(path: Path) -> Found | Comparison:
         raise InputError(f"{file} is not a run: {error}") from error
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:  # JSON of another shape
         raise InputError(f"{file} cannot be read as a run: {type(error).__name__} {error}.") from error
-    if not isinstance(found, Found | Comparison):
-        kind = type(found).__name__
-        article = "an" if kind[0] in "AEIOU" else "a"
-        raise InputError(f"{file} holds {article} {kind}, and a page shows reports and comparisons.")
     _compare_page(file)
     for note in notes:
         say(f"{file}: {note.message}")
@@ -124,7 +132,7 @@ def _inner(file: Path) -> Any:
         return None
     if not isinstance(written, dict) or "command" not in written:
         return None
-    held = next((written[name] for name in ("report", "comparison", "audit") if name in written), None)
+    held = next((written[name] for name in ("report", "comparison", "audit", "result") if name in written), None)
     if held is None:
         raise InputError(f"it is the --json file of {written['command']}, which holds no report.")
     return Result.from_dict(held)
