@@ -73,8 +73,8 @@ KINDS: dict[str, tuple[Callable[[int, int], Iterator[Answer]], Callable[[], str]
     "lines": (
         lines,
         lambda: (
-            f"the {len(wrong_commands.tries()):,} pairs of an option of {len(list(wrong_commands.commands()))} commands "
-            f"and studies and one of {len(wrong_commands.WRONG)} wrong words"
+            f"the {len(wrong_commands.tries()):,} pairs of an option of {len(list(wrong_commands.commands()))} "
+            f"commands and studies and one of {len(wrong_commands.WRONG)} wrong words"
         ),
         "exit code 2 and one sentence, or the command runs",
     ),

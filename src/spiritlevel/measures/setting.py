@@ -35,6 +35,7 @@ from spiritlevel.watching.structure import Structure, analyse, joined
 
 _WRITTEN = 1_024  # parameters up to which all columns, and all eigenvalues, cost less than the products of a spectrum
 _BATCH = 500  # samples that a perturbed network sees at once
+_LOSSES = 2**22  # losses of all samples at several points, held at once
 
 
 class Setting(Context):
@@ -121,8 +122,9 @@ class Setting(Context):
 
     @functools.cached_property
     def at_once(self) -> int:
-        """How many perturbed networks to run at once."""
-        return points_at_once(self.problem, activation_bytes(self)[1] * min(self.count, _BATCH))
+        """How many perturbed networks to run at once: of each there is a loss of every sample."""
+        fitting = points_at_once(self.problem, activation_bytes(self)[1] * min(self.count, _BATCH))
+        return max(1, min(fitting, _LOSSES // self.count))
 
     def _of_samples(self, function: Callable[[Any, Tensor], Tensor], *shape: int) -> Tensor:
         """A number of every sample, (N,) float64, or more: every rank takes its batches, and all get all."""
@@ -305,18 +307,23 @@ class Setting(Context):
             inputs, _ = self.first(2)
             return self.problem.outputs(self.problem.params, inputs).shape[-1]
 
-    @functools.cached_property
-    def logits(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Inputs (N, d), outputs (N, C) and labels of all samples."""
+    def column(self, name: str, function: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
+        """A number of every sample, (N,) float64, from its inputs (n, d), outputs (n, C) and label, kept by its name.
+
+        The function is asked for some samples after the other, so that neither inputs nor outputs are ever held for
+        all of them.
+        """
+        if name in self.kept:
+            return self.kept[name]
         rows = []
         with self.problem.active(), torch.no_grad():
             for inputs, targets in self.each():
                 if not (isinstance(inputs, Tensor) and inputs.is_floating_point()):
                     raise InputError("this measure needs the norms of the inputs: one tensor of floats per sample.")
                 outputs, labels = as_classes(self.problem, self.problem.outputs(self.problem.params, inputs), targets)
-                rows.append((inputs.reshape(len(labels), -1).cpu(), outputs.cpu(), labels.cpu()))
-        columns = tuple(torch.cat(column) for column in zip(*rows, strict=True))
-        return columns[0], columns[1], columns[2]
+                rows.append(function(inputs.reshape(len(labels), -1).cpu(), outputs.cpu(), labels.cpu()).double())
+        self.kept[name] = torch.cat(rows)
+        return self.kept[name]
 
     @functools.cached_property
     def calls(self) -> list[Call]:

@@ -111,14 +111,16 @@ def _adaptive_sharpness_linf(setting: Setting) -> Estimate:
 
 def _average(setting: Setting, spread: Tensor | float, purpose: int) -> Estimate:
     """E L(θ+δ) − L, δ = spread∘z, over normal z, each with its mirror image, which cancels the slope."""
-    rises = torch.zeros(_DRAWS, setting.count, dtype=torch.float64)
+    means, total = list[Tensor](), torch.zeros(setting.count, dtype=torch.float64)
     with setting.problem.active():  # once, not for every draw
         for some in torch.arange(_DRAWS).split(max(1, setting.at_once // 2)):
             deltas = spread * torch.stack([setting.normal(index, purpose) for index in some.tolist()])
             there = setting.losses_at_each(torch.cat([setting.theta + deltas, setting.theta - deltas]))
-            rises[some] = (there[: len(some)] + there[len(some) :]) / 2 - setting.losses
-    setting.kept[f"average {purpose}"] = rises.mean(0)
-    return Estimate.from_draws(rises.mean(1), matvecs=2 * _DRAWS, seed=setting.seed)
+            rises = (there[: len(some)] + there[len(some) :]).div_(2).sub_(setting.losses)
+            means.append(rises.mean(1))
+            total += rises.sum(0)
+    setting.kept[f"average {purpose}"] = total / _DRAWS
+    return Estimate.from_draws(torch.cat(means), matvecs=2 * _DRAWS, seed=setting.seed)
 
 
 @register(
