@@ -24,6 +24,7 @@ from audit import audits
 from compiled import compiled
 from growth import growth
 from harness import FULL, SMOKE, Row, Scale
+from large import large
 from operators import operators
 from per_sample import per_sample
 from probes import probes
@@ -41,6 +42,7 @@ PARTS: dict[str, Callable[[Scale], list[Row]]] = {
     "audit": audits,
     "report": reports,
     "growth": growth,
+    "a million samples": large,
     "watching a training": recorder,
     "torch.compile": compiled,
 }

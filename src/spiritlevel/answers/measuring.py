@@ -26,7 +26,7 @@ from spiritlevel.answers.surface import landscape_in
 from spiritlevel.answers.wording import headline
 from spiritlevel.arguments import checked
 from spiritlevel.binding.batches import Fingerprint, picked
-from spiritlevel.binding.losses import BinaryCrossEntropy, aceht
+from spiritlevel.binding.losses import BinaryCrossEntropy
 from spiritlevel.binding.memory import available_memory
 from spiritlevel.binding.ranks import Ranks
 from spiritlevel.binding.reading import Reading
@@ -34,6 +34,7 @@ from spiritlevel.binding.state import preserved_random_state
 from spiritlevel.errors import InputError, NotExactError, first_line, is_out_of_memory, unknown_name
 from spiritlevel.estimators import spectrum
 from spiritlevel.measures import Measure, Setting, select
+from spiritlevel.measures.margins import acehts
 from spiritlevel.measures.registry import LEADING
 from spiritlevel.results import (
     Estimate,
@@ -367,8 +368,7 @@ class _Run:
         pairs: dict[str, Any] = {"trace and margin": (found.output, None)}
         pairs["trace and margin, correct samples"] = (found.output, found.correct)
         try:
-            inputs, logits, _ = self.here.logits
-            pairs["trace and ACEHT"] = (aceht(inputs, logits), None)
+            pairs["trace and ACEHT"] = (acehts(self.here), None)
         except InputError as error:
             self.left_out["trace and ACEHT"] = str(error)
         tasks = [

@@ -350,6 +350,8 @@ class Recorder:
         Of several processes each says its `rank`; `path` is then a folder, and what this process has left in its own
         file there is read, to which `save` will write.
         """
+        if rank is not None:
+            rank = whole_number(rank, "rank", 0)
         if rank is not None and self.path is not None:
             folder = self.path.parent if self.path.suffix == ".safetensors" else self.path
             self.path = folder / f"samples-{rank}.safetensors"

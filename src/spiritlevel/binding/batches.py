@@ -31,6 +31,7 @@ from spiritlevel.errors import (
 )
 
 Pair = tuple[Any, Tensor]
+_ROWS = 2**16  # that are hashed at once
 
 
 def _count(inputs: Any, targets: Tensor) -> int:
@@ -416,6 +417,12 @@ def subset(batches: Batches, count: int | None, seed: int) -> tuple[Any, Tensor 
     return picked(batches, indices), indices, population
 
 
+def _take_in(mark: Any, numbers: Tensor) -> None:
+    """Hash numbers in float64, some rows after the other: a batch may be all of the data."""
+    for some in numbers.detach().split(_ROWS) if numbers.ndim else ():
+        mark.update(some.double().cpu().contiguous().numpy())
+
+
 class Fingerprint:
     """A hash of the order of the data that does not depend on how they are split into batches.
 
@@ -437,9 +444,9 @@ class Fingerprint:
                 flat = leaf.reshape(leaf.shape[0], -1)
                 sample = flat[:, :: max(1, -(-flat.shape[1] // 16))]
                 sample = torch.view_as_real(sample) if sample.is_complex() else sample
-                self._inputs.update(sample.detach().cpu().double().contiguous().numpy().tobytes())
+                _take_in(self._inputs, sample)
                 break
-        self._targets.update(targets.detach().cpu().double().contiguous().numpy().tobytes())
+        _take_in(self._targets, targets)
 
     @property
     def places(self) -> dict[str, Tensor]:

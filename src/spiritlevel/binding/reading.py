@@ -129,11 +129,13 @@ class Form:
                 "batch= takes a function from a batch to the pair (inputs, targets), got "
                 f"{type(self.batch).__name__}; the number of samples in a batch is batch_size=."
             )
-        if self.target is not None and not isinstance(self.target, str | int):
+        if self.target is not None and (not isinstance(self.target, str | int) or isinstance(self.target, bool)):
             raise InputError(
                 f"target= takes the key or the number of the targets in a batch, got {type(self.target).__name__}."
             )
-        if not (self.output is None or isinstance(self.output, str | int) or callable(self.output)):
+        if isinstance(self.output, bool) or not (
+            self.output is None or isinstance(self.output, str | int) or callable(self.output)
+        ):
             raise InputError(
                 "output= takes a key, a number or a function that returns the outputs, got "
                 f"{type(self.output).__name__}."

@@ -38,6 +38,7 @@ from spiritlevel.watching.structure import Structure, analyse, joined
 
 _WRITTEN = 1_024  # parameters up to which all columns, and all eigenvalues, cost less than the products of a spectrum
 _BATCH = 500  # samples that a perturbed network sees at once
+_LOSSES = 2**22  # losses of all samples at several points, held at once
 
 
 class Setting(Context):
@@ -158,8 +159,9 @@ class Setting(Context):
 
     @functools.cached_property
     def at_once(self) -> int:
-        """How many perturbed networks to run at once."""
-        return points_at_once(self.problem, activation_bytes(self)[1] * min(self.count, _BATCH))
+        """How many perturbed networks to run at once: of each there is a loss of every sample."""
+        fitting = points_at_once(self.problem, activation_bytes(self)[1] * min(self.count, _BATCH))
+        return max(1, min(fitting, _LOSSES // self.count))
 
     def loss_at(self, theta: Tensor) -> float:
         """L at other parameters."""
@@ -355,22 +357,23 @@ class Setting(Context):
             inputs, _ = self.first(2)
             return self.problem.outputs(self.problem.params, inputs).shape[-1]
 
-    @functools.cached_property
-    def logits(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Inputs (N, d), outputs (N, C) and labels of all samples."""
-        rows = []
-        for inputs, targets in self.pieces:
+    def column(self, name: str, function: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
+        """A number of every sample, (N,) float64, from its inputs (n, d), outputs (n, C) and label, kept by its name.
+
+        The function is asked for some samples after the other, so that neither inputs nor outputs are ever held for
+        all of them.
+        """
+        if name in self.kept:
+            return self.kept[name]
+
+        def numbers(inputs: Any, targets: Tensor) -> Tensor:
             if not (isinstance(inputs, Tensor) and inputs.is_floating_point()):
                 raise InputError("this measure needs the norms of the inputs: one tensor of floats per sample.")
-            if len(targets):
-                rows.append(inputs.reshape(len(targets), -1).cpu())
-
-        def outputs_and_labels(inputs: Any, targets: Tensor) -> Tensor:
             outputs, labels = as_classes(self.problem, self.problem.outputs(self.problem.params, inputs), targets)
-            return torch.cat([outputs.double(), labels[:, None].double()], 1)
+            return function(inputs.reshape(len(labels), -1).cpu(), outputs.cpu(), labels.cpu())
 
-        seen = self.of_samples(outputs_and_labels, max(2, self.classes) + 1)
-        return torch.cat(rows), seen[:, :-1].to(self.problem.dtype), seen[:, -1].long()
+        self.kept[name] = self.of_samples(numbers)
+        return self.kept[name]
 
     @functools.cached_property
     def calls(self) -> list[Call]:

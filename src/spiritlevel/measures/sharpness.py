@@ -111,15 +111,20 @@ def _adaptive_sharpness_linf(setting: Setting) -> Estimate:
 
 def _average(setting: Setting, spread: Tensor | float, purpose: int) -> Estimate:
     """E L(θ+δ) − L, δ = spread∘z, over normal z, each with its mirror image, which cancels the slope."""
+    means, total = list[Tensor](), torch.zeros(setting.count, dtype=torch.float64)
+    at_once = max(1, setting.at_once // 2) * setting.ranks.count
+    for first in range(0, _DRAWS, at_once):
 
-    def points(some: range) -> Tensor:  # a draw is followed by its mirror image
-        deltas = {index: spread * setting.normal(index, purpose) for index in {place // 2 for place in some}}
-        return torch.stack([setting.theta + (-1) ** place * deltas[place // 2] for place in some])
+        def points(some: range, first: int = first) -> Tensor:  # a draw is followed by its mirror image
+            deltas = {n: spread * setting.normal(n, purpose) for n in {first + place // 2 for place in some}}
+            return torch.stack([setting.theta + (-1) ** place * deltas[first + place // 2] for place in some])
 
-    there = setting.losses_at_each(2 * _DRAWS, points)
-    rises = (there[0::2] + there[1::2]) / 2 - setting.losses
-    setting.kept[f"average {purpose}"] = rises.mean(0)
-    return Estimate.from_draws(rises.mean(1), matvecs=2 * _DRAWS, seed=setting.seed)
+        there = setting.losses_at_each(2 * min(at_once, _DRAWS - first), points)
+        rises = (there[0::2] + there[1::2]).div_(2).sub_(setting.losses)
+        means.append(rises.mean(1))
+        total += rises.sum(0)
+    setting.kept[f"average {purpose}"] = total / _DRAWS
+    return Estimate.from_draws(torch.cat(means), matvecs=2 * _DRAWS, seed=setting.seed)
 
 
 @register(
