@@ -422,7 +422,10 @@ def random_change(kind: str, case: int) -> Found:
     made = sl.perturb(to_be_changed(kind), (inputs[:80], labels[:80]), change, layers=False, seed=case)
     if not made.suffices:  # it says so itself
         return {"change of the loss": None, "flips": None}
-    pairs = {"change of the loss": (made.predicted, made.measured), "flips": (made.flips_predicted, made.flips_measured)}
+    pairs = {
+        "change of the loss": (made.predicted, made.measured),
+        "flips": (made.flips_predicted, made.flips_measured),
+    }
     return {name: inside(predicted.interval(), measured.value) for name, (predicted, measured) in pairs.items()}
 
 
