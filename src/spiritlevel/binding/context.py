@@ -234,6 +234,8 @@ class Context:
 
     def find_head(self) -> str:
         """Find out whether outputs can be taken in pieces, by a sample; see `Problem.find_head`."""
+        if self.whole:  # a sample says nothing of a batch that must not be cut
+            return ""
         with self.problem.active():
             return self.problem.find_head(*self.first(1))
 

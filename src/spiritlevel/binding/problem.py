@@ -219,8 +219,11 @@ class Problem:
             self.facts["head"], self.facts["why whole"] = 0, ""
             inputs, targets = resized(inputs, 1), targets[:1]
             plain = inputs.inputs if isinstance(inputs, losses.Unit) else inputs
-            with torch.no_grad(), Searching() as searching:
-                outputs = self._outputs(self.params, plain)
+            try:
+                with torch.no_grad(), Searching() as searching:
+                    outputs = self._outputs(self.params, plain)
+            except InputError:  # what a model has against one sample is said, if at all, where it runs on a batch
+                return ""
             if outputs.numel() < LARGE_OUTPUTS:
                 return ""
             place, positions = searching.place(outputs), getattr(inputs, "positions", targets.shape[1:])
