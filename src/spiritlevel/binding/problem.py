@@ -336,6 +336,11 @@ class Problem:
             raise InputError(
                 f"the model returned outputs of shape {tuple(outputs.shape)} for {targets.shape[0]} samples; {ending}"
             )
+        if outputs.is_complex() and not isinstance(self.loss, losses.CallableLoss):
+            raise InputError(
+                f"the model {type(self.model).__name__} returns complex numbers, and {self.loss.name} needs real ones; "
+                "return .abs() or .real of them, or pass a loss of your own."
+            )
         self.loss.check(outputs, targets, start)
         _check_shift(self.model, self.loss.name, inputs, targets)
         if not bool(torch.isfinite(outputs.detach().sum())) and not bool(torch.isfinite(outputs).all()):

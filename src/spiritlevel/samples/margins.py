@@ -19,7 +19,7 @@ from spiritlevel.binding.batches import Fingerprint
 from spiritlevel.binding.context import Context
 from spiritlevel.binding.cores import at_a_time, side_by_side
 from spiritlevel.binding.coupling import check_independence
-from spiritlevel.binding.losses import Decisions, Loss, softmax_parts, unit_batches
+from spiritlevel.binding.losses import Decisions, softmax_parts, unit_batches
 from spiritlevel.binding.problem import Problem
 from spiritlevel.binding.ranks import Ranks
 from spiritlevel.binding.reading import Reading
@@ -167,7 +167,7 @@ def margins(
     *,
     distance: int | float | str | None = None,
     layer: str | None = None,
-    loss: str | Loss | nn.Module | Callable[[Tensor, Tensor], Tensor] = "cross_entropy",
+    loss: Any = "cross_entropy",
     batch_norm: str = "eval",
     batch_size: int | None = None,
     group: Any = None,
