@@ -210,6 +210,25 @@ def test_arguments_of_a_model_are_found_by_their_names() -> None:
         sl.margins(One(), DataLoader(rows, batch_size=3))
 
 
+def test_outputs_that_fit_no_loss() -> None:
+    number = nn.Linear(4, 1).double()
+    with pytest.raises(InputError, match="got 1; use loss='squared_error' for a number to predict"):
+        sl.trace(number, (X, X[:, 0]))
+    with pytest.raises(InputError, match="got 1; use loss='binary_cross_entropy' for a single logit"):
+        sl.trace(number, (X, Y > 0))
+    turned = nn.Sequential(One(), Turned())
+    for function in (sl.margins, sl.trace, sl.hessian):
+        with pytest.raises(
+            InputError, match=r"returns complex numbers, and cross_entropy needs real ones; return \.ab"
+        ):
+            function(turned, (X, Y))
+
+
+class Turned(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.complex(x, x)
+
+
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "sample_traces": sl.sample_traces,
     "trace": sl.trace,

@@ -332,6 +332,7 @@ OUTPUTS: dict[str, tuple[Callable[[Tensor], Any], dict[str, Any]]] = {
     "loss and outputs": (lambda out: (out.sum(), out), {}),
     "outputs and states": (lambda out: (out, (out, out), torch.zeros(2, N, 3), None), {}),
     "a dict of one": (lambda out: {"scores": out}, {}),
+    "an object of one": (lambda out: SimpleNamespace(scores=out, time=3.0), {}),
     "the second": (lambda out: (2 * out, out), {"output": 1}),
     "the last": (lambda out: [2 * out, out], {"output": -1}),
     "a key": (lambda out: {"logits": 2 * out, "scores": out}, {"output": "scores"}),

@@ -7,7 +7,7 @@ import copy
 import hashlib
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 import torch
@@ -423,6 +423,13 @@ def _take_in(mark: Any, numbers: Tensor) -> None:
         mark.update(some.double().cpu().contiguous().numpy())
 
 
+class Places(TypedDict):
+    """Which position of which sample each row of a result belongs to."""
+
+    sample: Tensor | None
+    position: Tensor | None
+
+
 class Fingerprint:
     """A hash of the order of the data that does not depend on how they are split into batches.
 
@@ -449,9 +456,10 @@ class Fingerprint:
         _take_in(self._targets, targets)
 
     @property
-    def places(self) -> dict[str, Tensor]:
+    def places(self) -> Places:
         """The sample and the position in it of every unit that was taken in; nothing where samples are whole."""
-        return dict(zip(("sample", "position"), torch.cat(self._units, 1), strict=True)) if self._units else {}
+        sample, position = torch.cat(self._units, 1) if self._units else (None, None)
+        return Places(sample=sample, position=position)
 
     def __str__(self) -> str:
         return self._inputs.hexdigest() + self._targets.hexdigest()

@@ -425,6 +425,11 @@ class Problem:
             raise InputError(
                 f"the model returned outputs of shape {tuple(shape.shape)} for {targets.shape[0]} samples; {ending}"
             )
+        if shape.is_complex() and not isinstance(self.loss, losses.CallableLoss):
+            raise InputError(
+                f"the model {type(self.model).__name__} returns complex numbers, and {self.loss.name} needs real ones; "
+                "return .abs() or .real of them, or pass a loss of your own."
+            )
         self.loss.check(shape, targets, start)
         _check_shift(self.model, self.loss.name, inputs, targets)
         values = _values(outputs)

@@ -270,7 +270,8 @@ class Form:
         """The keys or numbers of the parts that may be the outputs for so many samples, where nothing says which."""
         if self.output is not None or _logits(result) is not None:
             return []
-        items: Iterable[tuple[Any, Any]] = result.items() if isinstance(result, Mapping) else ()
+        held = result if isinstance(result, Mapping) else fields_of(result)
+        items: Iterable[tuple[Any, Any]] = () if held is None else held.items()
         items = enumerate(result) if isinstance(result, tuple | list) else items
         return [key for key, item in items if _has(item, count)]
 

@@ -136,8 +136,11 @@ def said(thing: Any) -> str:
         return f"the text {shown(thing)}"
     if isinstance(thing, bool | int | float) or thing is None:
         return f"{thing!r}"
-    if dataclasses.is_dataclass(thing):
-        return f"{_an(type(thing).__name__)} with {', '.join(field.name for field in dataclasses.fields(thing))}"
+    held = fields_of(thing)
+    if held is None and dataclasses.is_dataclass(thing):
+        held = {field.name: None for field in dataclasses.fields(thing)}
+    if held:
+        return f"{_an(type(thing).__name__)} with {', '.join(held)}"
     return _an(type(thing).__name__)
 
 

@@ -143,10 +143,9 @@ class CrossEntropy(Loss):
         axis = self._axis(outputs, targets)
         classes = outputs.shape[axis]
         if classes < 2:
-            raise InputError(
-                f"{self.name} needs at least 2 outputs per sample, got 1; "
-                "use loss='binary_cross_entropy' for a single logit."
-            )
+            numbers = targets.is_floating_point() and bool(((targets != 0) & (targets != 1)).any())
+            way = "'squared_error' for a number to predict" if numbers else "'binary_cross_entropy' for a single logit"
+            raise InputError(f"{self.name} needs at least 2 outputs per sample, got 1; use loss={way}.")
         if self.weight is not None and self.weight.numel() != classes:
             raise InputError(f"the loss has {self.weight.numel()} class weights for a model of {classes} outputs.")
         if targets.is_floating_point():
