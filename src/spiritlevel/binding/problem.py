@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import hashlib
+import operator
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -101,7 +102,7 @@ class Problem:
         self._part: Any = None  # of what the model returns, once it is known which are the outputs
         self.reverse_only = False  # set where the model turns out to have no forward derivatives
         self.facts: dict[Any, Any] = {}  # what was found out about the model once and for all, by those who need it
-        self._words: Tensor | None = None  # of the outputs, where only some of them are looked at
+        self._look: Callable[[losses.Head], Tensor] | None = None  # at what comes before the outputs, in their place
         self._active = False
         self._has_data = False  # whether inputs came with targets: that the model fails on those is the caller's news
 
@@ -181,8 +182,8 @@ class Problem:
 
     def outputs(self, params: Params, inputs: Any) -> Tensor:
         """φ(θ, x): the model's outputs for one batch; of units the rows of their own positions."""
-        if self._words is not None and (head := self.head(params, inputs)) is not None:
-            return head.thinned(self._words)
+        if self._look is not None and (head := self.head(params, inputs)) is not None:
+            return self._look(head)
         if isinstance(inputs, losses.Unit):
             outputs = self._outputs(params, inputs.inputs)
             return self.loss.pick(outputs, inputs) if isinstance(self.loss, losses.OfPositions) else outputs
@@ -236,6 +237,7 @@ class Problem:
             if head is None or head.shape != outputs.shape:
                 return False
             self.facts["head moves"] = tuple(part is not None and part.requires_grad for part in head)
+            self.facts["head names"] = [self._named_like(part) for part in (head.weight, head.bias)]
             head, flat = head.detach(), outputs.reshape(-1, outputs.shape[-1])
             with torch.no_grad():
                 error = max(float((flat[rows] - logits).abs().max()) for rows, logits in head.pieces())
@@ -246,20 +248,46 @@ class Problem:
         largest = float(torch.linalg.vector_norm(outputs, ord=float("inf")))  # without a copy
         return error <= 100 * torch.finfo(outputs.dtype).eps * largest
 
+    def _named_like(self, part: Tensor | None) -> str | None:
+        """The parameter or constant that a part of the head is; "" for none, None for something computed."""
+        if part is None:
+            return ""
+        whole = (part.data_ptr(), part.shape, part.stride())
+        held = {**self.params, **self.constants}.items()
+        return next((name for name, t in held if (t.data_ptr(), t.shape, t.stride()) == whole), None)
+
+    def trunk(self) -> tuple[Problem, Callable[[Tensor], losses.Head]] | None:
+        """The same with what comes before the last layer for outputs, and the function that puts the layer on it.
+
+        None unless the layer's weight and bias are tensors that the model holds, and what comes before them moves with
+        the parameters. Facts are shared.
+        """
+        if not self.facts.get("head", 0) or self._look is not None or None in self.facts["head names"]:
+            return None
+        if not self.facts["head moves"][0]:
+            return None
+        held, (weight, bias) = {**self.params, **self.constants}, self.facts["head names"]
+        if weight not in held or (bias and bias not in held):
+            return None
+        twin = copy.copy(self)
+        twin._look = operator.attrgetter("hidden")
+        return twin, lambda hidden: losses.Head(hidden, held[weight], held[bias] if bias else None)
+
     def thinned(self, targets: Tensor) -> tuple[Problem, Tensor]:
         """The same with a few of the outputs, where there is a head, for a look at what comes before it.
 
         Facts are shared.
         """
-        if not self.facts.get("head", 0) or self._words is not None:
+        if not self.facts.get("head", 0) or self._look is not None:
             return self, targets
         twin = copy.copy(self)
         few = min(FEW_OUTPUTS, self.facts["words"])
-        twin._words = torch.linspace(0, self.facts["words"] - 1, few).long().to(self.device)
+        words = torch.linspace(0, self.facts["words"] - 1, few).long().to(self.device)
+        twin._look = lambda head: head.thinned(words)
         assert isinstance(self.loss, losses.CrossEntropy)
         if self.loss.weight is not None:
             twin.loss = copy.copy(self.loss)
-            twin.loss.weight = self.loss.weight[twin._words.to(self.loss.weight.device)]
+            twin.loss.weight = self.loss.weight[words.to(self.loss.weight.device)]
         return twin, torch.where(targets == self.loss.ignore_index, targets, targets % few)
 
     def _outputs(self, params: Params, inputs: Any) -> Tensor:
