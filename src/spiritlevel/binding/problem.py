@@ -25,6 +25,7 @@ from spiritlevel.binding import losses
 from spiritlevel.binding.batches import resized
 from spiritlevel.binding.graphs import Rows
 from spiritlevel.binding.last_layer import Removing, Searching
+from spiritlevel.binding.losses import Head
 from spiritlevel.binding.modules import measurable, state_of, to_eval_mode
 from spiritlevel.binding.parameters import Params, as_leaves, depth, in_precision, select_parameters
 from spiritlevel.binding.ranks import Ranks
@@ -102,7 +103,7 @@ class Problem:
         self._part: Any = None  # of what the model returns, once it is known which are the outputs
         self.reverse_only = False  # set where the model turns out to have no forward derivatives
         self.facts: dict[Any, Any] = {}  # what was found out about the model once and for all, by those who need it
-        self._look: Callable[[losses.Head], Tensor] | None = None  # at what comes before the outputs, in their place
+        self._look: Callable[[Head], Tensor] | None = None  # at what comes before the outputs, in their place
         self._active = False
         self._has_data = False  # whether inputs came with targets: that the model fails on those is the caller's news
 
@@ -189,7 +190,7 @@ class Problem:
             return self.loss.pick(outputs, inputs) if isinstance(self.loss, losses.OfPositions) else outputs
         return self._outputs(params, inputs)
 
-    def head(self, params: Params, inputs: Any) -> losses.Head | None:
+    def head(self, params: Params, inputs: Any) -> Head | None:
         """The outputs before the last linear layer, and that layer, where `find_head` has found one."""
         if not (place := self.facts.get("head", 0)):
             return None
@@ -200,7 +201,7 @@ class Problem:
             return head
         return self.loss.pick_head(head, unit)
 
-    def head_or_outputs(self, params: Params, inputs: Any) -> losses.Head | Tensor:
+    def head_or_outputs(self, params: Params, inputs: Any) -> Head | Tensor:
         """The outputs, not multiplied out where that can be."""
         head = self.head(params, inputs)
         return self.outputs(params, inputs) if head is None else head
@@ -256,7 +257,7 @@ class Problem:
         held = {**self.params, **self.constants}.items()
         return next((name for name, t in held if (t.data_ptr(), t.shape, t.stride()) == whole), None)
 
-    def trunk(self) -> tuple[Problem, Callable[[Tensor], losses.Head]] | None:
+    def trunk(self) -> tuple[Problem, Callable[[Tensor], Head]] | None:
         """The same with what comes before the last layer for outputs, and the function that puts the layer on it.
 
         None unless the layer's weight and bias are tensors that the model holds, and what comes before them moves with
@@ -271,7 +272,7 @@ class Problem:
             return None
         twin = copy.copy(self)
         twin._look = operator.attrgetter("hidden")
-        return twin, lambda hidden: losses.Head(hidden, held[weight], held[bias] if bias else None)
+        return twin, lambda hidden: Head(hidden, held[weight], held[bias] if bias else None)
 
     def thinned(self, targets: Tensor) -> tuple[Problem, Tensor]:
         """The same with a few of the outputs, where there is a head, for a look at what comes before it.
@@ -426,12 +427,12 @@ class Problem:
         with torch.inference_mode(False):
             return _each(lambda leaf: move(leaf, self.dtype), inputs), move(targets)
 
-    def checked(self, outputs: Tensor | losses.Head, inputs: Any, targets: Tensor, start: int = 0) -> None:
+    def checked(self, outputs: Tensor | Head, inputs: Any, targets: Tensor, start: int = 0) -> None:
         """Raise `InputError` unless the outputs fit the loss, are finite and repeat.
 
         `start` is the number of the first sample in the data.
         """
-        shape = outputs.stand_in() if isinstance(outputs, losses.Head) else outputs
+        shape = outputs.stand_in() if isinstance(outputs, Head) else outputs
         fits = shape.ndim > 0 and shape.shape[0] == targets.shape[0]
         if not fits and not (self.form.batches == "fixed" and isinstance(self.loss, losses.CallableLoss)):
             ending = "the first dimension must be the samples."
@@ -523,7 +524,7 @@ def _each(change: Callable[[Any], Any], inputs: Any) -> Any:
     return change(inputs) if isinstance(inputs, Tensor) else tree_map(change, inputs)
 
 
-def _values(outputs: Tensor | losses.Head) -> Tensor:
+def _values(outputs: Tensor | Head) -> Tensor:
     """The outputs without a graph; where they are not multiplied out, the largest of every row."""
     return outputs.detach() if isinstance(outputs, Tensor) else outputs.detach().largest()
 
