@@ -271,6 +271,40 @@ def test_a_layer_that_turns_up_in_some_batches_only(pieces: list[str]) -> None:
     assert pieces
 
 
+@pytest.mark.parametrize("head", ["bias", "tied", "matmul"])
+@pytest.mark.parametrize("options", [{}, {"unit": "token", "probes": 16}, {"params": "mix"}, {"params": "head"}])
+def test_probed_traces_in_pieces(head: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same probes give the same numbers as whole outputs, whose traces are compared with dense ones elsewhere."""
+    if options.get("params") == "head" and head != "bias":
+        pytest.skip("it has no parameters of its own")
+    model, data = tiny(head), tokens()
+    wanted = sl.sample_traces(model, data, loss="causal_lm", method="hutchinson", **options)
+    monkeypatch.setattr(problem, "LARGE_OUTPUTS", 1)
+    monkeypatch.setattr(heads, "PIECE", 2 * WORDS)
+    pieces, original = list[Any](), in_pieces.HeadLoss.forms
+
+    def noted(self: Any, *args: Any) -> Any:
+        pieces.append(args)
+        return original(self, *args)
+
+    monkeypatch.setattr(in_pieces.HeadLoss, "forms", noted)
+    found = sl.sample_traces(model, data, loss="causal_lm", method="hutchinson", **options)
+    torch.testing.assert_close(found.values, wanted.values, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(found.stderr, wanted.stderr, rtol=1e-7, atol=1e-12)
+    assert bool(pieces) == (options.get("params") != "head")  # then nothing before the layer moves
+
+
+@pytest.mark.usefixtures("in_small_pieces")
+def test_sampled_factors_of_large_outputs_are_what_they_are_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(WORDS, 4), nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, WORDS)).double()
+    found = sl.sample_traces(model, tokens(), loss="causal_lm", passes=2)
+    monkeypatch.setattr(problem, "LARGE_OUTPUTS", 2**20)
+    wanted = sl.sample_traces(model, tokens(), loss="causal_lm", passes=2)
+    torch.testing.assert_close(found.values, wanted.values)
+    torch.testing.assert_close(found.stderr, wanted.stderr)
+
+
 # ---------------------------------------------------------------- how much is held
 
 
@@ -280,7 +314,7 @@ class Whole(DispatchWatch):
     def __init__(self, numbers: int) -> None:
         super().__init__()
         self.numbers, self.most = numbers, 0
-        self.alive: list[weakref.ref[Tensor]] = []
+        self.alive: list[tuple[weakref.ref[Tensor], int]] = []  # with the addresses of their memory
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func is torch.ops.spiritlevel.head.default:  # what happens inside it counts as well
@@ -289,11 +323,9 @@ class Whole(DispatchWatch):
         result = func(*args, **kwargs)
         for tensor in tensors_in(result):
             if tensor.untyped_storage().nbytes() >= self.numbers * tensor.element_size():
-                self.alive.append(weakref.ref(tensor))
-        if self.alive:
-            tensors = [tensor for ref in self.alive if (tensor := ref()) is not None]
-            self.alive = [weakref.ref(tensor) for tensor in tensors]
-            self.most = max(self.most, len({tensor.untyped_storage().data_ptr() for tensor in tensors}))
+                self.alive.append((weakref.ref(tensor), tensor.untyped_storage().data_ptr()))
+        self.alive = [(ref, address) for ref, address in self.alive if ref() is not None]
+        self.most = max(self.most, len({address for _, address in self.alive}))
         return result
 
 
@@ -311,7 +343,7 @@ def large() -> tuple[nn.Module, tuple[Tensor, Tensor]]:
     return tiny("bias", words=MANY, width=8).float(), tokens(2, MANY, LONG)
 
 
-@pytest.mark.parametrize("kind", [*MATRICES, "margins"])
+@pytest.mark.parametrize("kind", [*MATRICES, "margins", "sample_traces"])
 def test_no_two_tensors_of_tokens_times_vocabulary_are_held(
     kind: str, large: tuple[nn.Module, tuple[Tensor, Tensor]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -319,8 +351,9 @@ def test_no_two_tensors_of_tokens_times_vocabulary_are_held(
     monkeypatch.setattr(heads, "PIECE", 2**17)
 
     def work() -> None:
-        made = getattr(sl, kind)(model, data, loss="causal_lm", batch_size=1)
-        if kind != "margins":
+        options = {"method": "hutchinson", "probes": 2} if kind == "sample_traces" else {}
+        made = getattr(sl, kind)(model, data, loss="causal_lm", batch_size=1, **options)
+        if kind in MATRICES:
             for _ in range(2):  # traced, replayed
                 made @ torch.ones(made.size)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import hashlib
+import operator
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -25,6 +26,7 @@ from spiritlevel.binding.batches import resized
 from spiritlevel.binding.devices import has_double
 from spiritlevel.binding.graphs import Rows
 from spiritlevel.binding.last_layer import Removing, Searching
+from spiritlevel.binding.losses import Head
 from spiritlevel.binding.modules import measurable, state_of, to_eval_mode
 from spiritlevel.binding.parameters import Params, as_leaves, depth, in_precision, select_parameters
 from spiritlevel.binding.ranks import Ranks
@@ -106,7 +108,7 @@ class Problem:
         self._part: Any = None  # of what the model returns, once it is known which are the outputs
         self.reverse_only = False  # set where the model turns out to have no forward derivatives
         self.facts: dict[Any, Any] = {}  # what was found out about the model once and for all, by those who need it
-        self._words: Tensor | None = None  # of the outputs, where only some of them are looked at
+        self._look: Callable[[Head], Tensor] | None = None  # at what comes before the outputs, in their place
         self._active = False
         self._has_data = False  # whether inputs came with targets: that the model fails on those is the caller's news
 
@@ -186,14 +188,14 @@ class Problem:
 
     def outputs(self, params: Params, inputs: Any) -> Tensor:
         """φ(θ, x): the model's outputs for one batch; of units the rows of their own positions."""
-        if self._words is not None and (head := self.head(params, inputs)) is not None:
-            return head.thinned(self._words)
+        if self._look is not None and (head := self.head(params, inputs)) is not None:
+            return self._look(head)
         if isinstance(inputs, losses.Unit):
             outputs = self._outputs(params, inputs.inputs)
             return self.loss.pick(outputs, inputs) if isinstance(self.loss, losses.OfPositions) else outputs
         return self._outputs(params, inputs)
 
-    def head(self, params: Params, inputs: Any) -> losses.Head | None:
+    def head(self, params: Params, inputs: Any) -> Head | None:
         """The outputs before the last linear layer, and that layer, where `find_head` has found one."""
         if not (place := self.facts.get("head", 0)):
             return None
@@ -204,7 +206,7 @@ class Problem:
             return head
         return self.loss.pick_head(head, unit)
 
-    def head_or_outputs(self, params: Params, inputs: Any) -> losses.Head | Tensor:
+    def head_or_outputs(self, params: Params, inputs: Any) -> Head | Tensor:
         """The outputs, not multiplied out where that can be."""
         head = self.head(params, inputs)
         return self.outputs(params, inputs) if head is None else head
@@ -244,6 +246,7 @@ class Problem:
             if head is None or head.shape != outputs.shape:
                 return False
             self.facts["head moves"] = tuple(part is not None and part.requires_grad for part in head)
+            self.facts["head names"] = [self._named_like(part) for part in (head.weight, head.bias)]
             head, flat = head.detach(), outputs.reshape(-1, outputs.shape[-1])
             with torch.no_grad():
                 error = max(float((flat[rows] - logits).abs().max()) for rows, logits in head.pieces())
@@ -254,20 +257,46 @@ class Problem:
         largest = float(torch.linalg.vector_norm(outputs, ord=float("inf")))  # without a copy
         return error <= 100 * torch.finfo(outputs.dtype).eps * largest
 
+    def _named_like(self, part: Tensor | None) -> str | None:
+        """The parameter or constant that a part of the head is; "" for none, None for something computed."""
+        if part is None:
+            return ""
+        whole = (part.data_ptr(), part.shape, part.stride())
+        held = {**self.params, **self.constants}.items()
+        return next((name for name, t in held if (t.data_ptr(), t.shape, t.stride()) == whole), None)
+
+    def trunk(self) -> tuple[Problem, Callable[[Tensor], Head]] | None:
+        """The same with what comes before the last layer for outputs, and the function that puts the layer on it.
+
+        None unless the layer's weight and bias are tensors that the model holds, and what comes before them moves with
+        the parameters. Facts are shared.
+        """
+        if not self.facts.get("head", 0) or self._look is not None or None in self.facts["head names"]:
+            return None
+        if not self.facts["head moves"][0]:
+            return None
+        held, (weight, bias) = {**self.params, **self.constants}, self.facts["head names"]
+        if weight not in held or (bias and bias not in held):
+            return None
+        twin = copy.copy(self)
+        twin._look = operator.attrgetter("hidden")
+        return twin, lambda hidden: Head(hidden, held[weight], held[bias] if bias else None)
+
     def thinned(self, targets: Tensor) -> tuple[Problem, Tensor]:
         """The same with a few of the outputs, where there is a head, for a look at what comes before it.
 
         Facts are shared.
         """
-        if not self.facts.get("head", 0) or self._words is not None:
+        if not self.facts.get("head", 0) or self._look is not None:
             return self, targets
         twin = copy.copy(self)
         few = min(FEW_OUTPUTS, self.facts["words"])
-        twin._words = torch.linspace(0, self.facts["words"] - 1, few).long().to(self.device)
+        words = torch.linspace(0, self.facts["words"] - 1, few).long().to(self.device)
+        twin._look = lambda head: head.thinned(words)
         assert isinstance(self.loss, losses.CrossEntropy)
         if self.loss.weight is not None:
             twin.loss = copy.copy(self.loss)
-            twin.loss.weight = self.loss.weight[twin._words.to(self.loss.weight.device)]
+            twin.loss.weight = self.loss.weight[words.to(self.loss.weight.device)]
         return twin, torch.where(targets == self.loss.ignore_index, targets, targets % few)
 
     def _outputs(self, params: Params, inputs: Any) -> Tensor:
@@ -407,12 +436,12 @@ class Problem:
         with torch.inference_mode(False):
             return _each(lambda leaf: move(leaf, self.dtype), inputs), move(targets)
 
-    def checked(self, outputs: Tensor | losses.Head, inputs: Any, targets: Tensor, start: int = 0) -> None:
+    def checked(self, outputs: Tensor | Head, inputs: Any, targets: Tensor, start: int = 0) -> None:
         """Raise `InputError` unless the outputs fit the loss, are finite and repeat.
 
         `start` is the number of the first sample in the data.
         """
-        shape = outputs.stand_in() if isinstance(outputs, losses.Head) else outputs
+        shape = outputs.stand_in() if isinstance(outputs, Head) else outputs
         fits = shape.ndim > 0 and shape.shape[0] == targets.shape[0]
         if not fits and not (self.form.batches == "fixed" and isinstance(self.loss, losses.CallableLoss)):
             ending = "the first dimension must be the samples."
@@ -520,7 +549,7 @@ def _each(change: Callable[[Any], Any], inputs: Any) -> Any:
     return change(inputs) if isinstance(inputs, Tensor) else tree_map(change, inputs)
 
 
-def _values(outputs: Tensor | losses.Head) -> Tensor:
+def _values(outputs: Tensor | Head) -> Tensor:
     """The outputs without a graph; where they are not multiplied out, the largest of every row."""
     return outputs.detach() if isinstance(outputs, Tensor) else outputs.detach().largest()
 

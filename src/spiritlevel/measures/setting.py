@@ -474,4 +474,5 @@ def as_classes(problem: Problem, outputs: Tensor, targets: Tensor) -> tuple[Tens
     found = problem.loss.decisions(outputs, targets)
     if found.counts is not None:
         raise InputError("this measure needs samples that make one decision each, between classes.")
+    assert isinstance(found.logits, Tensor)  # as the outputs were
     return found.logits, found.labels

@@ -325,7 +325,8 @@ class MeanMatrix:
         """Find out on a few samples, along random vectors, whether the product is symmetric and can be traced."""
         flat, fixed, _ = self._flat(sliced(inputs, 0, few), targets[:few])
         generator = torch.Generator().manual_seed(1)
-        pair = torch.randn(2, self.problem.size, generator=generator, dtype=self.problem.dtype).to(self.problem.device)
+        pair = torch.empty(2, self.problem.size, dtype=self.problem.dtype, device=self.problem.device)
+        pair[0] = torch.randn(self.problem.size, generator=generator, dtype=self.problem.dtype)
         leaves = tree_leaves((inputs, targets))
         plain = all(isinstance(leaf, Tensor | bool | int | float | str | None) for leaf in leaves)
         traced = None
@@ -333,11 +334,14 @@ class MeanMatrix:
             with self.problem.active():
                 traced = checked_trace(flat, self._shaped(pair[0]), self.params, fixed)
         self.traceable = traced is not None
+        pair[1] = torch.randn(
+            self.problem.size, generator=generator, dtype=self.problem.dtype
+        )  # no sooner: it is large
         if traced is None:
             products = self._one_by_one_and_together(lambda rows: self._differentiate(flat, fixed, rows), pair)
         else:
-            assert traced.constants is not None
             traced = traced._replace(product=None)  # along a vector that nobody asked for
+            assert traced.constants is not None
             tape = Tape(traced.trace.multiply, traced.constants, few)
             with torch.no_grad():
                 products = self._one_by_one_and_together(lambda rows: self._for_each(tape.multiply, rows), pair)

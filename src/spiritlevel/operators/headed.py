@@ -6,7 +6,7 @@ What comes before the layer is differentiated as ever; the layer and the loss en
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from spiritlevel.binding.parameters import Params, as_leaves
 from spiritlevel.binding.problem import Problem
 
 _Parts = tuple[Tensor, ...]
+_Pulled = tuple[_Parts, Callable[[_Parts], tuple[Params]], tuple[Tensor, ...]]
 
 
 class Whole(Exception):
@@ -63,7 +64,7 @@ def hessian(problem: Problem, v: Params, params: Params, inputs: Any, targets: T
     network = _Network(problem, inputs)
 
     def gradient(point: Params) -> Params:
-        parts, pull, still = vjp(network, point, has_aux=True)
+        parts, pull, still = cast(_Pulled, vjp(network, point, has_aux=True))
         duals = [forward_ad.unpack_dual(part) for part in parts]
         head, motion = network.head(tuple(dual.primal for dual in duals), still), [dual.tangent for dual in duals]
         loss = network.loss(head, targets)
@@ -86,7 +87,7 @@ def fisher(problem: Problem, v: Params, params: Params, inputs: Any, targets: Te
 
 def _first_order(kind: str, problem: Problem, v: Params, params: Params, inputs: Any, targets: Tensor) -> Params:
     network = _Network(problem, inputs)
-    parts, pull, still = vjp(network, params, has_aux=True)
+    parts, pull, still = cast(_Pulled, vjp(network, params, has_aux=True))
     head = network.head(parts, still)
     moved = jvp(network, (params,), (v,), has_aux=True)[1]
     return pull(network.moving(network.loss(head, targets).product(kind, head, network.motion(moved))))[0]

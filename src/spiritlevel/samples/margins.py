@@ -264,11 +264,9 @@ def margins_in(context: Context, *, distance: int | float | str | None = None, l
     def begin(batch: tuple[int, Any, Tensor]) -> Callable[[], tuple[int, Tensor]]:
         nonlocal looked, several
         start, inputs, targets = batch
-        points = list[Tensor]()
-        if norm:
-            outputs, points = _linearised(problem, inputs, layer)
-        else:
-            outputs = problem.head_or_outputs(problem.params, inputs)
+        outputs, points = (
+            _linearised(problem, inputs, layer) if norm else (problem.head_or_outputs(problem.params, inputs), [])
+        )
         problem.checked(outputs, inputs, targets, start)
         if not looked and len(targets) and not context.whole:
             check_independence(problem, inputs, outputs.detach())
@@ -343,8 +341,8 @@ def share_right(found: Decisions) -> Tensor:
 def _of_rows(found: Decisions, alone: bool) -> Tensor:
     """What is known of every sample, (N, columns): the means over its decisions, or each decision if `alone`."""
     labels, pieces = found.labels[:, None], []
-    for rows, piece in _pieces(found.logits):
-        some, label = piece.double(), labels[rows]
+    for here, piece in _pieces(found.logits):
+        some, label = piece.double(), labels[here]
         signed = _signed(some, label)
         known = [signed, *_softmax(some, label), label[:, 0].double(), (signed > 0).double(), torch.ones_like(signed)]
         pieces.append(torch.stack(known, 1))

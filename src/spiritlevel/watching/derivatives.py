@@ -48,8 +48,8 @@ def check_derivatives(problem: Problem, inputs: Any, targets: Tensor, *, twice: 
 
     If only forward mode is wrong, `problem.reverse_only` is set instead, and what follows does without it. With `twice`
     second derivatives are compared as well. What cannot be run in this way is left to what comes next, which says why.
-    Cost: some ten forward passes of five samples, or of two for a large network, once for each problem. Call inside
-    `problem.active()`.
+    Cost: some twenty forward passes of five samples, of two or one for a large network, once for each problem. Call
+    inside `problem.active()`.
     """
     known = problem.facts.get("derivatives")
     if known is None or (twice and not known[0]):
@@ -93,8 +93,8 @@ def check_input_derivatives(problem: Problem, inputs: Any, targets: Tensor) -> N
 
 
 def _few(problem: Problem, inputs: Any, targets: Tensor) -> tuple[Any, Tensor]:
-    """Five samples from all over a batch, or two for a large network."""
-    count = min(len(targets), 2 if problem.size > _LARGE else 5)
+    """Five samples from all over a batch, two for a large network, or one for a huge one."""
+    count = min(len(targets), 5 if problem.size <= _LARGE else 2 if problem.size <= _HUGE else 1)
     chosen = torch.linspace(0, len(targets) - 1, count).round().long().to(targets.device)
     return tree_map(lambda leaf: leaf[chosen] if isinstance(leaf, Tensor) else leaf, inputs), targets[chosen]
 
@@ -190,13 +190,15 @@ class _Comparison:
             raise _TooCoarse(here.rounding)
         signs = torch.randint(0, 2, values.shape, generator=generator).mul(2).sub(1)
         self.signs = (signs * (1 + torch.rand(values.shape, generator=generator))).to(values)  # so that none cancel
-        self.direction = self._draw(generator)
+        self.direction, self.differences = self._draw(generator), dict[float, Tensor]()
         padding.freeze(self.direction, self.moving)
         self.point = {name: offset.mul_(1e-3).add_(self.moving[name]) for name, offset in self._drawn(generator)}
         slope = self._gradient(self.point)
         if not seed:
             self.kinks = self._share_on_kinks(here, self.direction)
         claims = {"reverse": sum(((slope[n] * d).sum() for n, d in self.direction.items()), values.new_zeros(()))}
+        size, steep = (self.rounding * float(each.norm()) for each in (values, self._weighed(slope)))
+        del slope  # a large network has no room for more than a few of these
         if not self.problem.reverse_only:
             try:
                 with torch.no_grad():
@@ -207,8 +209,6 @@ class _Comparison:
         if twice:
             with contextlib.suppress(RuntimeError):  # likewise
                 claims["second"] = self._weighed(self._second())
-        size, steep = (self.rounding * float(each.norm()) for each in (values, self._weighed(slope)))
-        del slope  # a large network has no room for more than a few of these
         return {k: self._verdict(k, claim, steep if k == "second" else size) for k, claim in claims.items()}
 
     def _share_on_kinks(self, here: _Zeros, direction: Params) -> float:
@@ -297,8 +297,11 @@ class _Comparison:
             with torch.no_grad():
                 return self._function(moved)
 
-        one, other = end(1), end(-1)
-        return (one - other) / (2 * step)
+        if kind == "second":
+            return (end(1) - end(-1)) / (2 * step)
+        if step not in self.differences:  # one for both modes
+            self.differences[step] = (end(1) - end(-1)) / (2 * step)
+        return self.differences[step]
 
     def _verdict(self, kind: str, claim: Tensor, noise: float) -> bool | None:
         claim = claim.detach()

@@ -310,13 +310,14 @@ class CrossEntropy(Loss):
         return scale[:, None] * probabilities * centred
 
     def quadratic(self, outputs: Tensor, targets: Tensor, direction: Tensor) -> Tensor:
-        def piece(logits: Tensor, direction: Tensor, scale: Tensor) -> Tensor:
-            probabilities, centred = self._centred(logits, direction)
-            return scale * (probabilities * centred.square()).sum(1)
-
         flat, along = (self._flat(tensor, outputs, targets) for tensor in (outputs, direction))
-        found = by_rows(piece, flat, along, self.scale(self.rows(outputs, targets)))
+        found = by_rows(self.quadratic_of_rows, flat, along, self.scale(self.rows(outputs, targets)))
         return found.reshape(len(outputs), -1).sum(1)
+
+    def quadratic_of_rows(self, logits: Tensor, direction: Tensor, scale: Tensor) -> Tensor:
+        """scale·uᵀA u of every row, (R,), float64."""
+        probabilities, centred = self._centred(logits, direction)
+        return scale * (probabilities * centred.square()).sum(1)
 
     # ------------------------------------------------------------ factors
 

@@ -45,6 +45,38 @@ class HeadLoss:
         """The cotangents (h, W, b) of "hessian", "gauss_newton" or "fisher" times a motion."""
         return self._call(kind, head, moved)
 
+    def forms(
+        self, head: Head, firsts: Tensor, seconds: Tensor, weights: Tensor | None, biases: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Σ_k ż_kᵀAż_k and gᵀΣ_k z̈_k of every group of directions and sample, both (G, N), float64.
+
+        `firsts` ḣ_k (K, N, …, d) and `seconds` Σ_k ḧ_k (G, N, …, d) are the terms before the layer, `weights` and
+        `biases` those of the layer itself, Ẇ_k and ḃ_k: z̈ = W ḧ + 2 Ẇ ḣ. Direction k belongs to group k mod G.
+        """
+        labels, share, scale, sample = self.rows
+        loss, groups = CrossEntropy(*self.options), len(seconds)
+        hidden, width = head.hidden.reshape(-1, head.hidden.shape[-1]), head.hidden.shape[-1]
+        firsts, seconds = firsts.reshape(len(firsts), -1, width), seconds.reshape(groups, -1, width)
+        curved, rest = torch.zeros(2, groups, len(head.hidden), dtype=torch.float64, device=hidden.device)
+        for rows in share.nonzero()[:, 0].split(rows_at_once(len(head.weight))):
+            here, where = hidden[rows], sample[rows]
+            logits = F.linear(here, head.weight, head.bias)
+            slope = _slope(loss, logits, labels[rows], share[rows])
+            pulled = slope @ head.weight
+            for group, second in enumerate(seconds):
+                rest[group].index_add_(0, where, (pulled.double() * second[rows]).sum(1))
+            for index, first in enumerate(firsts):
+                moved = first[rows] @ head.weight.T
+                if weights is not None:
+                    moved += here @ weights[index].T
+                    along = ((slope @ weights[index]).double() * first[rows]).sum(1)
+                    rest[index % groups].index_add_(0, where, 2 * along)
+                if biases is not None:
+                    moved += biases[index]
+                form = by_rows(loss.quadratic_of_rows, logits, moved, scale[rows])
+                curved[index % groups].index_add_(0, where, form)
+        return curved, rest
+
     def _call(self, kind: str, head: Head, moved: _Motion = (None, None, None)) -> Head:
         flat = head.hidden.flatten(0, -2)
         along = None if moved[0] is None else moved[0].flatten(0, -2)
@@ -72,6 +104,11 @@ def decisions_of(loss: CrossEntropy, head: Head, targets: Tensor, start: int = 0
     hidden = head.hidden.reshape(*counted.shape, -1)[counted]
     counts = None if shape.ndim == 2 else counted.sum(1)
     return Decisions(head._replace(hidden=hidden), rows.labels[counted], counts)
+
+
+def _slope(loss: CrossEntropy, logits: Tensor, labels: Tensor, share: Tensor) -> Tensor:
+    """∂ℓ/∂z of some rows, typed like them."""
+    return by_rows(lambda z, y, s: loss.gradient_of_rows(z, y, None, s).to(logits.dtype), logits, labels, share)
 
 
 @torch.library.custom_op("spiritlevel::head", mutates_args=())
@@ -102,9 +139,7 @@ def _in_pieces(
         return total if weight_moved is None else total + here @ weight_moved.T
 
     def slope(rows: Tensor, logits: Tensor) -> Tensor:
-        return by_rows(
-            lambda z, y, s: loss.gradient_of_rows(z, y, None, s).to(logits.dtype), logits, labels[rows], share[rows]
-        )
+        return _slope(loss, logits, labels[rows], share[rows])
 
     def bend(rows: Tensor, logits: Tensor, direction: Tensor) -> Tensor:
         return by_rows(lambda z, u, s: loss.product_of_rows(z, u, s).to(logits.dtype), logits, direction, scale[rows])
