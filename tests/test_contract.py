@@ -76,7 +76,7 @@ CALLS: dict[str, Call] = {
     "measure": Call(sl.measure, {"measures": ["trace", "margin_mean"], "parts": ["pictures"]}, random=True),
     "compare": Call(_compared),
     "perturb": Call(sl.perturb, {"change": "int2"}),
-    "perturb, noise": Call(sl.perturb, {"change": "noise:0.01", "layers": False}, random=True, smooth=True),
+    "perturb, noise": Call(sl.perturb, {"change": "noise:0.3", "layers": False}, random=True, smooth=True),
     "landscape, random": Call(landscape, {"directions": "random", "points": 5}, random=True),
     "landscape, eigenvectors": Call(landscape, {"points": 5}, slow=True),
 }

@@ -105,6 +105,7 @@ _RIGHT: dict[str, list[str]] = {
     "demo": ["--epochs", "1", "--samples", "4", "--data", "fashion-mini", "--out", "made"],
     "measure": ["net.py:make", *_ON_DATA, "--out", "made", "--time-limit", "0.001"],
     "compare": ["net.py:make", "net.py:make", *_ON_DATA],
+    "perturb": ["net.py:make", "--change", "int4", "--data", "data.npz"],
     "audit": ["net.py:make", *_ON_DATA, "--transforms", "scale_last_layer"],
     "samples": ["record"],
     "claims": ["--id", "C-4-softmax"],

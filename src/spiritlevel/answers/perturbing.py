@@ -15,7 +15,6 @@ from spiritlevel.answers.changes import Change, Moved, as_change, merged
 from spiritlevel.answers.expanding import (
     HALF,
     PARTS,
-    QUARTER,
     Spread,
     Way,
     by_layer,
@@ -253,15 +252,21 @@ class _Perturbed:
 
     # ------------------------------------------------------------ predictions
 
-    def _left_out(self, place: int) -> float:
-        """What slope and curvature leave out of the change of the mean loss at this point of the way."""
-        losses, t = self.columns["losses"], float(self.steps[place])
-        return float((losses[:, place] - losses[:, 0]).mean()) - t * self.slope - t**2 * self.curvature
+    def _left_out(self) -> Tensor:
+        """What slope and curvature leave out of the change of the mean loss, at each point of the way."""
+        losses = self.columns["losses"]
+        came = (losses - losses[:, :1]).mean(0)
+        return came - self.steps * self.slope - self.steps.square() * self.curvature
+
+    def _reach(self) -> tuple[float, float]:
+        """How far from slope and curvature the end may lie, from the first half of the way."""
+        half = slice(1, HALF + 1)
+        return reach(self.steps[half].tolist(), self._left_out()[half].tolist())
 
     def _predicted(self) -> Prediction:
         if self.chance is None:
             values, sources = self.columns["slope"] + self.columns["curvature"], {}
-            rest = reach(self._left_out(QUARTER), self._left_out(HALF))
+            rest = self._reach()
             stderr = 0.0
         else:
             values, rest, stderr = self.chance.means, self.chance.rest, self.chance.stderr
@@ -321,9 +326,9 @@ class _Perturbed:
         """Whether slope and curvature tell what happens, to a fifth of the largest term or to rounding."""
         losses = self.columns["losses"]
         if self.apply:
-            came, missed = float((losses[:, -1] - losses[:, 0]).mean()), abs(self._left_out(PARTS))
+            came, missed = float((losses[:, -1] - losses[:, 0]).mean()), abs(float(self._left_out()[-1]))
         else:
-            came, missed = 0.0, max(reach(self._left_out(QUARTER), self._left_out(HALF))) / 1.5
+            came, missed = 0.0, max(self._reach()) / 1.5
         rounding = 2 * torch.finfo(self.here.problem.dtype).eps * float(self.columns["size"].mean().sqrt())
         return missed <= _ENOUGH * max(abs(came), abs(self.slope), abs(self.curvature)) + rounding
 
