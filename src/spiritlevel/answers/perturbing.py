@@ -186,6 +186,18 @@ def moved(change: Change, setting: Setting, named: bool, index: int = 0) -> Move
     return Moved({name: torch.where(deltas[name] == 0, here[name], goals[name].to(here[name])) for name in goals})
 
 
+def floating(setting: Setting) -> Setting:
+    """The same model and data, with all parameters of floating point as those that a change may move."""
+    names = _floating(setting.model)
+    return setting if names == list(setting.problem.params) else setting.moved(setting.model, params=names)
+
+
+def changed(setting: Setting, change: Change) -> dict[str, Tensor]:
+    """Columns of all samples before and after a change of all weights: losses, whether right, flips."""
+    whole = floating(setting)
+    return outcome(Way(whole, moved(change, whole, False).after), whole)
+
+
 class _Perturbed:
     """One change of one model on one data set; `here` are the samples that the prediction is made from."""
 
@@ -428,15 +440,16 @@ class _Perturbed:
         return table
 
     def _pictures(self, table: dict[str, Tensor], best: str) -> Pictures | None:
-        """The samples that flip, are predicted to, and have the least left, where they are images."""
+        """The samples that are predicted to flip, those that did without, and the next ones, where they are images."""
         if "gap" not in table:
             return None
-        score = scores(table)[best or "linearised gap"]
-        order = score.argsort(descending=True, stable=True)
-        groups = {"least left": order[:_SHOWN].tolist()}
-        for name, column in (("predicted to flip", "flips_predicted"), ("flipped", "flips_measured")):
-            if column in table:
-                groups[name] = [k for k in order.tolist() if table[column][k] > 0][:_SHOWN]
+        order = scores(table)[best or "linearised gap"].argsort(descending=True, stable=True).tolist()
+        told, came = table["flips_predicted"] > 0, table.get("flips_measured", table["flips_predicted"]) > 0
+        groups = {
+            "predicted to flip": [k for k in order if told[k]][:_SHOWN],
+            "flipped, not predicted": [k for k in order if came[k] and not told[k]][:_SHOWN],
+            "least left, not flipped": [k for k in order if not came[k] and not told[k]][:_SHOWN],
+        }
         wanted = sorted({place for group in groups.values() for place in group})
         try:
             images = thumbnails(picked(self.here.batches, torch.tensor(wanted)))

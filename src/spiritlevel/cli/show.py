@@ -121,7 +121,8 @@ def show_comparison(comparison: Comparison) -> None:
     if any(row.verdict == "not comparable" for row in comparison.rows):
         legend = "(×n): not comparable; the audit moved it at least n-fold at the same outputs or probabilities"
         console.print(legend, style="dim", markup=False)
-    console.print(comparison.advice, style="bold", markup=False)
+    for sentence in (comparison.advice, *comparison.under):
+        console.print(sentence, style="bold", markup=False)
 
 
 def show_perturbation(found: Perturbation) -> None:

@@ -17,11 +17,6 @@ _SCORES = {
     "linearised gap": "the gap that is left in the linearised outputs",
     "trace": "the trace of the sample's Hessian",
 }
-_GROUPS = {
-    "least left": "Most likely to flip",
-    "predicted to flip": "Predicted to flip",
-    "flipped": "Flipped",
-}
 _KINDS = ("stays", "flip foretold", "flip not foretold", "foretold, stayed")
 
 
@@ -167,7 +162,7 @@ def _samples(found: Perturbation, key: str) -> Section:
         for group, places in found.pictures.groups.items():
             if places:
                 tiles = tuple(_thumbnail(found, place) for place in places)
-                section.galleries.append(Gallery(_GROUPS.get(group, group), tiles))
+                section.galleries.append(Gallery(f"{group[:1].upper()}{group[1:]}", tiles))
     gap, left = "gap of the two largest outputs", "gap left in the linearised outputs"
     columns: dict[str, Any] = {
         "sample": [str(index) for index in found.samples["index"].tolist()],
