@@ -19,7 +19,17 @@ from torch import nn
 
 import spiritlevel as sl
 from spiritlevel.errors import InputError, needs
-from spiritlevel.results import Audit, Estimate, Margins, Report, ReportRow, Result, SampleTraces
+from spiritlevel.results import (
+    Audit,
+    Checkpoint,
+    Checkpoints,
+    Estimate,
+    Margins,
+    Report,
+    ReportRow,
+    Result,
+    SampleTraces,
+)
 from spiritlevel.results.tables import Table, as_csv
 from spiritlevel.results.training import SuspiciousSamples, TrainingCurves
 
@@ -57,6 +67,9 @@ TABLES: dict[str, Table] = {
     "spectrum": sl.spectrum(MATRIX, probes=2, steps=10),
     "suspects": suspects(),
     "perturbation": perturbation(),
+    "checkpoints": Checkpoints(
+        (Checkpoint("=1", Estimate(0.5), Estimate(0.9)), Checkpoint("2", Estimate(1), Estimate(1)))
+    ),
     "curves": TrainingCurves(({"step": 1, "loss": 0.5, "reason": ""}, {"step": 2, "loss": 0.25, "reason": "=late"})),
 }
 ROWS = {
@@ -73,6 +86,7 @@ ROWS = {
     "spectrum": 5,
     "suspects": 3,
     "perturbation": 1,
+    "checkpoints": 2,
     "curves": 2,
 }
 

@@ -106,6 +106,7 @@ _RIGHT: dict[str, list[str]] = {
     "measure": ["net.py:make", *_ON_DATA, "--out", "made", "--time-limit", "0.001"],
     "compare": ["net.py:make", "net.py:make", *_ON_DATA],
     "perturb": ["net.py:make", "--change", "int4", "--data", "data.npz"],
+    "rank": ["weights.safetensors", "--model", "net.py:make", *_ON_DATA],
     "audit": ["net.py:make", *_ON_DATA, "--transforms", "scale_last_layer"],
     "samples": ["record"],
     "claims": ["--id", "C-4-softmax"],

@@ -39,9 +39,9 @@ from spiritlevel.results import (
 
 __all__ = ["compare"]
 
-_KEEP_FUNCTION = tuple(name for name in TRANSFORMS if name in SAME)
+KEEP_FUNCTION = frozenset(name for name in TRANSFORMS if name in SAME)
 _KEEP_CLASSES = tuple(TRANSFORMS)
-_TRIED = tuple(name for name in _KEEP_FUNCTION if name != "permute_units")  # which moves nothing, by theory and tests
+_TRIED = tuple(name for name in KEEP_FUNCTION if name != "permute_units")  # which moves nothing, by theory and tests
 _ROUNDING = {torch.float64: 1e-10}  # what counts as rounding, relative to the values; 1e-5 in single precision
 _ENDLESS = 10**12  # the population that samples of the same kind are from
 _BETTER = {"wider": 1, "flatter": 1, "sharper": -1, "larger": 0}  # the sign of a difference b - a that favours b
@@ -161,7 +161,7 @@ class _Plain(NamedTuple):
     advice: str  # as `Measure.advice`; with the size of the difference
 
 
-_LOSS = _Plain("loss", "mean loss", "sharper", _KEEP_FUNCTION, "its mean loss is lower by {difference}")
+_LOSS = _Plain("loss", "mean loss", "sharper", KEEP_FUNCTION, "its mean loss is lower by {difference}")
 _ACCURACY = _Plain(
     "accuracy",
     "share of the samples that are classified correctly",
@@ -458,7 +458,7 @@ class _Pair:
         in_proportion: bool,
     ) -> ComparisonRow:
         difference, sign = b.value - a.value, _BETTER[each.direction]
-        invariant = frozenset(each.invariant_to).issuperset(_KEEP_FUNCTION)
+        invariant = frozenset(each.invariant_to).issuperset(KEEP_FUNCTION)
         if math.isnan(difference):
             verdict, note = "undefined", a.reason or b.reason or "the values are not finite"
         elif math.isfinite(difference) and abs(difference) <= rounding:

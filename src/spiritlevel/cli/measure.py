@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from spiritlevel.binding.ranks import Ranks
     from spiritlevel.binding.reading import Reading
     from spiritlevel.loading import Samples
-    from spiritlevel.results import Comparison, Perturbation, Report
+    from spiritlevel.results import Report
     from spiritlevel.results.pages import Shown
 
 
@@ -179,7 +179,7 @@ def finish(report: Report) -> None:
 
 
 @contextmanager
-def shown_in_any_case(result: Report | Comparison | Perturbation) -> Iterator[None]:
+def shown_in_any_case(result: Shown) -> Iterator[None]:
     """Show the numbers after the block, also where it fails: a full disk must not cost them."""
     from spiritlevel.cli.show import show
 

@@ -14,18 +14,20 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from spiritlevel.results import Audit, Comparison, Estimate, Perturbation, Report, ReportRow
+    from spiritlevel.results import Audit, Checkpoints, Comparison, Estimate, Perturbation, Report, ReportRow, Result
 
 
-def show(result: Report | Comparison | Perturbation) -> None:
+def show(result: Result) -> None:
     """Whatever a command found."""
-    from spiritlevel.results import Comparison, Perturbation
+    from spiritlevel.results import Checkpoints, Comparison, Perturbation, Report
 
     if isinstance(result, Comparison):
         show_comparison(result)
     elif isinstance(result, Perturbation):
         show_perturbation(result)
-    else:
+    elif isinstance(result, Checkpoints):
+        show_checkpoints(result)
+    elif isinstance(result, Report):
         show_report(result)
 
 
@@ -148,6 +150,24 @@ def show_perturbation(found: Perturbation) -> None:
     console.print(f"interval of the loss from: {limits_in_words(found.predicted)}", style="dim", markup=False)
     for note in found.notes:
         console.print(note, style="dim", markup=False)
+    for sentence in found.sentences():
+        console.print(sentence, style="bold", markup=False)
+
+
+def show_checkpoints(found: Checkpoints) -> None:
+    """A row for each checkpoint in the order given, and the best in words."""
+    from spiritlevel.results import figure, left_out_lines
+
+    console = base.console()
+    heads = ("\n".join(name.replace("_", " ").replace(", ", " ").split(" ")) for name in found.columns)
+    table = columns("checkpoint", *heads, right=range(1, len(found.columns) + 1))
+    values = [found.values(name) for name in found.columns]
+    for number, row in enumerate(found.rows):
+        cells = ("" if math.isnan(column[number]) else figure(column[number], 3) for column in values)
+        table.add_row(row.name, *cells)
+    print_table(console, table)
+    for line in left_out_lines(found.left_out):
+        console.print(line, style="dim", markup=False)
     for sentence in found.sentences():
         console.print(sentence, style="bold", markup=False)
 

@@ -16,6 +16,8 @@ from spiritlevel.results.audits import largest as largest
 from spiritlevel.results.audits import mark as mark
 from spiritlevel.results.audits import moved_at_least as moved_at_least
 from spiritlevel.results.audits import ratio_of as ratio_of
+from spiritlevel.results.checkpoints import Checkpoint as Checkpoint
+from spiritlevel.results.checkpoints import Checkpoints as Checkpoints
 from spiritlevel.results.codec import RENAMED
 from spiritlevel.results.codec import Result as Result
 from spiritlevel.results.comparisons import Comparison as Comparison
