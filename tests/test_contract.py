@@ -77,6 +77,7 @@ CALLS: dict[str, Call] = {
     "compare": Call(_compared),
     "perturb": Call(sl.perturb, {"change": "int2"}),
     "perturb, noise": Call(sl.perturb, {"change": "noise:0.3", "layers": False}, random=True, smooth=True),
+    "choose_bits": Call(sl.choose_bits, {"choices": (2, 3), "bits": 2.5}),
     "landscape, random": Call(landscape, {"directions": "random", "points": 5}, random=True),
     "landscape, eigenvectors": Call(landscape, {"points": 5}, slow=True),
 }

@@ -255,3 +255,43 @@ def test_pictures_show_the_flips() -> None:
     assert bool((found.samples["flips_predicted"][rows] > 0).all())
     rows = found.pictures.indices[list(groups["least left, not flipped"])]
     assert not bool((found.samples["flips_measured"][rows] > 0).any())
+
+
+# ---------------------------------------------------------------- bits
+
+
+def test_bits_are_chosen_within_the_size_and_compared_with_uniform_ones(untouched: Untouched) -> None:
+    net = MODELS["step 250"]
+    with untouched(net):
+        plan = sl.choose_bits(net, TEST, 3.2, choices=(2, 3, 4, 8))
+    assert plan.mean_bits <= 3.2
+    assert plan.uniform == 3
+    names = [name for name, parameter in net.named_parameters() if parameter.ndim > 1]
+    assert list(plan.bits) == names
+    other = copy.deepcopy(net)
+    with torch.no_grad():
+        for name, bits in plan.bits.items():
+            parameter = other.get_parameter(name)
+            parameter.copy_(rounded(parameter, bits))
+    assert plan.losses[1].value == pytest.approx(float(losses(other).mean()), rel=1e-6)
+    assert plan.losses[2].value == pytest.approx(float(losses(after(net, 3)).mean()), rel=1e-6)
+    assert plan.losses[0].value == pytest.approx(float(losses(net).mean()), rel=1e-6)
+    alone = sl.perturb(net, TEST, f"int{plan.bits['3.weight']}").layer("3.weight").second_order
+    assert plan.rows[1].cost == pytest.approx(max(0.0, alone), rel=1e-5)
+    assert plan.rows[1].bits >= plan.rows[0].bits  # the small layer is dear and cheap to keep
+    assert "bits a weight" in str(plan)
+    generous = sl.choose_bits(net, TEST, 8.0, choices=(2, 8), by="square")
+    assert set(generous.bits.values()) == {8}
+    assert set(sl.choose_bits(net, TEST, 2.0, choices=(2, 8)).bits.values()) == {2}
+
+
+def test_bad_bits() -> None:
+    net = MODELS["step 20"]
+    with pytest.raises(InputError, match="fewer than the 3 that a layer gets"):
+        sl.choose_bits(net, TEST, 2.0, choices=(3, 4))
+    with pytest.raises(InputError, match="choices= is empty"):
+        sl.choose_bits(net, TEST, 2.0, choices=())
+    with pytest.raises(InputError, match="from 2 to 16"):
+        sl.choose_bits(net, TEST, 2.0, choices=(1,))
+    with pytest.raises(InputError, match="by"):
+        sl.choose_bits(net, TEST, 2.0, by="luck")

@@ -4,6 +4,7 @@ from spiritlevel import data as data
 from spiritlevel import measures as measures
 from spiritlevel import transforms as transforms
 from spiritlevel.answers.auditing import audit as audit
+from spiritlevel.answers.bits import choose_bits as choose_bits
 from spiritlevel.answers.callbacks import hugging_face_callback as hugging_face_callback
 from spiritlevel.answers.callbacks import lightning_callback as lightning_callback
 from spiritlevel.answers.checkpoints import rank as rank
@@ -36,6 +37,7 @@ from spiritlevel.papers import claims as claims
 from spiritlevel.papers import networks as models  # noqa: F401
 from spiritlevel.papers import training as training
 from spiritlevel.results import Audit as Audit
+from spiritlevel.results import BitPlan as BitPlan
 from spiritlevel.results import Certificate as Certificate
 from spiritlevel.results import Checkpoints as Checkpoints
 from spiritlevel.results import Comparison as Comparison

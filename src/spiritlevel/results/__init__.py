@@ -34,6 +34,8 @@ from spiritlevel.results.intervals import mean_skewness as mean_skewness
 from spiritlevel.results.intervals import skewed_limits as skewed_limits
 from spiritlevel.results.intervals import standard_error as standard_error
 from spiritlevel.results.intervals import subset_mean as subset_mean
+from spiritlevel.results.perturbations import BitPlan as BitPlan
+from spiritlevel.results.perturbations import LayerBits as LayerBits
 from spiritlevel.results.perturbations import LayerChange as LayerChange
 from spiritlevel.results.perturbations import Perturbation as Perturbation
 from spiritlevel.results.perturbations import Prediction as Prediction
