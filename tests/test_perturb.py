@@ -201,12 +201,37 @@ def test_where_two_terms_do_not_suffice_it_says_so() -> None:
 
 
 def test_what_is_left_out_is_carried_to_the_end() -> None:
-    for order in (2, 3, 4):
-        below, above = reach(0.25**order, 0.5**order)
-        assert (below, above) == pytest.approx((0.5, 1.5))
-        assert reach(-(0.25**order), -(0.5**order)) == pytest.approx((1.5, 0.5))
-    assert reach(-1.0, 1.0) == (16.0, 16.0)
-    assert reach(0.0, 0.0) == (0.0, 0.0)
+    steps = [0.125, 0.25, 0.375, 0.5]
+    for order in (3, 3.5, 4):
+        rests = [step**order for step in steps]
+        assert reach(steps, rests) == pytest.approx((0.5, 1.5))
+        assert reach(steps, [-rest for rest in rests]) == pytest.approx((1.5, 0.5))
+    kinks = [step**2 for step in steps]
+    assert reach(steps, kinks) == pytest.approx((1.0, 3.0))  # of second order, taken for third
+    assert reach(steps, [1.0, -1.0, 1.0, 1.0]) == (256.0, 256.0)  # nothing can be told
+    assert reach([0.25, 0.5], [0.0, 0.0]) == (0.0, 0.0)
+
+
+def test_deterministic_changes_end_within_reach() -> None:
+    """Two dozen changes of networks with and without kinks, most of them far beyond the second order."""
+    hits = []
+    for kind in (nn.ReLU, nn.Tanh, nn.GELU):
+        net = trained(network(kind), DATA)
+        for change in (
+            "int8",
+            "int4",
+            "int4:channel",
+            "int3",
+            "int2",
+            "prune:0.2",
+            "prune:0.5",
+            "prune:0.8",
+            "bfloat16",
+        ):
+            found = sl.perturb(net, DATA, change, layers=False)
+            low, high = found.predicted.interval()
+            hits.append(low <= found.measured.value <= high)
+    assert sum(hits) >= 0.9 * len(hits)
 
 
 # ---------------------------------------------------------------- kinds of changes

@@ -19,7 +19,19 @@ from torch import nn
 
 import spiritlevel as sl
 from spiritlevel.errors import InputError, needs
-from spiritlevel.results import Audit, Estimate, Margins, Report, ReportRow, Result, SampleTraces
+from spiritlevel.results import (
+    Audit,
+    BitPlan,
+    Checkpoint,
+    Checkpoints,
+    Estimate,
+    LayerBits,
+    Margins,
+    Report,
+    ReportRow,
+    Result,
+    SampleTraces,
+)
 from spiritlevel.results.tables import Table, as_csv
 from spiritlevel.results.training import SuspiciousSamples, TrainingCurves
 
@@ -58,6 +70,10 @@ TABLES: dict[str, Table] = {
     "spectrum": sl.spectrum(MATRIX, probes=2, steps=10),
     "suspects": suspects(),
     "perturbation": perturbation(),
+    "bits": BitPlan((LayerBits("=0", 4, 2, 0.5, 0.25),), 2.0, "square", 2, (Estimate(0.5),) * 3, (Estimate(0.9),) * 3),
+    "checkpoints": Checkpoints(
+        (Checkpoint("=1", Estimate(0.5), Estimate(0.9)), Checkpoint("2", Estimate(1), Estimate(1)))
+    ),
     "curves": TrainingCurves(({"step": 1, "loss": 0.5, "reason": ""}, {"step": 2, "loss": 0.25, "reason": "=late"})),
 }
 ROWS = {
@@ -75,6 +91,8 @@ ROWS = {
     "spectrum": 5,
     "suspects": 3,
     "perturbation": 1,
+    "bits": 1,
+    "checkpoints": 2,
     "curves": 2,
 }
 

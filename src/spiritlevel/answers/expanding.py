@@ -30,9 +30,6 @@ from spiritlevel.samples.probing import differentiator, form_along, generator_of
 
 PARTS = 8  # of the way
 HALF = PARTS // 2
-QUARTER = PARTS // 4
-_ORDERS = 2.0, 4.0  # of what slope and curvature leave out: kinks of ReLU crossed on the way are of second order
-_REACH = 0.5, 1.5  # parts of what is expected that the interval reaches to, against its sign and with it
 _PROBES = 8  # of the matrix that says how a random change spreads
 
 
@@ -107,22 +104,26 @@ def exact_losses(loss: Any, outputs: Tensor, targets: Tensor) -> Tensor:
     return values.detach().double().cpu()
 
 
-def reach(quarter: float, half: float) -> tuple[float, float]:
-    """How far below and above the two terms the end of a change may lie, from what they leave out at ¼ and ½ of it.
+def reach(steps: Sequence[float], rests: Sequence[float]) -> tuple[float, float]:
+    """How far below and above the two terms the end of a change may lie, from what they leave out on the first half.
 
-    What is left out grows as t^p; the two points tell p, which is taken between 2 (kinks) and 4. The end is then
-    expected 2^p·r(½) off, and the interval reaches to half as much again, and to half of it on the other side. Where
-    the points disagree even in sign nothing is expected: 2⁴·|r(½)| on both sides.
+    `rests` are what is left out, r(t), at `steps` up to ½. Where r keeps its sign and grows at least as t², the last
+    two points tell its power p, which is taken between 3 and 4; the end is then expected 2^p·r(½) off, and the interval
+    reaches to half as much again, and to half of that on the other side. Else nothing is expected: the end may be
+    2⁴ times the largest of all r(t)·(½/t)² off, on either side (mathematics 12.1).
 
-    >>> reach(0.125, 1.0)  # of third order
+    >>> reach([0.25, 0.5], [0.125, 1.0])  # of third order
     (4.0, 12.0)
     """
-    low, high = _ORDERS
-    if not half * quarter > 0:
-        return 2**high * abs(half), 2**high * abs(half)
-    expected = 2 ** min(max(math.log2(half / quarter), low), high) * half
-    against, along = (share * abs(expected) for share in _REACH)
-    return (against, along) if expected > 0 else (along, against)
+    half = rests[-1]
+    power = 0.0
+    if all(rest * half > 0 for rest in rests):
+        power = math.log(half / rests[-2]) / math.log(steps[-1] / steps[-2])
+    if power < 2:
+        most = max(abs(rest) * (0.5 / step) ** 2 for step, rest in zip(steps, rests, strict=True))
+        return 16 * most, 16 * most
+    expected = 2 ** min(max(power, 3.0), 4.0) * abs(half)
+    return (0.5 * expected, 1.5 * expected) if half > 0 else (1.5 * expected, 0.5 * expected)
 
 
 # ---------------------------------------------------------------- every sample
@@ -337,7 +338,7 @@ def spread(way: Way, deviation: Params, draws: Sequence[Params], means: Tensor |
     skew = third / deviation_of_one**3 if deviation_of_one else 0.0
     low, high = stats.pearson3.ppf([0.025, 0.975], skew) * deviation_of_one
     flips = torch.stack([column["flips"] for column in columns]) if "flips" in columns[0] else None
-    return Spread(means, not stderr, stderr, -float(low), float(high), reach(*even), flips)
+    return Spread(means, not stderr, stderr, -float(low), float(high), reach((0.25, 0.5), even), flips)
 
 
 def _cumulants(op: Operator, scale: Tensor, slope: Tensor, seed: int) -> tuple[float, float]:

@@ -16,7 +16,6 @@ from spiritlevel.answers.directions import difference
 from spiritlevel.answers.expanding import (
     HALF,
     PARTS,
-    QUARTER,
     Spread,
     Way,
     by_layer,
@@ -187,6 +186,18 @@ def moved(change: Change, setting: Setting, named: bool, index: int = 0) -> Move
     return Moved({name: torch.where(deltas[name] == 0, here[name], goals[name].to(here[name])) for name in goals})
 
 
+def floating(setting: Setting) -> Setting:
+    """The same model and data, with all parameters of floating point as those that a change may move."""
+    names = _floating(setting.model)
+    return setting if names == list(setting.problem.params) else setting.moved(setting.model, params=names)
+
+
+def changed(setting: Setting, change: Change) -> dict[str, Tensor]:
+    """Columns of all samples before and after a change of all weights: losses, whether right, flips."""
+    whole = floating(setting)
+    return outcome(Way(whole, moved(change, whole, False).after), whole)
+
+
 class _Perturbed:
     """One change of one model on one data set; `here` are the samples that the prediction is made from."""
 
@@ -253,15 +264,21 @@ class _Perturbed:
 
     # ------------------------------------------------------------ predictions
 
-    def _left_out(self, place: int) -> float:
-        """What slope and curvature leave out of the change of the mean loss at this point of the way."""
-        losses, t = self.columns["losses"], float(self.steps[place])
-        return float((losses[:, place] - losses[:, 0]).mean()) - t * self.slope - t**2 * self.curvature
+    def _left_out(self) -> Tensor:
+        """What slope and curvature leave out of the change of the mean loss, at each point of the way."""
+        losses = self.columns["losses"]
+        came = (losses - losses[:, :1]).mean(0)
+        return came - self.steps * self.slope - self.steps.square() * self.curvature
+
+    def _reach(self) -> tuple[float, float]:
+        """How far from slope and curvature the end may lie, from the first half of the way."""
+        half = slice(1, HALF + 1)
+        return reach(self.steps[half].tolist(), self._left_out()[half].tolist())
 
     def _predicted(self) -> Prediction:
         if self.chance is None:
             values, sources = self.columns["slope"] + self.columns["curvature"], {}
-            rest = reach(self._left_out(QUARTER), self._left_out(HALF))
+            rest = self._reach()
             stderr = 0.0
         else:
             values, rest, stderr = self.chance.means, self.chance.rest, self.chance.stderr
@@ -321,9 +338,9 @@ class _Perturbed:
         """Whether slope and curvature tell what happens, to a fifth of the largest term or to rounding."""
         losses = self.columns["losses"]
         if self.apply:
-            came, missed = float((losses[:, -1] - losses[:, 0]).mean()), abs(self._left_out(PARTS))
+            came, missed = float((losses[:, -1] - losses[:, 0]).mean()), abs(float(self._left_out()[-1]))
         else:
-            came, missed = 0.0, max(reach(self._left_out(QUARTER), self._left_out(HALF))) / 1.5
+            came, missed = 0.0, max(self._reach()) / 1.5
         rounding = 2 * torch.finfo(self.here.problem.dtype).eps * float(self.columns["size"].mean().sqrt())
         return missed <= _ENOUGH * max(abs(came), abs(self.slope), abs(self.curvature)) + rounding
 
@@ -423,15 +440,16 @@ class _Perturbed:
         return table
 
     def _pictures(self, table: dict[str, Tensor], best: str) -> Pictures | None:
-        """The samples that flip, are predicted to, and have the least left, where they are images."""
+        """The samples that are predicted to flip, those that did without, and the next ones, where they are images."""
         if "gap" not in table:
             return None
-        score = scores(table)[best or "linearised gap"]
-        order = score.argsort(descending=True, stable=True)
-        groups = {"least left": order[:_SHOWN].tolist()}
-        for name, column in (("predicted to flip", "flips_predicted"), ("flipped", "flips_measured")):
-            if column in table:
-                groups[name] = [k for k in order.tolist() if table[column][k] > 0][:_SHOWN]
+        order = scores(table)[best or "linearised gap"].argsort(descending=True, stable=True).tolist()
+        told, came = table["flips_predicted"] > 0, table.get("flips_measured", table["flips_predicted"]) > 0
+        groups = {
+            "predicted to flip": [k for k in order if told[k]][:_SHOWN],
+            "flipped, not predicted": [k for k in order if came[k] and not told[k]][:_SHOWN],
+            "least left, not flipped": [k for k in order if not came[k] and not told[k]][:_SHOWN],
+        }
         wanted = sorted({place for group in groups.values() for place in group})
         try:
             images = thumbnails(picked(self.here.batches, torch.tensor(wanted)))

@@ -16,7 +16,7 @@ from spiritlevel.results.estimates import Estimate
 from spiritlevel.results.formatting import aligned, figure
 from spiritlevel.results.pages import Shown
 from spiritlevel.results.reports import Pictures
-from spiritlevel.results.tables import Columns
+from spiritlevel.results.tables import Columns, Table
 
 HIGHER, RANDOM, SUBSET = "higher orders", "random change", "subset of samples"
 """Where the interval of a prediction may come from."""
@@ -265,3 +265,64 @@ def limits_in_words(predicted: Prediction) -> str:
         width = f"±{figure(above, 2)}" if same else f"−{figure(below, 2)} +{figure(above, 2)}"
         parts.append((below + above, f"{name} {width}"))
     return ", ".join(text for _, text in sorted(parts, key=lambda part: -part[0])) or "none"
+
+
+@dataclass(frozen=True)
+class LayerBits(Result):
+    """The bits that one layer gets, what rounding it to so many is taken to cost, and what uniform bits would."""
+
+    name: str
+    size: int
+    bits: int
+    cost: float
+    uniform_cost: float
+
+
+@dataclass(frozen=True)
+class BitPlan(Table):
+    """How many bits each layer gets within a size, and how the plan fares beside the same number for all.
+
+    `budget` is the number of bits a weight that may be used on average, `uniform` the largest single number of bits
+    that keeps to it. `losses` and `accuracies` are those of the model, of the plan and of uniform bits.
+    """
+
+    rows: tuple[LayerBits, ...]
+    budget: float
+    by: str
+    uniform: int
+    losses: tuple[Estimate, Estimate, Estimate]
+    accuracies: tuple[Estimate, Estimate, Estimate]
+    samples: int = 0
+
+    @property
+    def bits(self) -> dict[str, int]:
+        """The bits of each layer by its name."""
+        return {row.name: row.bits for row in self.rows}
+
+    @property
+    def mean_bits(self) -> float:
+        """Bits a weight, on average."""
+        return sum(row.size * row.bits for row in self.rows) / max(1, sum(row.size for row in self.rows))
+
+    def _columns(self) -> Columns:
+        return {
+            "layer": (str, [row.name for row in self.rows]),
+            "size": (int, [row.size for row in self.rows]),
+            "bits": (int, [row.bits for row in self.rows]),
+            "cost": (float, [row.cost for row in self.rows]),
+            "uniform_cost": (float, [row.uniform_cost for row in self.rows]),
+        }
+
+    def __str__(self) -> str:
+        table = [["layer", "size", "bits", "cost", f"cost of {self.uniform} bits"]]
+        table += [
+            [row.name, f"{row.size:,}", str(row.bits), figure(row.cost, 3), figure(row.uniform_cost, 3)]
+            for row in self.rows
+        ]
+        whole, plan, alike = (figure(each.value) for each in self.losses)
+        said = f"{figure(self.mean_bits, 3)} bits a weight, by {PREDICTORS[self.by]}: loss {plan}"
+        said += f", with {self.uniform} bits for all {alike}, unrounded {whole}"
+        if not math.isnan(self.accuracies[0].value):
+            whole, plan, alike = (f"{each.value:.2%}" for each in self.accuracies)
+            said += f"; accuracy {plan}, {alike}, {whole}"
+        return "\n".join([*aligned(table), said + "."])
