@@ -1,4 +1,4 @@
-"""What is handed out: the source distribution, the reference pages, the settings of a clone."""
+"""What is handed out: the source distribution, the settings of a clone."""
 
 from __future__ import annotations
 

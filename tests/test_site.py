@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
@@ -18,6 +19,8 @@ from browser import Browser, chromium
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tools"))
+from make_notebooks import cells_of  # noqa: E402
+from make_notebooks import run as run_notebook  # noqa: E402
 from page_blocks import blocks_of, run_page  # noqa: E402
 
 DOCS = ROOT / "docs"
@@ -138,6 +141,33 @@ def test_what_a_guide_prints_belongs_to_its_code(page: Path) -> None:
 def test_the_blocks_of_a_guide_run(page: Path, tmp_path: Path) -> None:
     printed = run_page(page, tmp_path)
     assert set(printed) == set(OUTPUTS[page.stem])
+
+
+NOTEBOOKS = sorted((DOCS / "notebooks").glob("*.py"))
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_is_that_of_its_script_with_output(path: Path) -> None:
+    kept = json.loads(path.with_suffix(".ipynb").read_text(encoding="utf-8"))
+    assert (kept["nbformat"], kept["nbformat_minor"]) == (4, 5)
+    cells = [(cell["cell_type"], "".join(cell["source"])) for cell in kept["cells"]]
+    assert cells == cells_of(path.read_text(encoding="utf-8")), "run `python tools/make_notebooks.py`"
+    assert len({cell["id"] for cell in kept["cells"]}) == len(cells)
+    assert any(
+        "image/svg+xml" in output.get("data", {}) for cell in kept["cells"] for output in cell.get("outputs", ())
+    )
+    assert len(NOTEBOOKS) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_runs_in_less_than_three_minutes(path: Path) -> None:
+    begin = time.process_time()
+    made = run_notebook(path)
+    assert time.process_time() - begin < 180
+    kept = json.loads(path.with_suffix(".ipynb").read_text(encoding="utf-8"))
+    shapes = [[sorted(output.get("data", [])) for output in cell.get("outputs", ())] for cell in made["cells"]]
+    assert shapes == [[sorted(output.get("data", [])) for output in cell.get("outputs", ())] for cell in kept["cells"]]
 
 
 @pytest.fixture(scope="module")
