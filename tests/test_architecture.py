@@ -243,13 +243,19 @@ def test_the_examples_in_the_readme_run(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     readme = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
-    samples, measure = re.findall(r"```python\n(.*?)```", readme, flags=re.DOTALL)
+    first, samples, measure = re.findall(r"```python\n(.*?)```", readme, flags=re.DOTALL)
     monkeypatch.chdir(tmp_path)
     exec(samples, {})
     found, wrong = map(int, re.findall(r"(\d+) of (\d+) wrong labels", capsys.readouterr().out)[0])
     assert found > 0.9 * wrong
     assert (tmp_path / "run" / "samples.safetensors").exists()
     assert "data:image/webp" in (tmp_path / "samples.html").read_text(encoding="utf-8")
+    inputs, labels = torch.randn(20, 4), torch.arange(20) % 3
+    exec(first, {"model": nn.Linear(4, 3), "train": (inputs, labels), "test": (inputs, labels)})
+    assert "It classifies" in capsys.readouterr().out
+    assert (tmp_path / "landscape.pdf").read_bytes().startswith(b"%PDF")
+    kept = Path(__file__).parents[1] / "examples" / "output" / "headline.txt"
+    assert f"```text\n{kept.read_text(encoding='utf-8')}```" in readme  # as examples/first_measurement.py printed it
     exec(measure, {})
     shown = capsys.readouterr().out
     assert "1000 output margins" in shown

@@ -44,7 +44,7 @@ from spiritlevel.samples.margins import margins as measured_margins
 from spiritlevel.samples.traces import sample_traces
 
 if TYPE_CHECKING:
-    import altair as alt
+    from spiritlevel.charts.axes import Chart
 
 __all__ = ["audit", "density", "landscape", "layers", "margins", "save", "spectrum", "traces", "training"]
 
@@ -59,7 +59,7 @@ def landscape(
     log: bool = False,
     title: str = "",
     **options: Any,
-) -> alt.LayerChart:
+) -> Chart:
     """The loss along a line, or on a plane, through one model or several.
 
     A line has a band, the 95 % interval of the mean over the data of which the samples were drawn, and the parabola
@@ -89,7 +89,7 @@ def landscape(
     return surface_lines(found, accuracy=accuracy, band=band, quadratic=quadratic, log=log, title=title)
 
 
-def spectrum(of: Any, data: Any = None, *, title: str = "", **options: Any) -> alt.LayerChart:
+def spectrum(of: Any, data: Any = None, *, title: str = "", **options: Any) -> Chart:
     """The Ritz values of the Hessian and their weights; of mini-batches a histogram of their largest eigenvalues.
 
     Args:
@@ -112,9 +112,7 @@ def spectrum(of: Any, data: Any = None, *, title: str = "", **options: Any) -> a
     return ritz_values(next(iter(found.values())), title=title)
 
 
-def density(
-    of: Any, data: Any = None, *, width: float | None = None, title: str = "", **options: Any
-) -> alt.LayerChart:
+def density(of: Any, data: Any = None, *, width: float | None = None, title: str = "", **options: Any) -> Chart:
     """The smoothed density of the Hessian's eigenvalues with its error band, for one model or several.
 
     Args:
@@ -137,7 +135,7 @@ def density(
     return densities({name: curves[name] for name in _several(of)}, title=title)
 
 
-def margins(of: Any, data: Any = None, *, title: str = "", **options: Any) -> alt.LayerChart:
+def margins(of: Any, data: Any = None, *, title: str = "", **options: Any) -> Chart:
     """How the output margins of the samples are distributed: a histogram and a box, or the shares of several groups.
 
     Args:
@@ -160,7 +158,7 @@ def margins(of: Any, data: Any = None, *, title: str = "", **options: Any) -> al
     return histograms({name: each.signed for name, each in found.items()}, "output margin", title=title)
 
 
-def traces(of: Any, data: Any = None, *, title: str = "", **options: Any) -> alt.LayerChart:
+def traces(of: Any, data: Any = None, *, title: str = "", **options: Any) -> Chart:
     """The trace of every sample's Hessian: against its margin where that is known, else how they are distributed.
 
     Args:
@@ -184,7 +182,7 @@ def traces(of: Any, data: Any = None, *, title: str = "", **options: Any) -> alt
     return histograms({name: each.values for name, each in found.items()}, "Hessian trace", log_x=True, title=title)
 
 
-def layers(of: Any, data: Any = None, *, title: str = "", **options: Any) -> alt.LayerChart:
+def layers(of: Any, data: Any = None, *, title: str = "", **options: Any) -> Chart:
     """The share of each parameter tensor in the trace of the Hessian, as bars.
 
     The shares change when layers are rescaled, although the function does not.
@@ -200,14 +198,14 @@ def layers(of: Any, data: Any = None, *, title: str = "", **options: Any) -> alt
     found = _one(of, "layers")
     if isinstance(found, nn.Module):
         found = sample_traces(found, _needed(data), **{**options, "per_layer": True})
-    parts = {
-        Report: lambda: dict(found.layers),
-        SampleTraces: lambda: {name: float(values.mean()) for name, values in found.layers.items()},
-        SpectrumSummary: lambda: {name: each.value for name, each in found.layers.items()},
-    }.get(type(found))
-    if parts is None:
+    if isinstance(found, SampleTraces):
+        held = {name: float(values.mean()) for name, values in found.layers.items()}
+    elif isinstance(found, SpectrumSummary):
+        held = {name: each.value for name, each in found.layers.items()}
+    elif isinstance(found, Report):
+        held = dict(found.layers)
+    else:
         raise InputError(f"layers draws a Report, SampleTraces, a SpectrumSummary or a model, got {shown(found)}.")
-    held = parts()
     total = sum(held.values())
     if not held or not total:
         raise InputError("there are no traces by layer in it; sl.sample_traces(..., per_layer=True) makes some.")
@@ -216,7 +214,7 @@ def layers(of: Any, data: Any = None, *, title: str = "", **options: Any) -> alt
     return bars(shares, "layer", column, title=title)
 
 
-def audit(of: Any, data: Any = None, *, title: str = "", **options: Any) -> alt.LayerChart:
+def audit(of: Any, data: Any = None, *, title: str = "", **options: Any) -> Chart:
     """What happens to each measure when the parameters change and the function does not: a map of factors.
 
     Args:
@@ -231,7 +229,7 @@ def audit(of: Any, data: Any = None, *, title: str = "", **options: Any) -> alt.
     return audit_map(next(iter(found.values())), title=title)
 
 
-def training(of: Any, *, log: bool = False, title: str = "") -> alt.VConcatChart:
+def training(of: Any, *, log: bool = False, title: str = "") -> Any:
     """The curves of a tracked training, a panel for each quantity; of several trainings on the same axes.
 
     Args:

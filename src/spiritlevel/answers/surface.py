@@ -240,8 +240,9 @@ class _Sums:
 
     @classmethod
     def none(cls, points: int) -> _Sums:
-        many, one = [torch.zeros(points, dtype=torch.float64) for _ in range(3)], torch.zeros(1, dtype=torch.float64)
-        return cls(*many, one, one.clone())
+        losses, squares, correct = (torch.zeros(points, dtype=torch.float64) for _ in range(3))
+        other, done = (torch.zeros(1, dtype=torch.float64) for _ in range(2))
+        return cls(losses, squares, correct, other, done)
 
     def spread(self, count: int, shape: tuple[int, ...]) -> Tensor | None:
         """The standard deviation of a sample's loss; where rounding hides it, 0."""

@@ -60,7 +60,7 @@ def surface_lines(
     domain = [min(positive or [1e-12]), max(ends)] if log else [max(0.0, min(ends) - room), max(ends) + room]
     scale = alt.Scale(type="log", domain=domain) if log else alt.Scale(domain=domain, nice=False)
     up = alt.Y("y:Q", title="loss", scale=scale, axis=NUMBERS)
-    colour = {} if one else {"color": alt.Color("series:N", sort=None, title=None)}
+    colour: dict[str, Any] = {} if one else {"color": alt.Color("series:N", sort=None, title=None)}
     layers: list[Any] = []
     if any(row["low"] is not None for row in rows):
         area = alt.Y("low:Q", title="loss", scale=scale, axis=NUMBERS)
@@ -193,7 +193,7 @@ def histograms(
     kind = "not positive or not finite" if log_x else "not finite"
     note = f"{lost:,} values are {kind} and not shown" if lost else ""
     across = alt.Scale(type="log", nice=False) if log_x else alt.Scale(zero=False)
-    colour = {} if len(groups) == 1 else {"color": alt.Color("series:N", sort=None, title=None)}
+    colour: dict[str, Any] = {} if len(groups) == 1 else {"color": alt.Color("series:N", sort=None, title=None)}
     base = chart_of(rows).encode(
         x=alt.X("x:Q", title=name, scale=across, axis=NUMBERS),
         y=alt.Y(

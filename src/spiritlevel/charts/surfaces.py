@@ -65,7 +65,7 @@ def contours(
     ]
     horizontal = alt.X("x:Q", title=names[0], scale=alt.Scale(zero=False, nice=False), axis=NUMBERS)
     vertical = alt.Y("y:Q", title=names[1], scale=alt.Scale(zero=False, nice=False), axis=NUMBERS)
-    shared = {"domain": list(domain)} if domain else {}
+    shared: dict[str, Any] = {"domain": list(domain)} if domain else {}
     scale = alt.Scale(type="log" if log else "linear", scheme="viridis", **shared)
     legend = alt.Legend(labelExpr=LABEL.replace(".6~r", ".3~r"), gradientLength=200)
     surface = (

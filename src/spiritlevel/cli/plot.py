@@ -182,7 +182,7 @@ class Plot(OnData):
                 where = {"directions": model_of(self.to)}
             if self.along is not None:
                 where = {"trajectory": [model_of(file) for file in _checkpoints(self.along)]}
-            size = {"dimensions": self.dimensions, "points": self.points, "radius": self.radius}
+            size: dict[str, Any] = {"dimensions": self.dimensions, "points": self.points, "radius": self.radius}
             return landscape(model, data, **where, **size, keep=keep, progress=progress, seed=self.seed, **shared)
         progress(self.kind, 0, 0)
         if self.kind == "spectrum" and self.batch is not None:
