@@ -32,7 +32,8 @@ def observed(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor, Te
 
     With t the top class and Z = Σ_{j≠t} exp(φ_j − φ_t), the loss is log(1 + Z) + (φ_t − φ_y) and the entropy
     log(1 + Z) + Σ_{j≠t} (φ_t − φ_j) p_j / (1 + Z), p_j = exp(φ_j − φ_t): sums of positive terms, right at any margin.
-    Differences of logits are rounded as the logits are (float32 at least), all else is float64. One logit φ is read as the two classes (0, φ).
+    Differences of logits are rounded as the logits are (float32 at least), all else is float64. One logit φ is read as
+    the two classes (0, φ).
 
     >>> loss, margin, entropy, top = observed(torch.tensor([[80.0, 0.0]]), torch.tensor([0]))
     >>> f"{float(loss):.3e} {float(margin):g} {float(entropy):.3e} {int(top)}"
