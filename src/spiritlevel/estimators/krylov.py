@@ -15,6 +15,7 @@ from torch import Tensor
 
 from spiritlevel.estimators.operator import Product
 from spiritlevel.estimators.probes import gaussian
+from spiritlevel.memory import check_room
 
 Array = NDArray[np.float64]
 _MISS = 1e-3  # chance that an eigenvalue stays hidden
@@ -54,6 +55,12 @@ class Krylov:
         self.product = product
         self.capacity = capacity
         self.seed = seed
+        if product.device.type == "cpu":
+            check_room(
+                capacity * product.size * product.dtype.itemsize,
+                f"a basis of {capacity} vectors of {product.size:,} numbers",
+                "hold fewer of them (basis=, steps=), or measure some of the layers (params=)",
+            )
         self.basis = torch.empty(capacity, product.size, dtype=product.dtype, device=product.device)
         self.width = 0
         self.projected: Array = np.zeros((capacity, capacity))

@@ -17,6 +17,7 @@ from torch import Tensor
 from spiritlevel.arguments import checked
 from spiritlevel.errors import InputError, first_line
 from spiritlevel.estimators.entries import Entries
+from spiritlevel.memory import check_room
 
 _Arguments = ParamSpec("_Arguments")
 _Found = TypeVar("_Found")
@@ -110,6 +111,12 @@ class Operator:
 
     def dense(self) -> Tensor:
         """The matrix itself, by `size` products."""
+        if self.device.type == "cpu":
+            check_room(
+                2 * self.size**2 * self.dtype.itemsize,
+                f"a dense matrix of {self.size:,} × {self.size:,} numbers",
+                "multiply by vectors instead, or take some of the layers (params=)",
+            )
         width = max(1, min(128, 2**25 // self.size))
         blocks = identity_blocks(self.size, self.dtype, self.device, width)
         return torch.cat([self @ block for block in blocks], dim=1)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from spiritlevel.errors import InputError
 
+_SMALL = 2**26  # bytes that are there, whatever the machine says
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 
@@ -31,6 +32,22 @@ def parse_memory(memory: int | str | None) -> int:
     if memory < 1:
         raise InputError(f"memory must be positive, got {memory}.")
     return int(memory)
+
+
+def check_room(need: int, what: str, way_out: str) -> None:
+    """Refuse work that needs more memory than there is, before it is asked for.
+
+    The system lets a process ask for more than there is, and ends it without a word when it comes to that.
+
+    >>> check_room(10**15, "eigenvalues, for 40 vectors of 3,125,000,000,000 numbers", "basis= holds fewer")
+    Traceback (most recent call last):
+    spiritlevel.errors.InputError: there is not enough memory for eigenvalues, for 40 vectors of 3,125,000,000,000...
+    """
+    if need > _SMALL and need > (free := available_memory()):
+        raise InputError(
+            f"there is not enough memory for {what}: it needs about {need / 1e9:,.1f} GB, and {free / 1e9:,.1f} GB are "
+            f"free; {way_out}."
+        )
 
 
 def available_memory() -> int:
