@@ -15,13 +15,13 @@ import pytest
 from scipy import stats
 
 from spiritlevel.measures import MEASURES
-from spiritlevel.papers.studies import Run, Verdict, decide
+from spiritlevel.papers.studies import Run, Verdict, decide, league
 from spiritlevel.papers.studies import generalisation as study
 from spiritlevel.papers.studies.generalisation import Generalisation
 from spiritlevel.statistics.ranking import Ranking
 
 GRID = list(itertools.product((0.1, 0.2), (8, 16), (1.0, 2.0, 4.0), (0.0, 1e-3), range(3)))
-SETTINGS = {name: [cell[k] for cell in GRID] for k, name in enumerate(study.SETTINGS)}
+SETTINGS = {name: [cell[k] for cell in GRID] for k, name in enumerate(league.SETTINGS)}
 REPLICAS = [cell[-1] for cell in GRID]
 SMOKE = {**study.STUDY.scales["smoke"], "resamples": 50}
 
@@ -62,7 +62,7 @@ def test_a_resample_keeps_cells_whole() -> None:
 def test_conditional_tau_is_the_mean_over_lines_of_the_grid() -> None:
     gap, values = np.round(noise(2), 1), np.round(noise(3) + 0.4 * noise(2), 1)
     found = {name: draws[0] for name, draws in ranking(gap, 1, a=values).conditional("a").items()}
-    for axis, name in enumerate((*study.SETTINGS, "seed")):
+    for axis, name in enumerate((*league.SETTINGS, "seed")):
         lines: dict[Any, list[int]] = {}
         for k, cell in enumerate(GRID):
             lines.setdefault(cell[:axis] + cell[axis + 1 :], []).append(k)
@@ -71,7 +71,7 @@ def test_conditional_tau_is_the_mean_over_lines_of_the_grid() -> None:
             for line in lines.values()
         ]
         assert found[name] == pytest.approx(np.mean(taus), abs=1e-12)
-    assert found["mean"] == pytest.approx(np.mean([found[name] for name in study.SETTINGS]))
+    assert found["mean"] == pytest.approx(np.mean([found[name] for name in league.SETTINGS]))
 
 
 def information(values: Any, gap: Any) -> float:
@@ -142,12 +142,12 @@ def verdicts(undecided: str = "", **measures: Any) -> dict[str, Verdict]:
 def test_every_verdict_can_occur() -> None:
     gap = noise(0)
     close = {"trace": gap + noise(2), "largest_eigenvalue": gap + noise(3)}
-    good = verdicts(**{name: gap for name in ("margin_mean", "fisher_rao_norm", *study.PRODUCTS)})
+    good = verdicts(**{name: gap for name in ("margin_mean", "fisher_rao_norm", *league.PRODUCTS)})
     assert set(good.values()) == {Verdict.REPRODUCED}
     plain = verdicts(margin_mean=-gap, trace=gap, largest_eigenvalue=gap)
     assert set(plain.values()) == {Verdict.NOT}
     near = {name: gap + 0.9 * noise(15) for name in ("margin_mean", "fisher_rao_norm")}
-    near |= {name: close[base] + 0.15 * gap + 0.3 * noise(15) for name, base in study.PRODUCTS.items()}
+    near |= {name: close[base] + 0.15 * gap + 0.3 * noise(15) for name, base in league.PRODUCTS.items()}
     assert set(verdicts(**close, **near).values()) == {Verdict.UNDECIDED}
     assert set(verdicts("too few", **close, **near).values()) == {Verdict.UNDECIDED}
     upside_down = verdicts(trace=-gap, largest_eigenvalue=-gap, margin_mean=-0.5 * gap + noise(1))
@@ -158,11 +158,11 @@ def test_every_verdict_can_occur() -> None:
 
 
 def test_every_measure_has_a_family() -> None:
-    found = {name: study.family(name) for name in (*MEASURES, *study.PRODUCTS, *study.CONTROLS)}
-    assert set(found.values()) == set(study.FAMILIES)
-    assert {found[name] for name in study.PLAIN} == {"flatness"}
+    found = {name: league.family(name) for name in (*MEASURES, *league.PRODUCTS, *league.CONTROLS)}
+    assert set(found.values()) == set(league.FAMILIES)
+    assert {found[name] for name in league.PLAIN} == {"flatness"}
     assert {found[name] for name in ("margin_mean", "mean_aceht", "hidden_margin_q1")} == {"margin"}
-    assert {found[name] for name in ("relative_flatness", "fisher_rao_norm", *study.PRODUCTS)} == {
+    assert {found[name] for name in ("relative_flatness", "fisher_rao_norm", *league.PRODUCTS)} == {
         "scale-aware flatness"
     }
     assert found["path_norm"] == "norm"
@@ -174,7 +174,7 @@ def test_signs_and_products() -> None:
         measures = [{"name": name, "value": value, "direction": direction} for name, value, direction in rows]
         return {"loss": 0.1, "steps": 5, "parameters": 7, "measures": measures}
 
-    found = study.columns([net(2.0, 3.0, 1.0), net(None, 1.0, 4.0)])
+    found = league.columns([net(2.0, 3.0, 1.0), net(None, 1.0, 4.0)])
     assert found["margin_mean"].tolist() == [-1.0, -4.0]
     assert found["trace × ‖θ‖²"][0] == 18.0
     assert math.isnan(found["trace"][1])
@@ -190,7 +190,7 @@ def test_spread_of_the_gaps() -> None:
         }
         for gap, odd, size in ((0.10, 0.10, 1), (0.12, 0.13, 1), (0.14, 0.12, 2))
     ]
-    found = study.gap_spread(nets)
+    found = league.gap_spread(nets)
     assert found["gap_sd"] == pytest.approx(0.02)
     assert found["binomial_error"] == pytest.approx(0.01)
     assert found["spread_ratio"] == pytest.approx(2.0)

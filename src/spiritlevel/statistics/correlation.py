@@ -207,6 +207,15 @@ def _disattenuated(x: _Column, y: _Column) -> float:
     return float(np.clip(moment(x, y, paired=shared) / math.sqrt(spread_x * spread_y), -1.0, 1.0))
 
 
+def _in_group(x: _Column, y: _Column, where: Any) -> tuple[_Column, _Column]:
+    mask = _numbers(where)
+    if mask.dtype != np.bool_ or mask.shape != x.values.shape:
+        raise InputError(
+            f"where must be a mask of {len(x.values)} booleans, got {mask.dtype} values of shape {mask.shape}."
+        )
+    return x.pick(mask), y.pick(mask)
+
+
 @checked
 def correlate(
     a: Any,
@@ -259,15 +268,9 @@ def correlate(
         raise InputError(f"correlate needs a seed that is a whole number of at least 0, got {seed!r}.")
     seed = int(seed)
     x, y = _pair(a, b)
-    group = ""
+    group = "" if where is None else " in this group"
     if where is not None:
-        mask = _numbers(where)
-        if mask.dtype != np.bool_ or mask.shape != x.values.shape:
-            raise InputError(
-                f"where must be a mask of {len(x.values)} booleans, got {mask.dtype} values of shape {mask.shape}."
-            )
-        x, y, group = x.pick(mask), y.pick(mask), " in this group"
-
+        x, y = _in_group(x, y, where)
     fixed: dict[str, Any] = {"level": level, "outliers": outliers, "seed": seed}
     undefined: dict[str, Any] = dict.fromkeys(("r", "low", "high", "spearman", "slope", "intercept"), math.nan)
     if reason := _undefined(x, y, group):
