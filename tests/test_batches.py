@@ -31,10 +31,10 @@ from torch.utils.data import (
 )
 
 import spiritlevel as sl
-from spiritlevel.binding import memory
+from spiritlevel import memory
 from spiritlevel.binding.batches import Batches, Fingerprint
-from spiritlevel.binding.memory import available_memory, parse_memory
 from spiritlevel.errors import InputError
+from spiritlevel.memory import available_memory, parse_memory
 
 # ---------------------------------------------------------------- data
 

@@ -1,8 +1,8 @@
 """Tries wrong arguments, command lines and files, and writes how many were tried into SECURITY.md between its marks.
 
 All that `tests/test_wrong.py` draws from, in pieces: what was tried so far is kept in build/tried.json, so that
-`--seconds 300` can be called until nothing is left, and a kind that failed can be tried anew with `--again`. The table
-says for each kind how many tries there are, how many were made and how many were answered badly.
+`--seconds 300` can be called until nothing is left. What was answered badly is tried again each time, until it is
+mended. The table says for each kind how many tries there are, how many were made and how many were answered badly.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import re
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -31,37 +31,40 @@ from spiritlevel.storage import write_atomically
 PAGE, STATE = ROOT / "SECURITY.md", ROOT / "build" / "tried.json"
 BEGIN, END = "<!-- tried: begin -->", "<!-- tried: end -->"
 
-Answer = tuple[str, str]
-"""What was tried, and what was wrong with the answer (nothing: a right one)."""
+Answer = tuple[int, str, str]
+"""The number of a try, what was tried, and what was wrong with the answer (nothing: a right one)."""
 
 
-def arguments(count: int, start: int) -> Iterator[Answer]:
+def arguments(count: int, numbers: Sequence[int]) -> Iterator[Answer]:
     with tempfile.TemporaryDirectory() as folder:
-        for index, each in enumerate(wrong_values.tries(count)[start:]):
-            place = Path(folder) / str(index)
+        every = wrong_values.tries(count)
+        for number in numbers:
+            place = Path(folder) / str(number)
             place.mkdir()
             os.chdir(place)
-            yield str(each), each.failure()
+            yield number, str(every[number]), every[number].failure()
         os.chdir(ROOT)
 
 
-def lines(count: int, start: int) -> Iterator[Answer]:
+def lines(count: int, numbers: Sequence[int]) -> Iterator[Answer]:
     with tempfile.TemporaryDirectory() as folder:
         wrong_commands.prepare(Path(folder))
         os.chdir(folder)
-        for each in wrong_commands.tries(count)[start:]:
-            yield str(each), each.failure()
+        every = wrong_commands.tries(count)
+        for number in numbers:
+            yield number, str(every[number]), every[number].failure()
         os.chdir(ROOT)
 
 
-def files(count: int, start: int) -> Iterator[Answer]:
+def files(count: int, numbers: Sequence[int]) -> Iterator[Answer]:
     with tempfile.TemporaryDirectory() as folder:
-        for index, each in enumerate(wrong_files.tries(count)):
-            if index >= start:
-                yield str(each), each.failure(Path(folder))
+        wanted = set(numbers)
+        for number, each in enumerate(wrong_files.tries(count)):
+            if number in wanted:
+                yield number, str(each), each.failure(Path(folder))
 
 
-KINDS: dict[str, tuple[Callable[[int, int], Iterator[Answer]], Callable[[], str], str]] = {
+KINDS: dict[str, tuple[Callable[[int, Sequence[int]], Iterator[Answer]], Callable[[], str], str]] = {
     "arguments": (
         arguments,
         lambda: (
@@ -99,20 +102,20 @@ def main() -> int:
     parser.add_argument("--tries", type=int, default=5000, help="of each kind")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after so long, and go on next time")
     parser.add_argument("--only", choices=list(KINDS), help="one kind alone")
-    parser.add_argument("--again", choices=list(KINDS), help="forget what was tried of this kind")
     options = parser.parse_args()
     state = json.loads(STATE.read_text()) if STATE.exists() else {}
-    state.pop(options.again, None)
     end = time.monotonic() + options.seconds
     for kind, (tries, _, _) in KINDS.items():
         found = state.setdefault(kind, {"tried": 0, "failures": {}})
-        if options.only not in (None, kind) or found["tried"] >= options.tries:
+        numbers = [*map(int, found["failures"]), *range(found["tried"], options.tries)]
+        if options.only not in (None, kind) or not numbers:
             continue
-        for what, fault in tries(options.tries, found["tried"]):
-            found["tried"] += 1
+        for number, what, fault in tries(options.tries, numbers):
+            found["tried"] = max(found["tried"], number + 1)
+            found["failures"].pop(str(number), None)
             if fault:
-                found["failures"][what] = fault
-                print(f"{kind} {found['tried']}: {what}: {fault}", flush=True)
+                found["failures"][str(number)] = f"{what}: {fault}"
+                print(f"{kind} {number}: {what}: {fault}", flush=True)
             if time.monotonic() > end:
                 break
         os.chdir(ROOT)

@@ -27,7 +27,6 @@ from spiritlevel.answers.wording import headline
 from spiritlevel.arguments import checked
 from spiritlevel.binding.batches import Fingerprint, picked
 from spiritlevel.binding.losses import BinaryCrossEntropy
-from spiritlevel.binding.memory import available_memory
 from spiritlevel.binding.ranks import Ranks
 from spiritlevel.binding.reading import Reading
 from spiritlevel.binding.state import preserved_random_state
@@ -36,6 +35,7 @@ from spiritlevel.estimators import spectrum
 from spiritlevel.measures import Measure, Setting, select
 from spiritlevel.measures.margins import acehts
 from spiritlevel.measures.registry import LEADING
+from spiritlevel.memory import available_memory
 from spiritlevel.results import (
     Estimate,
     Fit,

@@ -21,12 +21,12 @@ from torch import Tensor, nn
 from spiritlevel.binding.batches import Batches, resized, spread, subset
 from spiritlevel.binding.coupling import depends_on_others
 from spiritlevel.binding.losses import OfPositions
-from spiritlevel.binding.memory import parse_memory
 from spiritlevel.binding.parameters import Params
 from spiritlevel.binding.problem import Problem
 from spiritlevel.binding.ranks import Ranks
 from spiritlevel.binding.reading import Reading, form_of
 from spiritlevel.errors import InputError, checked_seed, whole_number
+from spiritlevel.memory import parse_memory
 
 Found = TypeVar("Found")
 _OUTPUTS = 2**24  # numbers that the outputs of one batch hold at most, where nothing else limits them

@@ -43,12 +43,12 @@ class Report(Command):
         from spiritlevel.results import Comparison
         from spiritlevel.storage import write_atomically
 
+        results = [_read(path) for path in self.runs]
         for path in self.runs:
             if self.out.resolve() == _file(path).resolve():
                 raise InputError(
                     f"--out {self.out} is the run itself, which the page would overwrite; name another file."
                 )
-        results = [_read(path) for path in self.runs]
         titles = [_title(result) for result in results]
         for number, (path, result) in enumerate(zip(self.runs, results, strict=True)):
             if titles.count(titles[number]) > 1 and not isinstance(result, Comparison):

@@ -18,6 +18,7 @@ from spiritlevel.arguments import checked
 from spiritlevel.errors import InputError, first_line
 from spiritlevel.estimators.entries import Entries
 from spiritlevel.estimators.space import Space
+from spiritlevel.memory import check_room
 
 _Arguments = ParamSpec("_Arguments")
 _Found = TypeVar("_Found")
@@ -128,6 +129,12 @@ class Operator:
 
     def dense(self) -> Tensor:
         """The matrix itself, by `size` products."""
+        if self.device.type == "cpu":
+            check_room(
+                2 * self.size**2 * self.dtype.itemsize,
+                f"a dense matrix of {self.size:,} × {self.size:,} numbers",
+                "multiply by vectors instead, or take some of the layers (params=)",
+            )
         width = max(1, min(128, 2**25 // self.size))
         blocks = identity_blocks(self.space, self.dtype, self.device, width)
         return torch.cat([self.space.whole(self @ block) for block in blocks], dim=1)

@@ -22,6 +22,11 @@ def _sample_names(report: Report, count: int) -> list[int]:
     return list(range(count)) if report.indices is None else [int(index) for index in report.indices.tolist()]
 
 
+def _sample_name(report: Report, row: int) -> int:
+    """The place of one of them; a file may name any, and none is counted up to."""
+    return row if report.indices is None else int(report.indices[row])
+
+
 def _class(report: Report, target: float) -> str:
     known = 0 <= target < len(report.classes) and float(target).is_integer()
     return report.classes[int(target)] if known else number(target)
@@ -124,9 +129,8 @@ def picture_sheet(report: Report) -> Sheet | None:
     """The pictures that the report kept, on one sheet; None if it has none."""
     if report.pictures is None or not len(report.pictures.indices):
         return None
-    count = int(report.pictures.indices.max()) + 1
-    names = _sample_names(report, count)
-    return sheet(report.pictures.images.numpy(), [names[k] for k in report.pictures.indices.tolist()])
+    names = [_sample_name(report, row) for row in report.pictures.indices.tolist()]
+    return sheet(report.pictures.images.numpy(), names)
 
 
 def pictures_section(report: Report, key: str, pictures: Sheet | None) -> Section:
@@ -152,7 +156,7 @@ def _thumbnail(report: Report, place: int) -> Thumbnail:
         lines.append(f"margin {number(float(report.margins.signed[row]), 3)}")
     if report.traces is not None and row < len(report.traces):
         lines.append(f"trace {number(float(report.traces.values[row]), 3)}")
-    return Thumbnail(place, _sample_names(report, row + 1)[row], tuple(lines))
+    return Thumbnail(place, _sample_name(report, row), tuple(lines))
 
 
 def _verdict(report: Report, margins: Margins, row: int) -> str:

@@ -190,7 +190,8 @@ class Report(Shown):
     def _check(self) -> None:
         per_sample = {"traces": self.traces and self.traces.values, "margins": self.margins and self.margins.signed}
         same_length(**per_sample, predicted=self.predicted, indices=self.indices)
-        count = max((len(each) for each in per_sample.values() if each is not None), default=None)
+        known = [each for each in (*per_sample.values(), self.predicted, self.indices) if each is not None]
+        count = max(map(len, known), default=None)
         if self.indices is not None and (self.indices.ndim != 1 or self.indices.dtype != torch.int64):
             raise Misfit("its indices need one row of whole numbers")
         if self.pictures is not None and count is not None and len(self.pictures.indices):

@@ -16,11 +16,11 @@ from spiritlevel.binding.batches import Batches, Fingerprint, all_targets, resiz
 from spiritlevel.binding.context import Context
 from spiritlevel.binding.coupling import check_independence
 from spiritlevel.binding.graphs import Rows
-from spiritlevel.binding.memory import parse_memory
 from spiritlevel.binding.parameters import Params, in_precision
 from spiritlevel.binding.problem import Problem
 from spiritlevel.binding.reading import Reading
 from spiritlevel.errors import InputError, NotExactError, first_line, unknown_name, whole_number
+from spiritlevel.memory import parse_memory
 from spiritlevel.results import SampleTraces, standard_error
 from spiritlevel.samples.collapsing import Prober
 from spiritlevel.samples.collecting import DEFAULT_PROBES
