@@ -112,7 +112,7 @@ def _adaptive_sharpness_linf(setting: Setting) -> Estimate:
     return _ascent(setting, "adaptive_sharpness_linf", setting.theta.abs(), 0.01, math.inf)
 
 
-def _average(setting: Setting, spread: Tensor | float, purpose: int) -> Estimate:
+def _average(setting: Setting, name: str, spread: Tensor | float, purpose: int) -> Estimate:
     """E L(θ+δ) − L, δ = spread∘z, over normal z, each with its mirror image, which cancels the slope."""
     rises = torch.zeros(_DRAWS, setting.count, dtype=torch.float64)
     with setting.problem.active():  # once, not for every draw
@@ -121,6 +121,7 @@ def _average(setting: Setting, spread: Tensor | float, purpose: int) -> Estimate
             there = setting.losses_at_each(torch.cat([setting.theta + deltas, setting.theta - deltas]))
             rises[some] = (there[: len(some)] + there[len(some) :]) / 2 - setting.losses
     setting.kept[f"average {purpose}"] = rises.mean(0)
+    setting.draws[name] = rises.mean(1)
     return Estimate.from_draws(rises.mean(1), matvecs=2 * _DRAWS, seed=setting.seed)
 
 
@@ -138,7 +139,7 @@ def _average(setting: Setting, spread: Tensor | float, purpose: int) -> Estimate
     invariant_to=UNSEEN,
 )
 def _average_sharpness(setting: Setting) -> Estimate:
-    return _average(setting, 0.01, 1)
+    return _average(setting, "average_sharpness", 0.01, 1)
 
 
 @register(
@@ -155,7 +156,7 @@ def _average_sharpness(setting: Setting) -> Estimate:
     invariant_to=DIAGONAL,
 )
 def _adaptive_sharpness_average(setting: Setting) -> Estimate:
-    return _average(setting, 0.05 * setting.theta.abs(), 2)
+    return _average(setting, "adaptive_sharpness_average", 0.05 * setting.theta.abs(), 2)
 
 
 def _box(setting: Setting, name: str, epsilon: float, columns: int | None) -> Estimate:
