@@ -32,7 +32,7 @@ from spiritlevel.watching.operations import Kink, aten_name, dispatched
 from spiritlevel.watching.watchers import DispatchWatch, FunctionWatch
 
 _TRIES = 3
-_LARGE = 10**6  # parameters from which on two samples have to do
+LARGE = 10**6  # parameters from which on two samples have to do
 _HUGE = 10**8  # and from which on a copy in float64 is too much
 
 Verdicts = dict[str, bool | None]
@@ -91,7 +91,7 @@ def check_input_derivatives(problem: Problem, inputs: Any, targets: Tensor) -> N
 
 def _few(problem: Problem, inputs: Any, targets: Tensor) -> tuple[Any, Tensor]:
     """Five samples from all over a batch, or two for a large network."""
-    count = min(len(targets), 2 if problem.size > _LARGE else 5)
+    count = min(len(targets), 2 if problem.size > LARGE else 5)
     chosen = torch.linspace(0, len(targets) - 1, count).round().long().to(targets.device)
     return tree_map(lambda leaf: leaf[chosen] if isinstance(leaf, Tensor) else leaf, inputs), targets[chosen]
 
@@ -162,6 +162,7 @@ class _Comparison:
         self.step, self.tolerance = (1e-7, 1e-4) if dtype == torch.float64 else (3e-3, 5e-2)
         self.rounding = 10 * torch.finfo(dtype).eps / self.step
         self.kinks, self.refusal = 0.0, cast(InputError | None, None)
+        self._known: dict[tuple[bool, float], Tensor] = {}  # differences at the present point
 
     def _moving(self) -> Params:
         """What is moved: the parameters."""
@@ -189,8 +190,9 @@ class _Comparison:
         self.signs = (signs * (1 + torch.rand(values.shape, generator=generator))).to(values)  # so that none cancel
         self.direction = self._draw(generator)
         padding.freeze(self.direction, self.moving)
-        offset = self._draw(generator)
-        self.point = {name: tensor + 1e-3 * offset[name] for name, tensor in self.moving.items()}
+        offset = (part.reshape(-1).flip(0).reshape(part.shape) for part in self.direction.values())  # another one
+        self.point = {n: p.add(part, alpha=1e-3) for (n, p), part in zip(self.moving.items(), offset, strict=True)}
+        self._known = {}
         slope = self._gradient(self.point)
         if not seed:
             self.kinks = self._share_on_kinks(here, self.direction)
@@ -205,8 +207,10 @@ class _Comparison:
         if twice:
             with contextlib.suppress(RuntimeError):  # likewise
                 claims["second"] = self._weighed(self._second())
-        size, steep = (self.rounding * float(each.norm()) for each in (values, self._weighed(slope)))
-        return {k: self._verdict(k, claim, steep if k == "second" else size) for k, claim in claims.items()}
+        noise = dict.fromkeys(claims, self.rounding * float(values.norm()))
+        if twice:
+            noise["second"] = self.rounding * float(self._weighed(slope).norm())
+        return {kind: self._verdict(kind, claim, noise[kind]) for kind, claim in claims.items()}
 
     def _share_on_kinks(self, here: _Zeros, direction: Params) -> float:
         """The share of samples with a zero that is none a step to either side, and with a loss that bends there.
@@ -286,13 +290,20 @@ class _Comparison:
         return torch.cat([self.scale[name] * part.detach().reshape(-1) for name, part in parts.items()])
 
     def _difference(self, kind: str, step: float) -> Tensor:
-        ends = [{n: p + sign * step * self.direction[n] for n, p in self.point.items()} for sign in (1, -1)]
-        if kind == "second":
-            one, other = (self._weighed(self._gradient(end)) for end in ends)
-        else:
-            with torch.no_grad():
-                one, other = (self._function(end) for end in ends)
-        return (one - other) / (2 * step)
+        """That of the gradients, or of the outputs, which two kinds are compared with."""
+        of_gradients = kind == "second"
+        if (of_gradients, step) in self._known:
+            return self._known[of_gradients, step]
+        found = []
+        for sign in (1, -1):
+            end = {n: p.add(self.direction[n], alpha=sign * step) for n, p in self.point.items()}
+            if of_gradients:
+                found.append(self._weighed(self._gradient(end)))
+            else:
+                with torch.no_grad():
+                    found.append(self._function(end))
+        self._known[of_gradients, step] = (found[0] - found[1]) / (2 * step)
+        return self._known[of_gradients, step]
 
     def _verdict(self, kind: str, claim: Tensor, noise: float) -> bool | None:
         claim = claim.detach()
