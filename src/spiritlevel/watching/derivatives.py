@@ -39,29 +39,31 @@ Verdicts = dict[str, bool | None]
 """Whether the derivatives of one kind are right: "reverse", "forward", or "second"; `None` if that stayed open."""
 
 
-def check_derivatives(problem: Problem, inputs: Any, targets: Tensor, *, twice: bool) -> float:
+def check_derivatives(problem: Problem, inputs: Any, targets: Tensor, *, twice: bool, forward: bool = True) -> float:
     """Raise `InputError` if autograd's derivatives by the parameters are not those of the forward pass.
 
     Returns the share of the samples looked at that sit on a kink, where they have no Hessian, only one on either side:
     some ReLU-like function of theirs is given exactly 0 and would not be on either side, and their loss feels it.
 
     If only forward mode is wrong, `problem.reverse_only` is set instead, and what follows does without it. With `twice`
-    second derivatives are compared as well. What cannot be run in this way is left to what comes next, which says why.
-    Cost: some ten forward passes of five samples, or of two for a large network, once for each problem. Call inside
-    `problem.active()`.
+    second derivatives are compared as well, without `forward` reverse mode alone. What cannot be run in this way is
+    left to what comes next, which says why. Cost: some ten forward passes of five samples, or of two for a large
+    network, once for each problem. Call inside `problem.active()`.
     """
+    wanted = {kind for kind, needed in (("second", twice), ("forward", forward)) if needed}
     known = problem.facts.get("derivatives")
-    if known is None or (twice and not known[0]):
-        known = problem.facts["derivatives"] = twice, _share_on_kinks(problem, inputs, targets, twice)
-    return known[1]
+    if known is None or not wanted <= known[0]:
+        wanted |= set() if known is None else known[0]
+        known = problem.facts["derivatives"] = frozenset(wanted), _share_on_kinks(problem, inputs, targets, wanted)
+    return float(known[1])
 
 
-def _share_on_kinks(problem: Problem, inputs: Any, targets: Tensor, twice: bool) -> float:
+def _share_on_kinks(problem: Problem, inputs: Any, targets: Tensor, kinds: set[str]) -> float:
     few = _few(problem, inputs, targets)
-    found = _compared(problem, *few, twice)
+    found = _compared(problem, *few, kinds)
     if found.broken and "reverse" not in found.broken and not problem.reverse_only:
         problem.reverse_only = True
-        found = _compared(problem, *few, twice)
+        found = _compared(problem, *few, kinds)
     if found.broken and found.refusal is not None:
         raise found.refusal
     if found.broken:
@@ -80,7 +82,7 @@ def check_input_derivatives(problem: Problem, inputs: Any, targets: Tensor) -> N
 
     A hook in front of the first layer changes no derivative by a parameter. Cost and the rest as `check_derivatives`.
     """
-    if "reverse" in _compared(problem, *_few(problem, inputs, targets), twice=False, kind=_ByInputs).broken:
+    if "reverse" in _compared(problem, *_few(problem, inputs, targets), set(), _ByInputs).broken:
         raise InputError(
             f"the gradient by the inputs that autograd returns for the model {type(problem.model).__name__} is not "
             "the derivative of its forward pass: a tensor hook, a gradient reversal or straight-through function, or a "
@@ -106,14 +108,14 @@ class _Found(NamedTuple):
 
 
 def _compared(
-    problem: Problem, inputs: Any, targets: Tensor, twice: bool, kind: type[_Comparison] | None = None
+    problem: Problem, inputs: Any, targets: Tensor, kinds: set[str], kind: type[_Comparison] | None = None
 ) -> _Found:
     """In float64, or in the model's own precision if that leaves it open."""
     precisions = [torch.float64] if problem.size <= _HUGE else []
     for dtype in dict.fromkeys([*precisions, problem.dtype]):
         comparison = (kind or _Comparison)(problem, inputs, targets, dtype)
         try:
-            verdicts = comparison.verdicts(twice)
+            verdicts = comparison.verdicts(kinds)
         except _TooCoarse as coarse:
             if dtype == problem.dtype:
                 problem.facts["rounding"] = coarse.rounding
@@ -168,17 +170,17 @@ class _Comparison:
         """What is moved: the parameters."""
         return self.problem.params
 
-    def verdicts(self, twice: bool) -> Verdicts:
+    def verdicts(self, kinds: set[str]) -> Verdicts:
         """The first verdict of each kind from a few random directions."""
         verdicts: Verdicts = {}
         for seed in range(_TRIES):
-            found = self._from(seed, twice)
+            found = self._from(seed, kinds)
             verdicts = {kind: found[kind] if verdicts.get(kind) is None else verdicts[kind] for kind in found}
             if None not in verdicts.values():
                 break
         return verdicts
 
-    def _from(self, seed: int, twice: bool) -> Verdicts:
+    def _from(self, seed: int, kinds: set[str]) -> Verdicts:
         """The verdicts at one random point near the parameters, along one random direction."""
         generator = torch.Generator().manual_seed(seed)
         padding, here = _Padding(), _Zeros()
@@ -197,18 +199,18 @@ class _Comparison:
         if not seed:
             self.kinks = self._share_on_kinks(here, self.direction)
         claims = {"reverse": sum(((slope[n] * d).sum() for n, d in self.direction.items()), values.new_zeros(()))}
-        if not self.problem.reverse_only:
+        if "forward" in kinds and not self.problem.reverse_only:
             try:
                 with torch.no_grad():
                     claims["forward"] = along(self._function, self.point, self.direction)[1]
             except RuntimeError as error:  # an operation has none, as whatever needs it will find out
                 self.problem.reverse_only = True
                 self.refusal = error if isinstance(error, InputError) else None
-        if twice:
+        if "second" in kinds:
             with contextlib.suppress(RuntimeError):  # likewise
                 claims["second"] = self._weighed(self._second())
         noise = dict.fromkeys(claims, self.rounding * float(values.norm()))
-        if twice:
+        if "second" in kinds:
             noise["second"] = self.rounding * float(self._weighed(slope).norm())
         return {kind: self._verdict(kind, claim, noise[kind]) for kind, claim in claims.items()}
 

@@ -265,9 +265,13 @@ class ConvolutionRule:
         positions = math.prod(deltas[0].shape[2:])
         rows = [delta.reshape(count * groups, channels, positions) for delta in deltas]
         stacked = rows[0] if depth == 1 else torch.cat(rows, 1)
-        if patches is None:
+        if gram is not None and channels < positions:
+            double = stacked.double()
+            yield self.name, torch.bmm(double, gram).mul_(double).view(count, groups, depth, -1).sum((1, 3))
+        elif gram is not None:
             yield self.name, torch.stack([_gram(row.mT).mul_(gram).view(count, -1).sum(1) for row in rows], 1)
         else:
+            assert patches is not None
             gradients = torch.bmm(stacked, patches.mT).view(count, groups, depth, -1)
             yield self.name, _squared(gradients, 3).sum(1)
         if self.bias:

@@ -292,7 +292,7 @@ class GradientNorms:
 
     def _find_rules(self, inputs: Any) -> None:
         try:
-            _, recorder = self._forward(inputs)
+            outputs, recorder = self._forward(inputs)
             self.copies = any(tap._version != version for _, tap, version in recorder.taps)
         except RuntimeError:  # autograd refuses to work in place on a leaf
             self.copies = True
@@ -300,14 +300,17 @@ class GradientNorms:
             _, recorder = self._forward(inputs)
         elif not _has_forward_hooks(self.problem.model):  # a hook would see the promise of an output
             self.pooled = recorder.poolable
+        recorded = None if self.copies or self.pooled or recorder.without_rule else (outputs, recorder)
         self.without_rule |= recorder.without_rule
-        misfits, self._path = self._misfits(inputs)
+        misfits, self._path = self._misfits(inputs, recorded)
         if misfits:
             self.pooled = set()
             self.without_rule |= self._misfits(inputs)[0]
             self._path = self._forward(inputs)[1].path
 
-    def _misfits(self, inputs: Any) -> tuple[set[str], list[tuple[str, ...]]]:
+    def _misfits(
+        self, inputs: Any, recorded: tuple[Tensor, _Recorder] | None = None
+    ) -> tuple[set[str], list[tuple[str, ...]]]:
         """The parameters whose rule disagrees with autograd on one of the samples; and the functions that were called.
 
         The rules take all samples at once, each with a weight of its own, so that one in another's row shows; and do so
@@ -315,7 +318,7 @@ class GradientNorms:
         """
         params = as_leaves(self.problem.params)
         plain = self.problem.outputs(params, inputs)
-        outputs, recorder = self._forward(inputs)
+        outputs, recorder = recorded or self._forward(inputs)
         if not same_outputs(outputs, plain):  # something read a value that is not there, or is no more what it was
             self.pooled, self.copies = set(), True
             outputs, recorder = self._forward(inputs)
