@@ -106,7 +106,7 @@ def convolutions(scale: Scale) -> list[Row]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    samples, rounds = (64, 2) if full else (4, 1)
+    samples, rounds = 64 if full else 4, 1
     area, rows = "exact traces, ResNet-18", []
     try:
         model = resnet18(64 if full else 4, nn.ReLU).eval()
