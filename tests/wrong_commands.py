@@ -109,6 +109,7 @@ _RIGHT: dict[str, list[str]] = {
     "rank": ["weights.safetensors", "--model", "net.py:make", *_ON_DATA],
     "audit": ["net.py:make", *_ON_DATA, "--transforms", "scale_last_layer"],
     "samples": ["record"],
+    "plot": ["landscape", "net.py:make", "--data", "data.npz", "--points", "3", "--out", "made.svg"],
     "claims": ["--id", "C-4-softmax"],
     "measures": ["trace"],
     "report": ["run", "--out", "page.html"],

@@ -170,6 +170,7 @@ GOOD: dict[str, Callable[[], Any]] = {
     "draws": lambda: torch.randn(8),
     "text": lambda: sl.Estimate(1.0).to_json(),
     "state": lambda: _recorder().state_dict(),
+    "trainer": object,  # transformers is not installed here; where it is, this is the wrong one
 }
 
 # Calls that `GOOD` would get wrong, and options that make one quick.

@@ -3,6 +3,7 @@
 from spiritlevel import data as data
 from spiritlevel import measures as measures
 from spiritlevel import transforms as transforms
+from spiritlevel.answers import plotting as plot  # noqa: F401
 from spiritlevel.answers.auditing import audit as audit
 from spiritlevel.answers.bits import choose_bits as choose_bits
 from spiritlevel.answers.callbacks import hugging_face_callback as hugging_face_callback
@@ -12,6 +13,7 @@ from spiritlevel.answers.comparing import compare as compare
 from spiritlevel.answers.critical import critical_sharpness as critical_sharpness
 from spiritlevel.answers.critical import stability as stability
 from spiritlevel.answers.measuring import measure as measure
+from spiritlevel.answers.minibatches import batch_eigenvalues as batch_eigenvalues
 from spiritlevel.answers.perturbing import perturb as perturb
 from spiritlevel.answers.recorder import Recorder as Recorder
 from spiritlevel.answers.surface import landscape as landscape
@@ -37,6 +39,7 @@ from spiritlevel.papers import claims as claims
 from spiritlevel.papers import networks as models  # noqa: F401
 from spiritlevel.papers import training as training
 from spiritlevel.results import Audit as Audit
+from spiritlevel.results import BatchEigenvalues as BatchEigenvalues
 from spiritlevel.results import BitPlan as BitPlan
 from spiritlevel.results import Certificate as Certificate
 from spiritlevel.results import Checkpoints as Checkpoints

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from spiritlevel import __version__
 from spiritlevel.answers.changes import Change, Moved, as_change, merged
+from spiritlevel.answers.directions import difference
 from spiritlevel.answers.expanding import (
     HALF,
     PARTS,
@@ -24,7 +25,6 @@ from spiritlevel.answers.expanding import (
     spread,
 )
 from spiritlevel.answers.measuring import Progress, kind_of, silent, thumbnails
-from spiritlevel.answers.surface import towards
 from spiritlevel.arguments import checked
 from spiritlevel.binding.batches import picked
 from spiritlevel.binding.parameters import Params, select_parameters
@@ -181,7 +181,7 @@ def moved(change: Change, setting: Setting, named: bool, index: int = 0) -> Move
     assert change.other is not None
     here, twice = {**problem.params, **problem.constants}, set(problem.model.state_dict())
     there = {name: tensor for name, tensor in change.other.items() if name in here or name not in twice}
-    deltas = towards(problem, {**here, **there} if isinstance(change.other, Mapping) else there)
+    deltas = difference(problem, {**here, **there} if isinstance(change.other, Mapping) else there)
     goals = {name: tensor for name, tensor in there.items() if name in deltas}
     return Moved({name: torch.where(deltas[name] == 0, here[name], goals[name].to(here[name])) for name in goals})
 

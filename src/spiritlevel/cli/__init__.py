@@ -42,6 +42,7 @@ from spiritlevel.cli.measure import Measure
 from spiritlevel.cli.measures import Measures
 from spiritlevel.cli.parsing import in_options, parse
 from spiritlevel.cli.perturb import Perturb
+from spiritlevel.cli.plot import Plot
 from spiritlevel.cli.rank import Rank
 from spiritlevel.cli.report import Report
 from spiritlevel.cli.reproduce import Reproduce
@@ -59,7 +60,7 @@ from spiritlevel.errors import (
 COMMANDS: dict[str, Callable[[Sequence[str]], Command]] = {
     **{
         kind.NAME: partial(parse, kind, f"spiritlevel {kind.NAME}")
-        for kind in (Demo, Measure, Compare, Perturb, Rank, Audit, Samples, Claims, Measures, Report)
+        for kind in (Demo, Measure, Compare, Perturb, Rank, Audit, Samples, Plot, Claims, Measures, Report)
     },
     "reproduce": reproduce.parse,  # a kind for each study, built when it is asked for
     "data": data.parse,
@@ -78,6 +79,7 @@ class Spiritlevel:
         | Annotated[Rank, subcommand("rank")]
         | Annotated[Audit, subcommand("audit")]
         | Annotated[Samples, subcommand("samples")]
+        | Annotated[Plot, subcommand("plot")]
         | Annotated[Reproduce, subcommand("reproduce")]
         | Annotated[Claims, subcommand("claims")]
         | Annotated[Measures, subcommand("measures")]

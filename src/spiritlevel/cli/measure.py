@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import Positional, arg
 
@@ -16,6 +16,8 @@ from spiritlevel.cli.parsing import optional
 from spiritlevel.errors import InputError
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from spiritlevel.binding.ranks import Ranks
     from spiritlevel.binding.reading import Reading
     from spiritlevel.loading import Samples
@@ -47,7 +49,7 @@ class RunOnData(Seeded):
     batch_norm: Annotated[str, arg(metavar="eval|batch")] = "eval"
     """Running statistics, or those of each batch."""
     device: Annotated[str | None, optional("DEVICE")] = None
-    """cpu, cuda:0 and so on; where the model already is, unless given."""
+    """cpu, or an accelerator as PyTorch names it (cuda, cuda:1, xpu, mps); where the model already is, unless given."""
     dtype: Annotated[str | None, optional("float32|float64")] = None
     """Convert the model to this number format first."""
 
@@ -56,6 +58,18 @@ class RunOnData(Seeded):
         number = self.output is not None and self.output.lstrip("-").isdigit()
         output = int(str(self.output)) if number else self.output
         return {"target": samples.target, "output": output, "unit": self.unit, "batches": self.batches}
+
+    def drawn(self, samples: Samples, model: nn.Module) -> tuple[Any, Reading, int]:
+        """The samples asked for, drawn at random if they are fewer; how they are read; and how many there are."""
+        from spiritlevel.binding.batches import Batches, subset
+        from spiritlevel.binding.reading import form_of
+        from spiritlevel.loading import check_classes
+
+        form = form_of(self.reading(samples))
+        check_classes(samples, None, model, form.options())
+        whole = self.batch_norm == "batch" or self.batches == "fixed"
+        data, drawn, population = subset(Batches(samples.data, whole=whole, form=form), self.samples, self.seed)
+        return data, (form if drawn is None else form.of_pairs()).options(), population
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,8 +153,9 @@ class Measure(OnData):
         from spiritlevel.loading import check_classes, load_loss, load_samples, read_model
 
         with ranks.together():
-            if ranks.count > 1 and str(self.device).startswith("cuda:"):
-                raise InputError("--device is cuda, without a number, under torchrun: every process takes its own GPU.")
+            kind, _, number = (self.device or "").partition(":")
+            if ranks.count > 1 and number and kind != "cpu":
+                raise InputError(f"--device is {kind}, without a number, under torchrun: every process takes its own.")
             progress("loading", 0, 0)
             model, note = read_model(self.model, self.weights, device=self.device, dtype=self.dtype, seed=self.seed)
             loss = load_loss(self.loss)

@@ -37,7 +37,8 @@ def show_report(report: Report, console: Console | None = None) -> None:
 
     console = console or base.console()
     known = report.settings.get("samples", "an unknown number of")  # not in every report that somebody made up
-    samples = f"{known} samples {'measured' if report.rows else 'given, nothing measured'}"
+    noun = "tokens" if report.settings.get("unit") else "samples"
+    samples = f"{known} {noun} {'measured' if report.rows else 'given, nothing measured'}"
     console.print(f"{report.name}: {report.parameters:,} parameters, {samples}", markup=False)
     if report.partial:
         console.print(f"Not complete: {report.partial}.", style="bold red", markup=False)

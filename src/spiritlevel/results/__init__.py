@@ -46,6 +46,7 @@ from spiritlevel.results.reports import ReportRow as ReportRow
 from spiritlevel.results.samples import Correlation as Correlation
 from spiritlevel.results.samples import Margins as Margins
 from spiritlevel.results.samples import SampleTraces as SampleTraces
+from spiritlevel.results.spectra import BatchEigenvalues as BatchEigenvalues
 from spiritlevel.results.spectra import DiagonalEstimate as DiagonalEstimate
 from spiritlevel.results.spectra import Eigenpairs as Eigenpairs
 from spiritlevel.results.spectra import SmoothedDensity as SmoothedDensity
