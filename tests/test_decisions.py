@@ -12,6 +12,7 @@ import pytest
 import safetensors.torch
 import torch
 from conftest import Untouched
+from doc_blocks import blocks_of, run
 from scipy import stats
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -295,3 +296,15 @@ def test_bad_bits() -> None:
         sl.choose_bits(net, TEST, 2.0, choices=(1,))
     with pytest.raises(InputError, match="by"):
         sl.choose_bits(net, TEST, 2.0, by="luck")
+
+
+def test_every_line_of_the_guide_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    blocks = blocks_of("perturb.md")
+    assert {block.kind for block in blocks} == {"python", "sh"}
+    monkeypatch.chdir(tmp_path)
+    run(blocks)
+    shown = capsys.readouterr().out
+    assert "predicted to flip" in shown
+    assert (tmp_path / "int4" / "report.html").is_file()
