@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import math
 from pathlib import Path
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import spiritlevel as sl
+from spiritlevel.answers.bits import _cheapest
 from spiritlevel.answers.changes import rounded
 from spiritlevel.cli import main
 from spiritlevel.errors import InputError
@@ -284,6 +286,19 @@ def test_bits_are_chosen_within_the_size_and_compared_with_uniform_ones(untouche
     generous = sl.choose_bits(net, TEST, 8.0, choices=(2, 8), by="square")
     assert set(generous.bits.values()) == {8}
     assert set(sl.choose_bits(net, TEST, 2.0, choices=(2, 8)).bits.values()) == {2}
+
+
+def test_no_other_choice_of_bits_costs_less() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(20):
+        sizes = {name: int(torch.randint(1, 50, (), generator=generator)) for name in "abcd"}
+        costs = {name: {b: float(torch.rand((), generator=generator)) for b in (2, 3, 4)} for name in "abcd"}
+        found = _cheapest(costs, sizes, [2, 3, 4], 3.0)
+        every = [dict(zip("abcd", widths, strict=True)) for widths in itertools.product((2, 3, 4), repeat=4)]
+        fitting = [bits for bits in every if sum(sizes[n] * b for n, b in bits.items()) <= 3 * sum(sizes.values())]
+        least = min(sum(costs[n][b] for n, b in bits.items()) for bits in fitting)
+        assert found in fitting
+        assert sum(costs[n][b] for n, b in found.items()) == pytest.approx(least, abs=1e-7)
 
 
 def test_bad_bits() -> None:
