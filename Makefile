@@ -11,7 +11,7 @@ PIP := -m pip --disable-pip-version-check --no-input install --quiet -c constrai
 NO_CPU_TORCH := the install failed. If pip found no CPU build of torch 2.13.0, add an index that has one (see CONTRIBUTING.md).
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-full test-versions test-integrations coverage fuzz bench docs site census coverage-doc audit-deps clean labels
+.PHONY: help install demo test test-full test-versions test-integrations package try-wheel coverage fuzz bench docs site census coverage-doc audit-deps clean labels
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -67,6 +67,17 @@ test-versions:  ## The oldest versions that pyproject.toml promises, and the cor
 	$(PYTHON) -m venv $(VERSIONS)/core
 	$(VERSIONS)/core/bin/python $(PIP) .
 	$(VERSIONS)/core/bin/python tools/try_core.py
+
+package: install  ## Build the wheel and the source distribution, into dist/
+	rm -rf dist
+	$(BIN)/pyproject-build --no-isolation --outdir dist . > /dev/null
+
+WHEEL := build/wheel
+
+try-wheel: package  ## Install the wheel by itself into a clean environment, and measure with it
+	rm -rf $(WHEEL) && $(PYTHON) -m venv $(WHEEL)
+	$(WHEEL)/bin/python $(PIP) dist/*.whl || { echo "make: $(NO_CPU_TORCH)" >&2; exit 1; }
+	$(WHEEL)/bin/python tools/try_core.py
 
 coverage: install  ## Which lines of the package the tests of `make test` run; a figure here, every line in build/coverage
 	$(BIN)/pytest -n 2 --dist worksteal --cov --cov-report=term:skip-covered --cov-report=html:build/coverage
