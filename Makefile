@@ -91,11 +91,11 @@ bench: $(BENCH)/.installed  ## Compare with other libraries, in an environment o
 	$(BENCH)/bin/python -m pytest -q -m peers tests
 	$(BENCH)/bin/python benchmarks/run.py --page docs/benchmarks.md --json benchmarks/last_run.json
 
-# backpack and curvlinops would bring torchvision, which they do not need: pyproject.toml lists what they do need.
+# backpack, curvlinops and laplace-torch would bring torchvision, which they do not need: pyproject.toml lists what they do need.
 $(BENCH)/.installed: $(SETUP)
 	test -x $(BENCH)/bin/python || $(PYTHON) -m venv $(BENCH)
 	$(BENCH)/bin/python $(PIP) -e '.[dev,bench]' || { echo "make: $(NO_CPU_TORCH)" >&2; exit 1; }
-	$(BENCH)/bin/python $(PIP) --no-deps backpack-for-pytorch curvlinops-for-pytorch
+	$(BENCH)/bin/python $(PIP) --no-deps backpack-for-pytorch curvlinops-for-pytorch laplace-torch asdl
 	touch $@
 
 labels: $(LABELS)/.installed  ## Which scores find flipped labels: two hours in pieces that resume; writes docs/labels.md
