@@ -11,7 +11,7 @@ PIP := -m pip --disable-pip-version-check --no-input install --quiet -c constrai
 NO_CPU_TORCH := the install failed. If pip found no CPU build of torch 2.13.0, add an index that has one (see CONTRIBUTING.md).
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-full test-versions test-integrations package try-wheel coverage fuzz bench docs site census coverage-doc audit-deps clean labels
+.PHONY: help install demo test test-full test-versions test-integrations package try-wheel coverage fuzz bench docs site census coverage-doc audit-deps clean labels tried
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -42,7 +42,7 @@ test-full: $(VENV)/.installed-cluster  ## The same, with slow tests, a Ray clust
 	$(BIN)/mypy
 	HYPOTHESIS_PROFILE=full $(BIN)/pytest -m "not peers and not integrations"
 
-test-integrations: $(INTEGRATIONS)/.installed  ## Models and data of transformers, peft, lightning, accelerate, timm, datasets, in an environment of their own
+test-integrations: $(INTEGRATIONS)/.installed  ## Models and data of transformers, peft, lightning, accelerate, timm, datasets, torch_geometric, in an environment of their own
 	HF_HUB_OFFLINE=1 $(INTEGRATIONS)/bin/python -m pytest -q -m integrations tests
 
 # timm would bring torchvision, of which its networks need one class: the tests have a stand-in for it.
@@ -125,6 +125,9 @@ site: install  ## The site alone, from the pages as they are
 census: install  ## Try every differentiable operation in a child process, write docs/operations.md
 	mkdir -p build
 	OMP_NUM_THREADS=1 $(BIN)/python tools/census.py --page docs/operations.md --json build/census.json
+
+tried: install  ## Try 5,000 wrong arguments, command lines and files each, and write the table of SECURITY.md
+	OMP_NUM_THREADS=1 $(BIN)/python tools/make_tried_doc.py
 
 coverage-doc: install  ## Count how often 95 % intervals hold the truth, and write docs/coverage.md
 	$(BIN)/python tools/make_coverage_doc.py

@@ -105,6 +105,8 @@ _RIGHT: dict[str, list[str]] = {
     "demo": ["--epochs", "1", "--samples", "4", "--data", "fashion-mini", "--out", "made"],
     "measure": ["net.py:make", *_ON_DATA, "--out", "made", "--time-limit", "0.001"],
     "compare": ["net.py:make", "net.py:make", *_ON_DATA],
+    "perturb": ["net.py:make", "--change", "int4", "--data", "data.npz"],
+    "rank": ["weights.safetensors", "--model", "net.py:make", *_ON_DATA],
     "audit": ["net.py:make", *_ON_DATA, "--transforms", "scale_last_layer"],
     "samples": ["record"],
     "plot": ["landscape", "net.py:make", "--data", "data.npz", "--points", "3", "--out", "made.svg"],

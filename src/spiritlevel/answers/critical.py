@@ -20,6 +20,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 
 from spiritlevel.arguments import checked
+from spiritlevel.binding.devices import doubled
 from spiritlevel.binding.reading import Reading
 from spiritlevel.binding.state import preserved_random_state
 from spiritlevel.errors import InputError, first_line
@@ -179,9 +180,10 @@ class _Line:
                 "critical_sharpness needs one that keeps its state in torch's way."
             ) from error
         finally:
-            same = [torch.equal(p.detach(), old) for p, old in zip(self.parameters, self.before, strict=True)]
+            pairs = zip(self.parameters, self.before, strict=True)
+            moved = bool(torch.stack([(parameter.detach() != old).any() for parameter, old in pairs]).any())
             self.restore()
-        if not all(same):
+        if moved:
             raise InputError(
                 f"a copy of the optimiser {self.name} moves the parameters of the original, to which it holds on "
                 "elsewhere than in its groups; they have been put back."
@@ -194,10 +196,10 @@ class _Line:
 
     def obstacle(self) -> str:
         """Why there is nothing to search along this line, or nothing."""
-        if not any(bool(part.any()) for part in self.update):
+        if not bool(torch.stack([part.any() for part in self.update]).any()):
             return f"the update of {self.name} is zero"
         pairs = zip(self.parameters, self.update, strict=True)
-        slope = sum(_dot(parameter.grad, part) for parameter, part in pairs)
+        slope = float(torch.stack([_dot(parameter.grad, part) for parameter, part in pairs]).sum())
         if not slope > 0:
             return f"the update does not go downhill: gᵀu = {slope / self.rate:.3g}"
         return ""
@@ -241,11 +243,11 @@ class _Line:
             )
 
 
-def _dot(gradient: Tensor | None, part: Tensor) -> float:
+def _dot(gradient: Tensor | None, part: Tensor) -> Tensor:
     assert gradient is not None
     if gradient.is_sparse:
         gradient = gradient.to_dense()
-    return float((gradient.detach().double() * part.double()).sum())
+    return (doubled(gradient.detach()) * doubled(part)).sum()
 
 
 def _equal(gradient: Tensor | None, values: Tensor | None) -> bool:
@@ -314,11 +316,11 @@ def _divisor(group: dict[str, Any], state: dict[str, Any], name: str) -> Tensor:
     moment = state.get("max_exp_avg_sq", state.get("exp_avg_sq", state.get("square_avg")))
     if moment is None:
         raise InputError(f"the optimiser has made no step with the parameter {name} yet; stability needs its averages.")
-    moment = moment.detach().double()
+    moment = doubled(moment.detach())
     if "betas" in group:
         moment = moment / (1 - float(group["betas"][1]) ** float(state["step"]))
     elif group.get("centered"):
-        moment = moment - state["grad_avg"].detach().double().square()
+        moment = moment - doubled(state["grad_avg"].detach()).square()
     return moment.clamp_min(0.0).sqrt() + float(group["eps"])
 
 

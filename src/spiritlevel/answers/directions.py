@@ -105,7 +105,7 @@ def _is_state(given: Any) -> bool:
 
 def inner(a: Params, b: Params) -> float:
     """The inner product of two moves."""
-    return sum(float((a[name].double() * b[name].double()).sum()) for name in a)
+    return float(torch.stack([(a[name].double() * b[name].double()).sum() for name in a]).sum())
 
 
 # ---------------------------------------------------------------- to other models

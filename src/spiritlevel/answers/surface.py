@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Unpack
@@ -140,7 +140,7 @@ def landscape_in(
     """The surface in a context that is bound already; see `landscape`."""
     if keeper is not None and (finished := keeper.result(Landscape)) is not None:
         return finished
-    batches = context.batches.cut(context.batch_size if context.batch_size or context.whole else _AT_ONCE)
+    batches = context.batches.cut(context.batch_size if context.batch_size or context.whole else context.fair(_AT_ONCE))
     there = asked.find(context) if keeper is None else _kept_directions(keeper, context, asked)
     grid = torch.cartesian_prod(*there.steps).reshape(-1, len(there.steps))
     shape = tuple(len(steps) for steps in there.steps)
@@ -228,15 +228,6 @@ def _kept_directions(keeper: Keeper, context: Context, asked: Wanted) -> Directi
 # ---------------------------------------------------------------- evaluation
 
 
-def _placed(context: Context, batches: Batches) -> Iterator[tuple[Any, Tensor, int]]:
-    """This rank's batches on the model's device, with the number of samples before each."""
-    seen = 0
-    for index, (inputs, targets) in enumerate(batches):
-        if context.ranks.takes(index):
-            yield *context.problem.place(inputs, targets), seen
-        seen += len(targets)
-
-
 @dataclass
 class _Sums:
     """Sums over samples at every point of the grid, float64; `done` counts the pieces of work that are in them."""
@@ -272,7 +263,8 @@ def _evaluate(
     """Sums of loss, its square and what is right at every point of the grid.
 
     The work comes in pieces, some points on one batch, always in the same order: a sum that goes on where a killed
-    run has left it ends at the same number, bit by bit.
+    run has left it ends at the same number, bit by bit. Also a single batch that must not be cut is shared by all
+    ranks.
     """
     problem, ranks = context.problem, context.ranks
     sums, piece = _Sums.none(len(grid)), 0
@@ -280,14 +272,20 @@ def _evaluate(
         sums = _Sums(**kept[0])
     total = len(grid) * sum(1 for _ in batches)
     with ranks.together(), problem.active(), torch.no_grad():
-        for number, (inputs, targets, start) in enumerate(_placed(context, batches)):
-            problem.checked(problem.outputs(problem.params, inputs), inputs, targets, start)
-            at_once = points_at_once(problem, activation_bytes(context)[1] * len(targets))
-            for some in torch.arange(len(grid)).split(at_once):
+        start, done = 0, 0
+        for inputs, targets in batches:
+            size, at_hand = len(targets), False
+            at_once = points_at_once(problem, activation_bytes(context)[1] * size)
+            for some in torch.arange(len(grid)).split(min(at_once, -(-len(grid) // ranks.count))):
                 piece += 1
-                if piece <= int(sums.done):
+                done += len(some)
+                if piece <= int(sums.done) or not ranks.takes(piece - 1):
                     continue
-                progress("points of the surface", number * len(grid) + int(some[0]), total)
+                if not at_hand:
+                    inputs, targets = problem.place(inputs, targets)
+                    problem.checked(problem.outputs(problem.params, inputs), inputs, targets, start)
+                    at_hand = True
+                progress("points of the surface", done - len(some), total)
                 points = _points(problem, moves, grid[some])
                 found, values = _outputs_and_losses(problem, points, inputs, targets, at_once)
                 values = values.double().flatten(1)
@@ -298,9 +296,10 @@ def _evaluate(
                     sums.other += 1
                 else:
                     sums.correct[some] += right.cpu()
-                sums.done += 1
+                sums.done.fill_(piece)
                 if keeper is not None:
                     keeper.now_and_then("sums", vars(sums))
+            start += size
     ranks.add([sums.losses, sums.squares, sums.correct, sums.other])
     return sums
 
@@ -346,7 +345,7 @@ def _correct(problem: Problem, outputs: Tensor, targets: Tensor) -> Tensor | Non
     return torch.stack(shares).double().cpu()
 
 
-class _MovingStatistics(TorchFunctionMode):
+class MovingStatistics(TorchFunctionMode):
     """Norms by running statistics written out, because the built-in ones have no derivative in these."""
 
     def __torch_function__(
@@ -369,8 +368,8 @@ def _derivatives(context: Context, batches: Batches, moves: Sequence[Params]) ->
     problem, ranks, count = context.problem, context.ranks, len(moves)
     slopes, curvatures = torch.zeros(count, dtype=torch.float64), torch.zeros(count, count, dtype=torch.float64)
     here = {name: tensor for name, tensor in {**problem.params, **problem.constants}.items() if name in moves[0]}
-    with ranks.together(), problem.active(), _MovingStatistics():
-        for inputs, targets, _ in _placed(context, batches):
+    with ranks.together(), problem.active(), MovingStatistics():
+        for _, inputs, targets in context.mine(batches):
             gradient = loss_gradient(problem, here, inputs, targets)
             for i, move in enumerate(moves):
                 slopes[i] += inner(gradient, move)

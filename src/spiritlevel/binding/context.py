@@ -21,12 +21,12 @@ from torch import Tensor, nn
 from spiritlevel.binding.batches import Batches, resized, spread, subset
 from spiritlevel.binding.coupling import depends_on_others
 from spiritlevel.binding.losses import OfPositions
-from spiritlevel.binding.memory import parse_memory
 from spiritlevel.binding.parameters import Params
 from spiritlevel.binding.problem import Problem
 from spiritlevel.binding.ranks import Ranks
 from spiritlevel.binding.reading import Reading, form_of
 from spiritlevel.errors import InputError, checked_seed, whole_number
+from spiritlevel.memory import parse_memory
 
 Found = TypeVar("Found")
 _OUTPUTS = 2**24  # numbers that the outputs of one batch hold at most, where nothing else limits them
@@ -107,6 +107,21 @@ class Context:
         other._forget()
         return other
 
+    def alone(self) -> Self:
+        """The same without the other ranks, for work that each rank does by itself; what is known stays known."""
+        if self.group is None:
+            return self
+        other = copy.copy(self)
+        other.group = None
+        for name in self._of_ranks():
+            other.__dict__.pop(name, None)
+        other._found = {key: fact for key, fact in self._found.items() if not hasattr(fact, "ranks")}
+        return other
+
+    def _of_ranks(self) -> tuple[str, ...]:
+        """The names of what is computed when first asked and then needs all ranks."""
+        return "ranks", "_undivided"
+
     def drawn(self, count: int | None) -> tuple[Self, Tensor | None]:
         """At most `count` of the samples, drawn at random, and where they are; itself and `None` if that is all."""
         data, indices, _ = subset(self.batches, count, self.seed)
@@ -170,6 +185,8 @@ class Context:
     def notes(self) -> tuple[str, ...]:
         """How the data were read, where that is not plain; with fixed batches which ones, as part of the definition."""
         found = (*self._carried, *self.batches.notes)
+        if self.problem.left:
+            found += (f"{self.problem.left} has no float64, so a copy of the model was measured on the CPU",)
         if self.form.batches != "fixed":
             return found
         sizes = [len(targets) for _, targets in self.batches]
@@ -192,13 +209,44 @@ class Context:
             if len(targets):
                 yield self.problem.place(inputs, targets)
 
-    def fitting(self, most: int) -> int:
+    def mine(self, batches: Batches | None = None) -> Iterator[tuple[int, Any, Tensor]]:
+        """This rank's batches, all of them without a group, each with the number of its first sample."""
+        start, ranks = 0, Ranks(self.group)
+        for index, (inputs, targets) in enumerate(self.batches if batches is None else batches):
+            if ranks.takes(index) and len(targets):
+                yield start, *self.problem.place(inputs, targets)
+            start += len(targets)
+
+    def of_samples(
+        self, function: Callable[[Any, Tensor], Tensor], *shape: int, batches: Batches | None = None
+    ) -> Tensor:
+        """A number of every sample, (N,) float64, or more: every rank takes its batches, and all get all."""
+        pieces = []
+        with self.ranks.together(), self.problem.active(), torch.no_grad():
+            for start, inputs, targets in self.mine(batches):
+                pieces.append((start, function(inputs, targets).double().cpu().reshape(len(targets), *shape)))
+        return self.ranks.joined(pieces, self.count, *shape)
+
+    def fair(self, most: int) -> int:
+        """At most so many samples at once, and as many batches for every rank; they must not be cut smaller alone."""
+        ranks = Ranks(self.group).count
+        return most if ranks == 1 else max(1, -(-self.count // (ranks * -(-self.count // (ranks * most)))))
+
+    def find_head(self) -> str:
+        """Find out whether outputs can be taken in pieces, by a sample; see `Problem.find_head`."""
+        if self.whole:  # a sample says nothing of a batch that must not be cut
+            return ""
+        with self.problem.active():
+            return self.problem.find_head(*self.first(1))
+
+    def fitting(self, most: int, *, in_pieces: bool = False) -> int:
         """At most so many samples at once that their outputs, of long sequences or large images, stay within bounds."""
-        inputs, targets = self.first(2)
+        inputs, targets = self.first(1 if in_pieces else 2)
         if targets.ndim < 2:
             return most
-        with self.problem.active(), torch.no_grad():
-            size = math.prod(self.problem.outputs(self.problem.params, inputs).shape[1:])
+        problem = self.problem.thinned(targets)[0] if in_pieces else self.problem
+        with problem.active(), torch.no_grad():
+            size = math.prod(problem.outputs(problem.params, inputs).shape[1:])
         return max(1, min(most, _OUTPUTS // max(1, size)))
 
     @functools.cached_property
@@ -234,7 +282,7 @@ class Context:
 
     def budget(self) -> int:
         """Bytes that may be used."""
-        return parse_memory(self._memory)
+        return parse_memory(self._memory, self.problem.device)
 
     # ------------------------------------------------------------ what is known
 
