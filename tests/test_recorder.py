@@ -365,7 +365,7 @@ def test_merged_records_are_those_of_one_process(tmp_path: Path) -> None:
 
 
 def test_two_processes_merge_by_their_group(tmp_path: Path) -> None:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent)}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     workers = [
         subprocess.Popen(
             [sys.executable, __file__, "rank", str(rank), str(tmp_path / "store"), str(tmp_path)], env=environment
@@ -427,7 +427,7 @@ def train(folder: Path, epochs: int = 6, slow: bool = False) -> None:
 def test_a_training_that_is_killed_and_resumed_leaves_the_same_record(tmp_path: Path, wanted: int) -> None:
     train(tmp_path / "whole")
     folder = tmp_path / "killed"
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent)}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     worker = subprocess.Popen([sys.executable, __file__, "train", str(folder)], env=environment)
     deadline = time.monotonic() + 120
     try:
