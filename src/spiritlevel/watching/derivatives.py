@@ -167,7 +167,6 @@ class _Comparison:
         self.step, self.tolerance = (1e-7, 1e-4) if dtype == torch.float64 else (3e-3, 5e-2)
         self.rounding = 10 * torch.finfo(dtype).eps / self.step
         self.kinks, self.refusal = 0.0, cast(InputError | None, None)
-        self._known: dict[tuple[bool, float], Tensor] = {}  # differences at the present point
 
     def _moving(self) -> Params:
         """What is moved: the parameters."""
