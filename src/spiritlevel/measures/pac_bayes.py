@@ -84,6 +84,7 @@ def _pac_bayes(setting: Setting, deviation: Callable[[float], Tensor | float], p
     cost="forward",
     passes=10 * _PAC_DRAWS,
     sampling=Sampling("influence", kept("pac-bayes 3")),
+    in_shards=True,
     invariant_to=UNSEEN,
 )
 def _pac_bayes_flatness(setting: Setting) -> Estimate:
@@ -100,6 +101,7 @@ def _pac_bayes_flatness(setting: Setting) -> Estimate:
     cost="forward",
     passes=10 * _PAC_DRAWS,
     sampling=Sampling("influence", kept("pac-bayes 4")),
+    in_shards=True,
     invariant_to=frozenset({"permute_units"}),
 )
 def _pac_bayes_magnitude(setting: Setting) -> Estimate:

@@ -132,6 +132,7 @@ def _average(setting: Setting, spread: Tensor | float, purpose: int) -> Estimate
     cost="forward",
     passes=2 * _DRAWS + 1,
     sampling=mean_of(kept("average 1"), least=MORE),
+    in_shards=True,
     invariant_to=UNSEEN,
 )
 def _average_sharpness(setting: Setting) -> Estimate:
@@ -148,6 +149,7 @@ def _average_sharpness(setting: Setting) -> Estimate:
     cost="forward",
     passes=2 * _DRAWS + 1,
     sampling=mean_of(kept("average 2"), least=MORE),
+    in_shards=True,
     invariant_to=DIAGONAL,
 )
 def _adaptive_sharpness_average(setting: Setting) -> Estimate:

@@ -16,6 +16,7 @@ from spiritlevel.binding.reading import Reading
 from spiritlevel.errors import InputError
 from spiritlevel.estimators import Operator
 from spiritlevel.operators.averaging import MeanMatrix
+from spiritlevel.operators.differences import DifferencedHessian
 from spiritlevel.operators.products import Product, fisher_product, gauss_newton_product, hessian_product
 
 
@@ -66,9 +67,8 @@ def hessian(
     >>> hessian(net, data, loss="squared_error") @ torch.tensor([1.0])  # mean of x²
     tensor([5.])
     """
-    return hessian_in(
-        _unordered(model, data, loss, params, batch_norm, batch_size, memory, group, reading), weight_decay
-    )
+    context = _unordered(model, data, loss, params, batch_norm, batch_size, memory, group, reading, sharded=True)
+    return hessian_in(context, weight_decay)
 
 
 @checked
@@ -189,6 +189,8 @@ def hessian_variance(
 
 def hessian_in(context: Context, weight_decay: float = 0.0) -> Operator:
     """The Hessian of the mean loss; see `hessian`."""
+    if context.problem.sharded:
+        return context.once(("differences", weight_decay), lambda: DifferencedHessian(context, weight_decay))
     return _in(context.of_means, hessian_product, weight_decay)
 
 
@@ -223,6 +225,7 @@ def _unordered(
     group: Any,
     reading: Reading,
     whole: bool = False,
+    sharded: bool = False,
 ) -> Context:
     """A mean over samples has no order: a loader that shuffles is read in the order of its data set."""
     return Context(
@@ -236,5 +239,6 @@ def _unordered(
         group=group,
         ordered=False,
         whole=whole,
+        sharded=sharded,
         **reading,
     )
