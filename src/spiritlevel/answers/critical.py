@@ -20,7 +20,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 
 from spiritlevel.arguments import checked
-from spiritlevel.binding.modules import here, is_parted, managed_modules
+from spiritlevel.binding.modules import is_parted, managed_modules, part_here
 from spiritlevel.binding.ranks import Ranks
 from spiritlevel.binding.reading import Reading
 from spiritlevel.binding.state import preserved_random_state
@@ -157,8 +157,8 @@ class _Line:
             raise InputError(f"the groups of {self.name} have no learning rate 'lr', the unit of its steps.")
         parted = next((parameter for parameter in self.parameters if is_parted(parameter)), None)
         group = None if parted is None else cast(Any, parted).device_mesh.get_group()
-        self.ranks = Ranks(group, here(self.parameters[0]).device)
-        self.before = [here(parameter.detach()).clone() for parameter in self.parameters]
+        self.ranks = Ranks(group, part_here(self.parameters[0]).device)
+        self.before = [part_here(parameter.detach()).clone() for parameter in self.parameters]
         after = self._stepped(optimizer)
         self.update = [old - new for old, new in zip(self.before, after, strict=True)]
         self.forwards = 0
@@ -185,18 +185,20 @@ class _Line:
                 "critical_sharpness needs one that keeps its state in torch's way."
             ) from error
         finally:
-            same = [torch.equal(here(p.detach()), old) for p, old in zip(self.parameters, self.before, strict=True)]
+            same = [
+                torch.equal(part_here(p.detach()), old) for p, old in zip(self.parameters, self.before, strict=True)
+            ]
             self.restore()
         if not all(same):
             raise InputError(
                 f"a copy of the optimiser {self.name} moves the parameters of the original, to which it holds on "
                 "elsewhere than in its groups; they have been put back."
             )
-        return [here(each.detach()) for each in after]
+        return [part_here(each.detach()) for each in after]
 
     def restore(self) -> None:
         for parameter, old in zip(self.parameters, self.before, strict=True):
-            here(parameter.data).copy_(old)  # by .data: a graph that the loop still holds stays usable
+            part_here(parameter.data).copy_(old)  # by .data: a graph that the loop still holds stays usable
 
     def obstacle(self) -> str:
         """Why there is nothing to search along this line, or nothing."""
@@ -224,7 +226,7 @@ class _Line:
         def loss_at(scale: float) -> float:
             if scale:
                 for parameter, old, part in zip(self.parameters, self.before, self.update, strict=True):
-                    torch.add(old, part, alpha=-scale, out=here(parameter.data))
+                    torch.add(old, part, alpha=-scale, out=part_here(parameter.data))
             self.forwards += 1
             with preserved_random_state(), torch.no_grad(), Ranks.contact(self.ranks.group):
                 value = float(closure())
@@ -259,7 +261,7 @@ class _Line:
 
 def _dot(gradient: Tensor | None, part: Tensor) -> float:
     assert gradient is not None
-    gradient = here(gradient)
+    gradient = part_here(gradient)
     if gradient.is_sparse:
         gradient = gradient.to_dense()
     return float((gradient.detach().double() * part.double()).sum())
@@ -268,7 +270,7 @@ def _dot(gradient: Tensor | None, part: Tensor) -> float:
 def _equal(gradient: Tensor | None, values: Tensor | None) -> bool:
     if gradient is None or values is None or gradient.is_sparse:
         return True
-    gradient, values = here(gradient), here(values)
+    gradient, values = part_here(gradient), part_here(values)
     return bool(((gradient == values) | (gradient.isnan() & values.isnan())).all())
 
 

@@ -64,9 +64,9 @@ def is_parted(tensor: Any) -> bool:
     return hasattr(tensor, "placements") and hasattr(tensor, "to_local")
 
 
-def here(tensor: Tensor) -> Tensor:
+def part_here(tensor: Tensor) -> Tensor:
     """The part of a tensor that this rank holds: all of it, unless it is sharded. Shares its memory."""
-    return tensor.to_local() if is_parted(tensor) else tensor  # type: ignore[attr-defined, no-any-return]
+    return tensor.to_local() if is_parted(tensor) else tensor  # type: ignore[attr-defined]
 
 
 def managed_modules(model: nn.Module) -> list[Any]:

@@ -42,7 +42,8 @@ def _checked_placements(model: nn.Module, managed: list[Any]) -> Any:
     """The process group of the shards; `InputError` unless all parameters are cut in rows by `fully_shard` alone."""
     under = {id(parameter) for module in managed for parameter in module.parameters()}
     mesh: Any = None
-    for name, parameter in model.named_parameters():
+    parameters: Iterable[tuple[str, Any]] = model.named_parameters()
+    for name, parameter in parameters:
         if not is_parted(parameter):
             if parameter.requires_grad:
                 raise InputError(

@@ -130,8 +130,8 @@ class Setting(Context):
         Some points with one batch are one piece of work, and every rank takes a run of these: few make the same points.
         """
         if self.problem.sharded:  # one point after the other: each is spread over all ranks
-            params = (self.split(points(range(index, index + 1))[0]) for index in range(count))
-            return torch.stack([self.of_samples(functools.partial(function, point)) for point in params])
+            each = (self.split(points(range(index, index + 1))[0]) for index in range(count))
+            return torch.stack([self.of_samples(functools.partial(function, point)) for point in each])
         ranks, found = self.ranks, torch.zeros(count, self.count, dtype=torch.float64)
         batches = sum(1 for _ in self.pieces) if ranks.count > 1 else 0
         width = max(2, at_once)

@@ -1,6 +1,6 @@
 """The Hessian of a sharded model: central differences of gradients, with a step and an error of their own.
 
-H u ≈ D(ε) = (g(θ + εu) − g(θ − εu)) / 2ε for a unit vector u. What it is off by has two parts (mathematics 5.6): a
+H u ≈ D(ε) = (g(θ + εu) − g(θ − εu)) / 2ε for a unit vector u. What it is off by has two parts (mathematics 4.12): a
 bias that grows as ε² where the loss is smooth and as ε across kinks, and the rounding of the two gradients, σ/(√2 ε).
 σ is measured by fourth differences of gradients at neighbouring points; the bias by D(2ε) − D(ε), for the first
 product and the second, fourth, eighth …, along whatever is multiplied then. The step makes the sum of both least, and
@@ -140,7 +140,7 @@ class DifferencedHessian(Operator):
         self.noise = float(self.space.norm(table)) / math.sqrt(70)  # Σ of the squares of the weights
         slope, coarse = self._difference(unit, self.step)
         self._check_slope(slope, self.space.dot(first, unit), coarse, here)
-        self._choose(self._bias(unit, coarse))
+        self._begin(unit, coarse, size or 1.0)
 
     def _check_slope(self, measured: float, expected: float, product: Tensor, value: float) -> None:
         """Refuse gradients that are not those of the loss: another divisor, a hook, or a detached part."""
@@ -154,6 +154,19 @@ class DifferencedHessian(Operator):
                 "gradient of something else; take that away for the measurement."
             )
 
+    def _begin(self, unit: Tensor, found: Tensor, size: float) -> None:
+        """The first step, longer ones tried until a bias shows beside the noise, or they are a tenth of ‖θ‖."""
+        change = self._bias(unit, found)
+        while float(self.space.norm(change)) < 4 * self._rounding and 40 * self.step < size:
+            self.step *= 4
+            change = self._bias(unit, self._difference(unit, self.step)[1])
+        self._choose(change)
+
+    @property
+    def _rounding(self) -> float:
+        """The noise of a product."""
+        return self.noise / (math.sqrt(2) * self.step)
+
     def _bias(self, unit: Tensor, found: Tensor) -> Tensor:
         """D(2ε) − D(ε): more than three times the bias of D(ε) where the loss is smooth, as much across kinks."""
         return self._difference(unit, 2 * self.step)[1] - found
@@ -163,7 +176,7 @@ class DifferencedHessian(Operator):
 
         What the change owes to noise, √(1 + ¼) of a product's, is not bias.
         """
-        rounding = self.noise / (math.sqrt(2) * self.step)
+        rounding = self._rounding
         bias = math.sqrt(max(0.0, float(self.space.norm(change)) ** 2 - 1.25 * rounding**2)) / 3
         if not bias or not self.noise:
             return False
@@ -189,7 +202,7 @@ class DifferencedHessian(Operator):
             while self._choose(change):
                 _, found = self._difference(unit, self.step)
                 change = self._bias(unit, found)
-            noise = self.noise / (math.sqrt(2) * self.step)
+            noise = self._rounding
             self._error = max(self._error, float(self.space.norm(change)) + noise)
             along = abs(self.space.dot(change, unit.double())) + 3 * noise / math.sqrt(self.size)
             self._form_error = max(self._form_error, along)

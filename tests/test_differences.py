@@ -1,0 +1,73 @@
+"""Differences of gradients in place of products, on problems whose derivatives are known, without any process group."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from spiritlevel.estimators.space import Space
+from spiritlevel.operators.differences import DifferencedHessian
+
+SIZE = 40
+
+
+class Known(DifferencedHessian):
+    """L = Σ f(aᵢᵀθ) for known f, whose gradients carry noise of a known size."""
+
+    def __init__(self, noise: float, cubic: float, dtype: torch.dtype = torch.float64) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.rows = torch.randn(SIZE, SIZE, generator=generator, dtype=torch.float64) / math.sqrt(SIZE)
+        self.theta = torch.randn(SIZE, generator=generator, dtype=torch.float64)
+        self.sigma, self.cubic, self.generator = noise, cubic, generator
+        super(DifferencedHessian, self).__init__(self._multiply, SIZE, dtype=dtype)
+        self.space, self._decay = Space(SIZE), 0.0
+        self._gradients = self._products = 0
+        self._error = self._form_error = 0.0
+        self.noise, self.step = noise, 1e-3
+        unit = self.unit(5)
+        self._begin(unit, self._difference(unit, self.step)[1], float(self.theta.norm()))
+
+    def unit(self, seed: int) -> Tensor:
+        draw = torch.randn(SIZE, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        return draw / draw.norm()
+
+    def _gradient(self, move: Tensor | None = None) -> tuple[float, Tensor]:
+        point = self.theta if move is None else self.theta + move
+        z = self.rows @ point  # f = z²/2 + c z⁴/24
+        gradient = self.rows.T @ (z + self.cubic * z**3 / 6)
+        noise = torch.randn(SIZE, generator=self.generator, dtype=torch.float64) * self.sigma / math.sqrt(SIZE)
+        return float((z**2 / 2 + self.cubic * z**4 / 24).sum()), gradient + noise
+
+    def exact(self, vector: Tensor) -> Tensor:
+        z = self.rows @ self.theta
+        return self.rows.T @ ((1 + self.cubic * z**2 / 2) * (self.rows @ vector))
+
+
+@pytest.mark.parametrize(("noise", "cubic"), [(1e-6, 1.0), (1e-8, 30.0), (1e-3, 0.1), (1e-7, 0.0)])
+def test_the_stated_error_holds_and_the_step_is_near_the_best(noise: float, cubic: float) -> None:
+    op = Known(noise, cubic)
+    units = [op.unit(seed) for seed in range(20, 28)]
+    off = [float((op @ unit - op.exact(unit)).norm()) for unit in units]
+    assert max(off) <= op.error
+    assert op.form_error <= op.error
+    forms = [abs(float(unit @ (op @ unit - op.exact(unit)))) for unit in units]
+    assert max(forms) <= op.form_error
+    if cubic:  # no other step would be far better
+        found, errors = op.step, []
+        for factor in (0.05, 0.2, 1.0, 5.0, 20.0):
+            op.step = factor * found
+            errors.append(max(float((op._difference(unit, op.step)[1] - op.exact(unit)).norm()) for unit in units))
+        assert errors[2] <= 4 * min(errors)
+
+
+def test_the_step_shrinks_for_a_direction_that_is_more_strongly_curved() -> None:
+    op = Known(1e-9, 1.0)
+    op.step *= 100
+    before = op.step
+    unit = op.unit(7)
+    off = float((op @ unit - op.exact(unit)).norm())
+    assert op.step < before / 10
+    assert off <= op.error < 1e-4
