@@ -230,7 +230,7 @@ SHARDED = "the parameter 0.weight is sharded over processes (a DTensor, as FSDP2
 
 
 @pytest.mark.slow
-def test_sharded_models_are_refused_in_a_sentence_by_every_function() -> None:
+def test_sharded_models_are_refused_in_a_sentence_by_what_needs_them_whole() -> None:
     code = """
         import tempfile, torch, torch.distributed as dist, spiritlevel as sl
         from torch import nn
@@ -241,7 +241,7 @@ def test_sharded_models_are_refused_in_a_sentence_by_every_function() -> None:
             model = nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3))
             fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
             data = torch.randn(6, 4), torch.arange(6) % 3
-            functions = [sl.sample_traces, sl.trace, sl.margins, sl.hessian, sl.gauss_newton, sl.measure, sl.landscape]
+            functions = [sl.sample_traces, sl.trace, sl.gauss_newton, sl.empirical_fisher, sl.landscape]
             functions += [sl.audit, sl.Tracker, lambda m, d: sl.compare(m, m, d), sl.input_curvature]
             for function in functions:
                 try:
@@ -252,7 +252,7 @@ def test_sharded_models_are_refused_in_a_sentence_by_every_function() -> None:
     """
     run = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=True)
     lines = run.stdout.splitlines()
-    assert len(lines) == 11
+    assert len(lines) == 9
     assert all(SHARDED in line for line in lines)
 
 
@@ -260,5 +260,6 @@ def test_sharded_models_are_refused_in_a_sentence_by_every_function() -> None:
 def test_sharded_parameters_are_told_by_what_they_offer(name: str) -> None:
     model = plain()
     model[0].weight.placements, model[0].weight.to_local = (), None  # type: ignore[attr-defined]
-    with pytest.raises(InputError, match=re.escape(SHARDED)):
+    by_whom = "the parameter 0.weight is a DTensor placed as (): sharded models are measured if fully_shard alone"
+    with pytest.raises(InputError, match=re.escape(by_whom if name in ("margins", "hessian", "measure") else SHARDED)):
         ALL[name](model, (X, Y))

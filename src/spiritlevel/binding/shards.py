@@ -55,10 +55,10 @@ def _checked_placements(model: nn.Module, managed: list[Any]) -> Any:
         rows = len(placements) == 1 and placements[0].is_shard(0)
         if not rows or id(parameter) not in under:
             raise InputError(
-                f"the parameter {name} is a DTensor placed as {placements} on a mesh of {parameter.device_mesh.ndim} "
-                "dimension(s): sharded models are measured if fully_shard alone has cut them, on a mesh of one "
-                "dimension and by rows; tensor-parallel plans, replicated shards (HSDP) and other dimensions are not. "
-                "Load the full state dict into such a model, or into one that is not sharded."
+                f"the parameter {name} is a DTensor placed as {placements}: sharded models are measured if fully_shard "
+                "alone has cut them, on a mesh of one dimension and by rows; tensor-parallel plans, replicated shards "
+                "(HSDP) and other dimensions are not. Load the full state dict into such a model, or into one that is "
+                "not sharded."
             )
         if mesh is not None and parameter.device_mesh != mesh:
             raise InputError(f"the parameter {name} is sharded over other ranks than those before it; use one mesh.")
