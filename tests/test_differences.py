@@ -34,8 +34,8 @@ class Known(DifferencedHessian):
         draw = torch.randn(SIZE, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
         return draw / draw.norm()
 
-    def _gradient(self, move: Tensor | None = None) -> tuple[float, Tensor]:
-        point = self.theta if move is None else self.theta + move
+    def _gradient(self, unit: Tensor, step: float) -> tuple[float, Tensor]:
+        point = self.theta + step * unit
         z = self.rows @ point  # f = z²/2 + c z⁴/24
         gradient = self.rows.T @ (z + self.cubic * z**3 / 6)
         noise = torch.randn(SIZE, generator=self.generator, dtype=torch.float64) * self.sigma / math.sqrt(SIZE)

@@ -315,6 +315,8 @@ class Context:
     @functools.cached_property
     def theta(self) -> Tensor:
         """The measured parameters laid end to end."""
+        if isinstance(self.problem, ShardedProblem):
+            return self.problem.flat
         return torch.cat([tensor.reshape(-1) for tensor in self.problem.params.values()])
 
     def split(self, flat: Tensor) -> Params:

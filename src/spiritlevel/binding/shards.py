@@ -80,7 +80,7 @@ def _checked_placements(model: nn.Module, managed: list[Any]) -> Any:
 
 
 class ShardedProblem(Problem):
-    """A sharded model and a loss; `params` are this rank's shards of the chosen parameters, detached copies.
+    """A sharded model and a loss; `params` are this rank's shards of the chosen parameters, copies laid end to end.
 
     Use it inside `active()`, on all ranks at once.
     """
@@ -109,7 +109,10 @@ class ShardedProblem(Problem):
         self.model, self.form, self.batch_norm = model, form.of(model), batch_norm
         self.loss = losses.resolve(loss, fixed=False)
         self._held: dict[str, Any] = {name: own[name] for name in names}
-        self.params = {name: tensor.detach().to_local().clone() for name, tensor in self._held.items()}
+        shards = {name: tensor.detach().to_local() for name, tensor in self._held.items()}
+        self.flat = torch.cat([shard.reshape(-1) for shard in shards.values()])
+        parts = self.flat.split([shard.numel() for shard in shards.values()])
+        self.params = {name: part.reshape(shards[name].shape) for name, part in zip(shards, parts, strict=True)}
         self.constants = {}
         first = next(iter(self.params.values()))
         self.device, self.dtype = first.device, first.dtype

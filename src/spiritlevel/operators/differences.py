@@ -102,11 +102,11 @@ class DifferencedHessian(Operator):
         """How many gradients of the whole data have been computed."""
         return self._gradients
 
-    def _gradient(self, move: Tensor | None = None) -> tuple[float, Tensor]:
-        """L and this rank's part of ∇L at θ + move."""
+    def _gradient(self, unit: Tensor, step: float) -> tuple[float, Tensor]:
+        """L and this rank's part of ∇L at θ + step · unit."""
         context, problem = self._context, self._problem
         self._gradients += 1
-        params = problem.params if move is None else context.split(context.theta + move)
+        params = context.split(torch.add(context.theta, unit, alpha=step))
         with context.ranks.together(), problem.active():
             share = 1 / context.count
             batches = (
@@ -119,8 +119,8 @@ class DifferencedHessian(Operator):
 
     def _difference(self, unit: Tensor, step: float) -> tuple[float, Tensor]:
         """The slope of L along a unit vector and D(ε)."""
-        (above, high), (below, low) = self._gradient(step * unit), self._gradient(-step * unit)
-        return (above - below) / (2 * step), (high.double() - low.double()) / (2 * step)
+        (above, high), (below, low) = self._gradient(unit, step), self._gradient(unit, -step)
+        return (above - below) / (2 * step), high.sub_(low).div_(2 * step)  # in place: three vectors would be many
 
     def _calibrate(self) -> None:
         """Find σ, and a step to begin with, along one random direction; and whether gradients are those of the loss."""
@@ -133,7 +133,7 @@ class DifferencedHessian(Operator):
         self.step = epsilon ** (1 / 3) * (size or 1.0)
         table = torch.zeros(self.space.length, dtype=torch.float64, device=unit.device)
         for weight, place in zip(_FOURTH.tolist(), range(-2, 3), strict=True):
-            value, gradient = self._gradient(place * self.step / _FINE * unit)
+            value, gradient = self._gradient(unit, place * self.step / _FINE)
             table += weight * gradient.double()
             if place == 0:
                 here, first = value, gradient
@@ -169,7 +169,7 @@ class DifferencedHessian(Operator):
 
     def _bias(self, unit: Tensor, found: Tensor) -> Tensor:
         """D(2ε) − D(ε): more than three times the bias of D(ε) where the loss is smooth, as much across kinks."""
-        return self._difference(unit, 2 * self.step)[1] - found
+        return self._difference(unit, 2 * self.step)[1].sub_(found)
 
     def _choose(self, change: Tensor) -> bool:
         """Take the step that makes bias and noise together least, from the change at the present one; was it too large?
@@ -188,7 +188,8 @@ class DifferencedHessian(Operator):
 
     def _multiply(self, block: Tensor) -> Tensor:
         columns = [self._product(column) for column in block.T]
-        return torch.stack(columns, 1).to(block.dtype) + self._decay * block
+        found = columns[0][:, None] if len(columns) == 1 else torch.stack(columns, 1)
+        return found.add_(block, alpha=self._decay) if self._decay else found
 
     def _product(self, vector: Tensor) -> Tensor:
         length = float(self.space.norm(vector, torch.float64))
@@ -204,9 +205,9 @@ class DifferencedHessian(Operator):
                 change = self._bias(unit, found)
             noise = self._rounding
             self._error = max(self._error, float(self.space.norm(change)) + noise)
-            along = abs(self.space.dot(change, unit.double())) + 3 * noise / math.sqrt(self.size)
+            along = abs(self.space.dot(change, unit)) + 3 * noise / math.sqrt(self.size)
             self._form_error = max(self._form_error, along)
-        return found * length
+        return found.mul_(length)
 
     def __repr__(self) -> str:
         return f"DifferencedHessian(size={self.size}, here={self.space.length}, step={self.step:.2g})"
