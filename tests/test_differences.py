@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from spiritlevel.binding import shards
 from spiritlevel.estimators.space import Space
 from spiritlevel.operators.differences import DifferencedHessian
 
@@ -61,6 +67,25 @@ def test_the_stated_error_holds_and_the_step_is_near_the_best(noise: float, cubi
             op.step = factor * found
             errors.append(max(float((op._difference(unit, op.step)[1] - op.exact(unit)).norm()) for unit in units))
         assert errors[2] <= 4 * min(errors)
+
+
+def test_the_parts_of_a_draw_are_those_of_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shards, "_CHUNK", 64)
+    size, cuts = 333, (0, 10, 11, 140, 333)
+
+    def streams() -> Iterator[Callable[[int], Any]]:
+        generator, numbers = torch.Generator().manual_seed(3), np.random.default_rng((1, 2))
+        yield lambda count: torch.randn(count, generator=generator, dtype=torch.float64)
+        yield lambda count: numbers.integers(0, 2, count, dtype=np.int8)
+        yield lambda count: numbers.standard_normal(count, dtype=np.float32)
+
+    for index in range(3):
+        whole = torch.as_tensor(list(streams())[index](size))
+        for first in (0, 1):  # every other run belongs to this rank
+            runs = [shards.Run(a, b - a) for a, b in itertools.pairwise(cuts)][first::2]
+            rank = SimpleNamespace(size=size, runs=runs)
+            found = shards.ShardedProblem.drawn(rank, list(streams())[index])  # type: ignore[arg-type]
+            assert torch.equal(found, torch.cat([whole[run.start : run.start + run.length] for run in runs]))
 
 
 def test_the_step_shrinks_for_a_direction_that_is_more_strongly_curved() -> None:

@@ -55,9 +55,13 @@ def hessian(
             memory as far as half of it goes, and read again and recomputed beyond.
         group: a `torch.distributed` group; every rank passes the same model, data and options, makes the same
             products and takes its share of the batches. Vectors are those of rank 0, results the same on all. Where
-            the ranks' batch sizes differ the smallest is used. `None` never communicates.
+            the ranks' batch sizes differ the smallest is used. `None` never communicates, unless the model is sharded.
         reading: `target=`, `batch=`, `output=`, `unit=`, `batches=`: how batches and outputs are read, and what a
             sample is; see `Reading`.
+
+    Of a model that `fully_shard` has sharded every rank passes the same data, and vectors hold the entries of its own
+    shards. Products are differences of gradients with an error of their own, `op.error` for a unit vector, which
+    results carry as `tolerance` (mathematics 4.12); cost: two gradients, four for some.
 
     Reference: Pearlmutter, Neural Comput. 6 (1994), doi:10.1162/neco.1994.6.1.147.
 
