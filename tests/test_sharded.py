@@ -91,25 +91,38 @@ def refused(match: str, measure: Callable[[], Any]) -> None:
 
 def check_forward(rank: int) -> None:
     """Margins, losses and noise: the numbers of one process."""
-    for dtype in (torch.float64, torch.float32):
-        whole, sharded, data = pair(dtype)
-        sharded.train()
-        (sharded(data[0]).sum()).backward()  # gradients of the caller's
-        with untouched(sharded):
-            for options in ({}, {"batch_size": 4}, {"batch_size": 100}):
-                found, expected = sl.margins(sharded, data, **options), sl.margins(whole, data)
-                close(found.signed, expected.signed)
-                assert found.fingerprint == expected.fingerprint
-            names = ["average_sharpness", "adaptive_sharpness_average", "pac_bayes_magnitude", "margin_q50"]
-            found, expected = (
-                sl.measure(model, data, test=data, measures=names, parts=[]) for model in (sharded, whole)
-            )
-            for name in names:
-                close(found.row(name).value.value, expected.row(name).value.value, 1e-5 if "pac" in name else 1e-6)
-                close(found.row(name).value.stderr, expected.row(name).value.stderr, 1e-4)
-            for part in ("train", "test"):
-                close(found.fits[part].loss.value, expected.fits[part].loss.value)
-                assert found.fits[part].accuracy.value == expected.fits[part].accuracy.value
+    whole, sharded, data = pair()
+    sharded.train()
+    (sharded(data[0]).sum()).backward()  # gradients of the caller's
+    with untouched(sharded):
+        found, expected = sl.margins(sharded, data, batch_size=4), sl.margins(whole, data)
+        close(found.signed, expected.signed)
+        assert found.fingerprint == expected.fingerprint
+        compare(sharded, whole, data, ["average_sharpness", "adaptive_sharpness_average", "margin_q50"])
+
+
+def compare(sharded: nn.Module, whole: nn.Module, data: Any, names: list[str]) -> None:
+    """The report of a sharded model says what that of a whole one does."""
+    found, expected = (sl.measure(model, data, measures=names, parts=[]) for model in (sharded, whole))
+    for name in names:
+        close(found.row(name).value.value, expected.row(name).value.value)
+        close(found.row(name).value.stderr, expected.row(name).value.stderr, 1e-4)
+    close(found.fits["train"].loss.value, expected.fits["train"].loss.value)
+    assert found.fits["train"].accuracy.value == expected.fits["train"].accuracy.value
+
+
+def check_single(rank: int) -> None:
+    """The same in single precision, with other batches, and how much noise the error bears."""
+    whole, sharded, data = pair(torch.float32)
+    with untouched(sharded):
+        for options in ({}, {"batch_size": 4}, {"batch_size": 100}):
+            close(sl.margins(sharded, data, **options).signed, sl.margins(whole, data).signed)
+        compare(sharded, whole, data, ["average_sharpness", "pac_bayes_magnitude", "mean_confidence_gap"])
+        _, sharded, data = pair(torch.float32)
+        op = sl.hessian(sharded, data)
+        exact = sl.hessian(Net(torch.float64), (data[0].double(), data[1]))
+        stated(op, exact, torch.randn(op.size, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1)))
+        assert 0 < op.error < 2e-2 * float(sl.spectral_norm(exact).value)
 
 
 def stated(op: Any, exact: Any, columns: Tensor) -> None:
@@ -123,27 +136,24 @@ def stated(op: Any, exact: Any, columns: Tensor) -> None:
 
 def check_products(rank: int) -> None:
     """Products are within their stated error, and estimators say the same as of whole vectors."""
-    for dtype, error in ((torch.float32, 2e-2), (torch.float64, 1e-6)):
-        _, sharded, data = pair(dtype)
-        exact = sl.hessian(Net(torch.float64), (data[0].double(), data[1]))
-        with untouched(sharded):
-            op = sl.hessian(sharded, data)
-            assert op.size == exact.size
-            stated(op, exact, torch.randn(op.size, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(1)))
-            assert 0 < op.error < error * float(sl.spectral_norm(exact).value)
-    found, expected = sl.eigenvalues(op, 2), sl.eigenvalues(exact, 2)
+    whole, sharded, data = pair()
+    exact = sl.hessian(whole, data)
+    with untouched(sharded):
+        op = sl.hessian(sharded, data)
+        assert op.size == exact.size
+        stated(op, exact, torch.randn(op.size, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(1)))
+        found, expected = sl.eigenvalues(op), sl.eigenvalues(exact)
+        trace, twin = sl.operator_trace(op, probes=4, seed=3), sl.operator_trace(exact, probes=4, seed=3)
+    assert 0 < op.error < 1e-6 * float(expected.values[0])
     assert found.converged, found.reason
-    assert bool((found.values - expected.values).abs().max() <= found.residuals.max() + 1e-5)
+    assert abs(float(found.values - expected.values)) <= float(found.residuals) + 1e-5
     assert found.vectors is not None
-    assert found.vectors.shape == (op.space.length, 2), "each rank has its entries"
-    stated(op, exact, op.space.whole(found.vectors))
-    top = op.space.whole(found.vectors[:, :1])[:, 0]
-    assert abs(float(top @ expected.vectors[:, 0])) > 1 - 1e-3
-    trace, twin = sl.operator_trace(op, probes=4, seed=3), sl.operator_trace(exact, probes=4, seed=3)
+    assert found.vectors.shape == (op.space.length, 1), "each rank has its entries"
+    top = op.space.whole(found.vectors)
+    stated(op, exact, top)
+    assert abs(float(top[:, 0] @ expected.vectors[:, 0])) > 1 - 1e-3
     assert trace.tolerance > 0
     assert abs(trace.value - twin.value) <= trace.tolerance, "the same probes"
-    density = [sl.spectral_density(each, probes=2, steps=6).moment(2).value for each in (op, exact)]
-    close(density[0], density[1], 1e-4)
 
 
 def check_spectrum(rank: int) -> None:
@@ -155,6 +165,8 @@ def check_spectrum(rank: int) -> None:
     close(found.trace.value, expected.trace.value, 1e-5)
     for name in expected.layers:
         close(found.layers[name].value, expected.layers[name].value, 1e-5)
+    density = [sl.spectral_density(each, probes=2, steps=6).moment(2).value for each in (op, exact)]
+    close(density[0], density[1], 1e-4)
     norm, twin = sl.frobenius_norm(op, probes=8), sl.frobenius_norm(exact, probes=8)
     assert abs(norm.value - twin.value) <= norm.tolerance
     last = sl.hessian(sharded, data, params="last"), sl.hessian(whole, data, params="last")  # small enough to go dense
@@ -255,17 +267,17 @@ def check_death(rank: int) -> None:
 
 
 def run(checks: str, folder: Path) -> list[tuple[int, str]]:
-    return test_distributed.run(checks, 2, folder, program=__file__)
+    return test_distributed.run(checks, 2, folder, seconds=900, program=__file__)  # a busy machine takes its time
 
 
 def test_sharded_models_equal_whole_ones(tmp_path: Path) -> None:
-    results = run("forward,products,report,critical", tmp_path)
+    results = run("forward,products,critical", tmp_path)
     assert [code for code, _ in results] == [0, 0], "\n\n".join(said for _, said in results)
 
 
 @pytest.mark.slow
-def test_sharded_models_that_are_refused(tmp_path: Path) -> None:
-    results = run("refusals,kinks,spectrum", tmp_path)
+def test_sharded_models_that_are_refused_and_all_that_takes_longer(tmp_path: Path) -> None:
+    results = run("refusals,kinks,single,spectrum,report", tmp_path)
     assert [code for code, _ in results] == [0, 0], "\n\n".join(said for _, said in results)
 
 
