@@ -11,7 +11,7 @@ PIP := -m pip --disable-pip-version-check --no-input install --quiet -c constrai
 NO_CPU_TORCH := the install failed. If pip found no CPU build of torch 2.13.0, add an index that has one (see CONTRIBUTING.md).
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-full test-versions test-integrations coverage fuzz bench docs census coverage-doc audit-deps clean labels
+.PHONY: help install demo test test-full test-versions test-integrations coverage fuzz bench docs site census coverage-doc audit-deps clean labels tried
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -42,7 +42,7 @@ test-full: $(VENV)/.installed-cluster  ## The same, with slow tests, a Ray clust
 	$(BIN)/mypy
 	HYPOTHESIS_PROFILE=full $(BIN)/pytest -m "not peers and not integrations"
 
-test-integrations: $(INTEGRATIONS)/.installed  ## Models and data of transformers, peft, lightning, accelerate, timm, datasets, in an environment of their own
+test-integrations: $(INTEGRATIONS)/.installed  ## Models and data of transformers, peft, lightning, accelerate, timm, datasets, torch_geometric, in an environment of their own
 	HF_HUB_OFFLINE=1 $(INTEGRATIONS)/bin/python -m pytest -q -m integrations tests
 
 # timm would bring torchvision, of which its networks need one class: the tests have a stand-in for it.
@@ -97,16 +97,26 @@ $(LABELS)/.installed: $(SETUP)
 	$(LABELS)/bin/python $(PIP) --no-deps kronfluence
 	touch $@
 
-docs: install  ## Write docs/claims.md, results.md, findings.md and symmetries.md, and the reference pages to build/docs
+docs: install  ## Write the generated pages of docs/, then the site to build/site, offline: open build/site/index.html
 	$(BIN)/python tools/make_claims_doc.py
 	$(BIN)/python tools/make_results_doc.py
 	$(BIN)/python tools/make_findings_doc.py
 	$(BIN)/python tools/make_symmetries_doc.py
-	$(BIN)/python -W error tools/make_reference.py build/docs
+	OMP_NUM_THREADS=1 $(BIN)/python tools/make_measure_pictures.py
+	OMP_NUM_THREADS=1 $(BIN)/python tools/make_outputs.py
+	OMP_NUM_THREADS=1 $(BIN)/python tools/make_notebooks.py
+	$(MAKE) site
+
+site: install  ## The site alone, from the pages as they are
+	$(BIN)/python tools/make_site.py build/pages
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 census: install  ## Try every differentiable operation in a child process, write docs/operations.md
 	mkdir -p build
 	OMP_NUM_THREADS=1 $(BIN)/python tools/census.py --page docs/operations.md --json build/census.json
+
+tried: install  ## Try 5,000 wrong arguments, command lines and files each, and write the table of SECURITY.md
+	OMP_NUM_THREADS=1 $(BIN)/python tools/make_tried_doc.py
 
 coverage-doc: install  ## Count how often 95 % intervals hold the truth, and write docs/coverage.md
 	$(BIN)/python tools/make_coverage_doc.py

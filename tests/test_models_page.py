@@ -51,7 +51,7 @@ def test_every_block_is_of_a_kind_that_is_run() -> None:
     assert {block.kind for block in BLOCKS} == {"python", "sh"}
     assert PAGE.count("```") == 2 * len(BLOCKS)
     wanted = {name for block in BLOCKS for name in block.needs}
-    assert wanted == {"accelerate", "datasets", "lightning", "peft", "timm", "transformers"}
+    assert wanted == {"accelerate", "datasets", "lightning", "peft", "timm", "torch_geometric", "transformers"}
 
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")  # open("net.py", "w").write(...)

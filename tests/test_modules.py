@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
-import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -229,37 +226,29 @@ def test_quantised_models_are_refused_in_a_sentence(name: str) -> None:
 SHARDED = "the parameter 0.weight is sharded over processes (a DTensor, as FSDP2 makes them)"
 
 
-@pytest.mark.slow
-def test_sharded_models_are_refused_in_a_sentence_by_what_needs_them_whole() -> None:
-    code = """
-        import tempfile, torch, torch.distributed as dist, spiritlevel as sl
-        from torch import nn
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import fully_shard
-        with tempfile.TemporaryDirectory() as folder:
-            dist.init_process_group("gloo", store=dist.FileStore(folder + "/store", 1), rank=0, world_size=1)
-            model = nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3))
-            fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
-            data = torch.randn(6, 4), torch.arange(6) % 3
-            functions = [sl.sample_traces, sl.trace, sl.gauss_newton, sl.empirical_fisher, sl.landscape]
-            functions += [sl.audit, sl.Tracker, lambda m, d: sl.compare(m, m, d), sl.input_curvature]
-            for function in functions:
-                try:
-                    function(model, data)
-                except sl.InputError as error:
-                    print(error)
-            dist.destroy_process_group()
-    """
-    run = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=True)
-    lines = run.stdout.splitlines()
-    assert len(lines) == 9
-    assert all(SHARDED in line for line in lines)
+@pytest.fixture(scope="module")
+def sharded() -> Iterator[nn.Module]:
+    """A model that FSDP2 has sharded, over this process alone."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    yield fully_shard(plain().float(), mesh=init_device_mesh("cpu", (1,)))
+    torch.distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize("name", ALL)
-def test_sharded_parameters_are_told_by_what_they_offer(name: str) -> None:
-    model = plain()
-    model[0].weight.placements, model[0].weight.to_local = (), None  # type: ignore[attr-defined]
-    by_whom = "the parameter 0.weight is a DTensor placed as (): sharded models are measured if fully_shard alone"
-    with pytest.raises(InputError, match=re.escape(by_whom if name in ("margins", "hessian", "measure") else SHARDED)):
-        ALL[name](model, (X, Y))
+MORE: dict[str, Callable[[nn.Module, Any], Any]] = {
+    "trace": sl.trace,
+    "audit": sl.audit,
+    "compare": lambda model, data: sl.compare(model, model, data),
+    "input_curvature": sl.input_curvature,
+}
+
+
+IN_SHARDS = ("margins", "hessian", "measure")  # tests/test_sharded.py
+
+
+@pytest.mark.parametrize("name", {*ALL, *MORE} - {*IN_SHARDS})
+def test_sharded_models_are_refused_in_a_sentence_by_what_needs_them_whole(name: str, sharded: nn.Module) -> None:
+    with pytest.raises(InputError, match=re.escape(SHARDED)):
+        {**ALL, **MORE}[name](sharded, (X, Y))

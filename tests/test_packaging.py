@@ -1,4 +1,4 @@
-"""What is handed out: the source distribution, the reference pages, the settings of a clone."""
+"""What is handed out: the source distribution, the settings of a clone."""
 
 from __future__ import annotations
 
@@ -63,17 +63,6 @@ def test_the_source_distribution_runs_its_own_tests(source: Path, tmp_path: Path
     done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout[-3000:]
     assert re.search(r"\d{3} passed", done.stdout)
-
-
-def test_the_reference_pages_are_written_without_a_warning(tmp_path: Path) -> None:
-    command = [sys.executable, "-W", "error", str(ROOT / "tools" / "make_reference.py"), str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=250)
-    assert done.returncode == 0, done.stderr[-2000:]
-    pages = {path.stem: path.read_text(encoding="utf-8") for path in (tmp_path / "spiritlevel").glob("*.html")}
-    assert pages.keys() == {"claims", "data", "measures", "models", "training", "transforms"}
-    assert 'id="lenet5"' in pages["models"]
-    assert 'id="fit"' in pages["training"]
-    assert 'id="sample_traces"' in (tmp_path / "spiritlevel.html").read_text(encoding="utf-8")
 
 
 def test_the_readme_of_a_package_index_has_no_relative_link(source: Path) -> None:

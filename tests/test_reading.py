@@ -142,6 +142,7 @@ EVERYWHERE: dict[str, Callable[..., Any]] = {
     "compare": lambda model, *args, **options: (
         sl.compare(model, model, *args, measures=["trace"], audit=False, **options).rows[0].a.value
     ),
+    "perturb": lambda *args, **options: sl.perturb(*args, "int4", layers=False, **options).predicted.value,
     "Tracker": lambda *args, **options: sl.Tracker(*args, samples=6, **options).measure()["trace"],
     "stability": lambda model, data, **options: (
         sl.stability(torch.optim.SGD(model.parameters(), lr=0.1), model, data, **options).curvature.value
@@ -239,7 +240,7 @@ def test_labels_that_the_forward_needs_are_given_to_it() -> None:
 @pytest.mark.parametrize(
     ("data", "options", "message"),
     [
-        ({"x": X}, {}, "a batch is a dict with the keys 'x', none of labels, label, targets, target, y; name the targ"),
+        ({"x": X}, {}, "a batch is a dict with the key 'x', none of labels, label, targets, target, y; name the targ"),
         ({"x": X, "y": Y, "label": Y}, {}, r"several of them \(label, y\); name the targets with target="),
         ({"x": X, "y": Y}, {"target": "z"}, "has no 'z' to be its targets .*: it is a dict with the keys 'x', 'y'"),
         ([(X, Y)], {"target": 2}, r"target=2 is no item of a batch behind its inputs: it has 2 items \(tensor"),
@@ -331,6 +332,7 @@ OUTPUTS: dict[str, tuple[Callable[[Tensor], Any], dict[str, Any]]] = {
     "loss and outputs": (lambda out: (out.sum(), out), {}),
     "outputs and states": (lambda out: (out, (out, out), torch.zeros(2, N, 3), None), {}),
     "a dict of one": (lambda out: {"scores": out}, {}),
+    "an object of one": (lambda out: SimpleNamespace(scores=out, time=3.0), {}),
     "the second": (lambda out: (2 * out, out), {"output": 1}),
     "the last": (lambda out: [2 * out, out], {"output": -1}),
     "a key": (lambda out: {"logits": 2 * out, "scores": out}, {"output": "scores"}),
@@ -358,7 +360,7 @@ def test_outputs_in_all_their_forms(name: str) -> None:
             r"it returned 2 items \(tensor \(\d, 3\), tensor \(\d, 3\)\); say with",
         ),
         (lambda out: {"a": out, "b": out}, {}, "it returned a dict with the keys 'a', 'b'; say with output="),
-        (lambda out: "text", {}, "it returned a str; say with output="),
+        (lambda out: "text", {}, "it returned the text 'text'; say with output="),
         (lambda out: None, {}, "it returned None; say with output="),
         (
             Result,
@@ -451,12 +453,13 @@ def test_nodes_that_a_mask_picks_are_the_samples(kind: type[Convolution], untouc
     assert report.row("trace").kind == "exact"
 
 
-def test_graphs_of_a_batch_and_seeds_of_neighbourhoods_are_samples() -> None:
-    class Pooled(Convolution):
-        def forward(self, x: Tensor, edge_index: Tensor, batch: Tensor) -> Tensor:  # type: ignore[override]
-            nodes = super().forward(x, edge_index)
-            return nodes.new_zeros(int(batch.max()) + 1, 3).index_add(0, batch, nodes)
+class Pooled(Convolution):
+    def forward(self, x: Tensor, edge_index: Tensor, batch: Tensor) -> Tensor:  # type: ignore[override]
+        nodes = super().forward(x, edge_index)
+        return nodes.new_zeros(int(batch.max()) + 1, 3).index_add(0, batch, nodes)
 
+
+def test_graphs_of_a_batch_and_seeds_of_neighbourhoods_are_samples() -> None:
     one, two = graph(), graph()
     two.x, joined = two.x.flip(0), graph(batch=torch.tensor([0] * N + [1] * N))
     joined.x, joined.y = torch.cat([one.x, two.x]), torch.tensor([0, 2])
@@ -487,6 +490,12 @@ class Other(Convolution):
             "the mask 'mask' must say .* 9 targets .*, and there is none",
         ),
         (Convolution, graph(train_mask=Z > 0), {}, r"the mask 'train_mask' must say .* and it has shape \(9, 2\)"),
+        (
+            Pooled,
+            [graph(), graph()],
+            {},
+            r"takes \(x, edge_index, batch\), .*; torch_geometric.loader.DataLoader\(graphs\) makes batches",
+        ),
         (Other, graph(), {}, r"forward takes \(a, b\), so how to call it with a graph of edge_index, x, y cannot be"),
     ],
 )

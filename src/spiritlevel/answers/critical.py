@@ -20,6 +20,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 
 from spiritlevel.arguments import checked
+from spiritlevel.binding.devices import doubled
 from spiritlevel.binding.modules import is_parted, managed_modules, part_here
 from spiritlevel.binding.ranks import Ranks
 from spiritlevel.binding.reading import Reading
@@ -185,11 +186,10 @@ class _Line:
                 "critical_sharpness needs one that keeps its state in torch's way."
             ) from error
         finally:
-            same = [
-                torch.equal(part_here(p.detach()), old) for p, old in zip(self.parameters, self.before, strict=True)
-            ]
+            pairs = zip(self.parameters, self.before, strict=True)
+            moved = bool(torch.stack([(part_here(p.detach()) != old).any() for p, old in pairs]).any())
             self.restore()
-        if not all(same):
+        if moved:
             raise InputError(
                 f"a copy of the optimiser {self.name} moves the parameters of the original, to which it holds on "
                 "elsewhere than in its groups; they have been put back."
@@ -202,9 +202,9 @@ class _Line:
 
     def obstacle(self) -> str:
         """Why there is nothing to search along this line, or nothing."""
-        pairs = list(zip(self.parameters, self.update, strict=True))
-        moved = self._over_ranks(sum(float(part.any()) for part in self.update))
-        slope = self._over_ranks(sum(_dot(parameter.grad, part) for parameter, part in pairs))
+        pairs = zip(self.parameters, self.update, strict=True)
+        moved = self._over_ranks(float(torch.stack([part.any() for part in self.update]).any()))
+        slope = self._over_ranks(float(torch.stack([_dot(parameter.grad, part) for parameter, part in pairs]).sum()))
         if not moved:
             return f"the update of {self.name} is zero"
         if not slope > 0:
@@ -259,12 +259,12 @@ class _Line:
             )
 
 
-def _dot(gradient: Tensor | None, part: Tensor) -> float:
+def _dot(gradient: Tensor | None, part: Tensor) -> Tensor:
     assert gradient is not None
     gradient = part_here(gradient)
     if gradient.is_sparse:
         gradient = gradient.to_dense()
-    return float((gradient.detach().double() * part.double()).sum())
+    return (doubled(gradient.detach()) * doubled(part)).sum()
 
 
 def _equal(gradient: Tensor | None, values: Tensor | None) -> bool:
@@ -339,11 +339,11 @@ def _divisor(group: dict[str, Any], state: dict[str, Any], name: str) -> Tensor:
     moment = state.get("max_exp_avg_sq", state.get("exp_avg_sq", state.get("square_avg")))
     if moment is None:
         raise InputError(f"the optimiser has made no step with the parameter {name} yet; stability needs its averages.")
-    moment = moment.detach().double()
+    moment = doubled(moment.detach())
     if "betas" in group:
         moment = moment / (1 - float(group["betas"][1]) ** float(state["step"]))
     elif group.get("centered"):
-        moment = moment - state["grad_avg"].detach().double().square()
+        moment = moment - doubled(state["grad_avg"].detach()).square()
     return moment.clamp_min(0.0).sqrt() + float(group["eps"])
 
 

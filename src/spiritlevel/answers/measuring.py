@@ -20,21 +20,23 @@ from torch.nn import functional as F
 
 from spiritlevel import __version__
 from spiritlevel.answers.auditing import audit_in
+from spiritlevel.answers.directions import wanted
 from spiritlevel.answers.sharing import shared
 from spiritlevel.answers.surface import landscape_in
 from spiritlevel.answers.wording import headline
 from spiritlevel.arguments import checked
 from spiritlevel.binding.batches import Fingerprint, picked
 from spiritlevel.binding.context import IDLE
-from spiritlevel.binding.losses import BinaryCrossEntropy, aceht
-from spiritlevel.binding.memory import available_memory
+from spiritlevel.binding.losses import BinaryCrossEntropy
 from spiritlevel.binding.ranks import Ranks
 from spiritlevel.binding.reading import Reading
 from spiritlevel.binding.state import preserved_random_state
 from spiritlevel.errors import InputError, NotExactError, first_line, is_out_of_memory, unknown_name
 from spiritlevel.estimators import spectrum
 from spiritlevel.measures import Measure, Setting, select
+from spiritlevel.measures.margins import acehts
 from spiritlevel.measures.registry import LEADING
+from spiritlevel.memory import available_memory
 from spiritlevel.results import (
     Estimate,
     Fit,
@@ -285,7 +287,7 @@ class _Run:
         Asked before it begins: the system lets a process ask for more than there is, and ends it when it comes to that.
         """
         size = self.here.problem.size
-        need, free = step.vectors * size * self.here.problem.dtype.itemsize, available_memory()
+        need, free = step.vectors * size * self.here.problem.dtype.itemsize, available_memory(self.here.problem.device)
         if need <= free:
             return ""
         return (
@@ -345,12 +347,12 @@ class _Run:
 
     def _as_fit(self, found: Margins | None, seen: Outcomes, population: int) -> Fit:
         accuracy, losses = Estimate(math.nan, reason="the targets are not classes"), seen.losses
-        of = "positions" if self.here.form.unit == "token" else "samples"
+        of = "tokens" if self.here.form.unit == "token" else "samples"
         if found is not None and found.right is not None:
             accuracy = mean_of(found.right, population)
             of = "labels" if isinstance(self.here.problem.loss, BinaryCrossEntropy) else "positions"
         elif found is not None:
-            accuracy, of = share_of(found.correct.double(), population), "samples"
+            accuracy = share_of(found.correct.double(), population)
         loss = mean_of(losses, population)
         return Fit(len(losses), population, accuracy, loss, of=of, r_squared=seen.r_squared)
 
@@ -368,8 +370,7 @@ class _Run:
         pairs: dict[str, Any] = {"trace and margin": (found.output, None)}
         pairs["trace and margin, correct samples"] = (found.output, found.correct)
         try:
-            inputs, logits, _ = self.here.logits
-            pairs["trace and ACEHT"] = (aceht(inputs, logits), None)
+            pairs["trace and ACEHT"] = (acehts(self.here), None)
         except InputError as error:
             self.left_out["trace and ACEHT"] = str(error)
         tasks = [
@@ -418,7 +419,7 @@ class _Run:
     def _landscape(self) -> None:
         if self.here.problem.sharded:
             raise InputError("a landscape moves the whole model, and it is sharded over processes.")
-        self.found["landscape"] = landscape_in(self.few, dimensions=2, points=_GRID)
+        self.found["landscape"] = landscape_in(self.few, wanted("eigenvectors", None, 2, _GRID, None))
 
     # ------------------------------------------------------------ the report
 

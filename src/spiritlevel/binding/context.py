@@ -22,13 +22,13 @@ from torch import Tensor, nn
 from spiritlevel.binding.batches import Batches, resized, spread, subset
 from spiritlevel.binding.coupling import depends_on_others
 from spiritlevel.binding.losses import OfPositions
-from spiritlevel.binding.memory import parse_memory
 from spiritlevel.binding.parameters import Params
 from spiritlevel.binding.problem import Problem
 from spiritlevel.binding.ranks import Ranks
 from spiritlevel.binding.reading import Reading, form_of
 from spiritlevel.binding.shards import ShardedProblem, bound
 from spiritlevel.errors import InputError, checked_seed, whole_number
+from spiritlevel.memory import parse_memory
 
 Found = TypeVar("Found")
 IDLE = -1
@@ -194,6 +194,8 @@ class Context:
     def notes(self) -> tuple[str, ...]:
         """How the data were read, where that is not plain; with fixed batches which ones, as part of the definition."""
         found = (*self._carried, *self.batches.notes)
+        if self.problem.left:
+            found += (f"{self.problem.left} has no float64, so a copy of the model was measured on the CPU",)
         if self.form.batches != "fixed":
             return found
         sizes = [len(targets) for _, targets in self.batches]
@@ -255,13 +257,21 @@ class Context:
         ranks = Ranks(self.group).count
         return most if ranks == 1 else max(1, -(-self.count // (ranks * -(-self.count // (ranks * most)))))
 
-    def fitting(self, most: int) -> int:
+    def find_head(self) -> str:
+        """Find out whether outputs can be taken in pieces, by a sample; see `Problem.find_head`."""
+        if self.whole:  # a sample says nothing of a batch that must not be cut
+            return ""
+        with self.problem.active():
+            return self.problem.find_head(*self.first(1))
+
+    def fitting(self, most: int, *, in_pieces: bool = False) -> int:
         """At most so many samples at once that their outputs, of long sequences or large images, stay within bounds."""
-        inputs, targets = self.first(2)
+        inputs, targets = self.first(1 if in_pieces else 2)
         if targets.ndim < 2:
             return most
-        with self.problem.active(), torch.no_grad():
-            size = math.prod(self.problem.outputs(self.problem.params, inputs).shape[1:])
+        problem = self.problem.thinned(targets)[0] if in_pieces else self.problem
+        with problem.active(), torch.no_grad():
+            size = math.prod(problem.outputs(problem.params, inputs).shape[1:])
         return max(1, min(most, _OUTPUTS // max(1, size)))
 
     @functools.cached_property
@@ -297,7 +307,7 @@ class Context:
 
     def budget(self) -> int:
         """Bytes that may be used."""
-        return parse_memory(self._memory)
+        return parse_memory(self._memory, self.problem.device)
 
     # ------------------------------------------------------------ what is known
 

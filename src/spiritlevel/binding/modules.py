@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from spiritlevel.binding.devices import has_double
 from spiritlevel.errors import InputError
 
 _QUANTISED = ("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized", "torch.nn.quantized")  # homes of modules
@@ -91,6 +93,14 @@ def to_eval_mode(model: nn.Module) -> None:
     except NotImplementedError:
         for module in model.modules():
             module.training = False
+
+
+def in_double(model: nn.Module) -> nn.Module:
+    """A copy of a model in float64; on the CPU, if its own device has no such numbers."""
+    copied = copy.deepcopy(model)
+    if any(not has_double(tensor.device) for _, tensor in state_of(model)):
+        copied = copied.cpu()
+    return copied.double()
 
 
 def state_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

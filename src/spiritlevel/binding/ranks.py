@@ -34,8 +34,9 @@ torchrun gives a process that hangs another 30 to end, so that the job ends with
 def job() -> Iterator[Any]:
     """The group of the processes that `torchrun` has started, this one among them; None for a process on its own.
 
-    Gloo carries what lies on the CPU, NCCL what lies on a GPU; `"cuda"` then means the GPU with this process's local
-    rank. torchrun stops all processes as soon as one has died: here that ends as a `ConnectionError` too.
+    Gloo carries what lies on the CPU, and what PyTorch has for it (NCCL, XCCL) what lies on an accelerator; "cuda" or
+    "xpu" then means the device with this process's local rank. torchrun stops all processes as soon as one has died:
+    here that ends as a `ConnectionError` too.
 
     >>> with job() as group:
     ...     group is None
@@ -44,13 +45,15 @@ def job() -> Iterator[Any]:
     if int(os.environ.get("WORLD_SIZE", "1")) < 2:
         yield None
         return
-    gpus = torch.cuda.is_available()
-    if gpus:
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    carriers = "gloo"
+    if accelerator is not None:
+        torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", "0")))
+        carriers = f"cpu:gloo,{accelerator.type}:{dist.get_default_backend_for_device(accelerator)}"
     try:
         patience = float(os.environ.get("SPIRITLEVEL_PATIENCE", PATIENCE))
         timeout = datetime.timedelta(seconds=patience)
-        dist.init_process_group("cpu:gloo,cuda:nccl" if gpus else "gloo", timeout=timeout)
+        dist.init_process_group(carriers, timeout=timeout)
     except ValueError as error:
         raise InputError(f"WORLD_SIZE asks for several processes, but {error}; start them with torchrun.") from error
     except RuntimeError as error:

@@ -120,8 +120,9 @@ class ShardedProblem(Problem):
         self._at: Params = self.params  # what the shards hold now
         self._part: Any = None
         self._overwrites, self._keeps, self._draws, self._half = False, False, False, False
-        self.reverse_only, self.facts, self._active, self._has_data = True, {}, False, False
-        self.gradient_checked = False
+        self.reverse_only, self._active, self._has_data = True, False, False
+        self._look, self._buffers = None, set()
+        self.facts = {"head": 0, "why whole": ""}  # outputs are taken as they come
 
     def _runs(self) -> Iterator[Run]:
         """Where the entries of this rank's shards are in the whole vector: rows of a parameter follow each other."""

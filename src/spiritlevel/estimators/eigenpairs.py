@@ -109,8 +109,8 @@ def _given(product: Product, k: int, start: Tensor) -> Tensor:
     length = float(product.space.norm(start))
     if start.numel() != product.space.length or not 0 < length < math.inf:
         raise InputError(
-            f"eigenvalues needs a start of {product.space.length} finite numbers, not all of them 0, got "
-            f"{start.numel()} of length {length:.3g}."
+            f"eigenvalues needs a start of {product.space.length} finite numbers, not all of them 0, "
+            f"got {start.numel()} of length {length:.3g}."
         )
     if k > 1:
         raise InputError(f"eigenvalues takes a start for one eigenvalue, got k={k}; leave start= out.")

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from spiritlevel.estimators.operator import Product
 from spiritlevel.estimators.probes import gaussian
+from spiritlevel.memory import check_room
 
 Array = NDArray[np.float64]
 _MISS = 1e-3  # chance that an eigenvalue stays hidden
@@ -55,7 +56,14 @@ class Krylov:
         self.capacity = capacity
         self.seed = seed
         self.space = product.space
-        self.basis = torch.empty(capacity, self.space.length, dtype=product.dtype, device=product.device)
+        length = self.space.length
+        if product.device.type == "cpu":
+            check_room(
+                capacity * length * product.dtype.itemsize,
+                f"a basis of {capacity} vectors of {length:,} numbers",
+                "hold fewer of them (basis=, steps=), or measure some of the layers (params=)",
+            )
+        self.basis = torch.empty(capacity, length, dtype=product.dtype, device=product.device)
         self.width = 0
         self.projected: Array = np.zeros((capacity, capacity))
         first = first / self.space.norm(first)

@@ -18,6 +18,7 @@ from spiritlevel.arguments import checked
 from spiritlevel.errors import InputError, first_line
 from spiritlevel.estimators.entries import Entries
 from spiritlevel.estimators.space import Space
+from spiritlevel.memory import check_room
 
 _Arguments = ParamSpec("_Arguments")
 _Found = TypeVar("_Found")
@@ -26,7 +27,9 @@ _Found = TypeVar("_Found")
 @contextlib.contextmanager
 def full_precision() -> Iterator[None]:
     """No reduced precision inside, whatever the caller has switched on."""
-    reduced = [device for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)]
+    accelerator = torch.accelerator.current_accelerator()
+    kinds = ["cpu", *([accelerator.type] if accelerator is not None else [])]
+    reduced = [kind for kind in kinds if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)]
     if not reduced:
         yield
         return
@@ -51,7 +54,8 @@ class Operator:
     """A symmetric matrix H known by its products, over named parameters laid end to end.
 
     `matmat` maps a (P, k) tensor to H times it. `shapes` gives the parameters' names and shapes in order; without it
-    the operator has no names and cannot `split`. Exact; `op @ v` costs one product per column.
+    the operator has no names and cannot `split`. `notes` say what is not plain about the products. Exact; `op @ v`
+    costs one product per column.
 
     >>> matrix = torch.tensor([[2.0, 1.0], [1.0, 3.0]])
     >>> op = Operator(lambda block: matrix @ block, 2, dtype=torch.float32, shapes={"weight": (1, 1), "bias": (1,)})
@@ -70,8 +74,9 @@ class Operator:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         shapes: Mapping[str, Sequence[int]] | None = None,
+        notes: Sequence[str] = (),
     ) -> None:
-        self.size = size
+        self.size, self.notes = size, tuple(notes)
         self.shape = (size, size)
         self.dtype = dtype
         try:
@@ -124,6 +129,12 @@ class Operator:
 
     def dense(self) -> Tensor:
         """The matrix itself, by `size` products."""
+        if self.device.type == "cpu":
+            check_room(
+                2 * self.size**2 * self.dtype.itemsize,
+                f"a dense matrix of {self.size:,} × {self.size:,} numbers",
+                "multiply by vectors instead, or take some of the layers (params=)",
+            )
         width = max(1, min(128, 2**25 // self.size))
         blocks = identity_blocks(self.space, self.dtype, self.device, width)
         return torch.cat([self.space.whole(self @ block) for block in blocks], dim=1)

@@ -63,9 +63,10 @@ class Measure:
     needs data at all. `of_margins`: it is a statistic of the output margins, free once these are known. `invariant_to`
     are the names of the transforms that leave it as it is; `predict` gives the value after a transform where theory
     knows it. `keeps_sign` tells that no linear reparametrisation θ → Tθ can change its sign (Sylvester's law of inertia
-    for T⁻ᵀHT⁻¹). `advice` is what a comparison may say for the model that is surely better by this measure; without it
-    the measure has no voice in the advice. `in_shards` tells that it can be taken of a model that is sharded over
-    processes. `also_called` are the names that others use.
+    for T⁻ᵀHT⁻¹). `guide` is what the audit's search climbs to move it, see `GUIDES`. `advice` is what a comparison may
+    say for the model that is surely better by this measure; without it the measure has no voice in the advice.
+    `in_shards` tells that it can be taken of a model that is sharded over processes. `also_called` are the names that
+    others use.
 
     >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2))
     >>> data = torch.ones(4, 2), torch.tensor([0, 1, 0, 1])
@@ -89,6 +90,7 @@ class Measure:
     keeps_sign: bool = False
     of_margins: bool = False
     in_shards: bool = False
+    guide: str = "length"
     advice: str = ""
     also_called: tuple[str, ...] = ()
 
@@ -212,6 +214,10 @@ WORTH: dict[str, tuple[str, ...]] = {
     "lower bound": ("lower bound",),
 }
 """What a measure's value is worth, in words, and the status that an `Estimate` of it can have."""
+
+GUIDES = ("length", "curvature", "curvature in sizes", "curvature in norms")
+"""What stands for a measure in a search: the length of all parameters, or the curvature along random signs, with every
+parameter as it is, in units of its own size, or in units of the norm of its tensor."""
 
 MEASURES: dict[str, Measure] = {}
 """All measures by name."""

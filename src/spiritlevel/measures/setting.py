@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-import itertools
 import json
 from collections.abc import Callable, Iterator
 from typing import Any, Self
@@ -18,6 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from spiritlevel.binding.batches import Batches, picked
 from spiritlevel.binding.context import Context
 from spiritlevel.binding.coupling import check_independence
+from spiritlevel.binding.modules import state_of
 from spiritlevel.binding.parameters import Params
 from spiritlevel.binding.points import at_points, points_at_once
 from spiritlevel.binding.problem import Problem
@@ -39,6 +39,7 @@ from spiritlevel.watching.structure import Structure, analyse, joined
 
 _WRITTEN = 1_024  # parameters up to which all columns, and all eigenvalues, cost less than the products of a spectrum
 _BATCH = 500  # samples that a perturbed network sees at once
+_LOSSES = 2**22  # losses of all samples at several points, held at once
 
 
 class Setting(Context):
@@ -69,12 +70,14 @@ class Setting(Context):
         if self.problem.sharded:
             raise InputError("this needs the whole model, and it is sharded over processes.")
         model, copied = self.problem.model, {**self.problem.params, **self.problem.constants}
-        for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
-            if not _same(tensor.detach(), copied[name]):
-                raise InputError(
-                    f"{name} of the model has changed since this Setting first looked at it, so its measures would mix "
-                    "two models; make a new Setting after every change."
-                )
+        state, device = dict(state_of(model)), self.problem.device
+        changed = torch.stack([_differ(tensor.detach(), copied[name]).to(device) for name, tensor in state.items()])
+        if bool(changed.any()):
+            name = list(state)[int(changed.nonzero()[0])]
+            raise InputError(
+                f"{name} of the model has changed since this Setting first looked at it, so its measures would mix "
+                "two models; make a new Setting after every change."
+            )
         return model
 
     @functools.cached_property
@@ -166,10 +169,11 @@ class Setting(Context):
 
     @functools.cached_property
     def at_once(self) -> int:
-        """How many perturbed networks to run at once."""
+        """How many perturbed networks to run at once: of each there is a loss of every sample."""
         if self.problem.sharded:
             return 1
-        return points_at_once(self.problem, activation_bytes(self)[1] * min(self.count, _BATCH))
+        fitting = points_at_once(self.problem, activation_bytes(self)[1] * min(self.count, _BATCH))
+        return max(1, min(fitting, _LOSSES // self.count))
 
     def loss_at(self, theta: Tensor) -> float:
         """L at other parameters."""
@@ -345,16 +349,20 @@ class Setting(Context):
         return self.kept[key]
 
     @functools.cached_property
-    def hidden(self) -> Margins:
-        """Distances at the input of the last layer."""
+    def tapped(self) -> Self:
+        """The model with a module named `input_of_last_layer` where its last layer reads, on the same data."""
         last = self.last
         own = {id(parameter) for parameter in last.module.parameters()}
         if all(id(parameter) in own for parameter in self.model.parameters()):
             raise InputError("a hidden-layer margin needs a network with a layer in front of its last one.")
         if sum(call.module is last.module for call in self.calls) > 1:
             raise InputError(f"a hidden-layer margin needs a last layer that runs once; {last.name!r} runs repeatedly.")
-        tapped = self.moved(Tapped(self.model, last.name), params=None)
-        return margins_in(tapped, distance=2, layer="input_of_last_layer")
+        return self.moved(Tapped(self.model, last.name), params=None)
+
+    @functools.cached_property
+    def hidden(self) -> Margins:
+        """Distances at the input of the last layer."""
+        return margins_in(self.tapped, distance=2, layer="input_of_last_layer")
 
     @functools.cached_property
     def classes(self) -> int:
@@ -363,22 +371,23 @@ class Setting(Context):
             inputs, _ = self.first(2)
             return self.problem.outputs(self.problem.params, inputs).shape[-1]
 
-    @functools.cached_property
-    def logits(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Inputs (N, d), outputs (N, C) and labels of all samples."""
-        rows = []
-        for inputs, targets in self.pieces:
+    def column(self, name: str, function: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
+        """A number of every sample, (N,) float64, from its inputs (n, d), outputs (n, C) and label, kept by its name.
+
+        The function is asked for some samples after the other, so that neither inputs nor outputs are ever held for
+        all of them.
+        """
+        if name in self.kept:
+            return self.kept[name]
+
+        def numbers(inputs: Any, targets: Tensor) -> Tensor:
             if not (isinstance(inputs, Tensor) and inputs.is_floating_point()):
                 raise InputError("this measure needs the norms of the inputs: one tensor of floats per sample.")
-            if len(targets):
-                rows.append(inputs.reshape(len(targets), -1).cpu())
-
-        def outputs_and_labels(inputs: Any, targets: Tensor) -> Tensor:
             outputs, labels = as_classes(self.problem, self.problem.outputs(self.problem.params, inputs), targets)
-            return torch.cat([outputs.double(), labels[:, None].double()], 1)
+            return function(inputs.reshape(len(labels), -1).cpu(), outputs.cpu(), labels.cpu())
 
-        seen = self.of_samples(outputs_and_labels, max(2, self.classes) + 1)
-        return torch.cat(rows), seen[:, :-1].to(self.problem.dtype), seen[:, -1].long()
+        self.kept[name] = self.of_samples(numbers)
+        return self.kept[name]
 
     @functools.cached_property
     def calls(self) -> list[Call]:
@@ -469,14 +478,14 @@ def _swapped(function: Callable[[Params, Any, Tensor], Tensor], batch: tuple[Any
     return function(params, *batch)
 
 
-def _same(now: Tensor, then: Tensor) -> bool:
-    """Whether two tensors hold the same numbers, NaN in the same places included."""
+def _differ(now: Tensor, then: Tensor) -> Tensor:
+    """Whether two tensors hold other numbers, NaN in the same places not counted; a truth value on their device."""
     if now.shape != then.shape:
-        return False
+        return torch.ones((), dtype=torch.bool, device=then.device)
     now = now.to(then)
     if now.layout != torch.strided:  # sparse, say
         now, then = now.to_dense(), then.to_dense()
-    return not bool(((now != then) & ((now == now) | (then == then))).any())
+    return ((now != then) & ((now == now) | (then == then))).any()
 
 
 def as_classes(problem: Problem, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -484,4 +493,5 @@ def as_classes(problem: Problem, outputs: Tensor, targets: Tensor) -> tuple[Tens
     found = problem.loss.decisions(outputs, targets)
     if found.counts is not None:
         raise InputError("this measure needs samples that make one decision each, between classes.")
+    assert isinstance(found.logits, Tensor)  # as the outputs were
     return found.logits, found.labels

@@ -18,7 +18,12 @@ from spiritlevel.results import Estimate
 from spiritlevel.transforms import Transformed
 
 _TOP = 10  # eigenvalues in the log volume
-_OF_HESSIAN: dict[str, Any] = {"family": "curvature", "cost": "matvecs", "invariant_to": UNSEEN}
+_OF_HESSIAN: dict[str, Any] = {
+    "family": "curvature",
+    "cost": "matvecs",
+    "guide": "curvature",
+    "invariant_to": UNSEEN,
+}
 _RESOLVED = 1e-3  # of an eigenvalue: a residual up to here leaves its logarithm right to as much
 
 

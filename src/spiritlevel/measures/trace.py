@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from spiritlevel.estimators import operator_trace
+from spiritlevel.measures.ends import PROBES
 from spiritlevel.measures.registry import UNSEEN, register
 from spiritlevel.measures.sampling import mean_of
 from spiritlevel.measures.setting import Setting
@@ -45,7 +46,8 @@ def trace_passes(setting: Setting, unless_exact: float = 0.0) -> float:
     """
     exact = _exact_passes(setting)
     if exact is None:
-        return 3.0 * DEFAULT_PROBES + unless_exact
+        few = 1.0 if setting.probes is None else min(1.0, setting.probes / PROBES)  # an audit takes fewer
+        return 3.0 * (setting.probes or DEFAULT_PROBES) + few * unless_exact
     return exact if setting.structure.exact else exact + unless_exact
 
 
@@ -81,6 +83,7 @@ def _mean_trace(setting: Setting) -> Estimate:
     family="curvature",
     worth="exact or estimated",
     cost="backward",
+    guide="curvature",
     passes=trace_passes,
     sampling=mean_of(lambda setting: setting.traces.values),
     also_called=("hessian_trace",),
@@ -100,6 +103,7 @@ def _trace(setting: Setting) -> Estimate:
     family="curvature",
     worth="exact or estimated",
     cost="backward",
+    guide="curvature",
     passes=trace_passes,
     sampling=mean_of(lambda setting: setting.traces.values / setting.problem.size),
     in_shards=True,

@@ -143,10 +143,12 @@ def traces_in(
     with problem.active():
         with ranks.together():
             batches = context.batches.cut(context.batch_size)
+            why = context.find_head()
             inputs, targets = problem.place(*batches.first(3))
             with torch.no_grad():
-                outputs = problem.outputs(problem.params, inputs)
+                outputs = problem.head_or_outputs(problem.params, inputs)
             problem.checked(outputs, inputs, targets)
+            outputs = outputs if isinstance(outputs, Tensor) else outputs.stand_in()
             if problem.form.batches == "fixed" and context.coupling == "loss":
                 raise InputError(
                     "the loss of a sample depends on the other samples of its batch, so a sample has no trace of its "
@@ -162,6 +164,7 @@ def traces_in(
                     f"{kinks:.0%} of the samples looked at sit exactly on a kink of a ReLU (a pre-activation of 0): "
                     "they have no Hessian there, and the values are those of one side",
                 )
+            plan.notes += (why,) if why else ()
             if problem.rounding:
                 plan.notes += (
                     f"the model rounds its values on the way, to about {problem.rounding:.1g} of their size",
@@ -194,7 +197,7 @@ def traces_in(
 def _structure(context: Context, few: Any) -> Structure:
     if context.coupling:
         return Structure(failure=context.why_coupled)
-    return analyse_few(context.problem, few)
+    return analyse_few(context.problem.thinned(torch.zeros(0))[0], few)
 
 
 def _few_of(problem: Problem, batches: Batches) -> Any:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -34,6 +34,7 @@ from spiritlevel.watching.watchers import DispatchWatch, FunctionWatch
 _TRIES = 3
 _LARGE = 10**6  # parameters from which on two samples have to do
 _HUGE = 10**8  # and from which on a copy in float64 is too much
+_SEEN = 2**20  # numbers of a tensor whose second derivatives are compared
 
 Verdicts = dict[str, bool | None]
 """Whether the derivatives of one kind are right: "reverse", "forward", or "second"; `None` if that stayed open."""
@@ -47,12 +48,14 @@ def check_derivatives(problem: Problem, inputs: Any, targets: Tensor, *, twice: 
 
     If only forward mode is wrong, `problem.reverse_only` is set instead, and what follows does without it. With `twice`
     second derivatives are compared as well. What cannot be run in this way is left to what comes next, which says why.
-    Cost: some ten forward passes of five samples, or of two for a large network, once for each problem. Call inside
-    `problem.active()`.
+    Cost: some twenty forward passes of five samples, of two or one for a large network, once for each problem. Call
+    inside `problem.active()`.
     """
     known = problem.facts.get("derivatives")
     if known is None or (twice and not known[0]):
-        known = problem.facts["derivatives"] = twice, _share_on_kinks(problem, inputs, targets, twice)
+        small, labels = problem.thinned(targets)
+        known = problem.facts["derivatives"] = twice, _share_on_kinks(small, inputs, labels, twice)
+        problem.reverse_only |= small.reverse_only
     return known[1]
 
 
@@ -90,8 +93,8 @@ def check_input_derivatives(problem: Problem, inputs: Any, targets: Tensor) -> N
 
 
 def _few(problem: Problem, inputs: Any, targets: Tensor) -> tuple[Any, Tensor]:
-    """Five samples from all over a batch, or two for a large network."""
-    count = min(len(targets), 2 if problem.size > _LARGE else 5)
+    """Five samples from all over a batch, two for a large network, or one for a huge one."""
+    count = min(len(targets), 5 if problem.size <= _LARGE else 2 if problem.size <= _HUGE else 1)
     chosen = torch.linspace(0, len(targets) - 1, count).round().long().to(targets.device)
     return tree_map(lambda leaf: leaf[chosen] if isinstance(leaf, Tensor) else leaf, inputs), targets[chosen]
 
@@ -187,14 +190,15 @@ class _Comparison:
             raise _TooCoarse(here.rounding)
         signs = torch.randint(0, 2, values.shape, generator=generator).mul(2).sub(1)
         self.signs = (signs * (1 + torch.rand(values.shape, generator=generator))).to(values)  # so that none cancel
-        self.direction = self._draw(generator)
+        self.direction, self.differences = self._draw(generator), dict[float, Tensor]()
         padding.freeze(self.direction, self.moving)
-        offset = self._draw(generator)
-        self.point = {name: tensor + 1e-3 * offset[name] for name, tensor in self.moving.items()}
+        self.point = {name: offset.mul_(1e-3).add_(self.moving[name]) for name, offset in self._drawn(generator)}
         slope = self._gradient(self.point)
         if not seed:
             self.kinks = self._share_on_kinks(here, self.direction)
         claims = {"reverse": sum(((slope[n] * d).sum() for n, d in self.direction.items()), values.new_zeros(()))}
+        size, steep = (self.rounding * float(each.norm()) for each in (values, self._weighed(slope)))
+        del slope  # a large network has no room for more than a few of these
         if not self.problem.reverse_only:
             try:
                 with torch.no_grad():
@@ -205,7 +209,6 @@ class _Comparison:
         if twice:
             with contextlib.suppress(RuntimeError):  # likewise
                 claims["second"] = self._weighed(self._second())
-        size, steep = (self.rounding * float(each.norm()) for each in (values, self._weighed(slope)))
         return {k: self._verdict(k, claim, steep if k == "second" else size) for k, claim in claims.items()}
 
     def _share_on_kinks(self, here: _Zeros, direction: Params) -> float:
@@ -216,7 +219,7 @@ class _Comparison:
         with its square.
         """
         samples = len(self.targets)
-        if not any(bool(zero.any()) for zero in here.places):
+        if not here.places or not bool(torch.stack([zero.any() for zero in here.places]).any()):
             return 0.0
         precise = self.problem.dtype == torch.float64
         rounding = 1e-14 if precise else 1e-6
@@ -248,10 +251,11 @@ class _Comparison:
         return self.problem.outputs(params, self.inputs)
 
     def _draw(self, generator: torch.Generator) -> Params:
-        drawn = {}
+        return dict(self._drawn(generator))
+
+    def _drawn(self, generator: torch.Generator) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in self.moving.items():
-            drawn[name] = self.scale[name] * torch.randn(tensor.shape, generator=generator).to(tensor)
-        return drawn
+            yield name, torch.randn(tensor.shape, generator=generator).to(tensor).mul_(self.scale[name])
 
     def _scalar(self, params: Params) -> Tensor:
         return (self.signs * self._function(params)).sum()
@@ -282,17 +286,22 @@ class _Comparison:
         return dict(zip(leaves, twice, strict=True))
 
     def _weighed(self, parts: Params) -> Tensor:
-        """All parts as one vector, each in the units of its tensor."""
-        return torch.cat([self.scale[name] * part.detach().reshape(-1) for name, part in parts.items()])
+        """All parts as one vector, each in the units of its tensor; of large ones every so many numbers."""
+        return torch.cat([self.scale[name] * _thin(part.detach()) for name, part in parts.items()])
 
     def _difference(self, kind: str, step: float) -> Tensor:
-        ends = [{n: p + sign * step * self.direction[n] for n, p in self.point.items()} for sign in (1, -1)]
-        if kind == "second":
-            one, other = (self._weighed(self._gradient(end)) for end in ends)
-        else:
+        def end(sign: int) -> Tensor:
+            moved = {n: torch.add(p, self.direction[n], alpha=sign * step) for n, p in self.point.items()}
+            if kind == "second":
+                return self._weighed(self._gradient(moved))
             with torch.no_grad():
-                one, other = (self._function(end) for end in ends)
-        return (one - other) / (2 * step)
+                return self._function(moved)
+
+        if kind == "second":
+            return (end(1) - end(-1)) / (2 * step)
+        if step not in self.differences:  # one for both modes
+            self.differences[step] = (end(1) - end(-1)) / (2 * step)
+        return self.differences[step]
 
     def _verdict(self, kind: str, claim: Tensor, noise: float) -> bool | None:
         claim = claim.detach()
@@ -325,9 +334,16 @@ class _ByInputs(_Comparison):
         return self.problem.outputs(self.problem.params, tree_unflatten(moved, structure))
 
 
+def _thin(tensor: Tensor) -> Tensor:
+    """The numbers of a tensor in one row; of a large one some from all over it, which tell as much."""
+    return tensor.reshape(-1)[:: -(-max(tensor.numel(), 1) // _SEEN)]
+
+
 def _scales(params: Params) -> dict[str, float]:
     """The size of each tensor's numbers, in which steps are measured; that of all for a tensor of zeros."""
-    sizes = {name: float(p.detach().double().norm()) / math.sqrt(max(p.numel(), 1)) for name, p in params.items()}
+    norms = [torch.linalg.vector_norm(tensor.detach(), dtype=torch.float64) for tensor in params.values()]
+    numbers = torch.stack(norms).tolist() if norms else []
+    sizes = {name: n / math.sqrt(max(params[name].numel(), 1)) for name, n in zip(params, numbers, strict=True)}
     usual = max(sizes.values(), default=0.0) or 1.0
     return {name: size or usual for name, size in sizes.items()}
 

@@ -26,9 +26,12 @@ def _squared(tensor: Tensor, dim: int = 1) -> Tensor:
     """‖·‖² over all dimensions from `dim` on, in float64: of every sample by default.
 
     `vector_norm` is several times faster than square and sum on the CPU. Its squares leave the range of float32 where
-    the norms do not; those norms are taken again in float64.
+    the norms do not; those norms are taken again in float64. To look for them would hold up an accelerator, which
+    takes all in float64 at once.
     """
     rows = tensor.flatten(dim)
+    if rows.device.type != "cpu":
+        return torch.linalg.vector_norm(rows, dim=dim, dtype=torch.float64).square()
     norms = torch.linalg.vector_norm(rows, dim=dim)
     if rows.dtype != torch.float64:
         least, most = torch.aminmax(norms) if norms.numel() else (norms.new_ones(()),) * 2

@@ -323,28 +323,28 @@ class GradientNorms:
         both = _weights(count, plain)
         vectors = [each.view(-1, *[1] * base.ndim) * base for each in both]
         found = Recording(outputs, recorder, None).squared_norms(vectors)
-        rows = spread(count)
-        expected = torch.zeros(len(params), len(rows), dtype=torch.float64)
-        for column, row in enumerate(rows.tolist() if plain.requires_grad else []):
+        rows, nothing = spread(count), plain.new_zeros(count)
+        expected = []  # of some samples, (samples, parameters)
+        for row in rows.tolist() if plain.requires_grad else []:
             gradients = torch.autograd.grad(
                 (plain[row] * base).sum(), list(params.values()), retain_graph=True, allow_unused=True
             )
-            for index, gradient in enumerate(gradients):
-                if gradient is not None:
-                    expected[index, column] = torch.linalg.vector_norm(gradient, dtype=torch.float64).square()
-        misfits, tolerance = set(), _tolerance(plain)
-        ratio = (both[0] / both[1]).double().cpu().square()
-        for name, norms in zip(params, expected, strict=True):
-            one, other = (result.get(name, plain.new_zeros(count)).double().cpu() for result in found)
-            if not len(one) == len(other) == count:
-                misfits.add(name)
-                continue
-            right = (one - ratio * other).abs() <= tolerance * one  # of all samples: whose row is it?
-            for each, got in zip(both, (one, other), strict=True):
-                wanted = norms * each[rows].double().cpu().square()
-                right[rows] &= (got[rows] - wanted).abs() <= tolerance * wanted
-            if not bool(right.all()):
-                misfits.add(name)
+            each = [nothing[:1] if gradient is None else gradient for gradient in gradients]
+            expected.append(torch.stack([torch.linalg.vector_norm(g, dtype=torch.float64).square() for g in each]))
+        misfits = {name for name in params if any(len(result.get(name, nothing)) != count for result in found)}
+        if len(misfits) == len(params):
+            return misfits - self.without_rule, recorder.path
+        # all numbers in one table, so that an accelerator is asked once
+        columns = [[nothing if name in misfits else result.get(name, nothing) for name in params] for result in found]
+        table = torch.stack([torch.stack([column.double() for column in each]) for each in columns])
+        squares, tolerance = torch.stack([each.double().square() for each in both]), _tolerance(plain)
+        ratio = squares[0] / squares[1]
+        right = ((table[0] - ratio * table[1]).abs() <= tolerance * table[0]).all(1)  # whose row is it?
+        rows = rows.to(plain.device)
+        wanted = torch.stack(expected, 1) if expected else table.new_zeros(len(params), len(rows))
+        wanted = wanted * squares[:, None, rows]
+        right &= ((table[:, :, rows] - wanted).abs() <= tolerance * wanted).all(2).all(0)
+        misfits |= {name for name, fits in zip(params, right.tolist(), strict=True) if not fits}
         return misfits - self.without_rule, recorder.path
 
     def _forward(self, inputs: Any) -> tuple[Tensor, _Recorder]:
