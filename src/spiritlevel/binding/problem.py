@@ -63,6 +63,8 @@ class Problem:
     functions inside `with problem.active():`.
     """
 
+    sharded = False  # whether each rank holds a part of every parameter
+
     def __init__(
         self,
         model: nn.Module,

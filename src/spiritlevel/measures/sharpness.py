@@ -142,6 +142,7 @@ def _average(setting: Setting, name: str, spread: Tensor | float, purpose: int) 
     guide="curvature",
     passes=2 * _DRAWS + 1,
     sampling=mean_of(kept("average 1"), least=MORE),
+    in_shards=True,
     invariant_to=UNSEEN,
 )
 def _average_sharpness(setting: Setting) -> Estimate:
@@ -159,6 +160,7 @@ def _average_sharpness(setting: Setting) -> Estimate:
     guide="curvature in sizes",
     passes=2 * _DRAWS + 1,
     sampling=mean_of(kept("average 2"), least=MORE),
+    in_shards=True,
     invariant_to=DIAGONAL,
 )
 def _adaptive_sharpness_average(setting: Setting) -> Estimate:

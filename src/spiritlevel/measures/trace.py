@@ -66,7 +66,8 @@ def _exact_passes(setting: Setting) -> float | None:
 
 def _mean_trace(setting: Setting) -> Estimate:
     """Tr H: of every sample, or, for the few probes of an audit, by products that the spectrum needs anyway."""
-    if setting.probes is None or setting.coupling == "loss" or _exact_passes(setting) is not None:
+    by_samples = setting.probes is None or setting.coupling == "loss" or _exact_passes(setting) is not None
+    if by_samples and not setting.problem.sharded:
         return setting.trace
     return setting.once(
         "trace by products",
@@ -86,6 +87,7 @@ def _mean_trace(setting: Setting) -> Estimate:
     passes=trace_passes,
     sampling=mean_of(lambda setting: setting.traces.values),
     also_called=("hessian_trace",),
+    in_shards=True,
     invariant_to=UNSEEN,
     predict=predicted_trace,
 )
@@ -104,6 +106,7 @@ def _trace(setting: Setting) -> Estimate:
     guide="curvature",
     passes=trace_passes,
     sampling=mean_of(lambda setting: setting.traces.values / setting.problem.size),
+    in_shards=True,
     invariant_to=UNSEEN,
     predict=_predicted_mean_eigenvalue,
 )
