@@ -250,7 +250,7 @@ MORE: dict[str, Callable[[nn.Module, Any], Any]] = {
 IN_SHARDS = ("margins", "hessian", "measure")  # tests/test_sharded.py
 
 
-@pytest.mark.parametrize("name", {*ALL, *MORE} - {*IN_SHARDS})
+@pytest.mark.parametrize("name", sorted({*ALL, *MORE} - {*IN_SHARDS}))
 def test_sharded_models_are_refused_in_a_sentence_by_what_needs_them_whole(name: str, sharded: nn.Module) -> None:
     with pytest.raises(InputError, match=re.escape(SHARDED)):
         {**ALL, **MORE}[name](sharded, (X, Y))
