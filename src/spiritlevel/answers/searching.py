@@ -26,13 +26,13 @@ from spiritlevel.transforms.maps import LinearMap
 from spiritlevel.transforms.watched import Watched
 from spiritlevel.watching.factors import Factor
 
-PROBES = 16  # products of an estimated trace, few, since it is taken again for every transform
+PROBES = 10  # products of an estimated trace, few, since it is taken again for every transform
 _REACHES = (32.0, 8.0, 2.0)  # largest factor of a group in the search, the next one if numbers get too extreme
 _LIMIT = 100.0  # condition of matrices and spread of factors in the search
 _LONGEST = 10.0  # length of shifts in it
 _SHIFTS = ("shift_logits", "shift_attention_biases")
 _STEPS = 3  # uphill
-_DRAWN, _AFFORDABLE = 30, 80  # forward passes of measures that are taken at a random point, and at the end of a climb
+_DRAWN, _AFFORDABLE = 25, 60  # forward passes of measures that are taken at a random point, and at the end of a climb
 _PURPOSE = 11  # of the random signs that stand for all parameters
 
 
