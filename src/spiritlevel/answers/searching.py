@@ -145,11 +145,11 @@ def _objective(here: Setting, family: Family, guide: str) -> Objective:
     def objective(mapping: LinearMap, shift: Tensor) -> Tensor:
         """The logarithm of vᵀW T⁻ᵀGT⁻¹ W v, W the units that the measure has; G u is constant along its own slope."""
         after = moved(mapping, shift)
-        units = {
-            "curvature": lambda: torch.ones_like(after),
-            "curvature in sizes": after.abs,
-            "curvature in norms": lambda: torch.cat([part.norm().expand(len(part)) for part in after.split(counts)]),
-        }[guide]()
+        units = torch.ones_like(after)
+        if guide == "curvature in sizes":
+            units = after.abs()
+        elif guide == "curvature in norms":
+            units = torch.cat([part.norm().expand(len(part)) for part in after.split(counts)])
         u = mapping.on_rows(names, (units * signs)[:, None], "inverse")[:, 0]
         image = (op @ u.detach().to(op.device, op.dtype)).double().cpu()
         form = float(u.detach() @ image)
