@@ -95,10 +95,10 @@ def audit(
     are taken along the same random vectors, and where there are as many parameters as before, the error is that of the
     paired differences. A larger reach
     would move it further, so what moves at all has no size that tells two networks apart.
-    A trace that must be estimated takes 16 products here, by "hutch++" of `operator_trace`, where `measure` takes 64
+    A trace that must be estimated takes 10 products here, by "hutch++" of `operator_trace`, where `measure` takes 64
     probes: a few large eigenvalues, which make up most of its error, are taken out.
     Cost: the measures, once for the model and once a transform. The search adds, for each continuous symmetry, up to
-    nine products with G and the measures that take at most 80 forward passes, once; those of at most 30 twice.
+    nine products with G and the measures that take at most 60 forward passes, once; those of at most 25 twice.
     References: paper B, section E; mathematics 7.1, 7.10.
 
     >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2)).double()

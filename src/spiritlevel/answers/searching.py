@@ -27,13 +27,13 @@ from spiritlevel.transforms.maps import LinearMap
 from spiritlevel.transforms.watched import Watched
 from spiritlevel.watching.factors import Factor
 
-PROBES = 16  # products of an estimated trace, few, since it is taken again for every transform
+PROBES = 10  # products of an estimated trace, few, since it is taken again for every transform
 _REACHES = (32.0, 8.0, 2.0)  # largest factor of a group in the search, the next one if numbers get too extreme
 _LIMIT = 100.0  # condition of matrices and spread of factors in the search
 _LONGEST = 10.0  # length of shifts in it
 _SHIFTS = ("shift_logits", "shift_attention_biases")
 _STEPS = 3  # uphill
-_DRAWN, _AFFORDABLE = 30, 80  # forward passes of measures that are taken at a random point, and at the end of a climb
+_DRAWN, _AFFORDABLE = 25, 60  # forward passes of measures that are taken at a random point, and at the end of a climb
 _PURPOSE = 11  # of the random signs that stand for all parameters
 
 
@@ -149,11 +149,11 @@ def _objective(here: Setting, family: Family, guide: str) -> Objective:
     def objective(mapping: LinearMap, shift: Tensor) -> Tensor:
         """The logarithm of vᵀW T⁻ᵀGT⁻¹ W v, W the units that the measure has; G u is constant along its own slope."""
         after = moved(mapping, shift)
-        units = {
-            "curvature": lambda: torch.ones_like(after),
-            "curvature in sizes": after.abs,
-            "curvature in norms": lambda: torch.cat([part.norm().expand(len(part)) for part in after.split(counts)]),
-        }[guide]()
+        units = torch.ones_like(after)
+        if guide == "curvature in sizes":
+            units = after.abs()
+        elif guide == "curvature in norms":
+            units = torch.cat([part.norm().expand(len(part)) for part in after.split(counts)])
         u = mapping.on_rows(names, (units * signs)[:, None], "inverse")[:, 0]
         image = (op @ u.detach().to(op.device, op.dtype)).double().cpu()
         form = float(u.detach() @ image)
