@@ -177,9 +177,9 @@ class Recorder:
         calls, self._calls, self._rows = self._calls, [], 0
         if not calls:
             return
-        logits = _joined([call.logits.reshape(len(call.ids), -1) for call in calls])
-        ids = _joined([call.ids for call in calls])
-        labels = _joined([call.targets.detach().reshape(-1) for call in calls])
+        logits = _in_one_copy([call.logits.reshape(len(call.ids), -1) for call in calls])
+        ids = _in_one_copy([call.ids for call in calls])
+        labels = _in_one_copy([call.targets.detach().reshape(-1) for call in calls])
         ids, labels = check_batch(ids, labels, self.samples, logits.shape[1])
         loss, margin, entropy, predicted = observed(logits, labels)
         steps, rows = (torch.tensor(column) for column in ([c.step for c in calls], [len(c.ids) for c in calls]))
@@ -508,7 +508,7 @@ def _pixels(item: Any) -> Tensor | None:
     return tensor if isinstance(tensor, Tensor) and tensor.ndim in (2, 3) else None
 
 
-def _joined(pieces: list[Tensor]) -> Tensor:
+def _in_one_copy(pieces: list[Tensor]) -> Tensor:
     """One tensor of many on the CPU: of those on an accelerator in one copy, if they lie on one."""
     if len({piece.device for piece in pieces}) > 1:
         pieces = [piece.cpu() for piece in pieces]
