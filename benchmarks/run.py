@@ -25,6 +25,8 @@ from compiled import compiled
 from convolutions import convolutions
 from growth import growth
 from harness import FULL, SMOKE, Row, Scale
+from language_models import language_models
+from large import large
 from operators import operators
 from per_sample import per_sample
 from probes import probes
@@ -40,9 +42,11 @@ PARTS: dict[str, Callable[[Scale], list[Row]]] = {
     "probes": probes,
     "operators": operators,
     "spectra": spectra,
+    "language models": language_models,
     "audit": audits,
     "report": reports,
     "growth": growth,
+    "a million samples": large,
     "watching a training": recorder,
     "torch.compile": compiled,
 }

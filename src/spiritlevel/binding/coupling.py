@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from spiritlevel.binding.batches import resized, spread
+from spiritlevel.binding.losses import Head
 from spiritlevel.binding.problem import Problem
 from spiritlevel.errors import InputError
 
@@ -32,6 +33,9 @@ def depends_on_others(problem: Problem, inputs: Any, outputs: Tensor | None = No
     Each is compared with itself in a batch that holds nothing else, and both with themselves in a batch of two. Call
     inside `problem.active()`. `outputs` are those of these samples, in whatever batch, where they are known.
     """
+    small, _ = problem.thinned(torch.zeros(0))
+    if small is not problem:  # of outputs in pieces some say it as well
+        problem, outputs = small, None
     with torch.no_grad():
         outputs = problem.outputs(problem.params, inputs) if outputs is None else outputs
         last = len(outputs) - 1
@@ -42,12 +46,13 @@ def depends_on_others(problem: Problem, inputs: Any, outputs: Tensor | None = No
     return False
 
 
-def check_independence(problem: Problem, inputs: Any, outputs: Tensor | None = None) -> None:
+def check_independence(problem: Problem, inputs: Any, outputs: Tensor | Head | None = None) -> None:
     """Raise `InputError` if the outputs of some of these samples depend on the others; see `depends_on_others`."""
-    count = len(outputs) if outputs is not None else None
-    if count is not None:
-        some = spread(count)
-        inputs, outputs = resized(inputs, some), None if outputs is None else outputs[some]
+    if isinstance(outputs, Head):
+        inputs, outputs = resized(inputs, spread(len(outputs.hidden))), None
+    if outputs is not None:
+        some = spread(len(outputs))
+        inputs, outputs = resized(inputs, some), outputs[some]
     if depends_on_others(problem, inputs, outputs):
         raise InputError(
             "the model's output for a sample depends on the other samples of its batch (batch norm without running "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from typing import Any
 
@@ -10,14 +9,6 @@ import torch
 from torch import Tensor
 
 CPU = torch.device("cpu")
-
-
-def free_memory(device: torch.device) -> int | None:
-    """Bytes that are free on an accelerator; None for the CPU, and for a device that shares its memory or is silent."""
-    with contextlib.suppress(RuntimeError, ValueError, AttributeError):
-        if device.type not in ("cpu", "mps", "meta"):  # MPS has the memory of the machine
-            return torch.accelerator.get_memory_info(device)[0]
-    return None
 
 
 @functools.cache

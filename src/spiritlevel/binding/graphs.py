@@ -68,7 +68,7 @@ def is_graph(thing: Any) -> bool:
     """
     if isinstance(thing, Tensor | tuple | list | dict):
         return False
-    return hasattr(thing, "edge_index") or hasattr(thing, "adj_t")
+    return any(hasattr(thing, name) for name in ("edge_types", "edge_index", "adj_t"))
 
 
 def parts_of(graph: Any) -> list[str]:

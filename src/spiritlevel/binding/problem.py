@@ -11,6 +11,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import hashlib
+import math
+import operator
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -24,8 +26,10 @@ from spiritlevel.binding import losses
 from spiritlevel.binding.batches import resized
 from spiritlevel.binding.devices import has_double
 from spiritlevel.binding.graphs import Rows
+from spiritlevel.binding.last_layer import Removing, Searching
+from spiritlevel.binding.losses import Head
 from spiritlevel.binding.modules import measurable, state_of, to_eval_mode
-from spiritlevel.binding.parameters import Params, depth, in_precision, select_parameters
+from spiritlevel.binding.parameters import Params, as_leaves, depth, in_precision, select_parameters
 from spiritlevel.binding.ranks import Ranks
 from spiritlevel.binding.reading import PLAIN, Form
 from spiritlevel.binding.rewrites import Elementary
@@ -40,6 +44,8 @@ from spiritlevel.binding.state import (
 from spiritlevel.errors import InputError, first_line, is_out_of_memory, named_error, place_of, unknown_name
 
 BATCH_NORM_MODES = ("eval", "batch")
+LARGE_OUTPUTS = 2**20  # numbers among the outputs of a sample from which on they are taken in pieces
+FEW_OUTPUTS = 64  # of these, for a look
 
 
 class _CannotRun(InputError, RuntimeError):
@@ -56,6 +62,8 @@ class Problem:
     `params` holds the chosen parameters, detached copies; everything else of the model's state is constant. Use the
     functions inside `with problem.active():`.
     """
+
+    sharded = False  # whether each rank holds a part of every parameter
 
     def __init__(
         self,
@@ -103,6 +111,7 @@ class Problem:
         self._part: Any = None  # of what the model returns, once it is known which are the outputs
         self.reverse_only = False  # set where the model turns out to have no forward derivatives
         self.facts: dict[Any, Any] = {}  # what was found out about the model once and for all, by those who need it
+        self._look: Callable[[Head], Tensor] | None = None  # at what comes before the outputs, in their place
         self._active = False
         self._has_data = False  # whether inputs came with targets: that the model fails on those is the caller's news
 
@@ -182,10 +191,120 @@ class Problem:
 
     def outputs(self, params: Params, inputs: Any) -> Tensor:
         """φ(θ, x): the model's outputs for one batch; of units the rows of their own positions."""
+        if self._look is not None and (head := self.head(params, inputs)) is not None:
+            return self._look(head)
         if isinstance(inputs, losses.Unit):
             outputs = self._outputs(params, inputs.inputs)
             return self.loss.pick(outputs, inputs) if isinstance(self.loss, losses.OfPositions) else outputs
         return self._outputs(params, inputs)
+
+    def head(self, params: Params, inputs: Any) -> Head | None:
+        """The outputs before the last linear layer, and that layer, where `find_head` has found one."""
+        if not (place := self.facts.get("head", 0)):
+            return None
+        unit = inputs if isinstance(inputs, losses.Unit) else None
+        with Removing(place) as removing:
+            head = removing.taken(self._outputs(params, inputs if unit is None else unit.inputs))
+        if head is None or unit is None or not isinstance(self.loss, losses.OfPositions):
+            return head
+        return self.loss.pick_head(head, unit)
+
+    def head_or_outputs(self, params: Params, inputs: Any) -> Head | Tensor:
+        """The outputs, not multiplied out where that can be."""
+        head = self.head(params, inputs)
+        return self.outputs(params, inputs) if head is None else head
+
+    def find_head(self, inputs: Any, targets: Tensor) -> str:
+        """Find out whether large outputs come straight from a linear layer; if not, why they have to be held whole.
+
+        Two forward passes of these samples, once for each problem. The outputs are compared with those of the layer.
+        Call inside `active()`.
+        """
+        if "head" not in self.facts:
+            self.facts["head"], self.facts["why whole"] = 0, ""
+            inputs, targets = resized(inputs, 1), targets[:1]
+            positions = getattr(inputs, "positions", targets.shape[1:])
+            sides = (side for tensor in (*self.params.values(), *self.constants.values()) for side in tensor.shape)
+            if max(sides, default=1) * math.prod(positions) < LARGE_OUTPUTS:
+                return ""  # no layer makes so many
+            plain = inputs.inputs if isinstance(inputs, losses.Unit) else inputs
+            try:
+                with torch.no_grad(), Searching() as searching:
+                    outputs = self._outputs(self.params, plain)
+            except InputError:  # what a model has against one sample is said, if at all, where it runs on a batch
+                return ""
+            if outputs.numel() < LARGE_OUTPUTS:
+                return ""
+            place = searching.place(outputs)
+            whole = f"the {outputs.numel():,} outputs of a sample are held whole, several times, because"
+            if not losses.can_be_in_pieces(self.loss, outputs.shape, targets, positions):
+                self.facts["why whole"] = f"{whole} the loss {self.loss.name} cannot be taken in pieces"
+            elif not place or not self._is_head(place, plain, outputs):
+                self.facts["why whole"] = f"{whole} they do not come straight from a linear layer"
+            else:
+                self.facts["head"], self.facts["words"] = place, outputs.shape[-1]
+        return str(self.facts["why whole"])
+
+    def _is_head(self, place: int, inputs: Any, outputs: Tensor) -> bool:
+        """Whether these outputs are those of the linear map with this number."""
+        try:
+            with torch.enable_grad(), Removing(place) as removing:
+                head = removing.taken(self._outputs(as_leaves(self.params), inputs))
+            if head is None or head.shape != outputs.shape:
+                return False
+            self.facts["head moves"] = tuple(part is not None and part.requires_grad for part in head)
+            self.facts["head names"] = [self._named_like(part) for part in (head.weight, head.bias)]
+            head, flat = head.detach(), outputs.reshape(-1, outputs.shape[-1])
+            with torch.no_grad():
+                error = max(float((flat[rows] - logits).abs().max()) for rows, logits in head.pieces())
+        except RuntimeError as failed:  # the model writes to its outputs, which have no memory then
+            if is_out_of_memory(failed):
+                raise
+            return False
+        largest = float(torch.linalg.vector_norm(outputs, ord=float("inf")))  # without a copy
+        return error <= 100 * torch.finfo(outputs.dtype).eps * largest
+
+    def _named_like(self, part: Tensor | None) -> str | None:
+        """The parameter or constant that a part of the head is; "" for none, None for something computed."""
+        if part is None:
+            return ""
+        whole = (part.data_ptr(), part.shape, part.stride())
+        held = {**self.params, **self.constants}.items()
+        return next((name for name, t in held if (t.data_ptr(), t.shape, t.stride()) == whole), None)
+
+    def trunk(self) -> tuple[Problem, Callable[[Tensor], Head]] | None:
+        """The same with what comes before the last layer for outputs, and the function that puts the layer on it.
+
+        None unless the layer's weight and bias are tensors that the model holds, and what comes before them moves with
+        the parameters. Facts are shared.
+        """
+        if not self.facts.get("head", 0) or self._look is not None or None in self.facts["head names"]:
+            return None
+        if not self.facts["head moves"][0]:
+            return None
+        held, (weight, bias) = {**self.params, **self.constants}, self.facts["head names"]
+        if weight not in held or (bias and bias not in held):
+            return None
+        twin = copy.copy(self)
+        twin._look = operator.attrgetter("hidden")
+        return twin, lambda hidden: Head(hidden, held[weight], held[bias] if bias else None)
+
+    def thinned(self, targets: Tensor) -> tuple[Problem, Tensor]:
+        """The same with a few of the outputs, where there is a head, for a look at what comes before it.
+
+        Facts are shared.
+        """
+        if not self.facts.get("head", 0) or self._look is not None:
+            return self, targets
+        twin = copy.copy(self)
+        few = min(FEW_OUTPUTS, self.facts["words"])
+        words = torch.linspace(0, self.facts["words"] - 1, few).long().to(self.device)
+        twin._look = lambda head: head.thinned(words)
+        assert isinstance(self.loss, losses.CrossEntropy)
+        if self.loss.weight is not None:
+            twin.loss = copy.copy(self.loss)
+            twin.loss.weight = self.loss.weight[words.to(self.loss.weight.device)]
+        return twin, torch.where(targets == self.loss.ignore_index, targets, targets % few)
 
     def _outputs(self, params: Params, inputs: Any) -> Tensor:
         before = None if self._overwrites is not None else random_states(self.device)
@@ -198,7 +317,7 @@ class Problem:
         keeps: Any = contextlib.nullcontext(lambda: False)
         if before is not None or self._keeps:
             keeps = preserved_module(self.model)
-        moving = [*params.values(), *(leaf for leaf in _leaves(inputs) if isinstance(leaf, Tensor))]
+        moving = [*params.values(), *_tensors(inputs)]
         detached = not self._reads_by_name and not torch.is_grad_enabled() and plain
         detached = detached and not any(tensor.requires_grad for tensor in moving)
         args, kwargs = self._arguments(inputs)
@@ -219,12 +338,11 @@ class Problem:
             known = isinstance(error, InputError) or is_out_of_memory(error)
             if known or not (guarded or (plain and self._has_data)):
                 raise
-            shapes = ", ".join(str(tuple(leaf.shape)) for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor))
             told = isinstance(error, RuntimeError | ValueError | TypeError | IndexError | AssertionError) and said
             reason = told + place_of(error) if told else named_error(error)
             raise _CannotRun(
-                f"the model {type(self.model).__name__} fails on inputs of shape {shapes}: {reason}"
-                f"{self._remark(error)}{_lacks(self.model, inputs)}."
+                f"the model {type(self.model).__name__} fails on inputs of shape {_shapes(inputs)}: {reason}"
+                f"{self._remark(error, inputs)}{_lacks(self.model, inputs)}."
             ) from error
         if plain:
             copies = _leaves(inputs)
@@ -263,7 +381,7 @@ class Problem:
         Other parts may have as many rows by chance, as many layers as there are samples, say: the model is run again on
         one sample more.
         """
-        leaves = [leaf for leaf in _leaves(inputs) if isinstance(leaf, Tensor) and leaf.ndim]
+        leaves = [leaf for leaf in _tensors(inputs) if leaf.ndim]
         if not leaves or not (found := self.form.candidates(result, len(leaves[0]))):
             return None
         if len(found) > 1:
@@ -282,7 +400,7 @@ class Problem:
             return (), dict(inputs)
         return tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,), {}
 
-    def _remark(self, error: BaseException) -> str:
+    def _remark(self, error: BaseException, inputs: Any) -> str:
         """What may be behind an error of the model, in brackets."""
         reason = first_line(error)
         if reason.startswith("Guard failed"):
@@ -292,7 +410,9 @@ class Problem:
                 " (models of half precision are measured as a float32 copy, and this one turns its values into another "
                 "type inside; turn them into that of its weights, x.to(self.weight.dtype))"
             )
-        return ""
+        given = self.form.takes.remark(inputs)
+        whole = not given and "dtype" in reason and not any(leaf.is_floating_point() for leaf in _tensors(inputs))
+        return " (its inputs are whole numbers, which are passed as they are: x.float() makes others)" * whole + given
 
     def _check_own_parameters(self) -> None:
         """Raise `InputError` if a forward pass has changed the point at which the model is measured."""
@@ -323,39 +443,48 @@ class Problem:
         with torch.inference_mode(False):
             return _each(lambda leaf: move(leaf, self.dtype), inputs), move(targets)
 
-    def checked(self, outputs: Tensor, inputs: Any, targets: Tensor, start: int = 0) -> None:
+    def checked(self, outputs: Tensor | Head, inputs: Any, targets: Tensor, start: int = 0) -> None:
         """Raise `InputError` unless the outputs fit the loss, are finite and repeat.
 
         `start` is the number of the first sample in the data.
         """
-        fits = outputs.ndim > 0 and outputs.shape[0] == targets.shape[0]
+        shape = outputs.stand_in() if isinstance(outputs, Head) else outputs
+        fits = shape.ndim > 0 and shape.shape[0] == targets.shape[0]
         if not fits and not (self.form.batches == "fixed" and isinstance(self.loss, losses.CallableLoss)):
             ending = "the first dimension must be the samples."
-            if outputs.ndim == 0:
+            if shape.ndim == 0:
                 ending = (
                     "a loss of its own? Have it return its logits (output=) and pass the loss as loss=; or measure "
                     "that number itself, with loss=lambda value, targets: value and batches='fixed', and with batch= "
                     "if the model needs the targets."
                 )
             raise InputError(
-                f"the model returned outputs of shape {tuple(outputs.shape)} for {targets.shape[0]} samples; {ending}"
+                f"the model returned outputs of shape {tuple(shape.shape)} for {targets.shape[0]} samples; {ending}"
             )
-        self.loss.check(outputs, targets, start)
+        if shape.is_complex() and not isinstance(self.loss, losses.CallableLoss):
+            raise InputError(
+                f"the model {type(self.model).__name__} returns complex numbers, and {self.loss.name} needs real ones; "
+                "return .abs() or .real of them, or pass a loss of your own."
+            )
+        self.loss.check(shape, targets, start)
         _check_shift(self.model, self.loss.name, inputs, targets)
-        if not bool(torch.isfinite(outputs.detach().sum())) and not bool(torch.isfinite(outputs).all()):
+        values = _values(outputs)
+        if not bool(torch.isfinite(values.sum())) and not bool(torch.isfinite(values).all()):
             for leaf in tree_leaves(inputs):
                 if isinstance(leaf, Tensor) and leaf.is_floating_point() and not bool(torch.isfinite(leaf).all()):
                     where = start + _first_not_finite(leaf)
                     raise InputError(f"the input of sample {where} is NaN or infinite; clean the data first.")
             raise InputError(
-                f"the model's output for sample {start + _first_not_finite(outputs)} is NaN or infinite although its "
+                f"the model's output for sample {start + _first_not_finite(values)} is NaN or infinite although its "
                 "input is finite; check the weights."
             )
         if self._draws:
             with self.active(), torch.no_grad():
                 advance_random_states()
-                change = (self.outputs(self.params, inputs) - outputs.detach()).abs().max()
-            if change > 1e-3 * outputs.detach().abs().max():
+                whole = isinstance(outputs, Tensor)
+                again = (self.outputs if whole else self.head_or_outputs)(self.params, inputs)
+                change = (_values(again) - values).abs().max()
+            if change > 1e-3 * values.abs().max():
                 raise InputError(
                     "the model's outputs change from one pass to the next (dropout or noise that ignores eval mode?); "
                     "make them repeat, e.g. with F.dropout(x, training=self.training)."
@@ -407,6 +536,17 @@ def _leaves(inputs: Any) -> list[Any]:
     return [inputs] if isinstance(inputs, Tensor) else tree_leaves(inputs)
 
 
+def _tensors(inputs: Any) -> list[Tensor]:
+    return [leaf for leaf in _leaves(inputs) if isinstance(leaf, Tensor)]
+
+
+def _shapes(inputs: Any) -> str:
+    """The shapes of inputs, with their names where they have some."""
+    if isinstance(inputs, Mapping):
+        return ", ".join(f"{key}={_shapes(value)}" for key, value in inputs.items() if _tensors(value)) or "none"
+    return ", ".join(str(tuple(leaf.shape)) for leaf in _tensors(inputs)) or "none"
+
+
 def copies_of(inputs: Any) -> Any:
     """Inputs that a model may write to."""
     return _each(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, inputs)
@@ -414,6 +554,11 @@ def copies_of(inputs: Any) -> Any:
 
 def _each(change: Callable[[Any], Any], inputs: Any) -> Any:
     return change(inputs) if isinstance(inputs, Tensor) else tree_map(change, inputs)
+
+
+def _values(outputs: Tensor | Head) -> Tensor:
+    """The outputs without a graph; where they are not multiplied out, the largest of every row."""
+    return outputs.detach() if isinstance(outputs, Tensor) else outputs.detach().largest()
 
 
 def _first_not_finite(tensor: Tensor) -> int:

@@ -136,6 +136,24 @@ class Ranks:
             dist.broadcast(received, group=self.group, group_src=0)
         return received
 
+    def told(self, message: bytes) -> list[bytes]:
+        """The messages of all ranks, in their order.
+
+        >>> Ranks(None).told(b"alone")
+        [b'alone']
+        """
+        if self.group is None:
+            return [message]
+        sizes = torch.zeros(self.count, dtype=torch.int64, device=self.device)
+        sizes[self.rank] = len(message)
+        self.add([sizes])
+        table = torch.zeros(self.count, int(sizes.max()), dtype=torch.uint8, device=self.device)
+        table[self.rank, : len(message)] = torch.frombuffer(bytearray(message or b" "), dtype=torch.uint8)[
+            : len(message)
+        ].to(self.device)
+        self.add([table])
+        return [row[:size].cpu().numpy().tobytes() for row, size in zip(table, sizes.tolist(), strict=True)]
+
     def least(self, number: int) -> int:
         """The smallest of the ranks' numbers."""
         return self._least(number)[0] if self.group is not None else number
@@ -187,10 +205,28 @@ class Ranks:
         try:
             yield
         except RuntimeError as error:
-            raise ConnectionError(
-                f"rank {self.rank} of {self.count} has lost another rank, which died or does not answer "
-                f"({_reason(error)}); see what that one said last, and start the job again."
-            ) from error
+            raise _lost(self.rank, self.count, error) from error
+
+    @staticmethod
+    @contextmanager
+    def contact(group: Any) -> Iterator[None]:
+        """Around passes of a model that communicates by itself: a lost rank is said in the same sentence."""
+        try:
+            yield
+        except RuntimeError as error:
+            if not _LOST.search(str(error)):
+                raise
+            raise _lost(dist.get_rank(group), dist.get_world_size(group), error) from error
+
+
+_LOST = re.compile(r"gloo|nccl|connection (closed|reset|refused)|timed out|broken pipe", re.IGNORECASE)
+
+
+def _lost(rank: int, count: int, error: Exception) -> ConnectionError:
+    return ConnectionError(
+        f"rank {rank} of {count} has lost another rank, which died or does not answer ({_reason(error)}); see what "
+        "that one said last, and start the job again."
+    )
 
 
 def _reason(error: Exception) -> str:

@@ -20,10 +20,11 @@ from torch import Tensor
 from torch.func import vmap
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from spiritlevel.binding.batches import Batches, Fingerprint, is_pair_of_tensors, sliced
+from spiritlevel.binding.batches import Batches, Fingerprint, is_pair_of_tensors, resized, sliced
 from spiritlevel.binding.context import Context
 from spiritlevel.binding.cores import at_a_time, batches_that_fit, even_size, side_by_side
 from spiritlevel.binding.coupling import check_independence
+from spiritlevel.binding.losses import Head
 from spiritlevel.binding.modules import bytes_of, memory_of
 from spiritlevel.binding.parameters import as_leaves, nearby
 from spiritlevel.errors import InputError
@@ -45,10 +46,12 @@ class _Batch(NamedTuple):
 
 _CACHE = 10 * 2**20  # bytes of the largest activation of a batch, and of that times vectors; more makes nothing faster
 _FOOTPRINT = 8  # bytes that a product takes for each byte of activations
+_VECTORS = 6  # of the parameters' size that a product takes: motions, slopes, sums in float64
 _MOST_VECTORS = 128  # multiplied at once
 _MOST_SHAPES = 16  # of batches that are traced
 _FEW = 16  # samples on which a trace is tried,
 _SMALL = 2**22  # unless the batch takes no more than so many bytes: then it is tried on all of them
+_PIECE = 2**22  # numbers of a vector that are converted at once
 _ROUNDING = 10  # times the change between parameters that are the same but for rounding
 _TENSOR = object()  # marks the place of a tensor among a batch's leaves
 
@@ -62,6 +65,9 @@ class MeanMatrix:
         context: Context,
     ) -> None:
         self.problem, self.product = context.problem, product  # not the context itself, which keeps this
+        with context.ranks.together():
+            why = context.find_head()
+        self.notes = (*context.notes, why) if why else context.notes
         problem, whole = self.problem, context.whole
         self.ranks, self.whole = context.ranks, whole
         self.params = list(problem.params.values())
@@ -70,7 +76,9 @@ class MeanMatrix:
             budget = context.budget()
             saved, largest_tensor = self.saved, _ = activation_bytes(context)
         self.at_a_time = at_a_time(problem.device)
-        limit = budget // (2 * max(2, self.at_a_time) * _FOOTPRINT * saved)  # samples times vectors
+        vector = sum(tensor.nbytes for tensor in self.params)
+        spare = max(0, budget - _VECTORS * vector)  # beside the vectors that there have to be
+        limit = max(1, spare // (2 * max(2, self.at_a_time) * _FOOTPRINT * saved))  # samples times vectors
         if context.batch_size is None and not whole:
             self.batches.size = self._batch_size(min(limit, _CACHE // largest_tensor))
         if self.batches.size is not None and not whole:
@@ -81,9 +89,10 @@ class MeanMatrix:
         self.held = [tensor for tensor in _held(self.batches) if not tensor.is_inference()]
         self.versions = [tensor._version for tensor in self.held]
         self.total, self.count, largest = sum(sizes), len(sizes), max(1, *sizes)
-        self.chunk = max(1, min(_MOST_VECTORS, limit // largest, _CACHE // (largest_tensor * largest)))
+        most = spare // (_VECTORS * vector)
+        self.chunk = max(1, min(_MOST_VECTORS, limit // largest, _CACHE // (largest_tensor * largest), most))
         self.vectorised = True
-        self.budget, self.room = budget, budget // 2  # in all, and for what is kept between products
+        self.budget, self.room = budget, spare // 2  # in all, and for what is kept between products
         self.kept: dict[int, Tape] = {}
         self.keeping = threading.Lock()
         self.traceable: bool | None = None  # not known yet
@@ -122,6 +131,7 @@ class MeanMatrix:
             dtype=problem.dtype,
             device=problem.device,
             shapes={name: tensor.shape for name, tensor in problem.params.items()},
+            notes=self.notes,
         )
 
     def multiply(self, rows: Tensor) -> Tensor:
@@ -212,21 +222,22 @@ class MeanMatrix:
                 fingerprint.update(inputs, targets)
                 if self.ranks.takes(index):
                     placed = self.problem.place(inputs, targets)
-                    outputs = self.problem.outputs(self.problem.params, placed[0])
+                    outputs = self.problem.head_or_outputs(self.problem.params, placed[0])
                     self.problem.checked(outputs, *placed, start=total)
                     if not index and not self.whole:
                         self._check_independence(placed[0], outputs)
+                    del outputs
                     if not index:
                         check_derivatives(self.problem, *placed, twice=self.product is hessian_product)
                 sizes.append(len(targets))
                 total += len(targets)
         return sizes, str(fingerprint)
 
-    def _check_independence(self, inputs: Any, outputs: Tensor) -> None:
+    def _check_independence(self, inputs: Any, outputs: Tensor | Head) -> None:
         """Refuse a network whose output for a sample depends on the rest of the batch, unless batches are meant."""
-        if len(outputs) < 3:
+        if outputs.shape[0] < 3:
             inputs, _ = self.problem.place(*self.batches.first(3, 3))
-            outputs = self.problem.outputs(self.problem.params, inputs)
+            outputs = self.problem.head_or_outputs(self.problem.params, inputs)
         check_independence(self.problem, inputs, outputs)
 
     def _batch(self, index: int, inputs: Any, targets: Tensor, rows: Tensor) -> _Batch:
@@ -304,7 +315,7 @@ class MeanMatrix:
         if self.traceable is None:
             tried = self._try(inputs, targets, few)
             if few == len(targets):
-                return tried and tried._replace(product=None)
+                return tried
         if not self.traceable:
             return None
         with self.problem.active():
@@ -314,7 +325,8 @@ class MeanMatrix:
         """Find out on a few samples, along random vectors, whether the product is symmetric and can be traced."""
         flat, fixed, _ = self._flat(sliced(inputs, 0, few), targets[:few])
         generator = torch.Generator().manual_seed(1)
-        pair = torch.randn(2, self.problem.size, generator=generator, dtype=self.problem.dtype).to(self.problem.device)
+        pair = torch.empty(2, self.problem.size, dtype=self.problem.dtype, device=self.problem.device)
+        pair[0] = torch.randn(self.problem.size, generator=generator, dtype=self.problem.dtype)
         leaves = tree_leaves((inputs, targets))
         plain = all(isinstance(leaf, Tensor | bool | int | float | str | None) for leaf in leaves)
         traced = None
@@ -322,9 +334,13 @@ class MeanMatrix:
             with self.problem.active():
                 traced = checked_trace(flat, self._shaped(pair[0]), self.params, fixed)
         self.traceable = traced is not None
+        pair[1] = torch.randn(
+            self.problem.size, generator=generator, dtype=self.problem.dtype
+        )  # no sooner: it is large
         if traced is None:
             products = self._one_by_one_and_together(lambda rows: self._differentiate(flat, fixed, rows), pair)
         else:
+            traced = traced._replace(product=None)  # along a vector that nobody asked for
             assert traced.constants is not None
             tape = Tape(traced.trace.multiply, traced.constants, few)
             with torch.no_grad():
@@ -342,8 +358,10 @@ class MeanMatrix:
 
         Not every rule of `vmap` can be trusted. If one cannot, `vectorised` is false from here on.
         """
-        each = torch.cat([_rows(multiply(row)) for row in rows.split(1)])
-        if self.vectorised:
+        each = torch.empty_like(rows)
+        for row, product in zip(rows.split(1), each, strict=True):
+            torch.cat([part.reshape(-1) for part in multiply(row)], out=product)
+        if self.vectorised and self.chunk > 1:
             error, scale = float((_rows(multiply(rows)) - each).norm()), float(each.norm())
             self.vectorised &= error <= math.sqrt(torch.finfo(rows.dtype).eps) * scale
         return each
@@ -359,18 +377,19 @@ class MeanMatrix:
         Where terms cancel, Hv is nothing but their rounding, and so is its asymmetry: products at parameters that are
         the same but for rounding, `elsewhere`, then differ as much.
         """
-        pair, products = pair.double(), products.double()
-        largest = float(products.abs().max())
+        largest = float(torch.linalg.vector_norm(products, ord=math.inf))
         if largest < 1e8 * torch.finfo(self.problem.dtype).tiny:  # so small that rounding is no longer relative
             return
-        products /= largest  # whose squares may be too small for a number
-        difference = abs(float(products[0] @ pair[1]) - float(products[1] @ pair[0]))
-        size = float(torch.linalg.vector_norm(products, dim=1).max())
+        # all divided by it, as their squares may be too small for a number
+        difference = abs(_dot(products[0], pair[1], largest) - _dot(products[1], pair[0], largest))
+        size = math.sqrt(max(_dot(product, product, largest, largest) for product in products))
         tolerance = 1e-2 if self.problem.dtype == torch.float32 else 1e-6
         if difference <= max(tolerance, _ROUNDING * self.problem.rounding) * size:
             return
-        changes = [other.double() / largest - products for other in elsewhere()]
-        if difference > _ROUNDING * median(float(torch.linalg.vector_norm(change, dim=1).max()) for change in changes):
+        changes = [
+            math.sqrt(max(_dot(row, row, largest, largest) for row in other.sub_(products))) for other in elsewhere()
+        ]
+        if difference > _ROUNDING * median(changes):
             raise InputError(
                 "the second derivatives of this model are not symmetric, so no curvature of it can be trusted: a part "
                 "of its forward runs under torch.no_grad() or on .data, or an operation has a wrong double backward."
@@ -402,6 +421,12 @@ class MeanMatrix:
         return [torch.cat(parts) if len(parts) > 1 else parts[0] for parts in zip(*results, strict=True)]
 
 
+def _dot(a: Tensor, b: Tensor, scale: float, other: float = 1.0) -> float:
+    """(a/scale)ᵀ(b/other) in float64, a piece at a time: a copy of a large network's vectors would not fit."""
+    pieces = zip(a.split(_PIECE), b.split(_PIECE), strict=True)
+    return math.fsum(float((x.double() / scale) @ (y.double() / other)) for x, y in pieces)
+
+
 def _rows(parts: Sequence[Tensor]) -> Tensor:
     """Some vectors in the parameters' shapes as the rows of one matrix."""
     return torch.cat([part.reshape(len(part), -1) for part in parts], dim=1)
@@ -418,7 +443,10 @@ def activation_bytes(context: Context) -> tuple[int, int]:
 
 
 def _activation_bytes(context: Context) -> tuple[int, int]:
-    problem, (inputs, targets) = context.problem, context.first(16)
+    inputs, targets = context.first(16)
+    if targets.ndim > 1:  # sequences and images, of which one says it
+        inputs, targets = resized(inputs, 1), targets[:1]
+    problem, targets = context.problem.thinned(targets)
     params = as_leaves(problem.params)
     own = {memory_of(tensor) for tensor in [*params.values(), *problem.constants.values()]}
     saved: dict[int, int] = {}

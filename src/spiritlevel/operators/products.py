@@ -17,6 +17,8 @@ from spiritlevel.binding.losses import CallableLoss, Loss
 from spiritlevel.binding.parameters import Params, along, as_leaves, depth
 from spiritlevel.binding.problem import Problem, ReadsMemory
 from spiritlevel.errors import InputError, first_line
+from spiritlevel.operators import headed
+from spiritlevel.operators.headed import or_whole
 
 Product = Callable[[Problem, Params, Params, Any, Tensor], Params]
 """(problem, v, θ, x, y) → the matrix of the batch's summed loss, times v."""
@@ -24,17 +26,29 @@ Product = Callable[[Problem, Params, Params, Any, Tensor], Params]
 
 def hessian_product(problem: Problem, v: Params, params: Params, inputs: Any, targets: Tensor) -> Params:
     """The Hessian of the batch's summed loss at `params`, times v; use it inside `problem.active()`."""
-    return _in_either_mode(_hessian_forward, _hessian_in_reverse, problem, v, params, inputs, targets)
+    return _in_either_mode(
+        or_whole(headed.hessian, _hessian_forward), _hessian_in_reverse, problem, v, params, inputs, targets
+    )
 
 
 def gauss_newton_product(problem: Problem, v: Params, params: Params, inputs: Any, targets: Tensor) -> Params:
     """The same of the Gauss-Newton matrix."""
-    return _in_either_mode(_gauss_newton_forward, _gauss_newton_in_reverse, problem, v, params, inputs, targets)
+    return _in_either_mode(
+        or_whole(headed.gauss_newton, _gauss_newton_forward),
+        _gauss_newton_in_reverse,
+        problem,
+        v,
+        params,
+        inputs,
+        targets,
+    )
 
 
 def fisher_product(problem: Problem, v: Params, params: Params, inputs: Any, targets: Tensor) -> Params:
     """The same of the empirical Fisher matrix."""
-    return _in_either_mode(_fisher_forward, _fisher_in_reverse, problem, v, params, inputs, targets)
+    return _in_either_mode(
+        or_whole(headed.fisher, _fisher_forward), _fisher_in_reverse, problem, v, params, inputs, targets
+    )
 
 
 def _in_either_mode(forward: Product, reverse: Product, problem: Problem, *args: Any) -> Params:
@@ -158,6 +172,10 @@ def _pulled(value: Tensor, point: Params, vector: Tensor | None = None, **option
 
 def loss_gradient(problem: Problem, params: Params, inputs: Any, targets: Tensor) -> Params:
     """The gradient of the batch's summed loss at `params`; use it inside `problem.active()`."""
+    return or_whole(headed.gradient, _loss_gradient)(problem, params, inputs, targets)
+
+
+def _loss_gradient(problem: Problem, params: Params, inputs: Any, targets: Tensor) -> Params:
     point = as_leaves(params)
     outputs = problem.outputs(point, inputs)
     return _pulled(outputs, point, output_slope(problem.loss, outputs.detach(), targets).to(outputs.dtype))

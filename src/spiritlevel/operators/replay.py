@@ -53,13 +53,13 @@ class _Untraceable(Exception):
 class _Recorder(DispatchWatch):
     """Writes down all operations on tensors that are executed inside it, in functional form.
 
-    Where a tensor does not follow from the first `moving` inputs, `values[node.meta["value"]]` is the tensor itself.
-    Nodes refer to each other in circles, so that what they held would outlive them.
+    Where a tensor does not follow from the first `moving` inputs, `values[node.meta["value"]]` is the tensor itself,
+    if they are to be kept. Nodes refer to each other in circles, so that what they held would outlive them.
     """
 
-    def __init__(self, inputs: Sequence[Tensor], moving: int) -> None:
+    def __init__(self, inputs: Sequence[Tensor], moving: int, keep: bool) -> None:
         super().__init__()
-        self.graph = fx.Graph()
+        self.graph, self.keep = fx.Graph(), keep
         self.outside: dict[str, Tensor] = {}  # buffers and the like
         self.values: dict[str, Tensor] = {}
         self.nodes = WeakTensorKeyDictionary()
@@ -71,7 +71,8 @@ class _Recorder(DispatchWatch):
         node.meta["shape"], node.meta["dtype"] = tensor.shape, tensor.dtype
         if not moves:
             node.meta["value"] = node.name
-            self.values[node.name] = tensor
+            if self.keep:
+                self.values[node.name] = tensor
         self.nodes[tensor] = node
 
     def node(self, tensor: Tensor) -> fx.Node:
@@ -169,14 +170,16 @@ class Traced(NamedTuple):
 
 
 def try_to_trace(
-    function: Flat, vector: Sequence[Tensor], params: Sequence[Tensor], data: Sequence[Tensor]
+    function: Flat, vector: Sequence[Tensor], params: Sequence[Tensor], data: Sequence[Tensor], *, keep: bool = True
 ) -> Traced | None:
     """`function(*vector, *params, *data)` as operations, cut in two; `None` if that fails.
+
+    To `keep` the constants that were computed on the way takes the memory of all values that do not move.
 
     A trace depends on nothing but its inputs and the tensors that the model holds: no number can leave a tensor
     unnoticed, since `functionalize` wraps them all and the recorder refuses what reads one.
     """
-    recorder = _Recorder([*vector, *params, *data], len(vector))
+    recorder = _Recorder([*vector, *params, *data], len(vector), keep)
     try:
         with recorder:
             results = functionalize(function)(*vector, *params, *data)
@@ -185,7 +188,7 @@ def try_to_trace(
         trace, chosen = _cut(_simplified(recorder.graph), len(vector), recorder.outside)
     except Exception:  # whatever cannot be traced can still be differentiated
         return None
-    constants = None if recorder.in_place else tuple(recorder.values[name].detach() for name in chosen)
+    constants = None if recorder.in_place or not keep else tuple(recorder.values[name].detach() for name in chosen)
     return Traced(trace, constants, tuple(result.detach() for result in results))
 
 
@@ -196,7 +199,7 @@ def checked_trace(
 
     It does not if a dependence on the vector was lost, or if what was done in place is wrongly written out of place.
     """
-    traced = try_to_trace(function, vector, params, data)
+    traced = try_to_trace(function, vector, params, data, keep=False)
     if traced is None or traced.product is None:
         return None
     try:
@@ -205,9 +208,10 @@ def checked_trace(
             opposite = traced.trace.multiply(*(-part for part in vector), *constants)
     except Exception:
         return None
+    sums = (a + b for a, b in zip(opposite, traced.product, strict=True))  # one at a time
     error, scale = (
         math.hypot(*torch.stack([torch.linalg.vector_norm(tensor, dtype=torch.float64) for tensor in tensors]).tolist())
-        for tensors in ([a + b for a, b in zip(opposite, traced.product, strict=True)], traced.product)
+        for tensors in (sums, traced.product)
     )
     right = error <= math.sqrt(torch.finfo(params[0].dtype).eps) * scale
     return traced._replace(constants=constants) if right else None

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from spiritlevel.binding.batches import resized
+from spiritlevel.binding.losses import CrossEntropy, Head, HeadLoss
 from spiritlevel.binding.parameters import Params, in_precision
 from spiritlevel.binding.problem import Problem
 from spiritlevel.samples.probing import as_direction, differentiator, parts_along, probe, signs
@@ -67,7 +68,7 @@ class Prober:
         whole = coupled or problem.batch_norm == "batch"
         few = min(count, 2 if _size(problem.params) > LARGE else 8)
         problem, inputs = (problem, inputs) if whole else cut(problem, inputs, few)
-        self.differentiate, self._slow = differentiator(problem, inputs, seed)
+        self.differentiate, self._slow = differentiator(_seen(problem), inputs, seed)
         self.notes: tuple[str, ...] = ()
         self.collapses = True
         self._whole = whole
@@ -132,8 +133,8 @@ class Prober:
             if size < count:
                 rows = torch.arange(first, first + len(some), device=targets.device)
                 part, given = self._cut(problem, inputs, rows)
-            tape = taped(part, given)
-            part.checked(tape.outputs, given, some, start + first)
+            tape = taped(_seen(part), given)
+            part.checked(_whole(part, tape.outputs), given, some, start + first)
             if not tape.operations <= self._trusted:  # the numbers of this batch led another way
                 self._compare(*((part, given) if self._whole else self._cut(part, given, min(len(some), 8))))
             yield part, tape, some
@@ -153,8 +154,8 @@ class Prober:
         for first in range(0, len(indices), at_once * members):
             some = indices[first : first + at_once * members]
             order = [index for member in range(members) for index in some[member::members]]
-            firsts, seconds = way.follow(_stacked(functools.partial(direction, problem), order, way), members)
-            columns.append(_forms(problem, way.outputs, firsts, seconds, targets) / members)
+            rows = _stacked(functools.partial(direction, problem), order, way)
+            columns.append(_forms(problem, way.outputs, rows, *way.follow(rows, members), targets) / members)
         return torch.cat(columns).transpose(0, 1)
 
     def _compare(self, problem: Problem, few: Any) -> None:
@@ -162,7 +163,7 @@ class Prober:
 
         In float64 if the model runs in it, where nothing but a wrong rule could make a difference.
         """
-        double = torch.float64
+        problem, double = _seen(problem), torch.float64
         for precise in (True, False):
             try:
                 twin, some = (problem.converted(double), in_precision(few, double)) if precise else (problem, few)
@@ -212,9 +213,28 @@ def _stacked(direction: Callable[[int], Params], order: list[int], way: Way) -> 
     return rows
 
 
-def _forms(problem: Problem, outputs: Tensor, firsts: Tensor, seconds: Tensor, targets: Tensor) -> Tensor:
+def _seen(problem: Problem) -> Problem:
+    """What the terms follow: all of the network, or what comes before outputs that are taken in pieces."""
+    trunk = problem.trunk() if isinstance(problem, Problem) else None
+    return problem if trunk is None else trunk[0]
+
+
+def _whole(problem: Problem, seen: Tensor) -> Tensor | Head:
+    """The outputs, from what was seen of them."""
+    trunk = problem.trunk() if isinstance(problem, Problem) else None
+    return seen if trunk is None else trunk[1](seen)
+
+
+def _forms(
+    problem: Problem, seen: Tensor, directions: Params, firsts: Tensor, seconds: Tensor, targets: Tensor
+) -> Tensor:
     """Σ_k φ̇_kᵀAφ̇_k and gᵀΣ_k φ̈_k of every group and sample, with the loss's closed forms in float64."""
-    loss = problem.loss
+    loss, outputs = problem.loss, _whole(problem, seen)
+    if isinstance(outputs, Head):
+        assert isinstance(loss, CrossEntropy)
+        own = [directions.get(name) for name in problem.facts["head names"]]
+        with torch.no_grad():
+            return torch.stack(HeadLoss(loss, outputs, targets).forms(outputs, firsts, seconds, *own), 2).cpu()
     gradient = loss.gradient(outputs, targets).reshape(outputs.shape)
     remainder = (gradient * seconds.double()).reshape(len(seconds), len(targets), -1).sum(2)
     curved = torch.zeros_like(remainder)

@@ -154,6 +154,7 @@ class Collector:
             batch_norm=self.problem.batch_norm,
             unit=self.problem.form.unit,
             fingerprint=str(self.fingerprint),
+            **self.fingerprint.places,
             batches=tuple(map(len, self.targets)) if self.whole else None,
             notes=notes,
             **fields,

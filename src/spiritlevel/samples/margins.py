@@ -16,11 +16,18 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from spiritlevel.arguments import checked
 from spiritlevel.binding.batches import Fingerprint
-from spiritlevel.binding.context import Context
+from spiritlevel.binding.context import IDLE, Context
 from spiritlevel.binding.cores import at_a_time, side_by_side
 from spiritlevel.binding.coupling import check_independence
 from spiritlevel.binding.devices import doubled, with_double
-from spiritlevel.binding.losses import Decisions, Loss, softmax_parts, unit_batches
+from spiritlevel.binding.losses import (
+    CrossEntropy,
+    Decisions,
+    Head,
+    decisions_of,
+    softmax_parts,
+    unit_batches,
+)
 from spiritlevel.binding.problem import Problem
 from spiritlevel.binding.ranks import Ranks
 from spiritlevel.binding.reading import Reading
@@ -169,7 +176,7 @@ def margins(
     *,
     distance: int | float | str | None = None,
     layer: str | None = None,
-    loss: str | Loss | nn.Module | Callable[[Tensor, Tensor], Tensor] = "cross_entropy",
+    loss: Any = "cross_entropy",
     batch_norm: str = "eval",
     batch_size: int | None = None,
     group: Any = None,
@@ -204,7 +211,15 @@ def margins(
     """
     everything = "*" if isinstance(model, nn.Module) and next(model.parameters(), None) is not None else None
     context = Context(
-        model, data, loss=loss, params=everything, batch_norm=batch_norm, batch_size=batch_size, group=group, **reading
+        model,
+        data,
+        loss=loss,
+        params=everything,
+        batch_norm=batch_norm,
+        batch_size=batch_size,
+        group=group,
+        sharded=True,
+        **reading,
     )
     return margins_in(context, distance=distance, layer=layer)
 
@@ -215,6 +230,8 @@ def margins_in(context: Context, *, distance: int | float | str | None = None, l
     problem, ranks, form = context.problem, context.ranks, context.form
     if layer is not None and not norm:
         raise InputError("layer= says where a distance is measured; pass distance=2 or distance='inf' as well.")
+    if norm and problem.sharded:
+        raise InputError("the distances of a sharded model are not offered; leave out distance=.")
     if norm and context.coupling == "outputs":
         raise InputError(
             f"{context.why_coupled}: a sample's outputs depend on the whole batch, so it has no distance of its own; "
@@ -226,8 +243,10 @@ def margins_in(context: Context, *, distance: int | float | str | None = None, l
     units = context.form.unit != form.unit
     with ranks.together():
         batches = context.batches.cut(context.batch_size)
+        why = "" if norm else context.find_head()
         if context.batch_size is None and not context.whole:
-            batches.size = context.fitting(_batch_size(batches.first(1)[0], 256 if norm else 512))
+            most = _batch_size(batches.first(1)[0], 256 if norm else 512)
+            batches.size = context.fair(context.fitting(most, in_pieces=not norm))
     if batches.size is not None and not context.whole:
         batches.size = ranks.least(batches.size)
 
@@ -237,23 +256,36 @@ def margins_in(context: Context, *, distance: int | float | str | None = None, l
 
     def each() -> Iterator[tuple[int, Any, Tensor]]:
         """The batches of this rank, each with the number of its first sample."""
+        first = 0
         for index, (inputs, targets) in enumerate(batches):
             start = sum(sizes)
             made = 0
-            for some, labels in unit_batches(problem.loss, inputs, targets) if units else [(inputs, targets)]:
+            apart = unit_batches(problem.loss, inputs, targets, first=first) if units else [(inputs, targets)]
+            for some, labels in apart:
                 fingerprint.update(some, labels)
                 made += len(labels)
             sizes.append(made)
+            first += len(targets)
             if ranks.takes(index):
                 yield start, *problem.place(inputs, targets)
+        if problem.sharded and ranks.rank >= (len(sizes) % ranks.count or ranks.count):
+            yield IDLE, *context.first(1)
 
-    looked = several = False
+    looked, several = problem.sharded, False
+    if problem.sharded:  # all ranks look at the same samples: all must make the same passes
+        with ranks.together(), problem.active():
+            check_independence(problem, context.first(64)[0])
 
     def begin(batch: tuple[int, Any, Tensor]) -> Callable[[], tuple[int, Tensor]]:
         nonlocal looked, several
         start, inputs, targets = batch
-        outputs, points = _linearised(problem, inputs, layer) if norm else (problem.outputs(problem.params, inputs), [])
-        problem.checked(outputs, inputs, targets, start)
+        with context.each_together():
+            outputs, points = (
+                _linearised(problem, inputs, layer) if norm else (problem.head_or_outputs(problem.params, inputs), [])
+            )
+            problem.checked(outputs, inputs, targets, max(start, 0))
+        if start == IDLE:
+            return lambda: (0, torch.zeros(0, _COLUMNS, dtype=torch.float64))
         if not looked and len(targets) and not context.whole:
             check_independence(problem, inputs, outputs.detach())
             if norm and layer is None:
@@ -261,7 +293,7 @@ def margins_in(context: Context, *, distance: int | float | str | None = None, l
             elif norm:
                 check_derivatives(problem, inputs, targets, twice=False)
             looked = True
-        found = problem.loss.decisions(outputs, targets, start)
+        found = decided(problem, outputs, targets, start)
         several |= found.counts is not None and not units
         if norm and several:
             raise InputError(
@@ -273,6 +305,7 @@ def margins_in(context: Context, *, distance: int | float | str | None = None, l
         def rest() -> tuple[int, Tensor]:
             part = _of_rows(found, units)
             if norm:
+                assert isinstance(found.logits, Tensor)
                 logits, label = found.logits.detach().double(), found.labels[:, None]
                 distance = _distance(found.logits, logits, label, points, _DUAL[norm], start)
                 part = torch.cat([part, distance[:, None]], 1)
@@ -298,15 +331,24 @@ def margins_in(context: Context, *, distance: int | float | str | None = None, l
         layer=layer or "",
         spread=spread.over(ranks).root() if norm else math.nan,
         fingerprint=str(fingerprint),
+        **fingerprint.places,
         right=right if several else None,
         decisions=made.long() if several else None,
         unit=form.unit,
-        notes=context.notes,
+        notes=(*context.notes, why) if why else context.notes,
     )
 
 
 _COLUMNS = 6  # margin, softmax margin, gap, label, share of decisions that are right, their number
 _ROWS = 2**21  # logits that are looked at at once
+
+
+def decided(problem: Problem, outputs: Tensor | Head, targets: Tensor, start: int = 0) -> Decisions:
+    """The choices between classes that the outputs are, multiplied out or not."""
+    if isinstance(outputs, Tensor):
+        return problem.loss.decisions(outputs, targets, start)
+    assert isinstance(problem.loss, CrossEntropy)
+    return decisions_of(problem.loss, outputs, targets, start)
 
 
 def share_right(found: Decisions) -> Tensor:
@@ -316,10 +358,9 @@ def share_right(found: Decisions) -> Tensor:
 
 def _of_rows(found: Decisions, alone: bool) -> Tensor:
     """What is known of every sample, (N, columns): the means over its decisions, or each decision if `alone`."""
-    logits, labels = found.logits.detach(), found.labels[:, None]
-    size, pieces = max(1, _ROWS // logits.shape[1]), []
-    for k in range(0, max(1, len(logits)), size):
-        some, label = logits[k : k + size].double(), labels[k : k + size]
+    labels, pieces = found.labels[:, None], []
+    for here, piece in _pieces(found.logits):
+        some, label = piece.double(), labels[here]
         signed = _signed(some, label)
         known = [signed, *_softmax(some, label), label[:, 0].double(), (signed > 0).double(), torch.ones_like(signed)]
         pieces.append(torch.stack(known, 1))
@@ -331,6 +372,16 @@ def _of_rows(found: Decisions, alone: bool) -> Tensor:
     means = sums / found.counts[:, None]
     means[:, 3], means[:, 5] = -1.0, found.counts.double()  # no label of its own
     return means
+
+
+def _pieces(logits: Tensor | Head) -> Iterator[tuple[slice, Tensor]]:
+    """Rows of logits, a piece at a time, with which they are."""
+    if isinstance(logits, Head):
+        yield from logits.detach().pieces()
+        return
+    size = max(1, _ROWS // logits.shape[1])
+    for k in range(0, max(1, len(logits)), size):
+        yield slice(k, k + size), logits.detach()[k : k + size]
 
 
 def _norm(distance: int | float | str | None) -> str:

@@ -143,10 +143,12 @@ def traces_in(
     with problem.active():
         with ranks.together():
             batches = context.batches.cut(context.batch_size)
+            why = context.find_head()
             inputs, targets = problem.place(*batches.first(3))
             with torch.no_grad():
-                outputs = problem.outputs(problem.params, inputs)
+                outputs = problem.head_or_outputs(problem.params, inputs)
             problem.checked(outputs, inputs, targets)
+            outputs = outputs if isinstance(outputs, Tensor) else outputs.stand_in()
             if problem.form.batches == "fixed" and context.coupling == "loss":
                 raise InputError(
                     "the loss of a sample depends on the other samples of its batch, so a sample has no trace of its "
@@ -163,6 +165,7 @@ def traces_in(
                     f"{kinks:.0%} of the samples looked at sit exactly on a kink of a ReLU (a pre-activation of 0): "
                     "they have no Hessian there, and the values are those of one side",
                 )
+            plan.notes += (why,) if why else ()
             if problem.rounding:
                 plan.notes += (
                     f"the model rounds its values on the way, to about {problem.rounding:.1g} of their size",
@@ -195,7 +198,7 @@ def traces_in(
 def _structure(context: Context, few: Any) -> Structure:
     if context.coupling:
         return Structure(failure=context.why_coupled)
-    return analyse_few(context.problem, few)
+    return analyse_few(context.problem.thinned(torch.zeros(0))[0], few)
 
 
 def _few_of(problem: Problem, batches: Batches) -> Any:
@@ -278,8 +281,8 @@ def sample_forms(context: Context, batches: Batches, directions: Sequence[Params
     """
     problem = context.problem
     prober, rows = None, []
-    with problem.active():
-        for inputs, targets in context.each(batches):
+    with context.ranks.together(), problem.active():
+        for start, inputs, targets in context.mine(batches):
             if prober is None:
                 prober = Prober(
                     problem,
@@ -290,8 +293,9 @@ def sample_forms(context: Context, batches: Batches, directions: Sequence[Params
                     coupled=context.coupling != "",
                 )
             every = range(len(directions))
-            rows.append(prober.forms(problem, inputs, targets, lambda _, index: directions[index], every))
-    return torch.cat(rows).sum(2)
+            forms = prober.forms(problem, inputs, targets, lambda _, index: directions[index], every)
+            rows.append((start, forms.sum(2)))
+    return context.ranks.joined(rows, context.count, len(directions))
 
 
 def _check_arguments(method: str, passes: int | None, probes: int | None, rel_err: float | None) -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -34,6 +34,7 @@ from spiritlevel.watching.watchers import DispatchWatch, FunctionWatch
 _TRIES = 3
 LARGE = 10**6  # parameters from which on two samples have to do
 _HUGE = 10**8  # and from which on a copy in float64 is too much
+_SEEN = 2**20  # numbers of a tensor whose second derivatives are compared
 
 Verdicts = dict[str, bool | None]
 """Whether the derivatives of one kind are right: "reverse", "forward", or "second"; `None` if that stayed open."""
@@ -47,14 +48,16 @@ def check_derivatives(problem: Problem, inputs: Any, targets: Tensor, *, twice: 
 
     If only forward mode is wrong, `problem.reverse_only` is set instead, and what follows does without it. With `twice`
     second derivatives are compared as well, without `forward` reverse mode alone. What cannot be run in this way is
-    left to what comes next, which says why. Cost: some ten forward passes of five samples, or of two for a large
+    left to what comes next, which says why. Cost: some ten forward passes of five samples, of two or one for a large
     network, once for each problem. Call inside `problem.active()`.
     """
     wanted = {kind for kind, needed in (("second", twice), ("forward", forward)) if needed}
     known = problem.facts.get("derivatives")
     if known is None or not wanted <= known[0]:
         wanted |= set() if known is None else known[0]
-        known = problem.facts["derivatives"] = frozenset(wanted), _share_on_kinks(problem, inputs, targets, wanted)
+        small, labels = problem.thinned(targets)
+        known = problem.facts["derivatives"] = frozenset(wanted), _share_on_kinks(small, inputs, labels, wanted)
+        problem.reverse_only |= small.reverse_only
     return float(known[1])
 
 
@@ -92,8 +95,8 @@ def check_input_derivatives(problem: Problem, inputs: Any, targets: Tensor) -> N
 
 
 def _few(problem: Problem, inputs: Any, targets: Tensor) -> tuple[Any, Tensor]:
-    """Five samples from all over a batch, or two for a large network."""
-    count = min(len(targets), 2 if problem.size > LARGE else 5)
+    """Five samples from all over a batch, two for a large network, or one for a huge one."""
+    count = min(len(targets), 5 if problem.size <= LARGE else 2 if problem.size <= _HUGE else 1)
     chosen = torch.linspace(0, len(targets) - 1, count).round().long().to(targets.device)
     return tree_map(lambda leaf: leaf[chosen] if isinstance(leaf, Tensor) else leaf, inputs), targets[chosen]
 
@@ -164,7 +167,6 @@ class _Comparison:
         self.step, self.tolerance = (1e-7, 1e-4) if dtype == torch.float64 else (3e-3, 5e-2)
         self.rounding = 10 * torch.finfo(dtype).eps / self.step
         self.kinks, self.refusal = 0.0, cast(InputError | None, None)
-        self._known: dict[tuple[bool, float], Tensor] = {}  # differences at the present point
 
     def _moving(self) -> Params:
         """What is moved: the parameters."""
@@ -190,15 +192,17 @@ class _Comparison:
             raise _TooCoarse(here.rounding)
         signs = torch.randint(0, 2, values.shape, generator=generator).mul(2).sub(1)
         self.signs = (signs * (1 + torch.rand(values.shape, generator=generator))).to(values)  # so that none cancel
-        self.direction = self._draw(generator)
+        self.direction, self.differences = self._draw(generator), dict[float, Tensor]()
         padding.freeze(self.direction, self.moving)
         offset = (part.reshape(-1).flip(0).reshape(part.shape) for part in self.direction.values())  # another one
         self.point = {n: p.add(part, alpha=1e-3) for (n, p), part in zip(self.moving.items(), offset, strict=True)}
-        self._known = {}
         slope = self._gradient(self.point)
         if not seed:
             self.kinks = self._share_on_kinks(here, self.direction)
         claims = {"reverse": sum(((slope[n] * d).sum() for n, d in self.direction.items()), values.new_zeros(()))}
+        size = self.rounding * float(values.norm())
+        steep = self.rounding * float(self._weighed(slope).norm()) if "second" in kinds else 0.0
+        del slope  # a large network has no room for more than a few of these
         if "forward" in kinds and not self.problem.reverse_only:
             try:
                 with torch.no_grad():
@@ -209,10 +213,7 @@ class _Comparison:
         if "second" in kinds:
             with contextlib.suppress(RuntimeError):  # likewise
                 claims["second"] = self._weighed(self._second())
-        noise = dict.fromkeys(claims, self.rounding * float(values.norm()))
-        if "second" in kinds:
-            noise["second"] = self.rounding * float(self._weighed(slope).norm())
-        return {kind: self._verdict(kind, claim, noise[kind]) for kind, claim in claims.items()}
+        return {k: self._verdict(k, claim, steep if k == "second" else size) for k, claim in claims.items()}
 
     def _share_on_kinks(self, here: _Zeros, direction: Params) -> float:
         """The share of samples with a zero that is none a step to either side, and with a loss that bends there.
@@ -254,10 +255,11 @@ class _Comparison:
         return self.problem.outputs(params, self.inputs)
 
     def _draw(self, generator: torch.Generator) -> Params:
-        drawn = {}
+        return dict(self._drawn(generator))
+
+    def _drawn(self, generator: torch.Generator) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in self.moving.items():
-            drawn[name] = self.scale[name] * torch.randn(tensor.shape, generator=generator).to(tensor)
-        return drawn
+            yield name, torch.randn(tensor.shape, generator=generator).to(tensor).mul_(self.scale[name])
 
     def _scalar(self, params: Params) -> Tensor:
         return (self.signs * self._function(params)).sum()
@@ -288,24 +290,22 @@ class _Comparison:
         return dict(zip(leaves, twice, strict=True))
 
     def _weighed(self, parts: Params) -> Tensor:
-        """All parts as one vector, each in the units of its tensor."""
-        return torch.cat([self.scale[name] * part.detach().reshape(-1) for name, part in parts.items()])
+        """All parts as one vector, each in the units of its tensor; of large ones every so many numbers."""
+        return torch.cat([self.scale[name] * _thin(part.detach()) for name, part in parts.items()])
 
     def _difference(self, kind: str, step: float) -> Tensor:
-        """That of the gradients, or of the outputs, which two kinds are compared with."""
-        of_gradients = kind == "second"
-        if (of_gradients, step) in self._known:
-            return self._known[of_gradients, step]
-        found = []
-        for sign in (1, -1):
-            end = {n: p.add(self.direction[n], alpha=sign * step) for n, p in self.point.items()}
-            if of_gradients:
-                found.append(self._weighed(self._gradient(end)))
-            else:
-                with torch.no_grad():
-                    found.append(self._function(end))
-        self._known[of_gradients, step] = (found[0] - found[1]) / (2 * step)
-        return self._known[of_gradients, step]
+        def end(sign: int) -> Tensor:
+            moved = {n: torch.add(p, self.direction[n], alpha=sign * step) for n, p in self.point.items()}
+            if kind == "second":
+                return self._weighed(self._gradient(moved))
+            with torch.no_grad():
+                return self._function(moved)
+
+        if kind == "second":
+            return (end(1) - end(-1)) / (2 * step)
+        if step not in self.differences:  # one for both modes
+            self.differences[step] = (end(1) - end(-1)) / (2 * step)
+        return self.differences[step]
 
     def _verdict(self, kind: str, claim: Tensor, noise: float) -> bool | None:
         claim = claim.detach()
@@ -336,6 +336,11 @@ class _ByInputs(_Comparison):
         leaves, structure = tree_flatten(self.inputs)
         moved = [params.get(str(n), leaf) for n, leaf in enumerate(leaves)]
         return self.problem.outputs(self.problem.params, tree_unflatten(moved, structure))
+
+
+def _thin(tensor: Tensor) -> Tensor:
+    """The numbers of a tensor in one row; of a large one some from all over it, which tell as much."""
+    return tensor.reshape(-1)[:: -(-max(tensor.numel(), 1) // _SEEN)]
 
 
 def _scales(params: Params) -> dict[str, float]:

@@ -6,20 +6,24 @@ cross entropy returns half the curvature, or none, once 1 − S_y is below machi
 of positive terms and stay right to rounding at any margin (mathematics 2.2).
 
 One file an idea: `base` what every loss offers, `scalars` of the softmax, `cross_entropy` of one choice or of one at
-every position, `units` single positions as samples, `elementwise` losses with a diagonal Hessian, `exponential`,
-`callables` of users, `resolving` names and losses of torch.
+every position, `in_pieces` the same of outputs that are not multiplied out (`heads`), `units` single positions as
+samples, `elementwise` losses with a diagonal Hessian, `exponential`, `callables` of users, `resolving` names and losses
+of torch.
 """
 
 from spiritlevel.binding.losses.base import Decisions, Factor, Loss
 from spiritlevel.binding.losses.callables import CallableLoss
-from spiritlevel.binding.losses.cross_entropy import CausalLM, CrossEntropy, TokenCrossEntropy
+from spiritlevel.binding.losses.cross_entropy import IGNORED, CausalLM, CrossEntropy, TokenCrossEntropy
 from spiritlevel.binding.losses.elementwise import BinaryCrossEntropy, Elementwise, Huber, Poisson, SquaredError
 from spiritlevel.binding.losses.exponential import Exponential
+from spiritlevel.binding.losses.heads import Head
+from spiritlevel.binding.losses.in_pieces import HeadLoss, can_be_in_pieces, decisions_of
 from spiritlevel.binding.losses.resolving import NAMED, resolve
 from spiritlevel.binding.losses.scalars import aceht, confidence_gap, softmax_parts
 from spiritlevel.binding.losses.units import OfPositions, Unit, of_units, unit_batches
 
 __all__ = [
+    "IGNORED",
     "NAMED",
     "BinaryCrossEntropy",
     "CallableLoss",
@@ -29,6 +33,8 @@ __all__ = [
     "Elementwise",
     "Exponential",
     "Factor",
+    "Head",
+    "HeadLoss",
     "Huber",
     "Loss",
     "OfPositions",
@@ -37,7 +43,9 @@ __all__ = [
     "TokenCrossEntropy",
     "Unit",
     "aceht",
+    "can_be_in_pieces",
     "confidence_gap",
+    "decisions_of",
     "of_units",
     "resolve",
     "softmax_parts",

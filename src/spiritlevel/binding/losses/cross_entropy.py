@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from spiritlevel.binding.losses.base import Decisions, Factor, Loss, class_targets, within
+from spiritlevel.binding.losses.base import Decisions, Factor, Loss, class_targets, way_to_classes, within
 from spiritlevel.binding.losses.scalars import softmax_parts
 from spiritlevel.errors import InputError
 
@@ -35,11 +35,16 @@ class Rows(NamedTuple):
     share: Tensor  # (N, T) float64: the factor of the row's loss in its sample's, 0 where the position is ignored
 
 
-def _by_rows(function: Callable[..., Tensor], *columns: Tensor | None) -> Tensor:
+def rows_in_double(classes: int) -> int:
+    """How many rows of so many logits are worked on at once in float64."""
+    return max(1, _PIECE // max(1, classes))
+
+
+def by_rows(function: Callable[..., Tensor], *columns: Tensor | None) -> Tensor:
     """A function of rows, in pieces of them; each column has one entry a row, or is None."""
     first = columns[0]
     assert first is not None
-    size = max(1, _PIECE // max(1, first.shape[-1]))
+    size = rows_in_double(first.shape[-1])
     if len(first) <= size:
         return function(*columns)
     starts = range(0, len(first), size)
@@ -143,10 +148,9 @@ class CrossEntropy(Loss):
         axis = self._axis(outputs, targets)
         classes = outputs.shape[axis]
         if classes < 2:
-            raise InputError(
-                f"{self.name} needs at least 2 outputs per sample, got 1; "
-                "use loss='binary_cross_entropy' for a single logit."
-            )
+            numbers = targets.is_floating_point() and bool(((targets != 0) & (targets != 1)).any())
+            way = "'squared_error' for a number to predict" if numbers else "'binary_cross_entropy' for a single logit"
+            raise InputError(f"{self.name} needs at least 2 outputs per sample, got 1; use loss={way}.")
         if self.weight is not None and self.weight.numel() != classes:
             raise InputError(f"the loss has {self.weight.numel()} class weights for a model of {classes} outputs.")
         if targets.is_floating_point():
@@ -175,7 +179,8 @@ class CrossEntropy(Loss):
             wanted = "integer labels" if self.shifted else "one integer class per sample or position, or probabilities"
             raise InputError(
                 f"{self.name} needs {wanted}, got targets of shape {tuple(targets.shape)} and type "
-                f"{str(targets.dtype).removeprefix('torch.')} for outputs of shape {tuple(outputs.shape)}."
+                f"{str(targets.dtype).removeprefix('torch.')} for outputs of shape {tuple(outputs.shape)}"
+                f"{way_to_classes(outputs, targets)}."
             )
         wrong = ~((targets >= 0) & (targets <= 1)).all(axis) | ((targets.double().sum(axis) - 1).abs() > 1e-3)
         if bool(wrong.any()):
@@ -220,7 +225,7 @@ class CrossEntropy(Loss):
         soft = (1 - ease) * rows.soft.detach().double() + ease / classes
         return (soft * self._weights(rows.logits, classes)).reshape(-1, classes)
 
-    def _scale(self, rows: Rows) -> Tensor:
+    def scale(self, rows: Rows) -> Tensor:
         """What multiplies A of every row, (N·T,)."""
         soft = self._smoothed(rows)
         share = rows.share.reshape(-1)
@@ -235,7 +240,7 @@ class CrossEntropy(Loss):
     def values(self, outputs: Tensor, targets: Tensor) -> Tensor:
         rows = self.rows(outputs, targets)
         flat = rows.logits.reshape(-1, rows.logits.shape[-1])
-        found = _by_rows(self._values, flat, rows.labels.reshape(-1), self._smoothed(rows))
+        found = by_rows(self._values, flat, rows.labels.reshape(-1), self._smoothed(rows))
         if outputs.ndim == 2:
             return found
         return (found.reshape(rows.share.shape) * rows.share.to(found)).sum(1)
@@ -256,7 +261,7 @@ class CrossEntropy(Loss):
         rows = self.rows(outputs, targets)
         flat = rows.logits.reshape(-1, rows.logits.shape[-1])
         share = rows.share.reshape(-1) if outputs.ndim > 2 else None
-        found = _by_rows(self._gradient, flat, rows.labels.reshape(-1), self._smoothed(rows), share)
+        found = by_rows(self.gradient_of_rows, flat, rows.labels.reshape(-1), self._smoothed(rows), share)
         return self._rows_back(found, outputs, targets)
 
     def slope_along(self, outputs: Tensor, targets: Tensor, direction: Tensor) -> Tensor:
@@ -264,18 +269,27 @@ class CrossEntropy(Loss):
         flat, along = (self._flat(tensor, outputs, targets) for tensor in (outputs, direction))
 
         def piece(logits: Tensor, along: Tensor, labels: Tensor, soft: Tensor | None, share: Tensor) -> Tensor:
-            return (self._gradient(logits, labels, soft, share) * along).sum(1)
+            return (self.gradient_of_rows(logits, labels, soft, share) * along).sum(1)
 
         columns = rows.labels.reshape(-1), self._smoothed(rows), rows.share.reshape(-1)
-        return _by_rows(piece, flat, along, *columns).reshape(len(outputs), -1).sum(1)
+        return by_rows(piece, flat, along, *columns).reshape(len(outputs), -1).sum(1)
 
     def _flat(self, tensor: Tensor, outputs: Tensor, targets: Tensor) -> Tensor:
         """What is shaped like the outputs, as rows (N·T, C)."""
         axis = self._axis(outputs, targets)
         return tensor.reshape(outputs.shape).movedim(axis, -1).reshape(-1, outputs.shape[axis])
 
-    def _gradient(self, logits: Tensor, labels: Tensor, soft: Tensor | None, share: Tensor | None) -> Tensor:
-        probabilities = torch.softmax(logits.double(), 1)
+    def gradient_of_rows(
+        self,
+        logits: Tensor,
+        labels: Tensor,
+        soft: Tensor | None,
+        share: Tensor | None,
+        probabilities: Tensor | None = None,
+    ) -> Tensor:
+        """The gradient of every row, (R, C), times its share, float64; their softmax may be at hand."""
+        if probabilities is None:
+            probabilities = torch.softmax(logits.double(), 1)
         if soft is not None:  # the slopes add up to 0, so that of the top class follows from the others
             label = probabilities.argmax(1, keepdim=True)
             others = (soft.sum(1, keepdim=True) * probabilities - soft).scatter(1, label, 0.0)
@@ -291,30 +305,32 @@ class CrossEntropy(Loss):
         return gradient if share is None else share[:, None] * gradient
 
     @staticmethod
-    def _centred(logits: Tensor, direction: Tensor) -> tuple[Tensor, Tensor]:
+    def centred(logits: Tensor, direction: Tensor) -> tuple[Tensor, Tensor]:
         """S, and the direction minus its mean over S."""
-        probabilities, top, _ = softmax_parts(logits)
-        direction = direction.double()
-        shifted = direction - direction.gather(1, top[:, None])  # zero at the top class: nothing large cancels
+        probabilities, direction = torch.softmax(logits.double(), 1), direction.double()
+        top = probabilities.argmax(1, keepdim=True)
+        shifted = direction - direction.gather(1, top)  # zero at the top class: nothing large cancels
         return probabilities, shifted - (probabilities * shifted).sum(1, keepdim=True)
 
     def product(self, outputs: Tensor, targets: Tensor, direction: Tensor) -> Tensor:
-        def piece(logits: Tensor, direction: Tensor, scale: Tensor) -> Tensor:
-            probabilities, centred = self._centred(logits, direction)
-            return scale[:, None] * probabilities * centred
-
         flat, along = (self._flat(tensor, outputs, targets) for tensor in (outputs, direction))
-        found = _by_rows(piece, flat, along, self._scale(self.rows(outputs, targets)))
+        found = by_rows(self.product_of_rows, flat, along, self.scale(self.rows(outputs, targets)))
         return self._rows_back(found, outputs, targets)
 
-    def quadratic(self, outputs: Tensor, targets: Tensor, direction: Tensor) -> Tensor:
-        def piece(logits: Tensor, direction: Tensor, scale: Tensor) -> Tensor:
-            probabilities, centred = self._centred(logits, direction)
-            return scale * (probabilities * centred.square()).sum(1)
+    def product_of_rows(self, logits: Tensor, direction: Tensor, scale: Tensor) -> Tensor:
+        """scale·A·u of every row, (R, C), float64."""
+        probabilities, centred = self.centred(logits, direction)
+        return scale[:, None] * probabilities * centred
 
+    def quadratic(self, outputs: Tensor, targets: Tensor, direction: Tensor) -> Tensor:
         flat, along = (self._flat(tensor, outputs, targets) for tensor in (outputs, direction))
-        found = _by_rows(piece, flat, along, self._scale(self.rows(outputs, targets)))
+        found = by_rows(self.quadratic_of_rows, flat, along, self.scale(self.rows(outputs, targets)))
         return found.reshape(len(outputs), -1).sum(1)
+
+    def quadratic_of_rows(self, logits: Tensor, direction: Tensor, scale: Tensor) -> Tensor:
+        """scale·uᵀA u of every row, (R,), float64."""
+        probabilities, centred = self.centred(logits, direction)
+        return scale * (probabilities * centred.square()).sum(1)
 
     # ------------------------------------------------------------ factors
 
@@ -330,7 +346,7 @@ class CrossEntropy(Loss):
 
     def factors(self, outputs: Tensor, targets: Tensor) -> Iterator[Factor]:
         rows = self.rows(outputs, targets)
-        scale, count = self._scale(rows).reshape(rows.share.shape), len(outputs)
+        scale, count = self.scale(rows).reshape(rows.share.shape), len(outputs)
         everyone = torch.arange(count, device=outputs.device)
         for place in self._places(rows).unbind(1):
             for weight, vector in _eliminated(rows.logits[everyone, place], scale[everyone, place]):
@@ -344,7 +360,7 @@ class CrossEntropy(Loss):
         self._check_exact(exact, outputs, targets)
         rows = self.rows(outputs, targets)
         count, length, classes = rows.logits.shape
-        flat, scale = rows.logits.reshape(-1, classes), self._scale(rows)
+        flat, scale = rows.logits.reshape(-1, classes), self.scale(rows)
         chosen = _most_probable(flat, scale, (count, length), exact)
         taken = torch.zeros(count * length, classes, dtype=torch.bool, device=outputs.device)
         everyone = torch.arange(count, device=outputs.device) * length
@@ -369,7 +385,7 @@ class CrossEntropy(Loss):
             sizes.append(size)
             return vector if outputs.ndim == 2 else vector.to(outputs.dtype)
 
-        vector = _by_rows(piece, flat, taken, signs)
+        vector = by_rows(piece, flat, taken, signs)
         weight = (scale * torch.cat(sizes)).reshape(count, length)
         total = weight.sum(1)
         if outputs.ndim > 2:
@@ -442,7 +458,7 @@ def _most_probable(flat: Tensor, scale: Tensor, shape: tuple[int, int], exact: i
         found = (scale[:, None] * probabilities).scatter(1, top[:, None], -1.0).topk(most, dim=1)
         return torch.stack([found.values, found.indices.double()], 2)
 
-    found = _by_rows(largest, flat, scale).reshape(count, length, -1, 2)
+    found = by_rows(largest, flat, scale).reshape(count, length, -1, 2)
     most = found.shape[2]
     best = found[..., 0].reshape(count, length * most).topk(exact, dim=1).indices
     labels = found[..., 1].reshape(count, length * most).gather(1, best).long()

@@ -1,4 +1,6 @@
-"""The papers' experiments as commands, one file each; they share `base`, `rules`, `recipes` and import no other.
+"""The papers' experiments as commands, one file each; they import none of each other.
+
+What they share is in `base`, `league`, `recipes` and `rules`.
 
 >>> studies = catalogue()
 >>> studies["confidence"].source
@@ -32,9 +34,9 @@ __all__ = [
 
 
 def catalogue() -> dict[str, Study]:
-    """Every study by name: each module of this package but the three that studies share holds one as `STUDY`."""
+    """Every study by name: each module of this package but the four that studies share holds one as `STUDY`."""
     modules = sorted(
-        info.name for info in pkgutil.iter_modules(__path__) if info.name not in ("base", "recipes", "rules")
+        info.name for info in pkgutil.iter_modules(__path__) if info.name not in ("base", "league", "recipes", "rules")
     )
     found = [importlib.import_module(f"{__name__}.{name}").STUDY for name in modules]
     return {study.name: study for study in found}

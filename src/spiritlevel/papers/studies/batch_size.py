@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -248,21 +248,36 @@ def run(config: BatchSize, run: Run) -> None:
     """Train both, measure, give the large batch more time in two ways, and walk from one solution to the other."""
     import torch
 
-    from spiritlevel import charts
-
     small, large = run.train(job(config, config.small)), run.train(job(config, config.large))
     generator = torch.Generator().manual_seed(config.seed)
     order = torch.randperm(len(small.train[1]), generator=generator)
     chosen = order[: config.points]
-    measured = partial(measure, train=small.train, test=small.test, chosen=chosen)
-    names = {"small": f"batch {config.small:,}", "large": f"batch {config.large:,}"}
-    names |= {
+    names = {
+        "small": f"batch {config.small:,}",
+        "large": f"batch {config.large:,}",
         "longer": f"batch {config.large:,}, trained on",
         "faster": f"batch {config.large:,}, lr × {_factor(config):g}",
     }
+    found, runs = solutions(config, run, small, large, chosen)
+    times = [
+        {"run": names[key], **row}
+        for key, trained in runs.items()
+        for row in run.once(f"time-{key}", partial(over_time, trained, chosen))
+    ]
+    path = run.once("path", lambda: barriers(small.model(), large.model(), small.train, order[:10_000]))
+    keep(run, names, found, times, path)
+    run.report(classes=len(small.classes))
+
+
+def solutions(
+    config: BatchSize, run: Run, small: Trained, large: Trained, chosen: Any
+) -> tuple[dict[str, dict[str, Any]], dict[str, Trained]]:
+    """What is measured of the four solutions, and the trainings whose course was kept."""
+    measured = partial(measure, train=small.train, test=small.test, chosen=chosen)
+    runs = {"small": small, "large": large}
     found = {
-        "small": run.once("small", lambda: measured(small.model(), steps=config.steps)),
-        "large": run.once("large", lambda: measured(large.model(), steps=config.steps)),
+        key: run.once(key, lambda trained=trained: measured(trained.model(), steps=config.steps))  # type: ignore[misc]
+        for key, trained in runs.items()
     }
     goal = found["small"]["train_loss"]
 
@@ -283,20 +298,25 @@ def run(config: BatchSize, run: Run) -> None:
                 raise
             return {"diverged": str(error)}
 
-    runs = {"small": small, "large": large}
-
     found["longer"] = run.once("longer", longer)
     found["faster"] = run.once("faster", faster)
     if "diverged" not in found["faster"]:
         runs["faster"] = higher()
-    times = [
-        {"run": names[key], **row}
-        for key, trained in runs.items()
-        for row in run.once(f"time-{key}", partial(over_time, trained, chosen))
-    ]
-    run.table("time", times)
-    path = run.once("path", lambda: barriers(small.model(), large.model(), small.train, order[:10_000]))
+    return found, runs
+
+
+def keep(
+    run: Run,
+    names: Mapping[str, str],
+    found: Mapping[str, Mapping[str, Any]],
+    times: Sequence[Mapping[str, Any]],
+    path: Mapping[str, Any],
+) -> None:
+    """The tables and charts of a run."""
+    from spiritlevel import charts
+
     lists = ("margins", "traces")
+    run.table("time", times)
     run.table(
         "table-1",
         [{"run": names[key], **{k: v for k, v in row.items() if k not in lists}} for key, row in found.items()],
@@ -322,7 +342,6 @@ def run(config: BatchSize, run: Run) -> None:
     title = "Median output margin while training"
     columns = {key: [row[key] for row in times] for key in ("run", "step", "median margin")}
     run.chart("margins-over-time", charts.lines(columns, "step", "median margin", series="run", title=title))
-    run.report(classes=len(small.classes))
 
 
 def over_time(trained: Trained, chosen: Any) -> list[dict[str, float]]:

@@ -100,17 +100,26 @@ def measure(w: Tensor, x: float) -> dict[str, float]:
 
 def run(config: DeepLinear, run: Run) -> Iterator[Ruling]:
     """Rays, the counterexample, and gradient descent with and without L2."""
-    import torch
+    yield from along_rays(config, run)
+    yield from along_counterexample(config, run)
+    yield from down_the_gradient(config, run)
 
+
+def _curves(run: Run, name: str, rows: Sequence[dict[str, Any]], x: str, title: str, *, log_x: bool = False) -> None:
+    """Loss and curvature along a path, as a table and as a chart."""
     from spiritlevel import charts
 
-    def curves(name: str, rows: Sequence[dict[str, Any]], x: str, title: str, *, log_x: bool = False) -> None:
-        run.table(name, rows)
-        measured = ("loss", *MEASURES)
-        long = [{x: row[x], "value": row[what], "measure": what} for row in rows for what in measured if row[what] > 0]
-        frame = run.table(f"{name} curves", long)
-        chart = charts.lines(frame, x, "value", series="measure", log_x=log_x, log_y=True, title=title)
-        run.chart(name.replace(" ", "-"), chart)
+    run.table(name, rows)
+    measured = ("loss", *MEASURES)
+    long = [{x: row[x], "value": row[what], "measure": what} for row in rows for what in measured if row[what] > 0]
+    frame = run.table(f"{name} curves", long)
+    chart = charts.lines(frame, x, "value", series="measure", log_x=log_x, log_y=True, title=title)
+    run.chart(name.replace(" ", "-"), chart)
+
+
+def along_rays(config: DeepLinear, run: Run) -> Iterator[Ruling]:
+    """Three rays on which the loss falls to 0."""
+    import torch
 
     starts = {"(1, 1, 1)": (1.0, 1.0, 1.0), "(1, 2, 0.5)": (1.0, 2.0, 0.5), "(−1, −1, 2)": (-1.0, -1.0, 2.0)}
     times = torch.linspace(0.25, config.farthest, 61, dtype=torch.float64)
@@ -118,7 +127,7 @@ def run(config: DeepLinear, run: Run) -> Iterator[Ruling]:
         name: [{"t": float(t), **measure(t * torch.tensor(start, dtype=torch.float64), -1.0)} for t in times]
         for name, start in starts.items()
     }
-    curves("ray", rays["(1, 1, 1)"], "t", "Along the ray t·(1, 1, 1), X = −1")
+    _curves(run, "ray", rays["(1, 1, 1)"], "t", "Along the ray t·(1, 1, 1), X = −1")
     run.table("rays", [{"ray": name, **row} for name, rows in rays.items() for row in rows])
     shrunk = max(rows[-1][what] / max(row[what] for row in rows) for rows in rays.values() for what in MEASURES)
     yield RAYS.judge(shrunk, remark="The largest share that is left.")
@@ -130,24 +139,32 @@ def run(config: DeepLinear, run: Run) -> Iterator[Ruling]:
         remark=f"The smallest λ₁/Tr H at the rays' ends.{' It rises towards 1 along every ray.' if rising else ''}",
     )
 
+
+def along_counterexample(config: DeepLinear, run: Run) -> Iterator[Ruling]:
+    """A path on which the loss vanishes and the Hessian explodes."""
+    import torch
+
     path = []
     for t in torch.linspace(0.5, config.path_end, 61, dtype=torch.float64).tolist():
         w = torch.tensor([math.exp(t), -t * math.exp(-t), 1.0], dtype=torch.float64)
         path.append({"t": t, **measure(w, 1.0)})
-    curves("counterexample", path, "t", "Along w = (e^t, −te^{−t}, 1): the loss vanishes, the Hessian explodes")
+    _curves(run, "counterexample", path, "t", "Along w = (e^t, −te^{−t}, 1): the loss vanishes, the Hessian explodes")
     last = path[-1]
     yield IN_GENERAL.judge(
         max(last[what] / path[0][what] for what in MEASURES),
         remark=f"The largest growth; at the end the loss is {last['loss']:.2g} and λ₁ = {last['λ₁']:.2g}.",
     )
 
+
+def down_the_gradient(config: DeepLinear, run: Run) -> Iterator[Ruling]:
+    """Gradient descent, with and without L2."""
     found = {
         "without L2": run.once("descent", lambda: descend(config, 0.0)),
         "with L2": run.once("descent-l2", lambda: descend(config, config.gamma)),
     }
     for name, rows in found.items():
         shown = [row for row in rows if row["step"] > 0]
-        curves(f"descent {name}", shown, "step", f"Gradient descent {name}", log_x=True)
+        _curves(run, f"descent {name}", shown, "step", f"Gradient descent {name}", log_x=True)
     free, kept = found["without L2"], found["with L2"]
     top = max(range(len(free)), key=lambda k: free[k]["λ₁"])
     left = {what: free[-1][what] / free[top][what] for what in MEASURES}

@@ -14,16 +14,27 @@ share their hyper-parameters are no independent draws, so the bootstrap resample
 from __future__ import annotations
 
 import itertools
-import math
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from spiritlevel.data import describe
 from spiritlevel.errors import InputError
 from spiritlevel.papers.studies.base import Config, Run, Study, Tables, not_fitted
+from spiritlevel.papers.studies.league import (
+    FAMILIES,
+    PLAIN,
+    PRODUCTS,
+    draw,
+    family,
+    gap_spread,
+    ranked,
+    rankings_of,
+    settings_of,
+)
 from spiritlevel.papers.studies.rules import Range, Ruling, Statement
 
 if TYPE_CHECKING:
@@ -38,9 +49,6 @@ LEAST = 48
 """Fitted networks below which nothing is decided."""
 SPREAD = 2.0
 """The least ratio of the standard deviation of the gaps to the binomial error of one."""
-SETTINGS = ("lr", "batch_size", "width", "weight_decay")
-PLAIN = ("trace", "largest_eigenvalue")
-LOSS_BASED = ("mean_aceht", "margin_bound", "printed_margin_bound")  # functions of the margins that grow with sharpness
 
 BETTER = {"difference of τ": Range.POSITIVE, "τ": Range.POSITIVE}  # better than a wrong ranking is not enough
 MARGINS = Statement(
@@ -84,9 +92,15 @@ class Generalisation(Config):
 
     network: str = "printed_mlp"
     """Dense with a bottleneck, 784-10w-100w-10: its width w moves the gap."""
+    networks: tuple[str, ...] = ()
+    """Several families instead of that one."""
+    depth: tuple[int, ...] = ()
+    """Hidden layers, for networks that take a depth."""
     data: str = "fashion-mini"
     train_size: int = 1_000
     """The same points for every network."""
+    train_sizes: tuple[int, ...] = ()
+    """Several sizes instead of that one; a larger set holds the smaller."""
     held_out: int = 5_000
     """Training points that no network sees; the gap is measured on them and the test set."""
     lr: tuple[float, ...] = (0.01, 0.03)
@@ -110,14 +124,39 @@ class Generalisation(Config):
 # ---------------------------------------------------------------------------------------------------- networks
 
 
+def axes(config: Generalisation) -> dict[str, tuple[Any, ...]]:
+    """The hyper-parameters that make the grid, and their values."""
+    more: dict[str, tuple[Any, ...]] = {
+        "network": config.networks,
+        "depth": config.depth,
+        "train_size": config.train_sizes,
+    }
+    return {
+        **{name: values for name, values in more.items() if values},
+        **{name: getattr(config, name) for name in ("lr", "batch_size", "width", "weight_decay")},
+    }
+
+
 def cells(config: Generalisation) -> list[dict[str, Any]]:
     """One entry per network: the values of its hyper-parameters, and its seed."""
-    values = itertools.product(*(getattr(config, name) for name in SETTINGS), range(config.replicas))
+    grid = axes(config)
     first = config.seed * config.replicas
     return [
-        {**dict(zip(SETTINGS, cell, strict=True)), "seed": first + replica, "replica": replica}
-        for *cell, replica in values
+        {**dict(zip(grid, cell, strict=True)), "seed": first + replica, "replica": replica}
+        for *cell, replica in itertools.product(*grid.values(), range(config.replicas))
     ]
+
+
+def pieces(config: Generalisation) -> dict[str, Callable[[Run], Any]]:
+    """What can be computed of each network alone, by the name of its piece; the first seed of every cell goes first."""
+    return {
+        "network-" + "-".join(_short(cell[name]) for name in (*axes(config), "seed")): partial(network, config, cell)
+        for cell in sorted(cells(config), key=lambda cell: cell["replica"])
+    }
+
+
+def _short(value: Any) -> str:
+    return value if isinstance(value, str) else f"{value:g}"
 
 
 def job(config: Generalisation, cell: Mapping[str, Any]) -> Job:
@@ -133,10 +172,10 @@ def job(config: Generalisation, cell: Mapping[str, Any]) -> Job:
         until_loss=config.until_loss,
     )
     return Job(
-        network=config.network,
-        options={"width": cell["width"]},
+        network=cell.get("network", config.network),
+        options={name: cell[name] for name in ("width", "depth") if name in cell},
         data=config.data,
-        train_size=config.train_size,
+        train_size=cell.get("train_size", config.train_size),
         validation=config.held_out,
         recipe=recipe,
         seed=cell["seed"],
@@ -206,57 +245,18 @@ def costs(config: Generalisation, cell: Mapping[str, Any], run: Run) -> dict[str
 _HALVES = (slice(None), slice(0, None, 2), slice(1, None, 2))
 
 
-# ---------------------------------------------------------------------------------------------------- measures
-
-
-def family(name: str) -> str:
-    """The kind of a measure: margin, norm, flatness that knows the weights' scale, flatness, or control."""
-    from spiritlevel.measures import MEASURES
-
-    if name in CONTROLS:
-        return "control"
-    if name in PRODUCTS or name == "pac_bayes_magnitude":  # noise relative to the weights, but for a tiny constant
-        return "scale-aware flatness"
-    measure = MEASURES[name]
-    if measure.direction == "wider" or name in LOSS_BASED:
-        return "margin"
-    if measure.direction == "larger":
-        return "norm"
-    return "scale-aware flatness" if "rescale_layers" in measure.invariant_to else "flatness"
-
-
-FAMILIES = ("margin", "flatness", "scale-aware flatness", "norm", "control")
-PRODUCTS = {"trace × ‖θ‖²": "trace", "λ₁ × ‖θ‖²": "largest_eigenvalue"}
-CONTROLS = {"loss at stop": "loss", "steps to stop": "steps", "number of parameters": "parameters"}
-"""What a measure must beat to be of use: the loss that is left, the time it took, the size of the network."""
-
-
-def columns(nets: Sequence[Mapping[str, Any]]) -> dict[str, Array]:
-    """For every measure, product and control one number per network, with the sign that makes it grow with the gap."""
-    import numpy as np
-
-    tables = [{row["name"]: row for row in net["measures"]} for net in nets]
-    found: dict[str, Array] = {}
-    for name, first in tables[0].items():
-        values = [math.nan if table[name]["value"] is None else table[name]["value"] for table in tables]
-        found[name] = np.array(values) * (-1.0 if first["direction"] in ("wider", "flatter") else 1.0)
-    if "weight_norm" in found:
-        factor = found["weight_norm"] ** 2
-        found |= {name: found[base] * factor for name, base in PRODUCTS.items() if base in found}
-    return found | {name: np.array([float(net[key]) for net in nets]) for name, key in CONTROLS.items()}
-
-
 # --------------------------------------------------------------------------------------------------- the study
 
 
 def run(config: Generalisation, run: Run) -> None:
     """Train and measure the grid, then rank."""
-    nets = []
-    grid = cells(config)
-    for number, cell in enumerate(grid):
-        run.progress("networks trained and measured", number, len(grid))
-        label = "-".join(f"{cell[name]:g}" for name in (*SETTINGS, "seed"))
-        nets.append(run.once(f"network-{label}", lambda cell=cell: network(config, cell, run)))  # type: ignore[misc]
+    asked = pieces(config)
+    found = {}
+    for number, (name, piece) in enumerate(asked.items()):
+        run.progress("networks trained and measured", number, len(asked))
+        found[name] = run.once(name, partial(piece, run))
+    grid = axes(config)
+    nets = sorted(found.values(), key=lambda net: (*(grid[name].index(net[name]) for name in grid), net["replica"]))
     run.table("networks", [{key: value for key, value in net.items() if key != "measures"} for net in nets])
     fitted = [net for net in nets if not net["excluded"]]
     excluded = Counter(net["excluded"].split(" (")[0] for net in nets if net["excluded"])
@@ -266,7 +266,7 @@ def run(config: Generalisation, run: Run) -> None:
         return
     spread = gap_spread(fitted)
     run.report(**spread)
-    rankings = rankings_of(config, fitted, config.resamples)
+    rankings = rankings_of(fitted, config.resamples, config.seed)
     measures = rankings["gap"].measures
     seconds = run.once("cost", lambda: costs(config, fitted[-1], run))
     rows = ranked(rankings, fitted, seconds)
@@ -274,27 +274,12 @@ def run(config: Generalisation, run: Run) -> None:
     best = {name: next((row for row in rows if row["family"] == name), None) for name in FAMILIES}
     run.report(best_by_family=best, information_of_noise=rankings["gap"].noise())
     values = [
-        {**{name: net[name] for name in (*SETTINGS, "seed", "gap", "loss gap")}, **row}
+        {**{name: net[name] for name in (*settings_of(fitted), "seed", "gap", "loss gap")}, **row}
         for net in fitted
         for row in net["measures"]
     ]
     run.table("values", values)
-    _draw(run, rows, measures, fitted, rankings["gap"].cells)
-
-
-def rankings_of(config: Generalisation, nets: Sequence[Mapping[str, Any]], resamples: int) -> dict[str, Ranking]:
-    """The rankings of fitted networks by the gap in error and by that in cross entropy."""
-    import numpy as np
-
-    from spiritlevel.statistics.ranking import Ranking
-
-    measures = columns(nets)
-    settings = {name: [net[name] for net in nets] for name in SETTINGS}
-    replicas = [net["replica"] for net in nets]
-    return {
-        target: Ranking(measures, np.array([net[target] for net in nets]), settings, replicas, resamples, config.seed)
-        for target in ("gap", "loss gap")
-    }
+    draw(run, rows, measures, fitted, rankings["gap"].cells)
 
 
 def from_tables(config: Generalisation, tables: Tables) -> Iterator[Ruling]:
@@ -306,9 +291,10 @@ def from_tables(config: Generalisation, tables: Tables) -> Iterator[Ruling]:
             yield statement.judge(None, undecided=f"only {len(fitted)} of {len(nets)} networks are fitted")
         return
     values: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    names = (*settings_of(fitted), "seed")
     for row in tables("values"):
-        values.setdefault(tuple(row[name] for name in (*SETTINGS, "seed")), []).append(row)
-    fitted = [{**net, "measures": values[tuple(net[name] for name in (*SETTINGS, "seed"))]} for net in fitted]
+        values.setdefault(tuple(row[name] for name in names), []).append(row)
+    fitted = [{**net, "measures": values[tuple(net[name] for name in names)]} for net in fitted]
     undecided, spread = "", gap_spread(fitted)
     if len(fitted) < LEAST:
         undecided = f"{len(fitted)} fitted networks of {len(nets)}, {LEAST} are needed"
@@ -317,80 +303,7 @@ def from_tables(config: Generalisation, tables: Tables) -> Iterator[Ruling]:
     (listing,) = (row for row in describe() if row.name == config.data)
     accuracy = 1 - max(net["test error"] for net in fitted)
     facts = {"undecided": undecided, "accuracy": accuracy, "chance": 1 / listing.classes}
-    yield from judge(rankings_of(config, fitted, 0), facts)
-
-
-def gap_spread(nets: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """How far the gaps lie apart, beside the binomial error of one; and what of it is no chance.
-
-    That is τ between the gaps on two halves of the points, and the share of the variance that each hyper-parameter
-    explains.
-
-    All networks see the same points, so the error of a difference is smaller than the binomial one suggests. τ of
-    the halves is about what a perfect measure of the true gap could reach with half of the points.
-    """
-    import numpy as np
-
-    from spiritlevel.statistics.correlation import kendall
-
-    gaps = np.array([net["gap"] for net in nets])
-    errors = np.array([net["test error"] for net in nets])
-    noise = float(np.sqrt(np.mean(errors * (1 - errors) / np.array([net["held out"] for net in nets]))))
-    sd = float(gaps.std(ddof=1))
-    halves = kendall([net["gap on even points"] for net in nets], [net["gap on odd points"] for net in nets])
-    shares = {}
-    for name in SETTINGS:
-        groups = [gaps[[net[name] == value for net in nets]] for value in {net[name] for net in nets}]
-        between = sum(len(group) * (group.mean() - gaps.mean()) ** 2 for group in groups)
-        shares[name] = float(between / max(((gaps - gaps.mean()) ** 2).sum(), 1e-300))
-    return {
-        "gap_mean": float(gaps.mean()),
-        "gap_sd": sd,
-        "gap_min": float(gaps.min()),
-        "gap_max": float(gaps.max()),
-        "binomial_error": noise,
-        "spread_ratio": sd / noise if noise else math.nan,
-        "tau_between_halves": halves,
-        "variance_explained": shares,
-    }
-
-
-def ranked(
-    rankings: Mapping[str, Ranking], nets: Sequence[Mapping[str, Any]], seconds: Mapping[str, float]
-) -> list[dict[str, Any]]:
-    """One row per measure, the highest τ first."""
-    import numpy as np
-
-    from spiritlevel.statistics.ranking import interval
-
-    found = []
-    details: dict[str, list[Mapping[str, Any]]] = {}
-    for net in nets:
-        for entry in net["measures"]:
-            details.setdefault(entry["name"], []).append(entry)
-    main = rankings["gap"]
-    for name, values in main.measures.items():
-        row: dict[str, Any] = {"measure": name, "family": family(name)}
-        for target, ranking in rankings.items():
-            draws = ranking.tau(name)
-            low, high = interval(draws)
-            row |= {f"τ {target}": float(draws[0]), f"τ {target} low": low, f"τ {target} high": high}
-        conditional = main.conditional(name)
-        low, high = interval(conditional["mean"])
-        row |= {"Ψ": float(conditional["mean"][0]), "Ψ low": low, "Ψ high": high}
-        row |= {f"ψ {key}": float(draws[0]) for key, draws in conditional.items() if key != "mean"}
-        row["K"] = main.information(name)
-        own = details.get(PRODUCTS.get(name, name), [])
-        row["networks"] = int(np.isfinite(values).sum())
-        row["not converged"] = sum(entry["kind"] == "not converged" for entry in own)
-        row["reason"] = next((entry["reason"] for entry in own if entry["reason"]), "")
-        row["CPU seconds"] = seconds.get(PRODUCTS.get(name, name))
-        found.append(row)
-    return sorted(found, key=lambda row: -_or_least(row["τ gap"]))
-
-
-def _or_least(value: float) -> float:
-    return value if math.isfinite(value) else -2.0
+    yield from judge(rankings_of(fitted, 0, config.seed), facts)
 
 
 def judge(rankings: Mapping[str, Ranking], facts: Mapping[str, Any]) -> Iterator[Ruling]:
@@ -452,63 +365,6 @@ def _size_alone(ranking: Ranking) -> str:
     return f"The {name} alone has τ = {ranking.tau(name)[0]:.2f}." if name in ranking.measures else ""
 
 
-def _label(row: Mapping[str, Any]) -> str:
-    return str(row["measure"]) if row["CPU seconds"] is None else f"{row['measure']} ({row['CPU seconds']:.2f} s)"
-
-
-def _draw(
-    run: Run,
-    rows: Sequence[Mapping[str, Any]],
-    measures: Mapping[str, Array],
-    nets: Sequence[Mapping[str, Any]],
-    number: int,
-) -> None:
-    """Both rankings, and scatters of the best measure, the trace and λ₁ against the gap."""
-    from spiritlevel import charts
-
-    chosen = [name for name in FAMILIES if any(row["family"] == name for row in rows)]
-    asked = {"ranking": ("τ gap", "Kendall's τ", "all pairs"), "conditional": ("Ψ", "Ψ", "pairs that differ in one")}
-    for chart, (key, symbol, pairs) in asked.items():
-        shown = sorted((row for row in rows if math.isfinite(row[key])), key=lambda row: -row[key])
-        if not shown:
-            continue
-        axis = f"{symbol} with the generalisation gap ({pairs}); + is what the measure promises"
-        table = {
-            "measure": [_label(row) for row in shown],
-            axis: [row[key] for row in shown],
-            "low": [row[f"{key} low"] for row in shown],
-            "high": [row[f"{key} high"] for row in shown],
-            "family": [row["family"] for row in shown],
-        }
-        title = f"How measures rank {len(nets)} fitted networks (95 % over {number} cells; CPU seconds of one network)"
-        run.chart(
-            chart, charts.intervals(table, "measure", axis, "low", "high", colour="family", order=chosen, title=title)
-        )
-    tau = {row["measure"]: row["τ gap"] for row in rows}
-    whole = [row["measure"] for row in rows if row["family"] != "control" and row["networks"] == len(nets)]
-    panels = []
-    for name in dict.fromkeys((*whole[:1], *(name for name in PLAIN if name in measures))):
-        values = [abs(value) for value in measures[name].tolist()]
-        one_sign = all(v > 0 for v in measures[name].tolist()) or all(v < 0 for v in measures[name].tolist())
-        table = {
-            name: values if one_sign else measures[name].tolist(),
-            "gap in error (%)": [100 * net["gap"] for net in nets],
-            "width": [f"{net['width']:g}" for net in nets],
-        }
-        panels.append(
-            charts.scatter(
-                table,
-                name,
-                "gap in error (%)",
-                colour="width",
-                log_x=one_sign,
-                title=f"{name}: τ = {tau[name]:.2f}".replace("-", "−"),
-            )
-        )
-    if panels:
-        run.chart("gap", charts.panels([panels]))
-
-
 STATEMENTS = (MARGINS, OWN_MARGIN, SCALE, TIMES_NORM)
 
 STUDY = Study(
@@ -520,8 +376,12 @@ STUDY = Study(
     run=run,
     judge=from_tables,
     reduced=lambda config: (
-        f"{len(cells(config))} networks ({config.network}, {config.data}, {config.train_size:,} images)"
+        f"{len(cells(config))} networks ({', '.join(config.networks) or config.network}, {config.data}, "
+        f"{' or '.join(f'{size:,}' for size in config.train_sizes or (config.train_size,))} images)"
     ),
+    pieces=pieces,
+    later={"networks": (), "depth": (), "train_sizes": ()},
+    wanted={"a league of several families": {"networks": ("mlp", "cnn"), "scale": "small"}},
     scales={
         "smoke": {
             "train_size": 60,
@@ -537,6 +397,14 @@ STUDY = Study(
             "resamples": 100,
         },
         "laptop": {"replicas": 3},
+        "small": {
+            "networks": ("mlp", "cnn"),
+            "depth": (2, 4),
+            "train_sizes": (500, 1_000),
+            "width": (0.5, 2.0),
+            "weight_decay": (0.0, 1e-3),
+            "replicas": 3,
+        },
     },
     seeds={},
 )

@@ -160,6 +160,109 @@ def _in_training(run: Run) -> Iterator[None]:
         run.optimizer.zero_grad()
 
 
+class _Fitting:
+    """One run of a recipe, which evaluates and keeps what is due, and knows when it is over."""
+
+    def __init__(
+        self,
+        run: Run,
+        folder: Folder | None,
+        keep: Sequence[int],
+        sets: Mapping[str, Pair],
+        every: int,
+        until: Callable[[Row], bool] | None,
+    ) -> None:
+        for step in keep:
+            if not 0 <= step <= run.total:
+                raise InputError(f"keep asks for step {step} of a training of {run.total} steps.")
+        self.run, self.folder, self.sets, self.every, self.until = run, folder, sets, every, until
+        self.keep, self.wanted = keep, set(keep)
+        self.weights: dict[int, dict[str, Tensor]] = {}
+        self.over = False
+
+    def complete(self, row: Row) -> bool:
+        """Whether the recipe ends here."""
+        recipe = self.run.recipe
+        goal = recipe.until_loss
+        fitted = goal is not None and row["step"] >= recipe.until_step and row["train_loss"] <= goal
+        return fitted or row["step"] == self.run.total
+
+    def asked_to_stop(self, row: Row) -> bool:
+        """Whether the caller ends it here."""
+        return self.until is not None and self.until(dict(row))
+
+    def take(self, network: nn.Module) -> None:
+        """Keep the weights of this step."""
+        step = self.run.step
+        self.weights[step] = weights_of(network)
+        if self.folder:
+            self.folder.write(kept_name(step), self.weights[step])
+
+    def ends(self) -> bool:
+        """Evaluate and keep what is due at this step, and say whether it is the last one."""
+        run = self.run
+        last, due = run.step == run.total, run.step % self.every == 0
+        if not (last or due or run.step in self.wanted):
+            return False
+        network = run.network()
+        if last or due:
+            run.evaluate(network, self.sets)
+            last = self.complete(run.rows[-1]) or self.asked_to_stop(run.rows[-1])
+        if last or run.step in self.wanted:
+            self.take(network)
+        run.model.train()
+        return last
+
+    def resume(self, folder: Folder) -> bool:
+        """Go back to what the folder holds, if that is of use; whether it holds the whole run."""
+        run = self.run
+        if not (state := folder.read()) or state.get("labels", run.labels) != run.labels:
+            return False
+        step, rows, kept = state["step"], state["rows"], kept_steps(folder.files)
+        stop = next((row["step"] for row in rows if self.asked_to_stop(row)), step + 1)
+        ended = self.complete(rows[-1]) or stop == step
+        # begin again if steps were passed that had to be kept, or the one to stop at, or there is no way on
+        again = any(missed <= step for missed in self.wanted - kept) or stop < step
+        if again or not (ended or "checkpoint" in state):
+            self.wanted |= kept
+            folder.files = {}
+            return False
+        self.weights = {found: folder.tensors(kept_name(found)) for found in kept & {*self.wanted, step}}
+        if ended and step in kept:
+            run.step, run.rows, run.seconds = step, rows, state["seconds"]
+            return True
+        run.restore(state, folder.tensors(state["checkpoint"]))
+        self.over = ended
+        if ended:  # it only passed here, without its weights being kept
+            self.take(run.network())
+        return False
+
+    def go(self, progress: Progress | None, label: str) -> None:
+        """Train to the end."""
+        run = self.run
+        first, begin, reported, earlier = run.step, time.monotonic(), 0.0, run.seconds
+        if self.over or (not run.rows and self.ends()):
+            return
+        for outputs, targets in run.batches():
+            now = time.monotonic()
+            run.seconds = earlier + now - begin
+            if progress and now - reported > _REPORT_SECONDS:
+                reported = now
+                speed = (run.step - first) / (now - begin)
+                progress(f"{label}: {run.describe(outputs, targets)}, {speed:.3g} steps/s", run.step, run.total)
+            if self.ends():
+                return
+            if self.folder:
+                self.folder.checkpoint(run)
+
+    def history(self) -> History:
+        """What there is to tell; the model gets the weights of its last step."""
+        run = self.run
+        run.model.load_state_dict(self.weights[run.step])  # differs from what it has if the weights were averaged
+        chosen = {step: self.weights[step] for step in sorted(self.weights) if step in self.keep or step == run.step}
+        return History(run.rows, chosen, run.step, run.step < run.total, run.seconds)
+
+
 def run_recipe(
     model: nn.Module,
     train: Pair,
@@ -186,84 +289,18 @@ def run_recipe(
             )
     for name, pair in sets.items():
         check_pair(f"the evaluation on {name!r}", pair)
-    for step in keep:
-        if not 0 <= step <= run.total:
-            raise InputError(f"keep asks for step {step} of a training of {run.total} steps.")
-    wanted = set(keep)
     every = run.per_epoch if evaluate_every is None else whole_number(evaluate_every, "evaluate_every", 1)
-    weights: dict[int, dict[str, Tensor]] = {}
-
-    def complete(row: Row) -> bool:
-        """Whether the recipe ends here."""
-        goal = recipe.until_loss
-        fitted = goal is not None and row["step"] >= recipe.until_step and row["train_loss"] <= goal
-        return fitted or row["step"] == run.total
-
-    def asked_to_stop(row: Row) -> bool:
-        """Whether the caller ends it here."""
-        return until is not None and until(dict(row))
-
-    def take(network: nn.Module) -> None:
-        weights[run.step] = weights_of(network)
-        if folder:
-            folder.write(kept_name(run.step), weights[run.step])
-
-    def ends() -> bool:
-        """Evaluate and keep what is due at this step, and say whether it is the last one."""
-        last, due = run.step == run.total, run.step % every == 0
-        if not (last or due or run.step in wanted):
-            return False
-        network = run.network()
-        if last or due:
-            run.evaluate(network, sets)
-            last = complete(run.rows[-1]) or asked_to_stop(run.rows[-1])
-        if last or run.step in wanted:
-            take(network)
-        model.train()
-        return last
-
-    def history(rows: list[Row], step: int, seconds: float) -> History:
-        model.load_state_dict(weights[step])  # differs from what the model has if the weights were averaged
-        chosen = {kept: weights[kept] for kept in sorted(weights) if kept in keep or kept == step}
-        return History(rows, chosen, step, step < run.total, seconds)
-
+    fitting = _Fitting(run, folder, keep, sets, every, until)
     with preserved_random_state(), torch.enable_grad(), _in_training(run):
         torch.manual_seed(seed)
-        ended = False
-        if folder and (state := folder.read()) and state.get("labels", run.labels) == run.labels:
-            step, rows, kept = state["step"], state["rows"], kept_steps(folder.files)
-            stop = next((row["step"] for row in rows if asked_to_stop(row)), step + 1)
-            ended = complete(rows[-1]) or stop == step
-            # begin again if steps were passed that had to be kept, or the one to stop at, or there is no way on
-            again = any(missed <= step for missed in wanted - kept) or stop < step
-            if again or not (ended or "checkpoint" in state):
-                wanted |= kept
-                ended, folder.files = False, {}
-            else:
-                weights = {found: folder.tensors(kept_name(found)) for found in kept & {*wanted, step}}
-                if ended and step in kept:
-                    return history(rows, step, state["seconds"])
-                run.restore(state, folder.tensors(state["checkpoint"]))
-                if ended:  # it only passed here, without its weights being kept
-                    take(run.network())
         if folder:
+            if fitting.resume(folder):
+                return fitting.history()
             with folder.speaking():
                 folder.clean()
-        first, begin, reported, earlier = run.step, time.monotonic(), 0.0, run.seconds
-        ended = ended or (not run.rows and ends())
-        for outputs, targets in () if ended else run.batches():
-            now = time.monotonic()
-            run.seconds = earlier + now - begin
-            if progress and now - reported > _REPORT_SECONDS:
-                reported = now
-                speed = (run.step - first) / (now - begin)
-                progress(f"{label}: {run.describe(outputs, targets)}, {speed:.3g} steps/s", run.step, run.total)
-            if ends():
-                break
-            if folder:
-                folder.checkpoint(run)
-        if folder and complete(run.rows[-1]):
+        fitting.go(progress, label)
+        if folder and fitting.complete(run.rows[-1]):
             folder.finish(run)
         elif folder:
             folder.suspend(run)  # the next call may want to go on
-        return history(run.rows, run.step, run.seconds)
+        return fitting.history()
