@@ -22,9 +22,11 @@ from typing import Any
 import torch
 from audit import audits
 from compiled import compiled
+from convolutions import convolutions
 from growth import growth
 from harness import FULL, SMOKE, Row, Scale
 from language_models import language_models
+from large import large
 from operators import operators
 from per_sample import per_sample
 from probes import probes
@@ -36,6 +38,7 @@ from spiritlevel.storage import write_atomically
 
 PARTS: dict[str, Callable[[Scale], list[Row]]] = {
     "per-sample": per_sample,
+    "convolutions": convolutions,
     "probes": probes,
     "operators": operators,
     "spectra": spectra,
@@ -43,6 +46,7 @@ PARTS: dict[str, Callable[[Scale], list[Row]]] = {
     "audit": audits,
     "report": reports,
     "growth": growth,
+    "a million samples": large,
     "watching a training": recorder,
     "torch.compile": compiled,
 }

@@ -122,15 +122,22 @@ class Browser:
             time.sleep(0.02)
 
     def show(
-        self, file: Path, *, width: int = 1200, height: int = 900, dark: bool = False, phone: bool = False
+        self,
+        file: Path,
+        *,
+        width: int = 1200,
+        height: int = 900,
+        dark: bool = False,
+        phone: bool = False,
+        ready: str = "document.documentElement && document.documentElement.dataset.ready === 'yes'",
     ) -> None:
-        """Load a file and wait until all charts are drawn."""
+        """Load a file and wait until all charts are drawn, or whatever else `ready` says in JavaScript."""
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=phone)
         scheme = "dark" if dark else "light"
         self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
         self.events.clear()
         self.call("Page.navigate", url=file.resolve().as_uri())
-        self.wait("document.documentElement && document.documentElement.dataset.ready === 'yes'", seconds=30)
+        self.wait(ready, seconds=30)
 
     def press(self, selector: str) -> None:
         self.evaluate(f"document.querySelector({json.dumps(selector)}).click()")

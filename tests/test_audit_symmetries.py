@@ -12,12 +12,18 @@ import pytest
 import torch
 import zoo
 from torch import Tensor, nn
-from zoo_transformers import CLASSES, Gated, OneAttention, sequences, transformer, vectors
+from zoo_transformers import CLASSES, Gated, OneAttention, sequences, tokens, transformer, vectors
 
 import spiritlevel as sl
+from spiritlevel import transforms
+from spiritlevel.answers import searching
 from spiritlevel.answers.auditing import audit
-from spiritlevel.measures import MEASURES
+from spiritlevel.measures import MEASURES, Setting
+from spiritlevel.measures.registry import GUIDES
 from spiritlevel.results import SYMMETRIES, Audit, AuditRow, ReportRow
+from spiritlevel.transforms.families import Family, Mixing, Scaling, Shifting
+from spiritlevel.transforms.maps import LinearMap
+from spiritlevel.transforms.watched import Watched
 
 Data = tuple[Tensor, Tensor]
 
@@ -204,6 +210,7 @@ def test_the_audit_finds_that_row_by_itself_and_says_so() -> None:
     assert found.moved_by("path_norm") == "shift_logits"
     (worst,) = (item for item in found.worst if item.measure == "path_norm")
     assert (worst.transform, worst.highest_factors["size"]) == ("shift_logits", 10.0)
+    assert worst.difference < 1e-12
     assert worst.factor > found.row("path_norm", "shift_logits").factor
     assert found.scope == "Tried, outputs or probabilities kept: shift_logits."
     assert found.scope in str(found)
@@ -216,6 +223,96 @@ def test_a_loss_that_sees_the_logits_is_not_audited_under_their_shift() -> None:
         net, (inputs, targets), measures="weight_norm", transforms=["shift_logits"], loss="squared_error", search=False
     )
     assert "sees the logits" in found.skipped["shift_logits"]
+
+
+# ---------------------------------------------------------------- the search
+
+LIMITS = {name: 10.0 if name in searching._SHIFTS else 100.0 for name in transforms.FAMILIES}
+WHERE = {
+    "shift_logits": "attention", "mix_heads": "attention", "shift_attention_biases": "attention",
+    "shift_norm_gain": "llama", "scale_gate": "gated", "mix_linear": "lora", "rotate_stream": "llama",
+}  # fmt: skip
+
+
+def family(name: str) -> tuple[Setting, Family]:
+    net, data = small(WHERE[name])
+    here = Setting(net, data, probes=8)
+    return here, transforms.FAMILIES[name](Watched(name, net, data[0], 0, here.form), LIMITS[name])
+
+
+@pytest.mark.parametrize("name", transforms.FAMILIES)
+def test_a_climb_stays_within_the_size_and_beats_draws_of_that_size(name: str) -> None:
+    here, found = family(name)
+    points = found.climb(searching._objective(here, found, "length"), 3)
+    for move, point in zip(found.moves, points, strict=True):
+        if isinstance(move, Mixing):
+            assert torch.linalg.cond(point) <= 100 * (1 + 1e-9)
+        elif isinstance(move, Scaling):
+            assert point.abs().max() / point.abs().min() <= 100 * (1 + 1e-9)
+        elif isinstance(move, Shifting):
+            entries, values = move.shift(point)
+            assert values.norm() <= move.limit * (1 + 1e-9)
+            assert len(entries) == len(values)
+    end = found.at(points)
+    assert end.certificate.relative_difference < 1e-11
+    reached, *drawn = (
+        MEASURES["weight_norm"].attempt(here.moved(each.model)).value
+        for each in (end, *(found.drawn() for _ in range(5)))
+    )
+    if name == "rotate_stream":  # which keeps all lengths
+        assert reached == pytest.approx(max(drawn), rel=1e-9)
+    else:
+        assert reached > max(drawn)
+
+
+@pytest.mark.parametrize("guide", GUIDES)
+@pytest.mark.parametrize("name", ["mix_heads", "shift_attention_biases", "scale_gate"])
+def test_the_slope_of_a_climb_is_that_of_what_it_stands_for(name: str, guide: str) -> None:
+    """Against differences of log vᵀW'T⁻ᵀGT⁻¹W'v, with the matrix itself."""
+    here, found = family(name)
+    generator = torch.Generator().manual_seed(5)
+    points = [move.identity + 0.2 * torch.rand(move.identity.shape, generator=generator) for move in found.moves]
+    along = [torch.randn(point.shape, generator=generator, dtype=torch.float64) for point in points]
+    signs = torch.randint(0, 2, here.theta.shape, generator=here.generator(0, searching._PURPOSE)).double() * 2 - 1
+    matrix, names = here.gauss_newton.dense(), tuple(here.problem.params)
+
+    def number(size: float) -> float:
+        steps, shift = found._made([p + size * d for p, d in zip(points, along, strict=True)])
+        mapping = LinearMap(found.shapes, steps)
+        after = mapping.on_rows(names, here.theta[:, None], "forward")[:, 0]
+        if shift is not None:
+            after = after + torch.cat([shift[mapping.layout.entries(each).reshape(-1)] for each in names])
+        if guide == "length":
+            return 2 * math.log(float(after.norm()))
+        weights = {"curvature": torch.ones_like(after), "curvature in sizes": after.abs()}.get(guide)
+        if weights is None:
+            parts = after.split([tensor.numel() for tensor in here.problem.params.values()])
+            weights = torch.cat([part.norm().expand(len(part)) for part in parts])
+        u = mapping.on_rows(names, (weights * signs)[:, None], "inverse")[:, 0]
+        return math.log(float(u @ matrix @ u))
+
+    leaves = [point.clone().requires_grad_() for point in points]
+    steps, shift = found._made(leaves)
+    mapping = LinearMap(found.shapes, steps)
+    nothing = torch.zeros(mapping.layout.size, dtype=torch.float64)
+    value = searching._objective(here, found, guide)(mapping, nothing if shift is None else shift)
+    slopes = torch.autograd.grad(value, leaves, allow_unused=True, materialize_grads=True)
+    slope = sum(float((s * d).sum()) for s, d in zip(slopes, along, strict=True))
+    assert slope == pytest.approx((number(1e-5) - number(-1e-5)) / 2e-5, rel=1e-5, abs=1e-9)
+
+
+def test_the_audit_reports_what_its_search_reached_and_no_less_than_a_draw() -> None:
+    for kind, name in (("attention", "mix_heads"), ("lora", "mix_linear"), ("gated", "scale_gate")):
+        net, data = small(kind)
+        found = audit(net, data, measures=["weight_norm", "empirical_fisher_trace"], transforms=[name])
+        drawn = getattr(transforms, name)(net, data=data[0], size=100.0, seed=0).model
+        for item in found.worst:  # layers can be scaled in most networks, too
+            before, after = (MEASURES[item.measure](each, data).value for each in (net, drawn))
+            assert item.transform == "rescale_layers" or item.highest_factors["size"] == 100.0
+            assert item.highest >= after * (1 - 1e-9)
+            assert item.factor >= after / before * (1 - 1e-9)
+        assert {item.measure for item in found.worst} == {"weight_norm", "empirical_fisher_trace"}
+        assert any(item.transform == name and "steps" in item.highest_factors for item in found.worst)
 
 
 # ---------------------------------------------------------------- words and comparisons
@@ -250,3 +347,54 @@ def test_two_transformers_that_differ_by_a_symmetry_are_the_same_function(name: 
     assert any(mover in row.note for mover in SYMMETRIES)
     assert found.row("margin_mean").verdict == "equal"
     assert math.isfinite(row.factor)
+
+
+@functools.cache
+def fine_tuned() -> tuple[nn.Module, nn.Module, Data]:
+    """A small BERT, tuned from the same start for a few and for many steps."""
+    start, _ = transformer("bert")
+    inputs = tokens(60)
+    targets = (inputs == 3).sum(1).clamp(max=CLASSES - 1)
+    found = []
+    for steps in (5, 60):
+        net = copy.deepcopy(start)
+        optimiser = torch.optim.Adam(net.parameters(), lr=0.01)
+        for _ in range(steps):
+            optimiser.zero_grad()
+            nn.functional.cross_entropy(net(inputs), targets).backward()
+            optimiser.step()
+        found.append(net.eval())
+    return found[0], found[1], (inputs, targets)
+
+
+OF_BOTH = ["largest_eigenvalue", "weight_norm", "signal_sharpness", "margin_mean"]
+
+
+@pytest.mark.parametrize("name", ["mix_heads", "shift_norm_gain", "shift_attention_biases"])
+def test_a_bert_and_its_image_are_told_to_be_the_same_function(name: str) -> None:
+    _, net, data = fine_tuned()
+    image = getattr(transforms, name)(net, data=data[0], seed=1).model
+    found = sl.compare(net, image, data, names=("tuned", "image"), measures=OF_BOTH)
+    same = "both give the same outputs, up to rounding. Numbers that differ describe the parametrisation."
+    assert found.advice.endswith(same)
+    for measure in ("largest_eigenvalue", "weight_norm"):
+        row = found.row(measure)
+        assert row.verdict == "not comparable"
+        assert 1 < row.factor < math.inf
+        assert f"-fold by {found.row(measure).note.split('-fold by ')[1].split()[0]}" in " ".join(found.reasons)
+    assert found.row("signal_sharpness").verdict == found.row("margin_mean").verdict == "equal"
+    assert found.row("loss").verdict == found.row("accuracy").verdict == "equal"
+
+
+def test_two_berts_tuned_differently_are_compared_by_what_no_symmetry_moves() -> None:
+    early, late, data = fine_tuned()
+    found = sl.compare(early, late, data, names=("early", "late"), measures=OF_BOTH)
+    assert found.advice.startswith("Trust late: it classifies")
+    assert "describe the parametrisation" not in found.advice
+    assert found.row("accuracy").verdict == found.row("margin_mean").verdict == "b"
+    for measure in ("largest_eigenvalue", "weight_norm"):
+        row = found.row(measure)
+        assert (row.verdict, row.factor > 1.5) == ("not comparable", True)
+        assert "mix_heads" in row.note or "shift_" in row.note or "split_units" in row.note
+    assert found.row("signal_sharpness").invariant
+    assert "Not comparable, because the parametrisation alone moves them" in " ".join(found.reasons)

@@ -31,10 +31,10 @@ from torch.utils.data import (
 )
 
 import spiritlevel as sl
-from spiritlevel.binding import memory
+from spiritlevel import memory
 from spiritlevel.binding.batches import Batches, Fingerprint
-from spiritlevel.binding.memory import available_memory, parse_memory
 from spiritlevel.errors import InputError
+from spiritlevel.memory import available_memory, parse_memory
 
 # ---------------------------------------------------------------- data
 
@@ -274,12 +274,12 @@ def test_data_that_change_are_refused(name: str) -> None:
         ([(X, Y[0])], "inputs of shape (6, 4) do not fit targets of shape ()"),
         ([X, X, X], "a batch has 3 items (tensor (6, 4), tensor (6, 4), tensor (6, 4)), and which of them"),
         ([(X, Y, Y)], "a batch has 3 items (tensor (6, 4), tensor (6,), tensor (6,)), and which of them"),
-        ([(X, [0, 1])], "the targets of a batch must be a tensor, got 2 items (int, int)"),
-        (X, "data must be a pair of tensors, a Dataset, a DataLoader or batches of (inputs, targets), got Tensor"),
-        ({"x": X}, "a batch is a dict with the keys 'x', none of labels, label, targets, target, y; name the"),
-        ("mnist", "data must be a pair of tensors, a Dataset, a DataLoader or batches of (inputs, targets), got str"),
-        (3, "got int"),
-        (None, "got NoneType"),
+        ([(X, [0, 1])], "inputs of shape (6, 4) do not fit targets of shape (2,)"),
+        (X, "batches of (inputs, targets), got a tensor of shape (6, 4); pass a pair (inputs, targets)."),
+        ({"x": X}, "a batch is a dict with the key 'x', none of labels, label, targets, target, y; name the"),
+        ("mnist", "data must be a pair of tensors, a Dataset, a DataLoader or batches of (inputs, targets), got the t"),
+        (3, "got 3."),
+        (None, "got None."),
     ],
 )
 def test_other_data_are_refused_in_a_sentence(data: Any, message: str) -> None:
@@ -342,7 +342,7 @@ def test_fingerprints_read_at_most_16_numbers_of_a_sample() -> None:
     for width in (1, 15, 16, 17, 31, 32, 47, 784):
         read: list[int] = []
         made = Fingerprint()
-        made._inputs = SimpleNamespace(update=lambda data, read=read: read.append(len(data) // 8))  # type: ignore[assignment]
+        made._inputs = SimpleNamespace(update=lambda data, read=read: read.append(memoryview(data).nbytes // 8))  # type: ignore[assignment]
         made.update(torch.rand(1, width), Y[:1])
         assert min(width, 8) <= read[0] <= 16
 

@@ -17,7 +17,7 @@ import vl_convert
 from PIL import Image
 
 from spiritlevel import charts
-from spiritlevel.charts.surfaces import _isoline
+from spiritlevel.charts.surfaces import isolines
 from spiritlevel.errors import InputError
 from spiritlevel.results import Audit, AuditRow, Estimate, Landscape, SmoothedDensity, SpectralDensity
 from spiritlevel.statistics.correlation import skewness
@@ -180,7 +180,7 @@ def test_the_box_is_that_of_the_values() -> None:
 def test_contour_lines_lie_on_their_level() -> None:
     steps = np.linspace(-1, 1, 41)
     heights = steps[:, None] ** 2 + steps[None, :] ** 2
-    segments = _isoline(steps, steps, heights, 0.4321)
+    segments = isolines(steps, steps, heights, 0.4321)
     ends = np.array(segments).reshape(-1, 2)
     assert len(segments) > 40
     assert np.hypot(*ends.T) == pytest.approx(math.sqrt(0.4321), abs=2e-3)

@@ -28,6 +28,7 @@ COMMANDS = [
     ["measure"],
     ["compare"],
     ["audit"],
+    ["plot"],
     ["report"],
     ["claims"],
     ["measures"],
@@ -49,7 +50,7 @@ def test_every_command_has_help_with_an_example(command: list[str], capsys: pyte
     assert f"For example: spiritlevel {command[0]}" in text
     if command != ["data"]:
         assert all(option in text for option in ("--json FILE", "--debug"))
-    draws = command[0] in ("demo", "measure", "compare", "audit", "claims")
+    draws = command[0] in ("demo", "measure", "compare", "audit", "plot", "claims")
     assert ("--seed INT" in text) == draws  # where nothing is random there is no seed
     assert "(default: )" not in text
 
@@ -57,7 +58,7 @@ def test_every_command_has_help_with_an_example(command: list[str], capsys: pyte
 @pytest.mark.parametrize("args", [[], ["--help"]])
 def test_help_lists_the_commands_that_work_and_no_others(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(args) == 0
-    assert "{demo,measure,compare,audit,samples,reproduce,claims,measures,data,report}" in capsys.readouterr().out
+    assert "{demo,measure,compare,audit,samples,plot,reproduce,claims,measures,data,report}" in capsys.readouterr().out
 
 
 def test_help_is_quick_and_does_without_torch() -> None:

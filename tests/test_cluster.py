@@ -15,7 +15,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import polars as pl
 import pytest
+import torch
 
 from spiritlevel.errors import InputError
 from spiritlevel.papers.cluster import run_jobs
@@ -48,7 +50,7 @@ def test_jobs_on_a_cluster_give_the_table_of_one_process(tmp_path: Path) -> None
     found = run_jobs("confidence", configs, tmp_path / "cluster")
     alone = [execute(study, config, tmp_path / "alone") for config in configs]
     assert timeless(found) == timeless(alone)
-    assert combine(found) == combine(alone)
+    assert combine(found, study.statements) == combine(alone, study.statements)
 
 
 @pytest.mark.cluster
@@ -83,7 +85,9 @@ def test_a_running_cluster_is_joined_by_its_address(tmp_path: Path, monkeypatch:
         shutil.rmtree(f"/tmp/sl{port}", ignore_errors=True)
     study = find("confidence")
     alone = [execute(study, config, tmp_path / "alone") for config in study.jobs("smoke", divisions=[6, 9])]
-    assert json.loads((tmp_path / "found.json").read_text())["rows"] == json.loads(json.dumps(combine(alone)))
+    assert json.loads((tmp_path / "found.json").read_text())["rows"] == json.loads(
+        json.dumps(combine(alone, study.statements))
+    )
 
 
 def listens(port: int) -> bool:
@@ -99,12 +103,12 @@ def free_ports(count: int) -> list[int]:
     return ports
 
 
-def workers(place: Path) -> list[int]:
-    """Ray's processes that run a job for `place` at this moment."""
+def workers(place: Path, task: bytes = b"ray::_job") -> list[int]:
+    """Ray's processes that run a task for `place` at this moment."""
     found = []
     for folder in Path("/proc").iterdir():
         try:
-            if folder.name.isdigit() and b"ray::_job" in (folder / "cmdline").read_bytes():
+            if folder.name.isdigit() and task in (folder / "cmdline").read_bytes():
                 found += [int(folder.name)] if bytes(place) in (folder / "environ").read_bytes() else []
         except OSError:
             continue  # it has ended meanwhile
@@ -159,3 +163,47 @@ def test_killed_workers_and_a_killed_driver_change_nothing(tmp_path: Path) -> No
     assert finished.items() <= trained().items(), "what was trained before the kills was not trained again"
     many, one = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("many", "one"))
     assert many["rows"] == one["rows"]
+
+
+@pytest.mark.cluster
+@pytest.mark.timeout(600)
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Ray's own files, when its nodes end
+@pytest.mark.skipif(not Path("/proc").exists(), reason="finds the workers in /proc")
+def test_the_networks_of_a_league_go_to_two_nodes_and_a_killed_worker_changes_no_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two nodes on this machine; the worker that trains a network dies, and another one trains that network."""
+    from ray.cluster_utils import Cluster
+
+    study = find("generalisation")
+    config = study.at("smoke")
+    monkeypatch.setenv("SPIRITLEVEL_CACHE", str(tmp_path / "cache"))
+    (port,) = free_ports(1)
+    head = {"num_cpus": 1, "include_dashboard": False, "ray_client_server_port": port}
+    nodes = Cluster(initialize_head=True, head_node_args=head)
+    nodes.add_node(num_cpus=1)
+    killed: list[int] = []
+
+    def kill(what: str, done: int, total: int) -> None:
+        assert total == len(study.pieces(config)) + 1, "one task for each network, and the job"
+        for process in workers(tmp_path, b"ray::_piece")[:1] if not killed else []:
+            killed.append(process)
+            os.kill(process, signal.SIGKILL)
+
+    try:
+        found = run_jobs(study.name, [config], tmp_path / "cluster", address=f"ray://127.0.0.1:{port}", progress=kill)
+    finally:
+        nodes.shutdown()
+    assert killed
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as the workers have
+    try:
+        alone = execute(study, config, tmp_path / "alone", cache=tmp_path / "networks")
+    finally:
+        torch.set_num_threads(threads)
+    rows = [
+        pl.read_parquet(study.folder(config, tmp_path / where) / "values.parquet").drop("seconds", strict=False)
+        for where in ("cluster", "alone")
+    ]
+    assert rows[0].equals(rows[1])
+    assert [ruling["ours"] for ruling in found[0]["rulings"]] == [ruling["ours"] for ruling in alone["rulings"]]

@@ -75,7 +75,11 @@ CALLS: dict[str, Call] = {
     ),
     "measure": Call(sl.measure, {"measures": ["trace", "margin_mean"], "parts": ["pictures"]}, random=True),
     "compare": Call(_compared),
+    "perturb": Call(sl.perturb, {"change": "int2"}),
+    "perturb, noise": Call(sl.perturb, {"change": "noise:0.3", "layers": False}, random=True, smooth=True),
+    "choose_bits": Call(sl.choose_bits, {"choices": (2, 3), "bits": 2.5}),
     "landscape, random": Call(landscape, {"directions": "random", "points": 5}, random=True),
+    "batch_eigenvalues": Call(sl.batch_eigenvalues, {"k": 1, "batch_size": 3, "count": 2}, random=True, splits=False),
     "landscape, eigenvectors": Call(landscape, {"points": 5}, slow=True),
 }
 

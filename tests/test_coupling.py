@@ -121,6 +121,33 @@ def test_a_coupled_loss_is_refused_everywhere(name: str, untouched: Untouched) -
     assert "\n" not in str(caught.value)
 
 
+def mean_over_tokens(outputs: Tensor, targets: Tensor) -> Tensor:
+    """As training scripts have it: one number, divided by the tokens of the batch."""
+    return F.cross_entropy(outputs.flatten(0, 1), targets.flatten(), ignore_index=-100)
+
+
+def share_of_tokens(outputs: Tensor, targets: Tensor) -> Tensor:
+    """The same as one number a sequence."""
+    each = F.cross_entropy(outputs.transpose(1, 2), targets, ignore_index=-100, reduction="none").sum(1)
+    return each * len(targets) / (targets != -100).sum()
+
+
+@pytest.mark.parametrize("name", ["sample_traces", "trace", "hessian", "measure", "compare", "Tracker"])
+@pytest.mark.parametrize("loss", [mean_over_tokens, share_of_tokens])
+def test_a_loss_divided_by_the_tokens_of_a_batch_is_refused(name: str, loss: Callable[..., Tensor]) -> None:
+    """Only the last sequence is shorter: the first few samples say nothing of it."""
+    model = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 5)).double()
+    tokens = torch.randint(5, (N, 4), generator=torch.Generator().manual_seed(2))
+    targets = tokens.roll(-1, 1)
+    function = ALL[name] if name != "compare" else lambda model, data, loss: sl.compare(model, model, data, loss=loss)
+    if loss is mean_over_tokens:
+        sl.hessian(model, (tokens, targets), loss=loss)  # all of one length: a mean over samples
+    targets[-1, 1:] = -100
+    message = r"not the mean over them \(.*batches='fixed'|depends on the other samples .*batches='fixed'"
+    with pytest.raises(InputError, match=message):
+        function(model, (tokens, targets), loss=loss)
+
+
 @pytest.mark.parametrize("loss", COUPLED)
 @pytest.mark.parametrize("size", [2, 5])
 def test_every_kind_of_coupling_shows(loss: Callable[..., Tensor], size: int) -> None:
@@ -346,7 +373,7 @@ def test_a_model_that_returns_its_loss_alone_is_measured_by_that_as_the_sentence
     (inputs, targets), model = points(), OwnLoss()
     batches = [{"x": inputs[start : start + 4], "labels": targets[start : start + 4]} for start in (0, 4, 8)]
     for function in (sl.trace, sl.hessian, sl.margins):
-        with pytest.raises(InputError, match=r"a dict with the keys 'loss'; say with output=.*batches='fixed'"):
+        with pytest.raises(InputError, match=r"a dict with the key 'loss'; say with output=.*batches='fixed'"):
             function(model, batches)
         with pytest.raises(
             InputError, match=r"outputs of shape \(\) for \d+ samples; a loss of its own\? .*batches='fix"

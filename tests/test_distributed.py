@@ -6,6 +6,7 @@ The file is also the program that the processes run: `python test_distributed.py
 from __future__ import annotations
 
 import datetime
+import itertools
 import json
 import math
 import os
@@ -176,9 +177,58 @@ def check_measure(rank: int, ranks: int, group: Any) -> None:
         lambda: sl.measure(net, data, measures=["trace", "weight_norm"][: 1 + min(rank, 1)], group=group),
     )
     refused("ranks of group= differ in their data", lambda: sl.measure(net, (data[0] + rank, data[1]), group=group))
-    if rank == 1:
-        data[0][3] = torch.nan
-    refused("input of sample 3 is NaN", lambda: sl.measure(net, data, group=group, **options))
+    data[0][13] = torch.nan  # in the half of rank 1
+    refused("input of sample 13 is NaN", lambda: sl.measure(net, data, group=group, **options))
+    refused("input of sample 13 is NaN", lambda: sl.audit(net, data, measures=["trace"], group=group))
+
+
+SEEN = [0]  # by `Counting`; what a module holds itself is given back
+
+
+class Counting(nn.Module):
+    """Passes its inputs on and counts the samples that it has seen."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        SEEN[0] += len(x)
+        return x
+
+
+EVERY_KIND = (
+    "trace,largest_eigenvalue,pac_bayes_flatness,adaptive_sharpness_average,adaptive_sharpness_l2,relative_flatness,"
+    "empirical_fisher_trace,fisher_rao_norm,signal_sharpness,input_sensitivity,mean_aceht,input_distance"
+).split(",")
+
+
+def check_shares(rank: int, ranks: int, group: Any) -> None:
+    """Every step of a report is shared: the numbers of one process, and each rank sees its part of the samples."""
+    net, data = problem(240)
+    net = nn.Sequential(Counting(), *net)
+
+    def seen_by_step(group: Any) -> tuple[Any, dict[str, int]]:
+        begun: list[tuple[str, int]] = []
+
+        def note(what: str, done: int, total: int) -> None:
+            begun.append((what.split(":")[0], SEEN[0]))
+
+        report = sl.measure(net, data, measures=EVERY_KIND, samples=160, group=group, progress=note)
+        found: dict[str, int] = {}
+        for (what, first), (_, last) in itertools.pairwise([*begun, ("", SEEN[0])]):
+            found[what] = found.get(what, 0) + last - first
+        return report, found
+
+    several, mine = seen_by_step(group)
+    every = torch.tensor(list(mine.values()))
+    dist.all_reduce(every, op=dist.ReduceOp.MAX)
+    if rank:
+        return
+    one, alone = seen_by_step(None)
+    assert not list(differences(one.to_dict(), several.to_dict()))
+    assert one.audit is not None
+    assert len(one.audit.certificates) >= 4
+    assert one.landscape is not None
+    most = dict(zip(mine, every.tolist(), strict=True))
+    for name, whole in alone.items():  # a look at a few samples is taken by every rank
+        assert most[name] <= whole * (1 / ranks + 0.1) + 150, (name, whole, most[name])
 
 
 def check_refusals(rank: int, ranks: int, group: Any) -> None:
@@ -259,10 +309,11 @@ def within_a_minute(measure: Callable[[], Any]) -> None:
 # ---------------------------------------------------------------- starting them
 
 
-def run(check: str, ranks: int, folder: Path, seconds: float = 250) -> list[tuple[int, str]]:
+def run(check: str, ranks: int, folder: Path, seconds: float = 250, program: str = __file__) -> list[tuple[int, str]]:
     """Exit code and last words of every process."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent)}
-    command = [sys.executable, "-W", "error::UserWarning:spiritlevel", __file__, check]
+    path = os.pathsep.join([str(Path(__file__).parent), str(Path(sl.__file__).parents[1])])  # the library under test
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    command = [sys.executable, "-W", "error::UserWarning:spiritlevel", program, check]
     workers = [
         subprocess.Popen(
             [*command, str(rank), str(ranks), str(folder / f"store-{check}")],
@@ -283,7 +334,7 @@ def run(check: str, ranks: int, folder: Path, seconds: float = 250) -> list[tupl
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_several_processes_equal_one(tmp_path: Path, ranks: int) -> None:
-    results = run("products,estimators,samples,measure,refusals,silence", ranks, tmp_path)
+    results = run("products,estimators,samples,measure,shares,refusals,silence", ranks, tmp_path)
     assert [code for code, _ in results] == [0] * ranks, "\n\n".join(said for _, said in results)
 
 
@@ -394,7 +445,7 @@ def test_a_lost_rank_ends_the_command_within_a_minute(tmp_path: Path, harm: str,
     seconds = time.monotonic() - started
     assert done.returncode == 1
     survivor = 1 - int(victim)
-    (said,) = [line for line in done.stderr.splitlines() if line.startswith("spiritlevel: ")]
+    (said,) = [line for line in done.stderr.splitlines() if line.startswith("spiritlevel: rank")]  # others say how far
     assert re.match(rf"spiritlevel: rank {survivor} of 2 (has lost another rank|was told to stop)", said)
     assert "see what that one said last, and start the job again." in said
     assert ("Set SPIRITLEVEL_PATIENCE" in said) == (harm == "SIGSTOP")
@@ -408,12 +459,16 @@ def test_group_without_a_process_group_is_refused() -> None:
         sl.hessian(*problem(), group=object())
 
 
-def main(checks: str, rank: int, ranks: int, store: str) -> None:
+def main(checks: str, rank: int, ranks: int, store: str, known: dict[str, Any] | None = None) -> None:
+    """Run some checks of this file, or of another with ranks in place of a group, in one of the processes."""
     timeout = datetime.timedelta(seconds=4 if checks == "standstill" else 60)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=timeout)
     torch.manual_seed(0)  # the same vectors everywhere
     for check in checks.split(","):
-        globals()[f"check_{check}"](rank, ranks, dist.group.WORLD)
+        if known is None:
+            globals()[f"check_{check}"](rank, ranks, dist.group.WORLD)
+        else:
+            known[f"check_{check}"](rank)
         dist.barrier()
     dist.destroy_process_group()
 

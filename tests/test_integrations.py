@@ -353,6 +353,110 @@ def test_what_accelerate_prepared(untouched: Untouched) -> None:
     assert sl.measure(prepared, batches, measures=["trace"], parts=[]).rows
 
 
+# ---------------------------------------------------------------- torch_geometric
+
+
+@pytest.fixture(scope="module")
+def geometric() -> Any:
+    pytest.importorskip("torch_geometric")
+    import torch_geometric.data
+    import torch_geometric.loader
+    import torch_geometric.nn
+
+    return torch_geometric
+
+
+def graph_network(geometric: Any, convolution: str = "GCNConv", pooled: bool = False, whole: bool = False) -> nn.Module:
+    """Two convolutions; `pooled` decides about graphs and not about nodes, `whole` takes a graph as one argument."""
+    make = getattr(geometric.nn, convolution)
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = make(3, 4), make(4, 3)
+
+        def nodes(self, x: Tensor, edge_index: Tensor) -> Tensor:
+            return self.second(self.first(x, edge_index).relu(), edge_index)
+
+    class OfNodes(Net):
+        def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+            return self.nodes(x, edge_index)
+
+    class OfGraphs(Net):
+        def forward(self, x: Tensor, edge_index: Tensor, batch: Tensor) -> Tensor:
+            return geometric.nn.global_mean_pool(self.nodes(x, edge_index), batch)
+
+    class OfData(Net):
+        def forward(self, data: Any) -> Tensor:
+            nodes = self.nodes(data.x, data.edge_index)
+            return geometric.nn.global_mean_pool(nodes, data.batch) if pooled else nodes
+
+    torch.manual_seed(0)
+    return (OfData() if whole else OfGraphs() if pooled else OfNodes()).double().eval()
+
+
+def a_graph(geometric: Any, nodes: int = 8, seed: int = 4, **more: Any) -> Any:
+    generator = torch.Generator().manual_seed(seed)
+    edges = torch.randint(nodes, (2, 2 * nodes), generator=generator)
+    x = torch.randn(nodes, 3, generator=generator).double()
+    return geometric.data.Data(x=x, edge_index=edges, **more)
+
+
+@pytest.mark.parametrize(
+    ("convolution", "whole", "exact"),
+    [("GCNConv", False, True), ("GCNConv", True, True), ("SAGEConv", False, True), ("GATConv", False, False)],
+)
+def test_nodes_of_a_graph_are_samples(
+    geometric: Any, convolution: str, whole: bool, exact: bool, untouched: Untouched
+) -> None:
+    mask = torch.tensor([1, 1, 0, 1, 0, 1, 0, 1]).bool()
+    data = a_graph(geometric, y=torch.arange(8) % 3, train_mask=mask, test_mask=~mask)
+    model, given = graph_network(geometric, convolution, whole=whole), (data,) if whole else (data.x, data.edge_index)
+    matrix = dense(model, lambda bound: F.cross_entropy(bound(*given)[mask], data.y[mask]))
+    with untouched(model):
+        close(sl.hessian(model, data).dense(), matrix)
+        traces = sl.sample_traces(model, data, seed=1)
+    assert traces.exact == exact
+    assert len(traces) == 5
+    mean = traces.mean()
+    assert abs(mean.value - float(matrix.trace())) <= 5 * mean.stderr + 1e-9
+    margins = sl.margins(model, data, target="y[test_mask]")
+    with torch.no_grad():
+        expected = signed_margins(model(*given)[~mask], data.y[~mask])
+    torch.testing.assert_close(margins.signed, expected)
+    assert sl.measure(model, data, measures=["trace"], parts=[]).row("trace").kind == (
+        "exact" if exact else "estimated"
+    )
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_graphs_of_a_loader_are_samples(geometric: Any, whole: bool) -> None:
+    graphs = [a_graph(geometric, 3 + k, k, y=torch.tensor([k % 3])) for k in range(5)]
+    model = graph_network(geometric, pooled=True, whole=whole)
+    loaders = [geometric.loader.DataLoader(graphs, batch_size=size) for size in (5, 2, 1)]
+    (batch,) = loaders[0]
+    given = (batch,) if whole else (batch.x, batch.edge_index, batch.batch)
+    matrix = dense(model, lambda bound: F.cross_entropy(bound(*given), batch.y))
+    for loader in loaders:
+        close(sl.hessian(model, loader).dense(), matrix)
+        traces = sl.sample_traces(model, loader)
+        assert traces.exact
+        assert traces.mean().value == pytest.approx(float(matrix.trace()))
+    shuffled = sl.sample_traces(model, geometric.loader.DataLoader(graphs, batch_size=2, shuffle=True))
+    torch.testing.assert_close(shuffled.values, traces.values)
+    assert shuffled.notes[-1].startswith("the data loader shuffles; its samples were read in the order")
+    if not whole:
+        with pytest.raises(InputError, match=r"torch_geometric.loader.DataLoader\(graphs\) makes batches"):
+            sl.trace(model, graphs)
+
+
+def test_graphs_that_are_refused(geometric: Any) -> None:
+    with pytest.raises(InputError, match="a HeteroData has several kinds of nodes, and which are the samples"):
+        sl.trace(graph_network(geometric), geometric.data.HeteroData())
+    with pytest.raises(InputError, match=r"not Data .*of the graph it was given all of it as one argument, as its for"):
+        sl.trace(nn.Linear(3, 3).double(), a_graph(geometric, y=torch.arange(8) % 3))
+
+
 # ---------------------------------------------------------------- timm
 
 STAND_INS = Path(__file__).parent / "stand_ins"
@@ -379,6 +483,9 @@ def test_networks_of_timm(timm: Any, untouched: Untouched) -> None:
     with untouched(convolutional):
         traces = sl.sample_traces(convolutional, (inputs, targets))
     assert traces.exact
+    fresh = timm.create_model("resnet18", num_classes=3, in_chans=1).eval()  # whole branches are 0 before a ReLU
+    notes = sl.sample_traces(fresh, (inputs[:2], targets[:2]), params=["layer4.1.bn2.*", "fc.*"]).notes
+    assert any("100% of the samples looked at sit exactly on a kink of a ReLU" in note for note in notes)
     tiny = timm.create_model(
         "vit_tiny_patch16_224", img_size=8, patch_size=4, depth=1, embed_dim=4, num_heads=2, num_classes=3, in_chans=1
     ).eval()

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from spiritlevel.answers.surface import _filter_normalised, landscape
+from spiritlevel.answers.directions import _filter_normalised
+from spiritlevel.answers.surface import landscape
 from spiritlevel.binding.problem import Problem
 from spiritlevel.binding.state import _load_forward_mode
 from spiritlevel.errors import InputError

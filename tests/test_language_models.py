@@ -70,6 +70,6 @@ class Forgetful(nn.Module):
 def test_whatever_a_model_raises_on_its_first_batch_is_one_sentence(function: object) -> None:
     batch = {"mask": torch.ones(4, 2), "labels": torch.arange(4) % 3}
     with pytest.raises(
-        InputError, match=r"Forgetful fails on inputs of shape \(\d, 2\): .*'NoneType' object has no attr"
+        InputError, match=r"Forgetful fails on inputs of shape mask=\(\d, 2\): .*'NoneType' object has no attr"
     ):
         function(Forgetful(), [batch])  # type: ignore[operator]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 
 import measured
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch.func import jacrev
 
 from spiritlevel.errors import InputError
-from spiritlevel.measures import MEASURES, Setting, spectral_margin
+from spiritlevel.measures import MEASURES, Setting, spectral_margin, variance_margin
 from spiritlevel.watching.layers import Call
 
 mlp, data, here = measured.mlp, measured.data, measured.here  # fixtures
@@ -93,6 +94,48 @@ def test_hidden_margins_are_taken_at_the_last_layers_input() -> None:
     again = randomised(Recurrent())
     with pytest.raises(InputError, match="runs repeatedly"):
         MEASURES["hidden_margin_median"](again, labelled(again, normal(6, 3)))
+
+
+def test_the_variance_margin_of_pairs_is_a_closed_form() -> None:
+    """With two samples a class each half is one point, and nothing is random."""
+    net = randomised(nn.Sequential(nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, 4)))
+    inputs, targets = normal(8, 3), torch.arange(8) % 4
+    hidden = net[:2](inputs).detach()  # type: ignore[index]
+    apart = np.mean([float((hidden[c] - hidden[c + 4]).norm()) for c in range(4)])
+    weight, logits = net[2].weight.detach(), net(inputs).detach()
+    distances = [
+        min(float((logits[n, y] - logits[n, j]) / (weight[y] - weight[j]).norm()) for j in range(4) if j != y)
+        for n, y in enumerate(targets.tolist())
+    ]
+    found = MEASURES["variance_margin"](net, (inputs, targets))
+    assert close(found.value, np.quantile(distances, 0.5) / apart)
+    assert found.stderr == pytest.approx(0, abs=1e-12)
+
+
+def test_halves_are_paired_in_the_best_way() -> None:
+    points = normal(10, 2, seed=4).numpy()
+    for seed in range(5):
+        order = np.random.default_rng(seed).permutation(10)
+        one, other = points[order[:5]], points[order[5:]]
+        pairings = itertools.permutations(range(5))
+        best = min(np.linalg.norm(one - other[list(pairing)], axis=1).mean() for pairing in pairings)
+        assert variance_margin.half_distance(points, np.random.default_rng(seed)) == pytest.approx(best, rel=1e-12)
+
+
+def test_the_variance_margin_falls_as_a_class_spreads_and_says_when_it_cannot_be_had() -> None:
+    net = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)).double()
+    for layer in net:
+        nn.init.eye_(layer.weight)
+    centres = torch.tensor([[2.0, 0.0], [0.0, 2.0]]).double().repeat(20, 1)
+    targets = torch.arange(40) % 2
+    narrow, wide = (
+        MEASURES["variance_margin"](net, (centres + size * normal(40, 2, seed=1), targets)).value for size in (0.1, 0.4)
+    )
+    assert narrow > 2 * wide > 0
+    with pytest.raises(InputError, match="all samples of a class are the same"):
+        MEASURES["variance_margin"](net, (centres, targets))
+    with pytest.raises(InputError, match="a class with at least two samples"):
+        MEASURES["variance_margin"](net, (centres[:2], targets[:2]))
 
 
 def test_spectral_margin_counts_frozen_layers() -> None:

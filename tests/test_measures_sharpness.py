@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 
 import measured
 import naive
@@ -165,6 +166,9 @@ def test_the_search_of_pac_bayes_ends_at_the_crossing(critical: float) -> None:
 
         def wrong_at(self, theta: Tensor) -> Tensor:
             return 0.1 * theta.square() / critical**2
+
+        def wrong_at_each(self, count: int, points: Callable[[range], Tensor]) -> Tensor:
+            return self.wrong_at(points(range(count)))
 
         def normal(self, index: int, purpose: int) -> Tensor:
             return torch.ones(4, dtype=torch.float64)

@@ -314,12 +314,17 @@ def test_reports_and_pages_say_what_makes_sense(name: str, untouched: Any, tmp_p
     case = CASES[name]
     with untouched(case.model):
         report = sl.measure(case.model, case.data, test=case.data, loss=case.loss, parts=["audit"])
-    assert report.fits["train"].quality()[0] == report.fits["test"].quality()[0] == QUALITY[name]
+    quality, value = report.fits["train"].quality()
+    assert quality == report.fits["test"].quality()[0] == QUALITY[name]
+    said = f"{value} on the {COUNT} train samples and {value} on the" if quality == "R²" else "It classifies "
+    assert said in " ".join(report.headline)
+    assert (f"of the {QUALITY[name].rpartition(' ')[2]} of" in " ".join(report.headline)) == (", of" in quality)
     report.to_html(tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text()
     for text in (str(report), page[page.index("<body") :]):
         assert "nan%" not in text.lower()
         assert "nan %" not in text.lower()
+    assert ("Hessian traces: median" in page) == (quality == "R²")  # without margins, traces alone
     undefined = [row for row in report.rows if row.kind == "undefined"]
     for reason in [*report.left_out.values(), *(row.value.reason for row in undefined)]:
         assert reason.endswith(".")
@@ -337,6 +342,37 @@ def test_r_squared_is_that_of_scikit_learn() -> None:
     found = report.fits["train"].r_squared
     assert found is not None
     assert found.value == pytest.approx(r2_score(case.data[1].numpy(), case.model(case.data[0]).detach().numpy()))
+
+
+@pytest.mark.parametrize("name", ["language model", "segmentation"])
+def test_rows_of_tokens_tell_their_sample_and_position(name: str, tmp_path: Path) -> None:
+    case = CASES[name]
+    options: dict[str, Any] = {"loss": case.loss, "unit": "token"}
+    labels = case.data[1].reshape(COUNT, -1)
+    if name == "language model":
+        labels = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
+    wanted = [tuple(place) for place in (labels != -100).nonzero().tolist()]
+    tables = [
+        sl.margins(case.model, case.data, batch_size=3, **options),
+        sl.margins(case.model, [(case.data[0][:1], case.data[1][:1]), (case.data[0][1:], case.data[1][1:])], **options),
+        sl.sample_traces(case.model, case.data, batch_size=5, probes=2, **options),
+    ]
+    for table in tables:
+        frame = table.frame()
+        assert frame.columns[:2] == ["sample", "position"]
+        assert list(zip(frame["sample"], frame["position"], strict=True)) == wanted
+        assert frame["target"].to_list() == [int(labels[place]) for place in wanted]
+        table.to_json(tmp_path / "table.json")
+        again = type(table).from_json(tmp_path / "table.json")
+        assert again.position is not None
+        assert again.position.tolist() == [position for _, position in wanted]
+    report = sl.measure(case.model, case.data, samples=5, measures=["trace"], parts=[], **options)
+    assert report.indices is not None
+    assert report.traces is not None
+    assert report.traces.sample is not None
+    assert report.traces.sample.tolist() == [wanted[index][0] for index in report.indices.tolist()]
+    assert f"of the {len(wanted)} train tokens (5 measured)" in report.headline[0]
+    assert sl.margins(case.model, case.data, loss=case.loss).position is None
 
 
 def test_models_of_tokens_are_compared_and_tracked() -> None:

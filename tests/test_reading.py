@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import UserDict, namedtuple
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -59,6 +60,12 @@ class Hidden(One):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return super().forward(*args, **kwargs)
+
+
+@functools.cache
+def of_one() -> tuple[Tensor, Tensor]:
+    """Traces and Hessian of the network of one input, read plainly."""
+    return plain(One(), X), sl.hessian(One(), (X, Y)).dense()
 
 
 def plain(model: nn.Module, *inputs: Tensor) -> Tensor:
@@ -120,7 +127,7 @@ def test_batches_in_all_their_forms_are_the_same_samples(name: str, untouched: U
     model = One()
     with untouched(model):
         found = sl.sample_traces(model, data, **options)
-    torch.testing.assert_close(found.values, plain(model, X))
+    torch.testing.assert_close(found.values, of_one()[0])
     assert torch.equal(found.targets, Y)
 
 
@@ -142,6 +149,7 @@ EVERYWHERE: dict[str, Callable[..., Any]] = {
     "compare": lambda model, *args, **options: (
         sl.compare(model, model, *args, measures=["trace"], audit=False, **options).rows[0].a.value
     ),
+    "perturb": lambda *args, **options: sl.perturb(*args, "int4", layers=False, **options).predicted.value,
     "Tracker": lambda *args, **options: sl.Tracker(*args, samples=6, **options).measure()["trace"],
     "stability": lambda model, data, **options: (
         sl.stability(torch.optim.SGD(model.parameters(), lr=0.1), model, data, **options).curvature.value
@@ -188,7 +196,7 @@ def test_a_tracker_reads_the_batches_of_its_steps() -> None:
 
 def test_the_forward_settles_which_of_several_items_are_inputs() -> None:
     first = sl.sample_traces(One(), (X, Y, Z))
-    torch.testing.assert_close(first.values, plain(One(), X))
+    torch.testing.assert_close(first.values, of_one()[0])
     assert first.notes == ("a batch has 3 items: 1 of inputs, then the targets; the rest was left out",)
     for data in ((X, Z, Y), loader(TensorDataset(X, Z, Y)), [[X, Z, Y]]):
         last = sl.sample_traces(Two(), data)
@@ -227,19 +235,19 @@ class Required(One):
 
 def test_a_dict_is_one_argument_where_the_forward_takes_but_one() -> None:
     for data in ({"x": X, "labels": Y}, ({"x": X}, Y)):
-        torch.testing.assert_close(sl.sample_traces(Whole(), data).values, plain(One(), X))
+        torch.testing.assert_close(sl.sample_traces(Whole(), data).values, of_one()[0])
     assert Takes.of(Whole()).takes_one_dict(["x"])
     assert not Takes.of(One()).takes_one_dict(["x"])
 
 
 def test_labels_that_the_forward_needs_are_given_to_it() -> None:
-    torch.testing.assert_close(sl.sample_traces(Required(), {"x": X, "labels": Y}).values, plain(One(), X))
+    torch.testing.assert_close(sl.sample_traces(Required(), {"x": X, "labels": Y}).values, of_one()[0])
 
 
 @pytest.mark.parametrize(
     ("data", "options", "message"),
     [
-        ({"x": X}, {}, "a batch is a dict with the keys 'x', none of labels, label, targets, target, y; name the targ"),
+        ({"x": X}, {}, "a batch is a dict with the key 'x', none of labels, label, targets, target, y; name the targ"),
         ({"x": X, "y": Y, "label": Y}, {}, r"several of them \(label, y\); name the targets with target="),
         ({"x": X, "y": Y}, {"target": "z"}, "has no 'z' to be its targets .*: it is a dict with the keys 'x', 'y'"),
         ([(X, Y)], {"target": 2}, r"target=2 is no item of a batch behind its inputs: it has 2 items \(tensor"),
@@ -299,7 +307,7 @@ class Table:
 
 def test_a_table_of_another_library_is_read() -> None:
     found = sl.sample_traces(One(), Table())
-    torch.testing.assert_close(found.values, plain(One(), X))
+    torch.testing.assert_close(found.values, of_one()[0])
     assert "does not take them: text" in found.notes[0]
     assert len(list(Batches(Table(), size=4, form=Context(One(), (X, Y)).form))) == 3
 
@@ -331,6 +339,7 @@ OUTPUTS: dict[str, tuple[Callable[[Tensor], Any], dict[str, Any]]] = {
     "loss and outputs": (lambda out: (out.sum(), out), {}),
     "outputs and states": (lambda out: (out, (out, out), torch.zeros(2, N, 3), None), {}),
     "a dict of one": (lambda out: {"scores": out}, {}),
+    "an object of one": (lambda out: SimpleNamespace(scores=out, time=3.0), {}),
     "the second": (lambda out: (2 * out, out), {"output": 1}),
     "the last": (lambda out: [2 * out, out], {"output": -1}),
     "a key": (lambda out: {"logits": 2 * out, "scores": out}, {"output": "scores"}),
@@ -344,9 +353,8 @@ OUTPUTS: dict[str, tuple[Callable[[Tensor], Any], dict[str, Any]]] = {
 def test_outputs_in_all_their_forms(name: str) -> None:
     wrap, options = OUTPUTS[name]
     model = Wrapped(wrap)
-    torch.testing.assert_close(sl.sample_traces(model, (X, Y), **options).values, plain(One(), X))
-    wanted = sl.hessian(One(), (X, Y)).dense()
-    torch.testing.assert_close(sl.hessian(model, (X, Y), **options).dense(), wanted, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(sl.sample_traces(model, (X, Y), **options).values, of_one()[0])
+    torch.testing.assert_close(sl.hessian(model, (X, Y), **options).dense(), of_one()[1], rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -358,7 +366,7 @@ def test_outputs_in_all_their_forms(name: str) -> None:
             r"it returned 2 items \(tensor \(\d, 3\), tensor \(\d, 3\)\); say with",
         ),
         (lambda out: {"a": out, "b": out}, {}, "it returned a dict with the keys 'a', 'b'; say with output="),
-        (lambda out: "text", {}, "it returned a str; say with output="),
+        (lambda out: "text", {}, "it returned the text 'text'; say with output="),
         (lambda out: None, {}, "it returned None; say with output="),
         (
             Result,
@@ -451,12 +459,13 @@ def test_nodes_that_a_mask_picks_are_the_samples(kind: type[Convolution], untouc
     assert report.row("trace").kind == "exact"
 
 
-def test_graphs_of_a_batch_and_seeds_of_neighbourhoods_are_samples() -> None:
-    class Pooled(Convolution):
-        def forward(self, x: Tensor, edge_index: Tensor, batch: Tensor) -> Tensor:  # type: ignore[override]
-            nodes = super().forward(x, edge_index)
-            return nodes.new_zeros(int(batch.max()) + 1, 3).index_add(0, batch, nodes)
+class Pooled(Convolution):
+    def forward(self, x: Tensor, edge_index: Tensor, batch: Tensor) -> Tensor:  # type: ignore[override]
+        nodes = super().forward(x, edge_index)
+        return nodes.new_zeros(int(batch.max()) + 1, 3).index_add(0, batch, nodes)
 
+
+def test_graphs_of_a_batch_and_seeds_of_neighbourhoods_are_samples() -> None:
     one, two = graph(), graph()
     two.x, joined = two.x.flip(0), graph(batch=torch.tensor([0] * N + [1] * N))
     joined.x, joined.y = torch.cat([one.x, two.x]), torch.tensor([0, 2])
@@ -487,6 +496,12 @@ class Other(Convolution):
             "the mask 'mask' must say .* 9 targets .*, and there is none",
         ),
         (Convolution, graph(train_mask=Z > 0), {}, r"the mask 'train_mask' must say .* and it has shape \(9, 2\)"),
+        (
+            Pooled,
+            [graph(), graph()],
+            {},
+            r"takes \(x, edge_index, batch\), .*; torch_geometric.loader.DataLoader\(graphs\) makes batches",
+        ),
         (Other, graph(), {}, r"forward takes \(a, b\), so how to call it with a graph of edge_index, x, y cannot be"),
     ],
 )

@@ -6,6 +6,7 @@ import dataclasses
 import math
 import random
 import time
+import tracemalloc
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from spiritlevel.binding.losses import aceht
 from spiritlevel.errors import InputError
 from spiritlevel.results import Correlation, Estimate, Margins, SampleTraces
 from spiritlevel.samples.margins import margin_bound, margins
+from spiritlevel.statistics import correlation, outliers
 from spiritlevel.statistics.correlation import correlate, kendall, skewness
 
 
@@ -363,3 +365,43 @@ def test_values_at_the_ends_of_the_numbers() -> None:
     assert huge.outliers == expected.outliers
     half = torch.tensor(a).bfloat16()
     assert correlate(half, b).r == correlate(half.double(), b).r
+
+
+# ---------------------------------------------------------------- many points
+
+
+@pytest.mark.parametrize("count", [5, 22, 400])
+@pytest.mark.parametrize("at_once", [7, 2**15])
+def test_factors_are_those_of_scikit_learn_however_many_are_taken_at_once(
+    count: int, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(outliers, "_AT_ONCE", at_once)
+    cloud = np.random.default_rng(count).standard_normal((count, 2)) * [1.0, 30.0]
+    cloud[: count // 4] = np.round(cloud[: count // 4])  # some coincide
+    fitted = LocalOutlierFactor(n_neighbors=min(20, count - 1), novelty=True).fit(cloud)
+    assert np.allclose(outliers.factors(cloud), -fitted.negative_outlier_factor_, rtol=1e-9)
+
+
+def test_outliers_of_many_points_take_no_tables_of_their_neighbours() -> None:
+    """scikit-learn's own takes about a kilobyte a point."""
+    cloud = np.random.default_rng(0).standard_normal((100_000, 2))
+    outliers.inliers(cloud[:100])  # imports
+    tracemalloc.start()
+    kept, _ = outliers.inliers(cloud)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert 0.9 < kept.mean() < 1
+    assert peak < 350 * len(cloud)
+
+
+def test_many_points_are_resampled_by_their_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interval is as wide as that of resampled points: 2,000 of them tell it to some 3 %."""
+    draw = np.random.default_rng(1)
+    x = draw.standard_normal(4000)
+    y = 0.5 * x + draw.standard_t(6, 4000)
+    whole = correlate(x, y, outliers="none")
+    monkeypatch.setattr(correlation, "_MANY", 300)
+    limit = correlate(x, y, outliers="none")
+    assert limit.r == whole.r
+    assert limit.high - limit.low == pytest.approx(whole.high - whole.low, rel=0.1)
+    assert limit.high - limit.low != whole.high - whole.low

@@ -136,6 +136,19 @@ def test_a_damaged_run_is_not_read_as_whole(tmp_path: Path, damage: str) -> None
     assert {**execute(study(), Numbers(), tmp_path), "seconds": 0} == {**whole, "seconds": 0}
 
 
+@pytest.mark.parametrize("damage", ["cut", "edited"])
+def test_a_damaged_piece_is_computed_again(tmp_path: Path, damage: str) -> None:
+    calls: list[str] = []
+    with pytest.raises(Interrupted):
+        execute(study(calls, stop=True), Numbers(), tmp_path)
+    (path,) = study().folder(Numbers(), tmp_path).glob("pieces/*.json")
+    content = path.read_text()
+    path.write_text(content[:-2] if damage == "cut" else "7.5")
+    execute(study(calls), Numbers(), tmp_path)
+    assert calls == ["measure", "measure"]
+    assert path.read_text() == content
+
+
 def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(InputError, match=r"numbers could not write to .*file.*--out"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
 import math
 from collections import Counter
 from pathlib import Path
@@ -21,7 +22,8 @@ from spiritlevel.papers.studies.generalisation import Generalisation
 from spiritlevel.statistics.ranking import Ranking
 
 GRID = list(itertools.product((0.1, 0.2), (8, 16), (1.0, 2.0, 4.0), (0.0, 1e-3), range(3)))
-SETTINGS = {name: [cell[k] for cell in GRID] for k, name in enumerate(league.SETTINGS)}
+NAMES = ("lr", "batch_size", "width", "weight_decay")
+SETTINGS = {name: [cell[k] for cell in GRID] for k, name in enumerate(NAMES)}
 REPLICAS = [cell[-1] for cell in GRID]
 SMOKE = {**study.STUDY.scales["smoke"], "resamples": 50}
 
@@ -62,7 +64,7 @@ def test_a_resample_keeps_cells_whole() -> None:
 def test_conditional_tau_is_the_mean_over_lines_of_the_grid() -> None:
     gap, values = np.round(noise(2), 1), np.round(noise(3) + 0.4 * noise(2), 1)
     found = {name: draws[0] for name, draws in ranking(gap, 1, a=values).conditional("a").items()}
-    for axis, name in enumerate((*league.SETTINGS, "seed")):
+    for axis, name in enumerate((*NAMES, "seed")):
         lines: dict[Any, list[int]] = {}
         for k, cell in enumerate(GRID):
             lines.setdefault(cell[:axis] + cell[axis + 1 :], []).append(k)
@@ -71,7 +73,7 @@ def test_conditional_tau_is_the_mean_over_lines_of_the_grid() -> None:
             for line in lines.values()
         ]
         assert found[name] == pytest.approx(np.mean(taus), abs=1e-12)
-    assert found["mean"] == pytest.approx(np.mean([found[name] for name in league.SETTINGS]))
+    assert found["mean"] == pytest.approx(np.mean([found[name] for name in NAMES]))
 
 
 def information(values: Any, gap: Any) -> float:
@@ -230,3 +232,40 @@ def test_a_network_that_is_fitted_has_all_that_was_asked_for(tmp_path: Path) -> 
 def test_cells_of_another_seed_share_no_network() -> None:
     seeds = [{cell["seed"] for cell in study.cells(Generalisation(seed=seed, replicas=3))} for seed in (0, 1)]
     assert seeds == [{0, 1, 2}, {3, 4, 5}]
+
+
+def test_a_league_varies_all_that_may_explain_the_gap_and_runs_whole_seeds_first() -> None:
+    config = study.STUDY.at("small")
+    cells = study.cells(config)
+    varied = {name for name in league.SETTINGS if len({cell[name] for cell in cells}) > 1}
+    assert varied == set(league.SETTINGS)
+    assert len(cells) >= 200
+    asked = list(study.pieces(config))
+    assert len(set(asked)) == len(cells), "every network has a piece of its own"
+    third = len(cells) // 3
+    assert {name.rsplit("-", 1)[1] for name in asked[:third]} == {"0"}, "a run that is cut short has a balanced grid"
+    job = study.job(config, cells[-1])
+    assert (job.network, job.train_size, dict(job.options)) == ("cnn", 1000, {"width": 2.0, "depth": 4})
+
+
+def test_the_key_of_an_older_league_is_what_it_was() -> None:
+    folder = Path(__file__).parents[1] / "results" / "generalisation"
+    kept = json.loads((next(folder.iterdir()) / "summary.json").read_text())
+    assert study.STUDY.folder(study.STUDY.restored(kept["config"]), folder.parent).is_dir()
+
+
+def test_the_score_of_pgdl_is_the_mean_over_families() -> None:
+    """A measure that ranks each family perfectly and one that only tells the families apart."""
+    nets = []
+    draws = np.random.default_rng(0)
+    for family, lr, width, seed in itertools.product(("mlp", "cnn"), (0.1, 0.2), (1.0, 2.0), range(3)):
+        own = draws.random()
+        gap = own + (10 if family == "cnn" else 0)
+        rows = [{"name": "trace", "value": own, "direction": "sharper"}]
+        rows += [{"name": "weight_norm", "value": float(family == "cnn"), "direction": "larger"}]
+        nets.append({"network": family, "lr": lr, "width": width, "replica": seed, "gap": gap, "loss gap": gap})
+        nets[-1] |= {"measures": rows, "loss": 0.1, "steps": 1, "parameters": 1}
+    first, second = league.by_family(nets)
+    assert [one.information("trace") for one in (first, second)] == pytest.approx([1.0, 1.0])
+    assert [one.information("weight_norm") for one in (first, second)] == pytest.approx([0.0, 0.0])
+    assert league.rankings_of(nets, 0, 0)["gap"].tau("weight_norm")[0] > 0.5, "over all networks it looks good"

@@ -19,7 +19,19 @@ from torch import nn
 
 import spiritlevel as sl
 from spiritlevel.errors import InputError, needs
-from spiritlevel.results import Audit, Estimate, Margins, Report, ReportRow, Result, SampleTraces
+from spiritlevel.results import (
+    Audit,
+    BitPlan,
+    Checkpoint,
+    Checkpoints,
+    Estimate,
+    LayerBits,
+    Margins,
+    Report,
+    ReportRow,
+    Result,
+    SampleTraces,
+)
 from spiritlevel.results.tables import Table, as_csv
 from spiritlevel.results.training import SuspiciousSamples, TrainingCurves
 
@@ -37,6 +49,11 @@ def suspects() -> SuspiciousSamples:
     return SuspiciousSamples("aum", torch.tensor([7, 1, 4]), columns, columns, 9, 9, 2.0, 4, 1, 0)
 
 
+def perturbation() -> sl.Perturbation:
+    data = torch.randn(6, 2, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 1] * 3)
+    return sl.perturb(nn.Linear(2, 2), data, "int4")
+
+
 TABLES: dict[str, Table] = {
     "report": REPORT,
     "comparison": COMPARISON,
@@ -47,10 +64,16 @@ TABLES: dict[str, Table] = {
     "plane": line(2),
     "eigenpairs": sl.eigenvalues(MATRIX, k=3),
     "diagonal": sl.diagonal(MATRIX, probes=4),
+    "batches": sl.BatchEigenvalues(torch.ones(2, 3), torch.zeros(2, 3), torch.tensor([True, False]), 4, 9),
     "density": sl.spectral_density(MATRIX, probes=2, steps=5),
     "smoothed": sl.spectral_density(MATRIX, probes=2, steps=5).density(),
     "spectrum": sl.spectrum(MATRIX, probes=2, steps=10),
     "suspects": suspects(),
+    "perturbation": perturbation(),
+    "bits": BitPlan((LayerBits("=0", 4, 2, 0.5, 0.25),), 2.0, "square", 2, (Estimate(0.5),) * 3, (Estimate(0.9),) * 3),
+    "checkpoints": Checkpoints(
+        (Checkpoint("=1", Estimate(0.5), Estimate(0.9)), Checkpoint("2", Estimate(1), Estimate(1)))
+    ),
     "curves": TrainingCurves(({"step": 1, "loss": 0.5, "reason": ""}, {"step": 2, "loss": 0.25, "reason": "=late"})),
 }
 ROWS = {
@@ -62,10 +85,14 @@ ROWS = {
     "plane": 9,
     "eigenpairs": 3,
     "diagonal": 40,
+    "batches": 6,
     "density": 10,
     "smoothed": 512,
     "spectrum": 5,
     "suspects": 3,
+    "perturbation": 1,
+    "bits": 1,
+    "checkpoints": 2,
     "curves": 2,
 }
 

@@ -62,6 +62,32 @@ def test_rows_hold_what_the_functions_say_and_the_start_is_warm() -> None:
         assert row["loss"] == pytest.approx(float(nn.functional.cross_entropy(model(data[0]), data[1])))
 
 
+def test_looks_start_from_the_last_eigenvector_and_every_fourth_afresh() -> None:
+    """Products are counted, and compared with those of a start from nothing at the same weights."""
+    model, data = net(), points()
+    optimiser = torch.optim.SGD(model.parameters(), lr=0.05)
+    names = ["largest_eigenvalue", "stability"]
+    tracker = Tracker(model, data, every=1, share=math.inf, quantities=names, optimizer=optimiser)
+    for _ in range(9):
+        for _ in range(3):
+            optimiser.zero_grad()
+            nn.functional.cross_entropy(model.eval()(data[0]), data[1]).backward()
+            optimiser.step()
+        row = tracker.measure()
+        op = sl.hessian(model, data)
+        exact = float(torch.linalg.eigvalsh(op.dense())[-1])
+        assert row["largest_eigenvalue"] == pytest.approx(exact, rel=0.02)
+        assert row["stability_curvature"] == pytest.approx(exact, rel=0.02)
+        cold = sl.eigenvalues(op, tol=0.02, max_matvecs=24).matvecs
+        if row["afresh"]:
+            assert row["products"] == cold
+        else:
+            assert max(row["products"], row["stability_products"]) <= min(6, cold - 2)
+    assert [row["afresh"] for row in tracker.rows] == [True, False, False, False] * 2 + [True]
+    assert [row["stability_side"] for row in tracker.rows][::4] == ["stable"] * 3
+    assert "λ₁" in str(tracker)
+
+
 def test_training_goes_on_as_without_it(untouched: Untouched) -> None:
     alone, watched = net(), net()
     torch.manual_seed(5)
@@ -174,10 +200,9 @@ def test_a_network_without_second_derivatives_is_refused_before_the_training() -
 def test_under_autocast_the_same_is_measured() -> None:
     model = net().float()
     inputs, targets = points()
-    tracker = Tracker(model, (inputs.float(), targets), every=1, share=math.inf)
-    expected = tracker.measure()
+    expected = Tracker(model, (inputs.float(), targets), every=1, share=math.inf).measure()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = tracker.measure()
+        found = Tracker(model, (inputs.float(), targets), every=1, share=math.inf).measure()
     same = set(expected) - {"seconds", "training_seconds"}
     assert {key: expected[key] for key in same} == {key: found[key] for key in same}
 

@@ -25,7 +25,7 @@ from reports import report
 from torch import Tensor, nn
 
 import spiritlevel as sl
-from spiritlevel import cli
+from spiritlevel import cli, memory
 from spiritlevel.answers import measuring
 from spiritlevel.arguments import by_type, checked, names, number
 from spiritlevel.cli.measure import write_run
@@ -66,7 +66,6 @@ def test_every_required_argument_has_an_example() -> None:
         "Recorder.load(path)",
         "Report.row(name)",
         "Audit.row(measure)",
-        "hugging_face_callback(trainer)",  # of a package that is not installed here
     }
 
 
@@ -335,12 +334,42 @@ def test_a_step_without_memory_is_left_out_and_the_rest_is_kept(
 
 
 def test_what_would_not_fit_is_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measuring, "available_memory", lambda: 100)
+    monkeypatch.setattr(measuring, "available_memory", lambda device: 100)
     monkeypatch.setattr(measuring, "spectrum", mock.Mock(side_effect=AssertionError("begun")))
     found = sl.measure(nn.Linear(2, 3), (torch.randn(6, 2), torch.arange(6) % 3), measures=["trace"])
     assert "vectors of 9 numbers" in found.left_out["spectrum"]
     assert "needs about" in found.left_out["landscape"]
     assert found.rows[0].value.exact
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda op: sl.eigenvalues(op),
+        lambda op: sl.spectral_norm(op, max_matvecs=40),
+        lambda op: sl.spectral_density(op),
+        lambda op: sl.spectrum(op),
+        lambda op: op.dense(),
+    ],
+    ids=["eigenvalues", "norm", "density", "spectrum", "dense"],
+)
+def test_estimators_say_what_they_would_need_before_they_ask(
+    ask: Callable[[sl.Operator], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A system that gives more than it has ends the process later, without a word."""
+    monkeypatch.setattr(memory, "available_memory", lambda: 10**8)
+    op = sl.Operator(mock.Mock(side_effect=AssertionError("begun")), 2_000_000)
+    sentence = r"not enough memory for a .*: it needs about [\d,.]+ GB, and 0\.1 GB are free"
+    with pytest.raises(InputError, match=sentence):
+        ask(op)
+
+
+def test_a_picture_of_a_far_sample_takes_no_list_of_all_before_it() -> None:
+    """It was a list of as many numbers: 2.3 GB for one place in a file of 41 kB."""
+    content = report(24, pictured=4).to_dict() | dict.fromkeys(("margins", "traces", "predicted", "indices"))
+    content["pictures"]["indices"]["data"] = [1, 2, 3, 2**40]
+    text = Result.from_json(json.dumps(content)).to_html()
+    assert str(2**40) in text
 
 
 def test_the_command_line_says_that_memory_is_short(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:

@@ -160,6 +160,7 @@ GOOD: dict[str, Callable[[], Any]] = {
     "measure": lambda: "trace",
     "transform": lambda: "rescale_layers",
     "level": lambda: 0.9,
+    "change": lambda: "int8",
     "factor": lambda: 2.0,
     "k": lambda: 1,
     "label": lambda: 0,
@@ -169,6 +170,7 @@ GOOD: dict[str, Callable[[], Any]] = {
     "draws": lambda: torch.randn(8),
     "text": lambda: sl.Estimate(1.0).to_json(),
     "state": lambda: _recorder().state_dict(),
+    "trainer": object,  # transformers is not installed here; where it is, this is the wrong one
 }
 
 # Calls that `GOOD` would get wrong, and options that make one quick.

@@ -8,6 +8,7 @@ was stopped.
 from __future__ import annotations
 
 import argparse
+import copy
 import functools
 import hashlib
 import json
@@ -30,7 +31,9 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
 import spiritlevel as sl
+from spiritlevel.answers.changes import as_change
 from spiritlevel.answers.measuring import Fit
+from spiritlevel.answers.perturbing import perturb_in
 from spiritlevel.measures import MEASURES, Setting
 from spiritlevel.results import Estimate, subset_mean, write_atomically
 from spiritlevel.statistics.subsets import SubsetError, by_order
@@ -378,6 +381,71 @@ def correlation(count: int, case: int) -> Found:
         limits = sl.correlate(a, b, outliers="none", resamples=500, seed=case)
         found[f"r = {rho:g} of {count} normal points"] = inside((limits.low, limits.high), rho)
     return found
+
+
+class Attending(nn.Module):
+    """A transformer of one block that reads a coarse digit row by row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Linear(4, 6)
+        self.block = nn.TransformerEncoderLayer(6, 2, 8, dropout=0.0, activation="gelu", batch_first=True)
+        self.head = nn.Linear(6, 10)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.head(self.block(self.embedding(inputs.reshape(-1, 4, 4))).mean(1))
+
+
+@functools.cache
+def to_be_changed(kind: str) -> nn.Module:
+    """A smooth network, trained: of a ReLU network a finite change crosses kinks, which no Hessian knows."""
+    inputs, labels = coarse()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        convolution = [nn.Unflatten(1, (1, 4, 4)), nn.Conv2d(1, 4, 3, padding=1), nn.SiLU(), nn.AvgPool2d(2)]
+        net = {
+            "tanh": lambda: nn.Sequential(nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 10)),
+            "convolution": lambda: nn.Sequential(*convolution, nn.Flatten(), nn.Linear(16, 10)),
+            "transformer": Attending,
+        }[kind]()
+        optimiser = torch.optim.Adam(net.parameters(), 1e-2)
+        for _ in range(400):
+            chosen = torch.randint(0, len(inputs), (64,))
+            optimiser.zero_grad()
+            nn.functional.cross_entropy(net(inputs[chosen]), labels[chosen]).backward()
+            optimiser.step()
+    return net.eval()
+
+
+@functools.cache
+def changing(kind: str) -> Setting:
+    """80 samples and one of these networks, bound once for all changes."""
+    inputs, labels = coarse()
+    return Setting(to_be_changed(kind), (inputs[:80], labels[:80]))
+
+
+@simulation("random changes of the weights", "tanh", "convolution", "transformer", share=0.334)
+def random_change(kind: str, case: int) -> Found:
+    """Noise of 1 % to 5 %, or rounding at random: does the prediction cover what the draw did?"""
+    setting = copy.copy(changing(kind))
+    setting.seed = case
+    made = perturb_in(setting, as_change(("noise:0.01", "noise:0.05", "int6:random")[case % 3]), layers=False)
+    if not made.suffices:  # it says so itself
+        return {"change of the loss": None, "flips": None}
+    return {
+        "change of the loss": inside(made.predicted.interval(), made.measured.value),
+        "flips": inside(made.flips_predicted.interval(), made.flips_measured.value),
+    }
+
+
+@simulation("random changes of the weights", "tanh", share=0.3)
+def change_seen_by_60(kind: str, case: int) -> Found:
+    """A fixed change, predicted from a subset of the data."""
+    made = sl.perturb(to_be_changed(kind), coarse(), "int6", samples=60, layers=False, seed=case)
+    return {
+        "change of the loss": inside(made.predicted.interval(), made.measured.value),
+        "flips": inside(made.flips_predicted.interval(), made.flips_measured.value),
+    }
 
 
 @simulation("two models that are equally good", 100, share=0.1)

@@ -3,13 +3,18 @@
 from spiritlevel import data as data
 from spiritlevel import measures as measures
 from spiritlevel import transforms as transforms
+from spiritlevel.answers import plotting as plot  # noqa: F401
 from spiritlevel.answers.auditing import audit as audit
+from spiritlevel.answers.bits import choose_bits as choose_bits
 from spiritlevel.answers.callbacks import hugging_face_callback as hugging_face_callback
 from spiritlevel.answers.callbacks import lightning_callback as lightning_callback
+from spiritlevel.answers.checkpoints import rank as rank
 from spiritlevel.answers.comparing import compare as compare
 from spiritlevel.answers.critical import critical_sharpness as critical_sharpness
 from spiritlevel.answers.critical import stability as stability
 from spiritlevel.answers.measuring import measure as measure
+from spiritlevel.answers.minibatches import batch_eigenvalues as batch_eigenvalues
+from spiritlevel.answers.perturbing import perturb as perturb
 from spiritlevel.answers.recorder import Recorder as Recorder
 from spiritlevel.answers.surface import landscape as landscape
 from spiritlevel.answers.tracking import Tracker as Tracker
@@ -34,7 +39,10 @@ from spiritlevel.papers import claims as claims
 from spiritlevel.papers import networks as models  # noqa: F401
 from spiritlevel.papers import training as training
 from spiritlevel.results import Audit as Audit
+from spiritlevel.results import BatchEigenvalues as BatchEigenvalues
+from spiritlevel.results import BitPlan as BitPlan
 from spiritlevel.results import Certificate as Certificate
+from spiritlevel.results import Checkpoints as Checkpoints
 from spiritlevel.results import Comparison as Comparison
 from spiritlevel.results import Correlation as Correlation
 from spiritlevel.results import DiagonalEstimate as DiagonalEstimate
@@ -42,6 +50,8 @@ from spiritlevel.results import Eigenpairs as Eigenpairs
 from spiritlevel.results import Estimate as Estimate
 from spiritlevel.results import Landscape as Landscape
 from spiritlevel.results import Margins as Margins
+from spiritlevel.results import Perturbation as Perturbation
+from spiritlevel.results import Prediction as Prediction
 from spiritlevel.results import Report as Report
 from spiritlevel.results import Result as Result
 from spiritlevel.results import SampleTraces as SampleTraces

@@ -7,21 +7,23 @@ Nothing is printed here: `Audit` shows itself.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Unpack
 
 import torch
 from torch import nn
 
 from spiritlevel import transforms as maps
+from spiritlevel.answers.searching import PROBES, furthest, moved_to, sample_of, scaled, searches
+from spiritlevel.answers.sharing import shared
 from spiritlevel.arguments import checked
 from spiritlevel.binding.reading import Reading
 from spiritlevel.errors import InputError, shown, unknown_name
 from spiritlevel.measures import TRANSFORMS, Measure, Setting, select
-from spiritlevel.results import SYMMETRIES, Audit, AuditRow, Certificate, Estimate, WorstFactor, figure
+from spiritlevel.results import SYMMETRIES, Audit, AuditRow, Estimate, WorstFactor, figure, standard_error
 from spiritlevel.transforms import ScalingGroup, Transformed
-from spiritlevel.transforms.certificates import Sample
 from spiritlevel.watching.factors import Factor
 
 __all__ = ["DEFAULT_TRANSFORMS", "audit"]
@@ -29,16 +31,8 @@ __all__ = ["DEFAULT_TRANSFORMS", "audit"]
 DEFAULT_TRANSFORMS = (*SYMMETRIES, "scale_last_layer")
 """What `audit` applies unless told otherwise; "rescale_all" comes with transforms="all"."""
 
-_PROBES = 8  # of an estimated trace, an eighth of the usual: it is taken again for every transform
 _BETA = 8.0  # powers of 2 change no digit of a weight
 _ALPHA = 2.0
-_FURTHER: dict[str, tuple[float, ...]] = {  # sizes of the draws in the search, beyond those that all measures see
-    "shift_logits": (3.0, 10.0),
-    "mix_heads": (30.0, 100.0),
-    "mix_linear": (30.0, 100.0),
-}
-_AFFORDABLE = 60  # forward passes of a measure that the search takes again for each of these draws
-_REACHES = (32.0, 8.0, 2.0)  # largest factor of a group in the search, the next one if numbers get too extreme
 _TOLERANCE = {torch.float64: 1e-6}  # relative difference that still counts as equal; 1e-3 in single precision
 _DECLARED = 5  # errors that two estimates of a value may be apart of which theory says that it stays
 _SINGLE, _BOUND = 1e-3, 0.02  # lower bounds that an optimiser found are compared to 2 %
@@ -74,8 +68,8 @@ def audit(
         measures: names of `measures.MEASURES`, "all", or "default", which is what None means.
         transforms: names of `measures.TRANSFORMS`, "all", the default set, or transforms of your own: a dict of name →
             `Transformed`. Transforms that the network does not allow are listed in `skipped` with the reason.
-        search: whether to look for the scaling of layers that moves the trace, and like measures, furthest, and to draw
-            larger shifts of the logits and matrices of higher condition for the measures that are quick to take.
+        search: whether to look for what moves each measure furthest: the scaling of layers, and a point of every
+            continuous symmetry that is climbed to along a slope.
         progress: called with (what comes next, done, total) before every measurement and before the search.
         loss: a name, a `torch.nn` loss or a callable.
         params: names, prefixes or globs of the parameters to measure; all that require grad unless given.
@@ -90,14 +84,22 @@ def audit(
     The predicted ratio is 1 for a declared invariance; for spectra, traces and norms it comes from
     H(Tθ) = T⁻¹H(θ)T⁻¹ and the transform's own factors. The search scales every group of layers by up to 32 either way,
     guided by the prediction, and measures the network it ends at: the factor it reports is reached, hence a lower bound
-    of what is possible. Matrices are drawn with condition 10, in the search also 30 and 100, and shifts of the logits
-    once, 3 and 10 times as long as what they are added to.
+    of what is possible. The other transforms are drawn with condition 10, or as long as what they are added to. In the
+    search they may have condition 100, and shifts ten times that length: there it draws once more, and climbs from the
+    network in three steps along the exact slope of what stands for the measure, as it says itself (`Measure.guide`):
+    the length of the parameters, or vᵀGv for one sign vector v, G the Gauss-Newton matrix, with every parameter in its
+    own unit. Each end is certified and measured like any other network.
 
     Values count as equal up to 1e-6 in double precision, 1e-3 in single, 2 % where an optimiser found them. Two
-    estimates count as different if they are 3 of their errors apart; 5 if theory has the value stay. A larger reach
+    estimates count as different if they are 3 errors of their difference apart; 5 if theory has the value stay. Both
+    are taken along the same random vectors, and where there are as many parameters as before, the error is that of the
+    paired differences. A larger reach
     would move it further, so what moves at all has no size that tells two networks apart.
-    A trace that must be estimated takes 8 probes here, where `measure` takes 64.
-    Cost: the measures, once for the model and once a transform. References: paper B, section E; mathematics 7.1.
+    A trace that must be estimated takes 16 products here, by "hutch++" of `operator_trace`, where `measure` takes 64
+    probes: a few large eigenvalues, which make up most of its error, are taken out.
+    Cost: the measures, once for the model and once a transform. The search adds, for each continuous symmetry, up to
+    nine products with G and the measures that take at most 80 forward passes, once; those of at most 30 twice.
+    References: paper B, section E; mathematics 7.1, 7.10.
 
     >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2)).double()
     >>> points = torch.randn(8, 2, dtype=torch.float64), torch.tensor([0, 1] * 4)
@@ -116,7 +118,7 @@ def audit(
         memory=memory,
         group=group,
         seed=seed,
-        probes=_PROBES,
+        probes=PROBES,
         **reading,
     )
     here.check()  # data that cannot be measured fail before anything is transformed
@@ -131,80 +133,121 @@ def audit_in(
     search: bool = True,
     progress: Progress | None = None,
 ) -> Audit:
-    """The audit in a setting that is bound and checked already: what it has measured is not measured again."""
-    changed, skipped = _transformed(here, transforms)
-    total, done = len(chosen) * (1 + len(changed)) + search, 0
+    """The audit in a setting that is bound and checked already: what it has measured is not measured again.
 
-    def announce(what: str) -> None:
+    All ranks measure the model together. Every transform, and every search, is the work of one of them.
+    """
+    names = _named(transforms)
+    total, done = len(chosen) * (1 + len(names)) + search, 0
+
+    def announce(what: str, steps: int = 1) -> None:
         nonlocal done
-        if progress is not None:
+        if progress is not None and what:
             progress(what, done, total)
-        done += 1
+        done += steps
 
-    before: dict[str, Estimate] = {}
+    before, undefined = dict[str, Estimate](), dict[str, str]()
     for measure in chosen:
         announce(measure.name)
         value = measure.attempt(here)
         if math.isnan(value.value):
-            skipped[measure.name] = value.reason
+            undefined[measure.name] = value.reason
         else:
             before[measure.name] = value
 
-    rows: list[AuditRow] = []
-    for name, transformed in changed.items():
-        there = _moved(here, transformed)
-        for measure in chosen:
-            announce(f"{measure.name} after {name}")
-            if measure.name in before:
-                after = measure.attempt(there)
-                rows.append(_row(measure, name, before[measure.name], after, here, transformed))
+    one = _Audit(here.alone(), before, chosen, announce)
+    parts = shared(here.ranks, [functools.partial(one.column, name, make) for name, make in names.items()])
+    whole = functools.reduce(_plus, parts, one.part())
     worst: tuple[WorstFactor, ...] = ()
     if search:
+        done = total - 1
         announce("the search for the worst scaling")
-        measured = [measure for measure in chosen if measure.name in before]
-        found = [*_worst(here, measured, before), *_drawn_worst(here, measured, before, changed)]
-        furthest: dict[str, WorstFactor] = {}
-        for item in found:
-            last = furthest.setdefault(item.measure, item)
-            furthest[item.measure] = item if item.factor > last.factor or math.isnan(last.factor) else last
-        worst = tuple(furthest.values())
+        found = shared(here.ranks, one.searches(whole.certificates))
+        worst = furthest(functools.reduce(_plus, found, one.part()).worst)
     order = {measure.name: index for index, measure in enumerate(chosen)}
-    rows.sort(key=lambda row: order[row.measure])
-    return Audit(
-        rows=tuple(rows),
-        worst=worst,
-        certificates={name: transformed.certificate for name, transformed in changed.items()},
-        skipped=skipped,
-        samples=here.count,
-        parameters=here.problem.size,
-        loss=here.problem.loss.name,
-        batch_norm=here.batch_norm,
-        seed=here.seed,
-        notes=here.notes,
+    rows = sorted(whole.rows, key=lambda row: order[row.measure])
+    return dataclasses.replace(whole, rows=tuple(rows), worst=worst, skipped={**whole.skipped, **undefined})
+
+
+def _plus(one: Audit, other: Audit) -> Audit:
+    """Two parts of one audit."""
+    return dataclasses.replace(
+        one,
+        rows=one.rows + other.rows,
+        worst=one.worst + other.worst,
+        certificates={**one.certificates, **other.certificates},
+        skipped={**one.skipped, **other.skipped},
     )
 
 
-def _sample(here: Setting) -> Sample:
-    """The inputs on which all transforms of this model are found and compared."""
-    return here.once("sample of transforms", lambda: Sample.of(here.model, here.data, here.form))
+@dataclasses.dataclass
+class _Audit:
+    """The parts of an audit, each of them for whoever has time: nothing here needs another rank."""
 
+    here: Setting
+    before: dict[str, Estimate]
+    chosen: Sequence[Measure]
+    announce: Callable[..., None]
 
-def _moved(here: Setting, transformed: Transformed) -> Setting:
-    """The transformed model on the same data, mapped if its inputs are."""
-    there = here.moved(transformed.model)
-    there.probes = _PROBES if here.probes is None else here.probes
-    mapping = transformed.inputs
-    if mapping is None:
-        return there
-    return there.on([(mapping(inputs), targets) for inputs, targets in here.batches], read=True)
+    def part(self, **found: Any) -> Audit:
+        here = self.here
+        return Audit(
+            **{"rows": (), "worst": (), "certificates": {}, "skipped": {}, **found},
+            samples=here.count,
+            parameters=here.problem.size,
+            loss=here.problem.loss.name,
+            batch_norm=here.batch_norm,
+            seed=here.seed,
+            notes=here.notes,
+        )
+
+    def column(self, name: str, make: Callable[[Setting], Transformed]) -> Audit:
+        """All measures after one transform; or why the model has none."""
+        here = self.here
+        try:
+            transformed = make(here)
+        except InputError as error:
+            reason = str(error).removeprefix(f"{name}: ").removeprefix("scaling_groups: ")
+            return self._without(name, reason)
+        certificate = transformed.certificate
+        if here.batch_norm not in certificate.modes:
+            modes = " and ".join(certificate.modes)
+            reason = f"keeps the function with batch norm in mode {modes} only, not {here.batch_norm!r}"
+            return self._without(name, reason)
+        there, rows = moved_to(here, transformed), []
+        for measure in self.chosen:
+            self.announce(f"{measure.name} after {name}")
+            if measure.name in self.before:
+                after = measure.attempt(there)
+                rows.append(_row(measure, name, self.before[measure.name], after, (here, there), transformed))
+        return self.part(rows=tuple(rows), certificates={name: certificate})
+
+    def _without(self, name: str, reason: str) -> Audit:
+        self.announce("", len(self.chosen))
+        return self.part(skipped={name: reason})
+
+    def searches(self, applied: Collection[str]) -> list[Callable[[], Audit]]:
+        """How far each measure can be moved, by scaling layers or by further draws of what was applied."""
+        measured = [measure for measure in self.chosen if measure.name in self.before]
+        found = searches(self.here, measured, self.before, applied)
+        return [functools.partial(self._search, search) for search in found]
+
+    def _search(self, search: Callable[[], Iterable[WorstFactor]]) -> Audit:
+        return self.part(worst=tuple(search()))
 
 
 # ---------------------------------------------------------------- one row
 
 
 def _row(
-    measure: Measure, name: str, before: Estimate, after: Estimate, here: Setting, transformed: Transformed
+    measure: Measure,
+    name: str,
+    before: Estimate,
+    after: Estimate,
+    both: tuple[Setting, Setting],
+    transformed: Transformed,
 ) -> AuditRow:
+    here = both[0]
     declared = name in measure.invariant_to
     predicted = 1.0 if declared else math.nan
     if not declared and measure.predict is not None and before.sign:
@@ -213,10 +256,27 @@ def _row(
     certificate = transformed.certificate
     mapped = certificate.factors is not None or (transformed.map is not None and transformed.start is None)
     linear = mapped and certificate.scale == 1.0  # the Hessian becomes T⁻ᵀHT⁻¹
-    verdict, note = _verdict(before, after, _tolerance(measure, here), measure.keeps_sign and linear, declared)
+    paired = _paired(measure, *both)
+    tolerance, keeps_sign = _tolerance(measure, here), measure.keeps_sign and linear
+    verdict, note = _verdict(before, after, tolerance, keeps_sign, declared, paired[0])
     one_sign = before.sign * after.sign > 0 or verdict == "invariant"
     ratio = after.value / before.value if one_sign and before.value else math.nan
-    return AuditRow(measure.name, name, before, after, ratio, predicted, verdict, declared, note)
+    return AuditRow(measure.name, name, before, after, ratio, predicted, verdict, declared, note, paired[1])
+
+
+def _paired(measure: Measure, here: Setting, there: Setting) -> tuple[float, float]:
+    """The errors of difference and ratio of two estimates along the same random vectors; NaN where they are not.
+
+    What both matrices have in common drops out of every difference, whatever it adds to the error of each.
+    """
+    one, two = (setting.draws.get(measure.name) for setting in (here, there))
+    shapes = [{name: tensor.shape for name, tensor in setting.problem.params.items()} for setting in (here, there)]
+    if one is None or two is None or len(one) != len(two) or shapes[0] != shapes[1]:
+        return math.nan, math.nan
+    mean = float(one.mean())
+    ratio = float(two.mean()) / mean if mean else math.nan
+    apart, scaled_apart = float(standard_error(two - one)), float(standard_error(two - ratio * one))
+    return apart, scaled_apart / abs(mean) if mean else math.nan
 
 
 def _tolerance(measure: Measure, setting: Setting) -> float:
@@ -225,12 +285,18 @@ def _tolerance(measure: Measure, setting: Setting) -> float:
 
 
 def _verdict(
-    before: Estimate, after: Estimate, tolerance: float, keeps_sign: bool = False, declared: bool = False
+    before: Estimate,
+    after: Estimate,
+    tolerance: float,
+    keeps_sign: bool = False,
+    declared: bool = False,
+    paired: float = math.nan,
 ) -> tuple[str, str]:
     """What the two values say, and why if they say nothing; `keeps_sign` where theory forbids a change of sign.
 
     `declared` tells that theory has the value stay: then two estimates that agree within their errors are the same, and
-    they may be a little further apart, since nobody looks for a small change.
+    they may be a little further apart, since nobody looks for a small change. `paired` is the error of the difference
+    where both are along the same random vectors.
 
     >>> _verdict(Estimate(1.0), Estimate(2.0), 1e-6), _verdict(Estimate(1.0, 1.0), Estimate(2.0, 1.0), 1e-6)[0]
     (('changes', ''), 'unstable')
@@ -244,6 +310,7 @@ def _verdict(
     if difference <= tolerance * max(abs(before.value), abs(after.value)):
         return "invariant", ""
     error, tolerances = math.hypot(before.stderr, after.stderr), before.tolerance + after.tolerance
+    error = error if math.isnan(paired) else paired
     if not difference > (_DECLARED if declared else 3) * error + tolerances:
         within = f"the tolerances of the two values, {figure(tolerances, 2)}"
         within = f"{'five' if declared else 'three'} times its error {figure(error, 2)}" if error else within
@@ -258,10 +325,10 @@ def _verdict(
 # ---------------------------------------------------------------- the transforms
 
 
-def _transformed(
-    here: Setting, wanted: str | Iterable[str] | Mapping[str, Transformed] | None
-) -> tuple[dict[str, Transformed], dict[str, str]]:
-    """The networks after each transform, and the reasons for those that there are not."""
+def _named(
+    wanted: str | Iterable[str] | Mapping[str, Transformed] | None,
+) -> dict[str, Callable[[Setting], Transformed]]:
+    """The transforms that are asked for, by name: how each is made for a model."""
     if isinstance(wanted, Mapping):
         for name, each in wanted.items():
             if not isinstance(name, str) or not isinstance(each, Transformed):
@@ -269,47 +336,30 @@ def _transformed(
                     "transforms= takes names, or a dict from names to what a function of sl.transforms returned, got "
                     f"{shown(name)}: {shown(each)}."
                 )
-        return dict(wanted), {}
+        return {name: functools.partial(_given, each) for name, each in wanted.items()}
     names = DEFAULT_TRANSFORMS if wanted is None else tuple(TRANSFORMS) if wanted == "all" else wanted
     names = (names,) if isinstance(names, str) else tuple(names)
     for name in names:
         if name not in TRANSFORMS:
             raise unknown_name("transform", name, TRANSFORMS)
-    changed, skipped = {}, {}
-    for name in names:
-        try:
-            found = _APPLY[name](here)
-        except InputError as error:
-            skipped[name] = str(error).removeprefix(f"{name}: ").removeprefix("scaling_groups: ")
-            continue
-        if here.batch_norm in found.certificate.modes:
-            changed[name] = found
-        else:
-            modes = " and ".join(found.certificate.modes)
-            skipped[name] = f"keeps the function with batch norm in mode {modes} only, not {here.batch_norm!r}"
-    return changed, skipped
+    return {name: _APPLY[name] for name in names}
+
+
+def _given(transformed: Transformed, here: Setting) -> Transformed:
+    return transformed
 
 
 def _groups(here: Setting, who: str) -> list[ScalingGroup]:
     """The groups of layers that other layers undo."""
-    groups = [group for group in maps.scaling_groups(here.model, data=_sample(here)) if group.readers]
+    groups = [group for group in maps.scaling_groups(here.model, data=sample_of(here)) if group.readers]
     if not groups:
-        raise InputError(f"{who}: {maps.why_no_groups(here.model, data=_sample(here))}.")
+        raise InputError(f"{who}: {maps.why_no_groups(here.model, data=sample_of(here))}.")
     return groups
 
 
 def _rescale_layers(here: Setting) -> Transformed:
     groups = _groups(here, "rescale_layers")
-    return _scaled(here, [(group, _BETA if index % 2 == 0 else 1 / _BETA) for index, group in enumerate(groups)])
-
-
-def _scaled(here: Setting, pairs: Iterable[tuple[ScalingGroup, float]], data: Any = None) -> Transformed:
-    """Every group scaled by its number; factors of a layer in two groups multiply."""
-    factors: dict[str, Factor] = {}
-    for group, beta in pairs:
-        for layer, factor in group.factors(beta).items():
-            factors[layer] = factors.get(layer, 1.0) * factor
-    return maps.rescale_layers(here.model, factors, data=_sample(here) if data is None else data)
+    return scaled(here, [(group, _BETA if index % 2 == 0 else 1 / _BETA) for index, group in enumerate(groups)])
 
 
 def _rescale_channels(here: Setting) -> Transformed:
@@ -321,20 +371,20 @@ def _rescale_channels(here: Setting) -> Transformed:
     for group in groups:
         exponents = torch.randint(-3, 4, (group.channels or 1,), generator=generator)
         factors |= group.factors(2.0 ** exponents.double())
-    return maps.rescale_layers(here.model, factors, data=_sample(here))
+    return maps.rescale_layers(here.model, factors, data=sample_of(here))
 
 
 def _scale_before_batchnorm(here: Setting) -> Transformed:
-    found = maps.scaling_groups(here.model, data=_sample(here))
+    found = maps.scaling_groups(here.model, data=sample_of(here))
     writers = [name for group in found if group.absorbers and not group.readers for name in group.writers]
     if not writers:
         raise InputError("scale_before_batchnorm: no layer of this network is read by batch norms alone.")
-    return maps.scale_before_batchnorm(here.model, dict.fromkeys(writers, _BETA), data=_sample(here))
+    return maps.scale_before_batchnorm(here.model, dict.fromkeys(writers, _BETA), data=sample_of(here))
 
 
 def _shift_logits(here: Setting) -> Transformed:
-    found = maps.shift_logits(here.model, data=_sample(here), seed=here.seed)
-    before, after = here.losses, _moved(here, found).losses
+    found = maps.shift_logits(here.model, data=sample_of(here), seed=here.seed)
+    before, after = here.losses, moved_to(here, found).losses
     if not torch.allclose(before, after, rtol=_SINGLE, atol=_SINGLE * float(before.abs().max())):
         raise InputError(
             f"shift_logits: keeps the probabilities, and the loss {here.problem.loss.name!r} sees the logits."
@@ -344,14 +394,14 @@ def _shift_logits(here: Setting) -> Transformed:
 
 def _drawn(transform: Callable[..., Transformed]) -> Callable[[Setting], Transformed]:
     """A transform that finds its places in the network and draws its numbers by itself."""
-    return lambda here: transform(here.model, data=_sample(here), seed=here.seed)
+    return lambda here: transform(here.model, data=sample_of(here), seed=here.seed)
 
 
 _APPLY: dict[str, Callable[[Setting], Transformed]] = {
     "rescale_layers": _rescale_layers,
     "rescale_channels": _rescale_channels,
     "scale_before_batchnorm": _scale_before_batchnorm,
-    "fold_batchnorm": lambda here: maps.fold_batchnorm(here.model, data=_sample(here)),
+    "fold_batchnorm": lambda here: maps.fold_batchnorm(here.model, data=sample_of(here)),
     "shift_logits": _shift_logits,
     "mix_heads": _drawn(maps.mix_heads),
     "shift_attention_biases": _drawn(maps.shift_attention_biases),
@@ -361,136 +411,6 @@ _APPLY: dict[str, Callable[[Setting], Transformed]] = {
     "rotate_stream": _drawn(maps.rotate_stream),
     "split_units": _drawn(maps.split_units),
     "permute_units": _drawn(maps.permute_units),
-    "scale_last_layer": lambda here: maps.scale_last_layer(here.model, _ALPHA, data=_sample(here)),
-    "rescale_all": lambda here: maps.rescale_all(here.model, _ALPHA, data=_sample(here)),
+    "scale_last_layer": lambda here: maps.scale_last_layer(here.model, _ALPHA, data=sample_of(here)),
+    "rescale_all": lambda here: maps.rescale_all(here.model, _ALPHA, data=sample_of(here)),
 }
-
-
-# ---------------------------------------------------------------- the worst scaling
-
-
-def _worst(here: Setting, chosen: list[Measure], before: dict[str, Estimate]) -> tuple[WorstFactor, ...]:
-    """For every measure whose change the factors alone predict: the furthest values found, and measured."""
-    searched = [
-        measure
-        for measure in chosen
-        if measure.predict is not None
-        and measure.cost in ("forward", "backward")
-        and "rescale_layers" not in measure.invariant_to
-        and before[measure.name].sign > 0
-    ]
-    if not searched:
-        return ()
-    few = here.batches.first(2)
-    try:
-        groups = maps.scaling_groups(here.model, data=few)
-        units = [_scaled(here, [(group, 2.0)], few).certificate for group in groups]
-    except InputError:
-        return ()
-    if not groups:
-        return ()
-    found = []
-    for measure in searched:
-        ends = [_furthest(here, measure, groups, units, sign) for sign in (-1, 1)]
-        (low, low_factors, low_difference), (high, high_factors, high_difference) = ends
-        worst = max(low_difference, high_difference)
-        start = before[measure.name]
-        low, high = min(low, start, key=float), max(high, start, key=float)
-        if high.value > low.value:
-            errors = (_half(start), _half(low), _half(high))
-            values = (start.value, low.value, high.value)
-            found.append(WorstFactor(measure.name, *values, low_factors, high_factors, worst, errors))
-    return tuple(found)
-
-
-def _drawn_worst(
-    here: Setting, chosen: list[Measure], before: dict[str, Estimate], changed: Mapping[str, Transformed]
-) -> Iterator[WorstFactor]:
-    """The furthest values among a few draws of growing size, of the transforms that have one."""
-    for name in (name for name in _FURTHER if name in changed):
-        movable = [
-            measure
-            for measure in chosen
-            if name not in measure.invariant_to
-            and before[measure.name].sign > 0
-            and measure.forward_passes(here) <= _AFFORDABLE
-        ]
-        values: dict[str, list[tuple[Estimate, dict[str, float]]]] = {measure.name: [] for measure in movable}
-        apart = 0.0
-        for size in _FURTHER[name] if movable else ():
-            try:
-                drawn = getattr(maps, name)(here.model, data=here.data, size=size, seed=here.seed)
-            except InputError:
-                continue  # too extreme for the number format
-            apart = max(apart, drawn.certificate.relative_difference)
-            there = _moved(here, drawn)
-            for measure in movable:
-                value = measure.attempt(there)
-                if math.isfinite(value.value) and value.sign > 0:
-                    values[measure.name].append((value, {"size": size, "seed": float(here.seed)}))
-        for measure in movable:
-            start = before[measure.name]
-            ends = [*values[measure.name], (start, {})]
-            (low, low_draw), (high, high_draw) = (of(ends, key=lambda end: end[0].value) for of in (min, max))
-            if high.value > low.value:
-                errors = (_half(start), _half(low), _half(high))
-                numbers = (start.value, low.value, high.value)
-                yield WorstFactor(measure.name, *numbers, low_draw, high_draw, apart, errors, name)
-
-
-def _half(value: Estimate) -> float:
-    """The half-width of the 95 % interval on the given data; of a lower bound that of the value that was found."""
-    low, high = value.interval()
-    return 0.0 if value.status == "lower bound" else (high - low) / 2
-
-
-def _furthest(
-    here: Setting, measure: Measure, groups: tuple[ScalingGroup, ...], units: list[Certificate], sign: int
-) -> tuple[Estimate, dict[str, float], float]:
-    """The value furthest in one direction, by two sweeps over the groups; measured where the search ends."""
-    predict = measure.predict
-    assert predict is not None
-    exponents = [{name: _exponent(factor) for name, factor in (unit.factors or {}).items()} for unit in units]
-
-    def predicted(betas: list[float]) -> float:
-        factors = {
-            name: math.prod(beta ** each[name] for beta, each in zip(betas, exponents, strict=True))
-            for name in exponents[0]
-        }
-        value = predict(here, Transformed(here.model, dataclasses.replace(units[0], factors=factors)))
-        return -math.inf if value is None else sign * value
-
-    start = measure.attempt(here)
-    for reach in _REACHES:
-        betas = [1.0] * len(groups)
-        best = predicted(betas)
-        for _ in range(2):
-            for index in range(len(groups)):
-                for beta in (1 / reach, 1 / 4, 1 / 2, 1.0, 2.0, 4.0, reach):
-                    trial = [*betas[:index], beta, *betas[index + 1 :]]
-                    value = predicted(trial)
-                    if value > best:
-                        best, betas = value, trial
-        if best == -math.inf or all(beta == 1.0 for beta in betas):
-            break
-        try:
-            result = _scaled(here, zip(groups, betas, strict=True))
-            found = measure.compute(_moved(here, result))
-        except InputError:
-            continue  # too extreme for the number format
-        if math.isfinite(found.value):
-            layers = _layer_factors(groups, betas)
-            return found, layers, result.certificate.relative_difference
-    return start, {}, 0.0
-
-
-def _exponent(factor: Any) -> float:
-    return math.log2(float(factor))
-
-
-def _layer_factors(groups: tuple[ScalingGroup, ...], betas: list[float]) -> dict[str, float]:
-    factors: dict[str, float] = {}
-    for group, beta in zip(groups, betas, strict=True):
-        for layer, factor in group.factors(beta).items():
-            factors[layer] = factors.get(layer, 1.0) * float(factor)
-    return {layer: factor for layer, factor in factors.items() if factor != 1.0}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Unpack
 
 import numpy as np
@@ -15,7 +15,9 @@ from torch import Tensor, nn
 from spiritlevel import __version__
 from spiritlevel.answers.advising import Sides, advise
 from spiritlevel.answers.auditing import audit_in
+from spiritlevel.answers.changes import Change, several
 from spiritlevel.answers.measuring import FEW, RESAMPLES, Progress, kind, outcomes, silent
+from spiritlevel.answers.perturbing import changed
 from spiritlevel.arguments import checked
 from spiritlevel.binding.reading import Reading
 from spiritlevel.errors import InputError, NotExactError
@@ -26,6 +28,7 @@ from spiritlevel.results import (
     Comparison,
     ComparisonRow,
     Estimate,
+    figure,
     largest,
     mean_skewness,
     ratio_of,
@@ -36,9 +39,9 @@ from spiritlevel.results import (
 
 __all__ = ["compare"]
 
-_KEEP_FUNCTION = tuple(name for name in TRANSFORMS if name in SAME)
+KEEP_FUNCTION = frozenset(name for name in TRANSFORMS if name in SAME)
 _KEEP_CLASSES = tuple(TRANSFORMS)
-_TRIED = tuple(name for name in _KEEP_FUNCTION if name != "permute_units")  # which moves nothing, by theory and tests
+_TRIED = tuple(name for name in KEEP_FUNCTION if name != "permute_units")  # which moves nothing, by theory and tests
 _ROUNDING = {torch.float64: 1e-10}  # what counts as rounding, relative to the values; 1e-5 in single precision
 _ENDLESS = 10**12  # the population that samples of the same kind are from
 _BETTER = {"wider": 1, "flatter": 1, "sharper": -1, "larger": 0}  # the sign of a difference b - a that favours b
@@ -56,6 +59,7 @@ def compare(
     measures: str | Iterable[str] | None = None,
     samples: int | None = None,
     audit: bool = True,
+    under: Any = (),
     level: float = 0.95,
     progress: Progress | None = None,
     params: Any = None,
@@ -93,6 +97,9 @@ def compare(
         measures: names of `measures.MEASURES`, "all", or the default set.
         samples: compare on a random subset of so many.
         audit: whether to audit; without it, what a parametrisation can move is not comparable at all.
+        under: changes of the weights as `perturb` takes them, several in a list or separated by commas in a text:
+            "int4,prune:0.5". Both models are changed, and rows tell which is better then; `Comparison.under` says it in
+            words. They are about these weights: another parametrisation of the same function may be rounded otherwise.
         level: of the intervals.
         progress: called with (what, done, total) before every step.
         params: names, prefixes or globs of the parameters to measure, in both models; all that require grad unless
@@ -119,6 +126,7 @@ def compare(
         raise InputError(f"compare needs a level between 0 and 1, got {level}.")
     if len(names) != 2 or names[0] == names[1]:
         raise InputError(f"compare needs two different names, got {names!r}.")
+    changes = several(under) if under else []
     chosen = [each for each in select(measures) if measures is not None or each.direction != "larger"]
     everything = Setting(
         model_a,
@@ -139,7 +147,8 @@ def compare(
             setting.check()
         except InputError as error:
             raise InputError(f"model {name!r}: {error}") from error
-    return _Pair(pair[0], pair[1], names, chosen, audit, level, progress or silent, first.seed).comparison(population)
+    made = _Pair(pair[0], pair[1], names, chosen, audit, level, progress or silent, first.seed)
+    return made.comparison(population, changes)
 
 
 class _Plain(NamedTuple):
@@ -152,7 +161,7 @@ class _Plain(NamedTuple):
     advice: str  # as `Measure.advice`; with the size of the difference
 
 
-_LOSS = _Plain("loss", "mean loss", "sharper", _KEEP_FUNCTION, "its mean loss is lower by {difference}")
+_LOSS = _Plain("loss", "mean loss", "sharper", KEEP_FUNCTION, "its mean loss is lower by {difference}")
 _ACCURACY = _Plain(
     "accuracy",
     "share of the samples that are classified correctly",
@@ -192,8 +201,8 @@ class _Pair:
         self.left_out: dict[str, str] = {}
         self.accuracy = _ACCURACY
 
-    def comparison(self, population: int) -> Comparison:
-        total = len(self.chosen) + 3
+    def comparison(self, population: int, changes: Sequence[Change] = ()) -> Comparison:
+        total = len(self.chosen) + 3 + len(changes)
         self.progress("accuracy and loss", 0, total)
         seen = outcomes(self.a), outcomes(self.b)
         self.twice = [name for name, each in zip(self.names, seen, strict=True) if each.probabilities]
@@ -209,9 +218,15 @@ class _Pair:
         for number, each in enumerate(self.chosen):
             self.progress(each.name, number + 1, total)
             rows.append(self._row(each))
-        self.progress("audit", total - 2, total)
+        self.progress("audit", len(self.chosen) + 1, total)
         rows = self._of_logits(self._judged(rows))
         rows.sort(key=lambda row: (row.name != "accuracy", self._movable(row), row.name != "loss"))
+        said = []
+        for number, change in enumerate(changes):
+            self.progress(change.name, len(self.chosen) + 2 + number, total)
+            after = self._under(change)
+            rows += after
+            said.append(self._better(change, after))
         traces = None
         if "traces" in vars(self.a) and "traces" in vars(self.b):
             traces = (dataclasses.replace(self.a.traces, layers={}), dataclasses.replace(self.b.traces, layers={}))
@@ -226,6 +241,7 @@ class _Pair:
             rows=tuple(rows),
             advice=advice,
             reasons=tuple(reasons),
+            under=tuple(said),
             margins=found,
             traces=traces,
             losses=losses,
@@ -294,6 +310,39 @@ class _Pair:
         """0: nothing that keeps the classes moves it; 1: nothing that keeps the function does; 2: that may."""
         kept = next((each.invariant_to for each in self.chosen if each.name == row.name), frozenset())
         return 0 if row.name == "accuracy" or kept.issuperset(_KEEP_CLASSES) else 1 if row.invariant else 2
+
+    # ------------------------------------------------------------ after a change
+
+    def _under(self, change: Change) -> list[ComparisonRow]:
+        """Both models after a change of their weights, sample by sample."""
+        a, b = (changed(setting, change) for _, setting in self._sides)
+        where, looks, self.looks = f", {change.name}", self.looks, 2
+        kinds = [
+            ("loss", f"mean loss after {change.meaning}", "sharper"),
+            ("rise of the loss", f"what {change.meaning} adds to the mean loss", "sharper"),
+        ]
+        columns = [(a["after"], b["after"]), (a["after"] - a["before"], b["after"] - b["before"])]
+        if "right_after" in a and "right_after" in b:
+            kinds.insert(0, ("accuracy", f"share that is classified correctly after {change.meaning}", "wider"))
+            columns.insert(0, (a["right_after"], b["right_after"]))
+        note = "of these weights; another parametrisation of the same function may change otherwise"
+        rows = []
+        for (name, meaning, direction), (first, second) in zip(kinds, columns, strict=True):
+            plain = _Plain(f"{name}{where}", meaning, direction, (), "")
+            row = self._plain(plain, first, second, exact=name == "accuracy")
+            rows.append(dataclasses.replace(row, note=row.note or note))
+        self.looks = looks
+        return self._of_logits(rows)
+
+    def _better(self, change: Change, rows: list[ComparisonRow]) -> str:
+        """Which model is better after the change, by the first of accuracy and loss that is sure at half the error."""
+        for row in rows[:-1]:
+            if row.sure and row.verdict in ("a", "b"):
+                better = self.names[0] if row.verdict == "a" else self.names[1]
+                what = row.name.removesuffix(f", {change.name}")
+                values = f"{figure(row.a.value, 4)} and {figure(row.b.value, 4)}"
+                return f"Under {change.name}, {better} is better: {what} {values} ({' and '.join(self.names)})."
+        return f"Under {change.name}, neither is better for sure."
 
     # ------------------------------------------------------------ rows
 
@@ -409,7 +458,7 @@ class _Pair:
         in_proportion: bool,
     ) -> ComparisonRow:
         difference, sign = b.value - a.value, _BETTER[each.direction]
-        invariant = frozenset(each.invariant_to).issuperset(_KEEP_FUNCTION)
+        invariant = frozenset(each.invariant_to).issuperset(KEEP_FUNCTION)
         if math.isnan(difference):
             verdict, note = "undefined", a.reason or b.reason or "the values are not finite"
         elif math.isfinite(difference) and abs(difference) <= rounding:

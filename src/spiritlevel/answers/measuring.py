@@ -20,19 +20,23 @@ from torch.nn import functional as F
 
 from spiritlevel import __version__
 from spiritlevel.answers.auditing import audit_in
+from spiritlevel.answers.directions import wanted
+from spiritlevel.answers.sharing import shared
 from spiritlevel.answers.surface import landscape_in
 from spiritlevel.answers.wording import headline
 from spiritlevel.arguments import checked
 from spiritlevel.binding.batches import Fingerprint, picked
-from spiritlevel.binding.losses import BinaryCrossEntropy, aceht
-from spiritlevel.binding.memory import available_memory
+from spiritlevel.binding.context import IDLE
+from spiritlevel.binding.losses import BinaryCrossEntropy
 from spiritlevel.binding.ranks import Ranks
 from spiritlevel.binding.reading import Reading
 from spiritlevel.binding.state import preserved_random_state
 from spiritlevel.errors import InputError, NotExactError, first_line, is_out_of_memory, unknown_name
 from spiritlevel.estimators import spectrum
 from spiritlevel.measures import Measure, Setting, select
+from spiritlevel.measures.margins import acehts
 from spiritlevel.measures.registry import LEADING
+from spiritlevel.memory import available_memory
 from spiritlevel.results import (
     Estimate,
     Fit,
@@ -112,9 +116,9 @@ def measure(
         name: of the model in the report; its class unless given.
         classes: names of the classes, for the page.
         progress: called with (what, done, total) before every step.
-        group: a `torch.distributed` group whose ranks all make this same call. Traces, margins, products of the Hessian
-            and of the Gauss-Newton matrix, losses and gradients are shared; all else, audit and landscape among it,
-            every rank computes for itself. Rank 0 decides what fits the time limit; all return the same report.
+        group: a `torch.distributed` group whose ranks all make this same call with the same data and share all work:
+            the samples, the points of the landscape, the draws of noise, the transforms of the audit. Rank 0 decides
+            what fits the time limit; all return the same report.
         seed: of everything random.
         reading: `target=`, `batch=`, `output=`, `unit=`, `batches=`: how batches and outputs are read, and what a
             sample is; see `Reading`.
@@ -140,11 +144,13 @@ def measure(
                 memory=memory,
                 group=group,
                 seed=seed,
+                sharded=True,
                 **reading,
             )
             run = _Run(here, test, measures, parts, samples, time_limit, progress)
             run.dtype = kind_of(here.problem.dtype, model)
         run.agree()
+        run.check()
         run.everything()
     return run.report(name or type(model).__name__, tuple(str(item) for item in classes))
 
@@ -184,16 +190,7 @@ class _Run:
         self.population = everything.count
         self.here, self.indices = everything.drawn(samples)
         self.there = None if test is None else everything.on(test)
-        self.here.check()  # data that cannot be measured fail before anything is
-        begin = time.monotonic()
-        if time_limit is not None:  # again: what libraries do on their first call would pass for the cost of a step
-            self.here.check()
-        self.forward = time.monotonic() - begin
-        if self.there is not None:
-            try:
-                self.there.check()
-            except InputError as error:
-                raise InputError(f"test data: {error}") from error
+        self.forward = 0.0  # seconds of a forward pass over the data, once it is known
         self.found: dict[str, Any] = {"fits": {}, "correlations": {}, "layers": {}}
         self.values: dict[str, ReportRow] = {}
         self.left_out: dict[str, str] = {}
@@ -212,6 +209,19 @@ class _Run:
                     mark.update(inputs, targets)
         ranks.same(str(mark), "their data")
         ranks.same(([each.name for each in self.chosen], self.parts, self.limit, self.seed), "their options")
+
+    def check(self) -> None:
+        """Data that cannot be measured fail before anything is."""
+        self.here.check()
+        begin = time.monotonic()
+        if self.limit is not None:  # again: what libraries do on their first call would pass for the cost of a step
+            self.here.check()
+        self.forward = time.monotonic() - begin
+        if self.there is not None:
+            try:
+                self.there.check()
+            except InputError as error:
+                raise InputError(f"test data: {error}") from error
 
     # ------------------------------------------------------------ the steps
 
@@ -277,7 +287,7 @@ class _Run:
         Asked before it begins: the system lets a process ask for more than there is, and ends it when it comes to that.
         """
         size = self.here.problem.size
-        need, free = step.vectors * size * self.here.problem.dtype.itemsize, available_memory()
+        need, free = step.vectors * size * self.here.problem.dtype.itemsize, available_memory(self.here.problem.device)
         if need <= free:
             return ""
         return (
@@ -337,12 +347,12 @@ class _Run:
 
     def _as_fit(self, found: Margins | None, seen: Outcomes, population: int) -> Fit:
         accuracy, losses = Estimate(math.nan, reason="the targets are not classes"), seen.losses
-        of = "positions" if self.here.form.unit == "token" else "samples"
+        of = "tokens" if self.here.form.unit == "token" else "samples"
         if found is not None and found.right is not None:
             accuracy = mean_of(found.right, population)
             of = "labels" if isinstance(self.here.problem.loss, BinaryCrossEntropy) else "positions"
         elif found is not None:
-            accuracy, of = share_of(found.correct.double(), population), "samples"
+            accuracy = share_of(found.correct.double(), population)
         loss = mean_of(losses, population)
         return Fit(len(losses), population, accuracy, loss, of=of, r_squared=seen.r_squared)
 
@@ -360,12 +370,13 @@ class _Run:
         pairs: dict[str, Any] = {"trace and margin": (found.output, None)}
         pairs["trace and margin, correct samples"] = (found.output, found.correct)
         try:
-            inputs, logits, _ = self.here.logits
-            pairs["trace and ACEHT"] = (aceht(inputs, logits), None)
+            pairs["trace and ACEHT"] = (acehts(self.here), None)
         except InputError as error:
             self.left_out["trace and ACEHT"] = str(error)
-        for name, (other, where) in pairs.items():
-            self.found["correlations"][name] = correlate(traces, other, where=where, seed=self.seed)
+        tasks = [
+            functools.partial(correlate, traces, other, where=where, seed=self.seed) for other, where in pairs.values()
+        ]
+        self.found["correlations"] = dict(zip(pairs, shared(self.here.ranks, tasks), strict=True))
 
     def _traces(self) -> SampleTraces | None:
         """The traces, if they were measured."""
@@ -398,13 +409,17 @@ class _Run:
         def forward(what: str, done: int, total: int) -> None:
             self.progress(f"audit: {what}", done, total)
 
+        if self.here.problem.sharded:
+            raise InputError("an audit transforms the whole model, and it is sharded over processes.")
         self.found["audit"] = audit_in(self.few, self.chosen, progress=forward)
 
     def _spectrum(self) -> None:
         self.found["spectrum"] = spectrum(self.few.hessian, k=2, probes=_PROBES, steps=_STEPS, seed=self.seed)
 
     def _landscape(self) -> None:
-        self.found["landscape"] = landscape_in(self.few, dimensions=2, points=_GRID)
+        if self.here.problem.sharded:
+            raise InputError("a landscape moves the whole model, and it is sharded over processes.")
+        self.found["landscape"] = landscape_in(self.few, wanted("eigenvectors", None, 2, _GRID, None))
 
     # ------------------------------------------------------------ the report
 
@@ -490,44 +505,59 @@ class Outcomes(NamedTuple):
 
 def outcomes(setting: Setting) -> Outcomes:
     """Every sample's predicted class and loss."""
-    classes, losses, probabilities = [], [], setting.problem.loss.name.startswith("cross_entropy")
-    problem, explained, several = setting.problem, _Explained(), False
-    with problem.active(), torch.no_grad():
-        for inputs, targets in setting.each():
-            outputs = problem.outputs(problem.params, inputs)
-            losses.append(problem.loss.values(outputs, targets).double().cpu())
+    problem, ranks = setting.problem, setting.ranks
+    columns: list[tuple[int, Tensor]] = []
+    every = {"probabilities": problem.loss.name.startswith("cross_entropy"), "one": True, "labelled": True}
+    with ranks.together(), problem.active(), torch.no_grad():
+        explained = _Explained(setting.first(1)[1])
+        for start, inputs, targets in setting.mine():
+            with setting.each_together():
+                outputs = problem.outputs(problem.params, inputs)
+            if start == IDLE:
+                continue
+            flat, one = outputs.reshape(len(targets), -1), outputs.ndim <= 2
             explained.update(problem.loss.prediction(outputs.double(), targets), targets)
-            several |= outputs.ndim > 2 or targets.ndim > 1
-            flat = outputs.reshape(len(targets), -1)
-            if outputs.ndim <= 2:
+            if one and flat.shape[1] > 1:
                 within = bool(((flat >= 0) & (flat <= 1)).all())
-                probabilities &= within and bool((flat.sum(1) - 1).abs().max() < 1e-3)
-            if not several:
-                classes.append((flat.argmax(1) if flat.shape[1] > 1 else (flat[:, 0] > 0).long()).cpu())
-            labelled = not targets.is_floating_point() or flat.shape[1] == 1
-    probabilities &= flat.shape[1] > 1 and outputs.ndim == 2
-    found = torch.cat(classes) if labelled and not several and explained.count == 0 else None
-    return Outcomes(found, torch.cat(losses), probabilities, explained.r_squared())
+                every["probabilities"] &= within and bool((flat.sum(1) - 1).abs().max() < 1e-3)
+            every["probabilities"] &= one and flat.shape[1] > 1
+            every["one"] &= one and targets.ndim <= 1
+            every["labelled"] &= not targets.is_floating_point() or flat.shape[1] == 1
+            classes = flat.argmax(1) if flat.shape[1] > 1 else flat[:, 0] > 0
+            columns.append((start, torch.stack([problem.loss.values(outputs, targets).double(), classes.double()], 1)))
+    explained.over(ranks)
+    sure = {name: bool(ranks.least(int(flag))) for name, flag in every.items()}
+    losses, classes = ranks.joined(columns, setting.count, 2).unbind(1)
+    found = classes.long() if sure["labelled"] and sure["one"] and explained.count == 0 else None
+    return Outcomes(found, losses, sure["probabilities"], explained.r_squared())
 
 
 class _Explained:
     """How much of the variance of the targets predictions explain, from sums over batches."""
 
-    def __init__(self) -> None:
+    def __init__(self, targets: Tensor) -> None:
+        self.first = self._rows(targets)[0]  # sums are taken from here on, so that little cancels
         self.count, self.left = 0, 0.0
-        self.first, self.mean, self.squares = torch.zeros(()), torch.zeros(()), torch.zeros(())
+        self.mean, self.squares = torch.zeros_like(self.first), torch.zeros_like(self.first)
+
+    @staticmethod
+    def _rows(targets: Tensor) -> Tensor:
+        return targets.double().reshape(len(targets), -1).cpu()
 
     def update(self, predicted: Tensor | None, targets: Tensor) -> None:
         if predicted is None:
             return
-        wanted = targets.double().reshape(len(targets), -1).cpu()
+        wanted = self._rows(targets)
         self.left += float((wanted - predicted.reshape(len(targets), -1).cpu()).square().sum())
-        if not self.count:
-            self.first = wanted[0]
-            self.mean, self.squares = torch.zeros_like(wanted[0]), torch.zeros_like(wanted[0])
-        moved = wanted - self.first  # near 0, so that little cancels
+        moved = wanted - self.first
         self.count += len(wanted)
         self.mean, self.squares = self.mean + moved.sum(0), self.squares + moved.square().sum(0)
+
+    def over(self, ranks: Ranks) -> None:
+        """The sums over the batches of all ranks."""
+        known = torch.tensor([self.count, self.left], dtype=torch.float64)
+        ranks.add([known, self.mean, self.squares])
+        self.count, self.left = int(known[0]), float(known[1])
 
     def r_squared(self) -> Estimate | None:
         if not self.count:

@@ -18,25 +18,35 @@ from spiritlevel.binding.modules import unwrapped
 from spiritlevel.errors import InputError, NotExactError, unknown_name
 from spiritlevel.estimators import eigenvalues, operator_trace
 from spiritlevel.measures import Setting
-from spiritlevel.results.training import CriticalSharpness
+from spiritlevel.results.training import CriticalSharpness, Stability
 from spiritlevel.samples.traces import traces_in
 
 TOL, PRODUCTS = 0.02, 24  # of the largest eigenvalue
+AFRESH = 4  # every so many looks one starts from a random vector, which rules out that a larger eigenvalue was missed
 _PROBES = 16
 
 COLUMNS: dict[str, tuple[str, ...]] = {
     "loss": ("loss",),
     "margins": ("accuracy", "margin_mean", "margin_median"),
     "trace": ("trace", "trace_stderr"),
-    "largest_eigenvalue": ("largest_eigenvalue", "residual", "tolerance", "converged", "products"),
+    "largest_eigenvalue": ("largest_eigenvalue", "residual", "tolerance", "converged", "products", "afresh"),
     "layers": (),  # "trace/" and the name of each parameter tensor
     "critical_sharpness": ("critical_sharpness", "critical_low", "critical_high", "critical_step", "critical_forwards"),
-    "stability": ("stability_curvature", "stability_limit", "stability_ratio", "stability_side"),
+    "stability": (
+        "stability_curvature",
+        "stability_limit",
+        "stability_ratio",
+        "stability_side",
+        "stability_products",
+    ),
 }
 """The quantities, and the columns of each."""
 
 USUAL = ("loss", "margins", "trace", "largest_eigenvalue")
-_NOTHING: dict[str, Any] = {"converged": False, "products": 0, "critical_forwards": 0, "stability_side": ""}
+_NOTHING: dict[str, Any] = {
+    **{"converged": False, "afresh": False, "stability_side": ""},
+    **dict.fromkeys(("products", "critical_forwards", "stability_products"), 0),
+}
 
 
 class Quantities:
@@ -55,6 +65,15 @@ class Quantities:
         self.model, self.optimizer = model, optimizer
         self.sentences: dict[str, str] = {}
         self._critical: CriticalSharpness | None = None
+        self._stability: Stability | None = None
+        self._vector: Tensor | None = None
+        self._looks = {"largest_eigenvalue": 0, "stability": 0}
+
+    def _afresh(self, name: str, last: Tensor | None, size: int) -> bool:
+        """Whether this look starts from a random vector, and not from what the last one found."""
+        self._looks[name] += 1
+        usable = last is not None and last.numel() == size and bool(torch.isfinite(last).all())
+        return not usable or self._looks[name] % AFRESH == 1
 
     def nothing(self) -> dict[str, Any]:
         """The columns before anything is measured."""
@@ -103,14 +122,19 @@ class Quantities:
         return {f"trace/{name}": float(values.mean()) for name, values in layers.items()}
 
     def _largest_eigenvalue_of(self, setting: Setting) -> dict[str, Any]:
-        top = eigenvalues(setting.hessian, tol=TOL, max_matvecs=PRODUCTS, vectors=False, seed=setting.seed)
+        afresh = self._afresh("largest_eigenvalue", self._vector, setting.problem.size)
+        start = None if afresh else self._vector
+        top = eigenvalues(setting.hessian, tol=TOL, max_matvecs=PRODUCTS, seed=setting.seed, start=start)
         found = top.outermost()
+        self._vector = None if top.vectors is None else top.vectors[:, 0]
+        known = found.tolerance if found.status == "converged" else float(top.residuals[0])
         return {
             "largest_eigenvalue": found.value,
             "residual": float(top.residuals[0]),
-            "tolerance": found.tolerance if top.converged else math.nan,
+            "tolerance": known if top.converged else math.nan,
             "converged": top.converged,
             "products": top.matvecs,
+            "afresh": found.status != "lower bound",
         }
 
     def _critical_sharpness_of(self, setting: Setting) -> dict[str, Any]:
@@ -141,24 +165,27 @@ class Quantities:
     def _stability_of(self, setting: Setting) -> dict[str, Any]:
         assert self.optimizer is not None
         model = unwrapped(self.model)
-        loss, mode = setting.problem.loss, setting.batch_norm
+        loss, mode, last = setting.problem.loss, setting.batch_norm, self._stability
+        afresh = self._afresh("stability", None if last is None else last.vector, setting.problem.size)
         found = stability(
             self.optimizer,
             model,
             setting.data,
+            start=None if afresh else last,
             tol=TOL,
             seed=setting.seed,
             loss=loss,
             batch_norm=mode,
             **setting.form.options(),
         )
-        text = str(found)
+        self._stability, text = found, str(found)
         self.sentences["stability"] = f"{text[:1].upper()}{text[1:]}."
         return {
             "stability_curvature": found.curvature.value,
             "stability_limit": found.limit,
             "stability_ratio": found.ratio,
             "stability_side": found.side,
+            "stability_products": found.curvature.matvecs,
         }
 
 

@@ -65,6 +65,14 @@ def _tensor(name: str, values: Any) -> Tensor:
         raise InputError(f"{name} must be a tensor or a list of numbers, got {shown(values)}.") from error
 
 
+def _joined_rows(parts: Sequence[Tensor]) -> Tensor:
+    """The rows of several tensors on the CPU; they are moved as one where they lie together."""
+    first = parts[0].device, parts[0].ndim
+    if any((part.device, part.ndim) != first for part in parts):
+        parts = [part.cpu().reshape(len(part), -1) for part in parts]
+    return torch.cat(list(parts)).cpu()
+
+
 class _Call(NamedTuple):
     logits: Tensor
     targets: Tensor
@@ -76,7 +84,7 @@ class Recorder:
     """Keeps loss, margin, correctness and entropy of every training sample at every visit.
 
     Call `record` with what the loop has anyway, once a batch, in any order of the samples. Logits are copied and looked
-    at many rows at a time, in float64 and free of cancellation. Kept are 14 bytes a visit, 4 bytes a sample and 8
+    at many rows at a time, free of cancellation. Kept are 14 bytes a visit, 4 bytes a sample and 8
     bytes a call: less than 16 bytes a sample and epoch from the third epoch on (`benchmarks/recorder.py`).
 
     `frame()` has a row a sample:
@@ -154,7 +162,9 @@ class Recorder:
         if not first and outputs != self._outputs:
             raise InputError(f"record got {outputs} logits a sample, and {self._outputs} before.")
         # copies, for the loop may write over its own; all else can wait until many rows are looked at together
-        self._calls.append(_Call(logits.detach().clone(), targets.clone(), ids.clone(), step))
+        if targets.ndim != 1:
+            targets = targets.reshape(-1)
+        self._calls.append(_Call(logits.detach().clone(), targets.detach().clone(), ids.clone(), step))
         self._rows += count
         self.steps, self._outputs, self._device = step + 1, outputs, logits.device
         if first or self._rows >= _ROWS or self._rows * outputs >= _NUMBERS:
@@ -177,9 +187,8 @@ class Recorder:
         calls, self._calls, self._rows = self._calls, [], 0
         if not calls:
             return
-        logits = torch.cat([call.logits.cpu().reshape(len(call.ids), -1) for call in calls])
-        ids = torch.cat([call.ids.cpu() for call in calls])
-        labels = torch.cat([call.targets.detach().cpu().reshape(-1) for call in calls])
+        logits, labels, ids = (_joined_rows(column) for column in list(zip(*calls, strict=True))[:3])
+        logits = logits.reshape(len(ids), -1)
         ids, labels = check_batch(ids, labels, self.samples, logits.shape[1])
         loss, margin, entropy, predicted = observed(logits, labels)
         steps, rows = (torch.tensor(column) for column in ([c.step for c in calls], [len(c.ids) for c in calls]))
@@ -187,12 +196,8 @@ class Recorder:
         self._logs.append(Visits.of(log))
         if logits.shape[1] > torch.iinfo(torch.int16).max:
             self._label, self._predicted = self._label.int(), self._predicted.int()
-        order = ids.argsort(stable=True)  # of samples that come several times the last counts
-        ends = torch.ones(len(ids), dtype=torch.bool)
-        ends[:-1] = ids[order][1:] != ids[order][:-1]
-        last = order[ends]
-        self._label[ids[last]] = labels[last].to(self._label.dtype)
-        self._predicted[ids[last]] = predicted[last].to(self._predicted.dtype)
+        for kept, found in ((self._label, labels), (self._predicted, predicted)):
+            kept.numpy()[ids.numpy()] = found.numpy()  # of an id that comes several times NumPy keeps the last
 
     def _log(self) -> Visits:
         self._look()
@@ -350,6 +355,8 @@ class Recorder:
         Of several processes each says its `rank`; `path` is then a folder, and what this process has left in its own
         file there is read, to which `save` will write.
         """
+        if rank is not None:
+            rank = whole_number(rank, "rank", 0)
         if rank is not None and self.path is not None:
             folder = self.path.parent if self.path.suffix == ".safetensors" else self.path
             self.path = folder / f"samples-{rank}.safetensors"

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
-import math
-from collections.abc import Callable, Iterator, Sequence
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Unpack
 
 import torch
@@ -12,26 +14,26 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from spiritlevel.answers.directions import Directions, Wanted, difference, inner, wanted
+from spiritlevel.answers.keeping import Keeper, fingerprint_of
 from spiritlevel.arguments import checked
-from spiritlevel.binding.batches import Batches
+from spiritlevel.binding.batches import Batches, Fingerprint
 from spiritlevel.binding.context import Context
-from spiritlevel.binding.modules import unwrapped
 from spiritlevel.binding.parameters import Params
 from spiritlevel.binding.points import at_points, points_at_once
 from spiritlevel.binding.problem import Problem
 from spiritlevel.binding.reading import Reading
 from spiritlevel.binding.rewrites import by_channel, normalised
-from spiritlevel.errors import InputError, shown, unknown_name
-from spiritlevel.estimators import eigenvalues
+from spiritlevel.errors import InputError
 from spiritlevel.operators.averaging import activation_bytes
-from spiritlevel.operators.matrices import hessian_in
 from spiritlevel.operators.products import hessian_product, loss_gradient
 from spiritlevel.results import Landscape
 from spiritlevel.samples.margins import share_right
+from spiritlevel.storage import digest
 
 __all__ = ["landscape"]
 
-_NAMED = ("eigenvectors", "random")
+Progress = Callable[[str, int, int], None]
 _AT_ONCE = 512  # samples in a forward pass, unless the caller says so
 
 
@@ -42,9 +44,12 @@ def landscape(
     data: Any,
     *,
     directions: Any = "eigenvectors",
-    dimensions: int = 1,
+    trajectory: Any = None,
+    dimensions: int | None = None,
     points: int | None = None,
     radius: float | None = None,
+    keep: str | Path | None = None,
+    progress: Progress | None = None,
     loss: Any = "cross_entropy",
     params: Any = None,
     batch_norm: str = "eval",
@@ -64,20 +69,29 @@ def landscape(
     - another model of the same architecture, or a pair of them: d = θ' − θ for all parameters, and for the running
       statistics of batch norm and other buffers, so that step 1 *is* the other model; beyond the two a running
       variance ends at zero. The result then has the `barrier` between them.
+    - with `trajectory`, the checkpoints of a training: the principal directions of θᵢ − θ, the plane through the model
+      that comes nearest to them all. The result then has their places in the plane, `track`, and how much of their
+      distances from the model it `explained`.
 
-    Exact at every grid point; slope and curvature are exact derivatives; the eigenvectors have a relative residual of
-    at most 1e-3, or `notes` says so. Cost: one forward pass over the data a grid point, about 4 gradients a
-    direction, and for eigenvectors some 30 Hessian products.
+    Exact at every grid point, with the standard deviation of a sample's loss beside it (`spread`); slope and curvature
+    are exact derivatives; the eigenvectors have a relative residual of at most 1e-3, or `notes` says so. Cost: one
+    forward pass over the data a grid point, about 4 gradients a direction, and for eigenvectors some 30 Hessian
+    products.
 
     Args:
         model: any module; it is left as it was.
         data: as in `hessian`.
         directions: see above.
-        dimensions: 1 or 2; of two models it is 2.
+        trajectory: models or state dicts in the order of the training, the model itself need not be among them.
+        dimensions: 1 or 2; 1 unless given, of two models and of a trajectory 2.
         points: grid points a direction, odd so that the model is one of them; 41 on a line, 21 on a plane. To another
             model: the points from step 0 to step 1.
         radius: the largest step: 1 for random directions, √(2/|λ₁|) for eigenvectors, where the parabola along the
-            first has risen by 1. To another model: how far the path goes on beyond both ends, 0 unless given.
+            first has risen by 1. To another model: how far the path goes on beyond both ends, 0 unless given. Along
+            a trajectory: all of it unless given.
+        keep: a folder in which the work so far is kept every few seconds. The same call goes on from there after a
+            kill, to the same numbers bit by bit, and returns at once when all is done; another call is refused.
+        progress: called with (what, done, total) while the points are computed.
         loss: as in `hessian`, and so are the next four.
         params: the parameters that move; not for a path to another model, which moves them all.
         batch_norm: "eval" or "batch".
@@ -111,195 +125,187 @@ def landscape(
         ordered=False,
         **reading,
     )
-    if _other_models(directions) and params is not None:
+    asked = wanted(directions, trajectory, dimensions, points, radius)
+    if asked.others and params is not None:
         raise InputError("params= does not go with a path to another model, which moves all parameters; leave it out.")
-    return landscape_in(context, directions=directions, dimensions=dimensions, points=points, radius=radius)
+    if keep is not None and group is not None:
+        raise InputError("keep= is for one process; leave it out with group=.")
+    keeper = None if keep is None else Keeper(keep, _key(context, asked))
+    return landscape_in(context, asked, keeper=keeper, progress=progress)
 
 
 def landscape_in(
-    context: Context,
-    *,
-    directions: Any = "eigenvectors",
-    dimensions: int = 1,
-    points: int | None = None,
-    radius: float | None = None,
+    context: Context, asked: Wanted, *, keeper: Keeper | None = None, progress: Progress | None = None
 ) -> Landscape:
     """The surface in a context that is bound already; see `landscape`."""
-    problem, seed = context.problem, context.seed
-    batches = context.batches.cut(context.batch_size if context.batch_size or context.whole else _AT_ONCE)
-    others = _other_models(directions)
-    if others:
-        dimensions = len(others)
-    _check(dimensions, points, radius, others)
-    points = points or (41 if dimensions == 1 else 21)
-
-    notes: tuple[str, ...] = ()
-    if others:
-        moves = [_towards(problem, other) for other in others]
-        labels = tuple("to the other model" if dimensions == 1 else f"to model {i + 1}" for i in range(dimensions))
-        steps = _path_steps(points, radius or 0.0)
-    else:
-        if directions == "random":
-            generator = torch.Generator().manual_seed(seed)
-            moves = [_filter_normalised(problem, generator) for _ in range(dimensions)]
-            radius = radius or 1.0
-        else:
-            moves, radius, notes = _eigenvectors(context, dimensions, radius)
-        labels = tuple(f"{directions.removesuffix('s')} {i + 1}" for i in range(dimensions))
-        steps = torch.linspace(-radius, radius, points, dtype=torch.float64)
-        steps[points // 2] = 0.0
-
-    axes = (steps,) * dimensions
-    grid = torch.cartesian_prod(*axes).reshape(-1, dimensions)
-    losses, accuracies = _evaluate(context, batches, moves, grid)
-    shape = (len(steps),) * dimensions
-    losses, accuracies = losses.reshape(shape), None if accuracies is None else accuracies.reshape(shape)
-    slopes, curvatures = _derivatives(context, batches, moves)
+    if keeper is not None and (finished := keeper.result(Landscape)) is not None:
+        return finished
+    batches = context.batches.cut(context.batch_size if context.batch_size or context.whole else context.fair(_AT_ONCE))
+    there = asked.find(context) if keeper is None else _kept_directions(keeper, context, asked)
+    grid = torch.cartesian_prod(*there.steps).reshape(-1, len(there.steps))
+    shape = tuple(len(steps) for steps in there.steps)
+    sums = _evaluate(context, batches, there.moves, grid, keeper, progress or _silent)
+    losses = (sums.losses / context.count).reshape(shape)
+    slopes, curvatures = _derivatives(context, batches, there.moves)
     barrier = None
-    if others and dimensions == 1:
-        inside = (steps >= 0) & (steps <= 1)
-        path, t = losses[inside], steps[inside]
+    if there.to_model:
+        inside = (there.steps[0] >= 0) & (there.steps[0] <= 1)
+        path, t = losses[inside], there.steps[0][inside]
         barrier = float((path - (1 - t) * path[0] - t * path[-1]).max())
-    return Landscape(
-        directions=labels,
-        steps=axes,
+    found = Landscape(
+        directions=there.labels,
+        steps=there.steps,
         losses=losses,
-        accuracies=accuracies,
+        accuracies=None if sums.other else (sums.correct / context.count).reshape(shape),
         value=float(losses[(grid == 0).all(1).reshape(shape)][0]),
         slopes=slopes,
         curvatures=curvatures,
-        lengths=torch.tensor([_inner(move, move) for move in moves], dtype=torch.float64).sqrt(),
+        lengths=torch.tensor([inner(move, move) for move in there.moves], dtype=torch.float64).sqrt(),
         barrier=barrier,
         samples=context.count,
-        loss=problem.loss.name,
+        loss=context.problem.loss.name,
         batch_norm=context.batch_norm,
-        seed=None if others else seed,
-        notes=(*notes, *context.notes),
+        seed=None if asked.others else context.seed,
+        spread=None if context.coupling else sums.spread(context.count, shape),
+        track=there.track,
+        explained=there.explained,
+        notes=(*there.notes, *context.notes),
+    )
+    if keeper is not None:
+        keeper.finish(found)
+    return found
+
+
+# ---------------------------------------------------------------- what a kill must not cost
+
+
+def _key(context: Context, asked: Wanted) -> str:
+    """What tells this surface from any other: everything that decides its numbers."""
+    state = {**context.problem.params, **context.problem.constants}
+    data = Fingerprint()
+    sizes = []
+    for inputs, targets in context.batches:
+        data.update(inputs, targets)
+        sizes.append(len(targets))
+    others = [fingerprint_of(dict(difference(context.problem, other))) for other in asked.others]
+    return digest(
+        {
+            "model": fingerprint_of(state),
+            "data": str(data),
+            "batches": sizes,
+            "at once": context.batch_size,
+            "others": others,
+            "asked": [asked.kind, asked.dimensions, asked.points, asked.radius],
+            "loss": context.problem.loss.name,
+            "batch norm": context.batch_norm,
+            "seed": context.seed,
+        }
     )
 
 
-# ---------------------------------------------------------------- directions
-
-
-def _other_models(directions: Any) -> list[nn.Module]:
-    if isinstance(directions, str):
-        if directions not in _NAMED:
-            raise unknown_name("kind of directions", directions, _NAMED)
-        return []
-    models = [directions] if isinstance(directions, nn.Module) else directions
-    if not isinstance(models, list | tuple) or not all(isinstance(model, nn.Module) for model in models):
-        raise InputError(
-            f"directions must be 'eigenvectors', 'random', a model or two models, got {shown(directions)}."
-        )
-    if len(models) not in (1, 2):
-        raise InputError(f"a landscape has one or two directions, got {len(models)} models.")
-    return [unwrapped(model) for model in models]
-
-
-def _check(dimensions: int, points: int | None, radius: float | None, others: list[nn.Module]) -> None:
-    if not isinstance(dimensions, int) or dimensions not in (1, 2):
-        raise InputError(f"a landscape has dimensions=1 or 2, got {dimensions!r}.")
-    if points is not None and (not isinstance(points, int) or points < 3 or (not others and points % 2 == 0)):
-        kind, why = ("a", "") if others else ("an odd", ", so that the model is one of them")
-        raise InputError(f"landscape needs {kind} whole number of points, at least 3{why}, got {points!r}.")
-    if radius is not None and not (math.isfinite(radius) and (radius > 0 or (others and radius == 0))):
-        raise InputError(f"landscape needs a positive radius, got {radius}.")
-
-
-def _path_steps(points: int, beyond: float) -> Tensor:
-    """Equal steps that hold 0 and 1, going on beyond both as far as asked."""
-    extra = math.floor(beyond * (points - 1) + 1e-9)
-    return torch.arange(-extra, points + extra, dtype=torch.float64) / (points - 1)
-
-
-def _towards(problem: Problem, other: nn.Module) -> Params:
-    """Other minus this, for all parameters and for buffers of floating point."""
-    here = {**problem.params, **problem.constants}
-    there = dict([*other.named_parameters(), *other.named_buffers()])
-    for name in {**here, **there}:
-        shapes = [tuple(state[name].shape) if name in state else "absent" for state in (here, there)]
-        if shapes[0] != shapes[1]:
-            raise InputError(
-                f"the other model must have the same architecture, but {name!r} is {shapes[0]} here and "
-                f"{shapes[1]} there."
-            )
-    move = {}
-    for name, tensor in here.items():
-        if tensor.is_floating_point():
-            goal = there[name].detach().to(tensor)
-            move[name] = torch.where(goal == tensor, 0.0, goal - tensor)  # a mask of −∞ stays where it is
-    if not any(bool(tensor.any()) for tensor in move.values()):
-        raise InputError("the other model has the same parameters as this one; there is no path between them.")
-    return move
-
-
-def _filter_normalised(problem: Problem, generator: torch.Generator) -> Params:
-    """A Gaussian direction whose filters have the norms of the model's; zero for biases and other vectors."""
-    move: Params = {}
-    for name, tensor in problem.params.items():
-        draw = torch.randn(tensor.shape, generator=generator, dtype=torch.float64)
-        if tensor.ndim < 2:
-            draw.zero_()
-        else:
-            norms = tensor.double().cpu().flatten(1).norm(dim=1) / draw.flatten(1).norm(dim=1)
-            draw *= norms.reshape(-1, *[1] * (tensor.ndim - 1))
-        move[name] = draw.to(tensor)
-    if not any(bool(tensor.any()) for tensor in move.values()):
-        raise InputError("random directions move only weights with filters, and none of the chosen parameters has any.")
-    return move
-
-
-def _eigenvectors(context: Context, count: int, radius: float | None) -> tuple[list[Params], float, tuple[str, ...]]:
-    op = hessian_in(context)
-    if op.size < count:
-        raise InputError(f"a landscape of {count} eigenvectors needs as many parameters, got {op.size}.")
-    pairs = eigenvalues(op, k=count, tol=1e-3, seed=context.seed)
-    assert pairs.vectors is not None
-    signs = pairs.vectors.gather(0, pairs.vectors.abs().argmax(0, keepdim=True)).sign()
-    vectors = (pairs.vectors * signs).to(op.device, op.dtype)
-    notes = () if pairs.converged else (f"the eigenvectors have not converged: {pairs.reason}",)
-    top = abs(float(pairs.values[0]))
-    return [op.split(column) for column in vectors.T], radius or (math.sqrt(2 / top) if top else 1.0), notes
+def _kept_directions(keeper: Keeper, context: Context, asked: Wanted) -> Directions:
+    """The directions of an earlier run, since eigenvectors found anew may differ in their last digits."""
+    kept = keeper.read("directions")
+    if kept is None:
+        found = asked.find(context)
+        tensors = {f"move {i} {name}": part for i, move in enumerate(found.moves) for name, part in move.items()}
+        tensors |= {f"steps {i}": steps for i, steps in enumerate(found.steps)}
+        tensors |= {} if found.track is None else {"track": found.track}
+        words = [found.labels, found.notes, found.to_model, found.explained]
+        keeper.write("directions", tensors, json.dumps(words))
+        return found
+    tensors, text = kept
+    labels, notes, to_model, explained = json.loads(text)
+    here = {**context.problem.params, **context.problem.constants}
+    moves: list[Params] = [
+        {name: tensors[f"move {i} {name}"].to(here[name]) for name in here if f"move {i} {name}" in tensors}
+        for i in range(len(labels))
+    ]
+    steps = tuple(tensors[f"steps {i}"] for i in range(len(labels)))
+    return Directions(moves, tuple(labels), steps, tuple(notes), to_model, tensors.get("track"), tuple(explained))
 
 
 # ---------------------------------------------------------------- evaluation
 
 
-def _inner(a: Params, b: Params) -> float:
-    return sum(float((a[name].double() * b[name].double()).sum()) for name in a)
+@dataclass
+class _Sums:
+    """Sums over samples at every point of the grid, float64; `done` counts the pieces of work that are in them."""
 
+    losses: Tensor
+    squares: Tensor
+    correct: Tensor
+    other: Tensor  # how many batches had targets that are not classes
+    done: Tensor
 
-def _placed(context: Context, batches: Batches) -> Iterator[tuple[Any, Tensor, int]]:
-    """This rank's batches on the model's device, with the number of samples before each."""
-    seen = 0
-    for index, (inputs, targets) in enumerate(batches):
-        if context.ranks.takes(index):
-            yield *context.problem.place(inputs, targets), seen
-        seen += len(targets)
+    @classmethod
+    def none(cls, points: int) -> _Sums:
+        losses, squares, correct = (torch.zeros(points, dtype=torch.float64) for _ in range(3))
+        other, done = (torch.zeros(1, dtype=torch.float64) for _ in range(2))
+        return cls(losses, squares, correct, other, done)
+
+    def spread(self, count: int, shape: tuple[int, ...]) -> Tensor | None:
+        """The standard deviation of a sample's loss; where rounding hides it, 0."""
+        if count < 2:
+            return None
+        variance = (self.squares - self.losses.square() / count) / (count - 1)
+        return torch.where(variance.isnan(), variance, variance.clamp(min=0)).sqrt().reshape(shape)
 
 
 def _evaluate(
-    context: Context, batches: Batches, moves: Sequence[Params], grid: Tensor
-) -> tuple[Tensor, Tensor | None]:
-    """Mean loss and accuracy at every point of the grid, (points,), float64."""
+    context: Context,
+    batches: Batches,
+    moves: Sequence[Params],
+    grid: Tensor,
+    keeper: Keeper | None,
+    progress: Progress,
+) -> _Sums:
+    """Sums of loss, its square and what is right at every point of the grid.
+
+    The work comes in pieces, some points on one batch, always in the same order: a sum that goes on where a killed
+    run has left it ends at the same number, bit by bit. Also a single batch that must not be cut is shared by all
+    ranks.
+    """
     problem, ranks = context.problem, context.ranks
-    losses, correct = torch.zeros(len(grid), dtype=torch.float64), torch.zeros(len(grid), dtype=torch.float64)
-    other = torch.zeros(1, dtype=torch.float64)  # batches whose targets are not classes
+    sums, piece = _Sums.none(len(grid)), 0
+    if keeper is not None and (kept := keeper.read("sums")) is not None:
+        sums = _Sums(**kept[0])
+    total = len(grid) * sum(1 for _ in batches)
     with ranks.together(), problem.active(), torch.no_grad():
-        for inputs, targets, start in _placed(context, batches):
-            problem.checked(problem.outputs(problem.params, inputs), inputs, targets, start)
-            at_once = points_at_once(problem, activation_bytes(context)[1] * len(targets))
-            for some in torch.arange(len(grid)).split(at_once):
+        start, done = 0, 0
+        for inputs, targets in batches:
+            size, at_hand = len(targets), False
+            at_once = points_at_once(problem, activation_bytes(context)[1] * size)
+            for some in torch.arange(len(grid)).split(min(at_once, -(-len(grid) // ranks.count))):
+                piece += 1
+                done += len(some)
+                if piece <= int(sums.done) or not ranks.takes(piece - 1):
+                    continue
+                if not at_hand:
+                    inputs, targets = problem.place(inputs, targets)
+                    problem.checked(problem.outputs(problem.params, inputs), inputs, targets, start)
+                    at_hand = True
+                progress("points of the surface", done - len(some), total)
                 points = _points(problem, moves, grid[some])
                 found, values = _outputs_and_losses(problem, points, inputs, targets, at_once)
-                losses[some] += values.double().flatten(1).sum(1).cpu()
+                values = values.double().flatten(1)
+                sums.losses[some] += values.sum(1).cpu()
+                sums.squares[some] += values.square().sum(1).cpu()
                 right = _correct(problem, found, targets)
                 if right is None:
-                    other += 1
+                    sums.other += 1
                 else:
-                    correct[some] += right.cpu()
-    ranks.add([losses, correct, other])
-    return losses / context.count, None if other else correct / context.count
+                    sums.correct[some] += right.cpu()
+                sums.done.fill_(piece)
+                if keeper is not None:
+                    keeper.now_and_then("sums", vars(sums))
+            start += size
+    ranks.add([sums.losses, sums.squares, sums.correct, sums.other])
+    return sums
+
+
+def _silent(what: str, done: int, total: int) -> None:
+    """No progress is shown."""
 
 
 def _outputs_and_losses(
@@ -339,7 +345,7 @@ def _correct(problem: Problem, outputs: Tensor, targets: Tensor) -> Tensor | Non
     return torch.stack(shares).double().cpu()
 
 
-class _MovingStatistics(TorchFunctionMode):
+class MovingStatistics(TorchFunctionMode):
     """Norms by running statistics written out, because the built-in ones have no derivative in these."""
 
     def __torch_function__(
@@ -362,13 +368,13 @@ def _derivatives(context: Context, batches: Batches, moves: Sequence[Params]) ->
     problem, ranks, count = context.problem, context.ranks, len(moves)
     slopes, curvatures = torch.zeros(count, dtype=torch.float64), torch.zeros(count, count, dtype=torch.float64)
     here = {name: tensor for name, tensor in {**problem.params, **problem.constants}.items() if name in moves[0]}
-    with ranks.together(), problem.active(), _MovingStatistics():
-        for inputs, targets, _ in _placed(context, batches):
+    with ranks.together(), problem.active(), MovingStatistics():
+        for _, inputs, targets in context.mine(batches):
             gradient = loss_gradient(problem, here, inputs, targets)
             for i, move in enumerate(moves):
-                slopes[i] += _inner(gradient, move)
+                slopes[i] += inner(gradient, move)
                 product = hessian_product(problem, move, here, inputs, targets)
                 for j, other in enumerate(moves):
-                    curvatures[i, j] += _inner(other, {name: part.detach() for name, part in product.items()})
+                    curvatures[i, j] += inner(other, {name: part.detach() for name, part in product.items()})
     ranks.add([slopes, curvatures])
     return slopes / context.count, (curvatures + curvatures.T) / (2 * context.count)

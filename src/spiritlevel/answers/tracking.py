@@ -23,7 +23,7 @@ from spiritlevel.measures import Setting
 from spiritlevel.results import Estimate, figure, in_short
 from spiritlevel.results.tables import as_csv
 from spiritlevel.results.training import TrainingCurves
-from spiritlevel.storage import write_atomically
+from spiritlevel.storage import check_readable, write_atomically
 
 if TYPE_CHECKING:
     import polars as pl
@@ -51,9 +51,11 @@ class Tracker:
 
     - "loss"; "margins": accuracy, mean and median output margin;
     - "trace": the mean Hessian trace (`sample_traces`: exact where that is possible); "layers": the same by tensor;
-    - "largest_eigenvalue": λ₁ of the Hessian, by Lanczos, to 2 % or 24 products (`converged` says which);
+    - "largest_eigenvalue": λ₁ of the Hessian, by Lanczos, to 2 % or 24 products (`converged` says which). A look starts
+      from the eigenvector of the last one and takes a few products; every fourth begins `afresh`, from a random vector,
+      and only these exclude that another eigenvalue has become the largest: the others are lower bounds;
     - "critical_sharpness": see `critical_sharpness`, along the update for the loss of these samples, at 7 forward
-      passes and a backward pass; "stability": see `stability`.
+      passes and a backward pass; "stability": see `stability`, started in the same way.
 
     What cannot be measured at some step, say because the weights have become NaN or the memory is full, is NaN there,
     and `reason` says why; rows that cannot be written are kept. A warning says so once, and the training goes on. The
@@ -346,6 +348,14 @@ class Tracker:
         )
 
 
+def curves_in(path: str | Path) -> TrainingCurves:
+    """The curves of a tracker from the Parquet or CSV file of its rows."""
+    check_readable(path)
+    rows = _read(Path(path))
+    layers = {name: f"trace of {name[6:]}" for row in rows[:1] for name in row if name.startswith("trace/")}
+    return TrainingCurves(tuple(rows), (), {**_CURVES, **layers})
+
+
 def _read(path: Path) -> list[dict[str, Any]]:
     """The rows that an earlier run has written, none if there is no such file."""
     if not path.exists():
@@ -373,7 +383,6 @@ def _value(row: dict[str, Any], key: str) -> str:
     if key == "trace":
         return in_short(Estimate(value, row["trace_stderr"]))
     if key == "largest_eigenvalue":
-        return in_short(
-            Estimate(value, tolerance=row["tolerance"], status="converged" if row["converged"] else "not converged")
-        )
+        status = "not converged" if not row["converged"] else "converged" if row.get("afresh", True) else "lower bound"
+        return in_short(Estimate(value, tolerance=row["tolerance"], status=status))
     return figure(value)

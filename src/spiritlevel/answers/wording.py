@@ -39,6 +39,9 @@ def headline(report: Report, probabilities: bool) -> Iterator[str]:
     fits = [_about_fit(name, fit) for name, fit in report.fits.items() if not math.isnan(fit.accuracy.value)]
     if fits:
         yield f"It classifies {' and '.join(fits)} correctly."
+    explained = [_about_regression(name, fit) for name, fit in report.fits.items() if fit.quality()[0] == "R²"]
+    if explained:
+        yield f"R², the share of the targets' variance that it explains, is {' and '.join(explained)}."
     values = {row.name: row for row in report.rows}
     if "trace" in values and not math.isnan(values["trace"].value.value):
         yield about_trace(report, values["trace"])
@@ -64,17 +67,23 @@ def headline(report: Report, probabilities: bool) -> Iterator[str]:
 
 
 def _about_fit(name: str, fit: Fit) -> str:
-    share, samples = fit.accuracy.value, f"{fit.population:,} {name} samples"
-    if fit.of != "samples":
+    noun = "tokens" if fit.of == "tokens" else "samples"
+    share, samples = fit.accuracy.value, f"{fit.population:,} {name} {noun}"
+    if fit.of not in ("samples", "tokens"):
         samples = f"{fit.of} of {samples}"
     if fit.population == 1:
-        return f"{share:.1%} of the one {name} sample"
+        return f"{share:.1%} of the one {name} {noun[:-1]}"
     if fit.samples == fit.population:
         return f"{share:.1%} of the {samples}"
     low, high = fit.accuracy_limits()
     limits = f"95 % interval {low:.1%} to {high:.1%}"
     limits = f"at least {low:.1%}" if share == 1 else f"at most {high:.1%}" if share == 0 else limits
     return f"{share:.1%} ({limits}) of the {samples} ({fit.samples:,} measured)"
+
+
+def _about_regression(name: str, fit: Fit) -> str:
+    few = f"{fit.samples:,} of the {fit.population:,}" if fit.samples < fit.population else f"the {fit.population:,}"
+    return f"{fit.quality()[1]} on {few} {name} samples"
 
 
 def _partly(report: Report) -> bool:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import hashlib
+import os
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 import torch
@@ -16,11 +18,20 @@ from torch.utils.data.sampler import SubsetRandomSampler, WeightedRandomSampler
 
 from spiritlevel.binding.graphs import Shared, is_graph
 from spiritlevel.binding.losses import OfPositions, Unit, unit_batches
-from spiritlevel.binding.reading import PLAIN, Form, said
+from spiritlevel.binding.reading import PLAIN, Form
 from spiritlevel.binding.state import advance_random_states, preserved_random_state
-from spiritlevel.errors import InputError, checked_seed, first_line, is_array, whole_number
+from spiritlevel.binding.values import are_numbers, as_inputs, as_targets, fields_of, is_array_like, said
+from spiritlevel.errors import (
+    InputError,
+    checked_seed,
+    first_line,
+    is_out_of_memory,
+    named_error,
+    whole_number,
+)
 
 Pair = tuple[Any, Tensor]
+_ROWS = 2**16  # that are hashed at once
 
 
 def _count(inputs: Any, targets: Tensor) -> int:
@@ -29,21 +40,17 @@ def _count(inputs: Any, targets: Tensor) -> int:
         raise InputError("the targets are complex numbers; losses need real ones, or integer classes.")
     for leaf in tree_leaves(inputs):
         if isinstance(leaf, Tensor) and (leaf.ndim == 0 or leaf.shape[0] != count):
-            raise InputError(f"inputs of shape {tuple(leaf.shape)} do not fit targets of shape {tuple(targets.shape)}.")
+            single = "; if these are single samples, pass DataLoader(data, batch_size=64), which makes batches"
+            raise InputError(
+                f"inputs of shape {tuple(leaf.shape)} do not fit targets of shape {tuple(targets.shape)}"
+                f"{single * (count < 0)}."
+            )
     return count
-
-
-def _as_tensor(leaf: Any) -> Any:
-    return torch.from_numpy(np.require(leaf, requirements=["C", "W"])) if isinstance(leaf, np.ndarray) else leaf
 
 
 def _as_pair(batch: Any, form: Form, notes: list[str]) -> Pair:
     inputs, targets = form.pair(batch, notes)
-    inputs = tree_map(_as_tensor, dict(inputs) if isinstance(inputs, Mapping) else inputs)
-    targets = _as_tensor(targets)
-    if not isinstance(targets, Tensor):
-        raise InputError(f"the targets of a batch must be a tensor, got {said(targets)}.")
-    return inputs, targets
+    return as_inputs(inputs), as_targets(targets)
 
 
 def sliced(inputs: Any, start: int, stop: int) -> Any:
@@ -73,18 +80,18 @@ def resized(inputs: Any, count: int | Tensor) -> Any:
 
 def is_pair_of_tensors(data: Any) -> bool:
     """Whether data lie in memory as one pair (inputs, targets), and not as batches."""
-    if not (isinstance(data, tuple | list) and len(data) == 2 and isinstance(data[1], Tensor | np.ndarray)):
+    if not (isinstance(data, tuple | list) and len(data) == 2 and is_array_like(data[1])):
         return False
-    leaves = tree_leaves(dict(data[0]) if isinstance(data[0], Mapping) else data[0])
-    return bool(leaves) and all(isinstance(leaf, Tensor | np.ndarray) for leaf in leaves)
+    leaves = tree_leaves(dict(data[0]) if isinstance(data[0], Mapping) else data[0], is_leaf=are_numbers)
+    return bool(leaves) and all(map(is_array_like, leaves))
 
 
 def _is_one_batch(data: Any) -> bool:
     """Whether data are one batch in memory, tensors in a tuple or a dict, and not something that gives batches."""
-    if is_pair_of_tensors(data) or isinstance(data, Mapping):
+    if is_pair_of_tensors(data) or isinstance(data, Mapping) or fields_of(data) is not None:
         return True
     items = data if isinstance(data, tuple | list) else []
-    return len(items) > 1 and all(isinstance(item, Tensor | np.ndarray) for item in items)
+    return len(items) > 1 and all(map(is_array_like, items))
 
 
 def _is_table(data: Any) -> bool:
@@ -92,29 +99,52 @@ def _is_table(data: Any) -> bool:
     return hasattr(data, "column_names") and hasattr(data, "with_format") and not isinstance(data, Mapping)
 
 
+def _check_one_set(data: Any) -> None:
+    """Refuse several data sets at once, as `random_split` or a Lightning module for data give them."""
+    if not isinstance(data, Mapping | tuple | list):
+        return
+    sets: dict[Any, Any] = dict(data) if isinstance(data, Mapping) else dict(enumerate(data))
+    for key, item in sets.items():
+        if isinstance(item, DataLoader | Dataset) or _is_table(item):
+            raise InputError(f"data are {said(data)}, data sets in their turn; pass one of them, as data[{key!r}].")
+
+
+def _way_to_data(data: Any) -> str:
+    """What to pass instead of something that is no data."""
+    if isinstance(data, str | os.PathLike):
+        return "; sl.data.load(name).train is a data set that has a name, and files are for the command line (--data)"
+    if callable(getattr(data, "train_dataloader", None)):
+        return "; pass its train_dataloader(), or val_dataloader()"
+    if is_array_like(data):
+        table = hasattr(data, "columns")
+        return "; pass a pair (table[inputs], table[target])" if table else "; pass a pair (inputs, targets)"
+    if callable(data):
+        return "; call it, and pass what it returns"
+    return ""
+
+
 def _collate(samples: list[Any]) -> Any:
     """A batch of samples as torch makes it, lists of numbers in dicts taken for tensors."""
 
     def tensors(sample: Any) -> Any:
+        sample = sample if (held := fields_of(sample)) is None else held
         if not isinstance(sample, Mapping):
             return sample
-        numbers = {key: value for key, value in sample.items() if isinstance(value, list) and _are_numbers(value)}
-        return {**sample, **{key: torch.tensor(value) for key, value in numbers.items()}}
+        return {key: torch.tensor(value) if are_numbers(value) else value for key, value in sample.items()}
 
-    samples = [tensors(sample) for sample in samples]
     try:
+        samples = [tensors(sample) for sample in samples]
         return default_collate(samples)
-    except (RuntimeError, TypeError) as error:
+    except (RuntimeError, TypeError, ValueError) as error:
         first = samples[0]
         sizes = [f"{key!r} {tuple(value.shape)}" for key, value in _tensors_by_name(first)]
+        way = "pad them to one length, or pass a DataLoader that does"
+        if isinstance(error, TypeError):
+            way = "have the data set return tensors, or pass a DataLoader whose collate_fn makes some"
         raise InputError(
             f"the samples cannot be put into one batch ({first_line(error)}): the first is {said(first)}"
-            f"{' of ' * bool(sizes)}{', '.join(sizes)}; pad them to one length, or pass a DataLoader that does."
+            f"{' of ' * bool(sizes)}{', '.join(sizes)}; {way}."
         ) from error
-
-
-def _are_numbers(values: list[Any]) -> bool:
-    return all(isinstance(value, int | float) or (isinstance(value, list) and _are_numbers(value)) for value in values)
 
 
 def _tensors_by_name(sample: Any) -> Iterator[tuple[Any, Tensor]]:
@@ -159,6 +189,19 @@ def _in_order(loader: DataLoader[Any], *, ordered: bool, whole: bool, notes: lis
     )
 
 
+@contextlib.contextmanager
+def _reading() -> Iterator[None]:
+    """Around the code of a data set: if that fails, it is said whose fault it is."""
+    try:
+        yield
+    except InputError:
+        raise
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        raise InputError(f"the data fail when they are read: {named_error(error)}.") from error
+
+
 class Batches:
     """Data as batches in an order that repeats: a pair of tensors, a data set, a loader or re-iterable batches.
 
@@ -180,6 +223,7 @@ class Batches:
     ) -> None:
         self.form, self.units, self.notes = form, units, list[str]()
         self.size, self.whole = None if size is None else whole_number(size, "batch_size", 1), whole
+        _check_one_set(data)
         if is_graph(data):
             data = [data]
         if _is_one_batch(data):
@@ -196,10 +240,10 @@ class Batches:
             raise InputError(
                 "data can be read only once (an iterator); pass a list of batches, a data set or a data loader."
             )
-        elif not isinstance(data, Iterable) or isinstance(data, str | bytes) or is_array(data):
+        elif not isinstance(data, Iterable) or isinstance(data, str | bytes | type) or is_array_like(data):
             raise InputError(
                 "data must be a pair of tensors, a Dataset, a DataLoader or batches of (inputs, targets), "
-                f"got {type(data).__name__}."
+                f"got {said(data)}{_way_to_data(data)}."
             )
         self.data = data
         if not self._in_memory:
@@ -269,6 +313,7 @@ class Batches:
 
     def _unit_pieces(self, loss: OfPositions) -> Iterator[Pair]:
         """Every position that counts as a sample of its own; data that were taken apart before stay as they are."""
+        first = 0
         for inputs, targets in self._raw():
             _count(inputs, targets)
             if isinstance(inputs, Unit):
@@ -276,7 +321,8 @@ class Batches:
                 for start in range(0, len(targets), size):
                     yield sliced(inputs, start, start + size), targets[start : start + size]
             else:
-                yield from unit_batches(loss, inputs, targets, self.size)
+                yield from unit_batches(loss, inputs, targets, self.size, first)
+            first += len(targets)
 
     @property
     def taken_apart(self) -> bool:
@@ -293,10 +339,10 @@ class Batches:
         if self._in_memory:
             yield self.data
             return
-        with preserved_random_state():  # even a sequential loader draws a seed from the global generator
-            batches = iter(self.data)
+        batches = None
         while True:
-            with preserved_random_state():
+            with preserved_random_state(), _reading():  # even a sequential loader draws from the global generator
+                batches = iter(self.data) if batches is None else batches
                 try:
                     batch = next(batches)
                 except StopIteration:
@@ -371,6 +417,19 @@ def subset(batches: Batches, count: int | None, seed: int) -> tuple[Any, Tensor 
     return picked(batches, indices), indices, population
 
 
+def _take_in(mark: Any, numbers: Tensor) -> None:
+    """Hash numbers in float64, some rows after the other: a batch may be all of the data."""
+    for some in numbers.detach().split(_ROWS) if numbers.ndim else ():
+        mark.update(some.double().cpu().contiguous().numpy())
+
+
+class Places(TypedDict):
+    """Which position of which sample each row of a result belongs to."""
+
+    sample: Tensor | None
+    position: Tensor | None
+
+
 class Fingerprint:
     """A hash of the order of the data that does not depend on how they are split into batches.
 
@@ -379,9 +438,12 @@ class Fingerprint:
 
     def __init__(self) -> None:
         self._inputs, self._targets = hashlib.blake2b(digest_size=8), hashlib.blake2b(digest_size=8)
+        self._units: list[Tensor] = []
 
     def update(self, inputs: Any, targets: Tensor) -> None:
         """Take in the next batch."""
+        if isinstance(inputs, Unit):
+            self._units.append(torch.stack([inputs.sample, inputs.place]).cpu())
         for leaf in tree_leaves(inputs):
             if isinstance(leaf, Shared):
                 self._inputs.update(leaf.mark().encode())
@@ -389,9 +451,15 @@ class Fingerprint:
                 flat = leaf.reshape(leaf.shape[0], -1)
                 sample = flat[:, :: max(1, -(-flat.shape[1] // 16))]
                 sample = torch.view_as_real(sample) if sample.is_complex() else sample
-                self._inputs.update(sample.detach().double().cpu().contiguous().numpy().tobytes())
+                _take_in(self._inputs, sample)
                 break
-        self._targets.update(targets.detach().double().cpu().contiguous().numpy().tobytes())
+        _take_in(self._targets, targets)
+
+    @property
+    def places(self) -> Places:
+        """The sample and the position in it of every unit that was taken in; nothing where samples are whole."""
+        sample, position = torch.cat(self._units, 1) if self._units else (None, None)
+        return Places(sample=sample, position=position)
 
     def __str__(self) -> str:
         return self._inputs.hexdigest() + self._targets.hexdigest()

@@ -45,7 +45,7 @@ class Shared:
 
     def mark(self) -> str:
         """What tells it from another one."""
-        return ", ".join(f"{name} {float(value.double().sum())}" for name, value in self._tensors.items())
+        return ", ".join(f"{name} {float(value.cpu().double().sum())}" for name, value in self._tensors.items())
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Shared) or self._tensors.keys() != other._tensors.keys():
@@ -68,7 +68,7 @@ def is_graph(thing: Any) -> bool:
     """
     if isinstance(thing, Tensor | tuple | list | dict):
         return False
-    return hasattr(thing, "edge_index") or hasattr(thing, "adj_t")
+    return any(hasattr(thing, name) for name in ("edge_types", "edge_index", "adj_t"))
 
 
 def parts_of(graph: Any) -> list[str]:

@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from spiritlevel.binding import losses
 from spiritlevel.binding.batches import resized
+from spiritlevel.binding.devices import has_double
 from spiritlevel.binding.graphs import Rows
 from spiritlevel.binding.last_layer import Removing, Searching
 from spiritlevel.binding.losses import Head
@@ -62,6 +63,8 @@ class Problem:
     functions inside `with problem.active():`.
     """
 
+    sharded = False  # whether each rank holds a part of every parameter
+
     def __init__(
         self,
         model: nn.Module,
@@ -79,6 +82,10 @@ class Problem:
         if dtypes & {torch.float16, torch.bfloat16}:
             model = copy.deepcopy(model).float()  # half precision holds no curvature: measured as a float32 copy
             dtypes, self._half = {torch.float32}, True
+        homes = {tensor.device for _, tensor in state_of(model)}
+        self.left = ", ".join(sorted(str(device) for device in homes if not has_double(device)))
+        if self.left:  # errors and cancellations are kept in check by float64: measured as a copy on the CPU
+            model = copy.deepcopy(model).cpu()
         if len(dtypes) > 1:
             kinds = ", ".join(sorted(str(d).removeprefix("torch.") for d in dtypes))
             raise InputError(f"the model mixes parameters of {kinds}; convert it to one of them, e.g. model.double().")
@@ -221,8 +228,11 @@ class Problem:
             if max(sides, default=1) * math.prod(positions) < LARGE_OUTPUTS:
                 return ""  # no layer makes so many
             plain = inputs.inputs if isinstance(inputs, losses.Unit) else inputs
-            with torch.no_grad(), Searching() as searching:
-                outputs = self._outputs(self.params, plain)
+            try:
+                with torch.no_grad(), Searching() as searching:
+                    outputs = self._outputs(self.params, plain)
+            except InputError:  # what a model has against one sample is said, if at all, where it runs on a batch
+                return ""
             if outputs.numel() < LARGE_OUTPUTS:
                 return ""
             place = searching.place(outputs)
@@ -307,7 +317,7 @@ class Problem:
         keeps: Any = contextlib.nullcontext(lambda: False)
         if before is not None or self._keeps:
             keeps = preserved_module(self.model)
-        moving = [*params.values(), *(leaf for leaf in _leaves(inputs) if isinstance(leaf, Tensor))]
+        moving = [*params.values(), *_tensors(inputs)]
         detached = not self._reads_by_name and not torch.is_grad_enabled() and plain
         detached = detached and not any(tensor.requires_grad for tensor in moving)
         args, kwargs = self._arguments(inputs)
@@ -328,12 +338,11 @@ class Problem:
             known = isinstance(error, InputError) or is_out_of_memory(error)
             if known or not (guarded or (plain and self._has_data)):
                 raise
-            shapes = ", ".join(str(tuple(leaf.shape)) for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor))
             told = isinstance(error, RuntimeError | ValueError | TypeError | IndexError | AssertionError) and said
             reason = told + place_of(error) if told else named_error(error)
             raise _CannotRun(
-                f"the model {type(self.model).__name__} fails on inputs of shape {shapes}: {reason}"
-                f"{self._remark(error)}{_lacks(self.model, inputs)}."
+                f"the model {type(self.model).__name__} fails on inputs of shape {_shapes(inputs)}: {reason}"
+                f"{self._remark(error, inputs)}{_lacks(self.model, inputs)}."
             ) from error
         if plain:
             copies = _leaves(inputs)
@@ -372,7 +381,7 @@ class Problem:
         Other parts may have as many rows by chance, as many layers as there are samples, say: the model is run again on
         one sample more.
         """
-        leaves = [leaf for leaf in _leaves(inputs) if isinstance(leaf, Tensor) and leaf.ndim]
+        leaves = [leaf for leaf in _tensors(inputs) if leaf.ndim]
         if not leaves or not (found := self.form.candidates(result, len(leaves[0]))):
             return None
         if len(found) > 1:
@@ -391,7 +400,7 @@ class Problem:
             return (), dict(inputs)
         return tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,), {}
 
-    def _remark(self, error: BaseException) -> str:
+    def _remark(self, error: BaseException, inputs: Any) -> str:
         """What may be behind an error of the model, in brackets."""
         reason = first_line(error)
         if reason.startswith("Guard failed"):
@@ -401,7 +410,9 @@ class Problem:
                 " (models of half precision are measured as a float32 copy, and this one turns its values into another "
                 "type inside; turn them into that of its weights, x.to(self.weight.dtype))"
             )
-        return ""
+        given = self.form.takes.remark(inputs)
+        whole = not given and "dtype" in reason and not any(leaf.is_floating_point() for leaf in _tensors(inputs))
+        return " (its inputs are whole numbers, which are passed as they are: x.float() makes others)" * whole + given
 
     def _check_own_parameters(self) -> None:
         """Raise `InputError` if a forward pass has changed the point at which the model is measured."""
@@ -449,6 +460,11 @@ class Problem:
                 )
             raise InputError(
                 f"the model returned outputs of shape {tuple(shape.shape)} for {targets.shape[0]} samples; {ending}"
+            )
+        if shape.is_complex() and not isinstance(self.loss, losses.CallableLoss):
+            raise InputError(
+                f"the model {type(self.model).__name__} returns complex numbers, and {self.loss.name} needs real ones; "
+                "return .abs() or .real of them, or pass a loss of your own."
             )
         self.loss.check(shape, targets, start)
         _check_shift(self.model, self.loss.name, inputs, targets)
@@ -518,6 +534,17 @@ def _same_code(first: nn.Module, second: nn.Module) -> bool:
 def _leaves(inputs: Any) -> list[Any]:
     """What inputs consist of; of one tensor without the cost of looking for others, which is that of a small layer."""
     return [inputs] if isinstance(inputs, Tensor) else tree_leaves(inputs)
+
+
+def _tensors(inputs: Any) -> list[Tensor]:
+    return [leaf for leaf in _leaves(inputs) if isinstance(leaf, Tensor)]
+
+
+def _shapes(inputs: Any) -> str:
+    """The shapes of inputs, with their names where they have some."""
+    if isinstance(inputs, Mapping):
+        return ", ".join(f"{key}={_shapes(value)}" for key, value in inputs.items() if _tensors(value)) or "none"
+    return ", ".join(str(tuple(leaf.shape)) for leaf in _tensors(inputs)) or "none"
 
 
 def copies_of(inputs: Any) -> Any:

@@ -34,8 +34,9 @@ torchrun gives a process that hangs another 30 to end, so that the job ends with
 def job() -> Iterator[Any]:
     """The group of the processes that `torchrun` has started, this one among them; None for a process on its own.
 
-    Gloo carries what lies on the CPU, NCCL what lies on a GPU; `"cuda"` then means the GPU with this process's local
-    rank. torchrun stops all processes as soon as one has died: here that ends as a `ConnectionError` too.
+    Gloo carries what lies on the CPU, and what PyTorch has for it (NCCL, XCCL) what lies on an accelerator; "cuda" or
+    "xpu" then means the device with this process's local rank. torchrun stops all processes as soon as one has died:
+    here that ends as a `ConnectionError` too.
 
     >>> with job() as group:
     ...     group is None
@@ -44,13 +45,15 @@ def job() -> Iterator[Any]:
     if int(os.environ.get("WORLD_SIZE", "1")) < 2:
         yield None
         return
-    gpus = torch.cuda.is_available()
-    if gpus:
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    carriers = "gloo"
+    if accelerator is not None:
+        torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", "0")))
+        carriers = f"cpu:gloo,{accelerator.type}:{dist.get_default_backend_for_device(accelerator)}"
     try:
         patience = float(os.environ.get("SPIRITLEVEL_PATIENCE", PATIENCE))
         timeout = datetime.timedelta(seconds=patience)
-        dist.init_process_group("cpu:gloo,cuda:nccl" if gpus else "gloo", timeout=timeout)
+        dist.init_process_group(carriers, timeout=timeout)
     except ValueError as error:
         raise InputError(f"WORLD_SIZE asks for several processes, but {error}; start them with torchrun.") from error
     except RuntimeError as error:
@@ -133,6 +136,24 @@ class Ranks:
             dist.broadcast(received, group=self.group, group_src=0)
         return received
 
+    def told(self, message: bytes) -> list[bytes]:
+        """The messages of all ranks, in their order.
+
+        >>> Ranks(None).told(b"alone")
+        [b'alone']
+        """
+        if self.group is None:
+            return [message]
+        sizes = torch.zeros(self.count, dtype=torch.int64, device=self.device)
+        sizes[self.rank] = len(message)
+        self.add([sizes])
+        table = torch.zeros(self.count, int(sizes.max()), dtype=torch.uint8, device=self.device)
+        table[self.rank, : len(message)] = torch.frombuffer(bytearray(message or b" "), dtype=torch.uint8)[
+            : len(message)
+        ].to(self.device)
+        self.add([table])
+        return [row[:size].cpu().numpy().tobytes() for row, size in zip(table, sizes.tolist(), strict=True)]
+
     def least(self, number: int) -> int:
         """The smallest of the ranks' numbers."""
         return self._least(number)[0] if self.group is not None else number
@@ -184,10 +205,28 @@ class Ranks:
         try:
             yield
         except RuntimeError as error:
-            raise ConnectionError(
-                f"rank {self.rank} of {self.count} has lost another rank, which died or does not answer "
-                f"({_reason(error)}); see what that one said last, and start the job again."
-            ) from error
+            raise _lost(self.rank, self.count, error) from error
+
+    @staticmethod
+    @contextmanager
+    def contact(group: Any) -> Iterator[None]:
+        """Around passes of a model that communicates by itself: a lost rank is said in the same sentence."""
+        try:
+            yield
+        except RuntimeError as error:
+            if not _LOST.search(str(error)):
+                raise
+            raise _lost(dist.get_rank(group), dist.get_world_size(group), error) from error
+
+
+_LOST = re.compile(r"gloo|nccl|connection (closed|reset|refused)|timed out|broken pipe", re.IGNORECASE)
+
+
+def _lost(rank: int, count: int, error: Exception) -> ConnectionError:
+    return ConnectionError(
+        f"rank {rank} of {count} has lost another rank, which died or does not answer ({_reason(error)}); see what "
+        "that one said last, and start the job again."
+    )
 
 
 def _reason(error: Exception) -> str:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, TypedDict
 from torch import Tensor, nn
 
 from spiritlevel.binding.graphs import Rows, Shared, is_graph, parts_of, rows_of
+from spiritlevel.binding.values import fields_of, said
 from spiritlevel.errors import InputError, is_out_of_memory, named_error, unknown_name
 
 LABELS = ("labels", "label", "targets", "target", "y")
@@ -72,6 +73,26 @@ class Takes(NamedTuple):
         """Whether a dict with these keys must be meant as the one argument."""
         return self.known and not self.keywords and len(self.required) == 1 and not any(map(self.accepts, keys))
 
+    def remark(self, inputs: Any) -> str:
+        """In brackets, how a model was called that failed, where that may be the reason."""
+        batch = "pick them with batch=, a function from a batch to (inputs, targets)"
+        if isinstance(inputs, Rows):
+            given = f"its parts {', '.join(inputs.graph.names)}" if inputs.graph.names else "all of it as one argument"
+            return f" (of the graph it was given {given}, as its forward takes {self}; parts are found by their names)"
+        if not isinstance(inputs, Mapping):
+            count = len(inputs) if isinstance(inputs, tuple | list) else 1
+            wrong = self.known and not self.may_take(count)
+            return f" (its forward takes {self}, and the batches have {count} inputs; {batch})" * wrong
+        lists = [key for key, value in inputs.items() if isinstance(value, list)]
+        if self.takes_one_dict(inputs) or any(name not in inputs for name in self.required):
+            return f" (it was given {said(inputs)}, and its forward takes {self}; name the inputs so, or {batch})"
+        if lists:
+            return (
+                f" (its {lists[0]} was given {said(inputs[lists[0]])}; a data set of Hugging Face needs "
+                ".with_format('torch') before a DataLoader)"
+            )
+        return ""
+
     def __str__(self) -> str:
         names = [*self.required, *(f"{name}=" for name in self.optional)]
         return f"({', '.join(names)})"
@@ -108,11 +129,13 @@ class Form:
                 "batch= takes a function from a batch to the pair (inputs, targets), got "
                 f"{type(self.batch).__name__}; the number of samples in a batch is batch_size=."
             )
-        if self.target is not None and not isinstance(self.target, str | int):
+        if self.target is not None and (not isinstance(self.target, str | int) or isinstance(self.target, bool)):
             raise InputError(
                 f"target= takes the key or the number of the targets in a batch, got {type(self.target).__name__}."
             )
-        if not (self.output is None or isinstance(self.output, str | int) or callable(self.output)):
+        if isinstance(self.output, bool) or not (
+            self.output is None or isinstance(self.output, str | int) or callable(self.output)
+        ):
             raise InputError(
                 "output= takes a key, a number or a function that returns the outputs, got "
                 f"{type(self.output).__name__}."
@@ -131,10 +154,11 @@ class Form:
                     f"the function batch= must return the pair (inputs, targets), it returned {said(batch)}."
                 )
             return batch[0], batch[1]
-        if isinstance(batch, Mapping):
-            return self._of_mapping(batch, notes)
         if is_graph(batch):
             return self._of_graph(batch, notes)
+        held = batch if isinstance(batch, Mapping) else fields_of(batch)
+        if held is not None:
+            return self._of_mapping(held, batch, notes)
         if not isinstance(batch, tuple | list) or len(batch) < 2:
             raise InputError(
                 f"data must give pairs (inputs, targets), got {said(batch)}; batch= takes a function that makes such a "
@@ -142,23 +166,29 @@ class Form:
             )
         return self._of_items(batch, notes)
 
-    def _of_mapping(self, batch: Mapping[Any, Any], notes: list[str]) -> tuple[Any, Any]:
-        """Of a dict: what stands under the key of the targets, and the rest, as far as the model's forward takes it."""
+    def _of_mapping(self, held: Mapping[Any, Any], batch: Any, notes: list[str]) -> tuple[Any, Any]:
+        """Of a dict, or what an object holds: the targets under their key, and as much of the rest as forward takes."""
         target = self.target
         if target is None:
-            found = [name for name in LABELS if name in batch]
+            found = [name for name in LABELS if name in held]
             if len(found) != 1:
                 what = f"several of them ({', '.join(found)})" if found else f"none of {', '.join(LABELS)}"
                 raise InputError(f"a batch is {said(batch)}, {what}; name the targets with target=.")
             (target,) = found
-        if target not in batch:
+        if target not in held:
             raise InputError(f"a batch has no {target!r} to be its targets (target=): it is {said(batch)}.")
-        rest = {key: value for key, value in batch.items() if key != target or target in self.takes.required}
+        rest = {key: value for key, value in held.items() if key != target or target in self.takes.required}
         unknown = [] if self.takes.takes_one_dict(rest) else [key for key in rest if not self.takes.accepts(key)]
+        if len(unknown) == len(rest):
+            raise InputError(
+                f"a batch is {said(batch)}, {target!r} its targets, and none of the others an argument of the model's "
+                f"forward, which takes {self.takes}; name the inputs so, or pick them with batch=, a function from a "
+                "batch to (inputs, targets)."
+            )
         if unknown:
             rest = {key: value for key, value in rest.items() if key not in unknown}
             _note(notes, f"left out of the batches, as the model's forward does not take them: {', '.join(unknown)}")
-        return rest, batch[target]
+        return rest, held[target]
 
     def _of_items(self, batch: Sequence[Any], notes: list[str]) -> tuple[Any, Any]:
         """Of several items: those before the targets are inputs, those after them are left out."""
@@ -188,6 +218,11 @@ class Form:
 
     def _of_graph(self, graph: Any, notes: list[str]) -> tuple[Any, Any]:
         """Of a graph: the nodes that a mask picks, or the graphs of a batch, are the samples."""
+        if hasattr(graph, "edge_types"):
+            raise InputError(
+                f"a {type(graph).__name__} has several kinds of nodes, and which are the samples cannot be told; let a "
+                "module hold it in buffers and take the numbers of its nodes, with data=(numbers, y[numbers])."
+            )
         name, mask = str(self.target or "y"), ""
         if name.endswith("]"):
             name, _, mask = name[:-1].partition("[")
@@ -201,10 +236,13 @@ class Form:
         wanted = self.takes.required
         as_parts = bool(wanted) and all(isinstance(getattr(graph, name, None), Tensor) for name in wanted)
         if not as_parts and len(wanted) != 1:
-            what = f"takes {self.takes}" if self.takes.known else "takes anything"
+            what, way = f"takes {self.takes}" if self.takes.known else "takes anything", "wrap it in a module whose "
+            way += "forward takes those parts by their names, or the graph"
+            if "batch" in wanted and not isinstance(getattr(graph, "batch", None), Tensor):
+                way = "torch_geometric.loader.DataLoader(graphs) makes batches, which say of each node its graph"
             raise InputError(
                 f"the model's forward {what}, so how to call it with a graph of {', '.join(parts_of(graph))} cannot be "
-                "told; wrap it in a module whose forward takes those parts by their names, or the graph."
+                f"told; {way}."
             )
         return Rows(rows, Shared(graph, wanted if as_parts else ())), targets[rows.to(targets.device)]
 
@@ -232,7 +270,8 @@ class Form:
         """The keys or numbers of the parts that may be the outputs for so many samples, where nothing says which."""
         if self.output is not None or _logits(result) is not None:
             return []
-        items: Iterable[tuple[Any, Any]] = result.items() if isinstance(result, Mapping) else ()
+        held = result if isinstance(result, Mapping) else fields_of(result)
+        items: Iterable[tuple[Any, Any]] = () if held is None else held.items()
         items = enumerate(result) if isinstance(result, tuple | list) else items
         return [key for key, item in items if _has(item, count)]
 
@@ -282,30 +321,6 @@ def _called(name: str, function: Callable[[Any], Any], thing: Any) -> Any:
         if is_out_of_memory(error):
             raise
         raise InputError(f"the function {name} fails on {said(thing)}: {named_error(error)}.") from error
-
-
-def said(thing: Any) -> str:
-    """What was got, in words: the keys of a dict, the number of items, the shape of a tensor.
-
-    >>> import torch
-    >>> said({"input_ids": 0, "labels": 1}), said((1, "a")), said(torch.zeros(2, 3))
-    ("a dict with the keys 'input_ids', 'labels'", '2 items (int, str)', 'a tensor of shape (2, 3)')
-    """
-    if isinstance(thing, Tensor):
-        return f"a tensor of shape {tuple(thing.shape)}"
-    if isinstance(thing, Mapping):
-        keys = ", ".join(map(repr, thing)) or "none"
-        return f"a {type(thing).__name__} with the keys {keys}"
-    if isinstance(thing, tuple | list):
-        kinds = ", ".join(_kind(item) for item in thing[:6]) + (", ..." if len(thing) > 6 else "")
-        return f"{len(thing)} item{'s' * (len(thing) != 1)} ({kinds})"
-    if dataclasses.is_dataclass(thing):
-        return f"a {type(thing).__name__} with {', '.join(field.name for field in dataclasses.fields(thing))}"
-    return f"a {type(thing).__name__}" if thing is not None else "None"
-
-
-def _kind(item: Any) -> str:
-    return f"tensor {tuple(item.shape)}" if isinstance(item, Tensor) else type(item).__name__
 
 
 def form_of(options: Reading) -> Form:

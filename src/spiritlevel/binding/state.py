@@ -17,13 +17,14 @@ from torch import Tensor, nn
 from torch.func import jvp
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from spiritlevel.binding.devices import generators, random_state
+
 
 @contextlib.contextmanager
 def preserved_random_state() -> Iterator[None]:
     """Give torch, NumPy and Python back the random states they had."""
     python, numpy_state = random.getstate(), np.random.get_state()
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_available() and torch.cuda.is_initialized() else ()
-    with torch.random.fork_rng(devices=devices):
+    with torch.random.fork_rng(devices=generators()):
         try:
             yield
         finally:
@@ -148,7 +149,8 @@ def without_autocast(device: torch.device) -> contextlib.AbstractContextManager[
 def random_states(device: torch.device) -> tuple[Any, ...] | None:
     """What changes if anything draws from the global generators; `None` inside transformations of `torch.func`."""
     try:
-        own = torch.cuda.get_rng_state(device).numpy().tobytes() if device.type == "cuda" else b""
+        state = random_state(device)
+        own = b"" if state is None else state.numpy().tobytes()
         shared = torch.get_rng_state().numpy().tobytes()
     except RuntimeError:  # a wrapped tensor has no numbers to look at
         return None

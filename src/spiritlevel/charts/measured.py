@@ -42,13 +42,22 @@ def density(curve: SmoothedDensity, *, level: float = 0.95, title: str = "") -> 
     return with_title(chart, title, f"smoothed by a Gaussian of width {figure(curve.width, 2)}{band}")
 
 
+def step_name(direction: str) -> str:
+    """The name of an axis of steps.
+
+    >>> step_name("eigenvector 1"), step_name("to the other model")
+    ('step along eigenvector 1', 'step to the other model')
+    """
+    return f"step {'' if direction.startswith('to ') else 'along '}{direction}"
+
+
 def landscape_line(surface: Landscape, *, title: str = "") -> Chart:
     """The loss along one direction, and the parabola λt²/2 that slope and curvature at the model predict."""
     if len(surface.steps) != 1:
         raise InputError(f"landscape_line draws one direction, got {len(surface.steps)}: use landscape_contours.")
     steps = surface.steps[0].tolist()
     measured, predicted = surface.losses.tolist(), surface.quadratic.tolist()
-    step = f"step along {surface.directions[0]}"
+    step = step_name(surface.directions[0])
     columns = {
         step: steps + steps,
         "loss": measured + predicted,
@@ -70,7 +79,7 @@ def landscape_contours(surface: Landscape, *, title: str = "") -> Chart:
     """The loss on a plane through the model, colours and contour lines on a logarithmic scale; a cross is the model."""
     if len(surface.steps) != 2:
         raise InputError(f"landscape_contours draws two directions, got {len(surface.steps)}: use landscape_line.")
-    names = (f"step along {surface.directions[0]}", f"step along {surface.directions[1]}", "loss")
+    names = (step_name(surface.directions[0]), step_name(surface.directions[1]), "loss")
     chart = contours(
         surface.steps[0].tolist(), surface.steps[1].tolist(), surface.losses, names=names, log=True, title=title
     )

@@ -32,18 +32,21 @@ def contours(
     names: tuple[str, str, str],
     log: bool = False,
     levels: int = 10,
+    domain: tuple[float, float] | None = None,
     title: str = "",
 ) -> Chart:
     """A surface over a grid: one cell for each `values[i][j]` at (x[i], y[j]), with contour lines between them.
 
     The lines join points found by linear interpolation between neighbouring grid points; `log` spaces the levels and
-    colours logarithmically. `names` are those of x, y and value.
+    colours logarithmically. `names` are those of x, y and value; `domain` are the ends of the colours and of the levels
+    where several surfaces share them.
     """
     heights = np.asarray(plain_values(values), dtype=float)
     across, up = np.asarray(plain_values(x), dtype=float), np.asarray(plain_values(y), dtype=float)
     if heights.shape != (len(across), len(up)):
         raise InputError(f"contours needs {len(across)} x {len(up)} values, got an array of shape {heights.shape}.")
-    log = log and bool(np.nanmin(heights) > 0)
+    low, high = domain or (float(np.nanmin(heights)), float(np.nanmax(heights)))
+    log = log and low > 0
     scaled = np.log10(heights) if log else heights
     cells = [
         {"x": left, "x2": right + wide, "y": bottom, "y2": top + high, "value": float(f"{heights[i, j]:.7g}")}
@@ -53,16 +56,18 @@ def contours(
         for wide, high in [(0.01 * (right - left) * (i + 1 < len(across)), 0.01 * (top - bottom) * (j + 1 < len(up)))]
         if math.isfinite(heights[i, j])
     ]
-    cuts = np.linspace(np.nanmin(scaled), np.nanmax(scaled), levels + 2)[1:-1]
+    ends = (math.log10(low), math.log10(high)) if log else (low, high)
+    cuts = np.linspace(*ends, levels + 2)[1:-1]
     segments = [
         dict(zip(("x", "y", "x2", "y2"), map(float, segment), strict=True))
         for cut in cuts
-        for segment in _isoline(across, up, scaled, cut)
+        for segment in isolines(across, up, scaled, cut)
     ]
     horizontal = alt.X("x:Q", title=names[0], scale=alt.Scale(zero=False, nice=False), axis=NUMBERS)
     vertical = alt.Y("y:Q", title=names[1], scale=alt.Scale(zero=False, nice=False), axis=NUMBERS)
-    scale = alt.Scale(type="log" if log else "linear", scheme="viridis")
-    legend = alt.Legend(labelExpr=LABEL, gradientLength=200)
+    shared: dict[str, Any] = {"domain": list(domain)} if domain else {}
+    scale = alt.Scale(type="log" if log else "linear", scheme="viridis", **shared)
+    legend = alt.Legend(labelExpr=LABEL.replace(".6~r", ".3~r"), gradientLength=200)
     surface = (
         chart_of(cells)
         .mark_rect(strokeWidth=0)
@@ -91,7 +96,7 @@ def _edges(centres: np.ndarray) -> list[tuple[float, float]]:
     return [(float(a), float(b)) for a, b in pairwise(borders)]
 
 
-def _isoline(x: np.ndarray, y: np.ndarray, heights: np.ndarray, level: float) -> list[tuple[float, ...]]:
+def isolines(x: np.ndarray, y: np.ndarray, heights: np.ndarray, level: float) -> list[tuple[float, ...]]:
     """Segments of the line height = level. Each cell is cut in two triangles: a triangle has one segment or none."""
     grid_x, grid_y = np.meshgrid(x, y, indexing="ij")
     vertices = np.stack([grid_x, grid_y, heights], -1)

@@ -41,6 +41,9 @@ from spiritlevel.cli.demo import Demo
 from spiritlevel.cli.measure import Measure
 from spiritlevel.cli.measures import Measures
 from spiritlevel.cli.parsing import in_options, parse
+from spiritlevel.cli.perturb import Perturb
+from spiritlevel.cli.plot import Plot
+from spiritlevel.cli.rank import Rank
 from spiritlevel.cli.report import Report
 from spiritlevel.cli.reproduce import Reproduce
 from spiritlevel.cli.samples import Samples
@@ -57,7 +60,7 @@ from spiritlevel.errors import (
 COMMANDS: dict[str, Callable[[Sequence[str]], Command]] = {
     **{
         kind.NAME: partial(parse, kind, f"spiritlevel {kind.NAME}")
-        for kind in (Demo, Measure, Compare, Audit, Samples, Claims, Measures, Report)
+        for kind in (Demo, Measure, Compare, Perturb, Rank, Audit, Samples, Plot, Claims, Measures, Report)
     },
     "reproduce": reproduce.parse,  # a kind for each study, built when it is asked for
     "data": data.parse,
@@ -72,8 +75,11 @@ class Spiritlevel:
         Annotated[Demo, subcommand("demo")]
         | Annotated[Measure, subcommand("measure")]
         | Annotated[Compare, subcommand("compare")]
+        | Annotated[Perturb, subcommand("perturb")]
+        | Annotated[Rank, subcommand("rank")]
         | Annotated[Audit, subcommand("audit")]
         | Annotated[Samples, subcommand("samples")]
+        | Annotated[Plot, subcommand("plot")]
         | Annotated[Reproduce, subcommand("reproduce")]
         | Annotated[Claims, subcommand("claims")]
         | Annotated[Measures, subcommand("measures")]

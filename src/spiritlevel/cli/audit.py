@@ -32,20 +32,14 @@ class Audit(OnData):
     def run(self) -> Outcome:
         """Load, audit, show the table."""
         from spiritlevel.answers.auditing import audit
-        from spiritlevel.binding.batches import Batches, subset
-        from spiritlevel.binding.reading import form_of
         from spiritlevel.cli.show import show_audit
-        from spiritlevel.loading import check_classes, load_loss, load_samples, read_model
+        from spiritlevel.loading import load_loss, load_samples, read_model
 
         with ProgressBar() as progress:
             progress("loading", 0, 0)
             model, about = read_model(self.model, self.weights, device=self.device, dtype=self.dtype, seed=self.seed)
             samples = load_samples(self.data, target=self.target, model=model)
-            form = form_of(self.reading(samples))
-            check_classes(samples, None, model, form.options())
-            whole = self.batch_norm == "batch" or self.batches == "fixed"
-            data, drawn, population = subset(Batches(samples.data, whole=whole, form=form), self.samples, self.seed)
-            form = form if drawn is None else form.of_pairs()
+            data, reading, population = self.drawn(samples, model)
             wanted = self.transforms
             found = audit(
                 model,
@@ -56,7 +50,7 @@ class Audit(OnData):
                 batch_norm=self.batch_norm,
                 progress=progress,
                 seed=self.seed,
-                **form.options(),
+                **reading,
             )
         tell(f"{self.model}: {found.parameters:,} parameters, {found.samples:,} of {population:,} samples")
         for note in filter(None, [about, *samples.notes]):

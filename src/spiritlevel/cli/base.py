@@ -148,7 +148,8 @@ def console() -> Console:
 def check_writable(path: Path, option: str = "--json") -> None:
     """Refuse a place for the result before the work is done, not after."""
     try:
-        path.exists()
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            path.stat()  # `exists` says no more than that there is none
         folder = next((parent for parent in path.absolute().parents if parent.exists()), path)
     except (OSError, ValueError) as error:  # too long for a name, or with a zero byte
         reason = getattr(error, "strerror", None) or error

@@ -19,6 +19,8 @@ class Compare(OnData):
     """Compare two models on the same samples: which to trust, why, and which differences say nothing.
 
     For example: spiritlevel compare net.py:small net.py:large --weights small.pt large.pt --data test.npz
+
+    Rounded as well: spiritlevel compare net.py:make net.py:make --weights a.pt b.pt --under int4 --data test.npz
     """
 
     NAME = "compare"
@@ -29,6 +31,8 @@ class Compare(OnData):
     """The other one."""
     weights: Annotated[tuple[Path, Path] | None, optional("FILE FILE")] = None
     """The weights of both, in the same order."""
+    under: Annotated[str | None, optional("CHANGE,CHANGE,...")] = None
+    """Also change the weights of both, and say which is better then: int4, prune:0.5, noise:0.01 and so on."""
     out: Annotated[Path | None, optional("DIR")] = None
     """Also write report.html and report.json to DIR."""
 
@@ -55,6 +59,7 @@ class Compare(OnData):
                 loss=load_loss(self.loss),
                 measures=self.names,
                 samples=self.samples,
+                under=self.under or (),
                 batch_norm=self.batch_norm,
                 progress=progress,
                 seed=self.seed,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import Positional, arg
 
@@ -16,15 +16,18 @@ from spiritlevel.cli.parsing import optional
 from spiritlevel.errors import InputError
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from spiritlevel.binding.ranks import Ranks
     from spiritlevel.binding.reading import Reading
     from spiritlevel.loading import Samples
-    from spiritlevel.results import Comparison, Report
+    from spiritlevel.results import Report
+    from spiritlevel.results.pages import Shown
 
 
 @dataclass(frozen=True, kw_only=True)
-class OnData(Seeded):
-    """What the commands that measure models share."""
+class RunOnData(Seeded):
+    """What the commands that run models on data share."""
 
     data: Annotated[str, arg(metavar="DATA")]
     """A built-in name, an .npz or .safetensors file with x and y, a .csv or .parquet table (with --target), a folder of
@@ -41,14 +44,12 @@ class OnData(Seeded):
     """What is counted as one: a sample, or each of its tokens."""
     batches: Annotated[str, arg(metavar="free|fixed")] = "free"
     """fixed, where the loss of a sample depends on the others of its batch: batches are then never split."""
-    measures: Annotated[str | None, optional("NAME,NAME,...")] = None
-    """Only these measures, or all; about a dozen by default."""
     samples: Annotated[int | None, optional("N")] = None
     """Measure a random subset of N samples; ± then holds for all of them, or the report says why it is not known."""
     batch_norm: Annotated[str, arg(metavar="eval|batch")] = "eval"
     """Running statistics, or those of each batch."""
     device: Annotated[str | None, optional("DEVICE")] = None
-    """cpu, cuda:0 and so on; where the model already is, unless given."""
+    """cpu, or an accelerator as PyTorch names it (cuda, cuda:1, xpu, mps); where the model already is, unless given."""
     dtype: Annotated[str | None, optional("float32|float64")] = None
     """Convert the model to this number format first."""
 
@@ -57,6 +58,26 @@ class OnData(Seeded):
         number = self.output is not None and self.output.lstrip("-").isdigit()
         output = int(str(self.output)) if number else self.output
         return {"target": samples.target, "output": output, "unit": self.unit, "batches": self.batches}
+
+    def drawn(self, samples: Samples, model: nn.Module) -> tuple[Any, Reading, int]:
+        """The samples asked for, drawn at random if they are fewer; how they are read; and how many there are."""
+        from spiritlevel.binding.batches import Batches, subset
+        from spiritlevel.binding.reading import form_of
+        from spiritlevel.loading import check_classes
+
+        form = form_of(self.reading(samples))
+        check_classes(samples, None, model, form.options())
+        whole = self.batch_norm == "batch" or self.batches == "fixed"
+        data, drawn, population = subset(Batches(samples.data, whole=whole, form=form), self.samples, self.seed)
+        return data, (form if drawn is None else form.of_pairs()).options(), population
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnData(RunOnData):
+    """What the commands that measure models share."""
+
+    measures: Annotated[str | None, optional("NAME,NAME,...")] = None
+    """Only these measures, or all; about a dozen by default."""
 
     @property
     def names(self) -> str | list[str] | None:
@@ -132,8 +153,9 @@ class Measure(OnData):
         from spiritlevel.loading import check_classes, load_loss, load_samples, read_model
 
         with ranks.together():
-            if ranks.count > 1 and str(self.device).startswith("cuda:"):
-                raise InputError("--device is cuda, without a number, under torchrun: every process takes its own GPU.")
+            kind, _, number = (self.device or "").partition(":")
+            if ranks.count > 1 and number and kind != "cpu":
+                raise InputError(f"--device is {kind}, without a number, under torchrun: every process takes its own.")
             progress("loading", 0, 0)
             model, note = read_model(self.model, self.weights, device=self.device, dtype=self.dtype, seed=self.seed)
             loss = load_loss(self.loss)
@@ -172,18 +194,17 @@ def finish(report: Report) -> None:
 
 
 @contextmanager
-def shown_in_any_case(result: Report | Comparison) -> Iterator[None]:
+def shown_in_any_case(result: Shown) -> Iterator[None]:
     """Show the numbers after the block, also where it fails: a full disk must not cost them."""
-    from spiritlevel.cli.show import show_comparison, show_report
-    from spiritlevel.results import Comparison
+    from spiritlevel.cli.show import show
 
     try:
         yield
     finally:
-        show_comparison(result) if isinstance(result, Comparison) else show_report(result)
+        show(result)
 
 
-def write_run(result: Report | Comparison, folder: Path) -> None:
+def write_run(result: Shown, folder: Path) -> None:
     """The result as JSON and as a page, both whole or neither: a page beside the numbers of another run would lie."""
     from spiritlevel.storage import write_together
 

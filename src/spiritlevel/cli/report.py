@@ -16,13 +16,13 @@ from spiritlevel.errors import InputError
 from spiritlevel.storage import check_readable
 
 if TYPE_CHECKING:
-    from spiritlevel.results import Comparison
+    from spiritlevel.results import Comparison, Perturbation, Result
     from spiritlevel.results import Report as Found
 
 
 @dataclass(frozen=True, kw_only=True)
 class Report(Command):
-    """Put several runs of `spiritlevel measure` or `compare` onto one page, side by side.
+    """Put several runs of `spiritlevel measure`, `compare` or `perturb` onto one page, side by side.
 
     For example: spiritlevel report small/ large/ --out page.html
     """
@@ -43,12 +43,12 @@ class Report(Command):
         from spiritlevel.results import Comparison
         from spiritlevel.storage import write_atomically
 
+        results = [_read(path) for path in self.runs]
         for path in self.runs:
             if self.out.resolve() == _file(path).resolve():
                 raise InputError(
                     f"--out {self.out} is the run itself, which the page would overwrite; name another file."
                 )
-        results = [_read(path) for path in self.runs]
         titles = [_title(result) for result in results]
         for number, (path, result) in enumerate(zip(self.runs, results, strict=True)):
             if titles.count(titles[number]) > 1 and not isinstance(result, Comparison):
@@ -59,7 +59,7 @@ class Report(Command):
         return Outcome({"page": str(self.out), "runs": [_title(result) for result in results]})
 
 
-def _title(result: Found | Comparison) -> str:
+def _title(result: Found | Comparison | Perturbation) -> str:
     from spiritlevel.results import Comparison
 
     return " and ".join(result.names) if isinstance(result, Comparison) else result.name
@@ -69,9 +69,21 @@ def _file(path: Path) -> Path:
     return path / "report.json" if path.is_dir() else path
 
 
-def _read(path: Path) -> Found | Comparison:
-    from spiritlevel.results import Comparison, Result
+def _read(path: Path) -> Found | Comparison | Perturbation:
+    from spiritlevel.results import Comparison, Perturbation
     from spiritlevel.results import Report as Found
+
+    found = read_result(path)
+    if not isinstance(found, Found | Comparison | Perturbation):
+        kind = type(found).__name__
+        article = "an" if kind[0] in "AEIOU" else "a"
+        raise InputError(f"{_file(path)} holds {article} {kind}, and a page shows reports and comparisons.")
+    return found
+
+
+def read_result(path: Path) -> Result:
+    """Whatever result a run folder, its report.json or a --json file holds."""
+    from spiritlevel.results import Result
 
     file = _file(path)
     try:
@@ -86,10 +98,6 @@ def _read(path: Path) -> Found | Comparison:
         raise InputError(f"{file} is not a run: {error}") from error
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:  # JSON of another shape
         raise InputError(f"{file} cannot be read as a run: {type(error).__name__} {error}.") from error
-    if not isinstance(found, Found | Comparison):
-        kind = type(found).__name__
-        article = "an" if kind[0] in "AEIOU" else "a"
-        raise InputError(f"{file} holds {article} {kind}, and a page shows reports and comparisons.")
     _compare_page(file)
     for note in notes:
         say(f"{file}: {note.message}")
@@ -124,7 +132,8 @@ def _inner(file: Path) -> Any:
         return None
     if not isinstance(written, dict) or "command" not in written:
         return None
-    held = next((written[name] for name in ("report", "comparison", "audit") if name in written), None)
+    names = ("report", "comparison", "perturbation", "audit", "result")
+    held = next((written[name] for name in names if name in written), None)
     if held is None:
         raise InputError(f"it is the --json file of {written['command']}, which holds no report.")
     return Result.from_dict(held)

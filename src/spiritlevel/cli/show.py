@@ -14,7 +14,21 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from spiritlevel.results import Audit, Comparison, Estimate, Report, ReportRow
+    from spiritlevel.results import Audit, Checkpoints, Comparison, Estimate, Perturbation, Report, ReportRow, Result
+
+
+def show(result: Result) -> None:
+    """Whatever a command found."""
+    from spiritlevel.results import Checkpoints, Comparison, Perturbation, Report
+
+    if isinstance(result, Comparison):
+        show_comparison(result)
+    elif isinstance(result, Perturbation):
+        show_perturbation(result)
+    elif isinstance(result, Checkpoints):
+        show_checkpoints(result)
+    elif isinstance(result, Report):
+        show_report(result)
 
 
 def show_report(report: Report, console: Console | None = None) -> None:
@@ -23,7 +37,8 @@ def show_report(report: Report, console: Console | None = None) -> None:
 
     console = console or base.console()
     known = report.settings.get("samples", "an unknown number of")  # not in every report that somebody made up
-    samples = f"{known} samples {'measured' if report.rows else 'given, nothing measured'}"
+    noun = "tokens" if report.settings.get("unit") else "samples"
+    samples = f"{known} {noun} {'measured' if report.rows else 'given, nothing measured'}"
     console.print(f"{report.name}: {report.parameters:,} parameters, {samples}", markup=False)
     if report.partial:
         console.print(f"Not complete: {report.partial}.", style="bold red", markup=False)
@@ -109,7 +124,53 @@ def show_comparison(comparison: Comparison) -> None:
     if any(row.verdict == "not comparable" for row in comparison.rows):
         legend = "(×n): not comparable; the audit moved it at least n-fold at the same outputs or probabilities"
         console.print(legend, style="dim", markup=False)
-    console.print(comparison.advice, style="bold", markup=False)
+    for sentence in (comparison.advice, *comparison.under):
+        console.print(sentence, style="bold", markup=False)
+
+
+def show_perturbation(found: Perturbation) -> None:
+    """What was foretold and what came, and the layers, the dearest first."""
+    from spiritlevel.results import figure
+    from spiritlevel.results.perturbations import PREDICTORS, limits_in_words
+
+    console = base.console()
+    console.print(f"{found.name}, {found.change}: {found.meaning}", markup=False)
+    if found.layers:
+        keys = ["second_order", "trace_times_square", "square", "measured"]
+        heads = ("foretold", "Tr H·‖δ‖²", "‖δ‖²", "measured")
+        table = columns("layer, changed alone", "size", *heads, right=range(1, 6))
+        known = not any(math.isnan(row.measured) for row in found.layers)
+        for row in sorted(found.layers, key=lambda row: -(row.measured if known else row.second_order)):
+            numbers = ("" if math.isnan(getattr(row, key)) else figure(getattr(row, key), 3) for key in keys)
+            table.add_row(row.name, f"{row.size:,}", *numbers)
+        print_table(console, table)
+        ranks = {name: value for name, value in found.rank_agreement().items() if not math.isnan(value)}
+        if ranks:
+            said = ", ".join(f"{PREDICTORS[name]} {value:.2f}" for name, value in ranks.items())
+            console.print(f"rank correlation with measured: {said}", style="dim", markup=False)
+    console.print(f"interval of the loss from: {limits_in_words(found.predicted)}", style="dim", markup=False)
+    for note in found.notes:
+        console.print(note, style="dim", markup=False)
+    for sentence in found.sentences():
+        console.print(sentence, style="bold", markup=False)
+
+
+def show_checkpoints(found: Checkpoints) -> None:
+    """A row for each checkpoint in the order given, and the best in words."""
+    from spiritlevel.results import figure, left_out_lines
+
+    console = base.console()
+    heads = ("\n".join(name.replace("_", " ").replace(", ", " ").split(" ")) for name in found.columns)
+    table = columns("checkpoint", *heads, right=range(1, len(found.columns) + 1))
+    values = [found.values(name) for name in found.columns]
+    for number, row in enumerate(found.rows):
+        cells = ("" if math.isnan(column[number]) else figure(column[number], 3) for column in values)
+        table.add_row(row.name, *cells)
+    print_table(console, table)
+    for line in left_out_lines(found.left_out):
+        console.print(line, style="dim", markup=False)
+    for sentence in found.sentences():
+        console.print(sentence, style="bold", markup=False)
 
 
 def show_audit(audit: Audit) -> None:

@@ -26,7 +26,7 @@ from spiritlevel.estimators.entries import Entries
 from spiritlevel.estimators.krylov import Array, Krylov, lanczos
 from spiritlevel.estimators.operator import Operator, Product, entries_of, in_full_precision
 from spiritlevel.estimators.probes import check_probes, signs, whole_of
-from spiritlevel.estimators.trace import root_of
+from spiritlevel.estimators.trace import root_of, with_tolerance
 from spiritlevel.results import Estimate, SpectralDensity, SpectrumSummary
 
 
@@ -106,7 +106,7 @@ def spectrum(
         first_product = space.extend()
         if named:
             for name, part in named.split(space.basis[0] * first_product).items():
-                layers[name].append(product.size * float(part.sum(dtype=torch.float64)))
+                layers[name].append(product.size * float(product.space.sum(part.sum(dtype=torch.float64))))
         return lanczos(space, steps)
 
     space = run(0, max(steps, capacity_for(product.size, 2 * k, None)))
@@ -122,13 +122,14 @@ def spectrum(
     rows += [_quadrature(run(index, steps), steps) for index in range(1, probes)]
 
     density = _quadrature_spectrum(rows, product, seed)
-    trace = _scaled(density.moment(1), product.size, probes)
+    trace = with_tolerance(_scaled(density.moment(1), product.size, probes), product.size * product.form_error)
     mean_square = _scaled(density.moment(2), 1.0, probes)
+    frobenius = root_of(_scaled(mean_square, product.size, probes))
     return SpectrumSummary(
         largest=largest,
         smallest=smallest,
         trace=trace,
-        frobenius_norm=root_of(_scaled(mean_square, product.size, probes)),
+        frobenius_norm=with_tolerance(frobenius, math.sqrt(product.size) * product.error),
         mean_square=mean_square,
         density=density,
         layers={
@@ -176,7 +177,9 @@ def _dense_summary(
         return Estimate(value, matvecs=cost, seed=seed)
 
     square = float(np.square(entries.matrix).sum())
-    layers = named.split(torch.from_numpy(entries.matrix.diagonal().copy())) if named else {}
+    layers = {}
+    if named is not None and not named.space.parted:
+        layers = named.split(torch.from_numpy(entries.matrix.diagonal().copy()))
     return SpectrumSummary(
         largest=largest,
         smallest=smallest,

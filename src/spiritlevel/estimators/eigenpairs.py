@@ -106,11 +106,11 @@ def eigenvalues(
 
 def _given(product: Product, k: int, start: Tensor) -> Tensor:
     start = torch.as_tensor(start).detach().reshape(-1).to(product.device, product.dtype)
-    length = float(torch.linalg.vector_norm(start))
-    if start.numel() != product.size or not 0 < length < math.inf:
+    length = float(product.space.norm(start))
+    if start.numel() != product.space.length or not 0 < length < math.inf:
         raise InputError(
-            f"eigenvalues needs a start of {product.size} finite numbers, not all of them 0, got {start.numel()} of "
-            f"length {length:.3g}."
+            f"eigenvalues needs a start of {product.space.length} finite numbers, not all of them 0, "
+            f"got {start.numel()} of length {length:.3g}."
         )
     if k > 1:
         raise InputError(f"eigenvalues takes a start for one eigenvalue, got k={k}; leave start= out.")
@@ -322,7 +322,7 @@ def ritz_pairs(space: Krylov, coordinates: Array, reason: str, which: str, tol: 
     projected = space.projected[: space.width, : space.width]
     values = np.einsum("ij,ik,kj->j", coordinates, projected, coordinates)
     columns = space.vectors(coordinates).T
-    if not reason and tol < 100 * torch.finfo(space.product.dtype).eps:
+    if not reason and tol < 100 * torch.finfo(space.product.dtype).eps and not space.product.error:
         residuals = _measured_residuals(space.product, columns, values)
     else:
         residuals = np.hypot(space.residuals(coordinates), space.noise)
@@ -353,7 +353,7 @@ def ritz_pairs(space: Krylov, coordinates: Array, reason: str, which: str, tol: 
 
 def _measured_residuals(product: Product, columns: Tensor, values: Array) -> Array:
     rests = [product(v).double() - value * v.double() for v, value in zip(columns.T, values, strict=True)]
-    return np.array([float(torch.linalg.vector_norm(rest)) for rest in rests])
+    return np.array([float(product.space.norm(rest)) for rest in rests])
 
 
 def dense_eigenpairs(
@@ -377,7 +377,10 @@ def dense_eigenpairs(
             f"residual {residuals.max():.2g} > tol · max|λ| = {bound:.2g}, and the products are asymmetric by "
             f"{asymmetry:.2g}: they change from call to call, or {product.dtype} allows no better"
         )
-    kept = torch.from_numpy(columns).to(product.device, product.dtype) if vectors and columns is not None else None
+    residuals = np.maximum(residuals, product.error)
+    kept = None
+    if vectors and columns is not None:
+        kept = product.space.part(torch.from_numpy(columns).to(product.device, product.dtype))
     return Eigenpairs(
         values=torch.from_numpy(values),
         vectors=kept,

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from spiritlevel.estimators.operator import Product
 from spiritlevel.estimators.probes import gaussian
+from spiritlevel.memory import check_room
 
 Array = NDArray[np.float64]
 _MISS = 1e-3  # chance that an eigenvalue stays hidden
@@ -54,10 +55,18 @@ class Krylov:
         self.product = product
         self.capacity = capacity
         self.seed = seed
-        self.basis = torch.empty(capacity, product.size, dtype=product.dtype, device=product.device)
+        self.space = product.space
+        length = self.space.length
+        if product.device.type == "cpu":
+            check_room(
+                capacity * length * product.dtype.itemsize,
+                f"a basis of {capacity} vectors of {length:,} numbers",
+                "hold fewer of them (basis=, steps=), or measure some of the layers (params=)",
+            )
+        self.basis = torch.empty(capacity, length, dtype=product.dtype, device=product.device)
         self.width = 0
         self.projected: Array = np.zeros((capacity, capacity))
-        first = first / torch.linalg.vector_norm(first)
+        first = first / self.space.norm(first)
         self.edges: dict[int, _Edge] = {0: _Edge(first, np.zeros(capacity), np.zeros(0))}
         self.rounds = 0
         self.points: Array = np.zeros(0)
@@ -66,7 +75,7 @@ class Krylov:
         self.knows_first = uniform  # the basis still is that of a first vector which was uniform on the sphere
         self.shadows: Array = np.zeros((0, capacity))
         self.norm = 0.0  # largest |Ritz value| seen
-        self.noise = 0.0  # largest ‖qᵢᵀHq − qᵀHqᵢ‖ seen: rounding, or products that change from call to call
+        self.noise = 0.0  # largest ‖qᵢᵀHq − qᵀHqᵢ‖ seen, or what the operator says: how far products are off
         self._scale = 0.0
         self._eps = torch.finfo(product.dtype).eps
         self._ritz: tuple[Array, Array] | None = None  # of `projected` as it stands
@@ -74,9 +83,9 @@ class Krylov:
     def _outside(self, v: Tensor) -> tuple[Tensor, Array]:
         """`v` less its part in the span of the basis, and its coefficients there. Twice is enough."""
         basis = self.basis[: self.width]
-        first = basis @ v
+        first = self.space.sum(basis @ v)
         v = torch.addmv(v, basis.T, first, alpha=-1)
-        second = basis @ v
+        second = self.space.sum(basis @ v)
         v.addmv_(basis.T, second, alpha=-1)
         return v, (first.double() + second.double()).cpu().numpy()
 
@@ -94,9 +103,9 @@ class Krylov:
 
         product = self.product(q)
         remainder, h = self._outside(product)
-        beta = float(torch.linalg.vector_norm(remainder, dtype=torch.float64))  # below 1e-23 float32 would give 0
+        beta = float(self.space.norm(remainder, torch.float64))  # below 1e-23 float32 would give 0
         self._scale = max(self._scale, beta, float(np.linalg.norm(h)))
-        self.noise = max(self.noise, float(np.linalg.norm(h[:j] - expected)))
+        self.noise = max(self.noise, float(np.linalg.norm(h[:j] - expected)), self.product.error)
         self.projected[: j + 1, j] = self.projected[j, : j + 1] = h
         floor = max(self._eps * self._scale, 1e-300)
         following = (self.points * edge.shadows - self.shadows[:, : j + 1] @ h) / max(beta, floor)
@@ -112,13 +121,13 @@ class Krylov:
     def _clear_edge(self, number: int, q: Tensor, shadows: Array) -> Array:
         """Make an edge orthogonal to the new basis vector q. Returns its share in H qᵢ along q."""
         edge = self.edges[number]
-        overlap = float(edge.vector @ q)
+        overlap = self.space.dot(edge.vector, q)
         given = overlap * edge.shares
         vector = edge.vector - overlap * q
-        length = float(torch.linalg.vector_norm(vector))
+        length = float(self.space.norm(vector))
         if length < 0.5:
             vector, _ = self._outside(vector)
-            length = float(torch.linalg.vector_norm(vector))
+            length = float(self.space.norm(vector))
         if length > 10 * self._eps:
             self.edges[number] = _Edge(
                 vector / length, length * edge.shares, (edge.shadows - overlap * shadows) / length
@@ -193,7 +202,7 @@ class Krylov:
         for edge in self.edges.values():
             edge.shadows = np.zeros(points.size)
         v, _ = self._outside(gaussian(self.product, self.seed, self.rounds))
-        v /= torch.linalg.vector_norm(v)
+        v /= self.space.norm(v)
         self.edges[self.rounds] = _Edge(v, np.zeros(self.capacity), np.ones(points.size))
         return True
 
@@ -221,7 +230,7 @@ class Krylov:
             return np.zeros(coordinates.shape[1])
         overlaps = np.eye(len(vectors))  # edges are unit vectors, but not orthogonal to each other
         for i, j in itertools.combinations(range(len(vectors)), 2):
-            overlaps[i, j] = overlaps[j, i] = float(vectors[i] @ vectors[j])
+            overlaps[i, j] = overlaps[j, i] = self.space.dot(vectors[i], vectors[j])
         return np.sqrt(np.maximum(np.einsum("ik,ij,jk->k", shares, overlaps, shares), 0.0))
 
     def restart(self, values: Array, coordinates: Array) -> None:

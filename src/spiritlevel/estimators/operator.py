@@ -17,6 +17,8 @@ from torch import Tensor
 from spiritlevel.arguments import checked
 from spiritlevel.errors import InputError, first_line
 from spiritlevel.estimators.entries import Entries
+from spiritlevel.estimators.space import Space
+from spiritlevel.memory import check_room
 
 _Arguments = ParamSpec("_Arguments")
 _Found = TypeVar("_Found")
@@ -25,7 +27,9 @@ _Found = TypeVar("_Found")
 @contextlib.contextmanager
 def full_precision() -> Iterator[None]:
     """No reduced precision inside, whatever the caller has switched on."""
-    reduced = [device for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)]
+    accelerator = torch.accelerator.current_accelerator()
+    kinds = ["cpu", *([accelerator.type] if accelerator is not None else [])]
+    reduced = [kind for kind in kinds if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)]
     if not reduced:
         yield
         return
@@ -83,6 +87,7 @@ class Operator:
                 f"an operator needs a device of torch, and for each name a shape of whole numbers: {first_line(error)}."
             ) from error
         self._matmat = matmat
+        self.space = Space(size)
         self.entries: Entries | None = None  # once they are written down
         total = sum(shape.numel() for shape in self.shapes.values())
         if self.shapes and total != size:
@@ -93,12 +98,24 @@ class Operator:
         """The parameters' names in the order of the vector."""
         return tuple(self.shapes)
 
+    @property
+    def error(self) -> float:
+        """The largest error of a product with a unit vector, where products are not exact to rounding."""
+        return 0.0
+
+    @property
+    def form_error(self) -> float:
+        """The same of vᵀHv."""
+        return 0.0
+
     def __matmul__(self, v: Tensor) -> Tensor:
         if not isinstance(v, Tensor):
             raise InputError(f"an operator multiplies tensors, got {type(v).__name__}; use .to_scipy() for arrays.")
-        if v.ndim not in (1, 2) or v.shape[0] != self.size:
+        length = self.space.length
+        if v.ndim not in (1, 2) or v.shape[0] != length:
+            here = f" with {length} entries here" if self.space.parted else ""
             raise InputError(
-                f"an operator of size {self.size} multiplies vectors of shape ({self.size},) or ({self.size}, k), "
+                f"an operator of size {self.size}{here} multiplies vectors of shape ({length},) or ({length}, k), "
                 f"got {tuple(v.shape)}."
             )
         if v.dtype != self.dtype or v.device.type != self.device.type:
@@ -108,17 +125,23 @@ class Operator:
             )
         block = v[:, None] if v.ndim == 1 else v
         with full_precision():
-            return _checked(self._matmat(block), block).reshape(v.shape)
+            return _checked(self._matmat(block), block, self.space).reshape(v.shape)
 
     def dense(self) -> Tensor:
         """The matrix itself, by `size` products."""
+        if self.device.type == "cpu":
+            check_room(
+                2 * self.size**2 * self.dtype.itemsize,
+                f"a dense matrix of {self.size:,} × {self.size:,} numbers",
+                "multiply by vectors instead, or take some of the layers (params=)",
+            )
         width = max(1, min(128, 2**25 // self.size))
-        blocks = identity_blocks(self.size, self.dtype, self.device, width)
-        return torch.cat([self @ block for block in blocks], dim=1)
+        blocks = identity_blocks(self.space, self.dtype, self.device, width)
+        return torch.cat([self.space.whole(self @ block) for block in blocks], dim=1)
 
     def write_down(self) -> None:
         """Keep all entries, from `size` products: estimators then read them, exactly, and make no further products."""
-        if self.entries is None:
+        if self.entries is None and not self.space.parted:
             matrix = self.dense()
             self.entries = Entries(matrix.double().cpu().numpy())
             self._matmat = matrix.__matmul__
@@ -128,8 +151,8 @@ class Operator:
         """A vector cut into the parameters' shapes, as views."""
         if not self.shapes:
             raise InputError("this operator was built without parameter shapes, so it cannot split a vector.")
-        if v.shape != (self.size,):
-            raise InputError(f"split needs a vector of shape ({self.size},), got {tuple(v.shape)}.")
+        if v.shape != (self.space.length,):
+            raise InputError(f"split needs a vector of shape ({self.space.length},), got {tuple(v.shape)}.")
         parts = v.split([shape.numel() for shape in self.shapes.values()])
         return {name: part.reshape(shape) for (name, shape), part in zip(self.shapes.items(), parts, strict=True)}
 
@@ -148,13 +171,14 @@ class Operator:
         return f"Operator(size={self.size}, dtype={self.dtype}, device={self.device}, parameters={len(self.shapes)})"
 
 
-def _checked(product: Tensor, v: Tensor) -> Tensor:
+def _checked(product: Tensor, v: Tensor, space: Space) -> Tensor:
     if product.shape != v.shape:
         raise InputError(
             f"a product with the operator must keep the shape of the vectors, {tuple(v.shape)}, "
             f"got {tuple(product.shape)}."
         )
-    if not math.isfinite(torch.linalg.vector_norm(product, ord=math.inf)):  # the quickest look at every number
+    largest = torch.linalg.vector_norm(product, ord=math.inf) if product.numel() else torch.zeros(())
+    if not math.isfinite(space.sum(largest)):  # the quickest look at every number
         raise InputError(
             "a product with the operator holds NaN or infinity; check the model's outputs and loss, or use float64."
         )
@@ -178,6 +202,7 @@ class Product:
             raise InputError(f"estimators need a float32 or float64 operator, got {given}; convert it first.")
         self.op = op
         self.size = int(shape[0])
+        self.space = op.space if isinstance(op, Operator) else Space(self.size)
         self.dtype = dtype
         self.device = torch.device(op.device) if self._speaks_torch else torch.device("cpu")
         self.count = 0
@@ -191,17 +216,27 @@ class Product:
                     f"their mirror images; use (A + A.T)/2 if that is what you mean."
                 )
 
+    @property
+    def error(self) -> float:
+        """The largest error of a product with a unit vector that is known so far, beyond rounding."""
+        return self.op.error if isinstance(self.op, Operator) else 0.0
+
+    @property
+    def form_error(self) -> float:
+        """The same of vᵀHv."""
+        return self.op.form_error if isinstance(self.op, Operator) else 0.0
+
     def __call__(self, v: Tensor) -> Tensor:
         first = not self.count
-        self.count += v[0].numel()
+        self.count += 1 if v.ndim == 1 else v.shape[1]
         if isinstance(self.op, Operator):
             product = self.op @ v  # has checked it
         elif self._speaks_torch:
-            product = _checked((self.op @ v).detach(), v)
+            product = _checked((self.op @ v).detach(), v, self.space)
         else:
-            product = _checked(torch.tensor(np.asarray(self.op @ v.numpy()), dtype=self.dtype), v)
+            product = _checked(torch.tensor(np.asarray(self.op @ v.numpy()), dtype=self.dtype), v, self.space)
         if first:
-            size = float(torch.linalg.vector_norm(product, ord=math.inf))
+            size = float(self.space.norm(product.reshape(-1), torch.float64))
             if size and not 1e-140 < size < 1e140:
                 raise InputError(
                     f"the products with this operator are of size {size:.1g}, beyond what can be squared in float64; "
@@ -215,7 +250,8 @@ def entries_of(product: Product) -> Entries:
     if (written := product.written) is not None:
         product.count = written.size
         return written
-    blocks = [product(block).double().cpu() for block in identity_blocks(product.size, product.dtype, product.device)]
+    columns = identity_blocks(product.space, product.dtype, product.device)
+    blocks = [product.space.whole(product(block)).double().cpu() for block in columns]
     return Entries(torch.cat(blocks, dim=1).numpy())
 
 
@@ -224,10 +260,13 @@ def columns_at_once(size: int) -> int:
     return max(1, min(16, 2**25 // size))
 
 
-def identity_blocks(size: int, dtype: torch.dtype, device: torch.device, width: int | None = None) -> Iterator[Tensor]:
+def identity_blocks(
+    space: Space, dtype: torch.dtype, device: torch.device, width: int | None = None
+) -> Iterator[Tensor]:
     """The columns of the identity, so many at once, or as many as fit."""
+    size = space.size
     width = width or columns_at_once(size)
     for first in range(0, size, width):
         block = torch.zeros(size, min(width, size - first), dtype=dtype, device=device)
         block[first : first + width].fill_diagonal_(1.0)
-        yield block
+        yield space.part(block)

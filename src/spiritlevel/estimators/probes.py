@@ -18,7 +18,8 @@ _SIGNS, SKETCH, _STARTS = range(3)  # independent streams of random numbers
 
 def signs(product: Product, seed: int, index: int, stream: int = _SIGNS) -> Tensor:
     """Sign vector number `index`, the same whatever else is drawn."""
-    bits = np.random.default_rng((seed, stream, index)).integers(0, 2, product.size, dtype=np.int8)
+    generator = np.random.default_rng((seed, stream, index))
+    bits = product.space.drawn(lambda count: generator.integers(0, 2, count, dtype=np.int8))
     return torch.from_numpy(2 * bits - 1).to(product.device, product.dtype)
 
 
@@ -32,7 +33,8 @@ def sign_blocks(product: Product, indices: range, seed: int, stream: int = _SIGN
 def gaussian(product: Product, seed: int, index: int) -> Tensor:
     """Start vector number `index`, whose direction is uniform on the sphere."""
     kind = np.float64 if product.dtype == torch.float64 else np.float32
-    draws = np.random.default_rng((seed, _STARTS, index)).standard_normal(product.size, dtype=kind)
+    generator = np.random.default_rng((seed, _STARTS, index))
+    draws = product.space.drawn(lambda count: generator.standard_normal(count, dtype=kind))
     return torch.from_numpy(draws).to(product.device)
 
 

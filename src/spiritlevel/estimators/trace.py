@@ -12,7 +12,7 @@ from scipy.stats import chi2
 from torch import Tensor
 
 from spiritlevel.arguments import checked
-from spiritlevel.errors import unknown_name
+from spiritlevel.errors import InputError, unknown_name
 from spiritlevel.estimators.operator import Product, columns_at_once, identity_blocks, in_full_precision
 from spiritlevel.estimators.probes import SKETCH, check_probes, sign_blocks
 from spiritlevel.results import DiagonalEstimate, Estimate
@@ -51,7 +51,10 @@ def operator_trace(
         raise unknown_name("trace method", method, ("hutchinson", "hutch++"))
     check_probes("operator_trace", probes, rel_err, seed, least=2 if method == "hutchinson" else 4)
     if method == "hutchinson" or product.size <= (probes if rel_err is None else _PILOT):
-        return _expected_form(product, product, _dots, probes, rel_err, seed)
+        found = _expected_form(product, product, _dots, probes, rel_err, seed)
+        return with_tolerance(found, product.size * product.form_error)
+    if product.space.parted:
+        raise InputError("hutch++ needs whole vectors, and those of a sharded model have parts; use 'hutchinson'.")
     rank = probes // 3 if rel_err is None else _PILOT
     sketch = torch.cat([product(v) for v in sign_blocks(product, range(rank), seed, SKETCH)], dim=1)
     q = torch.linalg.qr(sketch).Q
@@ -80,7 +83,8 @@ def frobenius_norm(op: Any, *, probes: int = 64, rel_err: float | None = None, s
     product = Product(op)
     check_probes("frobenius_norm", probes, rel_err, seed)
     square_err = None if rel_err is None else 2 * rel_err
-    return root_of(_expected_form(product, product, _squares, probes, square_err, seed))
+    found = root_of(_expected_form(product, product, _squares, probes, square_err, seed))
+    return with_tolerance(found, math.sqrt(product.size) * product.error)
 
 
 @in_full_precision
@@ -98,8 +102,11 @@ def diagonal(op: Any, *, probes: int = 64, seed: int = 0) -> DiagonalEstimate:
     product = Product(op)
     check_probes("diagonal", probes, None, seed)
     size = product.size
+    if product.space.parted:
+        raise InputError("the diagonal of a sharded model is not offered; operator_trace gives its sum.")
     if size <= probes:
-        entries = [(block * product(block)).sum(1) for block in identity_blocks(size, product.dtype, product.device)]
+        blocks = identity_blocks(product.space, product.dtype, product.device)
+        entries = [(block * product(block)).sum(1) for block in blocks]
         values = torch.stack(entries).sum(0).double().cpu()
         return DiagonalEstimate(values, torch.zeros_like(values), matvecs=product.count, seed=seed, status="exact")
     mean = torch.zeros(size, dtype=torch.float64, device=product.device)
@@ -125,6 +132,11 @@ def _squares(v: Tensor, hv: Tensor) -> Tensor:
     return torch.linalg.vector_norm(hv, dim=0, dtype=torch.float64).square()  # float32 squares end at 1e-45 and 3e38
 
 
+def with_tolerance(estimate: Estimate, tolerance: float) -> Estimate:
+    """An estimate from products with an error of their own; as it was where they have none."""
+    return replace(estimate, tolerance=estimate.tolerance + tolerance) if tolerance else estimate
+
+
 def _expected_form(
     product: Product,
     multiply: Callable[[Tensor], Tensor],
@@ -137,11 +149,12 @@ def _expected_form(
     """`offset` + Tr M for a quadratic `form` vᵀMv of v and its product: its mean over signs, or its sum over eᵢ."""
 
     def draw(indices: range) -> Tensor:
-        return torch.cat([form(v, multiply(v)).cpu() for v in sign_blocks(product, indices, seed)])
+        blocks = sign_blocks(product, indices, seed)
+        return torch.cat([product.space.sum(form(v, multiply(v))).cpu() for v in blocks])
 
     def exact() -> Estimate:
-        blocks = identity_blocks(product.size, product.dtype, product.device)
-        total = sum(float(form(v, multiply(v)).sum()) for v in blocks)
+        blocks = identity_blocks(product.space, product.dtype, product.device)
+        total = sum(float(product.space.sum(form(v, multiply(v)).sum())) for v in blocks)
         return Estimate(offset + total, matvecs=product.count, seed=seed)
 
     if product.size <= (probes if rel_err is None else _PILOT):

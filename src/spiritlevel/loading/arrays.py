@@ -12,8 +12,8 @@ import torch
 from numpy.lib import format as npy
 from torch import Tensor
 
-from spiritlevel.binding.memory import available_memory
 from spiritlevel.errors import InputError, named_error
+from spiritlevel.memory import available_memory
 
 _PAIRS = (
     ("x", "y"),

@@ -53,6 +53,15 @@ def load_loss(spec: str) -> Any:
         return found
 
 
+def load_change(spec: str) -> Any:
+    """The function from tensor to tensor that `file.py:name` is, which is not called."""
+    with _named(spec) as found:
+        if isinstance(found, type) or not callable(found):
+            got = "a class" if isinstance(found, type) else type(found).__name__
+            raise InputError(f"the change {spec} must be a function from tensor to tensor, got {got}.")
+        return found
+
+
 def _check_takes_two(spec: str, loss: Callable[..., Any]) -> None:
     try:
         inspect.signature(loss).bind(0, 0)

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from spiritlevel.binding.devices import present
 from spiritlevel.binding.state import preserved_random_state
 from spiritlevel.errors import InputError, checked_seed, first_line, unknown_name
 from spiritlevel.loading.calling import call_spec
@@ -76,7 +77,8 @@ def read_model(
         moved = model.to(device=device, dtype=kind)
         torch.zeros(1, device=device)  # a model without parameters is moved anywhere
     except Exception as error:  # ModuleNotFoundError for a device that only an extension knows
-        raise InputError(f"the model cannot be moved to device {device!r}: {first_line(error)}.") from error
+        reason = f"{first_line(error)}; this machine has {present()}"
+        raise InputError(f"the model cannot be moved to device {device!r}: {reason}.") from error
     if torch.device(device or "cpu").type == "meta":
         raise InputError("the model cannot be measured on the device 'meta', which keeps shapes and no numbers.")
     return Loaded(moved, note)

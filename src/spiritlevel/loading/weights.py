@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from spiritlevel.binding.memory import available_memory
 from spiritlevel.errors import InputError, first_line
+from spiritlevel.memory import available_memory
 from spiritlevel.storage import check_readable
 
 _WRAPPERS = ("state_dict", "model_state_dict", "model")  # keys under which training scripts keep the weights

@@ -26,6 +26,7 @@ for _family in (
     "norms",
     "margins",
     "spectral_margin",
+    "variance_margin",
     "signals",
 ):
     import_module(f"{__name__}.{_family}")

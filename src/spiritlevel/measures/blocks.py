@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from spiritlevel.binding.parameters import Params
 from spiritlevel.binding.problem import Problem
 from spiritlevel.errors import InputError
+from spiritlevel.operators.averaging import activation_bytes
 from spiritlevel.watching.layers import matrices, recorded
 from spiritlevel.watching.recording import GradientNorms
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 Item = TypeVar("Item")
 
 _OUTPUTS = 2**22  # of all classes, and of as many samples as are taken at once
+_SAVED = 2**23  # bytes that a forward pass saves for its derivative
 _GRADIENTS = 2**25  # numbers that per-sample gradients hold at once
 
 
@@ -51,19 +53,20 @@ def gauss_newton_blocks(setting: Setting, weights: Sequence[str]) -> dict[str, B
         name: Block(torch.zeros_like(problem.params[name]).double(), torch.zeros(setting.count, dtype=torch.float64))
         for name in weights
     }
-    start = 0
-    with problem.active():
+    structure = setting.structure
+    with setting.ranks.together(), problem.active():
         few, _ = problem.place(*setting.batches.first(3))
-        without_rule = GradientNorms(problem, few, setting.structure, 1).without_rule
+        without_rule = GradientNorms(problem, few, structure, 1).without_rule
         modules = {}
         for name in weights:
             calls = [call for call in setting.calls if call.weight == name]
             if name not in without_rule and len(calls) == 1 and calls[0].plain:
                 modules[name] = calls[0].module
         alone = {name: problem.params[name] for name in weights if name not in modules}
-        # samples at once, so that their outputs and factors, one for each class, stay small however many there are
-        size = None if setting.whole else max(1, _OUTPUTS // max(setting.classes, 1))
-        for inputs, targets in setting.each(setting.batches if size is None else setting.batches.cut(size)):
+        # samples at once, so that their outputs and factors, one for each class, and what a pass saves stay small
+        fitting = min(_OUTPUTS // max(setting.classes, 1), _SAVED // activation_bytes(setting)[0])
+        size = None if setting.whole else setting.fair(max(1, fitting))
+        for start, inputs, targets in setting.mine(setting.batches if size is None else setting.batches.cut(size)):
             params = {name: tensor.detach().requires_grad_() for name, tensor in problem.params.items()}
             with recorded(modules) as ran:
                 outputs = problem.outputs(params, inputs)
@@ -81,8 +84,8 @@ def gauss_newton_blocks(setting: Setting, weights: Sequence[str]) -> dict[str, B
                     for name, gradient in gradients.items():
                         owner, weight = setting.owners[name], problem.params[name]
                         _add_gradients(found[name], owner, weight, gradient, scale[part], start + part.start)
-            start += len(targets)
     for block in found.values():
+        setting.ranks.add([block.diagonal, block.relative])
         block.diagonal /= setting.count
     return found
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,12 +23,13 @@ from spiritlevel.watching.recording import GradientNorms
 
 def _quadratics(setting: Setting, direction: Params) -> Tensor:
     """vᵀGₙv of every sample, G the Gauss-Newton matrix: one forward-mode pass."""
-    problem, found = setting.problem, []
-    with problem.active():
-        for inputs, targets in setting.each():
-            outputs, slope = outputs_along(problem, direction, problem.params, inputs)
-            found.append(problem.loss.quadratic(outputs, targets, slope).double().cpu())
-    return torch.cat(found)
+    problem = setting.problem
+
+    def quadratic(inputs: Any, targets: Tensor) -> Tensor:
+        outputs, slope = outputs_along(problem, direction, problem.params, inputs)
+        return problem.loss.quadratic(outputs, targets, slope)
+
+    return setting.of_samples(quadratic)
 
 
 def _fisher_trace_values(setting: Setting) -> Tensor:
@@ -44,6 +46,7 @@ def _fisher_trace_values(setting: Setting) -> Tensor:
     family="curvature",
     worth="exact or estimated",
     cost="backward",
+    guide="curvature",
     passes=functools.partial(trace_passes, unless_exact=4.0 * PROBES),
     sampling=mean_of(_fisher_trace_values, unless_exact(2.0 * SHARED)),
     invariant_to=UNSEEN,
@@ -54,19 +57,22 @@ def _fisher_trace_values(setting: Setting) -> Tensor:
 def _fisher_trace(setting: Setting) -> Estimate:
     if setting.exact_traces is not None:  # there Tr H = Tr GGN (mathematics 4.2)
         return setting.exact_traces.mean()
-    return operator_trace(setting.gauss_newton, probes=setting.probe_count, seed=setting.seed)
+    return setting.trace_of(setting.gauss_newton)
 
 
 def _empirical_fisher_values(setting: Setting) -> Tensor:
     if "empirical_fisher_trace" in setting.kept:
         return setting.kept["empirical_fisher_trace"]
-    problem, rows = setting.problem, []
-    with problem.active():
-        for inputs, targets in setting.each():
-            here = functools.partial(lambda batch, params: problem.losses(params, *batch), (inputs, targets))
-            slopes = [along(here, problem.params, setting.split(v))[1] for v in shared_signs(setting)]
-            rows.append(torch.stack(slopes, 1).detach().double().square().mean(1).cpu())
-    return torch.cat(rows)
+    problem = setting.problem
+
+    def squares(inputs: Any, targets: Tensor) -> Tensor:
+        def here(params: Params) -> Tensor:
+            return problem.losses(params, inputs, targets)
+
+        slopes = [along(here, problem.params, setting.split(v))[1] for v in shared_signs(setting)]
+        return torch.stack(slopes, 1).detach().double().square().mean(1)
+
+    return setting.of_samples(squares)
 
 
 @register(
@@ -77,6 +83,7 @@ def _empirical_fisher_values(setting: Setting) -> Tensor:
     family="curvature",
     worth="exact or estimated",
     cost="backward",
+    guide="curvature",
     passes=3,
     sampling=mean_of(_empirical_fisher_values, unless_exact(2.0 * SHARED), MORE),
     invariant_to=UNSEEN,
@@ -86,20 +93,22 @@ def _empirical_fisher_trace(setting: Setting) -> Estimate:
     if setting.structure.failure or not problem.loss.closed_form:
         fisher = empirical_fisher_in(setting)
         return operator_trace(fisher, probes=setting.probe_count, seed=setting.seed)
-    values = []
     with problem.active():
         inputs, _ = problem.place(*setting.batches.first(3))
         norms = GradientNorms(problem, inputs, setting.structure, 1)
-        for inputs, targets in setting.each():
-            recording = norms.record(inputs)
-            outputs = recording.outputs.detach()
-            slope = problem.loss.gradient(outputs, targets).reshape(outputs.shape)
-            size = slope.reshape(len(targets), -1).norm(dim=1).clamp_min(torch.finfo(torch.float64).tiny)
-            unit = slope / size.reshape(-1, *[1] * (slope.ndim - 1))  # vectors of order 1 keep all digits
-            (found,) = recording.squared_norms([unit], last=True)
-            values.append(size.square().cpu() * sum(square.detach().double().cpu() for square in found.values()))
-    setting.kept["empirical_fisher_trace"] = torch.cat(values)
-    return Estimate(float(torch.cat(values).mean()), matvecs=1, seed=setting.seed)
+
+    @torch.enable_grad()
+    def squares(inputs: Any, targets: Tensor) -> Tensor:
+        recording = norms.record(inputs)
+        outputs = recording.outputs.detach()
+        slope = problem.loss.gradient(outputs, targets).reshape(outputs.shape)
+        size = slope.reshape(len(targets), -1).norm(dim=1).clamp_min(torch.finfo(torch.float64).tiny)
+        unit = slope / size.reshape(-1, *[1] * (slope.ndim - 1))  # vectors of order 1 keep all digits
+        (found,) = recording.squared_norms([unit], last=True)
+        return size.square().cpu() * sum(square.detach().double().cpu() for square in found.values())
+
+    values = setting.kept["empirical_fisher_trace"] = setting.of_samples(squares)
+    return Estimate(float(values.mean()), matvecs=1, seed=setting.seed)
 
 
 @register(

@@ -26,18 +26,22 @@ def _times_scale(compute: Compute) -> Callable[[Setting, Transformed], float | N
     return lambda setting, transformed: compute(setting).value * transformed.certificate.scale
 
 
-def _logit_values(function: Callable[..., Tensor], labelled: bool) -> Callable[[Setting], Tensor]:
-    def values(setting: Setting) -> Tensor:
-        inputs, logits, labels = setting.logits
-        found: Tensor = function(inputs, logits, labels) if labelled else function(inputs, logits)
-        return found
-
-    return values
+def _logit_values(function: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Callable[[Setting], Tensor]:
+    return lambda setting: setting.column(function.__name__, function)
 
 
-def _mean_over_samples(function: Callable[..., Tensor], labelled: bool) -> Compute:
-    values = _logit_values(function, labelled)
+def _mean_over_samples(function: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Compute:
+    values = _logit_values(function)
     return lambda setting: Estimate(float(values(setting).mean()), seed=setting.seed)
+
+
+def _aceht(inputs: Tensor, outputs: Tensor, labels: Tensor) -> Tensor:
+    return aceht(inputs, outputs)
+
+
+def acehts(setting: Setting) -> Tensor:
+    """ACEHT of every sample."""
+    return _logit_values(_aceht)(setting)
 
 
 register(
@@ -49,9 +53,9 @@ register(
     worth="exact",
     cost="forward",
     passes=1,
-    sampling=mean_of(_logit_values(aceht, False)),
+    sampling=mean_of(acehts),
     invariant_to=SAME,
-)(_mean_over_samples(aceht, False))
+)(_mean_over_samples(_aceht))
 register(
     "margin_bound",
     "mean upper bound of ACEHT by the softmax margin γ",
@@ -61,9 +65,9 @@ register(
     worth="exact",
     cost="forward",
     passes=1,
-    sampling=mean_of(_logit_values(margin_bound, True)),
+    sampling=mean_of(_logit_values(margin_bound)),
     invariant_to=SAME,
-)(_mean_over_samples(margin_bound, True))
+)(_mean_over_samples(margin_bound))
 register(
     "printed_margin_bound",
     "the margin bound as printed, in truth a lower bound of ACEHT; for comparison only",
@@ -73,9 +77,9 @@ register(
     worth="exact",
     cost="forward",
     passes=1,
-    sampling=mean_of(_logit_values(printed_margin_bound, True)),
+    sampling=mean_of(_logit_values(printed_margin_bound)),
     invariant_to=SAME,
-)(_mean_over_samples(printed_margin_bound, True))
+)(_mean_over_samples(printed_margin_bound))
 
 
 def _statistic(function: Callable[[Tensor], float]) -> Compute:

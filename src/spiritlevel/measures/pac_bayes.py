@@ -29,14 +29,18 @@ def _pac_bayes(setting: Setting, deviation: Callable[[float], Tensor | float], p
     base = setting.wrong_at(setting.theta)
     seen: dict[float, Tensor] = {}
 
-    def rises(sigma: float, index: int) -> Tensor:
-        return setting.wrong_at(setting.theta + deviation(sigma) * setting.normal(index, purpose)) - base
+    def rises(sigma: float) -> Tensor:
+        spread = deviation(sigma)
+
+        def points(some: range) -> Tensor:
+            return torch.stack([setting.theta + spread * setting.normal(index, purpose) for index in some])
+
+        return setting.wrong_at_each(_PAC_DRAWS, points) - base
 
     def excess(log_sigma: float) -> float:
         """How far the mean rise is above what is allowed; never 0, so that the search ends at both of its sides."""
         sigma = math.exp(log_sigma)
-        found = [rises(sigma, index).mean() for index in range(_PAC_DRAWS)]
-        seen[log_sigma] = torch.stack(found)
+        seen[log_sigma] = rises(sigma).mean(1)
         return float(seen[log_sigma].mean()) - _ALLOWED - 1e-9
 
     point = math.log(0.1)
@@ -57,7 +61,7 @@ def _pac_bayes(setting: Setting, deviation: Callable[[float], Tensor | float], p
     sigma = max(point for point, rises in seen.items() if float(rises.mean()) <= _ALLOWED + 1e-9)
     spread = float(seen[sigma].std()) / math.sqrt(_PAC_DRAWS)
     value = math.exp(-2 * sigma)
-    of_samples = torch.stack([rises(math.exp(sigma), index) for index in range(_PAC_DRAWS)]).mean(0)
+    of_samples = rises(math.exp(sigma)).mean(0)
     setting.kept[f"pac-bayes {purpose}"] = 2 * value / slope * of_samples  # more rise, less noise allowed
     return Estimate(
         value,
@@ -78,8 +82,10 @@ def _pac_bayes(setting: Setting, deviation: Callable[[float], Tensor | float], p
     family="curvature",
     worth="estimated",
     cost="forward",
+    guide="curvature",
     passes=10 * _PAC_DRAWS,
     sampling=Sampling("influence", kept("pac-bayes 3")),
+    in_shards=True,
     invariant_to=UNSEEN,
 )
 def _pac_bayes_flatness(setting: Setting) -> Estimate:
@@ -94,8 +100,10 @@ def _pac_bayes_flatness(setting: Setting) -> Estimate:
     family="curvature",
     worth="estimated",
     cost="forward",
+    guide="curvature in sizes",
     passes=10 * _PAC_DRAWS,
     sampling=Sampling("influence", kept("pac-bayes 4")),
+    in_shards=True,
     invariant_to=frozenset({"permute_units"}),
 )
 def _pac_bayes_magnitude(setting: Setting) -> Estimate:

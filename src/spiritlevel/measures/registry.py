@@ -63,8 +63,10 @@ class Measure:
     needs data at all. `of_margins`: it is a statistic of the output margins, free once these are known. `invariant_to`
     are the names of the transforms that leave it as it is; `predict` gives the value after a transform where theory
     knows it. `keeps_sign` tells that no linear reparametrisation θ → Tθ can change its sign (Sylvester's law of inertia
-    for T⁻ᵀHT⁻¹). `advice` is what a comparison may say for the model that is surely better by this measure; without it
-    the measure has no voice in the advice. `also_called` are the names that others use.
+    for T⁻ᵀHT⁻¹). `guide` is what the audit's search climbs to move it, see `GUIDES`. `advice` is what a comparison may
+    say for the model that is surely better by this measure; without it the measure has no voice in the advice.
+    `in_shards` tells that it can be taken of a model that is sharded over processes. `also_called` are the names that
+    others use.
 
     >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2))
     >>> data = torch.ones(4, 2), torch.tensor([0, 1, 0, 1])
@@ -87,6 +89,8 @@ class Measure:
     predict: Predict | None = field(default=None, repr=False)
     keeps_sign: bool = False
     of_margins: bool = False
+    in_shards: bool = False
+    guide: str = "length"
     advice: str = ""
     also_called: tuple[str, ...] = ()
 
@@ -101,9 +105,16 @@ class Measure:
         **reading: Unpack[Reading],
     ) -> Estimate:
         """The measure of a model on data, with its error; the model is left as it was."""
-        setting = Setting(model, data, loss=loss, batch_norm=batch_norm, seed=seed, **reading)
+        setting = Setting(
+            model, data, loss=loss, batch_norm=batch_norm, seed=seed, sharded=self.takes_shards, **reading
+        )
         setting.check()
         return self.compute(setting)
+
+    @property
+    def takes_shards(self) -> bool:
+        """Whether it can be taken of a sharded model: it says so, or is a statistic of the output margins."""
+        return self.in_shards or self.of_margins
 
     def attempt(self, setting: Setting) -> Estimate:
         """The measure, or NaN with the reason why there is none.
@@ -115,6 +126,9 @@ class Measure:
         return setting.once(("measure", self.name), lambda: self._attempted(setting))
 
     def _attempted(self, setting: Setting) -> Estimate:
+        if setting.problem.sharded and not self.takes_shards:
+            reason = "this measure needs the whole model, and it is sharded over processes"
+            return Estimate(math.nan, seed=setting.seed, reason=reason)
         try:
             found = self.compute(setting)
         except (InputError, NotExactError) as error:
@@ -200,6 +214,10 @@ WORTH: dict[str, tuple[str, ...]] = {
     "lower bound": ("lower bound",),
 }
 """What a measure's value is worth, in words, and the status that an `Estimate` of it can have."""
+
+GUIDES = ("length", "curvature", "curvature in sizes", "curvature in norms")
+"""What stands for a measure in a search: the length of all parameters, or the curvature along random signs, with every
+parameter as it is, in units of its own size, or in units of the norm of its tensor."""
 
 MEASURES: dict[str, Measure] = {}
 """All measures by name."""

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from spiritlevel.errors import InputError
-from spiritlevel.estimators import operator_trace
 from spiritlevel.measures.blocks import gauss_newton_blocks
 from spiritlevel.measures.ends import PROBES, in_layer_norms, layer_norms
 from spiritlevel.measures.registry import BY_TENSOR, DIAGONAL, register
@@ -39,13 +38,14 @@ def _known_by_layer(setting: Setting) -> bool:
     family="curvature",
     worth="exact or estimated",
     cost="backward",
+    guide="curvature in norms",
     passes=functools.partial(trace_passes, unless_exact=5.0 * PROBES),
     sampling=mean_of(_layer_scaled_values, unless_exact(4.0 * SHARED)),
     invariant_to=BY_TENSOR,
 )
 def _layer_scaled_trace(setting: Setting) -> Estimate:
     if not _known_by_layer(setting):
-        return operator_trace(in_layer_norms(setting), probes=setting.probe_count, seed=setting.seed)
+        return setting.trace_of(in_layer_norms(setting))
     return Estimate(float(_layer_scaled_values(setting).mean()), matvecs=setting.traces.matvecs, seed=setting.seed)
 
 
@@ -57,6 +57,7 @@ def _layer_scaled_trace(setting: Setting) -> Estimate:
     family="curvature",
     worth="to a tolerance",
     cost="matvecs",
+    guide="curvature in norms",
     passes=70,
     sampling=end_sampling(lambda setting: setting.quotient, "magnitude", in_norms=True),
     invariant_to=BY_TENSOR,
@@ -73,6 +74,7 @@ def _quotient_norm(setting: Setting) -> Estimate:
     family="curvature",
     worth="exact or estimated",
     cost="forward",
+    guide="curvature in norms",
     passes=lambda setting: _flatness_passes(setting, [setting.last.weight], 1.0),
     sampling=mean_of(lambda setting: _flatness_values(setting, [setting.last.weight]), unless_exact(4.0 * SHARED)),
     invariant_to=BY_TENSOR | {"fold_batchnorm", "shift_logits"},
@@ -93,6 +95,7 @@ def _relative_flatness(setting: Setting) -> Estimate:
     family="curvature",
     worth="exact or estimated",
     cost="backward",
+    guide="curvature in norms",
     passes=lambda setting: _flatness_passes(setting, setting.layers, 3.0),
     sampling=mean_of(lambda setting: _flatness_values(setting, setting.layers), unless_exact(4.0 * SHARED)),
     invariant_to=BY_TENSOR | {"fold_batchnorm", "shift_logits"},
@@ -156,6 +159,7 @@ def _relative_flatness_of(setting: Setting, weights: list[str]) -> Estimate:
     family="curvature",
     worth="to a tolerance",
     cost="backward",
+    guide="curvature in sizes",
     passes=lambda setting: 3.0 * setting.classes,
     sampling=not_known("the best scaling of a subset is not that of all data: the interval would not hold"),
     invariant_to=DIAGONAL | {"fold_batchnorm", "split_units"},
@@ -185,14 +189,15 @@ def _balanced(h: Tensor, w: Tensor, steps: int = 2000, tol: float = 1e-9) -> tup
     """Minimum over a, b > 0 of Σ_ij h_ij a_i b_j + w_ij/(a_i b_j), convex in the logarithms: alternating forms.
 
     Steps gain less and less, in the end by a constant factor: what is left to gain is the rest of that series, the
-    second number. The third says whether a step gained as little as `tol`.
+    second number. The third says whether a step gained as little as `tol`. On the CPU: the steps are many and short.
     """
+    h, w = h.cpu(), w.cpu()
     for _ in range(3):  # a row without h or without w can be scaled away
         rows, columns = (h.sum(1) > 0) & (w.sum(1) > 0), (h.sum(0) > 0) & (w.sum(0) > 0)
         h, w = h[rows][:, columns], w[rows][:, columns]
     if not h.numel():
         return 0.0, 0.0, True
-    b = torch.ones(h.shape[1], dtype=torch.float64, device=h.device)
+    b = torch.ones(h.shape[1], dtype=torch.float64)
     before, last = math.inf, math.inf
     for _ in range(steps):
         a = ((w @ (1 / b)) / (h @ b)).sqrt()

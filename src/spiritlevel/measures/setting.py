@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
-import itertools
+import json
 from collections.abc import Callable, Iterator
 from typing import Any, Self
 
@@ -16,10 +17,13 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from spiritlevel.binding.batches import Batches, picked
 from spiritlevel.binding.context import Context
 from spiritlevel.binding.coupling import check_independence
+from spiritlevel.binding.modules import state_of
+from spiritlevel.binding.parameters import Params
 from spiritlevel.binding.points import at_points, points_at_once
 from spiritlevel.binding.problem import Problem
+from spiritlevel.binding.shards import ShardedProblem
 from spiritlevel.errors import InputError
-from spiritlevel.estimators import Operator
+from spiritlevel.estimators import Operator, operator_trace
 from spiritlevel.measures.blocks import Block, gauss_newton_blocks
 from spiritlevel.measures.ends import Ends, in_layer_norms, probe_count
 from spiritlevel.operators.averaging import activation_bytes
@@ -35,6 +39,7 @@ from spiritlevel.watching.structure import Structure, analyse, joined
 
 _WRITTEN = 1_024  # parameters up to which all columns, and all eigenvalues, cost less than the products of a spectrum
 _BATCH = 500  # samples that a perturbed network sees at once
+_LOSSES = 2**22  # losses of all samples at several points, held at once
 
 
 class Setting(Context):
@@ -57,83 +62,119 @@ class Setting(Context):
         super()._forget()
         self._after: tuple[Transformed, Ends] | None = None
         self.kept: dict[str, Tensor] = {}  # what measures learned of every sample on their way, by their names
+        self.draws: dict[str, Tensor] = {}  # random draws whose mean a measure is, by its name
         self.along: dict[str, list[Tensor]] = {}  # probes that they used
 
     @property
     def model(self) -> nn.Module:
         """The model, as long as it is the one that `problem` copied: one setting never mixes two states of a model."""
+        if self.problem.sharded:
+            raise InputError("this needs the whole model, and it is sharded over processes.")
         model, copied = self.problem.model, {**self.problem.params, **self.problem.constants}
-        for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
-            if not _same(tensor.detach(), copied[name]):
-                raise InputError(
-                    f"{name} of the model has changed since this Setting first looked at it, so its measures would mix "
-                    "two models; make a new Setting after every change."
-                )
+        state, device = dict(state_of(model)), self.problem.device
+        changed = torch.stack([_differ(tensor.detach(), copied[name]).to(device) for name, tensor in state.items()])
+        if bool(changed.any()):
+            name = list(state)[int(changed.nonzero()[0])]
+            raise InputError(
+                f"{name} of the model has changed since this Setting first looked at it, so its measures would mix "
+                "two models; make a new Setting after every change."
+            )
         return model
 
     @functools.cached_property
     def pieces(self) -> Batches:
         """The data in batches that a perturbed network sees at once."""
-        return self.batches if self.whole else self.batches.cut(self.batch_size or self.fitting(_BATCH))
+        return self.batches if self.whole else self.batches.cut(self.batch_size or self.fair(self.fitting(_BATCH)))
 
     def each(self, batches: Batches | None = None) -> Iterator[tuple[Any, Tensor]]:
         """The pieces on the model's device, but for empty ones."""
         return super().each(self.pieces if batches is None else batches)
 
-    def mine(self) -> Iterator[tuple[Any, Tensor]]:
-        """Those of the batches that are for this rank: all of them without a group."""
-        for index, (inputs, targets) in enumerate(self.pieces):
-            if self.ranks.takes(index) and len(targets):
-                yield self.problem.place(inputs, targets)
+    def mine(self, batches: Batches | None = None) -> Iterator[tuple[int, Any, Tensor]]:
+        """Those of the pieces that are for this rank, each with the number of its first sample."""
+        return super().mine(self.pieces if batches is None else batches)
 
     def check(self) -> None:
-        """Raise `InputError` unless every sample fits the model and the loss: one forward pass."""
-        start = 0
-        with self.problem.active():
-            check_derivatives(self.problem, *self.first(64), twice=False)
-        with self.problem.active(), torch.no_grad():
-            for inputs, targets in self.each():
-                outputs = self.problem.outputs(self.problem.params, inputs)
-                self.problem.checked(outputs, inputs, targets, start)
-                if not start and not self.whole:
-                    check_independence(self.problem, inputs, outputs)
-                start += len(targets)
+        """Raise `InputError` unless every sample fits the model and the loss: one forward pass, shared by the ranks."""
+        with self.ranks.together(), self.problem.active():
+            if self.problem.sharded:  # all ranks look at the same samples: all must make the same passes
+                check_independence(self.problem, self.first(64)[0])
+            else:
+                check_derivatives(self.problem, *self.first(64), twice=False)
+            with torch.no_grad():
+                for start, inputs, targets in self.mine():
+                    with self.each_together():
+                        outputs = self.problem.outputs(self.problem.params, inputs)
+                        self.problem.checked(outputs, inputs, targets, max(start, 0))
+                    if not start and not self.whole and not self.problem.sharded:
+                        check_independence(self.problem, inputs, outputs)
 
     def losses_at(self, theta: Tensor) -> Tensor:
         """The loss of every sample at other parameters."""
         params = self.split(theta)
-        return self._of_samples(lambda inputs, targets: self.problem.losses(params, inputs, targets))
+        return self.of_samples(lambda inputs, targets: self.problem.losses(params, inputs, targets))
 
-    def losses_at_each(self, thetas: Tensor) -> Tensor:
-        """The loss of every sample at each of k points (k, P), as (k, N)."""
+    def losses_at_each(self, count: int, points: Callable[[range], Tensor]) -> Tensor:
+        """The loss of every sample at each of `count` points, (count, N); `points` gives some of them, (k, P)."""
+        return self._at_each(self.problem.losses, count, points, self.at_once)
+
+    def wrong_at_each(self, count: int, points: Callable[[range], Tensor]) -> Tensor:
+        """1 for every sample that is misclassified at each of `count` points, else 0, (count, N); as `wrong_at`."""
+        return self._at_each(self._wrong, count, points, 1)
+
+    def _at_each(
+        self,
+        function: Callable[[Params, Any, Tensor], Tensor],
+        count: int,
+        points: Callable[[range], Tensor],
+        at_once: int,
+    ) -> Tensor:
+        """`function` of every sample at each of `count` points, (count, N).
+
+        Some points with one batch are one piece of work, and every rank takes a run of these: few make the same points.
+        """
+        if self.problem.sharded:  # one point after the other: each is spread over all ranks
+            each = (self.split(points(range(index, index + 1))[0]) for index in range(count))
+            return torch.stack([self.of_samples(functools.partial(function, point)) for point in each])
+        ranks, found = self.ranks, torch.zeros(count, self.count, dtype=torch.float64)
+        batches = sum(1 for _ in self.pieces) if ranks.count > 1 else 0
+        width = max(2, at_once)
+        if ranks.count > 1:
+            width = max(1, min(width, count * batches // ranks.count))
+        chunks = torch.arange(count).split(width)
+        total = len(chunks) * batches
+        mine = range(total * ranks.rank // ranks.count, total * (ranks.rank + 1) // ranks.count)
+        with ranks.together(), self.problem.active(), torch.no_grad():
+            for number, chunk in enumerate(chunks):
+                params: Params | None = None
+                start = 0
+                for index, (inputs, targets) in enumerate(self.pieces):
+                    stop = start + len(targets)
+                    if start < stop and (ranks.count == 1 or number * batches + index in mine):
+                        params = params or self._split_each(points(range(int(chunk[0]), int(chunk[-1]) + 1)))
+                        batch = self.problem.place(inputs, targets)
+                        of_batch = functools.partial(_swapped, function, batch)
+                        values = at_points(self.problem, of_batch, params, at_once)
+                        found[chunk, start:stop] = values.double().cpu().reshape(len(chunk), -1)
+                    start = stop
+        ranks.add([found])
+        return found
+
+    def _split_each(self, thetas: Tensor) -> Params:
+        """Points (k, P) cut into the parameters' shapes, (k, …)."""
         parts = thetas.split([tensor.numel() for tensor in self.problem.params.values()], dim=1)
-        points = {
+        return {
             name: part.reshape(len(thetas), *tensor.shape)
             for part, (name, tensor) in zip(parts, self.problem.params.items(), strict=True)
         }
 
-        def losses(inputs: Any, targets: Tensor) -> Tensor:
-            return at_points(
-                self.problem, lambda params: self.problem.losses(params, inputs, targets), points, self.at_once
-            ).T
-
-        return self._of_samples(losses, len(thetas)).T
-
     @functools.cached_property
     def at_once(self) -> int:
-        """How many perturbed networks to run at once."""
-        return points_at_once(self.problem, activation_bytes(self)[1] * min(self.count, _BATCH))
-
-    def _of_samples(self, function: Callable[[Any, Tensor], Tensor], *shape: int) -> Tensor:
-        """A number of every sample, (N,) float64, or more: every rank takes its batches, and all get all."""
-        start, pieces = 0, []
-        with self.ranks.together(), self.problem.active(), torch.no_grad():
-            for index, (inputs, targets) in enumerate(self.pieces):
-                if self.ranks.takes(index) and len(targets):
-                    found = function(*self.problem.place(inputs, targets)).double().cpu()
-                    pieces.append((start, found.reshape(len(targets), *shape)))
-                start += len(targets)
-        return self.ranks.joined(pieces, start, *shape)
+        """How many perturbed networks to run at once: of each there is a loss of every sample."""
+        if self.problem.sharded:
+            return 1
+        fitting = points_at_once(self.problem, activation_bytes(self)[1] * min(self.count, _BATCH))
+        return max(1, min(fitting, _LOSSES // self.count))
 
     def loss_at(self, theta: Tensor) -> float:
         """L at other parameters."""
@@ -143,9 +184,11 @@ class Setting(Context):
         """L and ∇L at other parameters."""
         if self.of_means is not self:
             return self.of_means.gradient_at(theta)
+        if self.problem.sharded:
+            raise InputError("an ascent along gradients needs the whole model, and it is sharded over processes.")
         total, gradient = torch.zeros((), dtype=torch.float64), torch.zeros_like(theta)
         with self.ranks.together(), self.problem.active():
-            for inputs, targets in self.mine():
+            for _, inputs, targets in self.mine():
                 leaf = theta.detach().clone().requires_grad_()
                 value = self.problem.losses(self.split(leaf), inputs, targets).sum()
                 gradient += torch.autograd.grad(value, leaf)[0]
@@ -156,16 +199,34 @@ class Setting(Context):
     def wrong_at(self, theta: Tensor) -> Tensor:
         """1 for every sample that is misclassified at other parameters, else 0; of many decisions the share."""
         params = self.split(theta)
+        return self.of_samples(lambda inputs, targets: self._wrong(params, inputs, targets))
 
-        def wrong(inputs: Any, targets: Tensor) -> Tensor:
-            return 1 - share_right(self.problem.loss.decisions(self.problem.outputs(params, inputs), targets))
+    def _wrong(self, params: Params, inputs: Any, targets: Tensor) -> Tensor:
+        return 1 - share_right(self.problem.loss.decisions(self.problem.outputs(params, inputs), targets))
 
-        return self._of_samples(wrong)
+    def of_samples(
+        self, function: Callable[[Any, Tensor], Tensor], *shape: int, batches: Batches | None = None
+    ) -> Tensor:
+        """A number of every sample, or more, from the pieces."""
+        return super().of_samples(function, *shape, batches=self.pieces if batches is None else batches)
 
     @functools.cached_property
     def losses(self) -> Tensor:
         """The loss of every sample."""
         return self.losses_at(self.theta)
+
+    def alone(self) -> Self:
+        """The same without the other ranks; what measures keep from here on is its own."""
+        other = super().alone()
+        if other is not self:
+            other.kept, other.along, other._after = dict(self.kept), dict(self.along), None
+        return other
+
+    def _of_ranks(self) -> tuple[str, ...]:
+        hessian = self.__dict__.get("hessian")
+        written = hessian is not None and hessian.entries is not None  # then it asks nobody
+        mine = ("gauss_newton", "quotient", "folded") + (() if written else ("hessian", "spectrum"))
+        return (*super()._of_ranks(), *mine)
 
     def moved(self, model: nn.Module, *, params: Any = ()) -> Self:
         """Another model on the same data, of which no spectrum is expected."""
@@ -186,14 +247,15 @@ class Setting(Context):
         """H_g v of the mean loss over each of ten random groups of the samples; together about one product."""
         vector = vector.to(self.theta).reshape(-1)
         for chosen in groups(self.count, self.seed):
-            total = torch.zeros_like(self.theta)
-            with self.problem.active(), torch.enable_grad():
-                for inputs, targets in Batches(picked(self.pieces, chosen), size=_BATCH):
+            total, some = torch.zeros_like(self.theta), self.part(chosen)
+            with self.ranks.together(), self.problem.active(), torch.enable_grad():
+                for _, inputs, targets in some.mine(some.batches.cut(some.fair(_BATCH))):
                     leaf = self.theta.detach().clone().requires_grad_()
-                    value = self.problem.losses(self.split(leaf), *self.problem.place(inputs, targets)).sum()
+                    value = self.problem.losses(self.split(leaf), inputs, targets).sum()
                     (slope,) = torch.autograd.grad(value, leaf, create_graph=True)
                     if slope.requires_grad:  # not so where the loss is linear
                         total += torch.autograd.grad(slope @ vector, leaf, materialize_grads=True)[0]
+            self.ranks.add([total])
             yield total / len(chosen)
 
     @functools.cached_property
@@ -207,12 +269,13 @@ class Setting(Context):
         return self.once("structure", self._analysed)
 
     def _analysed(self) -> Structure:
-        if self.coupling:
-            return Structure(failure=self.why_coupled)
-        with self.problem.active():
-            return functools.reduce(
-                joined, (analyse(self.problem, inputs, len(targets)) for inputs, targets in self.each())
-            )
+        if self.coupling or self.problem.sharded:
+            return Structure(failure=self.why_coupled if self.coupling else "the model is sharded over processes")
+        with self.ranks.together(), self.problem.active():
+            found = (analyse(self.problem, inputs, len(targets)) for _, inputs, targets in self.mine())
+            seen = functools.reduce(joined, found, Structure())
+        every = self.ranks.told(json.dumps(dataclasses.asdict(seen)).encode())
+        return functools.reduce(joined, (Structure(**json.loads(text)) for text in every))
 
     @functools.cached_property
     def hessian(self) -> Operator:
@@ -242,6 +305,11 @@ class Setting(Context):
         """How many probes the trace of a matrix of all parameters takes."""
         usual = probe_count(self.problem.size)
         return usual if self.probes is None or usual == self.problem.size else min(self.probes, usual)
+
+    def trace_of(self, op: Operator) -> Estimate:
+        """The trace of a matrix of all parameters; where products are few, its large eigenvalues are taken out."""
+        method = "hutchinson" if self.probes is None else "hutch++"
+        return operator_trace(op, probes=self.probe_count, method=method, seed=self.seed)
 
     @property
     def exact_traces(self) -> SampleTraces | None:
@@ -287,16 +355,20 @@ class Setting(Context):
         return self.kept[key]
 
     @functools.cached_property
-    def hidden(self) -> Margins:
-        """Distances at the input of the last layer."""
+    def tapped(self) -> Self:
+        """The model with a module named `input_of_last_layer` where its last layer reads, on the same data."""
         last = self.last
         own = {id(parameter) for parameter in last.module.parameters()}
         if all(id(parameter) in own for parameter in self.model.parameters()):
             raise InputError("a hidden-layer margin needs a network with a layer in front of its last one.")
         if sum(call.module is last.module for call in self.calls) > 1:
             raise InputError(f"a hidden-layer margin needs a last layer that runs once; {last.name!r} runs repeatedly.")
-        tapped = self.moved(Tapped(self.model, last.name), params=None)
-        return margins_in(tapped, distance=2, layer="input_of_last_layer")
+        return self.moved(Tapped(self.model, last.name), params=None)
+
+    @functools.cached_property
+    def hidden(self) -> Margins:
+        """Distances at the input of the last layer."""
+        return margins_in(self.tapped, distance=2, layer="input_of_last_layer")
 
     @functools.cached_property
     def classes(self) -> int:
@@ -305,18 +377,23 @@ class Setting(Context):
             inputs, _ = self.first(2)
             return self.problem.outputs(self.problem.params, inputs).shape[-1]
 
-    @functools.cached_property
-    def logits(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Inputs (N, d), outputs (N, C) and labels of all samples."""
-        rows = []
-        with self.problem.active(), torch.no_grad():
-            for inputs, targets in self.each():
-                if not (isinstance(inputs, Tensor) and inputs.is_floating_point()):
-                    raise InputError("this measure needs the norms of the inputs: one tensor of floats per sample.")
-                outputs, labels = as_classes(self.problem, self.problem.outputs(self.problem.params, inputs), targets)
-                rows.append((inputs.reshape(len(labels), -1).cpu(), outputs.cpu(), labels.cpu()))
-        columns = tuple(torch.cat(column) for column in zip(*rows, strict=True))
-        return columns[0], columns[1], columns[2]
+    def column(self, name: str, function: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
+        """A number of every sample, (N,) float64, from its inputs (n, d), outputs (n, C) and label, kept by its name.
+
+        The function is asked for some samples after the other, so that neither inputs nor outputs are ever held for
+        all of them.
+        """
+        if name in self.kept:
+            return self.kept[name]
+
+        def numbers(inputs: Any, targets: Tensor) -> Tensor:
+            if not (isinstance(inputs, Tensor) and inputs.is_floating_point()):
+                raise InputError("this measure needs the norms of the inputs: one tensor of floats per sample.")
+            outputs, labels = as_classes(self.problem, self.problem.outputs(self.problem.params, inputs), targets)
+            return function(inputs.reshape(len(labels), -1).cpu(), outputs.cpu(), labels.cpu())
+
+        self.kept[name] = self.of_samples(numbers)
+        return self.kept[name]
 
     @functools.cached_property
     def calls(self) -> list[Call]:
@@ -394,18 +471,27 @@ class Setting(Context):
 
     def normal(self, index: int, purpose: int) -> Tensor:
         """The draw of standard normal numbers with this index, (P,), for this purpose."""
-        numbers = torch.randn(self.problem.size, generator=self.generator(index, purpose), dtype=torch.float64)
-        return numbers.to(self.theta)
+        generator = self.generator(index, purpose)
+
+        def draw(count: int) -> Tensor:
+            return torch.randn(count, generator=generator, dtype=torch.float64)
+
+        problem = self.problem
+        return (problem.drawn(draw) if isinstance(problem, ShardedProblem) else draw(problem.size)).to(self.theta)
 
 
-def _same(now: Tensor, then: Tensor) -> bool:
-    """Whether two tensors hold the same numbers, NaN in the same places included."""
+def _swapped(function: Callable[[Params, Any, Tensor], Tensor], batch: tuple[Any, Tensor], params: Params) -> Tensor:
+    return function(params, *batch)
+
+
+def _differ(now: Tensor, then: Tensor) -> Tensor:
+    """Whether two tensors hold other numbers, NaN in the same places not counted; a truth value on their device."""
     if now.shape != then.shape:
-        return False
+        return torch.ones((), dtype=torch.bool, device=then.device)
     now = now.to(then)
     if now.layout != torch.strided:  # sparse, say
         now, then = now.to_dense(), then.to_dense()
-    return not bool(((now != then) & ((now == now) | (then == then))).any())
+    return ((now != then) & ((now == now) | (then == then))).any()
 
 
 def as_classes(problem: Problem, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:

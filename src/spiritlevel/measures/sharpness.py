@@ -67,6 +67,7 @@ def _ascent(setting: Setting, name: str, unit: Tensor, radius: float, norm: floa
     family="curvature",
     worth="lower bound",
     cost="optimiser",
+    guide="curvature",
     passes=50,
     sampling=bracket("ball_sharpness", lambda setting: _ball_sharpness(setting)),
     also_called=("sam",),
@@ -84,6 +85,7 @@ def _ball_sharpness(setting: Setting) -> Estimate:
     family="curvature",
     worth="lower bound",
     cost="optimiser",
+    guide="curvature in sizes",
     passes=50,
     sampling=bracket("adaptive_sharpness_l2", lambda setting: _adaptive_sharpness_l2(setting)),
     also_called=("asam",),
@@ -101,6 +103,7 @@ def _adaptive_sharpness_l2(setting: Setting) -> Estimate:
     family="curvature",
     worth="lower bound",
     cost="optimiser",
+    guide="curvature in sizes",
     passes=50,
     sampling=bracket("adaptive_sharpness_linf", lambda setting: _adaptive_sharpness_linf(setting)),
     invariant_to=DIAGONAL | {"split_units"},  # copies of a unit have equal slopes, and ascent moves them alike
@@ -109,16 +112,23 @@ def _adaptive_sharpness_linf(setting: Setting) -> Estimate:
     return _ascent(setting, "adaptive_sharpness_linf", setting.theta.abs(), 0.01, math.inf)
 
 
-def _average(setting: Setting, spread: Tensor | float, purpose: int) -> Estimate:
+def _average(setting: Setting, name: str, spread: Tensor | float, purpose: int) -> Estimate:
     """E L(θ+δ) − L, δ = spread∘z, over normal z, each with its mirror image, which cancels the slope."""
-    rises = torch.zeros(_DRAWS, setting.count, dtype=torch.float64)
-    with setting.problem.active():  # once, not for every draw
-        for some in torch.arange(_DRAWS).split(max(1, setting.at_once // 2)):
-            deltas = spread * torch.stack([setting.normal(index, purpose) for index in some.tolist()])
-            there = setting.losses_at_each(torch.cat([setting.theta + deltas, setting.theta - deltas]))
-            rises[some] = (there[: len(some)] + there[len(some) :]) / 2 - setting.losses
-    setting.kept[f"average {purpose}"] = rises.mean(0)
-    return Estimate.from_draws(rises.mean(1), matvecs=2 * _DRAWS, seed=setting.seed)
+    means, total = list[Tensor](), torch.zeros(setting.count, dtype=torch.float64)
+    at_once = max(1, setting.at_once // 2) * setting.ranks.count
+    for first in range(0, _DRAWS, at_once):
+
+        def points(some: range, first: int = first) -> Tensor:  # a draw is followed by its mirror image
+            deltas = {n: spread * setting.normal(n, purpose) for n in {first + place // 2 for place in some}}
+            return torch.stack([setting.theta + (-1) ** place * deltas[first + place // 2] for place in some])
+
+        there = setting.losses_at_each(2 * min(at_once, _DRAWS - first), points)
+        rises = (there[0::2] + there[1::2]).div_(2).sub_(setting.losses)
+        means.append(rises.mean(1))
+        total += rises.sum(0)
+    setting.kept[f"average {purpose}"] = total / _DRAWS
+    setting.draws[name] = torch.cat(means)
+    return Estimate.from_draws(setting.draws[name], matvecs=2 * _DRAWS, seed=setting.seed)
 
 
 @register(
@@ -129,12 +139,14 @@ def _average(setting: Setting, spread: Tensor | float, purpose: int) -> Estimate
     family="curvature",
     worth="estimated",
     cost="forward",
+    guide="curvature",
     passes=2 * _DRAWS + 1,
     sampling=mean_of(kept("average 1"), least=MORE),
+    in_shards=True,
     invariant_to=UNSEEN,
 )
 def _average_sharpness(setting: Setting) -> Estimate:
-    return _average(setting, 0.01, 1)
+    return _average(setting, "average_sharpness", 0.01, 1)
 
 
 @register(
@@ -145,12 +157,14 @@ def _average_sharpness(setting: Setting) -> Estimate:
     family="curvature",
     worth="estimated",
     cost="forward",
+    guide="curvature in sizes",
     passes=2 * _DRAWS + 1,
     sampling=mean_of(kept("average 2"), least=MORE),
+    in_shards=True,
     invariant_to=DIAGONAL,
 )
 def _adaptive_sharpness_average(setting: Setting) -> Estimate:
-    return _average(setting, 0.05 * setting.theta.abs(), 2)
+    return _average(setting, "adaptive_sharpness_average", 0.05 * setting.theta.abs(), 2)
 
 
 def _box(setting: Setting, name: str, epsilon: float, columns: int | None) -> Estimate:
@@ -212,6 +226,7 @@ def _register_box(name: str, epsilon: float, columns: int | None) -> None:
         family="curvature",
         worth="lower bound",
         cost="optimiser",
+        guide="curvature",
         passes=50,
         sampling=bracket(name, compute, percent=True),
         invariant_to=frozenset() if columns else frozenset({"permute_units"}),  # a subspace has an order

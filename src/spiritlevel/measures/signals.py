@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +17,8 @@ from spiritlevel.measures.setting import Setting, as_classes
 from spiritlevel.results import Estimate
 from spiritlevel.statistics.subsets import SubsetError, by_jackknife, groups
 from spiritlevel.watching.signals import Signal, Signals
+
+_FEW = 64  # samples that the mean of a layer's output is guessed from
 
 # ---------------------------------------------------------------- what layers put out
 
@@ -69,21 +72,26 @@ def _moments(setting: Setting, origins: list[Tensor] | None = None) -> list[_Mom
         raise InputError("with batch_norm='batch' samples share what layers put out; use batch_norm='eval'.")
     if not problem.loss.closed_form:
         raise InputError("the Gauss-Newton matrix in what layers put out needs a loss that offers its output factors.")
-    found: list[_Moments] = []
-    with problem.active(), torch.enable_grad():
-        for inputs, targets in setting.each():
+    with setting.ranks.together(), problem.active(), torch.enable_grad():
+        found = [_Moments.empty(origin) for origin in origins or _origins(setting)]
+        for _, inputs, targets in setting.mine():
             with Signals(problem) as signals:
                 outputs = problem.outputs(problem.params, inputs)
-            if not found:
-                found = [_Moments.empty(origin) for origin in origins or _origins(setting, signals.found)]
             if [signal.channels for signal in signals.found] != [len(layer.origin) for layer in found]:
                 raise InputError("the layers of this network do not run alike for all samples.")
             _add(found, signals.found, problem.loss.factors(outputs.detach(), targets), outputs)
+    for layer in found:
+        counts = torch.tensor([layer.places, layer.samples])
+        setting.ranks.add([layer.total, layer.squares, layer.slopes, counts])
+        layer.places, layer.samples = counts.tolist()
     return found
 
 
-def _origins(setting: Setting, signals: list[Signal]) -> list[Tensor]:
+def _origins(setting: Setting) -> list[Tensor]:
     """A point near the mean of every layer's output, which sums are taken from lest their digits cancel."""
+    with Signals(setting.problem) as watch:
+        setting.problem.outputs(setting.problem.params, setting.first(_FEW)[0])
+    signals = watch.found
     if not signals:
         raise InputError("the network has no linear layer or convolution whose output could be disturbed.")
     size = sum(3 * 8 * signal.channels**2 for signal in signals)
@@ -200,12 +208,12 @@ def _gaps(setting: Setting) -> Tensor:
     """1 − ΣS² of every sample."""
 
     def find() -> Tensor:
-        problem, found = setting.problem, []
-        with problem.active(), torch.no_grad():
-            for inputs, targets in setting.each():
-                logits, _ = as_classes(problem, problem.outputs(problem.params, inputs), targets)
-                found.append(confidence_gap(logits).double().cpu())
-        return torch.cat(found)
+        problem = setting.problem
+        return setting.of_samples(
+            lambda inputs, targets: confidence_gap(
+                as_classes(problem, problem.outputs(problem.params, inputs), targets)[0]
+            )
+        )
 
     return setting.once("confidence gaps", find)
 
@@ -220,6 +228,7 @@ def _gaps(setting: Setting) -> Tensor:
     cost="forward",
     passes=1,
     sampling=mean_of(_gaps),
+    in_shards=True,
     invariant_to=SAME,
 )
 def _mean_confidence_gap(setting: Setting) -> Estimate:
@@ -232,23 +241,25 @@ def _sensitivities(setting: Setting) -> Tensor:
 
 
 def _find_sensitivities(setting: Setting) -> Tensor:
-    problem, found = setting.problem, []
+    problem = setting.problem
     if setting.batch_norm == "batch":
         raise InputError("with batch_norm='batch' outputs depend on the inputs of other samples; use 'eval'.")
-    with problem.active(), torch.enable_grad():
-        for inputs, targets in setting.each():
-            if not (isinstance(inputs, Tensor) and inputs.is_floating_point()):
-                raise InputError("input_sensitivity needs inputs that are one tensor of floats.")
-            points = inputs.detach().requires_grad_()
-            logits, labels = as_classes(problem, problem.outputs(problem.params, points), targets)
-            jacobian = CrossEntropy().hessian(logits.detach(), labels)  # ∂S/∂φ, right at tiny probabilities
-            size = jacobian.abs().amax((1, 2)).clamp_min(torch.finfo(torch.float64).tiny)
-            squares = torch.zeros(len(labels), dtype=torch.float64)
-            for rows in (jacobian / size[:, None, None]).unbind(1):  # of order 1, so that all digits are kept
-                (slope,) = torch.autograd.grad(logits, points, rows.to(logits), retain_graph=True)
-                squares += slope.double().flatten(1).square().sum(1).cpu()
-            found.append(size.cpu() * squares.sqrt())
-    return torch.cat(found)
+
+    @torch.enable_grad()
+    def sizes(inputs: Any, targets: Tensor) -> Tensor:
+        if not (isinstance(inputs, Tensor) and inputs.is_floating_point()):
+            raise InputError("input_sensitivity needs inputs that are one tensor of floats.")
+        points = inputs.detach().requires_grad_()
+        logits, labels = as_classes(problem, problem.outputs(problem.params, points), targets)
+        jacobian = CrossEntropy().hessian(logits.detach(), labels)  # ∂S/∂φ, right at tiny probabilities
+        size = jacobian.abs().amax((1, 2)).clamp_min(torch.finfo(torch.float64).tiny)
+        squares = torch.zeros(len(labels), dtype=torch.float64)
+        for rows in (jacobian / size[:, None, None]).unbind(1):  # of order 1, so that all digits are kept
+            (slope,) = torch.autograd.grad(logits, points, rows.to(logits), retain_graph=True)
+            squares += slope.double().flatten(1).square().sum(1).cpu()
+        return size.cpu() * squares.sqrt()
+
+    return setting.of_samples(sizes)
 
 
 @register(

@@ -18,7 +18,12 @@ from spiritlevel.results import Estimate
 from spiritlevel.transforms import Transformed
 
 _TOP = 10  # eigenvalues in the log volume
-_OF_HESSIAN: dict[str, Any] = {"family": "curvature", "cost": "matvecs", "invariant_to": UNSEEN}
+_OF_HESSIAN: dict[str, Any] = {
+    "family": "curvature",
+    "cost": "matvecs",
+    "guide": "curvature",
+    "invariant_to": UNSEEN,
+}
 _RESOLVED = 1e-3  # of an eigenvalue: a residual up to here leaves its logarithm right to as much
 
 
@@ -30,7 +35,7 @@ def _register_end(name: str, get: Callable[[Ends], Estimate], meaning: str, form
         known = found is not None and found.status != "not converged" and found.sign
         return found.value if found is not None and known else None
 
-    add = register(name, meaning, formula, "paper C", **_OF_HESSIAN, predict=predict, **fields)
+    add = register(name, meaning, formula, "paper C", **_OF_HESSIAN, predict=predict, in_shards=True, **fields)
     add(lambda setting: get(setting.spectrum))
 
 

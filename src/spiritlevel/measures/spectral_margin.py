@@ -103,7 +103,7 @@ def _spectral_complexity(setting: Setting) -> Estimate:
 
     R grows with every ‖A_l‖_σ by a power between 0 and 1, so its relative tolerance is at most the sum of theirs.
     """
-    folded, inputs = setting.folded, setting.logits[0].double()
+    folded, squares = setting.folded, _square_norms(setting)
     if not folded.structure.exact:
         raise InputError(
             f"the spectrally normalised margin is defined for ReLU networks only: {folded.structure.reason}."
@@ -130,7 +130,7 @@ def _spectral_complexity(setting: Setting) -> Estimate:
             f"the spectrally normalised margin is not defined: all weights of layer {zero[0]!r} are zero, so the "
             "outputs do not depend on the inputs through it."
         )
-    scale = complexity * float(inputs.norm()) / len(inputs)
+    scale = complexity * math.sqrt(float(squares.sum())) / len(squares)
     if not 0 < scale < math.inf:
         raise InputError(
             f"the spectrally normalised margin is not defined: the spectral complexity times the size of the inputs "
@@ -154,8 +154,13 @@ def _scaled_margins(setting: Setting) -> Tensor:
 
 def _input_sizes(setting: Setting) -> Tensor:
     """‖xₙ‖² relative to their mean: the influence on ‖X‖_F², for as many samples."""
-    squares = setting.logits[0].double().square().sum(1)
+    squares = _square_norms(setting)
     return squares / squares.mean()
+
+
+def _square_norms(setting: Setting) -> Tensor:
+    """‖xₙ‖² of every sample."""
+    return setting.column("square norm", lambda inputs, outputs, labels: inputs.double().square().sum(1))
 
 
 def _scaled_mean_values(setting: Setting) -> Tensor:

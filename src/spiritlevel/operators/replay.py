@@ -210,7 +210,7 @@ def checked_trace(
         return None
     sums = (a + b for a, b in zip(opposite, traced.product, strict=True))  # one at a time
     error, scale = (
-        math.hypot(*(float(torch.linalg.vector_norm(tensor, dtype=torch.float64)) for tensor in tensors))
+        math.hypot(*torch.stack([torch.linalg.vector_norm(tensor, dtype=torch.float64) for tensor in tensors]).tolist())
         for tensors in (sums, traced.product)
     )
     right = error <= math.sqrt(torch.finfo(params[0].dtype).eps) * scale

@@ -22,7 +22,7 @@ from spiritlevel.page.parts import Section, Sheet, number
 from spiritlevel.page.samples import picture_sheet, sample_columns
 from spiritlevel.page.sections import report_sections
 from spiritlevel.page.several import comparison_sections, side_by_side
-from spiritlevel.results import Comparison, Report, Result
+from spiritlevel.results import Checkpoints, Comparison, Perturbation, Report, Result
 from spiritlevel.results.training import SuspiciousSamples, TrainingCurves
 from spiritlevel.storage import cache_folder, fingerprint, write_atomically
 
@@ -33,7 +33,7 @@ _POLICY = (
     "base-uri 'none'; form-action 'none'"
 )
 
-_SHOWN = Report | Comparison | SuspiciousSamples | TrainingCurves
+_SHOWN = Report | Comparison | Perturbation | Checkpoints | SuspiciousSamples | TrainingCurves
 
 
 def page(*results: Result) -> str:
@@ -45,7 +45,7 @@ def page(*results: Result) -> str:
     >>> print(page(Report("my net", ()))[:15])
     <!DOCTYPE html>
     """
-    from spiritlevel.page import training
+    from spiritlevel.page import changes, checkpoints, training
 
     if not results or not all(isinstance(result, _SHOWN) for result in results):
         kinds = ", ".join(type(result).__name__ for result in results) or "nothing"
@@ -64,6 +64,13 @@ def page(*results: Result) -> str:
         elif isinstance(result, TrainingCurves):
             key = f"t{next(numbers[Result])}"
             runs.append(_run(key, result.name, list(training.curves(result, key))))
+        elif isinstance(result, Checkpoints):
+            key = f"k{next(numbers[Result])}"
+            runs.append(_run(key, result.name, list(checkpoints.checkpoint_sections(result, key))))
+        elif isinstance(result, Perturbation):
+            key, title = f"p{next(numbers[Result])}", f"{result.name}, {result.change}"
+            sections, pictures = list(changes.change_sections(result, key)), changes.pictures_of_change(result)
+            runs.append(_run(key, title, sections, "", pictures, changes.change_columns(result)))
         elif isinstance(result, Comparison):
             key = f"c{next(numbers[Comparison])}"
             runs.append(_run(key, " and ".join(result.names), list(comparison_sections(result, key))))

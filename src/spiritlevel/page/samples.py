@@ -15,8 +15,16 @@ from spiritlevel.results import Margins, Report
 
 
 def _sample_names(report: Report, count: int) -> list[int]:
-    """The places of the samples in the data, which is how a reader can find them again."""
+    """The places of the samples in the data, which is how a reader can find them again; of tokens those of theirs."""
+    units = report.margins if report.margins is not None else report.traces
+    if units is not None and units.sample is not None:
+        return [int(sample) for sample in units.sample[:count].tolist()]
     return list(range(count)) if report.indices is None else [int(index) for index in report.indices.tolist()]
+
+
+def _sample_name(report: Report, row: int) -> int:
+    """The place of one of them; a file may name any, and none is counted up to."""
+    return row if report.indices is None else int(report.indices[row])
 
 
 def _class(report: Report, target: float) -> str:
@@ -43,17 +51,26 @@ def trace_against_margin(report: Report, key: str) -> Section:
         section.texts.append(
             why_missing(report, "The trace or the margin of every sample", "traces", "trace", "margins")
         )
+        if margins is None and traces is not None and len(finite := traces.values[traces.values.isfinite()]):
+            low, middle, high = np.quantile(finite.numpy(), [0.1, 0.5, 0.9])  # of a regression, say
+            ends = (
+                f"median {number(float(middle), 3)}, 80 % between {number(float(low), 3)} and {number(float(high), 3)}"
+            )
+            alt = f"Histogram with box plot of {len(traces):,} Hessian traces: {ends}."
+            chart = charts.distribution(traces.values, "Hessian trace")
+            section.figures.append(as_figure(f"{key}-traces", "The trace of every sample", alt, chart))
         return section
     count = len(traces)
     names = _sample_names(report, count)
     columns: dict[str, Any] = {
         "sample": [str(name) for name in names],
+        **({} if margins.position is None else {"position": [str(place) for place in margins.position.tolist()]}),
         **_label_column(report, margins),
         "output margin": margins.signed,
         "Hessian trace": traces.values,
         "prediction": ["correct" if correct else "wrong" for correct in margins.correct.tolist()],
     }
-    hover: list[str] = [name for name in ("sample", "label", "right (%)") if name in columns]
+    hover: list[str] = [name for name in ("sample", "position", "label", "right (%)") if name in columns]
     if report.predicted is not None:
         columns["predicted"] = [_class(report, target) for target in report.predicted.tolist()]
         hover.append("predicted")
@@ -72,7 +89,7 @@ def trace_against_margin(report: Report, key: str) -> Section:
     if margins.decisions is not None:
         whose = f"{wrong:,} of which have a decision, at a position or for a label, that is wrong; margins are means"
     section.texts.append(
-        f"One point is one of {counted(count, 'sample')}, {whose}. "
+        f"One point is one of {counted(count, 'sample' if margins.position is None else 'token')}, {whose}. "
         "A sample with a small margin lies near a decision boundary, one with a large trace makes the minimum sharp. "
         "Point at a sample to see it."
     )
@@ -99,6 +116,8 @@ def sample_columns(report: Report) -> dict[str, Any]:
         return {}
     traces, margins = report.traces, report.margins
     columns: dict[str, Any] = {"sample": _sample_names(report, len(traces))}
+    if margins.position is not None:
+        columns["position"] = margins.position.numpy()
     if margins.decisions is None:
         columns["target"] = margins.targets.numpy()
     else:
@@ -118,9 +137,8 @@ def picture_sheet(report: Report) -> Sheet | None:
     """The pictures that the report kept, on one sheet; None if it has none."""
     if report.pictures is None or not len(report.pictures.indices):
         return None
-    count = int(report.pictures.indices.max()) + 1
-    names = _sample_names(report, count)
-    return sheet(report.pictures.images.numpy(), [names[k] for k in report.pictures.indices.tolist()])
+    names = [_sample_name(report, row) for row in report.pictures.indices.tolist()]
+    return sheet(report.pictures.images.numpy(), names)
 
 
 def pictures_section(report: Report, key: str, pictures: Sheet | None) -> Section:
@@ -146,7 +164,7 @@ def _thumbnail(report: Report, place: int) -> Thumbnail:
         lines.append(f"margin {number(float(report.margins.signed[row]), 3)}")
     if report.traces is not None and row < len(report.traces):
         lines.append(f"trace {number(float(report.traces.values[row]), 3)}")
-    return Thumbnail(place, _sample_names(report, row + 1)[row], tuple(lines))
+    return Thumbnail(place, _sample_name(report, row), tuple(lines))
 
 
 def _verdict(report: Report, margins: Margins, row: int) -> str:

@@ -26,7 +26,7 @@ from spiritlevel.results.formatting import with_error
 def comparison_sections(found: Comparison, key: str) -> Iterator[Section]:
     """Two models: advice, its reasons, every measure of both, and the samples one by one."""
     a, b = found.names
-    section = Section(f"{key}-advice", "Which to trust", [found.advice], notes=list(found.reasons))
+    section = Section(f"{key}-advice", "Which to trust", [found.advice, *found.under], notes=list(found.reasons))
     favours = {"a": a, "b": b, "equal": "neither", "no interval": "none, as the difference has no interval"}
     for row in found.rows:
         if row.decides and row.verdict in ("a", "b", "equal"):

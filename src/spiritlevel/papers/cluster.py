@@ -11,11 +11,13 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from spiritlevel.errors import InputError, needs
-from spiritlevel.papers.studies import Config, execute, find
+from spiritlevel.papers.studies import Config, Run, execute, find
+from spiritlevel.papers.studies.base import read_summary
 from spiritlevel.storage import cache_folder
 
 RETRIES = 5  # of a job whose worker died; an error of the job itself is not retried
@@ -56,16 +58,8 @@ def run_jobs(
             "RAY_AUTH_TOKEN are set as they were for it."
         ) from error
     try:
-        task = ray.remote(num_cpus=1, max_retries=RETRIES)(_job)
         where = (str(Path(out).absolute()), str(cache_folder() / "networks"))
-        waiting = {task.remote(study, config, *where): index for index, config in enumerate(configs)}
-        summaries: dict[int, dict[str, Any]] = {}
-        while waiting:
-            (done, *_), _rest = ray.wait(list(waiting), num_returns=1)
-            summaries[waiting.pop(done)] = ray.get(done)
-            if progress:
-                progress(f"{study}: jobs on the cluster", len(summaries), len(configs))
-        return [summaries[index] for index in range(len(configs))]
+        return _Schedule(ray, study, configs, where, progress).results()
     except ray.exceptions.RayTaskError as error:
         raise error.cause if isinstance(error.cause, InputError) else error from None
     except ray.exceptions.WorkerCrashedError as error:
@@ -75,6 +69,66 @@ def run_jobs(
         ) from error
     finally:
         ray.shutdown()
+
+
+class _Schedule:
+    """The tasks of all jobs: first the pieces that a study computes apart, then of each job what is left of it."""
+
+    def __init__(
+        self,
+        ray: Any,
+        study: str,
+        configs: Sequence[Config],
+        where: tuple[str, str],
+        progress: Callable[[str, int, int], None] | None,
+    ) -> None:
+        self.ray, self.study, self.configs, self.where, self.progress = ray, study, configs, where, progress
+        self.piece, self.job = (ray.remote(num_cpus=1, max_retries=RETRIES)(task) for task in (_piece, _job))
+        self.pieces = [_missing_pieces(study, config, where[0]) for config in configs]
+        self.waiting: dict[Any, tuple[int, bool]] = {}
+
+    def results(self) -> list[dict[str, Any]]:
+        """The summaries, in the order of the configs."""
+        for index, (config, names) in enumerate(zip(self.configs, self.pieces, strict=True)):
+            for name in names:
+                self.waiting[self.piece.remote(self.study, config, name, *self.where)] = (index, True)
+            if not names:
+                self._begin(index)
+        left = [len(names) for names in self.pieces]
+        total, done = sum(left) + len(left), 0
+        summaries: dict[int, dict[str, Any]] = {}
+        while self.waiting:
+            (ended, *_), _rest = self.ray.wait(list(self.waiting), num_returns=1)
+            index, is_piece = self.waiting.pop(ended)
+            found = self.ray.get(ended)
+            if is_piece:
+                left[index] -= 1
+                if not left[index]:
+                    self._begin(index)
+            else:
+                summaries[index] = found
+            done += 1
+            if self.progress:
+                self.progress(f"{self.study}: {'tasks' if total > len(left) else 'jobs'} on the cluster", done, total)
+        return [summaries[index] for index in range(len(self.configs))]
+
+    def _begin(self, index: int) -> None:
+        self.waiting[self.job.remote(self.study, self.configs[index], *self.where)] = (index, False)
+
+
+def _missing_pieces(study: str, config: Config, out: str) -> list[str]:
+    """The pieces that are to be computed before the job itself; none if it is finished."""
+    found = find(study)
+    folder = found.folder(config, out)
+    run = Run(folder)
+    return [] if read_summary(folder) else [name for name in found.pieces(config) if not run.has(name)]
+
+
+def _piece(study: str, config: Config, name: str, out: str, cache: str) -> None:
+    """What a worker does for one piece; its number goes into the folder of the run, not through the network."""
+    found = find(study)
+    run = Run(found.folder(config, out), cache=Path(cache))
+    run.once(name, partial(found.pieces(config)[name], run))
 
 
 def _job(study: str, config: Config, out: str, cache: str) -> dict[str, Any]:

@@ -77,13 +77,16 @@ def softmax_regression(inputs: int = 784, classes: int = 10, width: float = 1.0)
 
 
 @checked
-def mlp(inputs: int = 784, classes: int = 10, width: float = 1.0) -> nn.Module:
+def mlp(inputs: int = 784, classes: int = 10, width: float = 1.0, depth: int = 1) -> nn.Module:
     """One hidden layer of 100 ReLU units, 784-100-10: 79,510 parameters. The net that paper C describes.
 
-    >>> count(mlp(width=0.5))
-    39760
+    `depth` hidden layers instead of one give the dense networks of the league of measures.
+
+    >>> count(mlp(width=0.5)), count(mlp(depth=3))
+    (39760, 99710)
     """
-    return _dense(inputs, (100,), classes, width)
+    _positive(depth=depth)
+    return _dense(inputs, (100,) * depth, classes, width)
 
 
 @checked
@@ -166,6 +169,23 @@ def lenet5(
 def _average_head(channels: int, classes: int) -> list[nn.Module]:
     """Global average over the positions, then a linear layer."""
     return [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, classes)]
+
+
+@checked
+def cnn(channels: int = 1, classes: int = 10, width: float = 1.0, depth: int = 2) -> nn.Module:
+    """`depth` convolutions 3×3 of 16 channels with ReLU, the first two max-pooled; means of 4×4 cells; one dense layer.
+
+    The convolutional networks of the league of measures.
+
+    >>> count(cnn()), count(cnn(channels=3, width=2.0, depth=4))
+    (5050, 33898)
+    """
+    _positive(channels=channels, classes=classes, width=width, depth=depth)
+    units, layers = _scale(16, width), list[nn.Module]()
+    for number in range(depth):
+        layers += [nn.Conv2d(channels if number == 0 else units, units, 3, padding=1), nn.ReLU()]
+        layers += [nn.MaxPool2d(2)] if number < 2 else []
+    return _he_normal(nn.Sequential(*layers, nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(16 * units, classes)))
 
 
 @checked
@@ -304,6 +324,7 @@ _BUILDERS: dict[str, Callable[..., nn.Module]] = {
         mlp,
         printed_mlp,
         deep_linear,
+        cnn,
         all_cnn_c,
         preresnet164,
         wide_resnet_28_10,

@@ -16,6 +16,8 @@ from spiritlevel.results.audits import largest as largest
 from spiritlevel.results.audits import mark as mark
 from spiritlevel.results.audits import moved_at_least as moved_at_least
 from spiritlevel.results.audits import ratio_of as ratio_of
+from spiritlevel.results.checkpoints import Checkpoint as Checkpoint
+from spiritlevel.results.checkpoints import Checkpoints as Checkpoints
 from spiritlevel.results.codec import RENAMED
 from spiritlevel.results.codec import Result as Result
 from spiritlevel.results.comparisons import Comparison as Comparison
@@ -32,6 +34,11 @@ from spiritlevel.results.intervals import mean_skewness as mean_skewness
 from spiritlevel.results.intervals import skewed_limits as skewed_limits
 from spiritlevel.results.intervals import standard_error as standard_error
 from spiritlevel.results.intervals import subset_mean as subset_mean
+from spiritlevel.results.perturbations import BitPlan as BitPlan
+from spiritlevel.results.perturbations import LayerBits as LayerBits
+from spiritlevel.results.perturbations import LayerChange as LayerChange
+from spiritlevel.results.perturbations import Perturbation as Perturbation
+from spiritlevel.results.perturbations import Prediction as Prediction
 from spiritlevel.results.reports import Fit as Fit
 from spiritlevel.results.reports import Pictures as Pictures
 from spiritlevel.results.reports import Report as Report
@@ -39,6 +46,7 @@ from spiritlevel.results.reports import ReportRow as ReportRow
 from spiritlevel.results.samples import Correlation as Correlation
 from spiritlevel.results.samples import Margins as Margins
 from spiritlevel.results.samples import SampleTraces as SampleTraces
+from spiritlevel.results.spectra import BatchEigenvalues as BatchEigenvalues
 from spiritlevel.results.spectra import DiagonalEstimate as DiagonalEstimate
 from spiritlevel.results.spectra import Eigenpairs as Eigenpairs
 from spiritlevel.results.spectra import SmoothedDensity as SmoothedDensity

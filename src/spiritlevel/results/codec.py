@@ -84,12 +84,16 @@ def _decoded(value: Any, hint: Any, unknown: list[str]) -> Any:
         kinds = [kind for kind in get_args(hint) if kind is not NoneType]
         if value is None and len(kinds) < len(get_args(hint)):
             return None
-        hint = kinds[0] if len(kinds) == 1 else Any
+        if len(kinds) == 1:
+            return _decode(value, kinds[0], unknown)
+        hint = Any
     if hint is float:
         return _number(value)
     inner = get_args(hint)
     if isinstance(value, list):
-        if get_origin(hint) is tuple and len(inner) == len(value) and Ellipsis not in inner:
+        if get_origin(hint) is tuple and inner and Ellipsis not in inner:
+            if len(inner) != len(value):
+                raise TypeError(f"expected {len(inner)} items, got {len(value)}")
             return tuple(_decode(item, kind, unknown) for item, kind in zip(value, inner, strict=True))
         items = [_decode(item, inner[0] if inner else Any, unknown) for item in value]
         return items if list in (hint, get_origin(hint)) else tuple(items)

@@ -71,7 +71,8 @@ class Comparison(Shown):
 
     `margins`, `traces` (where they could be had) and `losses` hold a pair, a and b, in the order of the samples.
     `advice` is one sentence that follows from the rows alone; `reasons` are the rows that it rests on, in words.
-    `samples` were compared out of `population`, drawn at random if these are more.
+    `samples` were compared out of `population`, drawn at random if these are more. `under` says, for each change of the
+    weights that was tried, which model is better after it.
     """
 
     names: tuple[str, str]
@@ -86,6 +87,7 @@ class Comparison(Shown):
     settings: dict[str, str] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
     population: int = 0
+    under: tuple[str, ...] = ()
 
     def _check(self) -> None:
         pairs = [self.margins, self.traces, self.losses]
@@ -143,4 +145,4 @@ class Comparison(Shown):
             table.append([row.name, *values, figure(row.difference, 3), interval, row.how, favours])
         lines = [f"{a} and {b} on {self.samples:,} samples", *aligned(table)]
         lines += left_out_lines(self.left_out)
-        return "\n".join([*lines, self.advice])
+        return "\n".join([*lines, self.advice, *self.under])

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from spiritlevel.arguments import checked
 from spiritlevel.errors import InputError
-from spiritlevel.results.codec import Result
+from spiritlevel.results.codec import Misfit, Result
 from spiritlevel.results.formatting import figure, with_error
 from spiritlevel.results.intervals import mean_skewness, skewed_limits, standard_error
 
@@ -73,6 +73,10 @@ class Estimate(Result):
         elif status in ("", "undefined") or (status == "exact" and (self.stderr or self.tolerance)):
             status = "estimated" if self.stderr else "converged" if self.tolerance else "exact"
         object.__setattr__(self, "status", status)
+
+    def _check(self) -> None:
+        if self.power not in (1.0, 2.0):
+            raise Misfit(f"an estimate is a mean or the root of one, power 1 or 2, and not {self.power:g}")
 
     @classmethod
     def _from_older(cls, data: dict[str, Any]) -> dict[str, Any]:

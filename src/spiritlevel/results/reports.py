@@ -30,8 +30,9 @@ class Fit(Result):
     """How well a model fits some samples: `accuracy` and mean `loss`, with the error of a random subset if it was one.
 
     `samples` were measured out of `population`. `accuracy` is undefined where the targets are not classes. `of` says
-    what is right or wrong: "samples", or their "positions" or "labels"; the accuracy is then the mean of every sample's
-    share. Of a regression `r_squared` is 1 − Σ‖y − ŷ‖²/Σ‖y − ȳ‖², ȳ the mean target of each output.
+    what is right or wrong: "samples" ("tokens", where those are the unit), or their "positions" or "labels"; the
+    accuracy is then the mean of every sample's share. Of a regression `r_squared` is 1 − Σ‖y − ŷ‖²/Σ‖y − ȳ‖², ȳ the
+    mean target of each output.
     """
 
     samples: int
@@ -65,7 +66,7 @@ class Fit(Result):
         >>> [f"{limit:.3f}" for limit in Fit(60, 10**9, Estimate(1.0), Estimate(0.0)).accuracy_limits()]
         ['0.940', '1.000']
         """
-        if self.of != "samples":
+        if self.of not in ("samples", "tokens"):
             return self.accuracy.interval(data=True)
         return share_limits(self.accuracy.value, self.samples, self.population)
 
@@ -189,7 +190,8 @@ class Report(Shown):
     def _check(self) -> None:
         per_sample = {"traces": self.traces and self.traces.values, "margins": self.margins and self.margins.signed}
         same_length(**per_sample, predicted=self.predicted, indices=self.indices)
-        count = max((len(each) for each in per_sample.values() if each is not None), default=None)
+        known = [each for each in (*per_sample.values(), self.predicted, self.indices) if each is not None]
+        count = max(map(len, known), default=None)
         if self.indices is not None and (self.indices.ndim != 1 or self.indices.dtype != torch.int64):
             raise Misfit("its indices need one row of whole numbers")
         if self.pictures is not None and count is not None and len(self.pictures.indices):

@@ -26,7 +26,8 @@ class SampleTraces(Table):
     so that `mean` and `correlate` can take the error from their spread. `fingerprint` identifies the order of the data.
     With batch statistics the batches are part of the definition: `batches` then holds their sizes in order. `wrt` says
     what moves: the parameters, or the input of the sample (`input_curvature`). With `unit` "token" each position of a
-    sequence or an image is a sample of its own.
+    sequence or an image is a sample of its own: row n belongs to `position[n]` of `sample[n]` in the data, positions of
+    an image counted row by row.
     """
 
     values: Tensor
@@ -49,9 +50,14 @@ class SampleTraces(Table):
     batches: tuple[int, ...] | None = None
     wrt: str = "parameters"
     unit: str = "sample"
+    sample: Tensor | None = None
+    position: Tensor | None = None
 
     def _check(self) -> None:
-        same_length(values=self.values, stderr=self.stderr, targets=self.targets, draws=self.draws, **self.layers)
+        places = {"sample": self.sample, "position": self.position}
+        same_length(
+            values=self.values, stderr=self.stderr, targets=self.targets, draws=self.draws, **places, **self.layers
+        )
         if self.values.ndim != 1 or not self.values.is_floating_point():
             raise Misfit("it needs one number a sample")
 
@@ -102,7 +108,7 @@ class SampleTraces(Table):
     def _columns(self) -> Columns:
         """One row per sample, in the order of the data; the traces by parameter tensor last."""
         columns: dict[str, tuple[type, Any]] = {
-            "sample": (int, range(len(self))),
+            **_places(self),
             "trace": (float, self.values.tolist()),
             "stderr": (float, self.stderr.tolist()),
             **_targets(self.targets),
@@ -117,6 +123,13 @@ class SampleTraces(Table):
         low, high = (figure(end, 3) for end in ends)
         of = "" if self.wrt == "parameters" else f" in the {self.wrt}"
         return f"{len(self)} per-sample Hessian traces{of}, {how}: mean {self.mean()}, from {low} to {high}"
+
+
+def _places(rows: SampleTraces | Margins) -> dict[str, tuple[type, Any]]:
+    """Where in the data each row belongs: a sample, or a position of one."""
+    if rows.sample is None or rows.position is None:
+        return {"sample": (int, range(len(rows)))}
+    return {"sample": (int, rows.sample.tolist()), "position": (int, rows.position.tolist())}
 
 
 def _targets(targets: Tensor) -> dict[str, tuple[type, Any]]:
@@ -137,7 +150,7 @@ class Margins(Table):
 
     A sample that decides more than once, at every position or for every label, has the *mean* of its margins, is
     `correct` if all its `decisions` are, and `right` is the share of those that are; it has no label (-1). With `unit`
-    "token" each position is a sample.
+    "token" each position is a sample: row n belongs to `position[n]` of `sample[n]` in the data.
     """
 
     output: Tensor
@@ -155,6 +168,8 @@ class Margins(Table):
     decisions: Tensor | None = None
     unit: str = "sample"
     notes: tuple[str, ...] = ()
+    sample: Tensor | None = None
+    position: Tensor | None = None
 
     def _check(self) -> None:
         columns = {f.name: getattr(self, f.name) for f in fields(self) if isinstance(getattr(self, f.name), Tensor)}
@@ -177,7 +192,7 @@ class Margins(Table):
         numbers = {name: getattr(self, name) for name in ("signed", "output", "softmax", "softmax_gap")}
         if self.right is not None:
             numbers["right"] = self.right
-        columns: dict[str, tuple[type, Any]] = {"sample": (int, range(len(self)))}
+        columns: dict[str, tuple[type, Any]] = _places(self)
         columns |= {name: (float, values.tolist()) for name, values in numbers.items()}
         columns |= {"correct": (bool, self.correct.tolist())}
         if self.decisions is None:

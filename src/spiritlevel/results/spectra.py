@@ -83,6 +83,55 @@ class Eigenpairs(Table):
 
 
 @dataclass(frozen=True)
+class BatchEigenvalues(Table):
+    """The largest eigenvalues of the Hessian of every mini-batch: `values` (batches, k), the largest first.
+
+    `residuals` has the same shape; `converged` (batches,) says for which batches all values are within the tolerance.
+    """
+
+    values: Tensor
+    residuals: Tensor
+    converged: Tensor
+    batch_size: int
+    samples: int
+    matvecs: int = 0
+    loss: str = "cross_entropy"
+    batch_norm: str = "eval"
+    weight_decay: float = 0.0
+    seed: int | None = None
+    notes: tuple[str, ...] = ()
+
+    def _check(self) -> None:
+        same_length(values=self.values, residuals=self.residuals, converged=self.converged)
+        if self.values.ndim != 2 or not self.values.numel() or self.values.shape != self.residuals.shape:
+            raise Misfit("it needs a row of eigenvalues for every batch")
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def _columns(self) -> Columns:
+        """One row per batch and eigenvalue."""
+        batches, k = self.values.shape
+        return {
+            "batch": (int, [batch for batch in range(batches) for _ in range(k)]),
+            "rank": (int, [rank + 1 for _ in range(batches) for rank in range(k)]),
+            "eigenvalue": (float, self.values.reshape(-1).tolist()),
+            "residual": (float, self.residuals.reshape(-1).tolist()),
+        }
+
+    def __str__(self) -> str:
+        batches, k = self.values.shape
+        top = self.values[:, 0]
+        low, middle, high = (figure(float(each)) for each in (top.min(), top.median(), top.max()))
+        missing = int((~self.converged).sum())
+        state = "all converged" if not missing else f"{missing} batches not converged"
+        return (
+            f"{k} largest eigenvalues of {batches} mini-batches of {self.batch_size} samples: the largest from {low} "
+            f"to {high}, median {middle}; {self.matvecs} products, {state}"
+        )
+
+
+@dataclass(frozen=True)
 class DiagonalEstimate(Table):
     """The diagonal of a matrix: one value and one standard error per entry.
 

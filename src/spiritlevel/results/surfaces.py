@@ -22,6 +22,11 @@ class Landscape(Table):
     derivatives ∇L·dᵢ and `curvatures` (d, d) the second derivatives dᵢᵀ∇²L dⱼ there. `accuracies` is `None` where
     the targets are not classes. `barrier` belongs to a path to another model, at step 1: the largest excess of L over
     the straight line between the losses of both ends, max over t in [0, 1] of L(t) − (1−t)·L(0) − t·L(1).
+
+    `spread` is the standard deviation of a sample's loss at every point, so that the mean over B of these samples,
+    drawn at random, scatters by spread/√B around `losses`; `None` where the samples of a batch depend on each other.
+    Along a training, `track` (checkpoints, d) are the places of its checkpoints, and `explained` the share of their
+    squared distances from the model that lies along each direction.
     """
 
     directions: tuple[str, ...]
@@ -37,6 +42,9 @@ class Landscape(Table):
     loss: str = "cross_entropy"
     batch_norm: str = "eval"
     seed: int | None = None
+    spread: Tensor | None = None
+    track: Tensor | None = None
+    explained: tuple[float, ...] = ()
 
     def _check(self) -> None:
         count = len(self.steps)
@@ -44,9 +52,11 @@ class Landscape(Table):
         if not 1 <= count <= 2 or any(each.ndim != 1 or not len(each) for each in self.steps):
             raise Misfit("it needs the steps along one direction or two")
         shape = tuple(len(each) for each in self.steps)
-        surfaces = [self.losses, *([] if self.accuracies is None else [self.accuracies])]
+        surfaces = [each for each in (self.losses, self.accuracies, self.spread) if each is not None]
         if any(tuple(each.shape) != shape for each in surfaces) or tuple(self.curvatures.shape) != (count, count):
             raise Misfit("its losses do not fit its steps")
+        if self.track is not None and (self.track.ndim != 2 or self.track.shape[1] != count):
+            raise Misfit("its track does not fit its directions")
         if not all(bool(torch.isfinite(each).all()) for each in self.steps):
             raise Misfit("its steps are not all numbers")
 
@@ -67,6 +77,8 @@ class Landscape(Table):
         columns["loss"] = (float, self.losses.reshape(-1).tolist())
         if self.accuracies is not None:
             columns["accuracy"] = (float, self.accuracies.reshape(-1).tolist())
+        if self.spread is not None:
+            columns["spread"] = (float, self.spread.reshape(-1).tolist())
         return columns | {"quadratic": (float, self.quadratic.reshape(-1).tolist())}
 
     def __str__(self) -> str:

@@ -54,8 +54,8 @@ def _weighted_norms(
 ) -> tuple[_Values, Tensor]:
     """Σ_j d_j ‖v_jᵀJ‖² of a batch by parameter, over `count` factors (d, v); and what the last of them adds in all."""
     samples, dtype = len(recording.outputs), recording.outputs.dtype
-    totals = {name: torch.zeros(samples, dtype=torch.float64) for name in names}
-    last = torch.zeros(samples, dtype=torch.float64)
+    totals = dict.fromkeys(names, torch.zeros(samples, dtype=torch.float64, device=recording.outputs.device))
+    last = torch.zeros_like(next(iter(totals.values())))
     few = ((weight, vector.to(dtype)) for weight, vector in factors)  # in half the memory
     done = 0
     together = max(1, min(PASSES_AT_ONCE, _NUMBERS_AT_ONCE // max(1, recording.outputs.numel())))
@@ -65,9 +65,11 @@ def _weighted_norms(
         for (weight, _), norms in zip(some, found, strict=True):
             last = torch.zeros_like(last)
             for name, norm in norms.items():
-                term = (weight * norm).cpu()
-                totals[name] += term
+                term = weight * norm
+                totals[name] = totals[name] + term
                 last += term
+    *found_totals, last = torch.stack([*totals.values(), last]).cpu()  # all at once, for an accelerator
+    totals = dict(zip(totals, found_totals, strict=True))
     for name, total in totals.items():
         if not bool(torch.isfinite(total).all()):
             sample = start + int((~torch.isfinite(total)).nonzero()[0])
@@ -152,6 +154,7 @@ class Collector:
             batch_norm=self.problem.batch_norm,
             unit=self.problem.form.unit,
             fingerprint=str(self.fingerprint),
+            **self.fingerprint.places,
             batches=tuple(map(len, self.targets)) if self.whole else None,
             notes=notes,
             **fields,

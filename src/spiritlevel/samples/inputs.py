@@ -15,11 +15,12 @@ from spiritlevel.arguments import checked
 from spiritlevel.binding.batches import Batches, Fingerprint, all_targets, resized, spread
 from spiritlevel.binding.context import Context
 from spiritlevel.binding.coupling import check_independence
-from spiritlevel.binding.memory import parse_memory
+from spiritlevel.binding.graphs import Rows
 from spiritlevel.binding.parameters import Params, in_precision
 from spiritlevel.binding.problem import Problem
 from spiritlevel.binding.reading import Reading
 from spiritlevel.errors import InputError, NotExactError, first_line, unknown_name, whole_number
+from spiritlevel.memory import parse_memory
 from spiritlevel.results import SampleTraces, standard_error
 from spiritlevel.samples.collapsing import Prober
 from spiritlevel.samples.collecting import DEFAULT_PROBES
@@ -129,6 +130,8 @@ class _InInputs:
         kinds = {k: leaf for k, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor)}
         self.params: Params = {str(k): leaf for k, leaf in kinds.items() if leaf.is_floating_point()}
         self.reverse_only, self.rounding = problem.reverse_only, problem.rounding
+        if isinstance(inputs, Rows):
+            raise InputError("the curvature in the input is none of a sample's own where samples share one graph.")
         if not self.params:
             names = ", ".join(sorted({str(leaf.dtype).removeprefix("torch.") for leaf in kinds.values()}))
             raise InputError(
@@ -219,6 +222,7 @@ class _Look:
             seed=self.seed,
             loss=self.problem.loss.name,
             fingerprint=str(self.fingerprint),
+            **self.fingerprint.places,
             wrt="input",
             unit=self.problem.form.unit,
             notes=notes,
@@ -281,7 +285,9 @@ class _Look:
         with self.ranks.together():
             inputs, targets = self.problem.place(*self.batches.first(8))
             few: Any = _InInputs(self.problem, inputs)
-            prober = Prober(few, None, len(targets), seed=self.seed, memory=parse_memory(None), cut=_cut)
+            prober = Prober(
+                few, None, len(targets), seed=self.seed, memory=parse_memory(None, self.problem.device), cut=_cut
+            )
         prober.collapses = bool(self.ranks.least(int(prober.collapses)))
         members = prober.members(count) if grouped else 1
         with self.ranks.together():

@@ -16,14 +16,14 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from spiritlevel.arguments import checked
 from spiritlevel.binding.batches import Fingerprint
-from spiritlevel.binding.context import Context
+from spiritlevel.binding.context import IDLE, Context
 from spiritlevel.binding.cores import at_a_time, side_by_side
 from spiritlevel.binding.coupling import check_independence
+from spiritlevel.binding.devices import doubled, with_double
 from spiritlevel.binding.losses import (
     CrossEntropy,
     Decisions,
     Head,
-    Loss,
     decisions_of,
     softmax_parts,
     unit_batches,
@@ -47,6 +47,7 @@ def _checked(name: str, logits: Tensor, y: Tensor, start: int = 0) -> tuple[Tens
             f"{name} needs one integer class for each of the {logits.shape[0]} rows of logits, got labels of shape "
             f"{tuple(y.shape)} and type {str(y.dtype).removeprefix('torch.')}."
         )
+    logits = doubled(logits.detach())
     label = y.to(logits.device, torch.int64)[:, None]
     wrong = (label < 0) | (label >= logits.shape[1])
     if bool(wrong.any()):
@@ -55,7 +56,7 @@ def _checked(name: str, logits: Tensor, y: Tensor, start: int = 0) -> tuple[Tens
             f"{name}: label {int(label[sample, 0])} of sample {start + sample} is outside the classes "
             f"0 to {logits.shape[1] - 1}."
         )
-    return logits.detach().double(), label
+    return logits, label
 
 
 def _signed(logits: Tensor, label: Tensor) -> Tensor:
@@ -130,7 +131,7 @@ def _square_norms(name: str, inputs: Tensor, logits: Tensor) -> Tensor:
             f"{name} needs one input per row of logits, got inputs of shape {tuple(inputs.shape)} and "
             f"{logits.shape[0]} logits."
         )
-    return inputs.detach().to(logits.device).double().reshape(len(inputs), -1).square().sum(1)
+    return doubled(inputs.detach()).to(with_double(logits.device)).reshape(len(inputs), -1).square().sum(1)
 
 
 @checked
@@ -175,7 +176,7 @@ def margins(
     *,
     distance: int | float | str | None = None,
     layer: str | None = None,
-    loss: str | Loss | nn.Module | Callable[[Tensor, Tensor], Tensor] = "cross_entropy",
+    loss: Any = "cross_entropy",
     batch_norm: str = "eval",
     batch_size: int | None = None,
     group: Any = None,
@@ -210,7 +211,15 @@ def margins(
     """
     everything = "*" if isinstance(model, nn.Module) and next(model.parameters(), None) is not None else None
     context = Context(
-        model, data, loss=loss, params=everything, batch_norm=batch_norm, batch_size=batch_size, group=group, **reading
+        model,
+        data,
+        loss=loss,
+        params=everything,
+        batch_norm=batch_norm,
+        batch_size=batch_size,
+        group=group,
+        sharded=True,
+        **reading,
     )
     return margins_in(context, distance=distance, layer=layer)
 
@@ -221,6 +230,8 @@ def margins_in(context: Context, *, distance: int | float | str | None = None, l
     problem, ranks, form = context.problem, context.ranks, context.form
     if layer is not None and not norm:
         raise InputError("layer= says where a distance is measured; pass distance=2 or distance='inf' as well.")
+    if norm and problem.sharded:
+        raise InputError("the distances of a sharded model are not offered; leave out distance=.")
     if norm and context.coupling == "outputs":
         raise InputError(
             f"{context.why_coupled}: a sample's outputs depend on the whole batch, so it has no distance of its own; "
@@ -235,7 +246,7 @@ def margins_in(context: Context, *, distance: int | float | str | None = None, l
         why = "" if norm else context.find_head()
         if context.batch_size is None and not context.whole:
             most = _batch_size(batches.first(1)[0], 256 if norm else 512)
-            batches.size = context.fitting(most, in_pieces=not norm)
+            batches.size = context.fair(context.fitting(most, in_pieces=not norm))
     if batches.size is not None and not context.whole:
         batches.size = ranks.least(batches.size)
 
@@ -245,25 +256,36 @@ def margins_in(context: Context, *, distance: int | float | str | None = None, l
 
     def each() -> Iterator[tuple[int, Any, Tensor]]:
         """The batches of this rank, each with the number of its first sample."""
+        first = 0
         for index, (inputs, targets) in enumerate(batches):
             start = sum(sizes)
             made = 0
-            for some, labels in unit_batches(problem.loss, inputs, targets) if units else [(inputs, targets)]:
+            apart = unit_batches(problem.loss, inputs, targets, first=first) if units else [(inputs, targets)]
+            for some, labels in apart:
                 fingerprint.update(some, labels)
                 made += len(labels)
             sizes.append(made)
+            first += len(targets)
             if ranks.takes(index):
                 yield start, *problem.place(inputs, targets)
+        if problem.sharded and ranks.rank >= (len(sizes) % ranks.count or ranks.count):
+            yield IDLE, *context.first(1)
 
-    looked = several = False
+    looked, several = problem.sharded, False
+    if problem.sharded:  # all ranks look at the same samples: all must make the same passes
+        with ranks.together(), problem.active():
+            check_independence(problem, context.first(64)[0])
 
     def begin(batch: tuple[int, Any, Tensor]) -> Callable[[], tuple[int, Tensor]]:
         nonlocal looked, several
         start, inputs, targets = batch
-        outputs, points = (
-            _linearised(problem, inputs, layer) if norm else (problem.head_or_outputs(problem.params, inputs), [])
-        )
-        problem.checked(outputs, inputs, targets, start)
+        with context.each_together():
+            outputs, points = (
+                _linearised(problem, inputs, layer) if norm else (problem.head_or_outputs(problem.params, inputs), [])
+            )
+            problem.checked(outputs, inputs, targets, max(start, 0))
+        if start == IDLE:
+            return lambda: (0, torch.zeros(0, _COLUMNS, dtype=torch.float64))
         if not looked and len(targets) and not context.whole:
             check_independence(problem, inputs, outputs.detach())
             if norm and layer is None:
@@ -309,6 +331,7 @@ def margins_in(context: Context, *, distance: int | float | str | None = None, l
         layer=layer or "",
         spread=spread.over(ranks).root() if norm else math.nan,
         fingerprint=str(fingerprint),
+        **fingerprint.places,
         right=right if several else None,
         decisions=made.long() if several else None,
         unit=form.unit,

@@ -157,7 +157,8 @@ def traces_in(
             if not context.coupling:
                 inputs = _few_of(problem, batches)
             structure = context.once("structure", lambda: _structure(context, inputs))
-            kinks = check_derivatives(problem, *context.first(64), twice=not structure.exact)
+            smooth = not structure.exact  # otherwise gradients are all that is needed
+            kinks = check_derivatives(problem, *context.first(64), twice=smooth, forward=smooth)
             plan = choose(problem, structure, inputs, outputs, targets, method, passes)
             if kinks:
                 plan.notes += (
@@ -280,8 +281,8 @@ def sample_forms(context: Context, batches: Batches, directions: Sequence[Params
     """
     problem = context.problem
     prober, rows = None, []
-    with problem.active():
-        for inputs, targets in context.each(batches):
+    with context.ranks.together(), problem.active():
+        for start, inputs, targets in context.mine(batches):
             if prober is None:
                 prober = Prober(
                     problem,
@@ -292,8 +293,9 @@ def sample_forms(context: Context, batches: Batches, directions: Sequence[Params
                     coupled=context.coupling != "",
                 )
             every = range(len(directions))
-            rows.append(prober.forms(problem, inputs, targets, lambda _, index: directions[index], every))
-    return torch.cat(rows).sum(2)
+            forms = prober.forms(problem, inputs, targets, lambda _, index: directions[index], every)
+            rows.append((start, forms.sum(2)))
+    return context.ranks.joined(rows, context.count, len(directions))
 
 
 def _check_arguments(method: str, passes: int | None, probes: int | None, rel_err: float | None) -> None:

@@ -10,13 +10,13 @@ the factor of every value (`watching.scalings`), or the channels through the rec
 `watching.channels`).
 """
 
-from spiritlevel.transforms.attention import mix_heads, shift_attention_biases
+from spiritlevel.transforms.attention import bias_shifts, head_mixings, mix_heads, shift_attention_biases
 from spiritlevel.transforms.batch_norm import fold_batchnorm
 from spiritlevel.transforms.certificates import Transformed
 from spiritlevel.transforms.inputs import AffineMap, input_map, standardisation, whitening
-from spiritlevel.transforms.logits import shift_logits
+from spiritlevel.transforms.logits import logit_shifts, shift_logits
 from spiritlevel.transforms.maps import LinearMap
-from spiritlevel.transforms.pairs import mix_linear, scale_gate, shift_norm_gain
+from spiritlevel.transforms.pairs import gains, gates, linear_mixings, mix_linear, scale_gate, shift_norm_gain
 from spiritlevel.transforms.radial_maps import RadialMap, radial
 from spiritlevel.transforms.scaling import (
     ScalingGroup,
@@ -27,8 +27,19 @@ from spiritlevel.transforms.scaling import (
     scaling_groups,
 )
 from spiritlevel.transforms.scaling import why_no_groups as why_no_groups  # for the audit
-from spiritlevel.transforms.stream import rotate_stream
+from spiritlevel.transforms.stream import rotate_stream, stream_rotations
 from spiritlevel.transforms.units import permute_units, split_units
+
+FAMILIES = {
+    "shift_logits": logit_shifts,
+    "mix_heads": head_mixings,
+    "shift_attention_biases": bias_shifts,
+    "shift_norm_gain": gains,
+    "scale_gate": gates,
+    "mix_linear": linear_mixings,
+    "rotate_stream": stream_rotations,
+}
+"""The maps of each continuous symmetry, of a network on the bench and a size: for the audit's search."""
 
 __all__ = [
     "AffineMap",

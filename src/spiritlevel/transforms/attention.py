@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from spiritlevel.arguments import checked
 from spiritlevel.binding.reading import Reading, form_of
 from spiritlevel.transforms.certificates import Transformed
-from spiritlevel.transforms.maps import Step, condition, invertible, length
-from spiritlevel.transforms.pairs import block_steps
+from spiritlevel.transforms.families import Family, Mixing, Shifting, Turning
+from spiritlevel.transforms.maps import condition, length
 from spiritlevel.transforms.watched import Watched
 from spiritlevel.watching.channels import Block, Channels, Mixture, Passing, Product, Slot
 from spiritlevel.watching.graph import Graph, Operation, Value
@@ -52,31 +52,22 @@ def mix_heads(
     >>> torch.equal(result.model.self_attn.in_proj_weight, layer.self_attn.in_proj_weight)
     False
     """
-    watched = Watched("mix_heads", model, data, seed, form_of(reading))
+    return head_mixings(Watched("mix_heads", model, data, seed, form_of(reading)), size).drawn()
+
+
+def head_mixings(watched: Watched, size: float) -> Family:
+    """The maps of `mix_heads`."""
     size = condition(watched.who, size)
     channels = watched.channels(_HEADS)
-    steps: list[Step] = []
-    for block in channels.blocks():
-        if block.tags & {"scores", "mixed"} and len({slot.side for slot in block.slots}) == 2:
-            if block.turned:
-                steps += _turned(block, size, watched.source)
-            else:
-                steps += block_steps(block, invertible(block.units, size, watched.source))
+    moves = [
+        Turning(block, size) if block.turned else Mixing(block, size)
+        for block in channels.blocks()
+        if block.tags & {"scores", "mixed"} and len({slot.side for slot in block.slots}) == 2
+    ]
     why = "; ".join(filter(None, (channels.obstacles("scores"), channels.obstacles("mixed"))))
-    if not steps:
+    if not moves:
         raise watched.refused("this network has no attention whose projections only attention reads", why)
-    return watched.mapped(steps, notes=(f"some heads stay as they were; in the way: {why}",) if why else ())
-
-
-def _turned(block: Block, size: float, source: torch.Generator) -> list[Step]:
-    """A number times a rotation of every pair of rows that a rotary embedding turns in common, or a number alone."""
-    factor = size ** float(torch.rand((), generator=source, dtype=torch.float64) - 0.5)
-    angle = 2 * math.pi * float(torch.rand((), generator=source, dtype=torch.float64))
-    turn = torch.tensor([[math.cos(angle), -math.sin(angle)], [math.sin(angle), math.cos(angle)]], dtype=torch.float64)
-    rows = sum(len(slot.entries) for slot in block.slots)
-    if 2 * len(block.pairs) != rows:  # not every row has one partner
-        return block_steps(block, torch.tensor([factor], dtype=torch.float64))
-    return [Step(pair.entries, turn * (factor if pair.side > 0 else 1 / factor)) for pair in block.pairs]
+    return Family(watched, moves, (f"some heads stay as they were; in the way: {why}",) if why else ())
 
 
 # ---------------------------------------------------------------- biases
@@ -108,7 +99,11 @@ def shift_attention_biases(
     >>> moved, result.linear
     (['self_attn.in_proj_bias', 'self_attn.out_proj.bias'], False)
     """
-    watched = Watched("shift_attention_biases", model, data, seed, form_of(reading))
+    return bias_shifts(Watched("shift_attention_biases", model, data, seed, form_of(reading)), size).drawn()
+
+
+def bias_shifts(watched: Watched, size: float) -> Family:
+    """The maps of `shift_attention_biases`."""
     moving = _Moving(watched, length(watched.who, size))
     channels = watched.channels(_KEYS)
     for block in channels.blocks():
@@ -120,24 +115,22 @@ def shift_attention_biases(
         for mixture in channels.mixtures:
             moving.values(channels, block, mixture)
     why += [channels.obstacles("mixed"), *moving.reasons]
-    if not moving.shift:
+    if not moving.moves:
         raise watched.refused(
             "no attention of this network has a bias of keys that is free, or biases of values and of the layer behind",
             "; ".join(dict.fromkeys(filter(None, why))),
         )
-    return watched.mapped(moving.steps, shift=moving.by_name())
+    return Family(watched, list(moving.moves.values()))
 
 
 class _Moving:
     """The shifts of biases found so far, and the shears that undo them."""
 
     def __init__(self, watched: Watched, size: float) -> None:
-        self.watched, self.size = watched, size
+        self.size = size
         self.state = torch.cat([tensor.detach().double().cpu().reshape(-1) for tensor in watched.graph.state.values()])
-        self.shift: dict[int, float] = {}
-        self.steps: list[Step] = []
+        self.moves: dict[tuple[int, int], Shifting] = {}
         self.reasons: list[str] = []
-        self.done: set[tuple[int, int]] = set()
 
     def keys(self, channels: Channels, block: Block, product: Product) -> None:
         """Shift the biases of the keys of one head, if the scores' softmax does not see it."""
@@ -176,35 +169,19 @@ class _Moving:
             self.reasons.append("a projection of values without bias")
         elif not readers or any(bias is None for bias in undone):
             self.reasons.append("an output projection without bias")
-        elif (moved := self._move(block, biases[0])) is not None:
-            for slot, bias in zip(readers, undone, strict=True):
-                assert bias is not None
-                matrix = torch.eye(block.units + 1, dtype=torch.float64)
-                matrix[-1, :-1] = -moved
-                self.steps.append(Step(torch.cat([slot.entries, bias[None]]), matrix))
+        else:
+            pairs = zip(readers, undone, strict=True)
+            self._move(block, biases[0], tuple((slot.entries, bias) for slot, bias in pairs if bias is not None))
 
-    def _move(self, block: Block, slot: Slot) -> Tensor | None:
-        """Draw a shift of these biases, once for each block; `None` if it was there already."""
+    def _move(self, block: Block, slot: Slot, undone: tuple[tuple[Tensor, Tensor], ...] = ()) -> None:
+        """Let these biases move, once for each block."""
         entries = slot.entries[:, 0]
-        if (key := (int(entries[0]), len(entries))) in self.done:
-            return None
-        self.done.add(key)
         reach = float(self.state[entries].norm())
         if not reach:  # as fresh from its initialisation
             weights = next(other.entries for other in block.slots if other.operation is slot.operation)
             reach = float(self.state[weights].norm()) / math.sqrt(weights.shape[1])
-        moved = torch.randn(len(entries), generator=self.watched.source, dtype=torch.float64)
-        moved *= self.size * reach / moved.norm()
-        self.shift.update(zip(entries.tolist(), moved.tolist(), strict=True))
-        return moved
-
-    def by_name(self) -> dict[str, Tensor]:
-        """The shift of every tensor that moves."""
-        flat = torch.zeros_like(self.state)
-        flat[list(self.shift)] = torch.tensor(list(self.shift.values()), dtype=torch.float64)
-        parts = flat.split([tensor.numel() for tensor in self.watched.graph.state.values()])
-        named = zip(self.watched.graph.state.items(), parts, strict=True)
-        return {name: part.reshape(tensor.shape).to(tensor.device) for (name, tensor), part in named if part.any()}
+        move = Shifting(tuple(entries[:, None]), self.size * reach, undone)
+        self.moves.setdefault((int(entries[0]), len(entries)), move)
 
 
 def _side(channels: Channels, block: Block, atoms: Tensor) -> int:

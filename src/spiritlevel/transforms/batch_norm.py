@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from spiritlevel.arguments import checked
+from spiritlevel.binding.devices import doubled
 from spiritlevel.binding.reading import Reading, form_of
 from spiritlevel.errors import InputError
 from spiritlevel.transforms.certificates import Sample, Transformed
@@ -56,13 +57,13 @@ def fold_batchnorm(model: nn.Module, *, data: Any = None, **reading: Unpack[Read
 
 def _fold(layer: Any, norm: Any) -> None:
     def double(tensor: Tensor | None, otherwise: float) -> Tensor:
-        return torch.full_like(norm.running_mean, otherwise).double() if tensor is None else tensor.detach().double()
+        return doubled(torch.full_like(norm.running_mean, otherwise) if tensor is None else tensor.detach())
 
     slope = double(norm.weight, 1.0) / (double(norm.running_var, 1.0) + norm.eps).sqrt()
     bias = (double(layer.bias, 0.0) - double(norm.running_mean, 0.0)) * slope + double(norm.bias, 0.0)
     axes: tuple[Factor, Factor] = (1.0, slope) if getattr(layer, "transposed", False) else (slope, 1.0)
     with torch.no_grad():
-        layer.weight.copy_(layer.weight.double() * grid(*axes, layer.weight.shape, getattr(layer, "groups", 1)))
+        layer.weight.copy_(doubled(layer.weight) * grid(*axes, layer.weight.shape, getattr(layer, "groups", 1)))
     set_bias(layer, bias)
 
 

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from torch.nn.modules.conv import _ConvNd
 
 from spiritlevel.arguments import checked
+from spiritlevel.binding.devices import doubled
 from spiritlevel.binding.reading import Reading, form_of
 from spiritlevel.errors import InputError, shown, unknown_name
 from spiritlevel.transforms.batch_norm import set_bias
@@ -50,13 +51,14 @@ class AffineMap:
 
     def __call__(self, inputs: Tensor) -> Tensor:
         """The mapped inputs."""
-        matrix, shift = (tensor.to(inputs.device, torch.float64) for tensor in (self.matrix, self.shift))
+        numbers = doubled(inputs)
+        matrix, shift = (doubled(tensor).to(numbers.device) for tensor in (self.matrix, self.shift))
         if not self.size:
-            return (matrix * inputs.double() + shift).to(inputs.dtype)
+            return (matrix * numbers + shift).to(inputs)
         channels = self._by_channel(inputs.shape)
-        rows = (inputs.movedim(1, -1) if channels else inputs.flatten(1)).double()
+        rows = numbers.movedim(1, -1) if channels else numbers.flatten(1)
         rows = (rows @ matrix.T if matrix.ndim == 2 else rows * matrix) + shift
-        return (rows.movedim(-1, 1) if channels else rows.reshape(inputs.shape)).to(inputs.dtype)
+        return (rows.movedim(-1, 1) if channels else rows.reshape(inputs.shape)).to(inputs)
 
     def _by_channel(self, shape: torch.Size) -> bool:
         if len(shape) > 2 and shape[1] == self.size:
@@ -78,7 +80,7 @@ class AffineMap:
 
     def _on(self, features: int) -> AffineMap:
         """The same map in float64 with one entry for each of `features`; channels are repeated for their positions."""
-        matrix, shift = self.matrix.detach().double().cpu(), self.shift.detach().double().cpu()
+        matrix, shift = self.matrix.detach().cpu().double(), self.shift.detach().cpu().double()
         repeats = features // (self.size or features)
         if matrix.ndim == 2:
             matrix = torch.kron(matrix, torch.eye(repeats, dtype=torch.float64))
@@ -132,7 +134,7 @@ def _rows(inputs: Tensor, per: str) -> Tensor:
         raise unknown_name("value of per", per, ("channel", "feature"))
     if inputs.ndim < 2 or inputs.is_complex() or not len(inputs):
         raise InputError(f"inputs must be real numbers with one row a sample, got {shown(inputs)}.")
-    return (inputs.movedim(1, -1).flatten(0, -2) if per == "channel" else inputs.flatten(1)).double().cpu()
+    return (inputs.movedim(1, -1).flatten(0, -2) if per == "channel" else inputs.flatten(1)).cpu().double()
 
 
 @checked
@@ -229,13 +231,13 @@ def _first_layer_map(name: str, module: Any, shape: Any, mapping: AffineMap, who
 def _fold_input(module: Any, mapping: AffineMap) -> None:
     """W → W A⁻¹, b → b − W A⁻¹ s, zero padding → padding with s."""
     device = module.weight.device
-    weight = mapping._inverse_applied(module.weight.detach().double().cpu())
+    weight = mapping._inverse_applied(module.weight.detach().cpu().double())
     with torch.no_grad():
         module.weight.copy_(weight)
     if not bool(mapping.shift.any()):
         return
     moved = torch.einsum("oc...,c->o", weight, mapping.shift)
-    bias = 0.0 if module.bias is None else module.bias.detach().double().cpu()
+    bias = 0.0 if module.bias is None else module.bias.detach().cpu().double()
     set_bias(module, (bias - moved).to(device))
     if isinstance(module, _ConvNd) and module.padding_mode == "zeros" and any(module._reversed_padding_repeated_twice):
         if type(module) not in _BORDERED:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from spiritlevel.arguments import checked
 from spiritlevel.binding.reading import Reading, form_of
 from spiritlevel.transforms.certificates import Transformed
+from spiritlevel.transforms.families import Family, Shifting
 from spiritlevel.transforms.maps import length
 from spiritlevel.transforms.watched import Watched
 from spiritlevel.watching.channels import Block, Channels, Passing, constant
@@ -48,23 +49,19 @@ def shift_logits(
     >>> torch.allclose(moved[0], moved[1]), bool(moved.norm() > net[2].weight.norm() / 10)
     (True, True)
     """
-    watched = Watched("shift_logits", model, data, seed, form_of(reading))
+    return logit_shifts(Watched("shift_logits", model, data, seed, form_of(reading)), size).drawn()
+
+
+def logit_shifts(watched: Watched, size: float) -> Family:
+    """The maps of `shift_logits`."""
     size = length(watched.who, size)
     graph, normalised = _before_softmax(watched.graph)
-    channels = follow_channels(graph, _SHIFTED)
-    last = _last(watched, channels)
-    shift = torch.zeros(channels.layout.size, dtype=torch.float64)
-    for slot in last.slots:
-        row = torch.randn(slot.entries.shape[1], generator=watched.source, dtype=torch.float64)
-        shift[slot.entries] += row
-    before = torch.cat([tensor.detach().double().cpu().reshape(-1) for tensor in graph.state.values()])
-    shift *= size * before[shift != 0].norm() / shift.norm()
-    parts = {
-        name: shift[channels.layout.entries(name)].to(tensor.device)
-        for name, tensor in graph.state.items()
-        if bool(shift[channels.layout.entries(name)].any())
-    }
-    return watched.mapped([], shift=parts, keeps="outputs" if normalised else "probabilities")
+    last = _last(watched, follow_channels(graph, _SHIFTED))
+    columns = tuple(entries for slot in last.slots for entries in slot.entries.T)
+    state = torch.cat([tensor.detach().double().cpu().reshape(-1) for tensor in graph.state.values()])
+    reach = float(state[torch.cat(columns).unique()].norm())
+    move = Shifting(columns, size * reach, lengths=tuple(slot.entries.shape[1] for slot in last.slots))
+    return Family(watched, [move], keeps="outputs" if normalised else "probabilities")
 
 
 def _before_softmax(graph: Graph) -> tuple[Graph, bool]:

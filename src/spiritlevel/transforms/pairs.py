@@ -2,37 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Unpack
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from spiritlevel.arguments import checked
 from spiritlevel.binding.reading import Reading, form_of
 from spiritlevel.transforms.certificates import Transformed
-from spiritlevel.transforms.maps import Step, condition, invertible, spread
+from spiritlevel.transforms.families import Family, Mixing, Scaling
+from spiritlevel.transforms.maps import condition
 from spiritlevel.transforms.watched import Watched
-from spiritlevel.watching.channels import Block, Passing
+from spiritlevel.watching.channels import Passing
 
 _MIXED = Passing()
 SCALED = Passing(functions="homogeneous", each=True, gains="write")
 _GATED = Passing(each=True)
 
 
-def block_steps(block: Block, matrix: Tensor) -> list[Step]:
-    """The map of one block: a matrix (a vector if diagonal) where it is written, the inverse transpose where read."""
-    undo = 1 / matrix if matrix.ndim == 1 else torch.linalg.inv(matrix).T
-    return [Step(slot.entries, matrix if slot.side > 0 else undo) for slot in block.slots]
-
-
-def _apply(
-    watched: Watched, blocks: list[Block], draw: Callable[[Block], Tensor], refused: str, why: str
-) -> Transformed:
-    both = [block for block in blocks if len({slot.side for slot in block.slots}) == 2]
+def _family(watched: Watched, moves: list[Scaling] | list[Mixing], refused: str, why: str) -> Family:
+    """The moves of the blocks that are both written and read."""
+    both = [move for move in moves if len({slot.side for slot in move.block.slots}) == 2]
     if not both:
         raise watched.refused(refused, why)
-    return watched.mapped([step for block in both for step in block_steps(block, draw(block))])
+    return Family(watched, both)
 
 
 @checked
@@ -61,13 +53,16 @@ def mix_linear(
     >>> result.certificate.preserves, torch.allclose(result.model[3].weight, low_rank[3].weight)
     ('function', True)
     """
-    watched = Watched("mix_linear", model, data, seed, form_of(reading))
+    return linear_mixings(Watched("mix_linear", model, data, seed, form_of(reading)), size).drawn()
+
+
+def linear_mixings(watched: Watched, size: float) -> Family:
+    """The maps of `mix_linear`."""
     size = condition(watched.who, size)
     channels = watched.channels(_MIXED)
-    return _apply(
+    return _family(
         watched,
-        channels.blocks(),
-        lambda block: invertible(block.units, size, watched.source),
+        [Mixing(block, size) for block in channels.blocks()],
         "no two linear maps of this network follow each other with nothing between them",
         channels.obstacles(),
     )
@@ -98,13 +93,16 @@ def shift_norm_gain(
     >>> factors["0.weight"], torch.allclose(factors["1.weight"] * factors["2.weight"][0], torch.ones(6).double())
     (1.0, True)
     """
-    watched = Watched("shift_norm_gain", model, data, seed, form_of(reading))
+    return gains(Watched("shift_norm_gain", model, data, seed, form_of(reading)), size).drawn()
+
+
+def gains(watched: Watched, size: float) -> Family:
+    """The maps of `shift_norm_gain`."""
     size = condition(watched.who, size)
     channels = watched.channels(SCALED)
-    return _apply(
+    return _family(
         watched,
-        [block for block in channels.blocks() if "gain" in block.tags],
-        lambda block: spread(block.units, size, watched.source),
+        [Scaling(block, size) for block in channels.blocks() if "gain" in block.tags],
         "no norm of this network has a gain that only linear layers read",
         channels.obstacles("gain"),
     )
@@ -132,13 +130,16 @@ def scale_gate(
     >>> bool((factors["0.weight"][6:] == 1).all()), bool((factors["0.weight"][:6] == 1).any())
     (True, False)
     """
-    watched = Watched("scale_gate", model, data, seed, form_of(reading))
+    return gates(Watched("scale_gate", model, data, seed, form_of(reading)), size).drawn()
+
+
+def gates(watched: Watched, size: float) -> Family:
+    """The maps of `scale_gate`."""
     size = condition(watched.who, size)
     channels = watched.channels(_GATED)
-    return _apply(
+    return _family(
         watched,
-        [block for block in channels.blocks() if "gate" in block.tags],
-        lambda block: spread(block.units, size, watched.source, signed=True),
+        [Scaling(block, size, signed=True) for block in channels.blocks() if "gate" in block.tags],
         "no layer of this network is multiplied by a gate and then read by linear layers only",
         channels.obstacles("gate"),
     )

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from spiritlevel.arguments import checked
+from spiritlevel.binding.devices import doubled
 from spiritlevel.binding.reading import Form, Reading, form_of
 from spiritlevel.errors import InputError, unknown_name
 from spiritlevel.transforms.certificates import Sample, Transformed
@@ -257,8 +258,9 @@ def _rescale(
     with torch.no_grad():
         for name, parameter in new.named_parameters():
             if not is_one(changes[name]):
-                change = torch.as_tensor(changes[name], dtype=torch.float64, device=parameter.device)
-                parameter.copy_(change * parameter.double())  # rounded once
+                before = doubled(parameter)
+                change = torch.as_tensor(changes[name], dtype=torch.float64, device=before.device)
+                parameter.copy_(change * before)  # rounded once
         for name, factor in walk.absorbed.items():
             _absorb(modules[name], factor)
     notes = [f"the statistics and eps of batch norm {name!r} follow its scaled input" for name in walk.absorbed]
@@ -286,9 +288,10 @@ def _absorb(norm: Any, factor: Factor) -> None:
     c = torch.as_tensor(factor, dtype=torch.float64)
     eps = norm.eps * float(c.min()) ** 2
     if norm.running_mean is not None:
-        c = c.to(norm.running_mean.device)
-        variance = c**2 * norm.running_var.double() + (c**2 * norm.eps - eps)
-        norm.running_mean.copy_(c * norm.running_mean.double())
+        mean, variance = doubled(norm.running_mean), doubled(norm.running_var)
+        c = c.to(mean.device)
+        variance = c**2 * variance + (c**2 * norm.eps - eps)
+        norm.running_mean.copy_(c * mean)
         norm.running_var.copy_(variance)
     norm.eps = eps
 
@@ -305,6 +308,6 @@ def _checked_factor(who: str, name: str, factor: Any) -> Factor:
                 f"{who}: the factor of layer {name!r} must be a positive, finite number or a vector of them, one for "
                 f"each output channel; got a tensor of shape {tuple(factor.shape)} that is not."
             )
-        return factor.detach().double().cpu() if factor.ndim else float(factor)
+        return factor.detach().cpu().double() if factor.ndim else float(factor)
     _positive(who, f"factor of layer {name!r}", factor)
     return float(factor)

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from spiritlevel.arguments import checked
 from spiritlevel.binding.reading import Reading, form_of
 from spiritlevel.transforms.certificates import Transformed
-from spiritlevel.transforms.maps import LinearMap, Step, rotation
+from spiritlevel.transforms.families import Family, Rotating
+from spiritlevel.transforms.maps import LinearMap, Step
 from spiritlevel.transforms.pairs import SCALED
 from spiritlevel.transforms.watched import Watched, take_state
 from spiritlevel.watching.channels import Block, Passing
@@ -49,22 +50,27 @@ def rotate_stream(
     >>> torch.allclose(result.model[0].weight.norm(), net[0].weight.norm())
     True
     """
-    watched = Watched("rotate_stream", model, data, seed, form_of(reading))
+    return stream_rotations(Watched("rotate_stream", model, data, seed, form_of(reading)), size).drawn()
+
+
+def stream_rotations(watched: Watched, size: float) -> Family:
+    """The maps of `rotate_stream`."""
+    del size  # all rotations are alike
     folded = _folded(watched)
     channels = folded.channels(_ROTATED)
-    steps = []
-    for block in channels.blocks():
-        if "length" in block.tags and block.units > 1 and len({slot.side for slot in block.slots}) == 2:
-            turn = rotation(block.units, watched.source)
-            steps += [Step(slot.entries, turn) for slot in block.slots]
-    if not steps:
+    moves = [
+        Rotating(block)
+        for block in channels.blocks()
+        if "length" in block.tags and block.units > 1 and len({slot.side for slot in block.slots}) == 2
+    ]
+    if not moves:
         raise watched.refused(
             "this network has no stream that is read through RMS norms only, by layers into which their gains fold",
             channels.obstacles("length") or channels.obstacles(),
         )
     start = copy.deepcopy(folded.model)
     take_state(start, folded.exact)
-    return folded.mapped(steps, start=start)
+    return Family(folded, moves, start=start)
 
 
 def _folded(watched: Watched) -> Watched:

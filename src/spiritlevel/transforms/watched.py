@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from spiritlevel.binding.modules import state_of, unwrapped
+from spiritlevel.binding.modules import in_double, state_of, unwrapped
 from spiritlevel.binding.reading import Form
 from spiritlevel.errors import InputError, checked_seed
 from spiritlevel.transforms.certificates import Sample, Transformed
@@ -35,7 +35,7 @@ class Watched:
             if tensor.layout != torch.strided:
                 raise self.refused(f"this network holds the sparse tensor {name}, which cannot be followed")
         self.source = generator(checked_seed(seed))
-        self.exact = self.original = copy.deepcopy(self.model).double()
+        self.exact = self.original = in_double(self.model)
         self.sample = Sample.of(self.exact, data, form)
         self.graph: Graph = record(who, self.exact, self.sample.inputs, self.sample.form)
 
@@ -100,7 +100,7 @@ class Watched:
         take_state(rounded, new)
         if fit is not None:
             fit(rounded)
-        again = copy.deepcopy(rounded).double()
+        again = in_double(rounded)
         dtypes = {parameter.dtype for parameter in self.model.parameters()}
         if dtypes != {torch.float64}:
             tolerance = 0.1 if dtypes & {torch.float16, torch.bfloat16} else _ROUNDED
@@ -125,7 +125,7 @@ def take_state(model: nn.Module, other: nn.Module) -> None:
                 if tensor is None or before is None:
                     continue
                 if id(before) not in known:
-                    fresh = tensor.detach().to(before.dtype).clone()
+                    fresh = tensor.detach().to(before).clone()
                     if isinstance(before, nn.Parameter):
                         fresh = nn.Parameter(fresh, requires_grad=before.requires_grad)
                     if fresh.shape == before.shape:

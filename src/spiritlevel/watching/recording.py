@@ -23,6 +23,7 @@ from spiritlevel.binding.coupling import check_independence, same_outputs
 from spiritlevel.binding.parameters import Params, as_leaves, depth
 from spiritlevel.binding.problem import Problem
 from spiritlevel.errors import InputError, first_line
+from spiritlevel.watching.derivatives import LARGE
 from spiritlevel.watching.norm_rules import Cell, ConvolutionRule, Names, Norms, PooledConvolution, Rule, cell_of
 from spiritlevel.watching.operations import called, is_in_place
 from spiritlevel.watching.structure import Structure, Watch, analyse, joined
@@ -291,7 +292,7 @@ class GradientNorms:
 
     def _find_rules(self, inputs: Any) -> None:
         try:
-            _, recorder = self._forward(inputs)
+            outputs, recorder = self._forward(inputs)
             self.copies = any(tap._version != version for _, tap, version in recorder.taps)
         except RuntimeError:  # autograd refuses to work in place on a leaf
             self.copies = True
@@ -299,14 +300,17 @@ class GradientNorms:
             _, recorder = self._forward(inputs)
         elif not _has_forward_hooks(self.problem.model):  # a hook would see the promise of an output
             self.pooled = recorder.poolable
+        recorded = None if self.copies or self.pooled or recorder.without_rule else (outputs, recorder)
         self.without_rule |= recorder.without_rule
-        misfits, self._path = self._misfits(inputs)
+        misfits, self._path = self._misfits(inputs, recorded)
         if misfits:
             self.pooled = set()
             self.without_rule |= self._misfits(inputs)[0]
             self._path = self._forward(inputs)[1].path
 
-    def _misfits(self, inputs: Any) -> tuple[set[str], list[tuple[str, ...]]]:
+    def _misfits(
+        self, inputs: Any, recorded: tuple[Tensor, _Recorder] | None = None
+    ) -> tuple[set[str], list[tuple[str, ...]]]:
         """The parameters whose rule disagrees with autograd on one of the samples; and the functions that were called.
 
         The rules take all samples at once, each with a weight of its own, so that one in another's row shows; and do so
@@ -314,7 +318,7 @@ class GradientNorms:
         """
         params = as_leaves(self.problem.params)
         plain = self.problem.outputs(params, inputs)
-        outputs, recorder = self._forward(inputs)
+        outputs, recorder = recorded or self._forward(inputs)
         if not same_outputs(outputs, plain):  # something read a value that is not there, or is no more what it was
             self.pooled, self.copies = set(), True
             outputs, recorder = self._forward(inputs)
@@ -323,28 +327,30 @@ class GradientNorms:
         both = _weights(count, plain)
         vectors = [each.view(-1, *[1] * base.ndim) * base for each in both]
         found = Recording(outputs, recorder, None).squared_norms(vectors)
-        rows = spread(count)
-        expected = torch.zeros(len(params), len(rows), dtype=torch.float64)
-        for column, row in enumerate(rows.tolist() if plain.requires_grad else []):
+        rows, nothing = spread(count), plain.new_zeros(count)
+        if self.problem.size > LARGE:
+            rows = rows[[0, -1]].unique()
+        expected = []  # of some samples, (samples, parameters)
+        for row in rows.tolist() if plain.requires_grad else []:
             gradients = torch.autograd.grad(
                 (plain[row] * base).sum(), list(params.values()), retain_graph=True, allow_unused=True
             )
-            for index, gradient in enumerate(gradients):
-                if gradient is not None:
-                    expected[index, column] = torch.linalg.vector_norm(gradient, dtype=torch.float64).square()
-        misfits, tolerance = set(), _tolerance(plain)
-        ratio = (both[0] / both[1]).double().cpu().square()
-        for name, norms in zip(params, expected, strict=True):
-            one, other = (result.get(name, plain.new_zeros(count)).double().cpu() for result in found)
-            if not len(one) == len(other) == count:
-                misfits.add(name)
-                continue
-            right = (one - ratio * other).abs() <= tolerance * one  # of all samples: whose row is it?
-            for each, got in zip(both, (one, other), strict=True):
-                wanted = norms * each[rows].double().cpu().square()
-                right[rows] &= (got[rows] - wanted).abs() <= tolerance * wanted
-            if not bool(right.all()):
-                misfits.add(name)
+            each = [nothing[:1] if gradient is None else gradient for gradient in gradients]
+            expected.append(torch.stack([torch.linalg.vector_norm(g, dtype=torch.float64).square() for g in each]))
+        misfits = {name for name in params if any(len(result.get(name, nothing)) != count for result in found)}
+        if len(misfits) == len(params):
+            return misfits - self.without_rule, recorder.path
+        # all numbers in one table, so that an accelerator is asked once
+        columns = [[nothing if name in misfits else result.get(name, nothing) for name in params] for result in found]
+        table = torch.stack([torch.stack([column.double() for column in each]) for each in columns])
+        squares, tolerance = torch.stack([each.double().square() for each in both]), _tolerance(plain)
+        ratio = squares[0] / squares[1]
+        right = ((table[0] - ratio * table[1]).abs() <= tolerance * table[0]).all(1)  # whose row is it?
+        rows = rows.to(plain.device)
+        wanted = torch.stack(expected, 1) if expected else table.new_zeros(len(params), len(rows))
+        wanted = wanted * squares[:, None, rows]
+        right &= ((table[:, :, rows] - wanted).abs() <= tolerance * wanted).all(2).all(0)
+        misfits |= {name for name, fits in zip(params, right.tolist(), strict=True) if not fits}
         return misfits - self.without_rule, recorder.path
 
     def _forward(self, inputs: Any) -> tuple[Tensor, _Recorder]:

@@ -144,11 +144,22 @@ def class_targets(name: str, outputs: Tensor, targets: Tensor, start: int) -> No
     if targets.is_floating_point() or targets.ndim != 1:
         raise InputError(
             f"{name} needs one integer class per sample, got targets of shape {tuple(targets.shape)} and type "
-            f"{str(targets.dtype).removeprefix('torch.')}."
+            f"{str(targets.dtype).removeprefix('torch.')}{way_to_classes(outputs, targets)}."
         )
     if targets.shape[0] != count:
         raise InputError(f"{name} got {count} outputs for {targets.shape[0]} targets.")
     within(name, classes, targets, torch.ones_like(targets, dtype=torch.bool), start)
+
+
+def way_to_classes(outputs: Tensor, targets: Tensor) -> str:
+    """What makes integer classes of targets that are none, where that can be told."""
+    if targets.ndim == 2 and targets.shape[1] == 1:
+        return "; pass targets.squeeze(1)"
+    if targets.shape == outputs.shape and targets.ndim == 2:
+        return "; pass targets.argmax(1) of one-hot vectors"
+    if targets.ndim == 1 and targets.is_floating_point():
+        return "; classes are targets.long(), and numbers to predict need loss='squared_error'"
+    return ""
 
 
 def within(name: str, classes: int, targets: Tensor, counted: Tensor, start: int) -> None:

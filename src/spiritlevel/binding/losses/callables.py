@@ -52,8 +52,12 @@ class CallableLoss(Loss):
                 )
             if self.fixed:
                 return
-            if not value.ndim and self._one_by_one is None and len(targets) > 1:
-                self._take_apart(outputs.detach(), targets)
+            if not value.ndim and len(targets) > 1:
+                if self._one_by_one is None:
+                    self._take_apart(outputs.detach(), targets)
+                # in every batch: sequences of one length hide what a mean over tokens does to others
+                whole, each = (_in_float64(of, outputs.detach(), targets) for of in (self._call, self.values))
+                self._check_mean(whole, each, outputs)
             how = self.couples(outputs.detach(), targets)
         if how:
             raise InputError(
@@ -80,19 +84,26 @@ class CallableLoss(Loss):
                 f"the loss {self.called} returns one number for {len(targets)} samples and fails on a single one "
                 f"({first_line(error)}); return one value per sample, e.g. with reduction='none'."
             ) from error
-        if not _close(each.mean(), total, outputs):
-            summed = _close(each.sum(), total, outputs)
-            what = "the sum over them" if summed else "not the mean over them"
-            rest = "return the mean" if summed else "for a loss of the batch as a whole pass batches='fixed'"
-            raise InputError(
-                f"the loss {self.called} returns one number for {len(targets)} samples, {what}; return one value per "
-                f"sample, shape ({len(targets)},), or {rest}."
-            )
+        self._check_mean(total, each, outputs)
         self._one_by_one = looped
         with contextlib.suppress(RuntimeError, ValueError):  # not everything can be vectorised
             together = torch.func.vmap(single)
             if bool(torch.allclose(together(few, wanted), each, rtol=1e-4, atol=1e-6)):
                 self._one_by_one = together
+
+    def _check_mean(self, total: Tensor, each: Tensor, outputs: Tensor) -> None:
+        """Raise `InputError` unless the one number of a batch is the mean of its samples' own."""
+        if _close(each.mean(), total, outputs):
+            return
+        summed = _close(each.sum(), total, outputs)
+        what = "the sum over them" if summed else "not the mean over them"
+        rest = "return the mean" if summed else "for a loss of the batch as a whole pass batches='fixed'"
+        if not summed:
+            what += f" ({float(total):.4g}, and that would be {float(each.mean()):.4g})"
+        raise InputError(
+            f"the loss {self.called} returns one number for {len(each)} samples, {what}; return one value per sample, "
+            f"shape ({len(each)},), or {rest}."
+        )
 
     def couples(self, outputs: Tensor, targets: Tensor) -> str:
         """What a sample's loss is in its batch, beside another one and alone, if these differ.

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from spiritlevel.binding.losses.base import Decisions, Factor, Loss, class_targets, within
+from spiritlevel.binding.losses.base import Decisions, Factor, Loss, class_targets, way_to_classes, within
 from spiritlevel.binding.losses.scalars import softmax_parts
 from spiritlevel.errors import InputError
 
@@ -148,10 +148,9 @@ class CrossEntropy(Loss):
         axis = self._axis(outputs, targets)
         classes = outputs.shape[axis]
         if classes < 2:
-            raise InputError(
-                f"{self.name} needs at least 2 outputs per sample, got 1; "
-                "use loss='binary_cross_entropy' for a single logit."
-            )
+            numbers = targets.is_floating_point() and bool(((targets != 0) & (targets != 1)).any())
+            way = "'squared_error' for a number to predict" if numbers else "'binary_cross_entropy' for a single logit"
+            raise InputError(f"{self.name} needs at least 2 outputs per sample, got 1; use loss={way}.")
         if self.weight is not None and self.weight.numel() != classes:
             raise InputError(f"the loss has {self.weight.numel()} class weights for a model of {classes} outputs.")
         if targets.is_floating_point():
@@ -180,7 +179,8 @@ class CrossEntropy(Loss):
             wanted = "integer labels" if self.shifted else "one integer class per sample or position, or probabilities"
             raise InputError(
                 f"{self.name} needs {wanted}, got targets of shape {tuple(targets.shape)} and type "
-                f"{str(targets.dtype).removeprefix('torch.')} for outputs of shape {tuple(outputs.shape)}."
+                f"{str(targets.dtype).removeprefix('torch.')} for outputs of shape {tuple(outputs.shape)}"
+                f"{way_to_classes(outputs, targets)}."
             )
         wrong = ~((targets >= 0) & (targets <= 1)).all(axis) | ((targets.double().sum(axis) - 1).abs() > 1e-3)
         if bool(wrong.any()):

@@ -217,7 +217,8 @@ class SquaredError(Elementwise):
         return None if self._are_classes(outputs, targets) else outputs
 
     def decisions(self, outputs: Tensor, targets: Tensor, start: int = 0) -> Decisions:
-        return _no_margins(self.name) if self.mean or outputs.ndim > 2 else super().decisions(outputs, targets, start)
+        numbers = outputs.shape[1:] != () and outputs.shape[1:] != (1,) and not self._are_classes(outputs, targets)
+        return _no_margins(self.name) if self.mean or numbers else super().decisions(outputs, targets, start)
 
     def _value(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return 0.5 * (outputs - targets).square()

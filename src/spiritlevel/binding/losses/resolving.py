@@ -12,7 +12,7 @@ from spiritlevel.binding.losses.callables import CallableLoss
 from spiritlevel.binding.losses.cross_entropy import CausalLM, CrossEntropy, TokenCrossEntropy
 from spiritlevel.binding.losses.elementwise import BinaryCrossEntropy, Huber, Poisson, SquaredError
 from spiritlevel.binding.losses.exponential import Exponential
-from spiritlevel.errors import InputError, unknown_name
+from spiritlevel.errors import InputError, shown, unknown_name
 
 NAMED: dict[str, Callable[[], Loss]] = {
     "cross_entropy": CrossEntropy,
@@ -59,7 +59,7 @@ def resolve(loss: str | nn.Module | Callable[[Tensor, Tensor], Tensor] | Loss, *
         return _translate(loss)
     if callable(loss):
         return CallableLoss(loss, fixed)
-    raise InputError(f"loss must be a name, a torch.nn loss or a callable, got {type(loss).__name__}.")
+    raise InputError(f"loss must be a name, a torch.nn loss or a callable, got {shown(loss)}.")
 
 
 def _translate(loss: Any) -> Loss:
@@ -71,9 +71,14 @@ def _translate(loss: Any) -> Loss:
     for known, translation in _TRANSLATIONS.items():
         if isinstance(loss, known):
             return translation(loss)
-    raise InputError(
-        f"torch.nn.{kind} is not known; pass one of {', '.join(NAMED)}, or a callable (outputs, targets) -> (N,)."
-    )
+    way = _INSTEAD.get(kind, f"pass one of {', '.join(NAMED)}, or a callable (outputs, targets) -> (N,)")
+    raise InputError(f"torch.nn.{kind} is not known; {way}.")
+
+
+_INSTEAD = {
+    "NLLLoss": "pass loss='cross_entropy', which is the same of log-probabilities",
+    "BCELoss": "pass loss='binary_cross_entropy' and a model that returns logits, without its sigmoid",
+}
 
 
 def _cross_entropy(loss: nn.CrossEntropyLoss) -> Loss:

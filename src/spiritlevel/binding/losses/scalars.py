@@ -6,12 +6,13 @@ import torch
 from torch import Tensor
 
 from spiritlevel.arguments import checked
+from spiritlevel.binding.devices import doubled
 from spiritlevel.errors import InputError
 
 
 def softmax_parts(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Softmax S in float64, the index of its top entry, and q = 1 − S_top summed from the other entries."""
-    probabilities = torch.softmax(logits.double(), dim=-1)
+    probabilities = torch.softmax(doubled(logits), dim=-1)
     top = probabilities.argmax(dim=-1)
     others = probabilities.scatter(-1, top.unsqueeze(-1), 0.0)
     return probabilities, top, others.sum(-1)
@@ -53,5 +54,5 @@ def aceht(inputs: Tensor, logits: Tensor) -> Tensor:
     count = len(inputs) if inputs.ndim else 0
     if count != len(logits):
         raise InputError(f"aceht needs one input per row of logits, got {count} inputs and {len(logits)} logits.")
-    flat = inputs.double().reshape(len(inputs), -1)
+    flat = doubled(inputs).reshape(len(inputs), -1)
     return (flat.square().sum(1) + 1) * confidence_gap(logits)

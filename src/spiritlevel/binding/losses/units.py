@@ -25,9 +25,10 @@ _UNITS = 1024  # units whose sequences are copied at once, unless told
 
 
 class Unit(NamedTuple):
-    """The inputs of units: those of their samples, one for each unit, and where in the sample each unit is."""
+    """The inputs of units: those of their samples, one for each unit; which sample that is, and where in it."""
 
     inputs: Any
+    sample: Tensor  # (M,) number of the sample in the data
     place: Tensor  # (M,) number of the position, counted through all its dimensions
     positions: tuple[int, ...]  # shape of a sample's positions
 
@@ -98,8 +99,13 @@ def of_units(loss: Loss) -> OfPositions:
     return OfPositions(loss)
 
 
-def unit_batches(loss: Loss, inputs: Any, targets: Tensor, size: int | None = None) -> Iterator[tuple[Unit, Tensor]]:
-    """Every position of some samples that counts as a sample of its own, in batches of so many."""
+def unit_batches(
+    loss: Loss, inputs: Any, targets: Tensor, size: int | None = None, first: int = 0
+) -> Iterator[tuple[Unit, Tensor]]:
+    """Every position of some samples that counts as a sample of its own, in batches of so many.
+
+    `first` is the number of the first of the samples in the data.
+    """
     sample, place, labels, positions = of_units(loss).split(inputs, targets)
     size = size or _UNITS
     for start in range(0, len(labels), size):
@@ -108,4 +114,4 @@ def unit_batches(loss: Loss, inputs: Any, targets: Tensor, size: int | None = No
         def copies(leaf: Any, rows: Tensor = sample[part]) -> Any:
             return leaf[rows.to(leaf.device)] if isinstance(leaf, Tensor) else leaf
 
-        yield Unit(tree_map(copies, inputs), place[part], positions), labels[part]
+        yield Unit(tree_map(copies, inputs), first + sample[part], place[part], positions), labels[part]

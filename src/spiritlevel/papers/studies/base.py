@@ -84,6 +84,8 @@ class Study:
         sweep: Values that a field takes, one job each, where neither the caller nor the scale gives one.
         only: The same for single scales: scale, field, values.
         seeds: How many seeds each scale runs where the caller gives none.
+        pieces: The pieces of a run that need nothing of each other, by name; a cluster computes them apart, and `run`
+            finds them done.
         later: Fields that came later, with their defaults: there they are no part of a run's key, so that older runs
             are still found.
         revision: Part of a run's key; raise it when the same config would give other numbers.
@@ -103,6 +105,7 @@ class Study:
     sweep: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     only: Mapping[str, Mapping[str, tuple[Any, ...]]] = field(default_factory=dict)
     seeds: Mapping[str, int] = field(default_factory=lambda: {"laptop": 5, "small": 3})
+    pieces: Callable[[Any], Mapping[str, Callable[[Run], Any]]] = lambda config: {}
     later: Mapping[str, Any] = field(default_factory=dict)
     revision: int = 1
 
@@ -148,7 +151,7 @@ class Study:
         fields = {
             name: value
             for name, value in storage.plain(config).items()
-            if name not in self.later or value != self.later[name]
+            if name not in self.later or value != storage.plain(self.later[name])
         }
         return storage.digest({"study": self.name, "revision": self.revision, "config": fields}, 12)
 
@@ -210,17 +213,32 @@ class Run:
         The value always goes through JSON, so that a resumed run sees the very numbers of an uninterrupted one. NaN
         and infinities become None.
         """
-        path = self.folder / "pieces" / f"{piece}.json"
-        took = path.with_suffix(".seconds")
-        if path.exists():
-            if took.exists():
-                self.earlier += float(took.read_text(encoding="utf-8"))
-            return json.loads(path.read_text(encoding="utf-8"))
+        content, seconds = self._kept(piece)
+        if content is not None:
+            self.earlier += seconds
+            return json.loads(content)
         begin = time.monotonic()
         value = json.dumps(_strict(compute()), allow_nan=False)
-        storage.write_atomically(took, f"{time.monotonic() - begin:.3f}")
-        storage.write_atomically(path, value)
+        beside = f"{time.monotonic() - begin:.3f} {_sha256(value.encode())}"
+        storage.write_atomically(self.folder / "pieces" / f"{piece}.seconds", beside)
+        storage.write_atomically(self.folder / "pieces" / f"{piece}.json", value)
         return json.loads(value)
+
+    def has(self, piece: str) -> bool:
+        """Whether the folder holds this piece, undamaged."""
+        return self._kept(piece)[0] is not None
+
+    def _kept(self, piece: str) -> tuple[str | None, float]:
+        """A piece and the seconds it took; None if it is missing, or was changed after it was written."""
+        try:
+            content = (self.folder / "pieces" / f"{piece}.json").read_text(encoding="utf-8")
+            json.loads(content)
+            beside = self.folder / "pieces" / f"{piece}.seconds"
+            seconds, *seal = beside.read_text(encoding="utf-8").split() if beside.exists() else ("0",)
+            whole = not seal or seal == [_sha256(content.encode())]  # pieces of version 0.1 have no seal
+            return (content, float(seconds)) if whole else (None, 0.0)
+        except (OSError, ValueError):
+            return None, 0.0
 
     def train(self, job: Job) -> Trained:
         """The network that a training config describes: from the cache, resumed, or trained now."""

@@ -16,8 +16,9 @@ from __future__ import annotations
 import itertools
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from spiritlevel.data import describe
@@ -27,12 +28,12 @@ from spiritlevel.papers.studies.league import (
     FAMILIES,
     PLAIN,
     PRODUCTS,
-    SETTINGS,
     draw,
     family,
     gap_spread,
     ranked,
     rankings_of,
+    settings_of,
 )
 from spiritlevel.papers.studies.rules import Range, Ruling, Statement
 
@@ -91,9 +92,15 @@ class Generalisation(Config):
 
     network: str = "printed_mlp"
     """Dense with a bottleneck, 784-10w-100w-10: its width w moves the gap."""
+    networks: tuple[str, ...] = ()
+    """Several families instead of that one."""
+    depth: tuple[int, ...] = ()
+    """Hidden layers, for networks that take a depth."""
     data: str = "fashion-mini"
     train_size: int = 1_000
     """The same points for every network."""
+    train_sizes: tuple[int, ...] = ()
+    """Several sizes instead of that one; a larger set holds the smaller."""
     held_out: int = 5_000
     """Training points that no network sees; the gap is measured on them and the test set."""
     lr: tuple[float, ...] = (0.01, 0.03)
@@ -117,14 +124,39 @@ class Generalisation(Config):
 # ---------------------------------------------------------------------------------------------------- networks
 
 
+def axes(config: Generalisation) -> dict[str, tuple[Any, ...]]:
+    """The hyper-parameters that make the grid, and their values."""
+    more: dict[str, tuple[Any, ...]] = {
+        "network": config.networks,
+        "depth": config.depth,
+        "train_size": config.train_sizes,
+    }
+    return {
+        **{name: values for name, values in more.items() if values},
+        **{name: getattr(config, name) for name in ("lr", "batch_size", "width", "weight_decay")},
+    }
+
+
 def cells(config: Generalisation) -> list[dict[str, Any]]:
     """One entry per network: the values of its hyper-parameters, and its seed."""
-    values = itertools.product(*(getattr(config, name) for name in SETTINGS), range(config.replicas))
+    grid = axes(config)
     first = config.seed * config.replicas
     return [
-        {**dict(zip(SETTINGS, cell, strict=True)), "seed": first + replica, "replica": replica}
-        for *cell, replica in values
+        {**dict(zip(grid, cell, strict=True)), "seed": first + replica, "replica": replica}
+        for *cell, replica in itertools.product(*grid.values(), range(config.replicas))
     ]
+
+
+def pieces(config: Generalisation) -> dict[str, Callable[[Run], Any]]:
+    """What can be computed of each network alone, by the name of its piece; the first seed of every cell goes first."""
+    return {
+        "network-" + "-".join(_short(cell[name]) for name in (*axes(config), "seed")): partial(network, config, cell)
+        for cell in sorted(cells(config), key=lambda cell: cell["replica"])
+    }
+
+
+def _short(value: Any) -> str:
+    return value if isinstance(value, str) else f"{value:g}"
 
 
 def job(config: Generalisation, cell: Mapping[str, Any]) -> Job:
@@ -140,10 +172,10 @@ def job(config: Generalisation, cell: Mapping[str, Any]) -> Job:
         until_loss=config.until_loss,
     )
     return Job(
-        network=config.network,
-        options={"width": cell["width"]},
+        network=cell.get("network", config.network),
+        options={name: cell[name] for name in ("width", "depth") if name in cell},
         data=config.data,
-        train_size=config.train_size,
+        train_size=cell.get("train_size", config.train_size),
         validation=config.held_out,
         recipe=recipe,
         seed=cell["seed"],
@@ -218,12 +250,13 @@ _HALVES = (slice(None), slice(0, None, 2), slice(1, None, 2))
 
 def run(config: Generalisation, run: Run) -> None:
     """Train and measure the grid, then rank."""
-    nets = []
-    grid = cells(config)
-    for number, cell in enumerate(grid):
-        run.progress("networks trained and measured", number, len(grid))
-        label = "-".join(f"{cell[name]:g}" for name in (*SETTINGS, "seed"))
-        nets.append(run.once(f"network-{label}", lambda cell=cell: network(config, cell, run)))  # type: ignore[misc]
+    asked = pieces(config)
+    found = {}
+    for number, (name, piece) in enumerate(asked.items()):
+        run.progress("networks trained and measured", number, len(asked))
+        found[name] = run.once(name, partial(piece, run))
+    grid = axes(config)
+    nets = sorted(found.values(), key=lambda net: (*(grid[name].index(net[name]) for name in grid), net["replica"]))
     run.table("networks", [{key: value for key, value in net.items() if key != "measures"} for net in nets])
     fitted = [net for net in nets if not net["excluded"]]
     excluded = Counter(net["excluded"].split(" (")[0] for net in nets if net["excluded"])
@@ -241,7 +274,7 @@ def run(config: Generalisation, run: Run) -> None:
     best = {name: next((row for row in rows if row["family"] == name), None) for name in FAMILIES}
     run.report(best_by_family=best, information_of_noise=rankings["gap"].noise())
     values = [
-        {**{name: net[name] for name in (*SETTINGS, "seed", "gap", "loss gap")}, **row}
+        {**{name: net[name] for name in (*settings_of(fitted), "seed", "gap", "loss gap")}, **row}
         for net in fitted
         for row in net["measures"]
     ]
@@ -258,9 +291,10 @@ def from_tables(config: Generalisation, tables: Tables) -> Iterator[Ruling]:
             yield statement.judge(None, undecided=f"only {len(fitted)} of {len(nets)} networks are fitted")
         return
     values: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    names = (*settings_of(fitted), "seed")
     for row in tables("values"):
-        values.setdefault(tuple(row[name] for name in (*SETTINGS, "seed")), []).append(row)
-    fitted = [{**net, "measures": values[tuple(net[name] for name in (*SETTINGS, "seed"))]} for net in fitted]
+        values.setdefault(tuple(row[name] for name in names), []).append(row)
+    fitted = [{**net, "measures": values[tuple(net[name] for name in names)]} for net in fitted]
     undecided, spread = "", gap_spread(fitted)
     if len(fitted) < LEAST:
         undecided = f"{len(fitted)} fitted networks of {len(nets)}, {LEAST} are needed"
@@ -342,8 +376,12 @@ STUDY = Study(
     run=run,
     judge=from_tables,
     reduced=lambda config: (
-        f"{len(cells(config))} networks ({config.network}, {config.data}, {config.train_size:,} images)"
+        f"{len(cells(config))} networks ({', '.join(config.networks) or config.network}, {config.data}, "
+        f"{' or '.join(f'{size:,}' for size in config.train_sizes or (config.train_size,))} images)"
     ),
+    pieces=pieces,
+    later={"networks": (), "depth": (), "train_sizes": ()},
+    wanted={"a league of several families": {"networks": ("mlp", "cnn"), "scale": "small"}},
     scales={
         "smoke": {
             "train_size": 60,
@@ -359,6 +397,14 @@ STUDY = Study(
             "resamples": 100,
         },
         "laptop": {"replicas": 3},
+        "small": {
+            "networks": ("mlp", "cnn"),
+            "depth": (2, 4),
+            "train_sizes": (500, 1_000),
+            "width": (0.5, 2.0),
+            "weight_decay": (0.0, 1e-3),
+            "replicas": 3,
+        },
     },
     seeds={},
 )

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
     Array = NDArray[Any]
 
-SETTINGS = ("lr", "batch_size", "width", "weight_decay")
+SETTINGS = ("network", "depth", "train_size", "lr", "batch_size", "width", "weight_decay")
+"""Hyper-parameters by which networks may differ."""
 PLAIN = ("trace", "largest_eigenvalue")
 LOSS_BASED = ("mean_aceht", "margin_bound", "printed_margin_bound")  # functions of the margins that grow with sharpness
 
@@ -60,6 +61,11 @@ def columns(nets: Sequence[Mapping[str, Any]]) -> dict[str, Array]:
     return found | {name: np.array([float(net[key]) for net in nets]) for name, key in CONTROLS.items()}
 
 
+def settings_of(nets: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The hyper-parameters that are known of these networks."""
+    return [name for name in SETTINGS if name in nets[0]]
+
+
 def rankings_of(nets: Sequence[Mapping[str, Any]], resamples: int, seed: int) -> dict[str, Ranking]:
     """The rankings of fitted networks by the gap in error and by that in cross entropy."""
     import numpy as np
@@ -67,12 +73,22 @@ def rankings_of(nets: Sequence[Mapping[str, Any]], resamples: int, seed: int) ->
     from spiritlevel.statistics.ranking import Ranking
 
     measures = columns(nets)
-    settings = {name: [net[name] for net in nets] for name in SETTINGS}
+    settings = {name: [net[name] for net in nets] for name in settings_of(nets)}
     replicas = [net["replica"] for net in nets]
     return {
         target: Ranking(measures, np.array([net[target] for net in nets]), settings, replicas, resamples, seed)
         for target in ("gap", "loss gap")
     }
+
+
+def by_family(nets: Sequence[Mapping[str, Any]]) -> list[Ranking]:
+    """The rankings by the gap within each family of networks, as PGDL takes them: 100·K, the mean over its tasks.
+
+    Reference: Jiang et al. 2020, NeurIPS competition "Predicting generalization in deep learning", arXiv:2012.07976.
+    """
+    families = dict.fromkeys(net.get("network") for net in nets)
+    groups = [[net for net in nets if net.get("network") == name] for name in families]
+    return [rankings_of(group, 0, 0)["gap"] for group in groups if len(group) > 1]
 
 
 def gap_spread(nets: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -94,7 +110,7 @@ def gap_spread(nets: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     sd = float(gaps.std(ddof=1))
     halves = kendall([net["gap on even points"] for net in nets], [net["gap on odd points"] for net in nets])
     shares = {}
-    for name in SETTINGS:
+    for name in settings_of(nets):
         groups = [gaps[[net[name] == value for net in nets]] for value in {net[name] for net in nets}]
         between = sum(len(group) * (group.mean() - gaps.mean()) ** 2 for group in groups)
         shares[name] = float(between / max(((gaps - gaps.mean()) ** 2).sum(), 1e-300))
@@ -124,6 +140,7 @@ def ranked(
         for entry in net["measures"]:
             details.setdefault(entry["name"], []).append(entry)
     main = rankings["gap"]
+    families = by_family(nets)
     for name, values in main.measures.items():
         row: dict[str, Any] = {"measure": name, "family": family(name)}
         for target, ranking in rankings.items():
@@ -135,6 +152,7 @@ def ranked(
         row |= {"Ψ": float(conditional["mean"][0]), "Ψ low": low, "Ψ high": high}
         row |= {f"ψ {key}": float(draws[0]) for key, draws in conditional.items() if key != "mean"}
         row["K"] = main.information(name)
+        row["PGDL score"] = 100 * float(np.mean([one.information(name) for one in families]))
         own = details.get(PRODUCTS.get(name, name), [])
         row["networks"] = int(np.isfinite(values).sum())
         row["not converged"] = sum(entry["kind"] == "not converged" for entry in own)

@@ -14,6 +14,7 @@ from torch.optim.swa_utils import update_bn
 
 from spiritlevel.arguments import checked
 from spiritlevel.binding import losses
+from spiritlevel.binding.devices import random_state, set_random_state
 from spiritlevel.binding.state import preserved_random_state
 from spiritlevel.errors import InputError, first_line, is_out_of_memory, shown
 from spiritlevel.papers.training.checkpoints import sealed
@@ -204,8 +205,8 @@ class Run:
         found |= {f"average.{index}": tensor for index, tensor in enumerate(self.average)}
         found |= {f"buffer.{name}": buffer for name, buffer in _passing_buffers(self.model).items()}
         found["random.cpu"] = torch.get_rng_state()
-        if self.device.type == "cuda":
-            found["random.cuda"] = torch.cuda.get_rng_state(self.device)
+        if (state := random_state(self.device)) is not None:
+            found[f"random.{self.device.type}"] = state
         return found
 
     def facts(self) -> dict[str, Any]:
@@ -239,8 +240,8 @@ class Run:
         count = len(self.parameters) if self.averaged else 0
         self.average = [tensors[f"average.{index}"].to(self.device, copy=True) for index in range(count)]
         torch.set_rng_state(tensors["random.cpu"].clone())
-        if self.device.type == "cuda":
-            torch.cuda.set_rng_state(tensors["random.cuda"].clone(), self.device)
+        if self.device.type != "cpu":
+            set_random_state(tensors[f"random.{self.device.type}"].clone(), self.device)
 
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:

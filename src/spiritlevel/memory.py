@@ -7,20 +7,25 @@ import math
 import os
 import re
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from spiritlevel.errors import InputError
 
+if TYPE_CHECKING:
+    import torch
+
+_SMALL = 2**26  # bytes that are there, whatever the machine says
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 
-def parse_memory(memory: int | str | None) -> int:
-    """Bytes from a number or a text such as "2GB"; `None` is half of what is available now.
+def parse_memory(memory: int | str | None, device: torch.device | None = None) -> int:
+    """Bytes from a number or a text such as "2GB"; `None` is half of what is available now, where the work is done.
 
     >>> parse_memory("1.5GB"), parse_memory("512 MiB")
     (1500000000, 536870912)
     """
     if memory is None:
-        return available_memory() // 2
+        return available_memory(device) // 2
     if isinstance(memory, str):
         match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([kmgt]i?)?b?\s*", memory.lower())
         if match is None:
@@ -33,8 +38,37 @@ def parse_memory(memory: int | str | None) -> int:
     return int(memory)
 
 
-def available_memory() -> int:
-    """Bytes that this process may still take: of the machine, or of its container if that allows less."""
+def check_room(need: int, what: str, way_out: str) -> None:
+    """Refuse work that needs more memory than there is, before it is asked for.
+
+    The system lets a process ask for more than there is, and ends it without a word when it comes to that.
+
+    >>> check_room(10**15, "eigenvalues, for 40 vectors of 3,125,000,000,000 numbers", "basis= holds fewer")
+    Traceback (most recent call last):
+    spiritlevel.errors.InputError: there is not enough memory for eigenvalues, for 40 vectors of 3,125,000,000,000...
+    """
+    if need > _SMALL and need > (free := available_memory()):
+        raise InputError(
+            f"there is not enough memory for {what}: it needs about {need / 1e9:,.1f} GB, and {free / 1e9:,.1f} GB are "
+            f"free; {way_out}."
+        )
+
+
+def free_memory(device: torch.device) -> int | None:
+    """Bytes that are free on an accelerator; None for the CPU, and for a device that shares its memory or is silent."""
+    if device.type in ("cpu", "mps", "meta"):  # MPS has the memory of the machine
+        return None
+    import torch
+
+    with contextlib.suppress(RuntimeError, ValueError, AttributeError):
+        return torch.accelerator.get_memory_info(device)[0]
+    return None
+
+
+def available_memory(device: torch.device | None = None) -> int:
+    """Bytes that this process may still take: of an accelerator, of the machine, or of a container that allows less."""
+    if device is not None and (free := free_memory(device)) is not None:
+        return free
     limits = []
     with contextlib.suppress(OSError, ValueError, AttributeError):
         limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2]  # where nothing better is known

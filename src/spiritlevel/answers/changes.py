@@ -1,0 +1,339 @@
+"""Changes of the weights that practitioners make: rounding, pruning, noise, casts, another checkpoint, a LoRA merge.
+
+A change is written as a text, `int4:channel` or `prune:0.5`, or is another model, a dict of tensors, or a function from
+tensor to tensor. Here it becomes values of parameters; nothing is known of losses or samples.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from spiritlevel.binding.modules import unwrapped
+from spiritlevel.binding.parameters import Params
+from spiritlevel.errors import InputError, first_line, named_error, shown
+
+GRAMMAR = (
+    "int8, int4:channel, int4:asymmetric, int4:random, prune:0.5, prune:0.5:layer, noise:0.01, noise:0.01:absolute, "
+    "bfloat16, float16 or lora"
+)
+_CASTS = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+_BITS = range(2, 17)
+
+
+@dataclass(frozen=True)
+class Moved:
+    """Where a change puts the parameters.
+
+    `after` has the new values of those that it touches. Of a random change these are one draw, and `spread` holds the
+    standard deviation of every weight, around values that do not move on average; None for others.
+    """
+
+    after: Params
+    spread: Params | None = None
+
+
+@dataclass(frozen=True)
+class Change:
+    """A change of the weights by its name.
+
+    `weights_only`: whether it is about matrices and kernels and leaves biases, gains and other vectors as they are.
+    `move` takes the parameters to change and a generator. `other` is the state of another model instead.
+    """
+
+    name: str
+    meaning: str
+    move: Callable[[Params, torch.Generator], Moved] | None = None
+    weights_only: bool = False
+    random: bool = False
+    other: Mapping[str, Tensor] | None = field(default=None, repr=False)
+
+    def chosen(self, params: Params, named: bool) -> Params:
+        """The parameters that it moves among these; all, if somebody has named them."""
+        if not self.weights_only or named:
+            return params
+        found = {name: tensor for name, tensor in params.items() if tensor.ndim >= 2}
+        if not found:
+            raise InputError(
+                f"the change {self.name} is about matrices and kernels, and the model has none; name the parameters "
+                "to change with params=."
+            )
+        return found
+
+
+# ---------------------------------------------------------------- how a change is written
+
+
+def as_change(change: Any) -> Change:
+    """The change that somebody wrote.
+
+    >>> as_change("int4:channel").meaning
+    'weights rounded to 4 bits, symmetric, a scale for every output channel'
+    >>> as_change("int3:wide")
+    Traceback (most recent call last):
+    spiritlevel.errors.InputError: the change 'int3:wide' has the option 'wide', and int takes tensor, channel, ...
+    """
+    if isinstance(change, Change):
+        return change
+    if isinstance(change, str):
+        return _named(change)
+    if isinstance(change, nn.Module):
+        other = unwrapped(change)
+        state = {name: tensor.detach() for name, tensor in [*other.named_parameters(), *other.named_buffers()]}
+        return Change("another model", f"the way to another {type(other).__name__}", other=state)
+    if isinstance(change, Mapping):
+        if not change or not all(isinstance(tensor, Tensor) for tensor in change.values()):
+            raise InputError(
+                "a change that is a dict needs a tensor for every name of a parameter, as state_dict() has."
+            )
+        return Change("other weights", "the way to other weights", other=dict(change))
+    if callable(change):
+        name = getattr(change, "__name__", type(change).__name__)
+        name = "function" if name == "<lambda>" else name
+        return Change(name, f"every parameter through {name}", lambda params, _: Moved(_through(change, name, params)))
+    raise InputError(
+        f"a change is a text such as {GRAMMAR}, a model, a dict of tensors or a function, got {shown(change)}."
+    )
+
+
+def several(changes: str | Iterable[Any]) -> list[Change]:
+    """The changes of a list, or of a text in which commas part them; each once."""
+    parts = [part.strip() for part in changes.split(",")] if isinstance(changes, str) else list(changes)
+    found = {each.name: each for each in map(as_change, filter(None, parts))}
+    if not found:
+        raise InputError(f"there is no change to make; name some, separated by commas, of {GRAMMAR}.")
+    return list(found.values())
+
+
+def _named(text: str) -> Change:
+    kind, *options = text.strip().split(":")
+    if kind.startswith("int") and kind[3:].isdigit():
+        return _rounding(text, int(kind[3:]), options)
+    if kind == "prune":
+        share, options = _size(text, options, "the share of the weights to remove, as in prune:0.5", 1.0)
+        flags = _flags(text, kind, options, ("global", "layer"))
+        where = "in every layer" if "layer" in flags else "of all weights"
+        meaning = f"the smallest {share:.4g} {where} set to 0"
+        return Change(text, meaning, lambda params, _: Moved(_pruned(params, share, "layer" in flags)), True)
+    if kind == "noise":
+        size, options = _size(text, options, "its size, as in noise:0.01", math.inf)
+        flags = _flags(text, kind, options, ("relative", "absolute"))
+        absolute = "absolute" in flags
+        of = "" if absolute else " times the root mean square of each tensor"
+        meaning = f"normal noise of standard deviation {size:.4g}{of}"
+        return Change(text, meaning, lambda params, generator: _noisy(params, size, absolute, generator), random=True)
+    if kind in _CASTS and not options:
+        return Change(text, f"parameters rounded to {kind}", lambda params, _: Moved(_cast(params, _CASTS[kind])))
+    if text == "lora":
+        return Change(text, "LoRA adapters merged into the layers that they belong to")
+    raise InputError(f"there is no change {shown(text)}; write {GRAMMAR}.")
+
+
+def _rounding(text: str, bits: int, options: list[str]) -> Change:
+    if bits not in _BITS:
+        raise InputError(f"the change {text!r} rounds to {bits} bits; 2 to 16 are possible.")
+    known = ("tensor", "channel", "symmetric", "asymmetric", "nearest", "random")
+    flags = _flags(text, "int", options, known)
+    channel, asymmetric, random = "channel" in flags, "asymmetric" in flags, "random" in flags
+    meaning = (
+        f"weights rounded {'at random ' if random else ''}to {bits} bits, {'a' * asymmetric}symmetric, "
+        f"a scale for every {'output channel' if channel else 'tensor'}"
+    )
+
+    def move(params: Params, generator: torch.Generator) -> Moved:
+        if random:
+            return _randomly_rounded(params, bits, channel, asymmetric, generator)
+        return Moved({name: rounded(tensor, bits, channel, asymmetric) for name, tensor in params.items()})
+
+    return Change(text, meaning, move, True, random)
+
+
+def _flags(text: str, kind: str, options: list[str], known: tuple[str, ...]) -> set[str]:
+    """Options that come in pairs, of which the first is what happens anyway."""
+    for option in options:
+        if option not in known:
+            raise InputError(f"the change {text!r} has the option {option!r}, and {kind} takes {', '.join(known)}.")
+    found = set(options)
+    for pair in zip(known[::2], known[1::2], strict=True):
+        if found.issuperset(pair):
+            raise InputError(f"the change {text!r} cannot be both {pair[0]} and {pair[1]}.")
+    return found
+
+
+def _size(text: str, options: list[str], what: str, most: float) -> tuple[float, list[str]]:
+    try:
+        size = float(options[0])
+    except (IndexError, ValueError):
+        size = math.nan
+    if not (0 <= size <= most and math.isfinite(size)):
+        limits = "a number from 0 to 1" if most == 1 else "a number of at least 0"
+        raise InputError(f"the change {text!r} needs {what}: {limits}.")
+    return size, options[1:]
+
+
+# ---------------------------------------------------------------- what they do
+
+
+def _grid(weight: Tensor, bits: int, channel: bool, asymmetric: bool) -> tuple[Tensor, Tensor, int, int]:
+    """Steps and zero points, float64 and ready to be broadcast, and the least and largest whole number."""
+    values = weight.double()
+    over = tuple(range(1, values.ndim)) if channel and values.ndim > 1 else tuple(range(values.ndim))
+    if not asymmetric:
+        top = 2 ** (bits - 1) - 1
+        step = values.abs().amax(over, keepdim=True) / top if values.numel() else values
+        return torch.where(step > 0, step, 1.0), torch.zeros_like(step), -top, top
+    low, high = values.amin(over, keepdim=True).clamp(max=0), values.amax(over, keepdim=True).clamp(min=0)
+    top = 2**bits - 1
+    step = (high - low) / top
+    step = torch.where(step > 0, step, 1.0)
+    return step, (-low / step).round(), 0, top
+
+
+def rounded(weight: Tensor, bits: int, channel: bool = False, asymmetric: bool = False) -> Tensor:
+    """A weight on the grid of so many bits, as numbers of its own type; 0 stays 0.
+
+    Symmetric: w' = s·round(w/s), s = max|w|/(2^(b−1)−1). Asymmetric: s = (max − min)/(2^b−1) of a range that holds 0,
+    and w' = s·(clamp(round(w/s) + z, 0, 2^b−1) − z) with the zero point z = round(−min/s). The maximum is that of the
+    tensor, or of every output channel, the first dimension.
+
+    >>> rounded(torch.tensor([[-1.0, 0.3, 0.9]]), 2)
+    tensor([[-1., 0., 1.]])
+    """
+    if not weight.numel():
+        return weight.clone()
+    step, zero, low, high = _grid(weight, bits, channel, asymmetric)
+    whole = ((weight.double() / step).round() + zero).clamp(low, high) - zero
+    return (whole * step).to(weight.dtype)
+
+
+def _randomly_rounded(params: Params, bits: int, channel: bool, asymmetric: bool, generator: torch.Generator) -> Moved:
+    """Up or down at random with the chances that leave every weight where it is on average: variance s²f(1−f)."""
+    after, spread = {}, {}
+    for name, tensor in params.items():
+        step, *_ = _grid(tensor, bits, channel, asymmetric) if tensor.numel() else (torch.ones(()),)
+        places = tensor.double() / step
+        rest = places - places.floor()
+        up = torch.rand(tensor.shape, generator=generator, dtype=torch.float64).to(rest.device) < rest
+        after[name] = ((places.floor() + up) * step).to(tensor.dtype)
+        spread[name] = step * (rest * (1 - rest)).sqrt()
+    return Moved(after, spread)
+
+
+def _noisy(params: Params, size: float, absolute: bool, generator: torch.Generator) -> Moved:
+    after, spread = {}, {}
+    for name, tensor in params.items():
+        deviation = size if absolute else size * root_mean_square(tensor)
+        draw = torch.randn(tensor.shape, generator=generator, dtype=torch.float64)
+        after[name] = (tensor.double() + deviation * draw.to(tensor.device)).to(tensor.dtype)
+        spread[name] = torch.full_like(tensor, deviation, dtype=torch.float64)
+    return Moved(after, spread)
+
+
+def root_mean_square(tensor: Tensor) -> float:
+    """√(mean of squares), 0 of nothing."""
+    return float(tensor.double().square().mean().sqrt()) if tensor.numel() else 0.0
+
+
+def _pruned(params: Params, share: float, by_layer: bool) -> Params:
+    """The smallest magnitudes set to 0: as many as the share, rounded down; of equal ones the first."""
+    groups = [[name] for name in params] if by_layer else [list(params)]
+    after = {}
+    for names in groups:
+        flat = torch.cat([params[name].reshape(-1) for name in names])
+        count = math.floor(share * flat.numel() + 1e-9)
+        flat = flat.clone()
+        flat[flat.abs().argsort(stable=True)[:count]] = 0.0
+        parts = flat.split([params[name].numel() for name in names])
+        after |= {name: part.reshape(params[name].shape) for name, part in zip(names, parts, strict=True)}
+    return after
+
+
+def _cast(params: Params, dtype: torch.dtype) -> Params:
+    after = {name: tensor.to(dtype).to(tensor.dtype) for name, tensor in params.items()}
+    for name, tensor in after.items():
+        if not bool(tensor.isfinite().all()):
+            raise InputError(f"the parameter {name} does not fit into {str(dtype).removeprefix('torch.')}.")
+    return after
+
+
+def _through(function: Callable[[Tensor], Any], name: str, params: Params) -> Params:
+    """Every parameter through somebody's function, each as a copy."""
+    after = {}
+    for key, tensor in params.items():
+        try:
+            found = function(tensor.clone())
+        except Exception as error:
+            raise InputError(f"the change {name} fails on the parameter {key}: {named_error(error)}.") from error
+        if not isinstance(found, Tensor) or found.shape != tensor.shape:
+            got = f"shape {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
+            raise InputError(
+                f"the change {name} must return a tensor of the shape {tuple(tensor.shape)} of the parameter {key}, "
+                f"got {got}."
+            )
+        after[key] = found.detach().to(tensor)
+        if not bool(after[key].isfinite().all()):
+            raise InputError(f"the change {name} makes the parameter {key} NaN or infinite.")
+    return after
+
+
+# ---------------------------------------------------------------- LoRA
+
+
+def merged(model: nn.Module) -> tuple[nn.Module, Change]:
+    """The model without its LoRA adapters, and the change that merging them makes: W + s·BA for every layer.
+
+    Layers with adapters are those that hold a `base_layer`, `lora_A`, `lora_B` and `scaling`, as peft makes them;
+    a layer's own `get_delta_weight` is asked for s·BA where there is one.
+    """
+    plain = copy.deepcopy(unwrapped(model))
+    found = [(name, module) for name, module in plain.named_modules() if _has_adapter(module)]
+    if not found:
+        raise InputError(
+            "the change lora needs a model with LoRA layers (modules with base_layer, lora_A, lora_B and scaling, as "
+            "peft makes them), and this one has none; pass the merged model as the change instead."
+        )
+    after: Params = {}
+    for name, module in found:
+        base: Any = module.base_layer
+        with torch.no_grad():
+            try:
+                after[_inside(name, "weight")] = base.weight + _delta(module).to(base.weight)
+            except (RuntimeError, AttributeError, KeyError, TypeError) as error:
+                raise InputError(f"the LoRA layer {name!r} cannot be merged: {first_line(error)}.") from error
+        parent, _, last = name.rpartition(".")
+        if not name:
+            plain = base
+        else:
+            setattr(plain.get_submodule(parent), last, base)
+    return plain, Change("lora", f"LoRA adapters of {len(found)} layers merged", other=after)
+
+
+def _inside(name: str, key: str) -> str:
+    return f"{name}.{key}" if name else key
+
+
+def _has_adapter(module: nn.Module) -> bool:
+    return all(hasattr(module, name) for name in ("base_layer", "lora_A", "lora_B", "scaling"))
+
+
+def _delta(module: Any) -> Tensor:
+    """s·BA of a layer, summed over its adapters."""
+    adapters = list(module.lora_A.keys()) if isinstance(module.lora_A, nn.ModuleDict) else [None]
+    active = getattr(module, "active_adapters", None)
+    if isinstance(active, list | tuple) and adapters != [None]:
+        adapters = [name for name in adapters if name in active]
+    total: Any = 0.0
+    for name in adapters:
+        if hasattr(module, "get_delta_weight") and name is not None:
+            total = total + module.get_delta_weight(name)
+            continue
+        a, b, scale = (each if name is None else each[name] for each in (module.lora_A, module.lora_B, module.scaling))
+        a, b = (each.weight if isinstance(each, nn.Module) else each for each in (a, b))
+        total = total + float(scale) * (b @ a)
+    return total if isinstance(total, Tensor) else torch.zeros_like(module.base_layer.weight)

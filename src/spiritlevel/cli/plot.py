@@ -1,0 +1,225 @@
+"""`spiritlevel plot`: a figure for a paper in one command, from a model or from a run that was kept."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from tyro.conf import Positional, arg
+
+from spiritlevel.cli.base import Outcome, ProgressBar, check_writable, tell
+from spiritlevel.cli.measure import OnData
+from spiritlevel.cli.parsing import optional
+from spiritlevel.cli.report import read_result
+from spiritlevel.errors import InputError, unknown_name
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from spiritlevel.results import Result
+
+KINDS = ("landscape", "spectrum", "density", "margins", "traces", "layers", "audit", "training")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plot(OnData):
+    """Draw a figure for print: landscape, spectrum, density, margins, traces, layers, audit or training.
+
+    For example: spiritlevel plot landscape net.py:make --weights net.safetensors --data train.npz --out surface.pdf
+
+    From a kept run: spiritlevel plot margins run/ --out margins.svg --size page
+    """
+
+    NAME = "plot"
+
+    kind: Annotated[Positional[str], arg(metavar="FIGURE")]
+    """landscape, spectrum, density, margins, traces, layers, audit or training."""
+    source: Annotated[Positional[str], arg(metavar="MODEL|RUN")]
+    """A model, written as for `spiritlevel measure`; or a folder that measure wrote, a --json file, the file of a
+    tracker."""
+    data: Annotated[str, arg(metavar="DATA", help_behavior_hint="(for a model)")] = ""
+    """The data of a model, written as for `spiritlevel measure`."""
+    weights: Annotated[Path | None, optional("FILE")] = None
+    """The weights of the model."""
+    beside: Annotated[str | None, optional("WEIGHTS|RUN")] = None
+    """A second one on the same scale: other weights of the model, or another run."""
+    out: Annotated[Path | None, optional("FILE")] = None
+    """The figure, .svg, .pdf or .png; without an ending all three; FIGURE.svg unless given."""
+    size: Annotated[str, arg(metavar="column|page")] = "column"
+    """How wide: 85 mm or 178 mm."""
+    title: Annotated[str, arg(metavar="TEXT", help_behavior_hint="")] = ""
+    """A heading."""
+    no_titles: Annotated[bool, optional()] = False
+    """Neither headings nor the notes below them: for a figure with a caption."""
+    directions: Annotated[str, arg(metavar="eigenvectors|random")] = "eigenvectors"
+    """Of a landscape: the Hessian's eigenvectors, or random directions with normalised filters."""
+    to: Annotated[Path | None, optional("WEIGHTS")] = None
+    """Of a landscape: go to this checkpoint of the same model instead."""
+    along: Annotated[str | None, optional("WEIGHTS,...|DIR")] = None
+    """Of a landscape: the plane that comes nearest to these checkpoints, in the order of their names or as given."""
+    dimensions: Annotated[int | None, optional("1|2")] = None
+    """Of a landscape: a line or a plane."""
+    points: Annotated[int | None, optional("N")] = None
+    """Of a landscape: points a direction, 41 or 21 unless given."""
+    radius: Annotated[float | None, optional("X")] = None
+    """Of a landscape: the largest step."""
+    accuracy: Annotated[bool, optional()] = False
+    """Of a landscape: also draw the accuracy."""
+    band: Annotated[int | None, optional("N")] = None
+    """Of a line: show how much the loss of batches of N samples scatters, not the error of the mean."""
+    log: Annotated[bool, optional()] = False
+    """Of a line or a training: logarithmic axes."""
+    batch: Annotated[int | None, optional("N")] = None
+    """Of a spectrum: the largest eigenvalues of mini-batches of N samples."""
+
+    def run(self) -> Outcome:
+        """Read or measure, draw, write."""
+        if self.kind not in KINDS:
+            raise unknown_name("figure", self.kind, KINDS)
+        out = self.out or Path(f"{self.kind}.svg")
+        check_writable(out, "--out")
+        from spiritlevel.answers import plotting
+        from spiritlevel.charts.publishing import FORMATS, SIZES
+
+        if out.suffix not in ("", *FORMATS):
+            raise InputError(f"--out is a .svg, .pdf or .png file, or has no ending for all three, got {out.name!r}.")
+        if self.size not in SIZES:
+            raise unknown_name("size of a figure", self.size, SIZES)
+        if self.band is not None and self.band < 1:
+            raise InputError(f"--band takes a number of samples, at least 1, got {self.band}.")
+        keep = out.with_name(f"{out.stem}.kept")
+        found = self._from_runs() if _is_run(self.source) else self._from_models(keep)
+        drawn: dict[str, Any] = {"title": self.title}
+        if self.kind == "landscape":
+            drawn |= {"accuracy": self.accuracy, "band": self.band, "log": self.log}
+        elif self.kind == "training":
+            drawn |= {"log": self.log}
+        with ProgressBar() as bar:
+            bar("drawing", 0, 0)
+            chart = getattr(plotting, self.kind)(found, **drawn)
+            files = plotting.save(chart, out, size=self.size, titles=not self.no_titles)
+        shutil.rmtree(keep, ignore_errors=True)
+        tell(f"The figure: {', '.join(map(str, files))}")
+        payload: dict[str, Any] = {"figures": [str(file) for file in files]}
+        if len(found) == 1:
+            payload["result"] = next(iter(found.values())).to_dict()
+        return Outcome(payload)
+
+    def _from_runs(self) -> dict[str, Result]:
+        from spiritlevel.answers.tracking import curves_in
+        from spiritlevel.results import Report
+
+        if self.data:
+            raise InputError("--data belongs to a model, and a kept run holds its numbers already; leave one out.")
+        found: dict[str, Result] = {}
+        for place in filter(None, (self.source, self.beside)):
+            path = Path(place)
+            rows = path.suffix in (".parquet", ".csv")
+            result = curves_in(path) if rows else read_result(path)
+            name = result.name if isinstance(result, Report) else path.stem
+            found[f"{name} ({path.name})" if name in found else name] = result
+        return found
+
+    def _from_models(self, keep: Path) -> dict[str, Result]:
+        from spiritlevel.loading import load_samples, read_model
+
+        if self.kind == "training":
+            raise InputError(
+                "training draws what a Tracker wrote, a .parquet, .csv or .json file; a model has no curves."
+            )
+        if not self.data:
+            raise InputError(f"--data must be given to measure the model {self.source!r}; {_HINT}")
+        with ProgressBar() as progress:
+            progress("loading", 0, 0)
+
+            def model_of(weights: Path | None) -> nn.Module:
+                return read_model(self.source, weights, device=self.device, dtype=self.dtype, seed=self.seed)[0]
+
+            model = model_of(self.weights)
+            samples = load_samples(self.data, target=self.target, model=model)
+            data, reading, _ = self.drawn(samples, model)
+            models = {_stem(self.weights) if self.beside else "": model}
+            if self.beside:
+                models[_stem(Path(self.beside))] = model_of(Path(self.beside))
+            try:
+                return {
+                    name: self._measured(each, data, reading, progress, keep / str(number), model_of)
+                    for number, (name, each) in enumerate(models.items())
+                }
+            except KeyboardInterrupt as error:
+                if keep.exists():
+                    told = f"interrupted; the points so far are in {keep}, and the same command goes on from there."
+                    raise KeyboardInterrupt(told) from error
+                raise
+
+    def _measured(
+        self,
+        model: nn.Module,
+        data: Any,
+        reading: Any,
+        progress: ProgressBar,
+        keep: Path,
+        model_of: Callable[[Path | None], nn.Module],
+    ) -> Result:
+        """The result that the figure shows, and nothing else."""
+        from spiritlevel.answers.auditing import audit
+        from spiritlevel.answers.measuring import measure
+        from spiritlevel.answers.minibatches import batch_eigenvalues
+        from spiritlevel.answers.surface import landscape
+        from spiritlevel.estimators import spectral_density
+        from spiritlevel.loading import load_loss
+        from spiritlevel.operators.matrices import hessian
+        from spiritlevel.samples.margins import margins
+        from spiritlevel.samples.traces import sample_traces
+
+        shared: dict[str, Any] = {"loss": load_loss(self.loss), "batch_norm": self.batch_norm, **reading}
+        if self.kind == "landscape":
+            where: dict[str, Any] = {"directions": self.directions}
+            if self.to is not None:
+                where = {"directions": model_of(self.to)}
+            if self.along is not None:
+                where = {"trajectory": [model_of(file) for file in _checkpoints(self.along)]}
+            size: dict[str, Any] = {"dimensions": self.dimensions, "points": self.points, "radius": self.radius}
+            return landscape(model, data, **where, **size, keep=keep, progress=progress, seed=self.seed, **shared)
+        progress(self.kind, 0, 0)
+        if self.kind == "spectrum" and self.batch is not None:
+            return batch_eigenvalues(model, data, batch_size=self.batch, progress=progress, seed=self.seed, **shared)
+        if self.kind in ("spectrum", "density"):
+            return spectral_density(hessian(model, data, **shared), seed=self.seed)
+        if self.kind == "margins":
+            return margins(model, data, **shared)
+        if self.kind == "audit":
+            return audit(model, data, measures=self.names, progress=progress, seed=self.seed, **shared)
+        if self.kind == "layers":
+            return sample_traces(model, data, per_layer=True, seed=self.seed, **shared)
+        return measure(model, data, measures=["trace"], parts=[], seed=self.seed, progress=progress, **shared)
+
+
+_HINT = "or name a folder that `spiritlevel measure` wrote in place of the model."
+
+
+def _is_run(source: str) -> bool:
+    path = Path(source)
+    try:
+        return path.is_dir() or (path.suffix in (".json", ".parquet", ".csv") and ":" not in source)
+    except (OSError, ValueError):  # too long for a name, or with a zero byte
+        return False
+
+
+def _stem(weights: Path | None) -> str:
+    return "as built" if weights is None else weights.stem
+
+
+def _checkpoints(given: str) -> list[Path]:
+    """The files in the order given; of a folder those that hold weights, by the numbers in their names."""
+    import re
+
+    if Path(given).is_dir():
+        files = [file for file in Path(given).iterdir() if file.suffix in (".safetensors", ".pt", ".ckpt")]
+        return sorted(
+            files, key=lambda file: [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", file.name)]
+        )
+    return [Path(name.strip()) for name in given.split(",") if name.strip()]

@@ -1,0 +1,136 @@
+"""Many checkpoints beside each other."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from spiritlevel.arguments import checked
+from spiritlevel.errors import InputError, unknown_name
+from spiritlevel.results.codec import Misfit, Result
+from spiritlevel.results.estimates import Estimate
+from spiritlevel.results.formatting import aligned, figure, left_out_lines
+from spiritlevel.results.pages import Shown
+from spiritlevel.results.perturbations import Prediction
+from spiritlevel.results.tables import Columns
+
+
+@dataclass(frozen=True)
+class Checkpoint(Result):
+    """One checkpoint: its fit, its measures, and for each change the rise of the loss that is foretold and found.
+
+    `behind` is how much higher its mean loss is than that of the checkpoint with the lowest, `behind_low` and
+    `behind_high` the 95 % limits of that over samples of the same kind, paired: an interval that holds 0 is a tie.
+    `flips` is, for each change, the number of predictions that flipped.
+    """
+
+    name: str
+    loss: Estimate
+    accuracy: Estimate
+    measures: dict[str, Estimate] = field(default_factory=dict)
+    foretold: dict[str, Prediction] = field(default_factory=dict)
+    found: dict[str, Estimate] = field(default_factory=dict)
+    flips: dict[str, Estimate] = field(default_factory=dict)
+    behind: float = math.nan
+    behind_low: float = math.nan
+    behind_high: float = math.nan
+
+    @property
+    def tied(self) -> bool:
+        """Whether the samples cannot tell its loss from the lowest."""
+        return not self.behind_low > 0
+
+
+@dataclass(frozen=True)
+class Checkpoints(Shown):
+    """Many checkpoints on the same samples, in the order in which they were given; `order(by)` sorts them.
+
+    `measures` and `changes` name the columns beside accuracy and loss; `directions` says of each measure what a larger
+    value means.
+    """
+
+    rows: tuple[Checkpoint, ...]
+    measures: tuple[str, ...] = ()
+    changes: tuple[str, ...] = ()
+    directions: dict[str, str] = field(default_factory=dict)
+    settings: dict[str, str] = field(default_factory=dict)
+    left_out: dict[str, str] = field(default_factory=dict)
+    samples: int = 0
+    name: str = "Checkpoints"
+
+    def _check(self) -> None:
+        for row in self.rows:
+            if not set(self.measures) >= set(row.measures) or not set(self.changes) >= set(row.foretold):
+                raise Misfit(f"the row {row.name!r} has columns that the table does not have")
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """What the checkpoints can be ordered by."""
+        rises = [f"{change}, {kind}" for change in self.changes for kind in ("foretold", "found", "flips")]
+        return ("accuracy", "loss", *self.measures, *rises)
+
+    @checked
+    def values(self, column: str) -> list[float]:
+        """One column, NaN where a checkpoint has no such number."""
+        if column not in self.columns:
+            raise unknown_name("column", column, self.columns)
+        none = Estimate(math.nan)
+        if column in ("accuracy", "loss"):
+            return [getattr(row, column).value for row in self.rows]
+        if column in self.measures:
+            return [row.measures.get(column, none).value for row in self.rows]
+        change, _, kind = column.rpartition(", ")
+        return [getattr(row, kind).get(change, none).value for row in self.rows]
+
+    @checked
+    def order(self, by: str = "loss") -> list[str]:
+        """The names, the best first: by accuracy and what is wider from the top, by all else from the bottom."""
+        sign = -1 if by == "accuracy" or self.directions.get(by) in ("wider", "flatter") else 1
+        pairs = [(sign * value, row.name) for value, row in zip(self.values(by), self.rows, strict=True)]
+        known = sorted(pair for pair in pairs if not math.isnan(pair[0]))
+        return [name for _, name in known] + [name for value, name in pairs if math.isnan(value)]
+
+    @checked
+    def row(self, name: str) -> Checkpoint:
+        """The row of one checkpoint."""
+        for row in self.rows:
+            if row.name == name:
+                return row
+        raise InputError(f"there is no checkpoint {name!r}, only {', '.join(row.name for row in self.rows)}.")
+
+    def sentences(self) -> list[str]:
+        """Which checkpoint is the best as it is, and which after each change."""
+        best = self.row(self.order("loss")[0])
+        tied = [row.name for row in self.rows if row is not best and row.tied]
+        others = f"; on {self.samples:,} samples {len(tied)} others cannot be told from it" if tied else ""
+        said = [f"{best.name} has the lowest loss, {figure(best.loss.value)}{others}."]
+        if not all(math.isnan(value) for value in self.values("accuracy")):
+            first = self.row(self.order("accuracy")[0])
+            said.append(f"{first.name} has the highest accuracy, {first.accuracy.value:.2%}.")
+        for change in self.changes:
+            totals = [
+                (row.loss.value + row.found[change].value, row.name)
+                for row in self.rows
+                if change in row.found and not math.isnan(row.found[change].value)
+            ]
+            if totals:
+                value, name = min(totals)
+                said.append(f"After {change}, {name} has the lowest loss, {figure(value)}.")
+            elif change in self.rows[0].foretold:
+                said.append(f"{change} is foretold to cost {self.order(f'{change}, foretold')[0]} the least.")
+        return said
+
+    def _columns(self) -> Columns:
+        limits = ("behind", "behind_low", "behind_high")
+        return {
+            "checkpoint": (str, [row.name for row in self.rows]),
+            **{name: (float, self.values(name)) for name in self.columns},
+            **{name: (float, [getattr(row, name) for row in self.rows]) for name in limits},
+        }
+
+    def __str__(self) -> str:
+        table = [["checkpoint", *self.columns]]
+        values = [self.values(name) for name in self.columns]
+        for number, row in enumerate(self.rows):
+            table.append([row.name, *(figure(column[number], 4) for column in values)])
+        return "\n".join([*aligned(table), *left_out_lines(self.left_out), *self.sentences()])

@@ -1,0 +1,64 @@
+"""Outliers of a cloud of points in the plane by their local outlier factor, in memory that hardly grows with them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+
+NEIGHBOURS = 20  # scikit-learn's default, which the paper used
+_LIMIT = 1.5  # the factor above which scikit-learn calls a point an outlier
+_AT_ONCE = 2**13  # points whose neighbours are looked for together
+
+
+def inliers(cloud: Array) -> tuple[Array, str]:
+    """Which points LocalOutlierFactor keeps, and a remark if points that coincide made it count distinct ones."""
+    if np.abs(cloud).max() > 1e100:  # one factor for both changes no outlier, and squared distances stay finite
+        cloud = cloud / np.abs(cloud).max()
+    points, index, copies = np.unique(cloud, axis=0, return_inverse=True, return_counts=True)
+    crowded = int(copies.max()) > NEIGHBOURS
+    if crowded and len(points) < 3:
+        return np.ones(len(cloud), dtype=bool), ""
+    remark = f"{int(copies.max())} points coincide: neighbours were counted among distinct points" if crowded else ""
+    if not crowded:
+        del points, index
+        return factors(cloud) <= _LIMIT, remark
+    return (factors(points) <= _LIMIT)[index.reshape(-1)], remark
+
+
+def factors(points: Array) -> Array:
+    """The local outlier factor of every point (Breunig et al. 2000), as scikit-learn's LocalOutlierFactor has it.
+
+    That holds six tables of 20 numbers a point, a kilobyte each: this one of 32-bit places, 80 bytes. With k
+    neighbours b of a and r_k(b) the distance of b to its own k-th one: the density of a is
+    1 / mean_b max(r_k(b), ‖a − b‖), and its factor the mean density of its neighbours in units of its own.
+    """
+    from sklearn.neighbors import NearestNeighbors  # a second to import, and only this function needs it
+
+    count = min(NEIGHBOURS, len(points) - 1)
+    tree = NearestNeighbors(n_neighbors=count).fit(points)
+    pieces = [slice(start, start + _AT_ONCE) for start in range(0, len(points), _AT_ONCE)]
+    near, reach = np.empty((len(points), count), dtype=np.int32), np.empty(len(points))
+    for piece in pieces:
+        distances, places = tree.kneighbors(points[piece], count + 1)
+        distances, near[piece] = _without_itself(distances, places, piece.start)
+        reach[piece] = distances[:, -1]
+    density = np.empty(len(points))
+    for piece in pieces:
+        apart = np.sqrt(np.square(points[near[piece]] - points[piece, None]).sum(-1))
+        density[piece] = 1 / (np.maximum(apart, reach[near[piece]]).mean(1) + 1e-10)  # points that coincide
+    return np.concatenate([density[near[piece]].mean(1) / density[piece] for piece in pieces])
+
+
+def _without_itself(distances: Array, places: Array, start: int) -> tuple[Array, Array]:
+    """The neighbours of points other than the points themselves, which are among their own nearest.
+
+    A point that has more doubles than neighbours need not be among them: then the first double goes.
+    """
+    others = places != np.arange(start, start + len(places))[:, None]
+    others[others.all(1), 0] = False
+    shape = len(places), places.shape[1] - 1
+    return distances[others].reshape(shape), places[others].reshape(shape)

@@ -1,0 +1,325 @@
+"""Decisions that rest on changes of the weights: `compare(under=)`, `rank`, their commands and pages."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from conftest import Untouched
+from doc_blocks import blocks_of, run
+from scipy import stats
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import spiritlevel as sl
+from spiritlevel.answers.bits import _cheapest
+from spiritlevel.answers.changes import rounded
+from spiritlevel.cli import main
+from spiritlevel.errors import InputError
+from spiritlevel.page import page
+from spiritlevel.results import Checkpoints, Comparison, Perturbation
+
+NET = """
+from torch import nn
+
+def make():
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 12), nn.ReLU(), nn.Linear(12, 10))
+
+def scaled(weight):
+    return 1.05 * weight
+
+number = 7
+"""
+
+
+def make() -> nn.Sequential:
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 12), nn.ReLU(), nn.Linear(12, 10))
+
+
+def trained(seed: int, steps: int) -> nn.Module:
+    inputs, targets = sl.data.load("digits").train
+    torch.manual_seed(seed)
+    net = make()
+    optimizer = torch.optim.Adam(net.parameters(), 5e-3)
+    for _ in range(steps):
+        chosen = torch.randint(0, len(inputs), (64,))
+        optimizer.zero_grad()
+        F.cross_entropy(net(inputs[chosen]), targets[chosen]).backward()
+        optimizer.step()
+    return net.eval()
+
+
+MODELS = {f"step {steps}": trained(0, steps) for steps in (20, 80, 250)}
+OPTIONS: dict[str, Any] = {"names": ("early", "late"), "measures": ["margin_mean"], "audit": False}
+TEST: tuple[Tensor, Tensor] = sl.data.load("digits").test
+
+
+def after(net: nn.Module, bits: int) -> nn.Module:
+    other = copy.deepcopy(net)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            if parameter.ndim > 1:
+                parameter.copy_(rounded(parameter, bits))
+    return other
+
+
+def losses(net: nn.Module) -> Tensor:
+    with torch.no_grad():
+        return F.cross_entropy(net(TEST[0]).double(), TEST[1], reduction="none")
+
+
+# ---------------------------------------------------------------- two models
+
+
+def test_two_models_after_a_change(untouched: Untouched) -> None:
+    a, b = MODELS["step 80"], MODELS["step 250"]
+    with untouched(a, b):
+        found = sl.compare(
+            a, b, TEST, names=("early", "late"), measures=["margin_mean"], audit=False, under="int3,prune:0.3"
+        )
+    apart = losses(after(b, 3)) - losses(after(a, 3))
+    row = found.row("loss, int3")
+    assert row.difference == pytest.approx(float(apart.mean()), rel=1e-6)
+    plain = stats.t.interval(0.95, len(apart) - 1, float(apart.mean()), float(apart.std()) / math.sqrt(len(apart)))
+    assert row.low == pytest.approx(plain[0], abs=0.3 * (plain[1] - plain[0]))  # corrected for skewness
+    rise = (losses(after(b, 3)) - losses(b)) - (losses(after(a, 3)) - losses(a))
+    assert found.row("rise of the loss, int3").difference == pytest.approx(float(rise.mean()), rel=1e-5)
+    right = [(after(net, 3)(TEST[0]).argmax(1) == TEST[1]).double().mean() for net in (a, b)]
+    assert found.row("accuracy, int3").a.value == pytest.approx(float(right[0]))
+    assert found.row("accuracy, int3").b.value == pytest.approx(float(right[1]))
+    assert found.row("accuracy, int3").verdict in ("a", "b", "equal")
+    assert "parametrisation" in found.row("loss, int3").note
+    assert len(found.under) == 2
+    assert all(sentence.startswith("Under ") for sentence in found.under)
+    assert found.under[0] in str(found)
+    assert Comparison.from_json(found.to_json()).under == found.under
+    assert "Under int3" in found.to_html()
+    before = sl.compare(a, b, TEST, **OPTIONS)
+    assert before.advice == found.advice
+    assert [row.name for row in found.rows[: len(before.rows)]] == [row.name for row in before.rows]
+
+
+def test_equal_models_are_equal_after_a_change() -> None:
+    net = MODELS["step 80"]
+    found = sl.compare(
+        net, copy.deepcopy(net), TEST, measures=["margin_mean"], audit=False, under=["int4", "noise:0.01"]
+    )
+    assert found.row("loss, int4").verdict == "equal"
+    assert found.row("loss, noise:0.01").verdict == "equal"  # the same draw for both
+    assert found.under == ("Under int4, neither is better for sure.", "Under noise:0.01, neither is better for sure.")
+
+
+# ---------------------------------------------------------------- many checkpoints
+
+
+def test_many_checkpoints(untouched: Untouched) -> None:
+    with untouched(*MODELS.values()):
+        found = sl.rank(MODELS, TEST, under="int3")
+    assert set(found.measures) == {"signal_sharpness", "mean_aceht", "margin_mean", "input_distance"}
+    values = [float(losses(net).mean()) for net in MODELS.values()]
+    assert found.values("loss") == pytest.approx(values, rel=1e-6)
+    order = [name for _, name in sorted(zip(values, MODELS, strict=True))]
+    assert found.order("loss") == order
+    assert found.order("margin_mean")[0] == max(
+        MODELS, key=lambda name: float(sl.margins(MODELS[name], TEST).signed.mean())
+    )
+    for name, net in MODELS.items():
+        alone = sl.perturb(net, TEST, "int3", layers=False)
+        row = found.row(name)
+        assert row.foretold["int3"].value == pytest.approx(alone.predicted.value, rel=1e-6)
+        assert row.found["int3"].value == pytest.approx(alone.measured.value, rel=1e-6)
+        apart = losses(net) - losses(MODELS[order[0]])
+        assert row.behind == pytest.approx(float(apart.mean()), rel=1e-5, abs=1e-12)
+        assert row.behind_low <= row.behind <= row.behind_high
+    assert not found.row("step 20").tied
+    assert found.row(order[0]).tied
+    assert found.sentences()[0].startswith(f"{order[0]} has the lowest loss")
+    back = Checkpoints.from_json(found.to_json())
+    assert back.frame().equals(found.frame())
+    assert back.frame()["checkpoint"].to_list() == list(MODELS)
+    assert "signal_sharpness" in str(found)
+    assert "Which checkpoint" in found.to_html()
+
+
+def test_checkpoints_are_taken_one_after_the_other_and_need_no_classes() -> None:
+    data = torch.randn(40, 3), torch.randn(40, 1)
+    pairs = ((str(number), nn.Linear(3, 1)) for number in range(2))
+    found = sl.rank(pairs, data, loss="squared_error", measures=["weight_norm"], under=["int8"], apply=False)
+    assert math.isnan(found.values("accuracy")[0])
+    assert found.row("0").found["int8"].status == "undefined"
+    assert any("foretold" in sentence for sentence in found.sentences())
+
+
+def test_bad_checkpoints() -> None:
+    data = torch.randn(40, 3), torch.zeros(40, dtype=torch.long)
+    with pytest.raises(InputError, match="at least one checkpoint"):
+        sl.rank({}, data)
+    with pytest.raises(InputError, match="pairs of a name and a model"):
+        sl.rank([nn.Linear(3, 2)], data)
+    with pytest.raises(InputError, match="pairs of a name and a model"):
+        sl.rank(7, data)
+    with pytest.raises(InputError, match="two checkpoints named 'a'"):
+        sl.rank([("a", nn.Linear(3, 2)), ("a", nn.Linear(3, 2))], data, measures=["margin_mean"], under=())
+    with pytest.raises(InputError, match="checkpoint 'b'"):
+        sl.rank({"b": nn.Linear(4, 2)}, data)
+    found = sl.rank({"a": nn.Linear(3, 2)}, data, measures=["margin_mean"], under=())
+    with pytest.raises(InputError, match="no checkpoint 'z'"):
+        found.row("z")
+    with pytest.raises(InputError, match="column 'x'"):
+        found.values("x")
+
+
+# ---------------------------------------------------------------- commands and pages
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "net.py").write_text(NET)
+    for number, net in enumerate(MODELS.values()):
+        safetensors.torch.save_file(net.state_dict(), tmp_path / f"w{number}.safetensors")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_perturb_on_the_command_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["perturb", "net.py:make", "--weights", "w2.safetensors", "--data", "digits"]
+    assert main([*words, "--change", "int3", "--out", "run", "--json", "found.json"]) == 0
+    said = capsys.readouterr().out
+    assert "predicted to flip" in said
+    assert "rank correlation" not in said  # of two layers
+    found = Perturbation.from_json(folder / "run" / "report.json")
+    assert json.loads((folder / "found.json").read_text())["perturbation"]["change"] == "int3"
+    truth = losses(after(MODELS["step 250"], 3)).mean() - losses(MODELS["step 250"]).mean()
+    assert found.measured.value == pytest.approx(float(truth), rel=1e-5)
+    text = (folder / "run" / "report.html").read_text()
+    for part in ("Foretold and found", "The loss along the way", "Layer by layer", "Which samples", "AUROC"):
+        assert part in text
+    assert main([*words, "--change", "w1.safetensors", "--no-layers", "--foretell"]) == 0
+    assert "was not made" in " ".join(capsys.readouterr().out.split())
+    assert main([*words, "--change", "net.py:scaled", "--no-layers", "--params", "1"]) == 0
+    assert "scaled" in capsys.readouterr().out
+    assert main(["report", "run", "--out", "page.html"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ("int99", "2 to 16 are possible"),
+        ("nowhere.pt", "does not exist"),
+        ("net.py:number", "must be a function from tensor to tensor, got int"),
+    ],
+)
+def test_bad_changes_on_the_command_line(
+    folder: Path, capsys: pytest.CaptureFixture[str], change: str, sentence: str
+) -> None:
+    assert main(["perturb", "net.py:make", "--data", "digits", "--change", change]) == 2
+    assert sentence in capsys.readouterr().err
+
+
+def test_rank_and_compare_on_the_command_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = [f"w{number}.safetensors" for number in range(3)]
+    words = ["--data", "digits", "--measures", "margin_mean", "--under", "int3"]
+    assert main(["rank", *files, "--model", "net.py:make", *words, "--out", "ranks", "--json", "ranks.json"]) == 0
+    assert "has the lowest loss" in capsys.readouterr().out
+    found = Checkpoints.from_json(folder / "ranks" / "report.json")
+    assert [row.name for row in found.rows] == ["w0", "w1", "w2"]
+    assert "Curves" in (folder / "ranks" / "report.html").read_text()
+    assert main(["compare", "net.py:make", "net.py:make", "--weights", *files[:2], *words]) == 0
+    assert "Under int3, w1 is better" in capsys.readouterr().out
+    assert main(["rank", *files, "--model", "net.py:make", "--data", "digits", "--under", "int"]) == 2
+    assert "there is no change 'int'" in capsys.readouterr().err
+
+
+def test_names_from_elsewhere_are_escaped_on_the_page() -> None:
+    found = sl.perturb(MODELS["step 80"], TEST, "int4", name="<script>alert(1)</script>", classes=("<b>zero",) * 10)
+    text = page(found)
+    assert "<script>alert" not in text
+    assert "<b>zero" not in text
+    plain = sl.perturb(
+        nn.Linear(3, 1), (torch.randn(9, 3), torch.randn(9, 1)), "int4", loss="squared_error", apply=False
+    )
+    assert "Which samples" not in page(plain)
+    assert "the second order" in page(plain)
+
+
+def test_pictures_show_the_flips() -> None:
+    found = sl.perturb(MODELS["step 80"], TEST, "int2")
+    assert found.pictures is not None
+    groups: dict[str, Any] = found.pictures.groups
+    assert list(groups) == ["predicted to flip", "flipped, not predicted", "least left, not flipped"]
+    rows = found.pictures.indices[list(groups["predicted to flip"])]
+    assert bool((found.samples["flips_predicted"][rows] > 0).all())
+    rows = found.pictures.indices[list(groups["least left, not flipped"])]
+    assert not bool((found.samples["flips_measured"][rows] > 0).any())
+
+
+# ---------------------------------------------------------------- bits
+
+
+def test_bits_are_chosen_within_the_size_and_compared_with_uniform_ones(untouched: Untouched) -> None:
+    net = MODELS["step 250"]
+    with untouched(net):
+        plan = sl.choose_bits(net, TEST, 3.2, choices=(2, 3, 4, 8))
+    assert plan.mean_bits <= 3.2
+    assert plan.uniform == 3
+    names = [name for name, parameter in net.named_parameters() if parameter.ndim > 1]
+    assert list(plan.bits) == names
+    other = copy.deepcopy(net)
+    with torch.no_grad():
+        for name, bits in plan.bits.items():
+            parameter = other.get_parameter(name)
+            parameter.copy_(rounded(parameter, bits))
+    assert plan.losses[1].value == pytest.approx(float(losses(other).mean()), rel=1e-6)
+    assert plan.losses[2].value == pytest.approx(float(losses(after(net, 3)).mean()), rel=1e-6)
+    assert plan.losses[0].value == pytest.approx(float(losses(net).mean()), rel=1e-6)
+    alone = sl.perturb(net, TEST, f"int{plan.bits['3.weight']}").layer("3.weight").second_order
+    assert plan.rows[1].cost == pytest.approx(max(0.0, alone), rel=1e-5)
+    assert plan.rows[1].bits >= plan.rows[0].bits  # the small layer is dear and cheap to keep
+    assert "bits a weight" in str(plan)
+    generous = sl.choose_bits(net, TEST, 8.0, choices=(2, 8), by="square")
+    assert set(generous.bits.values()) == {8}
+    assert set(sl.choose_bits(net, TEST, 2.0, choices=(2, 8)).bits.values()) == {2}
+
+
+def test_no_other_choice_of_bits_costs_less() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(20):
+        sizes = {name: int(torch.randint(1, 50, (), generator=generator)) for name in "abcd"}
+        costs = {name: {b: float(torch.rand((), generator=generator)) for b in (2, 3, 4)} for name in "abcd"}
+        found = _cheapest(costs, sizes, [2, 3, 4], 3.0)
+        every = [dict(zip("abcd", widths, strict=True)) for widths in itertools.product((2, 3, 4), repeat=4)]
+        fitting = [bits for bits in every if sum(sizes[n] * b for n, b in bits.items()) <= 3 * sum(sizes.values())]
+        least = min(sum(costs[n][b] for n, b in bits.items()) for bits in fitting)
+        assert found in fitting
+        assert sum(costs[n][b] for n, b in found.items()) == pytest.approx(least, abs=1e-7)
+
+
+def test_bad_bits() -> None:
+    net = MODELS["step 20"]
+    with pytest.raises(InputError, match="fewer than the 3 that a layer gets"):
+        sl.choose_bits(net, TEST, 2.0, choices=(3, 4))
+    with pytest.raises(InputError, match="choices= is empty"):
+        sl.choose_bits(net, TEST, 2.0, choices=())
+    with pytest.raises(InputError, match="from 2 to 16"):
+        sl.choose_bits(net, TEST, 2.0, choices=(1,))
+    with pytest.raises(InputError, match="by"):
+        sl.choose_bits(net, TEST, 2.0, by="luck")
+
+
+def test_every_line_of_the_guide_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    blocks = blocks_of("perturb.md")
+    assert {block.kind for block in blocks} == {"python", "sh"}
+    monkeypatch.chdir(tmp_path)
+    run(blocks)
+    shown = capsys.readouterr().out
+    assert "predicted to flip" in shown
+    assert (tmp_path / "int4" / "report.html").is_file()

@@ -1,0 +1,454 @@
+"""Figures in one call: every kind from every source, print sizes, fonts; surfaces that survive a kill."""
+
+from __future__ import annotations
+
+import copy
+import io
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import naive
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+import spiritlevel as sl
+from spiritlevel import cli
+from spiritlevel.answers.directions import wanted
+from spiritlevel.answers.keeping import Keeper
+from spiritlevel.binding.context import Context
+from spiritlevel.binding.state import _load_forward_mode
+from spiritlevel.charts import publishing
+from spiritlevel.errors import InputError
+from spiritlevel.results import Landscape, Report, TrainingCurves
+
+_load_forward_mode()
+
+
+def network(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3)).double()
+
+
+def some_data(samples: int = 24) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(samples, 4, generator=generator).double(), torch.randint(0, 3, (samples,), generator=generator)
+
+
+NET, DATA = network(), some_data()
+
+
+@pytest.fixture(scope="module")
+def report() -> Report:
+    return sl.measure(NET, DATA, test=some_data(12), measures=["trace", "largest_eigenvalue"])
+
+
+def flat(model: nn.Module) -> Tensor:
+    return nn.utils.parameters_to_vector(model.parameters()).detach()
+
+
+def rows(chart: Any) -> list[dict[str, Any]]:
+    """The rows of all data in a chart, without repetition."""
+    found: list[dict[str, Any]] = []
+
+    def walk(part: Any) -> None:
+        if isinstance(part, dict):
+            found.extend(part.get("values", ()) if isinstance(part.get("values"), list) else ())
+            for key, value in part.items():
+                if key == "datasets":
+                    found.extend(row for values in value.values() for row in values)
+                else:
+                    walk(value)
+        elif isinstance(part, list):
+            for value in part:
+                walk(value)
+
+    walk(json.loads(json.dumps(chart.to_dict(), allow_nan=False)))
+    return found
+
+
+# ---------------------------------------------------------------- surfaces
+
+
+def test_the_spread_is_the_standard_deviation_of_a_samples_loss() -> None:
+    line = sl.landscape(NET, DATA, directions="random", points=5, batch_size=7)
+    with torch.no_grad():
+        here = naive.cross_entropy(NET(DATA[0]), DATA[1])
+    assert line.spread is not None
+    assert float(line.spread[2]) == pytest.approx(float(here.std()), rel=1e-10)
+    assert float(line.losses[2]) == pytest.approx(float(here.mean()), rel=1e-12)
+    norm = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)).double()
+    assert sl.landscape(norm, DATA, directions="random", points=3, batch_norm="batch").spread is None
+
+
+@pytest.mark.parametrize("states", [False, True])
+def test_a_trajectory_lies_in_the_nearest_plane_through_the_model(states: bool) -> None:
+    others = [network(seed) for seed in (1, 2, 3, 4)]
+    matrix = torch.stack([flat(other) - flat(NET) for other in others])
+    _, singular, right = torch.linalg.svd(matrix, full_matrices=False)
+    given = [other.state_dict() for other in others] if states else others
+    plane = sl.landscape(NET, DATA, trajectory=given, points=9)
+    assert plane.directions == ("principal direction 1", "principal direction 2")
+    expected = matrix @ right[:2].T
+    assert plane.track is not None
+    assert torch.allclose(plane.track.abs(), expected.abs(), rtol=1e-8)
+    assert plane.explained == pytest.approx((singular[:2] ** 2 / (singular**2).sum()).tolist())
+    assert torch.allclose(plane.lengths, torch.ones(2, dtype=torch.float64))
+    for k in (0, 1):  # every checkpoint is on the picture, and so is the model
+        assert float(plane.steps[k][0]) <= float(plane.track[:, k].min())
+        assert float(plane.steps[k][-1]) >= float(plane.track[:, k].max())
+        assert 0.0 in plane.steps[k].tolist()
+        assert plane.track[0, k] >= 0
+    again = Landscape.from_json(plane.to_json())
+    assert isinstance(again, Landscape)
+    assert torch.equal(again.track, plane.track)
+
+
+def test_a_plane_through_two_checkpoints_holds_both() -> None:
+    others = [network(1), network(2)]
+    found = wanted("eigenvectors", others, None, 5, None).find(Context(NET, DATA))
+    assert found.track is not None
+    for place, other in zip(found.track, others, strict=True):
+        reached = flat(NET) + sum(
+            t * torch.cat([move[name].reshape(-1) for name in dict(NET.named_parameters())])
+            for t, move in zip(place, found.moves, strict=True)
+        )
+        assert torch.allclose(reached, flat(other), rtol=1e-8, atol=1e-10)
+
+
+def test_state_dicts_of_tied_and_normalised_networks() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.norm = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False), nn.BatchNorm1d(4)
+            self.b.weight = self.a.weight
+            self.register_buffer("unsaved", torch.ones(1), persistent=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.b(self.norm(self.a(x))) * self.unsaved
+
+    torch.manual_seed(0)
+    net, other = Tied().double(), Tied().double()
+    targets = some_data()[1]
+    path = sl.landscape(net, (DATA[0], targets), directions=[other.state_dict()], points=3)
+    assert torch.equal(path.losses, sl.landscape(net, (DATA[0], targets), directions=other, points=3).losses)
+
+
+_CHILD = """
+import sys, os, signal, torch
+sys.path.insert(0, {tests!r})
+from test_plot import NET, DATA
+import spiritlevel as sl
+from spiritlevel.answers import keeping
+keeping._BETWEEN = 0.0
+keeping.Keeper.__init__.__defaults__ = (0.0,)
+calls = 0
+def progress(what, done, total):
+    global calls
+    calls += 1
+    if calls == {stop}:
+        os.kill(os.getpid(), signal.SIGKILL)
+sl.landscape(NET, DATA, dimensions=2, points=11, batch_size=5, keep={folder!r}, progress=progress)
+"""
+
+
+def test_a_killed_surface_goes_on_to_the_same_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = tmp_path / "kept"
+    code = _CHILD.format(tests=str(Path(__file__).parent), folder=str(kept), stop=7)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], env=os.environ, capture_output=True, timeout=120
+    )
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert {path.name for path in kept.iterdir()} == {"directions.safetensors", "sums.safetensors"}
+
+    calls: list[tuple[int, int]] = []
+    options: dict[str, Any] = {"dimensions": 2, "points": 11, "batch_size": 5}
+    resumed = sl.landscape(NET, DATA, keep=kept, progress=lambda _, done, total: calls.append((done, total)), **options)
+    whole: list[int] = []
+    plain = sl.landscape(NET, DATA, progress=lambda _, done, __: whole.append(done), **options)
+    assert 0 < len(calls) == len(whole) - 6
+    assert calls[0][0] == whole[6]
+    assert calls[-1][0] < calls[-1][1] == 121 * 5
+    for field in ("losses", "accuracies", "spread", "curvatures"):
+        assert torch.equal(getattr(resumed, field), getattr(plain, field)), field
+
+    calls.clear()  # a third time there is nothing left to do
+    again = sl.landscape(NET, DATA, keep=kept, progress=lambda _, done, total: calls.append((done, total)), **options)
+    assert not calls
+    assert torch.equal(again.losses, plain.losses)
+    assert {path.name for path in kept.iterdir()} == {"result.safetensors"}
+    with pytest.raises(InputError, match=r"keeps another surface .* name another folder, or delete it"):
+        sl.landscape(network(1), DATA, keep=kept, **options)
+    (kept / "result.safetensors").write_bytes(b"nothing")
+    with pytest.raises(InputError, match=r"cannot be read: .* Delete it to begin anew"):
+        sl.landscape(NET, DATA, keep=kept, **options)
+
+
+def test_what_is_kept_is_written_now_and_then(tmp_path: Path) -> None:
+    keeper = Keeper(tmp_path / "kept", "key", between=1e9)
+    keeper.now_and_then("sums", {"a": torch.ones(1)})
+    assert keeper.read("sums") is None
+    keeper.between = 0.0
+    keeper.now_and_then("sums", {"a": torch.ones(1)})
+    held = keeper.read("sums")
+    assert held is not None
+    assert torch.equal(held[0]["a"], torch.ones(1))
+
+
+def test_eigenvalues_of_mini_batches_are_those_of_their_hessians() -> None:
+    found = sl.batch_eigenvalues(NET, DATA, k=2, batch_size=6, count=9, tol=1e-6, weight_decay=0.25)
+    assert found.values.shape == (4, 2)  # 24 samples hold four batches
+    order = np.random.default_rng((0, 2)).permutation(24)
+    for number in range(4):
+        chosen = torch.from_numpy(np.sort(order[6 * number : 6 * number + 6]))
+        dense = naive.mean_hessian(NET, DATA[0][chosen], DATA[1][chosen])
+        top = torch.linalg.eigvalsh(dense).flip(0)[:2] + 0.25
+        assert torch.allclose(found.values[number], top, rtol=1e-5)
+    whole = torch.linalg.eigvalsh(naive.mean_hessian(NET, *DATA))[-1] + 0.25
+    assert float(found.values[:, 0].mean()) >= float(whole)
+    assert bool(found.converged.all())
+    assert "2 largest eigenvalues of 4 mini-batches of 6 samples" in str(found)
+    assert "fewer than a batch of 99" in sl.batch_eigenvalues(NET, DATA, k=1, batch_size=99).notes[0]
+
+
+# ---------------------------------------------------------------- charts
+
+
+def test_every_kind_is_drawn_from_every_source(report: Report, tmp_path: Path) -> None:
+    plot, few = sl.plot, {"probes": 2, "steps": 5}
+    tracker = sl.Tracker(NET, DATA, every=1, share=math.inf)
+    tracker.step()
+    batches = sl.batch_eigenvalues(NET, DATA, k=2, batch_size=6)
+    drawn = {
+        "landscape": [report, report.landscape, [report, report]],
+        "spectrum": [report, report.spectrum, report.spectrum.density, batches, {"a": batches, "b": batches}],  # type: ignore[union-attr]
+        "density": [report, report.spectrum, report.spectrum.density.density(), {"a": report, "b": report}],  # type: ignore[union-attr]
+        "margins": [report, report.margins, {"a": report, "b": report.margins}],
+        "traces": [report, report.traces, {"a": report, "b": report.traces}],
+        "layers": [report, sl.sample_traces(NET, DATA, per_layer=True), report.spectrum],
+        "audit": [report, report.audit],
+        "training": [tracker, tracker.curves(), {"a": tracker, "b": tracker.curves()}],
+    }
+    assert {*drawn, "save"} == set(plot.__all__)
+    for kind, sources in drawn.items():
+        for source in sources:
+            chart = getattr(plot, kind)(source, title="heading")
+            assert rows(chart), kind
+            assert "heading" in str(chart.to_dict()["title"])
+            assert publishing.drawing(chart).startswith("<svg")
+    of_model: dict[str, dict[str, Any]] = {
+        "landscape": {"points": 3},
+        "spectrum": few,
+        "density": few,
+        "margins": {},
+        "traces": {},
+        "layers": {},
+        "audit": {"measures": ["trace"], "transforms": ["rescale_layers"]},
+    }
+    for kind, options in of_model.items():
+        assert rows(getattr(plot, kind)(NET, DATA, **options)), kind
+    assert isinstance(tracker.curves(), TrainingCurves)
+
+
+def test_a_line_shows_its_numbers() -> None:
+    line = sl.landscape(NET, DATA, directions="random", points=5)
+    assert line.spread is not None
+    middle = next(row for row in rows(sl.plot.landscape(line)) if row["x"] == 0)
+    half = 1.96 * float(line.spread[2]) / math.sqrt(24)
+    assert middle["high"] - middle["y"] == pytest.approx(half, rel=1e-5)
+    middle = next(row for row in rows(sl.plot.landscape(line, band=4)) if row["x"] == 0)
+    assert middle["high"] - middle["y"] == pytest.approx(float(line.spread[2]) / 2, rel=1e-5)
+    right = [row["y"] for row in rows(sl.plot.landscape(line, accuracy=True)) if set(row) == {"x", "y", "series"}]
+    assert right[:5] == pytest.approx(line.accuracies.tolist(), rel=1e-6)  # type: ignore[union-attr]
+    text = str(sl.plot.landscape({"one": line, "two": line}, band=4).to_dict())
+    assert "mini-batches of 4 samples" in text
+    assert "'one'" in text
+
+
+def test_two_planes_have_the_same_colours() -> None:
+    one = sl.landscape(NET, DATA, directions="random", points=5, dimensions=2)
+    two = sl.landscape(network(1), DATA, directions="random", points=5, dimensions=2)
+    chart = sl.plot.landscape([one, two], accuracy=True).to_dict()
+    domains = {str(found) for found in re.findall(r"'domain': (\[[^\]]*\])", str(chart))}
+    ends = [float(min(one.losses.min(), two.losses.min())), float(max(one.losses.max(), two.losses.max()))]
+    assert domains == {str(ends)}
+
+
+def test_a_trajectory_is_drawn_to_the_model() -> None:
+    plane = sl.landscape(NET, DATA, trajectory=[network(1), network(2), network(3)], points=5)
+    track = [(row["x"], row["y"]) for row in rows(sl.plot.landscape(plane)) if "order" in row]
+    assert track[:3] == [tuple(place) for place in plane.track.tolist()]  # type: ignore[union-attr]
+    assert track[3] == (0.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("draw", "message"),
+    [
+        (lambda: sl.plot.landscape(NET), "a model needs data="),
+        (lambda: sl.plot.landscape(5), "landscape draws a Landscape, a Report or a model with its data, got"),
+        (lambda: sl.plot.landscape([]), "needs something to draw, got nothing"),
+        (lambda: sl.plot.audit([NET, NET], DATA), "audit draws one model at a time, got 2"),
+        (lambda: sl.plot.training(NET), "training draws a Tracker or its curves"),
+        (lambda: sl.plot.layers(sl.sample_traces(NET, DATA)), "no traces by layer in it"),
+        (lambda: sl.plot.layers(3), "layers draws a Report, SampleTraces"),
+        (lambda: sl.plot.margins(sl.margins(NET, DATA), loss="exponential"), "the result is there already"),
+        (lambda: sl.plot.save("chart", "figure.svg"), "save needs an Altair chart, got"),
+        (lambda: sl.plot.save(sl.plot.margins(NET, DATA), "figure.gif"), "a .svg, .pdf or .png file"),
+        (lambda: sl.plot.save(sl.plot.margins(NET, DATA), "x.svg", size="poster"), "unknown size of a figure 'poster'"),
+        (lambda: sl.landscape(NET, DATA, trajectory=[NET]), "checkpoints that differ from the model"),
+        (lambda: sl.landscape(NET, DATA, trajectory=5), "trajectory must be the checkpoints of a training"),
+        (lambda: sl.landscape(NET, DATA, trajectory=[NET], directions="random"), "leave directions= out"),
+        (lambda: sl.landscape(NET, DATA, keep=__file__), "keep= needs a folder, and"),
+        (lambda: sl.batch_eigenvalues(nn.Linear(1, 2), DATA, k=9), "k=9 eigenvalues need as many parameters, got 4"),
+    ],
+)
+def test_bad_input_in_one_sentence(draw: Any, message: str) -> None:
+    with pytest.raises(InputError, match=re.escape(message)):
+        draw()
+
+
+def test_a_report_without_the_part_says_why() -> None:
+    short = sl.measure(NET, DATA, measures=["margin_mean"], parts=[])
+    with pytest.raises(InputError, match="the report of Sequential holds no landscape"):
+        sl.plot.landscape(short)
+
+
+def test_lines_and_planes_do_not_mix(report: Report) -> None:
+    with pytest.raises(InputError, match="lines and planes cannot be drawn on one scale"):
+        sl.plot.landscape([report, sl.landscape(NET, DATA, points=3)])
+
+
+# ---------------------------------------------------------------- print
+
+
+@pytest.mark.parametrize(("size", "millimetres"), [("column", 85), ("page", 178)])
+@pytest.mark.parametrize("kind", ["margins", "audit", "training"])
+def test_a_figure_has_its_size_and_its_fonts(
+    report: Report, tmp_path: Path, size: str, millimetres: float, kind: str
+) -> None:
+    curves = TrainingCurves(
+        tuple({"step": k, "loss": 1 / k, "trace": k} for k in (1, 2, 3)), (), {"loss": "loss", "trace": "trace"}
+    )
+    chart = getattr(sl.plot, kind)(curves if kind == "training" else report, title="A heading")
+    files = sl.plot.save(chart, tmp_path / "figure", size=size)
+    assert [file.suffix for file in files] == [".svg", ".pdf", ".png"]
+    points = millimetres / 25.4 * 72
+    svg, pdf = files[0].read_text(encoding="utf-8"), files[1].read_bytes()
+    assert float(re.search(r'width="([\d.]+)pt"', svg)[1]) == pytest.approx(points, abs=0.01)  # type: ignore[index]
+    assert svg.count("@font-face") == 2  # the heading is bold
+    assert "http" not in re.sub(r'xmlns(:\w+)?="[^"]*"', "", svg)
+    assert {family for family in re.findall(r'font-family="([^"]*)"', svg)} <= {
+        "'DejaVu Sans Condensed'",
+        "DejaVu Sans Condensed",
+    }
+    box = re.search(rb"MediaBox *\[0 0 ([\d.]+)", pdf)
+    assert box is not None
+    assert float(box[1]) == pytest.approx(points, abs=0.1)
+    assert b"DejaVuSansCondensed" in pdf
+    assert b"FontFile" in pdf
+    image = Image.open(io.BytesIO(files[2].read_bytes()))
+    assert image.width == pytest.approx(millimetres / 25.4 * 300, abs=2)
+    plain = publishing.drawing(chart, size=size, titles=False)
+    assert "A heading" in publishing.drawing(chart, size=size)
+    assert "A heading" not in plain
+
+
+def test_only_the_file_asked_for_is_written(tmp_path: Path) -> None:
+    sl.plot.save(sl.plot.margins(NET, DATA), tmp_path / "figure.v2.pdf", titles=False, dark=True)
+    assert [file.name for file in tmp_path.iterdir()] == ["figure.v2.pdf"]
+
+
+# ---------------------------------------------------------------- the command
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    import safetensors.torch
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "net.py").write_text(
+        "import torch\ndef make():\n    torch.manual_seed(0)\n"
+        "    return torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.ReLU(), torch.nn.Linear(5, 3))\n"
+    )
+    np.savez("data.npz", x=DATA[0].float().numpy(), y=DATA[1].numpy())
+    (tmp_path / "steps").mkdir()
+    for seed in (1, 2, 10):
+        state = copy.deepcopy(network(seed)).float().state_dict()
+        safetensors.torch.save_file(state, tmp_path / "steps" / f"step-{seed}.safetensors")
+    return tmp_path
+
+
+def test_the_command_draws_models(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    on = ["net.py:make", "--data", "data.npz", "--samples", "20"]
+    other = "steps/step-2.safetensors"
+    lines = {
+        "line.svg": ["landscape", *on, "--points", "5", "--accuracy", "--band", "4"],
+        "two.pdf": ["landscape", *on, "--points", "5", "--beside", other, "--directions", "random", "--log"],
+        "path.svg": ["landscape", *on, "--points", "5", "--to", other],
+        "track.svg": ["landscape", *on, "--points", "5", "--along", "steps", "--size", "page"],
+        "batches.svg": ["spectrum", *on, "--batch", "5"],
+        "density.png": ["density", *on, "--beside", other],
+        "margins.svg": ["margins", *on, "--no-titles"],
+        "traces.svg": ["traces", *on],
+        "layers.svg": ["layers", *on],
+        "audit.svg": ["audit", *on, "--measures", "trace"],
+    }
+    for name, words in lines.items():
+        assert cli.main(["plot", *words, "--out", name, "--json", "numbers.json"]) == 0, capsys.readouterr().err
+        assert capsys.readouterr().out.strip() == f"The figure: {name}"
+        assert (folder / name).stat().st_size > 1000
+        assert not list(folder.glob("*.kept"))
+    assert cli.main(["plot", "audit", "numbers.json"]) == 0  # what was written can be drawn again
+    assert (folder / "audit.svg").is_file()
+
+
+def test_checkpoints_come_in_the_order_of_their_numbers(folder: Path) -> None:
+    from spiritlevel.cli.plot import _checkpoints
+
+    assert [path.stem for path in _checkpoints("steps")] == ["step-1", "step-2", "step-10"]
+    assert _checkpoints("b.pt, a.pt") == [Path("b.pt"), Path("a.pt")]
+
+
+def test_the_command_draws_kept_runs(folder: Path, report: Report, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "run").mkdir()
+    report.to_json(folder / "run" / "report.json")
+    for kind in ("landscape", "spectrum", "density", "margins", "traces", "layers", "audit"):
+        assert cli.main(["plot", kind, "run"]) == 0, capsys.readouterr().err
+        assert (folder / f"{kind}.svg").is_file()
+    assert cli.main(["plot", "landscape", "run", "--beside", "run", "--out", "two", "--size", "page"]) == 0
+    assert {path.suffix for path in folder.glob("two.*")} == {".svg", ".pdf", ".png"}
+    tracker = sl.Tracker(NET, DATA, every=1, share=math.inf, path=folder / "rows.parquet")
+    tracker.step()
+    tracker.to_json(folder / "rows.json")
+    for file in ("rows.parquet", "rows.json"):
+        assert cli.main(["plot", "training", file]) == 0, capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["margin", "run"], "unknown figure 'margin': did you mean 'margins'?"),
+        (["margins", "net.py:make"], "--data must be given to measure the model 'net.py:make'"),
+        (["training", "net.py:make"], "training draws what a Tracker wrote"),
+        (["margins", "steps"], "'steps' is not a run folder"),
+        (["margins", "steps", "--data", "data.npz"], "--data belongs to a model"),
+        (["margins", "net.py:make", "--data", "data.npz", "--out", "a.gif"], "--out is a .svg, .pdf or .png file"),
+        (["margins", "net.py:make", "--data", "data.npz", "--size", "wall"], "unknown size of a figure 'wall'"),
+        (["landscape", "net.py:make", "--data", "data.npz", "--band", "0"], "--band takes a number of samples"),
+        (["training", "nowhere.csv"], "there is no file 'nowhere.csv'"),
+    ],
+)
+def test_the_command_refuses_in_one_sentence(
+    folder: Path, capsys: pytest.CaptureFixture[str], words: list[str], sentence: str
+) -> None:
+    assert cli.main(["plot", *words]) == 2
+    assert sentence in capsys.readouterr().err
