@@ -25,6 +25,7 @@ from spiritlevel.errors import InputError
 from spiritlevel.estimators import Operator
 from spiritlevel.measures import Setting
 from spiritlevel.operators.products import hessian_product, loss_gradient
+from spiritlevel.results import SampleTraces
 from spiritlevel.samples.margins import share_right
 from spiritlevel.samples.probing import differentiator, form_along, generator_of
 
@@ -390,3 +391,23 @@ def _drawn(way: Way, delta: Params) -> dict[str, Tensor]:
             for name, column in found.items():
                 parts.setdefault(name, []).append(column)
     return {name: torch.cat(columns) for name, columns in parts.items()}
+
+
+def exact_means(deviation: Params, traces: SampleTraces | None) -> Tensor | None:
+    """½ Σ_l σ_l² Tr H_l of every sample, where traces are exact and the noise of each tensor has one size."""
+    if traces is None or not all(bool((size == size.reshape(-1)[:1]).all()) for size in deviation.values()):
+        return None
+    parts = [0.5 * float(size.reshape(-1)[0]) ** 2 * traces.layers[name] for name, size in deviation.items()]
+    return torch.stack(parts).sum(0)
+
+
+def flips_of_one_draw(totals: Tensor) -> tuple[float, float]:
+    """How far below and above their mean the flips of one more draw may lie, from those of a few.
+
+    The wider of Student's t for draws that vary together, and of the law for independent flips, which holds also where
+    hardly any were seen.
+    """
+    draws, mean = len(totals), float(totals.mean())
+    half = float(totals.std()) * math.sqrt(1 + 1 / draws) * float(stats.t.ppf(0.975, draws - 1))
+    law = stats.nbinom(float(totals.sum()) + 0.5, draws / (draws + 1))
+    return min(mean, max(half, mean - float(law.ppf(0.025)))), max(half, float(law.ppf(0.975)) - mean)

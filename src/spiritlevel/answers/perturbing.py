@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Any, Unpack
 
 import torch
-from scipy import stats
 from torch import Tensor, nn
 
 from spiritlevel import __version__
@@ -19,7 +18,9 @@ from spiritlevel.answers.expanding import (
     Spread,
     Way,
     by_layer,
+    exact_means,
     expanded,
+    flips_of_one_draw,
     outcome,
     reach,
     spread,
@@ -307,7 +308,7 @@ class _Perturbed:
         counts, share = one, self.population / self.count
         if self.chance is not None and self.chance.flips is not None:
             counts = self.chance.flips.mean(0)
-            sources[RANDOM] = tuple(share * width for width in _flips_of_one_draw(self.chance.flips.sum(1)))
+            sources[RANDOM] = tuple(share * width for width in flips_of_one_draw(self.chance.flips.sum(1)))
         value = float(counts.sum()) * share
         sources[HIGHER] = share * float((one - sure).sum()), share * float((possible - one).sum())
         error, limits = subset_mean(counts, self.population)
@@ -332,7 +333,7 @@ class _Perturbed:
             after = moved(self.change, self.here, self.named, index).after
             deltas.append(self.way.between({**self.way.problem.params, **after}))
         deviation = {name: deviation[name] for name in self.way.problem.params}
-        return spread(self.way, deviation, deltas, _exact_means(deviation, traces))
+        return spread(self.way, deviation, deltas, exact_means(deviation, traces))
 
     def _suffices(self) -> bool:
         """Whether slope and curvature tell what happens, to a fifth of the largest term or to rounding."""
@@ -479,26 +480,6 @@ class _Perturbed:
 
 def _norm(params: Params) -> float:
     return math.sqrt(sum(float(tensor.double().square().sum()) for tensor in params.values()))
-
-
-def _exact_means(deviation: Params, traces: SampleTraces | None) -> Tensor | None:
-    """½ Σ_l σ_l² Tr H_l of every sample, where traces are exact and the noise of each tensor has one size."""
-    if traces is None or not all(bool((size == size.reshape(-1)[:1]).all()) for size in deviation.values()):
-        return None
-    parts = [0.5 * float(size.reshape(-1)[0]) ** 2 * traces.layers[name] for name, size in deviation.items()]
-    return torch.stack(parts).sum(0)
-
-
-def _flips_of_one_draw(totals: Tensor) -> tuple[float, float]:
-    """How far below and above their mean the flips of one more draw may lie, from those of a few.
-
-    The wider of Student's t for draws that vary together, and of the law for independent flips, which holds also where
-    hardly any were seen.
-    """
-    draws, mean = len(totals), float(totals.mean())
-    half = float(totals.std()) * math.sqrt(1 + 1 / draws) * float(stats.t.ppf(0.975, draws - 1))
-    law = stats.nbinom(float(totals.sum()) + 0.5, draws / (draws + 1))
-    return min(mean, max(half, mean - float(law.ppf(0.025)))), max(half, float(law.ppf(0.975)) - mean)
 
 
 def scores(table: dict[str, Tensor]) -> dict[str, Tensor]:
