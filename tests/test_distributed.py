@@ -309,11 +309,11 @@ def within_a_minute(measure: Callable[[], Any]) -> None:
 # ---------------------------------------------------------------- starting them
 
 
-def run(check: str, ranks: int, folder: Path, seconds: float = 250) -> list[tuple[int, str]]:
+def run(check: str, ranks: int, folder: Path, seconds: float = 250, program: str = __file__) -> list[tuple[int, str]]:
     """Exit code and last words of every process."""
     path = os.pathsep.join([str(Path(__file__).parent), str(Path(sl.__file__).parents[1])])  # the library under test
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-    command = [sys.executable, "-W", "error::UserWarning:spiritlevel", __file__, check]
+    command = [sys.executable, "-W", "error::UserWarning:spiritlevel", program, check]
     workers = [
         subprocess.Popen(
             [*command, str(rank), str(ranks), str(folder / f"store-{check}")],
@@ -459,12 +459,16 @@ def test_group_without_a_process_group_is_refused() -> None:
         sl.hessian(*problem(), group=object())
 
 
-def main(checks: str, rank: int, ranks: int, store: str) -> None:
+def main(checks: str, rank: int, ranks: int, store: str, known: dict[str, Any] | None = None) -> None:
+    """Run some checks of this file, or of another with ranks in place of a group, in one of the processes."""
     timeout = datetime.timedelta(seconds=4 if checks == "standstill" else 60)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=timeout)
     torch.manual_seed(0)  # the same vectors everywhere
     for check in checks.split(","):
-        globals()[f"check_{check}"](rank, ranks, dist.group.WORLD)
+        if known is None:
+            globals()[f"check_{check}"](rank, ranks, dist.group.WORLD)
+        else:
+            known[f"check_{check}"](rank)
         dist.barrier()
     dist.destroy_process_group()
 

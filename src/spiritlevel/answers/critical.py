@@ -12,7 +12,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Unpack
+from typing import Any, NamedTuple, Unpack, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,8 @@ from torch.optim import Optimizer
 
 from spiritlevel.arguments import checked
 from spiritlevel.binding.devices import doubled
+from spiritlevel.binding.modules import is_parted, managed_modules, part_here
+from spiritlevel.binding.ranks import Ranks
 from spiritlevel.binding.reading import Reading
 from spiritlevel.binding.state import preserved_random_state
 from spiritlevel.errors import InputError, first_line
@@ -42,7 +44,8 @@ def critical_sharpness(
     """2/η_c: η_c is the first step along the optimiser's own update at which the loss is no longer lower.
 
     The update θ − ηu is what `optimizer.step()` would do now, with momentum, preconditioning and weight decay, for any
-    optimiser of `torch.optim` and those built on it; gradients are in place (unscaled, if a scaler is used). On a
+    optimiser of `torch.optim` and those built on it; gradients are in place (unscaled, if a scaler is used). Of a model
+    that fully_shard has sharded all ranks call this, and the loss is the mean of theirs. On a
     quadratic loss 2/η_c = uᵀHu/gᵀu, and λ₁ if u = g lies along its eigenvector. While 2/η_c is below 2/η, a step of the
     learning rate η lowers the loss of its own batch.
 
@@ -153,7 +156,10 @@ class _Line:
         self.rate = max(rate for _, rate in moving)
         if not math.isfinite(self.rate):
             raise InputError(f"the groups of {self.name} have no learning rate 'lr', the unit of its steps.")
-        self.before = [parameter.detach().clone() for parameter in self.parameters]
+        parted = next((parameter for parameter in self.parameters if is_parted(parameter)), None)
+        group = None if parted is None else cast(Any, parted).device_mesh.get_group()
+        self.ranks = Ranks(group, part_here(self.parameters[0]).device)
+        self.before = [part_here(parameter.detach()).clone() for parameter in self.parameters]
         after = self._stepped(optimizer)
         self.update = [old - new for old, new in zip(self.before, after, strict=True)]
         self.forwards = 0
@@ -181,28 +187,35 @@ class _Line:
             ) from error
         finally:
             pairs = zip(self.parameters, self.before, strict=True)
-            moved = bool(torch.stack([(parameter.detach() != old).any() for parameter, old in pairs]).any())
+            moved = bool(torch.stack([(part_here(p.detach()) != old).any() for p, old in pairs]).any())
             self.restore()
         if moved:
             raise InputError(
                 f"a copy of the optimiser {self.name} moves the parameters of the original, to which it holds on "
                 "elsewhere than in its groups; they have been put back."
             )
-        return [each.detach() for each in after]
+        return [part_here(each.detach()) for each in after]
 
     def restore(self) -> None:
         for parameter, old in zip(self.parameters, self.before, strict=True):
-            parameter.data.copy_(old)  # by .data: a graph that the loop still holds stays usable
+            part_here(parameter.data).copy_(old)  # by .data: a graph that the loop still holds stays usable
 
     def obstacle(self) -> str:
         """Why there is nothing to search along this line, or nothing."""
-        if not bool(torch.stack([part.any() for part in self.update]).any()):
-            return f"the update of {self.name} is zero"
         pairs = zip(self.parameters, self.update, strict=True)
-        slope = float(torch.stack([_dot(parameter.grad, part) for parameter, part in pairs]).sum())
+        moved = self._over_ranks(float(torch.stack([part.any() for part in self.update]).any()))
+        slope = self._over_ranks(float(torch.stack([_dot(parameter.grad, part) for parameter, part in pairs]).sum()))
+        if not moved:
+            return f"the update of {self.name} is zero"
         if not slope > 0:
             return f"the update does not go downhill: gᵀu = {slope / self.rate:.3g}"
         return ""
+
+    def _over_ranks(self, number: float) -> float:
+        """The sum over the ranks of a sharded model; the number itself elsewhere."""
+        total = torch.tensor(number, dtype=torch.float64)
+        self.ranks.add([total])
+        return float(total)
 
     @contextmanager
     def walked(self, closure: Callable[[], Any]) -> Iterator[Callable[[float], float]]:
@@ -213,12 +226,15 @@ class _Line:
         def loss_at(scale: float) -> float:
             if scale:
                 for parameter, old, part in zip(self.parameters, self.before, self.update, strict=True):
-                    torch.add(old, part, alpha=-scale, out=parameter.data)
+                    torch.add(old, part, alpha=-scale, out=part_here(parameter.data))
             self.forwards += 1
-            with preserved_random_state(), torch.no_grad():
-                return float(closure())
+            with preserved_random_state(), torch.no_grad(), Ranks.contact(self.ranks.group):
+                value = float(closure())
+            for module in ran:  # what a pass has gathered would not see the next step
+                module.reshard()
+            return self._over_ranks(value) / self.ranks.count
 
-        with _kept_buffers():
+        with _kept_buffers() as ran:
             try:
                 yield loss_at
             except RuntimeError as error:
@@ -245,6 +261,7 @@ class _Line:
 
 def _dot(gradient: Tensor | None, part: Tensor) -> Tensor:
     assert gradient is not None
+    gradient = part_here(gradient)
     if gradient.is_sparse:
         gradient = gradient.to_dense()
     return (doubled(gradient.detach()) * doubled(part)).sum()
@@ -253,24 +270,30 @@ def _dot(gradient: Tensor | None, part: Tensor) -> Tensor:
 def _equal(gradient: Tensor | None, values: Tensor | None) -> bool:
     if gradient is None or values is None or gradient.is_sparse:
         return True
+    gradient, values = part_here(gradient), part_here(values)
     return bool(((gradient == values) | (gradient.isnan() & values.isnan())).all())
 
 
 @contextmanager
-def _kept_buffers() -> Iterator[None]:
-    """Give the buffers of every module that runs inside, such as the statistics of batch norm, their values back."""
+def _kept_buffers() -> Iterator[list[Any]]:
+    """Give the buffers of every module that runs inside, such as the statistics of batch norm, their values back.
+
+    Yields those of the modules that have run which hold sharded parameters.
+    """
     saved: dict[int, list[tuple[nn.Module, str, Tensor, Tensor]]] = {}
+    ran: list[Any] = []
 
     def keep(module: nn.Module, args: Any) -> None:
         if id(module) in saved:
             return
+        ran.extend(inner for inner in managed_modules(module) if id(inner) not in saved)
         for inner in module.modules():
             held = [(name, tensor) for name, tensor in inner._buffers.items() if tensor is not None]
             saved.setdefault(id(inner), [(inner, name, tensor, tensor.detach().clone()) for name, tensor in held])
 
     handle = register_module_forward_pre_hook(keep)
     try:
-        yield
+        yield ran
     finally:
         handle.remove()
         for module, name, tensor, values in (item for items in saved.values() for item in items):

@@ -26,6 +26,7 @@ from spiritlevel.answers.surface import landscape_in
 from spiritlevel.answers.wording import headline
 from spiritlevel.arguments import checked
 from spiritlevel.binding.batches import Fingerprint, picked
+from spiritlevel.binding.context import IDLE
 from spiritlevel.binding.losses import BinaryCrossEntropy
 from spiritlevel.binding.ranks import Ranks
 from spiritlevel.binding.reading import Reading
@@ -143,6 +144,7 @@ def measure(
                 memory=memory,
                 group=group,
                 seed=seed,
+                sharded=True,
                 **reading,
             )
             run = _Run(here, test, measures, parts, samples, time_limit, progress)
@@ -407,12 +409,16 @@ class _Run:
         def forward(what: str, done: int, total: int) -> None:
             self.progress(f"audit: {what}", done, total)
 
+        if self.here.problem.sharded:
+            raise InputError("an audit transforms the whole model, and it is sharded over processes.")
         self.found["audit"] = audit_in(self.few, self.chosen, progress=forward)
 
     def _spectrum(self) -> None:
         self.found["spectrum"] = spectrum(self.few.hessian, k=2, probes=_PROBES, steps=_STEPS, seed=self.seed)
 
     def _landscape(self) -> None:
+        if self.here.problem.sharded:
+            raise InputError("a landscape moves the whole model, and it is sharded over processes.")
         self.found["landscape"] = landscape_in(self.few, wanted("eigenvectors", None, 2, _GRID, None))
 
     # ------------------------------------------------------------ the report
@@ -505,7 +511,10 @@ def outcomes(setting: Setting) -> Outcomes:
     with ranks.together(), problem.active(), torch.no_grad():
         explained = _Explained(setting.first(1)[1])
         for start, inputs, targets in setting.mine():
-            outputs = problem.outputs(problem.params, inputs)
+            with setting.each_together():
+                outputs = problem.outputs(problem.params, inputs)
+            if start == IDLE:
+                continue
             flat, one = outputs.reshape(len(targets), -1), outputs.ndim <= 2
             explained.update(problem.loss.prediction(outputs.double(), targets), targets)
             if one and flat.shape[1] > 1:

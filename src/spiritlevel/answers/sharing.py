@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from spiritlevel.binding.ranks import Ranks
 from spiritlevel.results import Result
@@ -26,4 +26,5 @@ def shared(ranks: Ranks, tasks: Sequence[Callable[[], Part]]) -> list[Part]:
     with ranks.together():
         mine = [task().to_dict() for index, task in enumerate(tasks) if ranks.takes(index)]
     told = [json.loads(text) for text in ranks.told(json.dumps(mine, allow_nan=False).encode())]
-    return [Result.from_dict(told[index % ranks.count][index // ranks.count]) for index in range(len(tasks))]
+    every = (told[index % ranks.count][index // ranks.count] for index in range(len(tasks)))
+    return [cast(Part, Result.from_dict(found)) for found in every]

@@ -7,6 +7,7 @@ derivatives are right, say, no other part has to find out again.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -25,10 +26,14 @@ from spiritlevel.binding.parameters import Params
 from spiritlevel.binding.problem import Problem
 from spiritlevel.binding.ranks import Ranks
 from spiritlevel.binding.reading import Reading, form_of
+from spiritlevel.binding.shards import ShardedProblem, bound
 from spiritlevel.errors import InputError, checked_seed, whole_number
 from spiritlevel.memory import parse_memory
 
 Found = TypeVar("Found")
+IDLE = -1
+"""The number of the first sample of a batch that a rank gets only to make a pass that the others need."""
+
 _OUTPUTS = 2**24  # numbers that the outputs of one batch hold at most, where nothing else limits them
 
 
@@ -47,6 +52,7 @@ class Context:
         seed: of everything random.
         ordered: whether results belong to samples, so that the data must come in an order that repeats.
         whole: whether batches are part of what is measured and must not be split, as with batch statistics.
+        sharded: whether the caller can do with a model that is sharded over processes.
         reading: how batches and outputs are read, and what a sample is; see `Reading`.
 
     >>> net = nn.Linear(2, 3)
@@ -69,13 +75,16 @@ class Context:
         seed: int = 0,
         ordered: bool = True,
         whole: bool = False,
+        sharded: bool = False,
         **reading: Unpack[Reading],
     ) -> None:
         self.seed = checked_seed(seed)
-        self.problem = Problem(model, loss=loss, params=params, batch_norm=batch_norm, form=form_of(reading))
+        make = bound if sharded else Problem
+        self.problem = make(model, loss=loss, params=params, batch_norm=batch_norm, form=form_of(reading))
         self.form = self.problem.form
         self.batch_size = None if batch_size is None else whole_number(batch_size, "batch_size", 1)
-        self.batch_norm, self.group, self.ordered = batch_norm, group, ordered
+        self.batch_norm, self.ordered = batch_norm, ordered
+        self.group = self.problem.group if isinstance(self.problem, ShardedProblem) and group is None else group
         self.whole = whole or batch_norm == "batch" or self.form.batches == "fixed"
         if self.whole and self.form.unit == "token":
             raise InputError(
@@ -210,12 +219,21 @@ class Context:
                 yield self.problem.place(inputs, targets)
 
     def mine(self, batches: Batches | None = None) -> Iterator[tuple[int, Any, Tensor]]:
-        """This rank's batches, all of them without a group, each with the number of its first sample."""
-        start, ranks = 0, Ranks(self.group)
-        for index, (inputs, targets) in enumerate(self.batches if batches is None else batches):
-            if ranks.takes(index) and len(targets):
+        """This rank's batches, all of them without a group, each with the number of its first sample.
+
+        The ranks of a sharded model must make the same passes: who has no batch left gets one with the number `IDLE`,
+        whose results are for nobody.
+        """
+        start, ranks, index = 0, Ranks(self.group), 0
+        for inputs, targets in self.batches if batches is None else batches:
+            if not len(targets):
+                continue
+            if ranks.takes(index):
                 yield start, *self.problem.place(inputs, targets)
             start += len(targets)
+            index += 1
+        if self.problem.sharded and ranks.rank >= (index % ranks.count or ranks.count):
+            yield IDLE, *self.first(1)
 
     def of_samples(
         self, function: Callable[[Any, Tensor], Tensor], *shape: int, batches: Batches | None = None
@@ -224,8 +242,15 @@ class Context:
         pieces = []
         with self.ranks.together(), self.problem.active(), torch.no_grad():
             for start, inputs, targets in self.mine(batches):
-                pieces.append((start, function(inputs, targets).double().cpu().reshape(len(targets), *shape)))
+                with self.each_together():
+                    found = function(inputs, targets)
+                if start != IDLE:
+                    pieces.append((start, found.double().cpu().reshape(len(targets), *shape)))
         return self.ranks.joined(pieces, self.count, *shape)
+
+    def each_together(self) -> contextlib.AbstractContextManager[None]:
+        """Around each batch: of a sharded model what one rank refuses after a pass all refuse, before the next one."""
+        return self.ranks.together() if self.problem.sharded else contextlib.nullcontext()
 
     def fair(self, most: int) -> int:
         """At most so many samples at once, and as many batches for every rank; they must not be cut smaller alone."""
@@ -300,6 +325,8 @@ class Context:
     @functools.cached_property
     def theta(self) -> Tensor:
         """The measured parameters laid end to end."""
+        if isinstance(self.problem, ShardedProblem):
+            return self.problem.flat
         return torch.cat([tensor.reshape(-1) for tensor in self.problem.params.values()])
 
     def split(self, flat: Tensor) -> Params:

@@ -32,18 +32,48 @@ def measurable(model: Any) -> nn.Module:
             )
     if any(nn.parameter.is_lazy(tensor) for _, tensor in state_of(model)):
         raise InputError(f"the model {type(model).__name__} has lazy parameters; run it on one batch first.")
+    refuse_sharded(model)
     for name, parameter in model.named_parameters():
-        if hasattr(parameter, "placements") and hasattr(parameter, "to_local"):
-            raise InputError(
-                f"the parameter {name} is sharded over processes (a DTensor, as FSDP2 makes them), and a measurement "
-                "needs it whole on every rank; load the full state dict "
-                "(torch.distributed.checkpoint.state_dict.get_model_state_dict with full_state_dict=True) into an "
-                "unsharded model, and measure that; group= shares the work."
-            )
         if parameter.is_complex() or parameter.is_meta:
             kind = "is complex" if parameter.is_complex() else "is on the meta device, without values"
             raise InputError(f"the parameter {name} {kind}; there is no curvature to measure.")
     return model
+
+
+def is_sharded(model: Any) -> bool:
+    """Whether a parameter is a DTensor, or was one before a pass gathered it."""
+    if not isinstance(model, nn.Module):
+        return False
+    model = unwrapped(model)
+    return any(is_parted(p) for p in model.parameters()) or bool(managed_modules(model))
+
+
+def refuse_sharded(model: Any) -> None:
+    """Raise `InputError` for a sharded model, where something needs whole parameters."""
+    if is_sharded(model):
+        name = next((name for name, p in unwrapped(model).named_parameters() if is_parted(p)), "of a module")
+        raise InputError(
+            f"the parameter {name} is sharded over processes (a DTensor, as FSDP2 makes them), and this needs it whole "
+            "on every rank. Margins, losses, average and adaptive sharpness and the Hessian are measured in shards "
+            "(margins, hessian, measure); for the rest load the full state dict "
+            "(torch.distributed.checkpoint.state_dict.get_model_state_dict with full_state_dict=True) into an "
+            "unsharded model, and measure that; group= shares the work."
+        )
+
+
+def is_parted(tensor: Any) -> bool:
+    """Whether a tensor is a DTensor."""
+    return hasattr(tensor, "placements") and hasattr(tensor, "to_local")
+
+
+def part_here(tensor: Tensor) -> Tensor:
+    """The part of a tensor that this rank holds: all of it, unless it is sharded. Shares its memory."""
+    return tensor.to_local() if is_parted(tensor) else tensor  # type: ignore[attr-defined]
+
+
+def managed_modules(model: nn.Module) -> list[Any]:
+    """The modules that `fully_shard` manages."""
+    return [module for module in model.modules() if hasattr(module, "reshard") and hasattr(module, "unshard")]
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

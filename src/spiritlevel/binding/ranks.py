@@ -205,10 +205,28 @@ class Ranks:
         try:
             yield
         except RuntimeError as error:
-            raise ConnectionError(
-                f"rank {self.rank} of {self.count} has lost another rank, which died or does not answer "
-                f"({_reason(error)}); see what that one said last, and start the job again."
-            ) from error
+            raise _lost(self.rank, self.count, error) from error
+
+    @staticmethod
+    @contextmanager
+    def contact(group: Any) -> Iterator[None]:
+        """Around passes of a model that communicates by itself: a lost rank is said in the same sentence."""
+        try:
+            yield
+        except RuntimeError as error:
+            if not _LOST.search(str(error)):
+                raise
+            raise _lost(dist.get_rank(group), dist.get_world_size(group), error) from error
+
+
+_LOST = re.compile(r"gloo|nccl|connection (closed|reset|refused)|timed out|broken pipe", re.IGNORECASE)
+
+
+def _lost(rank: int, count: int, error: Exception) -> ConnectionError:
+    return ConnectionError(
+        f"rank {rank} of {count} has lost another rank, which died or does not answer ({_reason(error)}); see what "
+        "that one said last, and start the job again."
+    )
 
 
 def _reason(error: Exception) -> str:

@@ -134,10 +134,7 @@ def _squares(v: Tensor, hv: Tensor) -> Tensor:
 
 def with_tolerance(estimate: Estimate, tolerance: float) -> Estimate:
     """An estimate from products with an error of their own; as it was where they have none."""
-    if not tolerance or math.isnan(estimate.value):
-        return estimate
-    status = "estimated" if estimate.status == "exact" else estimate.status
-    return replace(estimate, tolerance=tolerance, status=status)
+    return replace(estimate, tolerance=estimate.tolerance + tolerance) if tolerance else estimate
 
 
 def _expected_form(

@@ -85,6 +85,7 @@ def _pac_bayes(setting: Setting, deviation: Callable[[float], Tensor | float], p
     guide="curvature",
     passes=10 * _PAC_DRAWS,
     sampling=Sampling("influence", kept("pac-bayes 3")),
+    in_shards=True,
     invariant_to=UNSEEN,
 )
 def _pac_bayes_flatness(setting: Setting) -> Estimate:
@@ -102,6 +103,7 @@ def _pac_bayes_flatness(setting: Setting) -> Estimate:
     guide="curvature in sizes",
     passes=10 * _PAC_DRAWS,
     sampling=Sampling("influence", kept("pac-bayes 4")),
+    in_shards=True,
     invariant_to=frozenset({"permute_units"}),
 )
 def _pac_bayes_magnitude(setting: Setting) -> Estimate:

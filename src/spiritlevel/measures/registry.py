@@ -65,7 +65,8 @@ class Measure:
     knows it. `keeps_sign` tells that no linear reparametrisation θ → Tθ can change its sign (Sylvester's law of inertia
     for T⁻ᵀHT⁻¹). `guide` is what the audit's search climbs to move it, see `GUIDES`. `advice` is what a comparison may
     say for the model that is surely better by this measure; without it the measure has no voice in the advice.
-    `also_called` are the names that others use.
+    `in_shards` tells that it can be taken of a model that is sharded over processes. `also_called` are the names that
+    others use.
 
     >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2))
     >>> data = torch.ones(4, 2), torch.tensor([0, 1, 0, 1])
@@ -88,6 +89,7 @@ class Measure:
     predict: Predict | None = field(default=None, repr=False)
     keeps_sign: bool = False
     of_margins: bool = False
+    in_shards: bool = False
     guide: str = "length"
     advice: str = ""
     also_called: tuple[str, ...] = ()
@@ -103,9 +105,16 @@ class Measure:
         **reading: Unpack[Reading],
     ) -> Estimate:
         """The measure of a model on data, with its error; the model is left as it was."""
-        setting = Setting(model, data, loss=loss, batch_norm=batch_norm, seed=seed, **reading)
+        setting = Setting(
+            model, data, loss=loss, batch_norm=batch_norm, seed=seed, sharded=self.takes_shards, **reading
+        )
         setting.check()
         return self.compute(setting)
+
+    @property
+    def takes_shards(self) -> bool:
+        """Whether it can be taken of a sharded model: it says so, or is a statistic of the output margins."""
+        return self.in_shards or self.of_margins
 
     def attempt(self, setting: Setting) -> Estimate:
         """The measure, or NaN with the reason why there is none.
@@ -117,6 +126,9 @@ class Measure:
         return setting.once(("measure", self.name), lambda: self._attempted(setting))
 
     def _attempted(self, setting: Setting) -> Estimate:
+        if setting.problem.sharded and not self.takes_shards:
+            reason = "this measure needs the whole model, and it is sharded over processes"
+            return Estimate(math.nan, seed=setting.seed, reason=reason)
         try:
             found = self.compute(setting)
         except (InputError, NotExactError) as error:

@@ -21,8 +21,9 @@ from spiritlevel.binding.modules import state_of
 from spiritlevel.binding.parameters import Params
 from spiritlevel.binding.points import at_points, points_at_once
 from spiritlevel.binding.problem import Problem
+from spiritlevel.binding.shards import ShardedProblem
 from spiritlevel.errors import InputError
-from spiritlevel.estimators import Operator
+from spiritlevel.estimators import Operator, operator_trace
 from spiritlevel.measures.blocks import Block, gauss_newton_blocks
 from spiritlevel.measures.ends import Ends, in_layer_norms, probe_count
 from spiritlevel.operators.averaging import activation_bytes
@@ -61,11 +62,14 @@ class Setting(Context):
         super()._forget()
         self._after: tuple[Transformed, Ends] | None = None
         self.kept: dict[str, Tensor] = {}  # what measures learned of every sample on their way, by their names
+        self.draws: dict[str, Tensor] = {}  # random draws whose mean a measure is, by its name
         self.along: dict[str, list[Tensor]] = {}  # probes that they used
 
     @property
     def model(self) -> nn.Module:
         """The model, as long as it is the one that `problem` copied: one setting never mixes two states of a model."""
+        if self.problem.sharded:
+            raise InputError("this needs the whole model, and it is sharded over processes.")
         model, copied = self.problem.model, {**self.problem.params, **self.problem.constants}
         state, device = dict(state_of(model)), self.problem.device
         changed = torch.stack([_differ(tensor.detach(), copied[name]).to(device) for name, tensor in state.items()])
@@ -93,12 +97,16 @@ class Setting(Context):
     def check(self) -> None:
         """Raise `InputError` unless every sample fits the model and the loss: one forward pass, shared by the ranks."""
         with self.ranks.together(), self.problem.active():
-            check_derivatives(self.problem, *self.first(64), twice=False)
+            if self.problem.sharded:  # all ranks look at the same samples: all must make the same passes
+                check_independence(self.problem, self.first(64)[0])
+            else:
+                check_derivatives(self.problem, *self.first(64), twice=False)
             with torch.no_grad():
                 for start, inputs, targets in self.mine():
-                    outputs = self.problem.outputs(self.problem.params, inputs)
-                    self.problem.checked(outputs, inputs, targets, start)
-                    if not start and not self.whole:
+                    with self.each_together():
+                        outputs = self.problem.outputs(self.problem.params, inputs)
+                        self.problem.checked(outputs, inputs, targets, max(start, 0))
+                    if not start and not self.whole and not self.problem.sharded:
                         check_independence(self.problem, inputs, outputs)
 
     def losses_at(self, theta: Tensor) -> Tensor:
@@ -125,6 +133,9 @@ class Setting(Context):
 
         Some points with one batch are one piece of work, and every rank takes a run of these: few make the same points.
         """
+        if self.problem.sharded:  # one point after the other: each is spread over all ranks
+            each = (self.split(points(range(index, index + 1))[0]) for index in range(count))
+            return torch.stack([self.of_samples(functools.partial(function, point)) for point in each])
         ranks, found = self.ranks, torch.zeros(count, self.count, dtype=torch.float64)
         batches = sum(1 for _ in self.pieces) if ranks.count > 1 else 0
         width = max(2, at_once)
@@ -160,6 +171,8 @@ class Setting(Context):
     @functools.cached_property
     def at_once(self) -> int:
         """How many perturbed networks to run at once: of each there is a loss of every sample."""
+        if self.problem.sharded:
+            return 1
         fitting = points_at_once(self.problem, activation_bytes(self)[1] * min(self.count, _BATCH))
         return max(1, min(fitting, _LOSSES // self.count))
 
@@ -171,6 +184,8 @@ class Setting(Context):
         """L and ∇L at other parameters."""
         if self.of_means is not self:
             return self.of_means.gradient_at(theta)
+        if self.problem.sharded:
+            raise InputError("an ascent along gradients needs the whole model, and it is sharded over processes.")
         total, gradient = torch.zeros((), dtype=torch.float64), torch.zeros_like(theta)
         with self.ranks.together(), self.problem.active():
             for _, inputs, targets in self.mine():
@@ -254,8 +269,8 @@ class Setting(Context):
         return self.once("structure", self._analysed)
 
     def _analysed(self) -> Structure:
-        if self.coupling:
-            return Structure(failure=self.why_coupled)
+        if self.coupling or self.problem.sharded:
+            return Structure(failure=self.why_coupled if self.coupling else "the model is sharded over processes")
         with self.ranks.together(), self.problem.active():
             found = (analyse(self.problem, inputs, len(targets)) for _, inputs, targets in self.mine())
             seen = functools.reduce(joined, found, Structure())
@@ -290,6 +305,11 @@ class Setting(Context):
         """How many probes the trace of a matrix of all parameters takes."""
         usual = probe_count(self.problem.size)
         return usual if self.probes is None or usual == self.problem.size else min(self.probes, usual)
+
+    def trace_of(self, op: Operator) -> Estimate:
+        """The trace of a matrix of all parameters; where products are few, its large eigenvalues are taken out."""
+        method = "hutchinson" if self.probes is None else "hutch++"
+        return operator_trace(op, probes=self.probe_count, method=method, seed=self.seed)
 
     @property
     def exact_traces(self) -> SampleTraces | None:
@@ -451,8 +471,13 @@ class Setting(Context):
 
     def normal(self, index: int, purpose: int) -> Tensor:
         """The draw of standard normal numbers with this index, (P,), for this purpose."""
-        numbers = torch.randn(self.problem.size, generator=self.generator(index, purpose), dtype=torch.float64)
-        return numbers.to(self.theta)
+        generator = self.generator(index, purpose)
+
+        def draw(count: int) -> Tensor:
+            return torch.randn(count, generator=generator, dtype=torch.float64)
+
+        problem = self.problem
+        return (problem.drawn(draw) if isinstance(problem, ShardedProblem) else draw(problem.size)).to(self.theta)
 
 
 def _swapped(function: Callable[[Params, Any, Tensor], Tensor], batch: tuple[Any, Tensor], params: Params) -> Tensor:

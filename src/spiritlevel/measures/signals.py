@@ -228,6 +228,7 @@ def _gaps(setting: Setting) -> Tensor:
     cost="forward",
     passes=1,
     sampling=mean_of(_gaps),
+    in_shards=True,
     invariant_to=SAME,
 )
 def _mean_confidence_gap(setting: Setting) -> Estimate:

@@ -35,7 +35,7 @@ def _register_end(name: str, get: Callable[[Ends], Estimate], meaning: str, form
         known = found is not None and found.status != "not converged" and found.sign
         return found.value if found is not None and known else None
 
-    add = register(name, meaning, formula, "paper C", **_OF_HESSIAN, predict=predict, **fields)
+    add = register(name, meaning, formula, "paper C", **_OF_HESSIAN, predict=predict, in_shards=True, **fields)
     add(lambda setting: get(setting.spectrum))
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from spiritlevel.estimators import operator_trace
 from spiritlevel.measures.ends import PROBES
 from spiritlevel.measures.registry import UNSEEN, register
 from spiritlevel.measures.sampling import mean_of
@@ -46,8 +45,9 @@ def trace_passes(setting: Setting, unless_exact: float = 0.0) -> float:
     """
     exact = _exact_passes(setting)
     if exact is None:
-        few = 1.0 if setting.probes is None else min(1.0, setting.probes / PROBES)  # an audit takes fewer
-        return 3.0 * (setting.probes or DEFAULT_PROBES) + few * unless_exact
+        if setting.probes is not None:  # an audit takes fewer
+            return setting.probes * max(3.0, unless_exact / PROBES)
+        return 3.0 * DEFAULT_PROBES + unless_exact
     return exact if setting.structure.exact else exact + unless_exact
 
 
@@ -66,11 +66,12 @@ def _exact_passes(setting: Setting) -> float | None:
 
 def _mean_trace(setting: Setting) -> Estimate:
     """Tr H: of every sample, or, for the few probes of an audit, by products that the spectrum needs anyway."""
-    if setting.probes is None or setting.coupling == "loss" or _exact_passes(setting) is not None:
+    by_samples = setting.probes is None or setting.coupling == "loss" or _exact_passes(setting) is not None
+    if by_samples and not setting.problem.sharded:
         return setting.trace
     return setting.once(
         "trace by products",
-        lambda: operator_trace(setting.hessian, probes=setting.probe_count, seed=setting.seed),
+        lambda: setting.trace_of(setting.hessian),
     )
 
 
@@ -86,6 +87,7 @@ def _mean_trace(setting: Setting) -> Estimate:
     passes=trace_passes,
     sampling=mean_of(lambda setting: setting.traces.values),
     also_called=("hessian_trace",),
+    in_shards=True,
     invariant_to=UNSEEN,
     predict=predicted_trace,
 )
@@ -104,6 +106,7 @@ def _trace(setting: Setting) -> Estimate:
     guide="curvature",
     passes=trace_passes,
     sampling=mean_of(lambda setting: setting.traces.values / setting.problem.size),
+    in_shards=True,
     invariant_to=UNSEEN,
     predict=_predicted_mean_eigenvalue,
 )

@@ -16,6 +16,7 @@ from spiritlevel.binding.reading import Reading
 from spiritlevel.errors import InputError
 from spiritlevel.estimators import Operator
 from spiritlevel.operators.averaging import MeanMatrix
+from spiritlevel.operators.differences import DifferencedHessian
 from spiritlevel.operators.products import Product, fisher_product, gauss_newton_product, hessian_product
 
 
@@ -54,9 +55,13 @@ def hessian(
             memory as far as half of it goes, and read again and recomputed beyond.
         group: a `torch.distributed` group; every rank passes the same model, data and options, makes the same
             products and takes its share of the batches. Vectors are those of rank 0, results the same on all. Where
-            the ranks' batch sizes differ the smallest is used. `None` never communicates.
+            the ranks' batch sizes differ the smallest is used. `None` never communicates, unless the model is sharded.
         reading: `target=`, `batch=`, `output=`, `unit=`, `batches=`: how batches and outputs are read, and what a
             sample is; see `Reading`.
+
+    Of a model that `fully_shard` has sharded every rank passes the same data, and vectors hold the entries of its own
+    shards. Products are differences of gradients with an error of their own, `op.error` for a unit vector, which
+    results carry as `tolerance` (mathematics 4.12); cost: two gradients, four for some.
 
     Reference: Pearlmutter, Neural Comput. 6 (1994), doi:10.1162/neco.1994.6.1.147.
 
@@ -66,9 +71,8 @@ def hessian(
     >>> hessian(net, data, loss="squared_error") @ torch.tensor([1.0])  # mean of x²
     tensor([5.])
     """
-    return hessian_in(
-        _unordered(model, data, loss, params, batch_norm, batch_size, memory, group, reading), weight_decay
-    )
+    context = _unordered(model, data, loss, params, batch_norm, batch_size, memory, group, reading, sharded=True)
+    return hessian_in(context, weight_decay)
 
 
 @checked
@@ -189,6 +193,8 @@ def hessian_variance(
 
 def hessian_in(context: Context, weight_decay: float = 0.0) -> Operator:
     """The Hessian of the mean loss; see `hessian`."""
+    if context.problem.sharded:
+        return context.once(("differences", weight_decay), lambda: DifferencedHessian(context, weight_decay))
     return _in(context.of_means, hessian_product, weight_decay)
 
 
@@ -223,6 +229,7 @@ def _unordered(
     group: Any,
     reading: Reading,
     whole: bool = False,
+    sharded: bool = False,
 ) -> Context:
     """A mean over samples has no order: a loader that shuffles is read in the order of its data set."""
     return Context(
@@ -236,5 +243,6 @@ def _unordered(
         group=group,
         ordered=False,
         whole=whole,
+        sharded=sharded,
         **reading,
     )

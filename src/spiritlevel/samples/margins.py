@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from spiritlevel.arguments import checked
 from spiritlevel.binding.batches import Fingerprint
-from spiritlevel.binding.context import Context
+from spiritlevel.binding.context import IDLE, Context
 from spiritlevel.binding.cores import at_a_time, side_by_side
 from spiritlevel.binding.coupling import check_independence
 from spiritlevel.binding.devices import doubled, with_double
@@ -211,7 +211,15 @@ def margins(
     """
     everything = "*" if isinstance(model, nn.Module) and next(model.parameters(), None) is not None else None
     context = Context(
-        model, data, loss=loss, params=everything, batch_norm=batch_norm, batch_size=batch_size, group=group, **reading
+        model,
+        data,
+        loss=loss,
+        params=everything,
+        batch_norm=batch_norm,
+        batch_size=batch_size,
+        group=group,
+        sharded=True,
+        **reading,
     )
     return margins_in(context, distance=distance, layer=layer)
 
@@ -222,6 +230,8 @@ def margins_in(context: Context, *, distance: int | float | str | None = None, l
     problem, ranks, form = context.problem, context.ranks, context.form
     if layer is not None and not norm:
         raise InputError("layer= says where a distance is measured; pass distance=2 or distance='inf' as well.")
+    if norm and problem.sharded:
+        raise InputError("the distances of a sharded model are not offered; leave out distance=.")
     if norm and context.coupling == "outputs":
         raise InputError(
             f"{context.why_coupled}: a sample's outputs depend on the whole batch, so it has no distance of its own; "
@@ -258,16 +268,24 @@ def margins_in(context: Context, *, distance: int | float | str | None = None, l
             first += len(targets)
             if ranks.takes(index):
                 yield start, *problem.place(inputs, targets)
+        if problem.sharded and ranks.rank >= (len(sizes) % ranks.count or ranks.count):
+            yield IDLE, *context.first(1)
 
-    looked = several = False
+    looked, several = problem.sharded, False
+    if problem.sharded:  # all ranks look at the same samples: all must make the same passes
+        with ranks.together(), problem.active():
+            check_independence(problem, context.first(64)[0])
 
     def begin(batch: tuple[int, Any, Tensor]) -> Callable[[], tuple[int, Tensor]]:
         nonlocal looked, several
         start, inputs, targets = batch
-        outputs, points = (
-            _linearised(problem, inputs, layer) if norm else (problem.head_or_outputs(problem.params, inputs), [])
-        )
-        problem.checked(outputs, inputs, targets, start)
+        with context.each_together():
+            outputs, points = (
+                _linearised(problem, inputs, layer) if norm else (problem.head_or_outputs(problem.params, inputs), [])
+            )
+            problem.checked(outputs, inputs, targets, max(start, 0))
+        if start == IDLE:
+            return lambda: (0, torch.zeros(0, _COLUMNS, dtype=torch.float64))
         if not looked and len(targets) and not context.whole:
             check_independence(problem, inputs, outputs.detach())
             if norm and layer is None:
