@@ -58,7 +58,10 @@ def test_every_command_has_help_with_an_example(command: list[str], capsys: pyte
 @pytest.mark.parametrize("args", [[], ["--help"]])
 def test_help_lists_the_commands_that_work_and_no_others(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(args) == 0
-    assert "{demo,measure,compare,audit,samples,plot,reproduce,claims,measures,data,report}" in capsys.readouterr().out
+    assert (
+        "{demo,measure,compare,perturb,rank,audit,samples,plot,reproduce,claims,measures,data,report}"
+        in capsys.readouterr().out
+    )
 
 
 def test_help_is_quick_and_does_without_torch() -> None:

@@ -26,7 +26,7 @@ from page_blocks import blocks_of, run_page  # noqa: E402
 DOCS = ROOT / "docs"
 GUIDES = [DOCS / "index.md", *sorted((DOCS / "guides").glob("*.md"))]
 OUTPUTS = json.loads((DOCS / "guides" / "outputs.json").read_text(encoding="utf-8"))
-QUICK = {"many-gpus", "how-many-bits"}  # the others are run by `make test-full`
+QUICK = {"many-gpus"}  # the others are run by `make test-full`
 MKDOCS = importlib.util.find_spec("material") is not None
 
 

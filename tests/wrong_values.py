@@ -28,11 +28,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from reports import report as made_up_report
 from torch import nn
 
 import spiritlevel as sl
 from spiritlevel.errors import InputError, NotExactError
-from spiritlevel.results import Result
+from spiritlevel.results import Result, TrainingCurves
 
 
 class Colour(enum.Enum):
@@ -170,6 +171,8 @@ GOOD: dict[str, Callable[[], Any]] = {
     "draws": lambda: torch.randn(8),
     "text": lambda: sl.Estimate(1.0).to_json(),
     "state": lambda: _recorder().state_dict(),
+    "of": lambda: made_up_report(12),
+    "models": lambda: {"a": network(), "b": network()},
     "trainer": object,  # transformers is not installed here; where it is, this is the wrong one
 }
 
@@ -186,6 +189,8 @@ SPECIAL: dict[str, dict[str, Callable[[], Any]]] = {
     "data.fetch": {"name": lambda: "digits"},
     "data.path": {"name": lambda: "digits"},
     "correlate": {"resamples": lambda: 9},
+    "plot.training": {"of": lambda: TrainingCurves(({"step": 1, "loss": 0.5},), (), {"loss": "loss"})},
+    "plot.save": {"chart": lambda: sl.plot.margins(made_up_report(12)), "path": lambda: "figure.svg"},
     "claims.run": {"id": lambda: "C-4-softmax"},
 }
 

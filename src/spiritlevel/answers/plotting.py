@@ -24,6 +24,7 @@ from torch import nn
 from spiritlevel.answers.auditing import audit as audited
 from spiritlevel.answers.surface import landscape as measured_landscape
 from spiritlevel.answers.tracking import Tracker
+from spiritlevel.arguments import checked
 from spiritlevel.errors import InputError, shown
 from spiritlevel.estimators import spectral_density
 from spiritlevel.operators.matrices import hessian
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
 __all__ = ["audit", "density", "landscape", "layers", "margins", "save", "spectrum", "traces", "training"]
 
 
+@checked
 def landscape(
     of: Any,
     data: Any = None,
@@ -89,6 +91,7 @@ def landscape(
     return surface_lines(found, accuracy=accuracy, band=band, quadratic=quadratic, log=log, title=title)
 
 
+@checked
 def spectrum(of: Any, data: Any = None, *, title: str = "", **options: Any) -> Chart:
     """The Ritz values of the Hessian and their weights; of mini-batches a histogram of their largest eigenvalues.
 
@@ -112,6 +115,7 @@ def spectrum(of: Any, data: Any = None, *, title: str = "", **options: Any) -> C
     return ritz_values(next(iter(found.values())), title=title)
 
 
+@checked
 def density(of: Any, data: Any = None, *, width: float | None = None, title: str = "", **options: Any) -> Chart:
     """The smoothed density of the Hessian's eigenvalues with its error band, for one model or several.
 
@@ -135,6 +139,7 @@ def density(of: Any, data: Any = None, *, width: float | None = None, title: str
     return densities({name: curves[name] for name in _several(of)}, title=title)
 
 
+@checked
 def margins(of: Any, data: Any = None, *, title: str = "", **options: Any) -> Chart:
     """How the output margins of the samples are distributed: a histogram and a box, or the shares of several groups.
 
@@ -158,6 +163,7 @@ def margins(of: Any, data: Any = None, *, title: str = "", **options: Any) -> Ch
     return histograms({name: each.signed for name, each in found.items()}, "output margin", title=title)
 
 
+@checked
 def traces(of: Any, data: Any = None, *, title: str = "", **options: Any) -> Chart:
     """The trace of every sample's Hessian: against its margin where that is known, else how they are distributed.
 
@@ -182,6 +188,7 @@ def traces(of: Any, data: Any = None, *, title: str = "", **options: Any) -> Cha
     return histograms({name: each.values for name, each in found.items()}, "Hessian trace", log_x=True, title=title)
 
 
+@checked
 def layers(of: Any, data: Any = None, *, title: str = "", **options: Any) -> Chart:
     """The share of each parameter tensor in the trace of the Hessian, as bars.
 
@@ -214,6 +221,7 @@ def layers(of: Any, data: Any = None, *, title: str = "", **options: Any) -> Cha
     return bars(shares, "layer", column, title=title)
 
 
+@checked
 def audit(of: Any, data: Any = None, *, title: str = "", **options: Any) -> Chart:
     """What happens to each measure when the parameters change and the function does not: a map of factors.
 
@@ -229,6 +237,7 @@ def audit(of: Any, data: Any = None, *, title: str = "", **options: Any) -> Char
     return audit_map(next(iter(found.values())), title=title)
 
 
+@checked
 def training(of: Any, *, log: bool = False, title: str = "") -> Any:
     """The curves of a tracked training, a panel for each quantity; of several trainings on the same axes.
 
@@ -246,6 +255,7 @@ def training(of: Any, *, log: bool = False, title: str = "") -> Any:
     return training_panels(found, log=log, title=title)
 
 
+@checked
 def save(
     chart: Any, path: str | Path, *, size: str = "column", titles: bool = True, dark: bool = False
 ) -> tuple[Path, ...]:
