@@ -177,8 +177,9 @@ def test_both_signals_leave_the_page_of_what_is_done(tmp_path: Path, name: str, 
     command += ["--measures", "trace,largest_eigenvalue"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == code, done.stderr
-    assert done.stderr.startswith("spiritlevel: interrupted at step ")
-    assert done.stderr.count("\n") == 1
+    *progress, last = done.stderr.splitlines()  # on a busy machine there is a line of it every ten seconds
+    assert last.startswith("spiritlevel: interrupted at step ")
+    assert all(line.startswith("spiritlevel: ") and line.endswith(" s)") for line in progress)
     assert "interrupted at step" in (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
     assert sl.Report.from_json(tmp_path / "run" / "report.json").partial
 
