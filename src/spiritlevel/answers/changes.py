@@ -10,7 +10,7 @@ import copy
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -243,7 +243,7 @@ def root_mean_square(tensor: Tensor) -> float:
 def _pruned(params: Params, share: float, by_layer: bool) -> Params:
     """The smallest magnitudes set to 0: as many as the share, rounded down; of equal ones the first."""
     groups = [[name] for name in params] if by_layer else [list(params)]
-    after = {}
+    after: Params = {}
     for names in groups:
         flat = torch.cat([params[name].reshape(-1) for name in names])
         count = math.floor(share * flat.numel() + 1e-9)
@@ -324,7 +324,7 @@ def _has_adapter(module: nn.Module) -> bool:
 
 def _delta(module: Any) -> Tensor:
     """s·BA of a layer, summed over its adapters."""
-    adapters = list(module.lora_A.keys()) if isinstance(module.lora_A, nn.ModuleDict) else [None]
+    adapters: list[str | None] = list(module.lora_A.keys()) if isinstance(module.lora_A, nn.ModuleDict) else [None]
     active = getattr(module, "active_adapters", None)
     if isinstance(active, list | tuple) and adapters != [None]:
         adapters = [name for name in adapters if name in active]
@@ -334,6 +334,6 @@ def _delta(module: Any) -> Tensor:
             total = total + module.get_delta_weight(name)
             continue
         a, b, scale = (each if name is None else each[name] for each in (module.lora_A, module.lora_B, module.scaling))
-        a, b = (each.weight if isinstance(each, nn.Module) else each for each in (a, b))
+        a, b = (cast(Tensor, each.weight) if isinstance(each, nn.Module) else each for each in (a, b))
         total = total + float(scale) * (b @ a)
     return total if isinstance(total, Tensor) else torch.zeros_like(module.base_layer.weight)

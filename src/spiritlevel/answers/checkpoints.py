@@ -89,8 +89,17 @@ def rank(
             raise InputError(f"rank got two checkpoints named {name!r}; give each a name of its own.")
         try:
             if first is None:
-                options = {"batch_norm": batch_norm, "batch_size": batch_size, "memory": memory, "seed": seed}
-                first = setting = Setting(model, data, loss=loss, **options, **reading).drawn(samples)[0]
+                whole = Setting(
+                    model,
+                    data,
+                    loss=loss,
+                    batch_norm=batch_norm,
+                    batch_size=batch_size,
+                    memory=memory,
+                    seed=seed,
+                    **reading,
+                )
+                first = setting = whole.drawn(samples)[0]
             else:
                 setting = first.moved(model)
             setting.check()

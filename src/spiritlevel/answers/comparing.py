@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NamedTuple, Unpack
 
 import numpy as np
@@ -157,7 +157,7 @@ class _Plain(NamedTuple):
     name: str
     meaning: str
     direction: str
-    invariant_to: tuple[str, ...]
+    invariant_to: Collection[str]
     advice: str  # as `Measure.advice`; with the size of the difference
 
 

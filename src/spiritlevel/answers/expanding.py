@@ -155,6 +155,7 @@ def choices(loss: Any, outputs: Tensor, targets: Tensor) -> Choices | None:
         found: Decisions = loss.decisions(outputs, targets)
     except InputError:
         return None
+    assert isinstance(found.logits, Tensor)  # as the outputs are
     logits = found.logits.detach().double().cpu()
     count = len(targets)
     counts = torch.ones(count, dtype=torch.long) if found.counts is None else found.counts.cpu()
@@ -164,7 +165,8 @@ def choices(loss: Any, outputs: Tensor, targets: Tensor) -> Choices | None:
 
 def again(loss: Any, outputs: Tensor, targets: Tensor) -> Tensor:
     """The outputs of the same choices elsewhere, float64."""
-    return loss.decisions(outputs, targets).logits.detach().double().cpu()  # type: ignore[no-any-return]
+    logits: Tensor = loss.decisions(outputs, targets).logits
+    return logits.detach().double().cpu()
 
 
 def per_sample(values: Tensor, sample: Tensor, count: int, least: bool = False) -> Tensor:
