@@ -16,7 +16,8 @@ from spiritlevel import __version__
 from spiritlevel.answers.advising import Sides, advise
 from spiritlevel.answers.auditing import audit_in
 from spiritlevel.answers.changes import Change, several
-from spiritlevel.answers.measuring import FEW, RESAMPLES, Progress, kind, outcomes, silent
+from spiritlevel.answers.measuring import FEW, RESAMPLES, Progress, kind, silent
+from spiritlevel.answers.outcomes import outcomes
 from spiritlevel.answers.perturbing import changed
 from spiritlevel.arguments import checked
 from spiritlevel.binding.reading import Reading

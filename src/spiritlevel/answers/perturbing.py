@@ -25,7 +25,8 @@ from spiritlevel.answers.expanding import (
     reach,
     spread,
 )
-from spiritlevel.answers.measuring import Progress, kind_of, silent, thumbnails
+from spiritlevel.answers.measuring import Progress, kind_of, silent
+from spiritlevel.answers.outcomes import thumbnails
 from spiritlevel.arguments import checked
 from spiritlevel.binding.batches import picked
 from spiritlevel.binding.parameters import Params, select_parameters

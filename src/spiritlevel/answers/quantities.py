@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from spiritlevel.answers.critical import critical_sharpness, stability
-from spiritlevel.answers.measuring import outcomes
+from spiritlevel.answers.outcomes import outcomes
 from spiritlevel.answers.wording import median
 from spiritlevel.binding.modules import unwrapped
 from spiritlevel.errors import InputError, NotExactError, unknown_name

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from spiritlevel.answers.measuring import thumbnails
+from spiritlevel.answers.outcomes import thumbnails
 from spiritlevel.answers.visits import Visits, appended, check_batch, gathered, merged, observed, summary
 from spiritlevel.arguments import checked
 from spiritlevel.binding.batches import is_pair_of_tensors

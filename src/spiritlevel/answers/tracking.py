@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from spiritlevel.answers.measuring import outcomes
+from spiritlevel.answers.outcomes import outcomes
 from spiritlevel.answers.quantities import Quantities
 from spiritlevel.arguments import checked
 from spiritlevel.binding.reading import Reading, form_of
