@@ -11,7 +11,7 @@ PIP := -m pip --disable-pip-version-check --no-input install --quiet -c constrai
 NO_CPU_TORCH := the install failed. If pip found no CPU build of torch 2.13.0, add an index that has one (see CONTRIBUTING.md).
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-full test-versions test-integrations coverage fuzz bench docs site census coverage-doc audit-deps clean labels tried
+.PHONY: help install demo test test-full test-versions test-integrations package try-wheel coverage fuzz bench docs site census coverage-doc audit-deps clean labels tried
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -68,6 +68,17 @@ test-versions:  ## The oldest versions that pyproject.toml promises, and the cor
 	$(VERSIONS)/core/bin/python $(PIP) .
 	$(VERSIONS)/core/bin/python tools/try_core.py
 
+package: install  ## Build the wheel and the source distribution, into dist/
+	rm -rf dist
+	$(BIN)/pyproject-build --no-isolation --outdir dist . > /dev/null
+
+WHEEL := build/wheel
+
+try-wheel: package  ## Install the wheel by itself into a clean environment, and measure with it
+	rm -rf $(WHEEL) && $(PYTHON) -m venv $(WHEEL)
+	$(WHEEL)/bin/python $(PIP) dist/*.whl || { echo "make: $(NO_CPU_TORCH)" >&2; exit 1; }
+	$(WHEEL)/bin/python tools/try_core.py
+
 coverage: install  ## Which lines of the package the tests of `make test` run; a figure here, every line in build/coverage
 	$(BIN)/pytest -n 2 --dist worksteal --cov --cov-report=term:skip-covered --cov-report=html:build/coverage
 
@@ -80,11 +91,11 @@ bench: $(BENCH)/.installed  ## Compare with other libraries, in an environment o
 	$(BENCH)/bin/python -m pytest -q -m peers tests
 	$(BENCH)/bin/python benchmarks/run.py --page docs/benchmarks.md --json benchmarks/last_run.json
 
-# backpack and curvlinops would bring torchvision, which they do not need: pyproject.toml lists what they do need.
+# backpack, curvlinops and laplace-torch would bring torchvision, which they do not need: pyproject.toml lists what they do need.
 $(BENCH)/.installed: $(SETUP)
 	test -x $(BENCH)/bin/python || $(PYTHON) -m venv $(BENCH)
 	$(BENCH)/bin/python $(PIP) -e '.[dev,bench]' || { echo "make: $(NO_CPU_TORCH)" >&2; exit 1; }
-	$(BENCH)/bin/python $(PIP) --no-deps backpack-for-pytorch curvlinops-for-pytorch
+	$(BENCH)/bin/python $(PIP) --no-deps backpack-for-pytorch curvlinops-for-pytorch laplace-torch asdl
 	touch $@
 
 labels: $(LABELS)/.installed  ## Which scores find flipped labels: two hours in pieces that resume; writes docs/labels.md

@@ -171,24 +171,56 @@ def _peak() -> float:
     return int(status.split("VmHWM:")[1].split()[0]) * 1024 / 1e9
 
 
+def _failed(last: str) -> dict[str, Any]:
+    """A row without a number, by the last line of what a process had to say."""
+    missing = last.removeprefix("ModuleNotFoundError: No module named ")
+    return {"failed": f"{missing} is not installed" if missing != last else f"failed: {last[:200]}"}
+
+
+def here(who: str, kind: str, *sizes: int) -> dict[str, Any]:
+    """The same in this process, whose peak says nothing then."""
+    try:
+        return measure(who, kind, *sizes)
+    except ModuleNotFoundError as error:
+        return _failed(f"ModuleNotFoundError: {error}")
+
+
 def in_a_process(who: str, kind: str, *sizes: int) -> dict[str, Any]:
-    command = [sys.executable, __file__, who, kind, *map(str, sizes)]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    """What `measure` finds in a fresh process; kept in the folder BENCH_PIECES, if that is set, for a run in parts."""
+    arguments = [who, kind, *map(str, sizes)]
+    folder = os.environ.get("BENCH_PIECES")
+    kept = Path(folder) / f"{'-'.join(arguments)}.json" if folder else None
+    if kept is not None and kept.exists():
+        return json.loads(kept.read_text())
+    command, environment = [sys.executable, __file__, *arguments], {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     if done.returncode:
-        return {"failed": (done.stderr.strip().splitlines() or ["killed: out of memory?"])[-1][:200]}
-    return json.loads(done.stdout.splitlines()[-1])
+        return _failed((done.stderr.strip().splitlines() or ["killed: out of memory?"])[-1])
+    found = done.stdout.splitlines()[-1]
+    if kept is not None:
+        kept.write_text(found)
+    return json.loads(found)
 
 
 def language_models(scale: Scale) -> list[Row]:
+    """The large model by ourselves, and a smaller one, which does not take hours, beside the peers."""
     if scale is not FULL:
-        return rows_of(TINY, 499, 32, bar=None)
-    return [*rows_of(LARGE, VOCABULARY, LENGTH, bar=12.0), *rows_of(SMALL, VOCABULARY, LENGTH, bar=None)]
+        return rows_of(TINY, 499, 32, peers=True, find=here)
+    return [*rows_of(LARGE, VOCABULARY, LENGTH, bar=12.0), *rows_of(SMALL, VOCABULARY, LENGTH, peers=True)]
 
 
-def rows_of(size: tuple[int, int], vocabulary: int, length: int, bar: float | None) -> list[Row]:
+def rows_of(
+    size: tuple[int, int],
+    vocabulary: int,
+    length: int,
+    *,
+    bar: float | None = None,
+    peers: bool = False,
+    find: Callable[..., dict[str, Any]] = in_a_process,
+) -> list[Row]:
     rows = []
     for kind, name in KINDS.items():
-        mine = in_a_process("ours", kind, *size, vocabulary, length)
+        mine = find("ours", kind, *size, vocabulary, length)
         if "failed" in mine:
             rows.append(Row("language models", name, None, note=mine["failed"]))
             continue
@@ -201,8 +233,8 @@ def rows_of(size: tuple[int, int], vocabulary: int, length: int, bar: float | No
             else at_most(area, f"{name}, peak GB", peak, bar, "of the process")
         )
         rows.append(alone(area, f"{name}, forward passes", (mine["product"],) * 2, note))
-        for who, called in PEERS.items():
-            rows += peer_rows(area, name, called, in_a_process(who, kind, *size, vocabulary, length), mine)
+        for who, called in PEERS.items() if peers else ():
+            rows += peer_rows(area, name, called, find(who, kind, *size, vocabulary, length), mine)
     return rows
 
 
@@ -211,7 +243,7 @@ def peer_rows(area: str, name: str, called: str, theirs: dict[str, Any], mine: d
     if "failed" in theirs:
         return [Row(area, what, None, note=theirs["failed"]) for what in whats]
     error = max(abs(a / b - 1) for a, b in zip(theirs["form"], mine["form"], strict=True))
-    note = f"size of the product and along v: the same to {error:.1e}"
+    note = f"its product differs from ours by {error:.1e}, in size or along v"
     return [alone(area, whats[0], (theirs["peak"],) * 2, note), alone(area, whats[1], (theirs["product"],) * 2)]
 
 

@@ -81,22 +81,24 @@ class Transformer(nn.Module):
         return self.head(x[:, -1] if self.kind == "GPT" else x.mean(1))
 
 
-def resnet18(width: int = 64) -> nn.Module:
-    """ResNet-18 for images of 32 by 32 with GELU in the place of ReLU; 11.2 million parameters at full width."""
+def resnet18(width: int = 64, activation: type[nn.Module] = nn.GELU, classes: int = CLASSES) -> nn.Module:
+    """ResNet-18 for images of 32 by 32, with GELU in the place of ReLU unless told; 11.2 million parameters in full."""
 
     def convolution(inputs: int, outputs: int, size: int, stride: int) -> list[nn.Module]:
         return [nn.Conv2d(inputs, outputs, size, stride, size // 2, bias=False), nn.BatchNorm2d(outputs)]
 
-    layers, inputs = [*convolution(3, width, 3, 1), nn.GELU()], width
+    layers, inputs = [*convolution(3, width, 3, 1), activation()], width
     for outputs, stride in [
         (2**stage * width, 2 if stage and not again else 1) for stage in range(4) for again in (0, 1)
     ]:
-        body = nn.Sequential(*convolution(inputs, outputs, 3, stride), nn.GELU(), *convolution(outputs, outputs, 3, 1))
+        body = nn.Sequential(
+            *convolution(inputs, outputs, 3, stride), activation(), *convolution(outputs, outputs, 3, 1)
+        )
         same = stride == 1 and inputs == outputs
         shortcut = nn.Identity() if same else nn.Sequential(*convolution(inputs, outputs, 1, stride))
-        layers += [sl.models.Residual(body, shortcut), nn.GELU()]
+        layers += [sl.models.Residual(body, shortcut), activation()]
         inputs = outputs
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, CLASSES))
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, classes))
 
 
 def processor_time(function: Callable[[], Any]) -> float:

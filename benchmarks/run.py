@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from audit import audits
 from compiled import compiled
+from convolutions import convolutions
 from growth import growth
 from harness import FULL, SMOKE, Row, Scale
 from language_models import language_models
@@ -37,6 +38,7 @@ from spiritlevel.storage import write_atomically
 
 PARTS: dict[str, Callable[[Scale], list[Row]]] = {
     "per-sample": per_sample,
+    "convolutions": convolutions,
     "probes": probes,
     "operators": operators,
     "spectra": spectra,

@@ -12,7 +12,7 @@ import pytest
 import torch
 import zoo
 from torch import Tensor, nn
-from zoo_transformers import CLASSES, Gated, OneAttention, sequences, transformer, vectors
+from zoo_transformers import CLASSES, Gated, OneAttention, sequences, tokens, transformer, vectors
 
 import spiritlevel as sl
 from spiritlevel import transforms
@@ -347,3 +347,54 @@ def test_two_transformers_that_differ_by_a_symmetry_are_the_same_function(name: 
     assert any(mover in row.note for mover in SYMMETRIES)
     assert found.row("margin_mean").verdict == "equal"
     assert math.isfinite(row.factor)
+
+
+@functools.cache
+def fine_tuned() -> tuple[nn.Module, nn.Module, Data]:
+    """A small BERT, tuned from the same start for a few and for many steps."""
+    start, _ = transformer("bert")
+    inputs = tokens(60)
+    targets = (inputs == 3).sum(1).clamp(max=CLASSES - 1)
+    found = []
+    for steps in (5, 60):
+        net = copy.deepcopy(start)
+        optimiser = torch.optim.Adam(net.parameters(), lr=0.01)
+        for _ in range(steps):
+            optimiser.zero_grad()
+            nn.functional.cross_entropy(net(inputs), targets).backward()
+            optimiser.step()
+        found.append(net.eval())
+    return found[0], found[1], (inputs, targets)
+
+
+OF_BOTH = ["largest_eigenvalue", "weight_norm", "signal_sharpness", "margin_mean"]
+
+
+@pytest.mark.parametrize("name", ["mix_heads", "shift_norm_gain", "shift_attention_biases"])
+def test_a_bert_and_its_image_are_told_to_be_the_same_function(name: str) -> None:
+    _, net, data = fine_tuned()
+    image = getattr(transforms, name)(net, data=data[0], seed=1).model
+    found = sl.compare(net, image, data, names=("tuned", "image"), measures=OF_BOTH)
+    same = "both give the same outputs, up to rounding. Numbers that differ describe the parametrisation."
+    assert found.advice.endswith(same)
+    for measure in ("largest_eigenvalue", "weight_norm"):
+        row = found.row(measure)
+        assert row.verdict == "not comparable"
+        assert 1 < row.factor < math.inf
+        assert f"-fold by {found.row(measure).note.split('-fold by ')[1].split()[0]}" in " ".join(found.reasons)
+    assert found.row("signal_sharpness").verdict == found.row("margin_mean").verdict == "equal"
+    assert found.row("loss").verdict == found.row("accuracy").verdict == "equal"
+
+
+def test_two_berts_tuned_differently_are_compared_by_what_no_symmetry_moves() -> None:
+    early, late, data = fine_tuned()
+    found = sl.compare(early, late, data, names=("early", "late"), measures=OF_BOTH)
+    assert found.advice.startswith("Trust late: it classifies")
+    assert "describe the parametrisation" not in found.advice
+    assert found.row("accuracy").verdict == found.row("margin_mean").verdict == "b"
+    for measure in ("largest_eigenvalue", "weight_norm"):
+        row = found.row(measure)
+        assert (row.verdict, row.factor > 1.5) == ("not comparable", True)
+        assert "mix_heads" in row.note or "shift_" in row.note or "split_units" in row.note
+    assert found.row("signal_sharpness").invariant
+    assert "Not comparable, because the parametrisation alone moves them" in " ".join(found.reasons)

@@ -342,7 +342,7 @@ def test_fingerprints_read_at_most_16_numbers_of_a_sample() -> None:
     for width in (1, 15, 16, 17, 31, 32, 47, 784):
         read: list[int] = []
         made = Fingerprint()
-        made._inputs = SimpleNamespace(update=lambda data, read=read: read.append(len(data) // 8))  # type: ignore[assignment]
+        made._inputs = SimpleNamespace(update=lambda data, read=read: read.append(memoryview(data).nbytes // 8))  # type: ignore[assignment]
         made.update(torch.rand(1, width), Y[:1])
         assert min(width, 8) <= read[0] <= 16
 

@@ -153,6 +153,29 @@ def test_hugging_face_measures_the_batch_of_the_step_in_mixed_precision(tmp_path
 
 
 @pytest.mark.integrations
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_weights_and_biases_keeps_every_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the real package, offline: what its run wrote to disk holds every number of every row."""
+    import wandb
+
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    with wandb.init(mode="offline", dir=tmp_path, project="watched", settings=wandb.Settings(console="off")) as run:
+        net, data = nn.Linear(2, 3), (torch.randn(6, 2), torch.arange(6) % 3)
+        tracker = sl.Tracker(net, data, every=1, share=math.inf, logger=run, quantities=["loss", "margins"])
+        for _ in range(3):
+            with torch.no_grad():
+                net.weight.mul_(1.5)
+            tracker.step()
+    (file,) = tmp_path.rglob("*.wandb")
+    kept = file.read_bytes()
+    assert len({row["loss"] for row in tracker.rows}) == 3
+    for row in tracker.rows:
+        for name in ("loss", "accuracy", "margin_mean", "margin_median"):
+            assert f"spiritlevel/{name}".encode() in kept
+            assert json.dumps(row[name]).encode() in kept, name
+
+
+@pytest.mark.integrations
 def test_hugging_face_resumes_the_record_and_the_rows(tmp_path: Path) -> None:
     from transformers import TrainerCallback
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import math
 from pathlib import Path
@@ -12,11 +13,13 @@ import pytest
 import safetensors.torch
 import torch
 from conftest import Untouched
+from doc_blocks import blocks_of, run
 from scipy import stats
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import spiritlevel as sl
+from spiritlevel.answers.bits import _cheapest
 from spiritlevel.answers.changes import rounded
 from spiritlevel.cli import main
 from spiritlevel.errors import InputError
@@ -285,6 +288,19 @@ def test_bits_are_chosen_within_the_size_and_compared_with_uniform_ones(untouche
     assert set(sl.choose_bits(net, TEST, 2.0, choices=(2, 8)).bits.values()) == {2}
 
 
+def test_no_other_choice_of_bits_costs_less() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(20):
+        sizes = {name: int(torch.randint(1, 50, (), generator=generator)) for name in "abcd"}
+        costs = {name: {b: float(torch.rand((), generator=generator)) for b in (2, 3, 4)} for name in "abcd"}
+        found = _cheapest(costs, sizes, [2, 3, 4], 3.0)
+        every = [dict(zip("abcd", widths, strict=True)) for widths in itertools.product((2, 3, 4), repeat=4)]
+        fitting = [bits for bits in every if sum(sizes[n] * b for n, b in bits.items()) <= 3 * sum(sizes.values())]
+        least = min(sum(costs[n][b] for n, b in bits.items()) for bits in fitting)
+        assert found in fitting
+        assert sum(costs[n][b] for n, b in found.items()) == pytest.approx(least, abs=1e-7)
+
+
 def test_bad_bits() -> None:
     net = MODELS["step 20"]
     with pytest.raises(InputError, match="fewer than the 3 that a layer gets"):
@@ -295,3 +311,15 @@ def test_bad_bits() -> None:
         sl.choose_bits(net, TEST, 2.0, choices=(1,))
     with pytest.raises(InputError, match="by"):
         sl.choose_bits(net, TEST, 2.0, by="luck")
+
+
+def test_every_line_of_the_guide_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    blocks = blocks_of("perturb.md")
+    assert {block.kind for block in blocks} == {"python", "sh"}
+    monkeypatch.chdir(tmp_path)
+    run(blocks)
+    shown = capsys.readouterr().out
+    assert "predicted to flip" in shown
+    assert (tmp_path / "int4" / "report.html").is_file()

@@ -240,6 +240,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "measure": sl.measure,
     "audit": sl.audit,
     "compare": lambda model, data: sl.compare(model, model, data),
+    "perturb": lambda model, data: sl.perturb(model, data, "int8"),
     "Tracker": lambda model, data: sl.Tracker(model, data).measure(),
 }
 

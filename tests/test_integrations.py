@@ -483,6 +483,9 @@ def test_networks_of_timm(timm: Any, untouched: Untouched) -> None:
     with untouched(convolutional):
         traces = sl.sample_traces(convolutional, (inputs, targets))
     assert traces.exact
+    fresh = timm.create_model("resnet18", num_classes=3, in_chans=1).eval()  # whole branches are 0 before a ReLU
+    notes = sl.sample_traces(fresh, (inputs[:2], targets[:2]), params=["layer4.1.bn2.*", "fc.*"]).notes
+    assert any("100% of the samples looked at sit exactly on a kink of a ReLU" in note for note in notes)
     tiny = timm.create_model(
         "vit_tiny_patch16_224", img_size=8, patch_size=4, depth=1, embed_dim=4, num_heads=2, num_classes=3, in_chans=1
     ).eval()

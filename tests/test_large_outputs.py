@@ -305,6 +305,29 @@ def test_sampled_factors_of_large_outputs_are_what_they_are_whole(monkeypatch: p
     torch.testing.assert_close(found.stderr, wanted.stderr)
 
 
+@pytest.mark.integrations
+@pytest.mark.usefixtures("in_small_pieces")
+@pytest.mark.parametrize("family", ["GPTNeoX", "GPT2", "Llama"])
+def test_language_models_of_transformers(family: str, pieces: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
+    config = getattr(transformers, f"{family}Config")(vocab_size=WORDS, max_position_embeddings=16, **sizes)
+    model = getattr(transformers, f"{family}{'LMHeadModel' if family == 'GPT2' else 'ForCausalLM'}")(config)
+    ids, labels = tokens()
+    batches = [{"input_ids": ids, "labels": labels}]
+    for kind in MATRICES:
+        pieces.clear()
+        found = getattr(sl, kind)(model.double().eval(), batches, loss="causal_lm")
+        v = torch.randn(found.size, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+        product = found @ v
+        assert pieces
+        with monkeypatch.context() as undone:
+            undone.setattr(problem, "LARGE_OUTPUTS", 2**20)
+            whole = getattr(sl, kind)(model, batches, loss="causal_lm")
+        torch.testing.assert_close(product, whole @ v)
+
+
 # ---------------------------------------------------------------- how much is held
 
 

@@ -129,8 +129,8 @@ def test_keys_and_outputs_on_the_command_line(folder: Path, capsys: pytest.Captu
     (batch,) = load_samples("own.py:batches").data
     expected = sl.trace(load_model("own.py:Named"), [batch], target="answer", output="scores")
     assert found == pytest.approx(float(expected.value))
-    assert cli.main(["audit", *args, "--output", "scores", "--samples", "4"]) == 0
-    assert cli.main(["compare", "own.py:Named", *args, "--output", "scores"]) == 0
+    assert cli.main(["audit", *args[:5], "--measures", "weight_norm", "--output", "scores", "--samples", "4"]) == 0
+    assert cli.main(["compare", "own.py:Named", *args[:5], "--measures", "weight_norm", "--output", "scores"]) == 0
     capsys.readouterr()
     assert cli.main(["measure", *args]) == 2
     assert "it returned a dict with the keys 'scores', 'other'; say with --output" in capsys.readouterr().err

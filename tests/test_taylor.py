@@ -22,7 +22,7 @@ from spiritlevel.binding.problem import Problem
 from spiritlevel.samples import collapsing, collecting
 from spiritlevel.samples.collapsing import members_of
 from spiritlevel.samples.probing import along_reverse, probe
-from spiritlevel.watching import taylor_rules
+from spiritlevel.watching import taylor_rules, taylor_terms
 from spiritlevel.watching.operations import Operation
 from spiritlevel.watching.taylor import Untaught, taped
 
@@ -391,8 +391,8 @@ def test_a_wrong_rule_is_found_at_run_time(monkeypatch: pytest.MonkeyPatch) -> N
     """A bend that is off by one per cent, on a network in float32."""
     model, batch = of_transformer("bert", 4)
     model = model.float()
-    right = taylor_rules.Terms.bent
-    monkeypatch.setattr(taylor_rules.Terms, "bent", lambda self, rows, bend: right(self, rows, 1.01 * bend))
+    right = taylor_terms.Terms.bent
+    monkeypatch.setattr(taylor_terms.Terms, "bent", lambda self, rows, bend: right(self, rows, 1.01 * bend))
     found = sl.sample_traces(model, batch, method="hutchinson", probes=4)
     assert any("disagree with autograd" in note for note in found.notes)
 

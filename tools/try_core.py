@@ -27,7 +27,7 @@ def main() -> None:
     extra = [name for name in OPTIONAL if importlib.util.find_spec(name) and name != "jinja2"]  # which torch brings
     if extra:
         sys.exit(f"this tries the core alone, and {', '.join(extra)} is installed.")
-    (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.DOTALL)
+    *_, example = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.DOTALL)
     exec(example, {})
     model = torch.nn.Linear(4, 3)
     report = sl.measure(model, (torch.rand(20, 4), torch.randint(3, (20,))))

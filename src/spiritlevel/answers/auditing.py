@@ -22,7 +22,7 @@ from spiritlevel.arguments import checked
 from spiritlevel.binding.reading import Reading
 from spiritlevel.errors import InputError, shown, unknown_name
 from spiritlevel.measures import TRANSFORMS, Measure, Setting, select
-from spiritlevel.results import SYMMETRIES, Audit, AuditRow, Estimate, WorstFactor, figure
+from spiritlevel.results import SYMMETRIES, Audit, AuditRow, Estimate, WorstFactor, figure, standard_error
 from spiritlevel.transforms import ScalingGroup, Transformed
 from spiritlevel.watching.factors import Factor
 
@@ -91,9 +91,12 @@ def audit(
     own unit. Each end is certified and measured like any other network.
 
     Values count as equal up to 1e-6 in double precision, 1e-3 in single, 2 % where an optimiser found them. Two
-    estimates count as different if they are 3 of their errors apart; 5 if theory has the value stay. A larger reach
+    estimates count as different if they are 3 errors of their difference apart; 5 if theory has the value stay. Both
+    are taken along the same random vectors, and where there are as many parameters as before, the error is that of the
+    paired differences. A larger reach
     would move it further, so what moves at all has no size that tells two networks apart.
-    A trace that must be estimated takes 8 probes here, where `measure` takes 64.
+    A trace that must be estimated takes 16 products here, by "hutch++" of `operator_trace`, where `measure` takes 64
+    probes: a few large eigenvalues, which make up most of its error, are taken out.
     Cost: the measures, once for the model and once a transform. The search adds, for each continuous symmetry, up to
     nine products with G and the measures that take at most 80 forward passes, once; those of at most 30 twice.
     References: paper B, section E; mathematics 7.1, 7.10.
@@ -216,7 +219,7 @@ class _Audit:
             self.announce(f"{measure.name} after {name}")
             if measure.name in self.before:
                 after = measure.attempt(there)
-                rows.append(_row(measure, name, self.before[measure.name], after, here, transformed))
+                rows.append(_row(measure, name, self.before[measure.name], after, (here, there), transformed))
         return self.part(rows=tuple(rows), certificates={name: certificate})
 
     def _without(self, name: str, reason: str) -> Audit:
@@ -237,8 +240,14 @@ class _Audit:
 
 
 def _row(
-    measure: Measure, name: str, before: Estimate, after: Estimate, here: Setting, transformed: Transformed
+    measure: Measure,
+    name: str,
+    before: Estimate,
+    after: Estimate,
+    both: tuple[Setting, Setting],
+    transformed: Transformed,
 ) -> AuditRow:
+    here = both[0]
     declared = name in measure.invariant_to
     predicted = 1.0 if declared else math.nan
     if not declared and measure.predict is not None and before.sign:
@@ -247,10 +256,27 @@ def _row(
     certificate = transformed.certificate
     mapped = certificate.factors is not None or (transformed.map is not None and transformed.start is None)
     linear = mapped and certificate.scale == 1.0  # the Hessian becomes T⁻ᵀHT⁻¹
-    verdict, note = _verdict(before, after, _tolerance(measure, here), measure.keeps_sign and linear, declared)
+    paired = _paired(measure, *both)
+    tolerance, keeps_sign = _tolerance(measure, here), measure.keeps_sign and linear
+    verdict, note = _verdict(before, after, tolerance, keeps_sign, declared, paired[0])
     one_sign = before.sign * after.sign > 0 or verdict == "invariant"
     ratio = after.value / before.value if one_sign and before.value else math.nan
-    return AuditRow(measure.name, name, before, after, ratio, predicted, verdict, declared, note)
+    return AuditRow(measure.name, name, before, after, ratio, predicted, verdict, declared, note, paired[1])
+
+
+def _paired(measure: Measure, here: Setting, there: Setting) -> tuple[float, float]:
+    """The errors of difference and ratio of two estimates along the same random vectors; NaN where they are not.
+
+    What both matrices have in common drops out of every difference, whatever it adds to the error of each.
+    """
+    one, two = (setting.draws.get(measure.name) for setting in (here, there))
+    shapes = [{name: tensor.shape for name, tensor in setting.problem.params.items()} for setting in (here, there)]
+    if one is None or two is None or len(one) != len(two) or shapes[0] != shapes[1]:
+        return math.nan, math.nan
+    mean = float(one.mean())
+    ratio = float(two.mean()) / mean if mean else math.nan
+    apart, scaled_apart = float(standard_error(two - one)), float(standard_error(two - ratio * one))
+    return apart, scaled_apart / abs(mean) if mean else math.nan
 
 
 def _tolerance(measure: Measure, setting: Setting) -> float:
@@ -259,12 +285,18 @@ def _tolerance(measure: Measure, setting: Setting) -> float:
 
 
 def _verdict(
-    before: Estimate, after: Estimate, tolerance: float, keeps_sign: bool = False, declared: bool = False
+    before: Estimate,
+    after: Estimate,
+    tolerance: float,
+    keeps_sign: bool = False,
+    declared: bool = False,
+    paired: float = math.nan,
 ) -> tuple[str, str]:
     """What the two values say, and why if they say nothing; `keeps_sign` where theory forbids a change of sign.
 
     `declared` tells that theory has the value stay: then two estimates that agree within their errors are the same, and
-    they may be a little further apart, since nobody looks for a small change.
+    they may be a little further apart, since nobody looks for a small change. `paired` is the error of the difference
+    where both are along the same random vectors.
 
     >>> _verdict(Estimate(1.0), Estimate(2.0), 1e-6), _verdict(Estimate(1.0, 1.0), Estimate(2.0, 1.0), 1e-6)[0]
     (('changes', ''), 'unstable')
@@ -278,6 +310,7 @@ def _verdict(
     if difference <= tolerance * max(abs(before.value), abs(after.value)):
         return "invariant", ""
     error, tolerances = math.hypot(before.stderr, after.stderr), before.tolerance + after.tolerance
+    error = error if math.isnan(paired) else paired
     if not difference > (_DECLARED if declared else 3) * error + tolerances:
         within = f"the tolerances of the two values, {figure(tolerances, 2)}"
         within = f"{'five' if declared else 'three'} times its error {figure(error, 2)}" if error else within

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Unpack
 
+import numpy as np
 import torch
+from scipy.optimize import Bounds, LinearConstraint, milp
 from torch import nn
 
 from spiritlevel.answers.changes import Change, Moved, as_change, rounded
@@ -41,9 +43,9 @@ def choose_bits(
 
     Each layer is rounded alone to each number of bits, and `by` says what that is taken to cost: "second_order",
     g·δ + ½ δᵀHδ of that rounding, not below 0; or one of the plainer orders, "curvature", "trace_times_square"
-    (HAWQ's) and "square". From the fewest bits on, the layer whose next step saves most for its size gets it, while
-    there is room: a greedy answer, not the best of all. Then the plan is made and compared with the same number of
-    bits for all.
+    (HAWQ's) and "square". The bits are those of the least cost in all that keep to the size, by an integer program.
+    What layers do to each other is left out of that cost, and far from the model, at 2 bits, say, the second order may
+    be wrong. So the plan is made and compared with the same number of bits for all.
 
     Args:
         model: any module; it is left as it was.
@@ -85,7 +87,7 @@ def choose_bits(
         for row in found.layers:
             costs.setdefault(row.name, {})[width] = max(0.0, float(getattr(row, by)))
             sizes[row.name] = row.size
-    chosen = _greedy(costs, sizes, widths, bits)
+    chosen = _cheapest(costs, sizes, widths, bits)
     uniform = max(width for width in widths if width <= bits)
     where = setting if test is None else setting.on(test)
     plan = changed(where, _mixed(chosen, channel))
@@ -116,28 +118,34 @@ def _three(values: Any) -> tuple[Estimate, Estimate, Estimate]:
     return first, second, third
 
 
-def _greedy(
+def _cheapest(
     costs: Mapping[str, Mapping[int, float]], sizes: Mapping[str, int], widths: list[int], bits: float
 ) -> dict[str, int]:
-    """Bits for each layer: one step at a time to the layer where it saves most for its size, while it fits."""
-    chosen = dict.fromkeys(costs, widths[0])
-    room = bits * sum(sizes.values()) - widths[0] * sum(sizes.values())
-    while True:
-        steps = []
-        for name, width in chosen.items():
-            for more in widths[widths.index(width) + 1 :]:
-                extra = (more - width) * sizes[name]
-                if extra <= room + 1e-9:
-                    gain = _cost(costs, name, width) - _cost(costs, name, more)
-                    steps.append((gain / extra, -more, name, more, extra))
-        if not steps or max(steps)[0] <= 0:
-            return chosen
-        _, _, name, more, extra = max(steps)
-        chosen[name], room = more, room - extra
+    """Bits for each layer of the least cost in all that keep to the size: a knapsack, solved as an integer program.
 
-
-def _cost(costs: Mapping[str, Mapping[int, float]], name: str, width: int) -> float:
-    return costs[name].get(width, 0.0)  # a rounding that moved nothing has no row
+    The layer that saves most for its size is not always the one to serve first: small ones would use up what a large
+    one needs.
+    """
+    names = list(costs)
+    places = [(row, width) for row in range(len(names)) for width in widths]
+    prices = np.array([costs[names[row]].get(width, 0.0) for row, width in places])  # what moved nothing has no row
+    weights = np.array([sizes[names[row]] * width for row, width in places], dtype=float)
+    one_each = np.array([[float(row == layer) for row, _ in places] for layer in range(len(names))])
+    total = float(sum(sizes.values()))
+    found = milp(
+        prices / max(float(prices.max()), 1e-300) + 1e-9 * weights / weights.max(),  # of equal costs the smaller size
+        constraints=[LinearConstraint(one_each, 1, 1), LinearConstraint(weights[None] / total, -np.inf, bits + 1e-9)],
+        integrality=np.ones(len(places)),
+        bounds=Bounds(0, 1),
+        options={"mip_rel_gap": 0.0},
+    )
+    if found.x is None:
+        raise InputError(f"no choice of bits keeps to {bits:g} bits a weight ({found.message}); allow fewer bits.")
+    chosen = {}
+    for (row, width), share in zip(places, found.x, strict=True):
+        if share > 0.5:
+            chosen[names[row]] = width
+    return chosen
 
 
 def _mixed(bits: Mapping[str, int], channel: bool) -> Change:

@@ -27,7 +27,7 @@ from spiritlevel.transforms.maps import LinearMap
 from spiritlevel.transforms.watched import Watched
 from spiritlevel.watching.factors import Factor
 
-PROBES = 8  # of an estimated trace, an eighth of the usual: it is taken again for every transform
+PROBES = 16  # products of an estimated trace, few, since it is taken again for every transform
 _REACHES = (32.0, 8.0, 2.0)  # largest factor of a group in the search, the next one if numbers get too extreme
 _LIMIT = 100.0  # condition of matrices and spread of factors in the search
 _LONGEST = 10.0  # length of shifts in it

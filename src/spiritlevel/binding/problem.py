@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import hashlib
+import math
 import operator
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -222,6 +223,10 @@ class Problem:
         if "head" not in self.facts:
             self.facts["head"], self.facts["why whole"] = 0, ""
             inputs, targets = resized(inputs, 1), targets[:1]
+            positions = getattr(inputs, "positions", targets.shape[1:])
+            sides = (side for tensor in (*self.params.values(), *self.constants.values()) for side in tensor.shape)
+            if max(sides, default=1) * math.prod(positions) < LARGE_OUTPUTS:
+                return ""  # no layer makes so many
             plain = inputs.inputs if isinstance(inputs, losses.Unit) else inputs
             try:
                 with torch.no_grad(), Searching() as searching:
@@ -230,7 +235,7 @@ class Problem:
                 return ""
             if outputs.numel() < LARGE_OUTPUTS:
                 return ""
-            place, positions = searching.place(outputs), getattr(inputs, "positions", targets.shape[1:])
+            place = searching.place(outputs)
             whole = f"the {outputs.numel():,} outputs of a sample are held whole, several times, because"
             if not losses.can_be_in_pieces(self.loss, outputs.shape, targets, positions):
                 self.facts["why whole"] = f"{whole} the loss {self.loss.name} cannot be taken in pieces"

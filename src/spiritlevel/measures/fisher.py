@@ -57,7 +57,7 @@ def _fisher_trace_values(setting: Setting) -> Tensor:
 def _fisher_trace(setting: Setting) -> Estimate:
     if setting.exact_traces is not None:  # there Tr H = Tr GGN (mathematics 4.2)
         return setting.exact_traces.mean()
-    return operator_trace(setting.gauss_newton, probes=setting.probe_count, seed=setting.seed)
+    return setting.trace_of(setting.gauss_newton)
 
 
 def _empirical_fisher_values(setting: Setting) -> Tensor:

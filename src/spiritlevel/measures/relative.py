@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from spiritlevel.errors import InputError
-from spiritlevel.estimators import operator_trace
 from spiritlevel.measures.blocks import gauss_newton_blocks
 from spiritlevel.measures.ends import PROBES, in_layer_norms, layer_norms
 from spiritlevel.measures.registry import BY_TENSOR, DIAGONAL, register
@@ -46,7 +45,7 @@ def _known_by_layer(setting: Setting) -> bool:
 )
 def _layer_scaled_trace(setting: Setting) -> Estimate:
     if not _known_by_layer(setting):
-        return operator_trace(in_layer_norms(setting), probes=setting.probe_count, seed=setting.seed)
+        return setting.trace_of(in_layer_norms(setting))
     return Estimate(float(_layer_scaled_values(setting).mean()), matvecs=setting.traces.matvecs, seed=setting.seed)
 
 

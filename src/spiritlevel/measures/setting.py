@@ -23,7 +23,7 @@ from spiritlevel.binding.points import at_points, points_at_once
 from spiritlevel.binding.problem import Problem
 from spiritlevel.binding.shards import ShardedProblem
 from spiritlevel.errors import InputError
-from spiritlevel.estimators import Operator
+from spiritlevel.estimators import Operator, operator_trace
 from spiritlevel.measures.blocks import Block, gauss_newton_blocks
 from spiritlevel.measures.ends import Ends, in_layer_norms, probe_count
 from spiritlevel.operators.averaging import activation_bytes
@@ -62,6 +62,7 @@ class Setting(Context):
         super()._forget()
         self._after: tuple[Transformed, Ends] | None = None
         self.kept: dict[str, Tensor] = {}  # what measures learned of every sample on their way, by their names
+        self.draws: dict[str, Tensor] = {}  # random draws whose mean a measure is, by its name
         self.along: dict[str, list[Tensor]] = {}  # probes that they used
 
     @property
@@ -304,6 +305,11 @@ class Setting(Context):
         """How many probes the trace of a matrix of all parameters takes."""
         usual = probe_count(self.problem.size)
         return usual if self.probes is None or usual == self.problem.size else min(self.probes, usual)
+
+    def trace_of(self, op: Operator) -> Estimate:
+        """The trace of a matrix of all parameters; where products are few, its large eigenvalues are taken out."""
+        method = "hutchinson" if self.probes is None else "hutch++"
+        return operator_trace(op, probes=self.probe_count, method=method, seed=self.seed)
 
     @property
     def exact_traces(self) -> SampleTraces | None:

@@ -112,7 +112,7 @@ def _adaptive_sharpness_linf(setting: Setting) -> Estimate:
     return _ascent(setting, "adaptive_sharpness_linf", setting.theta.abs(), 0.01, math.inf)
 
 
-def _average(setting: Setting, spread: Tensor | float, purpose: int) -> Estimate:
+def _average(setting: Setting, name: str, spread: Tensor | float, purpose: int) -> Estimate:
     """E L(θ+δ) − L, δ = spread∘z, over normal z, each with its mirror image, which cancels the slope."""
     means, total = list[Tensor](), torch.zeros(setting.count, dtype=torch.float64)
     at_once = max(1, setting.at_once // 2) * setting.ranks.count
@@ -127,7 +127,8 @@ def _average(setting: Setting, spread: Tensor | float, purpose: int) -> Estimate
         means.append(rises.mean(1))
         total += rises.sum(0)
     setting.kept[f"average {purpose}"] = total / _DRAWS
-    return Estimate.from_draws(torch.cat(means), matvecs=2 * _DRAWS, seed=setting.seed)
+    setting.draws[name] = torch.cat(means)
+    return Estimate.from_draws(setting.draws[name], matvecs=2 * _DRAWS, seed=setting.seed)
 
 
 @register(
@@ -145,7 +146,7 @@ def _average(setting: Setting, spread: Tensor | float, purpose: int) -> Estimate
     invariant_to=UNSEEN,
 )
 def _average_sharpness(setting: Setting) -> Estimate:
-    return _average(setting, 0.01, 1)
+    return _average(setting, "average_sharpness", 0.01, 1)
 
 
 @register(
@@ -163,7 +164,7 @@ def _average_sharpness(setting: Setting) -> Estimate:
     invariant_to=DIAGONAL,
 )
 def _adaptive_sharpness_average(setting: Setting) -> Estimate:
-    return _average(setting, 0.05 * setting.theta.abs(), 2)
+    return _average(setting, "adaptive_sharpness_average", 0.05 * setting.theta.abs(), 2)
 
 
 def _box(setting: Setting, name: str, epsilon: float, columns: int | None) -> Estimate:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from spiritlevel.estimators import operator_trace
 from spiritlevel.measures.ends import PROBES
 from spiritlevel.measures.registry import UNSEEN, register
 from spiritlevel.measures.sampling import mean_of
@@ -46,8 +45,9 @@ def trace_passes(setting: Setting, unless_exact: float = 0.0) -> float:
     """
     exact = _exact_passes(setting)
     if exact is None:
-        few = 1.0 if setting.probes is None else min(1.0, setting.probes / PROBES)  # an audit takes fewer
-        return 3.0 * (setting.probes or DEFAULT_PROBES) + few * unless_exact
+        if setting.probes is not None:  # an audit takes fewer
+            return setting.probes * max(3.0, unless_exact / PROBES)
+        return 3.0 * DEFAULT_PROBES + unless_exact
     return exact if setting.structure.exact else exact + unless_exact
 
 
@@ -71,7 +71,7 @@ def _mean_trace(setting: Setting) -> Estimate:
         return setting.trace
     return setting.once(
         "trace by products",
-        lambda: operator_trace(setting.hessian, probes=setting.probe_count, seed=setting.seed),
+        lambda: setting.trace_of(setting.hessian),
     )
 
 

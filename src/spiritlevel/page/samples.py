@@ -51,6 +51,14 @@ def trace_against_margin(report: Report, key: str) -> Section:
         section.texts.append(
             why_missing(report, "The trace or the margin of every sample", "traces", "trace", "margins")
         )
+        if margins is None and traces is not None and len(finite := traces.values[traces.values.isfinite()]):
+            low, middle, high = np.quantile(finite.numpy(), [0.1, 0.5, 0.9])  # of a regression, say
+            ends = (
+                f"median {number(float(middle), 3)}, 80 % between {number(float(low), 3)} and {number(float(high), 3)}"
+            )
+            alt = f"Histogram with box plot of {len(traces):,} Hessian traces: {ends}."
+            chart = charts.distribution(traces.values, "Hessian trace")
+            section.figures.append(as_figure(f"{key}-traces", "The trace of every sample", alt, chart))
         return section
     count = len(traces)
     names = _sample_names(report, count)

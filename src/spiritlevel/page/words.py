@@ -13,10 +13,11 @@ from spiritlevel.results.formatting import with_error
 
 def why_missing(report: Report, what: str, *names: str) -> str:
     """Why a part is not there, in a sentence."""
+    verb = "were" if what.endswith("margins") else "was"
     for name, reason in report.left_out.items():
         if name in names:
-            return f"{what} was left out: {reason.rstrip('.')}."
-    return f"{what} was not measured."
+            return f"{what} {verb} left out: {reason.rstrip('.')}."
+    return f"{what} {verb} not measured."
 
 
 def found_row(report: Report, *names: str) -> ReportRow | None:

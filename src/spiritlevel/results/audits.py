@@ -8,6 +8,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from scipy import stats
+
 from spiritlevel.arguments import checked
 from spiritlevel.errors import InputError
 from spiritlevel.results.codec import Result
@@ -75,9 +77,10 @@ class AuditRow(Result):
 
     `ratio` is after / before, NaN where that says nothing: where the error of one of them leaves its sign open, or the
     signs differ. `predicted` is the ratio that theory gives, NaN where it gives none; `declared` whether the measure is
-    declared invariant. Verdicts: "invariant"; "changes"; "unstable": the difference is within the errors, or the value
-    is not defined any more, so nothing can be said; "not converged": an iteration stopped before its tolerance. `note`
-    says why.
+    declared invariant. `ratio_error` is the standard error of the ratio where both values were estimated along the same
+    random vectors, NaN elsewhere. Verdicts: "invariant"; "changes"; "unstable": the difference is within the errors, or
+    the value is not defined any more, so nothing can be said; "not converged": an iteration stopped before its
+    tolerance. `note` says why.
     """
 
     measure: str
@@ -89,6 +92,7 @@ class AuditRow(Result):
     verdict: str
     declared: bool
     note: str = ""
+    ratio_error: float = math.nan
 
     @classmethod
     def _from_older(cls, data: dict[str, Any]) -> dict[str, Any]:
@@ -106,12 +110,16 @@ class AuditRow(Result):
         """How far the transform moved the value, at least.
 
         1 where it stayed; infinite where it became 0 or changed its sign; NaN where nothing can be said. Values with
-        errors count with the ends of their 95 % intervals that lie nearest to each other.
+        errors count with the ends of their 95 % intervals that lie nearest to each other, and so does the ratio where
+        its own error is known.
         """
         if self.verdict != "changes":
             return 1.0 if self.verdict == "invariant" else math.nan
         if self.before.sign * self.after.sign < 0:
             return math.inf
+        if math.isfinite(self.ratio) and not math.isnan(self.ratio_error):
+            half = self.ratio_error * float(stats.t.ppf(0.975, self.after.dof))
+            return moved_at_least((1.0, 1.0), (self.ratio - half, self.ratio + half))
         return moved_at_least(_around(self.before), _around(self.after))
 
     def __str__(self) -> str:

@@ -157,7 +157,8 @@ def traces_in(
             if not context.coupling:
                 inputs = _few_of(problem, batches)
             structure = context.once("structure", lambda: _structure(context, inputs))
-            kinks = check_derivatives(problem, *context.first(64), twice=not structure.exact)
+            smooth = not structure.exact  # otherwise gradients are all that is needed
+            kinks = check_derivatives(problem, *context.first(64), twice=smooth, forward=smooth)
             plan = choose(problem, structure, inputs, outputs, targets, method, passes)
             if kinks:
                 plan.notes += (

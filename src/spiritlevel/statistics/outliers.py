@@ -43,8 +43,9 @@ def factors(points: Array) -> Array:
     pieces = [slice(start, start + _AT_ONCE) for start in range(0, len(points), _AT_ONCE)]
     near, reach = np.empty((len(points), count), dtype=np.int32), np.empty(len(points))
     for piece in pieces:
-        distances, places = _without_itself(*tree.kneighbors(points[piece], count + 1), piece.start)
-        near[piece], reach[piece] = places, distances[:, -1]
+        distances, places = tree.kneighbors(points[piece], count + 1)
+        distances, near[piece] = _without_itself(distances, places, piece.start)
+        reach[piece] = distances[:, -1]
     density = np.empty(len(points))
     for piece in pieces:
         apart = np.sqrt(np.square(points[near[piece]] - points[piece, None]).sum(-1))

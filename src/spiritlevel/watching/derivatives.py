@@ -32,7 +32,7 @@ from spiritlevel.watching.operations import Kink, aten_name, dispatched
 from spiritlevel.watching.watchers import DispatchWatch, FunctionWatch
 
 _TRIES = 3
-_LARGE = 10**6  # parameters from which on two samples have to do
+LARGE = 10**6  # parameters from which on two samples have to do
 _HUGE = 10**8  # and from which on a copy in float64 is too much
 _SEEN = 2**20  # numbers of a tensor whose second derivatives are compared
 
@@ -40,31 +40,33 @@ Verdicts = dict[str, bool | None]
 """Whether the derivatives of one kind are right: "reverse", "forward", or "second"; `None` if that stayed open."""
 
 
-def check_derivatives(problem: Problem, inputs: Any, targets: Tensor, *, twice: bool) -> float:
+def check_derivatives(problem: Problem, inputs: Any, targets: Tensor, *, twice: bool, forward: bool = True) -> float:
     """Raise `InputError` if autograd's derivatives by the parameters are not those of the forward pass.
 
     Returns the share of the samples looked at that sit on a kink, where they have no Hessian, only one on either side:
     some ReLU-like function of theirs is given exactly 0 and would not be on either side, and their loss feels it.
 
     If only forward mode is wrong, `problem.reverse_only` is set instead, and what follows does without it. With `twice`
-    second derivatives are compared as well. What cannot be run in this way is left to what comes next, which says why.
-    Cost: some twenty forward passes of five samples, of two or one for a large network, once for each problem. Call
-    inside `problem.active()`.
+    second derivatives are compared as well, without `forward` reverse mode alone. What cannot be run in this way is
+    left to what comes next, which says why. Cost: some ten forward passes of five samples, of two or one for a large
+    network, once for each problem. Call inside `problem.active()`.
     """
+    wanted = {kind for kind, needed in (("second", twice), ("forward", forward)) if needed}
     known = problem.facts.get("derivatives")
-    if known is None or (twice and not known[0]):
+    if known is None or not wanted <= known[0]:
+        wanted |= set() if known is None else known[0]
         small, labels = problem.thinned(targets)
-        known = problem.facts["derivatives"] = twice, _share_on_kinks(small, inputs, labels, twice)
+        known = problem.facts["derivatives"] = frozenset(wanted), _share_on_kinks(small, inputs, labels, wanted)
         problem.reverse_only |= small.reverse_only
-    return known[1]
+    return float(known[1])
 
 
-def _share_on_kinks(problem: Problem, inputs: Any, targets: Tensor, twice: bool) -> float:
+def _share_on_kinks(problem: Problem, inputs: Any, targets: Tensor, kinds: set[str]) -> float:
     few = _few(problem, inputs, targets)
-    found = _compared(problem, *few, twice)
+    found = _compared(problem, *few, kinds)
     if found.broken and "reverse" not in found.broken and not problem.reverse_only:
         problem.reverse_only = True
-        found = _compared(problem, *few, twice)
+        found = _compared(problem, *few, kinds)
     if found.broken and found.refusal is not None:
         raise found.refusal
     if found.broken:
@@ -83,7 +85,7 @@ def check_input_derivatives(problem: Problem, inputs: Any, targets: Tensor) -> N
 
     A hook in front of the first layer changes no derivative by a parameter. Cost and the rest as `check_derivatives`.
     """
-    if "reverse" in _compared(problem, *_few(problem, inputs, targets), twice=False, kind=_ByInputs).broken:
+    if "reverse" in _compared(problem, *_few(problem, inputs, targets), set(), _ByInputs).broken:
         raise InputError(
             f"the gradient by the inputs that autograd returns for the model {type(problem.model).__name__} is not "
             "the derivative of its forward pass: a tensor hook, a gradient reversal or straight-through function, or a "
@@ -94,7 +96,7 @@ def check_input_derivatives(problem: Problem, inputs: Any, targets: Tensor) -> N
 
 def _few(problem: Problem, inputs: Any, targets: Tensor) -> tuple[Any, Tensor]:
     """Five samples from all over a batch, two for a large network, or one for a huge one."""
-    count = min(len(targets), 5 if problem.size <= _LARGE else 2 if problem.size <= _HUGE else 1)
+    count = min(len(targets), 5 if problem.size <= LARGE else 2 if problem.size <= _HUGE else 1)
     chosen = torch.linspace(0, len(targets) - 1, count).round().long().to(targets.device)
     return tree_map(lambda leaf: leaf[chosen] if isinstance(leaf, Tensor) else leaf, inputs), targets[chosen]
 
@@ -109,14 +111,14 @@ class _Found(NamedTuple):
 
 
 def _compared(
-    problem: Problem, inputs: Any, targets: Tensor, twice: bool, kind: type[_Comparison] | None = None
+    problem: Problem, inputs: Any, targets: Tensor, kinds: set[str], kind: type[_Comparison] | None = None
 ) -> _Found:
     """In float64, or in the model's own precision if that leaves it open."""
     precisions = [torch.float64] if problem.size <= _HUGE else []
     for dtype in dict.fromkeys([*precisions, problem.dtype]):
         comparison = (kind or _Comparison)(problem, inputs, targets, dtype)
         try:
-            verdicts = comparison.verdicts(twice)
+            verdicts = comparison.verdicts(kinds)
         except _TooCoarse as coarse:
             if dtype == problem.dtype:
                 problem.facts["rounding"] = coarse.rounding
@@ -170,17 +172,17 @@ class _Comparison:
         """What is moved: the parameters."""
         return self.problem.params
 
-    def verdicts(self, twice: bool) -> Verdicts:
+    def verdicts(self, kinds: set[str]) -> Verdicts:
         """The first verdict of each kind from a few random directions."""
         verdicts: Verdicts = {}
         for seed in range(_TRIES):
-            found = self._from(seed, twice)
+            found = self._from(seed, kinds)
             verdicts = {kind: found[kind] if verdicts.get(kind) is None else verdicts[kind] for kind in found}
             if None not in verdicts.values():
                 break
         return verdicts
 
-    def _from(self, seed: int, twice: bool) -> Verdicts:
+    def _from(self, seed: int, kinds: set[str]) -> Verdicts:
         """The verdicts at one random point near the parameters, along one random direction."""
         generator = torch.Generator().manual_seed(seed)
         padding, here = _Padding(), _Zeros()
@@ -192,21 +194,23 @@ class _Comparison:
         self.signs = (signs * (1 + torch.rand(values.shape, generator=generator))).to(values)  # so that none cancel
         self.direction, self.differences = self._draw(generator), dict[float, Tensor]()
         padding.freeze(self.direction, self.moving)
-        self.point = {name: offset.mul_(1e-3).add_(self.moving[name]) for name, offset in self._drawn(generator)}
+        offset = (part.reshape(-1).flip(0).reshape(part.shape) for part in self.direction.values())  # another one
+        self.point = {n: p.add(part, alpha=1e-3) for (n, p), part in zip(self.moving.items(), offset, strict=True)}
         slope = self._gradient(self.point)
         if not seed:
             self.kinks = self._share_on_kinks(here, self.direction)
         claims = {"reverse": sum(((slope[n] * d).sum() for n, d in self.direction.items()), values.new_zeros(()))}
-        size, steep = (self.rounding * float(each.norm()) for each in (values, self._weighed(slope)))
+        size = self.rounding * float(values.norm())
+        steep = self.rounding * float(self._weighed(slope).norm()) if "second" in kinds else 0.0
         del slope  # a large network has no room for more than a few of these
-        if not self.problem.reverse_only:
+        if "forward" in kinds and not self.problem.reverse_only:
             try:
                 with torch.no_grad():
                     claims["forward"] = along(self._function, self.point, self.direction)[1]
             except RuntimeError as error:  # an operation has none, as whatever needs it will find out
                 self.problem.reverse_only = True
                 self.refusal = error if isinstance(error, InputError) else None
-        if twice:
+        if "second" in kinds:
             with contextlib.suppress(RuntimeError):  # likewise
                 claims["second"] = self._weighed(self._second())
         return {k: self._verdict(k, claim, steep if k == "second" else size) for k, claim in claims.items()}

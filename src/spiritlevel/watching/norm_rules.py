@@ -150,10 +150,9 @@ def convolution(
         some = input[samples]
         return F.pad(some, [p for pair in reversed(pads) for p in pair]) if any(map(any, pads)) else some
 
-    def patches(samples: slice) -> Tensor:
-        return _patches(padded(samples), kernel, stride, dilation, groups)
-
-    rule = ConvolutionRule(name, bias_name, patches, groups, passes, weight[0].numel())
+    sizes = [size + sum(pair) for size, pair in zip(input.shape[2:], pads, strict=True)]
+    windows = Windows(padded, kernel, stride, dilation, groups, sizes)
+    rule = ConvolutionRule(name, bias_name, windows, passes, weight[0].numel())
     if dims == 2 and groups == 1 and set(dilation) == {1}:
         rule.pooled = lambda cell: PooledConvolution(name, bias_name, padded(slice(None)), weight, bias, stride, cell)
     return rule
@@ -164,6 +163,61 @@ _PLACES = 4  # in a cell of a pooling; each costs a product of its own
 _NEAR = 2**21  # numbers in one go: few enough to stay near the processor, enough for all its cores
 
 
+class Windows:
+    """What a convolution sees of its padded input: the windows side by side, or their products with each other."""
+
+    def __init__(
+        self,
+        padded: Callable[[slice], Tensor],
+        kernel: Sequence[int],
+        stride: Sequence[int],
+        dilation: Sequence[int],
+        groups: int,
+        sizes: Sequence[int],
+    ) -> None:
+        self.padded, self.kernel, self.stride, self.dilation, self.groups = padded, kernel, stride, dilation, groups
+        self.sizes = sizes  # of the padded input
+
+    def patches(self, samples: slice) -> Tensor:
+        """U, (N · groups, numbers of a window, windows)."""
+        return _patches(self.padded(samples), self.kernel, self.stride, self.dilation, self.groups)
+
+    def _by_places(self, fan_in: int, positions: int) -> float:
+        """What products of all places of the input cost, and of these the sums along the kernel."""
+        places = math.prod(self.kernel)
+        return math.prod(self.sizes) ** 2 * (fan_in / places) + places * positions**2 if self.groups == 1 else math.inf
+
+    def gram_cost(self, fan_in: int, positions: int) -> float:
+        """Multiply-adds of a sample's `gram`."""
+        return min(self._by_places(fan_in, positions), self.groups * positions**2 * fan_in)
+
+    def gram(self, samples: slice) -> Tensor:
+        """UᵀU in float64, (N · groups, windows, windows).
+
+        Neighbouring windows share most of their places: ⟨u_p, u_q⟩ = Σ_k ⟨x_{p+k}, x_{q+k}⟩ over the places k of the
+        kernel, so that the products of single places, taken once, serve them all.
+        """
+        input, dims = self.padded(samples), len(self.kernel)
+        counts = [
+            (size - d * (k - 1) - 1) // s + 1
+            for size, d, k, s in zip(self.sizes, self.dilation, self.kernel, self.stride, strict=True)
+        ]
+        positions, fan_in = math.prod(counts), input.shape[1] // self.groups * math.prod(self.kernel)
+        if self._by_places(fan_in, positions) >= self.groups * positions**2 * fan_in:
+            return _gram(self.patches(samples).mT)
+        products = _gram(input.flatten(2).mT).view(len(input), *self.sizes, *self.sizes)
+        total = products.new_zeros(len(input), *counts, *counts)
+        for place in itertools.product(*map(range, self.kernel)):
+            part = products
+            for axis in range(2 * dims):
+                d = axis % dims
+                first = place[d] * self.dilation[d]
+                last = first + (counts[d] - 1) * self.stride[d] + 1
+                part = part[(slice(None),) * (1 + axis) + (slice(first, last, self.stride[d]),)]
+            total += part
+        return total.view(len(input), positions, positions)
+
+
 class ConvolutionRule:
     """‖δUᵀ‖² with U the unfolded input; where positions are few and channels many, ⟨δᵀδ, UᵀU⟩.
 
@@ -171,50 +225,53 @@ class ConvolutionRule:
     everything stays in the cache; otherwise U is made at the first pass and kept for the others.
     """
 
-    def __init__(
-        self, name: str, bias: str | None, patches: Callable[[slice], Tensor], groups: int, passes: int, fan_in: int
-    ) -> None:
-        self.name, self.bias, self.make_patches, self.groups, self.passes = name, bias, patches, groups, passes
-        self.stacks = fan_in >= _TALL
-        self.patches: Tensor | None = None
-        self.gram: Tensor | None = None
+    def __init__(self, name: str, bias: str | None, windows: Windows, passes: int, fan_in: int) -> None:
+        self.name, self.bias, self.windows, self.groups, self.passes = name, bias, windows, windows.groups, passes
+        self.fan_in, self.stacks = fan_in, fan_in >= _TALL
+        self.kept: tuple[Tensor | None, Tensor | None] | None = None
         self.pooled: Callable[[Cell], PooledConvolution] | None = None
         """The same convolution together with a max pooling, where that can be one product."""
 
     def __call__(self, delta: Tensor) -> Iterator[tuple[str, Tensor]]:
-        if self.patches is None:
-            self.patches = self.make_patches(slice(None))
-        if self.gram is None and self._gram_is_cheaper(delta, self.patches):
-            self.gram = _gram(self.patches.mT)
-        for name, norms in self._norms([delta], self.patches, self.gram):
+        if self.kept is None:
+            self.kept = self._patches_or_gram(slice(None), delta)
+        for name, norms in self._norms([delta], *self.kept):
             yield name, norms[:, 0]
 
-    def _gram_is_cheaper(self, delta: Tensor, patches: Tensor) -> bool:
-        channels, (fan_in, positions) = delta.shape[1] // self.groups, patches.shape[1:]
-        return self.passes * channels * fan_in > _GRAM_COST * positions * (fan_in + self.passes * channels)
+    def _patches_or_gram(self, samples: slice, delta: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """Whichever takes less work over all passes."""
+        channels, positions = delta.shape[1], math.prod(delta.shape[2:])
+        gram = self.windows.gram_cost(self.fan_in, positions) + self.passes * channels * positions**2
+        if _GRAM_COST * gram < self.passes * channels * self.fan_in * positions:
+            return None, self.windows.gram(samples)
+        return self.windows.patches(samples), None
 
     def several(self, deltas: list[Tensor]) -> Iterator[tuple[str, Tensor]]:
         """(parameter name, squared norms (N, passes)) for the cotangents of several passes."""
-        few = self.make_patches(slice(0, 1))
-        chunk = max(1, _NEAR // (few.numel() + sum(delta[0].numel() for delta in deltas)))
+        unfolded = self.groups * self.fan_in * math.prod(deltas[0].shape[2:])
+        chunk = max(1, _NEAR // (unfolded + sum(delta[0].numel() for delta in deltas)))
         found: dict[str, list[Tensor]] = {}
         for start in range(0, len(deltas[0]), chunk):
             samples = slice(start, start + chunk)
-            patches = self.make_patches(samples)
-            gram = _gram(patches.mT) if self._gram_is_cheaper(deltas[0], patches) else None
-            for name, norms in self._norms([delta[samples] for delta in deltas], patches, gram):
+            made = self._patches_or_gram(samples, deltas[0])
+            for name, norms in self._norms([delta[samples] for delta in deltas], *made):
                 found.setdefault(name, []).append(norms)
         for name, tables in found.items():
             yield name, torch.cat(tables)
 
-    def _norms(self, deltas: list[Tensor], patches: Tensor, gram: Tensor | None) -> Iterator[tuple[str, Tensor]]:
+    def _norms(self, deltas: list[Tensor], patches: Tensor | None, gram: Tensor | None) -> Iterator[tuple[str, Tensor]]:
         count, groups, depth = len(deltas[0]), self.groups, len(deltas)
         channels = deltas[0].shape[1] // groups
-        rows = [delta.reshape(count * groups, channels, patches.shape[2]) for delta in deltas]
+        positions = math.prod(deltas[0].shape[2:])
+        rows = [delta.reshape(count * groups, channels, positions) for delta in deltas]
         stacked = rows[0] if depth == 1 else torch.cat(rows, 1)
-        if gram is not None:
+        if gram is not None and channels < positions:
+            double = stacked.double()
+            yield self.name, torch.bmm(double, gram).mul_(double).view(count, groups, depth, -1).sum((1, 3))
+        elif gram is not None:
             yield self.name, torch.stack([_gram(row.mT).mul_(gram).view(count, -1).sum(1) for row in rows], 1)
         else:
+            assert patches is not None
             gradients = torch.bmm(stacked, patches.mT).view(count, groups, depth, -1)
             yield self.name, _squared(gradients, 3).sum(1)
         if self.bias:

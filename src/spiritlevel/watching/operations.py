@@ -24,12 +24,12 @@ from spiritlevel.watching import channel_functions as functions
 from spiritlevel.watching import channel_layers as layers
 from spiritlevel.watching import channel_moves as moves
 from spiritlevel.watching import channel_sums as sums
-from spiritlevel.watching import norm_rules, path_rules, taylor_rules
+from spiritlevel.watching import norm_rules, path_rules, taylor_norms, taylor_products, taylor_rules
 from spiritlevel.watching.channels import Channels
 from spiritlevel.watching.graph import Operation as Call
 from spiritlevel.watching.norm_rules import Rule
 from spiritlevel.watching.path_rules import PathRule
-from spiritlevel.watching.taylor_rules import TaylorRule
+from spiritlevel.watching.taylor_terms import TaylorRule
 
 ChannelRule = Callable[[Channels, Call], bool]
 """Follows channels through a call: whether it has dealt with them; else they stop there."""
@@ -135,10 +135,10 @@ _TAYLOR: dict[Degree, TaylorRule] = {
     Degree.CONSTANT: taylor_rules.still,
     Degree.LINEAR: taylor_rules.linear(),
     Degree.PIECEWISE: taylor_rules.elementwise(curved=False),  # by forward mode where it is not
-    Degree.BILINEAR: taylor_rules.product,
-    Degree.ADDED_BILINEAR: taylor_rules.added_product,
-    Degree.QUOTIENT: taylor_rules.divided,
-    Degree.BATCH_NORM: taylor_rules.batch_norm,
+    Degree.BILINEAR: taylor_products.product,
+    Degree.ADDED_BILINEAR: taylor_products.added_product,
+    Degree.QUOTIENT: taylor_products.divided,
+    Degree.BATCH_NORM: taylor_norms.batch_norm,
     Degree.SMOOTH: taylor_rules.elementwise(),
 }
 """The rules for second-order terms that follow from a degree, where no better one is named."""
@@ -305,7 +305,7 @@ def _activations() -> Iterator[Operation]:
     leaky = "leaky_relu leaky_relu_ rrelu rrelu_"  # in eval mode the slope of rrelu is not random
     yield _operation("leaky_relu", leaky, "leaky_relu", **straight, kink=Kink.ZERO, path=path_rules.sloped)
     slopes = {"degree": Degree.BILINEAR, "homogeneous": True, "elementwise": 1, "kink": Kink.ZERO}
-    rules: dict[str, Any] = {"norm": norm_rules.prelu, "path": path_rules.sloped, "taylor": taylor_rules.prelu}
+    rules: dict[str, Any] = {"norm": norm_rules.prelu, "path": path_rules.sloped, "taylor": taylor_products.prelu}
     rules["channels"] = functions.prelu
     yield _operation("prelu", "prelu", "_prelu_kernel", **slopes, **rules)
     yield _operation("abs", "abs absolute", "abs", **straight, real=True, path=path_rules.activation)
@@ -344,14 +344,14 @@ def _products() -> Iterator[Operation]:
     times, scales = "mul mul_ multiply", norm_rules.broadcast(scales=True)
     by_number = {**_PRODUCT, "elementwise": 2, "vanishes": True, "path": path_rules.scaled}
     by_number["channels"] = functions.multiply
-    yield _operation("mul", times, "mul", **by_number, norm=scales, taylor=taylor_rules.multiplied)
+    yield _operation("mul", times, "mul", **by_number, norm=scales, taylor=taylor_products.multiplied)
     divided = {"degree": Degree.QUOTIENT, "homogeneous": True, "elementwise": 2, "path": path_rules.divided}
     yield _operation("div", "div div_ true_divide divide", "div", **divided, channels=functions.divide)
     matrix = {**_PRODUCT, "layer": Layer.MATRIX, "norm": norm_rules.matmul, "channels": layers.matmul}
     yield _operation("matmul", "matmul", "matmul", **matrix)
-    yield _operation("mm", "mm", "mm", **matrix, vanishes=True, taylor=taylor_rules.matrix_product)
+    yield _operation("mm", "mm", "mm", **matrix, vanishes=True, taylor=taylor_products.matrix_product)
     yield _operation("rmatmul", "__rmatmul__", layer=Layer.PRODUCT, channels=layers.rmatmul)
-    stacks: dict[str, Any] = {"layer": Layer.PRODUCT, "taylor": taylor_rules.matrix_product}
+    stacks: dict[str, Any] = {"layer": Layer.PRODUCT, "taylor": taylor_products.matrix_product}
     stacks["channels"] = layers.matmul
     yield _operation("bmm", "bmm", "bmm", **_PRODUCT, **stacks, vanishes=True)
     yield _operation("mv", "mv", "mv", **_PRODUCT, layer=Layer.PRODUCT)
@@ -360,7 +360,7 @@ def _products() -> Iterator[Operation]:
     yield _operation("einsum", "einsum", layer=Layer.PRODUCT, channels=layers.einsum)
     for name in ("tensordot", "bilinear"):
         yield _operation(name, name, layer=Layer.PRODUCT)
-    stacks |= {"taylor": taylor_rules.added_matrix_product, "channels": layers.baddbmm}
+    stacks |= {"taylor": taylor_products.added_matrix_product, "channels": layers.baddbmm}
     own = {**stacks, "channels": layers.addmm}
     yield _operation("addmm", "addmm", "addmm", **_ADDED, **own, norm=norm_rules.addmm)
     yield _operation("baddbmm", "baddbmm", "baddbmm", **_ADDED, **stacks)
@@ -376,7 +376,7 @@ def _layers() -> Iterator[Operation]:
     kinds = "convolution _convolution mkldnn_convolution"
     options: dict[str, Any] = {"layer": Layer.CONVOLUTION, "norm": norm_rules.convolution}
     options["channels"] = layers.convolution
-    rule = taylor_rules.convolution
+    rule = taylor_products.convolution
     yield _operation("convolution", "conv1d conv2d conv3d", kinds, **convolved, **options, taylor=rule)
     kinds = "conv_transpose1d conv_transpose2d conv_transpose3d"  # to the dispatcher, a convolution too
     options = {"layer": Layer.TRANSPOSED, "norm": norm_rules.transposed_convolution}
@@ -390,19 +390,19 @@ def _layers() -> Iterator[Operation]:
     yield _operation("instance_norm", "F.instance_norm", channels=sums.batch_norm)
     normalised = {"degree": Degree.NORMALISED, "affine": (1, 2), "norm": norm_rules.group_norm}
     normalised["channels"] = sums.group_norm
-    yield _operation("group_norm", "F.group_norm", "native_group_norm", **normalised, taylor=taylor_rules.group_norm)
-    normalised = {"degree": Degree.NORMALISED, "affine": (2, 3), "taylor": taylor_rules.layer_norm}
+    yield _operation("group_norm", "F.group_norm", "native_group_norm", **normalised, taylor=taylor_norms.group_norm)
+    normalised = {"degree": Degree.NORMALISED, "affine": (2, 3), "taylor": taylor_norms.layer_norm}
     normalised["channels"] = sums.layer_norm
     yield _operation("layer_norm", "F.layer_norm", "native_layer_norm", **normalised)
     yield _operation("rms_norm", "F.rms_norm", channels=sums.rms_norm)
     yield _operation("normalize", "normalize", channels=sums.normalize)
     yield _operation("attention", "scaled_dot_product_attention", channels=layers.attention)
-    yield _operation("softmax", "softmax", "_softmax _safe_softmax", taylor=taylor_rules.softmax)
-    yield _operation("log_softmax", "log_softmax", "_log_softmax", taylor=taylor_rules.log_softmax)
+    yield _operation("softmax", "softmax", "_softmax _safe_softmax", taylor=taylor_norms.softmax)
+    yield _operation("log_softmax", "log_softmax", "_log_softmax", taylor=taylor_norms.log_softmax)
     curved = taylor_rules.by_forward_mode(curved=True)
     for name in "logsumexp var std prod".split():
         yield _operation(name, name, name, taylor=curved, channels=sums.reduction)
-    lengths = {"taylor": taylor_rules.vector_norm, "channels": sums.length}
+    lengths = {"taylor": taylor_norms.vector_norm, "channels": sums.length}
     yield _operation("linalg_vector_norm", "norm vector_norm", "linalg_vector_norm", **lengths)
     for name in ("cumprod", "logcumsumexp"):
         yield _operation(name, name, name, taylor=curved)

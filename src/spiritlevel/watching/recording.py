@@ -23,6 +23,7 @@ from spiritlevel.binding.coupling import check_independence, same_outputs
 from spiritlevel.binding.parameters import Params, as_leaves, depth
 from spiritlevel.binding.problem import Problem
 from spiritlevel.errors import InputError, first_line
+from spiritlevel.watching.derivatives import LARGE
 from spiritlevel.watching.norm_rules import Cell, ConvolutionRule, Names, Norms, PooledConvolution, Rule, cell_of
 from spiritlevel.watching.operations import called, is_in_place
 from spiritlevel.watching.structure import Structure, Watch, analyse, joined
@@ -291,7 +292,7 @@ class GradientNorms:
 
     def _find_rules(self, inputs: Any) -> None:
         try:
-            _, recorder = self._forward(inputs)
+            outputs, recorder = self._forward(inputs)
             self.copies = any(tap._version != version for _, tap, version in recorder.taps)
         except RuntimeError:  # autograd refuses to work in place on a leaf
             self.copies = True
@@ -299,14 +300,17 @@ class GradientNorms:
             _, recorder = self._forward(inputs)
         elif not _has_forward_hooks(self.problem.model):  # a hook would see the promise of an output
             self.pooled = recorder.poolable
+        recorded = None if self.copies or self.pooled or recorder.without_rule else (outputs, recorder)
         self.without_rule |= recorder.without_rule
-        misfits, self._path = self._misfits(inputs)
+        misfits, self._path = self._misfits(inputs, recorded)
         if misfits:
             self.pooled = set()
             self.without_rule |= self._misfits(inputs)[0]
             self._path = self._forward(inputs)[1].path
 
-    def _misfits(self, inputs: Any) -> tuple[set[str], list[tuple[str, ...]]]:
+    def _misfits(
+        self, inputs: Any, recorded: tuple[Tensor, _Recorder] | None = None
+    ) -> tuple[set[str], list[tuple[str, ...]]]:
         """The parameters whose rule disagrees with autograd on one of the samples; and the functions that were called.
 
         The rules take all samples at once, each with a weight of its own, so that one in another's row shows; and do so
@@ -314,7 +318,7 @@ class GradientNorms:
         """
         params = as_leaves(self.problem.params)
         plain = self.problem.outputs(params, inputs)
-        outputs, recorder = self._forward(inputs)
+        outputs, recorder = recorded or self._forward(inputs)
         if not same_outputs(outputs, plain):  # something read a value that is not there, or is no more what it was
             self.pooled, self.copies = set(), True
             outputs, recorder = self._forward(inputs)
@@ -324,6 +328,8 @@ class GradientNorms:
         vectors = [each.view(-1, *[1] * base.ndim) * base for each in both]
         found = Recording(outputs, recorder, None).squared_norms(vectors)
         rows, nothing = spread(count), plain.new_zeros(count)
+        if self.problem.size > LARGE:
+            rows = rows[[0, -1]].unique()
         expected = []  # of some samples, (samples, parameters)
         for row in rows.tolist() if plain.requires_grad else []:
             gradients = torch.autograd.grad(

@@ -1,7 +1,7 @@
 """Second-order Taylor terms of a network's outputs: the forward pass is taped once, and the terms follow the tape.
 
 The tape holds the ATen operations that a batch really executed, made free of in-place writes, with their values. Along
-it the terms of `taylor_rules` pass for as many probes as are wanted, some groups at a time, without another look at the
+it the terms of `taylor_terms` pass for as many probes as are wanted, some groups at a time, without another look at the
 model. What does not move, or does not reach the outputs, is not on it. An operation without a rule raises `Untaught`.
 """
 
@@ -20,7 +20,7 @@ from spiritlevel.binding.problem import Problem, copies_of
 from spiritlevel.binding.rewrites import built_in_layer_norm
 from spiritlevel.errors import first_line
 from spiritlevel.watching.operations import aten_name, dispatched
-from spiritlevel.watching.taylor_rules import NoRule, Step, Terms
+from spiritlevel.watching.taylor_terms import NoRule, Step, Terms
 from spiritlevel.watching.watchers import DispatchWatch, tensors_in
 
 

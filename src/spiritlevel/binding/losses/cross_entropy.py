@@ -35,11 +35,16 @@ class Rows(NamedTuple):
     share: Tensor  # (N, T) float64: the factor of the row's loss in its sample's, 0 where the position is ignored
 
 
+def rows_in_double(classes: int) -> int:
+    """How many rows of so many logits are worked on at once in float64."""
+    return max(1, _PIECE // max(1, classes))
+
+
 def by_rows(function: Callable[..., Tensor], *columns: Tensor | None) -> Tensor:
     """A function of rows, in pieces of them; each column has one entry a row, or is None."""
     first = columns[0]
     assert first is not None
-    size = max(1, _PIECE // max(1, first.shape[-1]))
+    size = rows_in_double(first.shape[-1])
     if len(first) <= size:
         return function(*columns)
     starts = range(0, len(first), size)
@@ -274,9 +279,17 @@ class CrossEntropy(Loss):
         axis = self._axis(outputs, targets)
         return tensor.reshape(outputs.shape).movedim(axis, -1).reshape(-1, outputs.shape[axis])
 
-    def gradient_of_rows(self, logits: Tensor, labels: Tensor, soft: Tensor | None, share: Tensor | None) -> Tensor:
-        """The gradient of every row, (R, C), times its share, float64."""
-        probabilities = torch.softmax(logits.double(), 1)
+    def gradient_of_rows(
+        self,
+        logits: Tensor,
+        labels: Tensor,
+        soft: Tensor | None,
+        share: Tensor | None,
+        probabilities: Tensor | None = None,
+    ) -> Tensor:
+        """The gradient of every row, (R, C), times its share, float64; their softmax may be at hand."""
+        if probabilities is None:
+            probabilities = torch.softmax(logits.double(), 1)
         if soft is not None:  # the slopes add up to 0, so that of the top class follows from the others
             label = probabilities.argmax(1, keepdim=True)
             others = (soft.sum(1, keepdim=True) * probabilities - soft).scatter(1, label, 0.0)
@@ -292,11 +305,11 @@ class CrossEntropy(Loss):
         return gradient if share is None else share[:, None] * gradient
 
     @staticmethod
-    def _centred(logits: Tensor, direction: Tensor) -> tuple[Tensor, Tensor]:
+    def centred(logits: Tensor, direction: Tensor) -> tuple[Tensor, Tensor]:
         """S, and the direction minus its mean over S."""
-        probabilities, top, _ = softmax_parts(logits)
-        direction = direction.double()
-        shifted = direction - direction.gather(1, top[:, None])  # zero at the top class: nothing large cancels
+        probabilities, direction = torch.softmax(logits.double(), 1), direction.double()
+        top = probabilities.argmax(1, keepdim=True)
+        shifted = direction - direction.gather(1, top)  # zero at the top class: nothing large cancels
         return probabilities, shifted - (probabilities * shifted).sum(1, keepdim=True)
 
     def product(self, outputs: Tensor, targets: Tensor, direction: Tensor) -> Tensor:
@@ -306,7 +319,7 @@ class CrossEntropy(Loss):
 
     def product_of_rows(self, logits: Tensor, direction: Tensor, scale: Tensor) -> Tensor:
         """scale·A·u of every row, (R, C), float64."""
-        probabilities, centred = self._centred(logits, direction)
+        probabilities, centred = self.centred(logits, direction)
         return scale[:, None] * probabilities * centred
 
     def quadratic(self, outputs: Tensor, targets: Tensor, direction: Tensor) -> Tensor:
@@ -316,7 +329,7 @@ class CrossEntropy(Loss):
 
     def quadratic_of_rows(self, logits: Tensor, direction: Tensor, scale: Tensor) -> Tensor:
         """scale·uᵀA u of every row, (R,), float64."""
-        probabilities, centred = self._centred(logits, direction)
+        probabilities, centred = self.centred(logits, direction)
         return scale * (probabilities * centred.square()).sum(1)
 
     # ------------------------------------------------------------ factors

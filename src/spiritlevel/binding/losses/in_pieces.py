@@ -2,7 +2,8 @@
 
 A language model of 50,000 words has 50,000 outputs at every position: its logits, their tangents and the cotangents of
 one sequence take more memory than all that comes before them. Given what the last layer is applied to, nothing of that
-size is needed. With z = W h + b of a row, g = ∂ℓ/∂z, A = ∂²ℓ/∂z² and a motion (ḣ, Ẇ, ḃ), that is ż = W ḣ + Ẇ h + ḃ,
+size is needed (mathematics 2.7). With z = W h + b of a row, g = ∂ℓ/∂z, A = ∂²ℓ/∂z², and ż = W ḣ + Ẇ h + ḃ for a motion
+(ḣ, Ẇ, ḃ),
 
 - the slopes are (Wᵀg, Σ g hᵀ, Σ g),
 - the Gauss-Newton product is (Wᵀu, Σ u hᵀ, Σ u) with u = A ż, and the Hessian's (Wᵀu + Ẇᵀg, Σ u hᵀ + g ḣᵀ, Σ u),
@@ -21,7 +22,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from spiritlevel.binding.losses.base import Decisions
-from spiritlevel.binding.losses.cross_entropy import CrossEntropy, by_rows
+from spiritlevel.binding.losses.cross_entropy import CrossEntropy, by_rows, rows_in_double
 from spiritlevel.binding.losses.heads import Head, rows_at_once
 
 
@@ -111,6 +112,23 @@ def _slope(loss: CrossEntropy, logits: Tensor, labels: Tensor, share: Tensor) ->
     return by_rows(lambda z, y, s: loss.gradient_of_rows(z, y, None, s).to(logits.dtype), logits, labels, share)
 
 
+def _bend(
+    loss: CrossEntropy, logits: Tensor, direction: Tensor, scale: Tensor, own: tuple[Tensor, Tensor] | None
+) -> tuple[Tensor, Tensor]:
+    """A·u of some rows, typed like them, and from the same softmax ∂ℓ/∂z if their labels and shares are given."""
+    size = rows_in_double(logits.shape[1])
+    bend = torch.empty_like(logits)
+    slope = bend if own is None else torch.empty_like(logits)
+    for start in range(0, len(logits), size):
+        here = slice(start, start + size)
+        probabilities, centred = loss.centred(logits[here], direction[here])
+        if own is not None:
+            labels, share = own
+            slope[here] = loss.gradient_of_rows(logits[here], labels[here], None, share[here], probabilities)
+        bend[here] = centred.mul_(probabilities).mul_(scale[here, None])
+    return bend, slope
+
+
 @torch.library.custom_op("spiritlevel::head", mutates_args=())
 def _in_pieces(
     kind: str,
@@ -141,9 +159,6 @@ def _in_pieces(
     def slope(rows: Tensor, logits: Tensor) -> Tensor:
         return _slope(loss, logits, labels[rows], share[rows])
 
-    def bend(rows: Tensor, logits: Tensor, direction: Tensor) -> Tensor:
-        return by_rows(lambda z, u, s: loss.product_of_rows(z, u, s).to(logits.dtype), logits, direction, scale[rows])
-
     along = share.new_zeros(int(sample[-1]) + 1 if len(sample) else 0)
     if kind == "fisher":
         for rows in counted:
@@ -158,15 +173,17 @@ def _in_pieces(
             if kind == "fisher":
                 cotangent *= along[sample[rows], None].to(cotangent)
         else:
-            cotangent = bend(rows, logits, moved(rows, here).expand_as(logits))
+            direction = moved(rows, here).expand_as(logits)
+            own = (labels[rows], share[rows]) if kind == "hessian" else None
+            cotangent, gradient = _bend(loss, logits, direction, scale[rows], own)
+            del direction
         part = cotangent @ weight
-        found[1].addmm_(cotangent.T, here)
+        if kind == "slopes" or weight_moved is not None:  # of a weight that stays nobody asks
+            found[1].addmm_(cotangent.T, here)
         found[2].add_(cotangent.sum(0))
-        if kind == "hessian":
-            del cotangent
-            gradient = slope(rows, logits)
-            if weight_moved is not None:
-                part.addmm_(gradient, weight_moved)
+        if kind == "hessian" and weight_moved is not None:
+            del cotangent, logits  # a piece is large
+            part.addmm_(gradient, weight_moved)
             if hidden_moved is not None:
                 found[1].addmm_(gradient.T, hidden_moved[rows])
         found[0][rows] = part

@@ -1,0 +1,225 @@
+"""Which layers can take fewer bits, and does curvature tell? Layers rounded one at a time, on three kinds of networks.
+
+Each matrix and kernel of a trained network is rounded alone, and the rise of the loss is what it costs. Three orders of
+the layers are compared with that by Spearman's correlation: the second order of the very rounding, g·δ + ½ δᵀHδ of the
+layer; Tr H · ‖δ‖² of the layer, as HAWQ orders them (Dong et al. 2019, arXiv:1905.03696); and plain ‖δ‖². Then bits
+are chosen by the first within a size, and compared with the same number of bits for all on held-out images.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from spiritlevel.data import describe
+from spiritlevel.errors import unknown_name
+from spiritlevel.papers.studies.base import Config, Run, Study, Tables
+from spiritlevel.papers.studies.rules import Range, Ruling, Statement
+
+if TYPE_CHECKING:
+    from torch import nn
+
+NETWORKS = ("lenet", "resnet", "transformer")
+_OURS = "– (HAWQ: layers are to be ordered by curvature times the size of the change)"
+_LIMITS = (-2.0, 2.0)
+TRACE = Statement(
+    "trace-or-norm",
+    "Tr H · ‖δ‖² orders the layers by what rounding them costs better than ‖δ‖² does",
+    _OURS,
+    "Spearman's correlation with the measured rise, averaged over the numbers of bits, is higher",
+    "it is lower",
+    Range.POSITIVE,
+    limits=_LIMITS,
+)
+EXACT = Statement(
+    "second-order-or-trace",
+    "g·δ + ½ δᵀHδ of the very rounding orders them better than Tr H · ‖δ‖²",
+    _OURS,
+    "Spearman's correlation with the measured rise, averaged over the numbers of bits, is higher",
+    "it is lower",
+    Range.POSITIVE,
+    limits=_LIMITS,
+)
+BUDGET = Statement(
+    "chosen-or-uniform",
+    "bits chosen by the second order within a size leave a lower loss than the same bits for all",
+    _OURS,
+    "the held-out loss with uniform bits minus that with chosen bits, of at most the same size, is positive",
+    "it is negative",
+    Range.POSITIVE,
+)
+STATEMENTS = (TRACE, EXACT, BUDGET)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerBitsConfig(Config):
+    """The network, its training, and the numbers of bits."""
+
+    network: str = "lenet"
+    """lenet (LeNet-5), resnet (Wide ResNet 28 at a twentieth of its width) or transformer (two blocks of 32 units that
+    read an image row by row)."""
+    train_size: int = 10_000
+    steps: int = 2_000
+    batch_size: int = 64
+    lr: float = 3e-3
+    """Of Adam."""
+    bits: tuple[int, ...] = (4, 3)
+    """Each layer alone is rounded to so many bits, 2 to 16."""
+    budget: float = 3.0
+    """Bits a weight, on average over all layers."""
+    measure_on: int = 1_000
+    """Training images on which layers are rounded and curvature is measured."""
+    test_size: int = 5_000
+    """Held-out images for the loss with chosen bits."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.network not in NETWORKS:
+            raise unknown_name("network", self.network, NETWORKS)
+
+    @property
+    def data(self) -> str:
+        """The images: small ones in colour for the ResNet."""
+        return "cifar10" if self.network == "resnet" else "fashion-mini"
+
+
+def build(config: LayerBitsConfig) -> nn.Module:
+    """The network with its first weights."""
+    import torch
+    from torch import Tensor, nn
+
+    from spiritlevel.binding.state import preserved_random_state
+    from spiritlevel.papers.networks import lenet5, wide_resnet_28_10
+
+    class Rows(nn.Module):
+        """A transformer that reads an image row by row."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = nn.Linear(28, 32)
+            self.places = nn.Parameter(0.1 * torch.randn(28, 32))
+            layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, activation="gelu", batch_first=True)
+            self.blocks = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+            self.head = nn.Linear(32, 10)
+
+        def forward(self, images: Tensor) -> Tensor:
+            hidden: Tensor = self.blocks(self.embedding(images[:, 0]) + self.places)
+            found: Tensor = self.head(hidden.mean(1))
+            return found
+
+    with preserved_random_state():
+        torch.manual_seed(config.seed)
+        if config.network == "lenet":
+            return lenet5()
+        return wide_resnet_28_10(classes=10, width=0.05) if config.network == "resnet" else Rows()
+
+
+def trained(config: LayerBitsConfig, run: Run) -> tuple[nn.Module, Any, Any]:
+    """The trained network, images of its training and held-out ones, standardised."""
+    from torch.nn import functional as F
+
+    from spiritlevel import data
+    from spiritlevel.papers.training import Recipe, fit
+
+    found = data.load(config.data)
+    inputs, targets = found.train[0][: config.train_size], found.train[1][: config.train_size]
+    images, labels = found.test[0][: config.test_size], found.test[1][: config.test_size]
+    if config.network == "resnet":
+        inputs, images = F.avg_pool2d(inputs, 2), F.avg_pool2d(images, 2)
+    mean, spread = inputs.mean((0, 2, 3), keepdim=True), inputs.std((0, 2, 3), keepdim=True)
+    inputs, images = (inputs - mean) / spread, (images - mean) / spread
+    model = build(config)
+    recipe = Recipe(optimizer="adam", lr=config.lr, batch_size=config.batch_size, steps=config.steps)
+    fit(model, (inputs, targets), recipe, seed=config.seed, checkpoint=run.folder / "training", progress=run.progress)
+    return model, (inputs[: config.measure_on], targets[: config.measure_on]), (images, labels)
+
+
+def measured(config: LayerBitsConfig, run: Run) -> dict[str, Any]:
+    """Each layer rounded alone to each number of bits, and the plan within the size."""
+    from spiritlevel.answers.bits import choose_bits
+    from spiritlevel.answers.perturbing import perturb
+
+    model, few, test = trained(config, run)
+    layers, ranks = [], []
+    for number, bits in enumerate(config.bits):
+        run.progress("layers rounded", number, len(config.bits) + 1)
+        found = perturb(model, few, f"int{bits}", seed=config.seed)
+        layers += [{"bits": bits, **row} for row in found.frame().to_dicts()]
+        ranks.append({"bits": bits, **found.rank_agreement()})
+    run.progress("bits chosen", len(config.bits), len(config.bits) + 1)
+    plan = choose_bits(model, few, config.budget, choices=(2, 3, 4, 6), test=test, seed=config.seed)
+    return {
+        "layers": layers,
+        "ranks": ranks,
+        "plan": plan.frame().to_dicts(),
+        "mean bits": plan.mean_bits,
+        "losses": [each.value for each in plan.losses],
+        "accuracies": [each.value for each in plan.accuracies],
+    }
+
+
+def run(config: LayerBitsConfig, run: Run) -> None:
+    """Train, round, and keep the numbers."""
+    from spiritlevel import charts
+
+    found = run.once("measured", lambda: measured(config, run))
+    run.table("layers", found["layers"])
+    run.table("ranks", found["ranks"])
+    run.table("plan", found["plan"])
+    names = ("unrounded", "chosen", "uniform")
+    rows = zip(names, found["losses"], found["accuracies"], strict=True)
+    run.table("outcome", [{"bits": name, "loss": loss, "accuracy": accuracy} for name, loss, accuracy in rows])
+    run.report(layers=len(found["plan"]), mean_bits=found["mean bits"])
+    first = [row for row in found["layers"] if row["bits"] == config.bits[0]]
+    columns = {"layer": [row["layer"] for row in first], "rise of the loss": [row["measured"] for row in first]}
+    title = f"{config.network}: each layer alone rounded to {config.bits[0]} bits"
+    run.chart("layers", charts.bars(columns, "layer", "rise of the loss", title=title))
+
+
+def from_tables(config: LayerBitsConfig, tables: Tables) -> Iterator[Ruling]:
+    """The rulings on a kept run."""
+    ranks, outcome = tables("ranks"), {row["bits"]: row for row in tables("outcome")}
+    (listing,) = (row for row in describe() if row.name == config.data)
+    facts: dict[str, Any] = {"accuracy": outcome["unrounded"]["accuracy"], "chance": 1 / listing.classes}
+
+    def mean(column: str) -> float | None:
+        values = [row[column] for row in ranks]
+        return None if None in values else sum(values) / len(values)
+
+    second, trace, square = (mean(name) for name in ("second_order", "trace_times_square", "square"))
+    remark = ", ".join(
+        f"{name} {value:.2f}"
+        for name, value in (("second order", second), ("Tr H · ‖δ‖²", trace), ("‖δ‖²", square))
+        if value is not None
+    )
+    remark = f"Correlations: {remark}."
+    yield TRACE.judge(None if trace is None or square is None else trace - square, remark=remark, **facts)
+    yield EXACT.judge(None if second is None or trace is None else second - trace, remark=remark, **facts)
+    gain = outcome["uniform"]["loss"] - outcome["chosen"]["loss"]
+    accuracies = ", ".join(f"{name} {row['accuracy']:.1%}" for name, row in outcome.items())
+    yield BUDGET.judge(gain, remark=f"Accuracies: {accuracies}.", **facts)
+
+
+STUDY = Study(
+    name="layer-bits",
+    title="Which layers can take fewer bits, and does curvature tell",
+    source="HAWQ (Dong et al. 2019); the question is ours",
+    config=LayerBitsConfig,
+    statements=STATEMENTS,
+    run=run,
+    judge=from_tables,
+    reduced=lambda config: (
+        ""
+        if config.steps >= 2_000
+        else f"{config.steps:,} steps on {config.train_size:,} images, measured on {config.measure_on:,}"
+    ),
+    sweep={"network": NETWORKS},
+    only={"smoke": {"network": ("lenet",)}},
+    scales={
+        "smoke": {"train_size": 200, "steps": 15, "bits": (3,), "measure_on": 40, "test_size": 100},
+        "laptop": {"train_size": 4_000, "steps": 500, "measure_on": 100, "test_size": 2_000},
+    },
+    seeds={"laptop": 3},
+    revision=2,  # bits of the least cost; the greedy choice of revision 1 was worse than uniform by its own cost
+)

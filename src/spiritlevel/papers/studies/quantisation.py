@@ -1,0 +1,298 @@
+"""Does flatness tell what rounding the weights costs? Over the networks of the generalisation league.
+
+Every network is trained on the same points to the same loss, then its matrices are rounded to 4 bits, one scale for
+each. The flatness measures of papers A and C, taken on the training set, are compared by Kendall's τ with the loss
+after the rounding on held-out points, and with what the rounding added to it; so are the loss itself before the
+rounding, the weight norm and the mean margin, which cost next to nothing, and the second order of that very rounding,
+g·δ + ½ δᵀHδ, on held-out points. A group of measures is judged by the one that ranks best on the networks of the other
+seeds, so that a long list has no advantage over a short one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from spiritlevel.data import describe
+from spiritlevel.errors import InputError
+from spiritlevel.papers.studies.base import Config, Run, Study, Tables, not_fitted
+from spiritlevel.papers.studies.rules import Range, Ruling, Statement
+
+if TYPE_CHECKING:
+    from spiritlevel.papers.training import Job
+    from spiritlevel.statistics.ranking import Ranking
+
+LEAST = 24
+"""Fitted networks below which nothing is decided."""
+SETTINGS = ("lr", "batch_size", "width", "weight_decay")
+FLATNESS = ("trace", "mean_aceht", "largest_eigenvalue", "frobenius_norm")
+"""Of paper A the trace and its stand-in ACEHT, of paper C the trace, its largest eigenvalue and the Frobenius norm."""
+CHEAP = ("loss", "weight_norm", "margin_mean")
+SECOND = "second order"
+TARGETS = ("loss after", "rise")
+
+BETTER = {"difference of τ": Range.POSITIVE, "τ": Range.POSITIVE}
+OURS = "– (our own question: flatness is about small changes of the weights)"
+AFTER = Statement(
+    "loss-after-rounding",
+    "a flatness measure tells the loss after rounding to 4 bits better than loss, weight norm and mean margin",
+    OURS,
+    "the flatness measure of papers A and C that ranks best on the networks of the other seeds has a positive τ with "
+    "the held-out loss after rounding on a seed's own networks, higher than that of the best of the loss before, the "
+    "weight norm and the mean margin, chosen likewise",
+    "its τ is negative, or lower",
+    BETTER,
+)
+RISE = Statement(
+    "rise-by-rounding",
+    "a flatness measure tells what rounding to 4 bits adds to the loss better than loss, weight norm and mean margin",
+    OURS,
+    "by the rule of `loss-after-rounding`, for the held-out loss after the rounding minus that before",
+    "its τ is negative, or lower",
+    BETTER,
+)
+ACTUAL = Statement(
+    "second-order",
+    "the second order of the very rounding tells what it adds better than any flatness measure",
+    OURS,
+    "τ of g·δ + ½ δᵀHδ with the rise is positive on a seed's networks, and higher than that of the flatness measure "
+    "that ranks best on the other seeds",
+    "its τ is negative, or lower",
+    BETTER,
+)
+STATEMENTS = (AFTER, RISE, ACTUAL)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quantisation(Config):
+    """The grid of networks, and how their weights are rounded."""
+
+    network: str = "printed_mlp"
+    """Dense with a bottleneck, 784-10w-100w-10."""
+    data: str = "fashion-mini"
+    train_size: int = 1_000
+    """The same points for every network."""
+    held_out: int = 5_000
+    """Training points that no network sees; losses are measured on them and the test set."""
+    lr: tuple[float, ...] = (0.01, 0.03)
+    batch_size: tuple[int, ...] = (32, 128)
+    width: tuple[float, ...] = (0.7, 1.5, 5.0)
+    weight_decay: tuple[float, ...] = (0.0, 5e-4)
+    replicas: int = 3
+    """Networks in each cell of the grid, with seeds of their own."""
+    momentum: float = 0.9
+    until_loss: float = 0.02
+    """Every network is trained until its training loss is at most this."""
+    check_every: int = 8
+    """Steps between two looks at the training loss."""
+    epochs: int = 400
+    """At most; a network that has not reached the loss by then is left out, and counted."""
+    bits: int = 4
+    """Of every weight after the rounding; 2 to 16."""
+    foretell_on: int = 1_000
+    """Held-out points, drawn at random, for the second order."""
+
+
+def cells(config: Quantisation) -> list[dict[str, Any]]:
+    """One entry per network: the values of its hyper-parameters, and its seed."""
+    values = itertools.product(*(getattr(config, name) for name in SETTINGS), range(config.replicas))
+    first = config.seed * config.replicas
+    return [
+        {**dict(zip(SETTINGS, cell, strict=True)), "seed": first + replica, "replica": replica}
+        for *cell, replica in values
+    ]
+
+
+def job(config: Quantisation, cell: Mapping[str, Any]) -> Job:
+    """The training of one network, the same as in the league, so that the cache of trained networks serves both."""
+    from spiritlevel.papers.training import Job, Recipe
+
+    recipe = Recipe(
+        lr=cell["lr"],
+        momentum=config.momentum,
+        weight_decay=cell["weight_decay"],
+        batch_size=cell["batch_size"],
+        epochs=config.epochs,
+        until_loss=config.until_loss,
+    )
+    return Job(
+        network=config.network,
+        options={"width": cell["width"]},
+        data=config.data,
+        train_size=config.train_size,
+        validation=config.held_out,
+        recipe=recipe,
+        seed=cell["seed"],
+        evaluate=("train",),
+        evaluate_every=config.check_every,
+    )
+
+
+def network(config: Quantisation, cell: Mapping[str, Any], run: Run) -> dict[str, Any]:
+    """Train one network; if it is fitted, its measures and what rounding does to it, otherwise the reason why not."""
+    import torch
+
+    from spiritlevel.answers.changes import as_change
+    from spiritlevel.answers.perturbing import changed, perturb
+    from spiritlevel.measures import Setting, evaluate
+
+    found: dict[str, Any] = {**cell}
+    try:
+        trained = run.train(job(config, cell))
+    except InputError as error:
+        if "diverged" not in str(error):
+            raise
+        return {**found, "excluded": str(error)}
+    last = trained.history[-1]
+    reason = not_fitted(last["train_accuracy"], last["train_loss"])
+    if not (reason or trained.stopped):
+        reason = f"the loss is still {last['train_loss']:.3g} after {config.epochs} epochs"
+    if reason:
+        return {**found, "excluded": reason}
+    model = trained.model()
+    parts = [pair for pair in (trained.validation, trained.test) if pair is not None]
+    data = torch.cat([pair[0] for pair in parts]), torch.cat([pair[1] for pair in parts])
+    change = f"int{config.bits}"
+    columns = changed(Setting(model, data), as_change(change))
+    told = perturb(
+        model, data, change, samples=min(config.foretell_on, len(data[1])), apply=False, layers=False, seed=config.seed
+    )
+    rows = evaluate(model, trained.train, measures=[*FLATNESS, *CHEAP[1:]], seed=config.seed)
+    return {
+        **found,
+        "excluded": "",
+        "training loss": last["train_loss"],
+        "accuracy": float(columns["right"].mean()),
+        "accuracy after": float(columns["right_after"].mean()),
+        "loss": float(columns["before"].mean()),
+        "loss after": float(columns["after"].mean()),
+        "rise": float((columns["after"] - columns["before"]).mean()),
+        "flips": float(columns["flips_measured"].mean()),
+        SECOND: told.predicted.value,
+        **{row["name"]: row["value"] for row in rows},
+    }
+
+
+def run(config: Quantisation, run: Run) -> None:
+    """Train, round and measure the grid, then rank."""
+    nets = []
+    grid = cells(config)
+    for number, cell in enumerate(grid):
+        run.progress("networks trained and rounded", number, len(grid))
+        label = "-".join(f"{cell[name]:g}" for name in (*SETTINGS, "seed"))
+        nets.append(run.once(f"network-{label}", lambda cell=cell: network(config, cell, run)))  # type: ignore[misc]
+    run.table("networks", nets)
+    fitted = [net for net in nets if not net["excluded"]]
+    run.report(networks=len(nets), fitted=len(fitted))
+    if len(fitted) < 4:
+        return
+    rows = taus(config, fitted)
+    run.table("measures", rows)
+    _draw(run, rows)
+
+
+def ranking(config: Quantisation, nets: Sequence[Mapping[str, Any]], target: str) -> Ranking:
+    """The ranking of fitted networks by a target; signs are such that each number should grow with it."""
+    import numpy as np
+
+    from spiritlevel.statistics.ranking import Ranking
+
+    measures = {
+        name: np.array([math.nan if net[name] is None else net[name] for net in nets])
+        * (-1.0 if name == "margin_mean" else 1.0)
+        for name in (*FLATNESS, *CHEAP, SECOND)
+    }
+    settings = {name: [net[name] for net in nets] for name in SETTINGS}
+    goal = np.array([net[target] for net in nets], dtype=float)
+    return Ranking(measures, goal, settings, [net["replica"] for net in nets], 1_000, config.seed)
+
+
+def taus(config: Quantisation, nets: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Kendall's τ of every number with both targets, with its interval over resampled cells of the grid."""
+    from spiritlevel.statistics.ranking import interval
+
+    rows = []
+    for target in TARGETS:
+        ranked = ranking(config, nets, target)
+        for name in ranked.measures:
+            draws = ranked.tau(name)
+            low, high = interval(draws)
+            kind = "flatness" if name in FLATNESS else "second order" if name == SECOND else "cheap"
+            rows.append(
+                {"target": target, "measure": name, "kind": kind, "τ": float(draws[0]), "low": low, "high": high}
+            )
+    return sorted(rows, key=lambda row: (row["target"], -row["τ"] if math.isfinite(row["τ"]) else 2.0))
+
+
+def from_tables(config: Quantisation, tables: Tables) -> Iterator[Ruling]:
+    """The rulings on a kept run, from its networks."""
+    nets = tables("networks")
+    fitted = [net for net in nets if not net["excluded"]]
+    if len(fitted) < 4:
+        for statement in STATEMENTS:
+            yield statement.judge(None, undecided=f"only {len(fitted)} of {len(nets)} networks are fitted")
+        return
+    undecided = f"{len(fitted)} fitted networks of {len(nets)}, {LEAST} are needed" if len(fitted) < LEAST else ""
+    (listing,) = (row for row in describe() if row.name == config.data)
+    facts = {
+        "undecided": undecided,
+        "accuracy": min(net["accuracy"] for net in fitted),
+        "chance": 1 / listing.classes,
+    }
+    groups = (
+        (AFTER, "loss after", FLATNESS, CHEAP),
+        (RISE, "rise", FLATNESS, CHEAP),
+        (ACTUAL, "rise", (SECOND,), FLATNESS),
+    )
+    for statement, target, names, rivals in groups:
+        ranked = ranking(config, fitted, target)
+        gains, owns, best = ranked.advantages(names, rivals)
+        numbers = [
+            {"difference of τ": float(gain[0]), "τ": float(own[0])} for gain, own in zip(gains, owns, strict=True)
+        ]
+        against = max(rivals, key=lambda name: float(ranked.tau(name)[0]))
+        remark = f"Chosen: {best}; the best of the others over all networks is {against}."
+        yield statement.judge(numbers, remark=remark, **facts)
+
+
+def _draw(run: Run, rows: list[dict[str, Any]]) -> None:
+    from spiritlevel import charts
+
+    for target, name in zip(TARGETS, ("loss-after", "rise"), strict=True):
+        chosen = [row for row in rows if row["target"] == target]
+        columns = {key: [row[key] for row in chosen] for key in ("measure", "τ", "low", "high", "kind")}
+        title = f"Kendall's τ with the {'loss after rounding' if name == 'loss-after' else 'rise by rounding'}"
+        run.chart(name, charts.intervals(columns, "measure", "τ", "low", "high", colour="kind", title=title))
+
+
+STUDY = Study(
+    name="quantisation",
+    title="Does flatness tell what rounding the weights to 4 bits costs",
+    source="A and C, their measures; the question is ours",
+    config=Quantisation,
+    statements=STATEMENTS,
+    run=run,
+    judge=from_tables,
+    reduced=lambda config: (
+        f"{len(cells(config))} networks ({config.network}, {config.data}, {config.train_size:,} images)"
+    ),
+    scales={
+        "smoke": {
+            "train_size": 60,
+            "held_out": 300,
+            "lr": (0.02, 0.04),
+            "batch_size": (30,),
+            "width": (1.0,),
+            "weight_decay": (0.0,),
+            "replicas": 2,
+            "until_loss": 0.05,
+            "epochs": 100,
+            "foretell_on": 200,
+        },
+        "laptop": {"width": (0.7, 1.5)},
+    },
+    seeds={},
+)

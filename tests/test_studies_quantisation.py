@@ -1,0 +1,114 @@
+"""The studies of rounding: what decides them, on tables whose outcome is known."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from spiritlevel.errors import InputError
+from spiritlevel.papers.studies import Run, Verdict, decide, layer_bits, quantisation
+from spiritlevel.papers.studies.layer_bits import LayerBitsConfig
+from spiritlevel.papers.studies.quantisation import CHEAP, FLATNESS, SECOND, Quantisation
+
+CONFIG = Quantisation(scale="laptop", width=(0.7, 1.5))
+
+
+def networks(**telling: float) -> list[dict[str, Any]]:
+    """A grid in which the numbers named tell the loss after rounding, the others are noise; 1 tells it exactly."""
+    generator = np.random.default_rng(0)
+    found = []
+    for cell in quantisation.cells(CONFIG):
+        rise = float(generator.normal())
+        numbers = {name: float(generator.normal()) for name in (*FLATNESS, *CHEAP, SECOND)}
+        for name, share in telling.items():
+            sign = -1 if name == "margin_mean" else 1
+            numbers[name] = sign * (share * rise + (1 - share) * float(generator.normal()))
+        found.append({**cell, "excluded": "", "accuracy": 0.8, **numbers, "loss after": rise, "rise": rise})
+    return found
+
+
+def verdicts(nets: list[dict[str, Any]]) -> dict[str, Verdict]:
+    rulings = quantisation.from_tables(CONFIG, lambda _: nets)
+    return {ruling.statement.id: decide(ruling.statement, [ruling.record()]).verdict for ruling in rulings}
+
+
+def test_flatness_is_found_to_tell_where_it_does() -> None:
+    found = verdicts(networks(trace=0.9, loss=0.1))
+    assert found["loss-after-rounding"] == found["rise-by-rounding"] == Verdict.REPRODUCED
+    assert found["second-order"] == Verdict.NOT
+    found = verdicts(networks(margin_mean=0.9, **{SECOND: 0.9}))
+    assert found["loss-after-rounding"] == Verdict.NOT
+    assert found["second-order"] == Verdict.REPRODUCED
+
+
+def test_few_networks_decide_nothing() -> None:
+    nets = networks(trace=1.0)
+    for net in nets[20:]:
+        net["excluded"] = "not fitted"
+    assert set(verdicts(nets).values()) == {Verdict.UNDECIDED}
+    assert set(verdicts([{**net, "excluded": "diverged"} for net in nets]).values()) == {Verdict.UNDECIDED}
+    assert set(verdicts([{**net, "accuracy": 0.2} for net in networks(trace=1.0)]).values()) == {Verdict.UNDECIDED}
+
+
+def test_taus_are_kendalls() -> None:
+    nets = networks(trace=0.5)
+    rows = {row["measure"]: row for row in quantisation.taus(CONFIG, nets) if row["target"] == "rise"}
+    for name, sign in (("trace", 1), ("margin_mean", -1)):
+        values = [sign * net[name] for net in nets]
+        expected = stats.kendalltau(values, [net["rise"] for net in nets]).statistic
+        assert rows[name]["τ"] == pytest.approx(expected)
+        assert rows[name]["low"] <= rows[name]["τ"] <= rows[name]["high"]
+
+
+def test_a_network_of_the_study(tmp_path: Path) -> None:
+    """One network as the study rounds it: the loss after, by hand."""
+    smoke = quantisation.STUDY.at("smoke", replicas=1, lr=(0.04,), held_out=100)
+    assert isinstance(smoke, Quantisation)
+    run = Run(tmp_path / "run", cache=tmp_path / "networks")
+    found = quantisation.network(smoke, quantisation.cells(smoke)[0], run)
+    assert found["excluded"] == ""
+    assert found["rise"] == pytest.approx(found["loss after"] - found["loss"], abs=1e-9)
+    assert all(math.isfinite(found[name]) for name in (*FLATNESS, *CHEAP, SECOND))
+    assert found[SECOND] == pytest.approx(found["rise"], abs=1.0)
+
+
+def tables(second: float, trace: float, square: float, gain: float, accuracy: float = 0.9) -> Any:
+    kept = {
+        "ranks": [{"bits": 4, "second_order": second, "trace_times_square": trace, "square": square}],
+        "outcome": [
+            {"bits": "unrounded", "loss": 0.1, "accuracy": accuracy},
+            {"bits": "chosen", "loss": 0.2, "accuracy": 0.8},
+            {"bits": "uniform", "loss": 0.2 + gain, "accuracy": 0.7},
+        ],
+    }
+    return lambda name: kept[name]
+
+
+def test_the_rules_of_layers() -> None:
+    config = LayerBitsConfig(scale="laptop")
+    seeds = [tables(0.9, 0.5 + 0.01 * k, 0.6, 0.1 + 0.01 * k) for k in range(3)]
+    rulings = [list(layer_bits.from_tables(config, each)) for each in seeds]
+    found = [
+        decide(same[0].statement, [ruling.record() for ruling in same]).verdict for same in zip(*rulings, strict=True)
+    ]
+    assert found == [Verdict.NOT, Verdict.REPRODUCED, Verdict.REPRODUCED]
+    rulings = [list(layer_bits.from_tables(config, tables(0.9, 0.5, 0.6, 0.1, accuracy=0.3))) for _ in range(3)]
+    found = [
+        decide(same[0].statement, [ruling.record() for ruling in same]).verdict for same in zip(*rulings, strict=True)
+    ]
+    assert set(found) == {Verdict.UNDECIDED}
+    with pytest.raises(InputError, match="network"):
+        dataclasses.replace(config, network="vgg")
+
+
+def test_the_three_networks_run() -> None:
+    import torch
+
+    for name, shape in (("lenet", (2, 1, 28, 28)), ("resnet", (2, 3, 16, 16)), ("transformer", (2, 1, 28, 28))):
+        assert layer_bits.build(LayerBitsConfig(network=name)).eval()(torch.zeros(shape)).shape == (2, 10)
