@@ -309,7 +309,7 @@ def within_a_minute(measure: Callable[[], Any]) -> None:
 # ---------------------------------------------------------------- starting them
 
 
-def run(check: str, ranks: int, folder: Path, seconds: float = 250, program: str = __file__) -> list[tuple[int, str]]:
+def run(check: str, ranks: int, folder: Path, seconds: float = 900, program: str = __file__) -> list[tuple[int, str]]:
     """Exit code and last words of every process."""
     path = os.pathsep.join([str(Path(__file__).parent), str(Path(sl.__file__).parents[1])])  # the library under test
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
