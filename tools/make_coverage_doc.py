@@ -555,11 +555,10 @@ stopped after 60, 300 and 1,500 steps; *small* and *tanh* with 4 on 4×4 pixels.
 drawn without replacement, and the truth is the number on all of them. `means` and `quantiles` draw from the values of
 all samples; what is *measured from scratch* goes through all that `measure(samples=N)` does. A random change is noise
 of 1 % or 5 %, or rounding at random to 6 bits, of a smooth network on 80 samples, drawn anew in each case; where
-`perturb` says that the second order does not suffice, no interval counts as stated. The two models that are compared
-are mirror
-images of each other on symmetric data, so that no difference is real: *no advice* counts the cases in which `compare`
-does not say "Trust". The standard errors of single entries (`DiagonalEstimate`) make no interval,
-and are not in the table.""".replace("simulated\n\n", "simulated\0").split("\n")
+`perturb` says that the second order does not suffice, no interval counts as stated. The two models that are
+compared are mirror images of each other on symmetric data, so that no difference is real: *no advice* counts the
+cases in which `compare` does not say "Trust". The standard errors of single entries (`DiagonalEstimate`) make no
+interval, and are not in the table.""".replace("simulated\n\n", "simulated\0").split("\n")
 ).replace("\0", "\n\n")
 
 
