@@ -288,5 +288,5 @@ def test_every_measurement_leaves_model_and_random_states_alone(
     targets = torch.tensor([0, 1, 2, 0, 1, 99 if fails else 2])
     loader = DataLoader(TensorDataset(torch.rand(6, 4), targets), batch_size=4)
     with untouched(model), pytest.raises(InputError) if fails else nullcontext():
-        getattr(sl, name)(model, loader)
+        getattr(sl, name)(model, loader, *{"perturb": ("int4",)}.get(name, ()))
     assert handles

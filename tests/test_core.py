@@ -150,7 +150,13 @@ def test_extras_and_sentences_agree() -> None:
     for package, extra in OPTIONAL.values():
         assert package in names_of(extras[extra])
     named = {package for package, extra in OPTIONAL.values()}
-    imported_by_users_alone = {"accelerate", "peft", "tensorboard"}  # which docs/models.md is about, and loggers
+    imported_by_users_alone = {
+        "accelerate",
+        "peft",
+        "tensorboard",
+        "torch_geometric",
+        "wandb",
+    }  # which docs/models.md is about, and loggers
     all_extras = ("report", "cli", "cluster", "integrations", "timm")
     assert named == {name for extra in all_extras for name in names_of(extras[extra])} - imported_by_users_alone
     assert "spiritlevel[report]" in extras["cli"]  # the command writes pages

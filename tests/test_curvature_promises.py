@@ -112,7 +112,7 @@ def test_data_are_read_once_if_they_fit() -> None:
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        (lambda n, b: b if n < 5 else b[:-1], r"the data changed between two passes \(7 samples, then 3\)"),
+        (lambda n, b: b if n < 6 else b[:-1], r"the data changed between two passes \(7 samples, then 3\)"),
         (lambda n, b: [b[0], (b[1][0] + n, b[1][1])], r"the data changed between two passes \(7 samples, then 7\)"),
         (lambda n, b: [(b[0][0] + n, b[0][1]), b[1]], "the data change between two passes"),
     ],

@@ -346,6 +346,7 @@ ALLOWED = {
     "results/": "what files of version 0.1 did not say",
     "answers/quantities.py": "columns of the tracker, which it finds in ways of its own",
     "answers/tracking.py": "the names of its curves",
+    "page/changes.py": "what tells which samples flip, in words",
     "papers/": "studies and claims name what they are about",
 }
 

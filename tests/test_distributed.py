@@ -263,7 +263,7 @@ def check_refusals(rank: int, ranks: int, group: Any) -> None:
 
         def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
             self.passes += 1
-            shift = rank if self.passes > 4 else 0
+            shift = rank if self.passes > 5 else 0
             yield from ragged((inputs + shift, targets), 2, 2, 2, 1)
 
     op = sl.hessian(problem()[0], Changing(), group=group, memory=1)

@@ -190,9 +190,9 @@ def between(*layers: nn.Module, channels: int, features: int, dims: int = 2) -> 
 
 
 RELU_ONLY = {"path_norm", "spectral_margin_mean", "spectral_margin_median"}
-DISTANCES = {name for name in MEASURES if name.startswith(("hidden_margin_", "input_distance"))}
+DISTANCES = {name for name in MEASURES if name.startswith(("hidden_margin_", "input_distance", "variance_m"))}
 SIGNALS = {"signal_sharpness", "signal_sharpness_max", "input_sensitivity"}
-LAST_LAYER = {name for name in MEASURES if name.startswith(("hidden_margin_", "relative_flatness"))}
+LAST_LAYER = {name for name in MEASURES if name.startswith(("hidden_margin_", "relative_flatness", "variance_m"))}
 SCALINGS = {"rescale_layers", "rescale_channels", "scale_last_layer", "rescale_all"}
 NORMED = {*SCALINGS, "scale_before_batchnorm", "fold_batchnorm"}  # others: tests/test_audit_symmetries.py
 BATCH_STATISTICS = NORMED - {"rescale_channels", "fold_batchnorm"}

@@ -286,7 +286,7 @@ def test_what_json_cannot_hold_is_refused() -> None:
 def test_unreadable_results_say_what_is_wrong() -> None:
     with pytest.raises(InputError, match=r"type 'Estimat', expected one of: .*Estimate"):
         Result.from_dict({"type": "Estimat"})
-    with pytest.raises(InputError, match=r"type 'Margins', expected one of: CriticalSharpness, Estimate\."):
+    with pytest.raises(InputError, match=r"type 'Margins', expected one of: CriticalSharpness, Estimate, Prediction\."):
         Estimate.from_dict({"type": "Margins"})
     with pytest.raises(InputError, match="this is not a result of spiritlevel"):
         Result.from_json("[1, 2]")

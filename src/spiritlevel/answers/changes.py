@@ -203,7 +203,7 @@ def rounded(weight: Tensor, bits: int, channel: bool = False, asymmetric: bool =
     tensor, or of every output channel, the first dimension.
 
     >>> rounded(torch.tensor([[-1.0, 0.3, 0.9]]), 2)
-    tensor([[-1., 0., 1.]])
+    tensor([[-1.,  0.,  1.]])
     """
     if not weight.numel():
         return weight.clone()

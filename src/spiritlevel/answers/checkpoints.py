@@ -70,11 +70,11 @@ def rank(
 
     Cost: the measures and one `perturb` without layers for each checkpoint and change.
 
-    >>> torch.manual_seed(0), (x := torch.randn(60, 2)), (y := (x[:, 0] > 0).long())
-    (...)
-    >>> found = rank({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)}, (x, y), measures=["margin_mean"], under="int8")
+    >>> x, good, poor = torch.eye(2), nn.Linear(2, 2), nn.Linear(2, 2)
+    >>> _ = nn.init.eye_(good.weight), nn.init.constant_(poor.weight, 0.1)
+    >>> found = rank({"poor": poor, "good": good}, (x, torch.tensor([0, 1])), measures=["margin_mean"], under="int8")
     >>> found.order("margin_mean")
-    ['b', 'a']
+    ['good', 'poor']
     """
     changes = several(under) if under else []
     chosen = [each for each in select(measures) if measures is not None or each.invariant_to >= KEEP_FUNCTION]

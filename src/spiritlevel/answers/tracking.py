@@ -92,7 +92,7 @@ class Tracker:
     >>> for _ in range(20):  # with the steps of your optimiser
     ...     row = tracker.step()
     >>> [row["step"] for row in tracker.rows], sorted(tracker.rows[0])[:3]
-    ([10, 20], ['accuracy', 'converged', 'largest_eigenvalue'])
+    ([10, 20], ['accuracy', 'afresh', 'converged'])
     """
 
     @checked

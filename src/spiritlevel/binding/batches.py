@@ -420,7 +420,7 @@ def subset(batches: Batches, count: int | None, seed: int) -> tuple[Any, Tensor 
 def _take_in(mark: Any, numbers: Tensor) -> None:
     """Hash numbers in float64, some rows after the other: a batch may be all of the data."""
     for some in numbers.detach().split(_ROWS) if numbers.ndim else ():
-        mark.update(some.double().cpu().contiguous().numpy())
+        mark.update(some.cpu().double().contiguous().numpy())
 
 
 class Places(TypedDict):

@@ -245,7 +245,7 @@ class Context:
                 with self.each_together():
                     found = function(inputs, targets)
                 if start != IDLE:
-                    pieces.append((start, found.double().cpu().reshape(len(targets), *shape)))
+                    pieces.append((start, found.detach().double().cpu().reshape(len(targets), *shape)))
         return self.ranks.joined(pieces, self.count, *shape)
 
     def each_together(self) -> contextlib.AbstractContextManager[None]:

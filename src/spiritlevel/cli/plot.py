@@ -195,7 +195,7 @@ class Plot(OnData):
             return audit(model, data, measures=self.names, progress=progress, seed=self.seed, **shared)
         if self.kind == "layers":
             return sample_traces(model, data, per_layer=True, seed=self.seed, **shared)
-        return measure(model, data, measures=["trace"], parts=[], seed=self.seed, progress=progress, **shared)
+        return measure(model, data, measures="trace", parts=[], seed=self.seed, progress=progress, **shared)
 
 
 _HINT = "or name a folder that `spiritlevel measure` wrote in place of the model."

@@ -25,6 +25,7 @@ def _quadratics(setting: Setting, direction: Params) -> Tensor:
     """vᵀGₙv of every sample, G the Gauss-Newton matrix: one forward-mode pass."""
     problem = setting.problem
 
+    @torch.enable_grad()  # for reverse mode, where an operation has no other
     def quadratic(inputs: Any, targets: Tensor) -> Tensor:
         outputs, slope = outputs_along(problem, direction, problem.params, inputs)
         return problem.loss.quadratic(outputs, targets, slope)
@@ -65,6 +66,7 @@ def _empirical_fisher_values(setting: Setting) -> Tensor:
         return setting.kept["empirical_fisher_trace"]
     problem = setting.problem
 
+    @torch.enable_grad()  # likewise
     def squares(inputs: Any, targets: Tensor) -> Tensor:
         def here(params: Params) -> Tensor:
             return problem.losses(params, inputs, targets)

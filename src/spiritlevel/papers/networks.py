@@ -178,7 +178,7 @@ def cnn(channels: int = 1, classes: int = 10, width: float = 1.0, depth: int = 2
     The convolutional networks of the league of measures.
 
     >>> count(cnn()), count(cnn(channels=3, width=2.0, depth=4))
-    (5050, 33898)
+    (5050, 33770)
     """
     _positive(channels=channels, classes=classes, width=width, depth=depth)
     units, layers = _scale(16, width), list[nn.Module]()

@@ -256,6 +256,8 @@ class Family:
                 mapping = LinearMap(self.shapes, steps)
                 nothing = torch.zeros(mapping.layout.size, dtype=torch.float64)
                 value = objective(mapping, nothing if shift is None else shift)
+                if not value.requires_grad:  # nothing that is measured moves
+                    break
                 slopes = torch.autograd.grad(value, leaves, allow_unused=True, materialize_grads=True)
             if not all(bool(slope.isfinite().all()) for slope in slopes):
                 break

@@ -48,6 +48,7 @@ def mix_linear(
 
     Cost: a few forward passes in float64 and copies of the model. Reference: mathematics 7.9.
 
+    >>> import torch
     >>> low_rank = nn.Sequential(nn.Linear(6, 2, bias=False), nn.Linear(2, 5), nn.ReLU(), nn.Linear(5, 3))
     >>> result = mix_linear(low_rank, data=torch.randn(8, 6))
     >>> result.certificate.preserves, torch.allclose(result.model[3].weight, low_rank[3].weight)
@@ -88,6 +89,7 @@ def shift_norm_gain(
 
     Cost: as in `mix_linear`. Reference: mathematics 7.9.
 
+    >>> import torch
     >>> net = nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6), nn.Linear(6, 3))
     >>> factors = shift_norm_gain(net, data=torch.randn(8, 4)).certificate.factors
     >>> factors["0.weight"], torch.allclose(factors["1.weight"] * factors["2.weight"][0], torch.ones(6).double())
@@ -125,6 +127,7 @@ def scale_gate(
 
     Cost: as in `mix_linear`. Reference: mathematics 7.9.
 
+    >>> import torch
     >>> net = nn.Sequential(nn.Linear(4, 12), nn.GLU(), nn.Linear(6, 3))
     >>> factors = scale_gate(net, data=torch.randn(8, 4)).certificate.factors
     >>> bool((factors["0.weight"][6:] == 1).all()), bool((factors["0.weight"][:6] == 1).any())
