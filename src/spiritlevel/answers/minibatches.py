@@ -27,13 +27,13 @@ def batch_eigenvalues(
     data: Any,
     *,
     k: int = 5,
-    batch_size: int = 16,
     count: int = 16,
     tol: float = 1e-2,
     loss: Any = "cross_entropy",
     params: Any = None,
     weight_decay: float = 0.0,
     batch_norm: str = "eval",
+    batch_size: int = 16,
     memory: int | str | None = None,
     progress: Callable[[str, int, int], None] | None = None,
     seed: int = 0,
@@ -52,13 +52,13 @@ def batch_eigenvalues(
         model: any module; it is left as it was.
         data: as in `hessian`.
         k: eigenvalues a batch.
-        batch_size: samples in a mini-batch; part of the definition.
         count: mini-batches, fewer where the data do not hold as many.
         tol: relative residual.
-        loss: as in `hessian`, and so are the next four.
+        loss: as in `hessian`, and so are `params`, `weight_decay` and `memory`.
         params: the parameters to measure.
         weight_decay: γ of a penalty ½γ‖θ‖²; adds γ to every eigenvalue.
         batch_norm: "eval", or "batch" for the statistics of each mini-batch.
+        batch_size: samples in a mini-batch; part of the definition.
         memory: for the products.
         progress: called with (what, done, total) before every batch.
         seed: of the batches and of the eigenvectors' start.
