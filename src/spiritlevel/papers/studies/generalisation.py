@@ -13,7 +13,6 @@ share their hyper-parameters are no independent draws, so the bootstrap resample
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -22,15 +21,19 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from spiritlevel.data import describe
-from spiritlevel.errors import InputError
-from spiritlevel.papers.studies.base import Config, Run, Study, Tables, not_fitted
+from spiritlevel.papers.studies.base import Config, Run, Study, Tables
 from spiritlevel.papers.studies.league import (
     FAMILIES,
     PLAIN,
     PRODUCTS,
+    cells_of,
     draw,
     family,
+    fitted_network,
     gap_spread,
+    held_out,
+    job,
+    piece_of,
     ranked,
     rankings_of,
     settings_of,
@@ -40,7 +43,6 @@ from spiritlevel.papers.studies.rules import Range, Ruling, Statement
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from spiritlevel.papers.training import Job
     from spiritlevel.statistics.ranking import Ranking
 
     Array = NDArray[Any]
@@ -139,77 +141,34 @@ def axes(config: Generalisation) -> dict[str, tuple[Any, ...]]:
 
 def cells(config: Generalisation) -> list[dict[str, Any]]:
     """One entry per network: the values of its hyper-parameters, and its seed."""
-    grid = axes(config)
-    first = config.seed * config.replicas
-    return [
-        {**dict(zip(grid, cell, strict=True)), "seed": first + replica, "replica": replica}
-        for *cell, replica in itertools.product(*grid.values(), range(config.replicas))
-    ]
+    return cells_of(axes(config), config.seed, config.replicas)
 
 
 def pieces(config: Generalisation) -> dict[str, Callable[[Run], Any]]:
     """What can be computed of each network alone, by the name of its piece; the first seed of every cell goes first."""
     return {
-        "network-" + "-".join(_short(cell[name]) for name in (*axes(config), "seed")): partial(network, config, cell)
+        piece_of(cell, axes(config)): partial(network, config, cell)
         for cell in sorted(cells(config), key=lambda cell: cell["replica"])
     }
 
 
-def _short(value: Any) -> str:
-    return value if isinstance(value, str) else f"{value:g}"
-
-
-def job(config: Generalisation, cell: Mapping[str, Any]) -> Job:
-    """The training of one network."""
-    from spiritlevel.papers.training import Job, Recipe
-
-    recipe = Recipe(
-        lr=cell["lr"],
-        momentum=config.momentum,
-        weight_decay=cell["weight_decay"],
-        batch_size=cell["batch_size"],
-        epochs=config.epochs,
-        until_loss=config.until_loss,
-    )
-    return Job(
-        network=cell.get("network", config.network),
-        options={name: cell[name] for name in ("width", "depth") if name in cell},
-        data=config.data,
-        train_size=cell.get("train_size", config.train_size),
-        validation=config.held_out,
-        recipe=recipe,
-        seed=cell["seed"],
-        evaluate=("train",),
-        evaluate_every=config.check_every,
-    )
-
-
 def network(config: Generalisation, cell: Mapping[str, Any], run: Run) -> dict[str, Any]:
     """Train one network; if it is fitted, its gaps and all its measures, otherwise the reason why not."""
-    import torch
-
     from spiritlevel.measures import evaluate as evaluate_measures
     from spiritlevel.papers.networks import count
     from spiritlevel.papers.training import evaluate
 
+    trained, reason = fitted_network(config, cell, run)
     found: dict[str, Any] = {**cell}
-    try:
-        trained = run.train(job(config, cell))
-    except InputError as error:
-        if "diverged" not in str(error):
-            raise
-        return {**found, "excluded": str(error)}
+    if trained is None:
+        return {**found, "excluded": reason}
     last = trained.history[-1]
     found |= {"loss": last["train_loss"], "error": 1 - last["train_accuracy"], "steps": last["step"]}
     found |= {"epochs": last["epoch"], "training seconds": trained.seconds}
-    reason = not_fitted(last["train_accuracy"], last["train_loss"])
-    if not (reason or trained.stopped):
-        reason = f"the loss is still {last['train_loss']:.3g} after {config.epochs} epochs"
     if reason:
         return {**found, "excluded": reason}
     model = trained.model()
-    parts = [pair for pair in (trained.validation, trained.test) if pair is not None]
-    inputs, targets = torch.cat([pair[0] for pair in parts]), torch.cat([pair[1] for pair in parts])
+    inputs, targets = held_out(trained)
     whole, even, odd = (evaluate(model, (inputs[part], targets[part])) for part in _HALVES)
     found |= {
         "excluded": "",

@@ -6,14 +6,19 @@ that +1 is what a measure promises: sharper, larger or less wide means a larger 
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
+
+from spiritlevel.errors import InputError
+from spiritlevel.papers.studies.base import not_fitted
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from spiritlevel.papers.studies.base import Run
+    from spiritlevel.papers.training import Job, Pair, Trained
     from spiritlevel.statistics.ranking import Ranking
 
     Array = NDArray[Any]
@@ -22,6 +27,68 @@ SETTINGS = ("network", "depth", "train_size", "lr", "batch_size", "width", "weig
 """Hyper-parameters by which networks may differ."""
 PLAIN = ("trace", "largest_eigenvalue")
 LOSS_BASED = ("mean_aceht", "margin_bound", "printed_margin_bound")  # functions of the margins that grow with sharpness
+
+
+def cells_of(grid: Mapping[str, Sequence[Any]], seed: int, replicas: int) -> list[dict[str, Any]]:
+    """One entry per network of a grid: the values of its hyper-parameters, and its seed."""
+    return [
+        {**dict(zip(grid, cell, strict=True)), "seed": seed * replicas + replica, "replica": replica}
+        for *cell, replica in itertools.product(*grid.values(), range(replicas))
+    ]
+
+
+def piece_of(cell: Mapping[str, Any], names: Iterable[str]) -> str:
+    """The name of a network's piece, from the values of these hyper-parameters and its seed."""
+    values = (cell[name] for name in (*names, "seed"))
+    return "-".join(("network", *(value if isinstance(value, str) else f"{value:g}" for value in values)))
+
+
+def job(config: Any, cell: Mapping[str, Any]) -> Job:
+    """The training of one network; studies that ask for the same share it by the cache."""
+    from spiritlevel.papers.training import Job, Recipe
+
+    recipe = Recipe(
+        lr=cell["lr"],
+        momentum=config.momentum,
+        weight_decay=cell["weight_decay"],
+        batch_size=cell["batch_size"],
+        epochs=config.epochs,
+        until_loss=config.until_loss,
+    )
+    return Job(
+        network=cell.get("network", config.network),
+        options={name: cell[name] for name in ("width", "depth") if name in cell},
+        data=config.data,
+        train_size=cell.get("train_size", config.train_size),
+        validation=config.held_out,
+        recipe=recipe,
+        seed=cell["seed"],
+        evaluate=("train",),
+        evaluate_every=config.check_every,
+    )
+
+
+def fitted_network(config: Any, cell: Mapping[str, Any], run: Run) -> tuple[Trained | None, str]:
+    """A network after its training, and why it is left out, if it is; none if the training diverged."""
+    try:
+        trained = run.train(job(config, cell))
+    except InputError as error:
+        if "diverged" not in str(error):
+            raise
+        return None, str(error)
+    last = trained.history[-1]
+    reason = not_fitted(last["train_accuracy"], last["train_loss"])
+    if not (reason or trained.stopped):
+        reason = f"the loss is still {last['train_loss']:.3g} after {config.epochs} epochs"
+    return trained, reason
+
+
+def held_out(trained: Trained) -> Pair:
+    """The points that a network has not seen: those kept back, and the test set."""
+    import torch
+
+    parts = [pair for pair in (trained.validation, trained.test) if pair is not None]
+    return torch.cat([pair[0] for pair in parts]), torch.cat([pair[1] for pair in parts])
 
 
 def family(name: str) -> str:

@@ -10,19 +10,18 @@ seeds, so that a long list has no advantage over a short one.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from spiritlevel.data import describe
-from spiritlevel.errors import InputError
-from spiritlevel.papers.studies.base import Config, Run, Study, Tables, not_fitted
+from spiritlevel.papers.studies.base import Config, Run, Study, Tables
+from spiritlevel.papers.studies.league import cells_of, fitted_network, held_out, piece_of
 from spiritlevel.papers.studies.rules import Range, Ruling, Statement
 
 if TYPE_CHECKING:
-    from spiritlevel.papers.training import Job
     from spiritlevel.statistics.ranking import Ranking
 
 LEAST = 24
@@ -98,63 +97,20 @@ class Quantisation(Config):
 
 def cells(config: Quantisation) -> list[dict[str, Any]]:
     """One entry per network: the values of its hyper-parameters, and its seed."""
-    values = itertools.product(*(getattr(config, name) for name in SETTINGS), range(config.replicas))
-    first = config.seed * config.replicas
-    return [
-        {**dict(zip(SETTINGS, cell, strict=True)), "seed": first + replica, "replica": replica}
-        for *cell, replica in values
-    ]
-
-
-def job(config: Quantisation, cell: Mapping[str, Any]) -> Job:
-    """The training of one network, the same as in the league, so that the cache of trained networks serves both."""
-    from spiritlevel.papers.training import Job, Recipe
-
-    recipe = Recipe(
-        lr=cell["lr"],
-        momentum=config.momentum,
-        weight_decay=cell["weight_decay"],
-        batch_size=cell["batch_size"],
-        epochs=config.epochs,
-        until_loss=config.until_loss,
-    )
-    return Job(
-        network=config.network,
-        options={"width": cell["width"]},
-        data=config.data,
-        train_size=config.train_size,
-        validation=config.held_out,
-        recipe=recipe,
-        seed=cell["seed"],
-        evaluate=("train",),
-        evaluate_every=config.check_every,
-    )
+    return cells_of({name: getattr(config, name) for name in SETTINGS}, config.seed, config.replicas)
 
 
 def network(config: Quantisation, cell: Mapping[str, Any], run: Run) -> dict[str, Any]:
     """Train one network; if it is fitted, its measures and what rounding does to it, otherwise the reason why not."""
-    import torch
-
     from spiritlevel.answers.changes import as_change
     from spiritlevel.answers.perturbing import changed, perturb
     from spiritlevel.measures import Setting, evaluate
 
+    trained, reason = fitted_network(config, cell, run)
     found: dict[str, Any] = {**cell}
-    try:
-        trained = run.train(job(config, cell))
-    except InputError as error:
-        if "diverged" not in str(error):
-            raise
-        return {**found, "excluded": str(error)}
-    last = trained.history[-1]
-    reason = not_fitted(last["train_accuracy"], last["train_loss"])
-    if not (reason or trained.stopped):
-        reason = f"the loss is still {last['train_loss']:.3g} after {config.epochs} epochs"
-    if reason:
+    if trained is None or reason:
         return {**found, "excluded": reason}
-    model = trained.model()
-    parts = [pair for pair in (trained.validation, trained.test) if pair is not None]
-    data = torch.cat([pair[0] for pair in parts]), torch.cat([pair[1] for pair in parts])
+    last, model, data = trained.history[-1], trained.model(), held_out(trained)
     change = f"int{config.bits}"
     columns = changed(Setting(model, data), as_change(change))
     told = perturb(
@@ -182,8 +138,7 @@ def run(config: Quantisation, run: Run) -> None:
     grid = cells(config)
     for number, cell in enumerate(grid):
         run.progress("networks trained and rounded", number, len(grid))
-        label = "-".join(f"{cell[name]:g}" for name in (*SETTINGS, "seed"))
-        nets.append(run.once(f"network-{label}", lambda cell=cell: network(config, cell, run)))  # type: ignore[misc]
+        nets.append(run.once(piece_of(cell, SETTINGS), partial(network, config, cell, run)))
     run.table("networks", nets)
     fitted = [net for net in nets if not net["excluded"]]
     run.report(networks=len(nets), fitted=len(fitted))
