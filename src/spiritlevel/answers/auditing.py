@@ -215,11 +215,12 @@ class _Audit:
             reason = f"keeps the function with batch norm in mode {modes} only, not {here.batch_norm!r}"
             return self._without(name, reason)
         there, rows = moved_to(here, transformed), []
-        for measure in self.chosen:
-            self.announce(f"{measure.name} after {name}")
-            if measure.name in self.before:
-                after = measure.attempt(there)
-                rows.append(_row(measure, name, self.before[measure.name], after, (here, there), transformed))
+        with there.problem.active():  # once, not in each measure
+            for measure in self.chosen:
+                self.announce(f"{measure.name} after {name}")
+                if measure.name in self.before:
+                    after = measure.attempt(there)
+                    rows.append(_row(measure, name, self.before[measure.name], after, (here, there), transformed))
         return self.part(rows=tuple(rows), certificates={name: certificate})
 
     def _without(self, name: str, reason: str) -> Audit:

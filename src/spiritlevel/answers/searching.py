@@ -103,10 +103,11 @@ def _climbed(here: Setting, chosen: list[Measure], before: dict[str, Estimate], 
             continue
         apart = max(apart, there.certificate.relative_difference)
         setting, how = moved_to(here, there), {"steps": float(_STEPS)} if guide else {"seed": float(here.seed)}
-        for measure in wanted:
-            value = measure.attempt(setting)
-            if math.isfinite(value.value) and value.sign > 0:
-                ends[measure.name].append((value, {"size": size, **how}))
+        with setting.problem.active():
+            for measure in wanted:
+                value = measure.attempt(setting)
+                if math.isfinite(value.value) and value.sign > 0:
+                    ends[measure.name].append((value, {"size": size, **how}))
     for measure in movable:
         start = before[measure.name]
         found = [*ends[measure.name], (start, {})]
