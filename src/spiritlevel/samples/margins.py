@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 from spiritlevel.arguments import checked
-from spiritlevel.binding.batches import Fingerprint
+from spiritlevel.binding.batches import Batches, Fingerprint
 from spiritlevel.binding.context import IDLE, Context
 from spiritlevel.binding.cores import at_a_time, side_by_side
 from spiritlevel.binding.coupling import check_independence
@@ -29,10 +30,10 @@ from spiritlevel.binding.losses import (
     unit_batches,
 )
 from spiritlevel.binding.problem import Problem
-from spiritlevel.binding.ranks import Ranks
 from spiritlevel.binding.reading import Reading
-from spiritlevel.errors import InputError, first_line, unknown_name
+from spiritlevel.errors import InputError
 from spiritlevel.results import Margins
+from spiritlevel.samples.distances import Spread, distances, linearised, norm_of
 from spiritlevel.watching.derivatives import check_derivatives, check_input_derivatives
 
 # ---------------------------------------------------------------- margins of given logits
@@ -164,7 +165,6 @@ def printed_margin_bound(inputs: Tensor, logits: Tensor, y: Tensor) -> Tensor:
 
 # ---------------------------------------------------------------- margins of a model on data
 
-_DUAL = {"2": 2.0, "inf": 1.0}  # norm of the distance: norm of the gradient
 _NUMBERS = 2**22  # numbers that the inputs of a batch hold at most; a token stands for many activations
 _TOKEN = 2**8
 
@@ -226,21 +226,14 @@ def margins(
 
 def margins_in(context: Context, *, distance: int | float | str | None = None, layer: str | None = None) -> Margins:
     """The margins of every sample in a context that is bound already; see `margins`."""
-    norm = _norm(distance)
-    problem, ranks, form = context.problem, context.ranks, context.form
+    norm, ranks, form = norm_of(distance), context.ranks, context.form
     if layer is not None and not norm:
         raise InputError("layer= says where a distance is measured; pass distance=2 or distance='inf' as well.")
-    if norm and problem.sharded:
-        raise InputError("the distances of a sharded model are not offered; leave out distance=.")
-    if norm and context.coupling == "outputs":
-        raise InputError(
-            f"{context.why_coupled}: a sample's outputs depend on the whole batch, so it has no distance of its own; "
-            "use batch_norm='eval' and a model without other ties between its samples."
-        )
-    if not norm:  # units are rows of outputs that are there anyway
+    if norm:
+        _check_distances(context)
+    else:  # units are rows of outputs that are there anyway
         context = context.of_means
-        problem = context.problem
-    units = context.form.unit != form.unit
+    problem = context.problem
     with ranks.together():
         batches = context.batches.cut(context.batch_size)
         why = "" if norm else context.find_head()
@@ -249,75 +242,17 @@ def margins_in(context: Context, *, distance: int | float | str | None = None, l
             batches.size = context.fair(context.fitting(most, in_pieces=not norm))
     if batches.size is not None and not context.whole:
         batches.size = ranks.least(batches.size)
-
-    fingerprint, spread = Fingerprint(), _Spread()
-    parts: list[tuple[int, Tensor]] = []
-    sizes = list[int]()
-
-    def each() -> Iterator[tuple[int, Any, Tensor]]:
-        """The batches of this rank, each with the number of its first sample."""
-        first = 0
-        for index, (inputs, targets) in enumerate(batches):
-            start = sum(sizes)
-            made = 0
-            apart = unit_batches(problem.loss, inputs, targets, first=first) if units else [(inputs, targets)]
-            for some, labels in apart:
-                fingerprint.update(some, labels)
-                made += len(labels)
-            sizes.append(made)
-            first += len(targets)
-            if ranks.takes(index):
-                yield start, *problem.place(inputs, targets)
-        if problem.sharded and ranks.rank >= (len(sizes) % ranks.count or ranks.count):
-            yield IDLE, *context.first(1)
-
-    looked, several = problem.sharded, False
     if problem.sharded:  # all ranks look at the same samples: all must make the same passes
         with ranks.together(), problem.active():
             check_independence(problem, context.first(64)[0])
 
-    def begin(batch: tuple[int, Any, Tensor]) -> Callable[[], tuple[int, Tensor]]:
-        nonlocal looked, several
-        start, inputs, targets = batch
-        with context.each_together():
-            outputs, points = (
-                _linearised(problem, inputs, layer) if norm else (problem.head_or_outputs(problem.params, inputs), [])
-            )
-            problem.checked(outputs, inputs, targets, max(start, 0))
-        if start == IDLE:
-            return lambda: (0, torch.zeros(0, _COLUMNS, dtype=torch.float64))
-        if not looked and len(targets) and not context.whole:
-            check_independence(problem, inputs, outputs.detach())
-            if norm and layer is None:
-                check_input_derivatives(problem, inputs, targets)
-            elif norm:
-                check_derivatives(problem, inputs, targets, twice=False)
-            looked = True
-        found = decided(problem, outputs, targets, start)
-        several |= found.counts is not None and not units
-        if norm and several:
-            raise InputError(
-                "a distance needs one decision for each sample, and here a sample makes one at every position or for "
-                "every label; measure single positions with unit='token', or leave out distance=."
-            )
-        spread.update(points)
-
-        def rest() -> tuple[int, Tensor]:
-            part = _of_rows(found, units)
-            if norm:
-                assert isinstance(found.logits, Tensor)
-                logits, label = found.logits.detach().double(), found.labels[:, None]
-                distance = _distance(found.logits, logits, label, points, _DUAL[norm], start)
-                part = torch.cat([part, distance[:, None]], 1)
-            return start, part.cpu()
-
-        return rest
-
+    found = _Pass(context, norm, layer, units=context.form.unit != form.unit, looked=problem.sharded)
+    parts: list[tuple[int, Tensor]] = []
     with ranks.together(), problem.active(), torch.set_grad_enabled(bool(norm)):
-        side_by_side(each(), begin, parts.append, at_a_time(problem.device) if norm else 1)
-    ranks.same((sizes, str(fingerprint)), "their data or batches")
-    several = ranks.least(0 if several else 1) == 0
-    columns = ranks.joined(parts, sum(sizes), _COLUMNS + bool(norm)).T.contiguous()
+        side_by_side(found.each(batches), found.begin, parts.append, at_a_time(problem.device) if norm else 1)
+    ranks.same((found.sizes, str(found.fingerprint)), "their data or batches")
+    several = ranks.least(0 if found.several else 1) == 0
+    columns = ranks.joined(parts, sum(found.sizes), _COLUMNS + bool(norm)).T.contiguous()
     signed, softmax, gap, labels, right, made, *rest = columns
     return Margins(
         output=signed.abs(),
@@ -329,14 +264,102 @@ def margins_in(context: Context, *, distance: int | float | str | None = None, l
         distance=rest[0] if norm else None,
         norm=norm,
         layer=layer or "",
-        spread=spread.over(ranks).root() if norm else math.nan,
-        fingerprint=str(fingerprint),
-        **fingerprint.places,
+        spread=found.spread.over(ranks).root() if norm else math.nan,
+        fingerprint=str(found.fingerprint),
+        **found.fingerprint.places,
         right=right if several else None,
         decisions=made.long() if several else None,
         unit=form.unit,
         notes=(*context.notes, why) if why else context.notes,
     )
+
+
+def _check_distances(context: Context) -> None:
+    """Refuse to measure distances where a sample has none of its own, or the model is in pieces."""
+    if context.problem.sharded:
+        raise InputError("the distances of a sharded model are not offered; leave out distance=.")
+    if context.coupling == "outputs":
+        raise InputError(
+            f"{context.why_coupled}: a sample's outputs depend on the whole batch, so it has no distance of its own; "
+            "use batch_norm='eval' and a model without other ties between its samples."
+        )
+
+
+@dataclass
+class _Pass:
+    """One pass over the data, and what it has seen so far."""
+
+    context: Context
+    norm: str
+    layer: str | None
+    units: bool
+    """Whether the margins are of rows of outputs, such as tokens, where the data hold samples."""
+    looked: bool
+    """Whether the model has been looked at on some samples."""
+    several: bool = False
+    """Whether a sample makes several decisions."""
+    sizes: list[int] = field(default_factory=list)
+    fingerprint: Fingerprint = field(default_factory=Fingerprint)
+    spread: Spread = field(default_factory=Spread)
+
+    def each(self, batches: Batches) -> Iterator[tuple[int, Any, Tensor]]:
+        """The batches of this rank, each with the number of its first sample."""
+        problem, ranks, first = self.context.problem, self.context.ranks, 0
+        for index, (inputs, targets) in enumerate(batches):
+            start, made = sum(self.sizes), 0
+            apart = unit_batches(problem.loss, inputs, targets, first=first) if self.units else [(inputs, targets)]
+            for some, labels in apart:
+                self.fingerprint.update(some, labels)
+                made += len(labels)
+            self.sizes.append(made)
+            first += len(targets)
+            if ranks.takes(index):
+                yield start, *problem.place(inputs, targets)
+        if problem.sharded and ranks.rank >= (len(self.sizes) % ranks.count or ranks.count):
+            yield IDLE, *self.context.first(1)
+
+    def begin(self, batch: tuple[int, Any, Tensor]) -> Callable[[], tuple[int, Tensor]]:
+        """The forward pass of a batch; what is returned does the rest of the work, alone."""
+        problem, (start, inputs, targets) = self.context.problem, batch
+        outputs: Tensor | Head
+        points: list[Tensor] = []
+        with self.context.each_together():
+            if self.norm:
+                outputs, points = linearised(problem, inputs, self.layer)
+            else:
+                outputs = problem.head_or_outputs(problem.params, inputs)
+            problem.checked(outputs, inputs, targets, max(start, 0))
+        if start == IDLE:
+            return lambda: (0, torch.zeros(0, _COLUMNS, dtype=torch.float64))
+        if not self.looked and len(targets) and not self.context.whole:
+            self._look(inputs, targets, outputs.detach())
+        found = decided(problem, outputs, targets, start)
+        self.several |= found.counts is not None and not self.units
+        if self.norm and self.several:
+            raise InputError(
+                "a distance needs one decision for each sample, and here a sample makes one at every position or for "
+                "every label; measure single positions with unit='token', or leave out distance=."
+            )
+        self.spread.update(points)
+
+        def rest() -> tuple[int, Tensor]:
+            part = _of_rows(found, self.units)
+            if self.norm:
+                assert isinstance(found.logits, Tensor)
+                distance = distances(found.logits, found.labels, points, self.norm, start)
+                part = torch.cat([part, distance[:, None]], 1)
+            return start, part.cpu()
+
+        return rest
+
+    def _look(self, inputs: Any, targets: Tensor, outputs: Tensor | Head) -> None:
+        """Make sure, once, that samples have outputs of their own and derivatives that are right."""
+        problem, self.looked = self.context.problem, True
+        check_independence(problem, inputs, outputs)
+        if self.norm and self.layer is None:
+            check_input_derivatives(problem, inputs, targets)
+        elif self.norm:
+            check_derivatives(problem, inputs, targets, twice=False)
 
 
 _COLUMNS = 6  # margin, softmax margin, gap, label, share of decisions that are right, their number
@@ -384,137 +407,7 @@ def _pieces(logits: Tensor | Head) -> Iterator[tuple[slice, Tensor]]:
         yield slice(k, k + size), logits.detach()[k : k + size]
 
 
-def _norm(distance: int | float | str | None) -> str:
-    if distance is None:
-        return ""
-    name = f"{distance:g}" if isinstance(distance, int | float) else str(distance)
-    if name not in _DUAL:
-        raise unknown_name("distance norm", name, _DUAL)
-    return name
-
-
 def _batch_size(sample: Any, most: int) -> int:
     leaves = [leaf for leaf in tree_leaves(sample) if isinstance(leaf, Tensor)]
     size = sum(leaf.numel() * (1 if leaf.is_floating_point() else _TOKEN) for leaf in leaves)
     return max(1, min(most, _NUMBERS // max(1, size)))
-
-
-def _linearised(problem: Problem, inputs: Any, layer: str | None) -> tuple[Tensor, list[Tensor]]:
-    """Outputs as a differentiable function of the points whose distance is asked for, and these points."""
-    points: list[Tensor] = []
-
-    def watch(tensor: Any) -> Any:
-        if not (isinstance(tensor, Tensor) and tensor.is_floating_point()):
-            return tensor
-        points.append(tensor.detach().requires_grad_())
-        return points[-1].clone()  # the network may work in place
-
-    if layer is None:
-        inputs = tree_map(watch, inputs)
-        if not points:
-            kinds = {str(leaf.dtype).removeprefix("torch.") for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)}
-            raise InputError(
-                f"a distance in input space needs floating-point inputs, got {', '.join(sorted(kinds))}; convert them, "
-                "or name a layer, e.g. the embedding, with layer=."
-            )
-        return problem.outputs(problem.params, inputs), points
-
-    modules = dict(problem.model.named_modules())
-    if layer not in modules or not layer:
-        raise unknown_name("layer", layer, filter(None, modules))
-
-    def hook(module: nn.Module, args: Any, output: Any) -> Any:
-        if not isinstance(output, Tensor) or not output.is_floating_point():
-            kind = type(output).__name__
-            raise InputError(f"layer {layer!r} must return a floating-point tensor to measure a distance, got {kind}.")
-        return watch(output)
-
-    handle = modules[layer].register_forward_hook(hook)
-    try:
-        outputs = problem.outputs(problem.params, inputs)
-    finally:
-        handle.remove()
-    if len(points) != 1 or points[0].ndim == 0 or points[0].shape[0] != outputs.shape[0]:
-        times = f"it ran {len(points)} times" if len(points) != 1 else f"its output has shape {tuple(points[0].shape)}"
-        raise InputError(
-            f"a distance at layer {layer!r} needs a module that runs once and returns the samples in its first "
-            f"dimension, but {times} for {outputs.shape[0]} samples; name another layer."
-        )
-    return outputs, points
-
-
-def _distance(outputs: Tensor, logits: Tensor, label: Tensor, points: list[Tensor], dual: float, start: int) -> Tensor:
-    """The least (φ_y−φ_j)/‖∇(φ_y−φ_j)‖ over j≠y, by one backward pass for each of the C−1 other classes."""
-    count, classes = outputs.shape
-    nearest = torch.full((count,), math.inf, dtype=torch.float64, device=outputs.device)
-    for j in range(classes - 1):
-        other = j + (label <= j).long()  # the j-th class but the label
-        gap = (logits.gather(1, label) - logits.gather(1, other))[:, 0]
-        size = torch.zeros_like(gap)
-        if outputs.requires_grad:
-            direction = torch.zeros_like(outputs).scatter_(1, label, 1.0).scatter_(1, other, -1.0)
-            try:
-                gradients = torch.autograd.grad(
-                    outputs, points, direction, retain_graph=j < classes - 2, allow_unused=True, materialize_grads=True
-                )
-            except RuntimeError as error:
-                raise InputError(
-                    f"the outputs cannot be differentiated by the inputs: {first_line(error)}; write that part of the "
-                    "model in other operations, or leave out distance=."
-                ) from error
-            norms = [
-                torch.linalg.vector_norm(gradient.reshape(count, -1), dual, dim=1, dtype=torch.float64)
-                for gradient in gradients
-            ]
-            size = torch.linalg.vector_norm(torch.stack(norms), dual, dim=0)
-            if not bool(torch.isfinite(size).all()):
-                sample = start + int((~torch.isfinite(size)).nonzero()[0])
-                raise InputError(f"the gradient of the outputs is NaN or infinite for sample {sample}.")
-        ratio = torch.where(size > 0, gap / size, gap * math.inf)
-        nearest = torch.minimum(nearest, torch.where(gap == 0, gap, ratio))
-    return nearest
-
-
-class _Spread:
-    """The total variance of points over all batches: means and squared deviations, merged (Chan et al. 1979)."""
-
-    def __init__(self) -> None:
-        self.count, self.mean, self.squares = 0, torch.zeros(()), 0.0
-
-    def update(self, points: list[Tensor]) -> None:
-        if not points:
-            return
-        count = len(points[0])
-        flat = torch.cat([point.detach().reshape(count, -1) for point in points], 1)
-        if self.count and flat.shape[1] != self.mean.numel():
-            self.squares = math.nan  # the space is not the same for all batches
-            return
-        mean = flat.mean(0, dtype=torch.float64)
-        self.squares += float((flat - mean).square().sum())
-        if self.count:
-            shift = mean - self.mean
-            self.squares += float(shift.square().sum()) * self.count * count / (self.count + count)
-            mean = self.mean + shift * (count / (self.count + count))
-        self.count, self.mean = self.count + count, mean
-
-    def over(self, ranks: Ranks) -> _Spread:
-        """The spread of the points of all ranks."""
-        if ranks.count == 1:
-            return self
-        size = -ranks.least(-self.mean.numel())
-        mean, total = torch.zeros(size, dtype=torch.float64), _Spread()
-        if self.count and self.mean.numel() == size:
-            mean += self.mean.reshape(-1).cpu()
-        sums = torch.cat([self.count * mean, torch.tensor([self.count], dtype=torch.float64)])
-        ranks.add([sums])
-        total.count, total.mean = int(sums[-1]), sums[:-1] / sums[-1]
-        own = self.squares + self.count * float((mean - total.mean).square().sum())
-        squares = torch.tensor([own], dtype=torch.float64)
-        if self.count and self.mean.numel() != size:
-            squares.fill_(math.nan)  # the space is not the same on all ranks
-        ranks.add([squares])
-        total.squares = float(squares)
-        return total
-
-    def root(self) -> float:
-        return math.sqrt(self.squares / self.count) if self.count else math.nan
