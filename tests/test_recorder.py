@@ -30,9 +30,10 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 import spiritlevel as sl
+from spiritlevel.answers import observing
 from spiritlevel.answers import recorder as recording
+from spiritlevel.answers.observing import observed
 from spiritlevel.answers.recorder import Recorder
-from spiritlevel.answers.visits import observed
 from spiritlevel.binding.losses import CrossEntropy
 from spiritlevel.cli import main
 from spiritlevel.errors import InputError
@@ -94,7 +95,7 @@ def random_batches(samples: int, classes: int, calls: int, size: int, seed: int 
 
 @pytest.mark.parametrize("rows", [1, 37, 8192])
 def test_every_column_is_what_its_definition_says(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recording, "_ROWS", rows)  # however the calls are put together
+    monkeypatch.setattr(observing, "_ROWS", rows)  # however the calls are put together
     recorder, twin = Recorder(30), Twin()
     for batch in random_batches(30, 4, 40, 11):
         recorder.record(*batch)
