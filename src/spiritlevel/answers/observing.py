@@ -12,8 +12,8 @@ from torch import Tensor
 from spiritlevel.errors import InputError
 
 _ROWS, _NUMBERS = 8192, 2**20  # what waits at most: rows, and logits
-_PIECE = 2**16  # logits that are worked on at once: some arrays of this size stay in a core's own cache
-_FAR = 800.0  # exp(−800) is 0, and 0 times it too
+_PIECE = 2**15  # logits that are worked on at once: some arrays of this size stay in a core's own cache
+_FAR = 700.0  # exp(−700) is nothing to float32; numbers too small for float64 would take ten times as long
 
 
 class Waiting:
@@ -23,7 +23,7 @@ class Waiting:
         self.outputs: int | None = None
         """Logits a sample, once known."""
         self.device = torch.device("cpu")
-        self._calls: list[tuple[Tensor, Tensor, Tensor, int]] = []
+        self._calls: list[tuple[Tensor, Tensor, Tensor, int, int]] = []
         self._shapes: tuple[torch.Size, torch.Size, torch.Size] | None = None
         self._rows = self._room = self._count = 0
 
@@ -37,7 +37,7 @@ class Waiting:
         if shapes != self._shapes:
             self._fit(*shapes)
         # copies, for the loop may write over its own
-        self._calls.append((logits.detach().clone(), targets.detach().clone(), ids.clone(), step))
+        self._calls.append((logits.detach().clone(), targets.clone(), ids.clone(), step, self._count))
         self._rows += self._count
         return self._rows >= self._room
 
@@ -63,14 +63,14 @@ class Waiting:
         self.clear()
         if not calls:
             return None
-        logits, targets, numbers, at = zip(*calls, strict=True)
+        logits, targets, numbers, at, sizes = zip(*calls, strict=True)
         self.device, ids = logits[-1].device, _joined_rows(numbers)
         rows = _joined_rows(logits).reshape(len(ids), -1)
         self._room = min(_ROWS, _NUMBERS // rows.shape[1])
         ids, labels = check_batch(ids, _joined_rows(targets).reshape(-1), samples, rows.shape[1])
         loss, margin, entropy, top = observed(rows, labels)
-        steps, sizes = torch.tensor(at), torch.tensor([len(part) for part in numbers])
-        found = {"ids": ids, "loss": loss, "margin": margin, "entropy": entropy, "steps": steps, "rows": sizes}
+        times = {"steps": torch.tensor(at), "rows": torch.tensor(sizes)}
+        found = {"ids": ids, "loss": loss, "margin": margin, "entropy": entropy, **times}
         return found, labels, top
 
 
@@ -79,7 +79,7 @@ def _joined_rows(parts: Sequence[Tensor]) -> Tensor:
     first = parts[0].device, parts[0].ndim
     if any((part.device, part.ndim) != first for part in parts):
         parts = [part.cpu().reshape(len(part), -1) for part in parts]
-    return torch.cat(list(parts)).cpu()
+    return torch.cat(list(parts)).detach().cpu()
 
 
 def observed(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -140,17 +140,23 @@ def check_batch(ids: Tensor, labels: Tensor, samples: int, outputs: int) -> tupl
         if tensor.is_complex() or (tensor.is_floating_point() and not (name == "classes" and outputs == 1)):
             kind = str(tensor.dtype).removeprefix("torch.")
             raise InputError(f"record needs whole numbers as {name}, got {kind}.")
-    if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < samples:
+    if not _within(ids, samples):
         wrong = ids[(ids < 0) | (ids >= samples)]
         raise InputError(
             f"record got the id {int(wrong[0])}, and the ids of {samples:,} samples are 0 to {samples - 1}; pass "
             "places in the training data, not in the batch or in a larger set."
         )
     classes = max(outputs, 2)
-    strange = labels[(labels < 0) | (labels >= classes) | (labels != labels.long())]
-    if len(strange):
+    if not _within(labels, classes) or (labels.is_floating_point() and not torch.equal(labels, labels.round())):
+        strange = labels[~((labels >= 0) & (labels < classes) & (labels == labels.round()))]
         raise InputError(
-            f"record got the class {strange[0].item():g}, and the model's {outputs} outputs stand for the classes 0 to "
-            f"{classes - 1}; leave out samples without a class."
+            f"record got the class {strange[0].item():g}, and the model's "
+            f"{'one output stands' if outputs == 1 else f'{outputs} outputs stand'} for the classes 0 to {classes - 1}; "
+            "leave out samples without a class."
         )
     return ids.long(), labels.long()
+
+
+def _within(values: Tensor, limit: int) -> bool:
+    """Whether all of them are at least 0 and below the limit."""
+    return not len(values) or (values.dtype == torch.bool) or 0 <= values.min().item() <= values.max().item() < limit
