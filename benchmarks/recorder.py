@@ -27,7 +27,7 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "784-100-10": lambda: dense_net(784, 100, 10),
     "ResNet-8": small_resnet,
 }
-ROUNDS = {"LeNet-5": 20, "784-100-10": 60, "ResNet-8": 6}
+ROUNDS = {"LeNet-5": 12, "784-100-10": 60, "ResNet-8": 3}
 
 
 class Watched(NamedTuple):

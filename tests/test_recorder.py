@@ -147,9 +147,7 @@ def test_what_is_kept_does_not_depend_on_what_is_looked_at_together(
 
 def test_logits_that_are_infinite_or_equal_or_no_numbers() -> None:
     inf = math.inf
-    logits = torch.tensor(
-        [[2.0, -inf, 1.0], [-inf, 3.0, 1.0], [5.0, 5.0, 5.0], [math.nan, 0.0, 0.0], [0.0, 0.0, 900.0]]
-    )
+    rows = [[2.0, -inf, 1.0], [-inf, 3.0, 1.0], [5.0, 5.0, 5.0], [math.nan, 0.0, 0.0], [0.0, 0.0, 900.0]]
     loss, margin, entropy, top = observed(torch.tensor(rows), torch.tensor([0, 0, 1, 1, 2]))
     pair = math.log1p(math.exp(-1))  # of two classes one apart
     assert loss[:3].tolist() == pytest.approx([pair, inf, math.log(3)])
@@ -198,9 +196,7 @@ def test_one_logit_and_outputs_with_logits() -> None:
         mixed.record(z, torch.tensor(y, requires_grad=place == 0), [place])
     assert mixed.frame().select("loss", "margin", "label").equals(frame.select("loss", "margin", "label"))
     mixed.record(torch.tensor([3.0]), torch.tensor([0.5]), [0])
-    with pytest.raises(
-        InputError, match=r"got the class 0\.5, and the model's one output stands for the classes 0 to 1"
-    ):
+    with pytest.raises(InputError, match=r"got the class 0\.5, and the model's one output stands for"):
         mixed.frame()
 
 

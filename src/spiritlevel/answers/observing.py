@@ -149,9 +149,9 @@ def check_batch(ids: Tensor, labels: Tensor, samples: int, outputs: int) -> tupl
     classes = max(outputs, 2)
     if not _within(labels, classes) or (labels.is_floating_point() and not torch.equal(labels, labels.round())):
         strange = labels[~((labels >= 0) & (labels < classes) & (labels == labels.round()))]
+        stand = "one output stands" if outputs == 1 else f"{outputs} outputs stand"
         raise InputError(
-            f"record got the class {strange[0].item():g}, and the model's "
-            f"{'one output stands' if outputs == 1 else f'{outputs} outputs stand'} for the classes 0 to {classes - 1}; "
+            f"record got the class {strange[0].item():g}, and the model's {stand} for the classes 0 to {classes - 1}; "
             "leave out samples without a class."
         )
     return ids.long(), labels.long()
