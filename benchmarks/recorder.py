@@ -1,4 +1,4 @@
-"""What watching a training costs: the recorder and critical sharpness, as shares of the training's own time.
+"""What watching a training costs: recorder, critical sharpness and tracker, as shares of the training's own time.
 
 Both sides are timed in one loop of one process, in processor time, so that other work on the machine hardly matters.
 `python benchmarks/recorder.py` runs it alone.
@@ -10,11 +10,13 @@ import itertools
 import statistics
 import sys
 import time
+from collections import deque
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from harness import FULL, Row, Scale, alone, at_most, dense_net, images, small_resnet
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 import spiritlevel as sl
@@ -25,45 +27,78 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "784-100-10": lambda: dense_net(784, 100, 10),
     "ResNet-8": small_resnet,
 }
+ROUNDS = {"LeNet-5": 12, "784-100-10": 60, "ResNet-8": 3}
 
 
-def recorded(make: Callable[[], nn.Module], samples: int, epochs: int) -> tuple[float, float, float, float]:
-    """Processor time of `record` over that of the steps (all calls, median of epochs); bytes a visit; a yardstick.
+class Watched(NamedTuple):
+    """What one way to watch adds to a training, as shares of its processor time, one a round."""
 
-    The yardstick is the same share of one call of PyTorch's cross entropy on the same logits, which gives one of the
-    three numbers that are recorded: where that alone is above the bar, no recorder can be below it.
+    calls: list[float]
+    """The time in the calls themselves."""
+    steps: list[float]
+    """How much longer the steps with it are than those without: with what a call does to the caches, and more noise."""
+
+
+def recorded(make: Callable[[], nn.Module], rounds: int, calls: int = 64) -> tuple[dict[str, Watched], float]:
+    """What each way to watch costs, and the seconds of a step without.
+
+    A round trains `calls` steps with each, in turns of eight steps, so that what the machine does besides falls on all
+    alike. 64 calls fill the recorder's room: each round of it has one look at all that has waited. Beside it, to say
+    what could be reached: copies of logits, targets and ids alone, and one call of PyTorch's cross entropy, which gives
+    one of the three numbers that are recorded.
     """
-    _, inputs, targets = images(samples)
+    _, inputs, targets = images(8192)
     torch.manual_seed(0)
     model = make()
     optimiser = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
-    recorder, shares = sl.Recorder(samples), []
-    trained = watched = least = 0.0
-    for epoch in range(epochs + 1):
-        steps = calls = loss = 0.0
+    recorder = sl.Recorder(len(inputs))
+    kept: deque[tuple[Tensor, ...]] = deque(maxlen=calls)
+
+    def copies(logits: Tensor, y: Tensor, ids: Tensor) -> None:
+        kept.append((logits.detach().clone(), y.clone(), ids.clone()))
+
+    def cross_entropy(logits: Tensor, y: Tensor, ids: Tensor) -> None:
+        with torch.no_grad():
+            F.cross_entropy(logits, y, reduction="none")
+
+    ways: dict[str, Callable[[Tensor, Tensor, Tensor], None]] = {
+        "nothing": lambda logits, y, ids: None,
+        "recorder": recorder.record,
+        "copies": copies,
+        "cross entropy": cross_entropy,
+    }
+    batches = (ids for _ in itertools.count() for ids in torch.randperm(len(inputs)).split(BATCH))
+    found, lengths = {name: Watched([], []) for name in ways}, []
+    for turn in range(rounds + 1):
+        spent, called = (dict.fromkeys(ways, 0.0) for _ in range(2))
+        for block in range(calls // 8):
+            for name in list(ways)[:: 1 if block % 2 else -1]:
+                begin = time.process_time()
+                for ids in itertools.islice(batches, 8):
+                    optimiser.zero_grad()
+                    x, y = inputs[ids], targets[ids]
+                    logits = model(x)
+                    F.cross_entropy(logits, y).backward()
+                    optimiser.step()
+                    before = time.process_time()
+                    ways[name](logits, y, ids)
+                    called[name] += time.process_time() - before
+                spent[name] += time.process_time() - begin
+        if turn:  # the first warms up
+            lengths.append(spent["nothing"] / calls)
+            for name, watched in found.items():
+                watched.calls.append((called[name] - called["nothing"]) / (spent[name] - called[name]))
+                watched.steps.append(spent[name] / spent["nothing"] - 1)
+    return found, statistics.median(lengths)
+
+
+def bytes_a_visit(samples: int, epochs: int) -> float:
+    """Bytes of the record by samples and epochs."""
+    recorder = sl.Recorder(samples)
+    for _ in range(epochs):
         for ids in torch.randperm(samples).split(BATCH):
-            begin = time.process_time()
-            optimiser.zero_grad()
-            x, y = inputs[ids], targets[ids]
-            logits = model(x)
-            F.cross_entropy(logits, y).backward()
-            optimiser.step()
-            middle = time.process_time()
-            recorder.record(logits, y, ids)
-            after = time.process_time()
-            with torch.no_grad():
-                F.cross_entropy(logits, y, reduction="none")
-            loss += time.process_time() - after
-            calls += after - middle
-            steps += middle - begin
-        begin = time.process_time()
-        recorder.state_dict()  # all that waits is looked at
-        calls += time.process_time() - begin
-        if epoch:  # the first warms up
-            trained, watched, least = trained + steps, watched + calls, least + loss
-            shares.append(calls / steps)
-    size = recorder.nbytes / samples / (epochs + 1)
-    return watched / trained, statistics.median(shares), size, least / trained
+            recorder.record(torch.randn(len(ids), 10), ids % 10, ids)
+    return recorder.nbytes / samples / epochs
 
 
 def critical(samples: int, looks: int) -> tuple[float, float]:
@@ -91,19 +126,51 @@ def critical(samples: int, looks: int) -> tuple[float, float]:
     return sum(spent[1:]) / sum(steps[1:]), statistics.median(a / b for a, b in pairs)
 
 
+def tracked(samples: int, steps: int, share: float) -> tuple[float, int]:
+    """Processor time that a tracker with this share adds to a training of LeNet-5, and how often it measured."""
+    _, inputs, targets = images(samples)
+    torch.manual_seed(0)
+    model = sl.models.lenet5()
+    optimiser = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+    tracker = sl.Tracker(model, (inputs, targets), every=20, optimizer=optimiser, share=share)
+    trained = watched = 0.0
+    for ids in itertools.islice(itertools.cycle(torch.randperm(samples).split(BATCH)), steps):
+        begin = time.process_time()
+        optimiser.zero_grad()
+        F.cross_entropy(model(inputs[ids]), targets[ids]).backward()
+        optimiser.step()
+        middle = time.process_time()
+        tracker.step()
+        watched += time.process_time() - middle
+        trained += middle - begin
+    return watched / trained, len(tracker.rows)
+
+
 def recorder(scale: Scale) -> list[Row]:
-    """One row a network for the share of the time, one for the bytes, one for critical sharpness."""
+    """One row a network for the share of the time, one for the bytes, one each for critical sharpness and tracker."""
     full = scale is FULL
-    samples, epochs = (scale.points, 3) if full else (1024, 2)
     rows = []
     for name, make in NETWORKS.items() if full else [next(iter(NETWORKS.items()))]:
-        share, median, size, least = recorded(make, samples, epochs)
+        found, step = recorded(make, ROUNDS[name] if full else 2, 64 if full else 8)
+        share = {way: statistics.median(watched.calls) for way, watched in found.items()}
+        low, middle, high = statistics.quantiles(found["recorder"].steps, n=4)
+        note = (
+            f"processor time; {1e6 * step * share['recorder']:.0f} µs a batch; copies alone {share['copies']:.2%}, one "
+            f"call of cross_entropy {share['cross entropy']:.2%}; steps with it are longer by {middle:.2%} (quartiles "
+            f"{low:.2%}, {high:.2%})"
+        )
         what = f"Recorder / training step, {name}, batches of {BATCH}"
-        note = f"processor time; one call of cross_entropy takes {least:.1%}"
-        rows.append(at_most("recorder", what, (share, median), SHARE, note))
+        pair = statistics.mean(found["recorder"].calls), share["recorder"]
+        rows.append(at_most("recorder", what, pair, SHARE, note))
+    size = bytes_a_visit(scale.points if full else 1024, 4)
     rows.append(at_most("recorder", "bytes a sample and epoch", (size, size), BYTES))
     what = "critical sharpness with a warm start / training step, LeNet-5"
+    samples = scale.points if full else 1024
     rows.append(alone("critical sharpness", what, critical(samples, 30 if full else 4), "at most 6 forward passes"))
+    if full:
+        added, looks = tracked(samples, 2000, 0.05)
+        note = f"five quantities, {looks} looks in 2,000 steps, share=0.05"
+        rows.append(at_most("tracker", "Tracker / training, LeNet-5", (added, added), 0.05, note))
     return rows
 
 

@@ -30,9 +30,10 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 import spiritlevel as sl
+from spiritlevel.answers import observing
 from spiritlevel.answers import recorder as recording
+from spiritlevel.answers.observing import observed
 from spiritlevel.answers.recorder import Recorder
-from spiritlevel.answers.visits import observed
 from spiritlevel.binding.losses import CrossEntropy
 from spiritlevel.cli import main
 from spiritlevel.errors import InputError
@@ -94,7 +95,7 @@ def random_batches(samples: int, classes: int, calls: int, size: int, seed: int 
 
 @pytest.mark.parametrize("rows", [1, 37, 8192])
 def test_every_column_is_what_its_definition_says(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recording, "_ROWS", rows)  # however the calls are put together
+    monkeypatch.setattr(observing, "_ROWS", rows)  # however the calls are put together
     recorder, twin = Recorder(30), Twin()
     for batch in random_batches(30, 4, 40, 11):
         recorder.record(*batch)
@@ -133,6 +134,32 @@ def test_losses_margins_and_entropies_are_right_at_any_margin(dtype: torch.dtype
     assert torch.equal(logits.gather(1, top[:, None])[:, 0], logits.amax(1))
 
 
+@pytest.mark.parametrize("piece", [1, 70, 2**15])
+def test_what_is_kept_does_not_depend_on_what_is_looked_at_together(
+    piece: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logits, labels = 6 * torch.randn(501, 10, generator=torch.Generator().manual_seed(1)), torch.arange(501) % 10
+    alone = [observed(logits[i : i + 1], labels[i : i + 1]) for i in range(501)]
+    monkeypatch.setattr(observing, "_PIECE", piece)
+    for found, single in zip(observed(logits, labels), zip(*alone, strict=True), strict=True):
+        assert torch.equal(found.float(), torch.cat(single).float())
+
+
+def test_logits_that_are_infinite_or_equal_or_no_numbers() -> None:
+    inf = math.inf
+    rows = [[2.0, -inf, 1.0], [-inf, 3.0, 1.0], [5.0, 5.0, 5.0], [math.nan, 0.0, 0.0], [0.0, 0.0, 900.0]]
+    loss, margin, entropy, top = observed(torch.tensor(rows), torch.tensor([0, 0, 1, 1, 2]))
+    pair = math.log1p(math.exp(-1))  # of two classes one apart
+    assert loss[:3].tolist() == pytest.approx([pair, inf, math.log(3)])
+    assert margin[:3].tolist() == [1.0, -inf, 0.0]
+    assert float(entropy[0]) == pytest.approx(pair + math.exp(-1) / (1 + math.exp(-1)))
+    assert float(entropy[2]) == pytest.approx(math.log(3))
+    assert math.isnan(loss[3])
+    assert math.isnan(margin[3])
+    assert top.tolist() == [0, 1, 0, 0, 2]
+    assert [float(values[4].float()) for values in (loss, margin, entropy)] == [0.0, 900.0, 0.0]
+
+
 def test_tiny_losses_survive_the_record() -> None:
     recorder = Recorder(1)
     recorder.record(torch.tensor([[80.0, 0.0]]), torch.tensor([0]), [0])
@@ -163,6 +190,14 @@ def test_one_logit_and_outputs_with_logits() -> None:
     column = Recorder(2)
     column.record(torch.tensor([[3.0], [-2.0]]), torch.tensor([[1], [1]]), [0, 1])
     assert column.frame().equals(frame)
+    mixed = Recorder(2)
+    mixed.record(torch.tensor([0.0]), torch.tensor([True]), [1])  # looked at by itself, the others together
+    for place, (z, y) in enumerate([(torch.tensor([3.0]), [[1.0]]), (torch.tensor([[-2.0]]), [1.0])]):
+        mixed.record(z, torch.tensor(y, requires_grad=place == 0), [place])
+    assert mixed.frame().select("loss", "margin", "label").equals(frame.select("loss", "margin", "label"))
+    mixed.record(torch.tensor([3.0]), torch.tensor([0.5]), [0])
+    with pytest.raises(InputError, match=r"got the class 0\.5, and the model's one output stands for"):
+        mixed.frame()
 
 
 def test_what_the_loop_writes_over_later_does_not_matter() -> None:

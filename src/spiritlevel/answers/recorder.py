@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import safetensors
@@ -18,13 +18,12 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from spiritlevel.answers.outcomes import thumbnails
-from spiritlevel.answers.visits import Visits, appended, check_batch, gathered, merged, observed, summary
+from spiritlevel.answers.exhibits import Numbered, exhibits, length
+from spiritlevel.answers.observing import Waiting
+from spiritlevel.answers.visits import Visits, appended, gathered, merged, summary
 from spiritlevel.arguments import checked
-from spiritlevel.binding.batches import is_pair_of_tensors
 from spiritlevel.binding.ranks import Ranks
 from spiritlevel.errors import InputError, counted, first_line, shown, unknown_name, whole_number
-from spiritlevel.results import Pictures
 from spiritlevel.results.training import SuspiciousSamples
 from spiritlevel.storage import check_readable, write_atomically
 
@@ -36,7 +35,6 @@ __all__ = ["SCORES", "Recorder"]
 FORMAT, VERSION = "spiritlevel recorder", 1
 FILE = "samples.safetensors"
 
-_ROWS, _NUMBERS = 8192, 2**20  # logits that wait to be looked at together: rows, and numbers, at most
 _UNKNOWN = -1
 
 SCORES: dict[str, bool] = {
@@ -63,21 +61,6 @@ def _tensor(name: str, values: Any) -> Tensor:
         return torch.as_tensor(values)
     except (TypeError, ValueError, RuntimeError) as error:
         raise InputError(f"{name} must be a tensor or a list of numbers, got {shown(values)}.") from error
-
-
-def _joined_rows(parts: Sequence[Tensor]) -> Tensor:
-    """The rows of several tensors on the CPU; they are moved as one where they lie together."""
-    first = parts[0].device, parts[0].ndim
-    if any((part.device, part.ndim) != first for part in parts):
-        parts = [part.cpu().reshape(len(part), -1) for part in parts]
-    return torch.cat(list(parts)).cpu()
-
-
-class _Call(NamedTuple):
-    logits: Tensor
-    targets: Tensor
-    ids: Tensor
-    step: int
 
 
 class Recorder:
@@ -116,7 +99,7 @@ class Recorder:
     @checked
     def __init__(self, samples: Any, *, classes: Sequence[str] = (), path: str | Path | None = None) -> None:
         self.data = None if isinstance(samples, int | np.integer) else samples
-        self.samples = whole_number(samples if self.data is None else _length(samples), "samples", 1, _MOST_SAMPLES)
+        self.samples = whole_number(samples if self.data is None else length(samples), "samples", 1, _MOST_SAMPLES)
         self.classes = tuple(classes)
         self.path = None if path is None else Path(path)
         self.steps = 0
@@ -124,10 +107,7 @@ class Recorder:
         self._logs: list[Visits] = []
         self._label = torch.full((self.samples,), _UNKNOWN, dtype=torch.int16)
         self._predicted = self._label.clone()
-        self._calls: list[_Call] = []
-        self._rows = 0
-        self._outputs: int | None = None
-        self._device = torch.device("cpu")
+        self._waiting = Waiting()
         if self.path is not None and _file(self.path).exists():
             self.load_state_dict(self._left_by_an_earlier_run(_file(self.path)))
 
@@ -153,51 +133,33 @@ class Recorder:
             logits = _tensor("logits", getattr(logits, "logits", logits))
         targets = targets if isinstance(targets, Tensor) else _tensor("targets", targets)
         ids = ids if isinstance(ids, Tensor) else _tensor("ids", ids)
-        step = self.steps if step is None else whole_number(step, "step", 0, _LAST_STEP)
-        shape, count = logits.shape, len(ids) if ids.ndim == 1 else -1
-        outputs = shape[1] if len(shape) == 2 else 1
-        first = self._outputs is None
-        if step < self.steps - 1 or not 0 < len(shape) < 3 or shape[0] != count or targets.numel() != count:
-            raise self._misfit(logits, targets, ids, step)
-        if not first and outputs != self._outputs:
-            raise InputError(f"record got {outputs} logits a sample, and {self._outputs} before.")
-        # copies, for the loop may write over its own; all else can wait until many rows are looked at together
-        if targets.ndim != 1:
-            targets = targets.reshape(-1)
-        self._calls.append(_Call(logits.detach().clone(), targets.detach().clone(), ids.clone(), step))
-        self._rows += count
-        self.steps, self._outputs, self._device = step + 1, outputs, logits.device
-        if first or self._rows >= _ROWS or self._rows * outputs >= _NUMBERS:
+        step = self.steps if step is None else self._step(step)
+        full = self._waiting.add(logits, targets, ids, step)
+        self.steps = step + 1
+        if full:
             self._look()
 
-    def _misfit(self, logits: Tensor, targets: Tensor, ids: Tensor, step: int) -> InputError:
+    def _step(self, step: int) -> int:
+        step = whole_number(step, "step", 0, _LAST_STEP)
         if step < self.steps - 1:
-            return InputError(
+            raise InputError(
                 f"record got step {step} after step {self.steps - 1}, and steps do not fall; a training that goes on "
                 f"from an older state calls rewind({step}) first."
             )
-        shapes = [tuple(tensor.shape) for tensor in (logits, targets, ids)]
-        return InputError(
-            f"record needs logits (samples, classes), one class and one id a sample, got shapes {shapes[0]}, "
-            f"{shapes[1]} and {shapes[2]}; flatten the tokens of a sequence and give each an id of its own."
-        )
+        return step
 
     def _look(self) -> None:
         """Turn the logits that wait into visits."""
-        calls, self._calls, self._rows = self._calls, [], 0
-        if not calls:
+        found = self._waiting.look(self.samples)
+        if found is None:
             return
-        logits, labels, ids = (_joined_rows(column) for column in list(zip(*calls, strict=True))[:3])
-        logits = logits.reshape(len(ids), -1)
-        ids, labels = check_batch(ids, labels, self.samples, logits.shape[1])
-        loss, margin, entropy, predicted = observed(logits, labels)
-        steps, rows = (torch.tensor(column) for column in ([c.step for c in calls], [len(c.ids) for c in calls]))
-        log = {"ids": ids, "loss": loss, "margin": margin, "entropy": entropy, "steps": steps, "rows": rows}
+        log, labels, top = found
         self._logs.append(Visits.of(log))
-        if logits.shape[1] > torch.iinfo(torch.int16).max:
+        if (self._waiting.outputs or 0) > torch.iinfo(torch.int16).max:
             self._label, self._predicted = self._label.int(), self._predicted.int()
-        for kept, found in ((self._label, labels), (self._predicted, predicted)):
-            kept.numpy()[ids.numpy()] = found.numpy()  # of an id that comes several times NumPy keeps the last
+        ids = log["ids"].numpy()
+        for kept, new in ((self._label, labels), (self._predicted, top)):
+            kept.numpy()[ids] = new.numpy()  # of an id that comes several times NumPy keeps the last
 
     def _log(self) -> Visits:
         self._look()
@@ -214,7 +176,7 @@ class Recorder:
         >>> Recorder.numbered(TensorDataset(torch.tensor([5.0, 6.0]), torch.tensor([1, 0])))[1]
         (tensor(6.), tensor(0), 1)
         """
-        return _Numbered(data)
+        return Numbered(data)
 
     # ------------------------------------------------------------ reading
 
@@ -280,7 +242,7 @@ class Recorder:
         """
         order, columns = self.order(by)[: whole_number(count, "count", 1)], self._columns()
         seen = columns["seen"] > 0
-        pictures, texts = _shown(self.data if data is None else data, order, self.samples)
+        pictures, texts = exhibits(self.data if data is None else data, order, self.samples)
         names = dict.fromkeys([by, *SCORES, "label", "predicted", "seen"])
         return SuspiciousSamples(
             by=by,
@@ -338,7 +300,8 @@ class Recorder:
         if {len(label), len(predicted)} != {self.samples}:
             raise InputError(f"the state is that of {len(label):,} samples, and the recorder has {self.samples:,}.")
         self._logs, self._label, self._predicted = [log], label.clone(), predicted.clone()
-        self._calls, self._rows, self.steps = [], 0, int(steps)
+        self._waiting.clear()
+        self.steps = int(steps)
 
     @checked
     def rewind(self, step: int) -> None:
@@ -421,7 +384,7 @@ class Recorder:
             raise InputError(f"records of {' and '.join(f'{size:,}' for size in sizes)} samples cannot be merged.")
         states = [part.state_dict() for part in parts]
         if group is not None:
-            ranks = Ranks(group, self._device)
+            ranks = Ranks(group, self._waiting.device)
             ranks.same(self.samples, "the number of samples they record")
             own = _joined(states)
             states = gathered({**own, "label": own["label"].int(), "predicted": own["predicted"].int()}, ranks)
@@ -448,68 +411,5 @@ def _joined(states: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     return {**merged(logs).columns(), "label": label.to(kind), "predicted": predicted.to(kind), "next": steps}
 
 
-class _Numbered(Dataset[Any]):
-    def __init__(self, data: Any) -> None:
-        self.data = data
-
-    def __len__(self) -> int:
-        return len(self.data)
-
-    def __getitem__(self, index: int) -> Any:
-        item = self.data[index]
-        if isinstance(item, Mapping):
-            return {**item, "id": index}
-        return (*item, index) if isinstance(item, tuple | list) else (item, index)
-
-
-def _length(data: Any) -> int:
-    if is_pair_of_tensors(data):
-        return len(data[1])
-    try:
-        return len(data)
-    except TypeError as error:
-        raise InputError(
-            f"Recorder needs the number of training samples, or data that have a length, got {type(data).__name__}."
-        ) from error
-
-
 def _file(path: Path) -> Path:
     return path if path.suffix == ".safetensors" else path / FILE
-
-
-def _shown(data: Any, ids: Tensor, samples: int) -> tuple[Pictures | None, tuple[str, ...]]:
-    """Pictures or texts of these samples, if the data hold any."""
-    if data is None:
-        return None, ()
-    if _length(data) != samples:
-        raise InputError(f"the data are {_length(data):,} samples, and the record is one of {samples:,}.")
-    if is_pair_of_tensors(data):
-        items = [data[0][i] if isinstance(data[0], Tensor | np.ndarray) else None for i in ids.tolist()]
-    else:
-        items = [_input(data[i]) for i in ids.tolist()]
-    texts = tuple(item for item in items if isinstance(item, str))
-    if texts and len(texts) == len(items):
-        return None, texts
-    pixels = [_pixels(item) for item in items]
-    try:
-        images = thumbnails((torch.stack([item for item in pixels if item is not None]), None))
-    except (InputError, RuntimeError):  # no images, or of several sizes
-        return None, ()
-    if len(images) != len(ids):
-        return None, ()
-    return Pictures(ids, images, {"to look at": tuple(range(len(ids)))}), ()
-
-
-def _input(item: Any) -> Any:
-    if isinstance(item, Mapping):
-        texts = [value for value in item.values() if isinstance(value, str)]
-        return texts[0] if texts else next(iter(item.values()), None)
-    return item[0] if isinstance(item, tuple | list) else item
-
-
-def _pixels(item: Any) -> Tensor | None:
-    """A picture as a tensor (C, H, W): a tensor as it is, a picture of Pillow in colour."""
-    if hasattr(item, "convert"):
-        return torch.from_numpy(np.array(item.convert("RGB"))).permute(2, 0, 1) / 255
-    tensor = torch.from_numpy(np.ascontiguousarray(item)) if isinstance(item, np.ndarray) else item
-    return tensor if isinstance(tensor, Tensor) and tensor.ndim in (2, 3) else None

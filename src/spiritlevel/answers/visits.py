@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from spiritlevel.binding.ranks import Ranks
-from spiritlevel.errors import InputError
 
 _KINDS = {
     "ids": torch.int32,
@@ -23,40 +22,6 @@ _KINDS = {
     "steps": torch.int32,
     "rows": torch.int32,
 }
-
-_FAR = 800.0  # exp(−800) is 0, and 0 times it too
-
-
-def observed(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Cross entropy, signed margin, entropy of the softmax, and the top class of every row.
-
-    With t the top class and Z = Σ_{j≠t} exp(φ_j − φ_t), the loss is log(1 + Z) + (φ_t − φ_y) and the entropy
-    log(1 + Z) + Σ_{j≠t} (φ_t − φ_j) p_j / (1 + Z), p_j = exp(φ_j − φ_t): sums of positive terms, right at any margin.
-    Differences of logits are rounded as the logits are (float32 at least), all else is float64. One logit φ is read as
-    the two classes (0, φ).
-
-    >>> loss, margin, entropy, top = observed(torch.tensor([[80.0, 0.0]]), torch.tensor([0]))
-    >>> f"{float(loss):.3e} {float(margin):g} {float(entropy):.3e} {int(top)}"
-    '1.805e-35 80 1.462e-33 0'
-    """
-    rows = logits if logits.dtype == torch.float64 else logits.float()
-    if rows.shape[1] == 1:
-        rows = torch.cat([torch.zeros_like(rows), rows], 1)
-    columns, label = rows.T.contiguous(), labels[None]  # a class in a row: sums over classes are then quick
-    highest, own = columns.amax(0), columns.gather(0, label)[0]
-    margin = own - columns.scatter(0, label, -torch.inf).amax(0)
-    below = highest - columns
-    tops = below == 0  # t, and what equals it
-    # in float64, so that the kept float32 does not depend on which samples were looked at together
-    below = torch.where(tops, _FAR, below).clamp_max_(_FAR).double()
-    shares = below.neg().exp_()
-    mass = shares.sum(0) + (tops.sum(0) - 1)
-    lack = mass.log1p()
-    entropy = lack + below.mul_(shares).sum(0) / (1 + mass)
-    predicted = labels.clone()
-    wrong = (~(margin > 0)).nonzero()[:, 0]
-    predicted[wrong] = rows[wrong].max(1).indices  # `argmax` takes six times as long
-    return lack + (highest - own), margin, entropy, predicted
 
 
 @dataclass(frozen=True)
@@ -189,25 +154,3 @@ def summary(log: Visits, samples: int) -> dict[str, Tensor]:
         "variability": (total((chance - confidence[ids]).square()) / seen).sqrt(),
         "accuracy": torch.bincount(right, minlength=samples) / seen,
     }
-
-
-def check_batch(ids: Tensor, labels: Tensor, samples: int, outputs: int) -> tuple[Tensor, Tensor]:
-    """Ids and classes as int64, if they are such; `InputError` names the first that is not."""
-    for name, tensor in (("ids", ids), ("classes", labels)):
-        if tensor.is_complex() or (tensor.is_floating_point() and not (name == "classes" and outputs == 1)):
-            kind = str(tensor.dtype).removeprefix("torch.")
-            raise InputError(f"record needs whole numbers as {name}, got {kind}.")
-    wrong = ids[(ids < 0) | (ids >= samples)]
-    if len(wrong):
-        raise InputError(
-            f"record got the id {int(wrong[0])}, and the ids of {samples:,} samples are 0 to {samples - 1}; pass "
-            "places in the training data, not in the batch or in a larger set."
-        )
-    classes = max(outputs, 2)
-    strange = labels[(labels < 0) | (labels >= classes) | (labels != labels.long())]
-    if len(strange):
-        raise InputError(
-            f"record got the class {strange[0].item():g}, and the model's {outputs} outputs stand for the classes 0 to "
-            f"{classes - 1}; leave out samples without a class."
-        )
-    return ids.long(), labels.long()
