@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import spiritlevel as sl
-from spiritlevel.answers.bits import _cheapest
+from spiritlevel.answers.bits import cheapest
 from spiritlevel.answers.changes import rounded
 from spiritlevel.cli import main
 from spiritlevel.errors import InputError
@@ -293,7 +293,7 @@ def test_no_other_choice_of_bits_costs_less() -> None:
     for _ in range(20):
         sizes = {name: int(torch.randint(1, 50, (), generator=generator)) for name in "abcd"}
         costs = {name: {b: float(torch.rand((), generator=generator)) for b in (2, 3, 4)} for name in "abcd"}
-        found = _cheapest(costs, sizes, [2, 3, 4], 3.0)
+        found = cheapest(costs, sizes, [2, 3, 4], 3.0)
         every = [dict(zip("abcd", widths, strict=True)) for widths in itertools.product((2, 3, 4), repeat=4)]
         fitting = [bits for bits in every if sum(sizes[n] * b for n, b in bits.items()) <= 3 * sum(sizes.values())]
         least = min(sum(costs[n][b] for n, b in bits.items()) for bits in fitting)
