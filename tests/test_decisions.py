@@ -6,6 +6,7 @@ import copy
 import itertools
 import json
 import math
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import spiritlevel as sl
-from spiritlevel.answers.bits import _cheapest
+from spiritlevel.answers.bits import cheapest
 from spiritlevel.answers.changes import rounded
 from spiritlevel.cli import main
 from spiritlevel.errors import InputError
@@ -237,6 +238,47 @@ def test_rank_and_compare_on_the_command_line(folder: Path, capsys: pytest.Captu
     assert "there is no change 'int'" in capsys.readouterr().err
 
 
+def test_files_alone_are_compared(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`compare a.pt b.pt --under …`: state dicts with the network named once, exported programs by themselves."""
+    nets = dict(zip("ab", list(MODELS.values())[:2], strict=True))
+    for name, net in nets.items():
+        torch.save(net.state_dict(), f"{name}.pt")
+        batch = torch.export.Dim("batch", min=1)
+        torch.export.save(torch.export.export(net.eval(), (TEST[0][:3],), dynamic_shapes=({0: batch},)), f"{name}2.pt2")
+        (folder / f"{name}2.pt2").rename(folder / f"{name}3.pt")
+    words = ["--under", "int3,noise:0.01,prune:0.5", "--data", "digits", "--measures", "margin_mean"]
+    said = []
+    for files, more in ((("a.pt", "b.pt"), ["--model", "net.py:make"]), (("a3.pt", "b3.pt"), [])):
+        assert main(["compare", *files, *words, *more]) == 0
+        said.append(capsys.readouterr().out)
+    assert "Under int3, b is better" in said[0]
+    assert "Under int3, b3.pt is better" in said[1]
+    assert all("Under prune:0.5" in text and "Under noise:0.01" in text for text in said)
+    assert main(["compare", "a.pt", "b3.pt", "--model", "net.py:make", *words]) == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["a.pt", "b.pt"], "name it once for both: spiritlevel compare a.pt b.pt --model file.py:function"),
+        (["a.pt", "net.py:make", "--weights", "a.pt", "b.pt"], "a.pt is a file of weights already"),
+        (["net.py:make", "net.py:make", "--model", "net.py:make"], "neither A nor B is one"),
+        (["script.pt", "script.pt", "--model", "script.pt"], "a program of TorchScript, which is not opened"),
+    ],
+)
+def test_files_that_are_no_models(
+    folder: Path, capsys: pytest.CaptureFixture[str], words: list[str], sentence: str
+) -> None:
+    for name in "ab":
+        torch.save(MODELS["step 20"].state_dict(), f"{name}.pt")
+    with zipfile.ZipFile("script.pt", "w") as archive:
+        archive.writestr("script/code/net.py", "")
+    assert main(["compare", *words, "--data", "digits", "--under", "int4"]) == 2
+    assert sentence in " ".join(capsys.readouterr().err.split())
+    assert main(["measure", "a.pt", "--data", "digits"]) == 2
+    assert "give this file as its weights" in " ".join(capsys.readouterr().err.split())
+
+
 def test_names_from_elsewhere_are_escaped_on_the_page() -> None:
     found = sl.perturb(MODELS["step 80"], TEST, "int4", name="<script>alert(1)</script>", classes=("<b>zero",) * 10)
     text = page(found)
@@ -293,7 +335,7 @@ def test_no_other_choice_of_bits_costs_less() -> None:
     for _ in range(20):
         sizes = {name: int(torch.randint(1, 50, (), generator=generator)) for name in "abcd"}
         costs = {name: {b: float(torch.rand((), generator=generator)) for b in (2, 3, 4)} for name in "abcd"}
-        found = _cheapest(costs, sizes, [2, 3, 4], 3.0)
+        found = cheapest(costs, sizes, [2, 3, 4], 3.0)
         every = [dict(zip("abcd", widths, strict=True)) for widths in itertools.product((2, 3, 4), repeat=4)]
         fitting = [bits for bits in every if sum(sizes[n] * b for n, b in bits.items()) <= 3 * sum(sizes.values())]
         least = min(sum(costs[n][b] for n, b in bits.items()) for bits in fitting)

@@ -42,10 +42,10 @@ def choose_bits(
     """How many bits each matrix and kernel gets, with at most `bits` a weight on average, so that the loss rises least.
 
     Each layer is rounded alone to each number of bits, and `by` says what that is taken to cost: "second_order",
-    g·δ + ½ δᵀHδ of that rounding, not below 0; or one of the plainer orders, "curvature", "trace_times_square"
-    (HAWQ's) and "square". The bits are those of the least cost in all that keep to the size, by an integer program.
-    What layers do to each other is left out of that cost, and far from the model, at 2 bits, say, the second order may
-    be wrong. So the plan is made and compared with the same number of bits for all.
+    g·δ + ½ δᵀHδ of that rounding, not below 0 nor below what more bits cost; or one of the plainer orders,
+    "curvature", "trace_times_square" (HAWQ's) and "square". The bits are those of the least cost in all that keep to
+    the size, by an integer program. What layers do to each other is left out of that cost, and far from the model, at
+    2 bits, say, the second order may be wrong. So the plan is made and compared with the same number of bits for all.
 
     Args:
         model: any module; it is left as it was.
@@ -83,15 +83,18 @@ def choose_bits(
     costs: dict[str, dict[int, float]] = {}
     sizes: dict[str, int] = {}
     for width in widths:
-        found = perturb_in(setting, as_change(f"int{width}{way}"), samples=samples, apply=False)
+        found = perturb_in(
+            setting, as_change(f"int{width}{way}"), samples=samples, apply=False, traces=by == "trace_times_square"
+        )
         for row in found.layers:
-            costs.setdefault(row.name, {})[width] = max(0.0, float(getattr(row, by)))
+            costs.setdefault(row.name, {})[width] = float(getattr(row, by))
             sizes[row.name] = row.size
-    chosen = _cheapest(costs, sizes, widths, bits)
+    costs = {name: at_least_of_more_bits(each) for name, each in costs.items()}
+    chosen = cheapest(costs, sizes, widths, bits)
     uniform = max(width for width in widths if width <= bits)
     where = setting if test is None else setting.on(test)
-    plan = changed(where, _mixed(chosen, channel))
-    alike = changed(where, _mixed(dict.fromkeys(chosen, uniform), channel))
+    plan = changed(where, mixed(chosen, channel))
+    alike = changed(where, mixed(dict.fromkeys(chosen, uniform), channel))
     rows = [
         LayerBits(name, sizes[name], chosen[name], costs[name][chosen[name]], costs[name].get(uniform, 0.0))
         for name in chosen
@@ -118,7 +121,21 @@ def _three(values: Any) -> tuple[Estimate, Estimate, Estimate]:
     return first, second, third
 
 
-def _cheapest(
+def at_least_of_more_bits(costs: Mapping[int, float]) -> dict[int, float]:
+    """What a layer costs by its number of bits, not below 0 and not below what more bits cost.
+
+    Far from the model the second order may foretell a gain, and a layer would get 2 bits for nothing.
+
+    >>> at_least_of_more_bits({2: -3.0, 4: 0.5, 8: -0.1})
+    {8: 0.0, 4: 0.5, 2: 0.5}
+    """
+    found, most = {}, 0.0
+    for width in sorted(costs, reverse=True):
+        found[width] = most = max(most, costs[width])
+    return found
+
+
+def cheapest(
     costs: Mapping[str, Mapping[int, float]], sizes: Mapping[str, int], widths: list[int], bits: float
 ) -> dict[str, int]:
     """Bits for each layer of the least cost in all that keep to the size: a knapsack, solved as an integer program.
@@ -133,7 +150,7 @@ def _cheapest(
     one_each = np.array([[float(row == layer) for row, _ in places] for layer in range(len(names))])
     total = float(sum(sizes.values()))
     found = milp(
-        prices / max(float(prices.max()), 1e-300) + 1e-9 * weights / weights.max(),  # of equal costs the smaller size
+        prices / max(float(prices.max()), 1e-300) - 1e-9 * weights / weights.max(),  # of equal costs more bits
         constraints=[LinearConstraint(one_each, 1, 1), LinearConstraint(weights[None] / total, -np.inf, bits + 1e-9)],
         integrality=np.ones(len(places)),
         bounds=Bounds(0, 1),
@@ -148,7 +165,7 @@ def _cheapest(
     return chosen
 
 
-def _mixed(bits: Mapping[str, int], channel: bool) -> Change:
+def mixed(bits: Mapping[str, int], channel: bool = False) -> Change:
     """The change that rounds each tensor to its own number of bits."""
 
     def move(params: Params, generator: torch.Generator) -> Moved:

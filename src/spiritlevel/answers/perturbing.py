@@ -161,18 +161,20 @@ def perturb_in(
     samples: int | None = None,
     apply: bool = True,
     layers: bool = True,
+    traces: bool = True,
     classes: tuple[str, ...] = (),
     name: str = "",
     progress: Progress | None = None,
 ) -> Perturbation:
-    """The same in a setting that is bound already; see `perturb`."""
+    """The same in a setting that is bound already; see `perturb`. `traces=False` leaves out those of the layers."""
     if everything.coupling == "loss":
         raise InputError(
             f"perturb needs a loss of every sample, and {everything.why_coupled}; use one that takes them one by one."
         )
     here, indices = everything.drawn(samples)
     here.check()
-    return _Perturbed(everything, here, indices, change, named, apply, layers, progress or silent).result(name, classes)
+    made = _Perturbed(everything, here, indices, change, named, apply, layers, traces, progress or silent)
+    return made.result(name, classes)
 
 
 def moved(change: Change, setting: Setting, named: bool, index: int = 0) -> Moved:
@@ -212,10 +214,12 @@ class _Perturbed:
         named: bool,
         apply: bool,
         layers: bool,
+        traces: bool,
         progress: Progress,
     ) -> None:
         self.everything, self.here, self.indices, self.change, self.named = everything, here, indices, change, named
         self.apply, self.layers, self.progress = apply, layers, progress
+        self.traces = layers and traces
         self.count, self.population = here.count, everything.count
         self.notes: list[str] = list(here.notes)
         self.total = 4 + layers
@@ -350,7 +354,7 @@ class _Perturbed:
 
     def _traces(self) -> SampleTraces | None:
         """The traces of every sample and layer, where they have an exact form and somebody needs them."""
-        if not (self.layers or self.change.random) or self.here.coupling or not self.here.by_norms:
+        if not (self.traces or self.change.random) or self.here.coupling or not self.here.by_norms:
             return None
         found = traces_in(self.here, per_layer=True)
         return found if found.exact else None
@@ -360,7 +364,7 @@ class _Perturbed:
             return ()
         self.progress("layer by layer", 3, self.total)
         found = by_layer(self.way, self.apply, lambda *_: None)
-        of_layers = self._layer_traces(traces)
+        of_layers = self._layer_traces(traces) if self.traces else {}
         rows = []
         for i, name in enumerate(found.names):
             rows.append(
