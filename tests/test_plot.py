@@ -177,7 +177,7 @@ def test_a_killed_surface_goes_on_to_the_same_numbers(tmp_path: Path, monkeypatc
     plain = sl.landscape(NET, DATA, progress=lambda _, done, __: whole.append(done), **options)
     assert 0 < len(calls) == len(whole) - 6
     assert calls[0][0] == whole[6]
-    assert calls[-1][0] < calls[-1][1] == 121 * 5
+    XX
     for field in ("losses", "accuracies", "spread", "curvatures"):
         assert torch.equal(getattr(resumed, field), getattr(plain, field)), field
 
