@@ -262,12 +262,12 @@ def test_a_log_gets_a_line_every_ten_seconds(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("spiritlevel.cli.base.time.monotonic", lambda: clock[0])
     with base.ProgressBar() as progress:
         for clock[0] in range(0, 25, 5):
-            progress("training: loss 0.1", clock[0], 1000)
+            progress(f"training: loss 0.{clock[0]}", 100 + clock[0], 1000)  # it went on from 100 that were there
         for clock[0] in range(200, 215, 5):
             progress("measuring", 0, 0)
     assert log.getvalue().splitlines() == [
-        "spiritlevel: training: loss 0.1, 10 of 1,000 (10 s)",
-        "spiritlevel: training: loss 0.1, 20 of 1,000 (20 s)",
+        "spiritlevel: training: loss 0.10, 110 of 1,000 (10 s, about 14 min left)",
+        "spiritlevel: training: loss 0.20, 120 of 1,000 (20 s, about 14 min left)",
         "spiritlevel: measuring (3 min)",
         "spiritlevel: measuring (3 min)",
     ]

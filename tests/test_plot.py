@@ -11,6 +11,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -149,40 +150,51 @@ sys.path.insert(0, {tests!r})
 from test_plot import NET, DATA
 import spiritlevel as sl
 from spiritlevel.answers import keeping
-keeping._BETWEEN = 0.0
+keeping._WORTH = 0.0
 keeping.Keeper.__init__.__defaults__ = (0.0,)
 calls = 0
 def progress(what, done, total):
     global calls
-    calls += 1
-    if calls == {stop}:
-        os.kill(os.getpid(), signal.SIGKILL)
+    calls += what.startswith({phase!r})
+    if calls == 3:
+        os.kill(os.getpid(), signal.{how})
 sl.landscape(NET, DATA, dimensions=2, points=11, batch_size=5, keep={folder!r}, progress=progress)
 """
 
 
-def test_a_killed_surface_goes_on_to_the_same_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("phase", "how", "left"),
+    [
+        ("eigenvectors", "SIGTERM", {"product 1", "product 2"}),
+        ("points", "SIGKILL", {"directions", "sums"}),
+        ("slope", "SIGTERM", {"directions", "sums", "derivatives"}),
+    ],
+)
+def test_a_killed_surface_goes_on_to_the_same_numbers(tmp_path: Path, phase: str, how: str, left: set[str]) -> None:
     kept = tmp_path / "kept"
-    code = _CHILD.format(tests=str(Path(__file__).parent), folder=str(kept), stop=7)
+    code = _CHILD.format(tests=str(Path(__file__).parent), folder=str(kept), phase=phase, how=how)
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", code], env=os.environ, capture_output=True, timeout=120
     )
-    assert done.returncode == -signal.SIGKILL, done.stderr
-    assert {path.name for path in kept.iterdir()} == {"directions.safetensors", "sums.safetensors"}
+    assert done.returncode == -signal.Signals[how], done.stderr
+    assert {path.stem for path in kept.iterdir()} == left
 
-    calls: list[tuple[int, int]] = []
+    calls: list[tuple[str, int, int]] = []
     options: dict[str, Any] = {"dimensions": 2, "points": 11, "batch_size": 5}
-    resumed = sl.landscape(NET, DATA, keep=kept, progress=lambda _, done, total: calls.append((done, total)), **options)
-    whole: list[int] = []
-    plain = sl.landscape(NET, DATA, progress=lambda _, done, __: whole.append(done), **options)
-    assert 0 < len(calls) == len(whole) - 6
-    assert calls[0][0] == whole[6]
-    assert calls[-1][0] < calls[-1][1] == 121 * 5
-    for field in ("losses", "accuracies", "spread", "curvatures"):
+    resumed = sl.landscape(NET, DATA, keep=kept, progress=lambda *call: calls.append(call), **options)
+    whole: list[tuple[str, int, int]] = []
+    plain = sl.landscape(NET, DATA, progress=lambda *call: whole.append(call), **options)
+    first = [index for index, call in enumerate(whole) if call[0].startswith(phase)][2]
+    assert calls == whole[first:]  # two pieces of this phase were done, and all before it
+    reached = [(done, total) for what, done, total in whole if what.startswith("points")]
+    assert {total for _, total in reached} == {121}
+    assert reached == sorted(reached)
+    assert 100 < reached[-1][0] < 121
+    for field in ("losses", "accuracies", "spread", "slopes", "curvatures"):
         assert torch.equal(getattr(resumed, field), getattr(plain, field)), field
 
     calls.clear()  # a third time there is nothing left to do
-    again = sl.landscape(NET, DATA, keep=kept, progress=lambda _, done, total: calls.append((done, total)), **options)
+    again = sl.landscape(NET, DATA, keep=kept, progress=lambda *call: calls.append(call), **options)
     assert not calls
     assert torch.equal(again.losses, plain.losses)
     assert {path.name for path in kept.iterdir()} == {"result.safetensors"}
@@ -191,6 +203,69 @@ def test_a_killed_surface_goes_on_to_the_same_numbers(tmp_path: Path, monkeypatc
     (kept / "result.safetensors").write_bytes(b"nothing")
     with pytest.raises(InputError, match=r"cannot be read: .* Delete it to begin anew"):
         sl.landscape(NET, DATA, keep=kept, **options)
+
+
+def test_a_batch_in_pieces_gives_the_same_surface(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(1, 3, 3), nn.BatchNorm2d(3), nn.ReLU(), nn.Flatten(), nn.Linear(48, 3)).double()
+    data = torch.randn(20, 1, 6, 6).double(), torch.randint(0, 3, (20,))
+    options: dict[str, Any] = {"directions": "random", "dimensions": 2, "points": 3}
+    whole = sl.landscape(net, data, **options)
+    seen: list[int] = []
+    net[0].register_forward_pre_hook(lambda _, inputs: seen.append(len(inputs[0])))
+    monkeypatch.setattr("spiritlevel.answers.surface.samples_at_once", lambda *_: 7)
+    pieces = sl.landscape(net, data, **options)
+    assert 7 in seen
+    assert 20 not in seen
+    for field in ("losses", "accuracies", "spread", "slopes", "curvatures"):
+        assert torch.allclose(getattr(pieces, field), getattr(whole, field), rtol=1e-12, atol=1e-14), field
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_a_surface_of_a_resnet_survives_two_kills(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command, 1,000 images and all layers of ResNet-18, narrow and on few points so that it ends."""
+    monkeypatch.chdir(tmp_path)
+    benchmarks = Path(__file__).parents[1] / "benchmarks"
+    Path("net.py").write_text(
+        f"import sys, torch\nsys.path.insert(0, {str(benchmarks)!r})\nfrom probes import resnet18\n"
+        "def make():\n    torch.manual_seed(0)\n    return resnet18(2, torch.nn.ReLU)\n"
+    )
+    generator = torch.Generator().manual_seed(0)
+    images, classes = torch.randn(1000, 3, 32, 32, generator=generator), torch.arange(1000) % 10
+    np.savez("data.npz", x=images.numpy(), y=classes.numpy())
+    base = [
+        sys.executable,
+        "-W",
+        "ignore",
+        "-m",
+        "spiritlevel",
+        "plot",
+        "landscape",
+        "net.py:make",
+        "--data",
+        "data.npz",
+    ]
+    words = ["--dimensions", "2", "--points", "11", "--directions", "random"]
+
+    def sums_written() -> float:
+        kept = Path("cut.kept/0/sums.safetensors")
+        return kept.stat().st_mtime if kept.exists() else 0.0
+
+    for how in (signal.SIGKILL, signal.SIGTERM):
+        before = sums_written()
+        running = subprocess.Popen([*base, *words, "--out", "cut.svg"], stderr=subprocess.DEVNULL)
+        while running.poll() is None and sums_written() == before:
+            time.sleep(0.2)
+        running.send_signal(how)
+        assert running.wait() != 0
+        assert not Path("cut.svg").exists()
+    for name in ("cut", "whole"):
+        done = subprocess.run([*base, *words, "--out", f"{name}.svg", "--json", f"{name}.json"], capture_output=True)
+        assert done.returncode == 0, done.stderr
+        assert not Path(f"{name}.kept").exists()
+    numbers = [json.loads(Path(f"{name}.json").read_text())["result"] for name in ("cut", "whole")]
+    assert numbers[0] == numbers[1]
 
 
 def test_what_is_kept_is_written_now_and_then(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from spiritlevel.binding.modules import unwrapped
 from spiritlevel.binding.parameters import Params
 from spiritlevel.binding.problem import Problem
 from spiritlevel.errors import InputError, shown, unknown_name
-from spiritlevel.estimators import eigenvalues
+from spiritlevel.estimators import Operator, eigenvalues
 from spiritlevel.operators.matrices import hessian_in
 
 _NAMED = ("eigenvectors", "random")
@@ -50,13 +51,13 @@ class Wanted:
     points: int
     radius: float | None
 
-    def find(self, context: Context) -> Directions:
-        """The directions themselves, and the steps along them."""
+    def find(self, context: Context, watched: Callable[[Operator], Operator] | None = None) -> Directions:
+        """The directions themselves, and the steps along them; `watched` is put around the Hessian."""
         ways: dict[str, Callable[[Context, Wanted], Directions]] = {
             "models": _to_models,
             "trajectory": _along,
             "random": _random,
-            "eigenvectors": _eigenvectors,
+            "eigenvectors": functools.partial(_eigenvectors, watched=watched),
         }
         return ways[self.kind](context, self)
 
@@ -243,11 +244,11 @@ def _filter_normalised(problem: Problem, generator: torch.Generator) -> Params:
     return move
 
 
-def _eigenvectors(context: Context, asked: Wanted) -> Directions:
+def _eigenvectors(context: Context, asked: Wanted, watched: Callable[[Operator], Operator] | None) -> Directions:
     op, count = hessian_in(context), asked.dimensions
     if op.size < count:
         raise InputError(f"a landscape of {count} eigenvectors needs as many parameters, got {op.size}.")
-    pairs = eigenvalues(op, k=count, tol=1e-3, seed=context.seed)
+    pairs = eigenvalues(watched(op) if watched else op, k=count, tol=1e-3, seed=context.seed)
     assert pairs.vectors is not None
     signs = pairs.vectors.gather(0, pairs.vectors.abs().argmax(0, keepdim=True)).sign()
     vectors = (pairs.vectors * signs).to(op.device, op.dtype)

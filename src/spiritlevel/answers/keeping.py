@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -14,11 +15,14 @@ import torch
 from torch import Tensor
 
 from spiritlevel.errors import InputError
+from spiritlevel.estimators import Operator
 from spiritlevel.results import Result
 from spiritlevel.storage import write_atomically
 
 Found = TypeVar("Found", bound=Result)
+Progress = Callable[[str, int, int], None]
 _BETWEEN = 5.0  # seconds between two writes
+_WORTH = 1.0  # seconds that a product must take to be kept: it is as large as all parameters
 
 
 def fingerprint_of(tensors: Mapping[str, Tensor]) -> str:
@@ -88,5 +92,37 @@ class Keeper:
     def finish(self, result: Result) -> None:
         """Keep the result; what led to it is no longer needed."""
         self.write("result", {}, result.to_json())
-        for name in ("directions", "sums"):
-            (self.folder / f"{name}.safetensors").unlink(missing_ok=True)
+        self.forget("directions", "sums", "derivatives")
+
+    def forget(self, *names: str) -> None:
+        """Delete files that are no longer needed; a name may hold the wildcard `*`."""
+        for name in names:
+            for path in self.folder.glob(f"{name}.safetensors"):
+                path.unlink(missing_ok=True)
+
+
+def remembered(op: Operator, keeper: Keeper | None, progress: Progress | None) -> Operator:
+    """The same operator, which tells of each product and keeps those that take long.
+
+    Lanczos asks for the same products in the same order every time, so after a kill it runs through those that were
+    made at the speed of the disk.
+    """
+    if (keeper is None and progress is None) or op.entries is not None or type(op) is not Operator:
+        return op
+    made = itertools.count(1)
+
+    def matmat(block: Tensor) -> Tensor:
+        number, of = next(made), "" if keeper is None else fingerprint_of({"block": block})
+        name = f"product {number}"
+        kept = None if keeper is None else keeper.read(name)
+        if kept is not None and kept[1] == of:
+            return kept[0]["product"].to(block)
+        if progress is not None:
+            progress(f"eigenvectors: product {number} of the Hessian", 0, 0)
+        begin = time.monotonic()
+        product = op @ block
+        if keeper is not None and time.monotonic() - begin >= _WORTH:
+            keeper.write(name, {"product": product}, of)
+        return product
+
+    return Operator(matmat, op.size, dtype=op.dtype, device=op.device, shapes=op.shapes, notes=op.notes)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import json
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,16 +17,19 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from spiritlevel.answers.directions import Directions, Wanted, difference, inner, wanted
-from spiritlevel.answers.keeping import Keeper, fingerprint_of
+from spiritlevel.answers.keeping import Keeper, Progress, fingerprint_of, remembered
 from spiritlevel.arguments import checked
-from spiritlevel.binding.batches import Batches, Fingerprint
+from spiritlevel.binding.batches import Batches, Fingerprint, sliced
 from spiritlevel.binding.context import Context
+from spiritlevel.binding.graphs import Rows
+from spiritlevel.binding.losses import Unit
 from spiritlevel.binding.parameters import Params
-from spiritlevel.binding.points import at_points, points_at_once
+from spiritlevel.binding.points import at_points, points_at_once, samples_at_once
 from spiritlevel.binding.problem import Problem
 from spiritlevel.binding.reading import Reading
 from spiritlevel.binding.rewrites import by_channel, normalised
 from spiritlevel.errors import InputError
+from spiritlevel.estimators import Operator
 from spiritlevel.operators.averaging import activation_bytes
 from spiritlevel.operators.products import hessian_product, loss_gradient
 from spiritlevel.results import Landscape
@@ -33,8 +38,9 @@ from spiritlevel.storage import digest
 
 __all__ = ["landscape"]
 
-Progress = Callable[[str, int, int], None]
-_AT_ONCE = 512  # samples in a forward pass, unless the caller says so
+Watched = Callable[[Operator], Operator]
+
+_AT_ONCE = 512  # samples in a piece of work, unless the caller says so
 
 
 @torch.inference_mode(False)  # it adds up in place, which tensors of that mode do not allow outside it
@@ -75,7 +81,7 @@ def landscape(
 
     Exact at every grid point, with the standard deviation of a sample's loss beside it (`spread`); slope and curvature
     are exact derivatives; the eigenvectors have a relative residual of at most 1e-3, or `notes` says so. Cost: one
-    forward pass over the data a grid point, about 4 gradients a direction, and for eigenvectors some 30 Hessian
+    forward pass over the data per grid point, about 4 gradients per direction, and for eigenvectors some 30 Hessian
     products.
 
     Args:
@@ -89,9 +95,11 @@ def landscape(
         radius: the largest step: 1 for random directions, √(2/|λ₁|) for eigenvectors, where the parabola along the
             first has risen by 1. To another model: how far the path goes on beyond both ends, 0 unless given. Along
             a trajectory: all of it unless given.
-        keep: a folder in which the work so far is kept every few seconds. The same call goes on from there after a
-            kill, to the same numbers bit by bit, and returns at once when all is done; another call is refused.
-        progress: called with (what, done, total) while the points are computed.
+        keep: a folder in which the work so far is kept every few seconds. After a kill the same call resumes there
+            and ends at the same numbers, bit by bit; when all is done it returns at once. A call for another surface is
+            refused. The search for eigenvectors keeps each of its products that takes more than a second, as large as
+            the parameters, until it is over.
+        progress: called with (what, done, total) while it works; `total` is 0 where it is not known.
         loss: as in `hessian`, and so are the next four.
         params: the parameters that move; not for a path to another model, which moves them all.
         batch_norm: "eval" or "batch".
@@ -141,12 +149,14 @@ def landscape_in(
     if keeper is not None and (finished := keeper.result(Landscape)) is not None:
         return finished
     batches = context.batches.cut(context.batch_size if context.batch_size or context.whole else context.fair(_AT_ONCE))
-    there = asked.find(context) if keeper is None else _kept_directions(keeper, context, asked)
+    watched = functools.partial(remembered, keeper=keeper, progress=progress)
+    progress = progress or _silent
+    there = asked.find(context, watched) if keeper is None else _kept_directions(keeper, context, asked, watched)
     grid = torch.cartesian_prod(*there.steps).reshape(-1, len(there.steps))
     shape = tuple(len(steps) for steps in there.steps)
-    sums = _evaluate(context, batches, there.moves, grid, keeper, progress or _silent)
+    sums = _evaluate(context, batches, there.moves, grid, keeper, progress)
     losses = (sums.losses / context.count).reshape(shape)
-    slopes, curvatures = _derivatives(context, batches, there.moves)
+    slopes, curvatures = _derivatives(context, batches, there.moves, keeper, progress)
     barrier = None
     if there.to_model:
         inside = (there.steps[0] >= 0) & (there.steps[0] <= 1)
@@ -203,16 +213,17 @@ def _key(context: Context, asked: Wanted) -> str:
     )
 
 
-def _kept_directions(keeper: Keeper, context: Context, asked: Wanted) -> Directions:
+def _kept_directions(keeper: Keeper, context: Context, asked: Wanted, watched: Watched) -> Directions:
     """The directions of an earlier run, since eigenvectors found anew may differ in their last digits."""
     kept = keeper.read("directions")
     if kept is None:
-        found = asked.find(context)
+        found = asked.find(context, watched)
         tensors = {f"move {i} {name}": part for i, move in enumerate(found.moves) for name, part in move.items()}
         tensors |= {f"steps {i}": steps for i, steps in enumerate(found.steps)}
         tensors |= {} if found.track is None else {"track": found.track}
         words = [found.labels, found.notes, found.to_model, found.explained]
         keeper.write("directions", tensors, json.dumps(words))
+        keeper.forget("product *")
         return found
     tensors, text = kept
     labels, notes, to_model, explained = json.loads(text)
@@ -270,12 +281,13 @@ def _evaluate(
     sums, piece = _Sums.none(len(grid)), 0
     if keeper is not None and (kept := keeper.read("sums")) is not None:
         sums = _Sums(**kept[0])
-    total = len(grid) * sum(1 for _ in batches)
+    activation, rounds = activation_bytes(context)[1], sum(1 for _ in batches)
     with ranks.together(), problem.active(), torch.no_grad():
         start, done = 0, 0
         for inputs, targets in batches:
             size, at_hand = len(targets), False
-            at_once = points_at_once(problem, activation_bytes(context)[1] * size)
+            few = min(size, _samples_at_once(context, inputs))
+            at_once = points_at_once(problem, activation * few)
             for some in torch.arange(len(grid)).split(min(at_once, -(-len(grid) // ranks.count))):
                 piece += 1
                 done += len(some)
@@ -283,11 +295,12 @@ def _evaluate(
                     continue
                 if not at_hand:
                     inputs, targets = problem.place(inputs, targets)
-                    problem.checked(problem.outputs(problem.params, inputs), inputs, targets, start)
+                    pieces = [sliced(inputs, at, at + few) for at in range(0, size, few)] if few < size else [inputs]
+                    problem.checked(_outputs(problem, problem.params, pieces), inputs, targets, start)
                     at_hand = True
-                progress("points of the surface", done - len(some), total)
+                progress("points of the surface", (done - len(some)) // rounds, len(grid))
                 points = _points(problem, moves, grid[some])
-                found, values = _outputs_and_losses(problem, points, inputs, targets, at_once)
+                found, values = _outputs_and_losses(problem, points, pieces, targets, at_once)
                 values = values.double().flatten(1)
                 sums.losses[some] += values.sum(1).cpu()
                 sums.squares[some] += values.square().sum(1).cpu()
@@ -300,6 +313,8 @@ def _evaluate(
                 if keeper is not None:
                     keeper.now_and_then("sums", vars(sums))
             start += size
+    if keeper is not None:
+        keeper.write("sums", vars(sums))
     ranks.add([sums.losses, sums.squares, sums.correct, sums.other])
     return sums
 
@@ -308,11 +323,24 @@ def _silent(what: str, done: int, total: int) -> None:
     """No progress is shown."""
 
 
+def _samples_at_once(context: Context, inputs: Any) -> int:
+    """How many samples of a batch a forward pass takes; all of those that share one, as nodes and tokens do."""
+    if context.whole or isinstance(inputs, Rows | Unit):
+        return sys.maxsize
+    return samples_at_once(context.problem, activation_bytes(context)[1])
+
+
+def _outputs(problem: Problem, point: Params, pieces: Sequence[Any]) -> Tensor:
+    """The outputs of a batch that is given in pieces."""
+    found = [problem.outputs(point, piece) for piece in pieces]
+    return found[0] if len(found) == 1 else torch.cat(found)
+
+
 def _outputs_and_losses(
-    problem: Problem, points: Params, inputs: Any, targets: Tensor, at_once: int
+    problem: Problem, points: Params, pieces: Sequence[Any], targets: Tensor, at_once: int
 ) -> tuple[Tensor, Tensor]:
     """The outputs and the losses of a batch at every point, (points, N, …) and (points, N)."""
-    outputs = at_points(problem, lambda point: problem.outputs(point, inputs), points, at_once)
+    outputs = at_points(problem, lambda point: _outputs(problem, point, pieces), points, at_once)
 
     def losses(point: Params) -> Tensor:
         return problem.loss.values(point["outputs"], targets)
@@ -363,18 +391,34 @@ class MovingStatistics(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _derivatives(context: Context, batches: Batches, moves: Sequence[Params]) -> tuple[Tensor, Tensor]:
+def _derivatives(
+    context: Context, batches: Batches, moves: Sequence[Params], keeper: Keeper | None, progress: Progress
+) -> tuple[Tensor, Tensor]:
     """First derivatives (d,) and second derivatives (d, d) of the mean loss along the directions, float64."""
     problem, ranks, count = context.problem, context.ranks, len(moves)
-    slopes, curvatures = torch.zeros(count, dtype=torch.float64), torch.zeros(count, count, dtype=torch.float64)
     here = {name: tensor for name, tensor in {**problem.params, **problem.constants}.items() if name in moves[0]}
+    sums = {"slopes": torch.zeros(count, dtype=torch.float64), "done": torch.zeros(1, dtype=torch.float64)}
+    sums["curvatures"] = torch.zeros(count, count, dtype=torch.float64)
+    if keeper is not None and (kept := keeper.read("derivatives")) is not None:
+        sums = kept[0]
+    if not context.batch_size:
+        few = _samples_at_once(context, next(iter(batches))[0])
+        batches = batches.cut(context.fair(few)) if few < _AT_ONCE else batches
     with ranks.together(), problem.active(), MovingStatistics():
-        for _, inputs, targets in context.mine(batches):
+        for number, (start, inputs, targets) in enumerate(context.mine(batches), 1):
+            if number <= int(sums["done"]):
+                continue
+            progress("slope and curvature, samples", start, context.count)
             gradient = loss_gradient(problem, here, inputs, targets)
             for i, move in enumerate(moves):
-                slopes[i] += inner(gradient, move)
+                sums["slopes"][i] += inner(gradient, move)
                 product = hessian_product(problem, move, here, inputs, targets)
                 for j, other in enumerate(moves):
-                    curvatures[i, j] += inner(other, {name: part.detach() for name, part in product.items()})
+                    part = inner(other, {name: part.detach() for name, part in product.items()})
+                    sums["curvatures"][i, j] += part
+            sums["done"].fill_(number)
+            if keeper is not None:
+                keeper.now_and_then("derivatives", sums)
+    slopes, curvatures = sums["slopes"], sums["curvatures"]
     ranks.add([slopes, curvatures])
     return slopes / context.count, (curvatures + curvatures.T) / (2 * context.count)

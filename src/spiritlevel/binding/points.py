@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
 
 import torch
@@ -14,12 +15,21 @@ from spiritlevel.binding.problem import Problem
 
 _CACHE = 4 * 2**20  # bytes of parameters, or of one activation, that are at hand at once; more makes nothing faster
 _MOST = 64  # points at once
+_ACTIVATION = 8 * 2**20  # bytes of the largest activation of a pass on a CPU; twice as much doubles its time
 
 
 def points_at_once(problem: Problem, activation: int) -> int:
     """How many points to take at once, where the largest activation of the batch takes so many bytes at each."""
     size = sum(tensor.nbytes for tensor in problem.params.values())
     return max(1, min(_MOST, _CACHE // max(activation, size, 1)))
+
+
+def samples_at_once(problem: Problem, activation: int) -> int:
+    """How many samples to pass at once, where the largest activation takes so many bytes for each.
+
+    On a CPU what one layer leaves should still be in the cache when the next one reads it; a device wants to be filled.
+    """
+    return max(1, _ACTIVATION // max(activation, 1)) if problem.device.type == "cpu" else sys.maxsize
 
 
 def at_points(problem: Problem, function: Callable[[Params], Tensor], points: Params, at_once: int) -> Tensor:

@@ -70,6 +70,7 @@ class ProgressBar:
     def __init__(self) -> None:
         self._begin = self._said = time.monotonic()
         self._state: tuple[str, int, int] = ("", 0, 0)
+        self._since = (self._begin, 0)  # when this work was first heard of, and how much of it was done by then
         self._over = threading.Event()
         self._bar: Progress | None = None
         self._total = 0
@@ -78,6 +79,8 @@ class ProgressBar:
         """Report progress; `total` is 0 where unknown."""
         if self._bar is None:
             if not sys.stderr.isatty():
+                if (what.partition(":")[0], total) != (self._state[0].partition(":")[0], self._state[2]):
+                    self._since = (time.monotonic(), done)
                 self._state = what, done, total
                 self._log()
                 return
@@ -100,9 +103,11 @@ class ProgressBar:
         if now - self._said < self.BETWEEN_LINES or not what:
             return
         self._said = now
-        seconds = round(now - self._begin)
-        elapsed = f"{seconds} s" if seconds < 120 else f"{seconds // 60} min"
-        say(f"{what}{f', {done:,} of {total:,}' if total else ''} ({elapsed})")
+        since, before = self._since
+        times = [_duration(now - self._begin)]
+        if total and done > before:
+            times.append(f"about {_duration((now - since) * (total - done) / (done - before))} left")
+        say(f"{what}{f', {done:,} of {total:,}' if total else ''} ({', '.join(times)})")
 
     def _watch(self) -> None:
         while not self._over.wait(self.BETWEEN_LINES / 10):
@@ -117,6 +122,12 @@ class ProgressBar:
         self._over.set()
         if self._bar is not None:
             self._bar.stop()
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{int(seconds // 60)} min" if seconds < 7200 else f"{int(seconds // 3600)} h"
 
 
 def say(sentence: str) -> None:
