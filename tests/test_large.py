@@ -15,7 +15,7 @@ from torch import nn
 
 import spiritlevel as sl
 from spiritlevel import cli
-from spiritlevel.measures import Setting
+from spiritlevel.measures import Setting, registry
 from spiritlevel.measures.blocks import gauss_newton_blocks
 
 
@@ -103,6 +103,38 @@ def test_resampled_quantiles_take_no_table_of_all_resamples() -> None:
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 999 * 4000 * 8 / 3
+
+
+@pytest.mark.parametrize("way", ["measure", "audit", "compare", "rank"])
+def test_what_takes_too_many_passes_is_left_out_with_its_need_unless_it_is_named(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Exact terms of every class: 100,000 classes would take 300,000 passes, and nobody had asked for them."""
+    monkeypatch.setattr(registry, "MOST_PASSES", 29)
+    torch.manual_seed(0)
+    net, data = nn.Linear(4, 10), (torch.randn(12, 4), torch.arange(12) % 10)
+    calls: dict[str, Callable[[Any], dict[str, str]]] = {
+        "measure": lambda names: sl.measure(net, data, measures=names, parts=[]).left_out,
+        "audit": lambda names: sl.audit(net, data, measures=names, transforms=["shift_logits"], search=False).skipped,
+        "compare": lambda names: sl.compare(net, nn.Linear(4, 10), data, measures=names, audit=False).left_out,
+        "rank": lambda names: sl.rank({"a": net, "b": nn.Linear(4, 10)}, data, measures=names).left_out,
+    }
+    need = "it takes about 30 forward passes over the data, and more than 29 are taken only for a measure that measures"
+    assert calls[way](None)["signal_sharpness"].startswith(need)
+    assert "signal_sharpness" not in calls[way](["signal_sharpness"])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_hundred_thousand_classes() -> None:
+    """All that is measured by default but for the parts, which are products that take no longer for many classes."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(10, 16), nn.ReLU(), nn.Linear(16, 100_000))
+    found = sl.measure(net, (torch.randn(32, 10), torch.randint(0, 100_000, (32,))), parts=["spectrum"])
+    assert "100,000 forward passes" in found.left_out["relative_flatness"]
+    assert "300,000 forward passes" in found.left_out["signal_sharpness"]
+    assert found.row("trace").kind == "estimated"
+    assert found.spectrum is not None
 
 
 @pytest.mark.slow

@@ -225,6 +225,12 @@ def precise(found: Tensor, expected: Any, tolerance: float) -> bool:
     return bool(((found - wanted).abs() <= tolerance * wanted.abs() + 1e-300).all())
 
 
+def _summed(loss: Loss, outputs: Tensor, targets: Tensor) -> Tensor:
+    found = loss.hessian_sum(outputs, targets)
+    assert found is not None
+    return found
+
+
 LOGITS = [[1.0, -2.0, 0.25, 0.5], [0.0, 0.0, 0.0, 0.0], [0.5, 0.5, -1.0, -1.0]]
 
 
@@ -241,6 +247,7 @@ def test_cross_entropy_stays_right_at_any_margin(margin: float, top: int, dtype:
         exact = Digits(outputs[0].tolist(), target)
         assert precise(loss.gradient(outputs, targets)[0], exact.gradient, 1e-12)
         assert precise(loss.hessian(outputs, targets)[0], exact.hessian, 1e-12)
+        assert precise(_summed(loss, outputs, targets), exact.hessian, 1e-12)
         assert precise(confidence_gap(outputs), [exact.gap], 1e-12)
         assert precise(loss.values(outputs.double(), targets), [exact.value], 1e-12)
         assert precise(loss.values(outputs, targets).double(), [exact.value], 1e-5) or exact.value < 1e-30
@@ -254,6 +261,17 @@ def test_cross_entropy_stays_right_at_any_margin(margin: float, top: int, dtype:
                 exact.hessian[i][j] * (direction[i] - direction[j]) ** 2 for i, j in itertools.combinations(range(4), 2)
             )
             assert precise(loss.quadratic(outputs, targets, u), [pairs], 1e-11)
+
+
+def test_summed_hessians_are_those_of_the_samples_in_pieces_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    outputs, targets = 3 * torch.randn(7, 4, dtype=torch.float64), torch.arange(7) % 4
+    loss = CrossEntropy(class_weights(4), 0.1)
+    whole = _summed(loss, outputs, targets)
+    assert close(whole, loss.hessian(outputs, targets).sum(0))
+    monkeypatch.setattr("spiritlevel.binding.losses.cross_entropy._PIECE", 12)
+    assert close(_summed(loss, outputs, targets), whole)
+    assert loss.hessian_sum(outputs[None], targets[None]) is None
 
 
 def test_autodiff_fails_where_the_closed_form_does_not() -> None:
@@ -278,6 +296,7 @@ def test_weights_and_smoothing_keep_the_precision(smoothing: float, margin: floa
     assert precise(loss.gradient(outputs, targets)[0], gradient, 1e-12)
     hessian = sum(share) * torch.tensor(digits[0].hessian, dtype=torch.float64)
     assert precise(loss.hessian(outputs, targets)[0], hessian.tolist(), 1e-12)
+    assert precise(_summed(loss, outputs, targets), hessian.tolist(), 1e-12)
     value = sum(w * d.value for w, d in zip(share, digits, strict=True))
     assert precise(loss.values(outputs, targets), [value], 1e-12)
 

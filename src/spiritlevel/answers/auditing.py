@@ -22,6 +22,7 @@ from spiritlevel.arguments import checked
 from spiritlevel.binding.reading import Reading
 from spiritlevel.errors import InputError, shown, unknown_name
 from spiritlevel.measures import TRANSFORMS, Measure, Setting, select
+from spiritlevel.measures.registry import affordable
 from spiritlevel.results import SYMMETRIES, Audit, AuditRow, Estimate, WorstFactor, figure, standard_error
 from spiritlevel.transforms import ScalingGroup, Transformed
 from spiritlevel.watching.factors import Factor
@@ -122,7 +123,9 @@ def audit(
         **reading,
     )
     here.check()  # data that cannot be measured fail before anything is transformed
-    return audit_in(here, chosen, transforms=transforms, search=search, progress=progress)
+    chosen, dear = affordable(measures, chosen, here)
+    found = audit_in(here, chosen, transforms=transforms, search=search, progress=progress)
+    return dataclasses.replace(found, skipped={**found.skipped, **dear}) if dear else found
 
 
 def audit_in(

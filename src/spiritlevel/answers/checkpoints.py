@@ -19,6 +19,7 @@ from spiritlevel.arguments import checked
 from spiritlevel.binding.reading import Reading
 from spiritlevel.errors import InputError
 from spiritlevel.measures import Measure, Setting, select
+from spiritlevel.measures.registry import affordable
 from spiritlevel.results import Checkpoint, Checkpoints, Estimate, mean_skewness, skewed_limits, standard_error
 from spiritlevel.results.intervals import FEWEST
 
@@ -77,7 +78,7 @@ def rank(
     ['good', 'poor']
     """
     changes = several(under) if under else []
-    chosen = [each for each in select(measures) if measures is not None or each.invariant_to >= KEEP_FUNCTION]
+    chosen = tuple(each for each in select(measures) if measures is not None or each.invariant_to >= KEEP_FUNCTION)
     pairs = models.items() if isinstance(models, Mapping) else models
     rows: list[Checkpoint] = []
     losses: list[Tensor] = []
@@ -103,6 +104,8 @@ def rank(
             else:
                 setting = first.moved(model)
             setting.check()
+            chosen, dear = affordable(measures, chosen, setting)
+            left_out |= dear
         except InputError as error:
             raise InputError(f"checkpoint {name!r}: {error}") from error
         losses.append(setting.losses)

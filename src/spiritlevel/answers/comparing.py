@@ -23,7 +23,7 @@ from spiritlevel.arguments import checked
 from spiritlevel.binding.reading import Reading
 from spiritlevel.errors import InputError, NotExactError
 from spiritlevel.measures import TRANSFORMS, Measure, Setting, select
-from spiritlevel.measures.registry import SAME
+from spiritlevel.measures.registry import SAME, affordable
 from spiritlevel.results import (
     FEWEST,
     Comparison,
@@ -148,7 +148,9 @@ def compare(
             setting.check()
         except InputError as error:
             raise InputError(f"model {name!r}: {error}") from error
-    made = _Pair(pair[0], pair[1], names, chosen, audit, level, progress or silent, first.seed)
+    kept, dear = affordable(measures, chosen, first)
+    made = _Pair(pair[0], pair[1], names, list(kept), audit, level, progress or silent, first.seed)
+    made.left_out |= dear
     return made.comparison(population, changes)
 
 

@@ -34,7 +34,7 @@ from spiritlevel.errors import InputError, NotExactError, first_line, is_out_of_
 from spiritlevel.estimators import spectrum
 from spiritlevel.measures import Measure, Setting, select
 from spiritlevel.measures.margins import acehts
-from spiritlevel.measures.registry import LEADING
+from spiritlevel.measures.registry import LEADING, affordable
 from spiritlevel.memory import available_memory
 from spiritlevel.results import (
     Estimate,
@@ -177,7 +177,7 @@ class _Run:
         progress: Progress | None,
     ) -> None:
         self.begin = time.monotonic()
-        self.chosen = select(measures)
+        self.asked, self.chosen = measures, select(measures)
         self.parts = PARTS if parts is None else tuple(parts)
         for part in self.parts:
             if part not in PARTS:
@@ -211,6 +211,8 @@ class _Run:
     def check(self) -> None:
         """Data that cannot be measured fail before anything is."""
         self.here.check()
+        self.chosen, dear = affordable(self.asked, self.chosen, self.here)
+        self.left_out |= dear
         begin = time.monotonic()
         if self.limit is not None:  # again: what libraries do on their first call would pass for the cost of a step
             self.here.check()

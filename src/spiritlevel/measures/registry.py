@@ -222,6 +222,8 @@ parameter as it is, in units of its own size, or in units of the norm of its ten
 MEASURES: dict[str, Measure] = {}
 """All measures by name."""
 
+MOST_PASSES = 10_000  # forward passes over the data that a measure takes at most unless it is named
+
 DEFAULT = (
     "trace",
     "largest_eigenvalue",
@@ -263,6 +265,23 @@ def select(names: str | Iterable[str] | None = None) -> tuple[Measure, ...]:
             others = {other: each.name for each in MEASURES.values() for other in each.also_called}
             raise unknown_name("measure", name, [*MEASURES, "default", "all"], others)
     return tuple(MEASURES[name] for name in wanted)
+
+
+def affordable(
+    names: str | Iterable[str] | None, chosen: Iterable[Measure], setting: Setting
+) -> tuple[tuple[Measure, ...], dict[str, str]]:
+    """The chosen measures that take a bearable number of passes, and why the others are left out.
+
+    Exact terms of 100,000 classes take as many backward passes a batch: whoever wants them says so by their names.
+    """
+    found, dear = tuple(chosen), {}
+    for each in found if names is None or names in ("default", "all") else ():
+        if (passes := each.forward_passes(setting)) > MOST_PASSES:
+            dear[each.name] = (
+                f"it takes about {passes:,.0f} forward passes over the data, and more than {MOST_PASSES:,} are taken "
+                "only for a measure that measures= names"
+            )
+    return tuple(each for each in found if each.name not in dear), dear
 
 
 @torch.inference_mode(False)  # measures add up in place, which tensors of that mode do not allow outside it

@@ -9,7 +9,7 @@ from spiritlevel.measures.registry import UNSEEN, register
 from spiritlevel.measures.sampling import mean_of
 from spiritlevel.measures.setting import Setting
 from spiritlevel.results import Estimate
-from spiritlevel.samples.choosing import CHAIN_COST
+from spiritlevel.samples.choosing import CHAIN_COST, MANY_CLASSES, SAMPLED_PASSES
 from spiritlevel.samples.collecting import DEFAULT_PROBES
 from spiritlevel.transforms import Transformed
 from spiritlevel.watching.chains import find_chain
@@ -55,7 +55,7 @@ def _exact_passes(setting: Setting) -> float | None:
     """What an exact trace takes; `None` if it must be estimated."""
     problem, structure = setting.problem, setting.structure
     if setting.by_norms:
-        return 2.0 + setting.classes
+        return 2.0 + (setting.classes if setting.classes <= MANY_CLASSES else SAMPLED_PASSES + 1)
     if problem.loss.closed_form and not structure.failure:
         with problem.active():
             chain = find_chain(problem, problem.place(*setting.batches.first(3))[0])

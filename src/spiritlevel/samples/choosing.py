@@ -15,6 +15,7 @@ from spiritlevel.watching.recording import GradientNorms
 from spiritlevel.watching.structure import Structure
 
 MANY_CLASSES = 2_000
+SAMPLED_PASSES = 8  # the exact ones of so many classes; the rest is sampled
 MANY_POSITIONS = 256  # the same of positions and classes together, of which each is a factor
 CHAIN_COST = 2e7  # multiply-adds per sample up to which the recursion is worth its while
 SPLIT_RANK = 1_000  # factors up to which an exact Gauss-Newton part may be worth its backward passes
@@ -65,8 +66,8 @@ def choose(
                 )
             if not problem.loss.can_sample:
                 return Plan("hutchinson")
-            plan = Plan("passes", passes=8)
-            plan.notes = (f"{rank} factors: 8 taken exactly, the rest sampled; passes= changes that",)
+            plan = Plan("passes", passes=SAMPLED_PASSES)
+            plan.notes = (f"{rank} factors: {SAMPLED_PASSES} taken exactly, the rest sampled; passes= changes that",)
         plan.norms = GradientNorms(problem, inputs, structure, plan.passes + 1 if plan.name == "passes" else rank)
         return plan
     if passes is not None:

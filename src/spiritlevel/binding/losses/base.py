@@ -97,6 +97,10 @@ class Loss(ABC):
             total += weight[:, None, None] * vector[:, :, None] * vector[:, None, :]
         return total
 
+    def hessian_sum(self, outputs: Tensor, targets: Tensor) -> Tensor | None:
+        """ΣA over the samples, (C, C), float64, where that takes one product of matrices; None elsewhere."""
+        return None
+
     def decisions(self, outputs: Tensor, targets: Tensor, start: int = 0) -> Decisions:
         """The choices between classes that samples make, for their margins; `InputError` where they make none.
 

@@ -332,6 +332,22 @@ class CrossEntropy(Loss):
         probabilities, centred = self.centred(logits, direction)
         return scale * (probabilities * centred.square()).sum(1)
 
+    def hessian_sum(self, outputs: Tensor, targets: Tensor) -> Tensor | None:
+        """Σ c (diag(S) − SSᵀ); S_j(1 − S_j) from the other classes of the row, so that nothing cancels."""
+        if outputs.ndim != 2:
+            return None
+        scale = self.scale(self.rows(outputs, targets))
+        total = torch.zeros(outputs.shape[1], outputs.shape[1], dtype=torch.float64, device=outputs.device)
+        diagonal, size = total.new_zeros(len(total)), rows_in_double(outputs.shape[1])
+        for logits, share in zip(outputs.detach().split(size), scale.split(size), strict=True):
+            found = torch.softmax(logits.double(), 1)
+            top = found.argmax(1, keepdim=True)
+            rest = (1 - found).scatter_(1, top, found.scatter(1, top, 0.0).sum(1, keepdim=True))
+            diagonal += share @ (found * rest)
+            total -= (share[:, None] * found).T @ found
+        total.diagonal().copy_(diagonal)
+        return total
+
     # ------------------------------------------------------------ factors
 
     def _places(self, rows: Rows) -> Tensor:
