@@ -67,7 +67,7 @@ class LayerBitsConfig(Config):
     bits: tuple[int, ...] = (4, 3)
     """Each layer alone is rounded to so many bits, 2 to 16."""
     budget: float = 3.0
-    """Bits a weight, on average over all layers."""
+    """Bits per weight, on average over all layers."""
     measure_on: int = 1_000
     """Training images on which layers are rounded and curvature is measured."""
     test_size: int = 5_000
