@@ -370,7 +370,7 @@ def test_memory_in_words_and_numbers(text: Any, size: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "GB", "2 PB", "-1GB", "1e9", "two", "2GBs", True, [1], math.nan, math.inf])
 def test_other_memory_is_refused(text: Any) -> None:
-    with pytest.raises(InputError, match=r"memory must be a number of bytes or a text such as '2GB', got"):
+    with pytest.raises(InputError, match=r"memory must be a number of bytes or a string such as '2GB', got"):
         parse_memory(text)
 
 

@@ -114,7 +114,10 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["measure", "mlp:inputs=64", "--data", "digits", "--loss", "mse"], "did you mean 'squared_error'?"),
         (["demo", "--epochs", "0"], "demo needs --epochs from 1 to 1,000,000, got 0."),
         (["demo", "--samples", "0"], "demo measures at least 1 training image, got --samples 0."),
-        (["demo", "--data", "digits"], "demo needs images of 28×28 or 32×32 pixels, and digits has others"),
+        (
+            ["demo", "--data", "digits"],
+            "demo needs images of 28×28 or 32×32 pixels, and digits has another size",
+        ),
         (["demo", "--out", "pyproject.toml"], "--out needs a folder, and 'pyproject.toml' is a file."),
         (["measure", "--data", "digits"], "MODEL"),
         (["measure", "lenet", "--data", "digits"], "did you mean 'lenet5'?"),
@@ -422,7 +425,7 @@ def test_an_interrupt_leaves_a_page_that_says_so(
     assert cli.main([*args, "--out", str(tmp_path), "--samples", "20"]) == 130
     said = capsys.readouterr().err
     assert said.startswith("spiritlevel: interrupted at step ")
-    assert said.endswith("the page holds what was measured until then.\n")
+    assert said.endswith("the page holds what had been measured by then.\n")
     assert said.count("\n") == 1
     assert "interrupted at step" in (tmp_path / "report.html").read_text(encoding="utf-8")
     assert sl.Report.from_json(tmp_path / "report.json").row("trace").value.value > 0

@@ -374,7 +374,7 @@ def test_what_is_refused(untouched: Untouched) -> None:
         return closure()
 
     with untouched(model):
-        with pytest.raises(InputError, match="calls backward; it returns the loss"):
+        with pytest.raises(InputError, match="calls backward; it should only return the loss"):
             sl.critical_sharpness(with_backward, optimizer)
         for wrong in (usual, zeroes):
             with pytest.raises(InputError, match="changes the gradients"):
@@ -491,7 +491,7 @@ def test_sides_warm_starts_and_several_rates() -> None:
     assert "steps on this quadratic grow" in str(above)
     edge = sl.stability(torch.optim.SGD(model.parameters(), lr=2.0 / top), model, data)
     assert edge.side == "open"
-    assert "to tell the side" in str(edge)
+    assert "to tell which side" in str(edge)
     warm = sl.stability(torch.optim.SGD(model.parameters(), lr=2.2 / top), model, data, start=below)
     assert warm.side == "unstable"
     assert warm.curvature.status == "lower bound"
@@ -516,7 +516,7 @@ def test_what_stability_refuses() -> None:
     with pytest.raises(InputError, match=r"has made no step with the parameter 0\.weight yet"):
         sl.stability(torch.optim.Adam(parameters), model, data)
     groups = [{"params": parameters[:1], "momentum": 0.9}, {"params": parameters[1:]}]
-    with pytest.raises(InputError, match="differ in their momentum"):
+    with pytest.raises(InputError, match="differ in momentum"):
         sl.stability(torch.optim.SGD(groups, lr=0.1), model, data)
     with pytest.raises(InputError, match="climbs"):
         sl.stability(torch.optim.SGD(parameters, lr=0.1, maximize=True), model, data)

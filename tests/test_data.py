@@ -177,7 +177,7 @@ def test_the_module_is_light_to_import() -> None:
 def test_unknown_name_gets_the_nearest_names(function: object) -> None:
     with pytest.raises(InputError, match=r"unknown data set 'fashion_mnist': did you mean 'fashion-mnist'"):
         function("fashion_mnist")  # type: ignore[operator]
-    with pytest.raises(InputError, match=r"name must be a text, got \['mnist'\]"):
+    with pytest.raises(InputError, match=r"name must be a string, got \['mnist'\]"):
         function(["mnist"])  # type: ignore[operator]
 
 

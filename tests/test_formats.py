@@ -80,7 +80,7 @@ def test_unknown_fields_are_named_in_one_sentence() -> None:
     data["colour"] = "red"
     data["rows"][0]["value"]["hue"] = 3
     data["rows"][1]["value"]["hue"] = 4
-    with pytest.warns(UserWarning, match="fields that are not known here and were left out") as said:
+    with pytest.warns(UserWarning, match="unknown fields, which were left out") as said:
         found = Report.from_dict(data)
     (warning,) = said
     assert str(warning.message).endswith(": 'colour' of Report, 'hue' of Estimate.")
@@ -93,8 +93,7 @@ def test_the_command_line_names_unknown_fields(tmp_path: Path, capsys: pytest.Ca
     assert main(["report", str(file), "--out", str(tmp_path / "page.html")]) == 0
     (line,) = capsys.readouterr().err.splitlines()
     assert line == (
-        f"spiritlevel: {file}: what was read holds fields that are not known here and were left out: "
-        "'colour' of Report."
+        f"spiritlevel: {file}: what was read holds unknown fields, which were left out: 'colour' of Report."
     )
 
 

@@ -490,7 +490,7 @@ def test_images_that_use_few_of_their_bits_are_remarked(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("pixels", "sentence"),
     [
-        (np.int32([[0, 256, 100000, 2**30]]), r"has 32 bits a pixel, and nobody says which number is white"),
+        (np.int32([[0, 256, 100000, 2**30]]), r"has 32 bits per pixel, and nobody says which number is white"),
         (np.float32([[0, 1, 255, 7]]), r"holds numbers outside \[0, 1\], and nobody says which of them is white"),
         (np.float32([[0, 1, np.nan, 1]]), r"holds numbers outside \[0, 1\]"),
     ],

@@ -97,7 +97,7 @@ def test_a_loss_is_a_name_a_function_or_an_object(folder: Path) -> None:
         ("own.py", "the loss 'own.py' lacks its function: write own.py:function."),
         (
             "own.py:none",
-            r"the loss own.py:none must take \(outputs, targets\) and return one number a sample, .* \(\)\.",
+            r"the loss own.py:none must take \(outputs, targets\) and return one number per sample, .* \(\)\.",
         ),
         ("own.py:number", r"must be a function of \(outputs, targets\), got int; name a function\."),
         ("own.py:Mixed", r"got a class; name an object of it, as loss = Mixed\(\.\.\.\)\."),

@@ -377,7 +377,7 @@ def test_what_cannot_be_measured_says_why() -> None:
         nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)),
         (normal(8, 4).float(), torch.arange(8) % 3),
     )
-    with pytest.raises(InputError, match="samples share what layers put out"):
+    with pytest.raises(InputError, match="layers' outputs depend on the whole batch"):
         MEASURES["signal_sharpness"](net, data, batch_norm="batch")
     with pytest.raises(InputError, match="depend on the inputs of other samples"):
         MEASURES["input_sensitivity"](net, data, batch_norm="batch")
@@ -407,7 +407,7 @@ def test_what_cannot_be_measured_says_why() -> None:
             return self.head(self.inner(x) if x.shape[1] > 2 else x).mean(1)
 
     pieces = [(normal(6, 3, 4).float(), torch.arange(6) % 3), (normal(4, 2, 4).float(), torch.arange(4) % 3)]
-    with pytest.raises(InputError, match="do not run alike for all samples"):
+    with pytest.raises(InputError, match="do not run the same way for all samples"):
         MEASURES["signal_sharpness"](Sometimes(), pieces)
     small = Setting(net, data, memory="100B")
     assert "more than memory= allows" in MEASURES["signal_sharpness"].attempt(small).reason

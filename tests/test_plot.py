@@ -201,7 +201,7 @@ def test_a_killed_surface_goes_on_to_the_same_numbers(tmp_path: Path, phase: str
     with pytest.raises(InputError, match=r"keeps another surface .* name another folder, or delete it"):
         sl.landscape(network(1), DATA, keep=kept, **options)
     (kept / "result.safetensors").write_bytes(b"nothing")
-    with pytest.raises(InputError, match=r"cannot be read: .* Delete it to begin anew"):
+    with pytest.raises(InputError, match=r"cannot be read: .* Delete it to start again"):
         sl.landscape(NET, DATA, keep=kept, **options)
 
 
@@ -379,7 +379,7 @@ def test_a_trajectory_is_drawn_to_the_model() -> None:
         (lambda: sl.plot.save("chart", "figure.svg"), "save needs an Altair chart, got"),
         (lambda: sl.plot.save(sl.plot.margins(NET, DATA), "figure.gif"), "a .svg, .pdf or .png file"),
         (lambda: sl.plot.save(sl.plot.margins(NET, DATA), "x.svg", size="poster"), "unknown size of a figure 'poster'"),
-        (lambda: sl.landscape(NET, DATA, trajectory=[NET]), "checkpoints that differ from the model"),
+        (lambda: sl.landscape(NET, DATA, trajectory=[NET]), "checkpoints that differ from it"),
         (lambda: sl.landscape(NET, DATA, trajectory=5), "trajectory must be the checkpoints of a training"),
         (lambda: sl.landscape(NET, DATA, trajectory=[NET], directions="random"), "leave directions= out"),
         (lambda: sl.landscape(NET, DATA, keep=__file__), "keep= needs a folder, and"),

@@ -245,7 +245,7 @@ def test_the_outermost_points_lie_inside_the_frame(whole: str) -> None:
     for key, axes in (("r0-scatter", "xy"), ("r0-ritz", "x")):
         layers = data(whole)["charts"][key]["layer"]
         assert all(layer["encoding"][axis]["scale"]["padding"] == 8 for layer in layers for axis in axes)
-    assert "One stem is one Ritz value of a probe" in Reader(whole).text
+    assert "Each stem is one Ritz value of a probe" in Reader(whole).text
 
 
 def test_a_partial_report_says_so_once() -> None:

@@ -263,7 +263,7 @@ def test_lists_without_a_declared_type_come_back_as_tuples() -> None:
 def test_what_json_cannot_hold_is_refused() -> None:
     with pytest.raises(TypeError, match="results hold tensors, numbers, strings, dicts and lists, got complex"):
         Everything(anything=1j).to_json()
-    with pytest.raises(TypeError, match="have texts as keys, got 3"):
+    with pytest.raises(TypeError, match="have strings as keys, got 3"):
         Everything(anything={3: 1}).to_json()
 
     @dataclass(frozen=True)
@@ -295,11 +295,11 @@ def test_unreadable_results_say_what_is_wrong() -> None:
     assert "Shown" not in str(refused.value)
     with pytest.raises(InputError, match="type 'Estimate': it lacks value"):
         Result.from_dict({"type": "Estimate"})
-    with pytest.raises(InputError, match=r"'results.json' is the path of no file and is not JSON"):
+    with pytest.raises(InputError, match=r"'results.json' is neither the path of a file nor JSON"):
         Result.from_json("results.json")
     with pytest.raises(InputError, match=r"the text is not JSON"):
         Result.from_json('{"type": "Estimate", ')
-    with pytest.raises(InputError, match="is the path of no file"):
+    with pytest.raises(InputError, match="is neither the path of a file"):
         Result.from_json("a" * 10_000 + "\0")
 
 

@@ -145,7 +145,7 @@ def test_declared_types_are_checked_wherever_they_stand() -> None:
     assert Thing().method([1, np.int64(2)], where="here", other=1) == ((1, 2), "here", {"other": 1})
     with pytest.raises(InputError, match=r"counts must be a list of whole numbers, got \[0\.5\]"):
         Thing().method([0.5])
-    with pytest.raises(InputError, match=r"where must be a path or a text, got 3\."):
+    with pytest.raises(InputError, match=r"where must be a path or a string, got 3\."):
         Thing().method(where=3)
     with pytest.raises(InputError, match=r"f must be a function of 2 arguments"):
         by_type(lambda x: x, Callable[[int, int], int], "f")
@@ -157,7 +157,7 @@ def test_declared_types_are_checked_wherever_they_stand() -> None:
     ("call", "message"),
     [
         (lambda m, d: sl.hessian(m, d, weight_decay=None), "weight_decay must be a finite number, got None"),
-        (lambda m, d: sl.measure(m, d, measures=0.5), "measures must be a text or a list of texts, got 0.5"),
+        (lambda m, d: sl.measure(m, d, measures=0.5), "measures must be a string or a list of strings, got 0.5"),
         (lambda m, d: sl.hessian(m, d, params=torch.tensor(2)), "params must be a name or a list of names"),
         (lambda m, d: sl.eigenvalues(sl.hessian(m, d), tol=math.nan), "tol must be a finite number, got nan"),
         (lambda m, d: sl.trace(m, d, seed=torch.ones(2)), "seed must be a whole number.*, got a tensor"),
@@ -221,7 +221,7 @@ def _set(content: Any, path: str, value: Any) -> None:
             {"type": "tensor", "dtype": "float64", "shape": [0], "data": []},
             "differ in length",
         ),
-        ("fits.train.accuracy.value", 7, "an accuracy lies between 0 and 1, and is 7 here"),
+        ("fits.train.accuracy.value", 7, "an accuracy lies between 0 and 1, but here it is 7"),
         ("pictures.indices.data", [0, 1, 2, 2**40], "it shows a picture of sample 1099511627776, and has 24 samples"),
         ("pictures.groups.sharpest", [2**40], "the group 'sharpest' names pictures that it does not have"),
         ("pictures.images.shape", [4, 2, 28, 14], "its pictures need 1 or 3 channels of bytes"),
@@ -251,7 +251,7 @@ def test_a_page_of_other_numbers_is_named(tmp_path: Path, capsys: pytest.Capture
     assert "does not fit" not in capsys.readouterr().err
     second.to_json(tmp_path / "run" / "report.json")
     assert cli.main(["report", str(tmp_path / "run"), "--out", str(tmp_path / "page.html")]) == 0
-    assert "report.html does not fit the numbers beside it" in capsys.readouterr().err
+    assert "report.html does not match the numbers beside it" in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------- models of others

@@ -120,7 +120,7 @@ def measures_page(family: str) -> str:
             continue
         stays = ", ".join(f"`{name}`" for name in TRANSFORMS if name in measure.invariant_to) or "nothing that we know"
         others = f" Also called {', '.join(measure.also_called)}." if measure.also_called else ""
-        usual = " Measured unless others are named." if measure.name in DEFAULT else ""
+        usual = " Measured by default." if measure.name in DEFAULT else ""
         lines += ["", f"## {measure.name}", "", f"{measure.meaning[:1].upper()}{measure.meaning[1:]}.{others}{usual}"]
         lines += ["", "```text", *textwrap.wrap(measure.formula, 100), "```", ""]
         lines += [

@@ -8,7 +8,7 @@ from spiritlevel.errors import InputError, needs
 
 
 def main() -> int:
-    """Import the command line and run it; what it lacks is said; an interrupt meanwhile is no error."""
+    """Import the command line and run it; a missing package is named; an interrupt meanwhile is not an error."""
     try:
         with needs("the command"):
             from spiritlevel.cli import main as run

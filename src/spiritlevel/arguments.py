@@ -1,10 +1,10 @@
 """Arguments are checked once, where they enter: by the types that a signature declares, and by a few ranges.
 
 `@checked` on a public function reads its declared types: a whole number where `int` is declared, a finite number for
-`float`, True or False for `bool`, a text for `str`, texts for `Iterable[str]`, an instance of any other class, and so
-on through `X | None`, `tuple[float, ...]` and `Literal`. What it does not know, it lets pass. So a new argument is
-checked by itself; what remains for the function are ranges and names, for which it calls `number`, `whole_number`,
-`one_of` or `names`.
+`float`, True or False for `bool`, a string for `str`, strings for `Iterable[str]`, an instance of any other class, and
+so on through `X | None`, `tuple[float, ...]` and `Literal`. What it does not know, it lets pass. So a new argument is
+checked automatically; the function itself has only ranges and names left to check, for which it calls `number`,
+`whole_number`, `one_of` or `names`.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def number(
 
 
 def one_of(value: object, kind: str, choices: Iterable[str]) -> str:
-    """A text that is one of the choices.
+    """A string that is one of the choices.
 
     >>> one_of("egal", "batch_norm mode", ["eval", "batch"])
     Traceback (most recent call last):
@@ -74,7 +74,7 @@ def one_of(value: object, kind: str, choices: Iterable[str]) -> str:
 
 
 def names(value: object, name: str, example: str = "") -> tuple[str, ...]:
-    """One name, or several, as a tuple of texts; none is refused.
+    """One name, or several, as a tuple of strings; an empty list is refused.
 
     >>> names("trace", "measures"), names(iter(["trace", "path_norm"]), "measures")
     (('trace',), ('trace', 'path_norm'))
@@ -133,12 +133,12 @@ def _hints(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def by_type(value: Any, hint: Any, name: str) -> Any:
-    """The value as its declared type has it, or an `InputError`; what the type does not tell is let pass.
+    """The value as its declared type has it, or an `InputError`; what the type does not settle is let through.
 
     >>> by_type(2, float, "alpha"), by_type(None, int | None, "samples"), by_type((1, 2), tuple[float, ...], "gammas")
     (2.0, None, (1.0, 2.0))
     """
-    if hint is Any:  # the most usual one, and a class to Python
+    if hint is Any:  # the commonest, and a class to Python
         return value
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if origin in (types.UnionType, Union):
@@ -167,7 +167,7 @@ def by_type(value: Any, hint: Any, name: str) -> Any:
 
 
 def _of_union(value: Any, kinds: tuple[Any, ...], name: str) -> Any:
-    """The value as one of several types: as the first that takes it."""
+    """The value as the first of several types that takes it."""
     if value is None and type(None) in kinds:
         return None
     kinds = tuple(kind for kind in kinds if kind is not type(None))
@@ -183,7 +183,7 @@ def _of_union(value: Any, kinds: tuple[Any, ...], name: str) -> Any:
 
 
 def _several(value: Any, origin: Any, inner: tuple[Any, ...], name: str) -> Any:
-    """Several texts or numbers, as a tuple; a tuple of fixed length has that."""
+    """Several strings or numbers, as a tuple; a tuple of fixed length must have that length."""
     kind, fixed = inner[0], origin is tuple and Ellipsis not in inner
     if isinstance(value, Iterable) and not isinstance(value, str | bytes | Mapping) and not is_array(value):
         found = tuple(value)
@@ -191,17 +191,17 @@ def _several(value: Any, origin: Any, inner: tuple[Any, ...], name: str) -> Any:
             with contextlib.suppress(InputError):
                 return tuple(by_type(each, kind, name) for each in found)
     count = f"{len(inner)} " if fixed else ""
-    what = {str: "texts", int: "whole numbers", float: "finite numbers"}[kind]
+    what = {str: "strings", int: "whole numbers", float: "finite numbers"}[kind]
     raise InputError(f"{name} must be a list of {count}{what}, got {shown(value)}.")
 
 
 def _check_callable(value: Any, inner: tuple[Any, ...], name: str) -> None:
-    """Refuse what is no function, and one that cannot take as many arguments as it will be called with."""
+    """Refuse what is not a function, or cannot take as many arguments as it will be called with."""
     count = len(inner[0]) if inner and isinstance(inner[0], list) else None
     if callable(value):
         try:
             inspect.signature(value).bind(*[None] * (count or 0)) if count is not None else None
-        except ValueError:  # a builtin one, which does not tell
+        except ValueError:  # a builtin without a signature
             return
         except TypeError as error:
             raise InputError(f"{name} must be a function of {count} arguments, and {shown(value)} {error}.") from None
@@ -220,14 +220,14 @@ def _true_or_false(value: Any, name: str) -> bool:
 
 
 def _float(value: Any, name: str) -> float:
-    infinite = isinstance(value, numbers.Real) and math.isinf(value)  # "without a limit" in some places
+    infinite = isinstance(value, numbers.Real) and math.isinf(value)  # it means "no limit" in some places
     return float(value) if infinite else number(value, name)
 
 
 def _text(value: Any, name: str) -> str:
     if isinstance(value, str):
         return value
-    raise InputError(f"{name} must be a text, got {shown(value)}.")
+    raise InputError(f"{name} must be a string, got {shown(value)}.")
 
 
 def _path(value: Any, name: str) -> Any:

@@ -32,7 +32,7 @@ _PYTHON = f"{Path(os.__file__).resolve().parent}{os.sep}"
 _QUOTED = (str, bytes, numbers.Number, Mapping, Sequence, frozenset, set, os.PathLike)
 _QUOTES = ("'", '"')
 
-# What others call the losses that have a name here.
+# Other people's names for the losses known here.
 _OTHER_NAMES = {
     "mse": "squared_error",
     "mse_loss": "squared_error",
@@ -79,7 +79,7 @@ def whole_number(value: object, name: str, least: int | None = None, most: int |
 
 
 def shown(value: object) -> str:
-    """A value as a message quotes it: short, on one line, and nothing of what lies in a tensor.
+    """A value as a message quotes it: short, on one line, and never the contents of a tensor.
 
     >>> shown("a" * 100), shown(object), shown(iter([]))
     ("'aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa …'", 'object', 'an object of type list_iterator')
@@ -93,7 +93,7 @@ def shown(value: object) -> str:
         return f"an object of type {type(value).__name__}"
     try:
         text = " ".join(printable(repr(value)).split())
-    except Exception:  # somebody's own class inside, or a number of more digits than Python writes
+    except Exception:  # a user's own class inside, or a number with more digits than Python will write
         return f"an object of type {type(value).__name__}"
     return text if len(text) <= 60 else f"{text[:58]} …{text[0] if text[0] in _QUOTES else ''}"
 
@@ -120,7 +120,7 @@ def first_line(error: BaseException) -> str:
     """
     try:
         text = str(error)
-    except Exception:  # somebody's own exception, which fails to say what it is
+    except Exception:  # a user's own exception, which fails to print itself
         text = f"{type(error).__name__}, which cannot be shown"
     return textwrap.shorten(text.strip().split("\n", 1)[0].rstrip("."), 200, placeholder=" …")
 
@@ -149,7 +149,7 @@ def place_of(error: BaseException) -> str:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that there is not enough memory, in one of the ways of Python and PyTorch.
+    """Whether an error says that there is not enough memory, in any of the ways that Python and PyTorch have.
 
     >>> is_out_of_memory(MemoryError()), is_out_of_memory(RuntimeError("mat1 and mat2 cannot be multiplied"))
     (True, False)
@@ -160,7 +160,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     return "allocate memory" in told or "out of memory" in told or "defaultcpuallocator" in told
 
 
-# What only some of the library needs: the package to import, its name for pip, and the extra that brings it.
+# What only parts of the library need: the package to import, its name for pip, and the extra that brings it.
 OPTIONAL = {
     "PIL": ("pillow", "report"),
     "altair": ("altair", "report"),
@@ -201,7 +201,7 @@ def needs(purpose: str) -> Iterator[None]:
 def unknown_name(
     kind: str, name: object, choices: Iterable[str], others: Mapping[str, str] = _OTHER_NAMES
 ) -> InputError:
-    """An `InputError` for an unknown name that lists the nearest known ones, or what others call so.
+    """An `InputError` for an unknown name that lists the nearest known ones, or what others mean by it.
 
     >>> print(unknown_name("data set", "mnits", ["mnist", "digits"]))
     unknown data set 'mnits': did you mean 'mnist'? Known: digits, mnist.
@@ -217,12 +217,12 @@ def unknown_name(
     return InputError(f"unknown {kind} {str(name)!r}{hint} Known: {', '.join(known)}.")
 
 
-# Control characters but for tab and line feed, marks that turn the direction of writing, what is half a character.
+# Control characters except tab and line feed, marks that change the direction of writing, lone surrogates.
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def printable(text: str) -> str:
-    r"""A text from elsewhere as it can be shown: no terminal obeys it, and it can be written in UTF-8.
+    r"""A text from elsewhere, made safe to show: no terminal obeys it, and it can be written in UTF-8.
 
     >>> print(printable("\x1b[31mred\x07"), printable("caf\udce9"), printable("λ₁ × 2"))
     \x1b[31mred\x07 caf\xe9 λ₁ × 2
@@ -230,7 +230,7 @@ def printable(text: str) -> str:
 
     def escaped(match: re.Match[str]) -> str:
         code = ord(match[0])
-        code -= 0xDC00 if 0xDC80 <= code <= 0xDCFF else 0  # how Python keeps a byte of a name that is no UTF-8
+        code -= 0xDC00 if 0xDC80 <= code <= 0xDCFF else 0  # how Python keeps a byte of a name that is not UTF-8
         return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
 
     return _UNPRINTABLE.sub(escaped, text)

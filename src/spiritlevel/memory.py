@@ -14,12 +14,12 @@ from spiritlevel.errors import InputError
 if TYPE_CHECKING:
     import torch
 
-_SMALL = 2**26  # bytes that are there, whatever the machine says
+_SMALL = 2**26  # bytes assumed to be free, whatever the machine says
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 
 def parse_memory(memory: int | str | None, device: torch.device | None = None) -> int:
-    """Bytes from a number or a text such as "2GB"; `None` is half of what is available now, where the work is done.
+    """Bytes from a number or a string such as "2GB"; `None` is half of what is available now, where the work is done.
 
     >>> parse_memory("1.5GB"), parse_memory("512 MiB")
     (1500000000, 536870912)
@@ -29,10 +29,10 @@ def parse_memory(memory: int | str | None, device: torch.device | None = None) -
     if isinstance(memory, str):
         match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([kmgt]i?)?b?\s*", memory.lower())
         if match is None:
-            raise InputError(f"memory must be a number of bytes or a text such as '2GB', got {memory!r}.")
+            raise InputError(f"memory must be a number of bytes or a string such as '2GB', got {memory!r}.")
         memory = int(float(match[1]) * _UNITS[match[2] or ""])
     if isinstance(memory, bool) or not isinstance(memory, int | float) or not math.isfinite(memory):
-        raise InputError(f"memory must be a number of bytes or a text such as '2GB', got {memory!r}.")
+        raise InputError(f"memory must be a number of bytes or a string such as '2GB', got {memory!r}.")
     if memory < 1:
         raise InputError(f"memory must be positive, got {memory}.")
     return int(memory)
@@ -41,7 +41,7 @@ def parse_memory(memory: int | str | None, device: torch.device | None = None) -
 def check_room(need: int, what: str, way_out: str) -> None:
     """Refuse work that needs more memory than there is, before it is asked for.
 
-    The system lets a process ask for more than there is, and ends it without a word when it comes to that.
+    The system lets a process ask for more than there is, and kills it without a word when it uses it.
 
     >>> check_room(10**15, "eigenvalues, for 40 vectors of 3,125,000,000,000 numbers", "basis= holds fewer")
     Traceback (most recent call last):
@@ -55,7 +55,7 @@ def check_room(need: int, what: str, way_out: str) -> None:
 
 
 def free_memory(device: torch.device) -> int | None:
-    """Bytes that are free on an accelerator; None for the CPU, and for a device that shares its memory or is silent."""
+    """Bytes free on an accelerator; None for the CPU, and for a device that shares its memory or does not say."""
     if device.type in ("cpu", "mps", "meta"):  # MPS has the memory of the machine
         return None
     import torch
@@ -71,7 +71,7 @@ def available_memory(device: torch.device | None = None) -> int:
         return free
     limits = []
     with contextlib.suppress(OSError, ValueError, AttributeError):
-        limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2]  # where nothing better is known
+        limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2]  # if nothing better is known
     with contextlib.suppress(OSError, ValueError, IndexError):
         text = Path("/proc/meminfo").read_text()
         limits = [int(text.split("MemAvailable:")[1].split()[0]) * 1024]
@@ -82,7 +82,7 @@ def available_memory(device: torch.device | None = None) -> int:
         with contextlib.suppress(OSError, ValueError):
             root = Path("/sys/fs/cgroup") / folder
             free = int((root / limit).read_text()) - int((root / used).read_text())
-            with contextlib.suppress(OSError, ValueError, IndexError):  # what is used holds files that can be dropped
+            with contextlib.suppress(OSError, ValueError, IndexError):  # "used" counts droppable files
                 free += int((root / "memory.stat").read_text().split("inactive_file ")[1].split()[0])
             limits.append(free)
     return max(min(limits, default=2**32), 2**26)

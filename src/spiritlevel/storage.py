@@ -1,6 +1,6 @@
 """Files that several processes may read or want to write at once: whole files, locks, keys of configs, the cache.
 
-Whatever is written appears whole or not at all, also if the process is killed, and the system frees a lock when its
+Whatever is written appears whole or not at all, even if the process is killed, and the system frees a lock when its
 holder dies. Knows nothing of tensors, so it costs nothing to import.
 """
 
@@ -26,7 +26,7 @@ _POLL_SECONDS = 0.2
 
 
 def fingerprint(text: str) -> str:
-    """Twelve letters that no other text has but by design.
+    """Twelve hex digits that no other text has, except by design.
 
     >>> fingerprint("1.0"), fingerprint("1.1")
     ('d0ff5974b6aa', 'b05e244762b1')
@@ -38,8 +38,8 @@ def write_atomically(path: str | Path, content: str | bytes) -> None:
     r"""Write `content` so that a reader sees the old file or the whole new one, never a part.
 
     The file gets the permissions of any new file, or keeps those it has. A link is followed; what is not a file, such
-    as a pipe or /dev/stdout, is written to directly. Texts are written as UTF-8; a byte of a name that is none, which
-    Python keeps as half a character, becomes an escape such as \udce9, which JSON and JavaScript read back.
+    as a pipe or /dev/stdout, is written to directly. Texts are written as UTF-8; a byte of a name that is not UTF-8,
+    which Python keeps as half a character, becomes an escape such as \udce9, which JSON and JavaScript read back.
     """
     write_together({path: content})
 
@@ -48,7 +48,7 @@ def write_together(contents: Mapping[Any, str | bytes]) -> None:
     """Write several files of one folder, by path, so that a reader finds all the old ones or all the new ones.
 
     All are written before the first takes its place, so a full disk changes nothing; of two processes that write the
-    same files one goes first. Only a kill or a crash between two renames can leave them of different age.
+    same files one goes first. Only a kill or a crash between two renames can leave them of different ages.
     """
     staged: dict[Path, Path] = {}
     try:
@@ -60,7 +60,7 @@ def write_together(contents: Mapping[Any, str | bytes]) -> None:
             try:
                 if temporary := _stage(path, data):
                     staged[path] = temporary
-            except OSError as error:  # a full disk names no file, others the temporary one
+            except OSError as error:  # a full disk names no file, other errors the temporary one
                 error.filename, error.filename2 = str(path), None
                 raise
         with _one_at_a_time(next(iter(staged)).parent) if len(staged) > 1 else contextlib.nullcontext():
@@ -78,7 +78,7 @@ def write_together(contents: Mapping[Any, str | bytes]) -> None:
 
 
 def _stage(path: Path, data: bytes) -> Path | None:
-    """The file beside its place; None for what is not a file, which is written to directly."""
+    """The finished file beside its destination; None for what is not a file, which is written to directly."""
     if path.exists() and not path.is_file():
         with path.open("wb") as stream:
             stream.write(data)
@@ -150,7 +150,7 @@ def lock(
     Args:
         folder: The folder to own, or to own a part of.
         waiting: Called again and again while another process holds the lock.
-        seconds: Give up after so long. Default: wait for ever.
+        seconds: Give up after this long. Default: wait forever.
         name: The lock file in the folder; another name is another lock.
 
     Yields:

@@ -9,11 +9,11 @@ from spiritlevel.results import ComparisonRow, figure, times
 
 
 class Sides(NamedTuple):
-    """What is known of the two models as a whole, beside the rows."""
+    """What is known about the two models as a whole, besides the rows."""
 
     names: tuple[str, str]
     samples: int
-    whole: bool  # whether accuracies count samples, and not shares of the decisions of each
+    whole: bool  # whether accuracies count samples, not shares of each sample's decisions
     level: float
     twice: Sequence[str]  # the models whose outputs look like probabilities
     same: str  # what both give for every sample: "outputs", "probabilities" or nothing
@@ -21,7 +21,7 @@ class Sides(NamedTuple):
 
 
 def advise(rows: Sequence[ComparisonRow], phrases: Mapping[str, str], sides: Sides) -> tuple[str, list[str]]:
-    """One sentence, and what it rests on; from the verdicts of the rows, and whether they are sure, alone."""
+    """One sentence, and what it rests on: only the verdicts of the rows and whether they are sure."""
     decisive = []
     for row in rows:
         if row.decides and row.verdict in ("a", "b") and row.sure:

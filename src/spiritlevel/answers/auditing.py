@@ -35,14 +35,14 @@ DEFAULT_TRANSFORMS = (*SYMMETRIES, "scale_last_layer")
 _BETA = 8.0  # powers of 2 change no digit of a weight
 _ALPHA = 2.0
 _TOLERANCE = {torch.float64: 1e-6}  # relative difference that still counts as equal; 1e-3 in single precision
-_DECLARED = 5  # errors that two estimates of a value may be apart of which theory says that it stays
+_DECLARED = 5  # errors by which two estimates of a value that stays in theory may differ
 _SINGLE, _BOUND = 1e-3, 0.02  # lower bounds that an optimiser found are compared to 2 %
 
 Progress = Callable[[str, int, int], None]
 """Called with what comes next, the steps done, and the steps in all."""
 
 
-@torch.inference_mode(False)  # measures add up in place, which tensors of that mode do not allow outside it
+@torch.inference_mode(False)  # measures add up in place, which inference tensors do not allow outside that mode
 @checked
 def audit(
     model: nn.Module,
@@ -61,44 +61,44 @@ def audit(
     seed: int = 0,
     **reading: Unpack[Reading],
 ) -> Audit:
-    """Measure a network before and after transforms that keep its function or its predictions.
+    """Measure a network before and after transforms that preserve its function or its predictions.
 
     Args:
         model: any module; it is left as it was.
         data: a pair of tensors, a data set, a loader, or batches.
-        measures: names of `measures.MEASURES`, "all", or "default", which is what None means.
-        transforms: names of `measures.TRANSFORMS`, "all", the default set, or transforms of your own: a dict of name →
-            `Transformed`. Transforms that the network does not allow are listed in `skipped` with the reason.
-        search: whether to look for what moves each measure furthest: the scaling of layers, and a point of every
-            continuous symmetry that is climbed to along a slope.
+        measures: names from `measures.MEASURES`, "all", or "default", which is what None means.
+        transforms: names from `measures.TRANSFORMS`, "all", the default set, or transforms of your own: a dict of name
+            → `Transformed`. Transforms that the network does not allow are listed in `skipped` with the reason.
+        search: whether to look for what moves each measure furthest: scalings of layers, and for every continuous
+        symmetry the end of a climb along a slope.
         progress: called with (what comes next, done, total) before every measurement and before the search.
         loss: a name, a `torch.nn` loss or a callable.
-        params: names, prefixes or globs of the parameters to measure; all that require grad unless given.
+        params: names, prefixes or globs of the parameters to measure; by default all that require grad.
         batch_norm: "eval" or "batch"; transforms that do not hold in that mode are skipped.
-        batch_size: samples to take at once; chosen unless given.
-        memory: bytes, or a text such as "2GB"; half of what is available unless given.
+        batch_size: samples to take at once; chosen automatically unless given.
+        memory: bytes, or a string such as "2GB"; by default half of what is available.
         group: a `torch.distributed` group whose ranks all make this same call and share the measurements.
-        seed: of everything random.
+        seed: for everything random.
         reading: `target=`, `batch=`, `output=`, `unit=`, `batches=`: how batches and outputs are read, and what a
             sample is; see `Reading`.
 
     The predicted ratio is 1 for a declared invariance; for spectra, traces and norms it comes from
     H(Tθ) = T⁻¹H(θ)T⁻¹ and the transform's own factors. The search scales every group of layers by up to 32 either way,
-    guided by the prediction, and measures the network it ends at: the factor it reports is reached, hence a lower bound
-    of what is possible. The other transforms are drawn with condition 10, or as long as what they are added to. In the
-    search they may have condition 100, and shifts ten times that length: there it draws once more, and climbs from the
-    network in three steps along the exact slope of what stands for the measure, as it says itself (`Measure.guide`):
+    guided by the prediction, and measures the network it ends at: the factor it reports was reached, and so is a lower
+    bound of what is possible. The other transforms are drawn with condition 10, or as long as what they are added to.
+    In the search they may have condition 100, and shifts ten times that length: there it draws once more, and climbs
+    from the network in three steps along the exact slope of what the measure names as its stand-in (`Measure.guide`):
     the length of the parameters, or vᵀGv for one sign vector v, G the Gauss-Newton matrix, with every parameter in its
     own unit. Each end is certified and measured like any other network.
 
     Values count as equal up to 1e-6 in double precision, 1e-3 in single, 2 % where an optimiser found them. Two
-    estimates count as different if they are 3 errors of their difference apart; 5 if theory has the value stay. Both
+    estimates count as different if they are 3 errors of their difference apart; 5 if in theory the value stays. Both
     are taken along the same random vectors, and where there are as many parameters as before, the error is that of the
     paired differences. A larger reach
-    would move it further, so what moves at all has no size that tells two networks apart.
+    would move it further, so the size of what moves at all does not tell two networks apart.
     A trace that must be estimated takes 10 products here, by "hutch++" of `operator_trace`, where `measure` takes 64
     probes: a few large eigenvalues, which make up most of its error, are taken out.
-    Cost: the measures, once for the model and once a transform. The search adds, for each continuous symmetry, up to
+    Cost: the measures, once for the model and once per transform. The search adds, for each continuous symmetry, up to
     nine products with G and the measures that take at most 60 forward passes, once; those of at most 25 twice.
     References: paper B, section E; mathematics 7.1, 7.10.
 
@@ -136,7 +136,7 @@ def audit_in(
     search: bool = True,
     progress: Progress | None = None,
 ) -> Audit:
-    """The audit in a setting that is bound and checked already: what it has measured is not measured again.
+    """The audit in a setting that is already bound and checked: what has been measured there is not measured again.
 
     All ranks measure the model together. Every transform, and every search, is the work of one of them.
     """
@@ -185,7 +185,7 @@ def _plus(one: Audit, other: Audit) -> Audit:
 
 @dataclasses.dataclass
 class _Audit:
-    """The parts of an audit, each of them for whoever has time: nothing here needs another rank."""
+    """The parts of an audit, each for any rank that is free: nothing here needs another rank."""
 
     here: Setting
     before: dict[str, Estimate]
@@ -205,7 +205,7 @@ class _Audit:
         )
 
     def column(self, name: str, make: Callable[[Setting], Transformed]) -> Audit:
-        """All measures after one transform; or why the model has none."""
+        """All measures after one transform, or why it does not apply to the model."""
         here = self.here
         try:
             transformed = make(here)
@@ -269,7 +269,7 @@ def _row(
 
 
 def _paired(measure: Measure, here: Setting, there: Setting) -> tuple[float, float]:
-    """The errors of difference and ratio of two estimates along the same random vectors; NaN where they are not.
+    """The errors of difference and ratio of two estimates along the same random vectors; NaN if the vectors differ.
 
     What both matrices have in common drops out of every difference, whatever it adds to the error of each.
     """
@@ -298,8 +298,8 @@ def _verdict(
 ) -> tuple[str, str]:
     """What the two values say, and why if they say nothing; `keeps_sign` where theory forbids a change of sign.
 
-    `declared` tells that theory has the value stay: then two estimates that agree within their errors are the same, and
-    they may be a little further apart, since nobody looks for a small change. `paired` is the error of the difference
+    `declared` says that in theory the value stays: then two estimates that agree within their errors are the same, and
+    they may differ a little more, since no small change is suspected. `paired` is the error of the difference
     where both are along the same random vectors.
 
     >>> _verdict(Estimate(1.0), Estimate(2.0), 1e-6), _verdict(Estimate(1.0, 1.0), Estimate(2.0, 1.0), 1e-6)[0]
@@ -319,9 +319,9 @@ def _verdict(
         within = f"the tolerances of the two values, {figure(tolerances, 2)}"
         within = f"{'five' if declared else 'three'} times its error {figure(error, 2)}" if error else within
         note = f"the difference {figure(difference, 2)} is within {within}"
-        return ("invariant", f"{note}, and theory has it stay") if declared and error < math.inf else ("unstable", note)
+        return ("invariant", f"{note}, and in theory it stays") if declared and error < math.inf else ("unstable", note)
     if keeps_sign and before.sign * after.sign < 0:
-        return "unstable", "the signs differ, which no linear map of the parameters can do, so one value is wrong"
+        return "unstable", "the signs differ, which no linear map of the parameters can cause, so one value is wrong"
     note = "" if before.sign and after.sign else "the sign of a value is not known, so neither is the ratio"
     return "changes", note if before.value and after.value else ""
 
@@ -332,7 +332,7 @@ def _verdict(
 def _named(
     wanted: str | Iterable[str] | Mapping[str, Transformed] | None,
 ) -> dict[str, Callable[[Setting], Transformed]]:
-    """The transforms that are asked for, by name: how each is made for a model."""
+    """The transforms asked for, by name: how each is made for a model."""
     if isinstance(wanted, Mapping):
         for name, each in wanted.items():
             if not isinstance(name, str) or not isinstance(each, Transformed):

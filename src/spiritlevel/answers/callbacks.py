@@ -44,7 +44,7 @@ class _Watch:
 
     @property
     def tracks(self) -> bool:
-        """With a recorder and nothing said of measurements there are none."""
+        """With a recorder and no options for measurements, nothing is measured."""
         return self.recorder is None or self.data is not None or bool(self.options)
 
     def begin(
@@ -70,14 +70,14 @@ class _Watch:
     def step(self, batch: Any = None) -> None:
         """After a step of the optimiser."""
         if self.tracker is not None:
-            self.busy = True  # the model's hooks are called by what we measure, too
+            self.busy = True  # our own measurements also call the model's hooks
             try:
                 self.tracker.step(batch)
             finally:
                 self.busy = False
 
     def keep(self) -> None:
-        """Write the record, before a checkpoint: what it has too much is forgotten when that is loaded."""
+        """Write the record before a checkpoint: anything later is forgotten when the checkpoint is loaded."""
         recorder = self.recorder
         if recorder is not None and recorder.path is not None and recorder.steps != self._kept:
             recorder.save()
@@ -91,7 +91,7 @@ class _Callback:
 
     @property
     def tracker(self) -> Tracker | None:
-        """The tracker of this training, once it has begun; none in processes but the first."""
+        """The tracker of this training run, once it has begun; None in all processes but the first."""
         return self.watch.tracker
 
     @property
@@ -101,18 +101,18 @@ class _Callback:
 
 
 def hugging_face_callback(trainer: Any, data: Any = None, *, recorder: Recorder | None = None, **options: Any) -> Any:
-    """A callback for a `transformers.Trainer`, to be handed to its `add_callback`.
+    """A callback for a `transformers.Trainer`, for its `add_callback`.
 
     >>> trainer.add_callback(hugging_face_callback(trainer, probe, every=200, page="run.html"))  # doctest: +SKIP
 
     After every step of the optimiser it calls a `Tracker` (`callback.tracker`), made when the training begins, with the
-    trainer's optimiser. Rows go through `trainer.log`, so to all that the trainer reports to: TensorBoard, Weights &
-    Biases, its own history. Of several processes the first measures.
+    trainer's optimiser. Rows go through `trainer.log`, and so to everything the trainer reports to: TensorBoard,
+    Weights & Biases, its own history. With several processes, the first measures.
 
     With a `recorder` it also records the logits of every forward pass in training mode. The batches then carry "id":
     train on `Recorder.numbered(data)`, with `TrainingArguments(remove_unused_columns=False)`. The record is written to
     the recorder's `path` before every checkpoint and at the end, by each of several processes to a file of its own in
-    that folder; a training that resumes from a checkpoint goes on with it from there, one that begins anew writes over
+    that folder; a training run that resumes from a checkpoint continues it from there, one that starts again overwrites
     it.
 
     Args:
@@ -134,7 +134,7 @@ def hugging_face_callback(trainer: Any, data: Any = None, *, recorder: Recorder 
 
 
 class _HuggingFace(_Callback):
-    """The part of the callback that needs nothing of transformers."""
+    """The part of the callback that does not need transformers."""
 
     def __init__(self, trainer: Any, watch: _Watch) -> None:
         self.trainer, self.watch = trainer, watch
@@ -166,7 +166,7 @@ class _HuggingFace(_Callback):
         self.watch.keep()
 
     def _let_go(self) -> None:
-        """Take the hooks off; one that was interrupted has left them."""
+        """Remove the hooks; an interrupted run has left them on."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -204,7 +204,7 @@ class _HuggingFace(_Callback):
 
 
 def _inputs(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """What of a call are inputs: neither labels nor the trainer's own numbers."""
+    """The inputs of a call: neither labels nor the trainer's own numbers."""
     others = ("labels", "num_items_in_batch")
     return {name: value for name, value in kwargs.items() if name not in others and value is not None}
 
@@ -215,13 +215,13 @@ def lightning_callback(data: Any = None, *, recorder: Recorder | None = None, **
     >>> trainer = Trainer(callbacks=[lightning_callback(probe, every=200, page="run.html")])  # doctest: +SKIP
 
     After every step of the optimiser it calls a `Tracker` (`callback.tracker`), made when the training begins, with the
-    first optimiser; the module's `forward` gives the logits. Rows go to all of the trainer's loggers. Of several
-    processes the first measures.
+    first optimiser; the module's `forward` gives the logits. Rows go to all of the trainer's loggers. With several
+    processes, the first measures.
 
     With a `recorder` it also records what `training_step` returns: a dict with "loss", "logits", "targets" and "ids",
     the places of the samples (`Recorder.numbered`). The record is written to the recorder's `path` with every
-    checkpoint and at the end, by each of several processes to a file of its own in that folder; a training that
-    resumes from a checkpoint goes on with it from there, one that begins anew writes over it.
+    checkpoint and at the end, by each of several processes to a file of its own in that folder; a training run that
+    resumes from a checkpoint continues it from there, one that starts again overwrites it.
 
     Args:
         data: what is measured, for `Tracker`: a pair (inputs, targets); None for the batch of the step, of which the
@@ -237,7 +237,7 @@ def lightning_callback(data: Any = None, *, recorder: Recorder | None = None, **
 
 
 class _Lightning(_Callback):
-    """The part of the callback that needs nothing of Lightning."""
+    """The part of the callback that does not need Lightning."""
 
     def __init__(self, watch: _Watch) -> None:
         self.watch = watch
@@ -272,7 +272,7 @@ class _Lightning(_Callback):
 
 
 class _Log:
-    """A function as what `Tracker` calls a logger."""
+    """A function as a logger for `Tracker`."""
 
     def __init__(self, log: Callable[[dict[str, float]], None]) -> None:
         self._log = log
@@ -283,6 +283,6 @@ class _Log:
 
 
 def _bare(optimizer: Any) -> Any:
-    """The optimiser of torch inside one that accelerate has wrapped."""
+    """The torch optimiser inside one that accelerate has wrapped."""
     inner = getattr(optimizer, "optimizer", None)
     return inner if isinstance(inner, Optimizer) else optimizer

@@ -98,7 +98,7 @@ def as_change(change: Any) -> Change:
         name = "function" if name == "<lambda>" else name
         return Change(name, f"every parameter through {name}", lambda params, _: Moved(_through(change, name, params)))
     raise InputError(
-        f"a change is a text such as {GRAMMAR}, a model, a dict of tensors or a function, got {shown(change)}."
+        f"a change is a string such as {GRAMMAR}, a model, a dict of tensors or a function, got {shown(change)}."
     )
 
 

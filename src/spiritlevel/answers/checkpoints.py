@@ -59,13 +59,13 @@ def rank(
         measures: names of `measures.MEASURES`, "all", or those above.
         under: changes of the weights as `perturb` takes them, several in a list or separated by commas in a text; ()
             for none.
-        samples: measure on a random subset of so many.
-        apply: whether to make the changes, too, and not only foretell what they do.
+        samples: measure on a random subset of this many.
+        apply: whether to make the changes, too, and not only predict what they do.
         progress: called with (what, done, total) before every step.
         batch_norm: "eval" or "batch".
-        batch_size: samples to take at once; chosen unless given.
-        memory: bytes, or a text such as "2GB"; half of what is available unless given.
-        seed: of everything random.
+        batch_size: samples to take at once; chosen automatically unless given.
+        memory: bytes, or a string such as "2GB"; by default half of what is available.
+        seed: for everything random.
         reading: `target=`, `batch=`, `output=`, `unit=`, `batches=`: how batches and outputs are read, and what a
             sample is; see `Reading`.
 

@@ -42,9 +42,9 @@ __all__ = ["compare"]
 
 KEEP_FUNCTION = frozenset(name for name in TRANSFORMS if name in SAME)
 _KEEP_CLASSES = tuple(TRANSFORMS)
-_TRIED = tuple(name for name in KEEP_FUNCTION if name != "permute_units")  # which moves nothing, by theory and tests
+_TRIED = tuple(name for name in KEEP_FUNCTION if name != "permute_units")  # which in theory and in tests moves nothing
 _ROUNDING = {torch.float64: 1e-10}  # what counts as rounding, relative to the values; 1e-5 in single precision
-_ENDLESS = 10**12  # the population that samples of the same kind are from
+_ENDLESS = 10**12  # the population from which samples of the same kind come
 _BETTER = {"wider": 1, "flatter": 1, "sharper": -1, "larger": 0}  # the sign of a difference b - a that favours b
 
 
@@ -75,15 +75,15 @@ def compare(
 
     What every sample has (whether it is classified correctly, its loss, margin, distance to the boundary, trace) is
     compared sample by sample: the interval of a mean is Student's t of the paired differences, corrected for their
-    skewness; that of a quantile a percentile bootstrap of the pairs (999 resamples). A number of the whole data set,
-    such as the largest eigenvalue, is compared by the influence that every sample has on it. All speak of other
-    samples of the same kind, so pass data that neither model was trained on, and at least 30 of them. What has no
+    skewness; that of a quantile a percentile bootstrap of the pairs (999 resamples). A number for the whole data set,
+    such as the largest eigenvalue, is compared by the influence that every sample has on it. All intervals are about
+    other samples of the same kind, so pass data that neither model was trained on, and at least 30 of them. What has no
     influence function has the error of its probes only, or none; without an interval there is no verdict. Values that
     differ by no more than rounding (1e-5 of their size in single precision, 1e-10 in double) are equal.
 
     Rows that no parametrisation of the same function can move come first. For the others both models are audited, and
-    what the audit moves at the same outputs is *not comparable*, however large the difference: the factor that it
-    reached is not a limit: a larger scaling moves the measure further. So is what could not be tested.
+    what the audit moves at the same outputs is *not comparable*, however large the difference; the factor that it
+    reached is not a limit, since a larger scaling moves the measure further. Nor is what could not be tested.
     The advice rests on the first of accuracy, distance to the boundary and loss whose difference is sure: it looks at
     up to three numbers, so each of their intervals must exclude 0 at a third of the chance of error (98.3 % for 95 %);
     `ComparisonRow.sure` says whether it does. Equal models are then told apart in at most 5 % of all cases. There is
@@ -93,23 +93,24 @@ def compare(
         model_a: any module.
         model_b: another one, of the same or another architecture, for the same data and loss.
         data: a pair of tensors, a data set, a loader, or batches.
-        names: what to call the two.
+        names: what to call the two models.
         loss: a name, a `torch.nn` loss or a callable.
-        measures: names of `measures.MEASURES`, "all", or the default set.
-        samples: compare on a random subset of so many.
+        measures: names from `measures.MEASURES`, "all", or the default set.
+        samples: compare on a random subset of this many.
         audit: whether to audit; without it, what a parametrisation can move is not comparable at all.
-        under: changes of the weights as `perturb` takes them, several in a list or separated by commas in a text:
-            "int4,prune:0.5". Both models are changed, and rows tell which is better then; `Comparison.under` says it in
-            words. They are about these weights: another parametrisation of the same function may be rounded otherwise.
-        level: of the intervals.
+        under: changes of the weights as `perturb` takes them, several in a list or separated by commas in a string:
+            "int4,prune:0.5". Both models are changed, and rows say which is better afterwards; `Comparison.under` says
+            it in words. They are about these weights: another parametrisation of the same function may round
+            differently.
+        level: confidence level of the intervals.
         progress: called with (what, done, total) before every step.
-        params: names, prefixes or globs of the parameters to measure, in both models; all that require grad unless
-            given.
+        params: names, prefixes or globs of the parameters to measure, in both models; by default all that require
+        grad.
         batch_norm: "eval" or "batch".
-        batch_size: samples to take at once; chosen unless given.
-        memory: bytes, or a text such as "2GB"; half of what is available unless given.
+        batch_size: samples to take at once; chosen automatically unless given.
+        memory: bytes, or a string such as "2GB"; by default half of what is available.
         group: a `torch.distributed` group whose ranks all make this same call and share the measurements.
-        seed: of everything random.
+        seed: for everything random.
         reading: `target=`, `batch=`, `output=`, `unit=`, `batches=`: how batches and outputs are read, and what a
             sample is; see `Reading`.
 
@@ -155,7 +156,7 @@ def compare(
 
 
 class _Plain(NamedTuple):
-    """What a row needs to know of a number that is not a measure of the registry."""
+    """What a row needs to know about a number that is not in the registry of measures."""
 
     name: str
     meaning: str
@@ -174,7 +175,7 @@ _ACCURACY = _Plain(
 )
 _SHARES = _Plain(
     "accuracy",
-    "mean share of a sample's decisions, at its positions or for its labels, that are right",
+    "mean share of a sample's decisions (at its positions or for its labels) that are right",
     "wider",
     _KEEP_CLASSES,
     "a share of {difference} more of a sample's decisions is right",
@@ -279,7 +280,7 @@ class _Pair:
     def _same_outputs(self) -> str:
         """What both models have in common for every sample, up to rounding: "outputs", "probabilities" or nothing.
 
-        Probabilities count where the loss of every sample is the same, too: a squared error sees the logits.
+        Probabilities count only where the loss of every sample is also the same: a squared error sees the logits.
         """
         apart, size, likely, log_size = 0.0, 0.0, 0.0, 0.0
         for inputs, targets in self.a.batches:
@@ -298,7 +299,7 @@ class _Pair:
         if apart <= self._precision * size:
             return "outputs"
         losses = self.a.losses, self.b.losses
-        close = self._precision * max(1.0, size)  # a shift of the logits rounds as they do
+        close = self._precision * max(1.0, size)  # a shift of the logits rounds like the logits
         alike = float((losses[1] - losses[0]).abs().max()) <= close * max(1.0, float(losses[0].abs().max()))
         return "probabilities" if alike and likely <= close * max(1.0, log_size) else ""
 
@@ -310,7 +311,7 @@ class _Pair:
             return None
 
     def _movable(self, row: ComparisonRow) -> int:
-        """0: nothing that keeps the classes moves it; 1: nothing that keeps the function does; 2: that may."""
+        """0: nothing that keeps the classes moves it; 1: nothing that keeps the function does; 2: something may."""
         kept = next((each.invariant_to for each in self.chosen if each.name == row.name), frozenset())
         return 0 if row.name == "accuracy" or kept.issuperset(_KEEP_CLASSES) else 1 if row.invariant else 2
 
@@ -328,7 +329,7 @@ class _Pair:
         if "right_after" in a and "right_after" in b:
             kinds.insert(0, ("accuracy", f"share that is classified correctly after {change.meaning}", "wider"))
             columns.insert(0, (a["right_after"], b["right_after"]))
-        note = "of these weights; another parametrisation of the same function may change otherwise"
+        note = "of these weights; another parametrisation of the same function may change differently"
         rows = []
         for (name, meaning, direction), (first, second) in zip(kinds, columns, strict=True):
             plain = _Plain(f"{name}{where}", meaning, direction, (), "")
@@ -338,14 +339,14 @@ class _Pair:
         return self._of_logits(rows)
 
     def _better(self, change: Change, rows: list[ComparisonRow]) -> str:
-        """Which model is better after the change, by the first of accuracy and loss that is sure at half the error."""
+        """Which model is better after the change, by whichever of accuracy and loss is first sure at half the error."""
         for row in rows[:-1]:
             if row.sure and row.verdict in ("a", "b"):
                 better = self.names[0] if row.verdict == "a" else self.names[1]
                 what = row.name.removesuffix(f", {change.name}")
                 values = f"{figure(row.a.value, 4)} and {figure(row.b.value, 4)}"
                 return f"Under {change.name}, {better} is better: {what} {values} ({' and '.join(self.names)})."
-        return f"Under {change.name}, neither is better for sure."
+        return f"Under {change.name}, neither is clearly better."
 
     # ------------------------------------------------------------ rows
 
@@ -362,7 +363,7 @@ class _Pair:
         return self._verdict(each, a, b, limits, how, rounding, note, not math.isnan(ratio[0]))
 
     def _known(self, a: Estimate, b: Estimate) -> tuple[tuple[float, float], str, str]:
-        """The interval of the difference of two numbers of the whole data set, where it comes from, and a remark."""
+        """The interval of the difference of two numbers for the whole data set, where it comes from, and a remark."""
         nothing = math.nan, math.nan
         statuses = {a.status, b.status}
         if "not converged" in statuses:
@@ -380,7 +381,7 @@ class _Pair:
         return nothing, "tolerance" if tolerance else "exact", ""
 
     def _plain(self, each: _Plain, a: Tensor, b: Tensor, exact: bool = False) -> ComparisonRow:
-        """A mean over the samples that is not a measure of the registry."""
+        """A mean over the samples that is not in the registry of measures."""
         return self._paired(each, (Estimate(float(a.mean())), Estimate(float(b.mean()))), a, b, exact=exact)
 
     def _paired(
@@ -393,7 +394,7 @@ class _Pair:
         biases: tuple[float, float] = (0.0, 0.0),
         exact: bool = False,
     ) -> ComparisonRow:
-        """One number of all samples for both models, from the values of every sample; `exact` ones have no rounding."""
+        """One number over all samples for both models, from each sample's value; `exact` ones have no rounding."""
         difference, tolerance = values[1].value - values[0].value, values[0].tolerance + values[1].tolerance
         strict = 1 - (1 - self.level) / self.looks
         if math.isnan(share):
@@ -410,7 +411,7 @@ class _Pair:
             own = [self._alone(value, of, share) for value, of in zip(values, (a, b), strict=True)]
             in_proportion = not math.isnan(ratio_of(own[1], own[0])[0])
         both = torch.cat((a, b))
-        size = float(both[both.isfinite()].abs().mean())  # of a sample: in a mean they cancel, their rounding does not
+        size = float(both[both.isfinite()].abs().mean())  # per sample: in a mean they cancel, their rounding does not
         rounding = 0.0 if exact else self._precision * size
         return dataclasses.replace(self._verdict(each, *values, found, how, rounding, "", in_proportion), sure=sure)
 
@@ -423,7 +424,7 @@ class _Pair:
         return lambda level: skewed_limits(difference, both, dof, skew, level)
 
     def _alone(self, value: Estimate, samples: Tensor, share: float) -> tuple[float, float]:
-        """The interval of one of the two numbers by itself, which tells whether a ratio of them means anything."""
+        """The interval of one of the two numbers by itself, which shows whether their ratio means anything."""
         if math.isnan(share):
             error = math.hypot(float(standard_error(samples)), value.stderr)
             return skewed_limits(value.value, error, len(samples) - 1, mean_skewness(samples), self.level)
@@ -445,7 +446,7 @@ class _Pair:
     def _quantiles(self, samples: Tensor, share: float) -> Any:
         """Of resampled samples, the same ones for both models."""
         generator, values = np.random.default_rng((self.seed, 2)), samples.numpy()
-        with np.errstate(invalid="ignore"):  # one after the other: all at once would be a thousand times the data
+        with np.errstate(invalid="ignore"):  # one at a time: all at once would be a thousand times the data
             rows = (generator.integers(len(values), size=len(values)) for _ in range(RESAMPLES))
             return np.array([np.quantile(values[row], share) for row in rows])
 
@@ -495,7 +496,7 @@ class _Pair:
         )
 
     def _judged(self, rows: list[ComparisonRow]) -> list[ComparisonRow]:
-        """The rows with what the parametrisation moves taken out of the comparison: its size says nothing."""
+        """The rows, with what the parametrisation moves excluded from the comparison: its size says nothing."""
         movable = [row.name for row in rows if not row.invariant and row.verdict != "undefined"]
         factors = self._moved(movable) if self.audited and movable else {}
         judged = []
@@ -525,7 +526,7 @@ class _Pair:
 
     def _why(self, name: str, factor: float, tested: bool) -> str:
         if not self.audited:
-            return "the audit was left out, so nothing is known of what the parametrisation does"
+            return "the audit was left out, so nothing is known about what the parametrisation does"
         if not tested:
             return "not tested: none of the transforms that keep the function applies to these networks"
         if math.isnan(factor):
@@ -536,7 +537,7 @@ class _Pair:
         return f"the audit moved it {times(factor)}-fold by {by} at the same {kept}, and more is possible"
 
     def _of_logits(self, rows: list[ComparisonRow]) -> list[ComparisonRow]:
-        """All rows but the accuracy out of the comparison where a model gives probabilities for logits."""
+        """Exclude all rows but the accuracy where a model gives probabilities instead of logits."""
         if not self.twice:
             return rows
         note = f"the outputs of {' and '.join(self.twice)} look like probabilities"

@@ -32,7 +32,7 @@ from spiritlevel.results.training import CriticalSharpness, Stability
 
 __all__ = ["critical_sharpness", "stability"]
 
-_CELL = 1.0625  # steps that are told apart differ by this factor
+_CELL = 1.0625  # steps that are distinguished differ by this factor
 _WARM = 16  # cells on either side of a start: a factor of 2.6
 _JUMP, _JUMPS = 23, 5  # cells, a factor of 4, and how often, from the optimiser's own step
 
@@ -44,20 +44,20 @@ def critical_sharpness(
     """2/η_c: η_c is the first step along the optimiser's own update at which the loss is no longer lower.
 
     The update θ − ηu is what `optimizer.step()` would do now, with momentum, preconditioning and weight decay, for any
-    optimiser of `torch.optim` and those built on it; gradients are in place (unscaled, if a scaler is used). Of a model
-    that fully_shard has sharded all ranks call this, and the loss is the mean of theirs. On a
-    quadratic loss 2/η_c = uᵀHu/gᵀu, and λ₁ if u = g lies along its eigenvector. While 2/η_c is below 2/η, a step of the
-    learning rate η lowers the loss of its own batch.
+    optimiser of `torch.optim` and those built on it; gradients are in place (unscaled, if a scaler is used). If
+    fully_shard has sharded the model, all ranks call this, and the loss is the mean of theirs. On a
+    quadratic loss 2/η_c = uᵀHu/gᵀu, and λ₁ if u = g lies along its eigenvector. While 2/η_c is below 2/η, a step with
+    the learning rate η lowers the loss of its own batch.
 
     The loss is compared at steps that differ by 6.25 %, by bisection, and the bracket is returned: `low` ≤ value ≤
     `high`. The search assumes that the loss, once it is no longer lower, stays so as far as it looks.
     Undefined, with a reason, where the update does not go downhill (gᵀu ≤ 0), as momentum may. Optimiser, parameters,
-    gradients, buffers and random states are left bit by bit as they were; every pass sees the same random numbers.
+    gradients, buffers and random states are left bit for bit as they were; every pass sees the same random numbers.
 
     Args:
         closure: returns the loss of the batch, in one forward pass, without `zero_grad` or `backward`.
         optimizer: any but those that call the closure themselves (L-BFGS). Its hooks are not run.
-        start: η_c of the last look, or the result itself: searched within a factor of 2.6. Without it the search
+        start: η_c of the last call, or its result: the search stays within a factor of 2.6. Without it the search
             begins at the optimiser's own step and reaches a factor of 4,000 either way.
 
     Cost: at most 6 forward passes with `start`, 12 without, no backward pass; memory for three to five copies of the
@@ -88,7 +88,7 @@ def critical_sharpness(
             return CriticalSharpness(math.nan, reason=f"the loss is {here}", forwards=line.forwards, matvecs=1)
 
         def lower(cell: int) -> bool:
-            return loss_at(first * _CELL**cell) < here  # not where it is NaN
+            return loss_at(first * _CELL**cell) < here  # False where it is NaN
 
         ends = _bracket(lower, *((_WARM, 0) if last is not None else (_JUMP, _JUMPS)))
     below, above = (None if end is None else first * _CELL**end for end in ends)
@@ -96,7 +96,7 @@ def critical_sharpness(
 
 
 def _bracket(lower: Callable[[int], bool], jump: int, jumps: int) -> tuple[int | None, int | None]:
-    """The neighbouring cells a, a + 1 with lower(a) and not lower(a + 1); None for an end that was not met."""
+    """The neighbouring cells a, a + 1 with lower(a) and not lower(a + 1); None for an end that was not reached."""
     falls = lower(0)
     away = 1 if falls else -1
     near, far, met = 0, away * jump, False
@@ -127,7 +127,7 @@ def _found(below: float | None, above: float | None, line: _Line) -> CriticalSha
     if below is not None:
         reason = f"the loss is still lower at {below:.3g} times the optimiser's step; call again without start="
         return CriticalSharpness(high, status="not converged", reason=reason, **cost)
-    reason = f"the loss is not lower at {above:.3g} times the optimiser's step, where it may be rounding"
+    reason = f"the loss is not lower at {above:.3g} times the optimiser's step, where it may be no more than rounding"
     return CriticalSharpness(low, status="not converged", reason=reason, **cost)
 
 
@@ -183,7 +183,7 @@ class _Line:
         except (RuntimeError, TypeError, ValueError, AttributeError, KeyError, AssertionError) as error:
             raise InputError(
                 f"a copy of the optimiser {self.name} cannot make a step, {type(error).__name__}: {first_line(error)}; "
-                "critical_sharpness needs one that keeps its state in torch's way."
+                "critical_sharpness needs one that keeps its state as torch does."
             ) from error
         finally:
             pairs = zip(self.parameters, self.before, strict=True)
@@ -191,8 +191,8 @@ class _Line:
             self.restore()
         if moved:
             raise InputError(
-                f"a copy of the optimiser {self.name} moves the parameters of the original, to which it holds on "
-                "elsewhere than in its groups; they have been put back."
+                f"a copy of the optimiser {self.name} moves the parameters of the original, to which it holds "
+                "references outside its groups; they have been put back."
             )
         return [part_here(each.detach()) for each in after]
 
@@ -201,7 +201,7 @@ class _Line:
             part_here(parameter.data).copy_(old)  # by .data: a graph that the loop still holds stays usable
 
     def obstacle(self) -> str:
-        """Why there is nothing to search along this line, or nothing."""
+        """Why there is nothing to search for along this line; empty if there is."""
         pairs = zip(self.parameters, self.update, strict=True)
         moved = self._over_ranks(float(torch.stack([part.any() for part in self.update]).any()))
         slope = self._over_ranks(float(torch.stack([_dot(parameter.grad, part) for parameter, part in pairs]).sum()))
@@ -230,7 +230,7 @@ class _Line:
             self.forwards += 1
             with preserved_random_state(), torch.no_grad(), Ranks.contact(self.ranks.group):
                 value = float(closure())
-            for module in ran:  # what a pass has gathered would not see the next step
+            for module in ran:  # what one pass has gathered would not see the next step
                 module.reshard()
             return self._over_ranks(value) / self.ranks.count
 
@@ -241,7 +241,7 @@ class _Line:
                 if "does not require grad" not in str(error):
                     raise
                 raise InputError(
-                    "the closure of critical_sharpness calls backward; it returns the loss of the batch and no more."
+                    "the closure of critical_sharpness calls backward; it should only return the loss of the batch."
                 ) from error
             finally:
                 self.restore()
@@ -254,8 +254,8 @@ class _Line:
                             gradient.data.copy_(values)
         if touched:
             raise InputError(
-                "the closure of critical_sharpness changes the gradients (zero_grad?); it returns the loss of the "
-                "batch and no more. They have been put back."
+                "the closure of critical_sharpness changes the gradients (zero_grad?); it should only return the loss "
+                "of the batch. They have been put back."
             )
 
 
@@ -276,9 +276,9 @@ def _equal(gradient: Tensor | None, values: Tensor | None) -> bool:
 
 @contextmanager
 def _kept_buffers() -> Iterator[list[Any]]:
-    """Give the buffers of every module that runs inside, such as the statistics of batch norm, their values back.
+    """Restore the buffers of every module that runs inside, such as the statistics of batch norm.
 
-    Yields those of the modules that have run which hold sharded parameters.
+    Yields the modules that have run and hold sharded parameters.
     """
     saved: dict[int, list[tuple[nn.Module, str, Tensor, Tensor]]] = {}
     ran: list[Any] = []
@@ -315,7 +315,7 @@ class _Rule(NamedTuple):
 def _rule(optimizer: Optimizer, group: dict[str, Any]) -> _Rule:
     name = type(optimizer).__name__
     if group.get("maximize"):
-        raise InputError(f"{name}(maximize=True) climbs; stability is about steps that descend.")
+        raise InputError(f"{name}(maximize=True) ascends; stability is about steps that descend.")
     if isinstance(optimizer, torch.optim.SGD):
         momentum = float(group["momentum"])
         if not momentum:
@@ -361,7 +361,7 @@ def stability(
     seed: int = 0,
     **reading: Unpack[Reading],
 ) -> Stability:
-    """On which side of its limit of stability a training is: the largest eigenvalue against what the steps allow.
+    """Which side of its limit of stability a training run is on: the largest eigenvalue against what the steps allow.
 
     On a quadratic, steps settle while the largest eigenvalue of the Hessian H is below 2/η for gradient descent,
     2(1+β)/η with momentum β, 2(1+β)/(η(1+2β)) with Nesterov's; for RMSprop and Adam it is that of D^(-1/2) H D^(-1/2),
@@ -370,7 +370,7 @@ def stability(
     scale their part of H.
 
     With `start`, the last result, a few products suffice, but no larger eigenvalue is excluded: the curvature is then a
-    lower bound, which can tell that steps are unstable and not that they are stable.
+    lower bound, which can show that steps are unstable but not that they are stable.
 
     `reading`: how batches and outputs are read; see `Reading`.
 
@@ -387,7 +387,7 @@ def stability(
     groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
     rules = {_rule(optimizer, group) for group in optimizer.param_groups}
     if len(rules) > 1:
-        raise InputError("the groups of the optimiser differ in their momentum, so there is no one limit of stability.")
+        raise InputError("the groups of the optimiser differ in momentum, so there is no single limit of stability.")
     (rule,) = rules
     rate = max(float(group["lr"]) for group in optimizer.param_groups)
     op = hessian(model, data, loss=loss, batch_norm=batch_norm, **reading)

@@ -1,4 +1,4 @@
-"""Directions through a model: eigenvectors, filter-normalised draws, ways to other models, trajectories."""
+"""Directions through a model: eigenvectors, filter-normalised draws, paths to other models, trajectories."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Directions:
     """Where a landscape goes: one or two moves of the parameters with their names and steps.
 
     `track` (checkpoints, d) has the places of a training trajectory in the plane, and `explained` the share of their
-    squared distances from the model that lies along each direction. `to_model` is true of a path whose step 1 is
+    squared distances from the model that lies along each direction. `to_model` is true for a path whose step 1 is
     another model.
     """
 
@@ -43,7 +43,7 @@ class Directions:
 
 @dataclass(frozen=True)
 class Wanted:
-    """What the caller asked for, after it has been checked; `find` makes directions of it."""
+    """What the caller asked for, after it has been checked; `find` makes it into directions."""
 
     kind: str  # "eigenvectors", "random", "models" or "trajectory"
     others: Sequence[nn.Module | Mapping[str, Tensor]]
@@ -65,14 +65,14 @@ class Wanted:
 def wanted(
     directions: Any, trajectory: Any, dimensions: int | None, points: int | None, radius: float | None
 ) -> Wanted:
-    """The arguments of `landscape`, compared with what there is."""
+    """The arguments of `landscape`, checked."""
     others = _models(directions, "directions", "'eigenvectors', 'random', a model or two models")
     kind = "models" if others else str(directions)
     if trajectory is not None:
         if others or directions != "eigenvectors":
             raise InputError("trajectory= chooses the directions itself; leave directions= out.")
         kind = "trajectory"
-        others = _models(trajectory, kind, "the checkpoints of a training, models or state dicts")
+        others = _models(trajectory, kind, "the checkpoints of a training run, models or state dicts")
     elif len(others) > 2:
         raise InputError(f"a landscape has one or two directions, got {len(others)} models.")
     dimensions = len(others) if kind == "models" else dimensions or (2 if kind == "trajectory" else 1)
@@ -121,13 +121,13 @@ def _to_models(context: Context, asked: Wanted) -> Directions:
 
 
 def _path_steps(points: int, beyond: float) -> Tensor:
-    """Equal steps that hold 0 and 1, going on beyond both as far as asked."""
+    """Equal steps that include 0 and 1 and continue beyond both as far as asked."""
     extra = math.floor(beyond * (points - 1) + 1e-9)
     return torch.arange(-extra, points + extra, dtype=torch.float64) / (points - 1)
 
 
 def _towards(problem: Problem, other: nn.Module | Mapping[str, Tensor]) -> Params:
-    """Other minus this, for all parameters and for buffers of floating point; of a state dict those that it holds."""
+    """Other minus this, for all parameters and floating-point buffers; for a state dict, those that it holds."""
     move = difference(problem, other)
     if not any(bool(tensor.any()) for tensor in move.values()):
         raise InputError("the other model has the same parameters as this one; there is no path between them.")
@@ -135,11 +135,11 @@ def _towards(problem: Problem, other: nn.Module | Mapping[str, Tensor]) -> Param
 
 
 def difference(problem: Problem, other: nn.Module | Mapping[str, Tensor]) -> Params:
-    """Other minus this, which may be nothing; see `_towards`."""
+    """Other minus this, which may be zero; see `_towards`."""
     here = {**problem.params, **problem.constants}
     there = dict(other) if isinstance(other, Mapping) else dict(_tensors(other))
     unsaved: set[str] = set()
-    if isinstance(other, Mapping):  # it has tied parameters twice, and need not have what was not trained
+    if isinstance(other, Mapping):  # it holds tied parameters twice, and may lack what was not trained
         twice = problem.model.state_dict().keys() - here.keys()
         there = {name: tensor for name, tensor in there.items() if name not in twice}
         unsaved = problem.constants.keys() - there.keys()
@@ -170,7 +170,7 @@ def _along(context: Context, asked: Wanted) -> Directions:
 
     Rows of M are the checkpoints minus the model. Its right singular vectors of the largest singular values span the
     subspace through the model with the least sum of squared distances to the checkpoints; they are Mᵀu/√λ for
-    eigenpairs (λ, u) of the small matrix MMᵀ. Buffers follow by the same combination, and do not count.
+    eigenpairs (λ, u) of the small matrix MMᵀ. Buffers follow with the same combination, but do not count.
     """
     problem, count = context.problem, asked.dimensions
     rows = [difference(problem, other) for other in asked.others]
@@ -180,7 +180,7 @@ def _along(context: Context, asked: Wanted) -> Directions:
     values, vectors = values.flip(0).clamp(min=0), vectors.flip(1)
     if not len(values) >= count or not float(values[count - 1]) > 1e-12 * float(values[0]):
         raise InputError(
-            f"a trajectory of {count} directions needs checkpoints that differ from the model in as many ways, got "
+            f"a trajectory of {count} directions needs checkpoints that differ from it in as many directions, got "
             f"{len(rows)}: give more of them, or dimensions=1."
         )
     weights = vectors[:, :count] / values[:count].sqrt()
@@ -202,7 +202,7 @@ def _along(context: Context, asked: Wanted) -> Directions:
 
 
 def _around(places: Tensor, points: int, radius: float | None) -> Tensor:
-    """Equal steps that hold 0 and reach beyond all places; with `radius` from −radius to radius."""
+    """Equal steps that include 0 and reach beyond all places; with `radius` from −radius to radius."""
     low, high = (min(0.0, float(places.min())), max(0.0, float(places.max()))) if radius is None else (-radius, radius)
     room = _ROOM * (high - low) if radius is None else 0.0
     low, high = low - room, high + room

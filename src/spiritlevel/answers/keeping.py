@@ -1,4 +1,4 @@
-"""Work that a kill must not cost: tensors kept in a folder under the key of what is computed."""
+"""Work that must survive a kill: tensors kept in a folder under the key of what is computed."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ def fingerprint_of(tensors: Mapping[str, Tensor]) -> str:
 
 
 class Keeper:
-    """A folder of files that each hold tensors, a text, and the key of the computation that they belong to.
+    """A folder of files that each hold tensors, a string, and the key of the computation that they belong to.
 
-    Files are written whole or not at all, and read without executing anything. One of another key is refused: two
-    computations in one folder would mix.
+    Files are written whole or not at all, and read without executing anything. A file with another key is refused: two
+    computations would mix in one folder.
     """
 
     def __init__(self, folder: str | Path, key: str, between: float = _BETWEEN) -> None:
@@ -63,11 +63,11 @@ class Keeper:
                 about = file.metadata() or {}
                 tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
         except (safetensors.SafetensorError, OSError) as error:
-            raise InputError(f"{str(path)!r} cannot be read: {error}. Delete it to begin anew.") from error
+            raise InputError(f"{str(path)!r} cannot be read: {error}. Delete it to start again.") from error
         if about.get("key") != self.key:
             raise InputError(
                 f"{str(self.folder)!r} keeps another surface (other model, data, directions or options); name another "
-                "folder, or delete it to begin anew."
+                "folder, or delete it to start again."
             )
         return tensors, about.get("text", "")
 
@@ -79,7 +79,7 @@ class Keeper:
         self._last = time.monotonic()
 
     def now_and_then(self, name: str, tensors: Mapping[str, Tensor]) -> None:
-        """Write a file if the last was written some seconds ago."""
+        """Write a file unless the last one was written within a few seconds."""
         if time.monotonic() - self._last >= self.between:
             self.write(name, tensors)
 

@@ -1,7 +1,7 @@
-"""`measure`: how flat one model is, how wide its margins, how sure that is, and what the parametrisation decides.
+"""`measure`: how flat a model is, how wide its margins are, how sure that is, and what the parametrisation decides.
 
 It calls what the modules below compute and puts the answers together; it adds no estimator. What it says in words
-follows from the numbers that it returns, by the rules written down at the end.
+follows from the numbers that it returns, by the rules in `wording`.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ __all__ = ["measure"]
 PARTS = ("audit", "spectrum", "landscape", "pictures")
 """What a report holds beside its measures, unless `parts` says otherwise."""
 
-FEW = 500  # samples that audit, spectrum and landscape are computed on, at most
+FEW = 500  # samples, at most, that audit, spectrum and landscape are computed on
 _PROBES, _STEPS = 4, 50  # Lanczos runs of the spectrum
 _GRID = 17  # points per side of the landscape
 _SHOWN = {"sharpest": 24, "least certain": 24, "others": 120}  # pictures of each group, at most
@@ -91,45 +91,46 @@ def measure(
 ) -> Report:
     """How flat a model is, how wide its margins are, how sure that is, and how much of it the parametrisation decides.
 
-    Every measure with its error and what leaves it as it is; the trace and the margin of every sample and how they go
-    together; the trace layer by layer; audit, spectrum and landscape (these three on at most 500 of the samples, drawn
-    at random; `settings` says so). The model and all random states are left as they were.
+    Every measure with its error and the transforms that leave it unchanged; the trace and the margin of every sample
+    and how they correlate; the trace layer by layer; audit, spectrum and landscape (these three on at most 500 of the
+    samples, drawn at random; `settings` says so). The model and all random states are left as they were.
 
     Args:
         model: any module.
         train: the data to measure: a pair of tensors, a data set, a loader, or batches.
         test: other data, for accuracy, loss and margins.
         loss: a name, a `torch.nn` loss or a callable; see `sample_traces`.
-        measures: names of `measures.MEASURES`, "all", or the default set.
-        parts: which of "audit", "spectrum", "landscape", "pictures" to add; all unless given.
-        samples: measure a random subset of so many; intervals then hold the value on all of the data, and where none
-            is known `subset_error` of a row says why. Costs a few products of the Hessian for the default measures;
-            `sampling` in `measures.MEASURES` says what each takes.
-        params: names, prefixes or globs of the parameters to measure; all that require grad unless given.
+        measures: names from `measures.MEASURES`, "all", or the default set.
+        parts: which of "audit", "spectrum", "landscape", "pictures" to add; by default all.
+        samples: measure a random subset of this many; intervals are then for the value on all of the data, and where
+        none is known `subset_error` of a row says why. Costs a few Hessian products for the default measures;
+        `sampling` in `measures.MEASURES` says what each takes.
+        params: names, prefixes or globs of the parameters to measure; by default all that require grad.
         batch_norm: "eval" or "batch".
-        batch_size: samples to take at once; chosen unless given.
-        memory: bytes, or a text such as "2GB", for all of it; half of what is available unless given.
-        time_limit: seconds. What is estimated to fit is measured, cheap things first; `left_out` names the rest. What
-            has begun runs to its end.
-        name: of the model in the report; its class unless given.
+        batch_size: samples to take at once; chosen automatically unless given.
+        memory: bytes, or a string such as "2GB", for all of it; by default half of what is available.
+        time_limit: seconds. What is expected to fit is measured, cheap things first; `left_out` names the rest. What
+        has begun is finished.
+        name: what the report calls the model; by default its class.
         classes: names of the classes, for the page.
         progress: called with (what, done, total) before every step.
         group: a `torch.distributed` group whose ranks all make this same call with the same data and share all work:
             the samples, the points of the landscape, the draws of noise, the transforms of the audit. Rank 0 decides
             what fits the time limit; all return the same report.
-        seed: of everything random.
+        seed: for everything random.
         reading: `target=`, `batch=`, `output=`, `unit=`, `batches=`: how batches and outputs are read, and what a
             sample is; see `Reading`.
 
     Cost: the measures (about 150 forward passes by default), audit, 200 Hessian products and 289 forward passes on
-    the 500 samples. An interrupt (Ctrl-C) ends the measurement, and the report of what is done by then says so.
+    the 500 samples. An interrupt (Ctrl-C) ends the measurement; the report then holds what was done by then and says
+    so.
 
     >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2))
     >>> report = measure(net, (torch.randn(20, 2), torch.tensor([0, 1] * 10)), measures=["trace"], parts=["audit"])
     >>> report.row("trace").kind, report.audit.row("trace", "rescale_layers").verdict
     ('exact', 'changes')
     """
-    with preserved_random_state():  # libraries that are imported on first use may draw from the global states
+    with preserved_random_state():  # libraries imported on first use may draw from the global states
         device = next((p.device for p in model.parameters()), "cpu") if isinstance(model, nn.Module) else "cpu"
         with Ranks(group, device).together():
             here = Setting(
@@ -158,7 +159,7 @@ class _Step(NamedTuple):
     passes: float  # estimated cost, in forward passes over the data measured
     work: Callable[[], None]
     of_margins: bool = False  # known with the output margins
-    vectors: int = 0  # of as many numbers as there are parameters, which it holds at once
+    vectors: int = 0  # the vectors as long as the parameters that it holds at once
 
 
 class _Run:
@@ -188,7 +189,7 @@ class _Run:
         self.population = everything.count
         self.here, self.indices = everything.drawn(samples)
         self.there = None if test is None else everything.on(test)
-        self.forward = 0.0  # seconds of a forward pass over the data, once it is known
+        self.forward = 0.0  # seconds per forward pass over the data, once known
         self.found: dict[str, Any] = {"fits": {}, "correlations": {}, "layers": {}}
         self.values: dict[str, ReportRow] = {}
         self.left_out: dict[str, str] = {}
@@ -196,7 +197,7 @@ class _Run:
         self.few  # noqa: B018 (may be `here`)
 
     def agree(self) -> None:
-        """Raise `InputError` unless all ranks are about to measure the same: else one would wait for another."""
+        """Raise `InputError` unless all ranks are about to measure the same: otherwise one would wait for another."""
         ranks = self.here.ranks
         if ranks.count == 1:
             return
@@ -209,12 +210,12 @@ class _Run:
         ranks.same(([each.name for each in self.chosen], self.parts, self.limit, self.seed), "their options")
 
     def check(self) -> None:
-        """Data that cannot be measured fail before anything is."""
+        """Make data that cannot be measured fail before anything is measured."""
         self.here.check()
         self.chosen, dear = affordable(self.asked, self.chosen, self.here)
         self.left_out |= dear
         begin = time.monotonic()
-        if self.limit is not None:  # again: what libraries do on their first call would pass for the cost of a step
+        if self.limit is not None:  # again: the first calls of libraries would be mistaken for the cost of a step
             self.here.check()
         self.forward = time.monotonic() - begin
         if self.there is not None:
@@ -226,14 +227,14 @@ class _Run:
     # ------------------------------------------------------------ the steps
 
     def steps(self) -> Iterator[_Step]:
-        """All steps, the cheap and the telling ones first."""
+        """All steps, the cheap and telling ones first."""
         count, few = self.here.count, min(FEW, self.here.count)
         share = few / count
         yield _Step("accuracy and margins", 2, self._fit)
         if self.there is not None:
             yield _Step("test accuracy and margins", 2 * self.there.count / count, self._test)
         own = {each.name: each.forward_passes(self.here) for each in self.chosen}
-        errors = self.indices is not None  # of having measured a subset, which are found beside
+        errors = self.indices is not None  # due to measuring a subset, found along the way
         passes = {each.name: own[each.name] + (each.subset_passes(self.here) if errors else 0) for each in self.chosen}
         order = [self._measuring(each, passes[each.name]) for each in sorted(self.chosen, key=lambda m: passes[m.name])]
         yield from (step for step in order if step.name == "trace")  # which the next two read
@@ -273,7 +274,7 @@ class _Run:
                 return
 
     def _too_long(self, step: _Step) -> str:
-        """Why a step does not fit the time limit any more, or nothing; by the clock of rank 0."""
+        """Why a step no longer fits into the time limit, or nothing; by the clock of rank 0."""
         if self.limit is None or (step.of_margins and self.found.get("margins") is not None):
             return ""  # what the margins say is known with them
         left, cost = self.limit - (time.monotonic() - self.begin), step.passes * self.forward
@@ -284,7 +285,7 @@ class _Run:
     def _too_large(self, step: _Step) -> str:
         """Why a step does not fit into the memory, or nothing.
 
-        Asked before it begins: the system lets a process ask for more than there is, and ends it when it comes to that.
+        Asked before it begins: the system lets a process ask for more than there is, and kills it when it uses it.
         """
         size = self.here.problem.size
         need, free = step.vectors * size * self.here.problem.dtype.itemsize, available_memory(self.here.problem.device)
@@ -292,7 +293,7 @@ class _Run:
             return ""
         return (
             f"it needs about {need / 1e9:,.1f} GB of memory, for {step.vectors} vectors of {size:,} numbers, and "
-            f"{free / 1e9:,.1f} GB are free; params= measures some of the layers"
+            f"{free / 1e9:,.1f} GB is free; params= measures some of the layers"
         )
 
     def _measuring(self, each: Measure, passes: float) -> _Step:
@@ -357,13 +358,13 @@ class _Run:
         return Fit(len(losses), population, accuracy, loss, of=of, r_squared=seen.r_squared)
 
     def _subset_error(self, each: Measure, found: Estimate) -> SubsetError | None:
-        """The error of having measured a subset; None if it was none, or if the samples do not enter."""
+        """The error due to measuring a subset; None if all was measured, or if the samples do not enter."""
         if self.indices is None or not each.needs_data or math.isnan(found.value):
             return None
         return each.subset_error(self.here, found.value, self.population)
 
     def _correlations(self) -> None:
-        """How the curvature goes with the margin, and with what a linear classifier's would be."""
+        """How the curvature correlates with the margin, and with what that of a linear classifier would be."""
         traces, found = self._traces(), self.found.get("margins")
         if traces is None or found is None:
             raise InputError("correlations need the traces and the margins of the samples.")
@@ -400,9 +401,9 @@ class _Run:
 
     @functools.cached_property
     def few(self) -> Setting:
-        """At most so many of the samples, for what is expensive."""
+        """A limited number of the samples, for what is expensive."""
         few = self.here if self.here.whole else self.here.drawn(FEW)[0]
-        few.writes = "spectrum" in self.parts  # which asks for so many products that few columns are cheaper
+        few.writes = "spectrum" in self.parts  # which takes so many products that computing few columns is cheaper
         return few
 
     def _audit(self) -> None:

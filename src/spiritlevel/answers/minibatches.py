@@ -1,4 +1,4 @@
-"""The Hessian as steps of training meet it: the largest eigenvalues of one mini-batch after the other."""
+"""The Hessian as training steps meet it: the largest eigenvalues of one mini-batch after another."""
 
 from __future__ import annotations
 
@@ -41,18 +41,18 @@ def batch_eigenvalues(
 ) -> BatchEigenvalues:
     """The k largest eigenvalues of ∇²L_B for `count` mini-batches B, drawn at random without replacement.
 
-    A step of training sees the curvature of its batch, which is larger than that of all data: the largest eigenvalue
-    is convex in the matrix, so the mean over batches is at least the value for the mean loss. The spectra of
-    mini-batches are how networks with and without convolutions have been compared.
+    A training step sees the curvature of its batch, which is larger than that of all data: the largest eigenvalue
+    is convex in the matrix, so the mean over batches is at least the value for the mean loss. Networks with and
+    without convolutions have been compared by the spectra of mini-batches.
 
-    Each eigenvalue is found to a residual of `tol` times the largest, or `converged` says which batch was not.
-    Cost: 10 to 40 Hessian products a batch.
+    Each eigenvalue is found to a residual of `tol` times the largest, or `converged` says for which batches it was not.
+    Cost: 10 to 40 Hessian products per batch.
 
     Args:
         model: any module; it is left as it was.
         data: as in `hessian`.
-        k: eigenvalues a batch.
-        count: mini-batches, fewer where the data do not hold as many.
+        k: eigenvalues per batch.
+        count: mini-batches, fewer if the data do not hold that many.
         tol: relative residual.
         loss: as in `hessian`, and so are `params`, `weight_decay` and `memory`.
         params: the parameters to measure.

@@ -1,4 +1,4 @@
-"""What a model says of every sample, how much of the targets that explains, and small pictures of samples."""
+"""What a model says about every sample, how much of the targets that explains, and small pictures of samples."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SIDE = 64  # pixels of a picture, at most
 
 
 class Outcomes(NamedTuple):
-    """What a model says of every sample, and whether all that it says looks like probabilities in place of logits."""
+    """What a model says about every sample, and whether all of it looks like probabilities instead of logits."""
 
     classes: Tensor | None  # None where the outputs are not classes
     losses: Tensor
@@ -60,7 +60,7 @@ class _Explained:
     """How much of the variance of the targets predictions explain, from sums over batches."""
 
     def __init__(self, targets: Tensor) -> None:
-        self.first = self._rows(targets)[0]  # sums are taken from here on, so that little cancels
+        self.first = self._rows(targets)[0]  # sums are taken relative to this, so that little cancels
         self.count, self.left = 0, 0.0
         self.mean, self.squares = torch.zeros_like(self.first), torch.zeros_like(self.first)
 
@@ -102,7 +102,7 @@ def thumbnails(samples: Any) -> Tensor:
     if images.ndim != 4 or images.shape[1] not in (1, 3) or min(images.shape[2:]) < 4:
         raise InputError(f"pictures need images of 1 or 3 channels, got samples of shape {tuple(inputs.shape[1:])}.")
     low, high = float(images.min()), float(images.max())
-    if low < 0 or high > 1:  # standardised inputs: a range of their own
+    if low < 0 or high > 1:  # standardised inputs have a range of their own
         images = (images - low) / ((high - low) or 1.0)
     if max(images.shape[2:]) > _SIDE:
         scale = _SIDE / max(images.shape[2:])

@@ -91,13 +91,13 @@ def perturb(
             architecture, or a dict of tensors: the way there, running statistics included. Or a function from tensor
             to tensor, for every parameter. Activations are never rounded.
         loss: a name, a `torch.nn` loss or a callable.
-        samples: predict from a random subset of so many; what happens is still measured on all.
+        samples: predict from a random subset of this many; what happens is still measured on all.
         apply: whether to make the change, too.
         layers: whether to look at each tensor that moves by itself: one product with H, one forward pass, its trace.
-        params: names, prefixes or globs of the parameters to change; all, also frozen ones, unless given.
+        params: names, prefixes or globs of the parameters to change; by default all, frozen ones included.
         batch_norm: "eval" or "batch".
-        batch_size: samples to take at once; chosen unless given.
-        memory: bytes, or a text such as "2GB"; half of what is available unless given.
+        batch_size: samples to take at once; chosen automatically unless given.
+        memory: bytes, or a string such as "2GB"; by default half of what is available.
         classes: their names, for the page.
         name: of the model, for the page.
         progress: called with (what, done, total) before every step.

@@ -72,8 +72,8 @@ def landscape(
         of: a `Landscape`, a `Report`, a model, or several of them.
         data: for a model, as in `sl.landscape`.
         accuracy: also draw the accuracy: on an axis at the right, or as the lines of a plane.
-        band: draw one standard deviation of the loss of mini-batches of so many samples instead.
-        quadratic: whether to draw the parabola; for a model alone unless given.
+        band: draw one standard deviation of the loss of mini-batches of this many samples instead.
+        quadratic: whether to draw the parabola; by default only for a single model.
         log: a logarithmic axis for the loss along a line; a plane has one anyway.
         title: a heading.
         options: of `sl.landscape`, where it is measured here: directions, trajectory, dimensions, points, keep, ...
@@ -122,7 +122,7 @@ def density(of: Any, data: Any = None, *, width: float | None = None, title: str
     Args:
         of: a `SmoothedDensity`, `SpectralDensity`, `SpectrumSummary`, `Report` or model, or several of them.
         data: for a model, as in `sl.hessian`.
-        width: of the Gaussian that smooths; 1/100 of the span of the eigenvalues unless given.
+        width: of the Gaussian that smooths; by default 1/100 of the span of the eigenvalues.
         title: a heading.
         options: of `sl.hessian` and `sl.spectral_density`, where it is measured here.
     """

@@ -1,4 +1,4 @@
-"""What a tracker can measure at a step of a training, each quantity by itself."""
+"""What a tracker can measure at a step of a training run, each quantity by itself."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from spiritlevel.results.training import CriticalSharpness, Stability
 from spiritlevel.samples.traces import traces_in
 
 TOL, PRODUCTS = 0.02, 24  # of the largest eigenvalue
-AFRESH = 4  # every so many looks one starts from a random vector, which rules out that a larger eigenvalue was missed
+AFRESH = 4  # one look in so many starts from a random vector, which rules out a larger eigenvalue that was missed
 _PROBES = 16
 
 COLUMNS: dict[str, tuple[str, ...]] = {
@@ -50,7 +50,7 @@ _NOTHING: dict[str, Any] = {
 
 
 class Quantities:
-    """The chosen quantities; keeps what makes the next look cheaper, and what the last one says in words."""
+    """The chosen quantities; keeps what makes the next look cheaper, and the last one in words."""
 
     def __init__(self, names: Iterable[str] | None, model: nn.Module, optimizer: Optimizer | None) -> None:
         usual = USUAL if optimizer is None else (*USUAL, "critical_sharpness")
@@ -70,7 +70,7 @@ class Quantities:
         self._looks = {"largest_eigenvalue": 0, "stability": 0}
 
     def _afresh(self, name: str, last: Tensor | None, size: int) -> bool:
-        """Whether this look starts from a random vector, and not from what the last one found."""
+        """Whether this look starts from a random vector instead of what the last one found."""
         self._looks[name] += 1
         usable = last is not None and last.numel() == size and bool(torch.isfinite(last).all())
         return not usable or self._looks[name] % AFRESH == 1
@@ -80,7 +80,7 @@ class Quantities:
         return {column: _NOTHING.get(column, math.nan) for name in self.names for column in COLUMNS[name]}
 
     def measured(self, setting: Setting) -> Iterator[tuple[dict[str, Any], str]]:
-        """The columns of one quantity after the other, or why there are none."""
+        """The columns, quantity by quantity, or why there are none."""
         for name in self.names:
             try:
                 yield getattr(self, f"_{name}_of")(setting), self._why(name)
@@ -99,7 +99,7 @@ class Quantities:
     def _margins_of(self, setting: Setting) -> dict[str, Any]:
         try:
             found = setting.margins
-        except InputError:  # no classes; what is wrong with the model the other quantities say
+        except InputError:  # no classes; if the model is at fault, the other quantities say so
             return {}
         signed = found.signed
         return {
@@ -155,7 +155,7 @@ class Quantities:
         self._critical = found
         self.sentences["critical_sharpness"] = f"Critical sharpness {found}."
         return {
-            "critical_sharpness": found.value if found.status == "converged" else math.nan,  # no bound among values
+            "critical_sharpness": found.value if found.status == "converged" else math.nan,  # no bounds among values
             "critical_low": found.low,
             "critical_high": found.high,
             "critical_step": found.step,
@@ -191,7 +191,7 @@ class Quantities:
 
 @contextmanager
 def _gradients(optimizer: Optimizer, closure: Callable[[], Tensor]) -> Iterator[None]:
-    """Gradients of this loss in place of those that are there."""
+    """Put gradients of this loss in place of the present ones."""
     moving = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     before = [parameter.grad for parameter in moving]
     with torch.enable_grad():

@@ -1,7 +1,7 @@
 """The search for what moves a measure furthest at the same outputs.
 
-Scalings of layers are chosen by what theory predicts of them. For every other continuous symmetry a few steps are taken
-along an exact slope. Whatever is found is applied, certified and measured: a factor that is reported was reached.
+Scalings of layers are chosen by what theory predicts for them. For every other continuous symmetry a few steps are
+taken along an exact slope. Whatever is found is applied, certified and measured: a factor that is reported was reached.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from spiritlevel.transforms.maps import LinearMap
 from spiritlevel.transforms.watched import Watched
 from spiritlevel.watching.factors import Factor
 
-PROBES = 10  # products of an estimated trace, few, since it is taken again for every transform
-_REACHES = (32.0, 8.0, 2.0)  # largest factor of a group in the search, the next one if numbers get too extreme
+PROBES = 10  # products for an estimated trace: few, since it is taken again for every transform
+_REACHES = (32.0, 8.0, 2.0)  # largest factor of a group in the search; the next one if numbers get too extreme
 _LIMIT = 100.0  # condition of matrices and spread of factors in the search
 _LONGEST = 10.0  # length of shifts in it
 _SHIFTS = ("shift_logits", "shift_attention_biases")
@@ -64,7 +64,7 @@ def scaled(here: Setting, pairs: Iterable[tuple[ScalingGroup, float]], data: Any
 def searches(
     here: Setting, chosen: list[Measure], before: dict[str, Estimate], applied: Collection[str]
 ) -> list[Callable[[], Iterable[WorstFactor]]]:
-    """The searches that there are, each of them for whoever has time; `applied` names the transforms that apply."""
+    """The searches that there are, each for any rank that is free; `applied` names the transforms that apply."""
     climbs = [partial(_climbed, here, chosen, before, name) for name in maps.FAMILIES if name in applied]
     return [partial(_worst, here, chosen, before), *climbs]
 
@@ -82,7 +82,7 @@ def furthest(found: Iterable[WorstFactor]) -> tuple[WorstFactor, ...]:
 
 
 def _climbed(here: Setting, chosen: list[Measure], before: dict[str, Estimate], name: str) -> Iterator[WorstFactor]:
-    """The furthest values at one random point and at the end of a climb, in a continuous symmetry."""
+    """The most extreme values at one random point and at the end of a climb, in a continuous symmetry."""
     movable = [
         measure
         for measure in chosen
@@ -132,7 +132,7 @@ def _end(here: Setting, family: Family, guide: str) -> Transformed | None:
 
 
 def _objective(here: Setting, family: Family, guide: str) -> Objective:
-    """What stands for a measure: its logarithm, as a function of the map, whose slope is exact."""
+    """The stand-in for a measure: its logarithm, as a function of the map, whose slope is exact."""
     base = here if family.start is None else here.moved(family.start)
     names, theta = tuple(base.problem.params), base.theta.double().cpu()
     counts = [tensor.numel() for tensor in base.problem.params.values()]
@@ -172,7 +172,7 @@ def _curvature(setting: Setting) -> Operator:
 
 
 def _worst(here: Setting, chosen: list[Measure], before: dict[str, Estimate]) -> tuple[WorstFactor, ...]:
-    """For every measure whose change the factors alone predict: the furthest values found, and measured."""
+    """For every measure whose change the factors alone predict: the most extreme values found, as measured."""
     searched = [
         measure
         for measure in chosen
@@ -206,7 +206,7 @@ def _worst(here: Setting, chosen: list[Measure], before: dict[str, Estimate]) ->
 
 
 def _half(value: Estimate) -> float:
-    """The half-width of the 95 % interval on the given data; of a lower bound that of the value that was found."""
+    """The half-width of the 95 % interval on the given data; for a lower bound, that of the value found."""
     low, high = value.interval()
     return 0.0 if value.status == "lower bound" else (high - low) / 2
 
@@ -214,7 +214,7 @@ def _half(value: Estimate) -> float:
 def _furthest(
     here: Setting, measure: Measure, groups: tuple[ScalingGroup, ...], units: list[Certificate], sign: int
 ) -> tuple[Estimate, dict[str, float], float]:
-    """The value furthest in one direction, by two sweeps over the groups; measured where the search ends."""
+    """The most extreme value in one direction, by two sweeps over the groups; measured where the search ends."""
     predict = measure.predict
     assert predict is not None
     exponents = [{name: _exponent(factor) for name, factor in (unit.factors or {}).items()} for unit in units]

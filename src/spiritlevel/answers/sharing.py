@@ -1,4 +1,4 @@
-"""Independent pieces of an answer, shared among ranks: each is worked out by one of them, and told to all."""
+"""Independent pieces of an answer, shared among ranks: each is worked out by one of them and passed on to all."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Part = TypeVar("Part", bound=Result)
 
 
 def shared(ranks: Ranks, tasks: Sequence[Callable[[], Part]]) -> list[Part]:
-    """What each task returns, on every rank. Inside a task nothing may communicate; the error of one is that of all.
+    """What each task returns, on every rank. Inside a task nothing may communicate; an error in one is raised on all.
 
     Tasks are dealt out in turn. Results travel in their JSON form, which keeps every digit.
 

@@ -90,7 +90,7 @@ def landscape(
         directions: see above.
         trajectory: models or state dicts in the order of the training, the model itself need not be among them.
         dimensions: 1 or 2; 1 unless given, of two models and of a trajectory 2.
-        points: grid points a direction, odd so that the model is one of them; 41 on a line, 21 on a plane. To another
+        points: grid points per direction, odd so that the model is one of them; 41 on a line, 21 on a plane. To another
             model: the points from step 0 to step 1.
         radius: the largest step: 1 for random directions, √(2/|λ₁|) for eigenvectors, where the parabola along the
             first has risen by 1. To another model: how far the path goes on beyond both ends, 0 unless given. Along

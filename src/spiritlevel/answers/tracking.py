@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["Tracker"]
 
 _FORWARDS = 60  # what a measurement costs before one has been timed, in forward passes
-_REFRESH = 15  # seconds after which the page of a running training loads itself again
+_REFRESH = 15  # seconds after which the page of a running training reloads itself
 _CURVES = {
     "trace": "mean Hessian trace",
     "largest_eigenvalue": "largest eigenvalue",
@@ -53,31 +53,31 @@ class Tracker:
     - "trace": the mean Hessian trace (`sample_traces`: exact where that is possible); "layers": the same by tensor;
     - "largest_eigenvalue": λ₁ of the Hessian, by Lanczos, to 2 % or 24 products (`converged` says which). A look starts
       from the eigenvector of the last one and takes a few products; every fourth begins `afresh`, from a random vector,
-      and only these exclude that another eigenvalue has become the largest: the others are lower bounds;
-    - "critical_sharpness": see `critical_sharpness`, along the update for the loss of these samples, at 7 forward
-      passes and a backward pass; "stability": see `stability`, started in the same way.
+      and only these rule out that another eigenvalue has become the largest: the others are lower bounds;
+    - "critical_sharpness": see `critical_sharpness`, along the update for the loss of these samples, for 7 forward
+    passes and a backward pass; "stability": see `stability`, started in the same way.
 
     What cannot be measured at some step, say because the weights have become NaN or the memory is full, is NaN there,
     and `reason` says why; rows that cannot be written are kept. A warning says so once, and the training goes on. The
-    model, its mode and gradients, the optimiser and all random states are left as they were, so training goes on as
-    without.
+    model, its mode and gradients, the optimiser and all random states are left as they were, so training goes on as it
+    would without a tracker.
 
-    A measurement waits until all of them together, with what they write, fit into the `share` of the training time, so
-    rows may lie further apart than `every`; `overhead` is the share that was really spent. A tracker that has not
-    measured yet prints what it waits for.
+    A measurement waits until all of them together, including what they write, fit into the `share` of the training
+    time, so rows may lie further apart than `every`; `overhead` is the share actually spent. A tracker that has not
+    measured yet prints what it is waiting for.
 
     Args:
         model: the module that is being trained.
         data: a pair of tensors, a data set, a loader, or batches; None for the batches that
             `step(batch=(inputs, targets))` gets.
         every: steps between two measurements, at least.
-        quantities: their names; loss, margins, trace and largest eigenvalue unless given, and critical sharpness with
-            an optimiser.
+        quantities: their names; by default loss, margins, trace and largest eigenvalue, and critical sharpness if there
+        is an optimiser.
         optimizer: needed for critical sharpness and stability.
         samples: how many samples, drawn once; batches as they are with batch_norm="batch" or batches="fixed".
-        share: of the training time that may be spent, 0.08 unless given; `math.inf` never waits.
-        path: a Parquet file, or with the ending .csv a CSV file, that is written anew, whole, after every measurement.
-        page: an HTML file of the curves, likewise; a browser that shows it loads it again by itself.
+        share: the share of the training time that may be spent, by default 0.08; `math.inf` never waits.
+        path: a Parquet file, or with the ending .csv a CSV file, that is rewritten, whole, after every measurement.
+        page: an HTML file of the curves, likewise; a browser that shows it reloads it automatically.
         logger: an object with `add_scalar(name, value, step)`, as TensorBoard's writer has, or with
             `log(dict, step=step)`, as runs of Weights & Biases have: it gets the numbers of every row.
         loss: a name, a `torch.nn` loss or a callable.
@@ -138,18 +138,18 @@ class Tracker:
             self._cost = self._tried(drawn)
         self._warned: set[str] = set()
         self.rows: list[dict[str, Any]] = []
-        """One dict a measurement."""
+        """One dict per measurement."""
         self.steps = 0
         self.spent = 0.0
         self._begin = time.perf_counter()
 
     def _tried(self, setting: Setting) -> float:
-        """What a measurement will take, about; what cannot be measured is refused here, before the training."""
+        """Roughly what a measurement will take; what cannot be measured is refused here, before the training."""
         setting.check()
         size, dtype, device = setting.problem.size, setting.problem.dtype, setting.problem.device
         _ = setting.hessian @ torch.zeros(size, dtype=dtype, device=device)
         passes = []
-        for _ in range(3):  # what libraries do on their first call, and what else runs, may make one of them slow
+        for _ in range(3):  # first calls of libraries, and whatever else is running, may slow one of them down
             begin = time.perf_counter()
             outcomes(setting)
             passes.append(time.perf_counter() - begin)
@@ -158,7 +158,7 @@ class Tracker:
     def step(self, batch: Any = None) -> dict[str, Any] | None:
         """Count a step of the training; the new row if a measurement was due and affordable, else `None`.
 
-        With `batch`, a pair (inputs, targets), that is measured in place of the data.
+        If given, `batch`, a pair (inputs, targets), is measured in place of the data.
         """
         if batch is None and self.data is None:
             raise InputError("a Tracker without data measures the current batch: call step(batch=(inputs, targets)).")
@@ -182,7 +182,7 @@ class Tracker:
                 for found, reason in self.quantities.measured(setting):
                     row |= found
                     reasons += [reason] if reason else []
-        except Exception as error:  # out of memory, or a fault here or in the model: no reason to end a training
+        except Exception as error:  # out of memory, or a fault here or in the model: no reason to end the training
             reasons.append(f"{type(error).__name__}: {first_line(error)}")
             self._warn("measure", reasons[-1])
         row["reason"] = "; ".join(dict.fromkeys(reasons))
@@ -197,7 +197,7 @@ class Tracker:
         return row
 
     def resume(self, step: int) -> None:
-        """Go on with a training that has made `step` steps: the rows up to there are read from `path`, if it is there.
+        """Continue a training run that has made `step` steps: the rows up to there are read from `path`, if it exists.
 
         >>> tracker = Tracker(nn.Linear(2, 2), (torch.randn(4, 2), torch.tensor([0, 1, 0, 1])), every=10)
         >>> tracker.resume(25)
@@ -209,13 +209,13 @@ class Tracker:
         self.rows = [row for row in rows if row["step"] <= step]
 
     def _tell(self, row: dict[str, Any]) -> None:
-        """Write the files and the log; the next row is another chance for those that fail."""
+        """Write the files and the log; what fails is tried again with the next row."""
         try:
             if self.path is not None:
                 (self.to_csv if str(self.path).endswith(".csv") else self.to_parquet)(self.path)
             if self.page is not None:
                 self.curves(_REFRESH).to_html(self.page)
-        except Exception as error:  # a full disk, a folder that has gone
+        except Exception as error:  # a full disk, a folder that is gone
             self._warn("write", f"{type(error).__name__}: {first_line(error)}")
         numbers = {
             f"spiritlevel/{name}": float(value)
@@ -232,7 +232,7 @@ class Tracker:
             self._warn("log", f"{type(error).__name__}: {first_line(error)}")
 
     def _warn(self, what: str, reason: str) -> None:
-        """Say once what cannot be done; the training that is watched goes on."""
+        """Say once what cannot be done; the training goes on."""
         if what not in self._warned:
             self._warned.add(what)
             after = "numbers that are missing are NaN" if what == "measure" else "the rows are kept in memory"
@@ -267,7 +267,7 @@ class Tracker:
         write_atomically(path, content.getvalue())
 
     def curves(self, refresh: int = 0) -> TrainingCurves:
-        """The rows for a page, which loads itself again after `refresh` seconds if that is not 0."""
+        """The rows for a page, which reloads itself after `refresh` seconds if that is not 0."""
         said = [*(self.quantities.sentences.values() if self.rows else ()), *self._reasons()]
         layers = {name: f"trace of {name[6:]}" for row in self.rows[:1] for name in row if name.startswith("trace/")}
         text = str(self)
@@ -277,14 +277,14 @@ class Tracker:
     def _reasons(self) -> list[str]:
         """What the last row lacks, in a sentence."""
         reason = self.rows[-1]["reason"] if self.rows else ""
-        return [f"At the last step not all could be measured: {reason.rstrip('.')}."] if reason else []
+        return [f"Not everything could be measured at the last step: {reason.rstrip('.')}."] if reason else []
 
     def to_html(self, path: str | Path | None = None) -> str:
-        """One self-contained page of the curves, at rest; with `path` also written there, atomically."""
+        """One self-contained page of the curves that does not reload; with `path` also written there, atomically."""
         return self.curves().to_html(path)
 
     def to_json(self, path: str | Path | None = None) -> str:
-        """The rows as strict JSON that says its format, as all results do, an undefined number as null; also to `path`.
+        """The rows as strict JSON that names its format, like all results, undefined numbers as null; also to `path`.
 
         `Result.from_json` reads it back, as `TrainingCurves`.
         """
@@ -317,7 +317,7 @@ class Tracker:
         return svg(self.chart()) if self.rows else str(self)
 
     def _waits(self) -> str:
-        """What the next measurement waits for."""
+        """What the next measurement is waiting for."""
         if self.steps < self.every:
             return f"measuring first after {self.every:,} steps"
         trained = self.training_seconds
@@ -357,7 +357,7 @@ def curves_in(path: str | Path) -> TrainingCurves:
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
-    """The rows that an earlier run has written, none if there is no such file."""
+    """The rows that an earlier run wrote; none if there is no such file."""
     if not path.exists():
         return []
     with needs("a table"):
@@ -366,7 +366,7 @@ def _read(path: Path) -> list[dict[str, Any]]:
     try:
         if path.suffix == ".csv":
             table = pl.read_csv(path, infer_schema_length=None)
-            table = table.with_columns(pl.col(pl.String).fill_null(""))  # a text of no letters is an empty field
+            table = table.with_columns(pl.col(pl.String).fill_null(""))  # an empty string is written as an empty field
         else:
             table = pl.read_parquet(path)
         rows = table.with_columns(pl.col(pl.Float64).fill_null(math.nan)).to_dicts()

@@ -26,7 +26,7 @@ from spiritlevel.statistics.correlation import skewness
 
 _TWICE = (
     "The outputs all lie in [0, 1] and sum to 1: they look like probabilities, and the loss expects logits. If the "
-    "network ends in a softmax, measure it without: every number here would be that of a softmax taken twice."
+    "network ends in a softmax, measure it without: every number here is otherwise that of a softmax taken twice."
 )
 
 
@@ -92,12 +92,12 @@ def _partly(report: Report) -> bool:
 
 
 def median(values: Tensor) -> float:
-    """With an even number of values, the middle of the two; `torch.median` takes the lower."""
+    """For an even number of values, the mean of the middle two; `torch.median` takes the lower."""
     return float(torch.quantile(values, 0.5))
 
 
 def about_trace(report: Report, row: ReportRow) -> str:
-    """How curved the loss is, where, and how much more so where the model errs."""
+    """How curved the loss is, where, and how much more where the model errs."""
     found = row.value
     error = math.hypot(found.stderr, found.data_stderr or 0.0)
     whose = " of the samples measured" if math.isnan(error) else ""
@@ -114,7 +114,7 @@ def about_mistakes(report: Report) -> str:
     traces, found = report.traces, report.margins
     if traces is None or found is None or len(traces) != len(found) or not 0 < int(found.correct.sum()) < len(found):
         return ""
-    if found.decisions is not None:  # a sample is hardly ever right or wrong as a whole
+    if found.decisions is not None:  # a sample is rarely right or wrong as a whole
         return ""
     right, wrong = (_mean_trace(traces, where) for where in (found.correct, ~found.correct))
     count = int((~found.correct).sum())
@@ -130,7 +130,7 @@ def about_mistakes(report: Report) -> str:
 
 
 def _mean_trace(traces: SampleTraces, where: Tensor) -> Estimate:
-    """The mean over some of the samples, which are as large a share of the population."""
+    """The mean over some of the samples, which make up the same share of the population."""
     count, share = int(where.sum()), int(where.sum()) / len(where)
     population = None if traces.population is None else max(count, round(traces.population * share))
     return dataclasses.replace(
@@ -146,7 +146,7 @@ def _mean_trace(traces: SampleTraces, where: Tensor) -> Estimate:
 
 
 def about_correlation(report: Report) -> str:
-    """Whether curvature and margin go together among correct samples, as far as that is certain."""
+    """Whether curvature and margin are related among correct samples, as far as that is certain."""
     found = report.correlations.get("trace and margin, correct samples")
     if found is None or math.isnan(found.r):
         return ""

@@ -44,12 +44,12 @@ class Context:
         model: any module; it is left as it was.
         data: a pair of tensors, a data set, a loader or batches that can be read again.
         loss: a name, a `torch.nn` loss or a callable.
-        params: names, prefixes or globs of the parameters to measure; all that require grad unless given.
+        params: names, prefixes or globs of the parameters to measure; by default all that require grad.
         batch_norm: "eval", or "batch" for batch statistics; the batches are then part of the definition.
-        batch_size: samples to take at once; what measures chooses it unless given.
-        memory: bytes, or a text such as "2GB"; half of what is available unless given.
+        batch_size: samples to take at once; chosen by the measuring function unless given.
+        memory: bytes, or a string such as "2GB"; by default half of what is available.
         group: a `torch.distributed` group whose ranks share the work.
-        seed: of everything random.
+        seed: for everything random.
         ordered: whether results belong to samples, so that the data must come in an order that repeats.
         whole: whether batches are part of what is measured and must not be split, as with batch statistics.
         sharded: whether the caller can do with a model that is sharded over processes.

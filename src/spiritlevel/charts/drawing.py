@@ -160,7 +160,7 @@ def compact(text: str) -> str:
 
 
 def save(chart: Chart, stem: str | Path, *, dark: bool = False) -> tuple[Path, Path]:
-    """Write `stem`.svg and `stem`.png (two pixels a point), each whole or not at all; returns both paths."""
+    """Write `stem`.svg and `stem`.png (two pixels per point), each whole or not at all; returns both paths."""
     stem = Path(stem)
     if stem.suffix in (".svg", ".png"):
         raise InputError(f"save writes both an SVG and a PNG file: give the name without {stem.suffix!r}, got {stem}.")

@@ -253,7 +253,7 @@ def traces_and_margins(traces: SampleTraces, margins: Margins, *, title: str = "
 
 
 def training_panels(runs: Mapping[str, TrainingCurves], *, across: int = 2, log: bool = False, title: str = "") -> Any:
-    """A panel for each quantity of one training or several, against the step."""
+    """A panel for each quantity of one training run or several, against the step."""
     labels: dict[str, str] = {}
     for run in runs.values():
         labels |= {name: label for name, label in run.labels.items() if any(_known(row.get(name)) for row in run.rows)}

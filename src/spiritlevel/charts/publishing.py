@@ -32,7 +32,7 @@ def publish(
     """Write a chart as a figure and return the files: the ending says which, without one all three are written.
 
     Texts are 7 and 8 points high at the width of the figure, 85 mm for a "column" and 178 mm for a "page". A PDF holds
-    the letters that it uses, an SVG the font, a PNG has 300 pixels an inch. All are written, or none.
+    the letters that it uses, an SVG the font, a PNG has 300 pixels per inch. All are written, or none.
 
     Args:
         chart: any Altair chart.

@@ -62,7 +62,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], Command]] = {
         kind.NAME: partial(parse, kind, f"spiritlevel {kind.NAME}")
         for kind in (Demo, Measure, Compare, Perturb, Rank, Audit, Samples, Plot, Claims, Measures, Report)
     },
-    "reproduce": reproduce.parse,  # a kind for each study, built when it is asked for
+    "reproduce": reproduce.parse,  # one kind per study, built on demand
     "data": data.parse,
 }
 
@@ -165,7 +165,7 @@ def main(args: Sequence[str] | None = None) -> int:
                 return BAD_INPUT
             if signals.received or isinstance(error, KeyboardInterrupt):  # or what a library made of the interrupt
                 told = str(error) if isinstance(error, KeyboardInterrupt) else ""
-                say(told or "interrupted.")  # a command that ends its work in order says what it left
+                say(told or "interrupted.")  # a command that stops in good order says what it has left behind
                 return 128 + signals.received if signals.received else INTERRUPTED
             traceback.print_exc()
             say("this is a bug in spiritlevel; please report it with the lines above.")

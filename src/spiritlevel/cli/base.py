@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress
 
-_LONGEST = 300  # letters of a word: somebody has passed a file in place of its name
+_LONGEST = 300  # characters in a word: somebody has passed a file's content in place of its name
 DONE, CHECK_FAILED, BAD_INPUT, BUG, INTERRUPTED, PIPE_CLOSED = 0, 1, 2, 70, 130, 141
 
 
 class Outcome(NamedTuple):
     """What a command found, as plain values for JSON, and whether all its checks passed.
 
-    Nothing (None) was found by a process whose rank 0 tells it.
+    A process that leaves the telling to rank 0 found nothing (None).
     """
 
     payload: dict[str, Any] | None
@@ -58,10 +58,10 @@ class Seeded(Command):
 
 
 class ProgressBar:
-    """A callable `(what, done, total)` that shows how far the work is.
+    """A callable `(what, done, total)` that shows how far the work has come.
 
     On a terminal that is a bar, once the work has taken two seconds. Elsewhere, in a log, it is a line every ten
-    seconds, also while the work says nothing: quick work leaves no line, and none is taken for dead.
+    seconds, even while the work reports nothing: quick work leaves no line, and slow work never looks dead.
     """
 
     PATIENCE = 2.0
@@ -93,7 +93,7 @@ class ProgressBar:
             self._bar = Progress(*columns, console=Console(stderr=True), transient=True)
             self._task = self._bar.add_task(what)
             self._bar.start()
-        if total != self._total:  # another count of other things: the bar and its time begin anew, under its own name
+        if total != self._total:  # it counts other things now: the bar and its clock start again, under a new name
             self._bar.reset(self._task)
             self._total = total
         self._bar.update(self._task, description=what, completed=done, total=total or None)
@@ -140,7 +140,7 @@ def say(sentence: str) -> None:
 
 
 def tell(line: str) -> None:
-    """A line on standard output that holds names from elsewhere: no terminal obeys what stands in them."""
+    """A line on standard output that holds names from elsewhere: no terminal obeys anything in them."""
     print(printable(line))
 
 
@@ -157,10 +157,10 @@ def console() -> Console:
 
 
 def check_writable(path: Path, option: str = "--json") -> None:
-    """Refuse a place for the result before the work is done, not after."""
+    """Refuse a bad place for the result before the work is done, not after."""
     try:
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            path.stat()  # `exists` says no more than that there is none
+            path.stat()  # `exists` would say only that it is not there
         folder = next((parent for parent in path.absolute().parents if parent.exists()), path)
     except (OSError, ValueError) as error:  # too long for a name, or with a zero byte
         reason = getattr(error, "strerror", None) or error
@@ -172,7 +172,7 @@ def check_writable(path: Path, option: str = "--json") -> None:
 
 
 def check_folder(folder: Path) -> None:
-    """Refuse a place for a run before the work is done, not after."""
+    """Refuse a bad place for a run before the work is done, not after."""
     a_file = False
     with contextlib.suppress(OSError, ValueError):  # the next check says what is wrong with the name
         a_file = folder.exists() and not folder.is_dir()

@@ -35,7 +35,7 @@ class Compare(OnData):
     model: Annotated[str | None, optional("MODEL")] = None
     """The network of both, where A and B are files of weights."""
     under: Annotated[str | None, optional("CHANGE,CHANGE,...")] = None
-    """Also change the weights of both, and say which is better then: int4, prune:0.5, noise:0.01 and so on."""
+    """Also change the weights of both, and say which is better afterwards: int4, prune:0.5, noise:0.01 and so on."""
     out: Annotated[Path | None, optional("DIR")] = None
     """Also write report.html and report.json to DIR."""
 
@@ -74,7 +74,7 @@ class Compare(OnData):
             sources["weights"] = " and ".join(str(file or "as built") for file in files)
             notes = [about_a, about_b, *samples.notes]
             reasons = (*filter(None, dict.fromkeys(notes)), *comparison.reasons)
-            settings = sources | comparison.settings | sources  # first, and as they were given
+            settings = sources | comparison.settings | sources  # first, and as given
             comparison = dataclasses.replace(comparison, settings=settings, reasons=reasons)
         with shown_in_any_case(comparison), ProgressBar() as progress:
             if self.out is not None:

@@ -36,7 +36,7 @@ class DataList(Command):
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
         for heading in shown:
             number = isinstance(rows[0][heading], int)
-            # only these give way: a number that is cut off would be another number
+            # only these may be cut: a truncated number would be a different number
             wraps = heading in ("licence", "where")
             table.add_column(heading, justify="right" if number else "left", overflow="fold", no_wrap=not wraps)
         for row in rows:

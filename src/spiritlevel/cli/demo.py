@@ -90,10 +90,10 @@ def demo_network(
     from spiritlevel.papers import networks as models
     from spiritlevel.papers.training import Recipe, fit
 
-    torch.set_num_threads(2)  # another number would add up in another order and round differently
+    torch.set_num_threads(2)  # a different number would sum in a different order and round differently
     images = data.load(name)
     if images.train[0].shape[2:] not in ((28, 28), (32, 32)):
-        raise InputError(f"demo needs images of 28×28 or 32×32 pixels, and {name} has others; try fashion-mini.")
+        raise InputError(f"demo needs images of 28×28 or 32×32 pixels, and {name} has another size; try fashion-mini.")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = models.lenet5(channels=images.train[0].shape[1], classes=len(images.classes))

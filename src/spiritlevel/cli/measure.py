@@ -39,17 +39,17 @@ class RunOnData(Seeded):
     """cross_entropy, causal_lm, binary_cross_entropy, squared_error (½‖φ − y‖² per sample), huber, poisson,
     exponential, or file.py:function of (outputs, targets) with one loss per sample."""
     output: Annotated[str | None, optional("NAME")] = None
-    """Which part of what the model returns to measure: a key or a number; its logits unless given."""
+    """Which part of the model's output to measure: a key or a number; by default its logits."""
     unit: Annotated[str, arg(metavar="sample|token")] = "sample"
-    """What is counted as one: a sample, or each of its tokens."""
+    """What counts as one item: a sample, or each of its tokens."""
     batches: Annotated[str, arg(metavar="free|fixed")] = "free"
-    """fixed, where the loss of a sample depends on the others of its batch: batches are then never split."""
+    """fixed, if the loss of a sample depends on the rest of its batch: batches are then never split."""
     samples: Annotated[int | None, optional("N")] = None
     """Measure a random subset of N samples; ± then holds for all of them, or the report says why it is not known."""
     batch_norm: Annotated[str, arg(metavar="eval|batch")] = "eval"
     """Running statistics, or those of each batch."""
     device: Annotated[str | None, optional("DEVICE")] = None
-    """cpu, or an accelerator as PyTorch names it (cuda, cuda:1, xpu, mps); where the model already is, unless given."""
+    """cpu, or an accelerator as PyTorch names it (cuda, cuda:1, xpu, mps); by default where the model is."""
     dtype: Annotated[str | None, optional("float32|float64")] = None
     """Convert the model to this number format first."""
 
@@ -98,11 +98,11 @@ class OnData(RunOnData):
 
 @dataclass(frozen=True, kw_only=True)
 class Measure(OnData):
-    """Measure a model of your own: how flat, how wide the margins, how sure, how much of it is parametrisation.
+    """Measure a model of your own: how flat it is, how wide its margins, how sure, how much is only parametrisation.
 
     For example: spiritlevel measure net.py:make --weights net.safetensors --data train.npz --test test.npz
 
-    Or, of what other libraries saved: spiritlevel measure hf:my-bert --data my-data --samples 500
+    Or a model that another library saved: spiritlevel measure hf:my-bert --data my-data --samples 500
 
     A table: spiritlevel measure net.py:make --weights last.ckpt --data train.parquet --test test.parquet --target label
     """
@@ -115,16 +115,16 @@ class Measure(OnData):
     weights: Annotated[Path | None, optional("FILE")] = None
     """Its weights: .safetensors, a .pt file that holds nothing but tensors, or a .ckpt file of Lightning."""
     test: Annotated[str | None, optional("DATA")] = None
-    """Other data, for the test accuracy; the test part of a built-in data set unless given."""
+    """Other data, for the test accuracy; by default the test part of a built-in data set."""
     out: Annotated[Path, arg(metavar="DIR")] = Path("report")
     """The folder for report.html and report.json."""
     time_limit: Annotated[float | None, optional("SECONDS")] = None
     """Measure what fits, and list the rest."""
 
     def run(self) -> Outcome:
-        """Load, measure, write the page, show the numbers; of several processes (torchrun) rank 0 does all but measure.
+        """Load, measure, write the page, show the numbers; under torchrun all ranks measure and rank 0 does the rest.
 
-        What one rank refuses all refuse, and rank 0 says it.
+        What one rank refuses, all refuse; rank 0 says so.
         """
         check_folder(self.out)
         from spiritlevel.answers.measuring import silent
@@ -135,7 +135,7 @@ class Measure(OnData):
             progress = silent if ranks.rank else bar
             try:
                 report = self._measured(ranks, progress)
-            except InputError:  # of all ranks: rank 0 says it, and gives the job its exit code
+            except InputError:  # on all ranks: rank 0 says so, and gives the job its exit code
                 if ranks.rank == 0:
                     raise
             if ranks.rank:
@@ -188,14 +188,14 @@ class Measure(OnData):
 
 
 def finish(report: Report) -> None:
-    """An interrupted measurement ends as one, after its page is written."""
+    """End an interrupted measurement as interrupted, once its page is written."""
     if report.partial:
-        raise KeyboardInterrupt(f"{report.partial}; the page holds what was measured until then.")
+        raise KeyboardInterrupt(f"{report.partial}; the page holds what had been measured by then.")
 
 
 @contextmanager
 def shown_in_any_case(result: Shown) -> Iterator[None]:
-    """Show the numbers after the block, also where it fails: a full disk must not cost them."""
+    """Show the numbers after the block, even if it fails: a full disk must not cost us the numbers."""
     from spiritlevel.cli.show import show
 
     try:
@@ -205,7 +205,7 @@ def shown_in_any_case(result: Shown) -> Iterator[None]:
 
 
 def write_run(result: Shown, folder: Path) -> None:
-    """The result as JSON and as a page, both whole or neither: a page beside the numbers of another run would lie."""
+    """The result as JSON and as a page, both or neither: a page beside the numbers of another run would mislead."""
     from spiritlevel.storage import write_together
 
     write_together({folder / "report.json": result.to_json() + "\n", folder / "report.html": result.to_html()})

@@ -1,4 +1,4 @@
-"""Arguments → a command. What tyro refuses is explained in one sentence: the culprit, the nearest name, where help is.
+"""Arguments → a command. What tyro refuses is explained in one sentence: the culprit, the nearest name, where to look.
 
 tyro decides what is valid; this module reads the arguments a second time only where it has refused them, since its own
 complaint is a page.
@@ -26,17 +26,17 @@ from spiritlevel.errors import InputError
 T = TypeVar("T")
 
 _POSITIONAL = typing.get_args(Positional[int])[1]
-# What Python says about a value of another kind, and what a user can do with.
+# What Python says about a value of the wrong kind, and what a user can understand.
 _PYTHON = {
     r"'\S+' not supported between instances of '\w+' and '\w+'": "one of the values is not a number",
     r"invalid literal for int\(\) with base 10: ('.*?')": r"\1 is not a whole number",
-    r"could not convert string to float: ('.*?')": r"\1 is no number",
+    r"could not convert string to float: ('.*?')": r"\1 is not a number",
 }
 _NUMBERS = {int: "a whole number", float: "a number"}
 
 
 def parse(kind: type[T], prog: str, args: Sequence[str]) -> T:
-    """The command of that kind that the arguments ask for; for `--help` prints that and exits.
+    """The command of that kind that the arguments ask for; `--help` prints the help and exits.
 
     >>> from spiritlevel.cli.demo import Demo
     >>> parse(Demo, "spiritlevel demo", ["--epoch", "3"])
@@ -56,7 +56,7 @@ def parse(kind: type[T], prog: str, args: Sequence[str]) -> T:
 
 
 def _in_places(kind: type, args: Sequence[str]) -> list[str]:
-    """The arguments, with one that has a place but was given by its name, as `--model lenet5`, put there."""
+    """The arguments; a positional one that was given by name, as `--model lenet5`, is put in its place."""
     words = list(args)
     names = [argument.name for argument in _arguments(kind) if argument.positional and argument.values == 1]
     found = [name for name in names if words.count(name) == 1 and words.index(name) + 1 < len(words)]
@@ -71,7 +71,7 @@ def _in_places(kind: type, args: Sequence[str]) -> list[str]:
 
 
 def optional(metavar: str | None = None) -> Any:
-    """How an option is shown that does nothing unless given: without "(default: None)"."""
+    """How to show an option that does nothing unless given: without "(default: None)"."""
     return arg(metavar=metavar, help_behavior_hint="")
 
 
@@ -119,7 +119,7 @@ def _argument(field: dataclasses.Field[Any], hint: Any) -> Argument:
 
 
 def _explained(arguments: Sequence[Argument], words: list[str]) -> str:
-    """What is wrong with the words, or nothing if no fault is found."""
+    """What is wrong with the arguments, or nothing if no fault is found."""
     options = {argument.name: argument for argument in arguments if not argument.positional}
     places = [argument for argument in arguments if argument.positional]
     given: set[str] = set()

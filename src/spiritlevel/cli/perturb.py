@@ -1,4 +1,4 @@
-"""`spiritlevel perturb`: what rounding, pruning, noise or another checkpoint does to a model, foretold and found."""
+"""`spiritlevel perturb`: predict what rounding, pruning, noise or another checkpoint does to a model, then measure."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from spiritlevel.errors import InputError
 
 @dataclass(frozen=True, kw_only=True)
 class Perturb(RunOnData):
-    """Foretell what a change of the weights will do to the loss and to every prediction, then make it and look.
+    """Predict what a change of the weights will do to the loss and to every prediction, then make it and look.
 
     For example: spiritlevel perturb net.py:make --weights net.safetensors --change int4 --data test.npz --out int4/
 
-    The way to another checkpoint: spiritlevel perturb lenet5 --weights a.pt --change b.pt --data mnist
+    On the way to another checkpoint: spiritlevel perturb lenet5 --weights a.pt --change b.pt --data mnist
     """
 
     NAME = "perturb"
@@ -36,14 +36,14 @@ class Perturb(RunOnData):
     params: Annotated[str | None, optional("NAME,NAME,...")] = None
     """Change only these parameters: names, prefixes or globs."""
     foretell: Annotated[bool, optional()] = False
-    """Only foretell: at most half of the change is ever made."""
+    """Only predict: at most half of the change is ever made."""
     no_layers: Annotated[bool, optional()] = False
     """Leave out the layers, which cost three gradients each."""
     out: Annotated[Path | None, optional("DIR")] = None
     """Also write report.html and report.json to DIR."""
 
     def run(self) -> Outcome:
-        """Load, foretell, change, show."""
+        """Load, predict, change, show."""
         if self.out is not None:
             check_folder(self.out)
         from spiritlevel.answers.perturbing import perturb

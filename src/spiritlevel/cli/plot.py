@@ -38,8 +38,8 @@ class Plot(OnData):
     kind: Annotated[Positional[str], arg(metavar="FIGURE")]
     """landscape, spectrum, density, margins, traces, layers, audit or training."""
     source: Annotated[Positional[str], arg(metavar="MODEL|RUN")]
-    """A model, written as for `spiritlevel measure`; or a folder that measure wrote, a --json file, the file of a
-    tracker."""
+    """A model, written as for `spiritlevel measure`; or a folder that measure wrote, a --json file, or a tracker's
+    file."""
     data: Annotated[str, arg(metavar="DATA", help_behavior_hint="(for a model)")] = ""
     """The data of a model, written as for `spiritlevel measure`."""
     weights: Annotated[Path | None, optional("FILE")] = None
@@ -47,13 +47,13 @@ class Plot(OnData):
     beside: Annotated[str | None, optional("WEIGHTS|RUN")] = None
     """A second one on the same scale: other weights of the model, or another run."""
     out: Annotated[Path | None, optional("FILE")] = None
-    """The figure, .svg, .pdf or .png; without an ending all three; FIGURE.svg unless given."""
+    """The figure, .svg, .pdf or .png; without an ending all three; by default FIGURE.svg."""
     size: Annotated[str, arg(metavar="column|page")] = "column"
     """How wide: 85 mm or 178 mm."""
     title: Annotated[str, arg(metavar="TEXT", help_behavior_hint="")] = ""
     """A heading."""
     no_titles: Annotated[bool, optional()] = False
-    """Neither headings nor the notes below them: for a figure with a caption."""
+    """Leave out headings and the notes below them, for a figure with a caption of its own."""
     directions: Annotated[str, arg(metavar="eigenvectors|random")] = "eigenvectors"
     """Of a landscape: the Hessian's eigenvectors, or random directions with normalised filters."""
     to: Annotated[Path | None, optional("WEIGHTS")] = None
@@ -63,7 +63,7 @@ class Plot(OnData):
     dimensions: Annotated[int | None, optional("1|2")] = None
     """Of a landscape: a line or a plane."""
     points: Annotated[int | None, optional("N")] = None
-    """Of a landscape: points a direction, 41 or 21 unless given."""
+    """Of a landscape: points per direction, by default 41 or 21."""
     radius: Annotated[float | None, optional("X")] = None
     """Of a landscape: the largest step."""
     accuracy: Annotated[bool, optional()] = False
@@ -71,7 +71,7 @@ class Plot(OnData):
     band: Annotated[int | None, optional("N")] = None
     """Of a line: show how much the loss of batches of N samples scatters, not the error of the mean."""
     log: Annotated[bool, optional()] = False
-    """Of a line or a training: logarithmic axes."""
+    """Of a line or a training run: logarithmic axes."""
     batch: Annotated[int | None, optional("N")] = None
     """Of a spectrum: the largest eigenvalues of mini-batches of N samples."""
 
@@ -151,7 +151,7 @@ class Plot(OnData):
                 }
             except KeyboardInterrupt as error:
                 if keep.exists():
-                    told = f"interrupted; the points so far are in {keep}, and the same command goes on from there."
+                    told = f"interrupted; the points so far are in {keep}, and the same command continues from there."
                     raise KeyboardInterrupt(told) from error
                 raise
 
@@ -214,7 +214,7 @@ def _stem(weights: Path | None) -> str:
 
 
 def _checkpoints(given: str) -> list[Path]:
-    """The files in the order given; of a folder those that hold weights, by the numbers in their names."""
+    """The files in the order given; from a folder, those that hold weights, by the numbers in their names."""
     import re
 
     if Path(given).is_dir():

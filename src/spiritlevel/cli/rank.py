@@ -29,11 +29,11 @@ class Rank(OnData):
     NAME = "rank"
 
     checkpoints: Annotated[Positional[tuple[Path, ...]], arg(metavar="FILE ...", help_behavior_hint="(one at least)")]
-    """Files of weights, in the order of the training."""
+    """Files of weights, in training order."""
     model: Annotated[str, arg(metavar="MODEL")]
-    """The model that they belong to, written as for `spiritlevel measure`."""
+    """The model they belong to, written as for `spiritlevel measure`."""
     under: Annotated[str, arg(metavar="CHANGE,CHANGE,...")] = "int4"
-    """Changes of the weights to foretell and to make, as for `spiritlevel perturb`; none for none."""
+    """Changes of the weights to predict and to make, as for `spiritlevel perturb`; `none` to leave them out."""
     out: Annotated[Path | None, optional("DIR")] = None
     """Also write report.html and report.json to DIR."""
 

@@ -105,7 +105,7 @@ def read_result(path: Path) -> Result:
 
 
 def _compare_page(file: Path) -> None:
-    """Say so if the page beside the numbers was made from others: a kill between two renames can leave such a pair."""
+    """Warn if the page beside the numbers was made from others: a kill between two renames can leave such a pair."""
     import re
 
     from spiritlevel.storage import fingerprint
@@ -116,7 +116,8 @@ def _compare_page(file: Path) -> None:
         made_from = re.search(r'name="spiritlevel-numbers" content="([0-9a-f]{12})"', head)
         if made_from and made_from[1] != fingerprint(file.read_text(encoding="utf-8").strip()):
             say(
-                f"{file.with_suffix('.html')} does not fit the numbers beside it; `spiritlevel report` makes a new one."
+                f"{file.with_suffix('.html')} does not match the numbers beside it; "
+                "`spiritlevel report` makes a new one."
             )
 
 

@@ -42,9 +42,9 @@ class Reproduce(Seeded):
     seeds: Annotated[str | None, arg(metavar="S,S,...", help_behavior_hint="(default: those of the scale)")] = None
     """Run these seeds instead, each an independent job."""
     cluster: Annotated[str | None, parsing.optional("ray|ray://HOST:PORT")] = None
-    """Run the jobs on a Ray cluster: one on this machine for the time of the command, or a running one."""
+    """Run the jobs on a Ray cluster: one started on this machine for this command, or one already running."""
     out: Annotated[Path, arg(metavar="DIR")] = Path("results")
-    """Each run keeps its summary, tables and charts in a folder below DIR; a finished run is not run again."""
+    """Each run keeps its summary, tables and charts in a folder below DIR; a finished run is not repeated."""
 
     def run(self) -> Outcome:
         """Show the rules, run the jobs, show the verdicts."""
@@ -134,7 +134,7 @@ def show(rows: Sequence[Mapping[str, Any]], settings: Sequence[str], console: An
 
 
 def verdict(row: Mapping[str, Any]) -> str:
-    """The verdict in the words of its kind, with the seeds whose numbers agree with the paper."""
+    """The verdict in the words of its kind, with the number of seeds that agree with the paper."""
     if row["kind"] == "identity":
         return {"reproduced": "holds", "not reproduced": "does not hold"}.get(row["verdict"], row["verdict"])
     return row["verdict"] + (f", {row['agree']} of {row['seeds']} seeds" if row["seeds"] > 1 else "")
@@ -184,7 +184,7 @@ def _subcommand(study: Any) -> type:
 
 
 def _defaults(study: Any, field: dataclasses.Field[Any]) -> str:
-    """What a field is where it is not given, and at which scale it is something else."""
+    """The default of a field, and the scales at which it is different."""
     swept = study.sweep.get(field.name)
     usual = ",".join(map(str, swept)) if swept else _shown(field.default)
     others = [f"{scale} {_shown(values[field.name])}" for scale, values in study.scales.items() if field.name in values]
@@ -213,7 +213,7 @@ def _given(command: Reproduce) -> dict[str, Any]:
 
 
 def _values(option: str, text: str, kind: Any) -> list[Any]:
-    """The values between the commas of an option: several for a plain field, one tuple for a field that is a tuple.
+    """The comma-separated values of an option: several for a plain field, one tuple for a field that is a tuple.
 
     >>> _values("--width", "0.5,1", float), _values("--gammas", "0,1e-4", tuple[float, ...])
     ([0.5, 1.0], [(0.0, 0.0001)])
@@ -288,7 +288,7 @@ def parse(args: Sequence[str]) -> Command:
     place = next((place for place, word in enumerate(args) if word in studies), None)
     if place is None:
         if args and not args[0].startswith("-"):
-            find(args[0])  # says which names there are
+            find(args[0])  # its error lists the names
         rest = [word for word in args if word not in ("-h", "--help")]
         return parsing.parse(Listing, "spiritlevel reproduce", rest)
     kind, prog = _subcommand(studies[args[place]]), f"spiritlevel reproduce {args[place]}"

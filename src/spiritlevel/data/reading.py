@@ -1,4 +1,4 @@
-"""Files that are bounded in size and compared with their pins, in the user's folder or in the cache."""
+"""Files of bounded size that are compared with their pins, in the user's folder or in the cache."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def read_file(path: Path, file: PinnedFile) -> Blob:
 
 
 def members_of(content: bytes, files: Sequence[PinnedFile], place: str) -> list[Blob]:
-    """The named files (or their gzipped forms) out of a tar or a wheel, wherever in it they lie, bounded in size."""
+    """The named files (or their gzipped forms) from a tar or a wheel, wherever they lie in it, bounded in size."""
     wanted = {file.name: file for file in files} | {f"{file.name}.gz": file for file in files}
     found: dict[str, bytes] = {}
 

@@ -33,7 +33,7 @@ class Data:
     classes: tuple[str, ...]
     name: str
 
-    def __iter__(self) -> Iterator[Tensor]:  # asked for by what takes batches, as all measurements do
+    def __iter__(self) -> Iterator[Tensor]:  # called by whatever takes batches, as all measurements do
         raise InputError(f"{self.name} has two parts: measure on .train or on .test.")
 
     def __repr__(self) -> str:
@@ -103,10 +103,10 @@ def load(name: str) -> Data:
     - `fashion-mini`: the first 600 training and the first 100 test images of every class of Fashion-MNIST, in the
       original order. Built in, the default of the command line.
     - `mnist`, `fashion-mnist`, `cifar10`, `cifar100` (fine labels): complete, with their original split and order. One
-      exception: the WebP sheets of CIFAR-100 that a data folder may hold have an order of their own, so equal indices
-      mean other images there than in a download.
+      exception: the WebP sheets of CIFAR-100 that a data folder may hold have an order of their own, so an index
+      means a different image there than in a download.
 
-    Where a set is looked for, and what is checked, is told at the top of `spiritlevel.data`.
+    Where a set is looked for, and what is checked, is explained at the top of `spiritlevel.data`.
 
     Args:
         name: one of `names()`.
@@ -116,7 +116,7 @@ def load(name: str) -> Data:
         614 MB for CIFAR's), plus the file while reading. The first call may download up to 170 MB.
 
     Raises:
-        InputError: the name is unknown; a file is damaged; or the set is nowhere to be had, with what was tried.
+        InputError: the name is unknown; a file is damaged; or the set cannot be found anywhere, with what was tried.
 
     >>> digits = load("digits")
     >>> digits

@@ -1,4 +1,4 @@
-"""Which files each set consists of, with their sizes and SHA-256, and where they can be had."""
+"""Which files each set consists of, with their sizes and SHA-256, and where to get them."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Carrier(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """A set: what it holds, and where it can be had."""
+    """A set: what it holds, and where to get it."""
 
     train: int
     test: int

@@ -82,7 +82,7 @@ def spectrum(
     The runs are those of `spectral_density`. Their first products give vᵀHv, its parts v_l·(Hv)_l for every parameter
     tensor l (if the operator can `split`) and ‖Hv‖², all unbiased: the trace, the traces of the layers and Tr H²,
     with errors from the spread over the probes. The first run goes on until the `k` values at both ends have
-    converged as in `eigenvalues`, within `max_matvecs` further products (500 + 100k unless given), and up to 128 more
+    converged as in `eigenvalues`, within `max_matvecs` further products (by default 500 + 100k), and up to 128 more
     from a random start tell how far beyond them another eigenvalue may lie (`Eigenpairs.reach`).
 
     Cost: probes · steps products and the few that the ends still need. Sizes up to min(probes · steps, 2048) go dense

@@ -64,10 +64,10 @@ def eigenvalues(
         k: how many.
         which: "largest", "smallest" (both with sign) or "magnitude"; the values come from that end inwards.
         tol: the relative residual to reach.
-        max_matvecs: where to stop unconverged; 500 + 50k unless given.
+        max_matvecs: where to stop unconverged; by default 500 + 50k.
         vectors: whether to return the eigenvectors, as columns (P, k) in the operator's dtype.
         seed: of the start vectors.
-        basis: how many vectors to hold in memory; max(2k + 20, k + 40) unless given.
+        basis: how many vectors to hold in memory; by default max(2k + 20, k + 40).
         start: a vector (P,) near the one eigenvector that is wanted, such as that of the last look at a network that
             trains. A few products then reach the residual, and nothing is excluded: `reach` is infinite, and of the
             largest eigenvalue `outermost()` is a lower bound.
@@ -134,7 +134,7 @@ def outermost(
         op: the symmetric matrix.
         which: "largest", "smallest" (both with sign) or "magnitude".
         tol: the relative tolerance to reach.
-        max_matvecs: where to stop; 550 unless given.
+        max_matvecs: where to stop; by default 550.
         seed: of the start vectors.
 
     >>> values = torch.linspace(0, 1e-3, 500, dtype=torch.float64)

@@ -67,7 +67,7 @@ def _check_takes_two(spec: str, loss: Callable[..., Any]) -> None:
         inspect.signature(loss).bind(0, 0)
     except TypeError as error:
         raise InputError(
-            f"the loss {spec} must take (outputs, targets) and return one number a sample, and it takes "
+            f"the loss {spec} must take (outputs, targets) and return one number per sample, and it takes "
             f"{inspect.signature(loss)}."
         ) from error
     except ValueError:  # a built-in function that does not tell what it takes

@@ -32,7 +32,7 @@ def saved_dataset(folder: Path, split: str, target: str | None, model: nn.Module
     Args:
         folder: where it was saved.
         split: which part of it, where it has parts.
-        target: the column that is to be predicted; "labels" or "label" unless given.
+        target: the column that is to be predicted; by default "labels" or "label".
         model: the model that will be called with the columns.
     """
     table = _part(folder, split)

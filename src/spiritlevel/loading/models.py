@@ -61,8 +61,8 @@ def read_model(
             transformers saved; `timm:NAME`, a network of timm, options likewise (`timm:resnet18:num_classes=10`); or
             the `.pt2` file of a program that `torch.export.save` wrote.
         weights: a `.safetensors` file, a `.pt` file that holds nothing but tensors, or a `.ckpt` file of Lightning.
-        device: as torch names it; where the module is unless given.
-        dtype: "float32" or "float64"; as the module is unless given.
+        device: as torch names it; by default where the module is.
+        dtype: "float32" or "float64"; by default that of the module.
         seed: of the weights that the model starts with, so that two runs without `weights` measure the same network.
             The global random states are left as they were.
     """

@@ -126,7 +126,7 @@ def _picture(path: Any, file: Path | bytes, grey: bool) -> _Image:
                 )
         elif image.mode == "I":
             raise InputError(
-                f"the image {path} has 32 bits a pixel, and nobody says which number is white; save it with 8 or 16 "
+                f"the image {path} has 32 bits per pixel, and nobody says which number is white; save it with 8 or 16 "
                 "bits, or arrays of floats as .npz."
             )
         else:

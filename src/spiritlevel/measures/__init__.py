@@ -2,10 +2,10 @@
 
 A measure is a function (model, data, *, loss, batch_norm, seed) → `Estimate`. `MEASURES` holds them by name; `Setting`
 holds what several measures of one model share (Hessian operator, traces, margins), so that a set of measures costs
-little more than its dearest. A *declared invariance* is the name of a transform that leaves the value as it is, for
-every network that the transform accepts: `TRANSFORMS` says which. What an optimiser found is a lower bound and is
-marked so. L is the mean loss, θ the P trainable parameters, H = ∇²L without any L2 term. Where a measure is not defined
-for a network, `InputError` says why.
+little more than the most expensive of them. A *declared invariance* is the name of a transform that leaves the value
+unchanged for every network that it accepts: `TRANSFORMS` says which. What an optimiser found is a lower bound and is
+marked as one. L is the mean loss, θ the P trainable parameters, H = ∇²L without any L2 term. Where a measure is not
+defined for a network, `InputError` says why.
 """
 
 from importlib import import_module

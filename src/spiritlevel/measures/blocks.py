@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 Item = TypeVar("Item")
 
-_OUTPUTS = 2**22  # of all classes, and of as many samples as are taken at once
+_OUTPUTS = 2**22  # for all classes and all samples taken at once
 _SAVED = 2**23  # bytes that a forward pass saves for its derivative
 _GRADIENTS = 2**25  # numbers that per-sample gradients hold at once
 
@@ -71,7 +71,7 @@ def gauss_newton_blocks(setting: Setting, weights: Sequence[str]) -> dict[str, B
             with recorded(modules) as ran:
                 outputs = problem.outputs(params, inputs)
             if len(ran) != len(modules):
-                raise InputError("the layers of this network do not run equally often for all samples.")
+                raise InputError("the layers of this network run more often for some samples than for others.")
             for (scale, vector), more in _with_more(problem.loss.factors(outputs.detach(), targets)):
                 vector = vector.reshape(outputs.shape).to(outputs)
                 slopes: Sequence[Tensor] = ()
@@ -91,7 +91,7 @@ def gauss_newton_blocks(setting: Setting, weights: Sequence[str]) -> dict[str, B
 
 
 def _with_more(items: Iterator[Item]) -> Iterator[tuple[Item, bool]]:
-    """Each with whether there is another one after it, and never two of them at once but one."""
+    """Each item, with whether another follows; only one is held at a time."""
     item = next(items, None)
     while item is not None:
         following = next(items, None)
@@ -130,7 +130,7 @@ def _add_gradients(
 
 
 def _sample_by_sample(problem: Problem, chosen: Params, inputs: Any, vectors: Tensor) -> Iterator[tuple[slice, Params]]:
-    """The gradients of vᵀφ by the chosen parameters, every use of them included, for some samples after the other."""
+    """The gradients of vᵀφ by the chosen parameters, every use of them included, for a few samples at a time."""
     if not chosen:
         return
     leaves = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]

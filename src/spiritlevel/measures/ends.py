@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from spiritlevel.measures.setting import Setting
 
 PROBES = 32
-_EXACT = 64  # up to so many parameters as many probes, which makes estimates exact
+_EXACT = 64  # up to this many parameters there are as many probes, which makes estimates exact
 
 
 def probe_count(size: int) -> int:
-    """How many random probes an estimate takes of a matrix of this size."""
+    """How many random probes an estimate takes for a matrix of this size."""
     return size if 2 <= size <= _EXACT else PROBES
 
 
@@ -41,7 +41,7 @@ class Ends:
 
     @functools.cached_property
     def dominant(self) -> Estimate:
-        """The eigenvalue of largest magnitude: by its sign it is also the largest or the smallest."""
+        """The eigenvalue of largest magnitude: depending on its sign, it is also the largest or the smallest."""
         return outermost(self.op, "magnitude", seed=self.seed)
 
     @functools.cached_property

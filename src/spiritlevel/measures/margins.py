@@ -13,7 +13,7 @@ from torch import Tensor
 from spiritlevel.binding.losses import aceht
 from spiritlevel.errors import InputError
 from spiritlevel.measures.registry import BY_TENSOR, SAME, SCALED, Compute, register
-from spiritlevel.measures.sampling import anew, mean_of, not_known, quantile_of
+from spiritlevel.measures.sampling import mean_of, not_known, quantile_of, recomputed
 from spiritlevel.measures.setting import Setting
 from spiritlevel.results import Estimate
 from spiritlevel.samples.margins import margin_bound, printed_margin_bound
@@ -22,7 +22,7 @@ from spiritlevel.transforms import Transformed
 
 
 def _times_scale(compute: Compute) -> Callable[[Setting, Transformed], float | None]:
-    """A quantity of the outputs that is proportional to them."""
+    """A quantity that is proportional to the outputs."""
     return lambda setting, transformed: compute(setting).value * transformed.certificate.scale
 
 
@@ -94,7 +94,7 @@ def quantile(share: float) -> Callable[[Tensor], float]:
             found = float(np.quantile(values.double().cpu().numpy(), share))
         if math.isnan(found):
             raise InputError(
-                f"the {share:.0%} quantile lies among infinite distances: no boundary is in sight of these samples, as "
+                f"the {share:.0%} quantile lies among infinite distances: no boundary is in reach of these samples, as "
                 "the outputs do not change with what the distance is measured in."
             )
         return found
@@ -127,7 +127,7 @@ _register_margin(
     "smallest output margin",
     "min Δ",
     lambda v: float(v.min()),
-    sampling=not_known("a sample that was not measured may have a smaller margin, by any amount"),
+    sampling=not_known("a sample that was not measured may have a margin smaller by any amount"),
 )
 for _share in (0.1, 0.25, 0.5, 0.75, 0.9):
     _register_margin(
@@ -209,7 +209,7 @@ for _name, _meaning, _formula, _lower, _upper in (
         worth="exact",
         cost="backward",
         passes=3,
-        sampling=anew(),
+        sampling=recomputed(),
         direction="wider",
         invariant_to=BY_TENSOR | SCALED | {"fold_batchnorm", "shift_logits", "shift_attention_biases"},
     )(functools.partial(_hidden, lower=_lower, upper=_upper))

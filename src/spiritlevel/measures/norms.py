@@ -55,7 +55,7 @@ def _weight_norm(setting: Setting) -> Estimate:
 
 @register(
     "path_norm",
-    "root of the summed squares of the weights' products along all paths, biases start paths too",
+    "root of the sum of squared products of the weights along all paths; biases start paths too",
     "√Σ_paths Π w²",
     "Neyshabur, Bhojanapalli, McAllester & Srebro 2017, arXiv:1706.08947",
     family="norm",
@@ -75,14 +75,14 @@ def _path_norm(setting: Setting) -> Estimate:
     if not (isinstance(inputs, Tensor) and inputs.is_floating_point()):
         raise InputError("path_norm needs inputs that are one tensor of floats.")
     paths = Paths(inputs)
-    # what is written in place becomes an operation of its own; layer norm keeps its name
+    # in-place writes become operations of their own; layer norm keeps its name
     forward = functionalize(lambda inputs: problem.outputs(problem.params, inputs))
     try:
         with problem.active(), torch.no_grad(), torch._C.DisableTorchFunction(), paths:
             outputs = forward(inputs)
     except RuntimeError as error:
         first = first_line(error)
-        raise InputError(f"path_norm follows the operations of the network, which fails: {first}.") from error
+        raise InputError(f"path_norm could not follow the operations of the network: {first}.") from error
     if not paths.knows(outputs):
         raise InputError("path_norm: no path leads from the inputs to the outputs.")
     return Estimate(math.sqrt(float(paths.squares(outputs).sum())), seed=setting.seed)

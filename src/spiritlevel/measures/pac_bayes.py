@@ -1,4 +1,4 @@
-"""How much noise on the parameters the error bears."""
+"""How much noise on the parameters the error tolerates."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from spiritlevel.results import Estimate
 
 _ALLOWED = 0.1  # rise of the error
 _PAC_DRAWS = 10
-_PAC_WIDTH = 0.0099  # of the bracket that is left of log σ
+_PAC_WIDTH = 0.0099  # of the final bracket of log σ
 
 
 def _pac_bayes(setting: Setting, deviation: Callable[[float], Tensor | float], purpose: int) -> Estimate:
-    """1/σ² on fixed draws, by doubling or halving σ until the rise is crossed and then enclosing the crossing to 1 %.
+    """1/σ² on fixed draws: σ is doubled or halved until it crosses the allowed rise, and the crossing enclosed to 1 %.
 
     The error follows by the delta method, from the spread of the draws and the slope of the rise in log σ over the
     first bracket. `deviation` maps σ to the standard deviation of every parameter.
@@ -38,7 +38,7 @@ def _pac_bayes(setting: Setting, deviation: Callable[[float], Tensor | float], p
         return setting.wrong_at_each(_PAC_DRAWS, points) - base
 
     def excess(log_sigma: float) -> float:
-        """How far the mean rise is above what is allowed; never 0, so that the search ends at both of its sides."""
+        """How far the mean rise is above what is allowed; never 0, so that the search ends on both sides of it."""
         sigma = math.exp(log_sigma)
         seen[log_sigma] = rises(sigma).mean(1)
         return float(seen[log_sigma].mean()) - _ALLOWED - 1e-9
@@ -69,7 +69,7 @@ def _pac_bayes(setting: Setting, deviation: Callable[[float], Tensor | float], p
         _PAC_DRAWS - 1,
         len(seen) * _PAC_DRAWS,
         setting.seed,
-        tolerance=2 * _PAC_WIDTH * value,  # the crossing lies within the bracket that is left
+        tolerance=2 * _PAC_WIDTH * value,  # the crossing lies within the final bracket
         status="estimated",
     )
 

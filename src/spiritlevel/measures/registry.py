@@ -24,13 +24,13 @@ from spiritlevel.transforms import Transformed
 TRANSFORMS: dict[str, str] = {
     "rescale_layers": "one factor for each layer, with product 1 along every path; the function stays",
     "rescale_channels": "one factor for each channel, undone in the next layer; the function stays",
-    "scale_before_batchnorm": "a factor that the batch norm behind undoes; the function stays",
+    "scale_before_batchnorm": "a factor that the following batch norm undoes; the function stays",
     "fold_batchnorm": "batch norm folded into the layer in front of it; the function stays in eval mode",
     "shift_logits": "the same linear function of the last hidden layer added to all logits; the probabilities stay",
     "mix_heads": "an invertible matrix in each attention head, Q against K and V against O; the function stays",
-    "shift_attention_biases": "key biases that no softmax sees, value biases undone behind; the function stays",
-    "shift_norm_gain": "gain and bias of norms, channel by channel, undone in the layers behind; the function stays",
-    "scale_gate": "a factor for each unit of a gated layer's linear half, undone behind it; the function stays",
+    "shift_attention_biases": "key biases that no softmax sees, value biases undone further on; the function stays",
+    "shift_norm_gain": "gain and bias of norms, channel by channel, undone in the next layers; the function stays",
+    "scale_gate": "a factor for each unit of a gated layer's linear half, undone in the next layer; the function stays",
     "mix_linear": "an invertible matrix between two linear maps with nothing between them; the function stays",
     "rotate_stream": "RMS-norm gains folded, and the residual stream rotated; the function stays",
     "split_units": "hidden units become two that share their outgoing weights: more parameters; the function stays",
@@ -53,19 +53,19 @@ Predict = Callable[[Setting, Transformed], float | None]
 
 @dataclass(frozen=True)
 class Measure:
-    """A number that is said to tell flatness or width, and what is known about it.
+    """A number that is said to measure flatness or width, and what is known about it.
 
     `family` is the kind of number: "curvature", "margin" or "norm"; `direction` says what a larger value means:
     "sharper", "flatter", "wider" (margins) or "larger" (norms). `worth` says what the value is worth, see `WORTH`.
-    `cost` is the dearest thing it does: "forward", "backward", "matvecs" or "optimiser"; `passes` what it takes by
-    itself, roughly, in forward passes over the data: a number, or a function of the setting. `sampling` says how the
+    `cost` is the most expensive thing it does: "forward", "backward", "matvecs" or "optimiser"; `passes` what it takes
+    by itself, roughly, in forward passes over the data: a number, or a function of the setting. `sampling` says how the
     error of a random subset of the data is found, and with it whether the measure is a mean over samples and whether it
     needs data at all. `of_margins`: it is a statistic of the output margins, free once these are known. `invariant_to`
-    are the names of the transforms that leave it as it is; `predict` gives the value after a transform where theory
-    knows it. `keeps_sign` tells that no linear reparametrisation θ → Tθ can change its sign (Sylvester's law of inertia
+    are the names of the transforms that leave it unchanged; `predict` gives the value after a transform where theory
+    knows it. `keeps_sign` says that no linear reparametrisation θ → Tθ can change its sign (Sylvester's law of inertia
     for T⁻ᵀHT⁻¹). `guide` is what the audit's search climbs to move it, see `GUIDES`. `advice` is what a comparison may
-    say for the model that is surely better by this measure; without it the measure has no voice in the advice.
-    `in_shards` tells that it can be taken of a model that is sharded over processes. `also_called` are the names that
+    say for the model that is surely better by this measure; without it the measure has no say in the advice.
+    `in_shards` says that it can be taken of a model that is sharded over processes. `also_called` are the names that
     others use.
 
     >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2))
@@ -120,8 +120,8 @@ class Measure:
         """The measure, or NaN with the reason why there is none.
 
         A computation that breaks down (a division by zero, an operation that PyTorch refuses, no memory left) makes
-        this one number undefined, under the name of its error, and leaves the others of a report. Errors of other
-        kinds are mistakes in the program and pass, as does a failure of one among several ranks.
+        this one number undefined, under the name of its error, and spares the others in a report. Errors of other
+        kinds are mistakes in the program and propagate, as does a failure of one rank among several.
         """
         return setting.once(("measure", self.name), lambda: self._attempted(setting))
 
@@ -143,9 +143,9 @@ class Measure:
         return found
 
     def subset_error(self, setting: Setting, value: float, population: int) -> SubsetError:
-        """The error of `value`, which this setting gave, if its samples are a random subset of so many; see `Sampling`.
+        """The error of `value`, measured in this setting on a random subset of `population` samples; see `Sampling`.
 
-        What cannot be found is not known, and says why.
+        What cannot be found is unknown, and says why.
         """
         if setting.coupling:
             return unknown(setting.why_coupled)
@@ -158,7 +158,7 @@ class Measure:
             return unknown(f"failed with {type(error).__name__}: {first}")
 
     def parts(self, setting: Setting, population: int) -> Parts | None:
-        """What every sample has to do with the value that this setting gave; None where that is not known."""
+        """How every sample bears on the value that this setting gave; None where that is not known."""
         if setting.coupling:
             return None
         try:
@@ -169,7 +169,7 @@ class Measure:
     def forward_passes(self, setting: Setting) -> float:
         """What the measure takes by itself, roughly, in forward passes over the data; a backward pass counts as two.
 
-        Where it is not defined it takes nothing: the first look at the network says so.
+        Where it is not defined it takes nothing: a first look at the network shows that.
         """
         try:
             return float(self.passes(setting) if callable(self.passes) else self.passes)
@@ -177,7 +177,7 @@ class Measure:
             return 0.0
 
     def subset_passes(self, setting: Setting) -> float:
-        """What finding the error of a random subset takes beside the measure, likewise."""
+        """What finding the error of a random subset takes on top of the measure, likewise."""
         try:
             return self.sampling.forward_passes(self, setting) if setting.batch_norm != "batch" else 0.0
         except (ArithmeticError, RuntimeError, ValueError):
@@ -185,12 +185,12 @@ class Measure:
 
     @property
     def needs_data(self) -> bool:
-        """Whether the samples enter, and not their shape alone."""
+        """Whether the samples matter, and not just their shape."""
         return self.sampling.how != "no data"
 
     @property
     def mean_over_samples(self) -> bool:
-        """Whether the value is the mean of one number a sample."""
+        """Whether the value is the mean of one number per sample."""
         return self.sampling.how == "mean"
 
     @property
@@ -216,8 +216,8 @@ WORTH: dict[str, tuple[str, ...]] = {
 """What a measure's value is worth, in words, and the status that an `Estimate` of it can have."""
 
 GUIDES = ("length", "curvature", "curvature in sizes", "curvature in norms")
-"""What stands for a measure in a search: the length of all parameters, or the curvature along random signs, with every
-parameter as it is, in units of its own size, or in units of the norm of its tensor."""
+"""What stands in for a measure in a search: the length of all parameters, or the curvature along random signs, with
+every parameter as it is, in units of its own size, or in units of the norm of its tensor."""
 
 MEASURES: dict[str, Measure] = {}
 """All measures by name."""
@@ -240,7 +240,7 @@ DEFAULT = (
     "input_distance",
     "spectral_margin_mean",
 )
-"""The measures that are taken unless others are named: cheap, and one or two of every kind."""
+"""The measures that are taken by default: cheap, and one or two of every kind."""
 
 LEADING = {
     "curvature": ("trace", "largest_eigenvalue", "frobenius_norm"),
@@ -298,8 +298,8 @@ def evaluate(
 ) -> list[dict[str, Any]]:
     """Several measures of one model as plain rows, for tables of many models; what they share is computed once.
 
-    A row has name, value, stderr, tolerance, seconds (of what no earlier row had computed), direction, kind (the status
-    of the number, see `Estimate`) and reason. The model is left as it was.
+    A row has name, value, stderr, tolerance, seconds (not counting what an earlier row had computed), direction, kind
+    (the status of the number, see `Estimate`) and reason. The model is left as it was.
 
     >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2))
     >>> rows = evaluate(net, (torch.ones(4, 2), torch.tensor([0, 1, 0, 1])), measures=["trace", "ball_sharpness"])

@@ -89,7 +89,7 @@ def _relative_flatness(setting: Setting) -> Estimate:
 
 @register(
     "relative_flatness_sum",
-    "relative flatness of all trainable linear layers and convolutions, added up",
+    "sum of the relative flatness of all trainable linear layers and convolutions",
     "Σ_l Σ_{s,s'} ⟨w_s, w_s'⟩ Tr H_{s,s'}",
     "Petzka, Kamp, Adilova, Sminchisescu & Boley 2021, arXiv:2001.00939",
     family="curvature",
@@ -105,7 +105,7 @@ def _relative_flatness_sum(setting: Setting) -> Estimate:
 
 
 def _flatness_values(setting: Setting, weights: list[str]) -> Tensor:
-    """What every sample adds: exactly, or along some of the probes."""
+    """What every sample contributes: exactly, or along some of the probes."""
     key = " ".join(weights)
     return setting.kept[key] if key in setting.kept else setting.forms(*setting.along[key]).mean(1)
 
@@ -117,7 +117,7 @@ def _in_closed_form(setting: Setting, weights: list[str]) -> bool:
 
 
 def _flatness_passes(setting: Setting, weights: list[str], each: float) -> float:
-    """So many passes for each output in closed form, else one product of the Hessian for each probe."""
+    """This many passes for each output in closed form, else one Hessian product for each probe."""
     return each * setting.classes if _in_closed_form(setting, weights) else 5.0 * PROBES
 
 
@@ -167,8 +167,8 @@ def _relative_flatness_of(setting: Setting, weights: list[str]) -> Estimate:
 def _normalised_sharpness(setting: Setting) -> Estimate:
     """Over the weights of linear layers and convolutions; no further constant factor.
 
-    Rows are output channels and columns input channels, in a grouped convolution those of each group by themselves: an
-    index within a group is another channel in the next, which a rescaling of the network scales by itself. h is the
+    Rows are output channels and columns input channels, in a grouped convolution those of each group by themselves: the
+    same index in the next group is another channel, which a rescaling of the network scales separately. h is the
     diagonal of H itself for ReLU networks (mathematics 4.2), and unlike it never negative elsewhere.
     """
     total, left, open_ones = 0.0, 0.0, []
@@ -188,8 +188,9 @@ def _normalised_sharpness(setting: Setting) -> Estimate:
 def _balanced(h: Tensor, w: Tensor, steps: int = 2000, tol: float = 1e-9) -> tuple[float, float, bool]:
     """Minimum over a, b > 0 of Σ_ij h_ij a_i b_j + w_ij/(a_i b_j), convex in the logarithms: alternating forms.
 
-    Steps gain less and less, in the end by a constant factor: what is left to gain is the rest of that series, the
-    second number. The third says whether a step gained as little as `tol`. On the CPU: the steps are many and short.
+    Each step gains less than the one before, in the end by a constant factor: what is left to gain is the rest of that
+    series, the second number. The third says whether a step gained as little as `tol`. On the CPU: the steps are many
+    and short.
     """
     h, w = h.cpu(), w.cpu()
     for _ in range(3):  # a row without h or without w can be scaled away

@@ -1,6 +1,6 @@
 """How the error of a measure is found if only a random subset of the data was measured.
 
-What every sample adds to a measure: mathematics 10.3.
+What every sample contributes to a measure: mathematics 10.3.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ if TYPE_CHECKING:
     from spiritlevel.measures.registry import Compute, Measure
     from spiritlevel.measures.setting import Setting
 
-MORE = 100  # samples that the error of a subset needs where a few of them may hold most of the value
+MORE = 100  # samples that the error of a subset needs where a few of them may make up most of the value
 SHARED = 8  # probes that all samples share where only the error of a subset is wanted
 
 
 class Parts(NamedTuple):
-    """What every sample has to do with a number: it moves with the mean of `values`, (N,), or is a quantile of them.
+    """How every sample bears on a number: it moves with the mean of `values`, (N,), or is a quantile of them.
 
-    That is the one at `share`, which is NaN for a mean. `bias` is how far the number is too large on average.
+    The quantile is that at `share`, which is NaN for a mean. `bias` is how much too large the number is on average.
     """
 
     values: Tensor
@@ -50,13 +50,13 @@ class Parts(NamedTuple):
 class Sampling:
     """How the error of a measure is found if only a random subset of the data was measured.
 
-    `how`: "no data" (the samples do not enter), "mean" (the measure is the mean of `values`, one a sample), "influence"
-    (`values` gives what every sample adds, to first order), "order" (the quantile at `share` of `values`), "jackknife"
-    (computed anew without each of ten groups: nine times the cost of the measure; `limits` if it has a cheaper way),
-    "bracket" (`limits` finds them) or "unknown", and `reason` says why. `bias` is how far the measure is too large on
+    `how`: "no data" (the samples do not matter), "mean" (of `values`, one per sample), "influence" (`values` gives
+    what every sample contributes, to first order), "order" (the quantile at `share` of `values`), "jackknife"
+    (recomputed without each of ten groups: nine times the cost of the measure; `limits` if there is a cheaper way),
+    "bracket" (`limits` finds them) or "unknown", and `reason` says why. `bias` is how much too large the measure is on
     average. Finding the error takes about `passes` forward passes over the data and `repeats` times the measure itself.
     `least` is how many samples an interval needs to hold, which is more where a few of them decide the value. What
-    `grows` with the number of samples, as its root, can be compared on equal samples, but speaks of no others.
+    `grows` with the root of the number of samples can be compared on equal samples, but says nothing about others.
     """
 
     how: str
@@ -71,7 +71,7 @@ class Sampling:
     grows: bool = False
 
     def parts(self, setting: Setting, population: int) -> Parts | None:
-        """What every sample has to do with a value that the measure has given; None where it is not taken apart so."""
+        """How every sample bears on a value that the measure has given; None where it is not split up that way."""
         if self.values is None:
             return None
         values = self.values(setting).double().cpu()
@@ -80,7 +80,7 @@ class Sampling:
         return Parts(values, self.share, self.bias(setting, population))
 
     def error(self, measure: Measure, setting: Setting, value: float, population: int) -> SubsetError:
-        """By the way that is declared; of a value that the measure has given on this setting."""
+        """By the declared method, for a value that the measure has given in this setting."""
         if self.how == "no data":
             return SubsetError(0.0, value, value)
         if self.how == "unknown":
@@ -118,33 +118,33 @@ class Sampling:
 
 NO_DATA = Sampling("no data")
 PRODUCT = 4.0
-"""Forward passes that a product of the Hessian takes."""
+"""Forward passes that a Hessian product takes."""
 
 
 def mean_of(
     values: Callable[[Setting], Tensor], passes: float | Callable[[Setting], float] = 0.0, least: int = FEWEST
 ) -> Sampling:
-    """Of a mean over samples: that of these values, which take so many forward passes."""
+    """For a mean over samples: that of these values, which take this many forward passes."""
     return Sampling("mean", values, passes=passes, least=least)
 
 
 def unless_exact(passes: float) -> Callable[[Setting], float]:
-    """So many passes where the traces of the samples are estimated; none where they are exact."""
+    """This many passes where the traces of the samples are estimated; none where they are exact."""
     return lambda setting: 0.0 if setting.structure.exact and setting.problem.loss.closed_form else passes
 
 
 def kept(name: str) -> Callable[[Setting], Tensor]:
-    """What a measure itself has kept of every sample under this name."""
+    """What a measure has itself kept for every sample under this name."""
     return lambda setting: setting.kept[name]
 
 
 def quantile_of(values: Callable[[Setting], Tensor], share: float) -> Sampling:
-    """Of a quantile of these values."""
+    """For a quantile of these values."""
     return Sampling("order", values, share)
 
 
-def anew() -> Sampling:
-    """By computing the measure anew without each of ten groups: nine times the measure."""
+def recomputed() -> Sampling:
+    """By recomputing the measure without each of ten groups: nine times the measure."""
     return Sampling("jackknife", repeats=GROUPS - 1.0)
 
 
@@ -166,7 +166,7 @@ def _rest(setting: Setting, population: int) -> float:
 
 
 def end_sampling(get: Callable[[Setting], Ends], which: str, in_norms: bool = False) -> Sampling:
-    """Of an end λ with eigenvector v: ψₙ = vᵀHₙv, one forward-mode pass for all samples.
+    """For an end λ with eigenvector v: ψₙ = vᵀHₙv, one forward-mode pass for all samples.
 
     The eigenvector fits the noise of the subset, so λ is too large by about Σ_j Var(v_jᵀHₙv)/(N(λ−λ_j)) over the other
     eigenvectors; the variance follows from the products with ten groups of the samples, and λ_j is taken as 0.
@@ -184,7 +184,7 @@ def end_sampling(get: Callable[[Setting], Ends], which: str, in_norms: bool = Fa
         vector, unit = vectors(setting)
         end = get(setting).norm if which == "magnitude" else get(setting).largest
         if not end.value > 0:
-            raise InputError("an end of the spectrum that is not positive has no known bias.")
+            raise InputError("the bias of an end of the spectrum that is not positive is unknown.")
         noise = 0.0
         for product in setting.group_products(unit * vector):
             moved = (unit * product).double()
@@ -224,7 +224,7 @@ def _squared_norm_bias(setting: Setting, population: int) -> float:
 
 
 def norm_sampling(factor: Callable[[Setting], float]) -> Sampling:
-    """Of a function of ‖H‖_F² with this slope."""
+    """For a function of ‖H‖_F² with this slope."""
     return Sampling(
         "influence",
         lambda setting: 2 * factor(setting) * _squared_norm_values(setting),
@@ -234,11 +234,11 @@ def norm_sampling(factor: Callable[[Setting], float]) -> Sampling:
 
 
 def bracket(name: str, compute: Compute, percent: bool = False) -> Sampling:
-    """Of a maximum of the rise of the loss over displacements δ; `percent`: 100 rise/(1+L).
+    """For a maximum of the rise of the loss over displacements δ; `percent`: 100 rise/(1+L).
 
     At the maximiser δ* the influence is the rise of every sample (envelope theorem), which gives the upper limit. But
     δ* fits the noise of the subset: the maximum is too large on average. A δ found on one half of the samples is not
-    fitted to the other half, where its mean rise is therefore at most the maximum over all data, on average: this gives
+    fitted to the other half, so there its mean rise is on average at most the maximum over all data: this gives
     the lower limit. Both hold, so the interval is conservative.
     """
 

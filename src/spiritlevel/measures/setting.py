@@ -51,23 +51,23 @@ class Setting(Context):
     17
     """
 
-    writes = False  # whether so many products are expected that a small matrix is better written down
+    writes = False  # whether enough products are expected to make writing a small matrix down worthwhile
 
     def __init__(self, *args: Any, probes: int | None = None, **options: Any) -> None:
-        """As a context; `probes` are those of traces that must be estimated, the usual numbers unless given."""
+        """As a context; `probes` is how many a trace that must be estimated takes, by default the usual number."""
         super().__init__(*args, **options)
         self.probes = probes
 
     def _forget(self) -> None:
         super()._forget()
         self._after: tuple[Transformed, Ends] | None = None
-        self.kept: dict[str, Tensor] = {}  # what measures learned of every sample on their way, by their names
+        self.kept: dict[str, Tensor] = {}  # what measures learned about every sample along the way, by name
         self.draws: dict[str, Tensor] = {}  # random draws whose mean a measure is, by its name
         self.along: dict[str, list[Tensor]] = {}  # probes that they used
 
     @property
     def model(self) -> nn.Module:
-        """The model, as long as it is the one that `problem` copied: one setting never mixes two states of a model."""
+        """The model, while it is still the one that `problem` copied: a setting never mixes two states of a model."""
         if self.problem.sharded:
             raise InputError("this needs the whole model, and it is sharded over processes.")
         model, copied = self.problem.model, {**self.problem.params, **self.problem.constants}
@@ -87,11 +87,11 @@ class Setting(Context):
         return self.batches if self.whole else self.batches.cut(self.batch_size or self.fair(self.fitting(_BATCH)))
 
     def each(self, batches: Batches | None = None) -> Iterator[tuple[Any, Tensor]]:
-        """The pieces on the model's device, but for empty ones."""
+        """The pieces on the model's device, except empty ones."""
         return super().each(self.pieces if batches is None else batches)
 
     def mine(self, batches: Batches | None = None) -> Iterator[tuple[int, Any, Tensor]]:
-        """Those of the pieces that are for this rank, each with the number of its first sample."""
+        """The pieces for this rank, each with the number of its first sample."""
         return super().mine(self.pieces if batches is None else batches)
 
     def check(self) -> None:
@@ -131,7 +131,8 @@ class Setting(Context):
     ) -> Tensor:
         """`function` of every sample at each of `count` points, (count, N).
 
-        Some points with one batch are one piece of work, and every rank takes a run of these: few make the same points.
+        Some points with one batch are one piece of work, and every rank takes a run of pieces: few ranks make the same
+        points.
         """
         if self.problem.sharded:  # one point after the other: each is spread over all ranks
             each = (self.split(points(range(index, index + 1))[0]) for index in range(count))
@@ -170,7 +171,7 @@ class Setting(Context):
 
     @functools.cached_property
     def at_once(self) -> int:
-        """How many perturbed networks to run at once: of each there is a loss of every sample."""
+        """How many perturbed networks to run at once: each has a loss for every sample."""
         if self.problem.sharded:
             return 1
         fitting = points_at_once(self.problem, activation_bytes(self)[1] * min(self.count, _BATCH))
@@ -197,7 +198,7 @@ class Setting(Context):
         return float(total) / self.count, gradient / self.count
 
     def wrong_at(self, theta: Tensor) -> Tensor:
-        """1 for every sample that is misclassified at other parameters, else 0; of many decisions the share."""
+        """1 for every sample that is misclassified at other parameters, else 0; for several decisions, the share."""
         params = self.split(theta)
         return self.of_samples(lambda inputs, targets: self._wrong(params, inputs, targets))
 
@@ -207,7 +208,7 @@ class Setting(Context):
     def of_samples(
         self, function: Callable[[Any, Tensor], Tensor], *shape: int, batches: Batches | None = None
     ) -> Tensor:
-        """A number of every sample, or more, from the pieces."""
+        """One or more numbers for every sample, from the pieces."""
         return super().of_samples(function, *shape, batches=self.pieces if batches is None else batches)
 
     @functools.cached_property
@@ -216,7 +217,7 @@ class Setting(Context):
         return self.losses_at(self.theta)
 
     def alone(self) -> Self:
-        """The same without the other ranks; what measures keep from here on is its own."""
+        """The same without the other ranks; what measures keep from here on belongs to it alone."""
         other = super().alone()
         if other is not self:
             other.kept, other.along, other._after = dict(self.kept), dict(self.along), None
@@ -224,12 +225,12 @@ class Setting(Context):
 
     def _of_ranks(self) -> tuple[str, ...]:
         hessian = self.__dict__.get("hessian")
-        written = hessian is not None and hessian.entries is not None  # then it asks nobody
+        written = hessian is not None and hessian.entries is not None  # then it needs no other rank
         mine = ("gauss_newton", "quotient", "folded") + (() if written else ("hessian", "spectrum"))
         return (*super()._of_ranks(), *mine)
 
     def moved(self, model: nn.Module, *, params: Any = ()) -> Self:
-        """Another model on the same data, of which no spectrum is expected."""
+        """Another model on the same data, for which no spectrum is expected."""
         other = super().moved(model, params=params)
         other.writes = False
         return other
@@ -297,17 +298,17 @@ class Setting(Context):
 
     @property
     def by_norms(self) -> bool:
-        """Whether traces are exact from norms of gradients, which gives them for every parameter by itself."""
+        """Whether norms of gradients give exact traces, and so those of every parameter by itself."""
         return self.structure.exact and self.problem.loss.closed_form
 
     @property
     def probe_count(self) -> int:
-        """How many probes the trace of a matrix of all parameters takes."""
+        """How many probes the trace of a matrix over all parameters takes."""
         usual = probe_count(self.problem.size)
         return usual if self.probes is None or usual == self.problem.size else min(self.probes, usual)
 
     def trace_of(self, op: Operator) -> Estimate:
-        """The trace of a matrix of all parameters; where products are few, its large eigenvalues are taken out."""
+        """The trace of a matrix over all parameters; where products are few, its large eigenvalues are taken out."""
         method = "hutchinson" if self.probes is None else "hutch++"
         return operator_trace(op, probes=self.probe_count, method=method, seed=self.seed)
 
@@ -318,7 +319,7 @@ class Setting(Context):
 
     @functools.cached_property
     def trace(self) -> Estimate:
-        """Tr H; of the traces of the samples, unless the loss couples them."""
+        """Tr H; from the traces of the samples, unless the loss couples them."""
         return trace_in(self, probes=self.probes) if self.coupling == "loss" else self.traces.mean()
 
     @functools.cached_property
@@ -327,11 +328,11 @@ class Setting(Context):
         return Ends(self.hessian, self.seed)
 
     def spectrum_after(self, transformed: Transformed) -> Ends | None:
-        """The same of T⁻¹HT⁻¹, what H becomes by theory, if the transform is a diagonal T that keeps the function."""
+        """The same for T⁻¹HT⁻¹, which H becomes in theory if the transform is a diagonal T that keeps the function."""
         certificate = transformed.certificate
         if certificate.factors is None or certificate.scale != 1.0:
             return None
-        if self._after is None or self._after[0] is not transformed:  # measures of one transform come in a row
+        if self._after is None or self._after[0] is not transformed:  # measures of one transform come one after another
             self._after = transformed, Ends(transformed.hessian(self.hessian), self.seed)
         return self._after[1]
 
@@ -378,9 +379,9 @@ class Setting(Context):
             return self.problem.outputs(self.problem.params, inputs).shape[-1]
 
     def column(self, name: str, function: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
-        """A number of every sample, (N,) float64, from its inputs (n, d), outputs (n, C) and label, kept by its name.
+        """A number for every sample, (N,) float64, from its inputs (n, d), outputs (n, C) and label, kept by name.
 
-        The function is asked for some samples after the other, so that neither inputs nor outputs are ever held for
+        The function is called for a few samples at a time, so that neither inputs nor outputs are ever held for
         all of them.
         """
         if name in self.kept:
@@ -397,7 +398,7 @@ class Setting(Context):
 
     @functools.cached_property
     def calls(self) -> list[Call]:
-        """The linear layers and convolutions in the order in which they ran on a few samples, by whatever way."""
+        """The linear layers and convolutions in the order in which they ran on a few samples, however called."""
         with self.problem.active():
             return layer_calls(self.problem, self.first(2)[0])
 
@@ -439,7 +440,7 @@ class Setting(Context):
     def folded(self) -> Setting:
         """The same model, every batch norm folded into the layer in front of it and no parameter frozen.
 
-        What is said of the network as a function must not depend on what an optimiser may move.
+        What is said about the network as a function must not depend on what an optimiser may move.
         """
         model = self.model
         frozen = any(p.is_floating_point() and not p.requires_grad for p in model.parameters())
@@ -461,11 +462,11 @@ class Setting(Context):
 
     @functools.cached_property
     def blocks(self) -> dict[str, Block]:
-        """What the Gauss-Newton matrix says of the weights of every layer."""
+        """What the Gauss-Newton matrix says about the weights of every layer."""
         return gauss_newton_blocks(self, self.layers)
 
     def generator(self, index: int, purpose: int) -> torch.Generator:
-        """Random numbers of their own for the draw with this index, for this purpose."""
+        """A random generator of its own for the draw with this index, for this purpose."""
         state = np.random.SeedSequence([self.seed, purpose, index]).generate_state(1, np.uint64)[0]
         return torch.Generator().manual_seed(int(state))
 
@@ -485,7 +486,7 @@ def _swapped(function: Callable[[Params, Any, Tensor], Tensor], batch: tuple[Any
 
 
 def _differ(now: Tensor, then: Tensor) -> Tensor:
-    """Whether two tensors hold other numbers, NaN in the same places not counted; a truth value on their device."""
+    """Whether two tensors hold different numbers, NaN in the same places not counted; a truth value on their device."""
     if now.shape != then.shape:
         return torch.ones((), dtype=torch.bool, device=then.device)
     now = now.to(then)
@@ -495,7 +496,7 @@ def _differ(now: Tensor, then: Tensor) -> Tensor:
 
 
 def as_classes(problem: Problem, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Outputs (N, C ≥ 2), a single logit φ as (0, φ), and integer labels, of samples that make one decision each."""
+    """Outputs (N, C ≥ 2), a single logit φ as (0, φ), and integer labels, for samples that make one decision each."""
     found = problem.loss.decisions(outputs, targets)
     if found.counts is not None:
         raise InputError("this measure needs samples that make one decision each, between classes.")

@@ -18,7 +18,7 @@ from spiritlevel.results import Estimate
 
 _DRAWS = 16  # random perturbations, each with its mirror image
 _STEPS = 20  # of projected ascent
-_GAIN = 1e-4  # of a step of ascent, relative; less ends it
+_GAIN = 1e-4  # relative gain of an ascent step; less ends it
 
 
 def _ascent(setting: Setting, name: str, unit: Tensor, radius: float, norm: float) -> Estimate:
@@ -61,7 +61,7 @@ def _ascent(setting: Setting, name: str, unit: Tensor, radius: float, norm: floa
 
 @register(
     "ball_sharpness",
-    "largest rise of the loss within a ball that 20 steps of projected ascent find",
+    "largest rise of the loss that 20 steps of projected ascent find within a ball",
     "max_{‖δ‖₂≤ρ} L(θ+δ) − L, ρ = 0.05",
     "Foret, Kleiner, Mobahi & Neyshabur 2021, arXiv:2010.01412",
     family="curvature",
@@ -79,7 +79,7 @@ def _ball_sharpness(setting: Setting) -> Estimate:
 
 @register(
     "adaptive_sharpness_l2",
-    "largest rise of the loss within an ellipsoid of axes ρ|θ_i| that 20 steps of projected ascent find",
+    "largest rise of the loss that 20 steps of projected ascent find within an ellipsoid with axes ρ|θ_i|",
     "max_{‖δ/|θ|‖₂≤ρ} L(θ+δ) − L, ρ = 0.5",
     "Kwon, Kim, Park & Choi 2021, arXiv:2102.11600",
     family="curvature",
@@ -97,7 +97,7 @@ def _adaptive_sharpness_l2(setting: Setting) -> Estimate:
 
 @register(
     "adaptive_sharpness_linf",
-    "largest rise of the loss when every weight may move by 1 % that 20 steps of projected ascent find",
+    "largest rise of the loss that 20 steps of projected ascent find when every weight may move by 1 %",
     "max_{|δ_i|≤ρ|θ_i|} L(θ+δ) − L, ρ = 0.01",
     "Kwon et al. 2021, arXiv:2102.11600; Andriushchenko et al. 2023, arXiv:2302.07011",
     family="curvature",
@@ -151,7 +151,7 @@ def _average_sharpness(setting: Setting) -> Estimate:
 
 @register(
     "adaptive_sharpness_average",
-    "mean rise of the loss when every weight gets 5 % of normal noise",
+    "mean rise of the loss when every weight gets 5 % normal noise",
     "E L(θ+δ) − L, δ_i ~ N(0, ρ²θ_i²), ρ = 0.05",
     "Andriushchenko, Croce, Müller, Hein & Flammarion 2023, arXiv:2302.07011",
     family="curvature",
@@ -170,7 +170,8 @@ def _adaptive_sharpness_average(setting: Setting) -> Estimate:
 def _box(setting: Setting, name: str, epsilon: float, columns: int | None) -> Estimate:
     """Bounded L-BFGS in the coordinates of the box; the best point seen, which is inside.
 
-    It starts at the corner that the gradient points to, which is far better than a random point unless there is none.
+    It starts at the corner that the gradient points to, which is far better than a random point unless the gradient is
+    0.
     """
     base, slope = setting.start
     size, basis = setting.problem.size, None
@@ -219,7 +220,7 @@ def _register_box(name: str, epsilon: float, columns: int | None) -> None:
     compute = functools.partial(_box, name=name, epsilon=epsilon, columns=columns)
     register(
         name,
-        f"largest rise of the loss within a box{where}, in percent, that bounded L-BFGS finds",
+        f"largest rise of the loss that bounded L-BFGS finds within a box{where}, in percent",
         f"100 (max_{{|y_i|≤ε(|(A⁺θ)_i|+1)}} L(θ+Ay) − L)/(1+L), ε = {epsilon:g}, "
         + ("A = I" if columns is None else f"A orthonormal with {columns} columns"),
         _KESKAR,

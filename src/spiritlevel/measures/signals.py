@@ -1,4 +1,4 @@
-"""Curvature in what layers put out and in the inputs: what no symmetry of the parameters can move."""
+"""Curvature in the outputs of layers and in the inputs, which no symmetry of the parameters can move."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from spiritlevel.results import Estimate
 from spiritlevel.statistics.subsets import SubsetError, by_jackknife, groups
 from spiritlevel.watching.signals import Signal, Signals
 
-_FEW = 64  # samples that the mean of a layer's output is guessed from
+_FEW = 64  # samples from which the mean of a layer's output is guessed
 
 # ---------------------------------------------------------------- what layers put out
 
 
 @dataclass
 class _Moments:
-    """Sums over the places of one layer's output z: of z and zzᵀ, from an origin on, and of Σ_j d_j ssᵀ, s its slopes.
+    """Sums over the places of a layer's output z: of z and zzᵀ, from an origin, and of Σ_j d_j ssᵀ, s its slopes.
 
-    `samples` are those that the places belong to.
+    `samples` are the ones the places belong to.
     """
 
     origin: Tensor
@@ -43,7 +43,7 @@ class _Moments:
         return cls(origin, torch.zeros_like(origin), square, square.clone())
 
     def plus(self, other: _Moments, sign: int = 1) -> _Moments:
-        """The sums over the places of both, which have one origin; or without those of the other."""
+        """The sums over the places of both, which share an origin; or without those of the other."""
         return _Moments(
             self.origin,
             self.total + sign * other.total,
@@ -66,12 +66,12 @@ class _Moments:
 
 
 def _moments(setting: Setting, origins: list[Tensor] | None = None) -> list[_Moments]:
-    """Of every layer in the order in which they run: one forward pass, and a backward pass for each factor."""
+    """For every layer in the order in which they run: one forward pass, and a backward pass for each factor."""
     problem = setting.problem
     if setting.batch_norm == "batch":
-        raise InputError("with batch_norm='batch' samples share what layers put out; use batch_norm='eval'.")
+        raise InputError("with batch_norm='batch' layers' outputs depend on the whole batch; use batch_norm='eval'.")
     if not problem.loss.closed_form:
-        raise InputError("the Gauss-Newton matrix in what layers put out needs a loss that offers its output factors.")
+        raise InputError("the Gauss-Newton matrix in layers' outputs needs a loss that offers its output factors.")
     with setting.ranks.together(), problem.active(), torch.enable_grad():
         found = [_Moments.empty(origin) for origin in origins or _origins(setting)]
         for _, inputs, targets in setting.mine():
@@ -88,7 +88,7 @@ def _moments(setting: Setting, origins: list[Tensor] | None = None) -> list[_Mom
 
 
 def _origins(setting: Setting) -> list[Tensor]:
-    """A point near the mean of every layer's output, which sums are taken from lest their digits cancel."""
+    """A point near the mean of every layer's output, relative to which sums are taken so that no digits cancel."""
     with Signals(setting.problem) as watch:
         setting.problem.outputs(setting.problem.params, setting.first(_FEW)[0])
     signals = watch.found
@@ -97,7 +97,7 @@ def _origins(setting: Setting) -> list[Tensor]:
     size = sum(3 * 8 * signal.channels**2 for signal in signals)
     if size > setting.budget():
         raise InputError(
-            f"the covariances of what layers put out take {size / 1e9:.3g} GB, more than memory= allows; give more."
+            f"the covariances of the layers' outputs take {size / 1e9:.3g} GB, more than memory= allows; allow more."
         )
     return [next(signal.rows(signal.value)).mean(0) for signal in signals]
 
@@ -138,7 +138,7 @@ def _of_all(setting: Setting) -> list[_Moments]:
 
 
 def _without_groups(statistic: Callable[[list[_Moments]], float]) -> Sampling:
-    """From the sums without each of ten groups of samples, which take the passes once more for all groups together."""
+    """From the sums without each of ten groups of samples, which takes the passes once more for all groups together."""
 
     def parts(setting: Setting) -> list[list[_Moments]]:
         origins = [layer.origin for layer in _of_all(setting)]
@@ -158,7 +158,7 @@ def _summed(layers: list[_Moments]) -> float:
 
 
 def _largest(layers: list[_Moments]) -> float:
-    """The largest eigenvalue of √C G √C, which is that of CG, of any layer."""
+    """The largest eigenvalue of √C G √C, which is that of CG, over all layers."""
     found = []
     for layer in layers:
         values, vectors = torch.linalg.eigh(layer.covariance)
@@ -172,8 +172,8 @@ _INVARIANT = "the invariant metric of da Silva, Dangel & Oore 2025, arXiv:2505.0
 
 @register(
     "signal_sharpness",
-    "curvature of the loss when noise of a layer's own covariance is added to what every layer puts out",
-    "Σ_l E Σ_p Tr(C_l G_lp), C_l the covariance of what layer l puts out, G_lp the Gauss-Newton matrix in its place p",
+    "curvature of the loss when every layer's output gets noise of that output's own covariance",
+    "Σ_l E Σ_p Tr(C_l G_lp), C_l the covariance of the output of layer l, G_lp the Gauss-Newton matrix in its place p",
     f"mathematics 8.9; Camuto et al. 2020, arXiv:2007.07368; {_INVARIANT}",
     family="curvature",
     worth="exact",
@@ -186,9 +186,9 @@ def _signal_sharpness(setting: Setting) -> Estimate:
     """½σ² times this is the mean rise of the loss to second order, by Gauss-Newton, under noise of covariance σ²C_l.
 
     For cross entropy that is the Kullback–Leibler divergence between the probabilities before and after. A symmetry
-    maps what a layer puts out by an affine map with linear part M, so that C becomes MCMᵀ and G becomes M⁻ᵀGM⁻¹: the
-    trace of CG stays. Proved for all symmetries, one by one and one after the other; tested in float64 with matrices of
-    condition 100, where rounding moved it by 1e-13. How the network is cut into layers enters.
+    maps the output of a layer by an affine map with linear part M, so that C becomes MCMᵀ and G becomes M⁻ᵀGM⁻¹: the
+    trace of CG stays. Proved for all symmetries, singly and in sequence; tested in float64 with matrices of
+    condition 100, where rounding moved it by 1e-13. How the network is cut into layers matters.
     """
     return Estimate(_summed(_of_all(setting)), seed=setting.seed)
 
@@ -273,7 +273,7 @@ def _find_sensitivities(setting: Setting) -> Tensor:
 
 @register(
     "input_sensitivity",
-    "mean size of the derivative of the probabilities by the inputs",
+    "mean size of the derivative of the probabilities with respect to the inputs",
     "E ‖∂S/∂x‖_F",
     "Novak, Bahri, Abolafia, Pennington & Sohl-Dickstein 2018, arXiv:1802.08760",
     family="curvature",
@@ -284,5 +284,5 @@ def _find_sensitivities(setting: Setting) -> Tensor:
     invariant_to=SAME,
 )
 def _input_sensitivity(setting: Setting) -> Estimate:
-    """A number of the function alone: that no symmetry moves it is proved."""
+    """A property of the function alone: that no symmetry moves it is proved."""
     return Estimate(float(_sensitivities(setting).mean()), seed=setting.seed)

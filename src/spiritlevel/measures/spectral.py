@@ -1,4 +1,4 @@
-"""Eigenvalues of the Hessian and norms of it."""
+"""Eigenvalues and norms of the Hessian."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _OF_HESSIAN: dict[str, Any] = {
     "guide": "curvature",
     "invariant_to": UNSEEN,
 }
-_RESOLVED = 1e-3  # of an eigenvalue: a residual up to here leaves its logarithm right to as much
+_RESOLVED = 1e-3  # of an eigenvalue: a residual up to this leaves its logarithm right to the same accuracy
 
 
 def _register_end(name: str, get: Callable[[Ends], Estimate], meaning: str, formula: str, **fields: Any) -> None:
     def predict(setting: Setting, transformed: Transformed) -> float | None:
         after = setting.spectrum_after(transformed)
         found = None if after is None else get(after)
-        # nothing is predicted from an open iteration, nor a ratio from a value that may be 0
+        # nothing is predicted from an unfinished iteration, nor a ratio from a value that may be 0
         known = found is not None and found.status != "not converged" and found.sign
         return found.value if found is not None and known else None
 
@@ -62,13 +62,13 @@ _register_end(
 _register_end(
     "smallest_eigenvalue",
     lambda ends: ends.smallest,
-    "smallest eigenvalue of the Hessian, negative off a minimum",
+    "smallest eigenvalue of the Hessian, negative away from a minimum",
     "λ_P",
     worth="to a tolerance",
     passes=400,
     direction="flatter",
     keeps_sign=True,
-    sampling=not_known("an eigenvector of the smallest one fits the noise of a subset: the interval would not hold"),
+    sampling=not_known("its eigenvector fits the noise of a subset: the interval would not hold"),
 )
 _register_end(
     "frobenius_norm",
@@ -108,7 +108,7 @@ def _mean_square_eigenvalue(setting: Setting) -> Estimate:
     sampling=not_known("small eigenvalues of a subset are not those of all data: the interval would not hold"),
 )
 def _log_volume(setting: Setting) -> Estimate:
-    """A logarithm needs a relative accuracy of every value, where eigenvalues promise one relative to the largest."""
+    """A logarithm needs every value to relative accuracy, while eigenvalues promise one relative to the largest."""
     op, size, unit = setting.hessian, setting.problem.size, torch.finfo(setting.problem.dtype).eps
     tol, finest, matvecs = 1e-4, 32 * unit, 0
     while True:
@@ -126,10 +126,10 @@ def _log_volume(setting: Setting) -> Estimate:
         tol = max(finest, min(tol / 10, _RESOLVED * float(values.min()) / largest))
     reasons = [] if found.converged else [found.reason]
     if found.converged and open_ones:
-        reasons.append(f"{open_ones} of {len(values)} eigenvalues are not known to {_RESOLVED:.1%} of themselves")
+        reasons.append(f"{open_ones} of {len(values)} eigenvalues are not known to {_RESOLVED:.1%}")
     lost = int((found.values.abs() <= noise).sum())
     if lost:
-        reasons.append(f"{lost} of {len(found.values)} cannot be told from zero in this precision and are left out")
+        reasons.append(f"{lost} of {len(found.values)} are indistinguishable from zero in this precision and left out")
     tolerance = float((residuals / values).sum())  # of the sum of the logarithms, to first order
     if reasons:
         status, tolerance = "not converged", 0.0

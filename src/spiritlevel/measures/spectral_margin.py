@@ -27,7 +27,7 @@ def _operator_norms(layer: Call, seed: int) -> tuple[Estimate, float]:
     """‖A‖_σ and ‖Aᵀ‖_{2,1} of a layer as a linear map of its real input."""
     module, weight = layer.module, layer.value.double()
     if isinstance(module, nn.Linear):
-        times = math.prod(layer.inputs[:-1]) / WATCHED  # a sample's tokens, wherever their dimension is
+        times = math.prod(layer.inputs[:-1]) / WATCHED  # a sample's tokens, whichever their dimension
         rows = weight.square().sum(1).sqrt().sum() * times
         return Estimate(float(torch.linalg.matrix_norm(weight, 2))), float(rows)
     shape = layer.inputs[1:]
@@ -45,7 +45,7 @@ def _operator_norms(layer: Call, seed: int) -> tuple[Estimate, float]:
         return back.reshape(block.shape[1], -1).T
 
     found = spectral_norm(Operator(gram, math.prod(shape), dtype=torch.float64, device=weight.device), seed=seed)
-    if module.padding_mode == "zeros":  # a row of A holds the weights that one output reads: ones add up their squares
+    if module.padding_mode == "zeros":  # a row of A holds the weights that one output reads: ones sum their squares
         with torch.no_grad():
             squares = run(torch.ones(1, *shape, dtype=torch.float64, device=weight.device), weight.square())
         rows = squares.clamp_min(0).sqrt().sum()
@@ -57,7 +57,7 @@ def _operator_norms(layer: Call, seed: int) -> tuple[Estimate, float]:
 
 
 def _padded_rows(module: Any, weight: Tensor, size: torch.Size) -> Tensor:
-    """Σ‖row‖₂ of a convolution whose padding repeats entries of its input: what reads one entry twice adds up.
+    """Σ‖row‖₂ of a convolution whose padding repeats entries of its input: weights that read the same entry add up.
 
     With q(k) the entry that the weight w_k reads for one output, ‖row‖² = Σ_{k,l} [q(k) = q(l)] ⟨w_k, w_l⟩.
     """
@@ -79,13 +79,13 @@ def _padded_rows(module: Any, weight: Tensor, size: torch.Size) -> Tensor:
 
 
 def _path_complexity(wired: Wiring, ends: frozenset[int], norms: dict[int, tuple[float, float]]) -> float:
-    """R = (Σ_l (p_l ‖A_lᵀ‖_{2,1} q_l)^{2/3})^{3/2}: p and q are Π‖A‖_σ of what is before and behind, over all paths.
+    """R = (Σ_l (p_l ‖A_lᵀ‖_{2,1} q_l)^{2/3})^{3/2}: p and q are Π‖A‖_σ of what comes before and after, over all paths.
 
     Bartlett, Foster & Telgarsky cover a chain of layers. Their argument needs to know by how much the layers before l
-    can stretch the inputs, p_l, and those behind it an error, q_l: to allow the error ε_l at l costs
+    can stretch the inputs, p_l, and those after it an error, q_l: allowing the error ε_l at l costs
     (p_l ‖A_lᵀ‖_{2,1}‖X‖/ε_l)², and the least cost at a given Σ q_l ε_l is R²‖X‖² over its square. In a chain p_l q_l is
     Π_{k≠l} ‖A_k‖_σ, which makes R the printed one. Where branches meet, in a sum, a maximum or a concatenation, their
-    stretches add up at most: p and q are sums over paths, and a factor that moves along a path leaves them.
+    stretches at most add up: p and q are sums over paths, and a factor that moves along a path leaves them unchanged.
     """
     before, reach = {}, {INPUTS: 1.0}
     for index, (_, reads) in wired.items():
@@ -99,7 +99,7 @@ def _path_complexity(wired: Wiring, ends: frozenset[int], norms: dict[int, tuple
 
 
 def _spectral_complexity(setting: Setting) -> Estimate:
-    """R·‖X‖_F/n of the network with batch norm folded; what stands between the layers counts as not stretching.
+    """R·‖X‖_F/n of the network with batch norm folded; what stands between the layers is taken not to stretch.
 
     R grows with every ‖A_l‖_σ by a power between 0 and 1, so its relative tolerance is at most the sum of theirs.
     """
@@ -153,7 +153,7 @@ def _scaled_margins(setting: Setting) -> Tensor:
 
 
 def _input_sizes(setting: Setting) -> Tensor:
-    """‖xₙ‖² relative to their mean: the influence on ‖X‖_F², for as many samples."""
+    """‖xₙ‖² relative to their mean: the influence on ‖X‖_F², for equally many samples."""
     squares = _square_norms(setting)
     return squares / squares.mean()
 
@@ -175,9 +175,9 @@ for _name, _meaning, _function, _sampling in (
     register(
         f"spectral_margin_{_name}",
         f"{_meaning} output margin in units of the network's spectral complexity, batch norm folded; grows as √n with "
-        "the number of samples, so only for as many",
+        "the number of samples, so comparable only for equally many",
         f"{_meaning} Δ / (R ‖X‖_F/n), R = (Σ_l (p_l ‖A_lᵀ‖_{{2,1}} q_l)^(2/3))^(3/2), p_l and q_l the products of "
-        "‖A_k‖_σ before and behind layer l, added up over parallel paths",
+        "‖A_k‖_σ before and after layer l, summed over parallel paths",
         "Bartlett, Foster & Telgarsky 2017, arXiv:1706.08498",
         family="margin",
         worth="to a tolerance",

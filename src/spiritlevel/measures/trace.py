@@ -39,9 +39,9 @@ def _predicted_mean_eigenvalue(setting: Setting, transformed: Transformed) -> fl
 
 
 def trace_passes(setting: Setting, unless_exact: float = 0.0) -> float:
-    """One pass for each output, roughly, where that is exact; else a recursion along a chain, or the default probes.
+    """Roughly one pass for each output where that is exact; else a recursion along a chain, or the default probes.
 
-    `unless_exact` is what another measure adds to that.
+    `unless_exact` is what another measure adds otherwise.
     """
     exact = _exact_passes(setting)
     if exact is None:

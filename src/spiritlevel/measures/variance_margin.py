@@ -28,7 +28,7 @@ def half_distance(points: np.ndarray, generator: np.random.Generator) -> float:
 
 
 def _features(setting: Setting) -> tuple[Tensor, Tensor]:
-    """What the last layer reads of every sample, (N, d), and the labels."""
+    """What the last layer reads for every sample, (N, d), and the labels."""
     tapped = setting.tapped
     rows, labels = [], []
 
@@ -55,7 +55,7 @@ def _features(setting: Setting) -> tuple[Tensor, Tensor]:
     worth="estimated",
     cost="backward",
     passes=4,
-    sampling=not_known("halves of more samples lie nearer to each other, so the value rises with their number"),
+    sampling=not_known("halves with more samples lie nearer to each other, so the value rises with their number"),
     direction="wider",
     invariant_to=BY_TENSOR | SCALED | {"fold_batchnorm", "shift_logits", "shift_attention_biases"},
 )
@@ -78,7 +78,7 @@ def _variance_margin(setting: Setting) -> Estimate:
             splits += share * np.array([half_distance(points, generator) for _ in range(SPLITS)])
     apart = float(splits.mean())
     if apart == 0:
-        raise InputError("all samples of a class are the same to the last layer, so no half is away from the other.")
+        raise InputError("all samples of a class are the same to the last layer, so its halves do not differ.")
     value = quantile(0.5)(found.distance) / apart
     error = abs(value) * float(splits.std(ddof=1)) / apart / SPLITS**0.5
     return Estimate(value, stderr=error, dof=SPLITS - 1, seed=setting.seed)

@@ -45,13 +45,13 @@ def hessian(
         model: any module; it is left as it was.
         data: a pair of tensors, a data set, a loader or batches that can be read again; see `memory`.
         loss: a name, a `torch.nn` loss or a callable (outputs, targets) → (N,); see `sample_traces`.
-        params: names, prefixes or globs of the parameters to measure; all that require grad unless given.
+        params: names, prefixes or globs of the parameters to measure; by default all that require grad.
         weight_decay: γ of a penalty ½γ‖θ‖²; adds γ to every eigenvalue.
         batch_norm: "eval", or "batch" for batch statistics with frozen buffers; the batches are then part of the
             definition: L is the mean over batches of each batch's loss, weighted by its size.
         batch_size: how many samples to take at once; chosen from `memory` unless given. Changes no result but for
             rounding, except with batch_norm="batch".
-        memory: bytes, or a text such as "2GB"; half of what is available unless given. Batches are replayed from
+        memory: bytes, or a string such as "2GB"; by default half of what is available. Batches are replayed from
             memory as far as half of it goes, and read again and recomputed beyond.
         group: a `torch.distributed` group; every rank passes the same model, data and options, makes the same
             products and takes its share of the batches. Vectors are those of rank 0, results the same on all. Where

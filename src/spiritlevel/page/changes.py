@@ -1,4 +1,4 @@
-"""The sections of a page about a change of the weights: what was foretold, what came, layers and samples."""
+"""The sections of a page about a change of the weights: what was predicted, what was measured, layers and samples."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SCORES = {
     "linearised gap": "the gap that is left in the linearised outputs",
     "trace": "the trace of the sample's Hessian",
 }
-_KINDS = ("stays", "flip foretold", "flip not foretold", "foretold, stayed")
+_KINDS = ("stays", "flip predicted", "flip not predicted", "predicted, stayed")
 
 
 def pictures_of_change(found: Perturbation) -> Sheet | None:
@@ -42,26 +42,26 @@ def change_sections(found: Perturbation, key: str) -> Iterator[Section]:
 
 
 def _summary(found: Perturbation, key: str) -> Section:
-    section = Section(f"{key}-summary", "Foretold and found", [f"{found.meaning[:1].upper()}{found.meaning[1:]}."])
+    section = Section(f"{key}-summary", "Predicted and measured", [f"{found.meaning[:1].upper()}{found.meaning[1:]}."])
     section.texts += found.sentences()
     section.cards.append(
         Card(
-            "Change of the loss, foretold",
+            "Change of the loss, predicted",
             number(found.predicted.value, 3),
             _limits(found.predicted),
-            "Slope and curvature along the change; of a random one the mean over all draws.",
+            "From slope and curvature along the change; for a random change, the mean over all draws.",
         )
     )
     if not math.isnan(found.measured.value):
         off = "" if math.isnan(found.ratio) else f"slope and curvature of this change: {number(found.ratio, 3)} of it"
         meaning = f"The mean loss was {number(found.loss.value, 4)} before."
-        section.cards.append(Card("Change of the loss, found", number(found.measured.value, 3), off, meaning))
+        section.cards.append(Card("Change of the loss, measured", number(found.measured.value, 3), off, meaning))
     if not math.isnan(found.flips_predicted.value):
         flips = [number(round(each.value, 1), 3) for each in (found.flips_predicted, found.flips_measured)]
         came = "not made" if math.isnan(found.flips_measured.value) else flips[1]
-        meaning = f"Of {found.decisions:,} predictions; a flip is another class."
+        meaning = f"Of {found.decisions:,} predictions; a flip is a change of class."
         section.cards.append(
-            Card("Flips, foretold → found", f"{flips[0]} → {came}", _limits(found.flips_predicted), meaning)
+            Card("Flips, predicted → measured", f"{flips[0]} → {came}", _limits(found.flips_predicted), meaning)
         )
     before, after = found.accuracy
     if not math.isnan(before.value + after.value):
@@ -72,7 +72,7 @@ def _summary(found: Perturbation, key: str) -> Section:
         for source, (below, above) in predicted.sources.items():
             rows.append((name, source, predicted.value - below, predicted.value + above))
     columns = ["prediction", "source", "low", "high"]
-    section.tables.append(Table(f"{key}-sources", "Where the intervals come from, each alone", columns, rows, True))
+    section.tables.append(Table(f"{key}-sources", "Where the intervals come from, by source", columns, rows, True))
     return section
 
 
@@ -86,11 +86,11 @@ def _limits(predicted: Prediction) -> str:
 def _way(found: Perturbation, key: str) -> Section:
     section = Section(f"{key}-way", "The loss along the way")
     if found.suffices:
-        section.texts.append("The parabola of slope and curvature follows the loss: the second order suffices.")
+        section.texts.append("The parabola of slope and curvature follows the loss: second order is enough.")
     else:
         section.texts.append(
-            "The parabola of slope and curvature leaves the loss: the second order does not suffice for a change of "
-            "this size, and what was foretold is worth no more than its interval."
+            "The parabola of slope and curvature departs from the loss: second order is not enough for a change of "
+            "this size, so trust the prediction no further than its interval."
         )
     steps, count = found.steps.tolist(), len(found.steps)
     share, loss = "share of the change", "mean loss"
@@ -116,7 +116,7 @@ def _layers(found: Perturbation, key: str) -> Section:
         words = ", ".join(f"{PREDICTORS[name]}: {number(value, 2)}" for name, value in rank.items())
         section.notes.append(f"Rank correlation with what changing the layer alone did (Spearman): {words}.")
     rows = sorted(found.layers, key=lambda row: -(row.measured if measured else row.second_order))
-    value = "measured change of the loss" if measured else "foretold change of the loss"
+    value = "measured change of the loss" if measured else "predicted change of the loss"
     columns = {
         "layer": [row.name for row in rows],
         value: [row.measured if measured else row.second_order for row in rows],
@@ -124,7 +124,7 @@ def _layers(found: Perturbation, key: str) -> Section:
     chart = charts.bars(columns, "layer", value)
     alt = f"Bar chart of the change of the loss for each of {len(rows)} layers changed alone."
     section.figures.append(as_figure(f"{key}-layers-chart", "Layers changed alone", alt, chart))
-    titles = ["layer", "parameters", "g·δ", "½ δᵀHδ", "foretold", "with the others", "Tr H", "Tr H · ‖δ‖²", "‖δ‖²"]
+    titles = ["layer", "parameters", "g·δ", "½ δᵀHδ", "predicted", "with the others", "Tr H", "Tr H · ‖δ‖²", "‖δ‖²"]
     table = [
         (
             row.name,
@@ -149,14 +149,14 @@ def _samples(found: Perturbation, key: str) -> Section:
     if found.best:
         tried = ", ".join(f"{_SCORES[name]} {number(value, 3)}" for name, value in found.agreement.items())
         section.texts.append(
-            f"Samples are ordered by {_SCORES[found.best]}, which tells best which of them flipped: the chance that "
+            f"Samples are ordered by {_SCORES[found.best]}, which best tells which of them flipped: the chance that "
             f"one that flipped comes before one that did not (AUROC) is {number(found.agreement[found.best], 3)}. "
-            f"Tried were {tried}."
+            f"Scores tried: {tried}."
         )
     else:
         section.texts.append(
             f"Samples are ordered by {_SCORES['linearised gap']}; as no prediction flipped, or all did, or the change "
-            "was not made, nothing tells which order is the best."
+            "was not made, there is no telling which order is best."
         )
     if found.pictures is not None:
         for group, places in found.pictures.groups.items():
@@ -174,19 +174,19 @@ def _samples(found: Perturbation, key: str) -> Section:
     chart = charts.scatter(columns, gap, left, colour="prediction", order=list(_KINDS), hover=["sample"], keep=keep)
     count = len(columns["sample"])
     alt = f"Scatter plot of the gap left after the linearised change against the gap before, {count:,} samples."
-    note = "below 0 a flip is foretold"
+    note = "below 0 a flip is predicted"
     section.figures.append(as_figure(f"{key}-gaps", "What is left of the gap", alt, chart, inset="xy", note=note))
     section.samples = key
     return section
 
 
 def _kinds(found: Perturbation) -> list[str]:
-    foretold = (found.samples["flips_predicted"] > 0).tolist()
+    predicted = (found.samples["flips_predicted"] > 0).tolist()
     if "flips_measured" not in found.samples:
-        return [_KINDS[1] if told else _KINDS[0] for told in foretold]
+        return [_KINDS[1] if told else _KINDS[0] for told in predicted]
     came = (found.samples["flips_measured"] > 0).tolist()
     names = {(True, True): _KINDS[1], (False, True): _KINDS[2], (True, False): _KINDS[3], (False, False): _KINDS[0]}
-    return [names[pair] for pair in zip(foretold, came, strict=True)]
+    return [names[pair] for pair in zip(predicted, came, strict=True)]
 
 
 def _thumbnail(found: Perturbation, place: int) -> Thumbnail:

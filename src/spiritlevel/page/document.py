@@ -27,7 +27,7 @@ from spiritlevel.results.training import SuspiciousSamples, TrainingCurves
 from spiritlevel.storage import cache_folder, fingerprint, write_atomically
 
 __all__ = ["notebook", "page"]
-# The page asks for nothing, and this line makes the browser see to it. Vega compiles its expressions: 'unsafe-eval'.
+# The page requests nothing, and this line makes the browser enforce it. Vega compiles its expressions: 'unsafe-eval'.
 _POLICY = (
     "default-src 'none'; script-src 'unsafe-inline' 'unsafe-eval'; style-src 'unsafe-inline'; img-src data: blob:; "
     "base-uri 'none'; form-action 'none'"
@@ -37,10 +37,10 @@ _SHOWN = Report | Comparison | Perturbation | Checkpoints | SuspiciousSamples | 
 
 
 def page(*results: Result) -> str:
-    """One self-contained HTML page about one model, several models, comparisons of two, or a training.
+    """One self-contained HTML page about one model, several models, comparisons of two, or a training run.
 
     Everything that came from outside (names of classes, files and layers) is escaped. Charts are drawn by Vega from
-    data inside the file. Of very many samples all are counted and a part is drawn; the page says how many.
+    data inside the file. Of very many samples, all are counted and only some are drawn; the page says how many.
 
     >>> print(page(Report("my net", ()))[:15])
     <!DOCTYPE html>
@@ -152,8 +152,8 @@ def _static(name: str) -> str:
     return resources.files("spiritlevel.page").joinpath("static", name).read_text(encoding="utf-8")
 
 
-# What the library bundles, by its version. The cache folder is no part of the program: what lies there goes into every
-# page, so it is compared with this before it does. A test says which line is missing.
+# What the library bundles, by its version. The cache folder is not part of the program, and what lies there goes into
+# # every page, so it is first compared with this. A test says which line is missing.
 _BUNDLES = {
     "1.4.0": "1e505c26392e010fcbb10ce72cde48080f5b3661d4d45035c5d31bd43d5cc78d",
     "1.9.0.post1": "373b1f84072b31010f15ceb787be6b415c53936411aae267c8c2b2b6ccde46e7",
@@ -164,8 +164,8 @@ _BUNDLES = {
 def _vega() -> str:
     """Vega, Vega-Lite and Vega-Embed as one script, kept in the cache folder because bundling takes seconds.
 
-    What is kept counts only if it is what the library would bundle; of a version that is not known here nothing is
-    kept. A damaged file is replaced.
+    The kept copy is used only if it is what the library would bundle; nothing is kept of a version unknown here. A
+    damaged file is replaced.
     """
     release = version("vl-convert-python")
     file, pin = cache_folder() / f"vega-{release}.js", _BUNDLES.get(release)

@@ -94,7 +94,7 @@ class Sheet:
     places: dict[str, int]
 
 
-_SIDE = 64  # pixels; larger pictures are made smaller
+_SIDE = 64  # pixels; larger pictures are scaled down
 _MOST = 1000
 
 

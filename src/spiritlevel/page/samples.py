@@ -15,7 +15,7 @@ from spiritlevel.results import Margins, Report
 
 
 def _sample_names(report: Report, count: int) -> list[int]:
-    """The places of the samples in the data, which is how a reader can find them again; of tokens those of theirs."""
+    """The places of the samples in the data, where a reader can find them; for tokens, those of their samples."""
     units = report.margins if report.margins is not None else report.traces
     if units is not None and units.sample is not None:
         return [int(sample) for sample in units.sample[:count].tolist()]
@@ -23,7 +23,7 @@ def _sample_names(report: Report, count: int) -> list[int]:
 
 
 def _sample_name(report: Report, row: int) -> int:
-    """The place of one of them; a file may name any, and none is counted up to."""
+    """The place of one sample; a file may name any row, so no list is built up to it."""
     return row if report.indices is None else int(report.indices[row])
 
 
@@ -33,7 +33,7 @@ def _class(report: Report, target: float) -> str:
 
 
 def _label_column(report: Report, margins: Margins) -> dict[str, list[str]]:
-    """The label of every sample; of those that decide more than once, how much of it is right."""
+    """The label of every sample; for samples with several decisions, the share of them that are right."""
     if margins.decisions is not None:
         return {"right (%)": [number(100 * share, 3) for share in margins.shares.tolist()]}
     return {"label": [_class(report, target) for target in margins.targets.tolist()]}
@@ -87,10 +87,10 @@ def trace_against_margin(report: Report, key: str) -> Section:
     wrong = int((~margins.correct).sum())
     whose = f"{wrong:,} of which are classified wrongly (margin below 0)"
     if margins.decisions is not None:
-        whose = f"{wrong:,} of which have a decision, at a position or for a label, that is wrong; margins are means"
+        whose = f"{wrong:,} of which have at least one wrong decision (at a position or for a label); margins are means"
     section.texts.append(
         f"One point is one of {counted(count, 'sample' if margins.position is None else 'token')}, {whose}. "
-        "A sample with a small margin lies near a decision boundary, one with a large trace makes the minimum sharp. "
+        "A sample with a small margin lies near a decision boundary; one with a large trace makes the minimum sharp. "
         "Point at a sample to see it."
     )
     section.notes += [_correlation(name, found) for name, found in report.correlations.items()]
@@ -168,7 +168,7 @@ def _thumbnail(report: Report, place: int) -> Thumbnail:
 
 
 def _verdict(report: Report, margins: Margins, row: int) -> str:
-    """The label of a sample and what it was taken for, or how much of it is right."""
+    """The label of a sample and what it was taken for, or the share of it that is right."""
     if margins.decisions is not None:
         return f"{float(margins.shares[row]):.0%} right"
     kind = "" if report.classes else "class "  # a number alone says nothing
@@ -193,7 +193,7 @@ def margins_section(report: Report, key: str) -> Section:
     if section.figures:
         section.texts.append(
             "The output margin of a sample is the output of its own class minus the largest of the others. Below 0 it "
-            "is classified wrongly. The box holds the middle half of the samples, its line the median."
+            "is classified wrongly. The box holds the middle half of the samples; its line is the median."
         )
     else:
         section.texts.append(why_missing(report, "The margins", "margins"))

@@ -60,7 +60,7 @@ def _artefact_card(report: Report) -> Card:
     return Card(
         label,
         f"× {number(known[name], 3)}",
-        "at least; no limit is known",
+        "at least; no upper limit is known",
         f"{report.audit.moved_by(name)} moved ‘{name}’ this far while outputs or probabilities stayed the same, so its "
         "size alone does not tell two models apart.",
     )
@@ -100,9 +100,9 @@ def _spectrum(report: Report, key: str) -> Section:
             [
                 *fewer_samples(report),
                 f"The {found.size:,} eigenvalues reach from {ends}; their sum, the trace, "
-                f"is {estimate_text(found.trace)}, the root of their summed squares "
-                f"{estimate_text(found.frobenius_norm)}. Few large values and very many near 0 are usual: the loss is "
-                "flat in most directions.",
+                f"is {estimate_text(found.trace)}; the square root of the sum of their squares is "
+                f"{estimate_text(found.frobenius_norm)}. A few large values and very many near 0 are usual: the "
+                "loss is flat in most directions.",
                 *unsure,
             ]
         )
@@ -114,7 +114,7 @@ def _spectrum(report: Report, key: str) -> Section:
     section.figures.append(as_figure(f"{key}-density", "Density of eigenvalues", alt, charts.density(curve)))
     alt = f"Stem plot of Ritz values against their weights on a logarithmic axis, {probes}."
     chart = charts.ritz_values(spectrum, floor=1e-12)
-    note = "One stem is one Ritz value of a probe, its height the share of the spectrum that it stands for"
+    note = "Each stem is one Ritz value of a probe; its height is the share of the spectrum that it stands for"
     section.figures.append(as_figure(f"{key}-ritz", "Ritz values and their weights", alt, chart, inset="x", note=note))
     rows = [
         (side, k + 1, v, r)
@@ -127,9 +127,9 @@ def _spectrum(report: Report, key: str) -> Section:
 
 
 def _open_ends(bottom: Estimate, top: Estimate) -> Iterator[str]:
-    """What the numbers of both ends leave open."""
+    """What the values at the two ends leave open."""
     if "not converged" in (bottom.status, top.status):
-        yield "An end of it did not converge, so that more of it may lie further out."
+        yield "One end of it did not converge, so it may reach further out."
     elif not bottom.sign:
         yield "Whether the smallest of them lies below 0 cannot be told: its error is larger than its value."
 
@@ -239,7 +239,7 @@ def _audit(report: Report, key: str) -> Section:
 
 
 def _journey(item: WorstFactor) -> str:
-    """Where the search began and how far it came, in each direction in which it came anywhere."""
+    """Where the search began and how far it got, in each direction in which it got anywhere."""
     ends = [f"down to {number(item.lowest)}"] if item.lowest < item.before else []
     ends += [f"up to {number(item.highest)}"] if item.highest > item.before else []
     return f"{number(item.before)} {' and '.join(ends)}"

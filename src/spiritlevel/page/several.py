@@ -137,7 +137,7 @@ def side_by_side(reports: list[Report]) -> Section:
         rows.append((measure, *values, first.direction, fate(largest(factors) if factors else None)))
     section.texts.append(
         "What stays under the symmetries that the audits tried can be compared as it stands, within its limits (±, "
-        "95 %). What they moved cannot: the factor is as far as they went, and larger changes move it further."
+        "95 %). What they moved cannot: the factor is how far they got, and larger changes move it further."
     )
     columns = ["measure", *names, "larger is", "at the same outputs"]
     section.tables.append(Table("side-table", "Measures of all runs", columns, rows))

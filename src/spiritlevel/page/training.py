@@ -1,4 +1,4 @@
-"""The sections of a page about a training: the samples to look at, the curves of a tracker."""
+"""The sections of a page about a training run: the samples to look at, the curves of a tracker."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def suspects(found: SuspiciousSamples, key: str) -> Iterator[Section]:
 
 def _about(by: str) -> str:
     return (
-        f"In the order of the {by}, the most suspicious first. A wrong label is fitted late and against the samples "
-        "around it, so it comes up early in this list; so do rare and difficult samples whose labels are right. The "
+        f"Ordered by {by}, the most suspicious first. A wrong label is fitted late and against the samples "
+        "around it, so it comes early in this list; so do rare and difficult samples whose labels are right. The "
         "list says where to look, not what is wrong."
     )
 
@@ -88,7 +88,7 @@ def _map(found: SuspiciousSamples, key: str) -> Section:
         columns, variability, confidence, colour="list", order=["others", "to look at"], hover=["sample"], keep=keep
     )
     section.texts.append(
-        "One point is one sample. At the top are samples that were easy from the start, at the right those that the "
+        "Each point is a sample. At the top are samples that were easy from the start, on the right those that the "
         "network changed its mind about, at the bottom left those that it never believed."
     )
     alt = f"Scatter plot of the mean probability of the label against its variability, {len(ids):,} samples."

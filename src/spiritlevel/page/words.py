@@ -1,4 +1,4 @@
-"""How numbers of a report are said, and what is said where there are none: shared by all sections."""
+"""How the numbers of a report are worded, and what is said where there are none: shared by all sections."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def certainty(report: Report, row: ReportRow) -> str:
 
 
 def accuracy_limits(fit: Fit) -> str:
-    """The 95 % interval in percent where a random subset was measured: an accuracy of 100 % has an error, too."""
+    """The 95 % interval in percent where a random subset was measured: even an accuracy of 100 % has an error."""
     if math.isnan(fit.accuracy.value) or not 0 < fit.samples < fit.population:
         return "–" if math.isnan(fit.accuracy.value) else "exact"
     low, high = fit.accuracy_limits()
@@ -77,7 +77,7 @@ def accuracy_limits(fit: Fit) -> str:
 
 
 def fit_columns(fits: dict[str, Fit]) -> tuple[str, ...]:
-    """The titles of what `fit_cells` tells."""
+    """The column titles that go with `fit_cells`."""
     names = dict.fromkeys(name for name, _ in (fit.quality() for fit in fits.values()) if name)
     if not names:
         return ()
@@ -115,13 +115,13 @@ def estimate_cell(estimate: Estimate) -> Cell:
 
 
 def fewer_samples(report: Report) -> list[str]:
-    """That a part was computed on fewer samples than the measures, whose values may differ from it."""
+    """Says that a part was computed on fewer samples than the measures, so its values may differ."""
     few = report.settings.get("audit, spectrum and landscape")
     return [f"Computed on {few}, so the values differ from those of all samples."] if few else []
 
 
 def fate(factor: float | None) -> str:
-    """What the audit saw of a measure where outputs or probabilities stayed: a factor is as far as it went."""
+    """What the audit saw of a measure where outputs or probabilities stayed: a factor is how far it got."""
     if factor is None:
         return "not tested"
     if math.isnan(factor):
@@ -142,9 +142,10 @@ def left_out_table(reasons: dict[str, str], key: str) -> Table:
 def as_figure(
     key: str, title: str, alt: str, chart: Any, *, square: bool = False, inset: str = "", note: str = ""
 ) -> Figure:
-    """A chart without its colours, as wide as the page allows; what it says below its title becomes a text.
+    """A chart without its colours, as wide as the page allows; its subtitle becomes a text.
 
-    `inset` names the axes that leave room between the frame and the outermost marks, which lie half outside without.
+    `inset` names the axes that leave room between the frame and the outermost marks, which would otherwise lie half
+    outside.
     """
     whole = charts.specification(chart)
     spec = {name: value for name, value in whole.items() if name not in ("$schema", "config", "title")}

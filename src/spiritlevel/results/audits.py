@@ -47,7 +47,7 @@ class Certificate(Result):
 
     `factors` gives the diagonal map T for which the Hessian H of the loss of α·φ becomes T⁻¹HT⁻¹ (mathematics 7.1): for
     each parameter tensor a number, or a float64 tensor that broadcasts to its shape. It is `None` where the transform
-    is no such map.
+    is not such a map.
     """
 
     transform: str
@@ -78,8 +78,8 @@ class AuditRow(Result):
     `ratio` is after / before, NaN where that says nothing: where the error of one of them leaves its sign open, or the
     signs differ. `predicted` is the ratio that theory gives, NaN where it gives none; `declared` whether the measure is
     declared invariant. `ratio_error` is the standard error of the ratio where both values were estimated along the same
-    random vectors, NaN elsewhere. Verdicts: "invariant"; "changes"; "unstable": the difference is within the errors, or
-    the value is not defined any more, so nothing can be said; "not converged": an iteration stopped before its
+    random vectors, NaN elsewhere. Verdicts: "invariant"; "changes"; "unstable": the difference is within the errors,
+    or the value is no longer defined, so nothing can be said; "not converged": an iteration stopped before its
     tolerance. `note` says why.
     """
 
@@ -129,7 +129,7 @@ class AuditRow(Result):
 
 
 def _around(estimate: Estimate) -> tuple[float, float]:
-    """The 95 % interval on the given data; of a lower bound the value that was found."""
+    """The 95 % interval on the given data; for a lower bound, the value that was found."""
     return (estimate.value, estimate.value) if estimate.status == "lower bound" else estimate.interval()
 
 
@@ -172,7 +172,7 @@ def ratio_of(after: tuple[float, float], before: tuple[float, float]) -> tuple[f
 class WorstFactor(Result):
     """How far a measure could be moved by one transform at the same outputs: what a short search found, at least.
 
-    `lowest` and `highest` are values that were measured on really transformed networks. Beside them stand the factors
+    `lowest` and `highest` were measured on networks that were really transformed. Beside them stand the factors
     of their layers for "rescale_layers", and the `size` and `seed` of the draw for other transforms. `errors` are the
     half-widths of the 95 % intervals of `before`, `lowest` and `highest`. `difference` is the largest relative
     difference of the outputs.
@@ -203,7 +203,7 @@ class WorstFactor(Result):
 
     def __str__(self) -> str:
         if math.isnan(self.factor):
-            return f"how far {self.measure} can be moved at the same outputs cannot be told within its error"
+            return f"its error is too large to tell how far {self.measure} can be moved at the same outputs"
         return (
             f"{self.measure} can be moved at least {times(self.factor)}-fold at the same outputs: {self.transform} "
             f"took it from {figure(self.before)} to anything between {figure(self.lowest)} and "
@@ -216,7 +216,7 @@ class Audit(Table):
     """Measures × transforms: which numbers survive when the function, or the prediction, does not change.
 
     `skipped` names the transforms that this network does not allow and the measures that are not defined for it, each
-    with the reason. `certificates` says of every transform what it kept. Printed as a table: "=" invariant, "×3.2" the
+    with the reason. `certificates` says what every transform kept. Printed as a table: "=" invariant, "×3.2" the
     ratio of a value that changes, "?" unstable, "…" not converged.
     """
 
@@ -254,7 +254,7 @@ class Audit(Table):
         """How far each measure was moved while outputs or probabilities stayed, by a transform or by the search.
 
         1 where it stayed under all that were tried; infinite where it became 0 or changed its sign; NaN where it was
-        seen to move nowhere but something could not be decided. Transforms that change outputs and probabilities do not
+        not seen to move but something could not be decided. Transforms that change outputs and probabilities do not
         count. Where values have errors, this is what is left of the factor when the errors are taken against it.
 
         >>> Audit(()).moved()
@@ -344,7 +344,7 @@ def largest(factors: Iterable[float]) -> float:
 
 
 def mark(row: AuditRow, digits: int = 2) -> str:
-    """The row in the room of a cell: "=" invariant, "×3.2" the ratio of a value that changes, "?", "…" unsettled.
+    """The row, short enough for a cell: "=" invariant, "×3.2" the ratio of a value that changes, "?", "…" unsettled.
 
     >>> one = Estimate(1.0)
     >>> mark(AuditRow("trace", "rescale_layers", one, Estimate(64.0), 64.0, 64.0, "changes", False))

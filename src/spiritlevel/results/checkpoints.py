@@ -17,10 +17,10 @@ from spiritlevel.results.tables import Columns
 
 @dataclass(frozen=True)
 class Checkpoint(Result):
-    """One checkpoint: its fit, its measures, and for each change the rise of the loss that is foretold and found.
+    """One checkpoint: its fit, its measures, and for each change the predicted and the measured rise of the loss.
 
-    `behind` is how much higher its mean loss is than that of the checkpoint with the lowest, `behind_low` and
-    `behind_high` the 95 % limits of that over samples of the same kind, paired: an interval that holds 0 is a tie.
+    `behind` is how much higher its mean loss is than the lowest, `behind_low` and `behind_high` are the 95 % limits of
+    that over samples of the same kind, paired: an interval that holds 0 is a tie.
     `flips` is, for each change, the number of predictions that flipped.
     """
 
@@ -37,7 +37,7 @@ class Checkpoint(Result):
 
     @property
     def tied(self) -> bool:
-        """Whether the samples cannot tell its loss from the lowest."""
+        """Whether these samples cannot distinguish its loss from the lowest."""
         return not self.behind_low > 0
 
 
@@ -45,8 +45,8 @@ class Checkpoint(Result):
 class Checkpoints(Shown):
     """Many checkpoints on the same samples, in the order in which they were given; `order(by)` sorts them.
 
-    `measures` and `changes` name the columns beside accuracy and loss; `directions` says of each measure what a larger
-    value means.
+    `measures` and `changes` name the columns beside accuracy and loss; `directions` says what a larger value of each
+    measure means.
     """
 
     rows: tuple[Checkpoint, ...]
@@ -84,7 +84,7 @@ class Checkpoints(Shown):
 
     @checked
     def order(self, by: str = "loss") -> list[str]:
-        """The names, the best first: by accuracy and what is wider from the top, by all else from the bottom."""
+        """The names, the best first: the largest for accuracy and for what is wider, the smallest for all else."""
         sign = -1 if by == "accuracy" or self.directions.get(by) in ("wider", "flatter") else 1
         pairs = [(sign * value, row.name) for value, row in zip(self.values(by), self.rows, strict=True)]
         known = sorted(pair for pair in pairs if not math.isnan(pair[0]))
@@ -102,7 +102,7 @@ class Checkpoints(Shown):
         """Which checkpoint is the best as it is, and which after each change."""
         best = self.row(self.order("loss")[0])
         tied = [row.name for row in self.rows if row is not best and row.tied]
-        others = f"; on {self.samples:,} samples {len(tied)} others cannot be told from it" if tied else ""
+        others = f"; on {self.samples:,} samples {len(tied)} others cannot be distinguished from it" if tied else ""
         said = [f"{best.name} has the lowest loss, {figure(best.loss.value)}{others}."]
         if not all(math.isnan(value) for value in self.values("accuracy")):
             first = self.row(self.order("accuracy")[0])
@@ -117,7 +117,7 @@ class Checkpoints(Shown):
                 value, name = min(totals)
                 said.append(f"After {change}, {name} has the lowest loss, {figure(value)}.")
             elif change in self.rows[0].foretold:
-                said.append(f"{change} is foretold to cost {self.order(f'{change}, foretold')[0]} the least.")
+                said.append(f"{change} is predicted to cost {self.order(f'{change}, foretold')[0]} the least.")
         return said
 
     def _columns(self) -> Columns:

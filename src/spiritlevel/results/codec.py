@@ -52,7 +52,7 @@ def _encode(value: Any) -> Any:
     if isinstance(value, dict):
         for key in value:
             if not isinstance(key, str):
-                raise TypeError(f"the dicts of a result have texts as keys, got {key!r}.")
+                raise TypeError(f"the dicts of a result have strings as keys, got {key!r}.")
         items = {key: _encode(item) for key, item in value.items()}
         return {_TAG: _DICT, "items": items} if _TAG in items else items
     if isinstance(value, list | tuple):
@@ -113,11 +113,11 @@ def _decoded(value: Any, hint: Any, unknown: list[str]) -> Any:
 
 
 class Misfit(ValueError):
-    """Fields of a file that do not fit each other: it was edited, or put together of several."""
+    """Fields of a file that contradict each other: it was edited, or pieced together from several."""
 
 
 def same_length(**columns: Any) -> None:
-    """Raise `Misfit` unless all that are given have as many entries along their first dimension."""
+    """Raise `Misfit` unless all that are given have the same number of entries along their first dimension."""
     sizes = {}
     for name, column in columns.items():
         if column is not None:
@@ -133,8 +133,8 @@ class Result:
     those. An undefined number is NaN and becomes null; it comes back as NaN if the field is declared as `float` (also
     inside `dict[str, float]` and the like), and as `None` if it may be absent (`float | None`).
 
-    A file says its `format`. What a later version of the library wrote in a format that is not known yet is refused;
-    what version 0.1 wrote, which said none, is read. Fields that are not known are named in a warning and left out.
+    A file says its `format`. A newer format than this version knows is refused; files of version 0.1, which
+    name no format, are read. Unknown fields are named in a warning and left out.
     """
 
     _types: ClassVar[dict[str, type[Result]]] = {}
@@ -168,17 +168,15 @@ class Result:
         result = _read(cls, data, unknown)
         if unknown:
             names = ", ".join(dict.fromkeys(unknown))
-            warnings.warn(
-                f"what was read holds fields that are not known here and were left out: {names}.", stacklevel=2
-            )
+            warnings.warn(f"what was read holds unknown fields, which were left out: {names}.", stacklevel=2)
         return result
 
     def _check(self) -> None:
-        """Raise `Misfit` if fields that were read do not fit each other, although each is of its type."""
+        """Raise `Misfit` if fields that were read contradict each other, although each has the right type."""
 
     @classmethod
     def _from_older(cls, data: dict[str, Any]) -> dict[str, Any]:
-        """The dict of a result as an earlier version wrote it, with what it did not say yet."""
+        """The dict of a result as an earlier version wrote it, completed by what it did not say yet."""
         return data
 
     @checked
@@ -192,7 +190,7 @@ class Result:
     @classmethod
     @checked
     def from_json(cls, text: str | Path) -> Self:
-        """Read what `to_json` wrote, from its file (a `Path`, or the path as a text) or from its text."""
+        """Read what `to_json` wrote, from its file (a `Path`, or the path as a string) or from its text."""
         if isinstance(text, str) and "{" not in text and _is_file(text):  # the text of a result has braces
             text = Path(text)
         where = str(text) if isinstance(text, Path) else "the text"
@@ -202,9 +200,9 @@ class Result:
             raise InputError(
                 f"cannot read {where} ({error.strerror or error}); pass a file that to_json wrote."
             ) from error
-        except (ValueError, RecursionError) as error:  # also bytes that are no text, and numbers of endless digits
+        except (ValueError, RecursionError) as error:  # also bytes that are not text, and numbers with endless digits
             if isinstance(text, str) and "{" not in text:
-                raise InputError(f"{text[:80]!r} is the path of no file and is not JSON ({error}).") from error
+                raise InputError(f"{text[:80]!r} is neither the path of a file nor JSON ({error}).") from error
             raise InputError(f"{where} is not JSON ({error}); pass a report.json, or what to_json wrote.") from error
         return cls.from_dict(data)
 
@@ -237,7 +235,7 @@ def _read(expected: type[_R], data: Any, unknown: list[str]) -> _R:
 
 
 def _fits(found: Result) -> None:
-    """Raise `Misfit` unless the fields of what was read fit each other."""
+    """Raise `Misfit` if the fields of what was read contradict each other."""
     found._check()
 
 
@@ -287,7 +285,7 @@ def _hints(kind: type[Result]) -> dict[str, Any]:
 # ---------------------------------------------------------------- in short, for `repr`
 
 _ROOM = 40  # characters of one field, about
-_MANY = 10**6  # entries of a tensor from which on nothing but its shape is said
+_MANY = 10**6  # entries of a tensor beyond which only its shape is shown
 
 
 def _is_default(f: dataclasses.Field[Any], value: Any) -> bool:
@@ -298,7 +296,7 @@ def _is_default(f: dataclasses.Field[Any], value: Any) -> bool:
 
 
 def _brief(value: Any) -> str:
-    """A field of a result in the room of a few words."""
+    """A field of a result in a few words."""
     if isinstance(value, Tensor):
         return f"<{_summary(value)}>"
     if isinstance(value, Result):

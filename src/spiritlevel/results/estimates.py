@@ -29,14 +29,14 @@ class Estimate(Result):
     - "exact": no error but rounding;
     - "converged": an iteration found it to ± `tolerance`;
     - "estimated": from random probes, with the standard error `stderr` (and `tolerance` beside it, if there is one);
-    - "lower bound": the best that an optimiser found, the true value may be larger;
+    - "lower bound": the best that an optimiser found; the true value may be larger;
     - "not converged": an iteration stopped before its tolerance, so the error is not known; `reason` says why;
     - "undefined": the value is NaN, and `reason` says why.
 
     Unless given it follows from value, `stderr` and `tolerance`. `stderr` is NaN where it is not known; `dof` are its
     degrees of freedom (infinite for a known variance) and `skew` the skewness of that error. `power` is 2 for the root
     of a mean: the limits are then those of the mean, and their roots. Where only a random subset of the data was
-    measured, `data_stderr` is the standard error of that and `data_limits` are the 95 % limits that it alone sets to
+    measured, `data_stderr` is the standard error due to that and `data_limits` are the 95 % limits it alone sets for
     the value on all of the data; both are `None` where that does not apply, and NaN where it is not known. `matvecs`
     counts products with the matrix (or passes over the data).
 
@@ -76,7 +76,7 @@ class Estimate(Result):
 
     def _check(self) -> None:
         if self.power not in (1.0, 2.0):
-            raise Misfit(f"an estimate is a mean or the root of one, power 1 or 2, and not {self.power:g}")
+            raise Misfit(f"an estimate is a mean or the root of one, power 1 or 2, not {self.power:g}")
 
     @classmethod
     def _from_older(cls, data: dict[str, Any]) -> dict[str, Any]:
@@ -112,7 +112,7 @@ class Estimate(Result):
 
     @property
     def settled(self) -> bool:
-        """Whether an iteration found the value to more than the six digits that are printed."""
+        """Whether an iteration found the value to more digits than the six that are printed."""
         return self.status == "converged" and self.tolerance < 5e-7 * abs(self.value)
 
     @checked

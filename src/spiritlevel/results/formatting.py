@@ -1,7 +1,7 @@
 """Numbers and tables as people read them: the one place that decides how a number is written.
 
-`figure` writes a number, `with_error` a number and its error, `in_short` an estimate in the room of a cell, `times` a
-factor. Tables, sentences, charts and pages all ask these.
+`figure` writes a number, `with_error` a number and its error, `in_short` an estimate short enough for a cell, `times`
+a factor. Tables, sentences, charts and pages all use these.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 def figure(value: float, digits: int = 4, *, typeset: bool = False) -> str:
-    """A number in so many digits, without those that say nothing; a whole number (`int`) has all of its own.
+    """A number to that many digits, without those that say nothing; a whole number (`int`) keeps all of its own.
 
     From 0.001 to 10 million it is written out, beyond that with a power of ten. `typeset` is for pages and sentences:
     a true minus sign, ×10ⁿ and ∞ in place of what a program could read.
@@ -45,7 +45,7 @@ def figure(value: float, digits: int = 4, *, typeset: bool = False) -> str:
 
 
 def with_error(value: float, error: float, digits: int = 8, *, typeset: bool = False) -> str:
-    """A number and its error: two digits of the error, no more of the number than it leaves, and `digits` at most.
+    """A number and its error: two digits of the error, only as many of the number as it warrants, `digits` at most.
 
     >>> with_error(64.5312, 10.6), with_error(1234.5678, 0.012), with_error(0.0123, 0.0), with_error(-2.5, math.nan)
     ('65 ± 11', '1,234.568 ± 0.012', '0.0123', '-2.5 ± unknown')
@@ -63,7 +63,7 @@ def _magnitude(number: float) -> int:
 
 
 def times(factor: float) -> str:
-    """A factor in three digits.
+    """A factor to three digits.
 
     >>> times(327886.0), times(3.14159), times(2.5e12), times(math.inf)
     ('328,000', '3.14', '2.5e12', 'infinitely')
@@ -72,7 +72,7 @@ def times(factor: float) -> str:
 
 
 def in_short(estimate: Estimate) -> str:
-    """A number in the room of a cell: value and error, relative where that is the shorter way to say it.
+    """A number short enough for a cell: value and error, relative where that is shorter.
 
     >>> from spiritlevel.results import Estimate
     >>> in_short(Estimate(0.00065, 5.7e-05)), in_short(Estimate(139.898)), in_short(Estimate(-1.5e-7))
@@ -86,7 +86,7 @@ def in_short(estimate: Estimate) -> str:
         text = figure(estimate.value)
         return {"lower bound": f"≥ {text}", "not converged": f"{text} …"}.get(estimate.status, "undefined")
     error, size = estimate.stderr + estimate.tolerance, abs(estimate.value)
-    if estimate.status == "converged" and error < 5e-4 * size:  # not to be seen in four digits
+    if estimate.status == "converged" and error < 5e-4 * size:  # invisible in four digits
         return figure(estimate.value)
     if not 0 < error <= 0.5 * size:  # also NaN
         return with_error(estimate.value, error, 4)
@@ -94,7 +94,7 @@ def in_short(estimate: Estimate) -> str:
 
 
 def left_out_lines(left_out: dict[str, str]) -> list[str]:
-    """What was left out, a line for each reason.
+    """What was left out, one line per reason.
 
     >>> left_out_lines({"trace": "no time", "margin_mean": "no classes", "flatness": "no time"})
     ['left out: trace, flatness: no time', 'left out: margin_mean: no classes']

@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def standard_error(draws: Tensor) -> Tensor:
-    """The standard error of the mean over the last dimension, also of draws so small that their squares vanish."""
+    """The standard error of the mean over the last dimension, even of draws so small that their squares vanish."""
     scale = draws.abs().amax(-1, keepdim=True).clamp_min(torch.finfo(draws.dtype).tiny)
     return (draws / scale).std(-1) * scale.squeeze(-1) / math.sqrt(draws.shape[-1])
 
@@ -34,11 +34,11 @@ def skewed_limits(value: float, error: float, dof: float, skew: float, level: fl
 
     T = (mean − truth)/error is not Student's t where the draws are skewed: the interval would lie too low, or too
     high. g(T) = T + aT² + a²T³/3 + s/6, with a = s/3 and s the skewness of the mean, is nearly so, and is monotone. A
-    few draws show less skewness than they have, hence the factor 1.25, under which means of exponential, χ² and
-    log-normal draws, and of the losses of networks, are covered as they should be (docs/coverage.md); the spread of
-    skewed draws is less well known too, and the skewness of few draws hardly at all, so there are fewer degrees of
-    freedom, ν/(1+s²+3/ν) in place of ν. Where the skewness is given as 0 this is Student's interval. Reference: Hall,
-    On the removal of skewness by transformation, J. R. Stat. Soc. B 54 (1992).
+    few draws show less skewness than their distribution has, hence the factor 1.25, under which means of exponential,
+    χ² and log-normal draws, and of the losses of networks, are covered as they should be (docs/coverage.md); the
+    spread of skewed draws is less well known too, and the skewness of few draws hardly at all, so there are fewer
+    degrees of freedom, ν/(1+s²+3/ν) in place of ν. Where the skewness is given as 0 this is Student's interval.
+    Reference: Hall, On the removal of skewness by transformation, J. R. Stat. Soc. B 54 (1992).
 
     >>> [round(limit, 3) for limit in skewed_limits(1.0, 0.1, math.inf, 0.0)]
     [0.804, 1.196]
@@ -65,8 +65,8 @@ def errors_off(skew: Any, dof: float, level: float) -> tuple[Any, Any]:
 def subset_mean(values: Tensor, population: int | None) -> tuple[float | None, tuple[float, float] | None]:
     """Standard error and 95 % limits of a mean over the population of which the values are a random subset.
 
-    None for the whole population, NaN for fewer than 30 values: of a fitted network the losses of 20 samples show too
-    little of what all of them are for any interval to hold (docs/coverage.md).
+    None for the whole population, NaN for fewer than 30 values: the losses of 20 samples of a fitted network show too
+    little of the rest for any interval to hold (docs/coverage.md).
     """
     count, mean = len(values), float(values.mean())
     if population is None or population <= count:
@@ -81,7 +81,7 @@ def subset_mean(values: Tensor, population: int | None) -> tuple[float | None, t
 def share_limits(share: float, count: int, population: int) -> tuple[float, float]:
     """Clopper and Pearson's 95 % interval of a share of the population, of which a random subset was counted.
 
-    It covers 95 % or more, also of a share near 0 or 1, where shorter intervals fall below.
+    It covers 95 % or more, even for a share near 0 or 1, where shorter intervals fall short.
 
     >>> [f"{limit:.3f}" for limit in share_limits(1.0, 60, 10**9)]
     ['0.940', '1.000']
@@ -93,5 +93,5 @@ def share_limits(share: float, count: int, population: int) -> tuple[float, floa
     return low, high
 
 
-FEWEST = 30  # samples whose subset error is stated
+FEWEST = 30  # samples from which on a subset error is stated
 _SEEN = 1.25  # how much larger the skewness of a population is than that of a few draws of it

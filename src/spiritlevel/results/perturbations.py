@@ -1,4 +1,4 @@
-"""What a change of the weights was predicted to do, what it did, and where the two part."""
+"""What a change of the weights was predicted to do, what it did, and where the two differ."""
 
 from __future__ import annotations
 
@@ -27,24 +27,25 @@ PREDICTORS = {
     "trace_times_square": "Tr H · ‖δ‖²",
     "square": "‖δ‖²",
 }
-"""What may tell how much the change of one layer alone raises the loss, by the name of its column."""
+"""What may predict how much changing one layer alone raises the loss, by the name of its column."""
 
 
 @dataclass(frozen=True)
 class Prediction(Estimate):
-    """A number that is foretold, and an interval for what will be measured.
+    """A number that is predicted, and an interval for what will be measured.
 
     `sources` says where the interval comes from: for each source how far below and above the value it alone sets the
-    95 % limits. "random change": another draw of the change does something else; "subset of samples": the rest of the
-    data is not like these; "higher orders": what the terms that were used leave out, as half of the change shows. The
-    first two are independent and add up in squares, the third is added to them.
+    95 % limits. "random change": another draw of the change would do something else; "subset of samples": the rest of
+    the data is not like these; "higher orders": what the terms that were used leave out, as half of the change shows.
+    The
+    first two are independent and add in squares; the third is added to them.
     """
 
     sources: dict[str, tuple[float, float]] = field(default_factory=dict)
 
     @checked
     def interval(self, level: float = 0.95, *, data: bool = True) -> tuple[float, float]:
-        """The limits for what will be measured; at levels other than 95 % the random ones stretch as normal errors do.
+        """The limits for what will be measured; at levels other than 95 % the random ones scale like normal errors.
 
         `data=False` leaves out the error of a subset: the limits for these samples.
         """
@@ -95,18 +96,19 @@ class LayerChange(Result):
 
 @dataclass(frozen=True)
 class Perturbation(Shown):
-    """What `perturb` predicted of a change of the weights, and what the change did.
+    """What `perturb` predicted for a change of the weights, and what the change did.
 
     `predicted` and `measured` are the change of the mean loss; `flips_predicted` and `flips_measured` the number of
-    predictions whose class changes. Of a random change `predicted` is the mean over all draws with the interval for
-    one, and what was measured is one draw; `slope` and `curvature`, g·δ and ½ δᵀHδ, are those of the change that was
-    made. `suffices` says whether these two terms tell what happened, to a fifth of the largest of them. `steps` and
-    `losses` are the way: the mean loss of the samples at θ + tδ.
+    predictions whose class changes. For a random change `predicted` is the mean over all draws with the interval for
+    a single one, and what was measured is one draw; `slope` and `curvature`, g·δ and ½ δᵀHδ, are those of the change
+    that was made. `suffices` says whether these two terms account for what happened, to a fifth of the largest of them.
+    `steps` and `losses` are the way: the mean loss of the samples at θ + tδ.
 
-    `layers` has a row for every tensor that moves; `rank_agreement()` says which of their columns orders them as the
-    measured one does. `samples` are columns of the samples that were looked at, `index` their places in the data:
+    `layers` has a row for every tensor that moves; `rank_agreement()` says how well each of their columns orders them
+    as the measured one does. `samples` are columns for the samples that were looked at, `index` their places in the
+    data:
     "gap" is the distance of the two largest outputs, "linearised_gap" what is left of it in the linearised outputs
-    (negative: predicted to flip), "flips_predicted" how many of its decisions flip in these (0 or 1 of a sample that
+    (negative: predicted to flip), "flips_predicted" how many of its decisions flip in these (0 or 1 for a sample that
     makes one), "flips_measured" how many did, "predicted" and "measured" the change of its loss, "chance" how many
     flip on average over draws of a random change. `agreement` is, for what may tell which samples flip, the chance that
     a sample that flipped comes before one that did not (AUROC), and `best` the largest of them, by which the page
@@ -146,7 +148,7 @@ class Perturbation(Shown):
         if not self.steps.numel() or float(self.steps[0]) != 0.0:
             raise Misfit("the way does not begin at the model")
         if self.best and self.best not in self.agreement:
-            raise Misfit(f"its best predictor {self.best!r} is none of those that were tried")
+            raise Misfit(f"its best predictor {self.best!r} is not one of those that were tried")
 
     @property
     def second_order(self) -> float:
@@ -155,12 +157,12 @@ class Perturbation(Shown):
 
     @property
     def ratio(self) -> float:
-        """What the two terms foretell of this change, in units of what was measured."""
+        """What the two terms predict for this change, in units of what was measured."""
         return self.second_order / self.measured.value if self.measured.value else math.nan
 
     @property
     def quadratic(self) -> Tensor:
-        """The mean loss along the way, as the two terms foretell it."""
+        """The mean loss along the way, as the two terms predict it."""
         return self.losses[0] + self.steps * self.slope + self.steps.square() * self.curvature
 
     @checked
@@ -211,18 +213,18 @@ class Perturbation(Shown):
             said.append(f"The accuracy went from {before.value:.2%} to {after.value:.2%}.")
         if not self.suffices:
             said.append(
-                "The second order does not suffice for this change: slope and curvature foretell "
+                "Second order is not enough for this change: slope and curvature predict "
                 f"{figure(self.second_order)}{self._against()}. Look at the loss along the way."
             )
         if self.best and len(self.agreement) > 1:
             share = self.agreement[self.best]
-            said.append(f"Which samples flip is told best by the {self.best} (AUROC {share:.3f}).")
+            said.append(f"The {self.best} best tells which samples flip (AUROC {share:.3f}).")
         return said
 
     def _against(self) -> str:
         if math.isnan(self.measured.value):
             return ", and half of the change does not follow them"
-        return f", and {figure(self.measured.value)} came"
+        return f", and {figure(self.measured.value)} was measured"
 
     def __str__(self) -> str:
         lines = [f"{self.change}: {self.meaning}", *self.sentences()]
@@ -269,7 +271,7 @@ def limits_in_words(predicted: Prediction) -> str:
 
 @dataclass(frozen=True)
 class LayerBits(Result):
-    """The bits that one layer gets, what rounding it to so many is taken to cost, and what uniform bits would."""
+    """The bits that one layer gets, what rounding it to that many is taken to cost, and what uniform bits would."""
 
     name: str
     size: int
@@ -282,7 +284,7 @@ class LayerBits(Result):
 class BitPlan(Table):
     """How many bits each layer gets within a size, and how the plan fares beside the same number for all.
 
-    `budget` is the number of bits a weight that may be used on average, `uniform` the largest single number of bits
+    `budget` is the number of bits per weight that may be used on average, `uniform` the largest single number of bits
     that keeps to it. `losses` and `accuracies` are those of the model, of the plan and of uniform bits.
     """
 
@@ -301,7 +303,7 @@ class BitPlan(Table):
 
     @property
     def mean_bits(self) -> float:
-        """Bits a weight, on average."""
+        """Bits per weight, on average."""
         return sum(row.size * row.bits for row in self.rows) / max(1, sum(row.size for row in self.rows))
 
     def _columns(self) -> Columns:
@@ -320,7 +322,7 @@ class BitPlan(Table):
             for row in self.rows
         ]
         whole, plan, alike = (figure(each.value) for each in self.losses)
-        said = f"{figure(self.mean_bits, 3)} bits a weight, by {PREDICTORS[self.by]}: loss {plan}"
+        said = f"{figure(self.mean_bits, 3)} bits per weight, by {PREDICTORS[self.by]}: loss {plan}"
         said += f", with {self.uniform} bits for all {alike}, unrounded {whole}"
         if not math.isnan(self.accuracies[0].value):
             whole, plan, alike = (f"{each.value:.2%}" for each in self.accuracies)

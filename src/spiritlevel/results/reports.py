@@ -22,7 +22,7 @@ from spiritlevel.results.spectra import SpectrumSummary
 from spiritlevel.results.surfaces import Landscape
 from spiritlevel.results.tables import Columns, of_estimates
 
-_LARGEST = 1e30  # of what is drawn: beyond it the ends of an axis overflow
+_LARGEST = 1e30  # that is drawn: beyond it the ends of an axis overflow
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Fit(Result):
 
     `samples` were measured out of `population`. `accuracy` is undefined where the targets are not classes. `of` says
     what is right or wrong: "samples" ("tokens", where those are the unit), or their "positions" or "labels"; the
-    accuracy is then the mean of every sample's share. Of a regression `r_squared` is 1 − Σ‖y − ŷ‖²/Σ‖y − ȳ‖², ȳ the
+    accuracy is then the mean of every sample's share. For a regression `r_squared` is 1 − Σ‖y − ŷ‖²/Σ‖y − ȳ‖², ȳ the
     mean target of each output.
     """
 
@@ -43,7 +43,7 @@ class Fit(Result):
     r_squared: Estimate | None = None
 
     def quality(self) -> tuple[str, str]:
-        """What tells how well it fits beside the loss, and its value in words; both empty where nothing does.
+        """What besides the loss says how well it fits, and its value in words; both empty where nothing does.
 
         >>> Fit(60, 60, Estimate(0.5), Estimate(0.0), of="positions").quality()
         ('accuracy, of positions', '50.00%')
@@ -56,9 +56,9 @@ class Fit(Result):
 
     def _check(self) -> None:
         if not 0 <= self.samples <= self.population:
-            raise Misfit(f"{self.samples:,} of {self.population:,} samples cannot be")
+            raise Misfit(f"{self.samples:,} of {self.population:,} samples is impossible")
         if not (math.isnan(self.accuracy.value) or 0 <= self.accuracy.value <= 1):
-            raise Misfit(f"an accuracy lies between 0 and 1, and is {self.accuracy.value:g} here")
+            raise Misfit(f"an accuracy lies between 0 and 1, but here it is {self.accuracy.value:g}")
 
     def accuracy_limits(self) -> tuple[float, float]:
         """Clopper and Pearson's 95 % interval of the accuracy on the whole population, of which a subset was measured.
@@ -80,10 +80,10 @@ class ReportRow(Result):
     """One measure of a report: its value and all that is known about it.
 
     `kind` is the status of `value`, see `Estimate`; `direction` what a larger value means: "sharper", "flatter",
-    "wider" or "larger". `invariant_to` are the transforms that leave it as it is; `family` is "curvature", "margin" or
-    "norm"; `cost` the most expensive thing it does and `seconds` what it took, without what other measures had
-    computed. Where a subset was measured and the error of that is not known, `subset_error` says why. `needs_data` is
-    false where the weights alone decide.
+    "wider" or "larger". `invariant_to` are the transforms that leave it unchanged; `family` is "curvature", "margin" or
+    "norm"; `cost` the most expensive thing it does and `seconds` the time it took, not counting what other measures
+    had computed. Where a subset was measured and the resulting error is not known, `subset_error` says why.
+    `needs_data` is false where the weights alone decide.
     """
 
     name: str
@@ -118,7 +118,7 @@ class ReportRow(Result):
 
     @property
     def invariant(self) -> bool:
-        """Whether theory has the value stay under every symmetry that this library knows, `SYMMETRIES`."""
+        """Whether in theory the value stays under every symmetry that this library knows, `SYMMETRIES`."""
         return set(SYMMETRIES) <= set(self.invariant_to)
 
     def __str__(self) -> str:
@@ -157,11 +157,11 @@ class Report(Shown):
 
     Per-sample results (`traces`, `margins`, `predicted`) are in the order of the samples measured; `indices` are their
     places in the data if they are a random subset, else `None`. `fits` and `correlations` are by name ("train", "test";
-    "trace and margin", "trace and ACEHT"), an undefined correlation says why. `layers` is the share of the trace by
+    "trace and margin", "trace and ACEHT"), and an undefined correlation says why. `layers` is the share of the trace by
     parameter tensor. `spectrum` holds no vectors. `settings` says how all this was measured: versions, seed, device,
     dtype, data, batch norm. `left_out` names what was not measured, with the reason; `partial` is empty unless the
-    measurement was interrupted. `headline` says the most important in words, from the numbers alone; `leads` names the
-    measures that stand for their family ("curvature", "margin") in a summary, the best first.
+    measurement was interrupted. `headline` puts the most important findings into words, from the numbers alone;
+    `leads` names the measures that stand for their family ("curvature", "margin") in a summary, the best first.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""One number of every sample, and how two of them go together."""
+"""One number for every sample, and how two such numbers correlate."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class SampleTraces(Table):
 
     `values[n]` = Tr ∇²ℓ(θ; xₙ, yₙ) and `stderr[n]` its error (0 where exact). `layers` splits the values by parameter
     tensor if that was asked for. `probes` counts the random probes a sample got. Where all samples shared their probes
-    their errors are correlated: `draws` (N, groups) keeps what each group of probes said, of which there are `dof` + 1,
+    their errors are correlated: `draws` (N, groups) keeps what each of the `dof` + 1 groups of probes said,
     so that `mean` and `correlate` can take the error from their spread. `fingerprint` identifies the order of the data.
     With batch statistics the batches are part of the definition: `batches` then holds their sizes in order. `wrt` says
     what moves: the parameters, or the input of the sample (`input_curvature`). With `unit` "token" each position of a
@@ -59,7 +59,7 @@ class SampleTraces(Table):
             values=self.values, stderr=self.stderr, targets=self.targets, draws=self.draws, **places, **self.layers
         )
         if self.values.ndim != 1 or not self.values.is_floating_point():
-            raise Misfit("it needs one number a sample")
+            raise Misfit("it needs one number per sample")
 
     def __len__(self) -> int:
         return self.values.numel()
@@ -68,9 +68,9 @@ class SampleTraces(Table):
         """The trace of the mean loss, Tr ∇²L = mean of the per-sample traces, with the error of the probes.
 
         Shared probes: the standard error is that of the probe-wise means. Independent ones (`passes=`): the root of
-        the summed squares, and NaN where fewer than 8 samples make up that sum, since a single draw tells the size of
-        its own error no better than that of its value. If these samples are a random subset of `population` points,
-        `data_stderr` and `data_limits` are the subset's error (NaN below 30 samples).
+        the summed squares, and NaN where fewer than 8 samples make up that sum, since a single draw says no more about
+        its error than about its value. If these samples are a random subset of `population` points, `data_stderr` and
+        `data_limits` are the subset's error (NaN below 30 samples).
         """
         value, spread = float(self.values.mean()), subset_mean(self.values, self.population)
         error: dict[str, Any] = {"stderr": 0.0}
@@ -89,10 +89,10 @@ class SampleTraces(Table):
         )
 
     def _independent_errors(self) -> dict[str, Any]:
-        """The error of the mean of samples that each had one draw of its own: nothing is known of its distribution.
+        """The error of the mean of samples that each had a draw of their own: nothing is known about its distribution.
 
         The worst case is a multiple of χ²₁, whose third cumulant is that of 0.98 error³; and as the errors are taken
-        from the draws themselves, as many degrees of freedom remain as there are samples that count.
+        from the draws themselves, there are only as many degrees of freedom as samples that count.
         """
         largest = float(self.stderr.max())
         if not largest:

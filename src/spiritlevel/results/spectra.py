@@ -24,7 +24,7 @@ class Eigenpairs(Table):
 
     Each residual bounds the distance from its value to an eigenvalue. `converged` is true if every residual is at most
     tol · max|Ritz value| and repeated eigenvalues were ruled out or found; otherwise `reason` says what is missing.
-    `reach` is how far beyond the outermost value an eigenvalue may still lie: further out there is none, but for a
+    `reach` is how far beyond the outermost value an eigenvalue may still lie: further out there is none, except with a
     chance of 0.001; `None` where that is not known.
     """
 
@@ -42,7 +42,7 @@ class Eigenpairs(Table):
     def _check(self) -> None:
         same_length(values=self.values, residuals=self.residuals)
         if self.values.ndim != 1 or not len(self.values):
-            raise Misfit("it needs a row of eigenvalues, one at least")
+            raise Misfit("it needs a row of at least one eigenvalue")
 
     def __len__(self) -> int:
         return self.values.numel()
@@ -50,8 +50,8 @@ class Eigenpairs(Table):
     def outermost(self) -> Estimate:
         """The first value ± what is not known of it: the larger of its residual and `reach`.
 
-        A residual alone is not enough. It tells that some eigenvalue is near, not that it is the outermost one. Where
-        nothing is excluded (`reach` is infinite) the largest eigenvalue has this value as a lower bound.
+        A residual alone is not enough. It shows that some eigenvalue is near, not that it is the outermost one. Where
+        nothing is excluded (`reach` is infinite) this value is a lower bound of the largest eigenvalue.
         """
         tolerance = max(float(self.residuals[0]), self.reach or 0.0)
         if self.converged and math.isinf(tolerance):
@@ -136,7 +136,7 @@ class DiagonalEstimate(Table):
     """The diagonal of a matrix: one value and one standard error per entry.
 
     `status` is "exact" or "estimated"; probes that agree in every entry, as those of a diagonal matrix do, have a
-    standard error of 0 and are no proof. All entries share their probes, so their errors are correlated: the error of
+    standard error of 0 but prove nothing. All entries share their probes, so their errors are correlated: the error of
     a sum of entries is not the root of the summed squares.
     """
 
@@ -148,14 +148,14 @@ class DiagonalEstimate(Table):
     status: str = ""
 
     def __post_init__(self) -> None:
-        if not self.status:  # version 0.1 did not say it
+        if not self.status:  # version 0.1 did not say
             object.__setattr__(self, "status", "estimated" if bool(self.stderr.any()) else "exact")
         if self.status not in ("exact", "estimated"):
             raise InputError(f"the status of a diagonal is exact or estimated, got {self.status!r}.")
 
     @property
     def exact(self) -> bool:
-        """Whether no entry has an error but rounding."""
+        """Whether no entry has any error but rounding."""
         return self.status == "exact"
 
     def __len__(self) -> int:
@@ -180,7 +180,7 @@ class SmoothedDensity(Table):
     """A spectral density smoothed by a Gaussian of standard deviation `width`, on the points of `grid`.
 
     `stderr` is the error of the random probes at every point, 0 where all eigenvalues are known, and `skew` its
-    skewness. It does not hold the error of the quadrature, which is small once `width` exceeds the distance of
+    skewness. It does not include the error of the quadrature, which is small once `width` exceeds the distance of
     neighbouring nodes.
     """
 
@@ -201,7 +201,7 @@ class SmoothedDensity(Table):
         return (self.values - below * self.stderr).clamp(min=0.0), self.values + above * self.stderr
 
     def _columns(self) -> Columns:
-        """One row per point of the grid, with the band of 95 %."""
+        """One row per point of the grid, with the 95 % band."""
         low, high = self.band()
         columns = {"eigenvalue": self.grid, "density": self.values, "stderr": self.stderr, "low": low, "high": high}
         return {name: (float, values.tolist()) for name, values in columns.items()}
@@ -237,7 +237,7 @@ class SpectralDensity(Table):
 
     def _check(self) -> None:
         if self.nodes.ndim != 2 or self.nodes.shape != self.weights.shape or not self.nodes.numel():
-            raise Misfit("it needs as many weights as nodes, in rows, one at least")
+            raise Misfit("it needs as many weights as nodes, in at least one row")
         if not bool(torch.isfinite(self.nodes).all() & torch.isfinite(self.weights).all()) or self.size < 1:
             raise Misfit("its nodes and weights are not all numbers")
 
@@ -261,7 +261,8 @@ class SpectralDensity(Table):
     def density(self, grid: Tensor | None = None, width: float | None = None) -> SmoothedDensity:
         """The density smoothed by a Gaussian of standard deviation `width`, with its error at every point of `grid`.
 
-        `width` is 1/100 of the span of the nodes unless given, `grid` 512 points that reach 4 widths beyond the nodes.
+        By default `width` is 1/100 of the span of the nodes, and `grid` 512 points that reach 4 widths beyond the
+        nodes.
         """
         nodes, weights = self.nodes.double(), self.weights.double()
         low, high = float(nodes.min()), float(nodes.max())

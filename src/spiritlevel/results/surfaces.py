@@ -25,8 +25,8 @@ class Landscape(Table):
 
     `spread` is the standard deviation of a sample's loss at every point, so that the mean over B of these samples,
     drawn at random, scatters by spread/√B around `losses`; `None` where the samples of a batch depend on each other.
-    Along a training, `track` (checkpoints, d) are the places of its checkpoints, and `explained` the share of their
-    squared distances from the model that lies along each direction.
+    Along a training run, `track` (checkpoints, d) holds the places of its checkpoints, and `explained` the share of
+    their squared distances from the model that lies along each direction.
     """
 
     directions: tuple[str, ...]

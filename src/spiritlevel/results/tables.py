@@ -1,4 +1,4 @@
-"""Results that are tables: a Polars frame, and a CSV file that no spreadsheet takes for a program."""
+"""Results that are tables: a Polars frame, and a CSV file that no spreadsheet mistakes for a program."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from spiritlevel.results.estimates import Estimate
 
 Columns = Mapping[str, tuple[type, Iterable[Any]]]
-"""The columns of a table: what kind of values each holds (`float`, `int`, `bool`, `str`), and the values."""
+"""The columns of a table: what kind of value each holds (`float`, `int`, `bool`, `str`), and the values."""
 
 
 class Table(Result):
-    """A result that is a table; also as a Polars frame and as CSV."""
+    """A result that is a table, also available as a Polars frame and as CSV."""
 
     @abstractmethod
     def _columns(self) -> Columns:
@@ -58,7 +58,7 @@ def as_csv(frame: pl.DataFrame, path: str | Path | None = None) -> str:
     return text
 
 
-_FORMULA = r"\A[=+\-@\t\r\n]"  # with which a cell begins that a spreadsheet runs, or may after it has cut the blanks
+_FORMULA = r"\A[=+\-@\t\r\n]"  # how a cell begins that a spreadsheet runs, or may run once it has trimmed blanks
 
 
 def _harmless(name: str) -> str:
@@ -66,7 +66,7 @@ def _harmless(name: str) -> str:
 
 
 def of_estimates(estimates: Sequence[Estimate], limits: Iterable[tuple[float, float]] | None = None) -> Columns:
-    """The columns of numbers with their errors; `limits` of 95 % are those on the given data unless given."""
+    """The columns of numbers with their errors; the 95 % `limits` are by default those on the given data."""
     ends = [estimate.interval() for estimate in estimates] if limits is None else list(limits)
     return {
         "value": (float, [estimate.value for estimate in estimates]),

@@ -23,8 +23,8 @@ from spiritlevel.results.tables import Columns
 class CriticalSharpness(Estimate):
     """2/η_c, η_c the first step along the optimiser's own update at which the loss is no longer lower.
 
-    `low` and `high` are the ends of the bracket in which the search left it, 0 or infinite where an end is open;
-    `step` is η_c, to be given to the next call as `start=`; `scale` is η_c in units of the optimiser's own step;
+    `low` and `high` are the ends of the bracket to which the search narrowed it, 0 or infinite where an end is open;
+    `step` is η_c, to pass to the next call as `start=`; `scale` is η_c in units of the optimiser's own step;
     `forwards` counts the forward passes. Where several learning rates are in use, η is the largest of them.
     """
 
@@ -46,8 +46,8 @@ class Stability(Result):
     """Whether the curvature lies within what the optimiser's steps can follow.
 
     `curvature` is the largest eigenvalue of the Hessian, or of D^(-1/2) H D^(-1/2) where the optimiser divides by D;
-    `limit` the value from which on steps on that quadratic grow; `formula` says which. `side` is "stable", "unstable"
-    or "open" where the eigenvalue is not known well enough. `vector` starts the next look.
+    `limit` the value above which steps on that quadratic grow; `formula` says which. `side` is "stable", "unstable"
+    or "open" where the eigenvalue is not known well enough. `vector` is the start for the next call.
     """
 
     curvature: Estimate
@@ -66,7 +66,7 @@ class Stability(Result):
         words = {
             "stable": "below: steps on this quadratic settle",
             "unstable": "above: steps on this quadratic grow, until the curvature or the steps give way",
-            "open": "too near, or not known well enough, to tell the side",
+            "open": "too near the limit, or not known well enough, to tell which side",
         }
         return (
             f"largest eigenvalue of {self.matrix} {self.curvature}, limit {self.formula} = {figure(self.limit, 4)}: "
@@ -79,8 +79,8 @@ class SuspiciousSamples(Shown):
     """The samples of a recorded training to look at first, those with the most suspicious `by` at the top.
 
     `table` has the columns of these samples, in the order of `ids`; `everything` those of all samples that were seen.
-    `never_learned` were never classified as labelled, `forgotten` were so once and then no more. `visits` is how often
-    a sample was seen on average, in `steps` calls.
+    `never_learned` were never classified as labelled, `forgotten` were so once and later no longer. `visits` is how
+    often a sample was seen on average, in `steps` calls.
     """
 
     by: str
@@ -127,7 +127,7 @@ class SuspiciousSamples(Shown):
 
     @checked
     def cell(self, name: str, k: int) -> str:
-        """One number of the k-th of these samples, in few digits."""
+        """One number of the k-th of these samples, to a few digits."""
         if name not in self.table:
             raise unknown_name("column", name, self.table)
         value = float(self.table[name][whole_number(k, "k", 0, len(self.ids) - 1)])
@@ -150,7 +150,7 @@ class TrainingCurves(Shown):
     name: str = "Training"
 
     def __post_init__(self) -> None:
-        """What a file has as null was undefined."""
+        """What is null in a file was undefined."""
         rows = ({name: math.nan if value is None else value for name, value in row.items()} for row in self.rows)
         object.__setattr__(self, "rows", tuple(rows))
 

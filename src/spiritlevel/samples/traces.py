@@ -72,7 +72,7 @@ def sample_traces(
     Args:
         model: Any `torch.nn.Module`; it is measured in eval mode and comes back untouched.
         data: A pair of tensors, a data set, a loader, or re-iterable batches.
-        loss: A name: "cross_entropy" (of one class a sample, or of one at every position of an image or a sequence;
+        loss: A name: "cross_entropy" (of one class per sample, or of one at every position of an image or a sequence;
             soft labels too), "token_cross_entropy" (classes last), "causal_lm" (shifts by itself),
             "binary_cross_entropy" (one logit or many labels), "squared_error", "huber", "poisson", "exponential"; the
             `torch.nn` losses of these with their options; or a callable that returns one value per sample. With
@@ -93,7 +93,7 @@ def sample_traces(
         batch_norm: "eval", or "batch" for batch statistics; the batches are then part of the definition.
         batch_size: Samples in a batch, chosen by itself; changes nothing but speed and memory. As many batches as
             there are cores, 4 at most, are worked on at a time if `memory` suffices.
-        memory: Bytes that may be used, or a text such as "2GB".
+        memory: Bytes that may be used, or a string such as "2GB".
         group: A `torch.distributed` group: every rank passes the same model, data and options, takes its share of the
             batches, and returns the whole result. `None` never communicates.
         seed: Seed of all random numbers; the global random states stay untouched.

@@ -32,7 +32,7 @@ def inliers(cloud: Array) -> tuple[Array, str]:
 def factors(points: Array) -> Array:
     """The local outlier factor of every point (Breunig et al. 2000), as scikit-learn's LocalOutlierFactor has it.
 
-    That holds six tables of 20 numbers a point, a kilobyte each: this one of 32-bit places, 80 bytes. With k
+    That holds six tables of 20 numbers per point, a kilobyte each: this one of 32-bit places, 80 bytes. With k
     neighbours b of a and r_k(b) the distance of b to its own k-th one: the density of a is
     1 / mean_b max(r_k(b), ‖a − b‖), and its factor the mean density of its neighbours in units of its own.
     """

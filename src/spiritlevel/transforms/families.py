@@ -179,7 +179,7 @@ class Shifting:
     entries: tuple[Tensor, ...]
     limit: float
     undone: tuple[tuple[Tensor, Tensor], ...] = ()
-    lengths: tuple[int, ...] = ()  # of what is drawn one after the other; all at once unless given
+    lengths: tuple[int, ...] = ()  # of what is drawn one after the other; by default all at once
 
     @property
     def _counts(self) -> Tensor:

@@ -133,7 +133,7 @@ def _rows(inputs: Tensor, per: str) -> Tensor:
     if per not in ("channel", "feature"):
         raise unknown_name("value of per", per, ("channel", "feature"))
     if inputs.ndim < 2 or inputs.is_complex() or not len(inputs):
-        raise InputError(f"inputs must be real numbers with one row a sample, got {shown(inputs)}.")
+        raise InputError(f"inputs must be real numbers with one row per sample, got {shown(inputs)}.")
     return (inputs.movedim(1, -1).flatten(0, -2) if per == "channel" else inputs.flatten(1)).cpu().double()
 
 
@@ -156,8 +156,8 @@ def input_map(
 
     Args:
         model: any module whose input is read by linear layers or convolutions only; it is left as it was.
-        matrix: A, a number, a vector (diagonal) or a square matrix; 1 unless given.
-        shift: s, a number or a vector; 0 unless given.
+        matrix: A, a number, a vector (diagonal) or a square matrix; by default 1.
+        shift: s, a number or a vector; by default 0.
         data: inputs of the old model to compare outputs on.
 
     >>> net, x = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)), torch.randn(20, 3)

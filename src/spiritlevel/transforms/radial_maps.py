@@ -83,7 +83,7 @@ class RadialMap:
 
         Args:
             operator: H, the Hessian of L at g(η).
-            at: η; the center unless given.
+            at: η; by default the center.
             gradient: ∇L at g(η); needed between the spheres only, where g is curved.
 
         Exact; a product costs one product with H and O(P).
@@ -178,7 +178,7 @@ def radial(
         delta: radius δ of the ball.
         rho: radius ρ of the inner ball in the new parameters.
         r_hat: radius r̂ of its image in the old ones.
-        center: θ̂, the trainable parameters laid end to end; those of the model unless given.
+        center: θ̂, the trainable parameters laid end to end; by default those of the model.
         data: as in `rescale_layers`.
 
     Reference: paper B, section A; mathematics 7.7.

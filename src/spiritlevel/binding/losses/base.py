@@ -117,7 +117,7 @@ class Loss(ABC):
         return Decisions(outputs, targets.long())
 
     def prediction(self, outputs: Tensor, targets: Tensor) -> Tensor | None:
-        """The numbers that the outputs foretell of these targets; None where they are no numbers."""
+        """The numbers that the outputs predict for these targets; None where they are not numbers."""
         return None
 
     def _check_exact(self, exact: int, outputs: Tensor, targets: Tensor) -> None:

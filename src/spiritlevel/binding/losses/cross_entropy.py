@@ -1,4 +1,4 @@
-"""Softmax cross entropy of one choice a sample, or of one at each position: images, tagged tokens, language models.
+"""Softmax cross entropy of one choice per sample, or of one at each position: images, tagged tokens, language models.
 
 A sample's outputs are *rows* of C logits, one for each position; its loss is Σ_t s_t ℓ_t, the mean over the positions
 that count. So gradient, product and factors are those of single rows times the share s_t of the row, and A is block
@@ -41,7 +41,7 @@ def rows_in_double(classes: int) -> int:
 
 
 def by_rows(function: Callable[..., Tensor], *columns: Tensor | None) -> Tensor:
-    """A function of rows, in pieces of them; each column has one entry a row, or is None."""
+    """A function of rows, in pieces of them; each column has one entry per row, or is None."""
     first = columns[0]
     assert first is not None
     size = rows_in_double(first.shape[-1])
@@ -106,7 +106,7 @@ class CrossEntropy(Loss):
     def per(self, positions: float) -> CrossEntropy:
         """The same with the sum over a sample's positions divided by this number, and not by that of its own.
 
-        With the mean number of positions a sample, the mean over samples is one over all positions of the data.
+        With the mean number of positions per sample, the mean over samples is one over all positions of the data.
         """
         other = copy.copy(self)
         other.divisor, other.weighted_mean = positions, False

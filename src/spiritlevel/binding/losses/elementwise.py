@@ -97,7 +97,7 @@ class Elementwise(Loss):
 
 
 def _no_margins(name: str) -> NoReturn:
-    raise InputError(f"the loss {name} foretells numbers, and a regression has no margins.")
+    raise InputError(f"the loss {name} predicts numbers, and a regression has no margins.")
 
 
 class BinaryCrossEntropy(Elementwise):

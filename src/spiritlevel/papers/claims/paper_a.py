@@ -507,7 +507,7 @@ def _sources_with(package: str, text: bytes) -> int:
     "φ = θx + b.",
 )
 def _shape(seed: int) -> Finding:
-    """Passes if the product has one entry a class: θᵗx as printed, θx as corrected."""
+    """Passes if the product has one entry per class: θᵗx as printed, θx as corrected."""
     rng = generator(seed)
     theta, x, b = normal(rng, 10, 784), normal(rng, 784), normal(rng, 10)
 

@@ -232,7 +232,7 @@ def judge(config: Optimizers, table: Sequence[Mapping[str, Any]]) -> Iterator[Ru
 
 
 def _words(key: str) -> str:
-    """A column's name; runs kept before had underscores in those of a training's history."""
+    """A column's name; runs kept before had underscores in those of a training run's history."""
     return key.replace("_", " ") if key.startswith(("train_", "validation_", "test_")) else key
 
 

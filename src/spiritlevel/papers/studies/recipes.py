@@ -213,7 +213,7 @@ def sharpness_row(
 
 
 def exposure(job: Job) -> float:
-    """Σαγ/(1 − ρ) over a training: by how many powers of e its decay alone would shrink the weights.
+    """Σαγ/(1 − ρ) over a training run: by how many powers of e its decay alone would shrink the weights.
 
     About 37 for γ = 5e-4 in paper C's recipe (300 epochs of 45,000 images from lr 0.1, momentum 0.9).
     """
@@ -224,7 +224,7 @@ def exposure(job: Job) -> float:
 
 
 def training_row(trained: Trained) -> dict[str, Any]:
-    """Losses, accuracies, gap and weight norm at the end of a training, and its exposure to decay."""
+    """Losses, accuracies, gap and weight norm at the end of a training run, and its exposure to decay."""
     last = trained.history[-1]
     return {
         "train loss": last["train_loss"],

@@ -77,9 +77,9 @@ class Trained:
 def train(job: Job, *, cache: str | Path | None = None, progress: Progress | None = None) -> Trained:
     """Train a job, or find what an earlier call, in this process or another, has trained already.
 
-    A training that was killed goes on from its last checkpoint, which is some 20 seconds old, or older where writing
-    one takes more than a second. Two processes that want the same job do not both train it: the second waits, and takes
-    over if the first one dies. A damaged entry of the cache is trained again.
+    A training run that was killed resumes from its last checkpoint, which is some 20 seconds old, or older where
+    writing one takes more than a second. Two processes that want the same job do not both train it: the second waits,
+    and takes over if the first one dies. A damaged entry of the cache is trained again.
 
     Args:
         job: What to train.

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _CHECKPOINT_SECONDS = 20.0
 _CHECKPOINT_SHARE = 0.05  # of the time at most goes into checkpoints
-# What a training may remove from its folder, where the files of others may lie: its checkpoints, and what
+# What a training run may remove from its folder, where the files of others may lie: its checkpoints, and what
 # `write_atomically` leaves of a file that a killed process was writing.
 _OWN = re.compile(
     r"checkpoint-\d+-[0-9a-f]{8}\.safetensors|\.(?:state\.json|(?:step|checkpoint)-[0-9a-f-]+\.safetensors)\.[0-9a-f]{16}"

@@ -174,7 +174,7 @@ class _Fitting:
     ) -> None:
         for step in keep:
             if not 0 <= step <= run.total:
-                raise InputError(f"keep asks for step {step} of a training of {run.total} steps.")
+                raise InputError(f"keep asks for step {step} of a training run of {run.total} steps.")
         self.run, self.folder, self.sets, self.every, self.until = run, folder, sets, every, until
         self.keep, self.wanted = keep, set(keep)
         self.weights: dict[int, dict[str, Tensor]] = {}

@@ -1,4 +1,4 @@
-"""The moving parts of a training, and how a network does on a set."""
+"""The moving parts of a training run, and how a network does on a set."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _augmented(images: Tensor, crop: int, generator: torch.Generator) -> Tensor:
 
 
 class Run:
-    """The moving parts of a training: model, optimiser, average, step, history."""
+    """The moving parts of a training run: model, optimiser, average, step, history."""
 
     def __init__(self, model: nn.Module, train: Pair, recipe: Recipe, seed: int) -> None:
         self.model, self.recipe, self.seed = model, recipe, seed
@@ -80,7 +80,7 @@ class Run:
         return self.loss.values(outputs, targets).mean()
 
     def _make_optimizer(self) -> torch.optim.Optimizer:
-        # One call for all parameters instead of a loop in Python: up to a third less time a step for dense networks.
+        # One call for all parameters instead of a loop in Python: up to a third less time per step for dense networks.
         fused = self.device.type in ("cpu", "cuda") and all(p.is_floating_point() for p in self.parameters)
         decay = 0.0 if self.recipe.decoupled else self.recipe.weight_decay
         common: dict[str, Any] = {"lr": self.recipe.lr, "weight_decay": decay, "fused": fused or None}
@@ -273,7 +273,7 @@ def check_pair(what: str, pair: Pair) -> None:
         raise InputError(f"{what} needs a pair of tensors (inputs, targets), got {shown(pair)}.")
     inputs, targets = pair
     if not inputs.ndim or not targets.ndim:
-        raise InputError(f"{what} needs inputs and targets with one row a sample, got single numbers.")
+        raise InputError(f"{what} needs inputs and targets with one row per sample, got single numbers.")
     if len(inputs) != len(targets):
         raise InputError(f"{what} needs as many inputs as targets, got {len(inputs)} and {len(targets)}.")
     if not len(targets):
