@@ -587,6 +587,7 @@ def test_the_page_shows_texts_and_obeys_none(tmp_path: Path) -> None:
     text = recorder.to_html(tmp_path / "page.html", count=4)
     assert "<script>alert(" not in text
     assert text.count("a text") == 4
+    assert text.index("a text") < text.index("The same in numbers"), "the texts come first"
     rows = [{"text": f"row {i}", "label": 0} for i in range(50)]
     assert "row " in recorder.suspects(3, data=rows).texts[0]
     assert recorder.suspects(3, data=[(torch.rand(4), 0)] * 50).pictures is None

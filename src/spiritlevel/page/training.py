@@ -121,7 +121,7 @@ def curves(found: TrainingCurves, key: str) -> Iterator[Section]:
         chart = charts.lines(columns, "step", label, points=True)
         section.figures.append(as_figure(f"{key}-{name}", label, alt, chart, inset="xy"))
     section.notes = _gaps(found)
-    if names:
+    if names or section.notes:
         yield section
     section = Section(f"{key}-rows", "All measurements")
     keys = list(dict.fromkeys(name for row in found.rows for name in row))
