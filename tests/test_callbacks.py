@@ -207,6 +207,25 @@ def test_hugging_face_resumes_the_record_and_the_rows(tmp_path: Path) -> None:
 
 
 @pytest.mark.integrations
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_the_writer_of_tensorboard_gets_every_row_of_a_loop(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from torch.utils.tensorboard import SummaryWriter
+
+    net, data = nn.Linear(2, 3), (torch.randn(6, 2), torch.arange(6) % 3)
+    with SummaryWriter(str(tmp_path)) as writer:
+        tracker = sl.Tracker(net, data, every=2, share=math.inf, logger=writer, quantities=["loss", "trace"])
+        for _ in range(4):
+            tracker.step()
+    board = EventAccumulator(str(tmp_path))
+    board.Reload()
+    for name in ("loss", "trace"):
+        events = board.Scalars(f"spiritlevel/{name}")
+        assert [event.step for event in events] == [2, 4]
+        assert [event.value for event in events] == pytest.approx([row[name] for row in tracker.rows])
+
+
+@pytest.mark.integrations
 def test_hugging_face_reports_to_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

@@ -209,6 +209,9 @@ def test_the_muon_of_torch() -> None:
     model, optimizer, closure = prepared(lambda p: torch.optim.Muon(p, lr=0.01), model=model, dtype=torch.float32)
     before = copy.deepcopy(optimizer.state_dict()["state"])
     found = sl.critical_sharpness(closure, optimizer)
+    warm = sl.critical_sharpness(closure, optimizer, start=found)
+    assert (found.forwards <= 12, warm.forwards <= 6) == (True, True)
+    assert max(found.high / found.low, warm.high / warm.low) <= 1.0625 * (1 + 1e-6)
     after = optimizer.state_dict()["state"]
     assert all(torch.equal(before[k][name], after[k][name]) for k in before for name in before[k])
     step = brute_force(model, optimizer, closure, 0.01)

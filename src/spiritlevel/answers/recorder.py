@@ -66,9 +66,10 @@ def _tensor(name: str, values: Any) -> Tensor:
 class Recorder:
     """Keeps loss, margin, correctness and entropy of every training sample at every visit.
 
-    Call `record` with what the loop has anyway, once per batch, samples in any order. Logits are copied and looked
-    at many rows at a time, free of cancellation. Kept are 14 bytes per visit, 4 bytes per sample and 8
-    bytes per call: less than 16 bytes per sample and epoch from the third epoch on (`benchmarks/recorder.py`).
+Call `record` with what the loop has anyway, once per batch, samples in any order. Logits are copied and looked
+    at many rows at a time, free of cancellation. Kept are 14 bytes per visit, 8 bytes per call, and the label and
+    prediction of each sample, 2 bytes up to 128 classes: less than 16 bytes per sample and epoch from the second
+    epoch on, 16.1 after the first (`benchmarks/recorder.py`).
 
     `frame()` has a row a sample:
 
@@ -105,7 +106,7 @@ class Recorder:
         self.steps = 0
         """The step that the next call has unless it says another."""
         self._logs: list[Visits] = []
-        self._label = torch.full((self.samples,), _UNKNOWN, dtype=torch.int16)
+        self._label = torch.full((self.samples,), _UNKNOWN, dtype=torch.int8)
         self._predicted = self._label.clone()
         self._waiting = Waiting()
         if self.path is not None and _file(self.path).exists():
@@ -155,8 +156,8 @@ class Recorder:
             return
         log, labels, top = found
         self._logs.append(Visits.of(log))
-        if (self._waiting.outputs or 0) > torch.iinfo(torch.int16).max:
-            self._label, self._predicted = self._label.int(), self._predicted.int()
+        kind = torch.promote_types(self._label.dtype, _kind((self._waiting.outputs or 1) - 1))
+        self._label, self._predicted = self._label.to(kind), self._predicted.to(kind)
         ids = log["ids"].numpy()
         for kept, new in ((self._label, labels), (self._predicted, top)):
             kept.numpy()[ids] = new.numpy()  # of an id that comes several times NumPy keeps the last
@@ -406,9 +407,15 @@ def _joined(states: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
         latest = torch.maximum(latest, here)
         label = torch.where(newer, state["label"].int(), label)
         predicted = torch.where(newer, state["predicted"].int(), predicted)
-    kind = torch.int16 if max(int(label.max()), int(predicted.max())) <= torch.iinfo(torch.int16).max else torch.int32
+    kind = _kind(max(int(label.max()), int(predicted.max())))
     steps = torch.stack([state["next"] for state in states]).amax(0)
     return {**merged(logs).columns(), "label": label.to(kind), "predicted": predicted.to(kind), "next": steps}
+
+
+def _kind(highest: int) -> torch.dtype:
+    """The smallest whole numbers that reach to the highest class."""
+    kinds = torch.int8, torch.int16, torch.int32
+    return next(kind for kind in kinds if highest <= torch.iinfo(kind).max)
 
 
 def _file(path: Path) -> Path:

@@ -385,4 +385,4 @@ def _value(row: dict[str, Any], key: str) -> str:
     if key == "largest_eigenvalue":
         status = "not converged" if not row["converged"] else "converged" if row.get("afresh", True) else "lower bound"
         return in_short(Estimate(value, tolerance=row["tolerance"], status=status))
-    return figure(value)
+    return figure(value, typeset=True)

@@ -16,6 +16,7 @@ _WORDS = {
     "first_learned": "first learned at step",
     "forgetting": "times forgotten",
 }
+_REASONS = 5  # that are written out below the curves
 _COLUMNS = ("aum", "cumulative_loss", "loss", "margin", "entropy", "confidence", "variability")
 
 
@@ -38,12 +39,18 @@ def suspects(found: SuspiciousSamples, key: str) -> Iterator[Section]:
     if found.pictures is not None:
         tiles = tuple(Thumbnail(k, sample, _lines(found, k)) for k, sample in enumerate(found.ids.tolist()))
         section.galleries.append(Gallery(f"By {by}", tiles))
+    if found.texts:  # what it is about first, not as the last of a dozen columns
+        listed = [
+            [int(found.ids[k]), *_classes(found, k), found.cell(found.by, k).replace("-", "−"), text]
+            for k, text in enumerate(found.texts)
+        ]
+        section.tables.append(Table(f"{key}-texts", f"By {by}", ["sample", "label", "predicted", by, "text"], listed))
     columns = ["sample", "label", "predicted", *(_WORDS.get(name, name) for name in _COLUMNS), "times forgotten"]
-    columns += ["first learned at step", *(["text"] if found.texts else [])]
+    columns += ["first learned at step"]
     rows = [_row(found, k) for k in range(len(found.ids))]
-    section.tables.append(
-        Table(f"{key}-table", "The same in numbers", columns, rows, folded=found.pictures is not None)
-    )
+    shown = found.pictures is not None or bool(found.texts)
+    caption = "The same in numbers" if shown else f"By {by}"
+    section.tables.append(Table(f"{key}-table", caption, columns, rows, folded=shown))
     yield section
     yield _map(found, key)
 
@@ -58,18 +65,21 @@ def _about(by: str) -> str:
 
 def _lines(found: SuspiciousSamples, k: int) -> tuple[str, ...]:
     kind = "" if found.classes else "class "
-    label, predicted = (found.class_name(int(found.table[name][k])) for name in ("label", "predicted"))
+    label, predicted = _classes(found, k)
     first = f"{kind}{label}" if predicted in (label, "?") else f"{kind}{label}, taken for {kind}{predicted}"
     short = "AUM" if found.by == "aum" else _WORDS.get(found.by, found.by)
     return first, f"{short} {found.cell(found.by, k).replace('-', '−')}"
 
 
 def _row(found: SuspiciousSamples, k: int) -> list[Cell]:
-    classes = [found.class_name(int(found.table[name][k])) for name in ("label", "predicted")]
     numbers = [float(found.table[name][k]) for name in _COLUMNS]
     forgotten, first = int(found.table["forgetting"][k]), int(found.table["first_learned"][k])
-    text = [found.texts[k]] if found.texts else []
-    return [int(found.ids[k]), *classes, *numbers, forgotten, "never" if first < 0 else first, *text]
+    return [int(found.ids[k]), *_classes(found, k), *numbers, forgotten, "never" if first < 0 else first]
+
+
+def _classes(found: SuspiciousSamples, k: int) -> tuple[str, str]:
+    """Label and prediction of the k-th sample by name."""
+    return found.class_name(int(found.table["label"][k])), found.class_name(int(found.table["predicted"][k]))
 
 
 def _map(found: SuspiciousSamples, key: str) -> Section:
@@ -110,13 +120,25 @@ def curves(found: TrainingCurves, key: str) -> Iterator[Section]:
         alt = f"Line chart of the {label} against the step, {len(found.rows)} measurements."
         chart = charts.lines(columns, "step", label, points=True)
         section.figures.append(as_figure(f"{key}-{name}", label, alt, chart, inset="xy"))
-    if names:
+    section.notes = _gaps(found)
+    if names or section.notes:
         yield section
     section = Section(f"{key}-rows", "All measurements")
     keys = list(dict.fromkeys(name for row in found.rows for name in row))
     rows = [[_value(row.get(name, "–")) for name in keys] for row in found.rows]
     section.tables.append(Table(f"{key}-table", "Measurements", keys, rows))
     yield section
+
+
+def _gaps(found: TrainingCurves) -> list[str]:
+    """Why numbers are missing: each reason once, with its steps."""
+    steps: dict[str, list[str]] = {}
+    for row in found.rows:
+        if row.get("reason"):
+            steps.setdefault(str(row["reason"]).rstrip("."), []).append(f"{row['step']:,}")
+    notes = [f"Not all could be measured at step {', '.join(at)}: {reason}." for reason, at in steps.items()]
+    more = [f"{len(notes) - _REASONS} other reasons stand in the table."] if len(notes) > _REASONS else []
+    return notes[:_REASONS] + more
 
 
 def _drawn(value: object) -> bool:
