@@ -7,8 +7,9 @@ compares first derivatives with differences of the outputs, and second ones with
 random direction, on a few samples and in float64 if the model allows it.
 
 A kink must not look like a fault. The comparison is made at a point near the model's own, where no value sits exactly
-on a kink; the step is so small that hardly any value crosses one; and a fault is only called one if differences of two
-step sizes agree with each other, which a kink between them does not let them.
+on a kink; the step is so small that hardly any value crosses one, at first so small that none of a million does; and a
+fault is only called one if differences of two step sizes agree with each other, which a kink between them does not let
+them.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from spiritlevel.errors import InputError, first_line
 from spiritlevel.watching.operations import Kink, aten_name, dispatched
 from spiritlevel.watching.watchers import DispatchWatch, FunctionWatch
 
-_TRIES = 3
+_STEPS = (1e-9, 1e-7, 1e-8)  # of differences in float64, one a try: fewer kinks are crossed, or less is lost to rounding
 LARGE = 10**6  # parameters from which on two samples have to do
 _HUGE = 10**8  # and from which on a copy in float64 is too much
 _SEEN = 2**20  # numbers of a tensor whose second derivatives are compared
@@ -164,8 +165,8 @@ class _Comparison:
         self.inputs, self.targets = in_precision((inputs, targets), dtype)
         self.moving = self._moving()
         self.scale = _scales(self.moving)
-        self.step, self.tolerance = (1e-7, 1e-4) if dtype == torch.float64 else (3e-3, 5e-2)
-        self.rounding = 10 * torch.finfo(dtype).eps / self.step
+        self.precise = dtype == torch.float64
+        self.tolerance = 1e-4 if self.precise else 5e-2
         self.kinks, self.refusal = 0.0, cast(InputError | None, None)
 
     def _moving(self) -> Params:
@@ -175,7 +176,9 @@ class _Comparison:
     def verdicts(self, kinds: set[str]) -> Verdicts:
         """The first verdict of each kind from a few random directions."""
         verdicts: Verdicts = {}
-        for seed in range(_TRIES):
+        for seed, step in enumerate(_STEPS):
+            self.steps = dict.fromkeys(("reverse", "forward"), step if self.precise else 3e-3)
+            self.steps["second"] = 1e-7 if self.precise else 3e-3  # of gradients, which lose more to rounding
             found = self._from(seed, kinds)
             verdicts = {kind: found[kind] if verdicts.get(kind) is None else verdicts[kind] for kind in found}
             if None not in verdicts.values():
@@ -196,12 +199,11 @@ class _Comparison:
         padding.freeze(self.direction, self.moving)
         offset = (part.reshape(-1).flip(0).reshape(part.shape) for part in self.direction.values())  # another one
         self.point = {n: p.add(part, alpha=1e-3) for (n, p), part in zip(self.moving.items(), offset, strict=True)}
-        slope = self._gradient(self.point)
+        slope, self.values = self._gradient_and_values(self.point)
         if not seed:
             self.kinks = self._share_on_kinks(here, self.direction)
         claims = {"reverse": sum(((slope[n] * d).sum() for n, d in self.direction.items()), values.new_zeros(()))}
-        size = self.rounding * float(values.norm())
-        steep = self.rounding * float(self._weighed(slope).norm()) if "second" in kinds else 0.0
+        self.slope = self._weighed(slope) if "second" in kinds else values.new_zeros(0)
         del slope  # a large network has no room for more than a few of these
         if "forward" in kinds and not self.problem.reverse_only:
             try:
@@ -213,7 +215,7 @@ class _Comparison:
         if "second" in kinds:
             with contextlib.suppress(RuntimeError):  # likewise
                 claims["second"] = self._weighed(self._second())
-        return {k: self._verdict(k, claim, steep if k == "second" else size) for k, claim in claims.items()}
+        return {kind: self._verdict(kind, claim) for kind, claim in claims.items()}
 
     def _share_on_kinks(self, here: _Zeros, direction: Params) -> float:
         """The share of samples with a zero that is none a step to either side, and with a loss that bends there.
@@ -225,12 +227,11 @@ class _Comparison:
         samples = len(self.targets)
         if not here.places or not bool(torch.stack([zero.any() for zero in here.places]).any()):
             return 0.0
-        precise = self.problem.dtype == torch.float64
-        rounding = 1e-14 if precise else 1e-6
+        rounding = 1e-14 if self.precise else 1e-6
         bends = []
         with torch.no_grad():
             values, size = self._losses(self.moving)
-            for step in (1e-6, 1e-7) if precise else (1e-3, 1e-4):
+            for step in (1e-6, 1e-7) if self.precise else (1e-3, 1e-4):
                 aside, bend = [_Zeros(), _Zeros()], -2 * values
                 for sign, watch in zip((1, -1), aside, strict=True):
                     with watch:
@@ -264,14 +265,15 @@ class _Comparison:
     def _scalar(self, params: Params) -> Tensor:
         return (self.signs * self._function(params)).sum()
 
-    def _gradient(self, params: Params) -> Params:
+    def _gradient_and_values(self, params: Params) -> tuple[Params, Tensor]:
         leaves = as_leaves(params)
         with torch.enable_grad():
-            total = self._scalar(leaves)
+            values = self._function(leaves)
+            total = (self.signs * values).sum()
         if not total.requires_grad:
-            return {name: torch.zeros_like(leaf) for name, leaf in leaves.items()}
+            return {name: torch.zeros_like(leaf) for name, leaf in leaves.items()}, values
         parts = torch.autograd.grad(total, list(leaves.values()), materialize_grads=True)
-        return dict(zip(leaves, parts, strict=True))
+        return dict(zip(leaves, parts, strict=True)), values.detach()
 
     def _second(self) -> Params:
         """The derivative of the gradient along the direction, by the mode that the measurement will take."""
@@ -294,31 +296,40 @@ class _Comparison:
         return torch.cat([self.scale[name] * _thin(part.detach()) for name, part in parts.items()])
 
     def _difference(self, kind: str, step: float) -> Tensor:
+        """To one side with the tiny steps of float64, whose error is of their order; to both with larger ones."""
+
         def end(sign: int) -> Tensor:
             moved = {n: torch.add(p, self.direction[n], alpha=sign * step) for n, p in self.point.items()}
             if kind == "second":
-                return self._weighed(self._gradient(moved))
+                return self._weighed(self._gradient_and_values(moved)[0])
             with torch.no_grad():
                 return self._function(moved)
 
-        if kind == "second":
+        def difference() -> Tensor:
+            if self.precise:
+                return (end(1) - (self.slope if kind == "second" else self.values)) / step
             return (end(1) - end(-1)) / (2 * step)
+
+        if kind == "second":
+            return difference()
         if step not in self.differences:  # one for both modes
-            self.differences[step] = (end(1) - end(-1)) / (2 * step)
+            self.differences[step] = difference()
         return self.differences[step]
 
-    def _verdict(self, kind: str, claim: Tensor, noise: float) -> bool | None:
-        claim = claim.detach()
+    def _verdict(self, kind: str, claim: Tensor) -> bool | None:
+        claim, step = claim.detach(), self.steps[kind]
+        start = self.slope if kind == "second" else self.values
+        noise = 10 * torch.finfo(start.dtype).eps / step * float(start.norm())
 
         def fits(values: Tensor) -> bool:
             found = (self.signs * values).sum() if kind == "reverse" else values
             size = max(float(values.norm()), float(claim.norm()))
             return float((found - claim).norm()) <= self.tolerance * size + noise
 
-        first = self._difference(kind, self.step)
+        first = self._difference(kind, step)
         if fits(first):
             return True
-        second = self._difference(kind, 3 * self.step)
+        second = self._difference(kind, 3 * step)
         apart = float((first - second).norm())
         agree = apart <= self.tolerance / 4 * max(float(first.norm()), float(second.norm())) + noise
         return False if agree else None

@@ -26,6 +26,7 @@ from spiritlevel.errors import InputError, first_line
 from spiritlevel.watching.derivatives import LARGE
 from spiritlevel.watching.norm_rules import Cell, ConvolutionRule, Names, Norms, PooledConvolution, Rule, cell_of
 from spiritlevel.watching.operations import called, is_in_place
+from spiritlevel.watching.pullbacks import FEW, pull_back
 from spiritlevel.watching.structure import Structure, Watch, analyse, joined
 from spiritlevel.watching.watchers import FunctionWatch, tensors_in
 
@@ -184,7 +185,7 @@ class Recording:
         self.calls_model = slow is not None  # for the gradients of some parameters
         self._rules = [rule for rule, _, _ in recorder.taps]
         self._taps = [tap for _, tap, _ in recorder.taps]
-        self._slow = slow
+        self._slow, self._together = slow, True
 
     def squared_norms(self, vectors: Sequence[Tensor], *, last: bool = False) -> list[Norms]:
         """‖∇_p (vᵀφₙ)‖² of every sample and parameter, float64, for each v of `vectors`; `last` frees the recording.
@@ -192,36 +193,62 @@ class Recording:
         The vectors are of order 1. Entries below the square of the machine epsilon are dropped: they add nothing, but
         as denormal numbers would slow the pass down several times.
         """
-        results: list[Norms] = []
+        vectors = [self._scaled(vector) for vector in vectors]
+        results: list[Norms] = [{} if self._slow is None else self._slow(vector) for vector in vectors]
+        if not self._taps or not self.outputs.requires_grad:
+            return results
+        if self._together and 1 < len(vectors) and len(self.outputs) <= FEW:
+            try:
+                found = self._at_once(vectors)
+            except (RuntimeError, TypeError, AttributeError):  # a node that autograd alone can call
+                self._together = False
+            else:
+                return [{**slow, **norms} for slow, norms in zip(results, found, strict=True)]
         waiting: dict[int, list[Tensor]] = {}
         for index, vector in enumerate(vectors):
-            vector = vector.to(self.outputs)
-            vector = vector.masked_fill(vector.abs() < torch.finfo(vector.dtype).eps ** 2, 0.0)
-            norms: Norms = {} if self._slow is None else self._slow(vector)
-            results.append(norms)
-            if not self._taps or not self.outputs.requires_grad:
-                continue
             keep = not (last and index == len(vectors) - 1)
             cotangents: Sequence[Tensor | None] = torch.autograd.grad(
                 self.outputs, self._taps, vector, retain_graph=keep, allow_unused=True
             )
-            with torch.no_grad():
-                for position, delta in enumerate(cotangents):
-                    rule = self._rules[position]
-                    if delta is None:
-                        continue
-                    if isinstance(rule, _Stacking) and rule.stacks and len(vectors) > 1:
-                        waiting.setdefault(position, []).append(delta)
-                    else:
-                        norms.update(rule(delta))
-        with torch.no_grad():
-            for position, deltas in waiting.items():
-                rule = self._rules[position]
-                assert isinstance(rule, _Stacking)
-                for name, table in rule.several(deltas):
-                    for norms, column in zip(results[-len(deltas) :], table.unbind(1), strict=True):
-                        norms[name] = column
+            for position, delta in enumerate(cotangents):
+                if delta is not None and self._stacks(position) and len(vectors) > 1:
+                    waiting.setdefault(position, []).append(delta)
+                elif delta is not None:
+                    self._add(position, [delta], results[index : index + 1])
+        for position, deltas in waiting.items():
+            self._add(position, deltas, results[-len(deltas) :])
         return results
+
+    def _scaled(self, vector: Tensor) -> Tensor:
+        vector = vector.to(self.outputs)
+        return vector.masked_fill(vector.abs() < torch.finfo(vector.dtype).eps ** 2, 0.0)
+
+    def _at_once(self, vectors: list[Tensor]) -> list[Norms]:
+        """All passes together, the norms of a tap as soon as its cotangents are there."""
+        results: list[Norms] = [{} for _ in vectors]
+        pull_back(
+            self.outputs,
+            self._taps,
+            torch.stack(vectors),
+            lambda position, deltas: self._add(position, list(deltas.unbind(0)), results),
+        )
+        return results
+
+    def _stacks(self, position: int) -> bool:
+        rule = self._rules[position]
+        return isinstance(rule, _Stacking) and rule.stacks
+
+    def _add(self, position: int, deltas: list[Tensor], results: list[Norms]) -> None:
+        """The norms that a tap makes of the cotangents of some passes."""
+        rule = self._rules[position]
+        with torch.no_grad():
+            if isinstance(rule, _Stacking) and rule.stacks:
+                for name, table in rule.several(deltas):
+                    for norms, column in zip(results, table.unbind(1), strict=True):
+                        norms[name] = column
+                return
+            for norms, delta in zip(results, deltas, strict=True):
+                norms.update(rule(delta))
 
 
 def _weights(count: int, like: Tensor) -> list[Tensor]:
@@ -235,8 +262,11 @@ def _tolerance(tensor: Tensor) -> float:
 
 
 def analyse_few(problem: Problem, inputs: Any) -> Structure:
-    """The degrees as these samples show them; one sample is taken twice, since a batch of one may be special."""
-    count = max(2, _samples(inputs))
+    """The degrees as these samples show them, two of them for a large network: every batch is watched as well.
+
+    One sample is taken twice, since a batch of one may be special.
+    """
+    count = max(2, _samples(inputs) if problem.size <= LARGE else 2)
     return analyse(problem, resized(inputs, count), count)
 
 
@@ -275,13 +305,15 @@ class GradientNorms:
         self.without_rule, self.pooled = set(without_rule), set(pooled)
 
     def _try_rules(self, inputs: Any) -> None:
-        if self._known < 3:  # with so few, tokens or channels could be taken for samples
-            inputs = resized(inputs, 3)
+        if self._known < 3 or self.problem.size > LARGE:  # with fewer, tokens or channels could be taken for samples
+            inputs = resized(inputs, torch.linspace(0, self._known - 1, 3).round().long())
         self.without_rule = {name for name in self.problem.params if self.structure.uses.get(name, 2) > 1}
         self.copies, self.pooled = False, set()
-        check_independence(self.problem, inputs)
+        params = as_leaves(self.problem.params)
         try:
-            self._find_rules(inputs)
+            plain = self.problem.outputs(params, inputs)
+            check_independence(self.problem, inputs, plain.detach())
+            self._find_rules(inputs, params, plain)
         except RuntimeError as error:
             if isinstance(error, InputError):
                 raise
@@ -290,7 +322,7 @@ class GradientNorms:
                 "mend that, or use method='hutchinson'."
             ) from error
 
-    def _find_rules(self, inputs: Any) -> None:
+    def _find_rules(self, inputs: Any, params: Params, plain: Tensor) -> None:
         try:
             outputs, recorder = self._forward(inputs)
             self.copies = any(tap._version != version for _, tap, version in recorder.taps)
@@ -302,22 +334,20 @@ class GradientNorms:
             self.pooled = recorder.poolable
         recorded = None if self.copies or self.pooled or recorder.without_rule else (outputs, recorder)
         self.without_rule |= recorder.without_rule
-        misfits, self._path = self._misfits(inputs, recorded)
+        misfits, self._path = self._misfits(inputs, params, plain, recorded)
         if misfits:
             self.pooled = set()
-            self.without_rule |= self._misfits(inputs)[0]
+            self.without_rule |= self._misfits(inputs, params, plain)[0]
             self._path = self._forward(inputs)[1].path
 
     def _misfits(
-        self, inputs: Any, recorded: tuple[Tensor, _Recorder] | None = None
+        self, inputs: Any, params: Params, plain: Tensor, recorded: tuple[Tensor, _Recorder] | None = None
     ) -> tuple[set[str], list[tuple[str, ...]]]:
         """The parameters whose rule disagrees with autograd on one of the samples; and the functions that were called.
 
-        The rules take all samples at once, each with a weight of its own, so that one in another's row shows; and do so
+        `plain` are the outputs as a function of `params`, without any rule. The rules take all samples at once, each with a weight of its own, so that one in another's row shows; and do so
         twice, because the norms of several backward passes may be taken together.
         """
-        params = as_leaves(self.problem.params)
-        plain = self.problem.outputs(params, inputs)
         outputs, recorder = recorded or self._forward(inputs)
         if not same_outputs(outputs, plain):  # something read a value that is not there, or is no more what it was
             self.pooled, self.copies = set(), True
