@@ -283,6 +283,48 @@ def test_lora_measures_what_it_trains(transformers: Any) -> None:
     assert sl.hessian(model, [tokens()]).size == trained < sum(each.numel() for each in model.parameters())
 
 
+@pytest.mark.parametrize("kind", ["plain", "rank-stabilised", "dora", "bias", "merged already", "two adapters"])
+def test_what_merging_adapters_does(transformers: Any, untouched: Untouched, kind: str) -> None:
+    """Foretold beside peft's own merging: the loss of its merged model, and the terms by differences along the way."""
+    peft = pytest.importorskip("peft")
+    options = {"rank-stabilised": {"use_rslora": True}, "dora": {"use_dora": True}, "bias": {"lora_bias": True}}
+    torch.manual_seed(0)
+    settings = peft.LoraConfig(
+        r=2, target_modules=["query", "value", "dense"], init_lora_weights=False, **options.get(kind, {})
+    )
+    model = peft.get_peft_model(network(transformers, "bert"), settings).double().eval()
+    if kind == "two adapters":
+        model.add_adapter("second", settings)
+        model.double()
+        model.base_model.set_adapter(["default", "second"])
+    if kind == "merged already":
+        model.merge_adapter()
+    batch = tokens()
+    whole = copy.deepcopy(model).merge_and_unload()
+    bare = copy.deepcopy(model)
+    if kind == "merged already":
+        bare.unmerge_adapter()
+    bare = bare.unload()
+    with untouched(model):
+        found = sl.perturb(model, [batch], "lora")
+    losses = [float(each(**batch).loss.detach()) for each in (bare, whole)]
+    assert found.loss.value == pytest.approx(losses[0], rel=1e-9)
+    assert found.measured.value == pytest.approx(losses[1] - losses[0], rel=1e-8)
+    assert abs(found.measured.value) > 1e-4
+    first, last = bare.state_dict(), whole.state_dict()
+    moved = {name for name in first if not torch.equal(first[name], last[name])}
+    assert {row.name.removeprefix("base_model.model.") for row in found.layers} == moved
+
+    def at(step: float) -> float:
+        there = {name: torch.lerp(first[name], last[name], step) for name in moved}
+        return float(functional_call(bare, there, kwargs=batch).loss.detach())
+
+    width = 2e-4
+    up, here, down = (at(step) for step in (width, 0.0, -width))
+    assert found.slope == pytest.approx((up - down) / (2 * width), rel=1e-4)
+    assert found.curvature == pytest.approx((up - 2 * here + down) / (2 * width**2), rel=1e-3)
+
+
 def lightning_module() -> Any:
     lightning = pytest.importorskip("lightning")
 

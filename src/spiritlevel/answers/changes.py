@@ -288,8 +288,8 @@ def _through(function: Callable[[Tensor], Any], name: str, params: Params) -> Pa
 def merged(model: nn.Module) -> tuple[nn.Module, Change]:
     """The model without its LoRA adapters, and the change that merging them makes: W + s·BA for every layer.
 
-    Layers with adapters are those that hold a `base_layer`, `lora_A`, `lora_B` and `scaling`, as peft makes them;
-    a layer's own `get_delta_weight` is asked for s·BA where there is one.
+    Layers with adapters are those that hold a `base_layer`, `lora_A`, `lora_B` and `scaling`, as peft makes them. A
+    copy of a layer that can `merge` is asked to, since not every adapter is s·BA (DoRA's is not); others are added up.
     """
     plain = copy.deepcopy(unwrapped(model))
     found = [(name, module) for name, module in plain.named_modules() if _has_adapter(module)]
@@ -300,18 +300,30 @@ def merged(model: nn.Module) -> tuple[nn.Module, Change]:
         )
     after: Params = {}
     for name, module in found:
-        base: Any = module.base_layer
         with torch.no_grad():
             try:
-                after[_inside(name, "weight")] = base.weight + _delta(module).to(base.weight)
-            except (RuntimeError, AttributeError, KeyError, TypeError) as error:
+                base, there = _without_adapter(module)
+            except (RuntimeError, AttributeError, KeyError, TypeError, ValueError, NotImplementedError) as error:
                 raise InputError(f"the LoRA layer {name!r} cannot be merged: {first_line(error)}.") from error
+        after |= {_inside(name, key): tensor for key, tensor in there.items()}
         parent, _, last = name.rpartition(".")
         if not name:
             plain = base
         else:
             setattr(plain.get_submodule(parent), last, base)
     return plain, Change("lora", f"LoRA adapters of {len(found)} layers merged", other=after)
+
+
+def _without_adapter(module: Any) -> tuple[nn.Module, Params]:
+    """The layer that adapters were added to, and its parameters once they are merged."""
+    if not (hasattr(module, "merge") and hasattr(module, "unmerge")):
+        base = module.base_layer
+        return base, {"weight": base.weight + _delta(module).to(base.weight)}
+    if getattr(module, "merged", False):
+        module.unmerge()
+    other = copy.deepcopy(module)
+    other.merge()
+    return module.base_layer, {name: tensor.detach() for name, tensor in other.base_layer.named_parameters()}
 
 
 def _inside(name: str, key: str) -> str:
@@ -325,15 +337,9 @@ def _has_adapter(module: nn.Module) -> bool:
 def _delta(module: Any) -> Tensor:
     """s·BA of a layer, summed over its adapters."""
     adapters: list[str | None] = list(module.lora_A.keys()) if isinstance(module.lora_A, nn.ModuleDict) else [None]
-    active = getattr(module, "active_adapters", None)
-    if isinstance(active, list | tuple) and adapters != [None]:
-        adapters = [name for name in adapters if name in active]
-    total: Any = 0.0
+    total = torch.zeros_like(module.base_layer.weight)
     for name in adapters:
-        if hasattr(module, "get_delta_weight") and name is not None:
-            total = total + module.get_delta_weight(name)
-            continue
         a, b, scale = (each if name is None else each[name] for each in (module.lora_A, module.lora_B, module.scaling))
         a, b = (cast(Tensor, each.weight) if isinstance(each, nn.Module) else each for each in (a, b))
         total = total + float(scale) * (b @ a)
-    return total if isinstance(total, Tensor) else torch.zeros_like(module.base_layer.weight)
+    return total
