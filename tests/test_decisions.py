@@ -6,6 +6,7 @@ import copy
 import itertools
 import json
 import math
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -235,6 +236,47 @@ def test_rank_and_compare_on_the_command_line(folder: Path, capsys: pytest.Captu
     assert "Under int3, w1 is better" in capsys.readouterr().out
     assert main(["rank", *files, "--model", "net.py:make", "--data", "digits", "--under", "int"]) == 2
     assert "there is no change 'int'" in capsys.readouterr().err
+
+
+def test_files_alone_are_compared(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`compare a.pt b.pt --under …`: state dicts with the network named once, exported programs by themselves."""
+    nets = dict(zip("ab", list(MODELS.values())[:2], strict=True))
+    for name, net in nets.items():
+        torch.save(net.state_dict(), f"{name}.pt")
+        batch = torch.export.Dim("batch", min=1)
+        torch.export.save(torch.export.export(net.eval(), (TEST[0][:3],), dynamic_shapes=({0: batch},)), f"{name}2.pt2")
+        (folder / f"{name}2.pt2").rename(folder / f"{name}3.pt")
+    words = ["--under", "int3,noise:0.01,prune:0.5", "--data", "digits", "--measures", "margin_mean"]
+    said = []
+    for files, more in ((("a.pt", "b.pt"), ["--model", "net.py:make"]), (("a3.pt", "b3.pt"), [])):
+        assert main(["compare", *files, *words, *more]) == 0
+        said.append(capsys.readouterr().out)
+    assert "Under int3, b is better" in said[0]
+    assert "Under int3, b3.pt is better" in said[1]
+    assert all("Under prune:0.5" in text and "Under noise:0.01" in text for text in said)
+    assert main(["compare", "a.pt", "b3.pt", "--model", "net.py:make", *words]) == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["a.pt", "b.pt"], "name it once for both: spiritlevel compare a.pt b.pt --model file.py:function"),
+        (["a.pt", "net.py:make", "--weights", "a.pt", "b.pt"], "a.pt is a file of weights already"),
+        (["net.py:make", "net.py:make", "--model", "net.py:make"], "neither A nor B is one"),
+        (["script.pt", "script.pt", "--model", "script.pt"], "a program of TorchScript, which is not opened"),
+    ],
+)
+def test_files_that_are_no_models(
+    folder: Path, capsys: pytest.CaptureFixture[str], words: list[str], sentence: str
+) -> None:
+    for name in "ab":
+        torch.save(MODELS["step 20"].state_dict(), f"{name}.pt")
+    with zipfile.ZipFile("script.pt", "w") as archive:
+        archive.writestr("script/code/net.py", "")
+    assert main(["compare", *words, "--data", "digits", "--under", "int4"]) == 2
+    assert sentence in " ".join(capsys.readouterr().err.split())
+    assert main(["measure", "a.pt", "--data", "digits"]) == 2
+    assert "give this file as its weights" in " ".join(capsys.readouterr().err.split())
 
 
 def test_names_from_elsewhere_are_escaped_on_the_page() -> None:

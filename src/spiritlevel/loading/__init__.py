@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from spiritlevel.loading.arrays import Samples
 from spiritlevel.loading.calling import load_change, load_loss
-from spiritlevel.loading.models import about_weights, load_model, read_model
+from spiritlevel.loading.models import about_weights, is_file_of_weights, is_program, load_model, read_model
 from spiritlevel.loading.samples import check_classes, load_samples
 from spiritlevel.loading.weights import load_weights
 
@@ -16,6 +16,8 @@ __all__ = [
     "Samples",
     "about_weights",
     "check_classes",
+    "is_file_of_weights",
+    "is_program",
     "load_change",
     "load_loss",
     "load_model",

@@ -42,6 +42,15 @@ _CHECKS = re.compile(r"torch\.ops\.aten\.(_assert|sym_constrain_range)")  # whic
 _FILES = ("from_file",)  # the operation that opens a file of its choice
 
 
+def archived(path: Path, member: str) -> bool:
+    """Whether a file is an archive of PyTorch's with a member, or a folder, of this name."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return any(name.partition("/")[2].startswith(member) for name in archive.namelist())
+    except (zipfile.BadZipFile, OSError, ValueError):
+        return False
+
+
 def exported_program(path: Path) -> nn.Module:
     """The graph of a saved program as a module, with its parameters under their names.
 

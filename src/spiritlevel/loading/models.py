@@ -16,7 +16,7 @@ from spiritlevel.binding.devices import present
 from spiritlevel.binding.state import preserved_random_state
 from spiritlevel.errors import InputError, checked_seed, first_line, unknown_name
 from spiritlevel.loading.calling import call_spec
-from spiritlevel.loading.exported import exported_program
+from spiritlevel.loading.exported import archived, exported_program
 from spiritlevel.loading.libraries import saved_transformer, timm_model
 from spiritlevel.loading.weights import load_weights
 from spiritlevel.papers import networks as models
@@ -92,7 +92,7 @@ def about_weights(spec: str, weights: str | Path | None) -> str:
     """
     if weights is not None:
         return ""
-    if spec.startswith("hf:") or spec.endswith(".pt2"):
+    if spec.startswith("hf:") or is_program(spec):
         return ""
     if spec.partition(":")[0] in (*models.NAMES, "timm"):
         return "Weights: as built, not trained."
@@ -115,9 +115,23 @@ def _named(spec: str) -> nn.Module:
     if head == "timm" and rest:
         name, _, options = rest.partition(":")
         return timm_model(name, _options(f"timm:{name}", options))
-    if spec.endswith(".pt2"):
+    if is_program(spec):
         return exported_program(Path(spec))
     return _own_model(spec)
+
+
+def is_program(spec: str) -> bool:
+    """Whether a model is named by the file of an exported program, which holds its weights as well."""
+    return spec.endswith(".pt2") or (is_file_of_weights(spec) and archived(Path(spec), "models/model.json"))
+
+
+def is_file_of_weights(spec: str) -> bool:
+    """Whether a model is named by what looks like a file of weights; a `.pt` may hold an exported program instead.
+
+    >>> is_file_of_weights("last.safetensors"), is_file_of_weights("net.py:make")
+    (True, False)
+    """
+    return ":" not in spec and Path(spec).suffix in (".safetensors", ".pt", ".pth", ".ckpt", ".bin")
 
 
 def _options(name: str, text: str) -> dict[str, Any]:
@@ -140,10 +154,25 @@ def _built_in(name: str, text: str) -> nn.Module:
         raise InputError(f"{name} cannot be built with {text}: {first_line(error)}.") from error
 
 
+def _without_network(spec: str) -> str:
+    """Why a file alone is no model, and what to write."""
+    if archived(Path(spec), "code/"):
+        return (
+            f"{spec} is a program of TorchScript, which is not opened, because that could run a program; save it "
+            "with torch.export.save()."
+        )
+    return (
+        f"the model {spec!r} is a file of weights, which do not say what network they belong to; name the network, as "
+        "file.py:function, and give this file as its weights."
+    )
+
+
 def _own_model(spec: str) -> nn.Module:
     if ":" not in spec:
         if spec.endswith(".py"):
             raise InputError(f"the model {spec!r} lacks the function that makes it: write {spec}:function.")
+        if is_file_of_weights(spec):
+            raise InputError(_without_network(spec))
         near = difflib.get_close_matches(spec, models.NAMES, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise InputError(

@@ -26,6 +26,8 @@ from spiritlevel.papers.studies.league import (
     FAMILIES,
     PLAIN,
     PRODUCTS,
+    SMALL,
+    axes,
     cells_of,
     draw,
     family,
@@ -124,19 +126,6 @@ class Generalisation(Config):
 
 
 # ---------------------------------------------------------------------------------------------------- networks
-
-
-def axes(config: Generalisation) -> dict[str, tuple[Any, ...]]:
-    """The hyper-parameters that make the grid, and their values."""
-    more: dict[str, tuple[Any, ...]] = {
-        "network": config.networks,
-        "depth": config.depth,
-        "train_size": config.train_sizes,
-    }
-    return {
-        **{name: values for name, values in more.items() if values},
-        **{name: getattr(config, name) for name in ("lr", "batch_size", "width", "weight_decay")},
-    }
 
 
 def cells(config: Generalisation) -> list[dict[str, Any]]:
@@ -356,14 +345,7 @@ STUDY = Study(
             "resamples": 100,
         },
         "laptop": {"replicas": 3},
-        "small": {
-            "networks": ("mlp", "cnn"),
-            "depth": (2, 4),
-            "train_sizes": (500, 1_000),
-            "width": (0.5, 2.0),
-            "weight_decay": (0.0, 1e-3),
-            "replicas": 3,
-        },
+        "small": SMALL,
     },
     seeds={},
 )

@@ -29,6 +29,30 @@ PLAIN = ("trace", "largest_eigenvalue")
 LOSS_BASED = ("mean_aceht", "margin_bound", "printed_margin_bound")  # functions of the margins that grow with sharpness
 
 
+SMALL: dict[str, Any] = {
+    "networks": ("mlp", "cnn"),
+    "depth": (2, 4),
+    "train_sizes": (500, 1_000),
+    "width": (0.5, 2.0),
+    "weight_decay": (0.0, 1e-3),
+    "replicas": 3,
+}
+"""The league of two families: what its studies set at the scale small, so that they share its trainings."""
+
+
+def axes(config: Any) -> dict[str, tuple[Any, ...]]:
+    """The hyper-parameters that make the grid, and their values."""
+    more: dict[str, tuple[Any, ...]] = {
+        "network": config.networks,
+        "depth": config.depth,
+        "train_size": config.train_sizes,
+    }
+    return {
+        **{name: values for name, values in more.items() if values},
+        **{name: getattr(config, name) for name in ("lr", "batch_size", "width", "weight_decay")},
+    }
+
+
 def cells_of(grid: Mapping[str, Sequence[Any]], seed: int, replicas: int) -> list[dict[str, Any]]:
     """One entry per network of a grid: the values of its hyper-parameters, and its seed."""
     return [

@@ -11,14 +11,14 @@ seeds, so that a long list has no advantage over a short one.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from spiritlevel.data import describe
 from spiritlevel.papers.studies.base import Config, Run, Study, Tables
-from spiritlevel.papers.studies.league import cells_of, fitted_network, held_out, piece_of
+from spiritlevel.papers.studies.league import SMALL, axes, cells_of, fitted_network, held_out, piece_of
 from spiritlevel.papers.studies.rules import Range, Ruling, Statement
 
 if TYPE_CHECKING:
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 LEAST = 24
 """Fitted networks below which nothing is decided."""
-SETTINGS = ("lr", "batch_size", "width", "weight_decay")
 FLATNESS = ("trace", "mean_aceht", "largest_eigenvalue", "frobenius_norm")
 """Of paper A the trace and its stand-in ACEHT, of paper C the trace, its largest eigenvalue and the Frobenius norm."""
 CHEAP = ("loss", "weight_norm", "margin_mean")
@@ -71,9 +70,15 @@ class Quantisation(Config):
 
     network: str = "printed_mlp"
     """Dense with a bottleneck, 784-10w-100w-10."""
+    networks: tuple[str, ...] = ()
+    """Several families instead of that one."""
+    depth: tuple[int, ...] = ()
+    """Hidden layers, for networks that take a depth."""
     data: str = "fashion-mini"
     train_size: int = 1_000
     """The same points for every network."""
+    train_sizes: tuple[int, ...] = ()
+    """Several sizes instead of that one; a larger set holds the smaller."""
     held_out: int = 5_000
     """Training points that no network sees; losses are measured on them and the test set."""
     lr: tuple[float, ...] = (0.01, 0.03)
@@ -97,7 +102,15 @@ class Quantisation(Config):
 
 def cells(config: Quantisation) -> list[dict[str, Any]]:
     """One entry per network: the values of its hyper-parameters, and its seed."""
-    return cells_of({name: getattr(config, name) for name in SETTINGS}, config.seed, config.replicas)
+    return cells_of(axes(config), config.seed, config.replicas)
+
+
+def pieces(config: Quantisation) -> dict[str, Callable[[Run], Any]]:
+    """What can be computed of each network alone, by the name of its piece; the first seed of every cell goes first."""
+    return {
+        piece_of(cell, axes(config)): partial(network, config, cell)
+        for cell in sorted(cells(config), key=lambda cell: cell["replica"])
+    }
 
 
 def network(config: Quantisation, cell: Mapping[str, Any], run: Run) -> dict[str, Any]:
@@ -134,11 +147,11 @@ def network(config: Quantisation, cell: Mapping[str, Any], run: Run) -> dict[str
 
 def run(config: Quantisation, run: Run) -> None:
     """Train, round and measure the grid, then rank."""
+    asked = pieces(config)
     nets = []
-    grid = cells(config)
-    for number, cell in enumerate(grid):
-        run.progress("networks trained and rounded", number, len(grid))
-        nets.append(run.once(piece_of(cell, SETTINGS), partial(network, config, cell, run)))
+    for number, (name, piece) in enumerate(asked.items()):
+        run.progress("networks trained and rounded", number, len(asked))
+        nets.append(run.once(name, partial(piece, run)))
     run.table("networks", nets)
     fitted = [net for net in nets if not net["excluded"]]
     run.report(networks=len(nets), fitted=len(fitted))
@@ -160,7 +173,7 @@ def ranking(config: Quantisation, nets: Sequence[Mapping[str, Any]], target: str
         * (-1.0 if name == "margin_mean" else 1.0)
         for name in (*FLATNESS, *CHEAP, SECOND)
     }
-    settings = {name: [net[name] for net in nets] for name in SETTINGS}
+    settings = {name: [net[name] for net in nets] for name in axes(config)}
     goal = np.array([net[target] for net in nets], dtype=float)
     return Ranking(measures, goal, settings, [net["replica"] for net in nets], 1_000, config.seed)
 
@@ -232,8 +245,12 @@ STUDY = Study(
     run=run,
     judge=from_tables,
     reduced=lambda config: (
-        f"{len(cells(config))} networks ({config.network}, {config.data}, {config.train_size:,} images)"
+        f"{len(cells(config))} networks ({', '.join(config.networks) or config.network}, {config.data}, "
+        f"{' or '.join(f'{size:,}' for size in config.train_sizes or (config.train_size,))} images)"
     ),
+    pieces=pieces,
+    later={"networks": (), "depth": (), "train_sizes": ()},
+    wanted={"the league of several families": {"networks": ("mlp", "cnn"), "scale": "small"}},
     scales={
         "smoke": {
             "train_size": 60,
@@ -248,6 +265,7 @@ STUDY = Study(
             "foretell_on": 200,
         },
         "laptop": {"width": (0.7, 1.5)},
+        "small": SMALL,
     },
     seeds={},
 )
