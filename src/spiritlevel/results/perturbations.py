@@ -100,8 +100,8 @@ class Perturbation(Shown):
     `predicted` and `measured` are the change of the mean loss; `flips_predicted` and `flips_measured` the number of
     predictions whose class changes. Of a random change `predicted` is the mean over all draws with the interval for
     one, and what was measured is one draw; `slope` and `curvature`, g·δ and ½ δᵀHδ, are those of the change that was
-    made. `suffices` says whether these two terms tell what happened, to a fifth of the largest of them. `steps` and
-    `losses` are the way: the mean loss of the samples at θ + tδ.
+    made. `suffices` says whether these two terms tell what happened, to a fifth of the largest of them, or of the
+    standard deviation over draws. `steps` and `losses` are the way: the mean loss of the samples at θ + tδ.
 
     `layers` has a row for every tensor that moves; `rank_agreement()` says which of their columns orders them as the
     measured one does. `samples` are columns of the samples that were looked at, `index` their places in the data:
