@@ -312,7 +312,7 @@ def test_pictures_show_the_flips() -> None:
 def test_bits_are_chosen_within_the_size_and_compared_with_uniform_ones(untouched: Untouched) -> None:
     net = MODELS["step 250"]
     with untouched(net):
-        plan = sl.choose_bits(net, TEST, 3.2, choices=(2, 3, 4, 8))
+        plan = sl.choose_bits(net, TEST, 3.2, choices=(2, 3, 4, 8), by="second_order")
     assert plan.mean_bits <= 3.2
     assert plan.uniform == 3
     names = [name for name, parameter in net.named_parameters() if parameter.ndim > 1]
@@ -332,6 +332,23 @@ def test_bits_are_chosen_within_the_size_and_compared_with_uniform_ones(untouche
     generous = sl.choose_bits(net, TEST, 8.0, choices=(2, 8), by="square")
     assert set(generous.bits.values()) == {8}
     assert set(sl.choose_bits(net, TEST, 2.0, choices=(2, 8)).bits.values()) == {2}
+
+
+def test_bits_by_what_each_layer_costs_alone() -> None:
+    """The default: the costs are those of copies in which one layer is rounded, on a part of the data too."""
+    net = MODELS["step 250"]
+    plan = sl.choose_bits(net, TEST, 3.2, choices=(2, 3, 4, 8))
+    assert plan.by == "measured"
+    for row in plan.rows:
+        rises = []
+        for bits in (width for width in (2, 3, 4, 8) if width >= row.bits):
+            other = copy.deepcopy(net)
+            with torch.no_grad():
+                other.get_parameter(row.name).copy_(rounded(net.get_parameter(row.name), bits))
+            rises.append(float((losses(other) - losses(net)).mean()))
+        assert row.cost == pytest.approx(max(0.0, *rises), rel=1e-4, abs=1e-7)
+    assert sl.choose_bits(net, TEST, 3.2, choices=(2, 3, 4, 8), samples=len(TEST[1])).bits == plan.bits
+    assert sl.choose_bits(net, TEST, 3.2, samples=50).mean_bits <= 3.2
 
 
 def test_no_other_choice_of_bits_costs_less() -> None:

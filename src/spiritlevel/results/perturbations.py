@@ -28,6 +28,8 @@ PREDICTORS = {
     "square": "‖δ‖²",
 }
 """What may tell how much the change of one layer alone raises the loss, by the name of its column."""
+COSTS = {"measured": "the measured rise of each layer alone", **PREDICTORS}
+"""What rounding a layer may be taken to cost."""
 
 
 @dataclass(frozen=True)
@@ -320,7 +322,7 @@ class BitPlan(Table):
             for row in self.rows
         ]
         whole, plan, alike = (figure(each.value) for each in self.losses)
-        said = f"{figure(self.mean_bits, 3)} bits a weight, by {PREDICTORS[self.by]}: loss {plan}"
+        said = f"{figure(self.mean_bits, 3)} bits a weight, by {COSTS[self.by]}: loss {plan}"
         said += f", with {self.uniform} bits for all {alike}, unrounded {whole}"
         if not math.isnan(self.accuracies[0].value):
             whole, plan, alike = (f"{each.value:.2%}" for each in self.accuracies)
