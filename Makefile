@@ -11,7 +11,7 @@ PIP := -m pip --disable-pip-version-check --no-input install --quiet -c constrai
 NO_CPU_TORCH := the install failed. If pip found no CPU build of torch 2.13.0, add an index that has one (see CONTRIBUTING.md).
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-full test-versions test-integrations package try-wheel coverage fuzz bench docs site census coverage-doc audit-deps clean labels tried
+.PHONY: help install demo test test-full test-versions test-integrations package try-wheel coverage fuzz bench docs site census coverage-doc audit-deps clean labels tried perturb-doc
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -128,6 +128,9 @@ census: install  ## Try every differentiable operation in a child process, write
 
 tried: install  ## Try 5,000 wrong arguments, command lines and files each, and write the table of SECURITY.md
 	OMP_NUM_THREADS=1 $(BIN)/python tools/make_tried_doc.py
+
+perturb-doc: install  ## Count how often the intervals of perturb hold what a change does, and write the tables of docs/perturb.md
+	$(BIN)/python tools/make_perturb_doc.py
 
 coverage-doc: install  ## Count how often 95 % intervals hold the truth, and write docs/coverage.md
 	$(BIN)/python tools/make_coverage_doc.py

@@ -86,17 +86,17 @@ def test_two_models_after_a_change(untouched: Untouched) -> None:
             a, b, TEST, names=("early", "late"), measures=["margin_mean"], audit=False, under="int3,prune:0.3"
         )
     apart = losses(after(b, 3)) - losses(after(a, 3))
-    row = found.row("loss, int3")
+    row = found.row("loss under int3")
     assert row.difference == pytest.approx(float(apart.mean()), rel=1e-6)
     plain = stats.t.interval(0.95, len(apart) - 1, float(apart.mean()), float(apart.std()) / math.sqrt(len(apart)))
     assert row.low == pytest.approx(plain[0], abs=0.3 * (plain[1] - plain[0]))  # corrected for skewness
     rise = (losses(after(b, 3)) - losses(b)) - (losses(after(a, 3)) - losses(a))
-    assert found.row("rise of the loss, int3").difference == pytest.approx(float(rise.mean()), rel=1e-5)
+    assert found.row("rise of the loss under int3").difference == pytest.approx(float(rise.mean()), rel=1e-5)
     right = [(after(net, 3)(TEST[0]).argmax(1) == TEST[1]).double().mean() for net in (a, b)]
-    assert found.row("accuracy, int3").a.value == pytest.approx(float(right[0]))
-    assert found.row("accuracy, int3").b.value == pytest.approx(float(right[1]))
-    assert found.row("accuracy, int3").verdict in ("a", "b", "equal")
-    assert "parametrisation" in found.row("loss, int3").note
+    assert found.row("accuracy under int3").a.value == pytest.approx(float(right[0]))
+    assert found.row("accuracy under int3").b.value == pytest.approx(float(right[1]))
+    assert found.row("accuracy under int3").verdict in ("a", "b", "equal")
+    assert "parametrisation" in found.row("loss under int3").note
     assert len(found.under) == 2
     assert all(sentence.startswith("Under ") for sentence in found.under)
     assert found.under[0] in str(found)
@@ -231,7 +231,11 @@ def test_rank_and_compare_on_the_command_line(folder: Path, capsys: pytest.Captu
     assert "has the lowest loss" in capsys.readouterr().out
     found = Checkpoints.from_json(folder / "ranks" / "report.json")
     assert [row.name for row in found.rows] == ["w0", "w1", "w2"]
-    assert "Curves" in (folder / "ranks" / "report.html").read_text()
+    text = (folder / "ranks" / "report.html").read_text()
+    for part in ("Curves", "After each change of the weights", "What int3 adds to the loss"):
+        assert part in text
+    assert main(["report", "ranks", "--out", "page.html"]) == 0
+    capsys.readouterr()
     assert main(["compare", "net.py:make", "net.py:make", "--weights", *files[:2], *words]) == 0
     assert "Under int3, w1 is better" in capsys.readouterr().out
     assert main(["rank", *files, "--model", "net.py:make", "--data", "digits", "--under", "int"]) == 2
@@ -308,7 +312,7 @@ def test_pictures_show_the_flips() -> None:
 def test_bits_are_chosen_within_the_size_and_compared_with_uniform_ones(untouched: Untouched) -> None:
     net = MODELS["step 250"]
     with untouched(net):
-        plan = sl.choose_bits(net, TEST, 3.2, choices=(2, 3, 4, 8))
+        plan = sl.choose_bits(net, TEST, 3.2, choices=(2, 3, 4, 8), by="second_order")
     assert plan.mean_bits <= 3.2
     assert plan.uniform == 3
     names = [name for name, parameter in net.named_parameters() if parameter.ndim > 1]
@@ -328,6 +332,23 @@ def test_bits_are_chosen_within_the_size_and_compared_with_uniform_ones(untouche
     generous = sl.choose_bits(net, TEST, 8.0, choices=(2, 8), by="square")
     assert set(generous.bits.values()) == {8}
     assert set(sl.choose_bits(net, TEST, 2.0, choices=(2, 8)).bits.values()) == {2}
+
+
+def test_bits_by_what_each_layer_costs_alone() -> None:
+    """The default: the costs are those of copies in which one layer is rounded, on a part of the data too."""
+    net = MODELS["step 250"]
+    plan = sl.choose_bits(net, TEST, 3.2, choices=(2, 3, 4, 8))
+    assert plan.by == "measured"
+    for row in plan.rows:
+        rises = []
+        for bits in (width for width in (2, 3, 4, 8) if width >= row.bits):
+            other = copy.deepcopy(net)
+            with torch.no_grad():
+                other.get_parameter(row.name).copy_(rounded(net.get_parameter(row.name), bits))
+            rises.append(float((losses(other) - losses(net)).mean()))
+        assert row.cost == pytest.approx(max(0.0, *rises), rel=1e-4, abs=1e-7)
+    assert sl.choose_bits(net, TEST, 3.2, choices=(2, 3, 4, 8), samples=len(TEST[1])).bits == plan.bits
+    assert sl.choose_bits(net, TEST, 3.2, samples=50).mean_bits <= 3.2
 
 
 def test_no_other_choice_of_bits_costs_less() -> None:

@@ -12,8 +12,9 @@ import pytest
 from scipy import stats
 
 from spiritlevel.errors import InputError
-from spiritlevel.papers.studies import Run, Verdict, decide, layer_bits, quantisation
+from spiritlevel.papers.studies import Run, Verdict, decide, generalisation, layer_bits, quantisation
 from spiritlevel.papers.studies.layer_bits import LayerBitsConfig
+from spiritlevel.papers.studies.league import job
 from spiritlevel.papers.studies.quantisation import CHEAP, FLATNESS, SECOND, Quantisation
 
 CONFIG = Quantisation(scale="laptop", width=(0.7, 1.5))
@@ -78,6 +79,42 @@ def test_a_network_of_the_study(tmp_path: Path) -> None:
     assert found[SECOND] == pytest.approx(found["rise"], abs=1.0)
 
 
+def test_the_networks_are_those_of_the_league(tmp_path: Path) -> None:
+    """The very trainings of the study `generalisation` at the scale small, found in the cache and not made again."""
+    small, league = quantisation.STUDY.at("small"), generalisation.STUDY.at("small")
+    own, theirs = quantisation.cells(small), generalisation.cells(league)
+    assert [job(small, cell).key for cell in own] == [job(league, cell).key for cell in theirs]
+    assert len({job(small, cell).key for cell in own}) == len(own) == 384
+    fields = {**_TINY, "replicas": 1}
+    first, second = (each.STUDY.at("small", **fields) for each in (generalisation, quantisation))
+    cells = generalisation.cells(first)
+    Run(tmp_path / "a", cache=tmp_path / "networks").train(job(first, cells[0]))
+    said: list[str] = []
+    run = Run(tmp_path / "b", progress=lambda what, *_: said.append(what), cache=tmp_path / "networks")
+    found = quantisation.network(second, quantisation.cells(second)[0], run)
+    assert found["network"] == "mlp"
+    assert not [what for what in said if "training" in what]
+
+
+_TINY = {
+    "networks": ("mlp",),
+    "depth": (2,),
+    "train_sizes": (60,),
+    "held_out": 60,
+    "lr": (0.04,),
+    "batch_size": (30,),
+    "width": (0.5,),
+    "weight_decay": (0.0,),
+    "epochs": 40,
+    "until_loss": 0.05,
+}
+
+
+def test_one_seed_decides_nothing() -> None:
+    nets = [net for net in networks(trace=1.0) if net["replica"] == 0] * 3  # as many as are needed, of one seed
+    assert set(verdicts(nets).values()) == {Verdict.UNDECIDED}
+
+
 def tables(second: float, trace: float, square: float, gain: float, accuracy: float = 0.9) -> Any:
     kept = {
         "ranks": [{"bits": 4, "second_order": second, "trace_times_square": trace, "square": square}],
@@ -112,3 +149,27 @@ def test_the_three_networks_run() -> None:
 
     for name, shape in (("lenet", (2, 1, 28, 28)), ("resnet", (2, 3, 16, 16)), ("transformer", (2, 1, 28, 28))):
         assert layer_bits.build(LayerBitsConfig(network=name)).eval()(torch.zeros(shape)).shape == (2, 10)
+
+
+def test_each_order_chooses_bits_within_the_size() -> None:
+    """The plans of the study from known costs: those of the least sum, and uniform bits beside them."""
+    import torch
+
+    from spiritlevel.measures import Setting
+
+    config = LayerBitsConfig(scale="small", budget=3.0, budgets=(4.0,))
+    net = torch.nn.Sequential(torch.nn.Linear(4, 4, bias=False), torch.nn.Linear(4, 2, bias=False))
+    data = torch.randn(20, 4), torch.randint(0, 2, (20,))
+    layers = []
+    for name, size, dear in (("0.weight", 16, 1.0), ("1.weight", 8, 10.0)):
+        for bits in (2, 3, 4, 6):
+            costs = dict.fromkeys(("second_order", "trace_times_square", "square", "measured"), dear * 2.0**-bits)
+            layers.append({"layer": name, "size": size, "bits": bits, **costs})
+    found = layer_bits.planned(config, Setting(net, data), layers)
+    chosen = {row["layer"]: row["bits"] for row in found["plan"] if (row["budget"], row["by"]) == (3.0, "square")}
+    assert chosen == {"0.weight": 2, "1.weight": 4}  # 16·2 + 8·4 = 64 ≤ 72; 3 and 3 cost more
+    rows = {(row["budget"], row["by"]): row for row in found["budgets"]}
+    assert rows[0.0, "unrounded"]["loss"] > 0
+    assert rows[3.0, "uniform"]["mean bits"] == 3
+    assert all(row["mean bits"] <= row["budget"] for key, row in rows.items() if key[0])
+    assert {by for _, by in rows} == {"unrounded", "uniform", *layer_bits.ORDERS}

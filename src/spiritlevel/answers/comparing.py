@@ -37,6 +37,7 @@ from spiritlevel.results import (
     standard_error,
     times,
 )
+from spiritlevel.results.comparisons import UNDER
 
 __all__ = ["compare"]
 
@@ -320,7 +321,7 @@ class _Pair:
     def _under(self, change: Change) -> list[ComparisonRow]:
         """Both models after a change of their weights, sample by sample."""
         a, b = (changed(setting, change) for _, setting in self._sides)
-        where, looks, self.looks = f", {change.name}", self.looks, 2
+        where, looks, self.looks = f"{UNDER}{change.name}", self.looks, 2
         kinds = [
             ("loss", f"mean loss after {change.meaning}", "sharper"),
             ("rise of the loss", f"what {change.meaning} adds to the mean loss", "sharper"),
@@ -343,10 +344,14 @@ class _Pair:
         for row in rows[:-1]:
             if row.sure and row.verdict in ("a", "b"):
                 better = self.names[0] if row.verdict == "a" else self.names[1]
-                what = row.name.removesuffix(f", {change.name}")
-                values = f"{figure(row.a.value, 4)} and {figure(row.b.value, 4)}"
-                return f"Under {change.name}, {better} is better: {what} {values} ({' and '.join(self.names)})."
-        return f"Under {change.name}, neither is clearly better."
+                what = row.name.removesuffix(f"{UNDER}{change.name}")
+                values = f"{figure(row.a.value, 4)} ({self.names[0]}) and {figure(row.b.value, 4)} ({self.names[1]})"
+                limits = f"{figure(row.low, 3)} to {figure(row.high, 3)}"
+                return (
+                    f"Under {change.name}, {better} is better: {what} {values}, a difference of "
+                    f"{figure(row.difference, 3)} ({self.level:.0%} interval {limits})."
+                )
+        return f"Under {change.name}, neither is better for sure."
 
     # ------------------------------------------------------------ rows
 

@@ -77,7 +77,7 @@ def perturb(
     subset (`samples=`); from chance, if the change is random (the prediction is then the mean over draws, ½ Σ h_ii σ_i²
     for the loss, and the interval that of one draw); from higher orders, as evaluating half of the change shows them.
     Then the change is made and the truth set beside it. `suffices` is False where the two terms miss it by more than a
-    fifth of the largest of them; `losses` has the loss along the way.
+    fifth of the largest of them, and of the standard deviation over draws; `losses` has the loss along the way.
 
     Args:
         model: any module; it is left as it was.
@@ -341,14 +341,19 @@ class _Perturbed:
         return spread(self.way, deviation, deltas, exact_means(deviation, traces))
 
     def _suffices(self) -> bool:
-        """Whether slope and curvature tell what happens, to a fifth of the largest term or to rounding."""
+        """Whether slope and curvature tell what happens, to a fifth of the largest term or to rounding.
+
+        The terms of one draw of a random change may be small by chance, and then what they leave out is no sign that
+        the second order fails: its standard deviation over draws counts as a term.
+        """
         losses = self.columns["losses"]
         if self.apply:
             came, missed = float((losses[:, -1] - losses[:, 0]).mean()), abs(float(self._left_out()[-1]))
         else:
             came, missed = 0.0, max(self._reach()) / 1.5
         rounding = 2 * torch.finfo(self.here.problem.dtype).eps * float(self.columns["size"].mean().sqrt())
-        return missed <= _ENOUGH * max(abs(came), abs(self.slope), abs(self.curvature)) + rounding
+        usual = (self.chance.below + self.chance.above) / 4 if self.chance is not None else 0.0
+        return missed <= _ENOUGH * max(abs(came), abs(self.slope), abs(self.curvature), usual) + rounding
 
     # ------------------------------------------------------------ layers
 

@@ -66,7 +66,7 @@ def _tensor(name: str, values: Any) -> Tensor:
 class Recorder:
     """Keeps loss, margin, correctness and entropy of every training sample at every visit.
 
-Call `record` with what the loop has anyway, once per batch, samples in any order. Logits are copied and looked
+    Call `record` with what the loop has anyway, once per batch, samples in any order. Logits are copied and looked
     at many rows at a time, free of cancellation. Kept are 14 bytes per visit, 8 bytes per call, and the label and
     prediction of each sample, 2 bytes up to 128 classes: less than 16 bytes per sample and epoch from the second
     epoch on, 16.1 after the first (`benchmarks/recorder.py`).

@@ -241,6 +241,8 @@ def bars(
 ) -> Chart:
     """Horizontal bars in the order of the rows, with an error bar from `low` to `high`, and each value as a number."""
     rows = table_of(data, name=name, value=value, low=low, high=high)
+    last = "value" if high is None else "high"
+    rows = [{**row, "end": None if row[last] is None else max(0.0, row[last])} for row in rows]  # beside, never inside
     across = alt.X("value:Q", title=value, axis=NUMBERS)
     base = chart_of(rows).encode(
         y=alt.Y("name:N", title=None, sort=None, axis=alt.Axis(labelLimit=180, labelOverlap=False)),
@@ -249,8 +251,11 @@ def bars(
     layers: list[Any] = [base.mark_bar(cornerRadiusEnd=2, size=16).encode(x=across)]
     if low is not None and high is not None:
         layers.append(base.mark_rule(strokeWidth=2).encode(x=alt.X("low:Q"), x2="high:Q"))
-    end = alt.X("high:Q") if high is not None else across
-    layers.append(base.mark_text(align="left", dx=5).encode(x=end, text=alt.Text("value:Q", format=".3~g")))
+    layers.append(
+        base.mark_text(align="left", dx=5).encode(
+            x=alt.X("end:Q", title=value), text=alt.Text("value:Q", format=".3~g")
+        )
+    )
     return with_title(alt.layer(*layers).properties(height=26 * len(rows)), title)
 
 

@@ -16,13 +16,13 @@ from spiritlevel.errors import InputError
 from spiritlevel.storage import check_readable
 
 if TYPE_CHECKING:
-    from spiritlevel.results import Comparison, Perturbation, Result
+    from spiritlevel.results import Checkpoints, Comparison, Perturbation, Result
     from spiritlevel.results import Report as Found
 
 
 @dataclass(frozen=True, kw_only=True)
 class Report(Command):
-    """Put several runs of `spiritlevel measure`, `compare` or `perturb` onto one page, side by side.
+    """Put several runs of `spiritlevel measure`, `compare`, `perturb` or `rank` onto one page.
 
     For example: spiritlevel report small/ large/ --out page.html
     """
@@ -30,7 +30,7 @@ class Report(Command):
     NAME = "report"
 
     runs: Annotated[Positional[tuple[Path, ...]], arg(metavar="RUN ...", help_behavior_hint="(one at least)")]
-    """Folders that measure or compare wrote, their report.json, or what `--json` wrote."""
+    """Folders that these commands wrote, their report.json, or what `--json` wrote."""
     out: Annotated[Path, arg(metavar="FILE")] = Path("page.html")
     """The page to write."""
 
@@ -59,7 +59,7 @@ class Report(Command):
         return Outcome({"page": str(self.out), "runs": [_title(result) for result in results]})
 
 
-def _title(result: Found | Comparison | Perturbation) -> str:
+def _title(result: Found | Comparison | Perturbation | Checkpoints) -> str:
     from spiritlevel.results import Comparison
 
     return " and ".join(result.names) if isinstance(result, Comparison) else result.name
@@ -69,12 +69,12 @@ def _file(path: Path) -> Path:
     return path / "report.json" if path.is_dir() else path
 
 
-def _read(path: Path) -> Found | Comparison | Perturbation:
-    from spiritlevel.results import Comparison, Perturbation
+def _read(path: Path) -> Found | Comparison | Perturbation | Checkpoints:
+    from spiritlevel.results import Checkpoints, Comparison, Perturbation
     from spiritlevel.results import Report as Found
 
     found = read_result(path)
-    if not isinstance(found, Found | Comparison | Perturbation):
+    if not isinstance(found, Found | Comparison | Perturbation | Checkpoints):
         kind = type(found).__name__
         article = "an" if kind[0] in "AEIOU" else "a"
         raise InputError(f"{_file(path)} holds {article} {kind}, and a page shows reports and comparisons.")

@@ -124,23 +124,20 @@ def _layers(found: Perturbation, key: str) -> Section:
     chart = charts.bars(columns, "layer", value)
     alt = f"Bar chart of the change of the loss for each of {len(rows)} layers changed alone."
     section.figures.append(as_figure(f"{key}-layers-chart", "Layers changed alone", alt, chart))
-    titles = ["layer", "parameters", "g·δ", "½ δᵀHδ", "predicted", "with the others", "Tr H", "Tr H · ‖δ‖²", "‖δ‖²"]
-    table = [
-        (
-            row.name,
-            row.size,
-            row.slope,
-            row.curvature,
-            row.second_order,
-            row.with_others,
-            row.trace,
-            row.trace_times_square,
-            row.square,
-            row.measured,
-        )
-        for row in rows
-    ]
-    section.tables.append(Table(f"{key}-layers-table", "Layers", [*titles, "measured alone"], table))
+    names = {
+        "layer": "name",
+        "parameters": "size",
+        "measured alone": "measured",
+        "foretold": "second_order",
+        "g·δ": "slope",
+        "½ δᵀHδ": "curvature",
+        "with the others": "with_others",
+        "‖δ‖²": "square",
+        "Tr H": "trace",
+        "Tr H · ‖δ‖²": "trace_times_square",
+    }
+    table = [tuple(getattr(row, name) for name in names.values()) for row in rows]
+    section.tables.append(Table(f"{key}-layers-table", "Layers", list(names), table))
     return section
 
 

@@ -20,6 +20,7 @@ from spiritlevel.page.words import (
     left_out_table,
 )
 from spiritlevel.results import Comparison, ComparisonRow, Fit, Report, ReportRow, largest
+from spiritlevel.results.comparisons import UNDER
 from spiritlevel.results.formatting import with_error
 
 
@@ -39,11 +40,20 @@ def comparison_sections(found: Comparison, key: str) -> Iterator[Section]:
                 )
             )
     columns = ["measure", a, b, f"difference ({found.level:.0%} interval)", "favours"]
-    rows = []
+    rows: list[tuple[Cell, ...]] = []
+    after: list[tuple[Cell, ...]] = []
     for row in found.rows:
-        verdict = favours.get(row.verdict, row.verdict) + (f": {row.note}" if row.note else "")
-        rows.append((row.name, estimate_cell(row.a), estimate_cell(row.b), _difference(row), verdict))
+        verdict = favours.get(row.verdict, row.verdict)
+        cells = (estimate_cell(row.a), estimate_cell(row.b), _difference(row))
+        what, _, change = row.name.partition(UNDER)
+        if change:
+            after.append((change, what, *cells, verdict))
+        else:
+            rows.append((row.name, *cells, verdict + (f": {row.note}" if row.note else "")))
     section.tables.append(Table(f"{key}-comparison", f"{a} and {b} on {found.samples:,} samples", columns, rows))
+    if after:
+        title = "After a change of these weights (other weights of the same function may change otherwise)"
+        section.tables.append(Table(f"{key}-under", title, ["change", *columns], after))
     columns = ["measure", "difference", "low", "high", "interval from", f"ratio {b} / {a}", "moved at least"]
     details = [(row.name, row.difference, row.low, row.high, row.how, row.ratio, row.factor) for row in found.rows]
     section.tables.append(Table(f"{key}-details", "Differences, intervals and ratios", columns, details, True))

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 
 from spiritlevel.arguments import checked
-from spiritlevel.errors import InputError, unknown_name
+from spiritlevel.errors import InputError, counted, unknown_name
 from spiritlevel.results.codec import Misfit, Result
 from spiritlevel.results.estimates import Estimate
 from spiritlevel.results.formatting import aligned, figure, left_out_lines
@@ -102,7 +102,7 @@ class Checkpoints(Shown):
         """Which checkpoint is the best as it is, and which after each change."""
         best = self.row(self.order("loss")[0])
         tied = [row.name for row in self.rows if row is not best and row.tied]
-        others = f"; on {self.samples:,} samples {len(tied)} others cannot be distinguished from it" if tied else ""
+        others = f"; on {self.samples:,} samples {counted(len(tied), 'other')} cannot be told from it" if tied else ""
         said = [f"{best.name} has the lowest loss, {figure(best.loss.value)}{others}."]
         if not all(math.isnan(value) for value in self.values("accuracy")):
             first = self.row(self.order("accuracy")[0])

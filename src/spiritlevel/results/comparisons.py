@@ -16,6 +16,8 @@ from spiritlevel.results.pages import Shown
 from spiritlevel.results.samples import Margins, SampleTraces
 from spiritlevel.results.tables import Columns
 
+UNDER = " under "
+"""In the names of rows: what stands before it, after the change of the weights that follows it."""
 _DECIDED = ("accuracy", "input_distance", "loss")  # the rows that the advice of version 0.1 looked at
 
 

@@ -27,7 +27,9 @@ PREDICTORS = {
     "trace_times_square": "Tr H · ‖δ‖²",
     "square": "‖δ‖²",
 }
-"""What may predict how much changing one layer alone raises the loss, by the name of its column."""
+"""What may tell how much the change of one layer alone raises the loss, by the name of its column."""
+COSTS = {"measured": "the measured rise of each layer alone", **PREDICTORS}
+"""What rounding a layer may be taken to cost."""
 
 
 @dataclass(frozen=True)
@@ -99,10 +101,10 @@ class Perturbation(Shown):
     """What `perturb` predicted for a change of the weights, and what the change did.
 
     `predicted` and `measured` are the change of the mean loss; `flips_predicted` and `flips_measured` the number of
-    predictions whose class changes. For a random change `predicted` is the mean over all draws with the interval for
-    a single one, and what was measured is one draw; `slope` and `curvature`, g·δ and ½ δᵀHδ, are those of the change
-    that was made. `suffices` says whether these two terms account for what happened, to a fifth of the largest of them.
-    `steps` and `losses` are the way: the mean loss of the samples at θ + tδ.
+    predictions whose class changes. Of a random change `predicted` is the mean over all draws with the interval for
+    one, and what was measured is one draw; `slope` and `curvature`, g·δ and ½ δᵀHδ, are those of the change that was
+    made. `suffices` says whether these two terms tell what happened, to a fifth of the largest of them, or of the
+    standard deviation over draws. `steps` and `losses` are the way: the mean loss of the samples at θ + tδ.
 
     `layers` has a row for every tensor that moves; `rank_agreement()` says how well each of their columns orders them
     as the measured one does. `samples` are columns for the samples that were looked at, `index` their places in the
@@ -322,7 +324,7 @@ class BitPlan(Table):
             for row in self.rows
         ]
         whole, plan, alike = (figure(each.value) for each in self.losses)
-        said = f"{figure(self.mean_bits, 3)} bits per weight, by {PREDICTORS[self.by]}: loss {plan}"
+        said = f"{figure(self.mean_bits, 3)} bits a weight, by {COSTS[self.by]}: loss {plan}"
         said += f", with {self.uniform} bits for all {alike}, unrounded {whole}"
         if not math.isnan(self.accuracies[0].value):
             whole, plan, alike = (f"{each.value:.2%}" for each in self.accuracies)

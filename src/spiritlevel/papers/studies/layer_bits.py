@@ -136,7 +136,14 @@ def trained(config: LayerBitsConfig, run: Run) -> tuple[nn.Module, Any, Any]:
     inputs, images = (inputs - mean) / spread, (images - mean) / spread
     model = build(config)
     recipe = Recipe(optimizer="adam", lr=config.lr, batch_size=config.batch_size, steps=config.steps)
-    fit(model, (inputs, targets), recipe, seed=config.seed, checkpoint=run.folder / "training", progress=run.progress)
+    fit(
+        model,
+        (inputs, targets),
+        recipe,
+        seed=config.seed,
+        checkpoint=run.folder / "pieces" / "training",
+        progress=run.progress,
+    )
     return model, (inputs[: config.measure_on], targets[: config.measure_on]), (images, labels)
 
 
