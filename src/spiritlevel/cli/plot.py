@@ -59,8 +59,8 @@ class Plot(OnData):
     to: Annotated[Path | None, optional("WEIGHTS")] = None
     """For a landscape: follow the straight line to this checkpoint of the same model instead."""
     along: Annotated[str | None, optional("WEIGHTS,...|DIR")] = None
-    """For a landscape: the plane nearest to these checkpoints of a training, in the order of the numbers in their names,
-    or as given."""
+    """For a landscape: the plane nearest to these checkpoints of a training, in the order of the numbers in their
+    names, or as given."""
     dimensions: Annotated[int | None, optional("1|2")] = None
     """For a landscape: a line or a plane."""
     points: Annotated[int | None, optional("N")] = None
