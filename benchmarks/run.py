@@ -103,7 +103,7 @@ def draw(parts: dict[str, dict[str, Any]], folder: Path) -> None:
     }
     if rows:
         chart = charts.bars(
-            columns, "what", "time of the other library / ours", title="The same work by other libraries"
+            columns, "what", "time of the other library / ours", log=True, title="The same work by other libraries"
         )
         charts.save(chart, folder / PICTURE)
 

@@ -194,6 +194,7 @@ def test_what_two_files_import_from_one_place_is_imported_once(tmp_path: Path, m
         ("nowhere/none.py:make", r"there is no file 'nowhere/none\.py'"),
         (":make", "':make' names no file; write file.py:function"),
         ("net.py:", "'net.py:' names no function; write file.py:function"),
+        ("net.py:make:width=8", "options such as width=8 are for built-in networks and timm; in place of net.py:make"),
         ("bad.py:make", "cannot be imported: No module named 'no_such_module'"),
         ("worse.py:make", "fails while it is imported: ZeroDivisionError"),
         ("no.such.module:make", "cannot be imported"),

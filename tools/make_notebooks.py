@@ -27,7 +27,7 @@ def cells_of(script: str) -> list[tuple[str, str]]:
     for part in script.split("# %%")[1:]:
         head, _, body = part.partition("\n")
         if "[markdown]" in head:
-            lines = [line.removeprefix("# ").removeprefix("#") for line in body.strip().splitlines()]
+            lines = ["" if line == "#" else line.removeprefix("# ") for line in body.strip().splitlines()]
             cells.append(("markdown", "\n".join(lines)))
         else:
             cells.append(("code", body.strip()))

@@ -34,6 +34,7 @@ COST = {
     "matvecs": "products with the Hessian or Gauss–Newton matrix",
     "optimiser": "an optimiser that searches, some dozens of gradients",
 }
+NOTEBOOKS = ("first_measurement", "audit_transformer", "training_dynamics")
 SECTIONS = {
     "answers": "Questions about a model",
     "samples": "One number of every sample",
@@ -71,8 +72,17 @@ def with_outputs(text: str, printed: dict[str, str]) -> str:
     for block in blocks_of(text):
         if block.key in printed:
             fence = f"```{block.kind}\n{block.code}```\n"
-            text = text.replace(fence, f'{fence}\n```text title="prints"\n{printed[block.key]}\n```\n', 1)
+            text = text.replace(fence, f"{fence}\n{as_printed(printed[block.key])}\n", 1)
     return re.sub(r"^```py\n", "```sh\n", text, flags=re.MULTILINE)  # a command that is shown and not run
+
+
+def as_printed(text: str) -> str:
+    """What a program printed, long sentences in several lines; tables, which have two blanks in a row, as they are."""
+    lines = (
+        line if "  " in line.strip() else textwrap.fill(line, 88, subsequent_indent="  ", drop_whitespace=True)
+        for line in text.rstrip().splitlines()
+    )
+    return '```text title="prints"\n' + "\n".join(lines) + "\n```"
 
 
 def linked(text: str, name: str, folder: Path) -> str:
@@ -273,20 +283,23 @@ def docstring(text: str) -> str:
 
 def notebook_pages(folder: Path) -> dict[str, str]:
     """The notebooks as pages, with the output that they were kept with."""
-    pages, index = (
-        {},
-        ["# Notebooks", "", "Each runs from a clean install in less than three minutes on two cores.", ""],
-    )
-    for path in sorted((DOCS / "notebooks").glob("*.ipynb")):
+    pages = {}
+    index = ["# Notebooks", "", "Each runs from a clean install in less than three minutes on two cores.", ""]
+    for stem in NOTEBOOKS:
+        path = DOCS / "notebooks" / f"{stem}.ipynb"
         cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
-        title = "".join(cells[0]["source"]).partition("\n")[0].removeprefix("# ")
-        index.append(f"- [{title}](notebooks/{path.stem}.md), [the file](notebooks/{path.name})")
-        pages[f"notebooks/{path.stem}.md"] = "\n\n".join(
-            cell_text(cell, path.stem, number, folder) for number, cell in enumerate(cells)
-        )
+        heading, _, about = "".join(cells[0]["source"]).partition("\n")
+        title = heading.removeprefix("# ")
+        index += [f"## [{title}](notebooks/{stem}.md)", "", about.strip(), ""]
+        shown = [cell_text(cell, stem, number, folder) for number, cell in enumerate(cells)]
+        first = re.search(r"!\[.*?\]\((.*?)\)", "\n".join(shown))
+        if first:
+            index += [f"[![{title}: its first chart](notebooks/{first[1]}){{ width=360 }}](notebooks/{stem}.md)", ""]
+        index += [f"[Read it](notebooks/{stem}.md) · [the file](notebooks/{path.name})", ""]
+        pages[f"notebooks/{stem}.md"] = "\n\n".join(shown)
         (folder / "notebooks").mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, folder / "notebooks" / path.name)
-    return {**pages, "notebooks.md": "\n".join(index) + "\n"}
+    return {**pages, "notebooks.md": "\n".join(index)}
 
 
 def cell_text(cell: dict[str, Any], stem: str, number: int, folder: Path) -> str:
@@ -303,7 +316,7 @@ def cell_text(cell: dict[str, Any], stem: str, number: int, folder: Path) -> str
             parts.append(f"![The chart that the cell returns]({file.name})")
         else:
             text = "".join(output.get("text", data.get("text/plain", "")))
-            parts.append(f'```text title="prints"\n{text.rstrip()}\n```')
+            parts.append(as_printed(text))
     return "\n\n".join(parts)
 
 

@@ -237,18 +237,29 @@ _BOX = {"low": "lower whisker", "quarter": "quartile", "median": "median", "thre
 
 
 def bars(
-    data: Columns, name: str, value: str, *, low: str | None = None, high: str | None = None, title: str = ""
+    data: Columns,
+    name: str,
+    value: str,
+    *,
+    low: str | None = None,
+    high: str | None = None,
+    log: bool = False,
+    title: str = "",
 ) -> Chart:
-    """Horizontal bars in the order of the rows, with an error bar from `low` to `high`, and each value as a number."""
+    """Horizontal bars in the order of the rows, with an error bar from `low` to `high`, and each value as a number.
+
+    With `log` they are bars of factors, from 1 to the left or to the right.
+    """
     rows = table_of(data, name=name, value=value, low=low, high=high)
     last = "value" if high is None else "high"
-    rows = [{**row, "end": None if row[last] is None else max(0.0, row[last])} for row in rows]  # beside, never inside
-    across = alt.X("value:Q", title=value, axis=NUMBERS)
+    rows = [{**row, "end": None if row[last] is None else max(1.0 if log else 0.0, row[last])} for row in rows]  # beside, never inside
+    across = alt.X("value:Q", title=value, axis=NUMBERS, **({"scale": alt.Scale(type="log")} if log else {}))
     base = chart_of(rows).encode(
-        y=alt.Y("name:N", title=None, sort=None, axis=alt.Axis(labelLimit=180, labelOverlap=False)),
+        y=alt.Y("name:N", title=None, sort=None, axis=alt.Axis(labelLimit=380 if log else 180, labelOverlap=False)),
         tooltip=tooltip_of(data, name=name, value=value, low=low, high=high),
     )
-    layers: list[Any] = [base.mark_bar(cornerRadiusEnd=2, size=16).encode(x=across)]
+    start = {"x2": alt.datum(1)} if log else {}
+    layers: list[Any] = [base.mark_bar(cornerRadiusEnd=2, size=16).encode(x=across, **start)]
     if low is not None and high is not None:
         layers.append(base.mark_rule(strokeWidth=2).encode(x=alt.X("low:Q"), x2="high:Q"))
     layers.append(

@@ -38,42 +38,43 @@ class Plot(OnData):
     kind: Annotated[Positional[str], arg(metavar="FIGURE")]
     """landscape, spectrum, density, margins, traces, layers, audit or training."""
     source: Annotated[Positional[str], arg(metavar="MODEL|RUN")]
-    """A model, written as for `spiritlevel measure`; or a folder that measure wrote, a --json file, or a tracker's
-    file."""
+    """A model, written as for `spiritlevel measure`; or what was kept: a folder that measure wrote, a --json file, the
+    file of a tracker."""
     data: Annotated[str, arg(metavar="DATA", help_behavior_hint="(for a model)")] = ""
     """The data of a model, written as for `spiritlevel measure`."""
     weights: Annotated[Path | None, optional("FILE")] = None
     """The weights of the model."""
     beside: Annotated[str | None, optional("WEIGHTS|RUN")] = None
-    """A second one on the same scale: other weights of the model, or another run."""
+    """Another one to draw on the same scale: other weights for the model, or another run."""
     out: Annotated[Path | None, optional("FILE")] = None
-    """The figure, .svg, .pdf or .png; without an ending all three; by default FIGURE.svg."""
+    """Where to write it, as .svg, .pdf or .png; a name without an ending writes all three. FIGURE.svg unless given."""
     size: Annotated[str, arg(metavar="column|page")] = "column"
-    """How wide: 85 mm or 178 mm."""
+    """The width of a column, 85 mm, or of a page, 178 mm."""
     title: Annotated[str, arg(metavar="TEXT", help_behavior_hint="")] = ""
     """A heading."""
     no_titles: Annotated[bool, optional()] = False
-    """Leave out headings and the notes below them, for a figure with a caption of its own."""
+    """Leave out headings and the notes below them, for a figure that has a caption."""
     directions: Annotated[str, arg(metavar="eigenvectors|random")] = "eigenvectors"
-    """Of a landscape: the Hessian's eigenvectors, or random directions with normalised filters."""
+    """For a landscape: the Hessian's eigenvectors, or random directions with normalised filters."""
     to: Annotated[Path | None, optional("WEIGHTS")] = None
-    """Of a landscape: go to this checkpoint of the same model instead."""
+    """For a landscape: follow the straight line to this checkpoint of the same model instead."""
     along: Annotated[str | None, optional("WEIGHTS,...|DIR")] = None
-    """Of a landscape: the plane that comes nearest to these checkpoints, in the order of their names or as given."""
+    """For a landscape: the plane nearest to these checkpoints of a training, in the order of the numbers in their
+    names, or as given."""
     dimensions: Annotated[int | None, optional("1|2")] = None
-    """Of a landscape: a line or a plane."""
+    """For a landscape: a line or a plane."""
     points: Annotated[int | None, optional("N")] = None
-    """Of a landscape: points per direction, by default 41 or 21."""
+    """For a landscape: points per direction; 41 on a line and 21 on a plane unless given."""
     radius: Annotated[float | None, optional("X")] = None
-    """Of a landscape: the largest step."""
+    """For a landscape: the largest step; chosen by the directions unless given."""
     accuracy: Annotated[bool, optional()] = False
-    """Of a landscape: also draw the accuracy."""
+    """For a landscape: also draw the accuracy."""
     band: Annotated[int | None, optional("N")] = None
-    """Of a line: show how much the loss of batches of N samples scatters, not the error of the mean."""
+    """For a line: show how much the loss of batches of N samples scatters, in place of the error of the mean."""
     log: Annotated[bool, optional()] = False
-    """Of a line or a training run: logarithmic axes."""
+    """For a line or a training: logarithmic axes."""
     batch: Annotated[int | None, optional("N")] = None
-    """Of a spectrum: the largest eigenvalues of mini-batches of N samples."""
+    """For a spectrum: the largest eigenvalues of mini-batches of N samples."""
 
     def run(self) -> Outcome:
         """Read or measure, draw, write."""
@@ -151,7 +152,7 @@ class Plot(OnData):
                 }
             except KeyboardInterrupt as error:
                 if keep.exists():
-                    told = f"interrupted; the points so far are in {keep}, and the same command continues from there."
+                    told = f"interrupted; the points so far are in {keep}, and the same command resumes from there."
                     raise KeyboardInterrupt(told) from error
                 raise
 

@@ -179,6 +179,12 @@ def _own_model(spec: str) -> nn.Module:
             f"the model {spec!r} is neither file.py:function nor package.module:function nor hf:FOLDER nor timm:NAME "
             f"nor a .pt2 file nor a built-in name ({', '.join(models.NAMES)}){hint}" + ("" if hint else ".")
         )
+    place, _, options = spec.rpartition(":")
+    if "=" in options and ":" in place:
+        raise InputError(
+            f"options such as {options} are for built-in networks and timm; in place of {place}, name a function that "
+            "takes no arguments and calls it with them."
+        )
     made = call_spec(spec)
     if not isinstance(made, nn.Module):
         raise InputError(f"{spec} must be or return a torch.nn.Module, got {type(made).__name__}.")
