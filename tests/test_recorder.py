@@ -294,7 +294,7 @@ def test_a_full_disk_ends_no_training_that_a_callback_watches(tmp_path: Path, mo
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", fails)
-        with pytest.warns(RuntimeWarning, match=rf"written at step 30: No space left on device: {tmp_path}.*; the train"):
+        with pytest.warns(RuntimeWarning, match=rf"at step 30: No space left on device: {tmp_path}.*; the training"):
             watch.keep()
     assert list(tmp_path.iterdir()) == []
     watch.keep()  # there is room again
