@@ -30,7 +30,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 import spiritlevel as sl
-from spiritlevel.answers import observing
+from spiritlevel.answers import callbacks, observing
 from spiritlevel.answers import recorder as recording
 from spiritlevel.answers.observing import observed
 from spiritlevel.answers.recorder import Recorder
@@ -353,6 +353,23 @@ def test_the_file_holds_everything_and_is_whole_or_not_there(tmp_path: Path, mon
         recorder.save(tmp_path / "run")
     assert file.read_bytes() == before
     assert list((tmp_path / "run").iterdir()) == [file]
+
+
+def test_a_full_disk_ends_no_training_that_a_callback_watches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = filled()
+    recorder.path = tmp_path
+    watch = callbacks._Watch(None, recorder, {})
+
+    def fails(descriptor: int) -> None:
+        raise OSError(28, "No space left on device", str(tmp_path), None, "elsewhere")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fails)
+        with pytest.warns(RuntimeWarning, match=rf"at step 30: No space left on device: {tmp_path}.*; the training"):
+            watch.keep()
+    assert list(tmp_path.iterdir()) == []
+    watch.keep()  # there is room again
+    assert Recorder.load(tmp_path).steps == 30
 
 
 def test_going_on_from_a_file_or_a_checkpoint_changes_nothing(tmp_path: Path) -> None:

@@ -117,9 +117,13 @@ def first_line(error: BaseException) -> str:
 
     >>> first_line(RuntimeError("mat1 and mat2 cannot be multiplied.\nSee the trace below."))
     'mat1 and mat2 cannot be multiplied'
+    >>> first_line(OSError(28, "No space left on device", "run/part", None, "run/report.html"))
+    'No space left on device: run/part'
     """
     try:
         text = str(error)
+        if isinstance(error, OSError) and error.strerror:  # without its number and the second file of a renaming
+            text = error.strerror if error.filename is None else f"{error.strerror}: {os.fspath(error.filename)}"
     except Exception:  # a user's own exception, which fails to print itself
         text = f"{type(error).__name__}, which cannot be shown"
     return textwrap.shorten(text.strip().split("\n", 1)[0].rstrip("."), 200, placeholder=" …")

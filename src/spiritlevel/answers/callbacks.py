@@ -5,6 +5,7 @@ A loop of one's own needs neither: it calls `Tracker.step()` and `Recorder.recor
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch.optim import Optimizer
 
 from spiritlevel.answers.recorder import Recorder
 from spiritlevel.answers.tracking import Tracker
-from spiritlevel.errors import InputError, needs
+from spiritlevel.errors import InputError, first_line, needs
 
 __all__ = ["hugging_face_callback", "lightning_callback"]
 
@@ -80,7 +81,12 @@ class _Watch:
         """Write the record before a checkpoint: anything later is forgotten when the checkpoint is loaded."""
         recorder = self.recorder
         if recorder is not None and recorder.path is not None and recorder.steps != self._kept:
-            recorder.save()
+            try:
+                recorder.save()
+            except OSError as error:  # a full disk is no reason to end a training that can go on
+                text = f"the record could not be written at step {recorder.steps:,}: {first_line(error)}"
+                warnings.warn(f"{text}; the training goes on, and it is tried again.", RuntimeWarning, stacklevel=2)
+                return
             self._kept = recorder.steps
 
 

@@ -17,6 +17,7 @@ from spiritlevel.results import (
     Report,
     ReportRow,
     SampleTraces,
+    at_least,
     figure,
     ratio_of,
     times,
@@ -164,7 +165,7 @@ def about_audit(found: Audit) -> Iterator[str]:
         reason = next((f": {text}" for name, text in found.skipped.items() if name in TRANSFORMS), "")
         yield f"What the parametrisation does to these numbers was not tested{reason.rstrip('.')}."
     if moved.get("trace", 1.0) > 1:
-        size = f"at least {times(moved['trace'])}-fold"
+        size = at_least(moved["trace"])
         size = "to 0 or to the other sign" if math.isinf(moved["trace"]) else size
         yield (
             f"The symmetry {found.moved_by('trace')} moves the trace {size} while the outputs stay the same, "

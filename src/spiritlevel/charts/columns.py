@@ -251,8 +251,8 @@ def bars(
     With `log` they are bars of factors, from 1 to the left or to the right.
     """
     rows = table_of(data, name=name, value=value, low=low, high=high)
-    last = "value" if high is None else "high"
-    rows = [{**row, "end": None if row[last] is None else max(1.0 if log else 0.0, row[last])} for row in rows]  # beside, never inside
+    last, least = "value" if high is None else "high", 1.0 if log else 0.0  # numbers stand beside bars, never inside
+    rows = [{**row, "end": None if row[last] is None else max(least, row[last])} for row in rows]
     across = alt.X("value:Q", title=value, axis=NUMBERS, **({"scale": alt.Scale(type="log")} if log else {}))
     base = chart_of(rows).encode(
         y=alt.Y("name:N", title=None, sort=None, axis=alt.Axis(labelLimit=380 if log else 180, labelOverlap=False)),

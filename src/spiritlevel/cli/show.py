@@ -80,12 +80,14 @@ def _limits(row: ReportRow) -> str:
 def _apart(value: float, low: float, high: float) -> str:
     """One number, or two where the limits are not equally far from the value, by more than a quarter.
 
-    >>> _apart(5.0, 4.0, 6.1), _apart(5.0, 4.0, 8.0)
-    ('1', '−1 +3')
+    >>> _apart(5.0, 4.0, 6.1), _apart(5.0, 4.0, 8.0), _apart(5.0, 5.5, 8.0)
+    ('1', '−1 +3', '5.5 to 8')
     """
     from spiritlevel.results import figure
 
     below, above = value - low, high - value
+    if min(below, above) < 0:  # resampled limits need not hold the value
+        return f"{figure(low, 2)} to {figure(high, 2)}"
     if max(below, above) <= 1.25 * min(below, above):
         return figure((high - low) / 2, 2)
     return f"−{figure(below, 2)} +{figure(above, 2)}"
@@ -105,7 +107,7 @@ def show_comparison(comparison: Comparison) -> None:
     headings = ("\n".join(textwrap.wrap(name, _LABEL)) for name in (a, b))
     table = columns("measure", *headings, "change", "±", "favours", right=(1, 2, 3, 4))
     for row in comparison.rows:
-        spread = "" if math.isnan(row.low) or row.low == row.high else figure((row.high - row.low) / 2, 2)
+        spread = "" if math.isnan(row.low) or row.low == row.high else _apart(row.difference, row.low, row.high)
         favours = {"a": a, "b": b, "equal": "neither", "no preference": "-"}.get(row.verdict, row.verdict)
         if row.verdict == "not comparable" and not math.isnan(row.factor):
             favours = f"(×{times(row.factor)})"

@@ -24,7 +24,7 @@ from spiritlevel.page.words import (
     left_out_table,
     why_missing,
 )
-from spiritlevel.results import Estimate, Report, WorstFactor
+from spiritlevel.results import Estimate, Report, WorstFactor, at_least
 
 
 def report_sections(report: Report, key: str, pictures: Sheet | None) -> Iterator[Section]:
@@ -202,7 +202,7 @@ def _audit(report: Report, key: str) -> Section:
     section.texts.append(audit.scope)
     section.texts += [
         f"The map below shows one draw of each. A short search for a worse {item.transform} moved ‘{item.measure}’ "
-        f"at least {number(item.factor, 3)}-fold at the same outputs, from {_journey(item)}; larger ones move it "
+        f"{at_least(item.factor)} at the same outputs, from {_journey(item)}; larger ones move it "
         "further."
         for item in audit.worst
         if math.isfinite(item.factor)

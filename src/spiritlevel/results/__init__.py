@@ -24,6 +24,7 @@ from spiritlevel.results.comparisons import Comparison as Comparison
 from spiritlevel.results.comparisons import ComparisonRow as ComparisonRow
 from spiritlevel.results.estimates import STATUSES as STATUSES
 from spiritlevel.results.estimates import Estimate as Estimate
+from spiritlevel.results.formatting import at_least as at_least
 from spiritlevel.results.formatting import figure as figure
 from spiritlevel.results.formatting import in_short as in_short
 from spiritlevel.results.formatting import left_out_lines as left_out_lines

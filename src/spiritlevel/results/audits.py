@@ -14,7 +14,7 @@ from spiritlevel.arguments import checked
 from spiritlevel.errors import InputError
 from spiritlevel.results.codec import Result
 from spiritlevel.results.estimates import Estimate, with_status
-from spiritlevel.results.formatting import aligned, figure, in_short, times
+from spiritlevel.results.formatting import aligned, at_least, figure, in_short
 from spiritlevel.results.tables import Columns, Table
 
 SYMMETRIES = (
@@ -205,7 +205,7 @@ class WorstFactor(Result):
         if math.isnan(self.factor):
             return f"its error is too large to tell how far {self.measure} can be moved at the same outputs"
         return (
-            f"{self.measure} can be moved at least {times(self.factor)}-fold at the same outputs: {self.transform} "
+            f"{self.measure} can be moved {at_least(self.factor)} at the same outputs: {self.transform} "
             f"took it from {figure(self.before)} to anything between {figure(self.lowest)} and "
             f"{figure(self.highest)}"
         )

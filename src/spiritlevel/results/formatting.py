@@ -63,12 +63,25 @@ def _magnitude(number: float) -> int:
 
 
 def times(factor: float) -> str:
-    """A factor to three digits.
+    """A factor to three digits, or to as many as show that it is not 1.
 
-    >>> times(327886.0), times(3.14159), times(2.5e12), times(math.inf)
-    ('328,000', '3.14', '2.5e12', 'infinitely')
+    >>> times(327886.0), times(3.14159), times(2.5e12), times(1.00021), times(math.inf)
+    ('328,000', '3.14', '2.5e12', '1.0002', 'infinitely')
     """
-    return "infinitely" if math.isinf(factor) else figure(factor, 3)
+    if math.isinf(factor):
+        return "infinitely"
+    return figure(factor, max(3, 1 - _magnitude(abs(factor - 1)))) if 0.9 < factor < 1.1 else figure(factor, 3)
+
+
+def at_least(factor: float) -> str:
+    """How far something was moved at least, in words: a share of it where a factor would be next to 1.
+
+    >>> at_least(523.6), at_least(1.0021), at_least(1.0)
+    ('at least 524-fold', 'by at least 0.21%', 'at least 1-fold')
+    """
+    if 1 < factor < 1.1:
+        return f"by at least {figure(100 * (factor - 1), 2)}%"
+    return f"at least {times(factor)}-fold"
 
 
 def in_short(estimate: Estimate) -> str:
