@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -108,7 +109,7 @@ def observed(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor, Te
     return torch.from_numpy(loss), torch.from_numpy(margin), torch.from_numpy(entropy), top
 
 
-def _observed(table: NDArray, classes: NDArray) -> tuple[NDArray, NDArray, NDArray]:
+def _observed(table: NDArray[Any], classes: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
     """Loss, margin and entropy of rows of logits; the labels in `classes` give way to the top classes."""
     count = len(table)
     columns = np.array(table.T, order="C")  # a class in a row: sums over classes are then quick

@@ -253,7 +253,7 @@ def bars(
     rows = table_of(data, name=name, value=value, low=low, high=high)
     last, least = "value" if high is None else "high", 1.0 if log else 0.0  # numbers stand beside bars, never inside
     rows = [{**row, "end": None if row[last] is None else max(least, row[last])} for row in rows]
-    across = alt.X("value:Q", title=value, axis=NUMBERS, **({"scale": alt.Scale(type="log")} if log else {}))
+    across = alt.X("value:Q", title=value, axis=NUMBERS, scale=alt.Scale(type="log") if log else alt.Undefined)
     base = chart_of(rows).encode(
         y=alt.Y("name:N", title=None, sort=None, axis=alt.Axis(labelLimit=380 if log else 180, labelOverlap=False)),
         tooltip=tooltip_of(data, name=name, value=value, low=low, high=high),

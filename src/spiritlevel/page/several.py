@@ -60,11 +60,11 @@ def comparison_sections(found: Comparison, key: str) -> Iterator[Section]:
     yield section
     if found.margins is not None:
         first, second = found.margins
-        change = second.signed - first.signed
+        moved = second.signed - first.signed
         section = Section(f"{key}-pairs", "Sample by sample")
-        section.texts.append(_wider(found, change))
-        chart = charts.distribution(change, f"margin of {b} minus margin of {a}")
-        alt = f"Histogram of the differences of the margins, {b} minus {a}, of {len(change):,} samples."
+        section.texts.append(_wider(found, moved))
+        chart = charts.distribution(moved, f"margin of {b} minus margin of {a}")
+        alt = f"Histogram of the differences of the margins, {b} minus {a}, of {len(moved):,} samples."
         section.figures.append(as_figure(f"{key}-pairs-chart", "Differences of the margins", alt, chart))
         yield section
     section = Section(f"{key}-how", "How this was measured")

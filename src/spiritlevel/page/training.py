@@ -40,7 +40,7 @@ def suspects(found: SuspiciousSamples, key: str) -> Iterator[Section]:
         tiles = tuple(Thumbnail(k, sample, _lines(found, k)) for k, sample in enumerate(found.ids.tolist()))
         section.galleries.append(Gallery(f"By {by}", tiles))
     if found.texts:  # what it is about first, not as the last of a dozen columns
-        listed = [
+        listed: list[list[str | float | int]] = [
             [int(found.ids[k]), *_classes(found, k), found.cell(found.by, k).replace("-", "−"), text]
             for k, text in enumerate(found.texts)
         ]

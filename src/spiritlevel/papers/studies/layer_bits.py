@@ -158,6 +158,8 @@ def measured(config: LayerBitsConfig, run: Run) -> dict[str, Any]:
     model, few, test = trained(config, run)
     setting = floating(Setting(model, few, seed=config.seed))
     widths = sorted({*config.bits, *CHOICES}, reverse=True)
+    layers: list[dict[str, Any]]
+    traces: dict[str, Any]
     layers, ranks, traces = [], [], {}
     for number, bits in enumerate(widths):
         run.progress("layers rounded", number, len(widths) + 1)
@@ -181,6 +183,7 @@ def planned(config: LayerBitsConfig, test: Any, layers: Sequence[Mapping[str, An
     from spiritlevel.answers.perturbing import changed
 
     sizes = {row["layer"]: row["size"] for row in layers}
+    budgets: list[dict[str, Any]]
     plan, budgets = [], []
     for budget in dict.fromkeys((config.budget, *config.budgets)):
         chosen = {"uniform": dict.fromkeys(sizes, max(width for width in CHOICES if width <= budget))}
