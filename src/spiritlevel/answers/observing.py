@@ -51,7 +51,7 @@ class Waiting:
             )
         outputs = logits[1] if len(logits) == 2 else 1
         if self.outputs not in (None, outputs):
-            raise InputError(f"record got {outputs} logits a sample, and {self.outputs} before.")
+            raise InputError(f"record got {outputs} logits per sample, and {self.outputs} before.")
         self._shapes, self._count, self.outputs = (logits, targets, ids), count, outputs
 
     def clear(self) -> None:
