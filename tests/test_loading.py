@@ -276,7 +276,7 @@ def test_weights_with_another_prefix_are_refused_at_once(tmp_path: Path) -> None
         (torch.ones(1, 2, dtype=torch.int8), "weight holds int8 and the model float32: whole numbers have lost"),
         (torch.ones(1, 2, dtype=torch.bool), "weight holds bool and the model float32"),
         (torch.zeros(1, 2).to_sparse(), "weight is sparse; save it as dense floats"),
-        (torch.zeros(1, 2, device="meta"), "weight has a shape and no numbers"),
+        (torch.zeros(1, 2, device="meta"), "weight has a shape but no numbers"),
     ],
 )
 def test_weights_that_would_lose_something_are_refused(tmp_path: Path, tensor: torch.Tensor, sentence: str) -> None:
@@ -490,8 +490,8 @@ def test_images_that_use_few_of_their_bits_are_remarked(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("pixels", "sentence"),
     [
-        (np.int32([[0, 256, 100000, 2**30]]), r"has 32 bits per pixel, and nobody says which number is white"),
-        (np.float32([[0, 1, 255, 7]]), r"holds numbers outside \[0, 1\], and nobody says which of them is white"),
+        (np.int32([[0, 256, 100000, 2**30]]), r"has 32 bits per pixel, and nothing says which number is white"),
+        (np.float32([[0, 1, 255, 7]]), r"holds numbers outside \[0, 1\], and nothing says which of them is white"),
         (np.float32([[0, 1, np.nan, 1]]), r"holds numbers outside \[0, 1\]"),
     ],
 )
@@ -536,7 +536,7 @@ def test_folders_with_names_that_are_no_text(tmp_path: Path) -> None:
 
 
 def test_folders_that_hold_no_classes(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="one folder of images for every class"):
+    with pytest.raises(InputError, match="one subfolder of images per class"):
         load_samples(str(tmp_path))
     draw(tmp_path / "cat" / "0.png")
     (tmp_path / "dog").mkdir()
