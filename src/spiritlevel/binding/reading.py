@@ -77,8 +77,9 @@ class Takes(NamedTuple):
         """In brackets, how a model that failed was called, where that may be the reason."""
         batch = "pick them with batch=, a function from a batch to (inputs, targets)"
         if isinstance(inputs, Rows):
-            given = f"the graph's {', '.join(inputs.graph.names)}" if inputs.graph.names else "it as one argument"
-            return f" (of the graph it was given {given}, as its forward takes {self}; parts are found by name)"
+            parts = ", ".join(inputs.graph.names)
+            given = f"the graph's {parts}" if parts else "the graph as one argument"
+            return f" (it was given {given}, as its forward takes {self}; parts are found by name)"
         if not isinstance(inputs, Mapping):
             count = len(inputs) if isinstance(inputs, tuple | list) else 1
             wrong = self.known and not self.may_take(count)
@@ -169,7 +170,7 @@ class Form:
         return self._of_items(batch, notes)
 
     def _of_mapping(self, held: Mapping[Any, Any], batch: Any, notes: list[str]) -> tuple[Any, Any]:
-        """From a dict, or fields of an object: the targets under their key, and as much of the rest as forward takes."""
+        """From a dict or an object's fields: the targets under their key, and as much of the rest as forward takes."""
         target = self.target
         if target is None:
             found = [name for name in LABELS if name in held]

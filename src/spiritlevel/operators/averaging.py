@@ -336,11 +336,11 @@ class MeanMatrix:
         self.traceable = traced is not None
         pair[1] = torch.randn(
             self.problem.size, generator=generator, dtype=self.problem.dtype
-        )  # no sooner: it is large
+        )  # not earlier: it is large
         if traced is None:
             products = self._one_by_one_and_together(lambda rows: self._differentiate(flat, fixed, rows), pair)
         else:
-            traced = traced._replace(product=None)  # along a vector that nobody asked for
+            traced = traced._replace(product=None)  # along a vector that was not asked for
             assert traced.constants is not None
             tape = Tape(traced.trace.multiply, traced.constants, few)
             with torch.no_grad():
