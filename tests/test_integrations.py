@@ -592,7 +592,7 @@ def test_folders_from_the_command_line(
     assert cli.main(["measure", f"hf:{saved}/gpt2", *text_args, "--unit", "token"]) == 0
     assert cli.main(["measure", f"hf:{saved}/t5", "--data", f"{saved}/text", *args]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "decoder_input_ids made of labels" in said
+    assert "decoder_input_ids made from labels" in said
     assert cli.main(["measure", f"hf:{saved}/vit", "--data", f"{saved}/data"]) == 2
     assert "the model's forward takes pixel_values" in capsys.readouterr().err
 

@@ -388,8 +388,8 @@ def test_arrays_become_inputs_and_targets(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arrays", "sentence"),
     [
-        ({"a": np.zeros(2), "b": np.zeros(2)}, r"must hold the inputs as x and the targets as y, it holds a, b\."),
-        ({"x": np.zeros((3, 2)), "y": np.zeros(2)}, r"as many targets as inputs, it holds shapes \(3, 2\) and \(2,\)"),
+        ({"a": np.zeros(2), "b": np.zeros(2)}, r"must hold the inputs as x and the targets as y; it holds a, b\."),
+        ({"x": np.zeros((3, 2)), "y": np.zeros(2)}, r"as many targets as inputs; it holds shapes \(3, 2\) and \(2,\)"),
     ],
 )
 def test_arrays_that_are_no_data(tmp_path: Path, arrays: dict[str, np.ndarray], sentence: str) -> None:
@@ -416,7 +416,7 @@ def test_bombs_are_refused_before_memory_is_taken(tmp_path: Path, monkeypatch: p
         archive.writestr("y.npy", member((10**6,), bytes(8 * 10**6)))
     assert path.stat().st_size < 10**5
     monkeypatch.setattr(arrays, "available_memory", lambda: 10**7)
-    with pytest.raises(InputError, match=r"unpacks to 0\.0 GB, and 0\.0 GB of memory can be spared"):
+    with pytest.raises(InputError, match=r"unpacks to 0\.0 GB, and only 0\.0 GB of memory can be spared"):
         load_samples(str(path))
 
 
@@ -450,7 +450,7 @@ def test_a_folder_of_images(tmp_path: Path) -> None:
     assert float(inputs.max()) == pytest.approx(0.2)
     assert (targets.tolist(), samples.classes) == ([0, 0, 1, 1], ("cat", "dog"))
     draw(tmp_path / "dog" / "2.png", size=(9, 6))
-    with pytest.raises(InputError, match=r"one size: .* has 8×6 pixels and .*2\.png 9×6 pixels"):
+    with pytest.raises(InputError, match=r"the same size: .* has 8×6 pixels and .*2\.png 9×6 pixels"):
         load_samples(str(tmp_path))
     (tmp_path / "dog" / "2.png").write_bytes(b"nonsense")
     with pytest.raises(InputError, match=r"the image .*2\.png cannot be read"):

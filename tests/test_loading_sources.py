@@ -552,7 +552,7 @@ def test_a_program_of_another_version_is_refused(program: Path) -> None:
             {"config.json": "{}", "pytorch_model.bin": ""},
             "has no model.safetensors; other files of weights are not opened",
         ),
-        ({"config.json": "{", "model.safetensors": ""}, "config.json is no JSON"),
+        ({"config.json": "{", "model.safetensors": ""}, "config.json is not JSON"),
         ({"config.json": "[]", "model.safetensors": ""}, "must hold a configuration, got a list"),
         ({"config.json": '{"quantization_config": {"bits": 4}}', "model.safetensors": ""}, "holds quantised weights"),
     ],

@@ -454,7 +454,7 @@ def test_factors_of_a_callable() -> None:
     assert torch.equal(few.hessian(outputs, targets), torch.ones(7, 3, 3, dtype=torch.float64))
     many = CallableLoss(Offers([term] * 5, rank=lambda classes: classes + 2))
     assert len(list(many.factors(outputs, targets))) == many.rank(outputs, targets) == 5
-    with pytest.raises(InputError, match=r"more than its 3 terms; give it a method rank\(outputs\)"):
+    with pytest.raises(InputError, match=r"more factors than its 3 terms; give it a method rank\(outputs\)"):
         list(CallableLoss(Offers([term] * 4)).factors(outputs, targets))
     with pytest.raises(InputError, match=r"must be weights \(7,\) and vectors \(7, 3\), got \(7, 1\) and \(7, 3\)"):
         list(CallableLoss(Offers([(torch.ones(7, 1), term[1])])).factors(outputs, targets))

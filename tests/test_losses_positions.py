@@ -350,7 +350,7 @@ def test_only_positions_that_count_take_factors() -> None:
             "causal_lm needs logits of shape (samples, tokens, voc",
         ),
         ("causal_lm", torch.zeros(2, 5, 3), soft(2, 2, 5, 3), "causal_lm needs integer labels"),
-        ("causal_lm", torch.zeros(1, 3, 3), torch.tensor([[1, -100, -100]]), "all are -100 behind the first"),
+        ("causal_lm", torch.zeros(1, 3, 3), torch.tensor([[1, -100, -100]]), "all are -100 after the first"),
         ("binary_cross_entropy", torch.zeros(2, 3), torch.zeros(2, 2), "needs targets like the outputs (2, 3)"),
         ("binary_cross_entropy", torch.zeros(2, 3), torch.full((2, 3), 1.5), "needs targets from 0 to 1, got 1.5"),
         (

@@ -254,7 +254,7 @@ def test_labels_that_the_forward_needs_are_given_to_it() -> None:
         ([(X, Y)], {"target": 0}, "target=0 is not an item of a batch after its inputs"),
         ([(X, Y)], {"target": "labels"}, "target='labels' is not an item of a batch"),
         ([(X,)], {}, r"data must give pairs \(inputs, targets\), got 1 item \(tensor \(9, 4\)\); batch= takes a"),
-        ([(X, Y)], {"batch": lambda b: b[0]}, r"batch= must return the pair \(inputs, targets\), it returned a tensor"),
+        ([(X, Y)], {"batch": lambda b: b[0]}, r"batch= must return the pair \(inputs, targets\); it returned a tensor"),
         (
             [(X, Y)],
             {"batch": 32},
@@ -366,7 +366,7 @@ def test_outputs_in_all_their_forms(name: str) -> None:
             r"it returned 2 items \(tensor \(\d, 3\), tensor \(\d, 3\)\); say with",
         ),
         (lambda out: {"a": out, "b": out}, {}, "it returned a dict with the keys 'a', 'b'; say with output="),
-        (lambda out: "text", {}, "it returned the text 'text'; say with output="),
+        (lambda out: "text", {}, "it returned the string 'text'; say with output="),
         (lambda out: None, {}, "it returned None; say with output="),
         (
             Result,
@@ -375,7 +375,7 @@ def test_outputs_in_all_their_forms(name: str) -> None:
         ),
         (lambda out: (out,), {"output": 3}, "output=3 names no tensor in what the model returned: 1 item"),
         (lambda out: out, {"output": "logits"}, "output='logits' names no tensor .*: a tensor of shape"),
-        (lambda out: out, {"output": lambda result: [result]}, "output= must return a tensor, it returned 1 item"),
+        (lambda out: out, {"output": lambda result: [result]}, "output= must return a tensor; it returned 1 item"),
     ],
 )
 def test_other_outputs_are_refused_in_a_sentence(wrap: Any, options: dict[str, Any], message: str) -> None:
