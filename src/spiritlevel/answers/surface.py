@@ -204,7 +204,7 @@ def _key(context: Context, asked: Wanted) -> str:
 
 
 def _kept_directions(keeper: Keeper, context: Context, asked: Wanted) -> Directions:
-    """The directions of an earlier run, since eigenvectors found anew may differ in their last digits."""
+    """The directions of an earlier run, since eigenvectors found again may differ in their last digits."""
     kept = keeper.read("directions")
     if kept is None:
         found = asked.find(context)

@@ -3,7 +3,7 @@
 A batch's product is traced once to a list of operations and cut in two: what follows from the parameters and the data
 alone, and what follows from the vector. The first part is kept for as many batches as fit the memory budget
 (*replayed*) and computed again for the others (*recomputed*); both give the same bits. Where tracing fails the
-product is differentiated anew each time; where the model has no forward derivatives, by reverse mode alone.
+product is differentiated afresh each time; where the model has no forward derivatives, by reverse mode alone.
 """
 
 from __future__ import annotations

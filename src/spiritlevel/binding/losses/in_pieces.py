@@ -112,7 +112,7 @@ def _slope(loss: CrossEntropy, logits: Tensor, labels: Tensor, share: Tensor) ->
     return by_rows(lambda z, y, s: loss.gradient_of_rows(z, y, None, s).to(logits.dtype), logits, labels, share)
 
 
-def _bend(
+def _output_hessian_product(
     loss: CrossEntropy, logits: Tensor, direction: Tensor, scale: Tensor, own: tuple[Tensor, Tensor] | None
 ) -> tuple[Tensor, Tensor]:
     """A·u of some rows, typed like them, and ∂ℓ/∂z from the same softmax if their labels and shares are given."""
@@ -175,7 +175,7 @@ def _in_pieces(
         else:
             direction = moved(rows, here).expand_as(logits)
             own = (labels[rows], share[rows]) if kind == "hessian" else None
-            cotangent, gradient = _bend(loss, logits, direction, scale[rows], own)
+            cotangent, gradient = _output_hessian_product(loss, logits, direction, scale[rows], own)
             del direction
         part = cotangent @ weight
         if kind == "slopes" or weight_moved is not None:  # not needed for a weight that does not move
