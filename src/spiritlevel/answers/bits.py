@@ -60,7 +60,7 @@ def choose_bits(
         seed: of that subset and of probes.
         reading: how batches and outputs are read; see `Reading`.
 
-    Cost: for each of the choices one product with H per layer, and its trace where `by` needs it. Reference: Dong et al.
+    Cost: for each choice one product with H per layer, and its trace where `by` needs it. Reference: Dong et al.
     2019, arXiv:1905.03696.
 
     >>> torch.manual_seed(0), (x := torch.randn(60, 8)), (y := (x[:, 0] > 0).long())
