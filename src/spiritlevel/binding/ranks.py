@@ -1,8 +1,8 @@
 """The processes that share one measurement: who takes which batch, and how all end with the same numbers.
 
-Every rank passes the same model and data and takes every R-th batch of R ranks. Only sums say what the
-batches of the others gave. Only tensors travel, never pickled objects. A process on its own does not communicate, even
-where a process group exists.
+Every rank passes the same model and data and takes every R-th batch of R ranks. Only sums say what the batches of the
+others gave. Only tensors travel, never pickled objects. A process on its own does not communicate, even where a process
+group exists.
 """
 
 from __future__ import annotations
@@ -36,8 +36,7 @@ def job() -> Iterator[Any]:
 
     Gloo carries what lies on the CPU, and the matching backend of PyTorch (NCCL, XCCL) what lies on an accelerator;
     "cuda" or "xpu" then means the device with this process's local rank. torchrun stops all processes as soon as one
-    has died:
-    here that ends as a `ConnectionError` too.
+    has died: here that ends as a `ConnectionError` too.
 
     >>> with job() as group:
     ...     group is None

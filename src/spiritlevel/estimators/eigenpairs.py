@@ -70,8 +70,8 @@ def eigenvalues(
         seed: for the start vectors.
         basis: how many vectors to hold in memory; by default max(2k + 20, k + 40).
         start: a vector (P,) near the one eigenvector that is wanted, such as that of the last look at a network
-        in training. A few products then reach the residual, but nothing is excluded: `reach` is infinite, and
-        `outermost()` is a lower bound of the largest eigenvalue.
+            in training. A few products then reach the residual, but nothing is excluded: `reach` is infinite, and
+            `outermost()` is a lower bound of the largest eigenvalue.
 
     References: Wu & Simon, SIAM J. Matrix Anal. Appl. 22 (2000), doi:10.1137/S0895479898334605; Kuczyński &
     Woźniakowski, ibid. 13 (1992), doi:10.1137/0613066 (random starts); Golub & Meurant, Matrices, Moments and

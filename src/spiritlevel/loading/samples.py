@@ -39,8 +39,8 @@ def load_samples(
             that `datasets` saved (`folder:test` for one of its parts), or `file.py:function` that returns a pair of
             tensors, a data set or a loader.
         split: the part of a built-in or saved data set, "train" or "test", where `spec` does not say it.
-        target: the column of a table or a saved data set to predict, or the key of the targets in batches
-            that are dicts.
+        target: the column of a table or a saved data set to predict, or the key of the targets in batches that are
+            dicts.
         like: the training data, whose columns and codes a table of test data must share.
         model: the model that a saved data set is for: its columns are those that `forward` has arguments for.
 

@@ -50,9 +50,9 @@ def hessian(
         batch_norm: "eval", or "batch" for batch statistics with frozen buffers; the batches are then part of the
             definition: L is the mean over batches of each batch's loss, weighted by its size.
         batch_size: how many samples to take at once; chosen from `memory` unless given. Changes results only by
-        rounding, except with batch_norm="batch".
+            rounding, except with batch_norm="batch".
         memory: bytes, or a string such as "2GB"; by default half of what is available. Batches are replayed from
-        memory as far as half of it allows; the others are read again and recomputed.
+            memory as far as half of it allows; the others are read again and recomputed.
         group: a `torch.distributed` group; every rank passes the same model, data and options, makes the same
             products and takes its share of the batches. Vectors are those of rank 0, results the same on all. Where
             the ranks' batch sizes differ the smallest is used. `None` never communicates, unless the model is sharded.

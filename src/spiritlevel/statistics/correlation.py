@@ -246,9 +246,9 @@ def correlate(
 
     Where r is undefined (fewer than 3 points, equal or NaN values) it is NaN, and `reason` says why. Cost: 0.1 s for
     1,000 points, O(resamples·N); beyond 50,000 points the moments of the resamples are drawn from their normal limit,
-    O(N). Coverage of the 95 % interval in simulation: 94-95 % for normal data of 15 to 200
-    points, 90-93 % for heavy tails, if none are removed. With "lof" the interval is about the r of the points kept,
-    which is nearer to zero: it covers the r of a whole normal cloud (0.6, 50 to 200 points) in 83-87 % of cases.
+    O(N). Coverage of the 95 % interval in simulation: 94-95 % for normal data of 15 to 200 points, 90-93 % for heavy
+    tails, if none are removed. With "lof" the interval is about the r of the points kept, which is nearer to zero: it
+    covers the r of a whole normal cloud (0.6, 50 to 200 points) in 83-87 % of cases.
     References: paper A, section 3.2; Breunig et al. 2000; Owen 2007 (points and probes); Spearman 1904 (attenuation).
 
     >>> a = torch.arange(50.0)

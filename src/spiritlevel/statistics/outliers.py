@@ -33,8 +33,8 @@ def factors(points: Array) -> Array:
     """The local outlier factor of every point (Breunig et al. 2000), as scikit-learn's LocalOutlierFactor has it.
 
     That one holds six tables of 20 numbers, a kilobyte per point; this one holds a table of 32-bit places, 80 bytes.
-    With k neighbours b of a and r_k(b) the distance of b to its own k-th one: the density of a is
-    1 / mean_b max(r_k(b), ‖a − b‖), and its factor the mean density of its neighbours in units of its own.
+    With k neighbours b of a and r_k(b) the distance of b to its own k-th one: the density of a is 1 / mean_b
+    max(r_k(b), ‖a − b‖), and its factor the mean density of its neighbours in units of its own.
     """
     from sklearn.neighbors import NearestNeighbors  # a second to import, and only this function needs it
 

@@ -80,8 +80,8 @@ def by_order(value: float, values: Tensor, share: float, population: int) -> Sub
     """For the quantile at this share, from the values of all samples.
 
     How many of N samples lie below the quantile of the population is binomial, so the limits are values at the ranks
-    N·q + ½ ± 1.96 √(N q (1−q) (1−N/M)), between two by interpolation.
-    The standard error is that of a normal distribution with these limits.
+    N·q + ½ ± 1.96 √(N q (1−q) (1−N/M)), between two by interpolation. The standard error is that of a normal
+    distribution with these limits.
     """
     ordered = np.sort(values.double().cpu().numpy())
     count = len(ordered)

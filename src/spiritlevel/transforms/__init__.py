@@ -5,8 +5,8 @@ without bound (paper B). Every transform here returns `Transformed`: a new model
 preserved, checked on data. The original is never touched. A certificate's diagonal map T predicts the new Hessian,
 H(Tθ) = T⁻¹H(θ)T⁻¹ (mathematics 7.1); `Transformed.hessian` applies it.
 
-Model classes play no role: what may be changed is found by running the network on two samples and following
-the factor of every value (`watching.scalings`), or the channels through the recorded operations (`watching.graph`,
+Model classes play no role: what may be changed is found by running the network on two samples and following the factor
+of every value (`watching.scalings`), or the channels through the recorded operations (`watching.graph`,
 `watching.channels`).
 """
 

@@ -112,7 +112,7 @@ def rescale_layers(
         model: any module; it is left as it was.
         factors: layer names (as in `named_modules`) and their factors.
         data: inputs to follow and compare outputs on: a tensor, or data of any accepted kind (the first 128 samples are
-        used). By default 8 normal random inputs of the shape that the first layer demands.
+            used). By default 8 normal random inputs of the shape that the first layer demands.
         allow_output_scale: whether the outputs may be multiplied by a number other than 1.
         reading: `target=`, `batch=`, `output=`: how batches and outputs are read; see `Reading`. As in all transforms.
 

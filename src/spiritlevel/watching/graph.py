@@ -2,9 +2,8 @@
 
 The network is run once, on two samples, and every operation of PyTorch that it calls is written down with the values
 that it read and wrote. A tensor that is overwritten in place is a new value from then on. Attention of
-`nn.MultiheadAttention` is written out in the operations that it consists of. What a transform looks for (a linear
-map that only linear maps read, a gate, the heads of an attention) is found in that graph, not in the classes
-of modules.
+`nn.MultiheadAttention` is written out in the operations that it consists of. What a transform looks for (a linear map
+that only linear maps read, a gate, the heads of an attention) is found in that graph, not in the classes of modules.
 """
 
 from __future__ import annotations

@@ -154,8 +154,8 @@ class Way:
 def taped(problem: Problem, inputs: Any, moving: Params | None = None) -> Tape:
     """One forward pass on the way from the parameters to the outputs; call inside `problem.active()`.
 
-    With `moving`, tensors among the inputs, these move in place of the parameters. Cost: a forward pass
-    whose values stay in memory.
+    With `moving`, tensors among the inputs, these move in place of the parameters. Cost: a forward pass whose values
+    stay in memory.
     """
     if moving is None:  # `functionalize` writes back to the inputs what a model writes to them
         moving, inputs = problem.params, copies_of(inputs)

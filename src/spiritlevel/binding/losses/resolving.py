@@ -31,13 +31,13 @@ def resolve(loss: str | nn.Module | Callable[[Tensor, Tensor], Tensor] | Loss, *
 
     `torch.nn` losses keep their class weights and label smoothing. The loss of a data set is always the mean over its
     samples, so a reduction that means something else is refused. A loss that computes something of its own, even one
-    derived from those of `torch.nn`, is called and must return one value per sample, or
-    their mean. `fixed` says that the batches are part of what is measured: then it may couple their samples.
+    derived from those of `torch.nn`, is called and must return one value per sample, or their mean. `fixed` says that
+    the batches are part of what is measured: then it may couple their samples.
 
     The names, each with what a sample's loss is (mathematics 2.1, 2.5 and 2.6):
 
     - "cross_entropy": −log S_y; for outputs (N, C, d…), or (N, T, C) where only that fits the targets, the mean over
-    the sample's own positions that are not −100; for soft labels −Σ y log S;
+      the sample's own positions that are not −100; for soft labels −Σ y log S;
     - "token_cross_entropy": the same with the classes in the last dimension;
     - "causal_lm": the same for logits (N, T, V), each compared with the next label;
     - "binary_cross_entropy": the logistic loss of one logit, or its mean over many labels;

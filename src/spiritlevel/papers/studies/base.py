@@ -73,20 +73,22 @@ class Study:
         config: The study's config class.
         statements: What it will judge.
         run: The experiment: measures, adds tables and charts to the run, and returns one ruling per statement, unless
-        `judge` does.
+            `judge` does.
         judge: The rulings from the tables alone, given by name, so that kept runs are judged by today's rules. Without
-        it the numbers of the run itself count. reduced: How a config falls short of the paper's experiment, for the
-        row of its results; nothing if it is that experiment.
+            it the numbers of the run itself count.
+        reduced: How a config falls short of the paper's experiment, for the row of its results; nothing if it is that
+            experiment.
         wanted: What there is to run, by name: the fields of the config that a run must have to count for it.
         scales: Fields that differ from the config's defaults, for each scale.
         adapted: The same for single values of a swept field: scale, field, value, fields. They take precedence over
-        `scales`. sweep: Values that a field takes, one job each, if neither the caller nor the scale gives one.
+            `scales`.
+        sweep: Values that a field takes, one job each, if neither the caller nor the scale gives one.
         only: The same for single scales: scale, field, values.
         seeds: How many seeds each scale runs if the caller gives none.
         pieces: The pieces of a run that are independent of each other, by name; a cluster computes them separately, and
-        `run` finds them done.
+            `run` finds them done.
         later: Fields that came later, with their defaults: at these they are not part of a run's key, so that older
-        runs are still found.
+            runs are still found.
         revision: Part of a run's key; raise it when the same config would give different numbers.
     """
 

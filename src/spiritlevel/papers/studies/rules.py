@@ -7,7 +7,7 @@ seeds (the numbers are differences or ratios of networks with the same seed, so 
 - *reproduced* if the interval lies inside the range, *not reproduced* if it lies outside;
 - *undecided* if it contains an end of the range; *sign only* if all seeds nevertheless lie on the same side of it;
 - *undecided* with fewer than three seeds, if a run could not tell, or if a network that it rests on predicts
-held-out data less than five times as well as chance.
+  held-out data less than five times as well as chance.
 
 Several numbers can be judged together: all of them must lie in their ranges, and one that lies outside makes the
 statement fail. Identities and theorems need no seeds: their number lies in its range or it does not.
@@ -85,7 +85,7 @@ class Statement:
         fails: What makes it fail.
         within: The range of our number; for several numbers judged together, each by its name.
         kind: An experiment needs seeds. An identity (or a theorem, or a bound) follows from a proof, so it can
-        fail only if the proof or the program is wrong; these are counted separately.
+            fail only if the proof or the program is wrong; these are counted separately.
         trained: Whether it is about networks that were trained, which must then do better than chance.
         limits: The limits of what our number can be, if it is a correlation or a share.
     """

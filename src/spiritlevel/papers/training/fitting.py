@@ -28,10 +28,9 @@ _REPORT_SECONDS = 0.2
 class History:
     """What `fit` returns.
 
-    `rows` hold, at step 0, at every evaluation and at the end: `step`, `epoch`, `lr` (of the last
-    update), `loss` (mean over the batches since the last row, never NaN; absent at step 0), `weight_norm` ‖θ‖₂, and for
-    each evaluated set its `_loss` and, for classes, `_accuracy`. `weights` has the state dict of every kept step and of
-    the last one.
+    `rows` hold, at step 0, at every evaluation and at the end: `step`, `epoch`, `lr` (of the last update), `loss` (mean
+    over the batches since the last row, never NaN; absent at step 0), `weight_norm` ‖θ‖₂, and for each evaluated set
+    its `_loss` and, for classes, `_accuracy`. `weights` has the state dict of every kept step and of the last one.
     """
 
     rows: list[Row]
@@ -75,8 +74,8 @@ def fit(
             the same modules (as the model prints itself), trainable parameters, first weights, data, sets to evaluate,
             recipe, seed and `evaluate_every`. A rewritten `forward` goes unnoticed: use another folder then.
         until: Asked about every row of the history whether to stop there; must depend on that row alone. Rows
-        found in `checkpoint` are asked about too: a run that `until` ended earlier continues if it does not end it
-        now, and one that has gone further starts again.
+            found in `checkpoint` are asked about too: a run that `until` ended earlier continues if it does not end it
+            now, and one that has gone further starts again.
         progress: Called a few times a second with what is under way, the steps done and the steps in all.
         label: What is under way, for `progress`.
 

@@ -33,7 +33,7 @@ class Recipe:
     - "constant": α₀.
     - "paper_c": with u = t/T and r = 0.01: α₀ for u ≤ 0.5, then linear down to α₀r at u = 0.9, then α₀r.
     - "averaging": the same with u = t/`average_from` and r = `averaged_lr`. The paper prints 2α₀ for the last rate; a
-    decay cannot end there, and ½α₀ is presumably meant. `averaged_lr=2.0` is what is printed.
+      decay cannot end there, and ½α₀ is presumably meant. `averaged_lr=2.0` is what is printed.
 
     >>> Recipe(lr=0.1, momentum=0.9, weight_decay=5e-4, epochs=300, schedule="paper_c").rate(270, 300)
     0.001
