@@ -119,9 +119,8 @@ def fields_of(thing: Any) -> dict[str, Any] | None:
 def said(thing: Any) -> str:
     """What was passed, in words: the keys of a dict, the number of items, the shape of a tensor.
 
-    >>> said({"input_ids": 0, "labels": 1}), said((1, "a")), said(torch.zeros(2, 3)), said("mnist")
-    ("a dict with the keys 'input_ids', 'labels'", '2 items (int, str)', 'a tensor of shape (2, 3)', "the string
-    'mnist'")
+    >>> said({"ids": 0, "labels": 1}), said((1, "a")), said(torch.zeros(2, 3)), said("mnist")
+    ("a dict with the keys 'ids', 'labels'", '2 items (int, str)', 'a tensor of shape (2, 3)', "the string 'mnist'")
     """
     if isinstance(thing, Tensor | np.ndarray):
         return f"{'a tensor' if isinstance(thing, Tensor) else 'an array'} of shape {tuple(thing.shape)}"
