@@ -521,7 +521,7 @@ def test_what_stability_refuses() -> None:
     groups = [{"params": parameters[:1], "momentum": 0.9}, {"params": parameters[1:]}]
     with pytest.raises(InputError, match="differ in momentum"):
         sl.stability(torch.optim.SGD(groups, lr=0.1), model, data)
-    with pytest.raises(InputError, match="climbs"):
+    with pytest.raises(InputError, match="ascends"):
         sl.stability(torch.optim.SGD(parameters, lr=0.1, maximize=True), model, data)
     with pytest.raises(InputError, match="optimizer must be a torch optimizer, got an object of type Sequential"):
         sl.stability(model, model, data)

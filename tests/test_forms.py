@@ -117,16 +117,17 @@ TAKES = "a function from a batch to (inputs, targets)"
 REFUSED: dict[str, tuple[Any, str]] = {
     "another key": (
         {"a": X, "labels": Y},
-        "(it was given a dict with the key 'a', and its forward takes (x); name the inputs so, or pick them with "
+        "(it was given a dict with the key 'a', and its forward takes (x); name the inputs like that, or pick them "
+        "with "
         f"batch=, {TAKES}).",
     ),
     "nothing but labels": (
         {"labels": Y},
         "a batch is a dict with the key 'labels', 'labels' its targets, and none of the others an argument of the "
-        "model's forward, which takes (x); name the inputs so",
+        "model's forward, which takes (x); name the inputs like that",
     ),
     "too many inputs": (Three(X, Z, Y), "(its forward takes (x), and the batches have 2 inputs; pick them with batch="),
-    "a text": ("mnist", "got the text 'mnist'; sl.data.load(name).train is a data set that has a name, and files"),
+    "a text": ("mnist", "got the string 'mnist'; sl.data.load(name).train is a data set by name, and files"),
     "a path": (Path("x.npz"), "got a PosixPath; sl.data.load(name).train"),
     "a number": (5, "data must be a pair of tensors, a Dataset, a DataLoader or batches of (inputs, targets), got 5."),
     "a tensor": (X, "got a tensor of shape (6, 4); pass a pair (inputs, targets)."),
@@ -136,11 +137,11 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "a Lightning data module": (SimpleNamespace(train_dataloader=list), "; pass its train_dataloader(), or val_"),
     "parts of a split": (
         random_split(PAIRS, [4, 2]),
-        "data are 2 items (Subset, Subset), data sets in their turn; pass one of them, as data[0].",
+        "data are 2 items (Subset, Subset), which are data sets themselves; pass one of them, as data[0].",
     ),
     "loaders by name": (
         {"train": DataLoader(PAIRS), "val": DataLoader(PAIRS)},
-        "data are a dict with the keys 'train', 'val', data sets in their turn; pass one of them, as data['train'].",
+        "data are a dict with the keys 'train', 'val', which are data sets themselves; pass one of them, as data['tra",
     ),
     "single samples": (
         list(zip(X, Y, strict=True)),
@@ -159,7 +160,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     ),
     "an array of objects": ((X.numpy().astype(object), Y), "the inputs are an array of Python objects, not of numbers"),
     "several targets": ([(X, (Y, Y))], "got 2 items (tensor (6,), tensor (6,)); batch= takes a function from a batch"),
-    "lists of other lengths": (([[1.0], [2.0, 3.0]], [0, 1]), "the inputs are lists that make no tensor (expected seq"),
+    "lists of other lengths": (([[1.0], [2.0, 3.0]], [0, 1]), "the inputs are lists that form no tensor (expected seq"),
     "packed": (
         [(nn.utils.rnn.pack_sequence(list(X[:2])), Y[:2])],
         "are a PackedSequence, whose rows are steps and not",
@@ -168,14 +169,14 @@ REFUSED: dict[str, tuple[Any, str]] = {
         [(torch.nested.nested_tensor([X[0], X[1]], layout=torch.jagged), Y[:2])],
         "; pass .to_padded_tensor(0.0) of it.",
     ),
-    "sparse": ((X.to_sparse(), Y), "the inputs are a sparse tensor, of which no samples can be cut; pass .to_dense()"),
+    "sparse": ((X.to_sparse(), Y), "the inputs are a sparse tensor, which cannot be cut into samples; pass .to_dense"),
     "whole numbers": (
         (X.byte(), Y),
-        "(its inputs are whole numbers, which are passed as they are: x.float() makes oth",
+        "(its inputs are whole numbers, which are passed as they are: x.float() converts",
     ),
     "a data set that fails": (
         Samples(lambda i: _fails()),
-        "the data fail when they are read: KeyError: 'filename' (te",
+        "reading the data fails: KeyError: 'filename' (te",
     ),
     "pictures": (
         Samples(lambda i: (object(), 1)),
@@ -186,7 +187,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "numbers to predict": ((X, Y.double()), "are targets.long(), and numbers to predict need loss='squared_error'."),
     "kinds of nodes": (
         SimpleNamespace(edge_types=[]),
-        "a SimpleNamespace has several kinds of nodes, and which are the",
+        "a SimpleNamespace has several kinds of nodes, and it is unclear which",
     ),
 }
 

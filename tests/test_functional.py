@@ -862,7 +862,7 @@ class Listing(nn.Module):
 @pytest.mark.parametrize("measure", [sl.sample_traces, sl.hessian])
 def test_parameters_that_are_read_elsewhere_are_refused(measure: Any) -> None:
     data = torch.randn(6, 4), torch.tensor([0, 1, 2, 0, 1, 2])
-    with pytest.raises(InputError, match=r"Listing reads parameters that it holds elsewhere.*attributes"):
+    with pytest.raises(InputError, match=r"Listing reads parameters that it does not hold under.*attributes"):
         measure(Listing(), data)
 
 

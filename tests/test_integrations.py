@@ -493,9 +493,9 @@ def test_graphs_of_a_loader_are_samples(geometric: Any, whole: bool) -> None:
 
 
 def test_graphs_that_are_refused(geometric: Any) -> None:
-    with pytest.raises(InputError, match="a HeteroData has several kinds of nodes, and which are the samples"):
+    with pytest.raises(InputError, match="a HeteroData has several kinds of nodes, and it is unclear which"):
         sl.trace(graph_network(geometric), geometric.data.HeteroData())
-    with pytest.raises(InputError, match=r"not Data .*of the graph it was given all of it as one argument, as its for"):
+    with pytest.raises(InputError, match=r"not Data .*it was given the graph as one argument, as its for"):
         sl.trace(nn.Linear(3, 3).double(), a_graph(geometric, y=torch.arange(8) % 3))
 
 
@@ -634,7 +634,7 @@ def test_folders_from_the_command_line(
     assert cli.main(["measure", f"hf:{saved}/gpt2", *text_args, "--unit", "token"]) == 0
     assert cli.main(["measure", f"hf:{saved}/t5", "--data", f"{saved}/text", *args]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "decoder_input_ids made of labels" in said
+    assert "decoder_input_ids made from labels" in said
     assert cli.main(["measure", f"hf:{saved}/vit", "--data", f"{saved}/data"]) == 2
     assert "the model's forward takes pixel_values" in capsys.readouterr().err
 
@@ -682,7 +682,7 @@ def test_columns_that_are_refused(tmp_path: Path, transformers: Any) -> None:
     with pytest.raises(InputError, match="the target 'answer' of the data set holds no numbers; turn it into classes"):
         load_samples(str(tmp_path / "texts"), target="answer", model=model)
     (tmp_path / "texts" / "data-00000-of-00001.arrow").write_bytes(b"damaged")
-    with pytest.raises(InputError, match=r"is no data set that save_to_disk\(\) wrote, or damaged"):
+    with pytest.raises(InputError, match=r"is not a data set that save_to_disk\(\) wrote, or is damaged"):
         load_samples(str(tmp_path / "texts"), target="answer", model=model)
 
 
@@ -704,5 +704,5 @@ def test_images_in_a_data_set_are_read_and_never_fetched(tmp_path: Path, transfo
     about = json.loads((tmp_path / "named" / "dataset_info.json").read_text())
     about["features"]["image"] = {"_type": "Image"}
     (tmp_path / "named" / "dataset_info.json").write_text(json.dumps(about))
-    with pytest.raises(InputError, match=r"the image 0 of .* is not in the data set, which only names its place"):
+    with pytest.raises(InputError, match=r"the image 0 of .* is not in the data set, which only says where it is"):
         load_samples(str(tmp_path / "named"), model=network(transformers, "vit"))

@@ -277,7 +277,7 @@ def test_weights_with_another_prefix_are_refused_at_once(tmp_path: Path) -> None
         (torch.ones(1, 2, dtype=torch.int8), "weight holds int8 and the model float32: whole numbers have lost"),
         (torch.ones(1, 2, dtype=torch.bool), "weight holds bool and the model float32"),
         (torch.zeros(1, 2).to_sparse(), "weight is sparse; save it as dense floats"),
-        (torch.zeros(1, 2, device="meta"), "weight has a shape and no numbers"),
+        (torch.zeros(1, 2, device="meta"), "weight has a shape but no numbers"),
     ],
 )
 def test_weights_that_would_lose_something_are_refused(tmp_path: Path, tensor: torch.Tensor, sentence: str) -> None:
@@ -389,8 +389,8 @@ def test_arrays_become_inputs_and_targets(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arrays", "sentence"),
     [
-        ({"a": np.zeros(2), "b": np.zeros(2)}, r"must hold the inputs as x and the targets as y, it holds a, b\."),
-        ({"x": np.zeros((3, 2)), "y": np.zeros(2)}, r"as many targets as inputs, it holds shapes \(3, 2\) and \(2,\)"),
+        ({"a": np.zeros(2), "b": np.zeros(2)}, r"must hold the inputs as x and the targets as y; it holds a, b\."),
+        ({"x": np.zeros((3, 2)), "y": np.zeros(2)}, r"as many targets as inputs; it holds shapes \(3, 2\) and \(2,\)"),
     ],
 )
 def test_arrays_that_are_no_data(tmp_path: Path, arrays: dict[str, np.ndarray], sentence: str) -> None:
@@ -417,7 +417,7 @@ def test_bombs_are_refused_before_memory_is_taken(tmp_path: Path, monkeypatch: p
         archive.writestr("y.npy", member((10**6,), bytes(8 * 10**6)))
     assert path.stat().st_size < 10**5
     monkeypatch.setattr(arrays, "available_memory", lambda: 10**7)
-    with pytest.raises(InputError, match=r"unpacks to 0\.0 GB, and 0\.0 GB of memory can be spared"):
+    with pytest.raises(InputError, match=r"unpacks to 0\.0 GB, and only 0\.0 GB of memory can be spared"):
         load_samples(str(path))
 
 
@@ -451,7 +451,7 @@ def test_a_folder_of_images(tmp_path: Path) -> None:
     assert float(inputs.max()) == pytest.approx(0.2)
     assert (targets.tolist(), samples.classes) == ([0, 0, 1, 1], ("cat", "dog"))
     draw(tmp_path / "dog" / "2.png", size=(9, 6))
-    with pytest.raises(InputError, match=r"one size: .* has 8×6 pixels and .*2\.png 9×6 pixels"):
+    with pytest.raises(InputError, match=r"the same size: .* has 8×6 pixels and .*2\.png 9×6 pixels"):
         load_samples(str(tmp_path))
     (tmp_path / "dog" / "2.png").write_bytes(b"nonsense")
     with pytest.raises(InputError, match=r"the image .*2\.png cannot be read"):
@@ -491,8 +491,8 @@ def test_images_that_use_few_of_their_bits_are_remarked(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("pixels", "sentence"),
     [
-        (np.int32([[0, 256, 100000, 2**30]]), r"has 32 bits per pixel, and nobody says which number is white"),
-        (np.float32([[0, 1, 255, 7]]), r"holds numbers outside \[0, 1\], and nobody says which of them is white"),
+        (np.int32([[0, 256, 100000, 2**30]]), r"has 32 bits per pixel, and nothing says which number is white"),
+        (np.float32([[0, 1, 255, 7]]), r"holds numbers outside \[0, 1\], and nothing says which of them is white"),
         (np.float32([[0, 1, np.nan, 1]]), r"holds numbers outside \[0, 1\]"),
     ],
 )
@@ -537,7 +537,7 @@ def test_folders_with_names_that_are_no_text(tmp_path: Path) -> None:
 
 
 def test_folders_that_hold_no_classes(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="one folder of images for every class"):
+    with pytest.raises(InputError, match="one subfolder of images per class"):
         load_samples(str(tmp_path))
     draw(tmp_path / "cat" / "0.png")
     (tmp_path / "dog").mkdir()

@@ -219,13 +219,13 @@ def test_a_test_table_takes_the_codes_of_its_training_table(folder: Path) -> Non
     [
         ("a,b\n1,2\n", None, "the table t.csv needs --target, the column to predict: one of a, b."),
         ("a,b\n1,2\n", "c", "unknown column of t.csv 'c'"),
-        ("a,b\n", "b", "the table t.csv has columns and no rows."),
-        ("b\n1\n", "b", "the table t.csv has no column beside the target 'b'."),
+        ("a,b\n", "b", "the table t.csv has columns but no rows."),
+        ("b\n1\n", "b", "the table t.csv has no column besides the target 'b'."),
         ("a,b\n1,2\nNA,3\n", "b", "t.csv: 1 of 2 values of 'a' are missing; fill them in or leave those rows out"),
         ("a,b\n1.5,2\n,3\n", "b", "t.csv: 1 of 2 values of 'a' are missing"),
         ("a,b\ninf,2\n1.5,3\n", "b", "the column 'a' holds infinite numbers"),
-        ("", "b", "t.csv is no .csv table that can be read"),
-        ("a,b\n" + "".join(f"n{i},1\n" for i in range(60)), "b", "holds 60 different texts in 60 rows, which are no"),
+        ("", "b", "t.csv is not a readable .csv table"),
+        ("a,b\n" + "".join(f"n{i},1\n" for i in range(60)), "b", "holds 60 different texts in 60 rows, too many for"),
     ],
 )
 def test_tables_that_are_refused(folder: Path, text: str, target: str | None, sentence: str) -> None:
@@ -241,7 +241,7 @@ def test_other_columns_and_other_files_are_refused(folder: Path) -> None:
     with pytest.raises(InputError, match="the column 'when' holds date, which is neither a number nor a category"):
         load_samples("dates.parquet", target="y")
     Path("broken.parquet").write_bytes(b"PAR1 and nothing")
-    with pytest.raises(InputError, match=r"broken.parquet is no .parquet table that can be read"):
+    with pytest.raises(InputError, match=r"broken.parquet is not a readable .parquet table"):
         load_samples("broken.parquet", target="y")
     with pytest.raises(InputError, match="there is no file"):
         load_samples("absent.csv", target="y")
@@ -339,7 +339,7 @@ def test_what_lies_beside_the_weights_is_never_opened(tmp_path: Path, kind: type
     with pytest.raises(InputError, match=r"must hold a dict of tensors|could run a program"):
         load_weights(net(), path)
     path.write_bytes(pickle.dumps({"state_dict": kind(trace)}))
-    with pytest.raises(InputError, match=r"last.ckpt is no checkpoint of PyTorch, or damaged"):
+    with pytest.raises(InputError, match=r"last.ckpt is not a PyTorch checkpoint, or is damaged"):
         load_weights(net(), path)
     assert not trace.exists()
 
@@ -504,27 +504,27 @@ def test_names_in_a_program_are_no_code(program: Path) -> None:
         )
         return json.loads(text) if name == "model.json" else found
 
-    with pytest.raises(InputError, match=r"the argument 'x=print\(1\)' has no name that Python takes"):
+    with pytest.raises(InputError, match=r"the argument 'x=print\(1\)' does not have a valid Python name"):
         exported_program(rewritten(program, argument))
 
     def weight(name: str, found: Any) -> Any:
         return json.loads(json.dumps(found).replace("conv.weight", "conv.weight);print(1"))
 
-    with pytest.raises(InputError, match=r"the weight 'conv.weight\);print\(1' has no name that Python takes"):
+    with pytest.raises(InputError, match=r"the weight 'conv.weight\);print\(1' does not have a valid Python name"):
         exported_program(rewritten(program, weight))
 
 
 @pytest.mark.parametrize("content", [b"", b"nonsense", b"PK\x03\x04 half a zip"])
 def test_files_that_are_no_programs(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "net.pt2").write_bytes(content)
-    with pytest.raises(InputError, match=r"net.pt2 is no program that torch.export.save\(\) wrote, or damaged"):
+    with pytest.raises(InputError, match=r"net.pt2 is not a program that torch.export.save\(\) wrote, or damaged"):
         load_model(str(tmp_path / "net.pt2"))
     with pytest.raises(InputError, match="there is no file"):
         load_model(str(tmp_path / "absent.pt2"))
     buffer = io.BytesIO()
     torch.save({}, buffer)
     (tmp_path / "weights.pt2").write_bytes(buffer.getvalue())
-    with pytest.raises(InputError, match="is no program"):
+    with pytest.raises(InputError, match="is not a program"):
         load_model(str(tmp_path / "weights.pt2"))
 
 
@@ -552,7 +552,7 @@ def test_a_program_of_another_version_is_refused(program: Path) -> None:
             {"config.json": "{}", "pytorch_model.bin": ""},
             "has no model.safetensors; other files of weights are not opened",
         ),
-        ({"config.json": "{", "model.safetensors": ""}, "config.json is no JSON"),
+        ({"config.json": "{", "model.safetensors": ""}, "config.json is not JSON"),
         ({"config.json": "[]", "model.safetensors": ""}, "must hold a configuration, got a list"),
         ({"config.json": '{"quantization_config": {"bits": 4}}', "model.safetensors": ""}, "holds quantised weights"),
     ],
@@ -562,5 +562,5 @@ def test_folders_of_transformers_that_are_refused(tmp_path: Path, files: dict[st
         (tmp_path / name).write_text(text)
     with pytest.raises(InputError, match=sentence):
         load_model(f"hf:{tmp_path}")
-    with pytest.raises(InputError, match="and there is none"):
+    with pytest.raises(InputError, match="but it does not exist"):
         load_model(f"hf:{tmp_path}/absent")

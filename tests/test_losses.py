@@ -397,9 +397,7 @@ def test_the_most_probable_classes_are_taken_exactly() -> None:
 
 def test_nothing_can_be_sampled_if_all_is_exact() -> None:
     outputs, targets, signs = torch.zeros(1, 3), torch.zeros(1, dtype=torch.int64), torch.ones(1, 3, dtype=torch.int8)
-    with pytest.raises(
-        InputError, match=r"cross_entropy of 3 outputs has 2 factors; of those at least one .* but 2 are"
-    ):
+    with pytest.raises(InputError, match=r"cross_entropy of 3 outputs has 2 factors; at least one .* but 2 are"):
         list(CrossEntropy().sampled_factors(outputs, targets, 2, signs))
     with pytest.raises(InputError, match="squared_error of 3 outputs has 3 factors"):
         list(SquaredError().sampled_factors(outputs, targets, 3, signs))
@@ -475,7 +473,7 @@ def test_factors_of_a_callable() -> None:
     assert torch.equal(few.hessian(outputs, targets), torch.ones(7, 3, 3, dtype=torch.float64))
     many = CallableLoss(Offers([term] * 5, rank=lambda classes: classes + 2))
     assert len(list(many.factors(outputs, targets))) == many.rank(outputs, targets) == 5
-    with pytest.raises(InputError, match=r"more than its 3 terms; give it a method rank\(outputs\)"):
+    with pytest.raises(InputError, match=r"more factors than its 3 terms; give it a method rank\(outputs\)"):
         list(CallableLoss(Offers([term] * 4)).factors(outputs, targets))
     with pytest.raises(InputError, match=r"must be weights \(7,\) and vectors \(7, 3\), got \(7, 1\) and \(7, 3\)"):
         list(CallableLoss(Offers([(torch.ones(7, 1), term[1])])).factors(outputs, targets))
@@ -552,12 +550,12 @@ def test_a_derived_loss_counts_for_what_it_computes() -> None:
         (nn.CrossEntropyLoss(reduction="sum"), "CrossEntropyLoss(reduction='sum') is not a mean over samples"),
         (nn.MSELoss(reduction="sum"), "MSELoss(reduction='sum') is not a mean over samples"),
         (nn.MSELoss(reduction="none"), "MSELoss(reduction='none') has no single value per sample"),
-        (nn.NLLLoss(), "torch.nn.NLLLoss is not known; pass loss='cross_entropy', which is the same of log-prob"),
+        (nn.NLLLoss(), "torch.nn.NLLLoss is not known; pass loss='cross_entropy', which is the same for log-prob"),
         (nn.BCELoss(), "torch.nn.BCELoss is not known; pass loss='binary_cross_entropy' and a model that returns lo"),
         (nn.L1Loss(), "torch.nn.L1Loss is not known; pass one of cross_entropy"),
         (nn.HuberLoss(reduction="none"), "HuberLoss(reduction='none') has no single value per sample"),
         (nn.SmoothL1Loss(beta=0.0), "SmoothL1Loss(beta=0) is the absolute error, which has no curvature"),
-        (nn.PoissonNLLLoss(log_input=False), "PoissonNLLLoss(log_input=False) takes rates and not their logarithms"),
+        (nn.PoissonNLLLoss(log_input=False), "PoissonNLLLoss(log_input=False) takes rates, not their logarithms"),
         (nn.PoissonNLLLoss(reduction="sum"), "PoissonNLLLoss(reduction='sum') is not a mean over samples"),
     ],
 )

@@ -335,13 +335,13 @@ def test_only_positions_that_count_take_factors() -> None:
 @pytest.mark.parametrize(
     ("loss", "outputs", "targets", "message"),
     [
-        ("cross_entropy", torch.zeros(2, 3, 3), labels(3, 2, 3), "may have their classes in dimension 1, as torch has"),
+        ("cross_entropy", torch.zeros(2, 3, 3), labels(3, 2, 3), "may have their classes in dimension 1, as in torch"),
         ("cross_entropy", torch.zeros(2, 3, 5), torch.full((2, 5), 3), "target 3 of sample 0, position 0, is outside"),
         ("cross_entropy", torch.zeros(2, 3, 5, 5), torch.full((2, 5, 5), 3), "sample 0, position (0, 0), is outside"),
         ("cross_entropy", torch.zeros(2, 3, 5), torch.full((2, 5), -100), "sample 0 has no label that counts"),
         ("cross_entropy", torch.zeros(2, 3, 5), torch.zeros(2, 4).long(), "class for each position, (2, 5), got targ"),
-        ("cross_entropy", torch.zeros(2, 3, 5), soft(2, 2, 3, 5), "adding up to 1 over the 3 classes of dimension 1"),
-        ("cross_entropy", torch.zeros(2, 3), torch.full((2, 3), 0.5), "adding up to 1 over the 3 classes"),
+        ("cross_entropy", torch.zeros(2, 3, 5), soft(2, 2, 3, 5), "summing to 1 over the 3 classes of dimension 1"),
+        ("cross_entropy", torch.zeros(2, 3), torch.full((2, 3), 0.5), "summing to 1 over the 3 classes"),
         ("token_cross_entropy", torch.zeros(2, 5, 1), torch.zeros(2, 5).long(), "needs at least 2 outputs per sample"),
         (
             "causal_lm",
@@ -350,7 +350,7 @@ def test_only_positions_that_count_take_factors() -> None:
             "causal_lm needs logits of shape (samples, tokens, voc",
         ),
         ("causal_lm", torch.zeros(2, 5, 3), soft(2, 2, 5, 3), "causal_lm needs integer labels"),
-        ("causal_lm", torch.zeros(1, 3, 3), torch.tensor([[1, -100, -100]]), "all are -100 behind the first"),
+        ("causal_lm", torch.zeros(1, 3, 3), torch.tensor([[1, -100, -100]]), "all are -100 after the first"),
         ("binary_cross_entropy", torch.zeros(2, 3), torch.zeros(2, 2), "needs targets like the outputs (2, 3)"),
         ("binary_cross_entropy", torch.zeros(2, 3), torch.full((2, 3), 1.5), "needs targets from 0 to 1, got 1.5"),
         (

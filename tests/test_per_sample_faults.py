@@ -211,7 +211,7 @@ def test_another_branch_on_a_later_batch() -> None:
     result = sample_traces(model, pieces, probes=400)
     assert not result.exact
     assert agrees(result, dense_in_reverse(model, inputs, targets))
-    with pytest.raises(NotExactError, match="makes a Python value of one that parameters or inputs decide"):
+    with pytest.raises(NotExactError, match="makes a Python value out of one that depends on parameters or inputs"):
         sample_traces(model, pieces, method="exact")
 
 

@@ -250,11 +250,11 @@ def test_labels_that_the_forward_needs_are_given_to_it() -> None:
         ({"x": X}, {}, "a batch is a dict with the key 'x', none of labels, label, targets, target, y; name the targ"),
         ({"x": X, "y": Y, "label": Y}, {}, r"several of them \(label, y\); name the targets with target="),
         ({"x": X, "y": Y}, {"target": "z"}, "has no 'z' to be its targets .*: it is a dict with the keys 'x', 'y'"),
-        ([(X, Y)], {"target": 2}, r"target=2 is no item of a batch behind its inputs: it has 2 items \(tensor"),
-        ([(X, Y)], {"target": 0}, "target=0 is no item of a batch behind its inputs"),
-        ([(X, Y)], {"target": "labels"}, "target='labels' is no item of a batch"),
+        ([(X, Y)], {"target": 2}, r"target=2 is not an item of a batch after its inputs: it has 2 items \(tensor"),
+        ([(X, Y)], {"target": 0}, "target=0 is not an item of a batch after its inputs"),
+        ([(X, Y)], {"target": "labels"}, "target='labels' is not an item of a batch"),
         ([(X,)], {}, r"data must give pairs \(inputs, targets\), got 1 item \(tensor \(9, 4\)\); batch= takes a"),
-        ([(X, Y)], {"batch": lambda b: b[0]}, r"batch= must return the pair \(inputs, targets\), it returned a tensor"),
+        ([(X, Y)], {"batch": lambda b: b[0]}, r"batch= must return the pair \(inputs, targets\); it returned a tensor"),
         (
             [(X, Y)],
             {"batch": 32},
@@ -366,16 +366,16 @@ def test_outputs_in_all_their_forms(name: str) -> None:
             r"it returned 2 items \(tensor \(\d, 3\), tensor \(\d, 3\)\); say with",
         ),
         (lambda out: {"a": out, "b": out}, {}, "it returned a dict with the keys 'a', 'b'; say with output="),
-        (lambda out: "text", {}, "it returned the text 'text'; say with output="),
+        (lambda out: "text", {}, "it returned the string 'text'; say with output="),
         (lambda out: None, {}, "it returned None; say with output="),
         (
             Result,
             {"output": "scores"},
-            "output='scores' names no tensor of .*: a Result with logits",
+            "output='scores' names no tensor in .*: a Result with logits",
         ),
-        (lambda out: (out,), {"output": 3}, "output=3 names no tensor of what the model returned: 1 item"),
+        (lambda out: (out,), {"output": 3}, "output=3 names no tensor in what the model returned: 1 item"),
         (lambda out: out, {"output": "logits"}, "output='logits' names no tensor .*: a tensor of shape"),
-        (lambda out: out, {"output": lambda result: [result]}, "output= must return a tensor, it returned 1 item"),
+        (lambda out: out, {"output": lambda result: [result]}, "output= must return a tensor; it returned 1 item"),
     ],
 )
 def test_other_outputs_are_refused_in_a_sentence(wrap: Any, options: dict[str, Any], message: str) -> None:
@@ -502,7 +502,12 @@ class Other(Convolution):
             {},
             r"takes \(x, edge_index, batch\), .*; torch_geometric.loader.DataLoader\(graphs\) makes batches",
         ),
-        (Other, graph(), {}, r"forward takes \(a, b\), so how to call it with a graph of edge_index, x, y cannot be"),
+        (
+            Other,
+            graph(),
+            {},
+            r"forward takes \(a, b\), so it is unclear how to call it with a graph of edge_index, x, y",
+        ),
     ],
 )
 def test_graphs_that_cannot_be_read_are_refused_in_a_sentence(

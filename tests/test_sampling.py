@@ -166,7 +166,7 @@ def test_what_is_not_known_says_why() -> None:
     assert "30 samples do not reach far enough" in thirty.row("margin_q10").subset_error
     assert not thirty.row("margin_q50").subset_error
     few = sl.measure(net(), data(), measures=["trace", "weight_norm"], parts=[], samples=20)
-    assert "20 samples cannot tell it, 30 at least are needed" in few.row("trace").subset_error
+    assert "it takes at least 30 samples, got 20" in few.row("trace").subset_error
     assert few.row("weight_norm").interval[0] == few.row("weight_norm").value.value
     assert math.isnan(few.fits["train"].loss.interval(data=True)[0])
 
@@ -209,7 +209,7 @@ def test_a_quantile_of_a_subset_has_an_interval_in_a_report_as_in_a_comparison(n
     assert row.low < row.difference < row.high
     few = sl.measure(model, all_of_them, samples=20, measures=[name], parts=[]).row(name)
     assert all(map(math.isnan, few.interval))
-    assert "20 samples cannot tell it, 30 at least are needed" in few.subset_error
+    assert "it takes at least 30 samples, got 20" in few.subset_error
 
 
 def test_shares_and_means_of_a_subset_carry_its_error() -> None:

@@ -223,7 +223,7 @@ def check_refusals(rank: int) -> None:
     for function in (sl.sample_traces, sl.gauss_newton, sl.audit, sl.landscape, sl.input_curvature):
         refused("parameter scale is sharded over processes .* load the full", lambda f=function: f(sharded, data))
     refused("leave out distance=", lambda: sl.margins(sharded, data, distance=2))
-    refused("batch_norm='eval' only", lambda: sl.hessian(sharded, data, batch_norm="batch"))
+    refused("only be measured with batch_norm='eval'", lambda: sl.hessian(sharded, data, batch_norm="batch"))
     refused("hutch", lambda: sl.operator_trace(sl.hessian(sharded, data), method="hutch++"))
     broken = data[0].clone(), data[1]
     broken[0][12] = torch.nan

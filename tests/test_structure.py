@@ -145,7 +145,7 @@ class ReadsItsInputs(nn.Module):
 def test_a_python_value_that_inputs_decide_is_never_exact() -> None:
     structure = structure_of(ReadsItsInputs(), torch.zeros(2, 6))
     assert not structure.exact
-    assert "that parameters or inputs decide" in structure.reason
+    assert "that depends on parameters or inputs" in structure.reason
 
 
 class Modulus(nn.Module):

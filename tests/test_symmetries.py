@@ -355,7 +355,7 @@ def test_layers_that_are_added_are_all_shifted() -> None:
 @pytest.mark.parametrize(
     ("model", "reason"),
     [
-        (nn.Linear(4, 1), "two logits or more"),
+        (nn.Linear(4, 1), "at least two logits"),
         (nn.Sequential(nn.Linear(4, 3), nn.Tanh()), "ends in the operation 'tanh' at '1'"),
         (nn.Sequential(nn.Unflatten(1, (1, 4)), nn.Conv1d(1, 2, 1), nn.Flatten()), "'flatten' at '2'"),
     ],
@@ -423,7 +423,7 @@ class FixedWidth(nn.Module):
 
 
 def test_a_width_in_the_networks_own_code_is_refused() -> None:
-    with pytest.raises(InputError, match=r"no layer of this network can have another width, which its own code"):
+    with pytest.raises(InputError, match=r"no layer of this network can change its width, which its own code"):
         split_units(FixedWidth(), data=torch.randn(5, 3))
 
 
@@ -637,7 +637,7 @@ def test_biases_are_free_where_a_softmax_over_all_keys_makes_them_so(change: str
     torch.manual_seed(0)
     model, x = settled(OneAttention(change=change)), sequences()
     if not names:
-        with pytest.raises(InputError, match=r"no attention of this network has a bias .* in the way: "):
+        with pytest.raises(InputError, match=r"no attention of this network has a free key bias.* in the way: "):
             shift_attention_biases(model, data=x)
         return
     result = shift_attention_biases(model, data=x)

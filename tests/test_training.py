@@ -263,7 +263,7 @@ def test_data_of_any_number_format_can_be_trained_on() -> None:
 
 def test_until_loss_reads_no_other_set() -> None:
     recipe, others = Recipe(steps=3, until_loss=0.5), images(8)
-    with pytest.raises(InputError, match="the set to evaluate that is called 'train' is another one"):
+    with pytest.raises(InputError, match="the evaluation set called 'train' is a different one"):
         fit(network(), images(), recipe, evaluate={"train": others})
     assert fit(network(), images(), recipe, evaluate={"train": images()}).step == 3
 
@@ -271,7 +271,7 @@ def test_until_loss_reads_no_other_set() -> None:
 def test_an_average_needs_a_copy() -> None:
     with pytest.warns(FutureWarning, match="deprecated"):
         model = nn.Sequential(nn.Flatten(), nn.utils.weight_norm(nn.Linear(128, 3)))
-    with pytest.raises(InputError, match=r"averaging needs a copy of Sequential, .* take the form in torch"):
+    with pytest.raises(InputError, match=r"averaging needs a copy of Sequential, .* use the form in torch"):
         fit(model, images(), Recipe(steps=6, batch_size=16, average_from=0))
 
 

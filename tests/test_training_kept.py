@@ -101,7 +101,7 @@ def test_a_damaged_entry_is_trained_again(tmp_path: Path, damage: str) -> None:
     else:
         state.write_text({"empty": "", "list": "[1]"}[damage])
     if damage in ("byte", "cut", "gone"):
-        with pytest.raises(InputError, match="is gone or was changed"):
+        with pytest.raises(InputError, match="is missing or was changed"):
             first.model()
     again = train(SMALL, cache=tmp_path)
     assert again.history == history
@@ -146,7 +146,7 @@ def test_the_second_process_waits_and_finds(tmp_path: Path, monkeypatch: pytest.
 
     forbid(monkeypatch)
     assert train(SMALL, cache=tmp_path / "cache", progress=progress).history == done.history
-    assert calls == ["training mlp on digits: waiting for another process that does the same"] * 3
+    assert calls == ["training mlp on digits: waiting for another process that is doing the same"] * 3
 
 
 # ---------------------------------------------------------------- going on

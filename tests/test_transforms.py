@@ -528,12 +528,12 @@ REFUSALS: dict[str, tuple[Callable[[], object], str]] = {
             nn.Sequential(nn.Linear(3, 4), nn.utils.parametrizations.weight_norm(nn.Linear(4, 2))),
             {"0": torch.ones(4).mul(2)},
         ),
-        "a tensor that is no parameter .* scaled by a factor of each channel",
+        "a tensor that is not a parameter .* scaled by a factor of each channel",
     ),
     "product": (lambda: rescale_layers(PLAIN, {"0": 2.0}), "multiply the outputs by 2; choose factors whose product"),
     "channels of the output": (
         lambda: rescale_layers(PLAIN, {"2": torch.tensor([1.0, 2.0])}, allow_output_scale=True),
-        "scale the outputs differently in each channel",
+        "scale the output channels differently",
     ),
     "name": (lambda: rescale_layers(PLAIN, {"1": 2.0}), "unknown layer that can be scaled '1'. Known: 0, 2"),
     "negative": (lambda: rescale_layers(PLAIN, {"0": -1.0}), "positive, finite factor of layer '0', got -1.0"),
@@ -582,7 +582,7 @@ REFUSALS: dict[str, tuple[Callable[[], object], str]] = {
     "map, sides": (lambda: input_map(PLAIN, torch.ones(3), torch.ones(4)), r"got shapes \(3,\) and \(4,\)"),
     "map, features": (
         lambda: input_map(models.lenet5(), torch.ones(784)),
-        "'0' is a convolution, which can undo maps of its 1 channels only, not of 784 features",
+        "'0' is a convolution, which can only undo maps of its 1 channels, not of 784 features",
     ),
     "map, tokens": (
         lambda: input_map(nn.Linear(3, 2), torch.ones(5), data=torch.randn(2, 5, 3)),

@@ -70,7 +70,7 @@ def audit(
         transforms: names from `measures.TRANSFORMS`, "all", the default set, or transforms of your own: a dict of name
             → `Transformed`. Transforms that the network does not allow are listed in `skipped` with the reason.
         search: whether to look for what moves each measure furthest: scalings of layers, and for every continuous
-        symmetry the end of a climb along a slope.
+            symmetry the end of a climb along a slope.
         progress: called with (what comes next, done, total) before every measurement and before the search.
         loss: a name, a `torch.nn` loss or a callable.
         params: names, prefixes or globs of the parameters to measure; by default all that require grad.
@@ -82,20 +82,20 @@ def audit(
         reading: `target=`, `batch=`, `output=`, `unit=`, `batches=`: how batches and outputs are read, and what a
             sample is; see `Reading`.
 
-    The predicted ratio is 1 for a declared invariance; for spectra, traces and norms it comes from
-    H(Tθ) = T⁻¹H(θ)T⁻¹ and the transform's own factors. The search scales every group of layers by up to 32 either way,
-    guided by the prediction, and measures the network it ends at: the factor it reports was reached, and so is a lower
-    bound of what is possible. The other transforms are drawn with condition 10, or as long as what they are added to.
-    In the search they may have condition 100, and shifts ten times that length: there it draws once more, and climbs
-    from the network in three steps along the exact slope of what the measure names as its stand-in (`Measure.guide`):
-    the length of the parameters, or vᵀGv for one sign vector v, G the Gauss-Newton matrix, with every parameter in its
-    own unit. Each end is certified and measured like any other network.
+    The predicted ratio is 1 for a declared invariance; for spectra, traces and norms it comes from H(Tθ) = T⁻¹H(θ)T⁻¹
+    and the transform's own factors. The search scales every group of layers by up to 32 either way, guided by the
+    prediction, and measures the network it ends at: the factor it reports was reached, and so is a lower bound of what
+    is possible. The other transforms are drawn with condition 10, or as long as what they are added to. In the search
+    they may have condition 100, and shifts ten times that length: there it draws once more, and climbs from the network
+    in three steps along the exact slope of what the measure names as its stand-in (`Measure.guide`): the length of the
+    parameters, or vᵀGv for one sign vector v, G the Gauss-Newton matrix, with every parameter in its own unit. Each end
+    is certified and measured like any other network.
 
     Values count as equal up to 1e-6 in double precision, 1e-3 in single, 2 % where an optimiser found them. Two
     estimates count as different if they are 3 errors of their difference apart; 5 if in theory the value stays. Both
     are taken along the same random vectors, and where there are as many parameters as before, the error is that of the
-    paired differences. A larger reach
-    would move it further, so the size of what moves at all does not tell two networks apart.
+    paired differences. A larger reach would move it further, so the size of what moves at all does not tell two
+    networks apart.
     A trace that must be estimated takes 10 products here, by "hutch++" of `operator_trace`, where `measure` takes 64
     probes: a few large eigenvalues, which make up most of its error, are taken out.
     Cost: the measures, once for the model and once per transform. The search adds, for each continuous symmetry, up to

@@ -1,6 +1,6 @@
 """Changes of the weights that practitioners make: rounding, pruning, noise, casts, another checkpoint, a LoRA merge.
 
-A change is written as a text, `int4:channel` or `prune:0.5`, or is another model, a dict of tensors, or a function from
+A change is a string, `int4:channel` or `prune:0.5`, or is another model, a dict of tensors, or a function from
 tensor to tensor. Here it becomes values of parameters; nothing is known of losses or samples.
 """
 

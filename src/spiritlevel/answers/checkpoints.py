@@ -57,7 +57,7 @@ def rank(
         data: a pair of tensors, a data set, a loader or batches; the same for all.
         loss: a name, a `torch.nn` loss or a callable.
         measures: names of `measures.MEASURES`, "all", or those above.
-        under: changes of the weights as `perturb` takes them, several in a list or separated by commas in a text; ()
+        under: changes of the weights as `perturb` takes them, several in a list or separated by commas in a string; ()
             for none.
         samples: measure on a random subset of this many.
         apply: whether to make the changes, too, and not only predict what they do.

@@ -106,7 +106,7 @@ def compare(
         level: confidence level of the intervals.
         progress: called with (what, done, total) before every step.
         params: names, prefixes or globs of the parameters to measure, in both models; by default all that require
-        grad.
+            grad.
         batch_norm: "eval" or "batch".
         batch_size: samples to take at once; chosen automatically unless given.
         memory: bytes, or a string such as "2GB"; by default half of what is available.

@@ -45,9 +45,9 @@ def critical_sharpness(
 
     The update θ − ηu is what `optimizer.step()` would do now, with momentum, preconditioning and weight decay, for any
     optimiser of `torch.optim` and those built on it; gradients are in place (unscaled, if a scaler is used). If
-    fully_shard has sharded the model, all ranks call this, and the loss is the mean of theirs. On a
-    quadratic loss 2/η_c = uᵀHu/gᵀu, and λ₁ if u = g lies along its eigenvector. While 2/η_c is below 2/η, a step with
-    the learning rate η lowers the loss of its own batch.
+    fully_shard has sharded the model, all ranks call this, and the loss is the mean of theirs. On a quadratic loss
+    2/η_c = uᵀHu/gᵀu, and λ₁ if u = g lies along its eigenvector. While 2/η_c is below 2/η, a step with the learning
+    rate η lowers the loss of its own batch.
 
     The loss is compared at steps that differ by 6.25 %, by bisection, and the bracket is returned: `low` ≤ value ≤
     `high`. The search assumes that the loss, once it is no longer lower, stays so as far as it looks.

@@ -272,7 +272,7 @@ class Layers(NamedTuple):
 
 
 def by_layer(way: Way, measure: bool, progress: Callable[[str, int, int], None]) -> Layers:
-    """Each layer by itself: one product with H a layer, and one forward pass if it is to be measured."""
+    """Each layer by itself: one product with H per layer, and one forward pass if it is to be measured."""
     names, params = list(way.problem.params), way.problem.params
     slopes, measured = torch.zeros(2, len(names), dtype=torch.float64)
     products = torch.zeros(len(names), len(names), dtype=torch.float64)

@@ -103,14 +103,14 @@ def measure(
         measures: names from `measures.MEASURES`, "all", or the default set.
         parts: which of "audit", "spectrum", "landscape", "pictures" to add; by default all.
         samples: measure a random subset of this many; intervals are then for the value on all of the data, and where
-        none is known `subset_error` of a row says why. Costs a few Hessian products for the default measures;
-        `sampling` in `measures.MEASURES` says what each takes.
+            none is known `subset_error` of a row says why. Costs a few Hessian products for the default measures;
+            `sampling` in `measures.MEASURES` says what each takes.
         params: names, prefixes or globs of the parameters to measure; by default all that require grad.
         batch_norm: "eval" or "batch".
         batch_size: samples to take at once; chosen automatically unless given.
         memory: bytes, or a string such as "2GB", for all of it; by default half of what is available.
         time_limit: seconds. What is expected to fit is measured, cheap things first; `left_out` names the rest. What
-        has begun is finished.
+            has begun is finished.
         name: what the report calls the model; by default its class.
         classes: names of the classes, for the page.
         progress: called with (what, done, total) before every step.

@@ -71,7 +71,7 @@ class Recorder:
     prediction of each sample, 2 bytes up to 128 classes: less than 16 bytes per sample and epoch from the second
     epoch on, 16.1 after the first (`benchmarks/recorder.py`).
 
-    `frame()` has a row a sample:
+    `frame()` has a row per sample:
 
     - `loss`, `margin` (logit of the label − largest other logit), `entropy`, `correct`, `predicted`: at its last visit;
     - `aum`: the area under the margin, the mean of its margins (Pleiss et al. 2020, arXiv:2001.10528);
@@ -188,7 +188,7 @@ class Recorder:
         return {"id": torch.arange(self.samples), **own, **found}
 
     def frame(self) -> pl.DataFrame:
-        """One row a sample, in the order of their ids; null where a sample has not been seen."""
+        """One row per sample, in the order of their ids; null where a sample has not been seen."""
         import polars as pl
 
         columns = self._columns()

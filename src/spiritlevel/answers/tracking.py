@@ -55,7 +55,7 @@ class Tracker:
       from the eigenvector of the last one and takes a few products; every fourth begins `afresh`, from a random vector,
       and only these rule out that another eigenvalue has become the largest: the others are lower bounds;
     - "critical_sharpness": see `critical_sharpness`, along the update for the loss of these samples, for 7 forward
-    passes and a backward pass; "stability": see `stability`, started in the same way.
+      passes and a backward pass; "stability": see `stability`, started in the same way.
 
     What cannot be measured at some step, say because the weights have become NaN or the memory is full, is NaN there,
     and `reason` says why; rows that cannot be written are kept. A warning says so once, and the training goes on. The
@@ -72,7 +72,7 @@ class Tracker:
             `step(batch=(inputs, targets))` gets.
         every: steps between two measurements, at least.
         quantities: their names; by default loss, margins, trace and largest eigenvalue, and critical sharpness if there
-        is an optimiser.
+            is an optimiser.
         optimizer: needed for critical sharpness and stability.
         samples: how many samples, drawn once; batches as they are with batch_norm="batch" or batches="fixed".
         share: the share of the training time that may be spent, by default 0.08; `math.inf` never waits.

@@ -1,6 +1,6 @@
 """The visits of samples while a network trains, as a log in the order of time: 14 bytes each.
 
-A call of the recorder is a run of rows with one step, so that steps cost nothing a visit, whatever the order in which
+A call of the recorder is a run of rows with one step, so that steps cost nothing per visit, whatever the order in which
 samples come, and however often one of them does.
 """
 

@@ -31,7 +31,7 @@ from spiritlevel.errors import (
 )
 
 Pair = tuple[Any, Tensor]
-_ROWS = 2**16  # that are hashed at once
+_ROWS = 2**16  # hashed at once
 
 
 def _count(inputs: Any, targets: Tensor) -> int:
@@ -59,7 +59,7 @@ def sliced(inputs: Any, start: int, stop: int) -> Any:
 
 
 SPREAD = 5
-"""Samples on which rules and independence are tested: enough that an order which is no order of theirs shows."""
+"""Samples on which rules and independence are tested: enough for a false order of theirs to show."""
 
 
 def spread(count: int) -> Tensor:
@@ -79,7 +79,7 @@ def resized(inputs: Any, count: int | Tensor) -> Any:
 
 
 def is_pair_of_tensors(data: Any) -> bool:
-    """Whether data lie in memory as one pair (inputs, targets), and not as batches."""
+    """Whether data lie in memory as one pair (inputs, targets) rather than as batches."""
     if not (isinstance(data, tuple | list) and len(data) == 2 and is_array_like(data[1])):
         return False
     leaves = tree_leaves(dict(data[0]) if isinstance(data[0], Mapping) else data[0], is_leaf=are_numbers)
@@ -87,7 +87,7 @@ def is_pair_of_tensors(data: Any) -> bool:
 
 
 def _is_one_batch(data: Any) -> bool:
-    """Whether data are one batch in memory, tensors in a tuple or a dict, and not something that gives batches."""
+    """Whether data are one batch in memory, tensors in a tuple or a dict, rather than something that gives batches."""
     if is_pair_of_tensors(data) or isinstance(data, Mapping) or fields_of(data) is not None:
         return True
     items = data if isinstance(data, tuple | list) else []
@@ -95,24 +95,26 @@ def _is_one_batch(data: Any) -> bool:
 
 
 def _is_table(data: Any) -> bool:
-    """Whether this is a data set of Hugging Face's `datasets`, which is none of torch's."""
+    """Whether this is a data set of Hugging Face's `datasets`, which is not one of torch's."""
     return hasattr(data, "column_names") and hasattr(data, "with_format") and not isinstance(data, Mapping)
 
 
 def _check_one_set(data: Any) -> None:
-    """Refuse several data sets at once, as `random_split` or a Lightning module for data give them."""
+    """Refuse several data sets at once, as `random_split` or a Lightning data module gives them."""
     if not isinstance(data, Mapping | tuple | list):
         return
     sets: dict[Any, Any] = dict(data) if isinstance(data, Mapping) else dict(enumerate(data))
     for key, item in sets.items():
         if isinstance(item, DataLoader | Dataset) or _is_table(item):
-            raise InputError(f"data are {said(data)}, data sets in their turn; pass one of them, as data[{key!r}].")
+            raise InputError(
+                f"data are {said(data)}, which are data sets themselves; pass one of them, as data[{key!r}]."
+            )
 
 
 def _way_to_data(data: Any) -> str:
-    """What to pass instead of something that is no data."""
+    """What to pass instead of something that is not data."""
     if isinstance(data, str | os.PathLike):
-        return "; sl.data.load(name).train is a data set that has a name, and files are for the command line (--data)"
+        return "; sl.data.load(name).train is a data set by name, and files are for the command line (--data)"
     if callable(getattr(data, "train_dataloader", None)):
         return "; pass its train_dataloader(), or val_dataloader()"
     if is_array_like(data):
@@ -124,7 +126,7 @@ def _way_to_data(data: Any) -> str:
 
 
 def _collate(samples: list[Any]) -> Any:
-    """A batch of samples as torch makes it, lists of numbers in dicts taken for tensors."""
+    """A batch of samples as torch makes it, with lists of numbers in dicts taken as tensors."""
 
     def tensors(sample: Any) -> Any:
         sample = sample if (held := fields_of(sample)) is None else held
@@ -153,7 +155,7 @@ def _tensors_by_name(sample: Any) -> Iterator[tuple[Any, Tensor]]:
 
 
 def _in_order(loader: DataLoader[Any], *, ordered: bool, whole: bool, notes: list[str]) -> DataLoader[Any]:
-    """The loader, if its order repeats; one that reads the same samples in order, where it shuffles them.
+    """The loader, if its order repeats; if it shuffles, one that reads the same samples in order.
 
     Results that belong to samples say so in a note.
     """
@@ -169,12 +171,12 @@ def _in_order(loader: DataLoader[Any], *, ordered: bool, whole: bool, notes: lis
     if not (known and once):
         raise InputError(
             f"the data loader draws by {type(sampler if known else batched).__name__}, which may leave out samples or "
-            "repeat them, others in every pass; pass its data set, or a loader with shuffle=False."
+            "repeat them, differently in every pass; pass its data set, or a loader with shuffle=False."
         )
     size = None if batched is None else batched.batch_size
     if whole and size and batched.drop_last and len(samples) % size:
         raise InputError(
-            "the data loader shuffles and drops its last batch, so other samples are left out in every pass, and "
+            "the data loader shuffles and drops its last batch, so different samples are left out in every pass, and "
             "batches are part of what is measured here; pass a loader with shuffle=False or with drop_last=False."
         )
     if ordered or whole:
@@ -191,7 +193,7 @@ def _in_order(loader: DataLoader[Any], *, ordered: bool, whole: bool, notes: lis
 
 @contextlib.contextmanager
 def _reading() -> Iterator[None]:
-    """Around the code of a data set: if that fails, it is said whose fault it is."""
+    """Around the code of a data set: if that fails, the error says whose fault it is."""
     try:
         yield
     except InputError:
@@ -199,16 +201,16 @@ def _reading() -> Iterator[None]:
     except Exception as error:
         if is_out_of_memory(error):
             raise
-        raise InputError(f"the data fail when they are read: {named_error(error)}.") from error
+        raise InputError(f"reading the data fails: {named_error(error)}.") from error
 
 
 class Batches:
     """Data as batches in an order that repeats: a pair of tensors, a data set, a loader or re-iterable batches.
 
     Batches larger than `size` are split, unless `whole` (batch statistics make them part of the definition): then
-    data that come in batches of another size are refused. A shuffling loader is read in the order of its data set; all
-    of it, for `drop_last` leaves out other samples in every pass, and is refused if `whole`. `form` says how a batch is
-    read, and `notes` what was not plain about it.
+    data that come in batches of another size are refused. A shuffling loader is read in the order of its data set, and
+    completely, since `drop_last` leaves out different samples in every pass (and is refused if `whole`). `form` says
+    how a batch is read, and `notes` what was not obvious about that.
     """
 
     def __init__(
@@ -261,7 +263,7 @@ class Batches:
 
     @property
     def samples(self) -> int | None:
-        """How many there are, if they lie in memory as one pair of tensors."""
+        """How many samples there are, if they lie in memory as one pair of tensors."""
         return len(self.data[1]) if self._in_memory and self.units is None else None
 
     def _check_repeats(self) -> None:
@@ -271,9 +273,7 @@ class Batches:
             advance_random_states()
             second = tree_leaves(next(self._pieces(), None))
         if second == [None]:
-            raise InputError(
-                "data can be read only once; pass a list of batches, a data set or a data loader, which start anew."
-            )
+            raise InputError("data can be read only once; pass a list of batches, a data set or a data loader instead.")
         same = len(first) == len(second) and all(
             torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else a is b or bool(a == b)
             for a, b in zip(first, second, strict=True)
@@ -312,7 +312,7 @@ class Batches:
                 yield (sliced(inputs, start, stop), targets[start:stop]) if stop - start < count else (inputs, targets)
 
     def _unit_pieces(self, loss: OfPositions) -> Iterator[Pair]:
-        """Every position that counts as a sample of its own; data that were taken apart before stay as they are."""
+        """Every position that counts, as a sample of its own; data that were already taken apart stay as they are."""
         first = 0
         for inputs, targets in self._raw():
             _count(inputs, targets)
@@ -355,8 +355,8 @@ class Batches:
     def first(self, count: int, least: int = 1) -> Pair:
         """The first samples, at most `count`, of the first batch that has any.
 
-        Of data in memory at least `least`, if there are so many: whether samples depend on each other does not show in
-        batches of one.
+        For data in memory at least `least`, if there are that many: batches of one do not show whether samples depend
+        on each other.
         """
         if self.units is not None and self.size is not None and self.size < least:
             return self.cut(least).first(count)
@@ -371,7 +371,7 @@ class Batches:
 
 
 def all_targets(targets: list[Tensor]) -> Tensor:
-    """The targets of all batches; those of shorter sequences are filled up with -100, which stands for no label."""
+    """The targets of all batches; those of shorter sequences are padded with -100, which stands for no label."""
     shapes = {each.shape[1:] for each in targets}
     if len(shapes) < 2 or len({len(shape) for shape in shapes}) > 1:
         return torch.cat(targets)
@@ -418,7 +418,7 @@ def subset(batches: Batches, count: int | None, seed: int) -> tuple[Any, Tensor 
 
 
 def _take_in(mark: Any, numbers: Tensor) -> None:
-    """Hash numbers in float64, some rows after the other: a batch may be all of the data."""
+    """Hash numbers in float64, a few rows at a time: a batch may be all of the data."""
     for some in numbers.detach().split(_ROWS) if numbers.ndim else ():
         mark.update(some.cpu().double().contiguous().numpy())
 
@@ -433,7 +433,7 @@ class Places(TypedDict):
 class Fingerprint:
     """A hash of the order of the data that does not depend on how they are split into batches.
 
-    It reads the targets and at most 16 numbers of each input, enough to tell two orders or two data sets apart.
+    It reads the targets and at most 16 numbers of each input, enough to distinguish two orders or two data sets.
     """
 
     def __init__(self) -> None:

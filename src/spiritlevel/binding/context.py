@@ -1,8 +1,8 @@
 """The one context of a measurement: model, data, loss, parameters, modes, memory, ranks and seed, bound once.
 
 A public function binds what its caller passed and hands the context down; whatever is measured together shares one.
-So the parameters are copied once, the data are checked once, and what one part found out about the model, whether its
-derivatives are right, say, no other part has to find out again.
+So the parameters are copied once, the data are checked once, and what one part found out about the model (whether its
+derivatives are right, for instance) no other part has to find out again.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from spiritlevel.memory import parse_memory
 
 Found = TypeVar("Found")
 IDLE = -1
-"""The number of the first sample of a batch that a rank gets only to make a pass that the others need."""
+"""The sample number of a batch that a rank gets only so that it joins a pass the others need."""
 
 _OUTPUTS = 2**24  # numbers that the outputs of one batch hold at most, where nothing else limits them
 
@@ -52,7 +52,7 @@ class Context:
         seed: for everything random.
         ordered: whether results belong to samples, so that the data must come in an order that repeats.
         whole: whether batches are part of what is measured and must not be split, as with batch statistics.
-        sharded: whether the caller can do with a model that is sharded over processes.
+        sharded: whether the caller can cope with a model that is sharded over processes.
         reading: how batches and outputs are read, and what a sample is; see `Reading`.
 
     >>> net = nn.Linear(2, 3)
@@ -88,7 +88,7 @@ class Context:
         self.whole = whole or batch_norm == "batch" or self.form.batches == "fixed"
         if self.whole and self.form.unit == "token":
             raise InputError(
-                "unit='token' takes samples apart, and with batch_norm='batch' or batches='fixed' batches must stay as "
+                "unit='token' takes samples apart, but with batch_norm='batch' or batches='fixed' batches must stay as "
                 "they are; leave one of them out."
             )
         self._memory, self.data, self._params = memory, data, params
@@ -96,7 +96,7 @@ class Context:
         self._forget()
 
     def _forget(self) -> None:
-        """Begin without knowing anything about the data."""
+        """Start with nothing known about the data."""
         self._found: dict[Any, Any] = {}
 
     # ------------------------------------------------------------ others like this one
@@ -104,7 +104,7 @@ class Context:
     def on(self, data: Any, *, read: bool = False) -> Self:
         """The same model on other data: what was found out about data is forgotten, the model is not copied again.
 
-        `read` says that they are pairs of inputs and targets already, whatever the options say of batches.
+        `read` says that they are already pairs of inputs and targets, whatever the options say about batches.
         """
         other = copy.copy(self)
         if read:
@@ -128,7 +128,7 @@ class Context:
         return other
 
     def _of_ranks(self) -> tuple[str, ...]:
-        """The names of what is computed when first asked and then needs all ranks."""
+        """The names of what is computed on first use and then needs all ranks."""
         return "ranks", "_undivided"
 
     def drawn(self, count: int | None) -> tuple[Self, Tensor | None]:
@@ -137,7 +137,7 @@ class Context:
         return (self, None) if indices is None else (self.on(data, read=True), indices)
 
     def moved(self, model: nn.Module, *, params: Any = ()) -> Self:
-        """Another model on the same data: a transformed one, say; its measured parameters are those of this context.
+        """Another model on the same data, such as a transformed one; its measured parameters are those of this context.
 
         `params` names others.
         """
@@ -168,15 +168,15 @@ class Context:
 
     @property
     def of_means(self) -> Self:
-        """The same, in the way in which means over samples are cheapest.
+        """The same, in the form in which means over samples are cheapest.
 
         Where single positions are samples, their sequences are not taken apart: each counts for as many samples as it
-        has positions, so the mean over the data is the same. Other than means it must not be asked for.
+        has positions, so the mean over the data is the same. It must not be asked for anything but means.
         """
         return self if self._undivided is None else self._undivided
 
     @functools.cached_property
-    def _undivided(self) -> Self | None:  # not itself: an object that holds itself outlives its use
+    def _undivided(self) -> Self | None:  # never itself: an object that holds itself outlives its use
         batches, loss = self.batches, self.problem.loss
         if batches.units is None or not isinstance(loss, OfPositions) or batches.taken_apart:
             return None
@@ -192,7 +192,7 @@ class Context:
 
     @functools.cached_property
     def notes(self) -> tuple[str, ...]:
-        """How the data were read, where that is not plain; with fixed batches which ones, as part of the definition."""
+        """How the data were read, if that is not obvious; with fixed batches which ones, as part of the definition."""
         found = (*self._carried, *self.batches.notes)
         if self.problem.left:
             found += (f"{self.problem.left} has no float64, so a copy of the model was measured on the CPU",)
@@ -213,7 +213,7 @@ class Context:
         return self.problem.place(*self.batches.first(count, least))
 
     def each(self, batches: Batches | None = None) -> Iterator[tuple[Any, Tensor]]:
-        """The batches on the model's device, but for empty ones."""
+        """The batches on the model's device, except empty ones."""
         for inputs, targets in self.batches if batches is None else batches:
             if len(targets):
                 yield self.problem.place(inputs, targets)
@@ -221,8 +221,8 @@ class Context:
     def mine(self, batches: Batches | None = None) -> Iterator[tuple[int, Any, Tensor]]:
         """This rank's batches, all of them without a group, each with the number of its first sample.
 
-        The ranks of a sharded model must make the same passes: who has no batch left gets one with the number `IDLE`,
-        whose results are for nobody.
+        The ranks of a sharded model must make the same passes: a rank with no batch left gets one with the number
+        `IDLE`, whose results are discarded.
         """
         start, ranks, index = 0, Ranks(self.group), 0
         for inputs, targets in self.batches if batches is None else batches:
@@ -238,7 +238,7 @@ class Context:
     def of_samples(
         self, function: Callable[[Any, Tensor], Tensor], *shape: int, batches: Batches | None = None
     ) -> Tensor:
-        """A number of every sample, (N,) float64, or more: every rank takes its batches, and all get all."""
+        """One or more numbers for every sample, (N,) float64: every rank takes its batches, and all get all."""
         pieces = []
         with self.ranks.together(), self.problem.active(), torch.no_grad():
             for start, inputs, targets in self.mine(batches):
@@ -249,23 +249,23 @@ class Context:
         return self.ranks.joined(pieces, self.count, *shape)
 
     def each_together(self) -> contextlib.AbstractContextManager[None]:
-        """Around each batch: of a sharded model what one rank refuses after a pass all refuse, before the next one."""
+        """Around each batch: with a sharded model, what one rank refuses after a pass, all refuse before the next."""
         return self.ranks.together() if self.problem.sharded else contextlib.nullcontext()
 
     def fair(self, most: int) -> int:
-        """At most so many samples at once, and as many batches for every rank; they must not be cut smaller alone."""
+        """At most this many samples at once, equally many batches per rank; no rank may cut them smaller alone."""
         ranks = Ranks(self.group).count
         return most if ranks == 1 else max(1, -(-self.count // (ranks * -(-self.count // (ranks * most)))))
 
     def find_head(self) -> str:
-        """Find out whether outputs can be taken in pieces, by a sample; see `Problem.find_head`."""
-        if self.whole:  # a sample says nothing of a batch that must not be cut
+        """Find out from one sample whether outputs can be taken in pieces; see `Problem.find_head`."""
+        if self.whole:  # a sample says nothing about a batch that must not be cut
             return ""
         with self.problem.active():
             return self.problem.find_head(*self.first(1))
 
     def fitting(self, most: int, *, in_pieces: bool = False) -> int:
-        """At most so many samples at once that their outputs, of long sequences or large images, stay within bounds."""
+        """How many samples to take at once so that the outputs of long sequences or large images stay within bounds."""
         inputs, targets = self.first(1 if in_pieces else 2)
         if targets.ndim < 2:
             return most
@@ -278,7 +278,7 @@ class Context:
     def coupling(self) -> str:
         """What ties the samples of a batch together where batches are meant: "outputs", "loss", or nothing.
 
-        Found out on a few samples of the first batch. Elsewhere nothing does: what is measured refuses it.
+        Found out on a few samples of the first batch. Elsewhere nothing may: it is refused.
         """
         if self.form.batches == "fixed":
             inputs, targets = self.first(4096, 3)
@@ -313,7 +313,7 @@ class Context:
 
     @property
     def model(self) -> nn.Module:
-        """The model that is measured; of half precision a float32 copy."""
+        """The model that is measured; for one in half precision, a float32 copy."""
         return self.problem.model
 
     def once(self, fact: Any, find: Callable[[], Found]) -> Found:
@@ -337,6 +337,6 @@ class Context:
 
 
 def _cached(context: Context) -> tuple[str, ...]:
-    """The names of what a context computes when first asked."""
+    """The names of what a context computes on first use."""
     members = ((name, member) for kind in type(context).__mro__ for name, member in vars(kind).items())
     return tuple(name for name, member in members if isinstance(member, functools.cached_property))

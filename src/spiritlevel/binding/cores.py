@@ -1,8 +1,8 @@
 """Batches side by side, one per core: most operations on one batch are too short to be shared by all cores.
 
 To share an operation, all threads have to start and end together, hundreds of times per batch, and what cannot be
-shared leaves the other cores idle. Batches that each have a core pay neither price, and hardly suffer from another
-process that takes a core away from time to time.
+shared leaves the other cores idle. Batches that each have a core pay neither price, and hardly suffer when another
+process takes a core from time to time.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 _WORTHWHILE = 32  # samples in a batch
-_MOST = 4  # at a time: each takes its memory, and they begin one after the other
+_MOST = 4  # at a time: each takes its own memory, and they begin one after another
 
 
 def at_a_time(device: torch.device) -> int:
@@ -40,7 +40,7 @@ def batches_that_fit(most: int, batch: int, memory: int) -> int:
 
 
 def even_size(most: int, samples: int, count: int) -> int:
-    """The size of equal batches of at most `most` samples, of which every core gets as many."""
+    """The size of equal batches of at most `most` samples, of which every core gets the same number."""
     if samples < _WORTHWHILE * count:
         return most
     return -(-samples // (-(-samples // (most * count)) * count))
@@ -59,7 +59,7 @@ def side_by_side(
     jobs: deque[_Job[Result]] = deque()
 
     def settle(most: int) -> None:
-        """Lend a hand until at most so many jobs are left."""
+        """Lend a hand until at most this many jobs are left."""
         while len(jobs) > most:
             if not any(job.run() for job in jobs):
                 jobs[0].result.exception()  # waits
@@ -80,7 +80,7 @@ def side_by_side(
             for job in itertools.chain(second, begun):
                 jobs.append(job)
                 for waiting in jobs if job is second[0] else [job]:
-                    with contextlib.suppress(RuntimeError):  # no thread to be had, at the end of the program, say
+                    with contextlib.suppress(RuntimeError):  # no thread available, say at the end of the program
                         helpers.submit(waiting.run)
                 settle(in_memory(count) - 1)
             settle(0)
@@ -89,7 +89,7 @@ def side_by_side(
 
 
 class _Job(Generic[Result]):
-    """A piece of work that whoever is free first does."""
+    """A piece of work for whichever thread is free first."""
 
     def __init__(self, work: Callable[[], Result]) -> None:
         self.work: Callable[[], Result] | None = work
@@ -97,7 +97,7 @@ class _Job(Generic[Result]):
         self._free = threading.Lock()
 
     def run(self) -> bool:
-        """Do it, unless somebody has begun it."""
+        """Do it, unless another thread has begun it."""
         if not self._free.acquire(blocking=False) or self.work is None:
             return False
         try:
@@ -107,7 +107,7 @@ class _Job(Generic[Result]):
             if not isinstance(error, Exception):
                 raise
         finally:
-            self.work = None  # with all that it holds
+            self.work = None  # and everything it holds
         return True
 
 

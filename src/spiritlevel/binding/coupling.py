@@ -1,8 +1,8 @@
-"""Whether the samples of a batch have anything to do with each other: alone, in pairs and in the batch.
+"""Whether the samples of a batch depend on each other: alone, in pairs and in the batch.
 
-A number of a data set must not depend on how it is cut into batches. It does where the model's output for a sample, or
-its loss, depends on the other samples of the batch; then nothing is defined per sample either, and the batches have to
-be part of the definition (`batches="fixed"`) or the number is refused.
+A number for a data set must not depend on how the set is cut into batches. It does where the model's output for a
+sample, or its loss, depends on the other samples of the batch; then nothing is defined per sample either, and the
+batches have to be part of the definition (`batches="fixed"`) or the number is refused.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from spiritlevel.errors import InputError
 
 
 def same_outputs(first: Tensor, second: Tensor) -> bool:
-    """Whether two runs of a model gave the same outputs, up to the rounding of another order of summation."""
+    """Whether two runs of a model gave the same outputs, up to rounding in a different order of summation."""
     if first.shape != second.shape:
         return False
     tolerance, second = 1e-8 if first.dtype == torch.float64 else 1e-3, second.detach().to(first)
@@ -34,7 +34,7 @@ def depends_on_others(problem: Problem, inputs: Any, outputs: Tensor | None = No
     inside `problem.active()`. `outputs` are those of these samples, in whatever batch, where they are known.
     """
     small, _ = problem.thinned(torch.zeros(0))
-    if small is not problem:  # of outputs in pieces some say it as well
+    if small is not problem:  # some of the outputs in pieces are enough to tell
         problem, outputs = small, None
     with torch.no_grad():
         outputs = problem.outputs(problem.params, inputs) if outputs is None else outputs

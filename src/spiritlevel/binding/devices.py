@@ -1,4 +1,4 @@
-"""Devices other than the CPU, all by the one interface of `torch.accelerator`: CUDA, ROCm, XPU, MPS and others."""
+"""Devices other than the CPU, all through the one interface of `torch.accelerator`: CUDA, ROCm, XPU, MPS and others."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _makes_double(device: torch.device) -> bool:
 
 
 def has_double(device: torch.device) -> bool:
-    """Whether a device has float64: MPS has none, nor have some of the XPU kind.
+    """Whether a device has float64: MPS does not, nor do some XPUs.
 
     >>> has_double(torch.device("cpu"))
     True
@@ -30,7 +30,7 @@ def has_double(device: torch.device) -> bool:
 
 
 def doubled(tensor: Tensor) -> Tensor:
-    """A tensor in float64, where it lies if there are such numbers there, otherwise on the CPU."""
+    """A tensor in float64, on its own device if that has such numbers, otherwise on the CPU."""
     return tensor.double() if has_double(tensor.device) else tensor.cpu().double()
 
 
@@ -48,7 +48,7 @@ def generators() -> range:
 
 
 def _begun(module: Any) -> bool:
-    """Whether a device is in use; to ask one that is not for its state would start it."""
+    """Whether a device is in use; asking an idle one for its state would start it."""
     return bool(getattr(module, "is_initialized", lambda: True)())
 
 

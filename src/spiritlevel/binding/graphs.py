@@ -15,7 +15,7 @@ from spiritlevel.errors import InputError
 class Rows(NamedTuple):
     """The inputs of samples that are nodes of one graph, or graphs of one batch.
 
-    The model sees all of `graph` whichever samples are asked for; `rows` are their places among its outputs.
+    The model sees all of `graph`, whichever samples are asked for; `rows` are their places among its outputs.
     """
 
     rows: Tensor
@@ -30,7 +30,7 @@ class Shared:
         self._tensors = {name: value for name, value in _stored(graph).items() if isinstance(value, Tensor)}
 
     def arguments(self, device: torch.device, dtype: torch.dtype) -> tuple[Any, ...]:
-        """What the model is called with, copied: the named parts, or without names the graph itself."""
+        """What the model is called with, copied: the named parts, or the graph itself if none are named."""
         placed = {
             name: value.detach().to(device, dtype if value.is_floating_point() else None).clone()
             for name, value in self._tensors.items()
@@ -44,7 +44,7 @@ class Shared:
         return (graph,)
 
     def mark(self) -> str:
-        """What tells it from another one."""
+        """What distinguishes it from another one."""
         return ", ".join(f"{name} {float(value.cpu().double().sum())}" for name, value in self._tensors.items())
 
     def __eq__(self, other: object) -> bool:
@@ -60,7 +60,7 @@ class Shared:
 
 
 def is_graph(thing: Any) -> bool:
-    """Whether this is a graph as PyTorch Geometric has them: nodes, edges and targets as attributes.
+    """Whether this is a graph in the form of PyTorch Geometric: nodes, edges and targets as attributes.
 
     >>> from types import SimpleNamespace
     >>> is_graph(SimpleNamespace(x=0, edge_index=1, y=2)), is_graph((0, 1))
@@ -84,7 +84,7 @@ def rows_of(graph: Any, count: int, mask: str) -> tuple[Tensor, str]:
         if not isinstance(found, Tensor) or found.shape != (count,):
             shape = f"it has shape {tuple(found.shape)}" if isinstance(found, Tensor) else "there is none"
             raise InputError(
-                f"the mask {chosen!r} must say of each of the {count} targets whether it is a sample, and {shape}; "
+                f"the mask {chosen!r} must say for each of the {count} targets whether it is a sample, and {shape}; "
                 f"the graph has {', '.join(parts_of(graph))}."
             )
         rows = found.nonzero()[:, 0] if found.dtype == torch.bool else found.long()
@@ -96,6 +96,6 @@ def rows_of(graph: Any, count: int, mask: str) -> tuple[Tensor, str]:
 
 
 def _stored(graph: Any) -> dict[str, Any]:
-    """What a graph holds, by name: PyTorch Geometric tells it, of other objects it is their attributes."""
+    """What a graph holds, by name: PyTorch Geometric says so, for other objects it is their attributes."""
     to_dict = getattr(graph, "to_dict", None)
     return dict(to_dict()) if callable(to_dict) else dict(vars(graph))

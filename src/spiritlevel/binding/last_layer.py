@@ -1,8 +1,8 @@
-"""The linear layer from which a model's outputs come straight, and the model without it.
+"""The linear layer that a model's outputs come straight from, and the model without it.
 
 The layer may be a module or a call, its weight tied to an embedding or computed, as long as nothing is done to what it
-returns: a model that scales or clips its logits keeps them. It is found by running the model once and looking which
-call returned the very tensor that are the outputs. From then on that call gives a stand-in without memory, and the
+returns: a model that scales or clips its logits keeps them. It is found by running the model once and seeing which
+call returned the very tensor that is the output. From then on that call returns a stand-in without memory, and the
 outputs count as those of the layer only if they *are* the stand-in, in every single pass.
 """
 
@@ -59,7 +59,7 @@ class Searching(TorchFunctionMode):
 
 
 class Removing(TorchFunctionMode):
-    """Lets one of the linear maps return a stand-in, and keeps what it was given."""
+    """Makes one of the linear maps return a stand-in, and keeps what it was given."""
 
     def __init__(self, place: int) -> None:
         super().__init__()

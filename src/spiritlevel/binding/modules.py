@@ -1,4 +1,4 @@
-"""Which modules can be measured, and for those that cannot the sentence that says why and what to do instead."""
+"""Which modules can be measured; for those that cannot, a sentence that says why and what to do instead."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def managed_modules(model: nn.Module) -> list[Any]:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The module inside `torch.compile` or a wrapper for several devices, which could not be differentiated twice."""
+    """The module inside `torch.compile` or a wrapper for several devices, which cannot be differentiated twice."""
     while True:
         parallel = isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel)
         inner = model.module if parallel else getattr(model, "_orig_mod", None)
@@ -87,7 +87,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def to_eval_mode(model: nn.Module) -> None:
-    """Put a model into eval mode; programs of `torch.export` have the mode that they were exported in."""
+    """Put a model into eval mode; programs of `torch.export` keep the mode they were exported in."""
     try:
         model.eval()
     except NotImplementedError:
@@ -110,12 +110,12 @@ def state_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def memory_of(tensor: Tensor) -> int:
-    """The address of a tensor's memory; a sparse one has several, of which its own identity stands for all."""
+    """The address of a tensor's memory; a sparse one has several, so its own identity stands for all."""
     return tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided else -id(tensor)
 
 
 def bytes_of(tensor: Tensor) -> int:
-    """The bytes of a tensor's numbers; of a sparse one of those that it holds, and their places."""
+    """The bytes of a tensor's numbers; for a sparse one, of those it holds and their places."""
     if tensor.layout == torch.strided:
         return tensor.nbytes
     return (tensor._nnz() if tensor.is_sparse else tensor.values().numel()) * (tensor.element_size() + 16)

@@ -40,7 +40,7 @@ def select_parameters(model: nn.Module, params: str | Iterable[str] | None = Non
     picked: set[str] = set()
     for pattern in wanted:
         hits = [
-            own[id(parameter)]  # a shared parameter has several names, of which the first is its own
+            own[id(parameter)]  # a shared parameter has several names; the first is its own
             for name, parameter in model.named_parameters(remove_duplicate=False)
             if name == pattern or name.startswith(f"{pattern}.") or fnmatch.fnmatchcase(name, pattern)
         ]
@@ -71,13 +71,13 @@ def along(function: Callable[[Params], Any], params: Params, direction: Params) 
 
 
 def depth() -> int | None:
-    """How deep we are in transformations of `torch.func` such as `vmap` and `jvp`; `None` outside of all."""
+    """How deep we are in transformations of `torch.func` such as `vmap` and `jvp`; `None` outside them all."""
     level: int | None = cast(Any, torch._C)._functorch.maybe_current_level()
     return level
 
 
 def nearby(params: Params) -> Iterator[Params]:
-    """Three times the parameters moved by some units in their last places: what changes by that is rounding."""
+    """The parameters moved by some units in their last places, three times: what that changes is rounding."""
     generator = torch.Generator().manual_seed(0)
     for _ in range(3):
         moved = {}

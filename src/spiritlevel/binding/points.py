@@ -13,13 +13,13 @@ from torch.func import vmap
 from spiritlevel.binding.parameters import Params
 from spiritlevel.binding.problem import Problem
 
-_CACHE = 4 * 2**20  # bytes of parameters, or of one activation, that are at hand at once; more makes nothing faster
+_CACHE = 4 * 2**20  # bytes of parameters, or of one activation, that stay in cache together; more makes nothing faster
 _MOST = 64  # points at once
 _ACTIVATION = 8 * 2**20  # bytes of the largest activation of a pass on a CPU; twice as much doubles its time
 
 
 def points_at_once(problem: Problem, activation: int) -> int:
-    """How many points to take at once, where the largest activation of the batch takes so many bytes at each."""
+    """How many points to take at once if the largest activation of the batch takes this many bytes at each."""
     size = sum(tensor.nbytes for tensor in problem.params.values())
     return max(1, min(_MOST, _CACHE // max(activation, size, 1)))
 
@@ -49,7 +49,7 @@ def at_points(problem: Problem, function: Callable[[Params], Tensor], points: Pa
         if at_once > 1 and count > 2 and problem.facts.get(key, True) and not problem.keeps_state:
             try:
                 found = vmap(function, chunk_size=at_once)(points)
-            except Exception:  # not every operation can be vectorised; if it fails alone too, that says why
+            except Exception:  # not every operation can be vectorised; if it fails alone too, that error says why
                 found = None
             if found is not None and _same(found[0], first):
                 return found

@@ -1,9 +1,9 @@
 """A module and a loss as pure functions of a dict of parameters.
 
 Nothing is mutated: `Problem.active()` puts the module into the state in which it is measured (eval mode, batch norm
-as asked, forms of attention, layer norm and weight norm that can be differentiated twice) and gives back every
+as asked, forms of attention, layer norm and weight norm that can be differentiated twice) and restores every
 attribute of its submodules (lists, dicts and sets with their contents), buffers, modes and random states afterwards,
-also after an exception.
+even after an exception.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ from spiritlevel.binding.state import (
 from spiritlevel.errors import InputError, first_line, is_out_of_memory, named_error, place_of, unknown_name
 
 BATCH_NORM_MODES = ("eval", "batch")
-LARGE_OUTPUTS = 2**20  # numbers among the outputs of a sample from which on they are taken in pieces
-FEW_OUTPUTS = 64  # of these, for a look
+LARGE_OUTPUTS = 2**20  # outputs per sample from which on they are taken in pieces
+FEW_OUTPUTS = 64  # of these, for a quick look
 
 
 class _CannotRun(InputError, RuntimeError):
-    """The model raised an error: in its first pass, mostly about the shape of its inputs, or while differentiated."""
+    """The model raised an error: in its first pass, usually about the shape of its inputs, or while differentiated."""
 
 
 class ReadsMemory(_CannotRun):
@@ -59,7 +59,7 @@ class ReadsMemory(_CannotRun):
 class Problem:
     """A model and a loss at one point: pure functions of a dict of parameters.
 
-    `params` holds the chosen parameters, detached copies; everything else of the model's state is constant. Use the
+    `params` holds the chosen parameters, detached copies; everything else in the model's state is constant. Use the
     functions inside `with problem.active():`.
     """
 
@@ -84,7 +84,7 @@ class Problem:
             dtypes, self._half = {torch.float32}, True
         homes = {tensor.device for _, tensor in state_of(model)}
         self.left = ", ".join(sorted(str(device) for device in homes if not has_double(device)))
-        if self.left:  # errors and cancellations are kept in check by float64: measured as a copy on the CPU
+        if self.left:  # float64 keeps errors and cancellation in check: measured as a copy on the CPU
             model = copy.deepcopy(model).cpu()
         if len(dtypes) > 1:
             kinds = ", ".join(sorted(str(d).removeprefix("torch.") for d in dtypes))
@@ -106,14 +106,14 @@ class Problem:
         # attributes (merged weights, say), does it draw random numbers?
         self._overwrites: bool | None = None
         self._keeps = False
-        self._reads_by_name = False  # whether it reads its parameters as attributes, once that is known
+        self._reads_by_name = False  # whether it reads its parameters as attributes, once known
         self._draws = False
-        self._part: Any = None  # of what the model returns, once it is known which are the outputs
-        self.reverse_only = False  # set where the model turns out to have no forward derivatives
+        self._part: Any = None  # the part of what the model returns that is the outputs, once known
+        self.reverse_only = False  # set if the model turns out to have no forward derivatives
         self.facts: dict[Any, Any] = {}  # what was found out about the model once and for all, by those who need it
         self._look: Callable[[Head], Tensor] | None = None  # at what comes before the outputs, in their place
         self._active = False
-        self._has_data = False  # whether inputs came with targets: that the model fails on those is the caller's news
+        self._has_data = False  # whether inputs came with targets: if the model fails on those, the caller must know
 
     @property
     def size(self) -> int:
@@ -122,12 +122,12 @@ class Problem:
 
     @property
     def keeps_state(self) -> bool:
-        """Whether the model is known to keep something of a pass, or to write to its inputs or buffers."""
+        """Whether the model is known to keep something from a pass, or to write to its inputs or buffers."""
         return self._keeps or bool(self._overwrites)
 
     @property
     def rounding(self) -> float:
-        """To which part of their size the model rounds its values on the way, where that is coarser than its type."""
+        """The relative precision to which the model rounds its values inside, where that is coarser than its type."""
         return float(self.facts.get("rounding", 0.0))
 
     def inherit(self, other: Problem) -> None:
@@ -161,8 +161,8 @@ class Problem:
     def active(self) -> Iterator[None]:
         """The state in which the model is measured; all of it is undone on leaving.
 
-        Forward hooks run as they always do. Backward hooks do not: they see no gradients of a measurement. Inside
-        itself it only sees to it that derivatives can be taken.
+        Forward hooks run as they always do. Backward hooks do not: they see no gradients of a measurement. Nested,
+        it only makes sure that derivatives can be taken.
         """
         if self._active:
             with torch.inference_mode(False), torch.enable_grad():
@@ -190,7 +190,7 @@ class Problem:
                 self._active = False
 
     def outputs(self, params: Params, inputs: Any) -> Tensor:
-        """φ(θ, x): the model's outputs for one batch; of units the rows of their own positions."""
+        """φ(θ, x): the model's outputs for one batch; for units, the rows of their own positions."""
         if self._look is not None and (head := self.head(params, inputs)) is not None:
             return self._look(head)
         if isinstance(inputs, losses.Unit):
@@ -210,12 +210,12 @@ class Problem:
         return self.loss.pick_head(head, unit)
 
     def head_or_outputs(self, params: Params, inputs: Any) -> Head | Tensor:
-        """The outputs, not multiplied out where that can be."""
+        """The outputs, not multiplied out where that is possible."""
         head = self.head(params, inputs)
         return self.outputs(params, inputs) if head is None else head
 
     def find_head(self, inputs: Any, targets: Tensor) -> str:
-        """Find out whether large outputs come straight from a linear layer; if not, why they have to be held whole.
+        """Find out whether large outputs come straight from a linear layer, and if not, why they must be held whole.
 
         Two forward passes of these samples, once for each problem. The outputs are compared with those of the layer.
         Call inside `active()`.
@@ -226,12 +226,12 @@ class Problem:
             positions = getattr(inputs, "positions", targets.shape[1:])
             sides = (side for tensor in (*self.params.values(), *self.constants.values()) for side in tensor.shape)
             if max(sides, default=1) * math.prod(positions) < LARGE_OUTPUTS:
-                return ""  # no layer makes so many
+                return ""  # no layer makes that many
             plain = inputs.inputs if isinstance(inputs, losses.Unit) else inputs
             try:
                 with torch.no_grad(), Searching() as searching:
                     outputs = self._outputs(self.params, plain)
-            except InputError:  # what a model has against one sample is said, if at all, where it runs on a batch
+            except InputError:  # if one sample is the problem, that is reported, if at all, when it runs on a batch
                 return ""
             if outputs.numel() < LARGE_OUTPUTS:
                 return ""
@@ -257,7 +257,7 @@ class Problem:
             head, flat = head.detach(), outputs.reshape(-1, outputs.shape[-1])
             with torch.no_grad():
                 error = max(float((flat[rows] - logits).abs().max()) for rows, logits in head.pieces())
-        except RuntimeError as failed:  # the model writes to its outputs, which have no memory then
+        except RuntimeError as failed:  # the model writes to its outputs, which then have no memory
             if is_out_of_memory(failed):
                 raise
             return False
@@ -273,7 +273,7 @@ class Problem:
         return next((name for name, t in held if (t.data_ptr(), t.shape, t.stride()) == whole), None)
 
     def trunk(self) -> tuple[Problem, Callable[[Tensor], Head]] | None:
-        """The same with what comes before the last layer for outputs, and the function that puts the layer on it.
+        """The same with what comes before the last layer as outputs, and the function that applies the layer.
 
         None unless the layer's weight and bias are tensors that the model holds, and what comes before them moves with
         the parameters. Facts are shared.
@@ -290,7 +290,7 @@ class Problem:
         return twin, lambda hidden: Head(hidden, held[weight], held[bias] if bias else None)
 
     def thinned(self, targets: Tensor) -> tuple[Problem, Tensor]:
-        """The same with a few of the outputs, where there is a head, for a look at what comes before it.
+        """The same with a few of the outputs, where there is a head, to look at what comes before it.
 
         Facts are shared.
         """
@@ -329,12 +329,12 @@ class Problem:
             if "mutate a captured Tensor" in (said := first_line(error)) and self._overwrites is False:
                 self._overwrites = True  # in this batch, if not in the first one
                 return self._outputs(params, given)
-            if "doesn't have storage" in said:  # what torch says of a tensor inside its transformations
+            if "doesn't have storage" in said:  # what torch says about a tensor inside its transformations
                 raise ReadsMemory(
                     f"the model {type(self.model).__name__} reads the memory of a tensor in its forward (as .numpy() "
                     "does), which has none while it is differentiated; write that part in operations of torch."
                 ) from error
-            guarded = said.startswith("Guard failed")  # a program of torch.export says of other shapes
+            guarded = said.startswith("Guard failed")  # what a program of torch.export says about other shapes
             known = isinstance(error, InputError) or is_out_of_memory(error)
             if known or not (guarded or (plain and self._has_data)):
                 raise
@@ -368,18 +368,18 @@ class Problem:
             )
         if detached and result.requires_grad:
             raise InputError(
-                f"the model {type(self.model).__name__} reads parameters that it holds elsewhere than under their "
-                "names, in a list, a cache or a closure, say, so that a measurement cannot move them; read them as "
+                f"the model {type(self.model).__name__} reads parameters that it does not hold under their "
+                "names (in a list, a cache or a closure, say), so a measurement cannot move them; read them as "
                 "attributes of their modules in the forward pass."
             )
         self._reads_by_name |= detached
         return result
 
     def _only_part(self, result: Any, params: Params, inputs: Any) -> Any:
-        """The key or number of the one part of a model's result that has a row for every sample; None without doubt.
+        """The key or number of the only part of a model's result with a row per sample; None if there is no doubt.
 
-        Other parts may have as many rows by chance, as many layers as there are samples, say: the model is run again on
-        one sample more.
+        Other parts may have as many rows by chance (as many layers as samples, say): the model is run again with one
+        more sample.
         """
         leaves = [leaf for leaf in _tensors(inputs) if leaf.ndim]
         if not leaves or not (found := self.form.candidates(result, len(leaves[0]))):
@@ -407,12 +407,12 @@ class Problem:
             return " (it was exported for inputs of one shape; export it with dynamic_shapes= for batches of any size)"
         if self._half and "dtype" in reason:
             return (
-                " (models of half precision are measured as a float32 copy, and this one turns its values into another "
-                "type inside; turn them into that of its weights, x.to(self.weight.dtype))"
+                " (models in half precision are measured as a float32 copy, but this one converts its values to "
+                "another type inside; convert them to the type of its weights, x.to(self.weight.dtype))"
             )
         given = self.form.takes.remark(inputs)
         whole = not given and "dtype" in reason and not any(leaf.is_floating_point() for leaf in _tensors(inputs))
-        return " (its inputs are whole numbers, which are passed as they are: x.float() makes others)" * whole + given
+        return " (its inputs are whole numbers, which are passed as they are: x.float() converts them)" * whole + given
 
     def _check_own_parameters(self) -> None:
         """Raise `InputError` if a forward pass has changed the point at which the model is measured."""
@@ -489,27 +489,27 @@ class Problem:
                     "the model's outputs change from one pass to the next (dropout or noise that ignores eval mode?); "
                     "make them repeat, e.g. with F.dropout(x, training=self.training)."
                 )
-            self._draws = False  # without effect, as it turned out
+            self._draws = False  # it turned out to have no effect
 
 
 def _check_shift(model: nn.Module, loss: str, inputs: Any, targets: Tensor) -> None:
-    """Refuse the labels of a language model of transformers, its own inputs, as what the same positions should say."""
+    """Refuse the labels of a transformers language model, its own inputs, as targets for the same positions."""
     given = inputs.get("input_ids") if isinstance(inputs, Mapping) else None
     if given is None or loss != "cross_entropy" or not type(model).__name__.endswith(("ForCausalLM", "LMHeadModel")):
         return
     if given.shape == targets.shape and bool(((given == targets) | (targets < 0)).all()):
         raise InputError(
-            f"the labels of {type(model).__name__} are its own inputs, each to be predicted one position before it; "
+            f"the labels of {type(model).__name__} are its own inputs, each to be predicted one position earlier; "
             "pass loss='causal_lm', which shifts them."
         )
 
 
 def _lacks(model: nn.Module, inputs: Any) -> str:
-    """What an encoder with a decoder of transformers lacks once its labels are targets: it makes them of those."""
+    """What a transformers encoder-decoder lacks once its labels are targets: it makes this from them."""
     wanted = "decoder_input_ids"
     if not (isinstance(inputs, Mapping) and hasattr(model, f"prepare_{wanted}_from_labels")) or wanted in inputs:
         return ""
-    return f"; a batch needs {wanted}, which DataCollatorForSeq2Seq(tokenizer, model=model) makes of the labels"
+    return f"; a batch needs {wanted}, which DataCollatorForSeq2Seq(tokenizer, model=model) makes from the labels"
 
 
 _HELD = ("_parameters", "_buffers", "_modules")  # what a module holds under names, beside its plain attributes
@@ -526,13 +526,13 @@ def _same_code(first: nn.Module, second: nn.Module) -> bool:
         try:
             if plain[0].keys() != plain[1].keys() or not all(plain[0][key] == plain[1][key] for key in plain[0]):
                 return False
-        except (RuntimeError, ValueError, TypeError):  # tensors among the attributes, which cannot be told at once
+        except (RuntimeError, ValueError, TypeError):  # tensors among the attributes, which cannot be compared at once
             return False
     return True
 
 
 def _leaves(inputs: Any) -> list[Any]:
-    """What inputs consist of; of one tensor without the cost of looking for others, which is that of a small layer."""
+    """What inputs consist of; for one tensor without the cost of looking for others, which is that of a small layer."""
     return [inputs] if isinstance(inputs, Tensor) else tree_leaves(inputs)
 
 
@@ -557,7 +557,7 @@ def _each(change: Callable[[Any], Any], inputs: Any) -> Any:
 
 
 def _values(outputs: Tensor | Head) -> Tensor:
-    """The outputs without a graph; where they are not multiplied out, the largest of every row."""
+    """The outputs without a graph; where they are not multiplied out, the largest in every row."""
     return outputs.detach() if isinstance(outputs, Tensor) else outputs.detach().largest()
 
 

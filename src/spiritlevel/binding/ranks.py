@@ -1,7 +1,7 @@
 """The processes that share one measurement: who takes which batch, and how all end with the same numbers.
 
-Every rank passes the same model and data and takes every R-th batch of R ranks. Sums, and nothing else, say what the
-batches of the others gave. Only tensors travel, never pickled objects. Alone nothing communicates, even where a process
+Every rank passes the same model and data and takes every R-th batch of R ranks. Only sums say what the batches of the
+others gave. Only tensors travel, never pickled objects. A process on its own does not communicate, even where a process
 group exists.
 """
 
@@ -26,7 +26,7 @@ from spiritlevel.errors import InputError
 PATIENCE = 25.0
 """Seconds that a rank waits for another before it gives up, unless `SPIRITLEVEL_PATIENCE` says otherwise.
 
-torchrun gives a process that hangs another 30 to end, so that the job ends within a minute.
+torchrun gives a process that hangs another 30 seconds to end, so the job ends within a minute.
 """
 
 
@@ -34,9 +34,9 @@ torchrun gives a process that hangs another 30 to end, so that the job ends with
 def job() -> Iterator[Any]:
     """The group of the processes that `torchrun` has started, this one among them; None for a process on its own.
 
-    Gloo carries what lies on the CPU, and what PyTorch has for it (NCCL, XCCL) what lies on an accelerator; "cuda" or
-    "xpu" then means the device with this process's local rank. torchrun stops all processes as soon as one has died:
-    here that ends as a `ConnectionError` too.
+    Gloo carries what lies on the CPU, and the matching backend of PyTorch (NCCL, XCCL) what lies on an accelerator;
+    "cuda" or "xpu" then means the device with this process's local rank. torchrun stops all processes as soon as one
+    has died: here that ends as a `ConnectionError` too.
 
     >>> with job() as group:
     ...     group is None
@@ -75,7 +75,7 @@ def job() -> Iterator[Any]:
         more = f"Set SPIRITLEVEL_PATIENCE to more than its {patience:g} seconds if the other was only slow."
         raise ConnectionError(f"{error} {more}") from error
     finally:
-        dist.destroy_process_group()  # its threads would abort an interpreter that ends before them
+        dist.destroy_process_group()  # its threads would abort an interpreter that exits before them
         if main:
             signal.signal(signal.SIGTERM, before)
 
@@ -171,7 +171,7 @@ class Ranks:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """An error of one rank inside becomes an error of all, so that none waits for a rank that has given up.
+        """An error on one rank inside becomes an error on all, so that none waits for a rank that has given up.
 
         Inside, nothing may communicate.
         """
@@ -210,7 +210,7 @@ class Ranks:
     @staticmethod
     @contextmanager
     def contact(group: Any) -> Iterator[None]:
-        """Around passes of a model that communicates by itself: a lost rank is said in the same sentence."""
+        """Around passes of a model that communicates by itself: a lost rank is reported in the same words."""
         try:
             yield
         except RuntimeError as error:
@@ -230,5 +230,5 @@ def _lost(rank: int, count: int, error: Exception) -> ConnectionError:
 
 
 def _reason(error: Exception) -> str:
-    """The first sentence of an error of torch.distributed, without its place in the source."""
+    """The first sentence of a torch.distributed error, without its place in the source."""
     return re.sub(r"^\[[^\]]*\] *", "", str(error)).split(". ")[0].split("\n")[0]

@@ -20,15 +20,15 @@ BATCHES = ("free", "fixed")
 
 
 class Reading(TypedDict, total=False):
-    """Options that every function of a model and data takes beside its own, in this order and with one meaning.
+    """Options that every function of a model and data takes besides its own, in this order and with one meaning.
 
     - `target`: which part of a batch holds the targets: the key of a dict, the name of a field, the number of an item;
-      "y[mask]" for those rows of y that a mask picks. Found by itself where there is no doubt.
+      "y[mask]" for those rows of y that a mask picks. Found automatically where there is no doubt.
     - `batch`: a function from a batch, as the data give it, to the pair (inputs, targets).
     - `output`: which part of what the model returns are its outputs: a key, a name, a number, or a function that
-      returns them. A tensor is taken as it is, and of anything else its `logits`.
+      returns them. A tensor is taken as it is; of anything else, its `logits` are.
     - `unit`: "sample", or "token" to count every target of a sequence by itself.
-    - `batches`: "free", or "fixed" where a sample's loss depends on the others of its batch, as in contrastive losses:
+    - `batches`: "free", or "fixed" where a sample's loss depends on the rest of its batch, as in contrastive losses:
       the batches are then part of the definition, and are never split.
     """
 
@@ -50,7 +50,7 @@ class Takes(NamedTuple):
 
     @classmethod
     def of(cls, model: nn.Module) -> Takes:
-        """Read off the signature; of forwards that hide it (`*args`) nothing is known."""
+        """Read from the signature; nothing is known about forwards that hide it (`*args`)."""
         try:
             parameters = inspect.signature(model.forward).parameters.values()
         except (TypeError, ValueError):
@@ -62,7 +62,7 @@ class Takes(NamedTuple):
         return cls(required, optional, more, keywords, not more)
 
     def may_take(self, count: int) -> bool:
-        """Whether so many positional inputs are possible."""
+        """Whether this many positional inputs are possible."""
         return len(self.required) <= count and (self.more or count <= len(self.required) + len(self.optional))
 
     def accepts(self, key: Any) -> bool:
@@ -74,18 +74,21 @@ class Takes(NamedTuple):
         return self.known and not self.keywords and len(self.required) == 1 and not any(map(self.accepts, keys))
 
     def remark(self, inputs: Any) -> str:
-        """In brackets, how a model was called that failed, where that may be the reason."""
+        """In brackets, how a model that failed was called, where that may be the reason."""
         batch = "pick them with batch=, a function from a batch to (inputs, targets)"
         if isinstance(inputs, Rows):
-            given = f"its parts {', '.join(inputs.graph.names)}" if inputs.graph.names else "all of it as one argument"
-            return f" (of the graph it was given {given}, as its forward takes {self}; parts are found by their names)"
+            parts = ", ".join(inputs.graph.names)
+            given = f"the graph's {parts}" if parts else "the graph as one argument"
+            return f" (it was given {given}, as its forward takes {self}; parts are found by name)"
         if not isinstance(inputs, Mapping):
             count = len(inputs) if isinstance(inputs, tuple | list) else 1
             wrong = self.known and not self.may_take(count)
             return f" (its forward takes {self}, and the batches have {count} inputs; {batch})" * wrong
         lists = [key for key, value in inputs.items() if isinstance(value, list)]
         if self.takes_one_dict(inputs) or any(name not in inputs for name in self.required):
-            return f" (it was given {said(inputs)}, and its forward takes {self}; name the inputs so, or {batch})"
+            return (
+                f" (it was given {said(inputs)}, and its forward takes {self}; name the inputs like that, or {batch})"
+            )
         if lists:
             return (
                 f" (its {lists[0]} was given {said(inputs[lists[0]])}; a data set of Hugging Face needs "
@@ -151,7 +154,7 @@ class Form:
             batch = _called("batch=", self.batch, batch)
             if not (isinstance(batch, tuple | list) and len(batch) == 2):
                 raise InputError(
-                    f"the function batch= must return the pair (inputs, targets), it returned {said(batch)}."
+                    f"the function batch= must return the pair (inputs, targets); it returned {said(batch)}."
                 )
             return batch[0], batch[1]
         if is_graph(batch):
@@ -162,12 +165,12 @@ class Form:
         if not isinstance(batch, tuple | list) or len(batch) < 2:
             raise InputError(
                 f"data must give pairs (inputs, targets), got {said(batch)}; batch= takes a function that makes such a "
-                "pair of a batch."
+                "pair from a batch."
             )
         return self._of_items(batch, notes)
 
     def _of_mapping(self, held: Mapping[Any, Any], batch: Any, notes: list[str]) -> tuple[Any, Any]:
-        """Of a dict, or what an object holds: the targets under their key, and as much of the rest as forward takes."""
+        """From a dict or an object's fields: the targets under their key, and as much of the rest as forward takes."""
         target = self.target
         if target is None:
             found = [name for name in LABELS if name in held]
@@ -182,8 +185,8 @@ class Form:
         if len(unknown) == len(rest):
             raise InputError(
                 f"a batch is {said(batch)}, {target!r} its targets, and none of the others an argument of the model's "
-                f"forward, which takes {self.takes}; name the inputs so, or pick them with batch=, a function from a "
-                "batch to (inputs, targets)."
+                f"forward, which takes {self.takes}; name the inputs like that, or pick them with batch=, a function "
+                "from a batch to (inputs, targets)."
             )
         if unknown:
             rest = {key: value for key, value in rest.items() if key not in unknown}
@@ -191,7 +194,7 @@ class Form:
         return rest, held[target]
 
     def _of_items(self, batch: Sequence[Any], notes: list[str]) -> tuple[Any, Any]:
-        """Of several items: those before the targets are inputs, those after them are left out."""
+        """From several items: those before the targets are inputs, those after them are left out."""
         count, names, target = len(batch), getattr(batch, "_fields", None), self.target
         if target is None:
             named = [name for name in LABELS if names and name in names]
@@ -199,28 +202,28 @@ class Form:
         if isinstance(target, str) and names and target in names:
             target = int(names.index(target))
         if isinstance(target, str) or not 1 <= (target + count if target < 0 else target) < count:
-            raise InputError(f"target={target!r} is no item of a batch behind its inputs: it has {said(batch)}.")
+            raise InputError(f"target={target!r} is not an item of a batch after its inputs: it has {said(batch)}.")
         target %= count
         if target < count - 1:
             _note(notes, f"a batch has {count} items: {target} of inputs, then the targets; the rest was left out")
         return batch[0] if target == 1 else tuple(batch[:target]), batch[target]
 
     def _place(self, batch: Sequence[Any]) -> int:
-        """Where the targets must be among three and more items, by how many inputs the model's forward takes."""
+        """Where the targets must be among three or more items, by how many inputs the model's forward takes."""
         places = [place for place in range(1, len(batch)) if self.takes.may_take(place)]
         if len(places) == 1:
             return places[0]
         what = f"the model's forward takes {self.takes}" if self.takes.known else "it is not known what the model takes"
         raise InputError(
-            f"a batch has {said(batch)}, and which of them holds the targets cannot be told, as {what}; pass target=1 "
+            f"a batch has {said(batch)}, and it is unclear which of them holds the targets, as {what}; pass target=1 "
             "for (inputs, targets, ...), target=-1 for (input, input, ..., targets), or a function with batch=."
         )
 
     def _of_graph(self, graph: Any, notes: list[str]) -> tuple[Any, Any]:
-        """Of a graph: the nodes that a mask picks, or the graphs of a batch, are the samples."""
+        """From a graph: the nodes that a mask picks, or the graphs of a batch, are the samples."""
         if hasattr(graph, "edge_types"):
             raise InputError(
-                f"a {type(graph).__name__} has several kinds of nodes, and which are the samples cannot be told; let a "
+                f"a {type(graph).__name__} has several kinds of nodes, and it is unclear which are the samples; let a "
                 "module hold it in buffers and take the numbers of its nodes, with data=(numbers, y[numbers])."
             )
         name, mask = str(self.target or "y"), ""
@@ -239,10 +242,10 @@ class Form:
             what, way = f"takes {self.takes}" if self.takes.known else "takes anything", "wrap it in a module whose "
             way += "forward takes those parts by their names, or the graph"
             if "batch" in wanted and not isinstance(getattr(graph, "batch", None), Tensor):
-                way = "torch_geometric.loader.DataLoader(graphs) makes batches, which say of each node its graph"
+                way = "torch_geometric.loader.DataLoader(graphs) makes batches, which say each node's graph"
             raise InputError(
-                f"the model's forward {what}, so how to call it with a graph of {', '.join(parts_of(graph))} cannot be "
-                f"told; {way}."
+                f"the model's forward {what}, so it is unclear how to call it with a graph of "
+                f"{', '.join(parts_of(graph))}; {way}."
             )
         return Rows(rows, Shared(graph, wanted if as_parts else ())), targets[rows.to(targets.device)]
 
@@ -251,7 +254,7 @@ class Form:
         if callable(self.output):
             found = _called("output=", self.output, result)
             if not isinstance(found, Tensor):
-                raise InputError(f"the function output= must return a tensor, it returned {said(found)}.")
+                raise InputError(f"the function output= must return a tensor; it returned {said(found)}.")
             return found
         if self.output is not None:
             return self._named(result, self.output)
@@ -261,13 +264,13 @@ class Form:
         if part is not None:
             return self._named(result, part)
         raise InputError(
-            f"the model must return a tensor or something with logits, it returned {said(result)}; say with output= "
+            f"the model must return a tensor or something with logits; it returned {said(result)}; say with output= "
             "which part of it to measure: a key, a number, or a function. A model that returns its loss alone is "
             "measured by that with output=, loss=lambda value, targets: value and batches='fixed'."
         )
 
     def candidates(self, result: Any, count: int) -> list[Any]:
-        """The keys or numbers of the parts that may be the outputs for so many samples, where nothing says which."""
+        """The keys or numbers of the parts that may be the outputs for this many samples, where nothing says which."""
         if self.output is not None or _logits(result) is not None:
             return []
         held = result if isinstance(result, Mapping) else fields_of(result)
@@ -285,11 +288,11 @@ class Form:
             except (KeyError, IndexError, TypeError, ValueError):
                 found = None
         if not isinstance(found, Tensor) or isinstance(result, Tensor):
-            raise InputError(f"output={name!r} names no tensor of what the model returned: {said(result)}.")
+            raise InputError(f"output={name!r} names no tensor in what the model returned: {said(result)}.")
         return found
 
     def of_pairs(self) -> Form:
-        """The same for batches that are pairs of inputs and targets already."""
+        """The same for batches that are already pairs of inputs and targets."""
         return dataclasses.replace(self, target=None, batch=None)
 
     def options(self) -> Reading:
@@ -312,7 +315,7 @@ def _has(item: Any, count: int) -> bool:
 
 
 def _called(name: str, function: Callable[[Any], Any], thing: Any) -> Any:
-    """What a function of the caller's own makes of a batch or of outputs; if it fails, it is said whose fault it is."""
+    """What the caller's own function makes of a batch or of outputs; if it fails, the error says whose fault it is."""
     try:
         return function(thing)
     except InputError:

@@ -1,7 +1,7 @@
 """Operations written out in elementary ones, because their built-in derivatives are wrong or missing (torch 2.13).
 
 `tools/census.py` compares every differentiable operation with second differences; `docs/operations.md` is its result.
-What it finds wrong is written out here, or refused with a sentence where that cannot be done.
+What it finds wrong is written out here, or refused in a sentence where that is impossible.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from spiritlevel.errors import InputError
 
 
 class Elementary(TorchFunctionMode):
-    """Inside it, the operations of this module run in the forms that can be differentiated in every way.
+    """Inside it, the operations of this module run in forms that can be differentiated in every way.
 
     Nested forward mode is silently wrong for layer norm (by 10-20 %), and for batch norm and instance norm that use the
     statistics of their input (by 30 % and more; a `vmap` over their backward pass is off by 10 %). Double backward
-    through weight norm is off by 24 %, and ignores the mean and the deviation that the native norms return besides.
+    through weight norm is off by 24 %, and ignores the mean and the deviation that the native norms also return.
     Forward mode moves the row of an embedding that `padding_idx` holds fixed; reverse mode does not. The hard sigmoid,
     `cdist` and bags of embeddings have no second derivative, the gated linear unit no nested forward mode; the second
     derivatives of `sinc` at 0 are NaN or 0. Running statistics are never written.
@@ -48,7 +48,7 @@ _layer_norm_built_in: ContextVar[bool] = ContextVar("layer norm built in", defau
 
 @contextlib.contextmanager
 def built_in_layer_norm() -> Iterator[None]:
-    """Inside, layer norm stays one operation: for who does not ask autograd for its derivatives."""
+    """Inside, layer norm stays one operation: for callers that do not ask autograd for its derivatives."""
     token = _layer_norm_built_in.set(True)
     try:
         yield
@@ -157,7 +157,7 @@ def _instance_norm(
 
 
 def _low_level(norm: Callable[..., Tensor | None]) -> Callable[..., Tensor | None]:
-    """`torch.batch_norm` and `torch.instance_norm` take their arguments in another order, and all of them."""
+    """`torch.batch_norm` and `torch.instance_norm` take their arguments in another order, and need all of them."""
 
     def written_out(
         input: Tensor,
@@ -209,7 +209,7 @@ def _glu(input: Tensor, dim: int = -1) -> Tensor:
 
 
 def _max_unpool(dims: int) -> Callable[..., Tensor]:
-    """Where windows overlap a place may be written twice; only what stays there has a derivative."""
+    """Where windows overlap, a place may be written twice; only what remains there has a derivative."""
     original = {1: F.max_unpool1d, 2: F.max_unpool2d, 3: F.max_unpool3d}[dims]
 
     def unpool(input: Tensor, indices: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -246,7 +246,7 @@ def _pdist(input: Tensor, p: float = 2.0) -> Tensor:
 def _scatter_reduce(
     input: Tensor, dim: int, index: Tensor, src: Tensor, reduce: str, *, include_self: bool = True
 ) -> Tensor | None:
-    """Products of the entries that meet in one place; forward mode takes their derivative for zero."""
+    """Products of the entries that meet in one place; forward mode takes their derivative to be zero."""
     if reduce != "prod" or not input.ndim or not index.ndim or not index.numel():
         return None
     there = tuple(slice(size) for size in index.shape)
@@ -266,7 +266,7 @@ def _scatter_reduce_(input: Tensor, *args: Any, **kwargs: Any) -> Tensor | None:
 
 
 def _cholesky_inverse(input: Tensor, upper: bool = False) -> Tensor:
-    """Built in, forward over reverse mode is off by some 1e-5, and not symmetric."""
+    """In the built-in one, forward over reverse mode is off by some 1e-5 and not symmetric."""
     unit = torch.eye(input.shape[-1], dtype=input.dtype, device=input.device)
     return torch.cholesky_solve(unit.expand(input.shape), input, upper=upper)
 
@@ -280,7 +280,7 @@ def _triangular_solve(
 
 
 def _normal(mean: Any, std: Any = 1.0, *size: Any, generator: Any = None, **options: Any) -> Tensor | None:
-    """Built in, it has no derivative by mean and deviation, and says that it is zero."""
+    """The built-in one has no derivative by mean and deviation, and returns zero for it."""
     if size or options or not any(isinstance(item, Tensor) for item in (mean, std)):
         return None
     like = mean + 0 * std
@@ -300,7 +300,7 @@ def _embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Tensor | None:
-    """The row of `padding_idx` is held fixed: it is never trained, and to forward mode it must not move either."""
+    """The row of `padding_idx` is held fixed: it is never trained, and must not move in forward mode either."""
     if padding_idx is None:
         return None
     rows = F.embedding(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
@@ -321,7 +321,7 @@ def _embedding_bag(
     include_last_offset: bool = False,
     padding_idx: int | None = None,
 ) -> Tensor | None:
-    """Bags in the rows of a matrix, or one after the other from `offsets` on; the padding is in none of them."""
+    """Bags in the rows of a matrix, or one after another from `offsets`; the padding is in none of them."""
     if max_norm is not None or scale_grad_by_freq or (input.ndim == 2) != (offsets is None):
         return None
     inside = torch.ones_like(input, dtype=torch.bool)
@@ -371,7 +371,7 @@ def _multi_margin_loss(
 
 
 def _linear_cross_entropy(*args: Any, **kwargs: Any) -> Tensor:
-    """In one piece: in chunks it computes its gradient ahead, which a second derivative takes for a constant."""
+    """In one piece: in chunks it computes its gradient ahead, which a second derivative takes as constant."""
     return F.linear_cross_entropy(*args, **{**kwargs, "options": None})
 
 

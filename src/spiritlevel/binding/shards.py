@@ -1,8 +1,8 @@
 """A model whose parameters are sharded over processes by FSDP2 (`fully_shard`), as a problem of this process's shards.
 
 Every rank holds a part of each parameter and of each vector like it. A pass gathers the parameters layer by layer, so
-all ranks must make the same passes at the same time, each on a batch of its own (`Context.mine` sees to that). Other
-points than the model's are written into the shards in place, and taken back bit for bit at the end.
+all ranks must make the same passes at the same time, each on a batch of its own (`Context.mine` sees to that). Points
+other than the model's are written into the shards in place, and undone bit for bit at the end.
 
 The hooks that gather parameters have no double backward, and `torch.func` does not reach through them: first
 derivatives are those of a plain backward pass, second ones are differences of them (`operators/differences`).
@@ -28,7 +28,7 @@ from spiritlevel.binding.reading import PLAIN, Form
 from spiritlevel.binding.state import preserved_random_state, without_autocast
 from spiritlevel.errors import InputError
 
-_CHUNK = 2**20  # numbers of a random vector that are drawn at once, of which each rank keeps its own
+_CHUNK = 2**20  # numbers of a random vector drawn at once; each rank keeps its own
 
 
 class Run(NamedTuple):
@@ -65,14 +65,14 @@ def _checked_placements(model: nn.Module, managed: list[Any]) -> Any:
         mesh = parameter.device_mesh
         if parameter.dtype not in (torch.float32, torch.float64):
             raise InputError(
-                f"the parameter {name} is sharded in {str(parameter.dtype).removeprefix('torch.')}, which holds no "
-                "curvature, and no float32 copy of it fits beside it; call model.float() before fully_shard."
+                f"the parameter {name} is sharded in {str(parameter.dtype).removeprefix('torch.')}, which is too "
+                "coarse for curvature, and no float32 copy of it fits beside it; call model.float() before fully_shard."
             )
     for module in managed:
         policy = getattr(module._get_fsdp_state(), "_mp_policy", None)
         if getattr(policy, "param_dtype", None) in (torch.float16, torch.bfloat16):
             raise InputError(
-                "the model is sharded with a MixedPrecisionPolicy that computes in half precision, in which small "
+                "the model is sharded with a MixedPrecisionPolicy that computes in half precision, where small "
                 "steps change nothing; call fully_shard without param_dtype to measure it."
             )
     assert mesh is not None
@@ -101,9 +101,11 @@ class ShardedProblem(Problem):
         self._reshard()
         self.group = _checked_placements(model, self._managed)
         if batch_norm != "eval":
-            raise InputError("a sharded model is measured with batch_norm='eval' only.")
+            raise InputError("a sharded model can only be measured with batch_norm='eval'.")
         if form.batches == "fixed" or form.unit == "token":
-            raise InputError("a sharded model is measured with batches='free' and unit='sample' only; leave them out.")
+            raise InputError(
+                "a sharded model can only be measured with batches='free' and unit='sample'; leave them out."
+            )
         own = dict(model.named_parameters())
         names = [name for name in select_parameters(model, params) if is_parted(own[name])]
         self.model, self.form, self.batch_norm = model, form.of(model), batch_norm
@@ -141,14 +143,14 @@ class ShardedProblem(Problem):
         return sum(tensor.numel() for tensor in self._held.values())
 
     def drawn(self, draw: Callable[[int], Any]) -> Tensor:
-        """This rank's entries of a random vector; `draw` gives the next so many numbers, all of which every rank draws.
+        """This rank's entries of a random vector; `draw` gives the next numbers, all of which every rank draws.
 
-        No rank ever holds more than a piece of the rest.
+        No rank ever holds more than a small piece of the rest.
         """
         kept: list[Tensor] = []
         size, start = self.size, 0
         while start < size:
-            stop = size if size - start < 2 * _CHUNK else start + _CHUNK  # torch draws the last few in another way
+            stop = size if size - start < 2 * _CHUNK else start + _CHUNK  # torch draws the last few differently
             piece = torch.as_tensor(draw(stop - start))
             for run in self.runs:
                 low, high = max(run.start, start), min(run.start + run.length, stop)
@@ -172,7 +174,7 @@ class ShardedProblem(Problem):
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """Eval mode, no gradients of the caller's; on leaving shards, gradients, modes and buffers are as they were."""
+        """Eval mode, without the caller's gradients; on exit shards, gradients, modes and buffers are as they were."""
         if self._active:
             with torch.inference_mode(False), torch.enable_grad():
                 yield
@@ -205,7 +207,7 @@ class ShardedProblem(Problem):
                         tensor.data.copy_(values)
 
     def _reshard(self) -> None:
-        """Have every parameter as its shard again: a gathered one would not see what is written into the shards."""
+        """Make every parameter its shard again: a gathered one would not see what is written into the shards."""
         for module in self._managed:
             module.reshard()
 
@@ -233,7 +235,7 @@ class ShardedProblem(Problem):
     def gradient(self, params: Params, batches: Iterable[tuple[float, Any, Tensor]]) -> tuple[Tensor, Tensor]:
         """The sum of weight · loss over this rank's batches, and its part of the gradient of the sum over all ranks.
 
-        fully_shard takes the mean over the ranks, of which this makes the sum. Inside `active()`.
+        fully_shard takes the mean over the ranks, which this turns into the sum. Inside `active()`.
         """
         total, ranks = torch.zeros((), dtype=torch.float64), dist.get_world_size(self.group)
         held = list(self._held.values())
@@ -255,5 +257,5 @@ class ShardedProblem(Problem):
 
 
 def bound(model: nn.Module, **options: Any) -> Problem:
-    """The problem of a model: of a sharded one that of this rank's shards."""
+    """The problem of a model: for a sharded one, that of this rank's shards."""
     return ShardedProblem(model, **options) if is_sharded(model) else Problem(model, **options)

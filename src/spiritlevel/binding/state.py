@@ -1,4 +1,4 @@
-"""The state of a module and of the random generators: taken, changed for the time of a measurement, and given back."""
+"""The state of a module and of the random generators: taken, changed during a measurement, and restored."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from spiritlevel.binding.devices import generators, random_state
 
 @contextlib.contextmanager
 def preserved_random_state() -> Iterator[None]:
-    """Give torch, NumPy and Python back the random states they had."""
+    """Restore the random states of torch, NumPy and Python."""
     python, numpy_state = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=generators()):
         try:
@@ -37,12 +37,12 @@ _CONTAINERS = {list, deque, dict, OrderedDict, defaultdict, set}  # exactly thes
 
 @contextlib.contextmanager
 def preserved_module(model: nn.Module) -> Iterator[Callable[[], bool]]:
-    """Give every submodule back the attributes, mode, parameters and buffers (the same objects) that it had.
+    """Restore the attributes, mode, parameters and buffers (the same objects) of every submodule.
 
     Old-style weight norm, for one, leaves a computed `weight` on the module at every call. Lists, dicts and sets that
     are reached from the attributes get their contents back: a module that collects its activations in one would
-    otherwise be left with tensors that are of no use outside the transformation that made them. Tensors that are
-    plain attributes get back their values. Yields a function that tells whether there is anything to give back.
+    otherwise be left with tensors that are useless outside the transformation that made them. Tensors that are
+    plain attributes get back their values. Yields a function that says whether there is anything to restore.
     """
     saved: dict[int, tuple[Any, list[Any]]] = {}
     found: list[Any] = [module.__dict__ for module in model.modules()]
@@ -75,7 +75,7 @@ def _content(container: Any) -> list[Any]:
 
 
 def _same_content(now: list[Any], then: list[Any]) -> bool:
-    """Whether two lists hold the same objects; of pairs, the same second ones under equal first ones."""
+    """Whether two lists hold the same objects; for pairs, the same second items under equal first ones."""
     if len(now) != len(then):
         return False
     pairs = zip(now, then, strict=True)
@@ -84,14 +84,14 @@ def _same_content(now: list[Any], then: list[Any]) -> bool:
 
 @functools.cache
 def _load_forward_mode() -> None:
-    """Have torch load its forward-mode rules, and keep its deprecation warnings about itself from the user."""
+    """Make torch load its forward-mode rules, and spare the user its deprecation warnings about itself."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         jvp(torch.clone, (torch.zeros(()),), (torch.zeros(()),))
 
 
 class _NotReentrant:
-    """In place of the function behind reentrant checkpoints: runs what it is given, and keeps the activations."""
+    """Replaces the function behind reentrant checkpoints: runs what it is given, and keeps the activations."""
 
     @staticmethod
     def apply(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
@@ -99,7 +99,7 @@ class _NotReentrant:
 
 
 def _kept(*args: Any, **kwargs: Any) -> Iterator[None]:
-    """In place of what surrounds other checkpoints: nothing is thrown away, so nothing is computed again."""
+    """Replaces what surrounds other checkpoints: nothing is thrown away, so nothing is recomputed."""
     yield
 
 
@@ -159,5 +159,5 @@ def random_states(device: torch.device) -> tuple[Any, ...] | None:
 
 
 def advance_random_states() -> None:
-    """Move on from the present random states, so that whatever draws from them draws something else."""
+    """Advance the random states, so that whatever draws from them draws something else."""
     torch.rand(1), np.random.random(), random.random()

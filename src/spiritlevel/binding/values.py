@@ -1,4 +1,4 @@
-"""Tensors in other clothes: arrays, lists of numbers, columns of tables become tensors, or a sentence says why not."""
+"""Tensors in disguise: arrays, lists of numbers and columns of tables become tensors, or a sentence says why not."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from spiritlevel.errors import InputError, first_line, shown
 
 
 def are_numbers(values: Any) -> bool:
-    """Whether this is a list of numbers, or of such lists; of a long list one end says it.
+    """Whether this is a list of numbers, or of such lists; for a long list, one end decides.
 
     >>> are_numbers([[1, 2.5], [3, 4]]), are_numbers([]), are_numbers(["a"]), are_numbers((1, 2))
     (True, False, False, False)
@@ -27,26 +27,26 @@ def are_numbers(values: Any) -> bool:
 
 
 def is_array_like(thing: Any) -> bool:
-    """Whether `as_tensor` makes a tensor of this, if what it holds are numbers: a column or a frame of a table, too."""
+    """Whether `as_tensor` makes a tensor of this if it holds numbers; true of a column or a frame of a table, too."""
     return isinstance(thing, Tensor | np.ndarray) or hasattr(thing, "to_numpy") or are_numbers(thing)
 
 
 def as_tensor(thing: Any, role: str) -> Any:
     """An array, a list of numbers or a part of a table as a tensor; anything else as it is.
 
-    `role` says in a complaint what it is: "the targets", say.
+    `role` is what an error message calls it, such as "the targets".
     """
     if isinstance(thing, Tensor):
         if thing.is_nested or thing.layout is not torch.strided:
             kind, way = ("nested", "to_padded_tensor(0.0)") if thing.is_nested else ("sparse", "to_dense()")
-            raise InputError(f"{role} are a {kind} tensor, of which no samples can be cut; pass .{way} of it.")
+            raise InputError(f"{role} are a {kind} tensor, which cannot be cut into samples; pass .{way} of it.")
         return thing
     if are_numbers(thing):
         try:
             return torch.tensor(thing)
         except (TypeError, ValueError, RuntimeError) as error:
             raise InputError(
-                f"{role} are lists that make no tensor ({first_line(error)}); pad them to one length, or pass tensors."
+                f"{role} are lists that form no tensor ({first_line(error)}); pad them to one length, or pass tensors."
             ) from error
     if not isinstance(thing, np.ndarray) and hasattr(thing, "to_numpy"):
         thing = thing.to_numpy()
@@ -60,7 +60,7 @@ def as_tensor(thing: Any, role: str) -> Any:
 
 
 def as_inputs(inputs: Any) -> Any:
-    """The inputs of a batch with tensors for all that stands for one; what holds none is refused."""
+    """The inputs of a batch, with tensors for everything that stands for one; inputs without any are refused."""
     if isinstance(inputs, Tensor):
         return as_tensor(inputs, "the inputs")
 
@@ -101,7 +101,7 @@ def as_targets(targets: Any) -> Tensor:
 def fields_of(thing: Any) -> dict[str, Any] | None:
     """What a dataclass or a plain object holds, by name, if tensors are among it; None for anything else.
 
-    What can be iterated or asked for items is no such object: a data set may well keep its tensors as attributes.
+    What can be iterated or indexed is not such an object: a data set may well keep its tensors as attributes.
 
     >>> from types import SimpleNamespace
     >>> sorted(fields_of(SimpleNamespace(x=torch.zeros(2), id=3))), fields_of((1, 2)), fields_of(SimpleNamespace(x=3))
@@ -117,10 +117,10 @@ def fields_of(thing: Any) -> dict[str, Any] | None:
 
 
 def said(thing: Any) -> str:
-    """What was got, in words: the keys of a dict, the number of items, the shape of a tensor.
+    """What was passed, in words: the keys of a dict, the number of items, the shape of a tensor.
 
-    >>> said({"input_ids": 0, "labels": 1}), said((1, "a")), said(torch.zeros(2, 3)), said("mnist")
-    ("a dict with the keys 'input_ids', 'labels'", '2 items (int, str)', 'a tensor of shape (2, 3)', "the text 'mnist'")
+    >>> said({"ids": 0, "labels": 1}), said((1, "a")), said(torch.zeros(2, 3)), said("mnist")
+    ("a dict with the keys 'ids', 'labels'", '2 items (int, str)', 'a tensor of shape (2, 3)', "the string 'mnist'")
     """
     if isinstance(thing, Tensor | np.ndarray):
         return f"{'a tensor' if isinstance(thing, Tensor) else 'an array'} of shape {tuple(thing.shape)}"
@@ -133,7 +133,7 @@ def said(thing: Any) -> str:
     if isinstance(thing, type):
         return f"the class {thing.__name__}"
     if isinstance(thing, str):
-        return f"the text {shown(thing)}"
+        return f"the string {shown(thing)}"
     if isinstance(thing, bool | int | float) or thing is None:
         return f"{thing!r}"
     held = fields_of(thing)

@@ -66,7 +66,7 @@ def axis_of(channel: Any, field: str, data: Columns, name: str, *, log: bool, ze
 
 
 def tooltip_of(data: Columns, **fields: str | None) -> list[alt.Tooltip]:
-    """What is shown where the pointer is."""
+    """What is shown under the pointer."""
     return [
         alt.Tooltip(field, title=name, type=kind, format=".4~g" if kind == "quantitative" else alt.Undefined)
         for field, name in fields.items()
@@ -78,7 +78,7 @@ def tooltip_of(data: Columns, **fields: str | None) -> list[alt.Tooltip]:
 def colour_of(
     series: str | None, data: Columns, *, ordered: bool = False, order: Sequence[str] | None = None
 ) -> dict[str, Any]:
-    """The channels that tell series apart: colours of the theme, or a gradual scale for numbers in order."""
+    """The channels that distinguish series: colours of the theme, or a gradual scale for ordered numbers."""
     if series is None:
         return {}
     gradual = ordered and _kind(data, series) == "quantitative"
@@ -93,7 +93,7 @@ def colour_of(
     return {"color": alt.Color("series", type=kind, sort=None, scale=scale, legend=legend)}
 
 
-# Plain decimals where they are short, 2e-7 elsewhere. Vega leaves labels empty where a logarithmic axis has no room.
+# Plain decimals where they are short, otherwise 2e-7. Vega leaves labels empty where a logarithmic axis has no room.
 LABEL = (
     "datum.label === '' ? '' : datum.value === 0 ? '0' : abs(datum.value) < 1e-3 || abs(datum.value) >= 1e6 "
     "? format(datum.value, '.2~e') : format(datum.value, ',.6~r')"
@@ -120,7 +120,7 @@ def left_out(data: Columns, *axes: tuple[str, bool]) -> str:
 
 
 def with_title(chart: Any, title: str, subtitle: str = "") -> Any:
-    """The chart with its heading, and what is left to say below it."""
+    """The chart with its heading, and remarks below it."""
     heading: Any = alt.TitleParams(title, subtitle=subtitle) if subtitle else title
     if not title:  # Vega draws no subtitle without a title
         heading = alt.TitleParams(subtitle, fontSize=12, fontWeight="normal")

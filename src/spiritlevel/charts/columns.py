@@ -43,9 +43,9 @@ def scatter(
 ) -> Chart:
     """Points, coloured by a column, and a fitted line.
 
-    Of more than `most` rows all are counted in cells behind the points, and a part is drawn as points: the rows `keep`,
-    those at the ends of both axes, all of a rare colour, and every so-manieth of the others. What is not drawn is
-    said below the title, also what a logarithmic axis cannot show.
+    If there are more than `most` rows, all are counted in cells behind the points, and some are drawn as points: the
+    rows `keep`, those at the ends of both axes, all of a rare colour, and evenly spaced ones of the others. What is
+    not drawn is stated below the title, as is what a logarithmic axis cannot show.
 
     Args:
         data: The columns.
@@ -53,11 +53,11 @@ def scatter(
         y: The column upwards.
         colour: The column of groups.
         order: The groups in the order of the palette, by default that of their first appearance.
-        hover: Further columns that are shown where the pointer is.
+        hover: Further columns, shown under the pointer.
         fit: Slope and intercept of a line in the coordinates of the axes: on a logarithmic axis those of log₁₀.
         log_x: Whether the axis across is logarithmic.
         log_y: Whether the axis upwards is logarithmic.
-        most: How many points are drawn, about.
+        most: Roughly how many points are drawn.
         keep: Rows that are drawn in any case.
         title: The heading.
     """

@@ -14,7 +14,7 @@ from spiritlevel.errors import InputError, printable
 from spiritlevel.storage import write_atomically
 
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', 'DejaVu Sans', sans-serif"
-# Okabe and Ito's colours, told apart with every common kind of colour blindness; brighter on dark ground.
+# Okabe and Ito's colours, distinguishable with every common kind of colour blindness; brighter on dark ground.
 _LIGHT = {
     "ground": "#ffffff",
     "ink": "#1f2933",
@@ -126,7 +126,7 @@ def svg(chart: Chart, *, dark: bool = False) -> str:
 def svg_file(chart: Chart, *, dark: bool = False) -> str:
     """The chart as an SVG file of a tenth to a half of the size, which looks the same.
 
-    It carries no description of every single mark, which would double a scatter plot, and is `compact`. Not for a
+    It does not describe every single mark, which would double the size of a scatter plot, and is `compact`. Not for a
     page that holds several: the names of the marks are the same in all files.
     """
     config = {**theme(dark=dark), "aria": False}

@@ -34,7 +34,7 @@ def surface_lines(
 
     The band is the 95 % interval of the mean over data of which these samples were drawn; with `band` B it is one
     standard deviation of the loss of a mini-batch of B samples, up and down. The parabola that slope and curvature
-    predict is drawn for a model alone, unless it is on the way to another.
+    predict is drawn for a single model, unless it is on the way to another.
     """
     one = len(surfaces) == 1
     rows, predicted, right = [], [], []
@@ -152,7 +152,7 @@ def _accuracy_lines(surface: Landscape) -> Any:
     for level in _LEVELS:
         found = isolines(x, y, heights, level)
         segments += [dict(zip(("x", "y", "x2", "y2"), map(float, each), strict=True)) for each in found]
-        if len(found) > 3:  # named where it passes below the model, or as near to that as it comes
+        if len(found) > 3:  # labelled where it passes below the model, or as near to that as it gets
             middle = min(found, key=lambda place: abs(place[0]) / np.ptp(x) + max(0.0, place[1]) / np.ptp(y))
             texts.append({"x": float(middle[0]), "y": float(middle[1]), "text": f"{level:.1%}".replace(".0%", "%")})
     rules = (
@@ -210,7 +210,7 @@ def histograms(
 
 
 def batch_spectra(found: Mapping[str, BatchEigenvalues], *, title: str = "") -> Chart:
-    """The largest Hessian eigenvalues of mini-batches, for one model or several, on a logarithmic axis if it helps."""
+    """The largest Hessian eigenvalues of mini-batches, for one model or several, logarithmic if that helps."""
     groups = {name: each.values.reshape(-1) for name, each in found.items()}
     values = np.concatenate([np.asarray(each, dtype=float) for each in groups.values()])
     wide = bool((values > 0).all()) and values.max() > 30 * values.min()

@@ -23,7 +23,7 @@ _FONTS = Path(__file__).parent / "fonts"
 _FAMILY = "DejaVu Sans Condensed"
 _FACES = {"normal": "DejaVuSansCondensed.ttf", "bold": "DejaVuSansCondensed-Bold.ttf"}
 _SMALLER = {"fontSize": 0.62, "strokeWidth": 0.6, "size": 0.4, "step": 0.5, "gradientLength": 0.5, "thickness": 0.6}
-_AXIS = 46  # points beside a panel that its axis takes, about
+_AXIS = 46  # points beside a panel that its axis takes, roughly
 
 
 def publish(
@@ -31,8 +31,8 @@ def publish(
 ) -> tuple[Path, ...]:
     """Write a chart as a figure and return the files: the ending says which, without one all three are written.
 
-    Texts are 7 and 8 points high at the width of the figure, 85 mm for a "column" and 178 mm for a "page". A PDF holds
-    the letters that it uses, an SVG the font, a PNG has 300 pixels per inch. All are written, or none.
+    Texts are 7 and 8 points high at the width of the figure, 85 mm for a "column" and 178 mm for a "page". A PDF embeds
+    the letters it uses, an SVG the font; a PNG has 300 pixels per inch. All are written, or none.
 
     Args:
         chart: any Altair chart.
@@ -126,7 +126,7 @@ def _columns(spec: dict[str, Any]) -> int:
 
 
 def _fit(spec: dict[str, Any], width: float, columns: int, top: bool = True) -> None:
-    """Give every view its part of the width, and the height that belongs to it."""
+    """Give every view its part of the width, and the matching height."""
     for several in ("hconcat", "vconcat"):
         if several in spec:
             spec["spacing"] = 10

@@ -38,8 +38,8 @@ def contours(
     """A surface over a grid: one cell for each `values[i][j]` at (x[i], y[j]), with contour lines between them.
 
     The lines join points found by linear interpolation between neighbouring grid points; `log` spaces the levels and
-    colours logarithmically. `names` are those of x, y and value; `domain` are the ends of the colours and of the levels
-    where several surfaces share them.
+    colours logarithmically. `names` are those of x, y and value; `domain` gives the ends of the colours and of the
+    levels where several surfaces share them.
     """
     heights = np.asarray(plain_values(values), dtype=float)
     across, up = np.asarray(plain_values(x), dtype=float), np.asarray(plain_values(y), dtype=float)
@@ -120,7 +120,7 @@ def isolines(x: np.ndarray, y: np.ndarray, heights: np.ndarray, level: float) ->
 def triangle(data: Columns, corners: tuple[str, str, str], value: str, *, width: int = 420, title: str = "") -> Chart:
     """A heat map over the simplex of three probabilities, given on a regular lattice; `corners` are their columns.
 
-    Every point is drawn as a hexagon, the set of places that are nearest to it.
+    Every point is drawn as a hexagon, the set of places nearest to it.
     """
     table = table_of(data, a=corners[0], b=corners[1], c=corners[2], value=value)
     first = sorted({round(float(row["a"]), 9) for row in table})

@@ -1,4 +1,4 @@
-"""The distribution of all eigenvalues by stochastic Lanczos quadrature, and all about a spectrum in one set of runs."""
+"""The distribution of all eigenvalues by stochastic Lanczos quadrature, and a whole spectrum from one set of runs."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def spectral_density(op: Any, *, probes: int = 8, steps: int = 80, seed: int = 0
 
     From each of `probes` sign vectors, `steps` Lanczos steps give a tridiagonal T (float64); the eigenvalues of T are
     the nodes and the squared first components of its eigenvectors the weights, a Gauss quadrature that reproduces
-    vᵀHᵏv/P for k = 0 … 2·steps − 1. A run that exhausts its Krylov space ends early, exact, and is filled up with
+    vᵀHᵏv/P for k = 0 … 2·steps − 1. A run that exhausts its Krylov space ends early, is exact, and is padded with
     nodes of weight 0.
 
     Cost: probes · steps products and `steps` vectors of memory. Sizes up to min(probes · steps, 2048) go dense: the
@@ -81,11 +81,11 @@ def spectrum(
 
     The runs are those of `spectral_density`. Their first products give vᵀHv, its parts v_l·(Hv)_l for every parameter
     tensor l (if the operator can `split`) and ‖Hv‖², all unbiased: the trace, the traces of the layers and Tr H²,
-    with errors from the spread over the probes. The first run goes on until the `k` values at both ends have
+    with errors from the spread over the probes. The first run continues until the `k` values at both ends have
     converged as in `eigenvalues`, within `max_matvecs` further products (by default 500 + 100k), and up to 128 more
-    from a random start tell how far beyond them another eigenvalue may lie (`Eigenpairs.reach`).
+    from a random start show how far beyond them another eigenvalue may lie (`Eigenpairs.reach`).
 
-    Cost: probes · steps products and the few that the ends still need. Sizes up to min(probes · steps, 2048) go dense
+    Cost: probes · steps products and the few more that the ends need. Sizes up to min(probes · steps, 2048) go dense
     and are exact. References: see `eigenvalues` and `spectral_density`.
 
     >>> values = torch.linspace(-1, 3, 50, dtype=torch.float64)
@@ -147,7 +147,7 @@ def _scaled(estimate: Estimate, factor: float, matvecs: int) -> Estimate:
 
 
 def _quadrature(space: Krylov, steps: int) -> tuple[Array, Array]:
-    """Gauss nodes and weights of a fresh Krylov space, filled up to `steps` with nodes of weight 0."""
+    """Gauss nodes and weights of a fresh Krylov space, padded to `steps` with nodes of weight 0."""
     w = space.width
     nodes, vectors = eigh_tridiagonal(space.projected.diagonal()[:w], space.projected.diagonal(1)[: w - 1])
     return np.pad(nodes, (0, steps - w), mode="edge"), np.pad(vectors[0] ** 2, (0, steps - w))

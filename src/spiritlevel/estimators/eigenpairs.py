@@ -20,7 +20,7 @@ from spiritlevel.estimators.probes import check_seed, gaussian, whole_of
 from spiritlevel.results import Eigenpairs, Estimate
 
 _DENSE_EIGENVALUES = 128  # up to this size all eigenvalues are computed at once
-DENSE_LATER = 2048  # up to this size the same where it saves products
+DENSE_LATER = 2048  # up to this size too, where it saves products
 _SETTLED = 128  # products after which an end of the spectrum is as well known as it will be
 
 
@@ -43,18 +43,19 @@ def eigenvalues(
     A pair (λ, v) has converged if ‖Hv − λv‖ ≤ tol · max|Ritz value|; then an eigenvalue lies within the residual of λ,
     and within residual²/gap for a simple one. The residuals come from the products already made, with their measured
     asymmetry (rounding, or products that change from call to call) added, and cost nothing extra; only below 100 times
-    the rounding unit of the dtype, k products measure them anew.
+    the rounding unit of the dtype, k more products measure them.
 
     One start vector sees every eigenvalue once, however often it is repeated. So when k values have converged, the
     iteration starts again from a random vector orthogonal to all it has seen, until such a round brings no new value.
-    The round ends when each found value that could push another one out is excluded: if one of its eigenvectors z had
-    been missed, then |zᵀq| of the random start q would have to be below 1/‖g‖, where g are the components of z in
-    the round's basis that H and its products dictate (the Christoffel function of the round), and that has probability
-    below 0.001. Eigenvalues closer than tol · max|Ritz value| count as equal. Usually this takes 4 to 10 products.
+    The round ends when repetitions of each found value that could push another one out are excluded: if one of its
+    eigenvectors z had been missed, then |zᵀq| of the random start q would have to be below 1/‖g‖, where g are the
+    components of z in the round's basis that H and its products dictate (the Christoffel function of the round), and
+    that has probability below 0.001. Eigenvalues closer than tol · max|Ritz value| count as equal. Usually this takes
+    4 to 10 products.
 
-    A small residual does not tell that no eigenvalue lies further out: the start vector may hardly have contained its
+    A small residual does not show that no eigenvalue lies further out: the start vector may hardly have contained its
     eigenvector. That is excluded in the same way, for eigenvalues further out by min(50 tol, 5 %) of max|Ritz value|
-    or more; what the first round has made for its residual usually suffices.
+    or more; the products that the first round made for its residual usually suffice.
 
     Up to size max(128, 4k) all eigenvalues are computed from the dense matrix, and up to size 2048 once the iteration
     has made as many products as the matrix has columns, unless `max_matvecs` forbids it.
@@ -66,11 +67,11 @@ def eigenvalues(
         tol: the relative residual to reach.
         max_matvecs: where to stop unconverged; by default 500 + 50k.
         vectors: whether to return the eigenvectors, as columns (P, k) in the operator's dtype.
-        seed: of the start vectors.
+        seed: for the start vectors.
         basis: how many vectors to hold in memory; by default max(2k + 20, k + 40).
-        start: a vector (P,) near the one eigenvector that is wanted, such as that of the last look at a network that
-            trains. A few products then reach the residual, and nothing is excluded: `reach` is infinite, and of the
-            largest eigenvalue `outermost()` is a lower bound.
+        start: a vector (P,) near the one eigenvector that is wanted, such as that of the last look at a network
+            in training. A few products then reach the residual, but nothing is excluded: `reach` is infinite, and
+            `outermost()` is a lower bound of the largest eigenvalue.
 
     References: Wu & Simon, SIAM J. Matrix Anal. Appl. 22 (2000), doi:10.1137/S0895479898334605; Kuczyński &
     Woźniakowski, ibid. 13 (1992), doi:10.1137/0613066 (random starts); Golub & Meurant, Matrices, Moments and
@@ -121,13 +122,13 @@ def _given(product: Product, k: int, start: Tensor) -> Tensor:
 def outermost(
     op: Any, which: str = "largest", *, tol: float = 1e-4, max_matvecs: int | None = None, seed: int = 0
 ) -> Estimate:
-    """The eigenvalue at one end of the spectrum ± what is not known of it, with its sign wherever that can be told.
+    """The eigenvalue at one end of the spectrum ± its uncertainty, with its sign wherever that can be determined.
 
-    `eigenvalues` promises a residual, which tells that some eigenvalue is near its value, and that none lies further
+    `eigenvalues` promises a residual, which shows that some eigenvalue is near its value, and that none lies further
     out by 50 tol · max|λ| or more. At the edge of a bulk of small eigenvalues both are far more than the value itself.
-    So the first round goes on, without restarts, until the eigenvalues that it cannot exclude (but for a chance of
-    0.001) lie within tol · max|λ| of the value and 0 is not among them, up to 128 products or as many as fit into 256
-    MB. What is left is the `tolerance`. Usually that takes 2 products more than `eigenvalues` for the end that
+    So the first round continues, without restarts, until the eigenvalues that it cannot exclude (except with a chance
+    of 0.001) lie within tol · max|λ| of the value and 0 is not among them, up to 128 products or as many as fit into
+    256 MB. What is left is the `tolerance`. Usually that takes 2 products more than `eigenvalues` for the end that
     dominates, and 60 to 120 in all for the other one.
 
     Args:
@@ -190,9 +191,9 @@ def _settle(space: Krylov, ends: tuple[Callable[[Array], Array], ...], tol: floa
 
 
 def with_reach(pairs: dict[str, Eigenpairs], product: Product, tol: float, seed: int) -> dict[str, Eigenpairs]:
-    """Converged ends with how far an eigenvalue may lie beyond them, and the better outermost value, from a new start.
+    """Converged ends with how far an eigenvalue may lie beyond them, and a better outermost value, from a new start.
 
-    Where eigenvectors were asked for, the values stay as they are.
+    If eigenvectors were asked for, the values stay as they are.
     """
     space = _roomy(product, seed)
     space.extend()
@@ -216,9 +217,9 @@ def with_reach(pairs: dict[str, Eigenpairs], product: Product, tol: float, seed:
 def spectral_norm(op: Any, *, tol: float = 1e-4, max_matvecs: int | None = None, seed: int = 0) -> Estimate:
     """The spectral norm ‖H‖₂ = max|λ|, by `eigenvalues(op, 1, which="magnitude")`.
 
-    Known to ± `tolerance`, about tol · ‖H‖₂, beyond which a larger one is excluded but for a chance of 0.001; in
-    practice to far less. No random error, so `stderr` is 0; if the iteration did not converge, `status` says so and
-    `reason` why. Usually 10 to 30 products. Reference: see `eigenvalues`.
+    Known to ± `tolerance`, about tol · ‖H‖₂, beyond which a larger one is excluded except with a chance of 0.001; in
+    practice much more closely. No random error, so `stderr` is 0; if the iteration did not converge, `status` says so
+    and `reason` why. Usually 10 to 30 products. Reference: see `eigenvalues`.
 
     >>> print(spectral_norm(torch.diag(torch.tensor([1.0, -3.0, 2.0]))))
     3
@@ -280,7 +281,7 @@ def converge(
                 if not (points.size if begin else space.points.size):
                     return coordinates[:, wanted], ""
                 if len(hidden) == points.size and space.knows_first and 0 in space.edges:
-                    begin = False  # the first round goes on until it excludes them
+                    begin = False  # the first round continues until it excludes them
             if exhausted:
                 what = "eigenvalues that are repeated or lie further out were not ruled out"
                 if not converged:
@@ -298,7 +299,7 @@ def converge(
             if not space.begin(space.points):
                 least = float(np.abs(space.points).min())
                 return coordinates[:, wanted], (
-                    f"repetitions of an eigenvalue as small as {least:.2g} cannot be told from rounding in "
+                    f"repetitions of an eigenvalue as small as {least:.2g} cannot be distinguished from rounding in "
                     f"{product.dtype}; use float64"
                 )
             number = space.rounds
@@ -306,7 +307,7 @@ def converge(
 
 
 def _beyond(end: Callable[[Array], Array], values: Array, margin: float) -> Array:
-    """The nearest places of an eigenvalue that lies further out than all `values` by `margin`."""
+    """The nearest places where an eigenvalue would lie further out than all `values` by `margin`."""
     edge = float(end(values).max()) + margin
     points = np.array([edge, -edge])
     return points[end(points) >= edge]
@@ -318,7 +319,7 @@ def _repeatable(end: Callable[[Array], Array], values: Array, distance: float) -
 
 
 def ritz_pairs(space: Krylov, coordinates: Array, reason: str, which: str, tol: float, vectors: bool) -> Eigenpairs:
-    """The Ritz pairs with these coordinates; `reason` tells why they have not converged."""
+    """The Ritz pairs with these coordinates; `reason` says why they have not converged."""
     projected = space.projected[: space.width, : space.width]
     values = np.einsum("ij,ik,kj->j", coordinates, projected, coordinates)
     columns = space.vectors(coordinates).T
@@ -361,7 +362,7 @@ def dense_eigenpairs(
 ) -> Eigenpairs:
     """The k eigenpairs at one end of a matrix that was formed by products.
 
-    Their residuals are measured where there are vectors, else no more than the asymmetry of the products.
+    Their residuals are measured where there are vectors, else at most the asymmetry of the products.
     """
     (end,) = ENDS[which]
     wanted = np.argsort(-end(entries.values), kind="stable")[:k]

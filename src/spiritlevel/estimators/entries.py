@@ -1,4 +1,4 @@
-"""A matrix with all its entries at hand, formed by products: what a small one is best known by."""
+"""A matrix with all its entries, formed by products: the best way to know a small one."""
 
 from __future__ import annotations
 

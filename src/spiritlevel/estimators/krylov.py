@@ -1,4 +1,4 @@
-"""Krylov spaces: an orthonormal basis, extended by one product at a time, that knows what it may have missed."""
+"""Krylov spaces: an orthonormal basis, extended one product at a time, that knows what it may have missed."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from spiritlevel.memory import check_room
 
 Array = NDArray[np.float64]
 _MISS = 1e-3  # chance that an eigenvalue stays hidden
-_COARSE = np.geomspace(1, 1e-14, 64)  # of the norm: where an eigenvalue is looked for
-_FINE = np.geomspace(1, _COARSE[1], 52)  # of the step before the last
+_COARSE = np.geomspace(1, 1e-14, 64)  # in units of the norm: where to look for an eigenvalue
+_FINE = np.geomspace(1, _COARSE[1], 52)  # in units of the last but one step
 
 
 @dataclass
 class _Edge:
-    """A unit vector outside of a Krylov space, with its shares in H times the basis vectors (see `Krylov`)."""
+    """A unit vector outside a Krylov space, with its shares in H times the basis vectors (see `Krylov`)."""
 
     vector: Tensor
     shares: Array
@@ -45,10 +45,10 @@ class Krylov:
     `begin(points)` also follows what an eigenvector z that is orthogonal to everything so far would look like, for
     each eigenvalue μ in `points`: as μ zᵀq = zᵀHq, its components along all later vectors are fixed multiples, the
     `shadows`, of zᵀq for the random q. They cannot exceed ‖z‖ = 1 together, so |zᵀq| ≤ 1/‖shadows‖; and for q uniform
-    on the sphere P(|zᵀq| ≤ t) ≤ t √(2P/π). So a point is dropped, ruled out but for the chance _MISS, once its
+    on the sphere P(|zᵀq| ≤ t) ≤ t √(2P/π). So a point is dropped, ruled out except with chance _MISS, once its
     shadows are long enough. The chances of rounds for the same points multiply, since their q are independent.
 
-    `uniform` tells that the direction of `first` is uniform on the sphere.
+    `uniform` says that the direction of `first` is uniform on the sphere.
     """
 
     def __init__(self, product: Product, capacity: int, seed: int, first: Tensor, uniform: bool = False) -> None:
@@ -72,7 +72,7 @@ class Krylov:
         self.points: Array = np.zeros(0)
         self.chances: Array = np.zeros(0)  # that the earlier rounds for these points have missed them
         self.missed: Array = np.zeros(0)  # that these and the present round have
-        self.knows_first = uniform  # the basis still is that of a first vector which was uniform on the sphere
+        self.knows_first = uniform  # the basis is still that of a first vector that was uniform on the sphere
         self.shadows: Array = np.zeros((0, capacity))
         self.norm = 0.0  # largest |Ritz value| seen
         self.noise = 0.0  # largest ‖qᵢᵀHq − qᵀHqᵢ‖ seen, or what the operator says: how far products are off
@@ -81,7 +81,7 @@ class Krylov:
         self._ritz: tuple[Array, Array] | None = None  # of `projected` as it stands
 
     def _outside(self, v: Tensor) -> tuple[Tensor, Array]:
-        """`v` less its part in the span of the basis, and its coefficients there. Twice is enough."""
+        """`v` minus its part in the span of the basis, and its coefficients there. Twice is enough."""
         basis = self.basis[: self.width]
         first = self.space.sum(basis @ v)
         v = torch.addmv(v, basis.T, first, alpha=-1)
@@ -137,7 +137,7 @@ class Krylov:
         return given
 
     def _rule_out(self, lengths: Array) -> None:
-        """Drop the points whose shadows have grown so long, and remember the chance of the others."""
+        """Drop the points whose shadows have grown long enough, and remember the chance of the others."""
         self.missed = self.chances * np.minimum(1.0, math.sqrt(2 * self.product.size / math.pi) / np.sqrt(lengths))
         hidden = self.missed > _MISS
         self.points, self.chances, self.missed = self.points[hidden], self.chances[hidden], self.missed[hidden]
@@ -146,7 +146,7 @@ class Krylov:
             edge.shadows = edge.shadows[hidden]
 
     def overlooks(self, points: Array) -> NDArray[np.bool_]:
-        """Of each point, whether the first vector may have hidden an eigenvector z of this eigenvalue.
+        """For each point, whether the first vector may have hidden an eigenvector z of this eigenvalue.
 
         That is, with a chance above _MISS. For z with components c in the basis and e along the edge u,
         (μ − A) c = e · shares and ‖c‖² + e² ≤ 1: that bounds the component c₀ along the first vector.
@@ -168,7 +168,7 @@ class Krylov:
     def reach(self, end: Callable[[Array], Array], size: float) -> float:
         """How far beyond `size` an eigenvalue may lie, measured by `end`, with a chance above _MISS; at most the norm.
 
-        To 1 %, and to 1e-14 of the norm. Products with H are known up to `noise`, which moves eigenvalues by as much.
+        To 1 %, and to 1e-14 of the norm. Products with H are known up to `noise`, which moves eigenvalues by that much.
         """
         if not self.norm:
             return self.noise
@@ -176,7 +176,7 @@ class Krylov:
         signs = both[end(both) > 0]
 
         def least(margins: Array) -> float:
-            """The last of these falling margins before one where an eigenvalue may lie; infinite if there is none."""
+            """The last of these decreasing margins before one where an eigenvalue may lie; infinite if none."""
             open_at = self.overlooks(np.outer(signs, size + margins).reshape(-1)).reshape(len(signs), -1).any(0)
             first = int(np.argmax(open_at)) if open_at.any() else len(margins)
             return float(margins[first - 1]) if first else math.inf
@@ -187,8 +187,8 @@ class Krylov:
     def begin(self, points: Array) -> bool:
         """Add a random edge, orthogonal to the basis, and look for more eigenvectors with eigenvalues `points`.
 
-        Returns whether that can help: not if the last round for the same points has told next to nothing about one
-        of them, because what it leaves of the edge cannot be told from rounding.
+        Returns whether that can help: not if the last round for the same points revealed next to nothing about one
+        of them, because what it leaves of the edge cannot be distinguished from rounding.
         """
         again = points is self.points
         if again and points.size and self.missed.max() > 0.5 * self.chances.max():

@@ -1,4 +1,4 @@
-"""A symmetric matrix known by its products, and how estimators ask for them: checked, counted, in full precision."""
+"""A symmetric matrix known through its products, which estimators ask for: checked, counted, in full precision."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ def in_full_precision(function: Callable[_Arguments, _Found]) -> Callable[_Argum
 
 
 class Operator:
-    """A symmetric matrix H known by its products, over named parameters laid end to end.
+    """A symmetric matrix H known through its products, over named parameters laid end to end.
 
     `matmat` maps a (P, k) tensor to H times it. `shapes` gives the parameters' names and shapes in order; without it
-    the operator has no names and cannot `split`. `notes` say what is not plain about the products. Exact; `op @ v`
+    the operator has no names and cannot `split`. `notes` say what is not obvious about the products. Exact; `op @ v`
     costs one product per column.
 
     >>> matrix = torch.tensor([[2.0, 1.0], [1.0, 3.0]])
@@ -178,7 +178,7 @@ def _checked(product: Tensor, v: Tensor, space: Space) -> Tensor:
             f"got {tuple(product.shape)}."
         )
     largest = torch.linalg.vector_norm(product, ord=math.inf) if product.numel() else torch.zeros(())
-    if not math.isfinite(space.sum(largest)):  # the quickest look at every number
+    if not math.isfinite(space.sum(largest)):  # the quickest way to check every number
         raise InputError(
             "a product with the operator holds NaN or infinity; check the model's outputs and loss, or use float64."
         )
@@ -263,7 +263,7 @@ def columns_at_once(size: int) -> int:
 def identity_blocks(
     space: Space, dtype: torch.dtype, device: torch.device, width: int | None = None
 ) -> Iterator[Tensor]:
-    """The columns of the identity, so many at once, or as many as fit."""
+    """The columns of the identity, this many at once, or as many as fit."""
     size = space.size
     width = width or columns_at_once(size)
     for first in range(0, size, width):

@@ -1,4 +1,4 @@
-"""Random vectors, keyed by (seed, stream, index): the same for every chunking; and the checks of who asks for them."""
+"""Random vectors, keyed by (seed, stream, index): the same for every chunking; and checks of the arguments for them."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ def whole_of(who: str, name: str, value: Any) -> int:
 
 
 def check_seed(seed: int) -> None:
-    """Raise `InputError` for anything but a whole number from 0 on."""
+    """Raise `InputError` for anything but a whole number of at least 0."""
     if isinstance(seed, bool) or whole_of("an estimator", "its seed", seed) < 0:
         raise InputError(f"a seed must be a whole number >= 0, got {seed!r}.")
 
 
 def check_probes(who: str, probes: int, rel_err: float | None, seed: int, least: int = 2) -> None:
-    """Raise `InputError` if so many probes give no standard error, or for a relative error of 0 or less."""
+    """Raise `InputError` if this many probes give no standard error, or for a relative error of 0 or less."""
     if whole_of(who, "probes", probes) < least:
         raise InputError(f"{who} needs probes >= {least} to report a standard error, got {probes}.")
     if rel_err is not None and not rel_err > 0:

@@ -1,7 +1,7 @@
 """Where the vectors of an operator live: all of them here, or each process with a part of every vector.
 
-Estimators need three things of a space beside its size: sums over all parts (of products of entries: inner products),
-their part of a random vector, and, of small matrices, the whole of a vector.
+Estimators need three things of a space besides its size: sums over all parts (of products of entries: inner products),
+their part of a random vector, and, for small matrices, whole vectors.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 class Space:
-    """Vectors of `size` entries, of which the first dimension holds `length` here: all of them.
+    """Vectors of `size` entries, whose first dimension holds `length` of them here: all.
 
     >>> space = Space(3)
     >>> float(space.norm(torch.tensor([0.0, 3.0, 4.0])))
@@ -31,11 +31,11 @@ class Space:
         return partial
 
     def drawn(self, draw: Callable[[int], Any]) -> Any:
-        """The entries here of a random array: `draw` gives the next so many numbers of its stream."""
+        """The entries here of a random array: `draw` gives the next numbers of its stream."""
         return draw(self.size)
 
     def whole(self, block: Tensor) -> Tensor:
-        """All entries of vectors, (size, k), of those that are here."""
+        """All entries of vectors, (size, k), from those that are here."""
         return block
 
     def part(self, block: Tensor) -> Tensor:

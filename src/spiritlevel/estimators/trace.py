@@ -18,7 +18,7 @@ from spiritlevel.estimators.probes import SKETCH, check_probes, sign_blocks
 from spiritlevel.results import DiagonalEstimate, Estimate
 
 _PILOT = 16  # probes that decide how many a relative error needs
-_MOST_PROBES = 4096  # where a relative error gives up
+_MOST_PROBES = 4096  # where the search for a relative error gives up
 
 
 @in_full_precision
@@ -28,9 +28,9 @@ def operator_trace(
 ) -> Estimate:
     """The trace Tr H, unbiased, with its standard error.
 
-    "hutchinson": the mean of vᵀHv over sign vectors v, variance 2(‖H‖_F² − Σ Hᵢᵢ²) a probe. "hutch++": a third of the
+    "hutchinson": the mean of vᵀHv over sign vectors v, variance 2(‖H‖_F² − Σ Hᵢᵢ²) per probe. "hutch++": a third of the
     products sketch the range of H with an orthonormal Q, a third give Tr QᵀHQ exactly, and the rest estimate the trace
-    of (I − QQᵀ)H(I − QQᵀ), whose spread is the standard error; far better where few eigenvalues dominate.
+    of (I − QQᵀ)H(I − QQᵀ), whose spread is the standard error; far better where a few eigenvalues dominate.
 
     Cost: `probes` products in all. With `rel_err` instead, 16 pilot probes decide how many more are needed for
     stderr ≤ rel_err · |Tr H| (from the upper 90 % bound of their variance), at most 4096. Exact, from the unit
@@ -54,7 +54,7 @@ def operator_trace(
         found = _expected_form(product, product, _dots, probes, rel_err, seed)
         return with_tolerance(found, product.size * product.form_error)
     if product.space.parted:
-        raise InputError("hutch++ needs whole vectors, and those of a sharded model have parts; use 'hutchinson'.")
+        raise InputError("hutch++ needs whole vectors, and those of a sharded model come in parts; use 'hutchinson'.")
     rank = probes // 3 if rel_err is None else _PILOT
     sketch = torch.cat([product(v) for v in sign_blocks(product, range(rank), seed, SKETCH)], dim=1)
     q = torch.linalg.qr(sketch).Q
@@ -74,7 +74,7 @@ def frobenius_norm(op: Any, *, probes: int = 64, rel_err: float | None = None, s
     """The Frobenius norm ‖H‖_F = √(Tr H²) from ‖Hv‖² over sign vectors v.
 
     The mean square is unbiased for Tr H²; the root and its error follow by the delta method, stderr(√x) =
-    stderr(x)/(2√x). Cost: `probes` products; `rel_err` as in `operator_trace`. Exact where that is no dearer.
+    stderr(x)/(2√x). Cost: `probes` products; `rel_err` as in `operator_trace`. Exact where that costs no more.
     Reference: Hutchinson, doi:10.1080/03610918908812806, applied to H².
 
     >>> print(frobenius_norm(torch.diag(torch.tensor([3.0, 4.0]))))
@@ -90,10 +90,10 @@ def frobenius_norm(op: Any, *, probes: int = 64, rel_err: float | None = None, s
 @in_full_precision
 @checked
 def diagonal(op: Any, *, probes: int = 64, seed: int = 0) -> DiagonalEstimate:
-    """The diagonal of H: the mean of v ∘ Hv over sign vectors v, unbiased, with a standard error an entry.
+    """The diagonal of H: the mean of v ∘ Hv over sign vectors v, unbiased, with a standard error per entry.
 
-    The variance of entry i is Σ_{j≠i} Hᵢⱼ² a probe. Cost: `probes` products and two vectors of memory; exact, from the
-    unit vectors, if `probes` ≥ size. Reference: Bekas, Kokiopoulou & Saad, Appl. Numer. Math. 57 (2007),
+    The variance of entry i is Σ_{j≠i} Hᵢⱼ² per probe. Cost: `probes` products and two vectors of memory; exact, from
+    the unit vectors, if `probes` ≥ size. Reference: Bekas, Kokiopoulou & Saad, Appl. Numer. Math. 57 (2007),
     doi:10.1016/j.apnum.2007.01.003.
 
     >>> diagonal(torch.tensor([[2.0, 1.0], [1.0, 3.0]])).values
@@ -129,11 +129,11 @@ def _dots(v: Tensor, hv: Tensor) -> Tensor:
 
 def _squares(v: Tensor, hv: Tensor) -> Tensor:
     """‖Hv‖² of every column."""
-    return torch.linalg.vector_norm(hv, dim=0, dtype=torch.float64).square()  # float32 squares end at 1e-45 and 3e38
+    return torch.linalg.vector_norm(hv, dim=0, dtype=torch.float64).square()  # squares in float32 end at 1e-45 and 3e38
 
 
 def with_tolerance(estimate: Estimate, tolerance: float) -> Estimate:
-    """An estimate from products with an error of their own; as it was where they have none."""
+    """An estimate from products with an error of their own; unchanged where they have none."""
     return replace(estimate, tolerance=estimate.tolerance + tolerance) if tolerance else estimate
 
 

@@ -1,4 +1,4 @@
-"""Inputs and targets out of files of arrays, none read before its size is known to fit."""
+"""Inputs and targets from files of arrays, none read before its size is known to fit."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _PAIRS = (
     ("data", "targets"),
     ("x_train", "y_train"),
 )
-FAINT = 17  # images of bytes that stay below were counted on another scale, like the 16 levels of scanned digits
+FAINT = 17  # byte images that stay below this were stored on another scale, like the 16 levels of scanned digits
 
 
 class Samples(NamedTuple):
     """Data to measure: what `measure` takes, the names of the classes (empty if unknown), and where they came from.
 
     `name` also says, in brackets, what was done to the numbers of a file: a network that was trained on other numbers
-    would be measured wrongly without a sign.
+    would silently be measured wrongly.
     """
 
     data: Any
@@ -39,9 +39,9 @@ class Samples(NamedTuple):
     notes: tuple[str, ...] = ()
     """What was done to the numbers of the file on the way, as sentences."""
     codes: Mapping[str, tuple[str, ...]] = {}
-    """Of a table: its columns with the names of their codes, in the order of the codes; none for numbers."""
+    """For a table: its columns with the names of their codes, in the order of the codes; none for numbers."""
     target: str | None = None
-    """The key of the targets in the batches, where it is left to whoever reads them."""
+    """The key of the targets in the batches, where finding them is left to the reader of batches."""
 
 
 def as_pair(arrays: Mapping[str, Any], path: Path) -> tuple[tuple[Tensor, Tensor], tuple[str, ...]]:
@@ -51,11 +51,11 @@ def as_pair(arrays: Mapping[str, Any], path: Path) -> tuple[tuple[Tensor, Tensor
             break
     else:
         listed = ", ".join(sorted(arrays)) or "nothing"
-        raise InputError(f"{path.name} must hold the inputs as x and the targets as y, it holds {listed}.")
+        raise InputError(f"{path.name} must hold the inputs as x and the targets as y; it holds {listed}.")
     inputs, targets = torch.as_tensor(arrays[first]), torch.as_tensor(arrays[second])
     if inputs.ndim == 0 or targets.ndim == 0 or len(inputs) != len(targets):
         shapes = f"{tuple(inputs.shape)} and {tuple(targets.shape)}"
-        raise InputError(f"{path.name} must hold as many targets as inputs, it holds shapes {shapes}.")
+        raise InputError(f"{path.name} must hold as many targets as inputs; it holds shapes {shapes}.")
     if targets.ndim == 2 and targets.shape[1] == 1 and not targets.is_floating_point():
         targets = targets[:, 0]
     converted, notes = as_inputs(inputs)
@@ -110,14 +110,14 @@ def read_npz(path: Path) -> dict[str, np.ndarray[Any, Any]]:
 
 
 def _check_member(member: zipfile.ZipInfo, stream: IO[bytes], path: Path) -> None:
-    """Refuse arrays of Python objects, and headers that promise another size than the archive holds."""
+    """Refuse arrays of Python objects, and headers that promise a size other than the archive holds."""
     version = npy.read_magic(stream)
     read = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
     shape, _, dtype = read(stream)
     if dtype.hasobject:
         raise InputError(f"{path.name}: {member.filename} holds Python objects, which are not opened; save numbers.")
     if dtype.kind not in "biuf" or dtype.itemsize > 8:
-        raise InputError(f"{path.name}: {member.filename} holds {dtype}, which is no real number of at most 64 bits.")
+        raise InputError(f"{path.name}: {member.filename} holds {dtype}, not real numbers of at most 64 bits.")
     promised = int(np.prod(shape, dtype=object)) * dtype.itemsize
     if promised != member.file_size - stream.tell():
         raise InputError(
@@ -131,6 +131,6 @@ def check_size(size: int, path: Path) -> None:
     limit = available_memory() // 4  # the numbers are held twice while they are converted, and the work needs memory
     if size > limit:
         raise InputError(
-            f"{path.name} unpacks to {size / 1e9:,.1f} GB, and {limit / 1e9:,.1f} GB of memory can be spared for it; "
+            f"{path.name} unpacks to {size / 1e9:,.1f} GB, and only {limit / 1e9:,.1f} GB of memory can be spared; "
             "pass fewer samples, or a function that returns a loader (file.py:function)."
         )

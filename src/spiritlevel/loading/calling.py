@@ -23,7 +23,7 @@ from spiritlevel.storage import check_readable, digest
 
 
 def call_spec(spec: str) -> Any:
-    """What `file.py:name` or `package.module:name` returns; something that is no function is taken as it is."""
+    """What `file.py:name` or `package.module:name` returns; something that is not a function is taken as it is."""
     with _named(spec) as found:
         if isinstance(found, nn.Module) or not callable(found):
             return found
@@ -70,13 +70,13 @@ def _check_takes_two(spec: str, loss: Callable[..., Any]) -> None:
             f"the loss {spec} must take (outputs, targets) and return one number per sample, and it takes "
             f"{inspect.signature(loss)}."
         ) from error
-    except ValueError:  # a built-in function that does not tell what it takes
+    except ValueError:  # a built-in function without a signature
         return
 
 
 @contextmanager
 def _named(spec: str) -> Iterator[Any]:
-    """What stands under a name in a file or a package, and meanwhile its neighbours can be imported."""
+    """What a name in a file or a package stands for; meanwhile its neighbours can be imported."""
     place, _, name = spec.rpartition(":")
     if not place or not name:
         raise InputError(f"{spec!r} names no {'function' if place else 'file'}; write file.py:function.")
@@ -113,7 +113,7 @@ def _import_file(path: Path) -> Any:
 
 _Modules = dict[str, ModuleType]
 _NEIGHBOURS: dict[str, _Modules] = {}  # what was imported from the folder of a user's file, by folder
-# Python's own folders, and those of packages: a user's, a distribution's and a borrowed one are not among the first.
+# Python's own folders, and those of packages: those of a user, a distribution or a borrowed one are not Python's own.
 _INSTALLED = sorted(
     {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
     | {place for place in sys.path if Path(place).name in ("site-packages", "dist-packages")}
@@ -122,9 +122,9 @@ _INSTALLED = sorted(
 
 @contextmanager
 def _importable(folder: Path) -> Iterator[None]:
-    """The user's own modules can be imported from `folder`, as if Python had been started there, and from there only.
+    """Let the user's own modules be imported from `folder`, as if Python had been started there, and only from there.
 
-    `v1/net.py` and `v2/net.py` may each have a `layers.py` beside them, and Python keeps one module under a name: the
+    `v1/net.py` and `v2/net.py` may each have a `layers.py` beside them, and Python keeps one module per name: the
     second file would get the first one's, and a model would be compared with itself. So what came from another folder
     is put aside meanwhile. Afterwards a name that two folders have stands for neither of them: an import in the middle
     of a forward pass fails rather than find the wrong one. What the calling program has imported itself is put back.
@@ -157,7 +157,7 @@ def _of_others(place: str) -> _Modules:
     """The modules that an import from the folder `place` must not find, because they came from another one."""
     theirs = {name.partition(".")[0] for folder, found in _NEIGHBOURS.items() if folder != place for name in found}
     beside: set[str] = set()
-    with suppress(OSError):  # a folder that can be entered and not listed
+    with suppress(OSError):  # a folder that can be entered but not listed
         beside = {path.stem for path in Path(place).iterdir() if path.suffix == ".py" or path.is_dir()}
     names = (theirs | beside) - sys.stdlib_module_names - {"__main__", __name__.partition(".")[0]}
     families: dict[str, _Modules] = {name: {} for name in names if name in sys.modules}
@@ -167,9 +167,9 @@ def _of_others(place: str) -> _Modules:
     others: _Modules = {}
     for head, family in families.items():
         if any(_lies_in(module, _INSTALLED) for module in family.values()):
-            continue  # as for every program that Python runs: what is installed and imported stays what it is
+            continue  # as in every Python program: what is installed and imported stays as it is
         found = PathFinder.find_spec(head, sys.path)
-        places: list[str] = []  # and none where the folder of that name is no package, but holds other things
+        places: list[str] = []  # none where the folder of that name is not a package but holds other things
         if found is not None and (found.origin or getattr(family[head], "__file__", None) is None):
             places = list(found.submodule_search_locations or [found.origin or ""])
         if head in theirs or places:

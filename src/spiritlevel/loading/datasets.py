@@ -27,12 +27,12 @@ def saved_dataset(folder: Path, split: str, target: str | None, model: nn.Module
     """The samples of a data set that `save_to_disk` wrote.
 
     Columns of numbers that `model.forward` has arguments for become a dict of tensors; a single column of numbers or
-    images becomes a tensor by itself. Texts are left out, with a note. The class names are those of the target column.
+    images becomes a tensor by itself. Texts are left out, with a note. Class names come from the target column.
 
     Args:
         folder: where it was saved.
         split: which part of it, where it has parts.
-        target: the column that is to be predicted; by default "labels" or "label".
+        target: the column to predict; by default "labels" or "label".
         model: the model that will be called with the columns.
     """
     table = _part(folder, split)
@@ -44,7 +44,7 @@ def saved_dataset(folder: Path, split: str, target: str | None, model: nn.Module
         raise unknown_name(f"column of {folder}", wanted, columns)
     check_size(int(table.data.nbytes), folder)
     if not len(table):
-        raise InputError(f"the data set {folder} has columns and no rows.")
+        raise InputError(f"the data set {folder} has columns but no rows.")
     usable, notes = _usable(table, wanted)
     taken = _taken(folder, usable, model)
     if unused := [name for name in usable if name not in (*taken, wanted)]:
@@ -54,7 +54,7 @@ def saved_dataset(folder: Path, split: str, target: str | None, model: nn.Module
     shifted = getattr(model, "prepare_decoder_input_ids_from_labels", None)
     if shifted is not None and "decoder_input_ids" not in tensors:
         tensors["decoder_input_ids"] = shifted(labels=targets)
-        notes.append(f"decoder_input_ids made of {wanted}, as for the training of an encoder with a decoder")
+        notes.append(f"decoder_input_ids made from {wanted}, as in training an encoder with a decoder")
     inputs = tensors if model is None or set(taken) & set(_arguments(model)) else tensors[taken[0]]
     named = f"columns {', '.join(taken)}" if isinstance(inputs, Mapping) else f"column {taken[0]}"
     notes.insert(0, f"{named} as inputs, {wanted} as target")
@@ -69,7 +69,7 @@ def _part(folder: Path, split: str) -> Any:
         found = load_from_disk(str(folder))
     except Exception as error:  # a damaged file can raise almost anything
         reason = first_line(error) or type(error).__name__
-        raise InputError(f"{folder} is no data set that save_to_disk() wrote, or damaged: {reason}.") from error
+        raise InputError(f"{folder} is not a data set that save_to_disk() wrote, or is damaged: {reason}.") from error
     if not isinstance(found, DatasetDict):
         return found.with_format(None)
     if split not in found:
@@ -152,7 +152,7 @@ def _column(folder: Path, table: Any, name: str, notes: list[str]) -> Tensor:
 
 
 def _images(folder: Path, table: Any, name: str) -> list[tuple[str, bytes]]:
-    """The files of the images as they lie in the table; one that is only named may be anywhere, and is not fetched."""
+    """The image files as the table holds them; one that is only named may be anywhere, and is not fetched."""
     from datasets import Image
 
     files = table.cast_column(name, Image(decode=False))[name]
@@ -161,6 +161,6 @@ def _images(folder: Path, table: Any, name: str) -> list[tuple[str, bytes]]:
     ]
     if absent := [label for label, content in found if content is None]:
         raise InputError(
-            f"the image {absent[0]} is not in the data set, which only names its place; save it with its images."
+            f"the image {absent[0]} is not in the data set, which only says where it is; save the set with its images."
         )
     return [(label, content) for label, content in found if content is not None]

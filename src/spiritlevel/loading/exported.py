@@ -1,8 +1,9 @@
 """Programs that `torch.export.save` wrote (.pt2), read as data: a graph in JSON, weights as bytes.
 
-`torch.export.load` unpickles parts of the archive, evaluates expressions of its text and takes any attribute of torch
-for an operation. Here the graph is built anew, node by node: operations are those of `torch.ops.aten` and arithmetic on
-sizes, everything else is refused, and no expression is evaluated, since a size is a number by the time the graph runs.
+`torch.export.load` unpickles parts of the archive, evaluates expressions from its text and takes any attribute of
+torch for an operation. Here the graph is rebuilt, node by node: operations are those of `torch.ops.aten` and
+arithmetic on sizes, everything else is refused, and no expression is evaluated, since a size is a number by the time
+the graph runs.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ _ARITHMETIC: dict[str, Callable[..., Any]] = {
     **{f"torch.{name}": getattr(torch, name) for name in ("sym_max", "sym_min", "sym_float", "sym_not")},
 }
 _CHECKS = re.compile(r"torch\.ops\.aten\.(_assert|sym_constrain_range)")  # which return nothing
-_FILES = ("from_file",)  # the operation that opens a file of its choice
+_FILES = ("from_file",)  # the operation that opens any file it names
 
 
 def archived(path: Path, member: str) -> bool:
@@ -76,7 +77,7 @@ def exported_program(path: Path) -> nn.Module:
         raise
     except Exception as error:  # a damaged archive can raise almost anything
         reason = f"{type(error).__name__}: {first_line(error)}"
-        raise InputError(f"{path} is no program that torch.export.save() wrote, or damaged ({reason}).") from error
+        raise InputError(f"{path} is not a program that torch.export.save() wrote, or damaged ({reason}).") from error
 
 
 def _tensors(archive: zipfile.ZipFile, files: Mapping[str, str], folder: str, config: str) -> dict[str, Tensor]:
@@ -127,7 +128,7 @@ class _Reader:
         if kind == "user_input":
             name = entry["arg"]["as_tensor"]["name"]
             if not name.isidentifier() or keyword.iskeyword(name):
-                raise InputError(f"{self.path.name}: the argument {name!r} has no name that Python takes.")
+                raise InputError(f"{self.path.name}: the argument {name!r} does not have a valid Python name.")
             sizes = shapes[name]["sizes"]
             if sizes and "as_int" in sizes[0]:
                 raise InputError(
@@ -144,12 +145,12 @@ class _Reader:
             self.values[entry["name"]] = None if what == "as_none" else value
         else:
             raise InputError(
-                f"{self.path.name} takes a {kind.replace('_', ' ')}, which is no tensor; it is not opened."
+                f"{self.path.name} takes a {kind.replace('_', ' ')}, which is not a tensor; it is not opened."
             )
 
     def _hold(self, name: str, tensor: Tensor) -> None:
         if not re.fullmatch(r"[A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*", name):
-            raise InputError(f"{self.path.name}: the weight {name!r} has no name that Python takes.")
+            raise InputError(f"{self.path.name}: the weight {name!r} does not have a valid Python name.")
         *folders, last = name.split(".")
         place = self.root
         for folder in folders:

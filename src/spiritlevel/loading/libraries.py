@@ -1,4 +1,4 @@
-"""Models of other libraries: a folder that transformers saved, a name that timm knows. Nothing of a folder is run."""
+"""Models of other libraries: a folder that transformers saved, a name that timm knows. Nothing in a folder is run."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _CODE = ("attn_implementation", "experts_implementation", "auto_map", "kernel_co
 def saved_transformer(folder: Path) -> nn.Module:
     """The model that `save_pretrained` wrote: its class is one of transformers' own, its weights are safetensors.
 
-    No code of the folder is run and nothing is fetched. Attention takes its plain form, which has all derivatives.
+    No code of the folder is run and nothing is fetched. Attention is used in its plain form, which has all derivatives.
     """
     if not folder.is_dir():
-        raise InputError(f"hf:{folder} must be a folder that save_pretrained() has written, and there is none.")
+        raise InputError(f"hf:{folder} must be a folder that save_pretrained() has written, but it does not exist.")
     settings = _settings(folder)
     with needs(f"hf:{folder}"):
         import transformers
@@ -64,7 +64,7 @@ def saved_transformer(folder: Path) -> nn.Module:
 
 
 def _settings(folder: Path) -> dict[str, Any]:
-    """The configuration, once it is clear that the folder holds a whole model as plain numbers."""
+    """The configuration, once the folder is known to hold a whole model as plain numbers."""
     if (folder / "adapter_config.json").exists():
         raise InputError(
             f"hf:{folder} holds an adapter (peft), without the model that it belongs to; save "
@@ -82,7 +82,7 @@ def _settings(folder: Path) -> dict[str, Any]:
     try:
         settings = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise InputError(f"{path} is no JSON: {first_line(error)}.") from error
+        raise InputError(f"{path} is not JSON: {first_line(error)}.") from error
     if not isinstance(settings, dict):
         raise InputError(f"{path} must hold a configuration, got a {type(settings).__name__}.")
     if settings.get("quantization_config"):
@@ -91,7 +91,7 @@ def _settings(folder: Path) -> dict[str, Any]:
 
 
 def _without_code(settings: Any) -> Any:
-    """A configuration without what would have code fetched, at any depth."""
+    """A configuration without anything, at any depth, that would fetch code."""
     if isinstance(settings, list):
         return [_without_code(each) for each in settings]
     if not isinstance(settings, dict):
@@ -101,7 +101,7 @@ def _without_code(settings: Any) -> Any:
 
 @contextmanager
 def _quietly(transformers: Any) -> Iterator[None]:
-    """Without bars and warnings on the way: what matters is said in one sentence afterwards."""
+    """Without progress bars and warnings: what matters is said in one sentence afterwards."""
     noise = transformers.utils.logging
     level, bars = noise.get_verbosity(), noise.is_progress_bar_enabled()
     noise.set_verbosity(logging.CRITICAL)
@@ -115,7 +115,7 @@ def _quietly(transformers: Any) -> Iterator[None]:
 
 
 def timm_model(name: str, options: dict[str, Any]) -> nn.Module:
-    """The network that timm has under a name, as built; its weights come from a file of yours, never from elsewhere."""
+    """The network that timm has under a name, as built; its weights come from your own file, never from elsewhere."""
     with needs(f"timm:{name}"):
         try:
             import timm
@@ -130,5 +130,5 @@ def timm_model(name: str, options: dict[str, Any]) -> nn.Module:
         raise unknown_name("network of timm", name, timm.list_models(), {})
     try:
         return timm.create_model(name, pretrained=False, **options)
-    except Exception as error:  # whatever a network makes of options that it does not know
+    except Exception as error:  # a network may do anything with options it does not know
         raise InputError(f"timm:{name} cannot be built with {options}: {first_line(error)}.") from error

@@ -23,7 +23,7 @@ from spiritlevel.papers import networks as models
 
 
 class Loaded(NamedTuple):
-    """A model, and what a reader of its numbers should know of its weights, as a sentence or none."""
+    """A model, and what a reader of its numbers should know about its weights, in a sentence if need be."""
 
     model: nn.Module
     note: str
@@ -63,7 +63,7 @@ def read_model(
         weights: a `.safetensors` file, a `.pt` file that holds nothing but tensors, or a `.ckpt` file of Lightning.
         device: as torch names it; by default where the module is.
         dtype: "float32" or "float64"; by default that of the module.
-        seed: of the weights that the model starts with, so that two runs without `weights` measure the same network.
+        seed: for the weights that the model starts with, so that two runs without `weights` measure the same network.
             The global random states are left as they were.
     """
     with preserved_random_state():
@@ -76,11 +76,11 @@ def read_model(
     try:
         moved = model.to(device=device, dtype=kind)
         torch.zeros(1, device=device)  # a model without parameters is moved anywhere
-    except Exception as error:  # ModuleNotFoundError for a device that only an extension knows
+    except Exception as error:  # ModuleNotFoundError for a device known only to an extension
         reason = f"{first_line(error)}; this machine has {present()}"
         raise InputError(f"the model cannot be moved to device {device!r}: {reason}.") from error
     if torch.device(device or "cpu").type == "meta":
-        raise InputError("the model cannot be measured on the device 'meta', which keeps shapes and no numbers.")
+        raise InputError("the model cannot be measured on the device 'meta', which keeps shapes but no numbers.")
     return Loaded(moved, note)
 
 

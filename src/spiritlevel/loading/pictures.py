@@ -22,7 +22,7 @@ _PICTURES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif",
 def images_in(folder: Path) -> Samples:
     """One subfolder per class, in the order of their names; all images of one size, all grey or all in colour.
 
-    If one of them is coloured, so are all: the grey of the others has three equal channels.
+    If one of them is in colour, all are: grey ones get three equal channels.
     """
     classes = sorted(entry.name for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith("."))
     files = [
@@ -34,7 +34,7 @@ def images_in(folder: Path) -> Samples:
     if len(classes) < 2 or not files:
         loose = sum(path.suffix.lower() in _PICTURES for path in folder.iterdir())
         raise InputError(
-            f"the folder {folder} must hold one folder of images for every class, at least two; it holds "
+            f"the folder {folder} must hold one subfolder of images per class, at least two; it holds "
             f"{len(classes)} folders with {len(files)} images, and {loose} images beside them."
         )
     empty = sorted(set(range(len(classes))) - {number for _, number in files})
@@ -60,7 +60,7 @@ def stacked(files: Sequence[tuple[Any, Path | bytes]], place: Path) -> tuple[Ten
         image = _picture(name, file, grey)
         if image.pixels.shape != first.pixels.shape:
             raise InputError(
-                f"all images must have one size: {files[0][0]} has {_size(first)} and {name} {_size(image)}."
+                f"all images must have the same size: {files[0][0]} has {_size(first)} and {name} {_size(image)}."
             )
         images[index] = image.pixels
         images[index] /= image.top
@@ -73,7 +73,7 @@ def stacked(files: Sequence[tuple[Any, Path | bytes]], place: Path) -> tuple[Ten
     return torch.from_numpy(images.transpose(0, 3, 1, 2).copy()), tuple(notes)
 
 
-# What Pillow may open: it knows fifty formats, and for one of them it starts another program.
+# What Pillow may open: it knows fifty formats, and starts another program for one of them.
 _FORMATS = ("PNG", "JPEG", "BMP", "GIF", "WEBP", "TIFF", "PPM")
 _GREY = ("1", "L", "LA", "La", "I", "F", "I;16", "I;16L", "I;16B", "I;16N")
 _COLOURED = ("P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr", "LAB", "HSV")
@@ -106,12 +106,12 @@ def _opened(path: Any, file: Path | bytes) -> Iterator[Any]:
 def _is_grey(path: Any, file: Path | bytes) -> bool:
     with _opened(path, file) as image:
         if image.mode not in (*_GREY, *_COLOURED):
-            raise InputError(f"the image {path} is of the kind {image.mode!r}; save it as an 8-bit PNG.")
+            raise InputError(f"the image {path} has the mode {image.mode!r}; save it as an 8-bit PNG.")
         return image.mode in _GREY
 
 
 def _picture(path: Any, file: Path | bytes, grey: bool) -> _Image:
-    """One image in the depth that it has: asked for bytes, Pillow would clip the others at 255."""
+    """One image in its own depth: asked for bytes, Pillow would clip deeper ones at 255."""
     with _opened(path, file) as image:
         deep = image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PPM", "PNG"))  # as in a file
         if deep or image.mode == "F":
@@ -121,12 +121,12 @@ def _picture(path: Any, file: Path | bytes, grey: bool) -> _Image:
                 found = _Image(pixels, 1.0, "images of floats in [0, 1] taken as they are")
             if not bool((pixels >= 0).all() and (pixels <= found.top).all()):
                 raise InputError(
-                    f"the image {path} holds numbers outside [0, {found.top:g}], and nobody says which of them is "
+                    f"the image {path} holds numbers outside [0, {found.top:g}], and nothing says which of them is "
                     "white; save arrays of floats as .npz instead."
                 )
         elif image.mode == "I":
             raise InputError(
-                f"the image {path} has 32 bits per pixel, and nobody says which number is white; save it with 8 or 16 "
+                f"the image {path} has 32 bits per pixel, and nothing says which number is white; save it with 8 or 16 "
                 "bits, or arrays of floats as .npz."
             )
         else:

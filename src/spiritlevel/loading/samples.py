@@ -39,12 +39,12 @@ def load_samples(
             that `datasets` saved (`folder:test` for one of its parts), or `file.py:function` that returns a pair of
             tensors, a data set or a loader.
         split: the part of a built-in or saved data set, "train" or "test", where `spec` does not say it.
-        target: the column of a table or a saved data set that is to be predicted, or the key of the targets in batches
-            that are dicts.
-        like: the training data, whose columns and codes a table of test data takes over.
+        target: the column of a table or a saved data set to predict, or the key of the targets in batches that are
+            dicts.
+        like: the training data, whose columns and codes a table of test data must share.
         model: the model that a saved data set is for: its columns are those that `forward` has arguments for.
 
-    Images become float32 in [0, 1] and (N, C, H, W), by the range of their kind; `notes` says so.
+    Images become float32 in [0, 1] and (N, C, H, W), scaled by the range of their type; `notes` says so.
 
     >>> load_samples("digits", "test").data[0].shape
     torch.Size([360, 1, 8, 8])
@@ -82,7 +82,7 @@ def load_samples(
         )
     near = difflib.get_close_matches(spec, named_data.names(), n=1)
     hint = f"did you mean {near[0]!r}?" if near else f"Known names: {', '.join(named_data.names())}."
-    raise InputError(f"data {spec!r} is no file, no folder, no file.py:function and no built-in name: {hint}")
+    raise InputError(f"data {spec!r} is not a file, a folder, file.py:function or a built-in name: {hint}")
 
 
 def _refuse_target(target: str | None, spec: str) -> None:
@@ -94,7 +94,7 @@ def _refuse_target(target: str | None, spec: str) -> None:
 
 
 def check_classes(train: Samples, test: Samples | None, model: nn.Module, reading: Reading | None = None) -> None:
-    """Refuse class names that differ between two data sets, or that are more than the model's outputs.
+    """Refuse class names that differ between two data sets, or that outnumber the model's outputs.
 
     `reading` says which part of what the model returns are its outputs.
     """
@@ -113,7 +113,7 @@ def check_classes(train: Samples, test: Samples | None, model: nn.Module, readin
         names = ", ".join(train.classes[:3])
         raise InputError(
             f"{train.name} has {len(train.classes)} classes ({names}, ...) and the model {outputs} outputs; "
-            "one of the two is not the right one."
+            "one of the two is wrong."
         )
 
 

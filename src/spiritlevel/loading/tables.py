@@ -23,17 +23,17 @@ _NAMED = 12  # names in a sentence
 
 
 def read_table(path: Path, target: str | None, like: Samples | None = None) -> Samples:
-    """The samples of a `.csv` or `.parquet` table, one a row; `notes` says what became of each column.
+    """The samples of a `.csv` or `.parquet` table, one per row; `notes` says what became of each column.
 
     Numbers and truth values become one float32 tensor, in the order of the columns. Texts and categories become codes
-    from 0, in the order of the alphabet (of an Enum: its own), as a second tensor of integers: the model is then called
-    as `model(numbers, categories)`. A column of integers as the target is taken as classes as it stands, floats as
-    numbers to be predicted. Values that are missing or infinite are refused, since whatever was done about them in
+    from 0, in alphabetical order (of an Enum: its own), as a second tensor of integers: the model is then called
+    as `model(numbers, categories)`. An integer target column is taken as classes as it stands, floats as
+    numbers to predict. Values that are missing or infinite are refused, since whatever was done about them in
     training cannot be known here.
 
     Args:
         path: the file.
-        target: the column that is to be predicted.
+        target: the column to predict.
         like: samples of another table, whose columns and codes are taken over (a test set means what its training set
             means).
     """
@@ -44,7 +44,7 @@ def read_table(path: Path, target: str | None, like: Samples | None = None) -> S
     if target not in names:
         raise unknown_name(f"column of {path.name}", target, names)
     if not len(frame):
-        raise InputError(f"the table {path.name} has columns and no rows.")
+        raise InputError(f"the table {path.name} has columns but no rows.")
     if like is not None and like.codes:
         names = _same_columns(path, names, like)
     _check_complete(path, frame.select(names))
@@ -58,7 +58,7 @@ def read_table(path: Path, target: str | None, like: Samples | None = None) -> S
     categories = [name for name in columns if codes[name]]
     parts = [torch.stack([columns[name] for name in group], 1) for group in (numbers, categories) if group]
     if not parts:
-        raise InputError(f"the table {path.name} has no column beside the target {target!r}.")
+        raise InputError(f"the table {path.name} has no column besides the target {target!r}.")
     notes = _notes(target, targets, numbers, categories, codes)
     dropped = [name for name in frame.columns if name in _INDEX]
     notes += (f"left out: {dropped[0]!r}, the numbers of the rows",) if dropped else ()
@@ -79,7 +79,7 @@ def _read(path: Path) -> pl.DataFrame:
     except InputError:
         raise
     except Exception as error:  # a damaged file can raise almost anything
-        raise InputError(f"{path} is no {path.suffix} table that can be read: {first_line(error)}.") from error
+        raise InputError(f"{path} is not a readable {path.suffix} table: {first_line(error)}.") from error
 
 
 def _same_columns(path: Path, names: Sequence[str], like: Samples) -> list[str]:
@@ -102,7 +102,7 @@ def _check_complete(path: Path, frame: pl.DataFrame) -> None:
         if missing:
             raise InputError(
                 f"{path.name}: {missing:,} of {len(column):,} values of {name!r} are missing; fill them in or leave "
-                "those rows out, as was done for the training."
+                "those rows out, as was done for training."
             )
         if column.dtype.is_float() and not bool(column.is_finite().all()):
             raise InputError(f"{path.name}: the column {name!r} holds infinite numbers; clean the table first.")
@@ -143,7 +143,7 @@ def _coded(path: Path, column: pl.Series, known: tuple[str, ...] | None) -> tupl
         if len(held) > max(20, len(column) // 2):
             raise InputError(
                 f"{path.name}: the column {column.name!r} holds {len(held):,} different texts in {len(column):,} rows, "
-                "which are no categories; leave it out, or turn it into numbers."
+                "too many for categories; leave it out, or turn it into numbers."
             )
     else:
         names = known

@@ -25,8 +25,8 @@ _PREFIXES = ("module.", "_orig_mod.")  # of DataParallel and torch.compile
 def load_weights(model: nn.Module, path: str | Path) -> str:
     """Fill a model with the weights of a file; `InputError` names the first differences and the nearest names.
 
-    A checkpoint of Lightning (`.ckpt`) holds a model as a part of another, as `net.`: that part alone is taken, and the
-    sentence that is returned says so. It is empty otherwise.
+    A Lightning checkpoint (`.ckpt`) holds a model as part of another, as `net.`: only that part is taken, and the
+    sentence returned says so. It is empty otherwise.
     """
     path = Path(path)
     expected = model.state_dict()
@@ -47,7 +47,7 @@ def load_weights(model: nn.Module, path: str | Path) -> str:
 
 
 def _part(found: dict[str, Tensor], expected: Mapping[str, Tensor], path: Path) -> tuple[dict[str, Tensor], str]:
-    """The weights under the one prefix that makes the model's names of the file's, and what was left out, in words."""
+    """The weights under the one prefix that turns the model's names into the file's, and what is left out, in words."""
     first = next(iter(expected), "")
     prefixes = [
         prefix
@@ -63,7 +63,7 @@ def _part(found: dict[str, Tensor], expected: Mapping[str, Tensor], path: Path) 
     return taken, f"Weights: those under {prefix!r} in {path.name}{also}."
 
 
-_COMPARED = 100  # names: difflib takes a second for some thousands, and a model may have ten thousand
+_COMPARED = 100  # names: difflib takes a second for a few thousand, and a model may have ten thousand
 
 
 def _first_differences(missing: Sequence[str], unknown: Sequence[str], misfits: Sequence[str]) -> str:
@@ -76,7 +76,7 @@ def _first_differences(missing: Sequence[str], unknown: Sequence[str], misfits: 
 
 
 def _other_prefix(missing: Sequence[str], unknown: Sequence[str]) -> str:
-    """In words: all names differ by what stands before them, as where the whole of a larger model was saved."""
+    """In words, if all names differ by a prefix, as when the whole of a larger model was saved."""
     for few, many, whose, other in ((missing, unknown, "file's", "model's"), (unknown, missing, "model's", "file's")):
         names, tail = set(many), f".{few[0]}" if few else ""
         for prefix in {name.removesuffix(tail[1:]) for name in many if tail and name.endswith(tail)}:
@@ -89,14 +89,14 @@ def _other_prefix(missing: Sequence[str], unknown: Sequence[str]) -> str:
 
 
 def _misfit(key: str, found: Tensor, expected: Tensor) -> str:
-    """What keeps a tensor from taking another's place, or would be lost on the way; nothing if it fits."""
+    """What keeps a tensor from taking another's place, or would be lost in doing so; nothing if it fits."""
     if is_lazy(expected):
         return ""
     if found.shape != expected.shape:
         return f"{key} has shape {tuple(found.shape)} instead of {tuple(expected.shape)}"
     kinds = [str(tensor.dtype).removeprefix("torch.") for tensor in (found, expected)]
     if found.device.type == "meta":
-        return f"{key} has a shape and no numbers (it was on the device 'meta' when it was saved)"
+        return f"{key} has a shape but no numbers (it was on the device 'meta' when it was saved)"
     if found.layout != torch.strided or found.is_quantized:
         return f"{key} is {'quantised' if found.is_quantized else 'sparse'}; save it as dense floats"
     if found.is_complex() and not expected.is_complex():
@@ -136,12 +136,12 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 def _check_unpacked(path: Path, size: int) -> None:
     """Refuse a file that unpacks to far more than a model of `size` bytes can take, by the sizes in its directory.
 
-    PyTorch packs nothing, so only what another program has packed is much larger inside than outside.
+    PyTorch compresses nothing, so only a file packed by another program is much larger inside than outside.
     """
     try:
         with zipfile.ZipFile(path) as archive:
             unpacked = sum(member.file_size for member in archive.infolist())
-    except (zipfile.BadZipFile, OSError, ValueError):  # an old checkpoint, or a damaged one, which PyTorch will say
+    except (zipfile.BadZipFile, OSError, ValueError):  # an old checkpoint, or a damaged one: PyTorch will say
         return
     packed = unpacked > path.stat().st_size and unpacked > _ROOM * size + 2**26
     if packed or unpacked > available_memory():
@@ -161,13 +161,13 @@ def _read_checkpoint(path: Path, size: int) -> dict[str, Tensor]:
         found = _read_plain(path)
     except pickle.UnpicklingError as error:
         raise InputError(
-            f"{path} holds more than tensors, or is no checkpoint, and is not opened, because that could run a "
+            f"{path} holds more than tensors, or is not a checkpoint, and is not opened, because that could run a "
             "program; save model.state_dict() alone, as .pt or .safetensors."
         ) from error
     except Exception as error:  # a damaged file can raise almost anything
         kind = "" if path.suffix in (".pt", ".pth", ".ckpt", ".bin") else " as .pt or .safetensors"
         raise InputError(
-            f"{path} is no checkpoint of PyTorch, or damaged; save model.state_dict() again{kind}."
+            f"{path} is not a PyTorch checkpoint, or is damaged; save model.state_dict() again{kind}."
         ) from error
     for key in _WRAPPERS:
         if isinstance(found, dict) and isinstance(found.get(key), dict):
@@ -181,7 +181,7 @@ def _read_checkpoint(path: Path, size: int) -> dict[str, Tensor]:
 
 
 class _Unread:
-    """In place of every object of a checkpoint that is no tensor: made, filled and forgotten without doing anything."""
+    """Stands in for every object of a checkpoint that is not a tensor: made, filled and forgotten without effect."""
 
     def __new__(cls, *_: object, **__: object) -> _Unread:
         return super().__new__(cls)
@@ -194,9 +194,9 @@ class _Unread:
 
 
 def _read_plain(path: Path) -> Any:
-    """What a checkpoint holds, nothing but tensors, numbers, texts, lists and dicts.
+    """What a checkpoint holds: only tensors, numbers, strings, lists and dicts.
 
-    Other objects stop it; in a `.ckpt`, as the settings beside the weights of a training by Lightning, they become
+    Other objects stop it; in a `.ckpt`, such as the settings that Lightning keeps beside the weights, they become
     `_Unread`: whatever class the file names, it is never looked for.
     """
     with warnings.catch_warnings():  # a user needs our sentence alone

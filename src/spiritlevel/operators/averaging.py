@@ -3,7 +3,7 @@
 A batch's product is traced once to a list of operations and cut in two: what follows from the parameters and the data
 alone, and what follows from the vector. The first part is kept for as many batches as fit the memory budget
 (*replayed*) and computed again for the others (*recomputed*); both give the same bits. Where tracing fails the
-product is differentiated anew each time; where the model has no forward derivatives, by reverse mode alone.
+product is differentiated afresh each time; where the model has no forward derivatives, by reverse mode alone.
 """
 
 from __future__ import annotations
@@ -336,11 +336,11 @@ class MeanMatrix:
         self.traceable = traced is not None
         pair[1] = torch.randn(
             self.problem.size, generator=generator, dtype=self.problem.dtype
-        )  # no sooner: it is large
+        )  # not earlier: it is large
         if traced is None:
             products = self._one_by_one_and_together(lambda rows: self._differentiate(flat, fixed, rows), pair)
         else:
-            traced = traced._replace(product=None)  # along a vector that nobody asked for
+            traced = traced._replace(product=None)  # along a vector that was not asked for
             assert traced.constants is not None
             tape = Tape(traced.trace.multiply, traced.constants, few)
             with torch.no_grad():

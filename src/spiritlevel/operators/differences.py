@@ -1,9 +1,9 @@
 """The Hessian of a sharded model: central differences of gradients, with a step and an error of their own.
 
-H u ≈ D(ε) = (g(θ + εu) − g(θ − εu)) / 2ε for a unit vector u. What it is off by has two parts (mathematics 4.12): a
+H u ≈ D(ε) = (g(θ + εu) − g(θ − εu)) / 2ε for a unit vector u. Its error has two parts (mathematics 4.12): a
 bias that grows as ε² where the loss is smooth and as ε across kinks, and the rounding of the two gradients, σ/(√2 ε).
 σ is measured by fourth differences of gradients at neighbouring points; the bias by D(2ε) − D(ε), for the first
-product and the second, fourth, eighth …, along whatever is multiplied then. The step makes the sum of both least, and
+product and the second, fourth, eighth …, along whatever is multiplied then. The step minimises their sum, and
 shrinks when a direction turns out to be more strongly curved than those before.
 """
 
@@ -22,9 +22,9 @@ from spiritlevel.errors import InputError
 from spiritlevel.estimators.operator import Operator
 from spiritlevel.estimators.space import Space
 
-_FINE = 32  # parts of the first step at which noise is looked for
+_FINE = 32  # the first step is divided by this to look for noise
 _FOURTH = torch.tensor([1.0, -4.0, 6.0, -4.0, 1.0], dtype=torch.float64)
-_SAMPLES = 256  # in a pass, unless given
+_SAMPLES = 256  # per pass, by default
 
 
 class Parts(Space):
@@ -94,7 +94,7 @@ class DifferencedHessian(Operator):
 
     @property
     def form_error(self) -> float:
-        """The same of vᵀHv; noise has hardly a part along v."""
+        """The same for vᵀHv; noise has hardly any part along v."""
         return self._form_error
 
     @property
@@ -120,10 +120,10 @@ class DifferencedHessian(Operator):
     def _difference(self, unit: Tensor, step: float) -> tuple[float, Tensor]:
         """The slope of L along a unit vector and D(ε)."""
         (above, high), (below, low) = self._gradient(unit, step), self._gradient(unit, -step)
-        return (above - below) / (2 * step), high.sub_(low).div_(2 * step)  # in place: three vectors would be many
+        return (above - below) / (2 * step), high.sub_(low).div_(2 * step)  # in place: three vectors would be too many
 
     def _calibrate(self) -> None:
-        """Find σ, and a step to begin with, along one random direction; and whether gradients are those of the loss."""
+        """Find σ and a first step along one random direction, and whether gradients are those of the loss."""
         problem, context = self._problem, self._context
         generator = torch.Generator().manual_seed(context.seed)
         unit = problem.drawn(lambda count: torch.randn(count, generator=generator, dtype=torch.float64))
@@ -150,12 +150,12 @@ class DifferencedHessian(Operator):
         if not abs(measured - expected) <= allowed:
             raise InputError(
                 f"the gradient of this sharded model says that the loss changes by {expected:.3g} along a direction, "
-                f"and it changes by {measured:.3g}: set_gradient_divide_factor, a hook or a detached part makes it the "
-                "gradient of something else; take that away for the measurement."
+                f"but it changes by {measured:.3g}: set_gradient_divide_factor, a hook or a detached part makes it the "
+                "gradient of something else; remove that for the measurement."
             )
 
     def _begin(self, unit: Tensor, found: Tensor, size: float) -> None:
-        """The first step, longer ones tried until a bias shows beside the noise, or they are a tenth of ‖θ‖."""
+        """The first step: longer ones are tried until a bias shows beside the noise, or they are a tenth of ‖θ‖."""
         change = self._bias(unit, found)
         while float(self.space.norm(change)) < 4 * self._rounding and 40 * self.step < size:
             self.step *= 4
@@ -172,9 +172,9 @@ class DifferencedHessian(Operator):
         return self._difference(unit, 2 * self.step)[1].sub_(found)
 
     def _choose(self, change: Tensor) -> bool:
-        """Take the step that makes bias and noise together least, from the change at the present one; was it too large?
+        """Take the step that minimises bias plus noise, from the change at the present one; was that too large?
 
-        What the change owes to noise, √(1 + ¼) of a product's, is not bias.
+        The part of the change due to noise, √(1 + ¼) of a product's, is not bias.
         """
         rounding = self._rounding
         bias = math.sqrt(max(0.0, float(self.space.norm(change)) ** 2 - 1.25 * rounding**2)) / 3

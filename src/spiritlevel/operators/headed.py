@@ -1,6 +1,6 @@
 """Products of models whose outputs come straight from a linear layer, without these outputs: see `losses.in_pieces`.
 
-What comes before the layer is differentiated as ever; the layer and the loss enter in closed form, in pieces.
+What comes before the layer is differentiated as usual; the layer and the loss enter in closed form, in pieces.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Whole(Exception):
 
 
 class _Network:
-    """A model up to its last layer, as a function from parameters to those parts of the head that they move."""
+    """A model up to its last layer, as a function from parameters to the parts of the head that they move."""
 
     def __init__(self, problem: Problem, inputs: Any) -> None:
         self.problem, self.inputs = problem, inputs
@@ -76,12 +76,12 @@ def hessian(problem: Problem, v: Params, params: Params, inputs: Any, targets: T
 
 
 def gauss_newton(problem: Problem, v: Params, params: Params, inputs: Any, targets: Tensor) -> Params:
-    """The same of the Gauss-Newton matrix."""
+    """The same for the Gauss-Newton matrix."""
     return _first_order("gauss_newton", problem, v, params, inputs, targets)
 
 
 def fisher(problem: Problem, v: Params, params: Params, inputs: Any, targets: Tensor) -> Params:
-    """The same of the empirical Fisher matrix."""
+    """The same for the empirical Fisher matrix."""
     return _first_order("fisher", problem, v, params, inputs, targets)
 
 

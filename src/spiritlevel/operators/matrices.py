@@ -1,6 +1,6 @@
-"""Curvature matrices of a loss over a data set, known by their products: Hessian, Gauss-Newton, Fisher, variance.
+"""Curvature matrices of a loss over a data set, known through their products: Hessian, Gauss-Newton, Fisher, variance.
 
-All are built from one function, the product of one batch's matrix with one vector (`products`), and share how it is
+All are built from one function, the product of one batch's matrix with one vector (`products`), and share the way it is
 repeated over a data set (`averaging`).
 """
 
@@ -37,7 +37,7 @@ def hessian(
     """The Hessian H = ∇²L of the mean loss L(θ) = 1/N Σₙ ℓ(φ(θ; xₙ), yₙ), plus weight_decay · I.
 
     A product is the derivative of the gradient along v, H v = 1/N Σₙ [Jᵀ(A·Jv) + (Σ_c g_c ∇²φ_c) v], where g and A are
-    the loss's gradient and Hessian in the outputs φ and J = ∂φ/∂θ. Exact to rounding, also at tiny losses. Cost: about
+    the loss's gradient and Hessian in the outputs φ and J = ∂φ/∂θ. Exact to rounding, even at tiny losses. Cost: about
     two gradients per product when replayed, three when recomputed, and some five once for the first. The parameters are
     copied: later training steps do not change the operator.
 
@@ -49,17 +49,17 @@ def hessian(
         weight_decay: γ of a penalty ½γ‖θ‖²; adds γ to every eigenvalue.
         batch_norm: "eval", or "batch" for batch statistics with frozen buffers; the batches are then part of the
             definition: L is the mean over batches of each batch's loss, weighted by its size.
-        batch_size: how many samples to take at once; chosen from `memory` unless given. Changes no result but for
+        batch_size: how many samples to take at once; chosen from `memory` unless given. Changes results only by
             rounding, except with batch_norm="batch".
         memory: bytes, or a string such as "2GB"; by default half of what is available. Batches are replayed from
-            memory as far as half of it goes, and read again and recomputed beyond.
+            memory as far as half of it allows; the others are read again and recomputed.
         group: a `torch.distributed` group; every rank passes the same model, data and options, makes the same
             products and takes its share of the batches. Vectors are those of rank 0, results the same on all. Where
             the ranks' batch sizes differ the smallest is used. `None` never communicates, unless the model is sharded.
         reading: `target=`, `batch=`, `output=`, `unit=`, `batches=`: how batches and outputs are read, and what a
             sample is; see `Reading`.
 
-    Of a model that `fully_shard` has sharded every rank passes the same data, and vectors hold the entries of its own
+    For a model that `fully_shard` has sharded, every rank passes the same data, and vectors hold the entries of its own
     shards. Products are differences of gradients with an error of their own, `op.error` for a unit vector, which
     results carry as `tolerance` (mathematics 4.12); cost: two gradients, four for some.
 
@@ -93,7 +93,7 @@ def gauss_newton(
 
     J = ∂φ/∂θ, A = ∂²ℓ/∂φ². Positive semidefinite for convex losses; for cross entropy it is the Fisher matrix under
     the model's own labels. Its trace equals the Hessian's for ReLU networks (mathematics 4.2); its eigenvalues in
-    general do not. Exact to rounding, also at tiny losses. Cost: about one gradient per product when replayed.
+    general do not. Exact to rounding, even at tiny losses. Cost: about one gradient per product when replayed.
     Arguments as in `hessian`.
 
     Reference: Schraudolph, Neural Comput. 14 (2002), doi:10.1162/08997660260028683.
@@ -128,7 +128,7 @@ def empirical_fisher(
     The gradients are those of the true labels, so F is the uncentred second moment of the gradients, not the Fisher
     matrix of the model (that is `gauss_newton` for cross entropy), and far from a curvature where the model is wrong.
     A product is F v = 1/N Gᵀ(G v), G the (N, P) matrix of per-sample gradients, without forming G. Exact to rounding,
-    also at tiny losses. Cost: about one gradient per product when replayed. Arguments as in `hessian`.
+    even at tiny losses. Cost: about one gradient per product when replayed. Arguments as in `hessian`.
 
     Reference: Kunstner, Balles & Hennig, NeurIPS 2019, arXiv:1905.12558.
 
@@ -188,7 +188,7 @@ def hessian_variance(
     return matrix.operator(multiply)
 
 
-# ---------------------------------------------------------------- in a context that is bound already
+# ---------------------------------------------------------------- in a context that is already bound
 
 
 def hessian_in(context: Context, weight_decay: float = 0.0) -> Operator:
@@ -207,14 +207,14 @@ def empirical_fisher_in(context: Context, weight_decay: float = 0.0) -> Operator
     """The empirical Fisher matrix; see `empirical_fisher`."""
     if context.coupling == "loss":
         raise InputError(
-            "the empirical Fisher matrix needs the gradient of each sample's own loss, and here the loss "
-            "of a sample depends on the others of its batch; use hessian or gauss_newton."
+            "the empirical Fisher matrix needs the gradient of each sample's own loss, but here the loss "
+            "of a sample depends on the rest of its batch; use hessian or gauss_newton."
         )
     return _in(context, fisher_product, weight_decay)
 
 
 def _in(context: Context, product: Product, weight_decay: float) -> Operator:
-    """Built once in a context: what it keeps to replay its products serves whoever asks next."""
+    """Built once per context: what it keeps to replay its products serves the next caller too."""
     return context.once(product, lambda: MeanMatrix(product, context)).operator(weight_decay=weight_decay)
 
 

@@ -32,7 +32,7 @@ def hessian_product(problem: Problem, v: Params, params: Params, inputs: Any, ta
 
 
 def gauss_newton_product(problem: Problem, v: Params, params: Params, inputs: Any, targets: Tensor) -> Params:
-    """The same of the Gauss-Newton matrix."""
+    """The same for the Gauss-Newton matrix."""
     return _in_either_mode(
         or_whole(headed.gauss_newton, _gauss_newton_forward),
         _gauss_newton_in_reverse,
@@ -45,16 +45,16 @@ def gauss_newton_product(problem: Problem, v: Params, params: Params, inputs: An
 
 
 def fisher_product(problem: Problem, v: Params, params: Params, inputs: Any, targets: Tensor) -> Params:
-    """The same of the empirical Fisher matrix."""
+    """The same for the empirical Fisher matrix."""
     return _in_either_mode(
         or_whole(headed.fisher, _fisher_forward), _fisher_in_reverse, problem, v, params, inputs, targets
     )
 
 
 def _in_either_mode(forward: Product, reverse: Product, problem: Problem, *args: Any) -> Params:
-    """By forward over reverse mode, and if the model has no forward derivatives by reverse mode alone.
+    """By forward over reverse mode, or if the model has no forward derivatives by reverse mode alone.
 
-    A `torch.autograd.Function` of somebody's own, for one, mostly has none.
+    A user's own `torch.autograd.Function`, for one, usually has none.
     """
     if not problem.reverse_only:
         try:

@@ -1,7 +1,7 @@
 """Many independent runs over many machines, by Ray (the extra `cluster`).
 
 A job is a plain function of a config that keeps its state in the run folder and in the cache of networks, so a worker
-that dies is replaced by another that goes on from the last checkpoint, and a driver that was killed is simply started
+that dies is replaced by another that continues from the last checkpoint, and a driver that was killed is simply started
 again: what is finished is read, not run. Several machines must share `out` and the cache (SPIRITLEVEL_CACHE) by a
 common file system.
 """
@@ -37,7 +37,7 @@ def run_jobs(
         study: The name of the study.
         configs: One for each job.
         out: As in `execute`; on several machines a folder that all of them see.
-        address: "ray" starts a cluster on this machine for the time of the call; "ray://host:10001" joins one.
+        address: "ray" starts a cluster on this machine for the duration of the call; "ray://host:10001" joins one.
         progress: Called with `(what, done, total)` whenever a job has ended.
     """
     ray = _ray()
@@ -46,7 +46,7 @@ def run_jobs(
         raise InputError(f"--cluster takes ray, or the address of a running cluster, ray://HOST:PORT, got {address!r}.")
     environment = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), "OMP_WAIT_POLICY": "PASSIVE"}
     environment |= {name: os.environ[name] for name in ("SPIRITLEVEL_CACHE", "SPIRITLEVEL_DATA") if name in os.environ}
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # a cluster of ours reports to nobody
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # our own cluster reports to no one
     options: dict[str, Any] = {"address": "local", "include_dashboard": False} if local else {"address": address}
     try:
         with warnings.catch_warnings(action="ignore"):  # the error says the same
@@ -54,7 +54,7 @@ def run_jobs(
     except (ConnectionError, RuntimeError, ValueError) as error:
         reason = str(error).splitlines()[0].rstrip(".")
         raise InputError(
-            f"no cluster could be had at {address} ({reason}); check that it runs there, and that RAY_AUTH_MODE and "
+            f"no cluster was reached at {address} ({reason}); check that it runs there, and that RAY_AUTH_MODE and "
             "RAY_AUTH_TOKEN are set as they were for it."
         ) from error
     try:
@@ -72,7 +72,7 @@ def run_jobs(
 
 
 class _Schedule:
-    """The tasks of all jobs: first the pieces that a study computes apart, then of each job what is left of it."""
+    """The tasks of all jobs: first the pieces that a study computes separately, then what is left of each job."""
 
     def __init__(
         self,
@@ -117,7 +117,7 @@ class _Schedule:
 
 
 def _missing_pieces(study: str, config: Config, out: str) -> list[str]:
-    """The pieces that are to be computed before the job itself; none if it is finished."""
+    """The pieces to compute before the job itself; none if it is finished."""
     found = find(study)
     folder = found.folder(config, out)
     run = Run(folder)

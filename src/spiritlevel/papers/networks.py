@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from spiritlevel.arguments import checked
 from spiritlevel.errors import InputError, unknown_name
 
-_LARGEST = 10**7  # of any one size: beyond it a layer alone fills every machine
+_LARGEST = 10**7  # of any one size: beyond it a single layer fills any machine
 ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {"relu": nn.ReLU, "tanh": nn.Tanh}
 
 
@@ -133,7 +133,7 @@ def lenet5(
     """LeNet-5 with max-pooling and softmax outputs: 61,706 parameters for 1 channel, 62,006 for 3.
 
     Args:
-        channels: Of the input.
+        channels: Those of the input.
         activation: "relu" or "tanh".
         classes: Number of outputs.
         width: Factor on the channels 6 and 16 and the units 120 and 84.
@@ -239,7 +239,7 @@ def _shortcut(inputs: int, outputs: int, stride: int, *, bias: bool) -> nn.Modul
 def preresnet164(channels: int = 3, classes: int = 100, width: float = 1.0) -> nn.Module:
     """Pre-activation ResNet of 164 layers: three stages of 18 bottlenecks with 16/32/64 inner channels.
 
-    A block puts out four times its inner channels. No convolution has a bias and the shortcuts have no batch norm:
+    A block outputs four times its inner channels. No convolution has a bias and the shortcuts have no batch norm:
     1,726,388 parameters for 100 classes, 1,703,258 for 10.
 
     >>> import torch
@@ -336,7 +336,7 @@ NAMES: tuple[str, ...] = tuple(_BUILDERS)
 
 @checked
 def build(name: str, **options: Any) -> nn.Module:
-    """The network `name` (one of `NAMES`) with its options; an unknown name or option is answered with the nearest.
+    """The network `name` (one of `NAMES`) with its options; an unknown name or option gets the nearest as a hint.
 
     >>> count(build("lenet5", channels=3))
     62006

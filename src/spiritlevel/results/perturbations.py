@@ -36,10 +36,9 @@ COSTS = {"measured": "the measured rise of each layer alone", **PREDICTORS}
 class Prediction(Estimate):
     """A number that is predicted, and an interval for what will be measured.
 
-    `sources` says where the interval comes from: for each source how far below and above the value it alone sets the
-    95 % limits. "random change": another draw of the change would do something else; "subset of samples": the rest of
-    the data is not like these; "higher orders": what the terms that were used leave out, as half of the change shows.
-    The
+    `sources` says where the interval comes from: for each source how far below and above the value it alone sets the 95
+    % limits. "random change": another draw of the change would do something else; "subset of samples": the rest of the
+    data is not like these; "higher orders": what the terms that were used leave out, as half of the change shows. The
     first two are independent and add in squares; the third is added to them.
     """
 
@@ -108,13 +107,12 @@ class Perturbation(Shown):
 
     `layers` has a row for every tensor that moves; `rank_agreement()` says how well each of their columns orders them
     as the measured one does. `samples` are columns for the samples that were looked at, `index` their places in the
-    data:
-    "gap" is the distance of the two largest outputs, "linearised_gap" what is left of it in the linearised outputs
-    (negative: predicted to flip), "flips_predicted" how many of its decisions flip in these (0 or 1 for a sample that
-    makes one), "flips_measured" how many did, "predicted" and "measured" the change of its loss, "chance" how many
-    flip on average over draws of a random change. `agreement` is, for what may tell which samples flip, the chance that
-    a sample that flipped comes before one that did not (AUROC), and `best` the largest of them, by which the page
-    orders samples.
+    data: "gap" is the distance of the two largest outputs, "linearised_gap" what is left of it in the linearised
+    outputs (negative: predicted to flip), "flips_predicted" how many of its decisions flip in these (0 or 1 for a
+    sample that makes one), "flips_measured" how many did, "predicted" and "measured" the change of its loss, "chance"
+    how many flip on average over draws of a random change. `agreement` is, for what may tell which samples flip, the
+    chance that a sample that flipped comes before one that did not (AUROC), and `best` the largest of them, by which
+    the page orders samples.
     """
 
     change: str

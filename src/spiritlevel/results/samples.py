@@ -22,10 +22,10 @@ class SampleTraces(Table):
 
     `values[n]` = Tr ∇²ℓ(θ; xₙ, yₙ) and `stderr[n]` its error (0 where exact). `layers` splits the values by parameter
     tensor if that was asked for. `probes` counts the random probes a sample got. Where all samples shared their probes
-    their errors are correlated: `draws` (N, groups) keeps what each of the `dof` + 1 groups of probes said,
-    so that `mean` and `correlate` can take the error from their spread. `fingerprint` identifies the order of the data.
-    With batch statistics the batches are part of the definition: `batches` then holds their sizes in order. `wrt` says
-    what moves: the parameters, or the input of the sample (`input_curvature`). With `unit` "token" each position of a
+    their errors are correlated: `draws` (N, groups) keeps what each of the `dof` + 1 groups of probes said, so that
+    `mean` and `correlate` can take the error from their spread. `fingerprint` identifies the order of the data. With
+    batch statistics the batches are part of the definition: `batches` then holds their sizes in order. `wrt` says what
+    moves: the parameters, or the input of the sample (`input_curvature`). With `unit` "token" each position of a
     sequence or an image is a sample of its own: row n belongs to `position[n]` of `sample[n]` in the data, positions of
     an image counted row by row.
     """

@@ -24,7 +24,7 @@ from spiritlevel.watching.taylor import Tape, Untaught, Way, taped
 MOST_MEMBERS = 4
 LEAST_GROUPS = 16  # whose spread is the error: t with 15 degrees of freedom
 ROW_BYTES = 5e7  # of the terms of some groups: no more than are needed to hide the cost of calls
-LARGE = 10**6  # parameters from which on two samples have to do for a comparison
+LARGE = 10**6  # parameters from which on two samples must do for a comparison
 
 Direction = Callable[[Problem, int], Params]
 """The direction of a number in the parameters of a problem, zero where a name is missing."""

@@ -41,7 +41,7 @@ class OtherFunction(NotExactError):
 _Values = dict[str, Tensor]  # of the samples of a batch, by name
 _Begin = Callable[[int, Any, Tensor], Callable[[], _Values]]
 """(number of the first sample, inputs, targets) → what gives the values, without calling the model any more."""
-_ERROR = ""  # the name of a column that is no parameter
+_ERROR = ""  # the name of a column that is not a parameter
 
 
 def _at_once(values: _Values) -> Callable[[], _Values]:

@@ -67,7 +67,7 @@ def input_curvature(
         reading: `target=`, `batch=`, `output=`, `unit=`, `batches=`: how batches and outputs are read, and what a
             sample is; see `Reading`.
 
-    Cost: *exact* C−1 backward and two forward passes; else two to four forward passes a probe. References:
+    Cost: *exact* C−1 backward and two forward passes; else two to four forward passes per probe. References:
     Moosavi-Dezfooli et al. 2019, arXiv:1811.09716; mathematics 4.9.
 
     >>> net = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 2))
@@ -131,7 +131,7 @@ class _InInputs:
         self.params: Params = {str(k): leaf for k, leaf in kinds.items() if leaf.is_floating_point()}
         self.reverse_only, self.rounding = problem.reverse_only, problem.rounding
         if isinstance(inputs, Rows):
-            raise InputError("the curvature in the input is none of a sample's own where samples share one graph.")
+            raise InputError("the curvature in the input is not a sample's own where samples share one graph.")
         if not self.params:
             names = ", ".join(sorted({str(leaf.dtype).removeprefix("torch.") for leaf in kinds.values()}))
             raise InputError(

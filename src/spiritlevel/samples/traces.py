@@ -100,7 +100,7 @@ def sample_traces(
         reading: `target=`, `batch=`, `output=`, `unit=`, `batches=`: how batches and outputs are read, and what a
             sample is; see `Reading`.
 
-    Cost: *exact* C−1 backward passes and one forward pass; *hutchinson* two to four forward passes a probe by Taylor
+    Cost: *exact* C−1 backward passes and one forward pass; *hutchinson* two to four forward passes per probe by Taylor
     terms, which need memory for five copies of the parameters, and some ten where an operation has no rule (a note).
     References: paper A, section 3; Hutchinson 1990, doi:10.1080/03610919008812866; mathematics 2 and 4.
 

@@ -1,1 +1,1 @@
-"""Correlations, outliers, and the error of having measured a subset."""
+"""Correlations, outliers, and the error due to measuring a subset."""

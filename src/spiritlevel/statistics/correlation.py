@@ -92,7 +92,7 @@ def _centred(values: Array) -> tuple[Array, float]:
 
 
 def _undefined(x: _Column, y: _Column, kind: str = "") -> str:
-    """Why Pearson's r of two columns does not exist; empty where it does."""
+    """Why Pearson's r of two columns is undefined; empty where it is defined."""
     for column in (x, y):
         wrong = ~np.isfinite(column.values)
         if wrong.any():
@@ -112,14 +112,14 @@ def _pearson(x: Array, y: Array) -> float:
 
 
 def _inliers(x: Array, y: Array, rule: str) -> tuple[Array, str]:
-    """Which points stay by a rule, and a remark on how that was found."""
+    """Which points a rule keeps, and a remark on how that was found."""
     if rule == "none":
         return np.ones(len(x), dtype=bool), ""
     return inliers(np.stack([x, y], 1) if rule == "lof" else np.stack([_centred(x)[0], _centred(y)[0]], 1))
 
 
 def _counts(generator: np.random.Generator, rows: int, size: int) -> Array:
-    """How often each of `size` items comes in `rows` samples of that size with replacement, as shares."""
+    """How often each of `size` items is drawn in `rows` samples of that size with replacement, as shares."""
     chosen = generator.integers(0, size, (rows, size))
     chosen += np.arange(rows)[:, None] * size
     return np.bincount(chosen.reshape(-1), minlength=rows * size).reshape(rows, size) / size
@@ -162,7 +162,7 @@ def _resampled(x: _Column, y: _Column, resamples: int, seed: int) -> Array:
 
 
 def _by_their_limit(x: Array, y: Array, resamples: int, generator: np.random.Generator) -> Array:
-    """The same for so many points that the means of x, y, x², y², xy over resampled ones are as good as normal.
+    """The same for so many points that the means of x, y, x², y², xy over resampled ones are practically normal.
 
     Resamples are then drawn from that normal law, whose covariance is theirs over N: one pass in place of one each.
     """
@@ -244,11 +244,11 @@ def correlate(
     `disattenuated` is the estimate of r without their noise. Slope and intercept are those of b = slope·a + intercept
     by least squares, Spearman's coefficient is that of the same points; `r_all` keeps the outliers.
 
-    Where r does not exist (fewer than 3 points, equal or NaN values) it is NaN, and `reason` says why. Cost: 0.1 s for
+    Where r is undefined (fewer than 3 points, equal or NaN values) it is NaN, and `reason` says why. Cost: 0.1 s for
     1,000 points, O(resamples·N); beyond 50,000 points the moments of the resamples are drawn from their normal limit,
-    O(N). Coverage of the 95 % interval in simulation: 94-95 % for normal data of 15 to 200
-    points, 90-93 % for heavy tails, if none are removed. With "lof" it is about the r of such points as are kept, which
-    is nearer to zero: of the r of a whole normal cloud (0.6, 50 to 200 points) it covers 83-87 %.
+    O(N). Coverage of the 95 % interval in simulation: 94-95 % for normal data of 15 to 200 points, 90-93 % for heavy
+    tails, if none are removed. With "lof" the interval is about the r of the points kept, which is nearer to zero: it
+    covers the r of a whole normal cloud (0.6, 50 to 200 points) in 83-87 % of cases.
     References: paper A, section 3.2; Breunig et al. 2000; Owen 2007 (points and probes); Spearman 1904 (attenuation).
 
     >>> a = torch.arange(50.0)
@@ -291,7 +291,7 @@ def correlate(
     r = _pearson(x.values, y.values)
     distinct = len(np.unique(np.stack([x.values, y.values], 1), axis=0))
     if distinct < _FEWEST:
-        notes.append(f"{distinct} different points leave r anywhere between -1 and 1")
+        notes.append(f"{distinct} different points leave r open anywhere between -1 and 1")
     fewest = min([len(x.values), *(c.draws.shape[1] for c in (x, y) if c.draws is not None and c.draws.shape[1] > 1)])
     lower, upper = np.quantile(_resampled(x, y, resamples, seed), scipy_stats.norm.cdf([-1.0, 1.0]))
     half = scipy_stats.t.ppf(0.5 + level / 2, fewest - 1) * (upper - lower) / 2

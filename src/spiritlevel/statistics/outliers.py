@@ -16,7 +16,7 @@ _AT_ONCE = 2**13  # points whose neighbours are looked for together
 
 def inliers(cloud: Array) -> tuple[Array, str]:
     """Which points LocalOutlierFactor keeps, and a remark if points that coincide made it count distinct ones."""
-    if np.abs(cloud).max() > 1e100:  # one factor for both changes no outlier, and squared distances stay finite
+    if np.abs(cloud).max() > 1e100:  # scaling both by one factor changes no outlier and keeps squared distances finite
         cloud = cloud / np.abs(cloud).max()
     points, index, copies = np.unique(cloud, axis=0, return_inverse=True, return_counts=True)
     crowded = int(copies.max()) > NEIGHBOURS
@@ -32,9 +32,9 @@ def inliers(cloud: Array) -> tuple[Array, str]:
 def factors(points: Array) -> Array:
     """The local outlier factor of every point (Breunig et al. 2000), as scikit-learn's LocalOutlierFactor has it.
 
-    That holds six tables of 20 numbers per point, a kilobyte each: this one of 32-bit places, 80 bytes. With k
-    neighbours b of a and r_k(b) the distance of b to its own k-th one: the density of a is
-    1 / mean_b max(r_k(b), ‖a − b‖), and its factor the mean density of its neighbours in units of its own.
+    That one holds six tables of 20 numbers, a kilobyte per point; this one holds a table of 32-bit places, 80 bytes.
+    With k neighbours b of a and r_k(b) the distance of b to its own k-th one: the density of a is 1 / mean_b
+    max(r_k(b), ‖a − b‖), and its factor the mean density of its neighbours in units of its own.
     """
     if len(points) > _AT_ONCE:  # points of a strip one after the other find their neighbours in the cache
         order = _by_strips(points)
@@ -71,9 +71,9 @@ def _factors(points: Array) -> Array:
 
 
 def _without_itself(distances: Array, places: Array, start: int) -> tuple[Array, Array]:
-    """The neighbours of points other than the points themselves, which are among their own nearest.
+    """The neighbours of points without the points themselves, which are among their own nearest.
 
-    A point that has more doubles than neighbours need not be among them: then the first double goes.
+    A point with more duplicates than neighbours may not be among them: then the first duplicate is dropped.
     """
     others = places != np.arange(start, start + len(places))[:, None]
     others[others.all(1), 0] = False

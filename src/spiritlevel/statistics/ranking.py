@@ -1,4 +1,4 @@
-"""How measures rank many networks beside a gap: Kendall's τ, the same along each hyper-parameter, and information.
+"""How measures rank many networks against a gap: Kendall's τ, the same along each hyper-parameter, and information.
 
 References: Jiang, Neyshabur, Mobahi, Krishnan & Bengio 2019, arXiv:1912.02178.
 """
@@ -21,7 +21,7 @@ Array = NDArray[Any]
 
 
 class Ranking:
-    """How measures rank networks beside a gap. Answers have one entry per resample of the cells; entry 0 is the data.
+    """How measures rank networks against a gap. Answers have one entry per resample of the cells; entry 0 is the data.
 
     Args:
         measures: One number per network for each name; NaN where there is none.
@@ -29,7 +29,7 @@ class Ranking:
         settings: Hyper-parameters of the networks, without the seed.
         replicas: The seed's number within its cell.
         resamples: How many resamples of cells, with replacement.
-        seed: Of the resamples.
+        seed: For the resamples.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Ranking:
     def conditional(self, name: str) -> dict[str, Array]:
         """ψ for every hyper-parameter and the seed; Ψ, the mean over the hyper-parameters without the seed.
 
-        Every pair of a line counts alike, which is Jiang's mean over lines where no network is missing.
+        Every pair along a line counts the same, which is Jiang's mean over lines if no network is missing.
         """
         found = {key: self.tau(name, mask, corrected=False) for key, mask in self.lines.items()}
         own = [values for key, values in found.items() if key != "seed"]
@@ -124,7 +124,7 @@ class Ranking:
         return float(np.mean([self._information(generator.random(len(self.replicas))) for _ in range(draws)]))
 
     def by_seed(self) -> Iterator[tuple[Array, Array]]:
-        """For each seed, which networks are its own, and which pairs of networks are."""
+        """For each seed, which networks belong to it, and which pairs of networks do."""
         for replica in np.unique(self.replicas):
             here = self.replicas == replica
             yield here, here[:, None] & here[None, :]
@@ -172,7 +172,7 @@ def interval(draws: Array) -> tuple[float, float]:
 
 
 def auroc(scores: Any, positive: Any) -> float:
-    """The chance that a score of the positives lies above one of the others, a tie counting half; NaN without both.
+    """The chance that a positive scores above one of the others, a tie counting half; NaN unless there are both.
 
     >>> auroc([0.1, 0.4, 0.35, 0.8], [False, False, True, True])
     0.75

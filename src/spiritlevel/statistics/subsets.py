@@ -1,10 +1,10 @@
-"""The error of a number that was measured on a random subset of the data, where it should speak of all of them.
+"""The error of a number that was measured on a random subset of the data, as a statement about all of them.
 
 A number T of N out of M samples moves, to first order, by the mean of its *influences*: ψₙ says how T changes if more
-of the data are like sample n. So its error is that of a mean, sd(ψ)/√N · √(1 − N/M), and so are its limits. Quantiles
-have theirs from order statistics; what has no influence function is computed anew without each of ten groups of the
-samples. What is known to fit the noise of a subset (a maximum, a norm) is too large on average: its lower limit goes
-down by as much. Coverage of all of these in simulation: docs/coverage.md. Nothing here computes on a model.
+of the data are like sample n. So its error is that of a mean, sd(ψ)/√N · √(1 − N/M), and so are its limits. Those of
+quantiles come from order statistics; what has no influence function is recomputed without each of ten groups of the
+samples. What is known to fit the noise of a subset (a maximum, a norm) is too large on average: its lower limit is
+lowered by that much. Coverage of all of these in simulation: docs/coverage.md. Nothing here computes on a model.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ def unknown(reason: str) -> SubsetError:
 
 
 def few(count: int, least: int = FEWEST) -> SubsetError | None:
-    """Why so few samples say nothing about all of the data; None if they do."""
+    """Why so few samples say nothing about all of the data; None if there are enough."""
     if count >= least:
         return None
-    return unknown(f"{count} sample{'s' * (count != 1)} cannot tell it, {least} at least are needed")
+    return unknown(f"it takes at least {least} samples, got {count}")
 
 
 def mean_of(values: Tensor, population: int) -> Estimate:
@@ -53,7 +53,7 @@ def mean_of(values: Tensor, population: int) -> Estimate:
 
 
 def share_of(correct: Tensor, population: int) -> Estimate:
-    """The mean of zeros and ones; of a subset with an error that no outcome makes 0, and limits."""
+    """The mean of zeros and ones; for a subset with limits, and an error that no outcome makes 0."""
     value, count = float(correct.mean()), len(correct)
     if population <= count:
         return Estimate(value)
@@ -63,7 +63,7 @@ def share_of(correct: Tensor, population: int) -> Estimate:
 
 
 def by_influences(value: float, influences: Tensor, population: int, bias: float = 0.0) -> SubsetError:
-    """Of a number that moves with the mean of these, one per sample; `bias` is how far it is too large on average."""
+    """For a number that moves with the mean of these, one per sample; `bias` is how much too large it is on average."""
     influences = influences.double().cpu()
     if too_few := few(len(influences)):
         return too_few
@@ -77,11 +77,11 @@ def by_influences(value: float, influences: Tensor, population: int, bias: float
 
 
 def by_order(value: float, values: Tensor, share: float, population: int) -> SubsetError:
-    """Of the quantile at this share, from the values of all samples.
+    """For the quantile at this share, from the values of all samples.
 
     How many of N samples lie below the quantile of the population is binomial, so the limits are values at the ranks
-    N·q + ½ ± 1.96 √(N q (1−q) (1−N/M)), between two by interpolation.
-    The standard error is what a normal one of these limits would be.
+    N·q + ½ ± 1.96 √(N q (1−q) (1−N/M)), between two by interpolation. The standard error is that of a normal
+    distribution with these limits.
     """
     ordered = np.sort(values.double().cpu().numpy())
     count = len(ordered)
@@ -98,9 +98,9 @@ def by_order(value: float, values: Tensor, share: float, population: int) -> Sub
 
 
 def by_jackknife(value: float, without: Sequence[float], count: int, population: int) -> SubsetError:
-    """From the values without each of the groups; Student's t with one degree of freedom less than groups.
+    """From the values without each of the groups; Student's t with one degree of freedom fewer than groups.
 
-    The jackknife is blind to much that is not smooth, and its own bias is subtracted from neither limit.
+    The jackknife is blind to much that is not smooth, and its own bias is not subtracted from either limit.
     """
     if too_few := few(count):
         return too_few

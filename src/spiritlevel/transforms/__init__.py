@@ -1,12 +1,12 @@
-"""Maps that change a network's parameters and keep its function, each with a certificate that says so.
+"""Maps that change a network's parameters but keep its function, each with a certificate that says so.
 
-A ReLU network computes the same function with its weights in many places, and its curvature differs between them
+A ReLU network computes the same function at many points in weight space, and its curvature differs between them
 without bound (paper B). Every transform here returns `Transformed`: a new model and a `Certificate` of what is
 preserved, checked on data. The original is never touched. A certificate's diagonal map T predicts the new Hessian,
 H(Tθ) = T⁻¹H(θ)T⁻¹ (mathematics 7.1); `Transformed.hessian` applies it.
 
-Nothing is known of classes of models: what may be changed is found by running the network on two samples and following
-the factor of every value (`watching.scalings`), or the channels through the recorded operations (`watching.graph`,
+Model classes play no role: what may be changed is found by running the network on two samples and following the factor
+of every value (`watching.scalings`), or the channels through the recorded operations (`watching.graph`,
 `watching.channels`).
 """
 
@@ -39,7 +39,7 @@ FAMILIES = {
     "mix_linear": linear_mixings,
     "rotate_stream": stream_rotations,
 }
-"""The maps of each continuous symmetry, of a network on the bench and a size: for the audit's search."""
+"""The maps of each continuous symmetry, for a network on the bench and a size: for the audit's search."""
 
 __all__ = [
     "AffineMap",

@@ -1,4 +1,4 @@
-"""Maps of attention heads: matrices between queries and keys, between values and outputs, and biases nobody sees."""
+"""Maps of attention heads: matrices between queries and keys, between values and outputs, and biases without effect."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ def mix_heads(
     """Random invertible matrices in each attention head: between queries and keys, and between values and outputs.
 
     W_Q → AW_Q and W_K → A⁻ᵀW_K with their biases leave every score qᵀk as it was; W_V → BW_V with its bias and
-    W_O → W_OB⁻¹ in the columns of the head leave what it puts out. Heads that share keys and values share their A and
+    W_O → W_OB⁻¹ in the columns of the head leave its output. Heads that share keys and values share their A and
     B. Under rotary embeddings A must commute with all rotations: a number times a rotation of each pair of channels
-    that is turned together, any matrix on channels that are not turned. Found are all products of two projected values
+    that is turned together, any matrix on channels that are not turned. It finds all products of two projected values
     and all mixtures of projected values in the running network, in `nn.MultiheadAttention`,
-    `F.scaled_dot_product_attention` or written out; fused weights are no obstacle. A norm of queries and keys is, and
+    `F.scaled_dot_product_attention` or written out; fused weights are no obstacle. A norm of queries and keys is one:
     then only values and outputs are mixed. T = A ⊗ I on W_Q and so on. Exact up to rounding.
 
     Args:
         model: any module; it is left as it was.
         data: as in `mix_linear`.
         size: condition number of every matrix.
-        seed: of the matrices.
+        seed: for the matrices.
 
     Cost: as in `mix_linear`. Reference: mathematics 7.9; da Silva, Dangel and Oore (2025), arXiv 2505.05409.
 
@@ -77,11 +77,11 @@ def head_mixings(watched: Watched, size: float) -> Family:
 def shift_attention_biases(
     model: nn.Module, *, data: Any, size: float = 1.0, seed: int = 0, **reading: Unpack[Reading]
 ) -> Transformed:
-    """Add random vectors to the biases of keys and values of attention, where nobody sees them.
+    """Add random vectors to the biases of attention keys and values, where they have no effect.
 
     b_K → b_K + u adds qᵀu to all scores of a query, which the softmax over keys takes out again: free without rotary
     embeddings, norms of the keys, additional keys (`add_zero_attn`, `add_bias_kv`) and sinks. b_V → b_V + u adds u to
-    what a head puts out, since its shares sum to 1, and b_O → b_O − W_O u takes it away again. The keys' part is a
+    a head's output, since its shares sum to 1, and b_O → b_O − W_O u removes it again. The keys' part is a
     translation in which nothing ever changes; the values' part is one together with the shear b_O −= W_O u, so that
     gradient and Hessian become T⁻ᵀg and T⁻ᵀHT⁻¹ with that shear T. Exact up to rounding.
 
@@ -89,7 +89,7 @@ def shift_attention_biases(
         model: any module; it is left as it was.
         data: as in `mix_linear`.
         size: length of u over that of the bias (of the layer's weights for one output, if the bias is 0).
-        seed: of the vectors.
+        seed: for the vectors.
 
     Cost: as in `mix_linear`. Reference: mathematics 7.9.
 
@@ -117,7 +117,7 @@ def bias_shifts(watched: Watched, size: float) -> Family:
     why += [channels.obstacles("mixed"), *moving.reasons]
     if not moving.moves:
         raise watched.refused(
-            "no attention of this network has a bias of keys that is free, or biases of values and of the layer behind",
+            "no attention of this network has a free key bias, or biases of its values and of the next layer",
             "; ".join(dict.fromkeys(filter(None, why))),
         )
     return Family(watched, list(moving.moves.values()))
@@ -174,10 +174,10 @@ class _Moving:
             self._move(block, biases[0], tuple((slot.entries, bias) for slot, bias in pairs if bias is not None))
 
     def _move(self, block: Block, slot: Slot, undone: tuple[tuple[Tensor, Tensor], ...] = ()) -> None:
-        """Let these biases move, once for each block."""
+        """Free these biases to move, once for each block."""
         entries = slot.entries[:, 0]
         reach = float(self.state[entries].norm())
-        if not reach:  # as fresh from its initialisation
+        if not reach:  # as just after initialisation
             weights = next(other.entries for other in block.slots if other.operation is slot.operation)
             reach = float(self.state[weights].norm()) / math.sqrt(weights.shape[1])
         move = Shifting(tuple(entries[:, None]), self.size * reach, undone)
@@ -185,7 +185,7 @@ class _Moving:
 
 
 def _side(channels: Channels, block: Block, atoms: Tensor) -> int:
-    """On which side of a block the writers of these atoms stand; 0 if they are not in it."""
+    """Which side of a block the writers of these atoms are on; 0 if they are not in it."""
     roots = set(block.atoms.tolist())
     for atom in atoms[atoms >= 0].unique().tolist():
         root, flip = channels.forest.root(atom)
@@ -203,7 +203,7 @@ def _bias_of(channels: Channels, slot: Slot) -> Tensor | None:
 
 
 def _softmax_axis(graph: Graph, product: Product) -> int | str:
-    """Which operand of a product of scores are the keys, 0 or 1; or why a summand of all scores of a query is seen."""
+    """Which operand of a product of scores holds the keys, 0 or 1; or why a term common to a query's scores matters."""
     if product.axes is None:
         return 1
     readers = graph.readers()
@@ -229,7 +229,7 @@ def _softmax_axis(graph: Graph, product: Product) -> int | str:
 
 
 def _adds_alike(operation: Operation, value: Value, axes: tuple[int, ...]) -> bool:
-    """Whether a summand that all scores of a query have in common is still one behind an operation."""
+    """Whether a term common to all scores of a query is still one after an operation."""
     result = operation.outputs[0]
     if result.tensor.ndim < 2 or any(result.shape[axis] != value.shape[axis] for axis in axes):
         return False

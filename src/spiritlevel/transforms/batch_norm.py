@@ -1,4 +1,4 @@
-"""Folding batch norm into the layer in front of it."""
+"""Folding batch norm into the layer before it."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from spiritlevel.watching.scalings import follow_factors
 
 @checked
 def fold_batchnorm(model: nn.Module, *, data: Any = None, **reading: Unpack[Reading]) -> Transformed:
-    """Fold every batch norm into the linear layer or convolution directly in front of it (eval mode).
+    """Fold every batch norm into the linear layer or convolution directly before it (eval mode).
 
     W → diag(γ/σ) W and b → (b − μ)γ/σ + β with σ = √(running_var + eps); the batch norm becomes `nn.Identity`. A batch
-    norm that does not directly and alone follow a layer (behind a sum, in front of a convolution) stays; the
+    norm that is not the sole, direct reader of a layer (after a sum, before a convolution) stays; the
     certificate's notes name it. Exact up to rounding, in eval mode only. Cost and `data` as in `rescale_layers`.
 
     >>> net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 2))
@@ -68,7 +68,7 @@ def _fold(layer: Any, norm: Any) -> None:
 
 
 def set_bias(layer: Any, bias: Tensor) -> None:
-    """Give a layer this bias, also where it had none."""
+    """Give a layer this bias, even if it had none."""
     if layer.bias is None:
         layer.bias = nn.Parameter(layer.weight.new_zeros(bias.shape), requires_grad=layer.weight.requires_grad)
     with torch.no_grad():

@@ -36,10 +36,10 @@ _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}  # relative difference o
 class Transformed:
     """A new model and the certificate of what it keeps.
 
-    `inputs` is the map that the new model's inputs must have gone through, `None` unless the transform is `input_map`.
+    `inputs` is the map that must be applied to the new model's inputs, `None` unless the transform is `input_map`.
     `linear` says whether the diagonal map T of the certificate is all that happens to the parameters, θ → Tθ. Inside
     its ball a radial map is θ → θ̂ + T(θ − θ̂), and a translation is θ → θ + u: then T predicts Hessians, but not what
-    becomes of ‖θ‖. `map` is T where it is no diagonal. `start` is the model that T starts from, if that is not the
+    becomes of ‖θ‖. `map` is T where it is not diagonal. `start` is the model that T starts from, if that is not the
     model itself: `rotate_stream` folds the gains of norms first.
     """
 
@@ -70,7 +70,7 @@ class Transformed:
 
         If the outputs are scaled by α, H must be that of θ ↦ ℓ(α·φ(θ)). Where only the probabilities stay
         (`shift_logits`), it must be that of a loss of the probabilities. Exact; a product costs one product with H.
-        Any matrix that transforms alike may be passed, the Gauss-Newton matrix for one. Reference: paper B,
+        Any matrix that transforms in the same way may be passed, such as the Gauss-Newton matrix. Reference: paper B,
         section E; mathematics 7.1.
 
         >>> from spiritlevel.transforms import rescale_layers
@@ -117,7 +117,7 @@ class Transformed:
         if factors is None:
             raise InputError(
                 f"{self.certificate.transform} is not a linear map of the parameters, so gradient and Hessian at the "
-                "new ones cannot be read off the old ones; measure the new model instead."
+                "new ones do not follow from those at the old ones; measure the new model instead."
             )
         for name in names:
             if name not in factors:
@@ -134,11 +134,11 @@ class Sample:
     text: str
     form: Form = PLAIN
     known: dict[tuple[int, str], tuple[nn.Module, Tensor]] = field(default_factory=dict, compare=False)
-    """Outputs of models that are compared again and again, by model and batch-norm mode."""
+    """Outputs of models that are compared repeatedly, by model and batch-norm mode."""
 
     @classmethod
     def of(cls, model: nn.Module, data: Any, form: Form = PLAIN) -> Sample:
-        """Some inputs from data as everywhere, in the model's precision; a sample that is ready serves as it is."""
+        """Some inputs from data of any accepted kind, in the model's precision; a ready sample is used as it is."""
         if isinstance(data, Sample):
             dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
             leaves = [
@@ -150,23 +150,23 @@ class Sample:
             return cls(inputs, data.count, data.text, data.form)
         for name, tensor in state_of(model) if isinstance(model, nn.Module) else ():
             if tensor.layout not in (torch.strided, torch.sparse_coo):  # which PyTorch cannot copy
-                raise InputError(f"the model holds the sparse tensor {name} in a form of which no copy can be made.")
+                raise InputError(f"the model holds the sparse tensor {name} in a form that cannot be copied.")
         problem = Problem(model, params="*", form=form)
         if data is None:
             return cls._guessed(problem)
         if isinstance(data, Tensor) and (not data.ndim or data.is_meta):
-            raise InputError(f"data= must hold inputs, one a row, got {shown(data)}.")
+            raise InputError(f"data= must hold inputs, one per row, got {shown(data)}.")
         inputs = data[:_CHECKED] if isinstance(data, Tensor) else None
         if inputs is None:
             inputs = Batches(data, ordered=False, form=problem.form).first(_CHECKED)[0]
         leaves = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
         count = leaves[0].shape[0] if leaves and leaves[0].ndim else 0
         if not count:
-            raise InputError("data= holds no samples; pass at least one input, better two or more.")
+            raise InputError("data= holds no samples; pass at least one input, preferably two or more.")
         shapes = ", ".join(str(tuple(leaf.shape[1:])) for leaf in leaves)
         placed = problem.place(inputs, torch.empty(count))[0]
         with problem.active(), torch.no_grad():
-            problem.outputs(problem.params, placed)  # says so if the model does not run on them
+            problem.outputs(problem.params, placed)  # raises an error if the model does not run on them
         return cls(placed, count, f"{count} given inputs of shape {shapes}", form)
 
     @classmethod
@@ -180,11 +180,11 @@ class Sample:
                     problem.outputs(problem.params, inputs)
             except InputError:
                 raise
-            except Exception:  # whatever it says, this is not the shape the network takes
+            except Exception:  # whatever the error, this is not the shape the network takes
                 continue
             return cls(inputs, _GUESSED, f"{_GUESSED} normal random inputs of shape {shape}", problem.form)
         raise InputError(
-            "the shape of the network's inputs cannot be told from its first layer; pass data=, a batch of inputs."
+            "the shape of the network's inputs does not follow from its first layer; pass data=, a batch of inputs."
         )
 
     def _before(self, model: nn.Module, mode: str) -> Tensor:
@@ -231,8 +231,8 @@ class Sample:
             if not difference <= (tolerance or _TOLERANCE.get(dtype, 0.1)) * size:
                 raise InputError(
                     f"{transform}: the {keeps} changed by {difference:.2g} where their size is {size:.2g} (batch norm: "
-                    f"{mode}); the factors are too extreme for {dtype}, or the network reads its weights in a way that "
-                    "cannot be seen. Use milder factors or model.double()."
+                    f"{mode}); the factors are too extreme for {dtype}, or the network reads its weights in a hidden "
+                    "way. Use milder factors or model.double()."
                 )
             relative = max(relative, difference / size if size else 0.0)
         preserves = "function" if scale == 1.0 else f"outputs scaled by {scale:.6g}"

@@ -2,7 +2,7 @@
 
 A `Move` is one place where a map is free: a matrix between two layers, factors of channels, a vector added to biases.
 Its point is a tensor, its limit the `size` of the transform. A `Family` has all moves of one kind in a network, which
-was recorded once, and makes certified transforms of points.
+was recorded once, and turns points into certified transforms.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from spiritlevel.watching.channels import Block
 Objective = Callable[[LinearMap, Tensor], Tensor]
 """A number to make large, as a function of T and of a shift of the whole state, with a graph."""
 
-_OVERSHOOT = 1.5  # steps together reach so many times the limit, since a slope turns on the way
+_OVERSHOOT = 1.5  # steps together reach this many times the limit, since a slope turns on the way
 
 
 class Move(Protocol):
@@ -108,7 +108,7 @@ class Scaling:
 
 @dataclass(frozen=True)
 class Turning:
-    """A number times a rotation of every pair of rows that a rotary embedding turns in common, or a number alone.
+    """A number times a rotation of every pair of rows that a rotary embedding turns together, or a number alone.
 
     The point is (logarithm of the number, angle).
     """
@@ -171,7 +171,7 @@ class Rotating:
 
 @dataclass(frozen=True)
 class Shifting:
-    """A vector u added to the state: u[i] to all `entries[i]`, of any length up to `limit` as a change of the state.
+    """A vector u added to the state: u[i] to all `entries[i]`, of length at most `limit` as a change of the state.
 
     `undone` are the rows of layers that read what is shifted, and the biases in which −Wu undoes it.
     """
@@ -179,7 +179,7 @@ class Shifting:
     entries: tuple[Tensor, ...]
     limit: float
     undone: tuple[tuple[Tensor, Tensor], ...] = ()
-    lengths: tuple[int, ...] = ()  # of what is drawn one after the other; by default all at once
+    lengths: tuple[int, ...] = ()  # of what is drawn one after another; by default all at once
 
     @property
     def _counts(self) -> Tensor:
@@ -200,7 +200,7 @@ class Shifting:
         return torch.zeros(len(self.entries), dtype=torch.float64)
 
     def climbed(self, point: Tensor, slope: Tensor, share: float) -> Tensor:
-        """All the way: what is climbed is convex in u, so where its tangent is highest it is no lower than here."""
+        """All the way: the climbed function is convex in u, so where its tangent is highest it is at least as high."""
         del share
         return self._within(slope / self._counts, always=True) if bool(slope.any()) else point
 
@@ -219,7 +219,7 @@ class Shifting:
 
 @dataclass
 class Family:
-    """All moves of one kind in a network that was recorded, and what a certificate of their maps needs to know."""
+    """All moves of one kind in a recorded network, and what a certificate of their maps needs to know."""
 
     watched: Watched
     moves: Sequence[Move]
@@ -247,7 +247,7 @@ class Family:
         return self.watched.mapped(steps, shift=moved, notes=self.notes, keeps=self.keeps, start=self.start)
 
     def climb(self, objective: Objective, count: int) -> list[Tensor]:
-        """Points uphill of the identity, by so many steps along the slope of a number; each within its limit."""
+        """Points uphill from the identity, by this many steps along the slope of a number; each within its limit."""
         points = [move.identity for move in self.moves]
         for _ in range(count):
             leaves = [point.clone().requires_grad_() for point in points]

@@ -46,7 +46,7 @@ class AffineMap:
 
     @property
     def size(self) -> int:
-        """The number of channels or features the map acts on, 0 if it treats all alike."""
+        """The number of channels or features the map acts on, 0 if it treats all the same."""
         return max([*self.matrix.shape, *self.shift.shape], default=0)
 
     def __call__(self, inputs: Tensor) -> Tensor:
@@ -66,12 +66,12 @@ class AffineMap:
         if shape[1:].numel() != self.size:
             raise InputError(
                 f"an affine map of {self.size} features does not fit inputs of shape {tuple(shape[1:])}: it needs as "
-                "many features as there are channels, or numbers in all."
+                "many features as there are channels, or as there are numbers in all."
             )
         return False
 
     def _inverse_applied(self, weight: Tensor) -> Tensor:
-        """W A⁻¹ for a weight whose second axis are the features."""
+        """W A⁻¹ for a weight whose second axis holds the features."""
         if self.matrix.ndim < 2:
             return weight / self.matrix.reshape(-1, *[1] * (weight.ndim - 2))
         flat = weight.movedim(1, -1)
@@ -148,14 +148,14 @@ def input_map(
 ) -> Transformed:
     """Undo an invertible affine map of the inputs in the first layer: new_model(A x + s) = model(x).
 
-    W → W A⁻¹ and b → b − W A⁻¹ s; a missing bias is added if s ≠ 0. A linear first layer (behind a flattening) takes
+    W → W A⁻¹ and b → b − W A⁻¹ s; a missing bias is added if s ≠ 0. A linear first layer (after a flattening) takes
     any map of the flattened input or of its channels, a convolution any map of its channels. Where a convolution pads
-    with zeros, the new one pads with s, the place of the old zero, so the border is exact too. Exact up to rounding,
-    in both batch-norm modes. Cost: a solve in the number of features; `data` (old inputs) as in `rescale_layers`.
-    `standardisation` and `whitening` make such maps. Reference: paper B, section D.
+    with zeros, the new one pads with s, the place of the old zero, so the border is exact as well. Exact up to
+    rounding, in both batch-norm modes. Cost: a solve in the number of features; `data` (old inputs) as in
+    `rescale_layers`. `standardisation` and `whitening` make such maps. Reference: paper B, section D.
 
     Args:
-        model: any module whose input is read by linear layers or convolutions only; it is left as it was.
+        model: any module whose input is read only by linear layers or convolutions; it is left as it was.
         matrix: A, a number, a vector (diagonal) or a square matrix; by default 1.
         shift: s, a number or a vector; by default 0.
         data: inputs of the old model to compare outputs on.
@@ -188,8 +188,8 @@ def input_map(
     first = [name for name, layer in walk.layers.items() if layer.shape is not None]
     if walk.obstacle or not first:
         raise InputError(
-            f"input_map: {walk.obstacle or 'no layer that is known'} reads the network's input, so the map cannot be "
-            "undone in a first layer; put it in front of the network yourself."
+            f"input_map: {walk.obstacle or 'no known layer'} reads the network's input, so the map cannot be "
+            "undone in a first layer; put it before the network yourself."
         )
     factors: dict[str, Factor] | None = dict.fromkeys(walk.parameters, 1.0)
     for name in first:
@@ -215,13 +215,13 @@ def _first_layer_map(name: str, module: Any, shape: Any, mapping: AffineMap, who
         by_channel = mapping._by_channel(whole)
         if isinstance(module, _ConvNd) and not (by_channel and shape[1] == whole[1]):
             raise InputError(
-                f"input_map: the first layer {name!r} is a convolution, which can undo maps of its "
-                f"{module.in_channels} channels only, not of {mapping.size} features; use per='channel'."
+                f"input_map: the first layer {name!r} is a convolution, which can only undo maps of its "
+                f"{module.in_channels} channels, not of {mapping.size} features; use per='channel'."
             )
         if isinstance(module, nn.Linear) and len(shape) != 2:
             raise InputError(
                 f"input_map: the first layer {name!r} reads inputs of shape {tuple(shape[1:])} without flattening "
-                "them, so it can undo a number only."
+                "them, so it can only undo a single number."
             )
     if isinstance(module, _ConvNd) and (module.groups != 1 or module.transposed):
         raise InputError(f"input_map: the first layer {name!r} is a grouped or transposed convolution.")
@@ -248,7 +248,7 @@ def _fold_input(module: Any, mapping: AffineMap) -> None:
 
 
 class _Bordered(_ConvNd):
-    """A convolution whose border is a value of each channel instead of zero."""
+    """A convolution whose border is a value per channel instead of zero."""
 
     border: Tensor
     _conv_forward: Callable[..., Tensor]

@@ -1,4 +1,4 @@
-"""A shift that every logit takes, and no probability sees."""
+"""A shift of every logit that leaves the probabilities unchanged."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ def shift_logits(
 
     A softmax does not see it: probabilities, cross entropy and margins stay, logits and squared error do not. With
     such a loss it is a translation along directions in which nothing ever changes, so gradient and Hessian stay as they
-    are, while all that weighs by the size of parameters moves. Where several layers are added to make the logits, all
-    of them are shifted. Refused where the last layer is shared with an embedding, or where there is one logit only.
+    are, while everything weighted by the size of parameters moves. Where several layers are added to make the logits,
+    all of them are shifted. Refused where the last layer is shared with an embedding, or where there is only one logit.
     Exact up to rounding.
 
     Args:
         model: any module that ends in a linear layer or a convolution, and possibly a softmax; it is left as it was.
         data: as in `mix_linear`.
         size: length of the shift over that of the last layer's weight and bias.
-        seed: of u and c.
+        seed: for u and c.
 
     Cost: as in `mix_linear`. Reference: mathematics 7.9.
 
@@ -77,10 +77,10 @@ def _before_softmax(graph: Graph) -> tuple[Graph, bool]:
 
 
 def _last(watched: Watched, channels: Channels) -> Block:
-    """The block of the logits: all of them exchangeable, and read by nothing."""
+    """The block of the logits: all exchangeable, and read by nothing."""
     output = channels.graph.output
     if output.tensor.ndim < 2 or output.shape[-1] < 2:
-        raise watched.refused("it takes two logits or more to shift them all alike")
+        raise watched.refused("it takes at least two logits to shift them all equally")
     atoms: Tensor | None = channels.atoms.get(output)
     what = "the logits are not the values of a linear layer that nothing else reads"
     if atoms is None or not constant(atoms, range(atoms.ndim - 1)):

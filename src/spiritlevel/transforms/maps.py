@@ -37,7 +37,7 @@ class Step:
 
 
 class LinearMap:
-    """A linear map T of the parameters by its actions: T, T⁻¹ and T⁻ᵀ, on dicts of tensors.
+    """A linear map T of the parameters, through its actions T, T⁻¹ and T⁻ᵀ on dicts of tensors.
 
     Where the loss stays, L'(Tθ) = L(θ), a gradient becomes T⁻ᵀg and the Hessian T⁻ᵀHT⁻¹ (mathematics 7.1).
 
@@ -65,7 +65,7 @@ class LinearMap:
         return self._on_dict(tensors, "inverse transposed")
 
     def factors(self, names: Iterable[str]) -> dict[str, float | Tensor] | None:
-        """The diagonal of T for each of these tensors, 1.0 where it is; `None` unless T is diagonal."""
+        """The diagonal of T for each of these tensors, 1.0 where it is 1; `None` unless T is diagonal."""
         if any(step.matrix.ndim > 1 for step in self.steps):
             return None
         ones = {name: torch.ones(self.layout.shapes[name], dtype=torch.float64) for name in names}
@@ -81,7 +81,7 @@ class LinearMap:
     def on_rows(self, names: Iterable[str], block: Tensor, how: str) -> Tensor:
         """The action on columns of a block (P, n), P the entries of these tensors laid end to end.
 
-        Tensors that are not named are constants; T must not mix them with the named ones.
+        Unnamed tensors are constants; T must not mix them with the named ones.
         """
         where = torch.full((self.layout.size,), -1)
         position = 0
@@ -97,7 +97,7 @@ class LinearMap:
             chosen = inside.all(0)
             if bool((inside.any(0) & ~chosen).any()):
                 raise InputError(
-                    "this map mixes parameters that are measured with others that are not; measure all of them."
+                    "this map mixes parameters that are measured with others that are not; measure them all."
                 )
             index, matrix = index[:, chosen].to(block.device), step.acting(how).to(block)
             rows = result[index]

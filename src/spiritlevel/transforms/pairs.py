@@ -1,4 +1,4 @@
-"""Maps that one layer makes and the next undoes: between two linear maps, behind a norm, through a gate."""
+"""Maps that one layer makes and the next undoes: between two linear maps, after a norm, through a gate."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ def mix_linear(
 ) -> Transformed:
     """A random invertible matrix between any two linear maps that follow each other directly, undone in the second.
 
-    W₂W₁ = (W₂G⁻¹)(GW₁), and G takes W₁'s bias along. Found are linear layers, convolutions, embeddings and products
-    with parameters, with nothing between them but reshaping, numbers as factors, means and average pooling; where sums
+    W₂W₁ = (W₂G⁻¹)(GW₁), and G acts on W₁'s bias too. It finds linear layers, convolutions, embeddings and products
+    with parameters, with nothing between them but reshaping, numeric factors, means and average pooling; where sums
     tie several of them, all take the same G. The factors of a low-rank adaptation (LoRA) are such maps, whether applied
-    one after the other or multiplied first. Gradient and Hessian become T⁻ᵀg and T⁻ᵀHT⁻¹ with T = G ⊗ I on W₁ and
+    one after another or multiplied first. Gradient and Hessian become T⁻ᵀg and T⁻ᵀHT⁻¹ with T = G ⊗ I on W₁ and
     G⁻ᵀ ⊗ I on W₂. Exact up to rounding.
 
     Args:
         model: any module; it is left as it was.
-        data: inputs to follow the network on and to compare outputs on: a tensor, or data as everywhere (128 samples).
+        data: inputs to follow the network on and compare outputs on: a tensor, or other accepted data (128 samples).
         size: condition number of every G.
-        seed: of the random matrices.
+        seed: for the random matrices.
         reading: `target=`, `batch=`, `output=`: how batches and outputs are read; see `Reading`. As in all transforms.
 
     Cost: a few forward passes in float64 and copies of the model. Reference: mathematics 7.9.
@@ -73,13 +73,13 @@ def linear_mixings(watched: Watched, size: float) -> Family:
 def shift_norm_gain(
     model: nn.Module, *, data: Any, size: float = 10.0, seed: int = 0, **reading: Unpack[Reading]
 ) -> Transformed:
-    """Random positive factors on gain and bias of each channel of the norms, undone in the layers that read them.
+    """Random positive factors on the gain and bias of each channel of the norms, undone in the layers that read them.
 
     γ → cγ, β → cβ, W → W diag(1/c) in every layer that reads the channel: layer norm, RMS norm, group norm, batch norm,
-    instance norm, built in or written out, and any other parameter that multiplies channel by channel. Between norm and
-    layer may stand what passes a positive factor on (ReLU, pooling, reshaping). A norm whose output anything else reads
-    as well, a residual sum or a head that shares its weight with the embedding, takes no factor. The map of the
-    parameters is diagonal, and the certificate's factors give it. Exact up to rounding.
+    instance norm, built in or written out, and any other parameter that multiplies channel by channel. Whatever passes
+    a positive factor on (ReLU, pooling, reshaping) may stand between norm and layer. A norm whose output is also read
+    by anything else, such as a residual sum or a head that shares its weight with the embedding, takes no factor. The
+    map of the parameters is diagonal, and the certificate's factors give it. Exact up to rounding.
 
     Args:
         model: any module; it is left as it was.
@@ -114,7 +114,7 @@ def gains(watched: Watched, size: float) -> Family:
 def scale_gate(
     model: nn.Module, *, data: Any, size: float = 10.0, seed: int = 0, **reading: Unpack[Reading]
 ) -> Transformed:
-    """Random factors of either sign on each unit of a gated layer's linear half, undone in the layer behind the gate.
+    """Random factors of either sign on each unit of a gated layer's linear half, undone in the layer after the gate.
 
     In W_down(act(W_gate x) ⊙ W_up x), as SwiGLU and GEGLU have it, W_up → diag(c) W_up and W_down → W_down diag(1/c);
     the gate stays. The map of the parameters is diagonal, and the certificate's factors give it. Exact up to rounding.

@@ -54,7 +54,7 @@ class RadialMap:
         moved = eta - center
         square = moved @ moved
         middle = (square > self.rho**2) & (square <= self.delta**2)
-        radius = torch.where(middle, square, 1.0).sqrt()  # no derivative of a root where it is not used, as at 0
+        radius = torch.where(middle, square, 1.0).sqrt()  # no derivative of a root where it is unused, as at 0
         slope, offset = self._middle
         ratio = torch.where(middle, slope + offset / radius, self.r_hat / self.rho)
         return torch.where(square > self.delta**2, eta, center + ratio * moved)
@@ -84,7 +84,7 @@ class RadialMap:
         Args:
             operator: H, the Hessian of L at g(η).
             at: η; by default the center.
-            gradient: ∇L at g(η); needed between the spheres only, where g is curved.
+            gradient: ∇L at g(η); needed only between the spheres, where g is curved.
 
         Exact; a product costs one product with H and O(P).
         """
@@ -141,8 +141,8 @@ class _Radial(nn.Module):
         super().__init__()
         self._parameters, self._buffers, self._modules = model._parameters, model._buffers, model._modules
         self.training = model.training
-        # One attribute with a name that no child of the model has. The model stands in a tuple, because its tables are
-        # already this module's own.
+        # One attribute with a name that no child of the model has. The model is held in a tuple, because its tables are
+        # # already this module's own.
         self._spiritlevel_radial = model, mapping, names
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -23,10 +23,10 @@ from spiritlevel.watching.scalings import INPUT, UNFOLLOWED, Walk, follow_factor
 
 @dataclass(frozen=True)
 class ScalingGroup:
-    """Layers whose factors are tied: all `writers` put out the same scaled values, all `readers` must undo the factor.
+    """Layers whose factors are tied: all `writers` output the same scaled values, all `readers` must undo the factor.
 
     `absorbers` are batch norms that undo it in their statistics. `channels` is the number of output channels of the
-    writers, `None` if they differ (behind a concatenation), where only one number for all channels is possible.
+    writers, `None` if they differ (after a concatenation), where only one number for all channels is possible.
     """
 
     writers: tuple[str, ...]
@@ -37,7 +37,8 @@ class ScalingGroup:
     def factors(self, beta: Factor) -> dict[str, Factor]:
         """The factors for `rescale_layers` that scale this group by β and keep the function.
 
-        A number needs the readers' factors 1/β; one number per channel is undone in the readers' input channels anyway.
+        A single number needs the readers' factors 1/β; one number per channel is undone in the readers' input channels
+        anyway.
         """
         if isinstance(beta, Tensor) and beta.ndim:
             return dict.fromkeys(self.writers, beta)
@@ -82,7 +83,7 @@ def scaling_groups(model: nn.Module, *, data: Any = None, **reading: Unpack[Read
 
 
 def why_no_groups(model: nn.Module, *, data: Any = None, **reading: Unpack[Reading]) -> str:
-    """Why `scaling_groups` finds nothing: no factor passes, or an operation is not one that it can follow."""
+    """Why `scaling_groups` finds nothing: no factor passes, or there is an operation that it cannot follow."""
     walk = _groups_walk(model, data, form_of(reading))
     unknown = next((reason for reason in walk.reasons.values() if reason.startswith(UNFOLLOWED)), "")
     return unknown or "the network has no two layers between which a factor passes"
@@ -99,19 +100,19 @@ def rescale_layers(
 ) -> Transformed:
     """Multiply the weights of chosen layers by positive factors that cancel along every path to the output.
 
-    θ_k → α_k θ_k and b_k → (Π_{j≤k} α_j) b_k with Π α_k = 1: each factor multiplies its layer's weight, each bias the
-    product of the factors so far. A batch norm undoes a factor c at its input exactly, by running_mean·c,
-    running_var·c² and eps·c², so the product starts again at 1 behind it; named itself, its affine part takes a factor
-    (γ → αγ, β → αβ). A tensor with one factor for each output channel multiplies the rows of the weight and is undone
-    in the input channels of the layers behind, which therefore need no factor. (A batch norm has one eps for all
-    channels, so behind such a tensor it is exact in eval mode only.) The two sides of a residual sum must carry the
-    same product.
+    θ_k → α_k θ_k and b_k → (Π_{j≤k} α_j) b_k with Π α_k = 1: each factor multiplies its layer's weight, and each bias
+    is multiplied by the product of the factors so far. A batch norm undoes a factor c at its input exactly, by
+    running_mean·c, running_var·c² and eps·c², so the product starts again at 1 after it; if it is named itself, its
+    affine part takes a factor (γ → αγ, β → αβ). A tensor with one factor for each output channel multiplies the rows
+    of the weight and is undone in the input channels of the next layers, which therefore need no factor. (A batch norm
+    has one eps for all channels, so after such a tensor it is exact only in eval mode.) The two sides of a residual sum
+    must carry the same product.
 
     Args:
         model: any module; it is left as it was.
         factors: layer names (as in `named_modules`) and their factors.
-        data: inputs to follow and compare outputs on: a tensor, or data as everywhere (the first 128 samples are used).
-            Unless given, 8 normal random inputs of the shape that the first layer demands.
+        data: inputs to follow and compare outputs on: a tensor, or data of any accepted kind (the first 128 samples are
+            used). By default 8 normal random inputs of the shape that the first layer demands.
         allow_output_scale: whether the outputs may be multiplied by a number other than 1.
         reading: `target=`, `batch=`, `output=`: how batches and outputs are read; see `Reading`. As in all transforms.
 
@@ -138,8 +139,8 @@ def rescale_layers(
 def rescale_all(model: nn.Module, alpha: float, *, data: Any = None, **reading: Unpack[Reading]) -> Transformed:
     """Multiply the outputs by α, spread evenly over the layers: W_k → α^{1/K} W_k and b_k → α^{k/K} b_k.
 
-    Where branches meet, equal shares are impossible; the shares (logarithms of the factors) are then the smallest in
-    the sum of squares that keep the branches of every sum alike. Layers in front of the last batch norm have no
+    Where branches meet, equal shares are impossible; the shares (logarithms of the factors) are then those with the
+    smallest sum of squares that keep the branches of every sum equal. Layers before the last batch norm have no
     influence on the scale of the outputs and stay as they are. Refused where an operation between the layers passes no
     factor on. Exact up to rounding; cost and `data` as in `rescale_layers`. Reference: paper A, section 5, in the form
     of mathematics 7.3.
@@ -156,7 +157,7 @@ def rescale_all(model: nn.Module, alpha: float, *, data: Any = None, **reading: 
         scaled = any(walk.layers[name].params for name in walk.adjacent(group, "writes"))
         if group == output or (scaled and reason != INPUT):
             raise InputError(f"rescale_all: {reason}; use scale_last_layer if the network ends in a layer.")
-    # a layer's share is the exponent of the group it writes less that of the group it reads; the output's is 1
+    # a layer's share is the exponent of the group it writes minus that of the group it reads; the output's is 1
     column = {group: index for index, group in enumerate([*walk.free(), output])}
     shares = torch.zeros(len(walk.layers), len(column), dtype=torch.float64)
     for row, layer in zip(shares, walk.layers.values(), strict=True):
@@ -191,7 +192,7 @@ def scale_last_layer(model: nn.Module, alpha: float, *, data: Any = None, **read
     if output in walk.fixed():
         raise InputError(
             f"scale_last_layer: {walk.fixed()[output]}; the network must end in a linear layer, a convolution or a "
-            "batch norm, so pass it without what follows."
+            "batch norm, so pass it without what comes after that."
         )
     last = ScalingGroup(
         tuple(walk.adjacent(output, "writes")),
@@ -206,11 +207,11 @@ def scale_last_layer(model: nn.Module, alpha: float, *, data: Any = None, **read
 def scale_before_batchnorm(
     model: nn.Module, factors: Mapping[str, Factor], *, data: Any = None, **reading: Unpack[Reading]
 ) -> Transformed:
-    """Multiply weights and bias of layers in front of a batch norm by positive factors.
+    """Multiply weights and bias of layers before a batch norm by positive factors.
 
     The batch norm's running_mean·α, running_var·α² and eps·α² keep the function exactly in both batch-norm modes.
-    (Keeping eps instead needs running_var' = α²(var + eps) − eps, which turns negative for small α and holds in eval
-    mode only.) Exact up to rounding; cost and `data` as in `rescale_layers`. Reference: mathematics 7.4.
+    (Keeping eps instead needs running_var' = α²(var + eps) − eps, which turns negative for small α and holds only in
+    eval mode.) Exact up to rounding; cost and `data` as in `rescale_layers`. Reference: mathematics 7.4.
 
     >>> net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 2))
     >>> result = scale_before_batchnorm(net, {"0": 100.0})
@@ -224,7 +225,7 @@ def scale_before_batchnorm(
         if name not in walk.layers:
             raise unknown_name("layer that can be scaled", name, walk.layers)
         if isinstance(alpha, Tensor) and alpha.ndim:
-            raise InputError(f"{who} takes one number per layer; use rescale_layers for a factor of each channel.")
+            raise InputError(f"{who} takes one number per layer; use rescale_layers for a factor per channel.")
         group = walk.root(walk.layers[name].writes)
         readers = walk.adjacent(group, "reads")
         others = [reader for reader in readers if not walk.layers[reader].norm]
@@ -245,7 +246,7 @@ def _rescale(
     changes, scale = walk.changes(), walk.output.scale
     if walk.output.channels is not None and not is_one(walk.output.channels):
         raise InputError(
-            f"{who}: these factors scale the outputs differently in each channel; give the output layer one number."
+            f"{who}: these factors scale the output channels differently; give the output layer one number."
         )
     if expected is not None:
         if not same(scale, expected):
@@ -280,9 +281,9 @@ def _rescale(
 
 
 def _absorb(norm: Any, factor: Factor) -> None:
-    """Make a batch norm of c·x what it was of x: running_mean·c, running_var·c², eps·c².
+    """Make a batch norm give for c·x what it gave for x: running_mean·c, running_var·c², eps·c².
 
-    A factor for each channel shares one eps, so the running variance takes up the difference: running_var' + eps' =
+    Factors per channel share one eps, so the running variance takes up the difference: running_var' + eps' =
     c²(running_var + eps) with the smallest eps·c².
     """
     c = torch.as_tensor(factor, dtype=torch.float64)

@@ -27,19 +27,19 @@ def rotate_stream(
 ) -> Transformed:
     """A random rotation of the residual stream of a pre-norm transformer with RMS norms.
 
-    Everything that writes into the stream is turned, W → QW, embeddings and biases too, and everything that reads it
-    turns back, W → WQᵀ; an RMS norm does not see a rotation. Its gain does, so gains are folded into the layers that
-    read them first, W → W diag(γ), and are buffers of ones from then on, no parameters. From that folded model,
-    `start` of the result, T is orthogonal: trace and spectrum of the Hessian stay, and all that looks at single
-    parameters moves. (From the model itself there is no linear map: folding multiplies parameters.) Refused where a
-    gain cannot be folded, as in front of a head that shares its weight with the embedding, and for layer norm, which
-    subtracts a mean. Exact up to rounding.
+    Everything that writes into the stream is rotated, W → QW, including embeddings and biases, and everything that
+    reads it rotates back, W → WQᵀ; an RMS norm does not see a rotation. Its gain does, so gains are first folded into
+    the layers that read them, W → W diag(γ), and are from then on buffers of ones, not parameters. From that folded
+    model, `start` of the result, T is orthogonal: trace and spectrum of the Hessian stay, and everything that looks at
+    single parameters moves. (From the model itself there is no linear map: folding multiplies parameters.) Refused
+    where a gain cannot be folded, as before a head that shares its weight with the embedding, and for layer norm,
+    which subtracts a mean. Exact up to rounding.
 
     Args:
         model: any module; it is left as it was.
         data: as in `mix_linear`.
-        size: without meaning here.
-        seed: of the rotation.
+        size: has no meaning here.
+        seed: for the rotation.
 
     Cost: as in `mix_linear`. Reference: mathematics 7.9.
 
@@ -55,7 +55,7 @@ def rotate_stream(
 
 def stream_rotations(watched: Watched, size: float) -> Family:
     """The maps of `rotate_stream`."""
-    del size  # all rotations are alike
+    del size  # all rotations are equal in size
     folded = _folded(watched)
     channels = folded.channels(_ROTATED)
     moves = [
@@ -65,7 +65,7 @@ def stream_rotations(watched: Watched, size: float) -> Family:
     ]
     if not moves:
         raise watched.refused(
-            "this network has no stream that is read through RMS norms only, by layers into which their gains fold",
+            "this network has no stream that is read only through RMS norms, by layers into which their gains fold",
             channels.obstacles("length") or channels.obstacles(),
         )
     start = copy.deepcopy(folded.model)
@@ -99,7 +99,7 @@ def _folded(watched: Watched) -> Watched:
 
 
 def _gain(block: Block) -> Tensor | None:
-    """The entries of the one gain that writes a block, without a bias; `None` if that is not all that writes it."""
+    """The entries of the one gain that writes a block, without a bias; `None` if anything else writes it."""
     written = [slot for slot in block.slots if slot.side > 0]
     read = any(slot.side < 0 for slot in block.slots)
     if "gain" not in block.tags or len(written) != 1 or not read or written[0].entries.shape[1] != 1:
@@ -108,7 +108,7 @@ def _gain(block: Block) -> Tensor | None:
 
 
 def _retire(model: nn.Module, name: str) -> None:
-    """Make a parameter a buffer of ones."""
+    """Turn a parameter into a buffer of ones."""
     path, _, key = name.rpartition(".")
     module = model.get_submodule(path)
     ones = torch.ones_like(module.get_parameter(key)).detach()

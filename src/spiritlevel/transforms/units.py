@@ -40,16 +40,16 @@ def permute_units(
 ) -> Transformed:
     """The hidden units of every layer in a random order.
 
-    Rows of the layers that write a unit and columns of those that read it, with everything that belongs to it on the
-    way: statistics and gain of norms, slopes, the other half of a gate. Units that are tied by sums (a residual stream)
-    are permuted in common, those of attention within their head. No measure of a network may depend on the order, so
-    nothing may move but by rounding. T is a permutation. Exact up to the order of sums.
+    It permutes the rows of the layers that write a unit and the columns of those that read it, with everything that
+    belongs to it on the way: statistics and gain of norms, slopes, the other half of a gate. Units that are tied by
+    sums (a residual stream) are permuted together, those of attention within their head. No measure of a network may
+    depend on the order, so nothing may move except by rounding. T is a permutation. Exact up to the order of sums.
 
     Args:
         model: any module; it is left as it was.
         data: as in `mix_linear`.
-        size: without meaning here.
-        seed: of the permutations.
+        size: has no meaning here.
+        seed: for the permutations.
 
     Cost: as in `mix_linear`. Reference: mathematics 7.9.
 
@@ -80,8 +80,8 @@ def split_units(
 ) -> Transformed:
     """Random hidden units become two that share their outgoing weights: t of them and 1 − t.
 
-    Both copies have the unit's incoming weights and all else that belongs to it, so they put out the same value, and
-    the layers behind read t·w and (1 − t)·w; t is drawn between 0.2 and 0.8. The number of parameters grows, so there
+    Both copies have the unit's incoming weights and everything else that belongs to it, so they output the same value,
+    and the next layers read t·w and (1 − t)·w; t is drawn between 0.2 and 0.8. The number of parameters grows, so there
     is no map from the old Hessian to the new one. For networks that are piecewise linear in each layer the unit's part
     of a per-sample trace is known: incoming weights × (t² + (1−t)²), outgoing weights × 2. Exact up to rounding.
 
@@ -89,9 +89,9 @@ def split_units(
         model: any module; it is left as it was.
         data: as in `mix_linear`.
         size: the share of the units of each layer that are split, at least one unit.
-        seed: of the choice of units and of their t.
+        seed: for the choice of units and their t.
 
-    Layers whose new width the network's own code does not allow (a view with a fixed number of channels, groups) stay.
+    Layers whose width the network's own code fixes (a view with a fixed number of channels, groups) stay as they are.
     Cost: as in `mix_linear`, with a forward pass for each layer. Reference: mathematics 7.9.
 
     >>> net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
@@ -117,7 +117,7 @@ def split_units(
         raise watched.refused(_NO_UNITS, channels.obstacles())
     possible = [split for split in splits if _works(watched, split)]
     if not possible:
-        raise watched.refused("no layer of this network can have another width, which its own code or its groups fix")
+        raise watched.refused("no layer of this network can change its width, which its own code or its groups fix")
     new = copy.deepcopy(watched.exact)
     _divide(new, possible)
     split = sum(int((~item.shares.isnan()).sum()) for item in possible)
@@ -145,7 +145,7 @@ class _Split:
 
 
 def _cuts(block: Block, layout: Layout) -> tuple[_Cut, ...] | None:
-    """The places of a block's units, `None` if a unit is no whole slice of a tensor."""
+    """The places of a block's units, `None` if a unit is not a whole slice of a tensor."""
     found: dict[tuple[str, int, int], Tensor] = {}
     for slot in block.slots:
         place = _axis(slot, layout)
@@ -174,7 +174,7 @@ def _divide(model: nn.Module, splits: Iterable[_Split]) -> None:
     for split in splits:
         for cut in split.cuts:
             tensor = state[cut.name]
-            # runs of the same unit are doubled as a whole: the positions of one channel behind a flattening
+            # runs of the same unit are doubled as a whole: the positions of one channel after a flattening
             _, lengths = torch.unique_consecutive(cut.units, return_counts=True)
             order: list[Tensor] = []
             factors: list[Tensor] = []
@@ -204,7 +204,7 @@ def _divide(model: nn.Module, splits: Iterable[_Split]) -> None:
 
 
 def _fit(model: nn.Module) -> None:
-    """Let the modules say what shape their tensors have."""
+    """Make the modules' attributes match the shapes of their tensors."""
     for module in model.modules():
         weight = getattr(module, "weight", None)
         if not isinstance(weight, Tensor):
@@ -225,11 +225,11 @@ def _fit(model: nn.Module) -> None:
 
 
 def _works(watched: Watched, split: _Split) -> bool:
-    """Whether the network runs, and puts out the same, with one layer of other width."""
+    """Whether the network runs, with the same output, if one layer has a different width."""
     new = copy.deepcopy(watched.exact)
     _divide(new, [split])
     try:
         watched.sample.certify(watched.who, watched.exact, new)
-    except (InputError, RuntimeError, ValueError, TypeError, IndexError):  # it has the old width in its own code
+    except (InputError, RuntimeError, ValueError, TypeError, IndexError):  # its own code fixes the old width
         return False
     return True

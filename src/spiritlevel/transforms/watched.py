@@ -19,11 +19,11 @@ from spiritlevel.watching.following import follow_channels
 from spiritlevel.watching.graph import Graph, record
 
 _EXACT = 1e-9  # relative difference of the outputs in float64 beyond which a map is not the symmetry it was taken for
-_ROUNDED = 1e-3  # the same where the network itself computes in fewer digits, or the parameters are rounded to them
+_ROUNDED = 1e-3  # the same where the network itself computes with fewer digits, or the parameters are rounded to fewer
 
 
 class Watched:
-    """A model that a transform is looking at: a copy in float64, its recorded forward pass, data and random numbers."""
+    """A model under a transform's inspection: a float64 copy, its recorded forward pass, data and random numbers."""
 
     def __init__(self, who: str, model: nn.Module, data: Any, seed: int, form: Form) -> None:
         if not isinstance(model, nn.Module):
@@ -44,7 +44,7 @@ class Watched:
         return follow_channels(self.graph, passing)
 
     def refused(self, what: str, why: str = "") -> InputError:
-        """The error for a network that has none of what a transform is looking for."""
+        """The error for a network that has nothing of what a transform looks for."""
         return InputError(f"{self.who}: {what}{f'; in the way: {why}' if why else ''}.")
 
     def mapped(
@@ -92,7 +92,7 @@ class Watched:
         """Compare a changed copy in float64 with the original, round it to the model's own precision, and certify that.
 
         Two comparisons: the first shows that the map is a symmetry, the second what rounding its result costs. `fit`
-        makes the modules of the rounded copy say what shape their tensors have.
+        makes the modules of the rounded copy match the shapes of their tensors.
         """
         tolerance = _ROUNDED if self._computes_in_fewer_digits() else _EXACT
         self.sample.certify(self.who, self.original, new, keeps=keeps, tolerance=tolerance)

@@ -2,7 +2,7 @@
 
 No second-order autodiff: the Hessian of the loss in the values before each activation follows from the next one,
 H_z = D Wᵀ H_next W D + diag(act″(z) ⊙ Wᵀ g_next), D = diag(act′), and a linear layer's share is (‖a‖² + 1) Tr H_z
-(mathematics 4.6). Everything in float64, so tiny losses stay right.
+(mathematics 4.6). Everything is in float64, so tiny losses stay right.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class _Call(NamedTuple):
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     tensors: list[Tensor]
-    versions: list[int]  # of these tensors when the call was made: a write in place raises them
+    versions: list[int]  # of these tensors at the time of the call: a write in place raises them
     result: Tensor
     version: int
 
@@ -82,7 +82,7 @@ def find_chain(problem: Problem, inputs: Any) -> Chain | None:
     try:
         with log:
             outputs = problem.outputs(params, inputs)
-    except RuntimeError:  # what autograd does not allow, such as writes into one of several views, is no chain
+    except RuntimeError:  # what autograd does not allow, such as writes into one of several views, is not a chain
         return None
     names = {id(tensor): name for name, tensor in {**problem.constants, **params}.items()}
     current, version, differentiable = inputs, inputs._version, False
@@ -124,7 +124,7 @@ def find_chain(problem: Problem, inputs: Any) -> Chain | None:
 
 
 def _keeps(result: Tensor, before: Tensor, at_first: bool) -> bool:
-    """Whether a copy or view leaves the numbers as they are: their type, and behind a first layer their shape too."""
+    """Whether a copy or view leaves the numbers as they are: their type, and after a first layer their shape too."""
     return result.dtype == before.dtype and (at_first or result.shape == before.shape)
 
 
@@ -174,7 +174,7 @@ def chain_traces(
     """Outputs (N, C) and, for every measured parameter, the exact trace of its block of each sample's Hessian.
 
     `start` is the number of the first sample. The outputs are those of the steps, in float64: if the model gives
-    others, it is not this chain.
+    different ones, it is not this chain.
     """
     state = {name: tensor.double() for name, tensor in {**problem.constants, **problem.params}.items()}
     current = inputs.double().reshape(len(inputs), -1)

@@ -1,4 +1,4 @@
-"""What functions of each number do to channels: they tie those that meet, and pass maps that go with the function."""
+"""What elementwise functions do to channels: they tie those that meet, and pass maps that commute with the function."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _alike(value: Value, atoms: Tensor) -> bool:
 
 
 def _meets(found: Channels, operation: Operation, value: Value, atoms: Tensor, *, added: bool = False) -> bool:
-    """Tie parameters, or a buffer that is added, to the atoms that they meet entry by entry; whether it is such."""
+    """Tie parameters, or a buffer that is added, to the atoms that they meet entry by entry; whether that applies."""
     entries = found.view(value)
     if entries is None:
         return False
@@ -39,17 +39,17 @@ def _meets(found: Channels, operation: Operation, value: Value, atoms: Tensor, *
 
 
 def any_function(found: Channels, operation: Operation) -> bool:
-    """Any function of each entry: all operands with channels are tied, all others must not tell channels apart."""
+    """Any function of each entry: all operands with channels are tied; all others must not distinguish channels."""
     return found.passing.functions == "any" and _elementwise(found, operation)
 
 
 def homogeneous_function(found: Channels, operation: Operation) -> bool:
-    """A function of each entry with f(cx) = c f(x) for c > 0."""
+    """An elementwise function with f(cx) = c f(x) for c > 0."""
     return found.passing.functions != "none" and _elementwise(found, operation)
 
 
 def met(found: Channels, operation: Operation) -> bool:
-    """Any function of each entry that adds: a buffer of the state may be one of the operands."""
+    """Any elementwise function that adds: a buffer of the state may be one of the operands."""
     return found.passing.functions == "any" and _elementwise(found, operation, added=True)
 
 
@@ -130,7 +130,7 @@ def _multiply(found: Channels, operation: Operation) -> bool:
 
 
 def _times_number(found: Channels, operation: Operation, value: Value) -> bool:
-    """A multiple of a value, or of parameters: whatever is linear in them goes on as before."""
+    """A multiple of a value, or of parameters: whatever is linear in them continues as before."""
     entries = found.view(value)
     if not found.passing.factors:
         return False
@@ -190,7 +190,7 @@ def negate(found: Channels, operation: Operation) -> bool:
 
 
 def square(found: Channels, operation: Operation) -> bool:
-    """A square, of which a sum over the channels is a length."""
+    """A square, whose sum over the channels is a squared length."""
     return _square(found, operation) or any_function(found, operation)
 
 
@@ -210,12 +210,12 @@ def _square(found: Channels, operation: Operation) -> bool:
 
 
 def masked_fill(found: Channels, operation: Operation) -> bool:
-    """A number in the place of some: zeros pass as a linear map does."""
+    """A number in place of some entries: zeros pass like a linear map."""
     return _zeros(found, operation) or any_function(found, operation)
 
 
 def _zeros(found: Channels, operation: Operation) -> bool:
-    """Zeros in the place of some positions: linear, if all channels have them there."""
+    """Zeros in place of some positions: linear, if all channels have them there."""
     value, mask, number = operation.args[:3]
     atoms = found.atoms.get(value)
     if atoms is None or isinstance(number, Value) or number != 0 or not _alike(mask, atoms):
@@ -225,7 +225,7 @@ def _zeros(found: Channels, operation: Operation) -> bool:
 
 
 def prelu(found: Channels, operation: Operation) -> bool:
-    """A function with a parameter of each channel, or one of all."""
+    """A function with a parameter for each channel, or one for all."""
     value, slopes = operation.args[:2]
     atoms, entries = found.atoms.get(value), found.view(slopes)
     if atoms is None or found.passing.functions == "none":

@@ -1,4 +1,4 @@
-"""What layers and products of matrices do to channels: they read some, write others, and tie the two of a product."""
+"""What layers and matrix products do to channels: they read some, write others, and tie both sides of a product."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _layer(
     atoms = found.atoms.get(x)
     read = torch.full((count_in,), NONE)
     if atoms is None and x not in found.varying and not x.given and not bool(x.tensor.any()):
-        read = found.forest.new(count_in)  # zeros, the first state of a recurrence: whatever is read there stays zero
+        read = found.forest.new(count_in)  # zeros, as in the first state of a recurrence: what is read there stays zero
     if atoms is not None:
         read, agree = vector(atoms, axis)
         if not bool(agree.all()):
@@ -94,7 +94,7 @@ def _factors(found: Channels, operation: Operation, x: Value, columns: Tensor, b
 
 
 def matmul(found: Channels, operation: Operation) -> bool:
-    """A product of two matrices, of which one may be a weight."""
+    """A product of two matrices, one of which may be a weight."""
     if len(operation.args) > 1:
         return _matmul(found, operation, *operation.args[:2])
     return _matmul(found, operation, operation.argument(0, "input"), operation.kwargs["mat2"])
@@ -125,7 +125,7 @@ def addmm(found: Channels, operation: Operation) -> bool:
 
 
 def baddbmm(found: Channels, operation: Operation) -> bool:
-    """A mask, say, plus the scores of attention."""
+    """Something added to the scores of attention, such as a mask."""
     bias, first, second = operation.args[:3]
     if any(operation.kwargs.get(key, 1) != 1 for key in ("alpha", "beta")) and found.view(bias) is not None:
         return False
@@ -231,7 +231,7 @@ def einsum(found: Channels, operation: Operation) -> bool:
 def _folded_layer(
     found: Channels, operation: Operation, weight: Tensor, x: Value, letters: str, summed: list[str]
 ) -> bool:
-    """A product with a parameter in any order of its axes: a layer that reads the indices summed over as one axis."""
+    """A product with a parameter, its axes in any order: a layer that reads the summed indices as one axis."""
     equation = operation.args[0].replace(" ", "")
     result = equation.split("->")[1]
     kept = [letter for letter in letters if letter not in summed]
@@ -279,7 +279,7 @@ def attention(found: Channels, operation: Operation) -> bool:
 
 
 def embedding(found: Channels, operation: Operation) -> bool:
-    """A table of which every row is a value of all channels."""
+    """A table in which every row is a value of all channels."""
     table = found.view(operation.argument(1, "weight"))
     if table is None or operation.argument(3, "max_norm") is not None:
         return False

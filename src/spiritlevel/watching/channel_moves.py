@@ -1,4 +1,4 @@
-"""What moves numbers about, moves channels: the rules of copies, views, selections and joins.
+"""What moves numbers about moves channels: the rules for copies, views, selections and joins.
 
 A rule answers whether it has dealt with the operation. If not, or where there is none, the channels stop there.
 """
@@ -13,7 +13,7 @@ from spiritlevel.watching.graph import Operation, Value
 
 
 def _alike_in_kind(source: Value, result: Value) -> bool:
-    """Whether nothing but digits can have been lost: the same shape, and no whole numbers made of others."""
+    """Whether at most digits can have been lost: the same shape, and no conversion to whole numbers."""
     return source.shape == result.shape and source.tensor.is_floating_point() == result.tensor.is_floating_point()
 
 
@@ -38,7 +38,7 @@ def again(found: Channels, operation: Operation) -> bool:
 
 
 def shapes_only(found: Channels, operation: Operation) -> bool:
-    """What looks at the shape of a value only."""
+    """What looks only at the shape of a value."""
     return True
 
 
@@ -58,7 +58,7 @@ def write(found: Channels, operation: Operation) -> bool:
 
 
 def attribute(found: Channels, operation: Operation) -> bool:
-    """An attribute such as `.T` or `.mT`, if it is all of the entries."""
+    """An attribute such as `.T` or `.mT`, if it holds all the entries."""
     whole = operation.outputs[0].tensor.numel() == operation.inputs[0].tensor.numel()
     return whole and move(found, operation)
 
@@ -94,7 +94,7 @@ def _labels(found: Channels, value: Value) -> Tensor:
 def join(found: Channels, operation: Operation) -> bool:
     """A concatenation, of positions or of channels.
 
-    Of positions: parts of the state, a class token say, join the channels of the rest, and zeros fit any channel.
+    With positions, parts of the state such as a class token join the channels of the rest, and zeros fit any channel.
     """
     known = [value for value in operation.inputs if value in found.atoms]
     if not known:

@@ -12,7 +12,7 @@ from spiritlevel.watching.graph import Operation, Value
 
 
 def linear_sum(found: Channels, operation: Operation) -> bool:
-    """A sum or mean: linear over positions, and over squares of all channels their length."""
+    """A sum or mean: linear over positions; over squares of all channels, their squared length."""
     return _reduce(found, operation, linear=True)
 
 
@@ -22,7 +22,7 @@ def extreme(found: Channels, operation: Operation) -> bool:
 
 
 def reduction(found: Channels, operation: Operation) -> bool:
-    """Any other number of many."""
+    """Any other reduction of many numbers to one."""
     return _reduce(found, operation)
 
 
@@ -74,7 +74,7 @@ def other_pool(found: Channels, operation: Operation) -> bool:
 
 
 def pad(found: Channels, operation: Operation) -> bool:
-    """Padding, with the numbers at the edge or with one of its own."""
+    """Padding, with the numbers at the edge or with a number of its own."""
     value, output, passing = operation.inputs[0], operation.outputs[0], found.passing
     atoms = found.atoms.get(value)
     if atoms is None or len(operation.inputs) > 1:
@@ -89,7 +89,7 @@ def pad(found: Channels, operation: Operation) -> bool:
 
 
 def linear_pool(found: Channels, operation: Operation) -> bool:
-    """Pooling, padding and interpolation: each channel by itself, in one way for all."""
+    """Pooling, padding and interpolation: each channel by itself, all in the same way."""
     value = operation.inputs[0]
     atoms, output = found.atoms.get(value), operation.outputs[0]
     if atoms is None or len(operation.inputs) > 1:
@@ -142,7 +142,7 @@ def _norm(
     by_length: bool = False,
     groups: int = 1,
 ) -> bool:
-    """Normalisation with a gain and a bias of each channel, over the last axes or with channels on the second."""
+    """Normalisation with a gain and a bias for each channel, over the last axes or with channels on the second."""
     passing, result = found.passing, operation.outputs[0]
     state = {key: operation.argument(index, key) for index, key in places}
     tensors = {key: value for key, value in state.items() if isinstance(value, Value)}
@@ -197,7 +197,7 @@ def _written(found: Channels, operation: Operation, affine: list[Tensor | None])
 
 
 def _one(found: Channels, value: Value) -> bool:
-    """Whether a gain is 1 and no parameter."""
+    """Whether a gain is 1 and not a parameter."""
     return value.name not in found.graph.parameters and bool((value.tensor == 1).all())
 
 

@@ -2,12 +2,12 @@
 
 Every layer that writes values gives each of its channels a number, an *atom*. Atoms are carried along by every
 operation through which a map of the channels passes (`Passing` says which map: a scaling, a permutation, an invertible
-matrix …), and tied where two values are added. A layer that reads atoms undoes the map. All that is tied is one *unit*;
-units that appear in the same places are exchangeable and make up a `Block`. A block lists the entries of the parameters
-that take the map on one side and its inverse transpose on the other, so that every transform of channels is one and the
-same operation: rows of entries, multiplied by a matrix.
+matrix …), and tied where two values are added. A layer that reads atoms undoes the map. Everything tied together is
+one *unit*; units that appear in the same places are exchangeable and make up a `Block`. A block lists the entries of
+the parameters that take the map on one side and its inverse transpose on the other, so that every transform of
+channels is one and the same operation: rows of entries, multiplied by a matrix.
 
-Whatever is not known here stops the atoms that it reads; a transform may miss a symmetry, and must never invent one.
+Whatever is not known here stops the atoms that it reads; a transform may miss a symmetry but must never invent one.
 """
 
 from __future__ import annotations
@@ -28,14 +28,15 @@ NONE = -1
 
 @dataclass(frozen=True)
 class Passing:
-    """What a map of the channels passes without a change of the network's function.
+    """What a map of the channels can pass through without changing the network's function.
 
-    Moving entries about, linear operations that treat all channels alike, and layers pass every map. The rest is said
-    here: elementwise `functions` ("none", "homogeneous" of degree one for positive factors, "any"); `each`, factors
-    that differ between channels; `offsets`, summands that are the same for all channels; `products` of two values,
-    channel by channel; `gains` of norms ("stop" the map, are "tied" to the channels, or "write" channels of their own);
-    `symmetric` functions of all channels, such as means; `attention`, products of two values; `squares`, lengths over
-    the channels. An `orthogonal` map is its own inverse transpose, so it may stand on both sides of a shared weight.
+    Moving entries about, linear operations that treat all channels alike, and layers pass every map. The rest is
+    declared here: elementwise `functions` ("none", "homogeneous" of degree one for positive factors, "any"); `each`,
+    factors that differ between channels; `offsets`, summands that are the same for all channels; `products` of two
+    values, channel by channel; `gains` of norms ("stop" the map, are "tied" to the channels, or "write" channels of
+    their own); `symmetric` functions of all channels, such as means; `attention`, products of two values; `squares`,
+    lengths over the channels. An `orthogonal` map is its own inverse transpose, so it may act on both sides of a
+    shared weight.
     """
 
     functions: str = "none"
@@ -47,7 +48,7 @@ class Passing:
     attention: bool = False
     squares: bool = False
     orthogonal: bool = False
-    factors: bool = True  # multiplication by numbers; without it only what leaves the values as they are
+    factors: bool = True  # multiplication by numbers; without it, only what leaves the values unchanged
     outputs: bool = False  # whether the network's outputs may be mapped
 
 
@@ -88,7 +89,7 @@ class Product:
 
 @dataclass(frozen=True)
 class Mixture:
-    """A product of shares, without channels, with values that have some: atoms (…, j).
+    """A product of shares, which have no channels, with values that do: atoms (…, j).
 
     `shares` are summed with the values over `axis`; `None` if they are made inside the operation, by a softmax.
     """
@@ -101,13 +102,13 @@ class Mixture:
 
 @dataclass(frozen=True)
 class Block:
-    """Exchangeable units and the slots where they appear; `tags` tell what they went through."""
+    """Exchangeable units and the slots where they appear; `tags` say what they went through."""
 
     units: int
     slots: tuple[Slot, ...]
     tags: frozenset[str]
     atoms: Tensor  # (units,) the first atom of each
-    turned: bool = False  # whether constants multiply its channels one by one: the block is one unit then
+    turned: bool = False  # whether constants multiply its channels one by one: the block is then one unit
     pairs: tuple[Slot, ...] = ()  # of such a unit: entries (2, k) that are added to each other, as rotations do
 
 
@@ -186,7 +187,7 @@ class Channels:
         self.squared: set[Value] = set()
         self.varying: set[Value] = set()  # values that depend on the network's input
         self.uses: list[Use] = []
-        self.loose: list[tuple[Tensor, str]] = []  # entries that are read in a way that is not followed
+        self.loose: list[tuple[Tensor, str]] = []  # entries that are read in a way we do not follow
         self.marks: list[dict[int, int]] = []  # of atoms: what keeps them apart from others
         self.tags: list[tuple[Tensor, str]] = []
         self.twisted: set[int] = set()  # atoms that are multiplied by constants of their own, as rotary embeddings do
@@ -207,7 +208,7 @@ class Channels:
         self.uses.append(Use(operation, side, entries[known], atoms[known], role))
 
     def mark(self, atoms: Tensor, labels: Tensor, tag: str = "") -> None:
-        """Keep atoms with different labels apart; an atom's label is the least that it meets."""
+        """Keep atoms with different labels apart; an atom's label is the smallest that it meets."""
         known = atoms >= 0
         where, which = atoms[known].unique(return_inverse=True)
         least = torch.full(where.shape, torch.iinfo(torch.int64).max)
@@ -217,7 +218,7 @@ class Channels:
             self.tag(where, tag)
 
     def twist(self, first: Tensor, second: Tensor) -> None:
-        """Note which atoms that are turned are added to each other."""
+        """Note which turned atoms are added to each other."""
         for pair in distinct(first, second).tolist():
             one, two = sorted(pair)
             if one != two and one in self.twisted and two in self.twisted:
@@ -236,10 +237,10 @@ class Channels:
                 self.loose.append((entries.reshape(-1), reason))
 
     def adopt(self, operation: Operation, entries: Tensor, atoms: Tensor) -> None:
-        """Entries of the state that meet atoms one by one, a bias that is added for instance, become part of them.
+        """Entries of the state that meet atoms one by one, such as an added bias, become part of them.
 
-        All entries of the tensor with the same index on the channels' axis go along, those too that these two samples
-        do not read: the embeddings of later positions, say.
+        All entries of the tensor with the same index on the channels' axis go along, even those that these two samples
+        do not read, such as the embeddings of later positions.
         """
         known = atoms >= 0
         entries, atoms = entries[known], atoms[known]
@@ -295,7 +296,7 @@ class Channels:
                     self.forest.tie(other.atoms, use.atoms, flip=other.side != use.side)
 
     def reasons(self) -> dict[int, str]:
-        """For every root that takes no map: why."""
+        """Why each root that takes no map takes none."""
         found: dict[int, str] = {}
         for atom, reason in self.forest.stopped:
             found.setdefault(self.forest.root(atom)[0], reason)
@@ -305,7 +306,7 @@ class Channels:
         return found
 
     def obstacles(self, tag: str = "") -> str:
-        """The first few reasons in words, of the atoms with a tag if one is given; "" if there are none."""
+        """The first few reasons in words, for the atoms with a tag if one is given; "" if there are none."""
         wanted = {self.forest.root(atom)[0] for atoms, name in self.tags if name == tag for atom in atoms.tolist()}
         reasons = [reason for root, reason in self.reasons().items() if not tag or root in wanted]
         return "; ".join(list(dict.fromkeys(reasons))[:3])

@@ -1,8 +1,8 @@
-"""Are the derivatives that autograd returns those of the forward pass? One finite difference per call tells.
+"""Are the derivatives that autograd returns those of the forward pass? One finite difference per call shows.
 
 A tensor hook, a gradient reversal, a straight-through rounding or `scale_grad_by_freq` give the gradient of something
 other than the outputs; some operations have a wrong forward derivative (`scatter_reduce` with "prod" returns 0 in
-torch 2.13). What is computed from such derivatives looks like curvature and is none. So every way to measure first
+torch 2.13). What is computed from such derivatives looks like curvature but is not. So every method first
 compares first derivatives with differences of the outputs, and second ones with differences of the gradient, along one
 random direction, on a few samples and in float64 if the model allows it.
 
@@ -42,19 +42,19 @@ _HUGE = 10**8  # and from which on a copy in float64 is too much
 _SEEN = 2**20  # numbers of a tensor whose second derivatives are compared
 
 Verdicts = dict[str, bool | None]
-"""Whether the derivatives of one kind are right: "reverse", "forward", or "second"; `None` if that stayed open."""
+"""Whether the derivatives of one kind are right: "reverse", "forward", or "second"; `None` if undecided."""
 
 
 def check_derivatives(problem: Problem, inputs: Any, targets: Tensor, *, twice: bool, forward: bool = True) -> float:
     """Raise `InputError` if autograd's derivatives by the parameters are not those of the forward pass.
 
     Returns the share of the samples looked at that sit on a kink, where they have no Hessian, only one on either side:
-    some ReLU-like function of theirs is given exactly 0 and would not be on either side, and their loss feels it.
+    some ReLU-like function is given exactly 0 there but not on either side, and the loss depends on it.
 
     If only forward mode is wrong, `problem.reverse_only` is set instead, and what follows does without it. With `twice`
-    second derivatives are compared as well, without `forward` reverse mode alone. What cannot be run in this way is
-    left to what comes next, which says why. Cost: some ten forward passes of five samples, of two or one for a large
-    network, once for each problem. Call inside `problem.active()`.
+    second derivatives are compared as well; without `forward`, reverse mode alone. What cannot be run in this way is
+    left to the next step, which says why. Cost: some ten forward passes of five samples (two or one for a large
+    network), once for each problem. Call inside `problem.active()`.
     """
     wanted = {kind for kind, needed in (("second", twice), ("forward", forward)) if needed}
     known = problem.facts.get("derivatives")
@@ -88,7 +88,7 @@ def _share_on_kinks(problem: Problem, inputs: Any, targets: Tensor, kinds: set[s
 def check_input_derivatives(problem: Problem, inputs: Any, targets: Tensor) -> None:
     """Raise `InputError` if autograd's gradient by the inputs is not that of the forward pass.
 
-    A hook in front of the first layer changes no derivative by a parameter. Cost and the rest as `check_derivatives`.
+    A hook before the first layer changes no derivative by a parameter. Cost and the rest as `check_derivatives`.
     """
     if "reverse" in _compared(problem, *_few(problem, inputs, targets), set(), _ByInputs).broken:
         raise InputError(
@@ -112,7 +112,7 @@ class _Found(NamedTuple):
     kinks: float
     """The share of samples on a kink."""
     refusal: InputError | None
-    """What the model itself has to say about its forward derivatives."""
+    """What the model itself says about its forward derivatives."""
 
 
 def _compared(
@@ -128,7 +128,7 @@ def _compared(
             if dtype == problem.dtype:
                 problem.facts["rounding"] = coarse.rounding
             continue
-        except Exception:  # a model that computes in one precision only, coarsely, or not at all: said elsewhere
+        except Exception:  # a model that computes in one precision only, coarsely, or not at all: reported elsewhere
             continue
         if verdicts["reverse"] is not None:
             broken = {kind for kind, right in verdicts.items() if right is False}
@@ -138,7 +138,7 @@ def _compared(
 
 
 def _check_runs(problem: Problem, inputs: Any) -> None:
-    """Raise `InputError` if the model runs only as long as it is not differentiated, or has no backward pass."""
+    """Raise `InputError` if the model runs only while it is not differentiated, or has no backward pass."""
     try:
         with torch.enable_grad():
             leaves = as_leaves(problem.params)
@@ -174,7 +174,7 @@ class _Comparison:
         self.kinks, self.refusal = 0.0, cast(InputError | None, None)
 
     def _moving(self) -> Params:
-        """What is moved: the parameters."""
+        """What moves: the parameters."""
         return self.problem.params
 
     def verdicts(self, kinds: set[str]) -> Verdicts:
@@ -213,7 +213,7 @@ class _Comparison:
             try:
                 with torch.no_grad():
                     claims["forward"] = along(self._function, self.point, self.direction)[1]
-            except RuntimeError as error:  # an operation has none, as whatever needs it will find out
+            except RuntimeError as error:  # an operation has none; whatever needs it will find out
                 self.problem.reverse_only = True
                 self.refusal = error if isinstance(error, InputError) else None
         if "second" in kinds:
@@ -222,10 +222,10 @@ class _Comparison:
         return {kind: self._verdict(kind, claim) for kind, claim in claims.items()}
 
     def _share_on_kinks(self, here: _Zeros, direction: Params) -> float:
-        """The share of samples with a zero that is none a step to either side, and with a loss that bends there.
+        """The share of samples with a zero that is not one a step to either side, and whose loss bends there.
 
-        A zero alone is no kink: what a ReLU has cut off is 0 at the next one, and a step may bring it back, but not to
-        either side; and nothing may read it. The loss bends where its second difference falls with the step and not
+        A zero alone is not a kink: what a ReLU has cut off is 0 at the next one, and a step may bring it back, but not
+        on both sides; or nothing may read it. The loss bends where its second difference falls with the step, not
         with its square.
         """
         samples = len(self.targets)
@@ -296,7 +296,7 @@ class _Comparison:
         return dict(zip(leaves, twice, strict=True))
 
     def _weighed(self, parts: Params) -> Tensor:
-        """All parts as one vector, each in the units of its tensor; of large ones every so many numbers."""
+        """All parts as one vector, each in the units of its tensor; large ones are thinned out."""
         return torch.cat([self.scale[name] * _thin(part.detach()) for name, part in parts.items()])
 
     def _difference(self, kind: str, step: float) -> Tensor:
@@ -340,7 +340,7 @@ class _Comparison:
 
 
 class _ByInputs(_Comparison):
-    """The same by the inputs of the model, of which only those of floating point move; in reverse mode alone."""
+    """The same by the inputs of the model, of which only floating-point ones move; in reverse mode alone."""
 
     def _moving(self) -> Params:
         self.problem.reverse_only = True
@@ -354,12 +354,12 @@ class _ByInputs(_Comparison):
 
 
 def _thin(tensor: Tensor) -> Tensor:
-    """The numbers of a tensor in one row; of a large one some from all over it, which tell as much."""
+    """The numbers of a tensor in one row; for a large one some from all over it, which say as much."""
     return tensor.reshape(-1)[:: -(-max(tensor.numel(), 1) // _SEEN)]
 
 
 def _scales(params: Params) -> dict[str, float]:
-    """The size of each tensor's numbers, in which steps are measured; that of all for a tensor of zeros."""
+    """The size of each tensor's numbers, the unit of steps; for a tensor of zeros, that of all."""
     norms = [torch.linalg.vector_norm(tensor.detach(), dtype=torch.float64) for tensor in params.values()]
     numbers = torch.stack(norms).tolist() if norms else []
     sizes = {name: n / math.sqrt(max(params[name].numel(), 1)) for name, n in zip(params, numbers, strict=True)}
@@ -385,7 +385,7 @@ class _Zeros(DispatchWatch):
         return result
 
     def moved(self, aside: list[_Zeros], samples: int) -> Tensor:
-        """Which samples have a zero that is none in either of two other passes; none where these cannot be compared."""
+        """Which samples have a zero that is nonzero in two other passes; none where these cannot be compared."""
         found = torch.zeros(samples, dtype=torch.bool)
         for zero, *others in zip(self.places, *(other.places for other in aside), strict=False):
             same = all(zero.shape == other.shape for other in others)
@@ -414,7 +414,7 @@ class _Padding(FunctionWatch):
             self.rows.append((weight, padding_idx))
 
     def freeze(self, direction: Params, params: Params) -> None:
-        """No motion for the rows that are padding."""
+        """Keep the rows that are padding from moving."""
         names = {id(tensor): name for name, tensor in params.items()}
         for weight, row in self.rows:
             if id(weight) in names:

@@ -33,7 +33,7 @@ def same(first: Factor, second: Factor) -> bool:
 
 @dataclass(frozen=True)
 class Value:
-    """What is known of a value: the group of values tied to it, its factor, and whether it is the input itself.
+    """What is known about a value: the group of values tied to it, its factor, and whether it is the input itself.
 
     The factor is `scale` times `channels`, a tensor of the value's own shape (`None`: all 1).
     """
@@ -62,7 +62,7 @@ class ScaledLayer:
 
 @dataclass(frozen=True)
 class Call:
-    """One operation: its tensors in and out, and what is known of those that came in."""
+    """One operation: its tensors in and out, and what is known about those that came in."""
 
     func: Callable[..., Any]
     args: tuple[Any, ...]
@@ -101,7 +101,7 @@ class Call:
 def grid(first: Factor, second: Factor, shape: torch.Size, groups: int) -> Factor:
     """The factor of every entry of a weight, from those of the indices on its first axis and on its second.
 
-    The second axis counts the channels of one group, so that the same index is another channel in each group.
+    The second axis counts the channels of one group, so the same index is a different channel in each group.
     """
     rest = [1] * (len(shape) - 2)
     if isinstance(first, Tensor):

@@ -38,7 +38,7 @@ def follow_channels(graph: Graph, passing: Passing) -> Channels:
         if known and not _follow(found, operation):
             found.stop(operation)
             if passing.attention and passing.functions == "none" and entry.channels in _NORMS:
-                channel_moves.again(found, operation)  # stopped, but known where they meet: the reason can be told
+                channel_moves.again(found, operation)  # stopped, but known where they meet, to give the reason
     if not passing.outputs:
         found.forest.stop(found.atoms.get(graph.output), "the outputs of the network")
     found.share()
@@ -46,7 +46,7 @@ def follow_channels(graph: Graph, passing: Passing) -> Channels:
 
 
 def _follow(found: Channels, operation: Operation) -> bool:
-    """Whether the channels pass, by the rule of the operation; of squares only moves and linear sums know anything."""
+    """Whether the channels pass, by the rule of the operation; only moves and linear sums know about squares."""
     rule = called_by_name(operation.name).channels
     if rule is None:
         return False

@@ -2,9 +2,8 @@
 
 The network is run once, on two samples, and every operation of PyTorch that it calls is written down with the values
 that it read and wrote. A tensor that is overwritten in place is a new value from then on. Attention of
-`nn.MultiheadAttention` is written out in the operations that it consists of. What a transform is looking for, a linear
-map that nothing but linear maps read, a gate, the heads of an attention, is found in that graph and not in the classes
-of modules.
+`nn.MultiheadAttention` is written out in the operations that it consists of. What a transform looks for (a linear map
+that only linear maps read, a gate, the heads of an attention) is found in that graph, not in the classes of modules.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ _ALIASES = {
     "__abs__": "abs",
     "linalg_norm": "vector_norm",
 }
-# What takes numbers out of a tensor: a value that goes that way can no longer be followed.
+# What takes numbers out of a tensor: a value that leaves this way can no longer be followed.
 _TAKES_NUMBERS = frozenset(
     "item tolist numpy __bool__ __float__ __int__ __index__ __array__ is_nonzero equal allclose".split()
 )
@@ -55,7 +54,7 @@ _TAKES_NUMBERS = frozenset(
 
 @dataclass(eq=False)
 class Value:
-    """A tensor at one moment of the forward pass; `name` is that of the parameter or buffer that it is, if it is one.
+    """A tensor at one moment of the forward pass; `name` is that of its parameter or buffer, if it is one.
 
     `given` says that it is an input of the network; a value without maker, name and `given` is a constant.
     """
@@ -76,7 +75,7 @@ class Value:
 
 @dataclass(eq=False)
 class Operation:
-    """One call: its arguments with values in the place of tensors, and the values that came out."""
+    """One call: its arguments, with values in place of tensors, and the values that came out."""
 
     func: Callable[..., Any]
     args: tuple[Any, ...]
@@ -87,7 +86,7 @@ class Operation:
 
     @property
     def name(self) -> str:
-        """The operation's plain name: that of the form which is not in place, and no alias."""
+        """The operation's plain name: that of its out-of-place form, and not an alias."""
         name = getattr(self.func, "__name__", str(self.func))
         name = _ALIASES.get(name, name)
         return name if name.endswith("__") else name.rstrip("_")
@@ -102,7 +101,7 @@ class Operation:
         return self.args[index] if len(self.args) > index else self.kwargs.get(name, default)
 
     def again(self, tensors: dict[Value, Tensor]) -> Any:
-        """The result of the same call with other tensors in the place of some values."""
+        """The result of the same call with other tensors in place of some values."""
 
         def filled(leaf: Any) -> Any:
             return tensors.get(leaf, leaf.tensor) if isinstance(leaf, Value) else leaf
@@ -157,7 +156,7 @@ class _Recorder(TorchFunctionMode):
         self.running = contextlib.ExitStack()
 
     def watch(self, model: nn.Module) -> Iterator[Any]:
-        """Hooks that begin and end the recording with the model's own forward, and tell which module is running."""
+        """Hooks that begin and end the recording with the model's own forward, and know which module is running."""
         self.names = {module: name for name, module in model.named_modules()}
 
         def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -212,7 +211,7 @@ class _Recorder(TorchFunctionMode):
         known = self.values.get(id(tensor))
         if known is None:  # a constant
             return self._keep(Value(tensor))
-        if known.version != tensor._version:  # overwritten by way of another tensor that shares its memory
+        if known.version != tensor._version:  # overwritten through another tensor that shares its memory
             sharing = self.memory[tensor.untyped_storage().data_ptr()]
             operation = Operation(_overwritten, (), {}, self._place(), list(sharing))
             operation.outputs.append(self._keep(Value(tensor, operation)))

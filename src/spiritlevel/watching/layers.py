@@ -37,14 +37,14 @@ class Call:
 
     @property
     def plain(self) -> bool:
-        """Whether it is a module that does with a weight of its own what its class does, and nothing else."""
+        """Whether it is a module with a weight of its own that does what its class does, and nothing else."""
         if self.module is None or not self.weight or self.module._forward_hooks or self.module._forward_pre_hooks:
             return False
         return type(self.module).forward in [kind.forward for kind in _PLAIN]
 
 
 class _LayerWatch(FunctionWatch):
-    """Lists the layers that run: modules by their hooks, and what uses a matrix of parameters without a module."""
+    """Lists the layers that run: modules by their hooks, and bare uses of a matrix of parameters."""
 
     def __init__(self, names: dict[int, str]) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class _LayerWatch(FunctionWatch):
 
 
 def layer_calls(problem: Problem, inputs: Any) -> list[Call]:
-    """The linear layers and convolutions in the order in which they run on a few samples, by whatever way."""
+    """The linear layers and convolutions in the order in which they run on a few samples, however they are called."""
     tensors = {**problem.constants, **problem.params}
     watch = _LayerWatch({id(tensors[name]): name for name, _ in problem.model.named_parameters()})
     with hooked(watch.hooks(problem.model)), problem.active(), torch.no_grad(), watch:
@@ -85,7 +85,7 @@ def layer_calls(problem: Problem, inputs: Any) -> list[Call]:
 
 
 class Tapped(nn.Module):
-    """The model, with the input of its last layer passed through a module, which gives that place a name."""
+    """The model, with the input of its last layer passed through a module that gives this place a name."""
 
     def __init__(self, model: nn.Module, layer: str) -> None:
         super().__init__()
@@ -103,9 +103,9 @@ class Tapped(nn.Module):
 
 
 def matrices(module: Any, tensor: Tensor) -> Tensor:
-    """What has the shape of a layer's weight as (…, groups, outputs, inputs, positions), channels counted by group.
+    """A tensor shaped like a layer's weight as (…, groups, outputs, inputs, positions), channels counted by group.
 
-    The outputs of a group see the inputs of this group only. A transposed convolution keeps its inputs first.
+    The outputs of a group see only the inputs of that group. A transposed convolution keeps its inputs first.
     """
     groups, transposed = getattr(module, "groups", 1), getattr(module, "transposed", False)
     lead = tensor.shape[: tensor.ndim - module.weight.ndim]
@@ -116,7 +116,7 @@ def matrices(module: Any, tensor: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def recorded(modules: dict[str, nn.Module]) -> Iterator[list[tuple[str, Tensor, Tensor]]]:
-    """A list of (weight, input, output) of the modules that a forward pass inside fills."""
+    """A list of (weight, input, output) of the modules, which a forward pass inside fills."""
     ran: list[tuple[str, Tensor, Tensor]] = []
 
     def hook(module: nn.Module, args: Any, kwargs: Any, output: Tensor, name: str) -> Tensor:
@@ -139,7 +139,7 @@ Wiring = dict[int, tuple[Call, frozenset[int]]]
 def wiring(problem: Problem, inputs: Any, seen: list[Call]) -> tuple[Wiring, frozenset[int]]:
     """The layers that the outputs depend on, of those that were `seen` to run, and what the outputs read.
 
-    Read off autograd's graph of a pass of a few samples, which knows what views share and what is written in place.
+    Read from autograd's graph of a pass of a few samples, which knows what views share and what is written in place.
     """
     known = {call.name: call for call in seen}
     calls: list[Call] = []
@@ -172,7 +172,7 @@ def wiring(problem: Problem, inputs: Any, seen: list[Call]) -> tuple[Wiring, fro
 
 
 def _read_by(nodes: list[Any], numbers: dict[Any, int]) -> frozenset[int]:
-    """The numbered nodes of autograd's graph that these are, or lead to without another one in between."""
+    """The numbered nodes of autograd's graph that these are, or lead to with no other in between."""
     found, seen = set(), {None}
     while nodes:
         node = nodes.pop()

@@ -1,7 +1,7 @@
-"""Squared norms of per-sample gradients without the gradients: one rule an operation.
+"""Squared norms of per-sample gradients without the gradients: one rule per operation.
 
 Each turns the cotangent δ that arrives at an operation's output into ‖∇_p (vᵀφₙ)‖² of every sample n and of the
-parameters p that the operation was given: a linear layer needs ‖a‖²‖δ‖² only, a convolution ‖δUᵀ‖² with U its unfolded
+parameters p that the operation was given: a linear layer needs only ‖a‖²‖δ‖², a convolution ‖δUᵀ‖² with U its unfolded
 input (mathematics 4.5).
 """
 
@@ -26,7 +26,7 @@ def _squared(tensor: Tensor, dim: int = 1) -> Tensor:
     """‖·‖² over all dimensions from `dim` on, in float64: of every sample by default.
 
     `vector_norm` is several times faster than square and sum on the CPU. Its squares leave the range of float32 where
-    the norms do not; those norms are taken again in float64. To look for them would hold up an accelerator, which
+    the norms do not; those norms are taken again in float64. Looking for them would stall an accelerator, which
     takes all in float64 at once.
     """
     rows = tensor.flatten(dim)
@@ -43,7 +43,7 @@ def _squared(tensor: Tensor, dim: int = 1) -> Tensor:
 
 
 def _gram(rows: Tensor) -> Tensor:
-    """All products of the rows of every sample, in float64: they are squares, of which most may cancel later."""
+    """All products of the rows of every sample, in float64: they are squares, most of which may cancel later."""
     rows = rows.double()
     return torch.bmm(rows, rows.mT)
 
@@ -85,7 +85,7 @@ def _product_rule(weight: str | None, bias: str | None, inputs: Tensor, passes: 
 
 def linear(names: Names, passes: int, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Rule:
     """A linear layer, x Wᵀ + b over the last axis."""
-    shape = input.shape[0], math.prod(input.shape[1:-1])  # also of no rows at all
+    shape = input.shape[0], math.prod(input.shape[1:-1])  # even if there are no rows at all
     rule = _product_rule(names.get(id(weight)), names.get(id(bias)), input.reshape(*shape, input.shape[-1]), passes)
     return lambda delta: rule(delta.reshape(*shape, delta.shape[-1]))
 
@@ -158,13 +158,13 @@ def convolution(
     return rule
 
 
-_TALL = 64  # rows of an unfolded input from which on several passes share one product
+_TALL = 64  # rows of an unfolded input beyond which several passes share one product
 _PLACES = 4  # in a cell of a pooling; each costs a product of its own
-_NEAR = 2**21  # numbers in one go: few enough to stay near the processor, enough for all its cores
+_NEAR = 2**21  # numbers at a time: few enough to stay in cache, enough for all cores
 
 
 class Windows:
-    """What a convolution sees of its padded input: the windows side by side, or their products with each other."""
+    """What a convolution sees of its padded input: the windows side by side, or the products between them."""
 
     def __init__(
         self,
@@ -183,7 +183,7 @@ class Windows:
         return _patches(self.padded(samples), self.kernel, self.stride, self.dilation, self.groups)
 
     def _by_places(self, fan_in: int, positions: int) -> float:
-        """What products of all places of the input cost, and of these the sums along the kernel."""
+        """What the products of all places of the input cost, and their sums along the kernel."""
         places = math.prod(self.kernel)
         return math.prod(self.sizes) ** 2 * (fan_in / places) + places * positions**2 if self.groups == 1 else math.inf
 
@@ -239,7 +239,7 @@ class ConvolutionRule:
             yield name, norms[:, 0]
 
     def _patches_or_gram(self, samples: slice, delta: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """Whichever takes less work over all passes."""
+        """Whichever method takes less work over all passes."""
         channels, positions = delta.shape[1], math.prod(delta.shape[2:])
         gram = self.windows.gram_cost(self.fan_in, positions) + self.passes * channels * positions**2
         if _GRAM_COST * gram < self.passes * channels * self.fan_in * positions:
@@ -280,10 +280,10 @@ class ConvolutionRule:
 
 
 class PooledConvolution:
-    """A first convolution and the max pooling that alone reads it, as one product over the cells of the pooling.
+    """A first convolution and the max pooling that is its only reader, as one product over the cells of the pooling.
 
     A cell of p×p outputs looks at one window of the input; the kernel at each place of the cell is a row of a bank over
-    that window. Windows times bank gives all outputs of all cells, of which each channel keeps its largest: fewer
+    that window. Windows times bank gives all outputs of all cells, and each channel keeps its largest: fewer
     copies than a convolution and a pooling, and the same windows serve the gradients. Only the chosen places carry
     one: with δ of the pooled values spread over the places, δ·windows is the gradient of the bank, and the map from
     kernel to bank, transposed, turns that into the gradient of the kernel.
@@ -349,7 +349,7 @@ class PooledConvolution:
 
 
 class Cell(NamedTuple):
-    """The `size` of the values of which a max pooling keeps one, and the `step` from one cell to the next."""
+    """The `size` of a cell, from which a max pooling keeps one value, and the `step` from one cell to the next."""
 
     size: tuple[int, ...]
     step: tuple[int, ...]
@@ -460,7 +460,7 @@ def group_norm(
 
 
 def prelu(names: Names, passes: int, input: Tensor, weight: Tensor) -> Rule:
-    """A slope for what is negative, shared or of each channel."""
+    """A slope for what is negative, shared or one per channel."""
     shape = weight.shape if weight.numel() == 1 else torch.Size([weight.numel()] + [1] * (input.ndim - 2))
     return _scale_and_shift(names.get(id(weight)), None, shape, input.clamp(max=0))
 
@@ -468,7 +468,7 @@ def prelu(names: Names, passes: int, input: Tensor, weight: Tensor) -> Rule:
 def embedding(
     names: Names, passes: int, input: Tensor, weight: Tensor, padding_idx: int | None = None, *options: Any, **more: Any
 ) -> Rule | None:
-    """Rows of a table: those of one token in a sample meet in one row."""
+    """Rows of a table: uses of the same token in a sample meet in one row."""
     if options or any(more.get(option) for option in ("max_norm", "scale_grad_by_freq")):
         return None
     tokens = input.reshape(input.shape[0], -1)

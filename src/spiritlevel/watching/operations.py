@@ -1,11 +1,11 @@
-"""The one table of PyTorch's operations: all that is known of each, for everything that watches a forward pass.
+"""The one table of PyTorch's operations: all that is known about each, for everything that watches a forward pass.
 
 An operation appears under two kinds of names: those of Python's functions, which a `TorchFunctionMode` sees, and those
 of ATen's operations, to which the dispatcher breaks them down and which a `TorchDispatchMode` sees. What both mean is
 one entry. `called(func)` finds the entry of a function, `dispatched(func)` that of an ATen operation; an operation that
-is not here is not known to anybody, and each watcher then says the safe thing: more than linear, no factor passes, no
-rule. So a new operation is taught here and nowhere else, and `tests/test_operations.py` checks by calls that what is
-declared is so.
+is not here is unknown everywhere, and each watcher then says the safe thing: more than linear, no factor passes, no
+rule. So a new operation is taught here and nowhere else, and `tests/test_operations.py` checks what is declared by
+calling it.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ ChannelRule = Callable[[Channels, Call], bool]
 
 
 class Degree(Enum):
-    """In which degree the result depends on the arguments; what has none of these is taken for more than linear."""
+    """In which degree the result depends on the arguments; what has none of these is taken as more than linear."""
 
-    CONSTANT = "a constant: it looks at the shape and type of its argument only"
+    CONSTANT = "a constant: it looks only at the shape and type of its argument"
     LINEAR = "linear in all its tensors together, or affine where it is given numbers besides"
     PIECEWISE = "the same between kinks"
     BILINEAR = "the first argument times the second, plus the others"
@@ -57,21 +57,21 @@ class Kind(Enum):
     RESHAPING = "the same numbers in the same order, in another shape"
     MOVING = "numbers at other places, some perhaps left out or repeated"
     JOIN = "several tensors side by side"
-    SUM = "several tensors laid over each other, of which each number of the result is one, or their sum"
+    SUM = "several tensors laid over each other: each number of the result is one of theirs, or their sum"
     REDUCTION = "one number of many"
     MASK = "numbers replaced at some places"
     SPATIAL = "the same for every channel: pooling, padding, interpolation"
 
 
 class Layer(Enum):
-    """How a matrix of parameters makes a layer of it."""
+    """How a matrix of parameters makes it a layer."""
 
     DENSE = "a linear layer: weight (outputs, inputs)"
-    MATRIX = "a product of two matrices, of which the second may be a weight (inputs, outputs)"
+    MATRIX = "a product of two matrices, the second of which may be a weight (inputs, outputs)"
     CONVOLUTION = "weight (outputs, inputs of a group, …)"
     TRANSPOSED = "weight (inputs, outputs of a group, …)"
-    PRODUCT = "a product in which no parameter is known for the weight"
-    SEVERAL = "layers inside of one call"
+    PRODUCT = "a product in which no parameter is known to be the weight"
+    SEVERAL = "layers inside one call"
 
 
 class Kink(Enum):
@@ -90,14 +90,15 @@ class Chooses(Enum):
 
 @dataclass(frozen=True)
 class Operation:
-    """What is known of one operation. A column that is empty is not known, or does not apply.
+    """What is known about one operation. An empty column is unknown, or does not apply.
 
     `functions` are names in `torch.nn.functional`, `torch` and `Tensor`, in-place forms written out; one that begins
-    with "F." is that function alone, because another of the same name takes its arguments in another order. `aten` are
-    the names that the dispatcher knows, each for its in-place form too. `elementwise` counts the tensors that it takes
-    number by number; `homogeneous` says that f(cx) = c f(x) for c > 0, with x all tensors of a linear operation and the
-    first of any other; `vanishes` that it is 0 wherever one of its tensors is; `by_memory` that it reads memory as it
-    lies; `real` that the degree holds of real numbers only; `affine` where weight and bias of a normalisation stand.
+    with "F." is that function alone, because another of the same name takes its arguments in a different order. `aten`
+    are the names that the dispatcher knows, each for its in-place form too. `elementwise` counts the tensors that it
+    takes number by number; `homogeneous` says that f(cx) = c f(x) for c > 0, with x all tensors of a linear operation
+    and the first of any other; `vanishes` that it is 0 wherever one of its tensors is; `by_memory` that it reads
+    memory as it lies; `real` that the degree holds only for real numbers; `affine` where the weight and bias of a
+    normalisation stand.
     """
 
     name: str
@@ -121,7 +122,7 @@ class Operation:
 
     @property
     def smooth(self) -> bool:
-        """Whether it curves, without a kink and number by number."""
+        """Whether it is curved, elementwise and without a kink."""
         curved = self.degree in (Degree.SMOOTH, Degree.BILINEAR, Degree.QUOTIENT)
         return curved and self.elementwise > 0 and self.kink is None
 
@@ -134,7 +135,7 @@ class Operation:
 _TAYLOR: dict[Degree, TaylorRule] = {
     Degree.CONSTANT: taylor_rules.still,
     Degree.LINEAR: taylor_rules.linear(),
-    Degree.PIECEWISE: taylor_rules.elementwise(curved=False),  # by forward mode where it is not
+    Degree.PIECEWISE: taylor_rules.elementwise(curved=False),  # by forward mode where it is not elementwise
     Degree.BILINEAR: taylor_products.product,
     Degree.ADDED_BILINEAR: taylor_products.added_product,
     Degree.QUOTIENT: taylor_products.divided,
@@ -169,12 +170,12 @@ def _copies() -> Iterator[Operation]:
     again = {"homogeneous": True, "kind": Kind.ALIAS, "path": path_rules.reshaped, "channels": moves.same}
     rules: dict[str, Any] = {"degree": Degree.LINEAR, "taylor": taylor_rules.copied}
     yield _operation("alias", "positive", "alias", **rules, **again)
-    # no degree: what is cut off from its gradient is found by `structure`, which knows when autograd itself does so
+    # no degree: `structure` finds what is cut off from its gradient, and knows when autograd itself does that
     yield _operation("detach", "detach", "detach", taylor=taylor_rules.still, **again)
     yield _operation("clone", "clone contiguous", "clone contiguous", **_COPIED)
     yield _operation("convert", "to float double type type_as cpu cuda", "_to_copy", **_COPIED)
     yield _operation("lift", "", "lift lift_fresh lift_fresh_copy", **{**_COPIED, "vanishes": False})
-    # nothing but the same numbers where a network is measured, in eval mode
+    # simply the same numbers in eval mode, where networks are measured
     kinds = "dropout dropout_ dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout"
     yield _operation("dropout", kinds, **_LINEAR, kind=Kind.COPY, channels=moves.same)
     views = "view view_copy _unsafe_view _reshape_alias reshape"
@@ -206,7 +207,7 @@ def _moves() -> Iterator[Operation]:
     for name in ("roll", "diagonal", "tril", "triu"):
         yield _operation(name, name, name, **_MOVED)
     yield _operation("im2col", "unfold", "im2col", **_MOVED)
-    yield _operation("col2im", "fold", "col2im", **{**_MOVED, "channels": None})  # which adds what falls on one place
+    yield _operation("col2im", "fold", "col2im", **{**_MOVED, "channels": None})  # adds up what falls on one place
     for name in ("diag_embed", "repeat_interleave"):
         yield _operation(name, name, name, **_LINEAR, kind=Kind.MOVING, channels=moves.move)
     yield _operation("as_strided", "as_strided", "as_strided", **_LINEAR, kind=Kind.MOVING, by_memory=True)
@@ -243,7 +244,7 @@ def _writes() -> Iterator[Operation]:
 
 
 def _sums() -> Iterator[Operation]:
-    """Values that meet, and one number of many."""
+    """Values that meet, and reductions of many numbers to one."""
     over = {"kind": Kind.SUM, "elementwise": 2, "channels": functions.any_function}
     plus = {**_LINEAR, **over, "channels": functions.add, "norm": norm_rules.broadcast(scales=False)}
     yield _operation("add", "add add_", "add", **plus, path=path_rules.added, taylor=taylor_rules.added(1))
@@ -276,7 +277,7 @@ def _spatial() -> Iterator[Operation]:
     """Pooling, padding, interpolation."""
     averages = "avg_pool2d avg_pool3d"
     yield _operation("avg_pool", averages, averages, **_LINEAR, **_POOLED, path=path_rules.pooled)
-    yield _operation("avg_pool1d", "avg_pool1d", "avg_pool1d", **_LINEAR, **_POOLED)  # mostly taken apart to the other
+    yield _operation("avg_pool1d", "avg_pool1d", "avg_pool1d", **_LINEAR, **_POOLED)  # mostly decomposed to the other
     to_size = "adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d"
     pools = "adaptive_avg_pool1d _adaptive_avg_pool2d _adaptive_avg_pool3d"
     yield _operation("adaptive_avg_pool", to_size, pools, **_LINEAR, **_POOLED, path=path_rules.pooled_to_size)
@@ -299,7 +300,7 @@ def _spatial() -> Iterator[Operation]:
 
 
 def _activations() -> Iterator[Operation]:
-    """Number by number: first what is straight between kinks, then what curves."""
+    """Elementwise: first what is straight between kinks, then what is curved."""
     straight = {**_PIECEWISE, "elementwise": 1, "channels": functions.homogeneous_function}
     yield _operation("relu", "relu relu_", "relu", **straight, kink=Kink.ZERO, path=path_rules.activation)
     leaky = "leaky_relu leaky_relu_ rrelu rrelu_"  # in eval mode the slope of rrelu is not random
@@ -410,7 +411,7 @@ def _layers() -> Iterator[Operation]:
 
 
 def _constants() -> Iterator[Operation]:
-    """What looks at shapes only, and what takes its shape from numbers."""
+    """What looks only at shapes, and what takes its shape from numbers."""
     blank = {"degree": Degree.CONSTANT, "path": path_rules.unreached, "channels": moves.shapes_only}
     yield _operation("zeros", "zeros_like new_zeros", "zeros_like new_zeros zeros _efficientzerotensor", **blank)
     filled = "ones_like full_like empty_like new_ones new_full new_empty"
@@ -460,12 +461,12 @@ def called(func: Any) -> Operation:
 
 
 def called_by_name(name: str) -> Operation:
-    """The entry of a function by its plain name: that of the form which is not in place; `UNKNOWN` if there is none."""
+    """The entry of a function by its plain name, that of its out-of-place form; `UNKNOWN` if there is none."""
     return _BY_NAME.get(name, UNKNOWN)
 
 
 def is_in_place(func: Any) -> bool:
-    """Whether a function of PyTorch's writes into its first argument, as its name tells."""
+    """Whether a function of PyTorch's writes into its first argument, judging by its name."""
     name = getattr(func, "__name__", "")
     return name.endswith("_") and not name.endswith("__")
 
@@ -474,7 +475,7 @@ def is_in_place(func: Any) -> bool:
 def aten_name(func: Any) -> str:
     """The name of an operation that was dispatched, with its library if that is not PyTorch's own.
 
-    An operation in place has the name of what it writes.
+    An in-place operation has the name of what it writes.
     """
     name = str(func.overloadpacket.__name__)
     name = name.removesuffix("_") if func._schema.is_mutable else name

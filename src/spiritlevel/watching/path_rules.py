@@ -1,7 +1,7 @@
-"""Sums over paths of squared weights behind an operation: one rule for each way in which operations pass paths on.
+"""Sums over paths of squared weights after an operation: one rule for each way in which operations pass paths on.
 
-A rule is called as (paths, func, args, kwargs, result), where `paths` tells the sums that end in each argument. It
-returns those that end in each result, or `None` where the operation has none in the form in which it was called.
+A rule is called as (paths, func, args, kwargs, result), where `paths` gives the sums that end in each argument. It
+returns those that end in each result, or `None` where the operation has none in the form that was called.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ def unreached(paths: Sums, func: Any, args: Any, kwargs: Any, result: Any) -> An
 
 
 def moved(paths: Sums, func: Any, args: Any, kwargs: Any, result: Any) -> Any:
-    """For what copies, adds or chooses among values: it does the same with sums of paths."""
+    """For what copies, adds or chooses values: it does the same with sums of paths."""
     if not all(constant.is_floating_point() for constant in _constants(paths, args)):
         return None
     return chosen(paths, func, args, kwargs, result)
 
 
 def chosen(paths: Sums, func: Any, args: Any, kwargs: Any, result: Any) -> Any:
-    """The same for what takes whole numbers that tell places."""
+    """The same for what takes whole numbers as places."""
     return func(*tree_map(paths.squares, args), **tree_map(paths.squares, kwargs))
 
 
 def larger(paths: Sums, func: Any, args: Any, kwargs: Any, result: Any) -> Any:
-    """The same for the larger of two; with a constant other than 0 it is a clip, and not homogeneous."""
+    """The same for the larger of two; with a constant other than 0 it is a clip, which is not homogeneous."""
     if any(bool(constant.any()) for constant in _constants(paths, args)):
         return None
     return moved(paths, func, args, kwargs, result)
@@ -71,7 +71,7 @@ def activation(paths: Sums, func: Any, args: Any, kwargs: Any, result: Any) -> A
 
 
 def clamped(paths: Sums, func: Any, args: Any, kwargs: Any, result: Any) -> Any:
-    """The same for what is cut off on one side."""
+    """The same for what is clipped on one side."""
     bounds = [option for option in (*args[1:], *kwargs.values()) if option is not None]
     return activation(paths, func, args, kwargs, result) if len(bounds) == 1 else None
 
@@ -124,7 +124,7 @@ def pooled(paths: Sums, func: Any, args: Any, kwargs: Any, result: Any) -> Any:
 
 
 def pooled_to_size(paths: Sums, func: Any, args: Any, kwargs: Any, result: Any) -> Any:
-    """An average pooling whose cells follow from the size that is asked for."""
+    """An average pooling whose cells follow from the size asked for."""
     means = func(paths.squares(args[0]), args[1])
     for dim in range(-len(args[1]), 0):
         size, cells = args[0].shape[dim], torch.arange(result.shape[dim], device=result.device)

@@ -19,13 +19,13 @@ class Paths(DispatchWatch):
 
     The squares of a path's weights multiply and those of paths that meet add up. A value that no input reaches is a
     weight where it multiplies, and a bias, which starts paths of its own, where it is added. Positively homogeneous
-    activations pass paths on as they are. Every other operation is refused: a number for it would be a guess.
+    activations pass paths on as they are. Every other operation is refused: any number for it would be a guess.
     """
 
     def __init__(self, inputs: Tensor) -> None:
         super().__init__()
         self.known: dict[int, Tensor | None] = {id(inputs): torch.ones_like(inputs, dtype=torch.float64)}
-        self.kept: list[Any] = [inputs]  # alive, so that no id is given twice
+        self.kept: list[Any] = [inputs]  # kept alive, so that no id is reused
         self.written: dict[int, Tensor] = {}  # the same for all the memory of a tensor that was written into
 
     def squares(self, value: Any) -> Any:

@@ -3,7 +3,7 @@
 One forward pass is recorded: every operation that uses a measured parameter keeps its input and becomes a *tap*. One
 backward pass to all taps then serves the whole batch, and each tap turns what arrives there, δ, into norms by a rule of
 its own (`norm_rules`). A parameter that is used twice, or in an operation without a rule, gets the gradients of its own
-tensor alone, sample by sample under `vmap`: slower, still exact.
+tensor alone, sample by sample under `vmap`: slower, but still exact.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from spiritlevel.watching.watchers import FunctionWatch, tensors_in
 
 
 class _Pending(NamedTuple):
-    """A convolution that is not done yet, since a max pooling is expected to be its only reader."""
+    """A convolution that is deferred, since a max pooling is expected to be its only reader."""
 
     rule: ConvolutionRule
     call: Callable[[], Tensor]
@@ -57,7 +57,7 @@ class _Recorder(FunctionWatch):
 
     `pooled` names the kernels of first convolutions that a max pooling was seen to read. Their call returns a promise;
     the pooling turns it into a `PooledConvolution`, any other operation makes it real. If both happen, the recording
-    is `spoiled`, for then the two taps share a kernel.
+    is `spoiled`, since the two taps then share a kernel.
     """
 
     def __init__(self, names: Names, passes: int, copies: bool, pooled: set[str], watch: Watch) -> None:
@@ -77,7 +77,7 @@ class _Recorder(FunctionWatch):
     def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         met = [self.names[id(leaf)] for leaf in tree_leaves((args, kwargs)) if id(leaf) in self.names]
         self.path.append((getattr(func, "__name__", ""), *met))
-        if depth() != self.level:  # inside a `vmap` or `grad` of the model's own: rows are no samples there
+        if depth() != self.level:  # inside a `vmap` or `grad` of the model's own, where rows are not samples
             self.without_rule.update(met)
             args, kwargs = tree_map(self._made, (args, kwargs))
             return func(*args, **kwargs)
@@ -100,7 +100,7 @@ class _Recorder(FunctionWatch):
         if _is_relu(func) and args and result is not args[0]:
             self.rectified[id(result)] = _Rectified(args[0], args[0]._version, result, result._version)
             return result
-        if not met or not tensors_in(result):  # but a shape, a flag or a device
+        if not met or not tensors_in(result):  # only a shape, a flag or a device
             return result
         rule = self._rule(func, args, kwargs) if isinstance(result, Tensor) else None
         if rule is None:
@@ -170,7 +170,7 @@ def _is_relu(func: Any) -> bool:
 def _operands(
     input: Tensor, weight: Tensor, bias: Tensor | None = None, *options: Any, **more: Any
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Of a convolution called with these arguments."""
+    """For a convolution called with these arguments."""
     return input, weight, bias
 
 
@@ -191,7 +191,7 @@ class Recording:
         """‖∇_p (vᵀφₙ)‖² of every sample and parameter, float64, for each v of `vectors`; `last` frees the recording.
 
         The vectors are of order 1. Entries below the square of the machine epsilon are dropped: they add nothing, but
-        as denormal numbers would slow the pass down several times.
+        as denormal numbers would slow the pass down severalfold.
         """
         vectors = [self._scaled(vector) for vector in vectors]
         results: list[Norms] = [{} if self._slow is None else self._slow(vector) for vector in vectors]
@@ -252,7 +252,7 @@ class Recording:
 
 
 def _weights(count: int, like: Tensor) -> list[Tensor]:
-    """Two weights for every sample, from 1 to 2, whose ratio tells one sample from another."""
+    """Two weights for every sample, from 1 to 2, whose ratio distinguishes one sample from another."""
     pair = torch.rand(2, count, generator=torch.Generator().manual_seed(0), dtype=torch.float64) + 1
     return list(pair.to(like))
 
@@ -276,8 +276,8 @@ class GradientNorms:
     Made once for a data set from a few of its samples, inside `problem.active()`. It checks that the outputs of one
     sample do not depend on another (otherwise per-sample gradients do not exist), and every rule against autograd on
     each of these samples: a parameter whose rule does not fit the way it is used falls back to its own gradients. All
-    of this is repeated for a batch with inputs of another shape, or on which the model calls other functions, and for
-    every batch whose numbers decide which rows go where. `structure` is that of the last batch as it was executed.
+    of this is repeated for a batch with inputs of another shape, or on which the model calls different functions, and
+    for every batch whose numbers decide which rows go where. `structure` is that of the last batch as it was executed.
     """
 
     def __init__(self, problem: Problem, inputs: Any, structure: Structure, passes: int) -> None:
@@ -291,7 +291,7 @@ class GradientNorms:
     def _learn(self, inputs: Any, structure: Structure) -> None:
         """Find out on these samples what can be done by rules, and keep what they looked like.
 
-        Rules belong to the code: a model that differs in the values of its parameters alone inherits them, unless
+        Rules belong to the code: a model that differs only in the values of its parameters inherits them, unless
         numbers decide which rows go where.
         """
         self._shapes, self._known = _shapes(inputs), _samples(inputs)
@@ -319,7 +319,7 @@ class GradientNorms:
                 raise
             raise InputError(
                 f"autograd cannot differentiate the model {type(self.problem.model).__name__}: {first_line(error)}; "
-                "mend that, or use method='hutchinson'."
+                "fix that, or use method='hutchinson'."
             ) from error
 
     def _find_rules(self, inputs: Any, params: Params, plain: Tensor) -> None:
@@ -350,7 +350,7 @@ class GradientNorms:
         several backward passes may be taken together.
         """
         outputs, recorder = recorded or self._forward(inputs)
-        if not same_outputs(outputs, plain):  # something read a value that is not there, or is no more what it was
+        if not same_outputs(outputs, plain):  # something read a value that is not there, or no longer what it was
             self.pooled, self.copies = set(), True
             outputs, recorder = self._forward(inputs)
         count = len(plain)
@@ -395,7 +395,7 @@ class GradientNorms:
         except RuntimeError:
             if not self.pooled:
                 raise
-            recorder.spoiled = True  # a scripted function was handed the promise of an output
+            recorder.spoiled = True  # a scripted function was given the promise of an output
         recorder.pending.clear()  # each holds the recorder, which would keep all its tensors until the next collection
         if recorder.spoiled:  # a first convolution has more readers than its pooling
             self.pooled = set()
@@ -434,7 +434,7 @@ def _samples(inputs: Any) -> int:
 
 
 def _shapes(inputs: Any) -> list[Any]:
-    """All that is known of a batch before the model sees it, but the number of its samples."""
+    """All that is known about a batch before the model sees it, except the number of its samples."""
     return [leaf.shape[1:] if isinstance(leaf, Tensor) else str(leaf) for leaf in tree_leaves(inputs)]
 
 
@@ -456,7 +456,7 @@ def _sample_by_sample(problem: Problem, params: Params, inputs: Any, vectors: Te
     chunk = max(1, 2**26 // max(size, 1))
     try:
         norms = vmap(one, chunk_size=chunk)(vectors, *leaves)
-    except RuntimeError:  # an operation without a batching rule: one sample after the other
+    except RuntimeError:  # an operation without a batching rule: one sample at a time
         each = [one(vectors[n], *(leaf[n] for leaf in leaves)) for n in range(len(vectors))]
         norms = {name: torch.stack([norm[name] for norm in each]) for name in params}
     return {name: norm.detach().square() for name, norm in norms.items()}

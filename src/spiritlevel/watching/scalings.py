@@ -1,8 +1,8 @@
-"""Follows factors of the layers through a running network: what they demand of each parameter, and where they pass.
+"""Follows the factors of layers through a running network: what they demand of each parameter, and where they pass.
 
 Linear layers, convolutions (grouped and transposed ones too), products with a matrix of parameters and the affine part
 of batch norm take a factor; ReLU, leaky ReLU, PReLU, dropout, pooling, padding with zeros, reshaping and multiplication
-by a number pass it on; sums and concatenations tie the layers in front of them into one group; batch norm absorbs it in
+by a number pass it on; sums and concatenations tie the layers before them into one group; batch norm absorbs it in
 its statistics. Any other operation demands the factor 1.
 """
 
@@ -56,7 +56,7 @@ class Walk(FunctionWatch):
         self.norms: dict[str, list[int]] = {}  # what each batch norm reads
         self.makers: dict[int, str] = {}  # what each layer writes
         self.readers: dict[int, int] = {}  # how many operations read a value
-        self.obstacle = ""  # what reads the raw input and is no layer
+        self.obstacle = ""  # what reads the raw input and is not a layer
         self.output = self._fixed("")
 
     # ---- what the walk found
@@ -122,7 +122,7 @@ class Walk(FunctionWatch):
     # ---- while the network runs
 
     def watch(self, model: nn.Module) -> Iterator[Any]:
-        """Hooks that follow the values from the network's inputs on, and tell which module is running."""
+        """Hooks that follow the values from the network's inputs on, and know which module is running."""
 
         def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
             if module is model:
@@ -163,7 +163,7 @@ class Walk(FunctionWatch):
         return result
 
     def _follow(self, call: Call) -> None:
-        """The rule of every operation: what becomes of the factors of its inputs."""
+        """The rule for every operation: what becomes of the factors of its inputs."""
         operation, values = call.operation, call.values
         if operation.layer in _WEIGHTED or self._is_product(call):
             return self._layer(call)
@@ -206,13 +206,13 @@ class Walk(FunctionWatch):
             if not is_one(value.factor):
                 raise InputError(
                     f"{self.who}: {reason}, but its input is scaled by {text(value.factor)}; choose factors that are "
-                    "undone in front of it."
+                    "undone before it."
                 )
             self.reasons.setdefault(value.group, reason)
         return reason
 
     def _is_product(self, call: Call) -> bool:
-        """Whether it is x @ W with a parameter W and an x that is none."""
+        """Whether it is x @ W with a parameter W and an x that is not one."""
         if call.operation.layer is not Layer.MATRIX or len(call.tensors) != 2:
             return False
         input, weight = call.tensors
@@ -228,7 +228,7 @@ class Walk(FunctionWatch):
         return known and same and output.shape == tensor.shape[::-1] and output.stride() == tensor.stride()[::-1]
 
     def _bias_of(self, call: Call) -> int | None:
-        """Which of two summands is a bare parameter that is added to values of the sum's own shape."""
+        """Which of two summands is a bare parameter added to values of the sum's own shape."""
         adds = call.operation.kind is Kind.SUM and call.operation.degree is Degree.LINEAR
         if not adds or len(call.tensors) != 2 or call.kwargs:
             return None
@@ -246,7 +246,7 @@ class Walk(FunctionWatch):
             shared = [axis for axis, size in enumerate(shape) if size == 1]
             low, high = (reduce(value.channels, shared, keepdim=True) for reduce in (torch.amin, torch.amax))
             if not same(low, high):
-                raise self._unlike("values that one number is added to")
+                raise self._unlike("values to which one number is added")
             factor = value.scale * high.reshape(parameter.shape)
         self._use(parameter, factor)
         self.added.append((self.names[id(parameter)], value.group))
@@ -255,7 +255,7 @@ class Walk(FunctionWatch):
         self._set(call.outputs[0], dataclasses.replace(value, raw=False))
 
     def _layer(self, call: Call) -> None:
-        """A linear layer or convolution: undoes a factor of each channel, passes a number on, adds its own factor."""
+        """A linear layer or convolution: undoes factors per channel, passes a number on, adds its own factor."""
         (input, weight, *bias), value, output = call.tensors, call.values[0], call.outputs[0]
         layer = call.operation.layer
         dense = layer in (Layer.DENSE, Layer.MATRIX)
@@ -275,7 +275,7 @@ class Walk(FunctionWatch):
         result = self._scaled(value.scale, own, output, axis)
         self._set(output, result)
         params = tuple(self.names[id(tensor)] for tensor in (weight, *bias) if id(tensor) in self.names)
-        if len(params) < 1 + len(bias):  # a weight or bias that is computed: it takes no factor
+        if len(params) < 1 + len(bias):  # a computed weight or bias takes no factor
             reason = self._demand_one(call, value, *call.values[1:])
             self.reasons.setdefault(result.group, reason)
         if name:
@@ -299,8 +299,8 @@ class Walk(FunctionWatch):
             incoming = float(vector[0]) if same(vector, float(vector[0])) else vector
             if norm.running_mean is None and isinstance(incoming, Tensor):
                 raise InputError(
-                    f"{self.who}: the batch norm {key!r} keeps no running statistics, so it cannot undo a factor of "
-                    "each channel exactly; give the layer in front of it one number."
+                    f"{self.who}: the batch norm {key!r} keeps no running statistics, so it cannot exactly undo a "
+                    "factor per channel; give the layer before it a single number."
                 )
         if not is_one(incoming):
             self.absorbed[key] = incoming
@@ -348,7 +348,7 @@ class Walk(FunctionWatch):
         return [dataclasses.replace(value, channels=item, raw=raw) for item in channels]
 
     def _spread(self, call: Call, output: Tensor) -> Value:
-        """Pooling, padding, interpolation: a factor of each channel must not differ between positions."""
+        """Pooling, padding, interpolation: a factor per channel must not differ between positions."""
         value, tensor = call.values[0], call.tensors[0]
         copies = call.operation.name == "pad" and not call.pads_with_a_number  # repeats entries of its input
         value = dataclasses.replace(value, raw=value.raw and copies)
@@ -422,7 +422,7 @@ class Walk(FunctionWatch):
             self.uses.setdefault(name, []).append(1.0 if is_one(factor) else factor)
         elif not is_one(factor):
             raise InputError(
-                f"{self.who}: at {self._place()} a tensor that is no parameter (computed from others, as by weight "
+                f"{self.who}: at {self._place()} a tensor that is not a parameter (computed from others, as by weight "
                 f"norm) would have to be scaled by {text(factor)}; scale other layers."
             )
 
@@ -433,7 +433,7 @@ class Walk(FunctionWatch):
             )
 
     def _vector(self, channels: Tensor, axis: int) -> Tensor:
-        """One factor for each channel, from a tensor that must not differ otherwise."""
+        """One factor for each channel, from a tensor that must not vary otherwise."""
         flat = channels.movedim(axis, 0).flatten(1)
         if not same(flat, flat[:, :1]):
             raise self._unlike("positions that a layer treats alike")
@@ -441,8 +441,8 @@ class Walk(FunctionWatch):
 
     def _unlike(self, what: str) -> InputError:
         return InputError(
-            f"{self.who}: at {self._place()} different factors meet in {what}; use one number instead of a factor of "
-            "each channel for the layers in front of it."
+            f"{self.who}: at {self._place()} different factors meet in {what}; use one number instead of a factor "
+            "per channel for the layers before it."
         )
 
     def _place(self) -> str:

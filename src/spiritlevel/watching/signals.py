@@ -1,8 +1,8 @@
-"""What the layers of a network put out while it runs, channel by channel, ready for derivatives.
+"""The outputs of a network's layers while it runs, channel by channel, ready for differentiation.
 
 A *layer* is a product with parameters: a linear layer, a convolution, a bare matrix. Its output is a *signal*, with one
-number for each channel at each of many places (samples, positions). Which axis the samples stand on does not matter
-here, only which one is that of the channels.
+number for each channel at each of many places (samples, positions). Which axis the samples are on does not matter
+here, only which one the channels are on.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from spiritlevel.watching.graph import written_attention
 from spiritlevel.watching.operations import Degree, Layer, Operation, called
 from spiritlevel.watching.watchers import FunctionWatch
 
-_NUMBERS = 2**22  # that are turned into rows of float64 at once
+_NUMBERS = 2**22  # turned into rows of float64 at once
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,7 +32,7 @@ class Signal:
     axes: tuple[int, ...]
 
     def rows(self, tensor: Tensor) -> Iterator[Tensor]:
-        """What has the shape of the output as rows (places, channels) in float64, some places after the other."""
+        """A tensor shaped like the output as rows (places, channels) in float64, a few places at a time."""
         moved = tensor.detach().movedim(self.axes, tuple(range(-len(self.axes), 0)))
         if moved.ndim == len(self.axes):
             moved = moved[None]
@@ -52,9 +52,9 @@ class Signal:
 class Signals(FunctionWatch):
     """A context that keeps the output of every layer that runs inside; outputs can be differentiated by them.
 
-    Parameters are told by their tensors, `problem.params` and `problem.constants`; a weight that is computed from
-    others is known in a linear layer or a convolution, not in a bare product. What runs inside a call of PyTorch's own
-    (an LSTM) or under `vmap` is not seen; attention of `nn.MultiheadAttention` is written out and is.
+    Parameters are recognised by their tensors, `problem.params` and `problem.constants`; a weight that is computed from
+    others is recognised in a linear layer or a convolution, not in a bare product. What runs inside a call of
+    PyTorch's own (an LSTM) or under `vmap` is not seen; attention of `nn.MultiheadAttention` is written out and is.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -86,7 +86,7 @@ class Signals(FunctionWatch):
         return id(value) in self._weights or (value._base is not None and id(value._base) in self._weights)
 
     def _channels(self, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...] | None:
-        """The axes of channels in the result, `None` if this call is no layer."""
+        """The axes of channels in the result, `None` if this call is not a layer."""
         given = [*args, *(kwargs[key] for key in ("input", "weight", "other", "mat2") if key in kwargs)]
         if operation.layer in (Layer.DENSE, Layer.CONVOLUTION, Layer.TRANSPOSED):
             if self._is_weight(given[0]):  # a product of two weights
@@ -107,7 +107,7 @@ class Signals(FunctionWatch):
         return (-1,) if self._is_weight(second) else (-2,)
 
     def _letters(self, equation: Any, *operands: Any) -> tuple[int, ...] | None:
-        """Those of a sum over indices of a weight and something else."""
+        """The same for a sum over indices of a weight and something else."""
         operands = tuple(operands[0]) if len(operands) == 1 and isinstance(operands[0], tuple | list) else operands
         known = [self._is_weight(value) for value in operands]
         if not isinstance(equation, str) or known not in ([True, False], [False, True]) or "." in equation:

@@ -2,10 +2,10 @@
 
 The forward pass is watched down to its ATen operations and every value gets, for every parameter tensor, a degree 0, 1
 or 'more'. Linear and piecewise linear operations keep the largest degree of their arguments, bilinear ones add degrees,
-anything else makes 'more' of each parameter it touches. If no output has more than degree 1 in any one parameter
+anything else gives 'more' to each parameter it touches. If no output has more than degree 1 in any one parameter
 tensor, then ∂²φ/∂θᵢ² = 0 almost everywhere, every within-tensor block of the Hessian equals that of the Gauss-Newton
 matrix, and Tr H = Tr GGN exactly (mathematics 4.2). What cannot be traced, or is not known here, counts as 'more': the
-analysis may miss an exact network, it never invents one.
+analysis may miss an exact network, but never invents one.
 
 Degrees belong to memory, not to tensors: a write into a slice of a fresh tensor, as circular padding does below the
 level of Python, raises the degrees of the whole tensor and of every view of it.
@@ -34,9 +34,9 @@ MORE = 2
 
 
 class Degrees(NamedTuple):
-    """The degrees of a value in all parameters, a bit each: those of degree 1 at least, and those of 'more'.
+    """The degrees of a value in all parameters, one bit each: those of degree at least 1, and those of 'more'.
 
-    As dicts they would be as long as the network is deep, and be copied in every operation: the square of its depth.
+    As dicts they would be as long as the network is deep and copied at every operation: quadratic in its depth.
     """
 
     some: int = 0
@@ -58,8 +58,8 @@ class Structure:
     """Degrees of the outputs in every parameter tensor, and the operation that made the first 'more' of each.
 
     `uses` counts the operations that read a parameter; `floats_per_sample` is the size of all intermediate values
-    that take memory of their own; `by_data` tells whether numbers, not shapes alone, decide which rows an operation
-    takes or how many, so that another batch may go another way.
+    that take memory of their own; `by_data` says whether numbers, not shapes alone, decide which rows an operation
+    takes or how many, so that another batch may take another path.
     """
 
     degrees: dict[str, int] = field(default_factory=dict)
@@ -76,7 +76,7 @@ class Structure:
 
     @property
     def smooth(self) -> bool:
-        """Whether nothing but elementwise functions stands in the way of exactness."""
+        """Whether only elementwise functions stand in the way of exactness."""
         return not self.failure and all(named(operation).smooth for operation in self.obstacles.values())
 
     @property
@@ -92,12 +92,12 @@ class Structure:
 
 
 def analyse(problem: Problem, inputs: Any, count: int) -> Structure:
-    """Run one small batch of `count` samples inside `problem.active()` and read off the degrees.
+    """Run one small batch of `count` samples inside `problem.active()` and read the degrees.
 
     Cost: one forward pass of that batch, a few milliseconds.
     """
     watch = Watch(problem.params, inputs)
-    # what is written in place becomes an operation of its own
+    # in-place writes become operations of their own
     forward = functionalize(problem.outputs)
     try:
         # name layer norm as such, not the operations it is rewritten to
@@ -109,7 +109,7 @@ def analyse(problem: Problem, inputs: Any, count: int) -> Structure:
 
 
 def joined(first: Structure, second: Structure) -> Structure:
-    """What holds of two batches together: the larger degrees, the more frequent uses, the first failure."""
+    """What holds for two batches together: the larger degrees, the more frequent uses, the first failure."""
     uses = {name: max(first.uses.get(name, 0), count) for name, count in second.uses.items()}
     degrees = {name: max(first.degrees.get(name, 0), degree) for name, degree in second.degrees.items()}
     return Structure(
@@ -126,8 +126,8 @@ class Watch(DispatchWatch):
     """Gives every piece of memory that an operation fills its degrees; a context for one forward pass.
 
     Degrees are kept by storage, so that a view and its base have the same. They only grow: what is overwritten later
-    counts as if it were still there, which may cost exactness and never invents it. A storage is known by its address,
-    which no other one gets while a weak reference to it is held.
+    counts as if it were still there, which may cost exactness but never invents it. A storage is known by its address,
+    which no other gets while a weak reference to it is held.
     """
 
     def __init__(self, params: Params, inputs: Any) -> None:
@@ -158,7 +158,7 @@ class Watch(DispatchWatch):
             self._paused = before
 
     def multiplied(self, result: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-        """Tell that `result`, made while the watch paused, is bilinear in input and weight, plus a bias."""
+        """Record that `result`, made while the watch was paused, is bilinear in input and weight, plus a bias."""
         parts = [self._of(item) or NONE for item in (input, weight, bias)]
         self._give(result, _largest(_sum(parts[0], parts[1]), parts[2]))
 
@@ -177,7 +177,7 @@ class Watch(DispatchWatch):
             return result  # constant
         name, operation = aten_name(func), dispatched(func)
         if not all(isinstance(value, Tensor | None) for value in values):
-            self._fail(f"the operation '{name}' makes a Python value of one that parameters or inputs decide")
+            self._fail(f"the operation '{name}' makes a Python value out of one that depends on parameters or inputs")
             return result
         if name == "view" and getattr(func, "_overloadname", "") == "dtype":
             self._fail("the operation 'view' reads the bits of a number as another type")
@@ -210,7 +210,7 @@ class Watch(DispatchWatch):
         self._known[key] = _largest(self._known.get(key, NONE), degrees)
 
     def _is_fresh(self, value: Tensor) -> bool:
-        """Whether its memory is seen for the first time, unlike a weight's that is transposed for its product."""
+        """Whether its memory is seen for the first time, unlike that of a weight transposed for its product."""
         storage = value.untyped_storage()
         seen = storage._cdata in self._alive
         if not seen:
@@ -260,7 +260,7 @@ def _sum(first: Degrees, second: Degrees) -> Degrees:
 
 
 def _degrees(func: Any, arguments: tuple[Any, ...], args: list[Degrees], met: list[Degrees]) -> Degrees:
-    """Of the result, from the degrees of the positional arguments and of all that came in."""
+    """For the result, from the degrees of the positional arguments and of everything that came in."""
     operation, everything = dispatched(func), _largest(*met)
     if aten_name(func) == "detach" and torch.is_grad_enabled():  # autograd detaches what it saves
         return everything

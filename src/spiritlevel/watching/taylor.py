@@ -1,7 +1,7 @@
 """Second-order Taylor terms of a network's outputs: the forward pass is taped once, and the terms follow the tape.
 
-The tape holds the ATen operations that a batch really executed, made free of in-place writes, with their values. Along
-it the terms of `taylor_terms` pass for as many probes as are wanted, some groups at a time, without another look at the
+The tape holds the ATen operations that a batch really executed, made free of in-place writes, with their values. The
+terms of `taylor_terms` pass along it for as many probes as wanted, a few groups at a time, without another look at the
 model. What does not move, or does not reach the outputs, is not on it. An operation without a rule raises `Untaught`.
 """
 
@@ -41,7 +41,7 @@ class _Watch(DispatchWatch):
         if any(id(tensor) in self.reached for tensor in tensors_in((args, kwargs))):
             moved = [tensor for tensor in tensors_in(result) if tensor.is_floating_point() or tensor.is_complex()]
             if moved:
-                self.steps.append(Step(func, args, kwargs, result))  # which keeps the values, and their ids, alive
+                self.steps.append(Step(func, args, kwargs, result))  # this keeps the values, and their ids, alive
                 self.reached.update(map(id, moved))
         return result
 
@@ -64,7 +64,7 @@ class Tape:
 
     @property
     def floats(self) -> int:
-        """Numbers that the tape keeps, its values and what rules work out of them."""
+        """Numbers that the tape keeps: its values and what rules derive from them."""
         return 3 * sum(tensor.numel() for step in self.steps for tensor in tensors_in(step.result))
 
     def along(self, names: Iterable[str]) -> Way:
@@ -73,7 +73,7 @@ class Tape:
 
 
 class Way:
-    """The steps through which the terms of some values pass on their way to the outputs, and when each is done with."""
+    """The steps that the terms of some values pass on their way to the outputs, and when each is no longer needed."""
 
     def __init__(self, tape: Tape, moving: Params) -> None:
         self.moving, self.outputs = moving, tape.outputs
@@ -91,7 +91,7 @@ class Way:
 
     @property
     def floats(self) -> int:
-        """Numbers in one row of all terms that are needed at the same time, at most."""
+        """The largest number of entries, in one row, of all terms needed at the same time."""
         sizes = {id(tensor): tensor.numel() for tensor in self.moving.values()}
         most = total = sum(sizes.values())
         for number, step in enumerate(self.steps):
@@ -99,7 +99,7 @@ class Way:
                 sizes[id(tensor)] = tensor.numel()
                 total += tensor.numel()
             largest = max((tensor.numel() for tensor in tensors_in((step.args, step.result))), default=0)
-            most = max(most, total + largest)  # what a rule needs besides
+            most = max(most, total + largest)  # what a rule also needs
             total -= sum(sizes.pop(key, 0) for key in self._done[number])
         return most
 
@@ -154,8 +154,8 @@ class Way:
 def taped(problem: Problem, inputs: Any, moving: Params | None = None) -> Tape:
     """One forward pass on the way from the parameters to the outputs; call inside `problem.active()`.
 
-    With `moving`, tensors that are among the inputs, these move in the place of the parameters. Cost: a forward pass
-    whose values stay in memory.
+    With `moving`, tensors among the inputs, these move in place of the parameters. Cost: a forward pass whose values
+    stay in memory.
     """
     if moving is None:  # `functionalize` writes back to the inputs what a model writes to them
         moving, inputs = problem.params, copies_of(inputs)
@@ -163,7 +163,7 @@ def taped(problem: Problem, inputs: Any, moving: Params | None = None) -> Tape:
     try:
         with torch.no_grad(), built_in_layer_norm(), watch:
             outputs = functionalize(problem.outputs)(problem.params, inputs)
-    except Exception as error:  # whatever stops the run, another way is taken, which says what is wrong with the model
+    except Exception as error:  # whatever stops the run, another method takes over and says what is wrong
         raise Untaught(f"the forward pass cannot be taped ({type(error).__name__}: {first_line(error)})") from error
     if id(outputs) not in watch.reached and not any(outputs is tensor for tensor in moving.values()):
         raise Untaught("the outputs do not depend on the taped operations")

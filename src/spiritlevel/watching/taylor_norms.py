@@ -73,7 +73,7 @@ def _standardised(rows: Tensor, unit: Tensor, inverse: Tensor, dims: list[int], 
 
 
 def _scaled(rows: Tensor | None, unit: Tensor, weight: Any, bias: Any, shape: list[int], terms: Terms) -> Tensor | None:
-    """The rows of x̂·weight + bias, each of the latter in a shape that broadcasts."""
+    """The rows of x̂·weight + bias, both in a shape that broadcasts."""
     rows_w, rows_b = (
         None if (own := terms.of(item)) is None else aligned(own.reshape(len(own), *shape), unit.shape)
         for item in (weight, bias)
@@ -87,7 +87,7 @@ def _scaled(rows: Tensor | None, unit: Tensor, weight: Any, bias: Any, shape: li
 
 
 def layer_norm(step: Step, terms: Terms) -> Any:
-    """Over the last dimensions; mean and deviation, which it returns too, have no rule."""
+    """Over the last dimensions; mean and deviation, which it also returns, have no rule."""
     x, sizes, weight, bias = step.args[:4]
     mean, inverse = step.result[1:]
     dims = list(range(-len(sizes), 0))

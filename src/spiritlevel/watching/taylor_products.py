@@ -39,7 +39,7 @@ def divided(step: Step, terms: Terms) -> Any:
 
 
 def product(step: Step, terms: Terms) -> Any:
-    """Any bilinear operation of its first two arguments, without others."""
+    """Any bilinear operation of two arguments alone."""
     a, b = step.args[:2]
     return _product(lambda x, y: step.func(x, y), a, b, terms.of(a), terms.of(b), terms)
 
@@ -59,7 +59,7 @@ def added_product(step: Step, terms: Terms) -> Any:
 
 
 def plus_bias(rows: Tensor | None, bias: Tensor | None, beta: Any, shape: torch.Size) -> Tensor | None:
-    """Rows of our own with those of what is added to the product."""
+    """A copy of the rows, with those of what is added to the product."""
     bias = aligned(bias, shape)
     if rows is None or bias is None:
         return rows if bias is None else (bias * beta).expand(-1, *shape)
@@ -139,15 +139,15 @@ def _matrices(step: Step, a: Tensor, b: Tensor, terms: Terms) -> Tensor | None:
     return total
 
 
-_WIDE = 128  # rows and columns from which on a product costs more than five looks at its arguments and result
+_WIDE = 128  # rows and columns beyond which a product costs more than reading its arguments and result five times
 
 
 def _two_for_three(step: Step, times: Callable[..., Tensor], a: Tensor, b: Tensor, terms: Terms) -> Tensor:
-    """The rows of a product in which both factors move, by two products a probe in the place of three.
+    """The rows of a product in which both factors move, by two products per probe instead of three.
 
-    (a/c + ȧ)(b + cḃ) = ab/c + (aḃ + ȧb) + cȧḃ for any number c, ab is known once and for all, and ȧḃ is needed by
+    (a/c + ȧ)(b + cḃ) = ab/c + (aḃ + ȧb) + cȧḃ for any number c, ab is computed once for all, and ȧḃ is needed by
     itself: what remains is the first derivative. The c that makes the outer terms equal in size keeps them below the
-    middle one, so that rounding takes nothing away.
+    middle one, so that rounding loses nothing.
     """
     rows_a, rows_b = terms.of(a), terms.of(b)
     assert rows_a is not None
@@ -175,11 +175,11 @@ def _two_for_three(step: Step, times: Callable[..., Tensor], a: Tensor, b: Tenso
 
 
 def convolution(step: Step, terms: Terms) -> Any:
-    """The input times the kernel, plus a bias a channel; the rows of the input are samples to it."""
+    """The input times the kernel, plus a bias per channel; the rows of the input are samples to it."""
     (x, kernel, bias), rest = step.args[:3], step.args[3:]
     rows_x, rows_k = terms.of(x), terms.of(kernel)
 
-    def times(x: Tensor, kernel: Tensor, out: Tensor | None = None) -> Tensor:  # which it has no use for
+    def times(x: Tensor, kernel: Tensor, out: Tensor | None = None) -> Tensor:  # `out` is not used
         found: Tensor = step.func(x, kernel, None, *rest)
         return found
 
@@ -197,7 +197,7 @@ def convolution(step: Step, terms: Terms) -> Any:
 
 
 def prelu(step: Step, terms: Terms) -> Any:
-    """X where it is positive, else x times a slope."""
+    """The input where it is positive, else the input times a slope."""
     x, slope = step.args[:2]
     rows_x, rows_s = terms.of(x), aligned(terms.of(slope), step.result.shape)
     one = None if rows_x is None else rows_x * torch.where(x > 0, torch.ones_like(x), slope)

@@ -26,7 +26,7 @@ def copied(step: Step, terms: Terms) -> Any:
 
 
 def reshaped(step: Step, terms: Terms) -> Any:
-    """The same numbers in another shape; rows may lie in memory otherwise than the values."""
+    """The same numbers in another shape; rows may lie in memory differently from the values."""
     rows = terms.of(step.args[0])
     if step.result.dtype != step.args[0].dtype:
         raise NoRule
@@ -34,7 +34,7 @@ def reshaped(step: Step, terms: Terms) -> Any:
 
 
 def linear(*written: str) -> TaylorRule:
-    """Linear in all tensors together; `written` names arguments whose numbers go into the result as they are."""
+    """Linear in all tensors together; `written` names arguments whose numbers enter the result unchanged."""
 
     def rule(step: Step, terms: Terms) -> Any:
         if "reduce" in step.func._overloadname:  # a scatter that may multiply
@@ -64,13 +64,13 @@ def _is_number(value: Any) -> bool:
 
 
 def overwritten(step: Step, terms: Terms) -> Any:
-    """The second argument in the place of the first, perhaps in another type."""
+    """The second argument in place of the first, perhaps in another type."""
     rows = spread(terms.of(step.args[1]), step.result.shape)
     return rows if rows is None else rows.to(step.result)
 
 
 def written_into(step: Step, terms: Terms) -> Any:
-    """The second argument in the place of a slice of the first, along the dimension that is the third."""
+    """The second argument in place of a slice of the first, along the dimension given third."""
     own = [terms.of(arg) for arg in step.args[:2]]
     count = max(len(rows) for rows in own if rows is not None)
     pair = []
@@ -103,7 +103,7 @@ def embedding(step: Step, terms: Terms) -> Any:
 
 
 def elementwise(curved: bool = True) -> TaylorRule:
-    """Some f number by number: f′ẋ_k, and f″Σẋ_k² + f′s; with the derivatives that autograd has for it."""
+    """Some elementwise f: f′ẋ_k, and f″Σẋ_k² + f′s; with the derivatives that autograd has for it."""
 
     def rule(step: Step, terms: Terms) -> Any:
         places = [place for place, arg in enumerate(step.args) if terms.of(arg) is not None]
@@ -142,7 +142,7 @@ def _slopes(step: Step, place: int, curved: bool) -> tuple[Tensor, Tensor | None
 
 
 def by_forward_mode(curved: bool) -> TaylorRule:
-    """Any operation whose own forward derivatives are right, one probe after the other: for what is rare."""
+    """Any operation whose own forward derivatives are right, one probe at a time: for what is rare."""
 
     def rule(step: Step, terms: Terms) -> Any:
         leaves, form = tree_flatten((step.args, step.kwargs))
@@ -174,7 +174,7 @@ def by_forward_mode(curved: bool) -> TaylorRule:
 
 
 def selected(step: Step, terms: Terms) -> Any:
-    """Values that were chosen along a dimension, and where they stood; by forward mode where it is not told."""
+    """Values chosen along a dimension, and where they stood; by forward mode where that is not given."""
     rows = terms.of(step.args[0])
     if isinstance(step.result, Tensor) or step.argument("dim") is None or rows is None:
         return by_forward_mode(curved=False)(step, terms)

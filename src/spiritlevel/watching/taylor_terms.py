@@ -2,11 +2,11 @@
 
 While the parameters move along θ + t·v, a value x(t) has a first derivative ẋ and a second one ẍ at t = 0. A trace
 needs ẋ of every probe v_k, but of ẍ only the sum s = Σ_k ẍ_k over a group of probes, and s obeys the same rule as any ẋ
-plus what the ẋ_k bend: for z = f(x), ż_k = Df ẋ_k and s_z = Df s + Σ_k D²f[ẋ_k, ẋ_k] (mathematics 4.10). So a rule
+plus the bend of the ẋ_k: for z = f(x), ż_k = Df ẋ_k and s_z = Df s + Σ_k D²f[ẋ_k, ẋ_k] (mathematics 4.10). So a rule
 applies the first derivative Df of its operation to all terms together, stacked as rows, and adds the bend to the last.
 
 Rules are functions of a `Step`, what was executed, and of `Terms`, what moves. They return the rows of the step's
-result, or a list of them where it has several, `None` for one that does not move.
+result, or a list of rows if it has several results, with `None` for one that does not move.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Step:
         return None
 
     def once(self, name: str, compute: Callable[[], Any]) -> Any:
-        """What depends on the values and not on the probes, computed when it is first needed."""
+        """What depends on the values but not on the probes, computed when first needed."""
         if name not in self.kept:
             self.kept[name] = compute()
         return self.kept[name]
@@ -81,7 +81,7 @@ class Terms:
         return firsts.unflatten(0, (self.members, self.groups)).sum(0)
 
     def bent(self, rows: Tensor, bend: Tensor) -> Tensor:
-        """The rows with the bend added to s; they must belong to nobody else."""
+        """The rows with the bend added to s; nothing else may use them."""
         if len(rows) == self.firsts:
             return torch.cat([rows, bend.expand(self.groups, *rows.shape[1:])])
         rows[self.firsts :] += bend
@@ -122,7 +122,7 @@ def aligned(rows: Tensor | None, shape: torch.Size) -> Tensor | None:
 
 
 def spread(rows: Tensor | None, shape: torch.Size) -> Tensor | None:
-    """The same, with every number where it is broadcast to."""
+    """The same, with every number copied to wherever it is broadcast."""
     found = aligned(rows, shape)
     return None if found is None else found.expand(len(found), *shape)
 

@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 
 class FunctionWatch(TorchFunctionMode):
-    """A context in which `run` is asked in the place of every function of PyTorch's that is called."""
+    """A context in which `run` is called in place of every PyTorch function."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -22,12 +22,12 @@ class FunctionWatch(TorchFunctionMode):
         return self.run(func, args, kwargs or {})
 
     def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the function, and note what there is to note."""
+        """Call the function, and note what matters."""
         raise NotImplementedError
 
 
 class DispatchWatch(TorchDispatchMode):
-    """A context in which `run` is asked in the place of every ATen operation that is executed."""
+    """A context in which `run` is called in place of every ATen operation."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -38,7 +38,7 @@ class DispatchWatch(TorchDispatchMode):
         return self.run(func, args, kwargs or {})
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Execute the operation, and note what there is to note."""
+        """Execute the operation, and note what matters."""
         raise NotImplementedError
 
 

@@ -1,12 +1,12 @@
-"""Losses as functions of the network's outputs, with everything a curvature needs, free of cancellation.
+"""Losses as functions of the network's outputs, with everything that curvature needs, free of cancellation.
 
 A loss gives each sample's value, its gradient g in the outputs φ, products with its output Hessian A = ∂²ℓ/∂φ², and
 A = Σ_j d_j v_j v_jᵀ as *factors*: weights d_j (any size, float64) and vectors v_j (of order 1). Autodiff through a
 cross entropy returns half the curvature, or none, once 1 − S_y is below machine epsilon; the forms here use only sums
 of positive terms and stay right to rounding at any margin (mathematics 2.2).
 
-One file an idea: `base` what every loss offers, `scalars` of the softmax, `cross_entropy` of one choice or of one at
-every position, `in_pieces` the same of outputs that are not multiplied out (`heads`), `units` single positions as
+One file per idea: `base` what every loss offers, `scalars` of the softmax, `cross_entropy` for one choice or one at
+every position, `in_pieces` the same for outputs that are not multiplied out (`heads`), `units` single positions as
 samples, `elementwise` losses with a diagonal Hessian, `exponential`, `callables` of users, `resolving` names and losses
 of torch.
 """

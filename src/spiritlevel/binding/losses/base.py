@@ -1,4 +1,4 @@
-"""What a loss offers to those who measure curvature: values, slopes, products, and factors of its output Hessian."""
+"""What a loss offers for measuring curvature: values, slopes, products, and factors of its output Hessian."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Factor = tuple[Tensor, Tensor]
 class Decisions(NamedTuple):
     """Choices between classes: outputs (R, C ≥ 2), the labels (R,), and how many of them each sample made, (N,).
 
-    The decisions of a sample come in a row; `counts` is None where every sample made one.
+    The decisions of a sample follow each other; `counts` is None where every sample made one.
     """
 
     logits: Tensor | Head
@@ -47,7 +47,7 @@ class Loss(ABC):
             )
 
     def couples(self, outputs: Tensor, targets: Tensor) -> str:
-        """In words, how the loss of a sample depends on the others of its batch; nothing where it does not."""
+        """In words, how the loss of a sample depends on the rest of its batch; nothing where it does not."""
         return ""
 
     @abstractmethod
@@ -81,10 +81,10 @@ class Loss(ABC):
         """The terms d_j, v_j of A = Σ_j d_j v_j v_jᵀ, one at a time."""
 
     def sampled_factors(self, outputs: Tensor, targets: Tensor, exact: int, signs: Tensor) -> Iterator[Factor]:
-        """`exact` of the terms as in `factors`, then one random combination Σ_j ±√d_j v_j of all the others.
+        """The first `exact` terms as in `factors`, then one random combination Σ_j ±√d_j v_j of all the others.
 
         `signs` are random ±1, as many as there are outputs and independent for every sample, so that d‖vᵀJ‖² of the
-        last term is an unbiased estimate of what the others add to the trace.
+        last term is an unbiased estimate of what the others contribute to the trace.
         """
         raise InputError(f"passes= is for losses that can sample their factors; {self.name} is measured without it.")
 
@@ -111,7 +111,7 @@ class Loss(ABC):
         if outputs.ndim != 2 or outputs.shape[1] < 2:
             raise InputError(
                 f"margins needs logits of shape (samples, classes >= 2), got {tuple(outputs.shape)}; the loss "
-                f"{self.name} does not tell which of them are classes."
+                f"{self.name} does not say which of them are classes."
             )
         class_targets("margins", outputs, targets, start)
         return Decisions(outputs, targets.long())
@@ -125,7 +125,7 @@ class Loss(ABC):
         if not 0 <= exact < max(rank, 1):
             raise InputError(
                 f"{self.name} of {math.prod(outputs.shape[1:])} outputs has {rank} factors; "
-                f"of those at least one must be left to be sampled, but {exact} are to be exact."
+                f"at least one of those must be left to sample, but {exact} are to be exact."
             )
 
 
@@ -156,7 +156,7 @@ def class_targets(name: str, outputs: Tensor, targets: Tensor, start: int) -> No
 
 
 def way_to_classes(outputs: Tensor, targets: Tensor) -> str:
-    """What makes integer classes of targets that are none, where that can be told."""
+    """How to turn other targets into integer classes, where that can be told."""
     if targets.ndim == 2 and targets.shape[1] == 1:
         return "; pass targets.squeeze(1)"
     if targets.shape == outputs.shape and targets.ndim == 2:
@@ -168,7 +168,7 @@ def way_to_classes(outputs: Tensor, targets: Tensor) -> str:
 
 def within(name: str, classes: int, targets: Tensor, counted: Tensor, start: int) -> None:
     """Raise `InputError` unless the targets that count are classes of the model; (N,) or (N, …), as are `counted`."""
-    targets = targets.long()  # not all kinds of integers can be compared
+    targets = targets.long()  # not all integer types can be compared
     wrong = ((targets < 0) | (targets >= classes)) & counted
     if not bool(wrong.any()):
         return

@@ -15,14 +15,14 @@ from spiritlevel.errors import InputError, first_line, is_out_of_memory, named_e
 
 
 class CallableLoss(Loss):
-    """Any function (outputs, targets) → (N,): its output Hessian comes from autodiff, in float64 if it allows that.
+    """Any function (outputs, targets) → (N,): its output Hessian comes from autodiff, in float64 if possible.
 
-    A function that returns the mean over the samples, one number, is called for every sample by itself. A loss that
+    A function that returns the mean over the samples, one number, is called for every sample separately. A loss that
     couples the samples of a batch is refused, unless `fixed` makes the batches part of what is measured: then it may
     return one number, the loss of the batch.
 
     Exact traces need closed-form factors: give the callable a method `factors(outputs, targets)` that yields pairs of
-    weights (N,) and vectors (N, C), at most C of them, or as many as its method `rank(C)` says.
+    weights (N,) and vectors (N, C), at most C of them, or as many as its method `rank(C)` returns.
     """
 
     name = "callable"
@@ -31,7 +31,7 @@ class CallableLoss(Loss):
         self.function, self.fixed = function, fixed
         self.closed_form = hasattr(function, "factors")  # type: ignore[misc]
         self.called = getattr(function, "__name__", type(function).__name__)
-        self._one_by_one: Callable[[Tensor, Tensor], Tensor] | None = None  # of a function that returns a mean
+        self._one_by_one: Callable[[Tensor, Tensor], Tensor] | None = None  # for a function that returns a mean
 
     def check(self, outputs: Tensor, targets: Tensor, start: int = 0) -> None:
         with torch.no_grad():
@@ -55,20 +55,20 @@ class CallableLoss(Loss):
             if not value.ndim and len(targets) > 1:
                 if self._one_by_one is None:
                     self._take_apart(outputs.detach(), targets)
-                # in every batch: sequences of one length hide what a mean over tokens does to others
+                # in every batch: sequences of equal length hide what a mean over tokens does to others
                 whole, each = (_in_float64(of, outputs.detach(), targets) for of in (self._call, self.values))
                 self._check_mean(whole, each, outputs)
             how = self.couples(outputs.detach(), targets)
         if how:
             raise InputError(
                 f"the loss {self.called} of a sample depends on the other samples of its batch ({how}): is it "
-                "contrastive, or divided by something of the whole batch, its tokens, say? Its mean would depend on "
+                "contrastive, or divided by something of the whole batch, such as its tokens? Its mean would depend on "
                 "how the data are cut into batches; return each sample's own loss, or pass batches='fixed' to make the "
                 "batches, as they come, part of the definition."
             )
 
     def _take_apart(self, outputs: Tensor, targets: Tensor) -> None:
-        """Take a loss that returns one number for every sample by itself, if that number is their mean."""
+        """Call a loss that returns one number separately for every sample, if that number is their mean."""
         few, wanted = outputs[:3], targets[:3]
 
         def single(output: Tensor, target: Tensor) -> Tensor:
@@ -99,7 +99,7 @@ class CallableLoss(Loss):
         what = "the sum over them" if summed else "not the mean over them"
         rest = "return the mean" if summed else "for a loss of the batch as a whole pass batches='fixed'"
         if not summed:
-            what += f" ({float(total):.4g}, and that would be {float(each.mean()):.4g})"
+            what += f" ({float(total):.4g}, while the mean would be {float(each.mean()):.4g})"
         raise InputError(
             f"the loss {self.called} returns one number for {len(each)} samples, {what}; return one value per sample, "
             f"shape ({len(each)},), or {rest}."
@@ -108,8 +108,8 @@ class CallableLoss(Loss):
     def couples(self, outputs: Tensor, targets: Tensor) -> str:
         """What a sample's loss is in its batch, beside another one and alone, if these differ.
 
-        A few small calls of the function, in float64 if it allows that; one that is given fewer samples than it can
-        work with, or holds numbers for the whole batch, is taken for one that couples them.
+        A few small calls of the function, in float64 if possible; one that cannot work with so few samples, or holds
+        numbers for the whole batch, is taken to couple them.
         """
         count = len(targets)
         if outputs.shape[:1] != targets.shape[:1]:
@@ -197,7 +197,7 @@ class CallableLoss(Loss):
             count += 1
             if count > most:
                 raise InputError(
-                    f"the factors of your loss are more than its {most} terms; give it a method rank(outputs) that "
+                    f"your loss yields more factors than its {most} terms; give it a method rank(outputs) that "
                     "returns their number."
                 )
             if weight.shape != outputs.shape[:1] or vector.shape != outputs.shape:
@@ -211,7 +211,7 @@ class CallableLoss(Loss):
 
 
 def _close(a: Tensor, b: Tensor, outputs: Tensor) -> bool:
-    """Whether two values of a loss are the same but for rounding, which grows with the outputs."""
+    """Whether two values of a loss are the same up to rounding, which grows with the outputs."""
     coarse = a.dtype != torch.float64
     size = 1.0 + (float(outputs.abs().max()) if outputs.numel() else 0.0)
     return bool(

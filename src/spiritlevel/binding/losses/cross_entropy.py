@@ -1,8 +1,8 @@
-"""Softmax cross entropy of one choice per sample, or of one at each position: images, tagged tokens, language models.
+"""Softmax cross entropy for one choice per sample, or one at each position: images, tagged tokens, language models.
 
 A sample's outputs are *rows* of C logits, one for each position; its loss is Σ_t s_t ℓ_t, the mean over the positions
 that count. So gradient, product and factors are those of single rows times the share s_t of the row, and A is block
-diagonal: T·(C−1) factors for T positions. Rows are worked on in pieces, so that no more than a piece is held in float64
+diagonal: T·(C−1) factors for T positions. Rows are worked on in pieces, so that only a piece is ever held in float64
 more than once, however large the vocabulary.
 """
 
@@ -30,13 +30,13 @@ class Rows(NamedTuple):
     """Outputs as rows of logits, and what each row counts for."""
 
     logits: Tensor  # (N, T, C)
-    labels: Tensor  # (N, T), 0 where the position is ignored; of soft labels the most probable class
+    labels: Tensor  # (N, T), 0 where the position is ignored; for soft labels the most probable class
     soft: Tensor | None  # (N, T, C): probabilities of the classes
     share: Tensor  # (N, T) float64: the factor of the row's loss in its sample's, 0 where the position is ignored
 
 
 def rows_in_double(classes: int) -> int:
-    """How many rows of so many logits are worked on at once in float64."""
+    """How many rows of this many logits are worked on at once in float64."""
     return max(1, _PIECE // max(1, classes))
 
 
@@ -55,13 +55,14 @@ class CrossEntropy(Loss):
     """Softmax cross entropy ℓ = −log S_y of outputs (N, C), (N, C, d…) or (N, T, C).
 
     With positions (d… of an image, T of a sequence) a sample's loss is the *mean over its own positions* that count:
-    those whose target is not `ignore_index`. torch's mean is one over all positions of a batch, in which a sample
-    counts the more the longer it is and the shorter the others are; of samples of equal length both are the same.
-    Classes are in dimension 1, or in the last one if only that fits the targets; `classes` says it.
+    those whose target is not `ignore_index`. torch takes the mean over all positions of a batch, in which a sample
+    counts for more the longer it is and the shorter the others are; for samples of equal length both are the same.
+    Classes are in dimension 1, or in the last one if only that fits the targets; `classes` says which.
 
-    Targets are classes, or probabilities shaped like the outputs (soft labels). `weight` are those of the classes;
-    with `weighted_mean` they are divided by the sum of the sample's own, as torch does for a batch of one. Class c has
-    the weight of its target in A: of hard labels (1−ε)w_y + (ε/C)Σw, of soft ones Σ w_c ỹ_c, ỹ = (1−ε)y + ε/C.
+    Targets are classes, or probabilities shaped like the outputs (soft labels). `weight` holds the weights of the
+    classes; with `weighted_mean` they are divided by the sum of the sample's own, as torch does for a batch of one.
+    Class c has the weight of its target in A: for hard labels (1−ε)w_y + (ε/C)Σw, for soft ones Σ w_c ỹ_c, ỹ = (1−ε)y
+    + ε/C.
 
     The output Hessian of a row is c·A, A = diag(S) − SSᵀ. A is eliminated class by class with the top one last
     (mathematics 2.3): with q_j = Σ_{i≥j} S_i, d_j = S_j q_{j+1}/q_j and v_j = e_j − Σ_{i>j} (S_i/q_{j+1}) e_i, only
@@ -83,7 +84,7 @@ class CrossEntropy(Loss):
     ) -> None:
         self.weight, self.label_smoothing, self.ignore_index = weight, label_smoothing, ignore_index
         self.classes, self.weighted_mean = classes, weighted_mean
-        self.divisor: float | None = None  # in place of the number of a sample's own positions
+        self.divisor: float | None = None  # used instead of the number of a sample's own positions
 
     # ------------------------------------------------------------ outputs and targets
 
@@ -93,8 +94,8 @@ class CrossEntropy(Loss):
             return len(shape) - 1 if self.classes == "last" else 1
         if not self.classes and positions == shape[2:] == shape[1:-1]:
             raise InputError(
-                f"outputs of shape {tuple(shape)} may have their classes in dimension 1, as torch has, or in the last "
-                "one; say it: loss=torch.nn.CrossEntropyLoss() or loss='token_cross_entropy'."
+                f"outputs of shape {tuple(shape)} may have their classes in dimension 1, as in torch, or in the last "
+                "one; say which: loss=torch.nn.CrossEntropyLoss() or loss='token_cross_entropy'."
             )
         return len(shape) - 1 if positions != shape[2:] and positions == shape[1:-1] else 1
 
@@ -104,9 +105,9 @@ class CrossEntropy(Loss):
         return self.axis(outputs.shape, targets.shape[1:])
 
     def per(self, positions: float) -> CrossEntropy:
-        """The same with the sum over a sample's positions divided by this number, and not by that of its own.
+        """The same with the sum over a sample's positions divided by this number instead of the number of its own.
 
-        With the mean number of positions per sample, the mean over samples is one over all positions of the data.
+        With the mean number of positions per sample, the mean over samples is the mean over all positions of the data.
         """
         other = copy.copy(self)
         other.divisor, other.weighted_mean = positions, False
@@ -187,7 +188,7 @@ class CrossEntropy(Loss):
             sample = start + int(wrong.reshape(len(targets), -1).any(1).nonzero()[0])
             other = "" if outputs.ndim == 2 or self.classes else "; with the classes last pass 'token_cross_entropy'"
             raise InputError(
-                f"{self.name} needs soft labels that are probabilities, adding up to 1 over the {outputs.shape[axis]} "
+                f"{self.name} needs soft labels that are probabilities, summing to 1 over the {outputs.shape[axis]} "
                 f"classes of dimension {axis}; those of sample {sample} do not{other}."
             )
 
@@ -207,7 +208,7 @@ class CrossEntropy(Loss):
         if bool(empty.any()) and not self.divisor:
             raise InputError(
                 f"{self.name}: sample {start + int(empty.nonzero()[0])} has no label that counts, all are "
-                f"{self.ignore_index}{' behind the first' if self.shifted else ''}, so it has no loss; leave it out."
+                f"{self.ignore_index}{' after the first' if self.shifted else ''}, so it has no loss; leave it out."
             )
 
     # ------------------------------------------------------------ values and derivatives
@@ -254,7 +255,7 @@ class CrossEntropy(Loss):
             return F.cross_entropy(logits, labels, weight=weight, reduction="none", label_smoothing=ease)
         label = labels[:, None]
         others = (logits - logits.gather(1, label)).scatter(1, label, -math.inf)
-        values = F.softplus(others.logsumexp(1), threshold=40)  # log(1 + Σ_{j≠y} exp(φ_j − φ_y)), right if tiny
+        values = F.softplus(others.logsumexp(1), threshold=40)  # log(1 + Σ_{j≠y} exp(φ_j − φ_y)), right even if tiny
         return values if weight is None else weight[labels] * values
 
     def gradient(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -287,10 +288,10 @@ class CrossEntropy(Loss):
         share: Tensor | None,
         probabilities: Tensor | None = None,
     ) -> Tensor:
-        """The gradient of every row, (R, C), times its share, float64; their softmax may be at hand."""
+        """The gradient of every row, (R, C), times its share, float64; their softmax may be given."""
         if probabilities is None:
             probabilities = torch.softmax(logits.double(), 1)
-        if soft is not None:  # the slopes add up to 0, so that of the top class follows from the others
+        if soft is not None:  # the slopes sum to 0, so that of the top class follows from the others
             label = probabilities.argmax(1, keepdim=True)
             others = (soft.sum(1, keepdim=True) * probabilities - soft).scatter(1, label, 0.0)
             gradient = others.scatter(1, label, -others.sum(1, keepdim=True))
@@ -351,7 +352,7 @@ class CrossEntropy(Loss):
     # ------------------------------------------------------------ factors
 
     def _places(self, rows: Rows) -> Tensor:
-        """The positions that count, (N, M), every sample's own first; those of shorter samples are filled up."""
+        """The positions that count, (N, M), every sample's own first; shorter samples are padded."""
         counted = rows.share > 0
         most = int(counted.sum(1).max()) if len(counted) else 0
         return counted.int().argsort(dim=1, descending=True, stable=True)[:, :most]
@@ -419,7 +420,7 @@ class CrossEntropy(Loss):
 
 
 class TokenCrossEntropy(CrossEntropy):
-    """Cross entropy of outputs (N, T, C), or (N, d…, C): the classes are in the last dimension, as of tagged tokens."""
+    """Cross entropy of outputs (N, T, C), or (N, d…, C): the classes come last, as for tagged tokens."""
 
     name = "token_cross_entropy"
 
@@ -431,8 +432,8 @@ class CausalLM(TokenCrossEntropy):
     """The loss of a language model: logits (N, T, V) of each token's successor, labels (N, T) with −100 ignored.
 
     The logits at position t are compared with the label at t + 1, as `transformers` does; the first label and the last
-    logits do not count. A sample is a sequence, and its loss the mean over its own tokens that count. What models
-    return as their loss is the mean over the tokens of the *batch*, which gives long sequences more weight and couples
+    logits do not count. A sample is a sequence, and its loss the mean over its own tokens that count. The loss that
+    models return is the mean over the tokens of the *batch*, which gives long sequences more weight and couples
     the samples; `unit="token"` measures that mean, whatever the batches.
     """
 
@@ -456,14 +457,14 @@ def _eliminated(logits: Tensor, scale: Tensor) -> Iterator[Factor]:
     weights *= scale[:, None]
     classes = torch.arange(logits.shape[1], device=logits.device)
     for j in range(logits.shape[1] - 1):
-        label = j + (top <= j).long()  # the j-th class but the top one
+        label = j + (top <= j).long()  # the j-th class, not counting the top one
         later = (classes > label) | (classes == top)
         vector = torch.where(later, -probabilities / after.gather(1, label), 0.0).scatter_(1, label, 1.0)
         yield weights.gather(1, label)[:, 0], vector
 
 
 def _most_probable(flat: Tensor, scale: Tensor, shape: tuple[int, int], exact: int) -> Tensor:
-    """The places and classes (N, exact, 2) of a sample's largest scale·S but for the top class of each row."""
+    """The places and classes (N, exact, 2) of a sample's largest scale·S, except the top class of each row."""
     count, length = shape
     if not exact:
         return torch.zeros(count, 0, 2, dtype=torch.long, device=flat.device)
@@ -484,7 +485,7 @@ def _most_probable(flat: Tensor, scale: Tensor, shape: tuple[int, int], exact: i
 def _combined(logits: Tensor, taken: Tensor, signs: Tensor) -> tuple[Tensor, Tensor]:
     """Σ ±√d_j v_j of each row over the classes that are not taken and not the top one: its square size, and its unit.
 
-    The classes that are taken are eliminated before, so what is left of A is that of the others alone.
+    The classes that are taken are eliminated first, so what is left of A belongs to the others alone.
     """
     probabilities, top, _ = softmax_parts(logits)
     top = top[:, None]
@@ -495,7 +496,7 @@ def _combined(logits: Tensor, taken: Tensor, signs: Tensor) -> tuple[Tensor, Ten
     size = torch.linalg.vector_norm(coefficients, dim=1, keepdim=True)
     coefficients /= size.clamp_min(torch.finfo(torch.float64).tiny)
     sums = (coefficients / after).cumsum_(1)
-    del after  # what follows decides the peak of the memory
+    del after  # what follows sets the peak of memory
     coefficients[:, 1:] -= rest[:, 1:].mul_(sums[:, :-1])
     return size[:, 0].square(), coefficients.scatter_(1, top, -tops * sums[:, -1:])
 

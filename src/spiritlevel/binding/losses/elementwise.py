@@ -1,7 +1,7 @@
 """Losses that are sums over a sample's outputs, each of one output and its target: their output Hessian is diagonal.
 
 Logistic loss of one or many labels, squared error, Huber's loss, Poisson regression. Where torch takes the mean over
-all numbers of a batch, a sample's loss is the mean over its own, which is the same as all samples have equally many.
+all numbers of a batch, a sample's loss is the mean over its own, which is the same, as all samples have equally many.
 """
 
 from __future__ import annotations
@@ -103,8 +103,8 @@ def _no_margins(name: str) -> NoReturn:
 class BinaryCrossEntropy(Elementwise):
     """Logistic loss of one logit, or of many labels that are true or not: f″ = w(p·y + 1 − y)·σ(φ)σ(−φ).
 
-    Targets are 0 and 1, of many labels also probabilities; w is `weight`, p is `pos_weight`, each one number or one
-    for every label. The loss of a sample is the mean over its labels.
+    Targets are 0 and 1, or for many labels also probabilities; w is `weight`, p is `pos_weight`, each a single number
+    or one per label. The loss of a sample is the mean over its labels.
     """
 
     name = "binary_cross_entropy"
@@ -142,7 +142,7 @@ class BinaryCrossEntropy(Elementwise):
         return given.detach().to(like) if isinstance(given, Tensor) and given.numel() > 1 else float(given)
 
     def _weights(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """What multiplies the loss of being true, and that of being false."""
+        """What multiplies the loss of a true label, and that of a false one."""
         weight = self._number(self.weight, outputs)
         return weight * self._number(self.pos_weight, outputs) * targets, weight * (1 - targets)
 
@@ -164,14 +164,14 @@ class BinaryCrossEntropy(Elementwise):
             return super().decisions(outputs, targets, start)
         self.check(outputs, targets, start)
         if bool(((targets != 0) & (targets != 1)).any()):
-            raise InputError("margins of many labels need targets 0 and 1; probabilities in between are no classes.")
+            raise InputError("margins of many labels need targets 0 and 1; probabilities in between are not classes.")
         flat = outputs.reshape(-1, 1)
         counts = torch.full((len(outputs),), math.prod(outputs.shape[1:]), device=outputs.device)
         return Decisions(torch.cat([torch.zeros_like(flat), flat], 1), targets.reshape(-1).long(), counts)
 
 
 def _fits(given: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
-    """Whether weights fit one sample's outputs without growing them."""
+    """Whether weights fit one sample's outputs without broadcasting them."""
     if math.prod(given) == 1:
         return True
     return len(given) <= len(wanted) and all(
@@ -234,7 +234,7 @@ class Huber(Elementwise):
     """f = ½e² for |e| ≤ δ, else δ(|e| − ½δ), e = φ − y: f″ is 1 inside, 0 outside; over δ if `smooth_l1`.
 
     As torch.nn.HuberLoss(delta), and with `smooth_l1` as torch.nn.SmoothL1Loss(beta=δ). At |e| = δ the curvature
-    jumps, and the value is that of the inside.
+    jumps, and the inside value is taken.
     """
 
     name = "huber"
@@ -263,7 +263,7 @@ class Huber(Elementwise):
 
 
 class Poisson(Elementwise):
-    """f = e^φ − yφ, the negative log likelihood of a count y whose rate is e^φ, but for a constant: f″ = e^φ.
+    """f = e^φ − yφ, the negative log likelihood of a count y whose rate is e^φ, up to a constant: f″ = e^φ.
 
     As torch.nn.PoissonNLLLoss(log_input=True); `full` adds Stirling's approximation of log y!, which is constant.
     """

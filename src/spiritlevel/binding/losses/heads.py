@@ -13,7 +13,7 @@ PIECE = 2**22  # logits that exist at once
 
 
 class Head(NamedTuple):
-    """Outputs h Wᵀ + b that are not multiplied out; of motions and of cotangents the parts that there are."""
+    """Outputs h Wᵀ + b that are not multiplied out; for motions and cotangents, the parts that exist."""
 
     hidden: Tensor  # (N, …, d)
     weight: Tensor  # (V, d)
@@ -25,7 +25,7 @@ class Head(NamedTuple):
         return torch.Size((*self.hidden.shape[:-1], len(self.weight)))
 
     def stand_in(self) -> Tensor:
-        """Zeros in the shape of the outputs and without their memory: one number, seen many times."""
+        """Zeros in the shape of the outputs without their memory: one number, expanded."""
         return self.hidden.new_zeros(()).expand(self.shape)
 
     def detach(self) -> Head:
@@ -37,7 +37,7 @@ class Head(NamedTuple):
         return F.linear(self.hidden, self.weight[words], bias)
 
     def largest(self) -> Tensor:
-        """The largest size among each row of the outputs, (N, …)."""
+        """The largest absolute value in each row of the outputs, (N, …)."""
         found = [logits.abs().amax(1) for _, logits in self.pieces()]
         return torch.cat(found).reshape(self.hidden.shape[:-1]) if found else self.hidden.new_zeros(0)
 

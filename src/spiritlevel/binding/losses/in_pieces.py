@@ -1,16 +1,16 @@
 """Cross entropy of outputs that are not multiplied out: logits h Wᵀ + b of a last linear layer, in pieces of rows.
 
-A language model of 50,000 words has 50,000 outputs at every position: its logits, their tangents and the cotangents of
-one sequence take more memory than all that comes before them. Given what the last layer is applied to, nothing of that
-size is needed (mathematics 2.7). With z = W h + b of a row, g = ∂ℓ/∂z, A = ∂²ℓ/∂z², and ż = W ḣ + Ẇ h + ḃ for a motion
-(ḣ, Ẇ, ḃ),
+A language model with 50,000 words has 50,000 outputs at every position: its logits, their tangents and the cotangents
+of one sequence take more memory than all that comes before them. Given what the last layer is applied to, nothing of
+that size is needed (mathematics 2.7). With z = W h + b of a row, g = ∂ℓ/∂z, A = ∂²ℓ/∂z², and ż = W ḣ + Ẇ h + ḃ for a
+motion (ḣ, Ẇ, ḃ),
 
 - the slopes are (Wᵀg, Σ g hᵀ, Σ g),
 - the Gauss-Newton product is (Wᵀu, Σ u hᵀ, Σ u) with u = A ż, and the Hessian's (Wᵀu + Ẇᵀg, Σ u hᵀ + g ḣᵀ, Σ u),
 - the empirical Fisher matrix's is the slopes with u = g·a, a = Σ gᵀż over the rows of the sample,
 
-sums over rows, which are taken a piece of rows at a time. To those who record operations each is one operation, so that
-no tape holds logits either.
+sums over rows, which are taken a piece at a time. To whatever records operations each is one operation, so that no tape
+holds logits either.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ _Motion = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
 def can_be_in_pieces(loss: Any, shape: torch.Size, targets: Tensor, positions: tuple[int, ...]) -> bool:
-    """Whether outputs of this shape are rows of logits in their last dimension, with a class for each for target."""
+    """Whether outputs of this shape are rows of logits in their last dimension, with one target class for each."""
     if not isinstance(loss, CrossEntropy) or targets.is_floating_point() or len(shape) < 2:
         return False
     whole: CrossEntropy = getattr(loss, "whole", loss)  # of units
@@ -97,7 +97,7 @@ def can_be_in_pieces(loss: Any, shape: torch.Size, targets: Tensor, positions: t
 
 
 def decisions_of(loss: CrossEntropy, head: Head, targets: Tensor, start: int = 0) -> Decisions:
-    """The choices that count of outputs that are not multiplied out; see `Loss.decisions`."""
+    """The choices that count, for outputs that are not multiplied out; see `Loss.decisions`."""
     shape = head.stand_in()
     loss.check(shape, targets, start)
     rows = loss.rows(shape, targets)
@@ -112,10 +112,10 @@ def _slope(loss: CrossEntropy, logits: Tensor, labels: Tensor, share: Tensor) ->
     return by_rows(lambda z, y, s: loss.gradient_of_rows(z, y, None, s).to(logits.dtype), logits, labels, share)
 
 
-def _bend(
+def _output_hessian_product(
     loss: CrossEntropy, logits: Tensor, direction: Tensor, scale: Tensor, own: tuple[Tensor, Tensor] | None
 ) -> tuple[Tensor, Tensor]:
-    """A·u of some rows, typed like them, and from the same softmax ∂ℓ/∂z if their labels and shares are given."""
+    """A·u of some rows, typed like them, and ∂ℓ/∂z from the same softmax if their labels and shares are given."""
     size = rows_in_double(logits.shape[1])
     bend = torch.empty_like(logits)
     slope = bend if own is None else torch.empty_like(logits)
@@ -175,10 +175,10 @@ def _in_pieces(
         else:
             direction = moved(rows, here).expand_as(logits)
             own = (labels[rows], share[rows]) if kind == "hessian" else None
-            cotangent, gradient = _bend(loss, logits, direction, scale[rows], own)
+            cotangent, gradient = _output_hessian_product(loss, logits, direction, scale[rows], own)
             del direction
         part = cotangent @ weight
-        if kind == "slopes" or weight_moved is not None:  # of a weight that stays nobody asks
+        if kind == "slopes" or weight_moved is not None:  # not needed for a weight that does not move
             found[1].addmm_(cotangent.T, here)
         found[2].add_(cotangent.sum(0))
         if kind == "hessian" and weight_moved is not None:

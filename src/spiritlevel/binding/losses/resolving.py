@@ -30,16 +30,16 @@ def resolve(loss: str | nn.Module | Callable[[Tensor, Tensor], Tensor] | Loss, *
     """The `Loss` that a name, a `torch.nn` loss or a callable stands for.
 
     `torch.nn` losses keep their class weights and label smoothing. The loss of a data set is always the mean over its
-    samples, so a reduction that means something else is refused. A loss that computes something of its own, also one
-    derived from those of `torch.nn`, is called and must return one value per sample, or
-    their mean. `fixed` says that the batches are part of what is measured: then it may couple their samples.
+    samples, so a reduction that means something else is refused. A loss that computes something of its own, even one
+    derived from those of `torch.nn`, is called and must return one value per sample, or their mean. `fixed` says that
+    the batches are part of what is measured: then it may couple their samples.
 
     The names, each with what a sample's loss is (mathematics 2.1, 2.5 and 2.6):
 
-    - "cross_entropy": −log S_y; of outputs (N, C, d…), or (N, T, C) where only that fits the targets, the mean over the
-      sample's own positions that are not −100; of soft labels −Σ y log S;
+    - "cross_entropy": −log S_y; for outputs (N, C, d…), or (N, T, C) where only that fits the targets, the mean over
+      the sample's own positions that are not −100; for soft labels −Σ y log S;
     - "token_cross_entropy": the same with the classes in the last dimension;
-    - "causal_lm": the same of logits (N, T, V), each compared with the next label;
+    - "causal_lm": the same for logits (N, T, V), each compared with the next label;
     - "binary_cross_entropy": the logistic loss of one logit, or its mean over many labels;
     - "squared_error": ½‖φ − y‖²; "huber" and "poisson": as `torch.nn.HuberLoss()` and `torch.nn.PoissonNLLLoss()`;
     - "exponential": Σ_{j≠y} exp(φ_j − φ_y).
@@ -76,7 +76,7 @@ def _translate(loss: Any) -> Loss:
 
 
 _INSTEAD = {
-    "NLLLoss": "pass loss='cross_entropy', which is the same of log-probabilities",
+    "NLLLoss": "pass loss='cross_entropy', which is the same for log-probabilities",
     "BCELoss": "pass loss='binary_cross_entropy' and a model that returns logits, without its sigmoid",
 }
 
@@ -117,7 +117,7 @@ def _poisson(loss: nn.PoissonNLLLoss) -> Loss:
     _one_value(loss)
     if not loss.log_input:
         raise InputError(
-            "PoissonNLLLoss(log_input=False) takes rates and not their logarithms; let the model return logarithms, or "
+            "PoissonNLLLoss(log_input=False) takes rates, not their logarithms; make the model return logarithms, or "
             "pass a callable (outputs, targets) -> (N,)."
         )
     return Poisson(full=loss.full)

@@ -27,7 +27,7 @@ def _check_logits(name: str, logits: Tensor) -> None:
 def confidence_gap(logits: Tensor) -> Tensor:
     """1 − Σ_c S_c², the lack of confidence of a softmax, in float64 and without cancellation.
 
-    With p the entries but the top one and q = Σp it is 2q − q² − Σp² (mathematics 2.2): zero only for a one-hot
+    With p the entries except the top one and q = Σp it is 2q − q² − Σp² (mathematics 2.2): zero only for a one-hot
     softmax, 1 − 1/C for a uniform one. Cost: O(N·C). Exact to rounding at any margin. Reference: paper A, section 3.1.
 
     >>> float(confidence_gap(torch.tensor([[40.0, 0.0]])))  # 1 - (S**2).sum() gives 0 here

@@ -1,7 +1,7 @@
 """Single positions of sequences and images as samples by themselves: `unit="token"`.
 
-A unit is a sequence and a place in it; its outputs are the row of logits there. Rows of one sequence share all that
-came before them, so each unit runs its whole sequence: nothing else gives its gradient a norm of its own. Means over
+A unit is a sequence and a place in it; its outputs are the row of logits there. Rows of one sequence share everything
+before them, so each unit runs its whole sequence: only that gives its gradient a norm of its own. Means over
 units need no such copies, see `CrossEntropy.per`.
 """
 
@@ -21,7 +21,7 @@ from spiritlevel.binding.losses.cross_entropy import CrossEntropy
 from spiritlevel.binding.losses.heads import Head
 from spiritlevel.errors import InputError
 
-_UNITS = 1024  # units whose sequences are copied at once, unless told
+_UNITS = 1024  # units whose sequences are copied at once by default
 
 
 class Unit(NamedTuple):
@@ -34,7 +34,7 @@ class Unit(NamedTuple):
 
 
 class OfPositions(CrossEntropy):
-    """The cross entropy of single positions, (M, C), of a loss that is a mean over positions."""
+    """The cross entropy of single positions, (M, C), for a loss that is a mean over positions."""
 
     def __init__(self, whole: CrossEntropy) -> None:
         super().__init__(whole.weight, whole.label_smoothing, ignore_index=whole.ignore_index)
@@ -77,7 +77,7 @@ class OfPositions(CrossEntropy):
         return _at(unit.place, rows)
 
     def pick_head(self, head: Head, unit: Unit) -> Head:
-        """The same of outputs that are not multiplied out."""
+        """The same for outputs that are not multiplied out."""
         self.pick(head.stand_in(), unit)  # that it fits
         return head._replace(hidden=_at(unit.place, head.hidden.flatten(1, -2)))
 
@@ -88,7 +88,7 @@ def _at(place: Tensor, rows: Tensor) -> Tensor:
 
 
 def of_units(loss: Loss) -> OfPositions:
-    """The loss of the units of a loss that is a mean over positions; `InputError` for others."""
+    """The loss of the units, for a loss that is a mean over positions; `InputError` for others."""
     if isinstance(loss, OfPositions):
         return loss
     if not isinstance(loss, CrossEntropy):
@@ -102,7 +102,7 @@ def of_units(loss: Loss) -> OfPositions:
 def unit_batches(
     loss: Loss, inputs: Any, targets: Tensor, size: int | None = None, first: int = 0
 ) -> Iterator[tuple[Unit, Tensor]]:
-    """Every position of some samples that counts as a sample of its own, in batches of so many.
+    """Every position of some samples that counts, as a sample of its own, in batches of this many.
 
     `first` is the number of the first of the samples in the data.
     """

@@ -65,7 +65,7 @@ class Ruling:
 
 @checked
 def select(paper: str | None = None, id: str | None = None) -> tuple[Claim, ...]:
-    """The claims of one paper, the one claim of an id (in any case), or all.
+    """The claims of one paper, the claim with an id (in upper or lower case), or all.
 
     >>> [claim.id for claim in select(id="a-3.1")]
     ['A-3.1']
@@ -104,7 +104,7 @@ def examine(claim: Claim, seed: int = 0) -> Ruling:
 
 @contextlib.contextmanager
 def _one_thread() -> Iterator[None]:
-    """Small matrices are quicker with one thread, and add up in the same order on every machine."""
+    """Small matrices are quicker with one thread, and sums then run in the same order on every machine."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -123,7 +123,7 @@ def run(
 ) -> list[Ruling]:
     """Run the checks of all claims, of one paper's, or of one, and return what they found.
 
-    `progress(what, done, total)` is called after every claim. Cost: all of them some 15 s on one core.
+    `progress(what, done, total)` is called after every claim. Cost: some 15 s for all of them on one core.
     """
     checked_seed(seed)
     chosen = select(paper, id)

@@ -1,6 +1,6 @@
 """What a claim is, how a verdict follows from what was computed, and how claims are collected.
 
-A check computes numbers, turns them into named facts (did the printed form pass? the mended one?) and hands the facts
+A check computes numbers, turns them into named facts (did the printed form pass? the corrected one?) and passes these
 to `judge`. The verdict follows from the facts by one rule, `decide`, the same for all claims: no check knows a verdict.
 """
 
@@ -37,7 +37,7 @@ class Verdict(StrEnum):
 
 
 class Kind(StrEnum):
-    """What a verdict rests on: claims of different kinds are counted apart.
+    """What a verdict rests on: claims of different kinds are counted separately.
 
     >>> Kind.RECORD.meaning
     'numbers and names as printed, against each other or a public fact; nothing is measured'
@@ -63,7 +63,7 @@ class Kind(StrEnum):
 class Finding:
     """What a check found: the verdict, the named numbers it follows from, and one sentence about them.
 
-    `volatile` names the numbers that another machine may round to other digits (those of trained networks): the
+    `volatile` names the numbers that another machine may round differently (those of trained networks): the
     document leaves them out.
     """
 
@@ -123,7 +123,7 @@ def decide(
     """
     first = agree if printed is None else printed
     if first is None or (printed is not None and agree is not None):
-        return Verdict.UNDECIDED  # exactly one of the two is the question
+        return Verdict.UNDECIDED  # exactly one of the two must be asked
     if first:
         return Verdict.HOLDS
     if False in (mended, within, instead):

@@ -578,7 +578,7 @@ def _figure_two(seed: int) -> Finding:
 
 
 class _Checkpoint(NamedTuple):
-    """Correlations of exact traces over all training points, somewhere on the way."""
+    """Correlations of exact traces over all training points, at one point during training."""
 
     accuracy: float
     right: float  # r of trace and ACEHT over the correct points
@@ -612,7 +612,7 @@ def _correlations(model: nn.Module, inputs: Tensor, targets: Tensor) -> _Checkpo
 def _follow(
     model: nn.Module, inputs: Tensor, targets: Tensor, rng: Rng, rate: float, every: int
 ) -> Iterator[_Checkpoint]:
-    """SGD with momentum 0.9 and batches of 64 from weights drawn anew; four stops, `every` steps apart."""
+    """SGD with momentum 0.9 and batches of 64 from freshly drawn weights; four stops, `every` steps apart."""
     _filled(model, rng)
     optimiser = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9)
     for step in range(1, 4 * every + 1):
@@ -799,14 +799,14 @@ def _way(seed: int, batch: int) -> _Plan:
     "Section 4.2",
     "At every step the process [with a smaller batch] will advance further than a large-batch method would; therefore "
     "large-batch methods not having had enough time to maximize margins is the driving force [in as many steps].",
-    "Not in general. The steps are longer, but much of that is noise: a way several times as long can end no further "
+    "Not in general. The steps are longer, but much of that is noise: a path several times as long can end no further "
     "from the start, with margins no wider. Counted in samples, the large batch had 16 times more time.",
     kind=Kind.EXPERIMENT,
 )
 def _time(seed: int) -> Finding:
-    """Printed: after as many steps the small batch is further from the start, by 10 %, and its median margin wider.
+    """Printed: after equally many steps the small batch is 10 % further from the start, and its median margin wider.
 
-    A dense network on digits, batches of 16 and 256, in the paper's proportion. Instead: its way is longer by a factor
+    A dense network on digits, batches of 16 and 256, in the paper's proportion. Instead: its path is longer by a factor
     of more than 2.
     """
     small, large = _way(seed, 16), _way(seed, 256)
@@ -819,7 +819,7 @@ def _time(seed: int) -> Finding:
     epochs = {f"epochs of 10,000 steps, batch {batch}": batch * 10_000 / mnist for batch in (256, 4096)}
     return judge(
         {**numbers, **epochs},
-        "Tested on a small dense network: a longer way is no larger distance.",
+        "Tested on a small dense network: a longer path does not mean a larger distance.",
         printed=small.distance > 1.1 * large.distance and small.margin > 1.1 * large.margin,
         instead=small.length > 2 * large.length,
         volatile=tuple(numbers),
@@ -1067,7 +1067,7 @@ def _constant(seed: int) -> Finding:
     "A-D-factor",
     "Appendix D, term l = y",
     "α²|∂_tφ_y − ∂_tφ_y S_y| = |∂_t| α² Σ_{s≠y} S_s.",
-    "|∂_tφ_y| α² Σ_{s≠y} S_s: φ_y was lost, so was the meaning of T in the line before.",
+    "|∂_tφ_y| α² Σ_{s≠y} S_s: φ_y was lost, and so was the meaning of T in the line before.",
 )
 def _factor(seed: int) -> Finding:
     """Passes if both sides agree to rounding; as printed, with nothing to differentiate, the factor is read as 1."""
@@ -1618,7 +1618,7 @@ def _no_points(seed: int) -> Finding:
 
 # ---------------------------------------------------------------- do its measures survive the symmetries of networks?
 
-# what leaves the Hessian as it is, but for the order of its rows
+# what leaves the Hessian unchanged, except for the order of its rows
 _HESSIAN_STAYS = {"shift_logits", "permute_units"}
 
 
@@ -1627,7 +1627,7 @@ _HESSIAN_STAYS = {"shift_logits", "permute_units"}
     "Section 2",
     "We measure the flatness by the trace of the Hessian of the loss with respect to the parameters [one number for "
     "one function, whatever its parametrisation].",
-    "It is one for one parametrisation: of 13 maps of the parameters that keep the function or its probabilities, the "
+    "It is one per parametrisation: of 13 maps of the parameters that keep the function or its probabilities, the "
     "trace survives permutations and the shift of logits.",
 )
 def _trace_under_symmetries(seed: int) -> Finding:
@@ -1687,7 +1687,7 @@ def _margins_under_symmetries(seed: int) -> Finding:
     evidence, kept = symmetry.survival(seed, symmetry.mean_margin)
     return judge(
         evidence,
-        "Differences of logits stay even where all logits are shifted alike.",
+        "Differences of logits stay even where all logits are shifted equally.",
         printed=len(kept) == len(SYMMETRIES),
     )
 

@@ -133,7 +133,7 @@ def _box(matrix: Tensor, w: Tensor, eps: float, slope: Tensor | None = None) -> 
     "slope of L, or A.",
 )
 def _keskar_bound(seed: int) -> Finding:
-    """Printed: no one of 100 random quadratic functions in 8 dimensions violates the bound at a random point.
+    """Printed: none of 100 random quadratic functions in 8 dimensions violates the bound at a random point.
 
     Nor with A = 2I at its minimum. Condition: at the minimum, with A = I. All corners of the box are searched.
     """
@@ -322,7 +322,7 @@ def _smaller_losses(seed: int) -> Finding:
             "loss on the path, t = 5, 10, 15, 20": values,
             "λ₁ on the path": path,
         },
-        "The loss alone does not tell how flat it is.",
+        "The loss alone does not say how flat it is.",
         printed=all(rays) and vanishes(path),
         within=all(rays) and vanishes(values) and diverges(path),
     )
@@ -377,7 +377,7 @@ def _aligned(net: Mlp, theta: Tensor, x: Tensor) -> Tensor:
 def _weights_grow(seed: int) -> Finding:
     """Printed: every component grows by more than a hundred as the loss vanishes with the scale of the last layer.
 
-    Condition: some of them do; and no one of 200 random bias-free ReLU networks, and of 200 whose layers are aligned,
+    Condition: some of them do; and none of 200 random bias-free ReLU networks, and of 200 whose layers are aligned,
     has a loss below the bound.
     """
     rng = generator(seed)
@@ -1226,7 +1226,7 @@ def _chebyshev(degree: int, x: float) -> float:
     "tan²(φ₁), cos φ₁ = |q₁ᵀz₁| with the start vector q₁, ρ₁ = (λ₁−λ₂)/(λ₂−λ_n): the angle is not the Ritz value.",
 )
 def _kaniel_upper(seed: int) -> Finding:
-    """Passes if no one of 300 random cases violates the bound; as printed, with the Ritz value as the angle."""
+    """Passes if none of 300 random cases violates the bound; as printed, with the Ritz value as the angle."""
     rng = generator(seed)
     printed = mended = 0
     for _ in range(300):
@@ -1256,7 +1256,7 @@ def _kaniel_upper(seed: int) -> Finding:
     "λ_n ≤ θ_k ≤ λ_n + (λ₁−λ_n)(tan φ_n/c_{k−1}(1+2ρ_n))², cos φ_n = |q₁ᵀz_n|, ρ_n = (λ_{n−1}−λ_n)/(λ₁−λ_{n−1}).",
 )
 def _kaniel_lower(seed: int) -> Finding:
-    """Passes if no one of 600 random cases violates the bound; as printed, with λ_n for λ_m and the angle of z₁."""
+    """Passes if none of 600 random cases violates the bound; as printed, with λ_n for λ_m and the angle of z₁."""
     rng = generator(seed)
     printed = mended = 0
     for _ in range(600):
@@ -1513,7 +1513,7 @@ def _trained_flatness(seed: int) -> Finding:
 
 # ---------------------------------------------------------------- do its measures survive the symmetries of networks?
 
-# what leaves the Hessian as it is, but for the order of its rows
+# what leaves the Hessian unchanged, except for the order of its rows
 _HESSIAN_STAYS = {"shift_logits", "permute_units"}
 _ORDER = {"permute_units"}
 
@@ -1523,7 +1523,7 @@ _ORDER = {"permute_units"}
     "Section 1",
     "In this paper we will exclusively consider the Hessian trace, spectral and Frobenius norm as measures of "
     "sharpness [of these the trace: one number for one function, whatever its parametrisation].",
-    "It is one for one parametrisation: of 13 maps of the parameters that keep the function or its probabilities, it "
+    "It is one per parametrisation: of 13 maps of the parameters that keep the function or its probabilities, it "
     "survives permutations and the shift of logits.",
 )
 def _trace_under_symmetries(seed: int) -> Finding:
@@ -1545,7 +1545,7 @@ def _trace_under_symmetries(seed: int) -> Finding:
     "Section 1",
     "In this paper we will exclusively consider the Hessian trace, spectral and Frobenius norm as measures of "
     "sharpness [of these the largest eigenvalue: one number for one function, whatever its parametrisation].",
-    "It is one for one parametrisation: of 13 maps of the parameters that keep the function or its probabilities, it "
+    "It is one per parametrisation: of 13 maps of the parameters that keep the function or its probabilities, it "
     "survives permutations and the shift of logits.",
 )
 def _spectral_under_symmetries(seed: int) -> Finding:
@@ -1567,7 +1567,7 @@ def _spectral_under_symmetries(seed: int) -> Finding:
     "Section 1",
     "In this paper we will exclusively consider the Hessian trace, spectral and Frobenius norm as measures of "
     "sharpness [of these the Frobenius norm: one number for one function, whatever its parametrisation].",
-    "It is one for one parametrisation: of 13 maps of the parameters that keep the function or its probabilities, it "
+    "It is one per parametrisation: of 13 maps of the parameters that keep the function or its probabilities, it "
     "survives permutations and the shift of logits.",
 )
 def _frobenius_under_symmetries(seed: int) -> Finding:
@@ -1589,7 +1589,7 @@ def _frobenius_under_symmetries(seed: int) -> Finding:
     "Section 1",
     "Wu et al. (2017) consider the logarithm of the product of the top k eigenvalues as a proxy measure of the "
     "volume of the minimum [one number for one function, whatever its parametrisation].",
-    "It is one for one parametrisation: of 13 maps of the parameters that keep the function or its probabilities, it "
+    "It is one per parametrisation: of 13 maps of the parameters that keep the function or its probabilities, it "
     "survives permutations and the shift of logits.",
 )
 def _volume_under_symmetries(seed: int) -> Finding:
@@ -1600,7 +1600,7 @@ def _volume_under_symmetries(seed: int) -> Finding:
     evidence, kept = symmetry.survival(seed, symmetry.log_volume)
     return judge(
         evidence,
-        "The top k eigenvalues of T⁻ᵀHT⁻¹ are others than those of H.",
+        "The top k eigenvalues of T⁻ᵀHT⁻¹ differ from those of H.",
         printed=len(kept) == len(SYMMETRIES),
         instead=kept == _HESSIAN_STAYS,
     )
@@ -1611,7 +1611,7 @@ def _volume_under_symmetries(seed: int) -> Finding:
     "Section 1, Equation 2",
     "The metric that Keskar et al. (2016) propose is at most κ(ε)λ₁ [one number for one function, whatever its "
     "parametrisation].",
-    "It survives permutations only: κ holds the size of every parameter, which even the shift of logits moves.",
+    "It survives permutations only: κ contains the size of every parameter, which even the shift of logits changes.",
 )
 def _box_under_symmetries(seed: int) -> Finding:
     """Passes if the value stays, to 1e-6, under all 13 symmetries of two small networks that have all of them.

@@ -13,7 +13,7 @@ Record = dict[str, Any]
 
 
 def figure(name: str, value: Any) -> str:
-    """A number of the evidence with four digits; an error of rounding as a bound, the same on every machine.
+    """A number of the evidence to four digits; a rounding error as a bound, the same on every machine.
 
     >>> figure("largest error", 3.1e-15), figure("trace", 12.3456), figure("points", 40000)
     ('< 1e-9', '12.35', '40,000')
@@ -80,12 +80,12 @@ def evidence(record: Record) -> str:
 
 
 def cell(text: str) -> str:
-    """A text as it stands in a cell of a Markdown table."""
+    """A text, escaped for a cell of a Markdown table."""
     return text.replace("\\", "\\\\").replace("|", "\\|").replace("*", "\\*").replace("_", "\\_").replace("\n", " ")
 
 
 def to_markdown(records: Sequence[Record]) -> str:
-    """The document `docs/claims.md`: one table a paper. Numbers that differ between machines are left out."""
+    """The document `docs/claims.md`: one table per paper. Numbers that differ between machines are left out."""
     lines = [
         "# Claims",
         "",

@@ -1,4 +1,4 @@
-"""Two small networks that have every symmetry between them, and what a measure of them does under each.
+"""Two small networks that between them have every symmetry, and what a measure does under each.
 
 Everything is dense: the Hessian of some two hundred parameters by automatic differentiation, no estimate.
 """
@@ -65,7 +65,7 @@ def _drawn(model: nn.Module, rng: Rng) -> nn.Module:
 
 
 class Look(NamedTuple):
-    """What measures see of a network: inputs, labels, outputs, parameters, and derivatives by both."""
+    """What measures see of a network: inputs, labels, outputs, parameters, and derivatives with respect to both."""
 
     x: Tensor
     y: Tensor
@@ -128,7 +128,7 @@ def _transformed(model: nn.Module, x: Tensor, names: tuple[str, ...], seed: int)
 
 
 def survival(seed: int, measure: Callable[[Look], float]) -> tuple[dict[str, Any], frozenset[str]]:
-    """Evidence of what a measure does under every symmetry, and those that it survives."""
+    """Evidence of what a measure does under every symmetry, and the symmetries that it survives."""
     kept, furthest = [], 1.0
     for pair in pairs(seed):
         before, after = measure(pair.before), measure(pair.after)

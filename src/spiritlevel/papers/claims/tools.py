@@ -48,12 +48,12 @@ def error(found: Any, expected: Any) -> float:
 
 
 def exact(*errors: float) -> bool:
-    """Whether every error is one of rounding."""
+    """Whether every error is rounding."""
     return all(value < TOLERANCE for value in errors)
 
 
 def vanishes(sizes: Sequence[float]) -> bool:
-    """Whether a sequence goes to zero as far as numbers can tell: it ends falling, and below 1e-6 of its start."""
+    """Whether a sequence goes to zero, as far as numbers can show: it ends falling, and below 1e-6 of its start."""
     return sizes[-1] < sizes[-2] < sizes[-3] and sizes[-1] < 1e-6 * sizes[0]
 
 
@@ -107,7 +107,7 @@ class Mlp:
         return torch.cat([part.reshape(-1) for layer in layers for part in layer])
 
     def factors(self, weights: Sequence[float], biases: Sequence[float] | None = None) -> Tensor:
-        """One factor a parameter, from one factor for the weights and one for the biases of every layer."""
+        """One factor per parameter, from one factor for the weights and one for the biases of every layer."""
         pairs = zip(self.counts, weights, weights if biases is None else biases, strict=True)
         return torch.cat(
             [torch.full((n,), float(f), dtype=torch.float64) for (a, b), v, w in pairs for n, f in ((a, v), (b, w))]
@@ -203,10 +203,10 @@ def rank(matrix: Tensor, cut: float = 1e-9) -> int:
 
 
 def alive(net: Mlp, rng: Rng, x: Tensor) -> Tensor:
-    """Parameters of a rectified network none of whose units is dead: each is on for a part of the inputs.
+    """Parameters of a rectified network without dead units: each is active for part of the inputs.
 
-    Every unit is drawn until it is on for a quarter to three quarters of the inputs, or the best of 60 draws is taken;
-    layers are scaled to outputs of unit variance. The rank of the Hessian then hardly depends on the seed.
+    Every unit is drawn until it is active for a quarter to three quarters of the inputs, or the best of 60 draws is
+    taken; layers are scaled to outputs of unit variance. The rank of the Hessian then hardly depends on the seed.
     """
     layers, h = [], x
     for k, (fan_in, fan_out) in enumerate(pairwise(net.sizes), 1):

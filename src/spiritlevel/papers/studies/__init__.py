@@ -1,4 +1,4 @@
-"""The papers' experiments as commands, one file each; they import none of each other.
+"""The papers' experiments as commands, one file each; none imports another.
 
 What they share is in `base`, `league`, `recipes` and `rules`.
 

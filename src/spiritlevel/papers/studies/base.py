@@ -2,9 +2,9 @@
 
 A study is a plain function of a frozen config. It says before it runs what it will call *reproduced*; `execute` runs it
 in a folder keyed by the config's hash and writes, in this order, the pieces it has measured, its tables (Parquet), its
-charts (SVG and PNG), and last `summary.json`, which alone makes a run finished. A run that was killed goes on from its
-pieces and from the checkpoints of its networks and ends with the same numbers; a finished one is not run again. What is
-kept are numbers; verdicts are drawn from them, over all seeds, whenever they are shown (`rules`).
+charts (SVG and PNG), and last `summary.json`, which alone makes a run finished. A run that was killed continues from
+its pieces and from the checkpoints of its networks and ends with the same numbers; a finished one is not run again.
+Only numbers are kept; verdicts are drawn from them, over all seeds, whenever they are shown (`rules`).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ SUMMARY = "summary.json"
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """What every study can be asked for. A study's own config adds fields, whose defaults are the paper's recipe."""
+    """The options of every study. A study's own config adds fields, whose defaults are the paper's recipe."""
 
     scale: str = "smoke"
     """smoke (seconds, for tests), laptop (minutes, real data, narrowed), small (hours, narrowed networks that
@@ -56,7 +56,7 @@ class Config:
         for each in dataclasses.fields(self):
             found = by_type(getattr(self, each.name), hints[each.name], each.name)
             for value in found if isinstance(found, tuple) else (found,):
-                if isinstance(value, int | float) and not isinstance(value, bool):  # nothing that is set is negative
+                if isinstance(value, int | float) and not isinstance(value, bool):  # no setting may be negative
                     number(value, each.name, least=0, most=1e36)
             if found == () and each.default != ():
                 raise InputError(f"{each.name} must name at least one value, got none.")
@@ -72,23 +72,24 @@ class Study:
         source: Paper and figure.
         config: The study's config class.
         statements: What it will judge.
-        run: The experiment: measures, adds tables and charts to the run, and returns one ruling a statement, unless
+        run: The experiment: measures, adds tables and charts to the run, and returns one ruling per statement, unless
             `judge` does.
-        judge: The rulings from the tables alone, given by their names, so that kept runs are judged by the rules of
-            today. Without it the numbers of the run itself count.
-        reduced: What a config has less of than the paper's experiment, for the row of its results; nothing if it is
-            that experiment.
+        judge: The rulings from the tables alone, given by name, so that kept runs are judged by today's rules. Without
+            it the numbers of the run itself count.
+        reduced: How a config falls short of the paper's experiment, for the row of its results; nothing if it is that
+            experiment.
         wanted: What there is to run, by name: the fields of the config that a run must have to count for it.
         scales: Fields that differ from the config's defaults, for each scale.
-        adapted: The same for single values of a swept field: scale, field, value, fields. They go before `scales`.
-        sweep: Values that a field takes, one job each, where neither the caller nor the scale gives one.
+        adapted: The same for single values of a swept field: scale, field, value, fields. They take precedence over
+            `scales`.
+        sweep: Values that a field takes, one job each, if neither the caller nor the scale gives one.
         only: The same for single scales: scale, field, values.
-        seeds: How many seeds each scale runs where the caller gives none.
-        pieces: The pieces of a run that need nothing of each other, by name; a cluster computes them apart, and `run`
-            finds them done.
-        later: Fields that came later, with their defaults: there they are no part of a run's key, so that older runs
-            are still found.
-        revision: Part of a run's key; raise it when the same config would give other numbers.
+        seeds: How many seeds each scale runs if the caller gives none.
+        pieces: The pieces of a run that are independent of each other, by name; a cluster computes them separately, and
+            `run` finds them done.
+        later: Fields that came later, with their defaults: at these they are not part of a run's key, so that older
+            runs are still found.
+        revision: Part of a run's key; raise it when the same config would give different numbers.
     """
 
     name: str
@@ -110,7 +111,7 @@ class Study:
     revision: int = 1
 
     def at(self, scale: str = "smoke", **given: Any) -> Config:
-        """The config of a scale; what is given goes first."""
+        """The config of a scale; given values take precedence."""
         known = {f.name for f in dataclasses.fields(self.config)}
         for name in given:
             if name not in known:
@@ -128,7 +129,7 @@ class Study:
         Args:
             scale: One of the scales.
             seeds: Seeds; by default as many as the scale runs, from 0.
-            given: Fields; a list of values makes as many jobs.
+            given: Fields; a list of values makes that many jobs.
         """
         fixed = {**self.scales.get(scale, {}), **given}
         swept = {**self.sweep, **self.only.get(scale, {})}
@@ -160,7 +161,7 @@ class Study:
         return Path(out) / self.name / f"{config.scale}-{self.key(config)}"
 
     def restored(self, kept: Mapping[str, Any]) -> Config:
-        """The config that a summary has kept; fields that came later have their defaults."""
+        """The config kept in a summary; fields that came later have their defaults."""
         known = {f.name for f in dataclasses.fields(self.config)}
         return self.config(**{name: _frozen(value) for name, value in kept.items() if name in known})
 
@@ -176,7 +177,7 @@ class Study:
             return [_of_today(ruling, known[ruling["id"]]) for ruling in summary["rulings"] if ruling["id"] in known]
         try:
             found = list(self.judge(self.restored(summary["config"]), lambda name: _read_table(folder, name)))
-        except (KeyError, OSError):  # its tables have not what the rules of today need
+        except (KeyError, OSError):  # its tables lack what today's rules need
             return [
                 {"id": ruling["id"], "ours": None, "undecided": "kept without the number that decides"}
                 for ruling in summary["rulings"]
@@ -189,7 +190,7 @@ Tables = Callable[[str], list[dict[str, Any]]]
 
 
 class Run:
-    """A run folder while its study runs: pieces for resume, tables, charts, networks from the shared cache.
+    """A run folder while its study runs: pieces to resume from, tables, charts, networks from the shared cache.
 
     Args:
         folder: The run folder.
@@ -205,12 +206,12 @@ class Run:
         self.cache = cache
         self.files: dict[str, str] = {}
         self.numbers: dict[str, Any] = {}
-        self.earlier = 0.0  # seconds that pieces took which an earlier, killed run has kept
+        self.earlier = 0.0  # seconds taken by pieces that an earlier, killed run has kept
 
     def once(self, piece: str, compute: Callable[[], Any]) -> Any:
         """The plain value of `compute()`, from the folder if an earlier, killed run has kept it.
 
-        The value always goes through JSON, so that a resumed run sees the very numbers of an uninterrupted one. NaN
+        The value always goes through JSON, so that a resumed run sees exactly the numbers of an uninterrupted one. NaN
         and infinities become None.
         """
         content, seconds = self._kept(piece)
@@ -335,7 +336,7 @@ def read_summary(folder: Path) -> dict[str, Any] | None:
 def combine(summaries: Sequence[Mapping[str, Any]], statements: Sequence[Statement]) -> list[dict[str, Any]]:
     """One row for each setting and statement over the seeds: the statement, our numbers, and the verdict on them.
 
-    Rulings of statements that the study does not have any more are left out.
+    Rulings on statements that the study no longer has are left out.
     """
     groups: dict[str, list[tuple[Mapping[str, Any], Mapping[str, Any]]]] = {}
     for summary in summaries:
@@ -398,7 +399,7 @@ def chance_of_points(accuracies: Sequence[float], points: int) -> str:
 
 
 def reduced(full: Config, config: Config, **fields: str) -> str:
-    """What a config has otherwise than the full experiment: the fields by their names in words, then the values.
+    """How a config differs from the full experiment: the fields in words, then the values.
 
     >>> reduced(Config(), Config(seed=1), seed="seed")
     'seed 1 (paper 0)'
@@ -414,7 +415,7 @@ def reduced(full: Config, config: Config, **fields: str) -> str:
 
 
 def versions() -> dict[str, str | None]:
-    """What a number may depend on: the code, the libraries, the machine's kind."""
+    """What a number may depend on: the code, the libraries, the kind of machine."""
     packages = {name: importlib.metadata.version(name) for name in ("torch", "numpy", "scipy", "scikit-learn")}
     return {"spiritlevel": __version__, "commit": _commit(), "python": platform.python_version(), **packages}
 
@@ -441,9 +442,9 @@ def _read_table(folder: Path, name: str) -> list[dict[str, Any]]:
 
 
 def _of_today(ruling: Mapping[str, Any], statement: Statement) -> dict[str, Any]:
-    """A ruling as it is kept today. Older ones kept a verdict; of it only that none could be drawn still counts.
+    """A ruling as it is kept today. Older ones kept a verdict, which counts only if it was undecided.
 
-    Where an identity's number and that verdict disagree, the number was another one then.
+    Where an identity's number and that verdict disagree, the number meant something else then.
     """
     if "verdict" not in ruling:
         return dict(ruling)

@@ -38,7 +38,7 @@ def _table(column: str, text: str, reproduced: str, fails: str, within: Range) -
 TABLE = {
     "train_loss": _table(
         "train_loss",
-        "comparable, that of the small batch lower",
+        "comparable, lower for the small batch",
         "large / small lies above 1 and below 4",
         "it lies below 1 or above 4",
         Range(1.0, 4.0, ratio=True),
@@ -133,7 +133,7 @@ class BatchSize(Config):
     data: str = "mnist"
     """The data set."""
     train_size: int | None = None
-    """Train on so many points only."""
+    """Train on this many points only."""
     width: float = 1.0
     """Factor on the 512 units of every hidden layer."""
     pixels: str = "unit"
@@ -155,7 +155,7 @@ class BatchSize(Config):
 
 
 def job(config: BatchSize, batch_size: int, factor: float = 1.0) -> Job:
-    """The training of one row: plain SGD. That of Table 1 is the same as in the study of correlations."""
+    """The training of one row: plain SGD, for Table 1 the same as in the study of correlations."""
     from spiritlevel.papers.training import Job, Recipe
 
     every = max(1, config.steps // (config.checkpoints - 1))
@@ -208,9 +208,9 @@ def measure(model: nn.Module, train: Pair, test: Pair, chosen: Any, steps: int) 
 
 
 def trained_on(config: BatchSize, run: Run, start: Any, goal: float) -> tuple[Any, int]:
-    """The large batch trained on from `start` until its training loss is at most `goal`; the network and its steps.
+    """The large batch, trained on from `start` until its training loss is at most `goal`; the network and its steps.
 
-    SGD without momentum has no state but the weights, so this is the same training with another order of the data.
+    SGD without momentum has no state but the weights, so this is the same training with the data in another order.
     """
     from spiritlevel.papers.training import Recipe, fit
 
@@ -233,7 +233,7 @@ def trained_on(config: BatchSize, run: Run, start: Any, goal: float) -> tuple[An
 
 
 def barriers(one: nn.Module, other: nn.Module, train: Pair, chosen: Any) -> dict[str, Any]:
-    """The loss on the straight line between two networks, both ways to treat batch norm on it."""
+    """The loss on the straight line between two networks, with both treatments of batch norm."""
     from spiritlevel.answers.surface import landscape
 
     pair = train[0][chosen], train[1][chosen]
@@ -272,7 +272,7 @@ def run(config: BatchSize, run: Run) -> None:
 def solutions(
     config: BatchSize, run: Run, small: Trained, large: Trained, chosen: Any
 ) -> tuple[dict[str, dict[str, Any]], dict[str, Trained]]:
-    """What is measured of the four solutions, and the trainings whose course was kept."""
+    """What is measured on the four solutions, and the training runs whose course was kept."""
     measured = partial(measure, train=small.train, test=small.test, chosen=chosen)
     runs = {"small": small, "large": large}
     found = {
@@ -469,7 +469,7 @@ def catches_up(
     *,
     same_loss: bool = False,
 ) -> Ruling:
-    """Which share of the gaps in log trace and in test accuracy more time closes."""
+    """The share of the gaps in log trace and in test accuracy that more time closes."""
     if "diverged" in later:
         return statement.judge(None, undecided=later["diverged"].rstrip("."))
     undecided = facts["undecided"]

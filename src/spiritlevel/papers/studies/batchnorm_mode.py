@@ -62,7 +62,7 @@ MODES = {"batch": "training mode", "eval": "evaluation mode"}
 
 @dataclass(frozen=True, kw_only=True)
 class BatchnormMode(Config):
-    """The WideResNet of paper C, with and without L2; the same trainings as in `weight-decay`."""
+    """The WideResNet of paper C, with and without L2; the same training runs as in `weight-decay`."""
 
     network: str = "wide_resnet_28_10"
     """One of the built-in networks with batch norm."""
@@ -95,7 +95,7 @@ class BatchnormMode(Config):
 
 
 def job(config: BatchnormMode, gamma: float) -> Job:
-    """The training of one γ, as `weight-decay` has it."""
+    """The training for one γ, as in `weight-decay`."""
     return paper_c(
         config.network,
         config.data,
@@ -112,13 +112,13 @@ def job(config: BatchnormMode, gamma: float) -> Job:
 
 
 def strengths(config: BatchnormMode) -> list[float]:
-    """Every γ, matched ones to three digits, as `weight-decay` has them."""
+    """Every γ, matched ones to three digits, as in `weight-decay`."""
     ratio = exposure(job(BatchnormMode(), 1.0)) / exposure(job(config, 1.0))
     return sorted({*config.gammas, *(float(f"{gamma * ratio:.3g}") for gamma in config.matched)})
 
 
 def run(config: BatchnormMode, run: Run) -> None:
-    """One network for each γ, two modes, as many spectra."""
+    """One network for each γ, two modes, a spectrum for each."""
     from spiritlevel import charts
     from spiritlevel.results import SpectralDensity
 
@@ -169,7 +169,7 @@ def judge(config: BatchnormMode, table: Sequence[Mapping[str, Any]]) -> Iterator
 
 
 def reduced_by(config: BatchnormMode) -> str:
-    """What the config has less of than the paper, with the exposure to decay."""
+    """How the config falls short of the paper, with the exposure to decay."""
     words = {
         "width": "width",
         "train_size": "images",

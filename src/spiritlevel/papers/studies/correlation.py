@@ -18,7 +18,7 @@ from spiritlevel.papers.studies.rules import Range, Ruling, Statement, least_acc
 if TYPE_CHECKING:
     from spiritlevel.papers.training import Job, Trained
 
-ENOUGH = 30  # misclassified points that a checkpoint needs for a correlation among them that means anything
+ENOUGH = 30  # misclassified points that a checkpoint needs for a meaningful correlation among them
 
 ONE_CHECKPOINT = "So this rests on a single checkpoint."
 
@@ -45,7 +45,7 @@ SETTINGS = {
 
 
 SWEEP = {"lr": (0.02, 0.1), "batch_size": (64, 1024)}
-"""Other hyper-parameters than the paper's, for its statement that the results hold for different ones."""
+"""Hyper-parameters other than the paper's, for its statement that the results hold for different ones."""
 
 
 def _level(name: str, quantity: str, way: str, figure: str) -> Statement:
@@ -102,14 +102,14 @@ QUANTITIES = {"aceht": "ACEHT", "bound": "margin bound", "printed_bound": "margi
 
 @dataclass(frozen=True, kw_only=True)
 class Correlate(Config):
-    """A network, how long it is trained, and how often and on how many points it is measured."""
+    """A network, how long it is trained, how often it is measured, and on how many points."""
 
     setting: str = "lenet-mnist"
     """One of the networks of Fig. 3 and App. B."""
     data: str | None = None
-    """Another data set than the setting's."""
+    """A data set other than the setting's."""
     train_size: int | None = None
-    """Train on so many points only."""
+    """Train on this many points only."""
     width: float = 1.0
     """Factor on the units of every hidden layer."""
     pixels: str = "unit"
@@ -117,7 +117,7 @@ class Correlate(Config):
     lr: float | None = None
     """The learning rate, if not the setting's: the paper says that its results hold for other hyper-parameters."""
     batch_size: int | None = None
-    """Samples an update, if not the setting's."""
+    """Samples per update, if not the setting's."""
     steps: int = 10_000
     """Updates."""
     checkpoints: int = 21
@@ -178,7 +178,7 @@ def measure(trained: Trained, step: int, chosen: Any, *, ours: bool, seed: int) 
 
 
 def correlations(step: int, found: Mapping[str, Any], traces: Mapping[str, Sequence[float]]) -> list[dict[str, Any]]:
-    """One row for each way to the trace, quantity and group of points; b = slope·a + intercept has the trace as b."""
+    """One row for each kind of trace, quantity and group of points; in b = slope·a + intercept, b is the trace."""
     from spiritlevel.statistics.correlation import correlate
 
     rows = []

@@ -31,7 +31,7 @@ SINGLE = Statement(
 )
 BATCHED = Statement(
     "batched",
-    "the same estimates cost far more than margins also if all points of a batch share a probe",
+    "the same estimates cost far more than margins even if all points of a batch share a probe",
     "1080 (one point at a time)",
     "the ratio is above 360",
     "it is below",
@@ -52,14 +52,14 @@ NETWORKS = {"lenet": "lenet5", "fcn": "fcn_bn"}
 
 @dataclass(frozen=True, kw_only=True)
 class Cost(Config):
-    """Which network, and on how many points the slow ways are timed."""
+    """Which network, and on how many points the slow methods are timed."""
 
     network: str = "lenet"
     """lenet or fcn (three hidden layers with batch norm)."""
     data: str = "mnist"
     """The data set; margins and exact traces are timed on all of its training points."""
     train_size: int | None = None
-    """Use so many points only."""
+    """Use this many points only."""
     width: float = 1.0
     """Factor on the units of every hidden layer."""
     steps: int = 10_000
@@ -71,7 +71,7 @@ class Cost(Config):
     singly: int = 60
     """Points on which it is timed one by one, as the package is used."""
     repeats: int = 3
-    """Timings of the margins, of which the median counts."""
+    """Timings of the margins; the median counts."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -135,7 +135,7 @@ def run(config: Cost, run: Run) -> Iterator[Ruling]:
     def first(points: int) -> Pair:
         return train[0][:points], train[1][:points]
 
-    margins(model, first(100))  # what is done once, imports and the like, is not timed
+    margins(model, first(100))  # what is done only once, such as imports, is not timed
     sample_traces(model, first(100), method="exact")
     ways = {
         "margins": (count, partial(margins, model, train)),

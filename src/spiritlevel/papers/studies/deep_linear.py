@@ -1,4 +1,4 @@
-"""Paper C, section 2: the exponential loss of a deep linear network, small while its Hessian is flat, or not."""
+"""Paper C, section 2: the exponential loss of a deep linear network, small where its Hessian is flat, or is not."""
 
 from __future__ import annotations
 

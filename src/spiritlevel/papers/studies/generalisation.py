@@ -1,14 +1,14 @@
 """The question all three papers argue about: which measure ranks fitted networks by how well they generalise?
 
 A grid of small networks is trained on the same points to the same loss. Every measure of the registry is compared with
-the generalisation gap by Kendall's τ over all pairs of networks, and by what Jiang et al. 2019 (arXiv:1912.02178) ask
-for beside it: Ψ, the mean over the hyper-parameters of ψ, which is τ over pairs that differ in that one alone; and K,
+the generalisation gap by Kendall's τ over all pairs of networks, and by what Jiang et al. 2019 (arXiv:1912.02178) also
+ask for: Ψ, the mean over the hyper-parameters of ψ, which is τ over pairs that differ only in that one; and K,
 the share of the information about the sign of a difference in gap that the sign of the difference in the measure
 holds when up to two hyper-parameters are known. A measure that only mirrors one hyper-parameter has a high τ and a low
 Ψ and K.
 
 Signs are set so that +1 is what the measure promises: sharper, larger or less wide means a larger gap. Networks that
-share their hyper-parameters are no independent draws, so the bootstrap resamples cells of the grid, with all seeds.
+share their hyper-parameters are not independent draws, so the bootstrap resamples cells of the grid, with all seeds.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     Array = NDArray[Any]
 
 LEAST = 48
-"""Fitted networks below which nothing is decided."""
+"""The number of fitted networks below which nothing is decided."""
 SPREAD = 2.0
 """The least ratio of the standard deviation of the gaps to the binomial error of one."""
 
@@ -97,14 +97,14 @@ class Generalisation(Config):
     network: str = "printed_mlp"
     """Dense with a bottleneck, 784-10w-100w-10: its width w moves the gap."""
     networks: tuple[str, ...] = ()
-    """Several families instead of that one."""
+    """Several families instead of the one."""
     depth: tuple[int, ...] = ()
     """Hidden layers, for networks that take a depth."""
     data: str = "fashion-mini"
     train_size: int = 1_000
     """The same points for every network."""
     train_sizes: tuple[int, ...] = ()
-    """Several sizes instead of that one; a larger set holds the smaller."""
+    """Several sizes instead of the one; a larger set contains the smaller."""
     held_out: int = 5_000
     """Training points that no network sees; the gap is measured on them and the test set."""
     lr: tuple[float, ...] = (0.01, 0.03)
@@ -112,16 +112,16 @@ class Generalisation(Config):
     width: tuple[float, ...] = (0.7, 1.5, 5.0)
     weight_decay: tuple[float, ...] = (0.0, 5e-4)
     replicas: int = 5
-    """Networks in each cell of the grid, with seeds of their own."""
+    """Networks per cell of the grid, each with its own seed."""
     momentum: float = 0.9
     until_loss: float = 0.02
     """Every network is trained until its training loss is at most this."""
     check_every: int = 8
-    """Steps between two looks at the training loss."""
+    """Steps between two checks of the training loss."""
     epochs: int = 400
-    """At most; a network that has not reached the loss by then is left out, and counted."""
+    """At most this many; a network that has not reached the loss by then is left out, and counted."""
     measures: tuple[str, ...] = ()
-    """Names of the registry; none means all."""
+    """Names from the registry; none means all."""
     resamples: int = 1_000
 
 
@@ -134,7 +134,7 @@ def cells(config: Generalisation) -> list[dict[str, Any]]:
 
 
 def pieces(config: Generalisation) -> dict[str, Callable[[Run], Any]]:
-    """What can be computed of each network alone, by the name of its piece; the first seed of every cell goes first."""
+    """What can be computed for each network alone, by the name of its piece; first seeds of cells come first."""
     return {
         piece_of(cell, axes(config)): partial(network, config, cell)
         for cell in sorted(cells(config), key=lambda cell: cell["replica"])
@@ -180,7 +180,7 @@ def costs(config: Generalisation, cell: Mapping[str, Any], run: Run) -> dict[str
     trained = run.train(job(config, cell))
     model = trained.model()
     names = [measure.name for measure in select(config.measures or "all")]
-    evaluate(model, trained.train, measures=names[:1])  # what only a first call costs
+    evaluate(model, trained.train, measures=names[:1])  # costs of the first call only
     found = {}
     for number, name in enumerate(names):
         run.progress("cost of each measure", number, len(names))
@@ -259,7 +259,7 @@ def judge(rankings: Mapping[str, Ranking], facts: Mapping[str, Any]) -> Iterator
     import numpy as np
 
     main, other = rankings["gap"], rankings["loss gap"]
-    # what only some networks have could be chosen for the networks it leaves out
+    # a measure that only some networks have could be chosen for the networks it leaves out
     names = [name for name, values in main.measures.items() if np.isfinite(values).all()]
     plain = [name for name in PLAIN if name in names]
 
@@ -308,7 +308,7 @@ def _numbers(difference: float, own: float) -> dict[str, float]:
 
 
 def _size_alone(ranking: Ranking) -> str:
-    """What any measure has to be held against: the number of parameters ranks without looking at the weights."""
+    """What any measure must be compared with: the number of parameters ranks without looking at the weights."""
     name = "number of parameters"
     return f"The {name} alone has τ = {ranking.tau(name)[0]:.2f}." if name in ranking.measures else ""
 

@@ -111,7 +111,7 @@ def judge(flips: list[dict[str, Any]]) -> Iterator[Ruling]:
 
 
 def _flips(scores: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """For each case, score and coordinate system: pairs ordered otherwise than in the given coordinates."""
+    """For each case, score and coordinate system: pairs ordered differently than in the given coordinates."""
     rows = []
     for score, case in STATEMENTS:
         found = [row for row in scores if row["case"] == case and row["score"] == score]
@@ -207,14 +207,14 @@ def coordinates(reference: Tensor) -> dict[str, Coordinates]:
 
 
 def _affine(mapping: Any, eye: Tensor) -> Coordinates:
-    """An affine map of the transforms as coordinates: its matrix is read off at the unit vectors."""
+    """An affine map of the transforms as coordinates: its matrix is read from the unit vectors."""
     shift = mapping(0 * eye[:1])[0]
     matrix = (mapping(eye) - shift).T
     return Coordinates(mapping, lambda model, u: model.mapped(matrix, shift).log_density(u))
 
 
 def bend(x: Tensor) -> Tensor:
-    """X + x³/3: a bijection of the line, far from affine."""
+    """The map x + x³/3: a bijection of the line, far from affine."""
     return x + x.pow(3) / 3
 
 
@@ -263,7 +263,7 @@ def earth_mover(first: Tensor, second: Tensor) -> float:
 
 
 def _constructed(config: InputRepresentation) -> tuple[Mixture, list[Mixture], Tensor]:
-    """A target of very different spreads, and models that are wrong each in a direction of its own."""
+    """A target with very different spreads, and models each wrong in a direction of its own."""
     import torch
 
     generator = torch.Generator().manual_seed(config.seed)

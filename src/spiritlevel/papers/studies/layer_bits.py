@@ -1,7 +1,7 @@
-"""Which layers can take fewer bits, and does curvature tell? Layers rounded one at a time, on three kinds of networks.
+"""Which layers can do with fewer bits, and does curvature tell? Layers rounded singly, on three kinds of networks.
 
 Each matrix and kernel of a trained network is rounded alone, and the rise of the loss is what it costs. Three orders of
-the layers are compared with that by Spearman's correlation: the second order of the very rounding, g·δ + ½ δᵀHδ of the
+the layers are compared with that by Spearman's correlation: the second order of that very rounding, g·δ + ½ δᵀHδ of the
 layer; Tr H · ‖δ‖² of the layer, as HAWQ orders them (Dong et al. 2019, arXiv:1905.03696); and plain ‖δ‖². Then bits
 are chosen by the first within a size, and compared with the same number of bits for all on held-out images.
 """
@@ -68,7 +68,7 @@ class LayerBitsConfig(Config):
     lr: float = 3e-3
     """Of Adam."""
     bits: tuple[int, ...] = (4, 3)
-    """Each layer alone is rounded to so many bits, 2 to 16."""
+    """Each layer alone is rounded to this many bits, 2 to 16."""
     budget: float = 3.0
     """Bits a weight, on average over all layers."""
     budgets: tuple[float, ...] = (4.0,)
@@ -90,7 +90,7 @@ class LayerBitsConfig(Config):
 
 
 def build(config: LayerBitsConfig) -> nn.Module:
-    """The network with its first weights."""
+    """The network with its initial weights."""
     import torch
     from torch import Tensor, nn
 
@@ -121,7 +121,7 @@ def build(config: LayerBitsConfig) -> nn.Module:
 
 
 def trained(config: LayerBitsConfig, run: Run) -> tuple[nn.Module, Any, Any]:
-    """The trained network, images of its training and held-out ones, standardised."""
+    """The trained network, training and held-out images, standardised."""
     from torch.nn import functional as F
 
     from spiritlevel import data

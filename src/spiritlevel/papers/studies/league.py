@@ -1,4 +1,4 @@
-"""A league of networks: what is known of each, and how measures rank them by how well they generalise.
+"""A league of networks: what is known about each, and how measures rank them by how well they generalise.
 
 A network is a mapping with the values of its hyper-parameters, its gaps and the rows of its measures. Signs are set so
 that +1 is what a measure promises: sharper, larger or less wide means a larger gap.
@@ -68,7 +68,7 @@ def piece_of(cell: Mapping[str, Any], names: Iterable[str]) -> str:
 
 
 def job(config: Any, cell: Mapping[str, Any]) -> Job:
-    """The training of one network; studies that ask for the same share it by the cache."""
+    """The training of one network; studies that ask for the same one share it through the cache."""
     from spiritlevel.papers.training import Job, Recipe
 
     recipe = Recipe(
@@ -108,7 +108,7 @@ def fitted_network(config: Any, cell: Mapping[str, Any], run: Run) -> tuple[Trai
 
 
 def held_out(trained: Trained) -> Pair:
-    """The points that a network has not seen: those kept back, and the test set."""
+    """The points that a network has not seen: those held back, and the test set."""
     import torch
 
     parts = [pair for pair in (trained.validation, trained.test) if pair is not None]
@@ -121,7 +121,7 @@ def family(name: str) -> str:
 
     if name in CONTROLS:
         return "control"
-    if name in PRODUCTS or name == "pac_bayes_magnitude":  # noise relative to the weights, but for a tiny constant
+    if name in PRODUCTS or name == "pac_bayes_magnitude":  # noise relative to the weights, apart from a tiny constant
         return "scale-aware flatness"
     measure = MEASURES[name]
     if measure.direction == "wider" or name in LOSS_BASED:
@@ -153,7 +153,7 @@ def columns(nets: Sequence[Mapping[str, Any]]) -> dict[str, Array]:
 
 
 def settings_of(nets: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The hyper-parameters that are known of these networks."""
+    """The hyper-parameters known for these networks."""
     return [name for name in SETTINGS if name in nets[0]]
 
 
@@ -183,13 +183,13 @@ def by_family(nets: Sequence[Mapping[str, Any]]) -> list[Ranking]:
 
 
 def gap_spread(nets: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """How far the gaps lie apart, beside the binomial error of one; and what of it is no chance.
+    """How far the gaps lie apart, compared with the binomial error of one; and how much of that is not chance.
 
     That is τ between the gaps on two halves of the points, and the share of the variance that each hyper-parameter
     explains.
 
     All networks see the same points, so the error of a difference is smaller than the binomial one suggests. τ of
-    the halves is about what a perfect measure of the true gap could reach with half of the points.
+    the halves is roughly what a perfect measure of the true gap could reach with half of the points.
     """
     import numpy as np
 

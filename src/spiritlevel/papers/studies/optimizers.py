@@ -30,7 +30,7 @@ METHODS = {
     "Adam": Method(adam=True, averaged=False),
     "SGD, averaged": Method(adam=False, averaged=True),
 }
-SGD, ADAM = "SGD", "Adam, averaged"  # the two of the paper; the other two tell which part does it
+SGD, ADAM = "SGD", "Adam, averaged"  # the two of the paper; the other two show which part does it
 DECAY = {"cifar10": {False: 3e-4, True: 0.35}, "cifar100": {False: 5e-4, True: 0.25}}
 
 TOGETHER = Statement(
@@ -83,13 +83,13 @@ ENDS = Statement(
 )
 FITTED = Statement(
     "training",
-    "both fit the training set alike",
+    "both fit the training set equally well",
     "training accuracy 99.81 (Adam) and 99.64 % (SGD)",
     "they differ by less than 1 percentage point",
     "they differ by more",
     Range(high=1.0),
 )
-PILOT_SEED = 1000  # of the trainings that choose a learning rate: none that is judged has it
+PILOT_SEED = 1000  # of the runs that choose a learning rate: no run that is judged has it
 PAPER_ENDS = {SGD: (10.11, -1.43), ADAM: (387.8, -62.2)}
 
 
@@ -110,7 +110,7 @@ class Optimizers(Config):
     adam_lr: float = 5e-4
     """Adam's first learning rate."""
     matched: bool = False
-    """Decay as many times stronger as the training has fewer steps, so that its exposure is the paper's."""
+    """Make decay stronger by the factor by which training is shorter, so that its exposure is the paper's."""
     methods: tuple[str, ...] = tuple(METHODS)
     """Which of the four methods are run."""
     width: float = 1.0
@@ -130,8 +130,8 @@ class Optimizers(Config):
     grid: bool = False
     """Choose each learning rate from App. A.1's grid by validation accuracy."""
     pilot_epochs: int | None = None
-    """Choose it by so long trainings with a seed of their own; a method with averaging takes that of the same method
-    without."""
+    """Choose it by training runs of this length with a seed of their own; a method with averaging takes the rate of the
+    same method without."""
 
 
 def job(config: Optimizers, name: str, lr: float | None = None, gamma: float | None = None) -> Job:
@@ -232,12 +232,12 @@ def judge(config: Optimizers, table: Sequence[Mapping[str, Any]]) -> Iterator[Ru
 
 
 def _words(key: str) -> str:
-    """A column's name; runs kept before had underscores in those of a training run's history."""
+    """A column's name; runs kept earlier had underscores in the columns of their history."""
     return key.replace("_", " ") if key.startswith(("train_", "validation_", "test_")) else key
 
 
 def reduced_by(config: Optimizers) -> str:
-    """What the config has less of than the paper, with the exposure to decay."""
+    """How the config falls short of the paper, with the exposure to decay."""
     words = {"width": "width", "train_size": "images", "epochs": "epochs", "network": "network"}
     said = reduced(Optimizers(), config, **words)
     if not said:
@@ -249,7 +249,7 @@ def reduced_by(config: Optimizers) -> str:
 
 
 def _solution(config: Optimizers, run: Run, name: str, lr: float | None) -> dict[str, Any]:
-    """Training and curvature by one method: all that is kept of its network."""
+    """Training and curvature for one method: all that is kept of its network."""
     trained = run.train(job(config, name, lr))
     history = [
         {"epoch": row["epoch"], "test error": 1 - row["test_accuracy"], "weight norm": row["weight_norm"]}

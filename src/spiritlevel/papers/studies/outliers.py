@@ -55,9 +55,9 @@ class Outliers(Config):
     data: str = "mnist"
     """The data set."""
     classes: tuple[int, ...] = (2, 3, 4, 5, 6, 8, 10)
-    """Numbers of classes: the first so many of the data set."""
+    """Numbers of classes: this many, from the first of the data set."""
     train_size: int = 5_000
-    """Training points of each network, fewer if the classes have not so many."""
+    """Training points of each network, fewer if the classes do not have that many."""
     width: float = 1.0
     """Factor on the 100 units of the hidden layer."""
     steps: int = 5_000
@@ -78,7 +78,7 @@ def first_classes(pair: Pair, classes: int, most: int, seed: int) -> Pair:
 
 
 def trained_network(config: Outliers, run: Run, classes: int, pair: Pair) -> nn.Module:
-    """The network of one number of classes, kept beside the other trained ones."""
+    """The network for one number of classes, kept beside the other trained ones."""
     import torch
 
     from spiritlevel.binding.state import preserved_random_state

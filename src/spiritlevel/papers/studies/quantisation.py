@@ -1,4 +1,4 @@
-"""Does flatness tell what rounding the weights costs? Over the networks of the generalisation league.
+"""Does flatness tell what rounding the weights costs? On the networks of the generalisation league.
 
 Every network is trained on the same points to the same loss, then its matrices are rounded to 4 bits, one scale for
 each. The flatness measures of papers A and C, taken on the training set, are compared by Kendall's τ with the loss
@@ -86,16 +86,16 @@ class Quantisation(Config):
     width: tuple[float, ...] = (0.7, 1.5, 5.0)
     weight_decay: tuple[float, ...] = (0.0, 5e-4)
     replicas: int = 3
-    """Networks in each cell of the grid, with seeds of their own."""
+    """Networks per cell of the grid, each with its own seed."""
     momentum: float = 0.9
     until_loss: float = 0.02
     """Every network is trained until its training loss is at most this."""
     check_every: int = 8
-    """Steps between two looks at the training loss."""
+    """Steps between two checks of the training loss."""
     epochs: int = 400
-    """At most; a network that has not reached the loss by then is left out, and counted."""
+    """At most this many; a network that has not reached the loss by then is left out, and counted."""
     bits: int = 4
-    """Of every weight after the rounding; 2 to 16."""
+    """Bits per weight after rounding, 2 to 16."""
     foretell_on: int = 1_000
     """Held-out points, drawn at random, for the second order."""
 

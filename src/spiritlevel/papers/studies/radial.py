@@ -14,7 +14,7 @@ LOCAL = Statement(
     "local",
     "the map has an effect only inside the ball of radius δ",
     "only the coloured area moves (Fig. 1)",
-    "no grid point outside the ball moves at all, and every one inside (but the centre) does",
+    "no grid point outside the ball moves at all, and every one inside (except the centre) does",
     "one outside moves, or one inside does not",
     Range(0, 0),
     kind="identity",

@@ -1,4 +1,4 @@
-"""What several studies share: trainings (the same call gives the same job, and so the same cached network), spectra."""
+"""What several studies share: training (the same call gives the same job, so the same cached network) and spectra."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 BATCH = 128
 MOMENTUM = 0.9
-LAST_RATE = 0.01  # of the first, by the schedule of Eq. 14
+LAST_RATE = 0.01  # relative to the first, by the schedule of Eq. 14
 
 
 class Network(NamedTuple):
@@ -104,14 +104,14 @@ def paper_a(
         data: One of `data.names()`.
         steps: Updates.
         checkpoints: Kept and evaluated steps, from 0 to the last one.
-        batch_size: Samples an update.
+        batch_size: Samples per update.
         lr: The learning rate, if not the paper's.
-        options: Of the network.
+        options: Those of the network.
         width: Factor on the network's widths.
         train_size: Training points, if not all.
         pixels: "unit" or "standard".
         grey: Colour images as one channel.
-        seed: Of weights and order.
+        seed: For weights and order.
     """
     from spiritlevel.papers.training import Job, Recipe
 
@@ -258,9 +258,9 @@ def paper_c(
     """Paper C's training: batch 128; SGD with momentum 0.9 and L2, or Adam with decoupled decay; Eq. 14's or 15's rate.
 
     With fewer than the paper's 45,000 training points there are no crops and flips, which would take a narrow network
-    hundreds of epochs to fit; and as looking at the network would cost more than training it, that is done 12 times
+    hundreds of epochs to fit; and as evaluating the network would cost more than training it, that is done 12 times
     instead of 50, and on as many test points as validation points. At the scale `small` there are crops and flips, and
-    all test points, looked at 6 times. Which points are training and which validation points changes with the seed.
+    all test points, evaluated 6 times. The split into training and validation points changes with the seed.
 
     Args:
         network: One of `models.NAMES`.
@@ -277,7 +277,7 @@ def paper_c(
         augment: Crops and flips, with all training points.
         small: Whether this is the scale `small`.
         pool: Every pool × pool pixels averaged to one.
-        seed: Of weights, order and split.
+        seed: For weights, order and split.
     """
     from spiritlevel.papers.training import Job, Recipe
 

@@ -1,4 +1,4 @@
-"""Paper B, sections B and E: many eigenvalues can be made as large as one likes; biases leave fewer of them."""
+"""Paper B, sections B and E: many eigenvalues can be made as large as one likes, but fewer if there are biases."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ BIASES = Statement(
     "biases can decrease the number of eigenvalues that can be influenced",
     "stated (section B)",
     "along the path some eigenvalues neither grow nor vanish in every network with biases, and in none without",
-    "in one network it is otherwise",
+    "in one network that is not so",
     Range(low=1.0),
     kind="identity",
 )
@@ -61,8 +61,8 @@ class Rescaling(Config):
     samples: int = 60
     """Inputs at which each network teaches itself."""
     betas: tuple[float, ...] = (1.0, 4.0, 16.0, 64.0, 256.0, 512.0, 1024.0)
-    """Factors β of the theorem's path. The last two decide what grows: at β = 30 an eigenvalue can still rise like β²
-    that is bounded, and much beyond 1000 rounding hides what stays."""
+    """Factors β of the theorem's path. The last two decide what grows: at β = 30 a bounded eigenvalue can still rise
+    like β², and much beyond 1000 rounding hides what stays."""
 
 
 def run(config: Rescaling, run: Run) -> Iterator[Ruling]:

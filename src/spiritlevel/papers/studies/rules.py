@@ -5,8 +5,8 @@ number must lie, and so what would make it fail. An experiment is decided by the
 seeds (the numbers are differences or ratios of networks with the same seed, so the interval is a paired one):
 
 - *reproduced* if the interval lies inside the range, *not reproduced* if it lies outside;
-- *undecided* if it contains an end of the range; *sign only* if all seeds lie on the same side of it all the same;
-- *undecided* with fewer than three seeds, where a run could not tell, and where a network that it rests on predicts
+- *undecided* if it contains an end of the range; *sign only* if all seeds nevertheless lie on the same side of it;
+- *undecided* with fewer than three seeds, if a run could not tell, or if a network that it rests on predicts
   held-out data less than five times as well as chance.
 
 Several numbers can be judged together: all of them must lie in their ranges, and one that lies outside makes the
@@ -45,7 +45,7 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True)
 class Range:
-    """Where a number must lie; of a ratio the interval over the seeds is taken on the logarithmic scale."""
+    """Where a number must lie; for a ratio the interval over the seeds is taken on a logarithmic scale."""
 
     low: float = -math.inf
     high: float = math.inf
@@ -83,11 +83,11 @@ class Statement:
         paper: The paper's own number or picture, as text.
         reproduced: When it counts as reproduced.
         fails: What makes it fail.
-        within: The range of our number; of several numbers that are judged together, each by its name.
-        kind: An experiment needs seeds. An identity (or a theorem, or a bound) follows from a proof, so that it can
-            fail only if the proof or the program is wrong; these are counted apart.
+        within: The range of our number; for several numbers judged together, each by its name.
+        kind: An experiment needs seeds. An identity (or a theorem, or a bound) follows from a proof, so it can
+            fail only if the proof or the program is wrong; these are counted separately.
         trained: Whether it is about networks that were trained, which must then do better than chance.
-        limits: Between which our number can lie at all, where it is a correlation or a share.
+        limits: The limits of what our number can be, if it is a correlation or a share.
     """
 
     id: str
@@ -119,10 +119,10 @@ class Statement:
         Args:
             ours: The number, or the numbers by name; None where there is none. A run that holds several seeds itself
                 gives a list.
-            undecided: Why this run cannot tell, for example `not fitted`.
+            undecided: Why this run cannot decide, for example `not fitted`.
             accuracy: The lowest held-out accuracy of the networks that the number rests on.
             chance: The accuracy of guessing.
-            remark: What else there is to know.
+            remark: Anything else worth knowing.
         """
         return Ruling(self, _plain(ours), undecided, accuracy, chance, remark)
 
@@ -197,7 +197,7 @@ def decide(statement: Statement, records: Sequence[Mapping[str, Any]]) -> Decisi
 
 
 def least_accuracy(chance: float) -> float:
-    """The held-out accuracy that a network needs to count: five times chance; with few classes half-way to perfect.
+    """The held-out accuracy that a network needs to count: five times chance, or half-way to perfect for few classes.
 
     >>> least_accuracy(0.01), least_accuracy(0.1), least_accuracy(0.5)
     (0.05, 0.5, 0.75)
@@ -233,7 +233,7 @@ def _each_seed(ours: Any) -> list[Any]:
 
 def _numbers(statement: Statement, ours: Any) -> dict[str, float] | None:
     """The numbers of a seed by name; None unless there is one for every range (and positive where it is a ratio)."""
-    if isinstance(ours, str):  # runs kept before the rules told shares in words
+    if isinstance(ours, str):  # runs kept before there were rules stated shares in words
         share = re.match(r"(\d+) of (\d+)\b", ours)
         ours = int(share[1]) / int(share[2]) if share else None
     found = ours if isinstance(ours, Mapping) else {"": ours}
@@ -249,7 +249,7 @@ def _numbers(statement: Statement, ours: Any) -> dict[str, float] | None:
 
 
 def _interval(values: Sequence[float], range_: Range, limits: tuple[float, float] | None) -> Part:
-    """Mean and 95 % interval of Student's t over the seeds, cut at the limits of what is possible."""
+    """Mean and 95 % interval of Student's t over the seeds, clipped to its possible range."""
     scaled = [math.log(value) for value in values] if range_.ratio else list(values)
     mean = math.fsum(scaled) / len(scaled)
     back = _exp if range_.ratio else float

@@ -70,14 +70,14 @@ NETWORKS = {"fcn": "fcn_bn", "lenet": "lenet5"}
 
 @dataclass(frozen=True, kw_only=True)
 class Scaling(Config):
-    """Which trained network is scaled, and by what."""
+    """Which trained network is scaled, and by how much."""
 
     network: str = "fcn"
     """fcn (three hidden layers with batch norm) or lenet."""
     data: str = "mnist"
     """The data set."""
     train_size: int | None = None
-    """Train on so many points only."""
+    """Train on this many points only."""
     width: float = 1.0
     """Factor on the units of every hidden layer."""
     pixels: str = "unit"

@@ -109,7 +109,7 @@ class WeightDecay(Config):
     network: str = "softmax"
     """softmax, mlp, printed-mlp, cnn, preresnet or wideresnet."""
     data: str | None = None
-    """Another data set than the paper's."""
+    """A data set other than the paper's."""
     gammas: tuple[float, ...] = (0.0, 1e-4, 5e-4)
     """Values of γ, PyTorch's weight_decay."""
     matched: tuple[float, ...] = ()
@@ -125,9 +125,9 @@ class WeightDecay(Config):
     validation: int = 5_000
     """Validation points, split off the training set."""
     pool: int = 1
-    """Every pool × pool pixels averaged to one: 2 makes images of 32² images of 16²."""
+    """Every pool × pool pixels averaged to one: 2 turns 32² images into 16² ones."""
     pixels: str | None = None
-    """unit or standard, if not what the network is usually given."""
+    """unit or standard, if not the network's usual choice."""
     density: bool = True
     """Whether to take the whole spectrum; otherwise λ₁, Tr H (exact where there is no batch norm) and Tr H² alone."""
     curvature_points: int | None = None
@@ -148,7 +148,7 @@ class WeightDecay(Config):
 
 
 def job(config: WeightDecay, gamma: float, pixels: str, lr: float | None = None) -> Job:
-    """The training of one γ."""
+    """The training for one γ."""
     network = NETWORKS[config.network]
     return paper_c(
         network.builder,
@@ -181,7 +181,7 @@ def strengths(config: WeightDecay) -> dict[str, float]:
 
 
 def matched(config: WeightDecay, gamma: float) -> float:
-    """The γ with which this training is exposed to decay as the paper's is with `gamma`, to three digits."""
+    """The γ that exposes this training to as much decay as `gamma` does the paper's, to three digits."""
     network = NETWORKS[config.network]
     full = job(WeightDecay(network=config.network), 1.0, network.pixels[0])
     return float(f"{gamma * exposure(full) / exposure(job(config, 1.0, network.pixels[0])):.3g}")
@@ -281,7 +281,7 @@ def judge(config: WeightDecay, rows: Sequence[Mapping[str, Any]]) -> Iterator[Ru
 
 
 def reduced_by(config: WeightDecay) -> str:
-    """What the config has less of than the paper, with the exposure to decay."""
+    """How the config falls short of the paper, with the exposure to decay."""
     network = NETWORKS[config.network]
     said = reduced(
         WeightDecay(network=config.network),
@@ -330,7 +330,7 @@ def _how(config: WeightDecay) -> dict[str, Any]:
 
 
 def _bounds(trained: Trained) -> dict[str, float]:
-    """The limits that stability sets to λ₁ at the last learning rate, without and with momentum."""
+    """The limits that stability sets for λ₁ at the last learning rate, without and with momentum."""
     rate = trained.job.recipe.lr * LAST_RATE
     return {
         "last learning rate": rate,
@@ -340,13 +340,13 @@ def _bounds(trained: Trained) -> dict[str, float]:
 
 
 def _sharpness(config: WeightDecay, trained: Trained) -> dict[str, Any]:
-    """λ₁, Tr H and Tr H² of the unregularised loss, and the limits that stability sets to λ₁."""
+    """λ₁, Tr H and Tr H² of the unregularised loss, and the limits that stability sets for λ₁."""
     exact = NETWORKS[config.network].batch_norm == "eval"
     return {**sharpness_row(trained, **_how(config), exact_trace=exact), **_bounds(trained)}
 
 
 def _curvature(config: WeightDecay, trained: Trained) -> dict[str, Any]:
-    """The spectrum of the unregularised loss on the training set, and the limits that stability sets to λ₁."""
+    """The spectrum of the unregularised loss on the training set, and the limits that stability sets for λ₁."""
     from spiritlevel.estimators import eigenvalues
     from spiritlevel.operators.matrices import hessian_variance
 

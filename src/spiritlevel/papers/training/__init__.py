@@ -3,12 +3,12 @@
 Tensors stay in memory and batches are cut out of them, so a step costs what it costs in a bare PyTorch loop. A run is
 a function of its config and its seed: the order of an epoch and the crops of a step are drawn from generators that are
 seeded by the run's seed and the epoch or step, dropout from a forked global state that is part of every checkpoint. So
-a run that was killed and started again ends bitwise where the uninterrupted one ends (the same machine and number of
-threads given: both may change the rounding of a sum). Nothing global is changed.
+a run that was killed and started again ends bit for bit where the uninterrupted one ends (given the same machine and
+number of threads: both may change the rounding of a sum). Nothing global is changed.
 
 Trained networks are kept in a folder named by the digest of their job. `state.json` there names every other file
-with its SHA-256 and is replaced last, atomically. So whatever moment a process dies, the folder holds a whole state,
-and what is damaged later is found out and trained again.
+with its SHA-256 and is replaced last, atomically. So whenever a process dies, the folder holds a whole state,
+and anything damaged later is detected and trained again.
 
 >>> job = Job(network="softmax_regression", data="digits", recipe=Recipe(lr=0.5, steps=100), keep=(0,))
 >>> import tempfile

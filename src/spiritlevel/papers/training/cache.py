@@ -26,7 +26,7 @@ class Trained:
     history: list[Row]
     """As `History.rows`, with `train_loss`, `test_accuracy` and so on for the sets that the job evaluates."""
     steps: tuple[int, ...]
-    """The steps whose weights are kept; the last one is the end of the training."""
+    """The steps whose weights are kept; the last one is the end of training."""
     stopped: bool
     """Whether `until_loss` ended it before the recipe's last step."""
     seconds: float
@@ -38,8 +38,8 @@ class Trained:
         found = parts(self.job)
         if self._labels not in (None, sealed(found.train[1])[:16]):
             raise InputError(
-                f"the network in {self.folder} was trained on {self.job.data} in another order, as it can come from "
-                "several places, so its training and validation sets are not known any more; remove that folder."
+                f"the network in {self.folder} was trained on {self.job.data} in another order, as these can come "
+                "from several places, so its training and validation sets are no longer known; remove that folder."
             )
         return found
 
@@ -75,7 +75,7 @@ class Trained:
 
 @checked
 def train(job: Job, *, cache: str | Path | None = None, progress: Progress | None = None) -> Trained:
-    """Train a job, or find what an earlier call, in this process or another, has trained already.
+    """Train a job, or find what an earlier call, in this process or another, has already trained.
 
     A training run that was killed resumes from its last checkpoint, which is some 20 seconds old, or older where
     writing one takes more than a second. Two processes that want the same job do not both train it: the second waits,

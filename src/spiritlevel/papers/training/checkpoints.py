@@ -1,4 +1,4 @@
-"""A training on the disk: whole at every moment, and known by its contents."""
+"""A training run on disk: whole at every moment, and identified by its contents."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 _CHECKPOINT_SECONDS = 20.0
-_CHECKPOINT_SHARE = 0.05  # of the time at most goes into checkpoints
+_CHECKPOINT_SHARE = 0.05  # of the time, at most, goes into checkpoints
 # What a training run may remove from its folder, where the files of others may lie: its checkpoints, and what
 # `write_atomically` leaves of a file that a killed process was writing.
 _OWN = re.compile(
@@ -33,7 +33,7 @@ _OWN = re.compile(
 
 
 class Folder:
-    """One training on the disk: `state.json`, and the tensor files that it names with their SHA-256."""
+    """One training run on disk: `state.json`, and the tensor files that it names with their SHA-256."""
 
     def __init__(self, path: Path, key: str, config: Any) -> None:
         self.path, self.key, self.config = path, key, config
@@ -67,13 +67,13 @@ class Folder:
         return dict(state)
 
     def tensors(self, name: str) -> dict[str, Tensor]:
-        """The tensors of a file, which is compared with its SHA-256 first."""
+        """The tensors of a file, which is first compared with its SHA-256."""
         try:
             content = (self.path / name).read_bytes()
         except OSError:
             content = b""
         if hashlib.sha256(content).hexdigest() != self.files[name]:
-            raise InputError(f"{self.path / name} is gone or was changed after it was written; train again.")
+            raise InputError(f"{self.path / name} is missing or was changed after it was written; train again.")
         return safetensors.torch.load(content)
 
     def write(self, name: str, tensors: Mapping[str, Tensor]) -> None:
@@ -106,7 +106,7 @@ class Folder:
         self.cost = self.last_write - now
 
     def suspend(self, run: Run) -> None:
-        """Write a checkpoint, from which another call can go on."""
+        """Write a checkpoint from which another call can continue."""
         self._forget_checkpoint()
         name = f"checkpoint-{run.step}-{secrets.token_hex(4)}.safetensors"  # never the name of the one in use
         self.write(name, run.tensors())

@@ -1,4 +1,4 @@
-"""`fit` runs a recipe on any model, and goes on from its checkpoints."""
+"""`fit` runs a recipe on any model, and resumes from its checkpoints."""
 
 from __future__ import annotations
 
@@ -28,10 +28,9 @@ _REPORT_SECONDS = 0.2
 class History:
     """What `fit` returns.
 
-    `rows` hold, at step 0, at every evaluation and at the end: `step`, `epoch`, `lr` (of the last
-    update), `loss` (mean over the batches since the last row, NaN-free; absent at step 0), `weight_norm` ‖θ‖₂, and for
-    each evaluated set its `_loss` and, for classes, `_accuracy`. `weights` has the state dict of every kept step and of
-    the last one.
+    `rows` hold, at step 0, at every evaluation and at the end: `step`, `epoch`, `lr` (of the last update), `loss` (mean
+    over the batches since the last row, never NaN; absent at step 0), `weight_norm` ‖θ‖₂, and for each evaluated set
+    its `_loss` and, for classes, `_accuracy`. `weights` has the state dict of every kept step and of the last one.
     """
 
     rows: list[Row]
@@ -67,16 +66,16 @@ def fit(
         model: Any module that maps a batch of inputs to outputs that the recipe's loss takes.
         train: Inputs and targets, tensors of equal length.
         recipe: How to train.
-        seed: Of the order of the data, of crops and of dropout. The first weights are those of `model`.
+        seed: For the order of the data, crops and dropout. The first weights are those of `model`.
         keep: Steps whose weights are kept, 0 for the first ones; those of the last step always are.
         evaluate: Sets whose loss and accuracy go into the history, by name.
         evaluate_every: Steps between two rows of the history. Default: an epoch.
-        checkpoint: A folder for checkpoints. A run that finds one of its own there goes on from it. Its own is one with
+        checkpoint: A folder for checkpoints. A run that finds one of its own there resumes from it. Its own is one with
             the same modules (as the model prints itself), trainable parameters, first weights, data, sets to evaluate,
-            recipe, seed and `evaluate_every`. That a `forward` was rewritten is not seen: take another folder then.
-        until: Asked about every row of the history whether to stop there; has to depend on that row alone. Rows that
-            are found in `checkpoint` are asked about too: a run that `until` has ended goes on if it does not end it
-            now, and one that has gone further begins again.
+            recipe, seed and `evaluate_every`. A rewritten `forward` goes unnoticed: use another folder then.
+        until: Asked about every row of the history whether to stop there; must depend on that row alone. Rows
+            found in `checkpoint` are asked about too: a run that `until` ended earlier continues if it does not end it
+            now, and one that has gone further starts again.
         progress: Called a few times a second with what is under way, the steps done and the steps in all.
         label: What is under way, for `progress`.
 
@@ -118,7 +117,7 @@ def fit(
 
 
 def _key(model: nn.Module, train: Pair, evaluate: Mapping[str, Pair], facts: Mapping[str, Any]) -> str:
-    """The digest of what decides what `fit` computes, but the code of a forward; `until` is asked again."""
+    """The digest of what decides what `fit` computes, except the code of a forward; `until` is asked again."""
     network = {
         "modules": str(model),
         "trainable": [name for name, parameter in model.named_parameters() if parameter.requires_grad],
@@ -135,7 +134,7 @@ def owned(folder: Folder | None, progress: Progress | None, label: str) -> Itera
 
     def waiting() -> None:
         if progress:
-            progress(f"{label}: waiting for another process that does the same", 0, 0)
+            progress(f"{label}: waiting for another process that is doing the same", 0, 0)
 
     with contextlib.ExitStack() as stack:
         if folder:
@@ -146,7 +145,7 @@ def owned(folder: Folder | None, progress: Progress | None, label: str) -> Itera
 
 @contextlib.contextmanager
 def _in_training(run: Run) -> Iterator[None]:
-    """The model in training mode, then in eval mode; after an error in the mode it had. It keeps no gradients."""
+    """The model in training mode, then in eval mode, or after an error in the mode it had. It keeps no gradients."""
     modes = [(module, module.training) for module in run.model.modules()]
     run.model.train()
     try:
@@ -214,14 +213,14 @@ class _Fitting:
         return last
 
     def resume(self, folder: Folder) -> bool:
-        """Go back to what the folder holds, if that is of use; whether it holds the whole run."""
+        """Go back to what the folder holds, if that is useful; returns whether it holds the whole run."""
         run = self.run
         if not (state := folder.read()) or state.get("labels", run.labels) != run.labels:
             return False
         step, rows, kept = state["step"], state["rows"], kept_steps(folder.files)
         stop = next((row["step"] for row in rows if self.asked_to_stop(row)), step + 1)
         ended = self.complete(rows[-1]) or stop == step
-        # begin again if steps were passed that had to be kept, or the one to stop at, or there is no way on
+        # start again if steps were passed that had to be kept, or the one to stop at, or there is no way forward
         again = any(missed <= step for missed in self.wanted - kept) or stop < step
         if again or not (ended or "checkpoint" in state):
             self.wanted |= kept
@@ -233,7 +232,7 @@ class _Fitting:
             return True
         run.restore(state, folder.tensors(state["checkpoint"]))
         self.over = ended
-        if ended:  # it only passed here, without its weights being kept
+        if ended:  # it only passed this step, and its weights were not kept
             self.take(run.network())
         return False
 
@@ -256,7 +255,7 @@ class _Fitting:
                 self.folder.checkpoint(run)
 
     def history(self) -> History:
-        """What there is to tell; the model gets the weights of its last step."""
+        """The result; the model gets the weights of its last step."""
         run = self.run
         run.model.load_state_dict(self.weights[run.step])  # differs from what it has if the weights were averaged
         chosen = {step: self.weights[step] for step in sorted(self.weights) if step in self.keep or step == run.step}
@@ -277,15 +276,15 @@ def run_recipe(
     progress: Progress | None,
     label: str,
 ) -> History:
-    """`fit` in a folder of one's own, or in none."""
+    """`fit` in a folder of its own, or in none."""
     run = Run(model, train, recipe, seed)
     sets = dict(evaluate)
     if recipe.until_loss is not None:
         own = sets.setdefault("train", (run.inputs, run.targets))
         if own is not train and not all(torch.equal(a, b) for a, b in zip(own, train, strict=True)):
             raise InputError(
-                "until_loss reads the loss over the training set, but the set to evaluate that is called 'train' is "
-                "another one; give that another name."
+                "until_loss reads the loss over the training set, but the evaluation set called 'train' is a "
+                "different one; give it another name."
             )
     for name, pair in sets.items():
         check_pair(f"the evaluation on {name!r}", pair)
@@ -302,5 +301,5 @@ def run_recipe(
         if folder and fitting.complete(run.rows[-1]):
             folder.finish(run)
         elif folder:
-            folder.suspend(run)  # the next call may want to go on
+            folder.suspend(run)  # the next call may want to continue
         return fitting.history()

@@ -19,14 +19,14 @@ from spiritlevel.papers.training.recipe import Pair, Recipe, deciding_fields
 from spiritlevel.papers.training.running import seeded_generator
 from spiritlevel.storage import digest
 
-KEY_VERSION = 1  # part of every key: to be raised when the same job would give another network
+KEY_VERSION = 1  # part of every key: raise it when the same job would give a different network
 _PARTS = ("train", "validation", "test")
 _GREY = (0.299, 0.587, 0.114)  # ITU-R BT.601, the usual weights of red, green, blue
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """Which network, on which data, by which recipe: all that decides what `train` returns.
+    """Which network, on which data, by which recipe: everything that determines what `train` returns.
 
     The training set is shuffled by `split_seed`; its first `validation` points are the validation set, the next
     `train_size` (default: all others) the training set. Points of the test set are drawn likewise.
@@ -41,24 +41,24 @@ class Job:
     network: str
     """One of `models.NAMES`."""
     options: Mapping[str, Any] | tuple[tuple[str, Any], ...] = ()
-    """Of the network. `channels`, `inputs`, `size` and `classes` come from the data unless given."""
+    """Options of the network. `channels`, `inputs`, `size` and `classes` come from the data unless given."""
     data: str
     """One of `data.names()`."""
     train_size: int | None = None
     validation: int = 0
     test_size: int | None = None
     pixels: Literal["unit", "standard"] = "unit"
-    """"unit": in [0, 1]. "standard": minus the mean and by the standard deviation of each channel of the training
+    """"unit": in [0, 1]. "standard": minus the mean, divided by the standard deviation of each channel of the training
     set."""
     grey: bool = False
     """Colour images as one channel, 0.299 R + 0.587 G + 0.114 B."""
     pool: int = 1
-    """Every pool × pool pixels averaged to one: 2 makes images of 32² images of 16², at a quarter of the cost."""
+    """Every pool × pool pixels averaged to one: 2 turns 32² images into 16² ones, at a quarter of the cost."""
     channels_last: bool = False
-    """Weights and images in the memory format that convolutions on a CPU take less time with."""
+    """Weights and images in the memory format in which convolutions on a CPU are faster."""
     recipe: Recipe
     seed: int = 0
-    """Of the first weights, the order of the data, crops and dropout."""
+    """For the first weights, the order of the data, crops and dropout."""
     split_seed: int = 0
     keep: tuple[int, ...] = ()
     """Steps whose weights are kept, 0 for the first ones. Those of the last step always are. Not part of the key: a
@@ -149,7 +149,7 @@ def parts(job: Job) -> Parts:
 
 
 def build_network(job: Job) -> nn.Module:
-    """The network of a job with its first weights. What the data decides is filled in."""
+    """The network of a job with its first weights. What the data determine is filled in."""
     (listing,) = (row for row in data_sets.describe() if row.name == job.data)
     channels, height, width = listing.shape
     height, width = height // job.pool, width // job.pool

@@ -25,15 +25,15 @@ class Recipe:
     """How to train. Every field is part of the key of a job.
 
     Weights are updated `steps` times, or for `epochs` passes over the data, each in a new random order. The last
-    batch of a pass is smaller where the batch size does not divide the data; one of a single sample is left out, since
-    batch norm cannot take it. A batch size beyond the data means all of the data.
+    batch of a pass is smaller if the batch size does not divide the data; one of a single sample is left out, since
+    batch norm cannot take it. A batch size larger than the data means all of the data.
 
     Schedules, with the epoch t from 0, the number of epochs T, and α₀ = `lr` (paper C, Eq. 14 and 15; mathematics 9.3):
 
     - "constant": α₀.
     - "paper_c": with u = t/T and r = 0.01: α₀ for u ≤ 0.5, then linear down to α₀r at u = 0.9, then α₀r.
     - "averaging": the same with u = t/`average_from` and r = `averaged_lr`. The paper prints 2α₀ for the last rate; a
-      decay cannot end there, and ½α₀ is taken to be meant. `averaged_lr=2.0` is what is printed.
+      decay cannot end there, and ½α₀ is presumably meant. `averaged_lr=2.0` is what is printed.
 
     >>> Recipe(lr=0.1, momentum=0.9, weight_decay=5e-4, epochs=300, schedule="paper_c").rate(270, 300)
     0.001
@@ -54,20 +54,20 @@ class Recipe:
     schedule: Literal["constant", "paper_c", "averaging"] = "constant"
     average_from: int | None = None
     """Average the weights of this epoch (from 0) and all later ones; the network is then that average, with its
-    batch-norm statistics taken anew over the training set."""
+    batch-norm statistics recomputed over the training set."""
     average_every: Literal["step", "epoch"] = "step"
     """Average over the weights after every step, or at the end of every epoch."""
     averaged_lr: float = 0.5
     """The learning rate of schedule "averaging" from 0.9·`average_from` on, in units of `lr`."""
     augment: bool = False
-    """Crop (after `crop` zeros on every side) and flip each image at random, anew in every step."""
+    """Crop (after `crop` zeros on every side) and flip each image at random, differently in every step."""
     crop: int = 4
     """Pixels of zeros around an image before it is cropped back to its size."""
     loss: str = "cross_entropy"
     until_loss: float | None = None
     """Stop at the first evaluation at which the loss over the training set is at most this."""
     until_step: int = 0
-    """Before this step, `until_loss` does not stop anything."""
+    """Before this step, `until_loss` has no effect."""
 
     def __post_init__(self) -> None:
         for name, choices in (
@@ -111,6 +111,6 @@ class Recipe:
 
 
 def deciding_fields(config: object) -> dict[str, Any]:
-    """The fields of a job or a recipe that decide a key: all but those that came later and are at their defaults."""
+    """The fields of a job or a recipe that determine a key: all but later ones that are at their defaults."""
     fields: dict[str, Any] = plain(config)
     return {name: value for name, value in fields.items() if name not in _LATER or value != _LATER[name]}

@@ -30,7 +30,7 @@ def seeded_generator(seed: int, purpose: str, number: int = 0) -> torch.Generato
 
 
 def _augmented(images: Tensor, crop: int, generator: torch.Generator) -> Tensor:
-    """Each image cropped out of its zero-padded self at a random place and, half of the time, mirrored."""
+    """Each image cropped from its zero-padded self at a random place and, half of the time, mirrored."""
     count, channels, height, width = images.shape
     shifts = torch.randint(2 * crop + 1, (2, count, 1), generator=generator)
     mirrored = torch.randint(2, (count, 1), generator=generator).bool()
@@ -93,7 +93,7 @@ class Run:
         return torch.randperm(len(self.targets), generator=generator).to(self.device)
 
     def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Train to the end, handing out the outputs and targets of each batch after its update."""
+        """Train to the end, yielding the outputs and targets of each batch after its update."""
         recipe, optimizer, (group,), checked = self.recipe, self.optimizer, self.optimizer.param_groups, False
         while self.step < self.total:
             epoch, first = divmod(self.step, self.per_epoch)
@@ -138,7 +138,7 @@ class Run:
             return
         with torch.no_grad():
             self.averaged += 1
-            # a mean of many in half precision would stand still
+            # in half precision a mean of many would stop moving
             now = [parameter.to(torch.promote_types(parameter.dtype, torch.float32)) for parameter in self.parameters]
             if not self.average:
                 self.average = [tensor.clone() for tensor in now]
@@ -169,7 +169,7 @@ class Run:
         except RuntimeError as error:
             raise InputError(
                 f"averaging needs a copy of {type(self.model).__name__}, which cannot be copied "
-                f"({first_line(error)}); of torch.nn.utils.weight_norm and the like, take the form in "
+                f"({first_line(error)}); for torch.nn.utils.weight_norm and the like, use the form in "
                 "torch.nn.utils.parametrizations."
             ) from error
         with torch.no_grad(), preserved_random_state():
@@ -198,7 +198,7 @@ class Run:
         self.loss_sum, self.loss_count = 0.0, 0
 
     def tensors(self) -> dict[str, Tensor]:
-        """All that is needed to go on from here, with `facts`."""
+        """All that is needed to continue from here, with `facts`."""
         found = {f"model.{name}": tensor for name, tensor in weights_of(self.model).items()}
         for index, state in self.optimizer.state_dict()["state"].items():
             found |= {f"optimizer.{index}.{name}": value for name, value in state.items() if value is not None}
@@ -251,7 +251,7 @@ def weights_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _passing_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """The buffers that are no part of the `state_dict`, which a forward pass may change all the same."""
+    """The buffers that are not part of the `state_dict`, which a forward pass may nevertheless change."""
     kept = model.state_dict().keys()
     return {name: buffer for name, buffer in model.named_buffers() if name not in kept}
 
@@ -268,7 +268,7 @@ def _classifies(outputs: Tensor, targets: Tensor) -> bool:
 
 
 def check_pair(what: str, pair: Pair) -> None:
-    """Refuse a set that is empty, or has more inputs than targets or fewer."""
+    """Refuse a set that is empty, or whose inputs and targets differ in number."""
     if not (isinstance(pair, tuple | list) and len(pair) == 2 and all(isinstance(part, Tensor) for part in pair)):
         raise InputError(f"{what} needs a pair of tensors (inputs, targets), got {shown(pair)}.")
     inputs, targets = pair
@@ -303,7 +303,7 @@ def _outputs(model: nn.Module, inputs: Tensor) -> Tensor:
 
 @checked
 def evaluate(model: nn.Module, pair: Pair, loss: str | losses.Loss = "cross_entropy") -> dict[str, float]:
-    """The mean loss (of the outputs in float64) and, for classes, the accuracy, of `model` as it is, in its mode.
+    """The mean loss (of the outputs in float64) and, for classes, the accuracy, of `model` in its present mode.
 
     >>> evaluate(nn.Identity(), (torch.tensor([[2.0, 0.0], [0.0, 2.0]]), torch.tensor([0, 0])))
     {'loss': 1.126928..., 'accuracy': 0.5}
