@@ -164,7 +164,7 @@ def _rows(scale: Scale) -> list[Row]:
         share = {way: statistics.median(watched.calls) for way, watched in found.items()}
         low, middle, high = statistics.quantiles(found["recorder"].steps, n=4)
         note = (
-            f"processor time of one thread; {1e6 * step * share['recorder']:.0f} µs per batch; copies alone "
+            f"processor time of one thread; {1e6 * step * share['recorder']:.0f} µs a batch; copies alone "
             f"{share['copies']:.2%}, one call of cross_entropy {share['cross entropy']:.2%}; steps with it are longer "
             f"by {middle:.2%} (quartiles {low:.2%}, {high:.2%})"
         )

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from spiritlevel.errors import InputError
+from spiritlevel.errors import InputError, counted
 
 _ROWS, _NUMBERS = 8192, 2**20  # what waits at most: rows, and logits
 _PIECE = 2**15  # logits that are worked on at once: some arrays of this size stay in a core's own cache
@@ -144,8 +144,8 @@ def check_batch(ids: Tensor, labels: Tensor, samples: int, outputs: int) -> tupl
     if not _within(ids, samples):
         wrong = ids[(ids < 0) | (ids >= samples)]
         raise InputError(
-            f"record got the id {int(wrong[0])}, and the ids of {samples:,} samples are 0 to {samples - 1}; pass "
-            "places in the training data, not in the batch or in a larger set."
+            f"record got the id {int(wrong[0])}, and the ids of {counted(samples, 'sample')} are 0 to {samples - 1}; "
+            "pass places in the training data, not in the batch or in a larger set."
         )
     classes = max(outputs, 2)
     if not _within(labels, classes) or (labels.is_floating_point() and not torch.equal(labels, labels.round())):
@@ -160,4 +160,5 @@ def check_batch(ids: Tensor, labels: Tensor, samples: int, outputs: int) -> tupl
 
 def _within(values: Tensor, limit: int) -> bool:
     """Whether all of them are at least 0 and below the limit."""
-    return not len(values) or (values.dtype == torch.bool) or 0 <= values.min().item() <= values.max().item() < limit
+    whole = values.long() if values.dtype == torch.bool else values
+    return not len(whole) or 0 <= whole.min().item() <= whole.max().item() < limit

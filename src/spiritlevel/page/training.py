@@ -40,9 +40,9 @@ def suspects(found: SuspiciousSamples, key: str) -> Iterator[Section]:
         tiles = tuple(Thumbnail(k, sample, _lines(found, k)) for k, sample in enumerate(found.ids.tolist()))
         section.galleries.append(Gallery(f"By {by}", tiles))
     if found.texts:  # what it is about first, not as the last of a dozen columns
-        listed: list[list[str | float | int]] = [
-            [int(found.ids[k]), *_classes(found, k), found.cell(found.by, k).replace("-", "−"), text]
-            for k, text in enumerate(found.texts)
+        value = [found.cell(found.by, k).replace("-", "−") for k in range(len(found.texts))]
+        listed: list[list[Cell]] = [
+            [int(found.ids[k]), *_classes(found, k), value[k], text] for k, text in enumerate(found.texts)
         ]
         section.tables.append(Table(f"{key}-texts", f"By {by}", ["sample", "label", "predicted", by, "text"], listed))
     columns = ["sample", "label", "predicted", *(_WORDS.get(name, name) for name in _COLUMNS), "times forgotten"]
