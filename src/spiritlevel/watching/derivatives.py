@@ -32,7 +32,11 @@ from spiritlevel.errors import InputError, first_line
 from spiritlevel.watching.operations import Kink, aten_name, dispatched
 from spiritlevel.watching.watchers import DispatchWatch, FunctionWatch
 
-_STEPS = (1e-9, 1e-7, 1e-8)  # of differences in float64, one a try: fewer kinks are crossed, or less is lost to rounding
+_STEPS = (
+    1e-9,
+    1e-7,
+    1e-8,
+)  # of differences in float64, one a try: fewer kinks are crossed, or less is lost to rounding
 LARGE = 10**6  # parameters from which on two samples have to do
 _HUGE = 10**8  # and from which on a copy in float64 is too much
 _SEEN = 2**20  # numbers of a tensor whose second derivatives are compared

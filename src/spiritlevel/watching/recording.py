@@ -197,7 +197,7 @@ class Recording:
         results: list[Norms] = [{} if self._slow is None else self._slow(vector) for vector in vectors]
         if not self._taps or not self.outputs.requires_grad:
             return results
-        if self._together and 1 < len(vectors) and len(self.outputs) <= FEW:
+        if self._together and len(vectors) > 1 and len(self.outputs) <= FEW:
             try:
                 found = self._at_once(vectors)
             except (RuntimeError, TypeError, AttributeError):  # a node that autograd alone can call
@@ -345,8 +345,9 @@ class GradientNorms:
     ) -> tuple[set[str], list[tuple[str, ...]]]:
         """The parameters whose rule disagrees with autograd on one of the samples; and the functions that were called.
 
-        `plain` are the outputs as a function of `params`, without any rule. The rules take all samples at once, each with a weight of its own, so that one in another's row shows; and do so
-        twice, because the norms of several backward passes may be taken together.
+        `plain` are the outputs as a function of `params`, without any rule. The rules take all samples at once, each
+        with a weight of its own, so that one in another's row shows; and do so twice, because the norms of several
+        backward passes may be taken together.
         """
         outputs, recorder = recorded or self._forward(inputs)
         if not same_outputs(outputs, plain):  # something read a value that is not there, or is no more what it was
