@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import spiritlevel as sl
 from spiritlevel import measures
 from spiritlevel.binding.problem import Problem
-from spiritlevel.watching.derivatives import check_derivatives
+from spiritlevel.watching.derivatives import _Comparison, check_derivatives
 
 
 class Net(nn.Module):
@@ -339,3 +339,29 @@ def test_a_model_that_runs_only_undifferentiated_is_refused_in_one_sentence() ->
     for measured in (sl.sample_traces, sl.hessian, lambda *a: measures.evaluate(*a, measures="fisher_rao_norm")):
         with pytest.raises(sl.InputError, match="is being modified inplace"):
             measured(net, data)
+
+
+@pytest.mark.parametrize("fault", [1.0, 1.01])
+def test_kinks_as_close_as_those_of_a_large_network_hide_no_fault(fault: float) -> None:
+    """A kink every 2.5e-7, as among a million units: a step of 1e-7 crosses some, and says nothing any more."""
+
+    class Waves(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.rand(8) + 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            moved = 2e6 * self.weight
+            waves = 1e-6 * (moved - moved.round()).abs() + self.weight
+            if waves.requires_grad:
+                waves.register_hook(lambda gradient: fault * gradient)
+            return x * waves
+
+    torch.manual_seed(0)
+    problem = Problem(Waves())
+    inputs, targets = torch.randn(5, 8), torch.arange(5)
+    with problem.active():
+        comparison = _Comparison(problem, inputs, targets, torch.float64)
+        assert comparison.verdicts(set()) == {"reverse": fault == 1.0}
+        comparison.steps = {"reverse": 1e-7}
+        assert comparison._from(0, set()) == {"reverse": None}

@@ -346,8 +346,8 @@ class GradientNorms:
         """The parameters whose rule disagrees with autograd on one of the samples; and the functions that were called.
 
         `plain` are the outputs as a function of `params`, without any rule. The rules take all samples at once, each
-        with a weight of its own, so that one in another's row shows; and do so twice, because the norms of
-        several backward passes may be taken together.
+        with a weight of its own, so that one in another's row shows; and do so twice, because the norms of several
+        backward passes may be taken together.
         """
         outputs, recorder = recorded or self._forward(inputs)
         if not same_outputs(outputs, plain):  # something read a value that is not there, or no longer what it was
