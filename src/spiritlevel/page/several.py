@@ -45,9 +45,9 @@ def comparison_sections(found: Comparison, key: str) -> Iterator[Section]:
     for row in found.rows:
         verdict = favours.get(row.verdict, row.verdict)
         cells = (estimate_cell(row.a), estimate_cell(row.b), _difference(row))
-        what, _, change = row.name.partition(UNDER)
-        if change:
-            after.append((change, what, *cells, verdict))
+        what, _, made = row.name.partition(UNDER)
+        if made:
+            after.append((made, what, *cells, verdict))
         else:
             rows.append((row.name, *cells, verdict + (f": {row.note}" if row.note else "")))
     section.tables.append(Table(f"{key}-comparison", f"{a} and {b} on {found.samples:,} samples", columns, rows))

@@ -158,9 +158,9 @@ def measured(config: LayerBitsConfig, run: Run) -> dict[str, Any]:
     model, few, test = trained(config, run)
     setting = floating(Setting(model, few, seed=config.seed))
     widths = sorted({*config.bits, *CHOICES}, reverse=True)
-    layers: list[dict[str, Any]]
-    traces: dict[str, Any]
-    layers, ranks, traces = [], [], {}
+    layers: list[dict[str, Any]] = []
+    ranks: list[dict[str, Any]] = []
+    traces: dict[str, float] = {}
     for number, bits in enumerate(widths):
         run.progress("layers rounded", number, len(widths) + 1)
         found = perturb_in(setting, as_change(f"int{bits}"), traces=not traces)
@@ -183,8 +183,8 @@ def planned(config: LayerBitsConfig, test: Any, layers: Sequence[Mapping[str, An
     from spiritlevel.answers.perturbing import changed
 
     sizes = {row["layer"]: row["size"] for row in layers}
-    budgets: list[dict[str, Any]]
-    plan, budgets = [], []
+    plan: list[dict[str, Any]] = []
+    budgets: list[dict[str, Any]] = []
     for budget in dict.fromkeys((config.budget, *config.budgets)):
         chosen = {"uniform": dict.fromkeys(sizes, max(width for width in CHOICES if width <= budget))}
         for by in ORDERS:
