@@ -88,7 +88,7 @@ fuzz: install  ## Measure random networks for SECONDS=600, and compare with diff
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore tools/fuzz.py --seconds $(SECONDS) $(FUZZ)
 
 bench: $(BENCH)/.installed  ## Compare with other libraries, in an environment of its own
-	$(BENCH)/bin/python -m pytest -q -m peers tests
+	NO_SKIPS=1 $(BENCH)/bin/python -m pytest -q -m peers tests
 	$(BENCH)/bin/python benchmarks/run.py --page docs/benchmarks.md --json benchmarks/last_run.json
 
 # backpack, curvlinops and laplace-torch would bring torchvision, which they do not need: pyproject.toml lists what they do need.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -109,3 +109,12 @@ def seed() -> int:
     np.random.seed(0)
     torch.manual_seed(0)
     return 0
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, Any, Any]:
+    """With NO_SKIPS=1, as `make bench` sets it, a package that is missing is a failure and no skip."""
+    report: Any = yield
+    if report.skipped and os.environ.get("NO_SKIPS") == "1" and not hasattr(report, "wasxfail"):
+        report.outcome, report.longrepr = "failed", f"skipped, where nothing may be: {report.longrepr}"
+    return report

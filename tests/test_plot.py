@@ -23,7 +23,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 import spiritlevel as sl
-from spiritlevel import cli
+from spiritlevel import charts, cli
 from spiritlevel.answers.directions import wanted
 from spiritlevel.answers.keeping import Keeper
 from spiritlevel.binding.context import Context
@@ -435,6 +435,30 @@ def test_a_figure_has_its_size_and_its_fonts(
     plain = publishing.drawing(chart, size=size, titles=False)
     assert "A heading" in publishing.drawing(chart, size=size)
     assert "A heading" not in plain
+
+
+def test_few_bars_have_as_much_room_as_many() -> None:
+    heights = []
+    for bars in (2, 12):
+        columns = {"layer": [f"{k}.weight" for k in range(bars)], "share": [1.0] * bars}
+        found = re.search(r'height="([\d.]+)"', publishing.drawing(charts.bars(columns, "layer", "share")))
+        assert found is not None
+        heights.append(float(found[1]))
+    step = (heights[1] - heights[0]) / 10
+    assert step > 12  # points, for letters of 7
+    assert heights[0] - 2 * step > 20  # and the axis has its own
+
+
+def test_long_headings_are_broken_into_lines() -> None:
+    line = sl.landscape(NET, DATA, directions="random", points=3)
+    words = "A heading that is much longer than a column of a paper is wide, as people write them"
+    text = publishing.drawing(sl.plot.landscape(line, band=1000, title=words))
+    assert f">{words}<" not in text
+    parts = [part.strip() for part in re.findall(r">([^<>]+)</t(?:ext|span)>", text)]
+    assert " ".join(part for part in parts if part and part in words) == words
+    note = next(part for part in parts if part.startswith("band:"))
+    assert len(note) < 66
+    assert f">{words}<" in publishing.drawing(sl.plot.landscape(line, title=words), size="page")
 
 
 def test_only_the_file_asked_for_is_written(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import functools
 import re
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,9 @@ _FONTS = Path(__file__).parent / "fonts"
 _FAMILY = "DejaVu Sans Condensed"
 _FACES = {"normal": "DejaVuSansCondensed.ttf", "bold": "DejaVuSansCondensed-Bold.ttf"}
 _SMALLER = {"fontSize": 0.62, "strokeWidth": 0.6, "size": 0.4, "step": 0.5, "gradientLength": 0.5, "thickness": 0.6}
-_AXIS = 46  # points beside a panel that its axis takes, roughly
+_AXIS = 46  # points beside a panel that its axis takes, about
+_BELOW = 28  # and below it
+_LETTERS = {"text": 4.7, "subtitle": 3.7}  # points that a letter of a heading takes, and of the notes below it
 
 
 def publish(
@@ -69,6 +72,7 @@ def drawing(chart: Chart, *, size: str = "column", titles: bool = True, dark: bo
     if not titles:
         _without_titles(spec)
     _fit(spec, width, _columns(spec))
+    _wrap_titles(spec, width)
     text = vl_convert.vegalite_to_svg(spec, config=_config(dark))
     return _scaled(text, width)
 
@@ -119,6 +123,20 @@ def _without_titles(spec: dict[str, Any]) -> None:
             _without_titles(child)
 
 
+def _wrap_titles(spec: dict[str, Any], width: float) -> None:
+    """Break headings, and the notes below them, into lines that are no wider than the figure."""
+    if title := spec.get("title"):
+        parts = {"text": title} if isinstance(title, str | list) else title
+        for key, letter in _LETTERS.items():
+            if given := parts.get(key):
+                lines = [given] if isinstance(given, str) else given
+                parts[key] = [part for line in lines for part in textwrap.wrap(line, int(width / letter)) or [""]]
+        spec["title"] = parts
+    for several in ("hconcat", "vconcat"):
+        for child in spec.get(several, ()):
+            _wrap_titles(child, child.get("width", width))
+
+
 def _columns(spec: dict[str, Any]) -> int:
     """How many charts stand beside each other at most."""
     inside = [_columns(child) for several in ("hconcat", "vconcat") for child in spec.get(several, ())]
@@ -140,7 +158,7 @@ def _fit(spec: dict[str, Any], width: float, columns: int, top: bool = True) -> 
     inner = width if top else max(width - _AXIS, 40.0)
     ratio = height / given if isinstance(given, int | float) and isinstance(height, int | float) else 0.62
     if given is None and isinstance(height, int | float):
-        spec["height"] = height * 0.55  # rows of bars
+        spec["height"] = height * 0.55 + _BELOW  # rows of bars, which a short chart must not squeeze
     else:
         spec["height"] = inner * min(ratio, 1.0)
     spec["width"] = inner
