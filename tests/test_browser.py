@@ -310,3 +310,20 @@ def test_keyboard_users_reach_the_results_first(browser: Browser, file: Path) ->
     )
     assert focused[0] == "skip"
     assert math.isclose(focused[1], 0)
+
+
+def test_charts_of_many_runs_are_drawn_when_they_come_near(browser: Browser, small: Report, tmp_path: Path) -> None:
+    """Two hundred runs have 1,600 charts: a hundred are drawn at once, the others by whoever looks at them."""
+    text = page(small, small)
+    assert text.count("AT_ONCE = 100") == 1
+    (tmp_path / "many.html").write_text(text.replace("AT_ONCE = 100", "AT_ONCE = 1"))
+    browser.show(tmp_path / "many.html")
+    every, drawn = ".plot", ".plot[data-drawn]"
+    count = browser.evaluate(f"document.querySelectorAll('{every}').length")
+    assert browser.evaluate(f"document.querySelectorAll('{drawn}').length") < count
+    last = f"[...document.querySelectorAll('{every}')].at(-1)"
+    assert not browser.evaluate(f"{last}.dataset.drawn === 'yes'")
+    browser.evaluate(f"{last}.scrollIntoView({{behavior: 'instant'}})")
+    browser.wait(f"{last}.dataset.drawn === 'yes'")
+    assert browser.evaluate(f"{last}.querySelectorAll('canvas').length") == 1
+    assert not browser.faults

@@ -244,3 +244,11 @@ def test_any_name_can_be_drawn(name: str) -> None:
 def test_names_stay_readable() -> None:
     drawn = charts.svg(charts.lines({"x": [1.0, 2.0], "C:\\users\\net.py": [1.0, 2.0]}, "x", "C:\\users\\net.py"))
     assert ">C:∖users∖net.py<" in drawn
+
+
+def test_more_series_than_a_legend_can_name_have_none() -> None:
+    """Vega would name the first thirty and say so in the console of every reader."""
+    for count, named in ((30, True), (31, False)):
+        data = {"x": [0.0] * count, "y": [1.0] * count, "run": [f"run {k}" for k in range(count)]}
+        spec = charts.lines(data, "x", "y", series="run").to_dict()
+        assert (spec["layer"][0]["encoding"]["color"]["legend"] is not None) == named

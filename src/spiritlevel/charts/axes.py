@@ -75,6 +75,9 @@ def tooltip_of(data: Columns, **fields: str | None) -> list[alt.Tooltip]:
     ]
 
 
+_NAMED = 30  # series that a legend names at most
+
+
 def colour_of(
     series: str | None, data: Columns, *, ordered: bool = False, order: Sequence[str] | None = None
 ) -> dict[str, Any]:
@@ -90,6 +93,8 @@ def colour_of(
     names = {str(name) for name in plain_values(data[series])}
     stacked = not gradual and sum(map(len, names)) > 40  # side by side they would not fit on a phone
     legend = alt.Legend(title=series, columns=1, labelLimit=280) if stacked else alt.Legend(title=series)
+    if len(names) > _NAMED:  # Vega would name the first of them alone; the pointer names each
+        legend = None
     return {"color": alt.Color("series", type=kind, sort=None, scale=scale, legend=legend)}
 
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import Positional, arg
 
-from spiritlevel.cli.base import Command, Outcome, check_writable, say, tell
-from spiritlevel.errors import InputError
+from spiritlevel.cli.base import Command, Outcome, ProgressBar, check_writable, say, tell
+from spiritlevel.errors import InputError, counted
 from spiritlevel.storage import check_readable
 
 if TYPE_CHECKING:
@@ -39,11 +39,18 @@ class Report(Command):
         if not self.runs:
             raise InputError("report needs at least one run: a folder that `spiritlevel measure` wrote.")
         check_writable(self.out, "--out")
+        with ProgressBar() as progress:
+            return self._written(progress)
+
+    def _written(self, progress: ProgressBar) -> Outcome:
         from spiritlevel.page import page
         from spiritlevel.results import Comparison
         from spiritlevel.storage import write_atomically
 
-        results = [_read(path) for path in self.runs]
+        results = []
+        for number, path in enumerate(self.runs):
+            progress("reading the runs", number, len(self.runs))
+            results.append(_read(path))
         for path in self.runs:
             if self.out.resolve() == _file(path).resolve():
                 raise InputError(
@@ -54,6 +61,7 @@ class Report(Command):
             if titles.count(titles[number]) > 1 and not isinstance(result, Comparison):
                 where = path.parent if path.suffix == ".json" else path
                 results[number] = dataclasses.replace(result, name=f"{titles[number]} in {where.resolve().name}")
+        progress(f"writing the page of {counted(len(results), 'run')}", 0, 0)
         write_atomically(self.out, page(*results))
         tell(f"The page: {self.out}")
         return Outcome({"page": str(self.out), "runs": [_title(result) for result in results]})

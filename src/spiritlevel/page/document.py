@@ -17,6 +17,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from spiritlevel import __version__, charts
+from spiritlevel.charts.drawing import unchecked
 from spiritlevel.errors import InputError, printable
 from spiritlevel.page.parts import Section, Sheet, number
 from spiritlevel.page.samples import picture_sheet, sample_columns
@@ -45,17 +46,23 @@ def page(*results: Result) -> str:
     >>> print(page(Report("my net", ()))[:15])
     <!DOCTYPE html>
     """
-    from spiritlevel.page import changes, checkpoints, training
-
     if not results or not all(isinstance(result, _SHOWN) for result in results):
         kinds = ", ".join(type(result).__name__ for result in results) or "nothing"
         raise InputError(f"page shows reports and comparisons, got {kinds}.")
+    with unchecked():
+        return _rendered(_runs(results), results)
+
+
+def _runs(results: tuple[Result, ...]) -> list[dict[str, Any]]:
+    """What the page shows of each result, in the order in which they were given."""
+    from spiritlevel.page import changes, checkpoints, training
+
     reports = [result for result in results if isinstance(result, Report)]
     runs: list[dict[str, Any]] = []
     if len(reports) > 1:
         runs.append(_run("side", "Side by side", [side_by_side(reports)]))
     numbers = {Report: itertools.count(), Comparison: itertools.count(), Result: itertools.count()}
-    for result in results:  # in the order in which they were given
+    for result in results:
         if isinstance(result, SuspiciousSamples):
             key = f"s{next(numbers[Result])}"
             runs.append(
@@ -78,6 +85,10 @@ def page(*results: Result) -> str:
             key, pictures = f"r{next(numbers[Report])}", picture_sheet(result)
             sections = list(report_sections(result, key, pictures))
             runs.append(_run(key, result.name, sections, result.partial, pictures, sample_columns(result)))
+    return runs
+
+
+def _rendered(runs: list[dict[str, Any]], results: tuple[Result, ...]) -> str:
     figures = {figure.key: figure.spec for run in runs for section in run["sections"] for figure in section.figures}
     return (
         _environment()
