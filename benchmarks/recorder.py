@@ -101,7 +101,7 @@ def recorder(scale: Scale) -> list[Row]:
         what = f"Recorder / training step, {name}, batches of {BATCH}"
         note = f"processor time; one call of cross_entropy takes {least:.1%}"
         rows.append(at_most("recorder", what, (share, median), SHARE, note))
-    rows.append(at_most("recorder", "bytes per sample and epoch", (size, size), BYTES))
+    rows.append(at_most("recorder", "bytes a sample and epoch", (size, size), BYTES))
     what = "critical sharpness with a warm start / training step, LeNet-5"
     rows.append(alone("critical sharpness", what, critical(samples, 30 if full else 4), "at most 6 forward passes"))
     return rows

@@ -83,11 +83,11 @@ class _Call(NamedTuple):
 class Recorder:
     """Keeps loss, margin, correctness and entropy of every training sample at every visit.
 
-    Call `record` with what the loop has anyway, once per batch, samples in any order. Logits are copied and looked
-    at many rows at a time, free of cancellation. Kept are 14 bytes per visit, 4 bytes per sample and 8
-    bytes per call: less than 16 bytes per sample and epoch from the third epoch on (`benchmarks/recorder.py`).
+    Call `record` with what the loop has anyway, once a batch, in any order of the samples. Logits are copied and looked
+    at many rows at a time, free of cancellation. Kept are 14 bytes a visit, 4 bytes a sample and 8
+    bytes a call: less than 16 bytes a sample and epoch from the third epoch on (`benchmarks/recorder.py`).
 
-    `frame()` has a row per sample:
+    `frame()` has a row a sample:
 
     - `loss`, `margin` (logit of the label − largest other logit), `entropy`, `correct`, `predicted`: at its last visit;
     - `aum`: the area under the margin, the mean of its margins (Pleiss et al. 2020, arXiv:2001.10528);
@@ -136,7 +136,7 @@ class Recorder:
         if found.samples != self.samples:
             raise InputError(
                 f"{str(self.path)!r} holds a record of {found.samples:,} samples, not of {self.samples:,}; name "
-                "another path, or remove it to start again."
+                "another path, or remove it to begin anew."
             )
         return found.state_dict()
 
@@ -160,7 +160,7 @@ class Recorder:
         if step < self.steps - 1 or not 0 < len(shape) < 3 or shape[0] != count or targets.numel() != count:
             raise self._misfit(logits, targets, ids, step)
         if not first and outputs != self._outputs:
-            raise InputError(f"record got {outputs} logits per sample, and {self._outputs} before.")
+            raise InputError(f"record got {outputs} logits a sample, and {self._outputs} before.")
         # copies, for the loop may write over its own; all else can wait until many rows are looked at together
         if targets.ndim != 1:
             targets = targets.reshape(-1)
@@ -178,7 +178,7 @@ class Recorder:
             )
         shapes = [tuple(tensor.shape) for tensor in (logits, targets, ids)]
         return InputError(
-            f"record needs logits (samples, classes), one class and one id per sample, got shapes {shapes[0]}, "
+            f"record needs logits (samples, classes), one class and one id a sample, got shapes {shapes[0]}, "
             f"{shapes[1]} and {shapes[2]}; flatten the tokens of a sequence and give each an id of its own."
         )
 
@@ -225,7 +225,7 @@ class Recorder:
         return {"id": torch.arange(self.samples), **own, **found}
 
     def frame(self) -> pl.DataFrame:
-        """One row per sample, in the order of their ids; null where a sample has not been seen."""
+        """One row a sample, in the order of their ids; null where a sample has not been seen."""
         import polars as pl
 
         columns = self._columns()
@@ -324,7 +324,7 @@ class Recorder:
         return {**log, "label": self._label, "predicted": self._predicted, "next": torch.tensor([self.steps])}
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Everything as tensors, for the checkpoint of a training run; `load_state_dict` reads it."""
+        """Everything as tensors, for the checkpoint of a training; `load_state_dict` reads it."""
         return {name: tensor.clone() for name, tensor in self._state().items()}
 
     @checked
@@ -334,7 +334,7 @@ class Recorder:
             label, predicted, steps = (state[name] for name in ("label", "predicted", "next"))
             log = Visits.checked(state, self.samples)
         except (KeyError, ValueError) as error:
-            raise InputError(f"this is not the state of a recorder: {first_line(error)}.") from error
+            raise InputError(f"this is no state of a recorder: {first_line(error)}.") from error
         if {len(label), len(predicted)} != {self.samples}:
             raise InputError(f"the state is that of {len(label):,} samples, and the recorder has {self.samples:,}.")
         self._logs, self._label, self._predicted = [log], label.clone(), predicted.clone()
@@ -342,7 +342,7 @@ class Recorder:
 
     @checked
     def rewind(self, step: int) -> None:
-        """Forget all visits from this step on: a training run that goes on from an older state will see them again."""
+        """Forget all visits from this step on: a training that goes on from an older state will see them again."""
         whole_number(step, "step", 0, _LAST_STEP)
         before = self._log()
         kept = before.until(step)
@@ -350,7 +350,7 @@ class Recorder:
         self._logs, self.steps = [kept], min(self.steps, step)
 
     def resume(self, step: int, rank: int | None = None) -> None:
-        """Go on with a training run that has made `step` steps: later visits are forgotten, at step 0 all.
+        """Go on with a training that has made `step` steps: later visits are forgotten, at step 0 all.
 
         Of several processes each says its `rank`; `path` is then a folder, and what this process has left in its own
         file there is read, to which `save` will write.
@@ -391,15 +391,15 @@ class Recorder:
             return first.merge(*others) if others else first
         check_readable(folder)
         try:
-            content = folder.read_bytes()  # at once: a training run may put another file in its place
+            content = folder.read_bytes()  # at once: a training may put another file in its place
             state = safetensors.torch.load(content)
             metadata = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")]).get("__metadata__", {})
             kind, version = metadata.get("format"), int(metadata.get("version", 0))
             classes = [str(name) for name in json.loads(metadata.get("classes", "[]"))]
         except (safetensors.SafetensorError, OSError, TypeError, ValueError) as error:
-            raise InputError(f"{str(path)!r} is not the record of a training run: {first_line(error)}.") from error
+            raise InputError(f"{str(path)!r} is no record of a training: {first_line(error)}.") from error
         if kind != FORMAT:
-            raise InputError(f"{str(path)!r} is not the record of a training run, but some other safetensors file.")
+            raise InputError(f"{str(path)!r} is no record of a training, but some other safetensors file.")
         if version > VERSION:
             raise InputError(f"{str(path)!r} was written by a later spiritlevel (format {version}); update this one.")
         try:
