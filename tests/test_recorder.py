@@ -566,7 +566,7 @@ def test_what_does_not_fit_is_refused() -> None:
     recorder.record(torch.zeros(2, 3), labels, [0, 1], step=7)
     with pytest.raises(InputError, match=r"record got step 3 after step 7, .* calls rewind\(3\) first"):
         recorder.record(torch.zeros(2, 3), labels, [0, 1], step=3)
-    with pytest.raises(InputError, match="record got 4 logits per sample, and 3 before"):
+    with pytest.raises(InputError, match="record got 4 logits a sample, and 3 before"):
         recorder.record(torch.zeros(2, 4), labels, [0, 1])
     recorder.record(torch.zeros(2, 3), labels, [0, 9])  # waits, and is refused when it is looked at
     with pytest.raises(InputError, match="got the id 9"):
@@ -589,7 +589,7 @@ def test_files_that_are_no_record_are_refused(tmp_path: Path) -> None:
         Recorder.load(tmp_path)
     file = tmp_path / "samples.safetensors"
     file.write_bytes(b"no safetensors at all")
-    with pytest.raises(InputError, match="is not the record of a training"):
+    with pytest.raises(InputError, match="is no record of a training"):
         Recorder.load(file)
     safetensors.torch.save_file({"weight": torch.zeros(2)}, file)
     with pytest.raises(InputError, match="but some other safetensors file"):
@@ -615,7 +615,7 @@ def test_files_that_are_no_record_are_refused(tmp_path: Path) -> None:
     good.save(tmp_path / "other")
     with pytest.raises(InputError, match="holds a record of 50 samples, not of 7; name another path"):
         Recorder(7, path=tmp_path / "other")
-    with pytest.raises(InputError, match="this is not the state of a recorder"):
+    with pytest.raises(InputError, match="this is no state of a recorder"):
         good.load_state_dict({})
 
 

@@ -71,7 +71,7 @@ class Recorder:
     prediction of each sample, 2 bytes up to 128 classes: less than 16 bytes per sample and epoch from the second
     epoch on, 16.1 after the first (`benchmarks/recorder.py`).
 
-    `frame()` has a row per sample:
+    `frame()` has a row a sample:
 
     - `loss`, `margin` (logit of the label − largest other logit), `entropy`, `correct`, `predicted`: at its last visit;
     - `aum`: the area under the margin, the mean of its margins (Pleiss et al. 2020, arXiv:2001.10528);
@@ -117,7 +117,7 @@ class Recorder:
         if found.samples != self.samples:
             raise InputError(
                 f"{str(self.path)!r} holds a record of {found.samples:,} samples, not of {self.samples:,}; name "
-                "another path, or remove it to start again."
+                "another path, or remove it to begin anew."
             )
         return found.state_dict()
 
@@ -188,7 +188,7 @@ class Recorder:
         return {"id": torch.arange(self.samples), **own, **found}
 
     def frame(self) -> pl.DataFrame:
-        """One row per sample, in the order of their ids; null where a sample has not been seen."""
+        """One row a sample, in the order of their ids; null where a sample has not been seen."""
         import polars as pl
 
         columns = self._columns()
@@ -287,7 +287,7 @@ class Recorder:
         return {**log, "label": self._label, "predicted": self._predicted, "next": torch.tensor([self.steps])}
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Everything as tensors, for the checkpoint of a training run; `load_state_dict` reads it."""
+        """Everything as tensors, for the checkpoint of a training; `load_state_dict` reads it."""
         return {name: tensor.clone() for name, tensor in self._state().items()}
 
     @checked
@@ -297,7 +297,7 @@ class Recorder:
             label, predicted, steps = (state[name] for name in ("label", "predicted", "next"))
             log = Visits.checked(state, self.samples)
         except (KeyError, ValueError) as error:
-            raise InputError(f"this is not the state of a recorder: {first_line(error)}.") from error
+            raise InputError(f"this is no state of a recorder: {first_line(error)}.") from error
         if {len(label), len(predicted)} != {self.samples}:
             raise InputError(f"the state is that of {len(label):,} samples, and the recorder has {self.samples:,}.")
         self._logs, self._label, self._predicted = [log], label.clone(), predicted.clone()
@@ -306,7 +306,7 @@ class Recorder:
 
     @checked
     def rewind(self, step: int) -> None:
-        """Forget all visits from this step on: a training run that goes on from an older state will see them again."""
+        """Forget all visits from this step on: a training that goes on from an older state will see them again."""
         whole_number(step, "step", 0, _LAST_STEP)
         before = self._log()
         kept = before.until(step)
@@ -314,7 +314,7 @@ class Recorder:
         self._logs, self.steps = [kept], min(self.steps, step)
 
     def resume(self, step: int, rank: int | None = None) -> None:
-        """Go on with a training run that has made `step` steps: later visits are forgotten, at step 0 all.
+        """Go on with a training that has made `step` steps: later visits are forgotten, at step 0 all.
 
         Of several processes each says its `rank`; `path` is then a folder, and what this process has left in its own
         file there is read, to which `save` will write.
@@ -355,15 +355,15 @@ class Recorder:
             return first.merge(*others) if others else first
         check_readable(folder)
         try:
-            content = folder.read_bytes()  # at once: a training run may put another file in its place
+            content = folder.read_bytes()  # at once: a training may put another file in its place
             state = safetensors.torch.load(content)
             metadata = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")]).get("__metadata__", {})
             kind, version = metadata.get("format"), int(metadata.get("version", 0))
             classes = [str(name) for name in json.loads(metadata.get("classes", "[]"))]
         except (safetensors.SafetensorError, OSError, TypeError, ValueError) as error:
-            raise InputError(f"{str(path)!r} is not the record of a training run: {first_line(error)}.") from error
+            raise InputError(f"{str(path)!r} is no record of a training: {first_line(error)}.") from error
         if kind != FORMAT:
-            raise InputError(f"{str(path)!r} is not the record of a training run, but some other safetensors file.")
+            raise InputError(f"{str(path)!r} is no record of a training, but some other safetensors file.")
         if version > VERSION:
             raise InputError(f"{str(path)!r} was written by a later spiritlevel (format {version}); update this one.")
         try:

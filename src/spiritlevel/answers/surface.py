@@ -81,7 +81,7 @@ def landscape(
 
     Exact at every grid point, with the standard deviation of a sample's loss beside it (`spread`); slope and curvature
     are exact derivatives; the eigenvectors have a relative residual of at most 1e-3, or `notes` says so. Cost: one
-    forward pass over the data per grid point, about 4 gradients per direction, and for eigenvectors some 30 Hessian
+    forward pass over the data a grid point, about 4 gradients a direction, and for eigenvectors some 30 Hessian
     products.
 
     Args:
@@ -90,7 +90,7 @@ def landscape(
         directions: see above.
         trajectory: models or state dicts in the order of the training, the model itself need not be among them.
         dimensions: 1 or 2; 1 unless given, of two models and of a trajectory 2.
-        points: grid points per direction, odd so that the model is one of them; 41 on a line, 21 on a plane. To another
+        points: grid points a direction, odd so that the model is one of them; 41 on a line, 21 on a plane. To another
             model: the points from step 0 to step 1.
         radius: the largest step: 1 for random directions, √(2/|λ₁|) for eigenvectors, where the parabola along the
             first has risen by 1. To another model: how far the path goes on beyond both ends, 0 unless given. Along
