@@ -62,6 +62,13 @@ FINDINGS = (
     Finding("generalisation", "margins"),
     Finding("generalisation", "weight-scale"),
     Finding("generalisation", "times-norm"),
+    Finding("quantisation", "loss-after-rounding"),
+    Finding("quantisation", "rise-by-rounding"),
+    *(
+        Finding("layer-bits", statement, {"network": network})
+        for statement in ("trace-or-norm", "second-order-or-trace", "chosen-or-uniform")
+        for network in ("lenet", "resnet", "transformer")
+    ),
 )
 
 

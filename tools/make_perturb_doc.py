@@ -221,11 +221,11 @@ def chosen() -> str:
         "| network | bits a weight, at most | bits chosen by | bits used | held-out loss | accuracy | seeds |",
         "|---|---|---|---|---|---|---|",
     ]
-    for (network, budget, by), rows in kept.items():
+    for (network, budget, by), rows in sorted(kept.items(), key=lambda each: each[0][0]):
         used, loss, accuracy = (statistics.mean(column) for column in zip(*rows, strict=True))
-        spread = statistics.stdev(row[2] for row in rows) if len(rows) > 1 else math.nan
+        spread = f" ± {100 * statistics.stdev(row[2] for row in rows):.1f}" if len(rows) > 1 else ""
         cells = (network, f"{budget:g}" if budget else "–", ORDERS[by], f"{used:.3g}", f"{loss:.3f}")
-        lines.append(f"| {' | '.join(cells)} | {100 * accuracy:.1f} % ± {100 * spread:.1f} | {len(rows)} |")
+        lines.append(f"| {' | '.join(cells)} | {100 * accuracy:.1f} %{spread} | {len(rows)} |")
     return "\n".join([*lines, "", *against_uniform(kept)])
 
 
@@ -243,9 +243,8 @@ def against_uniform(kept: dict[tuple[str, float, str], list[tuple[float, float, 
             ]
             better, worse = sum(gain > 0 for gain in gains), sum(gain < 0 for gain in gains)
             mean = f"{100 * statistics.mean(gains):+.1f}".replace("-", "−")
-            parts.append(
-                f"by {ORDERS[by]} more accurate than the same for all in {better}, less in {worse}, {mean} points on average"
-            )
+            counts = f"more accurate than the same for all in {better}, less in {worse}"
+            parts.append(f"by {ORDERS[by]} {counts}, {mean} points on average")
         said.append(f"At {budget:g} bits a weight, of {len(gains)} networks, chosen bits are {'; '.join(parts)}.")
     return ["  \n".join(said)] if said else []
 
