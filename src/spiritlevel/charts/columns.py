@@ -251,7 +251,7 @@ def bars(
     With `log` they are bars of factors, from 1 to the left or to the right.
     """
     rows = table_of(data, name=name, value=value, low=low, high=high)
-    across = alt.X("value:Q", title=value, axis=NUMBERS, **({"scale": alt.Scale(type="log")} if log else {}))
+    across = alt.X("value:Q", title=value, axis=NUMBERS, scale=alt.Scale(type="log") if log else alt.Undefined)
     base = chart_of(rows).encode(
         y=alt.Y("name:N", title=None, sort=None, axis=alt.Axis(labelLimit=380 if log else 180, labelOverlap=False)),
         tooltip=tooltip_of(data, name=name, value=value, low=low, high=high),
