@@ -92,10 +92,11 @@ bench: $(BENCH)/.installed  ## Compare with other libraries, in an environment o
 	$(BENCH)/bin/python benchmarks/run.py --page docs/benchmarks.md --json benchmarks/last_run.json
 
 # backpack, curvlinops and laplace-torch would bring torchvision, which they do not need: pyproject.toml lists what they do need.
+# asdfghjkl is what laplace-torch imports as `asdl`; the package of that name is another one.
 $(BENCH)/.installed: $(SETUP)
 	test -x $(BENCH)/bin/python || $(PYTHON) -m venv $(BENCH)
 	$(BENCH)/bin/python $(PIP) -e '.[dev,bench]' || { echo "make: $(NO_CPU_TORCH)" >&2; exit 1; }
-	$(BENCH)/bin/python $(PIP) --no-deps backpack-for-pytorch curvlinops-for-pytorch laplace-torch asdl
+	$(BENCH)/bin/python $(PIP) --no-deps backpack-for-pytorch curvlinops-for-pytorch laplace-torch asdfghjkl==0.1a4
 	touch $@
 
 labels: $(LABELS)/.installed  ## Which scores find flipped labels: two hours in pieces that resume; writes docs/labels.md
