@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Unpack
 
 import torch
@@ -147,7 +147,7 @@ def _pairs(pairs: Any) -> Iterable[tuple[str, nn.Module]]:
 def _row(
     name: str,
     setting: Setting,
-    chosen: list[Measure],
+    chosen: Sequence[Measure],
     changes: list[Change],
     apply: bool,
     left_out: dict[str, str],
