@@ -92,9 +92,11 @@ def colour_of(
     scale = alt.Scale(scheme="viridis") if gradual else alt.Scale(domain=list(order) if order else alt.Undefined)
     names = {str(name) for name in plain_values(data[series])}
     stacked = not gradual and sum(map(len, names)) > 40  # side by side they would not fit on a phone
-    legend = alt.Legend(title=series, columns=1, labelLimit=280) if stacked else alt.Legend(title=series)
+    legend: alt.Legend | None = alt.Legend(title=series)
     if len(names) > _NAMED:  # Vega would name the first of them alone; the pointer names each
         legend = None
+    elif stacked:
+        legend = alt.Legend(title=series, columns=1, labelLimit=280)
     return {"color": alt.Color("series", type=kind, sort=None, scale=scale, legend=legend)}
 
 
