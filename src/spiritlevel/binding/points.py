@@ -15,7 +15,7 @@ from spiritlevel.binding.problem import Problem
 
 _CACHE = 4 * 2**20  # bytes of parameters, or of one activation, that stay in cache together; more makes nothing faster
 _MOST = 64  # points at once
-_ACTIVATION = 8 * 2**20  # bytes of the largest activation of a pass on a CPU; twice as much doubles its time
+_ACTIVATION = 8 * 2**20  # bytes of the largest activation of a pass on a CPU; four times as much doubled the time
 
 
 def points_at_once(problem: Problem, activation: int) -> int:
