@@ -161,7 +161,7 @@ class Net(nn.Sequential):
     calls = 0
     def forward(self, x):
         Net.calls += 1
-        if Net.calls == 100:
+        if Net.calls == 40:
             os.kill(os.getpid(), signal.{name})
         return super().forward(x)
 def make():

@@ -112,8 +112,8 @@ def test_equal_models_are_equal_after_a_change() -> None:
     found = sl.compare(
         net, copy.deepcopy(net), TEST, measures=["margin_mean"], audit=False, under=["int4", "noise:0.01"]
     )
-    assert found.row("loss, int4").verdict == "equal"
-    assert found.row("loss, noise:0.01").verdict == "equal"  # the same draw for both
+    assert found.row("loss under int4").verdict == "equal"
+    assert found.row("loss under noise:0.01").verdict == "equal"  # the same draw for both
     assert found.under == ("Under int4, neither is clearly better.", "Under noise:0.01, neither is clearly better.")
 
 

@@ -566,7 +566,7 @@ def test_what_does_not_fit_is_refused() -> None:
     recorder.record(torch.zeros(2, 3), labels, [0, 1], step=7)
     with pytest.raises(InputError, match=r"record got step 3 after step 7, .* calls rewind\(3\) first"):
         recorder.record(torch.zeros(2, 3), labels, [0, 1], step=3)
-    with pytest.raises(InputError, match="record got 4 logits a sample, and 3 before"):
+    with pytest.raises(InputError, match="record got 4 logits per sample, and 3 before"):
         recorder.record(torch.zeros(2, 4), labels, [0, 1])
     recorder.record(torch.zeros(2, 3), labels, [0, 9])  # waits, and is refused when it is looked at
     with pytest.raises(InputError, match="got the id 9"):

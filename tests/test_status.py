@@ -284,7 +284,7 @@ def test_the_search_says_no_factor_that_its_errors_do_not_leave() -> None:
     assert dataclasses.replace(sure, errors=(1.0, 0.5, 2.0)).factor == pytest.approx(6 / 3)
     unsure = dataclasses.replace(sure, errors=(1.5, 3.0, 7.0))
     assert math.isnan(unsure.factor)
-    assert "cannot be told" in str(unsure)
+    assert "too large to tell" in str(unsure)
     assert "-fold" not in str(unsure)
 
 

@@ -78,9 +78,10 @@ def choose_bits(
     if not widths:
         raise InputError("choices= is empty; name the numbers of bits that a layer may get, such as (2, 4, 8).")
     if bits < widths[0]:
-        raise InputError(f"{bits:g} bits a weight are fewer than the {widths[0]} that a layer gets at least.")
+        raise InputError(f"{bits:g} bits per weight are fewer than the {widths[0]} that a layer gets at least.")
     names = [name for name, parameter in model.named_parameters() if parameter.is_floating_point()]
     setting = Setting(model, data, loss=loss, params=names, seed=seed, **reading)
+    setting.check()
     way = ":channel" if channel else ""
     costs: dict[str, dict[int, float]] = {}
     sizes: dict[str, int] = {}
@@ -173,7 +174,7 @@ def cheapest(
         options={"mip_rel_gap": 0.0},
     )
     if found.x is None:
-        raise InputError(f"no choice of bits keeps to {bits:g} bits a weight ({found.message}); allow fewer bits.")
+        raise InputError(f"no choice of bits keeps to {bits:g} bits per weight ({found.message}); allow fewer bits.")
     chosen = {}
     for (row, width), share in zip(places, found.x, strict=True):
         if share > 0.5:

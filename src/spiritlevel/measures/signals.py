@@ -78,7 +78,7 @@ def _moments(setting: Setting, origins: list[Tensor] | None = None) -> list[_Mom
             with Signals(problem) as signals:
                 outputs = problem.outputs(problem.params, inputs)
             if [signal.channels for signal in signals.found] != [len(layer.origin) for layer in found]:
-                raise InputError("the layers of this network do not run alike for all samples.")
+                raise InputError("the layers of this network do not run the same way for all samples.")
             _add(found, signals.found, problem.loss, outputs, targets)
     for layer in found:
         counts = torch.tensor([layer.places, layer.samples])

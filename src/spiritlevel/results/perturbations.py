@@ -322,7 +322,7 @@ class BitPlan(Table):
             for row in self.rows
         ]
         whole, plan, alike = (figure(each.value) for each in self.losses)
-        said = f"{figure(self.mean_bits, 3)} bits a weight, by {COSTS[self.by]}: loss {plan}"
+        said = f"{figure(self.mean_bits, 3)} bits per weight, by {COSTS[self.by]}: loss {plan}"
         said += f", with {self.uniform} bits for all {alike}, unrounded {whole}"
         if not math.isnan(self.accuracies[0].value):
             whole, plan, alike = (f"{each.value:.2%}" for each in self.accuracies)
