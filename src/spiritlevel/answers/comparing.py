@@ -351,7 +351,7 @@ class _Pair:
                     f"Under {change.name}, {better} is better: {what} {values}, a difference of "
                     f"{figure(row.difference, 3)} ({self.level:.0%} interval {limits})."
                 )
-        return f"Under {change.name}, neither is better for sure."
+        return f"Under {change.name}, neither is clearly better."
 
     # ------------------------------------------------------------ rows
 
