@@ -114,7 +114,7 @@ def draw(parts: dict[str, dict[str, Any]], folder: Path) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--smoke", action="store_true", help="a few seconds, to see that the benchmarks still run")
-    parser.add_argument("--only", choices=PARTS, help="one part alone; the others keep their last run")
+    parser.add_argument("--only", choices=PARTS, nargs="+", help="these parts alone; the others keep their last run")
     parser.add_argument("--json", type=Path, help="keep the last run of every part there")
     parser.add_argument("--page", type=Path, help="also write the page docs/benchmarks.md there")
     arguments = parser.parse_args()
@@ -123,7 +123,7 @@ def main() -> int:
     kept: dict[str, dict[str, Any]] = {}
     if arguments.json and arguments.json.exists():
         kept = json.loads(arguments.json.read_text(encoding="utf-8"))
-    for name in PARTS if arguments.only is None else (arguments.only,):
+    for name in arguments.only or PARTS:
         load, begin = os.getloadavg()[0], time.monotonic()
         rows = [asdict(row) for row in PARTS[name](scale)]
         kept[name] = {"rows": rows, "versions": versions(), "seconds": time.monotonic() - begin, "load": load}

@@ -393,6 +393,7 @@ def test_a_bert_and_its_image_are_told_to_be_the_same_function(name: str) -> Non
     assert found.row("loss").verdict == found.row("accuracy").verdict == "equal"
 
 
+@pytest.mark.slow
 def test_two_berts_tuned_differently_are_compared_by_what_no_symmetry_moves() -> None:
     early, late, data = fine_tuned()
     found = sl.compare(early, late, data, names=("early", "late"), measures=OF_BOTH)

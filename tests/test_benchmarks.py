@@ -13,8 +13,15 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def test_smoke(tmp_path: Path) -> None:
-    command = [sys.executable, "benchmarks/run.py", "--smoke", "--json", str(tmp_path / "rows.json")]
+_QUICK = ["per-sample", "probes", "operators", "spectra", "growth"]
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [pytest.param(["--only", *_QUICK], id="some"), pytest.param([], id="all", marks=pytest.mark.slow)],
+)
+def test_smoke(tmp_path: Path, chosen: list[str]) -> None:
+    command = [sys.executable, "benchmarks/run.py", "--smoke", *chosen, "--json", str(tmp_path / "rows.json")]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=200)
     parts = json.loads((tmp_path / "rows.json").read_text())
     rows = [row for part in parts.values() for row in part["rows"]]
