@@ -2,27 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
-from types import ModuleType
-
 import pytest
+from scripts import script
 
-PATH = Path(__file__).parents[1] / "tools" / "make_coverage_doc.py"
-
-
-def load() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("make_coverage_doc", PATH)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-coverage = load()
+coverage = script("make_coverage_doc")
 
 QUICK = ["means fitted 30", "means of few 20", "probes rank one", "noise adaptive sharpness average", "correlation 3"]
 """Where intervals used to cover 55 to 86 %."""

@@ -2,28 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
+from scripts import script
 
-PATH = Path(__file__).parents[1] / "tools" / "make_perturb_doc.py"
-
-
-def load() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("make_perturb_doc", PATH)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-doc = load()
+doc = script("make_perturb_doc")
 
 
 def test_changes_are_counted_in_pieces_that_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

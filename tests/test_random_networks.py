@@ -6,10 +6,8 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 import json
 import math
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -20,18 +18,14 @@ import random_networks
 import torch
 from comparisons import WAYS, compare, differences
 from random_networks import BLOCKS, Program, data, draw, network, simpler, words
+from scripts import script
 
 import spiritlevel as sl
 
 ROOT = Path(__file__).resolve().parent.parent
 KEPT = sorted((Path(__file__).parent / "counterexamples").glob("*.json"))
 
-_spec = importlib.util.spec_from_file_location("fuzz", ROOT / "tools" / "fuzz.py")
-assert _spec is not None
-assert _spec.loader is not None
-fuzz = importlib.util.module_from_spec(_spec)
-sys.modules["fuzz"] = fuzz
-_spec.loader.exec_module(fuzz)
+fuzz = script("fuzz")
 
 
 def plain(*steps: dict[str, Any], **more: Any) -> Program:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+from scripts import script
 
 from spiritlevel.errors import InputError
 from spiritlevel.papers.studies import (
@@ -241,27 +240,13 @@ def test_statements_of_a_study_can_be_told_apart() -> None:
         assert len(set(texts)) == len(texts), each.name
 
 
-def tool(name: str) -> Any:
-    folder = Path(__file__).parents[1] / "tools"
-    spec = importlib.util.spec_from_file_location(name, folder / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    loaded = importlib.util.module_from_spec(spec)
-    sys.path.insert(0, str(folder))  # the tools import each other, as scripts do
-    try:
-        spec.loader.exec_module(loaded)
-    finally:
-        sys.path.remove(str(folder))
-    return loaded
-
-
 def results_tool() -> Any:
-    return tool("make_results_doc")
+    return script("make_results_doc")
 
 
 def test_the_page_of_findings_shows_the_results_that_are_kept() -> None:
     page = (Path(__file__).parents[1] / "docs" / "findings.md").read_text(encoding="utf-8")
-    findings = tool("make_findings_doc")
+    findings = script("make_findings_doc")
     summaries = findings.kept()
     assert findings.text(summaries) == page, "run `make docs`"
     drawn = (Path(__file__).parents[1] / "docs" / findings.PICTURE).read_text(encoding="utf-8")
@@ -280,7 +265,7 @@ def test_the_page_of_findings_shows_the_results_that_are_kept() -> None:
     ],
 )
 def test_a_finding_can_survive_fail_and_be_untested(ratios: tuple[float, ...], status: str) -> None:
-    findings, modes = tool("make_findings_doc"), find("batchnorm-mode")
+    findings, modes = script("make_findings_doc"), find("batchnorm-mode")
     (statement,) = (each for each in modes.statements if each.id == "evaluation mode")
     summaries = [
         {

@@ -27,6 +27,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
 import torch
+from fitted import fitted
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
@@ -386,21 +387,16 @@ def correlation(count: int, case: int) -> Found:
 @functools.cache
 def to_be_changed(kind: str) -> nn.Module:
     """A smooth network, trained: of a ReLU network a finite change crosses kinks, which no Hessian knows."""
-    inputs, labels = coarse()
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+
+    def make() -> nn.Module:
         convolution = [nn.Unflatten(1, (1, 4, 4)), nn.Conv2d(1, 4, 3, padding=1), nn.SiLU(), nn.AvgPool2d(2)]
-        net = {
+        networks = {
             "tanh": lambda: nn.Sequential(nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 10)),
             "convolution": lambda: nn.Sequential(*convolution, nn.Flatten(), nn.Linear(16, 10)),
-        }[kind]()
-        optimiser = torch.optim.Adam(net.parameters(), 1e-2)
-        for _ in range(400):
-            chosen = torch.randint(0, len(inputs), (64,))
-            optimiser.zero_grad()
-            nn.functional.cross_entropy(net(inputs[chosen]), labels[chosen]).backward()
-            optimiser.step()
-    return net.eval()
+        }
+        return networks[kind]()
+
+    return fitted(make, *coarse(), rate=1e-2)
 
 
 @functools.cache

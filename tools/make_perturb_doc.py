@@ -29,6 +29,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
 import torch
+from fitted import fitted
 from torch import Tensor, nn
 
 import spiritlevel as sl
@@ -36,6 +37,7 @@ from spiritlevel.answers import changes, expanding, perturbing
 from spiritlevel.measures import Setting
 from spiritlevel.papers.networks import lenet5
 from spiritlevel.results import Perturbation
+from spiritlevel.results.perturbations import COSTS
 from spiritlevel.storage import write_atomically
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -94,20 +96,10 @@ KINDS = ("noise", "random rounding", "rounding, from a subset")
 
 @functools.cache
 def trained(name: str) -> tuple[nn.Module, tuple[Tensor, Tensor]]:
-    """A network after 400 steps of Adam, and the first 300 images of the test set."""
+    """A fitted network, and the first 300 images of the test set."""
     make, data_set = NETWORKS[name]
     data = sl.data.load(data_set)
-    inputs, labels = data.train
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        net = make()
-        optimiser = torch.optim.Adam(net.parameters(), 3e-3)
-        for _ in range(400):
-            chosen = torch.randint(0, len(inputs), (64,))
-            optimiser.zero_grad()
-            nn.functional.cross_entropy(net(inputs[chosen]), labels[chosen]).backward()
-            optimiser.step()
-    return net.eval(), (data.test[0][:300], data.test[1][:300])
+    return fitted(make, *data.train, rate=3e-3), (data.test[0][:300], data.test[1][:300])
 
 
 @functools.cache
@@ -143,7 +135,7 @@ def counted(name: str, kind: str, case: int) -> dict[str, Any]:
 @functools.cache
 def version() -> str:
     """A hash of what foretells, and of what is counted here."""
-    here = (Block, resnet, Rows, trained.__wrapped__, bound.__wrapped__, changed, counted)
+    here = (Block, resnet, Rows, fitted, trained.__wrapped__, bound.__wrapped__, changed, counted)
     texts = [inspect.getsource(each) for each in (changes, expanding, perturbing, *here)]
     return hashlib.sha256("".join([*texts, str((NOISE, BITS))]).encode()).hexdigest()[:12]
 
@@ -198,14 +190,7 @@ def coverage(cases: int) -> tuple[str, dict[tuple[str, str], list[dict[str, Any]
     return "\n".join(lines), found
 
 
-ORDERS = {
-    "unrounded": "not rounded",
-    "uniform": "the same for all",
-    "second_order": "g·δ + ½ δᵀHδ",
-    "trace_times_square": "Tr H · ‖δ‖²",
-    "square": "‖δ‖²",
-    "measured": "the measured rise of each alone",
-}
+ORDERS = {"unrounded": "not rounded", "uniform": "the same for all", **COSTS}
 
 
 def chosen() -> str:
@@ -218,7 +203,7 @@ def chosen() -> str:
         for row in polars.read_parquet(path.parent / "budgets.parquet").to_dicts():
             kept[network, row["budget"], row["by"]].append((row["mean bits"], row["loss"], row["accuracy"]))
     lines = [
-        "| network | bits a weight, at most | bits chosen by | bits used | held-out loss | accuracy | seeds |",
+        "| network | bits per weight, at most | bits chosen by | bits used | held-out loss | accuracy | seeds |",
         "|---|---|---|---|---|---|---|",
     ]
     for (network, budget, by), rows in sorted(kept.items(), key=lambda each: each[0][0]):
@@ -231,10 +216,10 @@ def chosen() -> str:
 
 def against_uniform(kept: dict[tuple[str, float, str], list[tuple[float, float, float]]]) -> list[str]:
     """In how many runs each order chose better than the same bits for all, size by size."""
-    said = []
+    said, orders = [], [by for by in COSTS if any(order == by for _, _, order in kept)]
     for budget in sorted({budget for _, budget, _ in kept if budget}):
         parts = []
-        for by in ("measured", "second_order", "trace_times_square", "square"):
+        for by in orders:
             gains = [
                 row[2] - alike[2]
                 for (network, size, order), rows in kept.items()
@@ -245,7 +230,7 @@ def against_uniform(kept: dict[tuple[str, float, str], list[tuple[float, float, 
             mean = f"{100 * statistics.mean(gains):+.1f}".replace("-", "−")
             counts = f"more accurate than the same for all in {better}, less in {worse}"
             parts.append(f"by {ORDERS[by]} {counts}, {mean} points on average")
-        said.append(f"At {budget:g} bits a weight, of {len(gains)} networks, chosen bits are {'; '.join(parts)}.")
+        said.append(f"At {budget:g} bits per weight, of {len(gains)} networks, chosen bits are {'; '.join(parts)}.")
     return ["  \n".join(said)] if said else []
 
 

@@ -303,7 +303,7 @@ def merged(model: nn.Module) -> tuple[nn.Module, Change]:
         with torch.no_grad():
             try:
                 base, there = _without_adapter(module)
-            except (RuntimeError, AttributeError, KeyError, TypeError, ValueError, NotImplementedError) as error:
+            except (RuntimeError, AttributeError, KeyError, TypeError, ValueError) as error:
                 raise InputError(f"the LoRA layer {name!r} cannot be merged: {first_line(error)}.") from error
         after |= {_inside(name, key): tensor for key, tensor in there.items()}
         parent, _, last = name.rpartition(".")

@@ -90,7 +90,7 @@ def to_eval_mode(model: nn.Module) -> None:
     """Put a model into eval mode; programs of `torch.export` keep the mode they were exported in."""
     try:
         model.eval()
-    except NotImplementedError:
+    except NotImplementedError:  # what such a program raises
         for module in model.modules():
             module.training = False
 

@@ -221,7 +221,7 @@ class _Recorder(TorchFunctionMode):
 
     def _keep(self, value: Value) -> Value:
         self.values[id(value.tensor)] = value
-        with contextlib.suppress(RuntimeError, NotImplementedError):  # a tensor without memory of its own
+        with contextlib.suppress(RuntimeError):  # a tensor without memory of its own
             self.memory.setdefault(value.tensor.untyped_storage().data_ptr(), []).append(value)
         return value
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -13,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 
-class FunctionWatch(TorchFunctionMode):
+class FunctionWatch(TorchFunctionMode, abc.ABC):
     """A context in which `run` is called in place of every PyTorch function."""
 
     def __torch_function__(
@@ -21,12 +22,12 @@ class FunctionWatch(TorchFunctionMode):
     ) -> Any:
         return self.run(func, args, kwargs or {})
 
+    @abc.abstractmethod
     def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the function, and note what matters."""
-        raise NotImplementedError
 
 
-class DispatchWatch(TorchDispatchMode):
+class DispatchWatch(TorchDispatchMode, abc.ABC):
     """A context in which `run` is called in place of every ATen operation."""
 
     def __init__(self) -> None:
@@ -37,9 +38,9 @@ class DispatchWatch(TorchDispatchMode):
     ) -> Any:
         return self.run(func, args, kwargs or {})
 
+    @abc.abstractmethod
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Execute the operation, and note what matters."""
-        raise NotImplementedError
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
