@@ -11,7 +11,7 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from torch import nn
 
 from spiritlevel.answers.changes import Change, Moved, as_change, rounded
-from spiritlevel.answers.expanding import Way
+from spiritlevel.answers.expanding import Way, rises_alone
 from spiritlevel.answers.perturbing import changed, moved, perturb_in
 from spiritlevel.arguments import checked, number, one_of
 from spiritlevel.binding.parameters import Params
@@ -129,13 +129,8 @@ def _alone(setting: Setting, change: Change, by: str, samples: int | None) -> di
         return {row.name: (float(getattr(row, by)), row.size) for row in found.layers}
     here, _ = setting.drawn(samples)
     way = Way(here, moved(change, here, False).after)
-    totals = dict.fromkeys(way.problem.params, 0.0)
-    with way.active():
-        for inputs, targets in here.each():
-            _, before = way.losses(way.problem.params, inputs, targets)
-            for name in totals:
-                totals[name] += float((way.losses(way.alone(name), inputs, targets)[1] - before).sum())
-    return {name: (total / here.count, way.delta[name].numel()) for name, total in totals.items()}
+    rises = rises_alone(way).tolist()
+    return {name: (rise, way.delta[name].numel()) for name, rise in zip(way.delta, rises, strict=True)}
 
 
 def at_least_of_more_bits(costs: Mapping[int, float]) -> dict[int, float]:

@@ -274,13 +274,13 @@ class Layers(NamedTuple):
 def by_layer(way: Way, measure: bool, progress: Callable[[str, int, int], None]) -> Layers:
     """Each layer by itself: one product with H per layer, and one forward pass if it is to be measured."""
     names, params = list(way.problem.params), way.problem.params
-    slopes, measured = torch.zeros(2, len(names), dtype=torch.float64)
+    slopes = torch.zeros(len(names), dtype=torch.float64)
+    measured = rises_alone(way) if measure else torch.zeros_like(slopes)
     products = torch.zeros(len(names), len(names), dtype=torch.float64)
     count = way.setting.count
     with way.active():
         for inputs, targets in way.setting.each():
             gradient = loss_gradient(way.problem, params, inputs, targets)
-            _, here = way.losses(params, inputs, targets)
             for i, name in enumerate(names):
                 progress(f"layer {name}", i, len(names))
                 slopes[i] += _inner(gradient[name], way.delta[name])
@@ -289,9 +289,19 @@ def by_layer(way: Way, measure: bool, progress: Callable[[str, int, int], None])
                 products[i] += torch.tensor(
                     [_inner(product[key], way.delta[key]) for key in names], dtype=torch.float64
                 )
-                if measure:
-                    measured[i] += (way.losses(way.alone(name), inputs, targets)[1] - here).sum()
-    return Layers(names, slopes / count, (products + products.T) / (2 * count), measured / count)
+    return Layers(names, slopes / count, (products + products.T) / (2 * count), measured)
+
+
+def rises_alone(way: Way) -> Tensor:
+    """How much the mean loss rises if one tensor moves and the others stay: one forward pass for each."""
+    names, params = list(way.problem.params), way.problem.params
+    rises = torch.zeros(len(names), dtype=torch.float64)
+    with way.active():
+        for inputs, targets in way.setting.each():
+            _, here = way.losses(params, inputs, targets)
+            for i, name in enumerate(names):
+                rises[i] += (way.losses(way.alone(name), inputs, targets)[1] - here).sum()
+    return rises / way.setting.count
 
 
 def _inner(a: Tensor, b: Tensor) -> float:

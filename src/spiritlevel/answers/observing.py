@@ -22,7 +22,7 @@ class Waiting:
 
     def __init__(self) -> None:
         self.outputs: int | None = None
-        """Logits a sample, once known."""
+        """Logits per sample, once known."""
         self.device = torch.device("cpu")
         self._calls: list[tuple[Tensor, Tensor, Tensor, int, int]] = []
         self._shapes: tuple[torch.Size, torch.Size, torch.Size] | None = None
@@ -46,7 +46,7 @@ class Waiting:
         count = ids[0] if len(ids) == 1 else -1
         if not 0 < len(logits) < 3 or logits[0] != count or targets.numel() != count:
             raise InputError(
-                f"record needs logits (samples, classes), one class and one id a sample, got shapes {tuple(logits)}, "
+                f"record needs logits (samples, classes), one class and one id per sample, got shapes {tuple(logits)}, "
                 f"{tuple(targets)} and {tuple(ids)}; flatten the tokens of a sequence and give each an id of its own."
             )
         outputs = logits[1] if len(logits) == 2 else 1
