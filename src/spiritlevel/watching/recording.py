@@ -26,7 +26,6 @@ from spiritlevel.errors import InputError, first_line
 from spiritlevel.watching.derivatives import LARGE
 from spiritlevel.watching.norm_rules import Cell, ConvolutionRule, Names, Norms, PooledConvolution, Rule, cell_of
 from spiritlevel.watching.operations import called, is_in_place
-from spiritlevel.watching.pullbacks import FEW, pull_back
 from spiritlevel.watching.structure import Structure, Watch, analyse, joined
 from spiritlevel.watching.watchers import FunctionWatch, tensors_in
 
@@ -185,7 +184,7 @@ class Recording:
         self.calls_model = slow is not None  # for the gradients of some parameters
         self._rules = [rule for rule, _, _ in recorder.taps]
         self._taps = [tap for _, tap, _ in recorder.taps]
-        self._slow, self._together = slow, True
+        self._slow = slow
 
     def squared_norms(self, vectors: Sequence[Tensor], *, last: bool = False) -> list[Norms]:
         """‖∇_p (vᵀφₙ)‖² of every sample and parameter, float64, for each v of `vectors`; `last` frees the recording.
@@ -193,62 +192,36 @@ class Recording:
         The vectors are of order 1. Entries below the square of the machine epsilon are dropped: they add nothing, but
         as denormal numbers would slow the pass down severalfold.
         """
-        vectors = [self._scaled(vector) for vector in vectors]
-        results: list[Norms] = [{} if self._slow is None else self._slow(vector) for vector in vectors]
-        if not self._taps or not self.outputs.requires_grad:
-            return results
-        if self._together and len(vectors) > 1 and len(self.outputs) <= FEW:
-            try:
-                found = self._at_once(vectors)
-            except (RuntimeError, TypeError, AttributeError):  # a node that autograd alone can call
-                self._together = False
-            else:
-                return [{**slow, **norms} for slow, norms in zip(results, found, strict=True)]
+        results: list[Norms] = []
         waiting: dict[int, list[Tensor]] = {}
         for index, vector in enumerate(vectors):
+            vector = vector.to(self.outputs)
+            vector = vector.masked_fill(vector.abs() < torch.finfo(vector.dtype).eps ** 2, 0.0)
+            norms: Norms = {} if self._slow is None else self._slow(vector)
+            results.append(norms)
+            if not self._taps or not self.outputs.requires_grad:
+                continue
             keep = not (last and index == len(vectors) - 1)
             cotangents: Sequence[Tensor | None] = torch.autograd.grad(
                 self.outputs, self._taps, vector, retain_graph=keep, allow_unused=True
             )
-            for position, delta in enumerate(cotangents):
-                if delta is not None and self._stacks(position) and len(vectors) > 1:
-                    waiting.setdefault(position, []).append(delta)
-                elif delta is not None:
-                    self._add(position, [delta], results[index : index + 1])
-        for position, deltas in waiting.items():
-            self._add(position, deltas, results[-len(deltas) :])
-        return results
-
-    def _scaled(self, vector: Tensor) -> Tensor:
-        vector = vector.to(self.outputs)
-        return vector.masked_fill(vector.abs() < torch.finfo(vector.dtype).eps ** 2, 0.0)
-
-    def _at_once(self, vectors: list[Tensor]) -> list[Norms]:
-        """All passes together, the norms of a tap as soon as its cotangents are there."""
-        results: list[Norms] = [{} for _ in vectors]
-        pull_back(
-            self.outputs,
-            self._taps,
-            torch.stack(vectors),
-            lambda position, deltas: self._add(position, list(deltas.unbind(0)), results),
-        )
-        return results
-
-    def _stacks(self, position: int) -> bool:
-        rule = self._rules[position]
-        return isinstance(rule, _Stacking) and rule.stacks
-
-    def _add(self, position: int, deltas: list[Tensor], results: list[Norms]) -> None:
-        """The norms that a tap makes of the cotangents of some passes."""
-        rule = self._rules[position]
+            with torch.no_grad():
+                for position, delta in enumerate(cotangents):
+                    rule = self._rules[position]
+                    if delta is None:
+                        continue
+                    if isinstance(rule, _Stacking) and rule.stacks and len(vectors) > 1:
+                        waiting.setdefault(position, []).append(delta)
+                    else:
+                        norms.update(rule(delta))
         with torch.no_grad():
-            if isinstance(rule, _Stacking) and rule.stacks:
+            for position, deltas in waiting.items():
+                rule = self._rules[position]
+                assert isinstance(rule, _Stacking)
                 for name, table in rule.several(deltas):
-                    for norms, column in zip(results, table.unbind(1), strict=True):
+                    for norms, column in zip(results[-len(deltas) :], table.unbind(1), strict=True):
                         norms[name] = column
-                return
-            for norms, delta in zip(results, deltas, strict=True):
-                norms.update(rule(delta))
+        return results
 
 
 def _weights(count: int, like: Tensor) -> list[Tensor]:
