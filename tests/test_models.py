@@ -30,7 +30,7 @@ COUNTS = [
     ("vgg16_bn", {"classes": 10}, 15_253_578),
 ]
 SHAPES = {"lenet5": (1, 28, 28), "deep_linear": (1,)} | dict.fromkeys(
-    ("cnn", "fcn_bn", "softmax_regression", "mlp", "printed_mlp"), (1, 28, 28)
+    ("strided_cnn", "fcn_bn", "softmax_regression", "mlp", "printed_mlp"), (1, 28, 28)
 )
 
 

@@ -245,7 +245,7 @@ def test_a_league_varies_all_that_may_explain_the_gap_and_runs_whole_seeds_first
     third = len(cells) // 3
     assert {name.rsplit("-", 1)[1] for name in asked[:third]} == {"0"}, "a run that is cut short has a balanced grid"
     job = study.job(config, cells[-1])
-    assert (job.network, job.train_size, dict(job.options)) == ("cnn", 1000, {"width": 2.0, "depth": 4})
+    assert (job.network, job.train_size, dict(job.options)) == ("strided_cnn", 1000, {"width": 2.0, "depth": 4})
 
 
 def test_the_key_of_an_older_league_is_what_it_was() -> None:

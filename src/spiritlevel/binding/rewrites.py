@@ -1,5 +1,7 @@
 """Operations written out in elementary ones, because their built-in derivatives are wrong or missing (torch 2.13).
 
+One of them, max pooling without derivatives, because the built-in one is slow.
+
 `tools/census.py` compares every differentiable operation with second differences; `docs/operations.md` is its result.
 What it finds wrong is written out here, or refused in a sentence where that is impossible.
 """
@@ -11,13 +13,16 @@ import inspect
 import math
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
+from functools import reduce
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from spiritlevel.binding.parameters import depth
 from spiritlevel.errors import InputError
 
 
@@ -206,6 +211,43 @@ def _sinc(input: Tensor) -> Tensor:
 def _glu(input: Tensor, dim: int = -1) -> Tensor:
     value, gate = input.chunk(2, dim)
     return value * gate.sigmoid()
+
+
+def _max_pool2d(
+    input: Tensor,
+    kernel_size: int | tuple[int, int],
+    stride: int | tuple[int, int] | None = None,
+    padding: int | tuple[int, int] = 0,
+    dilation: int | tuple[int, int] = 1,
+    ceil_mode: bool = False,
+    return_indices: bool = False,
+) -> Tensor | None:
+    """The largest value of each cell, where cells do not overlap and nobody asks for a derivative.
+
+    On a CPU the built-in kernel takes some ten times as long, longer than a small convolution, because it also keeps
+    where the maxima were. The values are the same; at ties the derivatives would not be, so those are left to it.
+    """
+    cell = (kernel_size, kernel_size) if isinstance(kernel_size, int) else tuple(kernel_size)
+    steps = (stride, stride) if isinstance(stride, int) else tuple(stride or cell)
+    plain = padding in (0, (0, 0)) and dilation in (1, (1, 1)) and not ceil_mode and not return_indices
+    if steps != cell or len(cell) != 2 or not plain or not _values_alone(input) or input.ndim not in (3, 4):
+        return None
+    rows, columns = (size // step * step for size, step in zip(input.shape[-2:], cell, strict=True))
+    if not rows or not columns:
+        return None
+    input = input[..., :rows, :columns]
+    for dim, step in zip((-2, -1), cell, strict=True):
+        parts = [input[..., k::step, :] if dim == -2 else input[..., k::step] for k in range(step)]
+        input = reduce(torch.maximum, parts) if step > 1 else input
+    return input.contiguous()
+
+
+def _values_alone(input: Tensor) -> bool:
+    """Whether this is a plain tensor of a CPU in the usual order, whose derivatives nobody asks for or watches."""
+    wanted = torch.is_grad_enabled() and input.requires_grad
+    usual = type(input) is Tensor and input.device.type == "cpu" and input.is_contiguous() and input.is_floating_point()
+    watched = depth() is not None or forward_ad._current_level >= 0 or torch._C._len_torch_function_stack() > 0
+    return usual and not wanted and not watched and torch._C._len_torch_dispatch_stack() == 0
 
 
 def _max_unpool(dims: int) -> Callable[..., Tensor]:
@@ -397,6 +439,7 @@ _REWRITES: dict[Any, Callable[..., Any]] = {
     torch.sinc: _sinc,
     torch.special.sinc: _sinc,
     Tensor.sinc: _sinc,
+    F.max_pool2d: _max_pool2d,
     F.max_unpool1d: _max_unpool(1),
     F.max_unpool2d: _max_unpool(2),
     F.max_unpool3d: _max_unpool(3),

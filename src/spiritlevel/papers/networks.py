@@ -172,19 +172,19 @@ def _average_head(channels: int, classes: int) -> list[nn.Module]:
 
 
 @checked
-def cnn(channels: int = 1, classes: int = 10, width: float = 1.0, depth: int = 2) -> nn.Module:
-    """`depth` convolutions 3×3 of 16 channels with ReLU, the first two max-pooled; means of 4×4 cells; one dense layer.
+def strided_cnn(channels: int = 1, classes: int = 10, width: float = 1.0, depth: int = 2) -> nn.Module:
+    """`depth` convolutions 3×3 of 16 channels with ReLU, the first two at stride 2; means of 4×4 cells; a dense layer.
 
     The convolutional networks of the league of measures.
 
-    >>> count(cnn()), count(cnn(channels=3, width=2.0, depth=4))
+    >>> count(strided_cnn()), count(strided_cnn(channels=3, width=2.0, depth=4))
     (5050, 33770)
     """
     _positive(channels=channels, classes=classes, width=width, depth=depth)
     units, layers = _scale(16, width), list[nn.Module]()
     for number in range(depth):
-        layers += [nn.Conv2d(channels if number == 0 else units, units, 3, padding=1), nn.ReLU()]
-        layers += [nn.MaxPool2d(2)] if number < 2 else []
+        stride = 2 if number < 2 else 1
+        layers += [nn.Conv2d(channels if number == 0 else units, units, 3, stride, padding=1), nn.ReLU()]
     return _he_normal(nn.Sequential(*layers, nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(16 * units, classes)))
 
 
@@ -324,7 +324,7 @@ _BUILDERS: dict[str, Callable[..., nn.Module]] = {
         mlp,
         printed_mlp,
         deep_linear,
-        cnn,
+        strided_cnn,
         all_cnn_c,
         preresnet164,
         wide_resnet_28_10,

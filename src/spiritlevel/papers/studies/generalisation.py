@@ -329,7 +329,7 @@ STUDY = Study(
     ),
     pieces=pieces,
     later={"networks": (), "depth": (), "train_sizes": ()},
-    wanted={"a league of several families": {"networks": ("mlp", "cnn"), "scale": "small"}},
+    wanted={"a league of several families": {"networks": ("mlp", "strided_cnn"), "scale": "small"}},
     scales={
         "smoke": {
             "train_size": 60,

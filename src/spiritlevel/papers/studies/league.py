@@ -30,7 +30,7 @@ LOSS_BASED = ("mean_aceht", "margin_bound", "printed_margin_bound")  # functions
 
 
 SMALL: dict[str, Any] = {
-    "networks": ("mlp", "cnn"),
+    "networks": ("mlp", "strided_cnn"),
     "depth": (2, 4),
     "train_sizes": (500, 1_000),
     "width": (0.5, 2.0),

@@ -250,7 +250,7 @@ STUDY = Study(
     ),
     pieces=pieces,
     later={"networks": (), "depth": (), "train_sizes": ()},
-    wanted={"the league of several families": {"networks": ("mlp", "cnn"), "scale": "small"}},
+    wanted={"the league of several families": {"networks": ("mlp", "strided_cnn"), "scale": "small"}},
     scales={
         "smoke": {
             "train_size": 60,
