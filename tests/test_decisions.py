@@ -134,8 +134,8 @@ def test_many_checkpoints(untouched: Untouched) -> None:
     for name, net in MODELS.items():
         alone = sl.perturb(net, TEST, "int3", layers=False)
         row = found.row(name)
-        assert row.foretold["int3"].value == pytest.approx(alone.predicted.value, rel=1e-6)
-        assert row.found["int3"].value == pytest.approx(alone.measured.value, rel=1e-6)
+        assert row.predicted["int3"].value == pytest.approx(alone.predicted.value, rel=1e-6)
+        assert row.measured["int3"].value == pytest.approx(alone.measured.value, rel=1e-6)
         apart = losses(net) - losses(MODELS[order[0]])
         assert row.behind == pytest.approx(float(apart.mean()), rel=1e-5, abs=1e-12)
         assert row.behind_low <= row.behind <= row.behind_high
@@ -154,7 +154,7 @@ def test_checkpoints_are_taken_one_after_the_other_and_need_no_classes() -> None
     pairs = ((str(number), nn.Linear(3, 1)) for number in range(2))
     found = sl.rank(pairs, data, loss="squared_error", measures=["weight_norm"], under=["int8"], apply=False)
     assert math.isnan(found.values("accuracy")[0])
-    assert found.row("0").found["int8"].status == "undefined"
+    assert found.row("0").measured["int8"].status == "undefined"
     assert any("predicted" in sentence for sentence in found.sentences())
 
 
@@ -202,8 +202,12 @@ def test_perturb_on_the_command_line(folder: Path, capsys: pytest.CaptureFixture
     text = (folder / "run" / "report.html").read_text()
     for part in ("Predicted and measured", "The loss along the way", "Layer by layer", "Which samples", "AUROC"):
         assert part in text
-    assert main([*words, "--change", "w1.safetensors", "--no-layers", "--foretell"]) == 0
+    assert main([*words, "--change", "w1.safetensors", "--no-layers", "--predict-only"]) == 0
     assert "was not made" in " ".join(capsys.readouterr().out.split())
+    assert main([*words, "--change", "w1.safetensors", "--no-layers", "--foretell"]) == 0  # its name in 0.2.0
+    shown = capsys.readouterr()
+    assert "was not made" in " ".join(shown.out.split())
+    assert "spiritlevel: --foretell is deprecated, use --predict-only." in shown.err
     assert main([*words, "--change", "net.py:scaled", "--no-layers", "--params", "1"]) == 0
     assert "scaled" in capsys.readouterr().out
     assert main(["report", "run", "--out", "page.html"]) == 0

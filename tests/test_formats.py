@@ -18,7 +18,7 @@ import spiritlevel as sl
 from spiritlevel import results
 from spiritlevel.cli import main
 from spiritlevel.errors import InputError
-from spiritlevel.results import Estimate, Report, Result
+from spiritlevel.results import Checkpoint, Checkpoints, Estimate, Prediction, Report, Result
 from spiritlevel.results.codec import FORMAT, RENAMED
 
 FILES = sorted((Path(__file__).parent / "version_0_1").glob("*.json"))
@@ -146,6 +146,27 @@ def test_old_names_work_and_warn(old: str, new: str) -> None:
 
 def test_the_list_of_public_names_and_the_files_agree_on_what_was_renamed() -> None:
     assert sl._RENAMED == RENAMED
+
+
+def test_fields_by_the_names_that_they_had() -> None:
+    """`foretold` and `found` of 0.2.0 are `predicted` and `measured`: in files, as attributes, as columns."""
+    row = Checkpoint(
+        "a", Estimate(0.5), Estimate(0.9), predicted={"int4": Prediction(0.25)}, measured={"int4": Estimate(0.3)}
+    )
+    found = Checkpoints((row,), changes=("int4",))
+    old = found.to_dict()
+    (written,) = old["rows"]
+    written["foretold"], written["found"] = written.pop("predicted"), written.pop("measured")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert Result.from_dict(old).to_json() == found.to_json()
+    with pytest.warns(DeprecationWarning, match=r"^Checkpoint\.foretold is deprecated, use Checkpoint\.predicted\.$"):
+        assert row.foretold is row.predicted  # type: ignore[attr-defined]
+    with pytest.warns(DeprecationWarning, match=r"^Checkpoint\.found is deprecated, use Checkpoint\.measured\.$"):
+        assert row.found is row.measured  # type: ignore[attr-defined]
+    with pytest.warns(DeprecationWarning, match=r"^the column 'int4, foretold' is deprecated, use 'int4, p"):
+        assert found.values("int4, foretold") == [0.25]
+    assert not {"foretold", "found"} & {*str(found).split(), *found.frame().columns}
 
 
 def test_no_module_has_a_name_that_nobody_gave_it() -> None:

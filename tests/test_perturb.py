@@ -175,7 +175,7 @@ def test_flips_are_those_of_the_linearised_outputs_and_of_a_changed_copy() -> No
     assert found.agreement[found.best] == max(found.agreement.values())
 
 
-def test_a_quadratic_loss_is_foretold_exactly() -> None:
+def test_a_quadratic_loss_is_predicted_exactly() -> None:
     net = nn.Linear(4, 2).double()
     data = torch.randn(50, 4).double(), torch.randn(50, 2).double()
     found = sl.perturb(net, data, "prune:0.5", loss="squared_error")

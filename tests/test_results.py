@@ -191,7 +191,7 @@ def example(hint: Any) -> Any:
     if get_origin(hint) in (UnionType, Union):
         return 1.5 if float in inner else example(inner[0])
     if isinstance(hint, type) and issubclass(hint, Result):
-        fields = {name: example(kind) for name, kind in codec._hints(hint).items() if name != "_types"}
+        fields = {name: example(kind) for name, kind in codec._hints(hint).items() if not name.startswith("_")}
         return hint(**{**fields, "status": "estimated"} if "status" in fields else fields)
     if get_origin(hint) in (tuple, list, dict):
         kind = get_origin(hint)

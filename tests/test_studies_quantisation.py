@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from spiritlevel.cli.reproduce import parse
 from spiritlevel.errors import InputError
 from spiritlevel.papers.studies import Run, Verdict, decide, generalisation, layer_bits, quantisation
 from spiritlevel.papers.studies.layer_bits import LayerBitsConfig
@@ -37,6 +38,19 @@ def networks(**telling: float) -> list[dict[str, Any]]:
 def verdicts(nets: list[dict[str, Any]]) -> dict[str, Verdict]:
     rulings = quantisation.from_tables(CONFIG, lambda _: nets)
     return {ruling.statement.id: decide(ruling.statement, [ruling.record()]).verdict for ruling in rulings}
+
+
+def test_a_field_by_the_name_that_it_had(capsys: pytest.CaptureFixture[str]) -> None:
+    """`foretell_on` of 0.2.0 is `predict_on`: kept runs keep their folder and are read, the old name warns."""
+    study = quantisation.STUDY
+    assert study.key(study.at("smoke")) == "999e9cf5bf78"  # the folder's name in 0.2.0
+    assert study.restored({"scale": "smoke", "foretell_on": 250}) == Quantisation(predict_on=250)
+    with pytest.warns(DeprecationWarning, match=r"^foretell_on= of quantisation is deprecated, use predict_on=\.$"):
+        assert study.at("smoke", foretell_on=250) == study.at("smoke", predict_on=250)
+    for words in (["--foretell-on", "250"], ["--foretell_on=250"]):
+        command = parse(["quantisation", *words])
+        assert command.predict_on == "250"  # type: ignore[attr-defined]
+        assert "--foretell-on is deprecated, use --predict-on." in capsys.readouterr().err
 
 
 def test_flatness_is_found_to_tell_where_it_does() -> None:

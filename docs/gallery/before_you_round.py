@@ -27,7 +27,7 @@ def trained(steps: int) -> nn.Module:
     return model
 
 
-# One change, foretold and then made: the loss, the flips, every layer alone.
+# One change, predicted and then made: the loss, the flips, every layer alone.
 model = trained(300)
 found = sl.perturb(model, digits.test, "int3", name="digits", classes=tuple(digits.classes))
 print(found)

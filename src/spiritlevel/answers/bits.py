@@ -47,7 +47,7 @@ def choose_bits(
     "curvature", "trace_times_square" (HAWQ's) and "square". No cost is below 0 or below that of more bits. The bits are
     those of the least cost in all that keep to the size, by an integer program. What layers do to each other is left
     out of it, so the plan is made and compared with the same number of bits for all. Far from the model, at 2 bits,
-    the second order may foretell a fortieth of what comes, and plans by it be worse than uniform bits.
+    the second order may predict a fortieth of what happens, and plans by it may be worse than uniform bits.
 
     Args:
         model: any module; it is left as it was.
@@ -136,7 +136,7 @@ def _alone(setting: Setting, change: Change, by: str, samples: int | None) -> di
 def at_least_of_more_bits(costs: Mapping[int, float]) -> dict[int, float]:
     """What a layer costs by its number of bits, not below 0 and not below what more bits cost.
 
-    Far from the model the second order may foretell a gain, and a layer would get 2 bits for nothing.
+    Far from the model the second order may predict a gain, and the layer would be given 2 bits for nothing.
 
     >>> at_least_of_more_bits({2: -3.0, 4: 0.5, 8: -0.1})
     {8: 0.0, 4: 0.5, 2: 0.5}

@@ -164,8 +164,8 @@ def _row(
         loss=Estimate(float(setting.losses.mean())),
         accuracy=accuracy,
         measures=values,
-        foretold={key: each.predicted for key, each in made.items()},
-        found={key: each.measured for key, each in made.items()},
+        predicted={key: each.predicted for key, each in made.items()},
+        measured={key: each.measured for key, each in made.items()},
         flips={key: each.flips_measured for key, each in made.items()},
     )
 

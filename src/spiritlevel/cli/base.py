@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple, Self
@@ -38,6 +39,7 @@ class Command(ABC):
     """What all commands share."""
 
     NAME: ClassVar[str]  # as it is written on the command line
+    RENAMED: ClassVar[Mapping[str, str]] = {}  # options that had another name: old → new; the old ones work and warn
 
     json: Annotated[Path | None, optional("FILE")] = None
     """Also write the result to FILE, as strict JSON."""

@@ -44,7 +44,7 @@ def parse(kind: type[T], prog: str, args: Sequence[str]) -> T:
     spiritlevel.errors.InputError: unknown option '--epoch': did you mean '--epochs'? See `spiritlevel demo --help`.
     """
     complaint = io.StringIO()
-    args = _in_places(kind, args)
+    args = _in_places(kind, _by_new_names(kind, args))
     try:
         with contextlib.redirect_stderr(complaint):
             return tyro.cli(kind, prog=prog, args=args, config=(FlagCreatePairsOff,))
@@ -53,6 +53,20 @@ def parse(kind: type[T], prog: str, args: Sequence[str]) -> T:
             raise
         reason = _explained(_arguments(kind), list(args)) or _plain(complaint.getvalue())
         raise InputError(f"{reason.rstrip('.')}{'' if reason.endswith('?') else '.'} See `{prog} --help`.") from None
+
+
+def _by_new_names(kind: type, args: Sequence[str]) -> list[str]:
+    """The arguments, with the options that have been renamed by their new names."""
+    from spiritlevel.cli.base import say  # which imports this module
+
+    words, renamed = list(args), getattr(kind, "RENAMED", {})
+    for place, word in enumerate(words):
+        name, equals, value = word.partition("=")
+        old = name.replace("_", "-")
+        if old in renamed:
+            say(f"{old} is deprecated, use {renamed[old]}.")
+            words[place] = f"{renamed[old]}{equals}{value}"
+    return words
 
 
 def _in_places(kind: type, args: Sequence[str]) -> list[str]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from tyro.conf import Positional, arg
 
@@ -25,6 +26,7 @@ class Perturb(RunOnData):
     """
 
     NAME = "perturb"
+    RENAMED: ClassVar[Mapping[str, str]] = {"--foretell": "--predict-only"}
 
     model: Annotated[Positional[str], arg(metavar="MODEL")]
     """A model, written as for `spiritlevel measure`."""
@@ -35,8 +37,8 @@ class Perturb(RunOnData):
     """Its weights."""
     params: Annotated[str | None, optional("NAME,NAME,...")] = None
     """Change only these parameters: names, prefixes or globs."""
-    foretell: Annotated[bool, optional()] = False
-    """Only predict: at most half of the change is ever made."""
+    predict_only: Annotated[bool, optional()] = False
+    """Predict and do not measure: at most half of the change is ever made."""
     no_layers: Annotated[bool, optional()] = False
     """Leave out the layers, which cost three gradients each."""
     out: Annotated[Path | None, optional("DIR")] = None
@@ -60,7 +62,7 @@ class Perturb(RunOnData):
                 self._change(),
                 loss=load_loss(self.loss),
                 samples=self.samples,
-                apply=not self.foretell,
+                apply=not self.predict_only,
                 layers=not self.no_layers,
                 params=None if self.params is None else [name for name in self.params.split(",") if name.strip()],
                 batch_norm=self.batch_norm,

@@ -179,8 +179,14 @@ def _subcommand(study: Any) -> type:
         )
         fields.append((field.name, Annotated[str | None, shown], None))
     made = dataclasses.make_dataclass(study.name, fields, bases=(Reproduce,), frozen=True, kw_only=True)
+    made.RENAMED = {_option(old): _option(new) for old, new in study.renamed.items()}
     made.__doc__ = f"{study.title} ({study.source}).\n\nFor example: spiritlevel reproduce {study.name} --scale smoke"
     return made
+
+
+def _option(field: str) -> str:
+    """What a field is called on the command line."""
+    return f"--{field.replace('_', '-')}"
 
 
 def _defaults(study: Any, field: dataclasses.Field[Any]) -> str:
@@ -205,11 +211,7 @@ def _given(command: Reproduce) -> dict[str, Any]:
     hints = typing.get_type_hints(study.config)
     own = {field.name for field in dataclasses.fields(study.config)} - {"scale", "seed"}
     texts = {name: getattr(command, name) for name in sorted(own)}
-    return {
-        name: _values(f"--{name.replace('_', '-')}", text, hints[name])
-        for name, text in texts.items()
-        if text is not None
-    }
+    return {name: _values(_option(name), text, hints[name]) for name, text in texts.items() if text is not None}
 
 
 def _values(option: str, text: str, kind: Any) -> list[Any]:

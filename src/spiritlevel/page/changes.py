@@ -128,7 +128,7 @@ def _layers(found: Perturbation, key: str) -> Section:
         "layer": "name",
         "parameters": "size",
         "measured alone": "measured",
-        "foretold": "second_order",
+        "predicted alone": "second_order",
         "g·δ": "slope",
         "½ δᵀHδ": "curvature",
         "with the others": "with_others",

@@ -38,13 +38,13 @@ def _summary(found: Checkpoints, key: str) -> Section:
         rows.append((row.name, *(column[place] for column in columns), behind))
     for change in found.changes:
         for row in found.rows:
-            came = [found.values(f"{change}, {kind}")[found.rows.index(row)] for kind in ("found", "flips")]
-            after.append((change, row.name, _foretold(row.foretold.get(change)), *came))
+            came = [found.values(f"{change}, {kind}")[found.rows.index(row)] for kind in ("measured", "flips")]
+            after.append((change, row.name, _prediction(row.predicted.get(change)), *came))
     titles = ["checkpoint", *(_words(name) for name in names), "loss above the lowest (95 %)"]
     title = f"{len(found.rows)} checkpoints on {found.samples:,} samples"
     section.tables.append(Table(f"{key}-table", title, titles, rows))
     if after:
-        titles = ["change", "checkpoint", "rise of the loss, foretold", "rise of the loss, found", "flips"]
+        titles = ["change", "checkpoint", "rise of the loss, predicted", "rise of the loss, measured", "flips"]
         section.tables.append(Table(f"{key}-changes", "After each change of the weights", titles, after))
     return section
 
@@ -72,13 +72,13 @@ def _curves(found: Checkpoints, key: str) -> Section:
     for name in ("accuracy", "loss", *found.measures):
         draw(_words(name), _words(name), {name: found.values(name)})
     for change in found.changes:
-        rises = {kind: found.values(f"{change}, {kind}") for kind in ("foretold", "found")}
+        rises = {kind: found.values(f"{change}, {kind}") for kind in ("predicted", "measured")}
         draw(f"What {change} adds to the loss", "rise of the loss", rises)
         draw(f"Predictions that {change} flips", "flips", {"flips": found.values(f"{change}, flips")})
     return section
 
 
-def _foretold(predicted: Prediction | None) -> str:
+def _prediction(predicted: Prediction | None) -> str:
     if predicted is None or math.isnan(predicted.value):
         return "–"
     low, high = predicted.interval()

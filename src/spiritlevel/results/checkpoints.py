@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import warnings
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from spiritlevel.arguments import checked
 from spiritlevel.errors import InputError, counted, unknown_name
@@ -24,12 +26,14 @@ class Checkpoint(Result):
     number of predictions that flipped.
     """
 
+    _renamed: ClassVar[dict[str, str]] = {"foretold": "predicted", "found": "measured"}
+
     name: str
     loss: Estimate
     accuracy: Estimate
     measures: dict[str, Estimate] = field(default_factory=dict)
-    foretold: dict[str, Prediction] = field(default_factory=dict)
-    found: dict[str, Estimate] = field(default_factory=dict)
+    predicted: dict[str, Prediction] = field(default_factory=dict)
+    measured: dict[str, Estimate] = field(default_factory=dict)
     flips: dict[str, Estimate] = field(default_factory=dict)
     behind: float = math.nan
     behind_low: float = math.nan
@@ -60,18 +64,23 @@ class Checkpoints(Shown):
 
     def _check(self) -> None:
         for row in self.rows:
-            if not set(self.measures) >= set(row.measures) or not set(self.changes) >= set(row.foretold):
+            if not set(self.measures) >= set(row.measures) or not set(self.changes) >= set(row.predicted):
                 raise Misfit(f"the row {row.name!r} has columns that the table does not have")
 
     @property
     def columns(self) -> tuple[str, ...]:
         """What the checkpoints can be ordered by."""
-        rises = [f"{change}, {kind}" for change in self.changes for kind in ("foretold", "found", "flips")]
+        rises = [f"{change}, {kind}" for change in self.changes for kind in ("predicted", "measured", "flips")]
         return ("accuracy", "loss", *self.measures, *rises)
 
     @checked
     def values(self, column: str) -> list[float]:
         """One column, NaN where a checkpoint has no such number."""
+        change, _, kind = column.rpartition(", ")
+        if kind in Checkpoint._renamed:  # columns are named after the fields
+            old, kind = column, Checkpoint._renamed[kind]
+            column = f"{change}, {kind}"
+            warnings.warn(f"the column {old!r} is deprecated, use {column!r}.", DeprecationWarning, stacklevel=2)
         if column not in self.columns:
             raise unknown_name("column", column, self.columns)
         none = Estimate(math.nan)
@@ -79,7 +88,6 @@ class Checkpoints(Shown):
             return [getattr(row, column).value for row in self.rows]
         if column in self.measures:
             return [row.measures.get(column, none).value for row in self.rows]
-        change, _, kind = column.rpartition(", ")
         return [getattr(row, kind).get(change, none).value for row in self.rows]
 
     @checked
@@ -109,15 +117,15 @@ class Checkpoints(Shown):
             said.append(f"{first.name} has the highest accuracy, {first.accuracy.value:.2%}.")
         for change in self.changes:
             totals = [
-                (row.loss.value + row.found[change].value, row.name)
+                (row.loss.value + row.measured[change].value, row.name)
                 for row in self.rows
-                if change in row.found and not math.isnan(row.found[change].value)
+                if change in row.measured and not math.isnan(row.measured[change].value)
             ]
             if totals:
                 value, name = min(totals)
                 said.append(f"After {change}, {name} has the lowest loss, {figure(value)}.")
-            elif change in self.rows[0].foretold:
-                said.append(f"{change} is predicted to cost {self.order(f'{change}, foretold')[0]} the least.")
+            elif change in self.rows[0].predicted:
+                said.append(f"{change} is predicted to cost {self.order(f'{change}, predicted')[0]} the least.")
         return said
 
     def _columns(self) -> Columns:

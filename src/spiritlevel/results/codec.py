@@ -138,10 +138,14 @@ class Result:
     """
 
     _types: ClassVar[dict[str, type[Result]]] = {}
+    _renamed: ClassVar[dict[str, str]] = {}
+    """The fields that had another name: old name → new name. Files with the old one are read; the attribute warns."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         Result._types[cls.__name__] = cls
+        for old, new in vars(cls).get("_renamed", {}).items():
+            setattr(cls, old, _alias(cls.__name__, old, new))
         if "__repr__" not in vars(cls):  # `dataclass` would write one that prints every tensor
             cls.__repr__ = Result.__repr__  # type: ignore[method-assign]
 
@@ -214,7 +218,7 @@ def _read(expected: type[_R], data: Any, unknown: list[str]) -> _R:
     if kind is None or not issubclass(kind, expected):
         raise _unreadable(expected, name)
     _check_format(name, data.get(_FORMAT, 1))
-    data = kind._from_older(data)
+    data = kind._from_older({kind._renamed.get(key, key): value for key, value in data.items()})
     hints, fields = _hints(kind), {f.name: f for f in _fields(kind)}
     unknown += [f"{key!r} of {kind.__name__}" for key in data if key not in fields and key not in (_TAG, _FORMAT)]
     missing = [f.name for f in fields.values() if f.name not in data and _required(f)]
@@ -232,6 +236,16 @@ def _read(expected: type[_R], data: Any, unknown: list[str]) -> _R:
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         reason = str(error).split("\n", 1)[0]
         raise InputError(f"cannot read a result of type {name!r}: it is damaged ({reason}).") from error
+
+
+def _alias(owner: str, old: str, new: str) -> property:
+    """A field by the name that it had."""
+
+    def get(self: Result) -> Any:
+        warnings.warn(f"{owner}.{old} is deprecated, use {owner}.{new}.", DeprecationWarning, stacklevel=2)
+        return getattr(self, new)
+
+    return property(get, doc=f"Deprecated: use `{new}`.")
 
 
 def _fits(found: Result) -> None:

@@ -20,6 +20,7 @@ import platform
 import subprocess
 import time
 import typing
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -87,6 +88,8 @@ class Study:
         seeds: How many seeds each scale runs if the caller gives none.
         pieces: The pieces of a run that are independent of each other, by name; a cluster computes them separately, and
             `run` finds them done.
+        renamed: Fields that had another name, old to new: kept runs are found and read, and the old name works and
+            warns.
         later: Fields that came later, with their defaults: at these they are not part of a run's key, so that older
             runs are still found.
         revision: Part of a run's key; raise it when the same config would give different numbers.
@@ -107,11 +110,16 @@ class Study:
     only: Mapping[str, Mapping[str, tuple[Any, ...]]] = field(default_factory=dict)
     seeds: Mapping[str, int] = field(default_factory=lambda: {"laptop": 5, "small": 3})
     pieces: Callable[[Any], Mapping[str, Callable[[Run], Any]]] = lambda config: {}
+    renamed: Mapping[str, str] = field(default_factory=dict)
     later: Mapping[str, Any] = field(default_factory=dict)
     revision: int = 1
 
     def at(self, scale: str = "smoke", **given: Any) -> Config:
         """The config of a scale; given values take precedence."""
+        for old in given.keys() & self.renamed.keys():
+            new = self.renamed[old]
+            warnings.warn(f"{old}= of {self.name} is deprecated, use {new}=.", DeprecationWarning, stacklevel=2)
+            given[new] = given.pop(old)
         known = {f.name for f in dataclasses.fields(self.config)}
         for name in given:
             if name not in known:
@@ -149,8 +157,9 @@ class Study:
 
     def key(self, config: Config) -> str:
         """The hash that names the run folder."""
+        earlier = {new: old for old, new in self.renamed.items()}  # a new name does not make it a new run
         fields = {
-            name: value
+            earlier.get(name, name): value
             for name, value in storage.plain(config).items()
             if name not in self.later or value != storage.plain(self.later[name])
         }
@@ -163,7 +172,8 @@ class Study:
     def restored(self, kept: Mapping[str, Any]) -> Config:
         """The config kept in a summary; fields that came later have their defaults."""
         known = {f.name for f in dataclasses.fields(self.config)}
-        return self.config(**{name: _frozen(value) for name, value in kept.items() if name in known})
+        named = {self.renamed.get(name, name): value for name, value in kept.items()}
+        return self.config(**{name: _frozen(value) for name, value in named.items() if name in known})
 
     def today(self, summary: Mapping[str, Any], folder: Path) -> dict[str, Any]:
         """A kept summary as it would be written today: with fields that came later and the numbers judged now."""

@@ -96,7 +96,7 @@ class Quantisation(Config):
     """At most this many; a network that has not reached the loss by then is left out, and counted."""
     bits: int = 4
     """Bits per weight after rounding, 2 to 16."""
-    foretell_on: int = 1_000
+    predict_on: int = 1_000
     """Held-out points, drawn at random, for the second order."""
 
 
@@ -127,7 +127,7 @@ def network(config: Quantisation, cell: Mapping[str, Any], run: Run) -> dict[str
     change = f"int{config.bits}"
     columns = changed(Setting(model, data), as_change(change))
     told = perturb(
-        model, data, change, samples=min(config.foretell_on, len(data[1])), apply=False, layers=False, seed=config.seed
+        model, data, change, samples=min(config.predict_on, len(data[1])), apply=False, layers=False, seed=config.seed
     )
     rows = evaluate(model, trained.train, measures=[*FLATNESS, *CHEAP[1:]], seed=config.seed)
     return {
@@ -249,6 +249,7 @@ STUDY = Study(
         f"{' or '.join(f'{size:,}' for size in config.train_sizes or (config.train_size,))} images)"
     ),
     pieces=pieces,
+    renamed={"foretell_on": "predict_on"},
     later={"networks": (), "depth": (), "train_sizes": ()},
     wanted={"the league of several families": {"networks": ("mlp", "strided_cnn"), "scale": "small"}},
     scales={
@@ -262,7 +263,7 @@ STUDY = Study(
             "replicas": 2,
             "until_loss": 0.05,
             "epochs": 100,
-            "foretell_on": 200,
+            "predict_on": 200,
         },
         "laptop": {"width": (0.7, 1.5)},
         "small": SMALL,
