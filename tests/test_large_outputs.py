@@ -14,7 +14,7 @@ from torch.func import functional_call, grad, jvp, vjp, vmap
 from torch.nn import functional as F
 
 import spiritlevel as sl
-from spiritlevel.binding import problem
+from spiritlevel.binding import last_layer
 from spiritlevel.binding.losses import CausalLM, TokenCrossEntropy, heads, in_pieces
 from spiritlevel.watching.watchers import DispatchWatch, tensors_in
 
@@ -69,7 +69,7 @@ def tokens(count: int = 3, words: int = WORDS, length: int = LENGTH) -> tuple[Te
 @pytest.fixture
 def in_small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if these outputs were large: two rows of logits are a piece."""
-    monkeypatch.setattr(problem, "LARGE_OUTPUTS", 1)
+    monkeypatch.setattr(last_layer, "LARGE_OUTPUTS", 1)
     monkeypatch.setattr(heads, "PIECE", 2 * WORDS)
 
 
@@ -228,7 +228,7 @@ def test_many_classes_without_positions(kind: str, pieces: list[str]) -> None:
     v = torch.randn(sum(p.numel() for p in model.parameters()), dtype=torch.float64)
     found = getattr(sl, kind)(model, data, loss=nn.CrossEntropyLoss(label_smoothing=0.1)) @ v
     assert pieces
-    problem.LARGE_OUTPUTS = 2**20  # undone by the fixture
+    last_layer.LARGE_OUTPUTS = 2**20  # undone by the fixture
     torch.testing.assert_close(found, getattr(sl, kind)(model, data, loss=nn.CrossEntropyLoss(label_smoothing=0.1)) @ v)
 
 
@@ -237,7 +237,7 @@ def test_many_classes_without_positions(kind: str, pieces: list[str]) -> None:
 def test_margins_in_pieces(unit: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, data = tiny("bias"), tokens()
     found = sl.margins(model, data, loss="causal_lm", unit=unit)
-    monkeypatch.setattr(problem, "LARGE_OUTPUTS", 2**20)
+    monkeypatch.setattr(last_layer, "LARGE_OUTPUTS", 2**20)
     wanted = sl.margins(model, data, loss="causal_lm", unit=unit)
     for name in ("output", "signed", "softmax", "correct", "targets"):
         torch.testing.assert_close(getattr(found, name), getattr(wanted, name))
@@ -283,7 +283,7 @@ def test_probed_traces_in_pieces(head: str, options: dict[str, Any], monkeypatch
     """The same probes give the same numbers as whole outputs, whose traces are compared with dense ones elsewhere."""
     model, data = tiny(head), tokens()
     wanted = sl.sample_traces(model, data, loss="causal_lm", method="hutchinson", **options)
-    monkeypatch.setattr(problem, "LARGE_OUTPUTS", 1)
+    monkeypatch.setattr(last_layer, "LARGE_OUTPUTS", 1)
     monkeypatch.setattr(heads, "PIECE", 2 * WORDS)
     pieces, original = list[Any](), in_pieces.HeadLoss.forms
 
@@ -303,7 +303,7 @@ def test_sampled_factors_of_large_outputs_are_what_they_are_whole(monkeypatch: p
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(WORDS, 4), nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, WORDS)).double()
     found = sl.sample_traces(model, tokens(), loss="causal_lm", passes=2)
-    monkeypatch.setattr(problem, "LARGE_OUTPUTS", 2**20)
+    monkeypatch.setattr(last_layer, "LARGE_OUTPUTS", 2**20)
     wanted = sl.sample_traces(model, tokens(), loss="causal_lm", passes=2)
     torch.testing.assert_close(found.values, wanted.values)
     torch.testing.assert_close(found.stderr, wanted.stderr)
@@ -327,7 +327,7 @@ def test_language_models_of_transformers(family: str, pieces: list[str], monkeyp
         product = found @ v
         assert pieces
         with monkeypatch.context() as undone:
-            undone.setattr(problem, "LARGE_OUTPUTS", 2**20)
+            undone.setattr(last_layer, "LARGE_OUTPUTS", 2**20)
             whole = getattr(sl, kind)(model, batches, loss="causal_lm")
         torch.testing.assert_close(product, whole @ v)
 
@@ -385,5 +385,5 @@ def test_no_two_tensors_of_tokens_times_vocabulary_are_held(
                 made @ torch.ones(made.size)
 
     assert whole_tensors(work, LONG * MANY) <= 1  # the one with which the pieces are compared
-    monkeypatch.setattr(problem, "LARGE_OUTPUTS", 2**40)
+    monkeypatch.setattr(last_layer, "LARGE_OUTPUTS", 2**40)
     assert whole_tensors(work, LONG * MANY) >= 3  # so it would be seen

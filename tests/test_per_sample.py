@@ -28,7 +28,7 @@ from spiritlevel.papers import networks as models
 from spiritlevel.samples import traces
 from spiritlevel.samples.probing import along_forward, along_reverse, probe
 from spiritlevel.samples.traces import sample_traces, trace
-from spiritlevel.watching import norm_rules
+from spiritlevel.watching import convolution_norms
 
 # ---------------------------------------------------------------- exact
 
@@ -577,8 +577,8 @@ def test_a_first_convolution_and_its_pooling_as_one_product(name: str) -> None:
 def test_products_of_windows_from_those_of_places(kernel: Any, stride: int, dilation: int, padding: Any) -> None:
     inputs = torch.randn(2, 3, *(7, 6)[: len(kernel)], dtype=torch.float64)
     weight = torch.randn(4, 3, *kernel, dtype=torch.float64)
-    rule = norm_rules.convolution({id(weight): "weight"}, 9, inputs, weight, None, stride, padding, dilation)
-    assert isinstance(rule, norm_rules.ConvolutionRule)
+    rule = convolution_norms.convolution({id(weight): "weight"}, 9, inputs, weight, None, stride, padding, dilation)
+    assert isinstance(rule, convolution_norms.ConvolutionRule)
     patches = rule.windows.patches(slice(None))
     rule.windows._by_places = lambda *_: 0.0  # type: ignore[method-assign]
     torch.testing.assert_close(rule.windows.gram(slice(None)), patches.mT @ patches)
@@ -594,9 +594,9 @@ def test_wide_convolutions_on_few_positions_equal_dense_hessians(width: int, gro
     ).double()  # fmt: skip
     inputs, targets = torch.randn(3, 2, 3, 3, dtype=torch.float64), torch.tensor([0, 5, 11])
     taken: list[str] = []
-    make = norm_rules.Windows.gram
+    make = convolution_norms.Windows.gram
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(norm_rules.Windows, "gram", lambda self, some: (taken.append("gram"), make(self, some))[1])
+        patch.setattr(convolution_norms.Windows, "gram", lambda self, some: (taken.append("gram"), make(self, some))[1])
         found = sample_traces(net, (inputs, targets), per_layer=True)
     assert taken
     assert found.exact

@@ -460,7 +460,7 @@ def test_the_headline_calls_what_it_does_not_know_by_its_name() -> None:
 
 def compared(a: Estimate, b: Estimate) -> object:
     """A row of a comparison whose measure says these two numbers."""
-    from spiritlevel.answers.comparing import _Pair
+    from spiritlevel.answers.pairing import Pairing
     from spiritlevel.measures import Measure, Setting
     from spiritlevel.measures.sampling import not_known
 
@@ -479,9 +479,7 @@ def compared(a: Estimate, b: Estimate) -> object:
         worth="to a tolerance",
         passes=1,
     )
-    pair = _Pair(first, second, ("a", "b"), [made], False, 0.95, lambda *_: None, 0)
-    pair.same = False
-    return pair._row(made)
+    return Pairing(first, second, level=0.95, seed=0).row(made)
 
 
 def test_a_comparison_claims_nothing_within_the_tolerances() -> None:

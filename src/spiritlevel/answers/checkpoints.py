@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from spiritlevel import __version__
 from spiritlevel.answers.changes import Change, several
-from spiritlevel.answers.comparing import KEEP_FUNCTION
 from spiritlevel.answers.measuring import Progress, silent
+from spiritlevel.answers.pairing import KEEP_FUNCTION
 from spiritlevel.answers.perturbing import floating, perturb_in
 from spiritlevel.arguments import checked
 from spiritlevel.binding.reading import Reading

@@ -4,49 +4,38 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any, NamedTuple, Unpack
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Unpack
 
-import numpy as np
 import torch
-from scipy import stats
-from torch import Tensor, nn
+from torch import nn
 
 from spiritlevel import __version__
 from spiritlevel.answers.advising import Sides, advise
 from spiritlevel.answers.auditing import audit_in
 from spiritlevel.answers.changes import Change, several
-from spiritlevel.answers.measuring import FEW, RESAMPLES, Progress, kind, silent
+from spiritlevel.answers.measuring import FEW, Progress, kind, silent
 from spiritlevel.answers.outcomes import outcomes
+from spiritlevel.answers.pairing import KEEP_FUNCTION, Pairing, Plain, precision_of
 from spiritlevel.answers.perturbing import changed
 from spiritlevel.arguments import checked
 from spiritlevel.binding.reading import Reading
 from spiritlevel.errors import InputError, NotExactError
 from spiritlevel.measures import TRANSFORMS, Measure, Setting, select
-from spiritlevel.measures.registry import SAME, affordable
+from spiritlevel.measures.registry import affordable
 from spiritlevel.results import (
-    FEWEST,
     Comparison,
     ComparisonRow,
-    Estimate,
     figure,
     largest,
-    mean_skewness,
-    ratio_of,
-    skewed_limits,
-    standard_error,
     times,
 )
 from spiritlevel.results.comparisons import UNDER
 
 __all__ = ["compare"]
 
-KEEP_FUNCTION = frozenset(name for name in TRANSFORMS if name in SAME)
 _KEEP_CLASSES = tuple(TRANSFORMS)
 _TRIED = tuple(name for name in KEEP_FUNCTION if name != "permute_units")  # which in theory and in tests moves nothing
-_ROUNDING = {torch.float64: 1e-10}  # what counts as rounding, relative to the values; 1e-5 in single precision
-_ENDLESS = 10**12  # the population from which samples of the same kind come
-_BETTER = {"wider": 1, "flatter": 1, "sharper": -1, "larger": 0}  # the sign of a difference b - a that favours b
 
 
 @torch.inference_mode(False)
@@ -156,25 +145,15 @@ def compare(
     return made.comparison(population, changes)
 
 
-class _Plain(NamedTuple):
-    """What a row needs to know about a number that is not in the registry of measures."""
-
-    name: str
-    meaning: str
-    direction: str
-    invariant_to: Collection[str]
-    advice: str  # as `Measure.advice`; with the size of the difference
-
-
-_LOSS = _Plain("loss", "mean loss", "sharper", KEEP_FUNCTION, "its mean loss is lower by {difference}")
-_ACCURACY = _Plain(
+_LOSS = Plain("loss", "mean loss", "sharper", KEEP_FUNCTION, "its mean loss is lower by {difference}")
+_ACCURACY = Plain(
     "accuracy",
     "share of the samples that are classified correctly",
     "wider",
     _KEEP_CLASSES,
     "it classifies {count:,.0f} more of the {samples:,} samples correctly",
 )
-_SHARES = _Plain(
+_SHARES = Plain(
     "accuracy",
     "mean share of a sample's decisions (at its positions or for its labels) that are right",
     "wider",
@@ -215,14 +194,15 @@ class _Pair:
         self.movers: dict[str, str] = {}
         losses = seen[0].losses, seen[1].losses
         found = self._both(lambda setting: setting.margins, "margins")
-        self.looks = 1 + (found is not None) + sum(bool(each.advice) for each in self.chosen)
-        rows = [self._plain(_LOSS, *losses)]
+        looks = 1 + (found is not None) + sum(bool(each.advice) for each in self.chosen)
+        self.pairing = Pairing(self.a, self.b, self.level, self.seed, self.same, looks)
+        rows = [self.pairing.plain(_LOSS, *losses)]
         if found is not None:
             self.accuracy = _ACCURACY if found[0].right is None else _SHARES
-            rows.append(self._plain(self.accuracy, found[0].shares, found[1].shares, exact=True))
+            rows.append(self.pairing.plain(self.accuracy, found[0].shares, found[1].shares, exact=True))
         for number, each in enumerate(self.chosen):
             self.progress(each.name, number + 1, total)
-            rows.append(self._row(each))
+            rows.append(self.pairing.row(each))
         self.progress("audit", len(self.chosen) + 1, total)
         rows = self._of_logits(self._judged(rows))
         rows.sort(key=lambda row: (row.name != "accuracy", self._movable(row), row.name != "loss"))
@@ -273,17 +253,12 @@ class _Pair:
     def _sides(self) -> tuple[tuple[str, Setting], tuple[str, Setting]]:
         return (self.names[0], self.a), (self.names[1], self.b)
 
-    @property
-    def _precision(self) -> float:
-        """What counts as rounding, relative to the values."""
-        return max(_ROUNDING.get(setting.problem.dtype, 1e-5) for _, setting in self._sides)
-
     def _same_outputs(self) -> str:
         """What both models have in common for every sample, up to rounding: "outputs", "probabilities" or nothing.
 
         Probabilities count only where the loss of every sample is also the same: a squared error sees the logits.
         """
-        apart, size, likely, log_size = 0.0, 0.0, 0.0, 0.0
+        apart, size, likely, log_size, precision = 0.0, 0.0, 0.0, 0.0, precision_of(self.a, self.b)
         for inputs, targets in self.a.batches:
             found = []
             for _, setting in self._sides:
@@ -297,10 +272,10 @@ class _Pair:
                 apart, size = max(apart, float((b - a).abs().max())), max(size, float(a.abs().max()))
                 a, b = a.log_softmax(-1), b.log_softmax(-1)
                 likely, log_size = max(likely, float((b - a).abs().max())), max(log_size, float(a.abs().max()))
-        if apart <= self._precision * size:
+        if apart <= precision * size:
             return "outputs"
         losses = self.a.losses, self.b.losses
-        close = self._precision * max(1.0, size)  # a shift of the logits rounds like the logits
+        close = precision * max(1.0, size)  # a shift of the logits rounds like the logits
         alike = float((losses[1] - losses[0]).abs().max()) <= close * max(1.0, float(losses[0].abs().max()))
         return "probabilities" if alike and likely <= close * max(1.0, log_size) else ""
 
@@ -321,7 +296,7 @@ class _Pair:
     def _under(self, change: Change) -> list[ComparisonRow]:
         """Both models after a change of their weights, sample by sample."""
         a, b = (changed(setting, change) for _, setting in self._sides)
-        where, looks, self.looks = f"{UNDER}{change.name}", self.looks, 2
+        where, pairing = f"{UNDER}{change.name}", dataclasses.replace(self.pairing, looks=2)
         kinds = [
             ("loss", f"mean loss after {change.meaning}", "sharper"),
             ("rise of the loss", f"what {change.meaning} adds to the mean loss", "sharper"),
@@ -333,10 +308,9 @@ class _Pair:
         note = "of these weights; another parametrisation of the same function may change differently"
         rows = []
         for (name, meaning, direction), (first, second) in zip(kinds, columns, strict=True):
-            plain = _Plain(f"{name}{where}", meaning, direction, (), "")
-            row = self._plain(plain, first, second, exact=name == "accuracy")
+            plain = Plain(f"{name}{where}", meaning, direction, (), "")
+            row = pairing.plain(plain, first, second, exact=name == "accuracy")
             rows.append(dataclasses.replace(row, note=row.note or note))
-        self.looks = looks
         return self._of_logits(rows)
 
     def _better(self, change: Change, rows: list[ComparisonRow]) -> str:
@@ -353,152 +327,7 @@ class _Pair:
                 )
         return f"Under {change.name}, neither is clearly better."
 
-    # ------------------------------------------------------------ rows
-
-    def _row(self, each: Measure) -> ComparisonRow:
-        a, b = each.attempt(self.a), each.attempt(self.b)
-        if not math.isnan(b.value - a.value) and {a.status, b.status}.isdisjoint(("lower bound", "not converged")):
-            of_a, of_b = each.parts(self.a, _ENDLESS), each.parts(self.b, _ENDLESS)
-            if of_a is not None and of_b is not None:
-                biases = of_a.bias, of_b.bias
-                return self._paired(each, (a, b), of_a.values, of_b.values, of_a.share, biases)
-        limits, how, note = self._known(a, b)
-        ratio = ratio_of(b.interval(self.level), a.interval(self.level))
-        rounding = self._precision * max(abs(a.value), abs(b.value))
-        return self._verdict(each, a, b, limits, how, rounding, note, not math.isnan(ratio[0]))
-
-    def _known(self, a: Estimate, b: Estimate) -> tuple[tuple[float, float], str, str]:
-        """The interval of the difference of two numbers for the whole data set, where it comes from, and a remark."""
-        nothing = math.nan, math.nan
-        statuses = {a.status, b.status}
-        if "not converged" in statuses:
-            return nothing, "not converged", f"not converged: {a.reason or b.reason}"
-        if "lower bound" in statuses:
-            return nothing, "lower bounds", "both are lower bounds that an optimiser found"
-        difference, spread, tolerance = b.value - a.value, math.hypot(a.stderr, b.stderr), a.tolerance + b.tolerance
-        if "estimated" in statuses:
-            half = spread * float(stats.t.ppf(0.5 + self.level / 2, max(1.0, min(a.dof, b.dof)))) + tolerance
-            note = "the interval is that of the probes, on these samples"
-            return (difference - half, difference + half), "probes", note
-        if tolerance and abs(difference) <= tolerance:
-            note = "they differ by no more than the tolerances to which they are known"
-            return (difference - tolerance, difference + tolerance), "tolerance", note
-        return nothing, "tolerance" if tolerance else "exact", ""
-
-    def _plain(self, each: _Plain, a: Tensor, b: Tensor, exact: bool = False) -> ComparisonRow:
-        """A mean over the samples that is not in the registry of measures."""
-        return self._paired(each, (Estimate(float(a.mean())), Estimate(float(b.mean()))), a, b, exact=exact)
-
-    def _paired(
-        self,
-        each: Measure | _Plain,
-        values: tuple[Estimate, Estimate],
-        a: Tensor,
-        b: Tensor,
-        share: float = math.nan,
-        biases: tuple[float, float] = (0.0, 0.0),
-        exact: bool = False,
-    ) -> ComparisonRow:
-        """One number over all samples for both models, from each sample's value; `exact` ones have no rounding."""
-        difference, tolerance = values[1].value - values[0].value, values[0].tolerance + values[1].tolerance
-        strict = 1 - (1 - self.level) / self.looks
-        if math.isnan(share):
-            limits, how = self._of_means(values, b - a), "paired t"
-        else:
-            limits, how = self._of_quantiles(a, b, share), "bootstrap of the pairs"
-        if len(a) < FEWEST:
-            found, sure, how, in_proportion = (math.nan, math.nan), False, "too few samples", False
-        else:
-            low, high = limits(self.level)
-            found = low - biases[1] - tolerance, high + biases[0] + tolerance
-            least, most = limits(strict)
-            sure = bool(difference) and (least - tolerance) * (most + tolerance) > 0
-            own = [self._alone(value, of, share) for value, of in zip(values, (a, b), strict=True)]
-            in_proportion = not math.isnan(ratio_of(own[1], own[0])[0])
-        both = torch.cat((a, b))
-        size = float(both[both.isfinite()].abs().mean())  # per sample: in a mean they cancel, their rounding does not
-        rounding = 0.0 if exact else self._precision * size
-        return dataclasses.replace(self._verdict(each, *values, found, how, rounding, "", in_proportion), sure=sure)
-
-    def _of_means(self, values: tuple[Estimate, Estimate], apart: Tensor) -> Callable[[float], tuple[float, float]]:
-        """The interval of a difference of means, at a level; with the error of the probes, if there were any."""
-        difference, dof = values[1].value - values[0].value, len(apart) - 1
-        error, probes = float(standard_error(apart)), math.hypot(*(value.stderr for value in values))
-        both = math.hypot(error, probes)
-        skew = mean_skewness(apart) * (error / both) ** 3 if both else 0.0
-        return lambda level: skewed_limits(difference, both, dof, skew, level)
-
-    def _alone(self, value: Estimate, samples: Tensor, share: float) -> tuple[float, float]:
-        """The interval of one of the two numbers by itself, which shows whether their ratio means anything."""
-        if math.isnan(share):
-            error = math.hypot(float(standard_error(samples)), value.stderr)
-            return skewed_limits(value.value, error, len(samples) - 1, mean_skewness(samples), self.level)
-        draws = self._quantiles(samples, share)
-        low, high = np.quantile(draws, [0.5 - self.level / 2, 0.5 + self.level / 2]).tolist()
-        return low, high
-
-    def _of_quantiles(self, a: Tensor, b: Tensor, share: float) -> Callable[[float], tuple[float, float]]:
-        """The interval of a difference of quantiles, at a level."""
-        with np.errstate(invalid="ignore"):  # infinite distances
-            draws = self._quantiles(b, share) - self._quantiles(a, share)
-
-        def limits(level: float) -> tuple[float, float]:
-            low, high = np.quantile(draws, [0.5 - level / 2, 0.5 + level / 2]).tolist()
-            return low, high
-
-        return limits
-
-    def _quantiles(self, samples: Tensor, share: float) -> Any:
-        """Of resampled samples, the same ones for both models."""
-        generator, values = np.random.default_rng((self.seed, 2)), samples.numpy()
-        with np.errstate(invalid="ignore"):  # one at a time: all at once would be a thousand times the data
-            rows = (generator.integers(len(values), size=len(values)) for _ in range(RESAMPLES))
-            return np.array([np.quantile(values[row], share) for row in rows])
-
-    def _verdict(
-        self,
-        each: Measure | _Plain,
-        a: Estimate,
-        b: Estimate,
-        limits: tuple[float, float],
-        how: str,
-        rounding: float,
-        note: str,
-        in_proportion: bool,
-    ) -> ComparisonRow:
-        difference, sign = b.value - a.value, _BETTER[each.direction]
-        invariant = frozenset(each.invariant_to).issuperset(KEEP_FUNCTION)
-        if math.isnan(difference):
-            verdict, note = "undefined", a.reason or b.reason or "the values are not finite"
-        elif math.isfinite(difference) and abs(difference) <= rounding:
-            verdict, note = "equal", "they differ by rounding only" if difference else ""
-        elif math.isnan(limits[0]):
-            verdict = "no interval"
-        elif not limits[0] * limits[1] > 0 or (self.same and how == "probes"):
-            verdict = "equal"
-        elif sign == 0:
-            verdict = "no preference"
-        else:
-            verdict = "b" if difference * sign > 0 else "a"
-        if verdict in ("undefined", "no interval"):
-            limits = math.nan, math.nan
-        return ComparisonRow(
-            name=each.name,
-            a=a,
-            b=b,
-            difference=difference,
-            low=limits[0],
-            high=limits[1],
-            how=how,
-            ratio=b.value / a.value if in_proportion and a.value else math.nan,
-            factor=1.0 if invariant else math.nan,
-            verdict=verdict,
-            direction=each.direction,
-            meaning=each.meaning,
-            invariant=invariant,
-            note=note,
-            decides=bool(each.advice),
-        )
+    # ------------------------------------------------------------ what the parametrisation moves
 
     def _judged(self, rows: list[ComparisonRow]) -> list[ComparisonRow]:
         """The rows, with what the parametrisation moves excluded from the comparison: its size says nothing."""

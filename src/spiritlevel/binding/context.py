@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from spiritlevel.binding.batches import Batches, resized, spread, subset
 from spiritlevel.binding.coupling import depends_on_others
+from spiritlevel.binding.last_layer import find_head
 from spiritlevel.binding.losses import OfPositions
 from spiritlevel.binding.parameters import Params
 from spiritlevel.binding.problem import Problem
@@ -258,11 +259,11 @@ class Context:
         return most if ranks == 1 else max(1, -(-self.count // (ranks * -(-self.count // (ranks * most)))))
 
     def find_head(self) -> str:
-        """Find out from one sample whether outputs can be taken in pieces; see `Problem.find_head`."""
+        """Find out from one sample whether outputs can be taken in pieces; see `last_layer.find_head`."""
         if self.whole:  # a sample says nothing about a batch that must not be cut
             return ""
         with self.problem.active():
-            return self.problem.find_head(*self.first(1))
+            return find_head(self.problem, *self.first(1))
 
     def fitting(self, most: int, *, in_pieces: bool = False) -> int:
         """How many samples to take at once so that the outputs of long sequences or large images stay within bounds."""

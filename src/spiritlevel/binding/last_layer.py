@@ -8,16 +8,26 @@ outputs count as those of the layer only if they *are* the stand-in, in every si
 
 from __future__ import annotations
 
+import math
+import operator
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from spiritlevel.binding.losses import Head
+from spiritlevel.binding.batches import resized
+from spiritlevel.binding.losses import Head, Unit, can_be_in_pieces
+from spiritlevel.binding.parameters import as_leaves
+from spiritlevel.errors import InputError, is_out_of_memory
+
+if TYPE_CHECKING:
+    from spiritlevel.binding.problem import Problem
+
+LARGE_OUTPUTS = 2**20  # outputs per sample from which on they are taken in pieces
 
 
 def _of_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Head | None:
@@ -83,3 +93,83 @@ class Removing(TorchFunctionMode):
     def taken(self, outputs: Tensor) -> Head | None:
         """The head, if the outputs are those of the layer as it returned them."""
         return self.head if outputs is self.stand_in and not outputs._version else None
+
+
+def find_head(problem: Problem, inputs: Any, targets: Tensor) -> str:
+    """Find out whether large outputs come straight from a linear layer, and if not, why they must be held whole.
+
+    Two forward passes of these samples, once for each problem. The outputs are compared with those of the layer.
+    Call inside `active()`.
+    """
+    facts = problem.facts
+    if "head" not in facts:
+        facts["head"], facts["why whole"] = 0, ""
+        inputs, targets = resized(inputs, 1), targets[:1]
+        positions = getattr(inputs, "positions", targets.shape[1:])
+        sides = (side for tensor in (*problem.params.values(), *problem.constants.values()) for side in tensor.shape)
+        if max(sides, default=1) * math.prod(positions) < LARGE_OUTPUTS:
+            return ""  # no layer makes that many
+        plain = inputs.inputs if isinstance(inputs, Unit) else inputs
+        try:
+            with torch.no_grad(), Searching() as searching:
+                outputs = problem.outputs(problem.params, plain)
+        except InputError:  # if one sample is the problem, that is reported, if at all, when it runs on a batch
+            return ""
+        if outputs.numel() < LARGE_OUTPUTS:
+            return ""
+        place = searching.place(outputs)
+        whole = f"the {outputs.numel():,} outputs of a sample are held whole, several times, because"
+        if not can_be_in_pieces(problem.loss, outputs.shape, targets, positions):
+            facts["why whole"] = f"{whole} the loss {problem.loss.name} cannot be taken in pieces"
+        elif not place or not _is_head(problem, place, plain, outputs):
+            facts["why whole"] = f"{whole} they do not come straight from a linear layer"
+        else:
+            facts["head"], facts["words"] = place, outputs.shape[-1]
+    return str(facts["why whole"])
+
+
+def _is_head(problem: Problem, place: int, inputs: Any, outputs: Tensor) -> bool:
+    """Whether these outputs are those of the linear map with this number."""
+    try:
+        with torch.enable_grad(), Removing(place) as removing:
+            head = removing.taken(problem.outputs(as_leaves(problem.params), inputs))
+        if head is None or head.shape != outputs.shape:
+            return False
+        problem.facts["head moves"] = tuple(part is not None and part.requires_grad for part in head)
+        problem.facts["head names"] = [_named_like(problem, part) for part in (head.weight, head.bias)]
+        head, flat = head.detach(), outputs.reshape(-1, outputs.shape[-1])
+        with torch.no_grad():
+            error = max(float((flat[rows] - logits).abs().max()) for rows, logits in head.pieces())
+    except RuntimeError as failed:  # the model writes to its outputs, which then have no memory
+        if is_out_of_memory(failed):
+            raise
+        return False
+    largest = float(torch.linalg.vector_norm(outputs, ord=float("inf")))  # without a copy
+    return error <= 100 * torch.finfo(outputs.dtype).eps * largest
+
+
+def _named_like(problem: Problem, part: Tensor | None) -> str | None:
+    """The parameter or constant that a part of the head is; "" for none, None for something computed."""
+    if part is None:
+        return ""
+    whole = (part.data_ptr(), part.shape, part.stride())
+    held = {**problem.params, **problem.constants}.items()
+    return next((name for name, t in held if (t.data_ptr(), t.shape, t.stride()) == whole), None)
+
+
+def trunk(problem: Problem) -> tuple[Problem, Callable[[Tensor], Head]] | None:
+    """The same with what comes before the last layer as outputs, and the function that applies the layer.
+
+    None unless the layer's weight and bias are tensors that the model holds, and what comes before them moves with
+    the parameters. Facts are shared.
+    """
+    facts = problem.facts
+    if not facts.get("head", 0) or problem.look is not None or None in facts["head names"]:
+        return None
+    if not facts["head moves"][0]:
+        return None
+    held, (weight, bias) = {**problem.params, **problem.constants}, facts["head names"]
+    if weight not in held or (bias and bias not in held):
+        return None
+    seen = problem.looking(operator.attrgetter("hidden"))
+    return seen, lambda hidden: Head(hidden, held[weight], held[bias] if bias else None)

@@ -11,8 +11,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import hashlib
-import math
-import operator
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -26,10 +24,10 @@ from spiritlevel.binding import losses
 from spiritlevel.binding.batches import resized
 from spiritlevel.binding.devices import has_double
 from spiritlevel.binding.graphs import Rows
-from spiritlevel.binding.last_layer import Removing, Searching
+from spiritlevel.binding.last_layer import Removing
 from spiritlevel.binding.losses import Head
 from spiritlevel.binding.modules import measurable, state_of, to_eval_mode
-from spiritlevel.binding.parameters import Params, as_leaves, depth, in_precision, select_parameters
+from spiritlevel.binding.parameters import Params, depth, in_precision, select_parameters
 from spiritlevel.binding.ranks import Ranks
 from spiritlevel.binding.reading import PLAIN, Form
 from spiritlevel.binding.rewrites import Elementary
@@ -44,8 +42,7 @@ from spiritlevel.binding.state import (
 from spiritlevel.errors import InputError, first_line, is_out_of_memory, named_error, place_of, unknown_name
 
 BATCH_NORM_MODES = ("eval", "batch")
-LARGE_OUTPUTS = 2**20  # outputs per sample from which on they are taken in pieces
-FEW_OUTPUTS = 64  # of these, for a quick look
+FEW_OUTPUTS = 64  # of large outputs, for a quick look
 
 
 class _CannotRun(InputError, RuntimeError):
@@ -111,7 +108,7 @@ class Problem:
         self._part: Any = None  # the part of what the model returns that is the outputs, once known
         self.reverse_only = False  # set if the model turns out to have no forward derivatives
         self.facts: dict[Any, Any] = {}  # what was found out about the model once and for all, by those who need it
-        self._look: Callable[[Head], Tensor] | None = None  # at what comes before the outputs, in their place
+        self.look: Callable[[Head], Tensor] | None = None  # at what comes before the outputs, in their place
         self._active = False
         self._has_data = False  # whether inputs came with targets: if the model fails on those, the caller must know
 
@@ -191,15 +188,15 @@ class Problem:
 
     def outputs(self, params: Params, inputs: Any) -> Tensor:
         """φ(θ, x): the model's outputs for one batch; for units, the rows of their own positions."""
-        if self._look is not None and (head := self.head(params, inputs)) is not None:
-            return self._look(head)
+        if self.look is not None and (head := self.head(params, inputs)) is not None:
+            return self.look(head)
         if isinstance(inputs, losses.Unit):
             outputs = self._outputs(params, inputs.inputs)
             return self.loss.pick(outputs, inputs) if isinstance(self.loss, losses.OfPositions) else outputs
         return self._outputs(params, inputs)
 
     def head(self, params: Params, inputs: Any) -> Head | None:
-        """The outputs before the last linear layer, and that layer, where `find_head` has found one."""
+        """The outputs before the last linear layer, and that layer, where `last_layer.find_head` has found one."""
         if not (place := self.facts.get("head", 0)):
             return None
         unit = inputs if isinstance(inputs, losses.Unit) else None
@@ -214,92 +211,22 @@ class Problem:
         head = self.head(params, inputs)
         return self.outputs(params, inputs) if head is None else head
 
-    def find_head(self, inputs: Any, targets: Tensor) -> str:
-        """Find out whether large outputs come straight from a linear layer, and if not, why they must be held whole.
-
-        Two forward passes of these samples, once for each problem. The outputs are compared with those of the layer.
-        Call inside `active()`.
-        """
-        if "head" not in self.facts:
-            self.facts["head"], self.facts["why whole"] = 0, ""
-            inputs, targets = resized(inputs, 1), targets[:1]
-            positions = getattr(inputs, "positions", targets.shape[1:])
-            sides = (side for tensor in (*self.params.values(), *self.constants.values()) for side in tensor.shape)
-            if max(sides, default=1) * math.prod(positions) < LARGE_OUTPUTS:
-                return ""  # no layer makes that many
-            plain = inputs.inputs if isinstance(inputs, losses.Unit) else inputs
-            try:
-                with torch.no_grad(), Searching() as searching:
-                    outputs = self._outputs(self.params, plain)
-            except InputError:  # if one sample is the problem, that is reported, if at all, when it runs on a batch
-                return ""
-            if outputs.numel() < LARGE_OUTPUTS:
-                return ""
-            place = searching.place(outputs)
-            whole = f"the {outputs.numel():,} outputs of a sample are held whole, several times, because"
-            if not losses.can_be_in_pieces(self.loss, outputs.shape, targets, positions):
-                self.facts["why whole"] = f"{whole} the loss {self.loss.name} cannot be taken in pieces"
-            elif not place or not self._is_head(place, plain, outputs):
-                self.facts["why whole"] = f"{whole} they do not come straight from a linear layer"
-            else:
-                self.facts["head"], self.facts["words"] = place, outputs.shape[-1]
-        return str(self.facts["why whole"])
-
-    def _is_head(self, place: int, inputs: Any, outputs: Tensor) -> bool:
-        """Whether these outputs are those of the linear map with this number."""
-        try:
-            with torch.enable_grad(), Removing(place) as removing:
-                head = removing.taken(self._outputs(as_leaves(self.params), inputs))
-            if head is None or head.shape != outputs.shape:
-                return False
-            self.facts["head moves"] = tuple(part is not None and part.requires_grad for part in head)
-            self.facts["head names"] = [self._named_like(part) for part in (head.weight, head.bias)]
-            head, flat = head.detach(), outputs.reshape(-1, outputs.shape[-1])
-            with torch.no_grad():
-                error = max(float((flat[rows] - logits).abs().max()) for rows, logits in head.pieces())
-        except RuntimeError as failed:  # the model writes to its outputs, which then have no memory
-            if is_out_of_memory(failed):
-                raise
-            return False
-        largest = float(torch.linalg.vector_norm(outputs, ord=float("inf")))  # without a copy
-        return error <= 100 * torch.finfo(outputs.dtype).eps * largest
-
-    def _named_like(self, part: Tensor | None) -> str | None:
-        """The parameter or constant that a part of the head is; "" for none, None for something computed."""
-        if part is None:
-            return ""
-        whole = (part.data_ptr(), part.shape, part.stride())
-        held = {**self.params, **self.constants}.items()
-        return next((name for name, t in held if (t.data_ptr(), t.shape, t.stride()) == whole), None)
-
-    def trunk(self) -> tuple[Problem, Callable[[Tensor], Head]] | None:
-        """The same with what comes before the last layer as outputs, and the function that applies the layer.
-
-        None unless the layer's weight and bias are tensors that the model holds, and what comes before them moves with
-        the parameters. Facts are shared.
-        """
-        if not self.facts.get("head", 0) or self._look is not None or None in self.facts["head names"]:
-            return None
-        if not self.facts["head moves"][0]:
-            return None
-        held, (weight, bias) = {**self.params, **self.constants}, self.facts["head names"]
-        if weight not in held or (bias and bias not in held):
-            return None
+    def looking(self, look: Callable[[Head], Tensor]) -> Problem:
+        """The same with this function of the head in place of the outputs; facts are shared."""
         twin = copy.copy(self)
-        twin._look = operator.attrgetter("hidden")
-        return twin, lambda hidden: Head(hidden, held[weight], held[bias] if bias else None)
+        twin.look = look
+        return twin
 
     def thinned(self, targets: Tensor) -> tuple[Problem, Tensor]:
         """The same with a few of the outputs, where there is a head, to look at what comes before it.
 
         Facts are shared.
         """
-        if not self.facts.get("head", 0) or self._look is not None:
+        if not self.facts.get("head", 0) or self.look is not None:
             return self, targets
-        twin = copy.copy(self)
         few = min(FEW_OUTPUTS, self.facts["words"])
         words = torch.linspace(0, self.facts["words"] - 1, few).long().to(self.device)
-        twin._look = lambda head: head.thinned(words)
+        twin = self.looking(lambda head: head.thinned(words))
         assert isinstance(self.loss, losses.CrossEntropy)
         if self.loss.weight is not None:
             twin.loss = copy.copy(self.loss)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from spiritlevel.binding.batches import resized
+from spiritlevel.binding.last_layer import trunk
 from spiritlevel.binding.losses import CrossEntropy, Head, HeadLoss
 from spiritlevel.binding.parameters import Params, in_precision
 from spiritlevel.binding.problem import Problem
@@ -215,14 +216,14 @@ def _stacked(direction: Callable[[int], Params], order: list[int], way: Way) -> 
 
 def _seen(problem: Problem) -> Problem:
     """What the terms follow: all of the network, or what comes before outputs that are taken in pieces."""
-    trunk = problem.trunk() if isinstance(problem, Problem) else None
-    return problem if trunk is None else trunk[0]
+    parts = trunk(problem) if isinstance(problem, Problem) else None
+    return problem if parts is None else parts[0]
 
 
 def _whole(problem: Problem, seen: Tensor) -> Tensor | Head:
     """The outputs, from what was seen of them."""
-    trunk = problem.trunk() if isinstance(problem, Problem) else None
-    return seen if trunk is None else trunk[1](seen)
+    parts = trunk(problem) if isinstance(problem, Problem) else None
+    return seen if parts is None else parts[1](seen)
 
 
 def _forms(

@@ -24,7 +24,7 @@ from spiritlevel.watching import channel_functions as functions
 from spiritlevel.watching import channel_layers as layers
 from spiritlevel.watching import channel_moves as moves
 from spiritlevel.watching import channel_sums as sums
-from spiritlevel.watching import norm_rules, path_rules, taylor_norms, taylor_products, taylor_rules
+from spiritlevel.watching import convolution_norms, norm_rules, path_rules, taylor_norms, taylor_products, taylor_rules
 from spiritlevel.watching.channels import Channels
 from spiritlevel.watching.graph import Operation as Call
 from spiritlevel.watching.norm_rules import Rule
@@ -375,12 +375,12 @@ def _layers() -> Iterator[Operation]:
     yield _operation("linear", "linear", "linear", **_PRODUCT, **dense)
     convolved = {**_PRODUCT, "vanishes": True}
     kinds = "convolution _convolution mkldnn_convolution"
-    options: dict[str, Any] = {"layer": Layer.CONVOLUTION, "norm": norm_rules.convolution}
+    options: dict[str, Any] = {"layer": Layer.CONVOLUTION, "norm": convolution_norms.convolution}
     options["channels"] = layers.convolution
     rule = taylor_products.convolution
     yield _operation("convolution", "conv1d conv2d conv3d", kinds, **convolved, **options, taylor=rule)
     kinds = "conv_transpose1d conv_transpose2d conv_transpose3d"  # to the dispatcher, a convolution too
-    options = {"layer": Layer.TRANSPOSED, "norm": norm_rules.transposed_convolution}
+    options = {"layer": Layer.TRANSPOSED, "norm": convolution_norms.transposed_convolution}
     options["channels"] = layers.transposed_convolution
     yield _operation("transposed_convolution", kinds, degree=Degree.BILINEAR, homogeneous=True, **options)
     for name in ("multi_head_attention_forward", "lstm", "gru", "rnn_tanh", "rnn_relu"):

@@ -23,8 +23,9 @@ from spiritlevel.binding.coupling import check_independence, same_outputs
 from spiritlevel.binding.parameters import Params, as_leaves, depth
 from spiritlevel.binding.problem import Problem
 from spiritlevel.errors import InputError, first_line
+from spiritlevel.watching.convolution_norms import Cell, ConvolutionRule, PooledConvolution, cell_of
 from spiritlevel.watching.derivatives import LARGE
-from spiritlevel.watching.norm_rules import Cell, ConvolutionRule, Names, Norms, PooledConvolution, Rule, cell_of
+from spiritlevel.watching.norm_rules import Names, Norms, Rule
 from spiritlevel.watching.operations import called, is_in_place
 from spiritlevel.watching.structure import Structure, Watch, analyse, joined
 from spiritlevel.watching.watchers import FunctionWatch, tensors_in

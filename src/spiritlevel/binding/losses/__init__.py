@@ -5,10 +5,10 @@ A = Σ_j d_j v_j v_jᵀ as *factors*: weights d_j (any size, float64) and vector
 cross entropy returns half the curvature, or none, once 1 − S_y is below machine epsilon; the forms here use only sums
 of positive terms and stay right to rounding at any margin (mathematics 2.2).
 
-One file per idea: `base` what every loss offers, `scalars` of the softmax, `cross_entropy` for one choice or one at
-every position, `in_pieces` the same for outputs that are not multiplied out (`heads`), `units` single positions as
-samples, `elementwise` losses with a diagonal Hessian, `exponential`, `callables` of users, `resolving` names and losses
-of torch.
+One file per idea: `base` what every loss offers, `scalars` of the softmax, `elimination` of its classes,
+`cross_entropy` for one choice or one at every position, `in_pieces` the same for outputs that are not multiplied out
+(`heads`), `units` single positions as samples, `elementwise` losses with a diagonal Hessian, `exponential`, `callables`
+of users, `resolving` names and losses of torch.
 """
 
 from spiritlevel.binding.losses.base import Decisions, Factor, Loss

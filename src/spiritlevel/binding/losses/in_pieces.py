@@ -22,7 +22,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from spiritlevel.binding.losses.base import Decisions
-from spiritlevel.binding.losses.cross_entropy import CrossEntropy, by_rows, rows_in_double
+from spiritlevel.binding.losses.cross_entropy import CrossEntropy
+from spiritlevel.binding.losses.elimination import by_rows, rows_in_double
 from spiritlevel.binding.losses.heads import Head, rows_at_once
 
 
