@@ -38,6 +38,6 @@ found = sl.audit(model, data, measures=measures)
 print(found)
 print(found.certificates["mix_heads"])
 
-# the same function with other matrices in its heads: nothing here speaks for one of the two
+# the same function with other matrices in its heads: nothing here favours either of the two
 other = sl.transforms.mix_heads(model, data=data, size=100.0).model
 print(sl.compare(model, other, data, names=("trained", "mixed"), measures=measures).advice)

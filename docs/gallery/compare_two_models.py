@@ -29,7 +29,7 @@ measures = ["trace", "input_distance", "margin_mean"]
 comparison = sl.compare(short, long, digits.test, names=("short", "long"), measures=measures)
 print(comparison)
 
-# The same function in other coordinates: its trace is another one, and the comparison is not fooled.
+# The same function in other coordinates: its trace is different, and the comparison is not fooled.
 data = digits.test
 scaled = sl.transforms.rescale_layers(long, {"1": 8.0, "3": 1 / 8}, data=data).model
 comparison = sl.compare(long, scaled, data, names=("long", "rescaled"), measures=measures)

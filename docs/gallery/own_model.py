@@ -24,7 +24,7 @@ for batch in torch.randint(len(digits.train[1]), (200, 64)):
     nn.functional.cross_entropy(model(digits.train[0][batch]), digits.train[1][batch]).backward()
     optimiser.step()
 
-# A random subset of 200 samples is measured; the report states it and shows the error of that.
+# A random subset of 200 samples is measured; the report says so, and every number carries the error of doing so.
 report = sl.measure(
     model,
     digits.train,

@@ -20,7 +20,7 @@ for batch in torch.randint(len(data.train[1]), (400, 64)):
 print(sl.margins(model, data.test))
 
 # %% [markdown]
-# One call measures it. Of 300 random training samples, each number has the error of that.
+# One call measures it. It takes 300 random training samples, and every number carries the error of doing so.
 
 # %%
 report = sl.measure(model, data.train, test=data.test, samples=300)

@@ -37,7 +37,7 @@ print(tracker)
 sl.plot.training(tracker)
 
 # %% [markdown]
-# The checkpoints span a plane; the loss on it, with the way that the training took:
+# The checkpoints span a plane; the loss on it, with the path that the training took:
 
 # %%
 few = data.train[0][:300], labels[:300]

@@ -186,7 +186,7 @@ def _vega() -> str:
             return kept.decode("utf-8")
     script = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")
     if hashlib.sha256(script.encode("utf-8")).hexdigest() == pin:
-        with suppress(OSError):  # a read-only home is no reason not to have a page
+        with suppress(OSError):  # a read-only home folder must not prevent a page
             write_atomically(file, script)
     return script
 

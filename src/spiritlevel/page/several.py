@@ -52,7 +52,7 @@ def comparison_sections(found: Comparison, key: str) -> Iterator[Section]:
             rows.append((row.name, *cells, verdict + (f": {row.note}" if row.note else "")))
     section.tables.append(Table(f"{key}-comparison", f"{a} and {b} on {found.samples:,} samples", columns, rows))
     if after:
-        title = "After a change of these weights (other weights of the same function may change otherwise)"
+        title = "After a change of these weights (other weights of the same function may change differently)"
         section.tables.append(Table(f"{key}-under", title, ["change", *columns], after))
     columns = ["measure", "difference", "low", "high", "interval from", f"ratio {b} / {a}", "moved at least"]
     details = [(row.name, row.difference, row.low, row.high, row.how, row.ratio, row.factor) for row in found.rows]

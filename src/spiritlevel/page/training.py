@@ -32,7 +32,7 @@ def suspects(found: SuspiciousSamples, key: str) -> Iterator[Section]:
     section.cards = [
         Card("Samples seen", number(found.seen), "", f"Of {number(found.samples)}, in {number(found.steps)} steps."),
         Card("Never learned", number(found.never_learned), "", "Never classified as labelled, at any visit."),
-        Card("Forgotten", number(found.forgotten), "", "Classified as labelled once, and wrongly at a later visit."),
+        Card("Forgotten", number(found.forgotten), "", "Classified as labelled at one visit, and wrongly at a later one."),
     ]
     yield section
     section = Section(f"{key}-samples", "Samples to look at", [_about(by)])
@@ -136,8 +136,8 @@ def _gaps(found: TrainingCurves) -> list[str]:
     for row in found.rows:
         if row.get("reason"):
             steps.setdefault(str(row["reason"]).rstrip("."), []).append(f"{row['step']:,}")
-    notes = [f"Not all could be measured at step {', '.join(at)}: {reason}." for reason, at in steps.items()]
-    more = [f"{len(notes) - _REASONS} other reasons stand in the table."] if len(notes) > _REASONS else []
+    notes = [f"Not everything could be measured at step {', '.join(at)}: {reason}." for reason, at in steps.items()]
+    more = [f"{len(notes) - _REASONS} other reasons are in the table."] if len(notes) > _REASONS else []
     return notes[:_REASONS] + more
 
 

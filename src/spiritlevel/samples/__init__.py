@@ -1,1 +1,1 @@
-"""One number of every sample: traces of its Hessian, margins."""
+"""One number for every sample: the trace of its Hessian, its margins."""

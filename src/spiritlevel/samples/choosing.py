@@ -1,4 +1,4 @@
-"""Which way to take to the per-sample traces of a network, on how many cores and in batches of which size."""
+"""How to compute the per-sample traces of a network: which method, how many cores, how large a batch."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from spiritlevel.watching.recording import GradientNorms
 from spiritlevel.watching.structure import Structure
 
 MANY_CLASSES = 2_000
-SAMPLED_PASSES = 8  # the exact ones of so many classes; the rest is sampled
-MANY_POSITIONS = 256  # the same of positions and classes together, of which each is a factor
-CHAIN_COST = 2e7  # multiply-adds per sample up to which the recursion is worth its while
+SAMPLED_PASSES = 8  # exact passes when there are that many classes; the rest is sampled
+MANY_POSITIONS = 256  # the same limit for positions times classes, each of which is a factor
+CHAIN_COST = 2e7  # multiply-adds per sample up to which the recursion is worthwhile
 SPLIT_RANK = 1_000  # factors up to which an exact Gauss-Newton part may be worth its backward passes
-BACKWARD, PROBE, SLOW_PROBE = 2.0, 3.0, 10.0  # forward passes that a factor, a collapsed probe and another one cost
+BACKWARD, PROBE, SLOW_PROBE = 2.0, 3.0, 10.0  # cost in forward passes: of a factor, a collapsed probe, any other probe
 BATCH_BYTES = 1e8  # activations of one batch: small enough to stay near the cache, large enough to hide overheads
 PROBED_BYTES = 1e9  # the same for probes, which are drawn anew for every batch and read its values from a tape
 
 
 class Plan:
-    """What was chosen, and what it needs."""
+    """The method that was chosen, and what it needs."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ def choose(
     method: str,
     passes: int | None,
 ) -> Plan:
-    """The best way there is; raises `NotExactError` where none is exact and an exact one was asked for."""
+    """The best method available; raises `NotExactError` if an exact one was asked for and there is none."""
     if method in ("hutchinson", "pyhessian"):
         return Plan("hutchinson")
     rank = problem.loss.rank(outputs, targets)
@@ -97,8 +97,8 @@ def _obstacle(problem: Problem, structure: Structure) -> str:
 def splitting_pays(rank: int, few: float, many: float, *, collapsed: bool) -> bool:
     """Whether `rank` backward passes and `few` probes cost less than the `many` probes that give the same error.
 
-    Near a minimum nearly all of the spread is that of the Gauss-Newton part, and a split is hundreds of times quicker;
-    far from one it is that of the remainder, and the backward passes are wasted.
+    Near a minimum nearly all of the spread comes from the Gauss-Newton part, and a split is hundreds of times quicker;
+    far from one it comes from the remainder, and the backward passes are wasted.
     """
     probe = PROBE if collapsed else SLOW_PROBE
     return rank * BACKWARD + few * probe < many * probe
@@ -107,10 +107,10 @@ def splitting_pays(rank: int, few: float, many: float, *, collapsed: bool) -> bo
 def cores_for(
     problem: Problem, structure: Structure, plan: Plan, outputs: Tensor, batch_size: int | None, memory: int
 ) -> int:
-    """How many batches to work on at a time, those of a given size as far as they fit.
+    """How many batches to work on at once; if their size is given, as many as fit.
 
-    One where the model is called all the time, and where the classes take more memory than the activations: operations
-    on so many are large enough for all cores.
+    One where the model is called throughout, and where the classes take more memory than the activations: operations
+    on that many are large enough for all cores.
     """
     activations, classes = _bytes_per_sample(problem, structure, outputs)
     if plan.norms is None or classes > activations:
@@ -119,16 +119,16 @@ def cores_for(
 
 
 def batch_size_for(problem: Problem, structure: Structure, plan: Plan, outputs: Tensor, memory: int, cores: int) -> int:
-    """Samples in a batch: a power of two that keeps the activations near the cache and within the memory."""
+    """Samples per batch: a power of two that keeps the activations close to the cache and within the memory."""
     activations, extra = _bytes_per_sample(problem, structure, outputs)
     if plan.chain is not None:
-        extra += 4 * 8 * plan.chain.width**2  # the Hessian of a layer, the next one, and what lies between
+        extra += 4 * 8 * plan.chain.width**2  # the Hessian of a layer, that of the next, and what lies between
     wanted = (PROBED_BYTES if plan.name == "hutchinson" else BATCH_BYTES) / (activations + extra)
     allowed = memory / in_memory(cores) / (8 * activations + extra)
     return max(1, min(2 ** int(math.log2(max(wanted, 8))), 4096, int(allowed)))
 
 
 def _bytes_per_sample(problem: Problem, structure: Structure, outputs: Tensor) -> tuple[int, int]:
-    """Of the activations, and of the loss's factors, which take some float64 numbers per class."""
+    """Bytes of the activations, and of the loss's factors, which take a few float64 numbers per class."""
     item = problem.params[next(iter(problem.params))].element_size()
     return item * (structure.floats_per_sample or 2**18), 64 * outputs[0].numel()

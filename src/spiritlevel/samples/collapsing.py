@@ -1,6 +1,6 @@
-"""Second derivatives of every sample's loss along many directions: by collapsed Taylor terms, or one after the other.
+"""Second derivatives of every sample's loss along many directions: by collapsed Taylor terms, or one by one.
 
-Along the tape of a batch (`watching.taylor`) the terms of some groups of probes pass at a time. A group gives the mean
+The terms of a few groups of probes at a time follow the tape of a batch (`watching.taylor`). A group gives the mean
 of vᵀHₙv over its probes, and the spread of the groups is the error. Where an operation has no rule, or the terms
 disagree with autograd on a few samples, each direction is differentiated by itself, and a note says so.
 """
@@ -23,12 +23,12 @@ from spiritlevel.samples.probing import as_direction, differentiator, parts_alon
 from spiritlevel.watching.taylor import Tape, Untaught, Way, taped
 
 MOST_MEMBERS = 4
-LEAST_GROUPS = 16  # whose spread is the error: t with 15 degrees of freedom
-ROW_BYTES = 5e7  # of the terms of some groups: no more than are needed to hide the cost of calls
-LARGE = 10**6  # parameters from which on two samples must do for a comparison
+LEAST_GROUPS = 16  # the error comes from their spread: Student's t with 15 degrees of freedom
+ROW_BYTES = 5e7  # for the terms of a few groups: no more than it takes to hide the cost of calls
+LARGE = 10**6  # parameters; from here on, two samples must do for a comparison
 
 Direction = Callable[[Problem, int], Params]
-"""The direction of a number in the parameters of a problem, zero where a name is missing."""
+"""(problem, number) → the direction with that number in its parameters, zero where a name is missing."""
 Cut = Callable[[Any, Any, "int | Tensor"], tuple[Any, Any]]
 """(problem, inputs, number of samples or their indices) → the problem and inputs of these samples alone."""
 
@@ -38,7 +38,7 @@ def _cut(problem: Problem, inputs: Any, rows: int | Tensor) -> tuple[Problem, An
 
 
 def members_of(probes: int) -> int:
-    """Probes in a group: up to four, as long as there remain 16 groups of equal size.
+    """Probes per group: up to four, as long as 16 groups of equal size remain.
 
     >>> [members_of(probes) for probes in (16, 32, 48, 50, 64, 67, 100)]
     [1, 2, 3, 2, 4, 1, 4]
@@ -48,10 +48,10 @@ def members_of(probes: int) -> int:
 
 
 class Prober:
-    """Takes vᵀHₙv of every sample along many directions v, in the quickest way that can be trusted.
+    """Computes vᵀHₙv of every sample along many directions v, in the quickest way that can be trusted.
 
-    Made from a few samples inside `problem.active()`. `collapses` tells whether groups of probes are cheaper than as
-    many single ones; `notes` say why they are not.
+    Made from a few samples inside `problem.active()`. `collapses` says whether groups of probes are cheaper than the
+    same number of single ones; if they are not, `notes` say why.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Prober:
         self.notes: tuple[str, ...] = ()
         self.collapses = True
         self._whole = whole
-        self._trusted: frozenset[Any] = frozenset()  # operations that were met when the terms agreed with autograd
+        self._trusted: frozenset[Any] = frozenset()  # the operations that had run when the terms agreed with autograd
         try:
             self._compare(problem, inputs)
         except Untaught as error:
@@ -84,7 +84,7 @@ class Prober:
         self.notes += (f"one probe after the other{where}, because {error}", *self._slow)
 
     def members(self, probes: int) -> int:
-        """Probes in a group if there are so many in all."""
+        """Probes per group, given how many there are in all."""
         return members_of(probes) if self.collapses else 1
 
     def forms(
@@ -101,8 +101,8 @@ class Prober:
     ) -> Tensor:
         """The mean of vᵀHₙv over the directions of every group: Gauss-Newton part and remainder, (N, groups, 2).
 
-        `names` are the parameters that the directions move, all by
-        default; `members` directions in a row make a group; `start` is the number of the first sample.
+        `names` are the parameters that the directions move, by default all; `members` consecutive directions make a
+        group; `start` is the number of the first sample.
         """
         names = [*problem.params] if names is None else [*names]
         if self.collapses:
@@ -126,7 +126,7 @@ class Prober:
     def _pieces(
         self, problem: Problem, inputs: Any, targets: Tensor, start: int
     ) -> Iterator[tuple[Problem, Tape, Tensor]]:
-        """The tapes of a batch, of as many samples each as the memory holds."""
+        """The tapes of a batch, each of as many samples as fit into memory."""
         count = len(targets)
         size = count if self._whole else max(1, min(count, int(self._room / self._sample_bytes)))
         for first in range(0, count, size):
@@ -136,7 +136,7 @@ class Prober:
                 part, given = self._cut(problem, inputs, rows)
             tape = taped(_seen(part), given)
             part.checked(_whole(part, tape.outputs), given, some, start + first)
-            if not tape.operations <= self._trusted:  # the numbers of this batch led another way
+            if not tape.operations <= self._trusted:  # the values in this batch took another branch
                 self._compare(*((part, given) if self._whole else self._cut(part, given, min(len(some), 8))))
             yield part, tape, some
 
@@ -160,9 +160,9 @@ class Prober:
         return torch.cat(columns).transpose(0, 1)
 
     def _compare(self, problem: Problem, few: Any) -> None:
-        """Raise `Untaught` unless the terms of two probes are those that autograd has, on these samples.
+        """Raise `Untaught` unless the terms of two probes agree with autograd on these samples.
 
-        In float64 if the model runs in it, where nothing but a wrong rule could make a difference.
+        In float64 if the model can run in it: there only a wrong rule can make a difference.
         """
         problem, double = _seen(problem), torch.float64
         for precise in (True, False):
@@ -191,7 +191,7 @@ class Prober:
         self._measure(problem, plain)
 
     def _measure(self, problem: Problem, tape: Tape) -> None:
-        """What a sample and the probes themselves take of the memory."""
+        """How much memory a sample takes, and how much the probes leave for samples."""
         item, count, size = tape.outputs.element_size(), max(1, len(tape.outputs)), _size(problem.params)
         rows = MOST_MEMBERS + 1
         self._sample_bytes = item * (tape.floats + rows * (tape.along(problem.params).floats - size)) / count
@@ -205,7 +205,7 @@ def _size(params: Params) -> int:
 
 
 def _stacked(direction: Callable[[int], Params], order: list[int], way: Way) -> Params:
-    """These directions as rows."""
+    """These directions, stacked as rows."""
     rows = {name: tensor.new_empty(len(order), *tensor.shape) for name, tensor in way.moving.items()}
     for place, index in enumerate(order):
         for name, part in direction(index).items():
@@ -215,13 +215,13 @@ def _stacked(direction: Callable[[int], Params], order: list[int], way: Way) -> 
 
 
 def _seen(problem: Problem) -> Problem:
-    """What the terms follow: all of the network, or what comes before outputs that are taken in pieces."""
+    """What the terms follow: the whole network, or the part before outputs that are taken in pieces."""
     parts = trunk(problem) if isinstance(problem, Problem) else None
     return problem if parts is None else parts[0]
 
 
 def _whole(problem: Problem, seen: Tensor) -> Tensor | Head:
-    """The outputs, from what was seen of them."""
+    """The outputs, computed from the part that was followed."""
     parts = trunk(problem) if isinstance(problem, Problem) else None
     return seen if parts is None else parts[1](seen)
 
@@ -229,7 +229,7 @@ def _whole(problem: Problem, seen: Tensor) -> Tensor | Head:
 def _forms(
     problem: Problem, seen: Tensor, directions: Params, firsts: Tensor, seconds: Tensor, targets: Tensor
 ) -> Tensor:
-    """Σ_k φ̇_kᵀAφ̇_k and gᵀΣ_k φ̈_k of every group and sample, with the loss's closed forms in float64."""
+    """Σ_k φ̇_kᵀAφ̇_k and gᵀΣ_k φ̈_k for every group and sample, by the loss's closed forms in float64."""
     loss, outputs = problem.loss, _whole(problem, seen)
     if isinstance(outputs, Head):
         assert isinstance(loss, CrossEntropy)

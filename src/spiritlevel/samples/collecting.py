@@ -1,4 +1,4 @@
-"""Goes over the batches, takes every sample's trace in the chosen way, and puts the result together."""
+"""Go over the batches, compute every sample's trace by the chosen method, and assemble the result."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ DEFAULT_PROBES = 64
 PILOT_PROBES = 16
 MAX_PROBES = 100_000
 PASSES_AT_ONCE = 10  # backward passes whose norms are taken together,
-_NUMBERS_AT_ONCE = 2**25  # unless their vectors hold more numbers than these
+_NUMBERS_AT_ONCE = 2**25  # unless their vectors hold more numbers than this
 
 
 class OtherFunction(NotExactError):
-    """On a later batch the model did something for which what was chosen is not exact."""
+    """On a later batch the model did something for which the chosen method is not exact."""
 
     def __init__(self, start: int, reason: str) -> None:
         self.reason = f"on the batch that begins with sample {start} {reason}"
@@ -40,19 +40,19 @@ class OtherFunction(NotExactError):
 
 _Values = dict[str, Tensor]  # of the samples of a batch, by name
 _Begin = Callable[[int, Any, Tensor], Callable[[], _Values]]
-"""(number of the first sample, inputs, targets) → what gives the values, without calling the model any more."""
+"""(number of the first sample, inputs, targets) → a function that gives the values without calling the model again."""
 _ERROR = ""  # the name of a column that is not a parameter
 
 
 def _at_once(values: _Values) -> Callable[[], _Values]:
-    """Values that are there already: all that calls the model has to be done in its turn."""
+    """Values that are already there: whatever calls the model must be done in turn."""
     return lambda: values
 
 
 def _weighted_norms(
     recording: Recording, factors: Iterator[Factor], count: int, names: Sequence[str], start: int
 ) -> tuple[_Values, Tensor]:
-    """Σ_j d_j ‖v_jᵀJ‖² of a batch by parameter, over `count` factors (d, v); and what the last of them adds in all."""
+    """Σ_j d_j ‖v_jᵀJ‖² of a batch by parameter, over `count` factors (d, v); and the total that the last of them adds."""
     samples, dtype = len(recording.outputs), recording.outputs.dtype
     totals = dict.fromkeys(names, torch.zeros(samples, dtype=torch.float64, device=recording.outputs.device))
     last = torch.zeros_like(next(iter(totals.values())))
@@ -68,7 +68,7 @@ def _weighted_norms(
                 term = weight * norm
                 totals[name] = totals[name] + term
                 last += term
-    *found_totals, last = torch.stack([*totals.values(), last]).cpu()  # all at once, for an accelerator
+    *found_totals, last = torch.stack([*totals.values(), last]).cpu()  # all at once: an accelerator would stall on each
     totals = dict(zip(totals, found_totals, strict=True))
     for name, total in totals.items():
         if not bool(torch.isfinite(total).all()):
@@ -81,24 +81,24 @@ def _weighted_norms(
 
 
 def _wanted(draws: dict[str, Tensor], remainder: bool) -> Tensor:
-    """What was drawn of all parts together, (N, groups): the whole, or the remainder alone."""
+    """The draws summed over all parts, (N, groups): the whole, or the remainder alone."""
     table = torch.stack(list(draws.values())).sum(0)
     return table[..., 1] if remainder else table.sum(2)
 
 
 def _needed(error: float, mean: float, rel_err: float) -> float:
-    """Probes that a relative error takes if the pilot's mean has this one."""
+    """How many probes a relative error takes if this is the error of the pilot's mean."""
     return 0.0 if not error else PILOT_PROBES * (error / (rel_err * abs(mean))) ** 2 if mean else math.inf
 
 
 def _in_groups(count: int) -> tuple[int, int]:
-    """At least so many probes, and how many make a group: a size into which the pilot can be cut as well."""
+    """At least this many probes, and how many make a group: a size that divides the pilot, too."""
     size = next((size for size in (4, 2) if count >= size * LEAST_GROUPS), 1)
     return -(-count // size) * size, size
 
 
 class Collector:
-    """Goes over the batches and puts the result together."""
+    """Goes over the batches and assembles the result."""
 
     def __init__(self, context: Context, batches: Batches, per_layer: bool, cores: int) -> None:
         self.problem, self.ranks, self.seed = context.problem, context.ranks, context.seed
@@ -108,7 +108,7 @@ class Collector:
         self.targets: list[Tensor] = []
 
     def each(self) -> Iterator[tuple[int, Any, Tensor]]:
-        """This rank's batches on the model's device, each with the number of its first sample; keeps the books."""
+        """This rank's batches on the model's device, each with the number of its first sample; records targets and fingerprint."""
         self.fingerprint, self.targets = Fingerprint(), []
         start = 0
         for index, (inputs, targets) in enumerate(self.batches):
@@ -121,7 +121,7 @@ class Collector:
             start += len(targets)
 
     def columns(self, names: Sequence[str], begin: _Begin, *width: int, cores: int = 1) -> dict[str, Tensor]:
-        """The values by name, (samples, *width), of all batches and ranks; what is left out is zero."""
+        """The values by name, (samples, *width), of all batches and ranks; missing ones are zero."""
         pieces: list[tuple[int, Tensor]] = []
 
         def begin_batch(batch: tuple[int, Any, Tensor]) -> Callable[[], tuple[int, Tensor]]:
@@ -161,7 +161,7 @@ class Collector:
         )
 
     def gauss_newton(self, plan: Plan) -> tuple[dict[str, Tensor], Tensor | None, int]:
-        """Tr GGNₙ by parameter; the error bound of the sampled part if there is one; the number of passes."""
+        """Tr GGNₙ by parameter; the error bound of the sampled part, if there is one; the number of passes."""
         assert plan.norms is not None
         problem, norms = self.problem, plan.norms
         count = drawn = 0
@@ -172,11 +172,11 @@ class Collector:
 
         def signs_of(start: int, outputs: Tensor) -> Tensor:
             nonlocal drawn
-            if outputs.ndim > 2:  # of sequences that may differ in length: each sample has numbers of its own
+            if outputs.ndim > 2:  # sequences may differ in length: each sample draws from its own stream
                 streams = (generator_of(self.seed, start + n + 1) for n in range(len(outputs)))
                 return torch.cat([own_signs(1, outputs[0].numel(), stream) for stream in streams]).view(outputs.shape)
             width = outputs[0].numel()
-            own_signs(start - drawn, width)  # samples of other ranks have signs of their own
+            own_signs(start - drawn, width)  # skip those of the samples on other ranks
             drawn = start + len(outputs)
             return own_signs(len(outputs), width).view(outputs.shape)
 
@@ -185,12 +185,12 @@ class Collector:
             recording = norms.record(inputs)
             outputs = recording.outputs.detach()
             problem.checked(outputs, inputs, targets, start)
-            if plan.name != "split" and not norms.structure.exact:  # a split is right whatever the network is
+            if plan.name != "split" and not norms.structure.exact:  # a split is right for any network
                 raise OtherFunction(start, norms.structure.reason)
             rank = problem.loss.rank(outputs, targets)
             variance = 0.0
             if plan.name == "passes":
-                exact = min(plan.passes, max(rank - 1, 0))  # of a batch of short sequences
+                exact = min(plan.passes, max(rank - 1, 0))  # a batch of short sequences may have fewer
                 own = signs_of(start, outputs).to(outputs.device)
                 factors = problem.loss.sampled_factors(outputs, targets, exact, own)
                 count, variance = max(count, exact + 1), 2 * (1 - 1 / max(1, rank - exact))
@@ -233,9 +233,9 @@ class Collector:
         return self.result(layers, exact=True, method="recursion", notes=plan.notes)
 
     def probed(self, plan: Plan, probes: int | None, rel_err: float | None) -> SampleTraces:
-        """All of the trace, or what Gauss-Newton leaves of it, by probes that all samples share.
+        """The whole trace, or what the Gauss-Newton part leaves of it, by probes that all samples share.
 
-        Every probe gives both parts, so the spread of the first ones tells whether it pays to have one of them exactly.
+        Every probe gives both parts, so the spread of the first ones tells whether it pays to compute one of them exactly.
         """
         prober = self._prober()
         notes: tuple[str, ...] = plan.notes
@@ -280,7 +280,7 @@ class Collector:
         )
 
     def _pays(self, plan: Plan, draws: dict[str, Tensor], count: int, rel_err: float | None, prober: Prober) -> bool:
-        """Whether the exact Gauss-Newton part buys more error than as much time spent on probes."""
+        """Whether the exact Gauss-Newton part reduces the error more than the same time spent on probes."""
         means = [_wanted(draws, remainder).mean(0) for remainder in (False, True)]
         whole, rest = (float(standard_error(each)) for each in means)
         few, many = float(count), count * (whole / rest) ** 2 if rest else math.inf
@@ -289,7 +289,7 @@ class Collector:
         return splitting_pays(plan.rank, few, many, collapsed=prober.collapses)
 
     def _prober(self) -> Prober:
-        """From the first samples, which every rank has."""
+        """Made from the first samples, which every rank has."""
         with self.ranks.together():
             inputs, targets = self.problem.place(*self.batches.first(4096 if self.coupled else 8))
             prober = Prober(
@@ -299,9 +299,9 @@ class Collector:
         return prober
 
     def _draws(self, prober: Prober, indices: range, members: int) -> dict[str, Tensor]:
-        """What every group of probes says of every sample, (N, groups, 2): Gauss-Newton part and remainder.
+        """What every group of probes says about every sample, (N, groups, 2): Gauss-Newton part and remainder.
 
-        One table, or one per parameter if layers are wanted: the diagonal blocks are those of probes inside of it.
+        One table, or one per parameter if layers are wanted: probes inside a parameter see its diagonal block alone.
         """
         problem = self.problem
         parts: list[str | None] = [*problem.params] if self.per_layer else [None]
@@ -328,8 +328,8 @@ class Collector:
     def pyhessian(self, most: int = 100, tolerance: float = 1e-3) -> SampleTraces:
         """PyHessian 0.1's `trace()`, batched.
 
-        A sample stops when its running mean moved by less than `tolerance` relative to the *signed* previous mean, so
-        at once when that is negative.
+        A sample stops when its running mean has moved by less than `tolerance` relative to the *signed* previous mean,
+        and so at once if that is negative.
         """
         problem = self.problem
         differentiate = None

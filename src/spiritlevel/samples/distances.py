@@ -17,7 +17,7 @@ _DUAL = {"2": 2.0, "inf": 1.0}  # norm of the distance: norm of the gradient
 
 
 def norm_of(distance: int | float | str | None) -> str:
-    """The name of the norm that distance= asks for; nothing for no distance."""
+    """The name of the norm that distance= asks for, or nothing if no distance is wanted."""
     if distance is None:
         return ""
     name = f"{distance:g}" if isinstance(distance, int | float) else str(distance)
@@ -27,7 +27,7 @@ def norm_of(distance: int | float | str | None) -> str:
 
 
 def linearised(problem: Problem, inputs: Any, layer: str | None) -> tuple[Tensor, list[Tensor]]:
-    """Outputs as a differentiable function of the points whose distance is asked for, and these points."""
+    """Outputs as a differentiable function of the points whose distance is wanted, and these points."""
     points: list[Tensor] = []
 
     def watch(tensor: Any) -> Any:
@@ -76,7 +76,7 @@ def distances(outputs: Tensor, labels: Tensor, points: list[Tensor], norm: str, 
     logits, label, dual = outputs.detach().double(), labels[:, None], _DUAL[norm]
     nearest = torch.full((count,), math.inf, dtype=torch.float64, device=outputs.device)
     for j in range(classes - 1):
-        other = j + (label <= j).long()  # the j-th class but the label
+        other = j + (label <= j).long()  # the j-th class, not counting the label
         gap = (logits.gather(1, label) - logits.gather(1, other))[:, 0]
         size = torch.zeros_like(gap)
         if outputs.requires_grad:
@@ -104,7 +104,7 @@ def distances(outputs: Tensor, labels: Tensor, points: list[Tensor], norm: str, 
 
 
 class Spread:
-    """The total variance of points over all batches: means and squared deviations, merged (Chan et al. 1979)."""
+    """The total variance of the points over all batches: means and squared deviations, merged (Chan et al. 1979)."""
 
     def __init__(self) -> None:
         self.count, self.mean, self.squares = 0, torch.zeros(()), 0.0

@@ -29,7 +29,7 @@ from spiritlevel.watching.derivatives import check_input_derivatives
 from spiritlevel.watching.structure import Structure, Watch
 
 METHODS = ("auto", "exact", "hutchinson")
-_NUMBERS = 2**22  # of a batch's inputs, at most
+_NUMBERS = 2**22  # of the inputs of a batch, at most
 
 
 @checked
@@ -47,27 +47,27 @@ def input_curvature(
 ) -> SampleTraces:
     """Tr ∇²ₓℓ(θ; xₙ, yₙ), the trace of the Hessian of each sample's loss in its own input.
 
-    Exact for networks that are at most linear in their inputs piece by piece (linear and convolution layers, batch norm
+    Exact for networks that are piecewise linear in their inputs (linear and convolution layers, batch norm
     in eval mode, ReLU and its relatives, pooling, residual sums): there ∇²ₓℓ = JₓᵀAJₓ, A = ∂²ℓ/∂φ² = Σ_j d_j v_j v_jᵀ,
-    and the trace is Σ_j d_j ‖∂(v_jᵀφ)/∂x‖². What counts is the degree of the outputs in the *input*, which every batch
-    is watched for. Exact as well where a sample's input has no more numbers than there are probes: each is moved by
-    itself. Estimated by random signs, with errors, for everything else.
+    and the trace is Σ_j d_j ‖∂(v_jᵀφ)/∂x‖². What counts is the degree of the outputs in the *input*, which is
+    checked on every batch. Exact, too, where a sample's input has no more numbers than there are probes: each is moved
+    on its own. Estimated by random signs, with errors, for everything else.
 
     Args:
         model: Any `torch.nn.Module`; it is measured in eval mode and comes back untouched.
         data: A pair of tensors, a data set, a loader, or re-iterable batches. All floating-point
-            inputs count; name an embedding's output as the input of a model of its own for texts.
+            inputs count; for texts, measure the part of the model behind its embedding.
         loss: A name, a `torch.nn` loss, or a callable that returns one value per sample.
-        method: "auto", "exact" (raises `NotExactError` where there is no exact way) or "hutchinson".
+        method: "auto", "exact" (raises `NotExactError` where there is no exact method) or "hutchinson".
         probes: Random probes for what is estimated, 64 by default. All samples share them.
         batch_size: Samples in a batch; changes nothing but speed and memory.
-        group: A `torch.distributed` group: every rank passes the same, takes its share of the batches, and returns the
-            whole result. `None` never communicates.
+        group: A `torch.distributed` group: every rank passes the same arguments, takes its share of the batches, and
+            returns the whole result. `None` never communicates.
         seed: Seed of the probes; the global random states stay untouched.
         reading: `target=`, `batch=`, `output=`, `unit=`, `batches=`: how batches and outputs are read, and what a
             sample is; see `Reading`.
 
-    Cost: *exact* C−1 backward and two forward passes; else two to four forward passes per probe. References:
+    Cost: *exact* C−1 backward and two forward passes; otherwise two to four forward passes per probe. References:
     Moosavi-Dezfooli et al. 2019, arXiv:1811.09716; mathematics 4.9.
 
     >>> net = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 2))
@@ -121,7 +121,7 @@ class _Curved(NotExactError):
 
 
 class _InInputs:
-    """A problem whose parameters are the floating-point inputs of one batch: what differentiates the one takes both."""
+    """A problem whose parameters are the floating-point inputs of one batch: the same code differentiates both kinds."""
 
     def __init__(self, problem: Problem, inputs: Any) -> None:
         self.problem, self.loss, self.dtype, self.batch_norm = problem, problem.loss, problem.dtype, "eval"
@@ -148,7 +148,7 @@ class _InInputs:
 
     @property
     def size(self) -> int:
-        """Numbers that a sample's inputs hold."""
+        """How many numbers a sample's inputs hold."""
         return sum(math.prod(leaf.shape[1:]) for leaf in self.params.values())
 
     def outputs(self, points: Params, _: Any = None) -> Tensor:
@@ -161,7 +161,7 @@ class _InInputs:
         return {name: one[name].expand_as(leaf) for name, leaf in self.params.items()}
 
     def axis(self, number: int) -> Params:
-        """The direction in which one of a sample's numbers moves."""
+        """The direction that moves one number of each sample."""
         found = {}
         for name, leaf in self.params.items():
             size = math.prod(leaf.shape[1:])
@@ -174,7 +174,7 @@ class _InInputs:
 
 
 def _seen(shadow: _InInputs, count: int) -> Structure:
-    """The degrees of the outputs in every floating-point input, as one forward pass shows them."""
+    """The degree of the outputs in every floating-point input, read off one forward pass."""
     problem = shadow.problem
     watch = Watch(shadow.params, [*problem.params.values(), *shadow.leaves])
 
@@ -185,13 +185,13 @@ def _seen(shadow: _InInputs, count: int) -> Structure:
     try:
         with torch.no_grad(), torch._C.DisableTorchFunction(), watch:
             outputs = functionalize(forward)(shadow.params, problem.params)
-    except Exception as error:  # whatever stops the run, the network is simply not known to be exact
+    except Exception as error:  # whatever stopped it, the network is simply not known to be exact
         return Structure(failure=f"the forward pass cannot be traced ({type(error).__name__}: {first_line(error)})")
     return watch.structure(outputs, count)
 
 
 class _Look:
-    """Goes over the batches and puts the result together."""
+    """Goes over the batches and assembles the result."""
 
     def __init__(self, problem: Problem, batches: Batches, ranks: Any, context: Context) -> None:
         self.problem, self.batches, self.ranks, self.seed = problem, batches, ranks, context.seed
@@ -268,7 +268,7 @@ class _Look:
         return total, passes
 
     def moved(self, size: int, notes: tuple[str, ...]) -> SampleTraces:
-        """Each number of a sample by itself."""
+        """Each number of a sample on its own."""
         pieces, prober = self._along(size, lambda shadow, k: shadow.axis(k), grouped=False)
         return self._result(pieces, size, exact=True, method="axes", matvecs=size, notes=notes + prober.notes)
 

@@ -1,4 +1,4 @@
-"""Margins of a classifier: of its outputs, of its softmax, and as a distance to the decision boundary.
+"""Margins of a classifier: in its outputs, in its softmax, and as a distance to the decision boundary.
 
 With Δ = φ_y − max_{j≠y} φ_j and S the softmax of the outputs φ, the softmax margin is γ = |S_y − max_{j≠y} S_j|. All
 scalars are float64 and free of cancellation, for correct and misclassified points, at any margin (mathematics 2.2).
@@ -67,7 +67,7 @@ def _signed(logits: Tensor, label: Tensor) -> Tensor:
 def _softmax(logits: Tensor, label: Tensor) -> tuple[Tensor, Tensor]:
     """γ = S_top(1 − e^{−|Δ|}) and 1−γ² from 1−γ = (1 − S_top) + S_top·e^{−|Δ|}, both free of cancellation.
 
-    The label and its best rival are the top class and one other, whichever way round.
+    The label and its best rival are the top class and one other, in either order.
     """
     probabilities, top, q = softmax_parts(logits)
     highest = probabilities.gather(1, top[:, None])[:, 0]
@@ -92,7 +92,7 @@ def signed_margin(logits: Tensor, y: Tensor) -> Tensor:
 def output_margin(logits: Tensor, y: Tensor) -> Tensor:
     """The output margin |φ_y − max_{j≠y} φ_j| of every row, as paper A defines it.
 
-    Its absolute value does not tell right from wrong; `signed_margin` does. Cost: O(N·C). Exact, float64.
+    An absolute value does not tell right from wrong; `signed_margin` does. Cost: O(N·C). Exact, float64.
 
     >>> output_margin(torch.tensor([[1.0, 3.0, 0.5]]), torch.tensor([0]))
     tensor([2.], dtype=torch.float64)
@@ -104,7 +104,7 @@ def output_margin(logits: Tensor, y: Tensor) -> Tensor:
 def softmax_margin(logits: Tensor, y: Tensor) -> Tensor:
     """The softmax margin γ = |S_y − max_{j≠y} S_j| of every row.
 
-    As S_top(1 − e^{−|Δ|}), so that small margins keep all their digits. Cost: O(N·C). Exact to rounding, float64.
+    Computed as S_top(1 − e^{−|Δ|}), so that small margins keep all their digits. Cost: O(N·C). Exact to rounding, float64.
     Reference: paper A, section 3.1.
 
     >>> softmax_margin(torch.tensor([[0.0, 0.0], [1e-9, 0.0]], dtype=torch.float64), torch.tensor([0, 0]))
@@ -117,7 +117,7 @@ def softmax_margin(logits: Tensor, y: Tensor) -> Tensor:
 def softmax_gap(logits: Tensor, y: Tensor) -> Tensor:
     """1 − γ² of every row, the factor of the margin bounds, without cancellation.
 
-    1−γ = (1−S_top) + S_low, S_low the lower of S_y and its best rival; correct and misclassified points alike. It
+    1−γ = (1−S_top) + S_low, S_low the lower of S_y and its best rival; for correct and misclassified points alike. It
     bounds the lack of confidence: ½(1−γ²) ≤ 1−ΣS² ≤ 1−γ² (mathematics 3.2). Cost: O(N·C). Exact to rounding, float64.
 
     >>> float(softmax_gap(torch.tensor([[40.0, 0.0]]), torch.tensor([0])))  # 1 - gamma**2 gives 0 here
@@ -151,7 +151,7 @@ def margin_bound(inputs: Tensor, logits: Tensor, y: Tensor) -> Tensor:
 
 @checked
 def printed_margin_bound(inputs: Tensor, logits: Tensor, y: Tensor) -> Tensor:
-    """‖x‖(1 − γ²) of every sample, the "margin bound" as printed in paper A: in truth a *lower* bound of ACEHT.
+    """‖x‖(1 − γ²) of every sample, the "margin bound" as printed in paper A: in fact a *lower* bound of ACEHT.
 
     ‖x‖(1−γ²) ≤ 2‖x‖(1−ΣS²) ≤ (‖x‖²+1)(1−ΣS²). For comparison with the paper only; `margin_bound` is the upper bound.
     Cost: O(N·(d + C)). Exact to rounding, float64. Reference: paper A, section 3.2; mathematics 3.3.
@@ -165,7 +165,7 @@ def printed_margin_bound(inputs: Tensor, logits: Tensor, y: Tensor) -> Tensor:
 
 # ---------------------------------------------------------------- margins of a model on data
 
-_NUMBERS = 2**22  # numbers that the inputs of a batch hold at most; a token stands for many activations
+_NUMBERS = 2**22  # at most this many numbers in the inputs of a batch; a token stands for many activations
 _TOKEN = 2**8
 
 
@@ -199,7 +199,7 @@ def margins(
     `reading`: `target=`, `batch=`, `output=`, `unit=`, `batches=`: how batches and outputs are read, and what a sample
     is; see `Reading`.
 
-    Cost: one forward pass, no graph; with `distance` C−1 backward passes more, for a whole batch at once. Memory: one
+    Cost: one forward pass, no graph; with `distance` another C−1 backward passes, for a whole batch at once. Memory: one
     batch, by default at most 512 samples (256 with `distance`), fewer if they are large. Margins are exact to the
     rounding of the outputs. References: paper A, section 4; Elsayed et al. 2018 (distance); Jiang et al. 2018 (layer).
 
@@ -225,13 +225,13 @@ def margins(
 
 
 def margins_in(context: Context, *, distance: int | float | str | None = None, layer: str | None = None) -> Margins:
-    """The margins of every sample in a context that is bound already; see `margins`."""
+    """The margins of every sample in a context that is already bound; see `margins`."""
     norm, ranks, form = norm_of(distance), context.ranks, context.form
     if layer is not None and not norm:
         raise InputError("layer= says where a distance is measured; pass distance=2 or distance='inf' as well.")
     if norm:
         _check_distances(context)
-    else:  # units are rows of outputs that are there anyway
+    else:  # units are rows of outputs that exist anyway
         context = context.of_means
     problem = context.problem
     with ranks.together():
@@ -242,7 +242,7 @@ def margins_in(context: Context, *, distance: int | float | str | None = None, l
             batches.size = context.fair(context.fitting(most, in_pieces=not norm))
     if batches.size is not None and not context.whole:
         batches.size = ranks.least(batches.size)
-    if problem.sharded:  # all ranks look at the same samples: all must make the same passes
+    if problem.sharded:  # all ranks look at the same samples, since all must make the same passes
         with ranks.together(), problem.active():
             check_independence(problem, context.first(64)[0])
 
@@ -275,7 +275,7 @@ def margins_in(context: Context, *, distance: int | float | str | None = None, l
 
 
 def _check_distances(context: Context) -> None:
-    """Refuse to measure distances where a sample has none of its own, or the model is in pieces."""
+    """Refuse to measure distances where a sample has none of its own, or where the model is sharded."""
     if context.problem.sharded:
         raise InputError("the distances of a sharded model are not offered; leave out distance=.")
     if context.coupling == "outputs":
@@ -287,13 +287,13 @@ def _check_distances(context: Context) -> None:
 
 @dataclass
 class _Pass:
-    """One pass over the data, and what it has seen so far."""
+    """One pass over the data, and what it has found so far."""
 
     context: Context
     norm: str
     layer: str | None
     units: bool
-    """Whether the margins are of rows of outputs, such as tokens, where the data hold samples."""
+    """Whether the margins are of rows of outputs, such as tokens, while the data hold samples."""
     looked: bool
     """Whether the model has been looked at on some samples."""
     several: bool = False
@@ -319,7 +319,7 @@ class _Pass:
             yield IDLE, *self.context.first(1)
 
     def begin(self, batch: tuple[int, Any, Tensor]) -> Callable[[], tuple[int, Tensor]]:
-        """The forward pass of a batch; what is returned does the rest of the work, alone."""
+        """The forward pass of a batch; the function that is returned does the rest without the model."""
         problem, (start, inputs, targets) = self.context.problem, batch
         outputs: Tensor | Head
         points: list[Tensor] = []
@@ -363,11 +363,11 @@ class _Pass:
 
 
 _COLUMNS = 6  # margin, softmax margin, gap, label, share of decisions that are right, their number
-_ROWS = 2**21  # logits that are looked at at once
+_ROWS = 2**21  # logits in one piece
 
 
 def decided(problem: Problem, outputs: Tensor | Head, targets: Tensor, start: int = 0) -> Decisions:
-    """The choices between classes that the outputs are, multiplied out or not."""
+    """The choices between classes that the outputs stand for, multiplied out or not."""
     if isinstance(outputs, Tensor):
         return problem.loss.decisions(outputs, targets, start)
     assert isinstance(problem.loss, CrossEntropy)
@@ -380,7 +380,7 @@ def share_right(found: Decisions) -> Tensor:
 
 
 def _of_rows(found: Decisions, alone: bool) -> Tensor:
-    """What is known of every sample, (N, columns): the means over its decisions, or each decision if `alone`."""
+    """What is known about every sample, (N, columns): the means over its decisions, or each decision if `alone`."""
     labels, pieces = found.labels[:, None], []
     for here, piece in _pieces(found.logits):
         some, label = piece.double(), labels[here]
@@ -398,7 +398,7 @@ def _of_rows(found: Decisions, alone: bool) -> Tensor:
 
 
 def _pieces(logits: Tensor | Head) -> Iterator[tuple[slice, Tensor]]:
-    """Rows of logits, a piece at a time, with which they are."""
+    """Rows of logits, a piece at a time, with their indices."""
     if isinstance(logits, Head):
         yield from logits.detach().pieces()
         return

@@ -1,4 +1,4 @@
-"""Second derivatives of the outputs along random directions, by the mode of differentiation that can be trusted."""
+"""Second derivatives of the outputs along random directions, by whichever mode of differentiation can be trusted."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def generator_of(seed: int, index: int) -> torch.Generator:
 
 
 def signs(params: Params, seed: int, index: int, only: str | None = None) -> Params:
-    """Random signs for every parameter, made anew from (seed, index): nothing has to be kept. As whole numbers.
+    """Random signs for every parameter, as integers, drawn again from (seed, index): nothing has to be kept.
 
-    With `only` the direction lies inside that parameter, and the others have none.
+    With `only` the direction lies inside that parameter; the others have no entry.
     """
     generator = generator_of(seed, index)
     result = {}
@@ -51,12 +51,12 @@ def signs(params: Params, seed: int, index: int, only: str | None = None) -> Par
 
 
 def probe(params: Params, seed: int, index: int, only: str | None = None) -> Params:
-    """`signs` in the parameters' own type and place, zero where there are none."""
+    """`signs` in the parameters' own dtype and on their device, zero where there are none."""
     return as_direction(signs(params, seed, index, only), params)
 
 
 def as_direction(parts: Params, params: Params) -> Params:
-    """A direction for all parameters, zero in those that are missing."""
+    """A direction in all parameters, zero in those that are missing."""
     return {
         name: parts[name].to(tensor.device, tensor.dtype) if name in parts else torch.zeros_like(tensor)
         for name, tensor in params.items()
@@ -104,7 +104,7 @@ def along_reverse(problem: Problem, inputs: Any, direction: Params) -> Derivativ
 
 
 def differentiator(problem: Problem, inputs: Any, seed: int) -> tuple[Differentiate, tuple[str, ...]]:
-    """Forward mode if this model has it and it agrees with reverse mode; else reverse mode, and a note.
+    """Forward mode if this model has it and it agrees with reverse mode; otherwise reverse mode, and a note.
 
     The checksum (mathematics 4.7): for one batch, one probe v and random weights w, Σ w·φ̇ = v·∇ and Σ w·φ̈ = v·∇²v of Σ
     w·φ by forward-over-reverse, and u·∇²v = v·∇²u.
@@ -147,7 +147,7 @@ def differentiator(problem: Problem, inputs: Any, seed: int) -> tuple[Differenti
         scale = math.sqrt(dot(product, product) * dot(u, u))
         difference = abs(dot(u, product) - dot(v, other))
         symmetric = difference <= _tolerance(problem) * max(scale, 1e-30)
-        if not symmetric:  # or is all of it rounding, and other at parameters that are the same but for rounding?
+        if not symmetric:  # or is all of it rounding, and different at parameters that differ by rounding alone?
             changes = []
             for params in nearby(problem.params):
                 _, near, near_other = products(params)

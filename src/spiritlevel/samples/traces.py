@@ -1,13 +1,13 @@
 """The trace of the Hessian of every single sample's loss: exact where the network allows it, with errors elsewhere.
 
-Four ways, from the best to the last resort:
+Four methods, from the best to the last resort:
 
 - *exact*: outputs at most linear in each parameter tensor (ReLU networks): Tr Hₙ = Tr GGNₙ = Σ_j d_j ‖v_jᵀJₙ‖², at most
   C−1 backward passes for a whole batch, gradient norms only;
 - *recursion*: chains of linear layers and smooth elementwise functions, exact (`chains`);
 - *split*: any smooth network, the Gauss-Newton part exact and the remainder Σ_c g_c Tr ∇²φ_c by probes, where their
-  spread shows that this is the quicker way to the same error;
-- *hutchinson*: any network, all of it by probes, for the whole batch at once by Taylor terms, collapsed in groups.
+  spread shows that this reaches the same error sooner;
+- *hutchinson*: any network, the whole trace by probes, for a whole batch at once by Taylor terms, collapsed in groups.
 
 The loss is never differentiated by autodiff: its gradient and Hessian in the outputs come from `losses` in float64, so
 the results stay right where the loss is tiny.
@@ -73,26 +73,26 @@ def sample_traces(
         model: Any `torch.nn.Module`; it is measured in eval mode and comes back untouched.
         data: A pair of tensors, a data set, a loader, or re-iterable batches.
         loss: A name: "cross_entropy" (of one class per sample, or of one at every position of an image or a sequence;
-            soft labels too), "token_cross_entropy" (classes last), "causal_lm" (shifts by itself),
+            soft labels too), "token_cross_entropy" (classes last), "causal_lm" (shifts the labels itself),
             "binary_cross_entropy" (one logit or many labels), "squared_error", "huber", "poisson", "exponential"; the
             `torch.nn` losses of these with their options; or a callable that returns one value per sample. With
             positions a sample's loss is the mean over its own; `unit="token"` makes each position a sample.
-        method: "auto" takes the best way there is. "exact" raises `NotExactError`, naming the operation in the way,
-            where there is no exact one. "hutchinson" probes the whole trace. "pyhessian" repeats that package's
+        method: "auto" takes the best method available. "exact" raises `NotExactError`, naming the operation in the
+            way, where there is no exact one. "hutchinson" probes the whole trace. "pyhessian" repeats that package's
             stopping rule, which stops by luck: for comparison only.
         passes: k exact terms of A (the k most probable classes after the top one) and one random combination of the
             rest, k + 1 backward passes in all: unbiased, for many classes. The square of its stderr is on average at
-            least the variance, but comes from the same one draw: it makes an interval of the mean over many samples
-            (`SampleTraces.mean`), and none of a single sample's trace.
+            least the variance, but comes from the same single draw: it gives an interval for the mean over many
+            samples (`SampleTraces.mean`), and none for a single sample's trace.
         probes: Random probes for what is estimated, 64 by default. All samples share them. Up to four make a group,
             of which only the mean is known: errors come from the spread of at least 16 groups.
-        rel_err: Instead of `probes`: the wanted relative standard error of the *mean*; a pilot of 16 probes fixes
+        rel_err: Instead of `probes`: the relative standard error wanted for the *mean*; a pilot of 16 probes fixes
             their number, then all are run.
         params: Names, prefixes or globs of the parameters to measure; all that require grad by default.
         per_layer: Also split the values by parameter tensor.
         batch_norm: "eval", or "batch" for batch statistics; the batches are then part of the definition.
-        batch_size: Samples in a batch, chosen by itself; changes nothing but speed and memory. As many batches as
-            there are cores, 4 at most, are worked on at a time if `memory` suffices.
+        batch_size: Samples per batch, chosen automatically; changes nothing but speed and memory. As many batches as
+            there are cores, at most 4, are worked on at once if `memory` allows.
         memory: Bytes that may be used, or a string such as "2GB".
         group: A `torch.distributed` group: every rank passes the same model, data and options, takes its share of the
             batches, and returns the whole result. `None` never communicates.
@@ -101,7 +101,7 @@ def sample_traces(
             sample is; see `Reading`.
 
     Cost: *exact* C−1 backward passes and one forward pass; *hutchinson* two to four forward passes per probe by Taylor
-    terms, which need memory for five copies of the parameters, and some ten where an operation has no rule (a note).
+    terms, which need memory for five copies of the parameters, and about ten where an operation has no rule (a note says so).
     References: paper A, section 3; Hutchinson 1990, doi:10.1080/03610919008812866; mathematics 2 and 4.
 
     >>> net = nn.Sequential(nn.Flatten(), nn.Linear(64, 16), nn.ReLU(), nn.Linear(16, 10))
@@ -135,9 +135,9 @@ def traces_in(
     rel_err: float | None = None,
     per_layer: bool = False,
 ) -> SampleTraces:
-    """The traces of every sample in a context that is bound already; see `sample_traces`."""
+    """The traces of every sample in a context that is already bound; see `sample_traces`."""
     passes = None if passes is None else whole_number(passes, "passes", 0)
-    probes = None if probes is None else whole_number(probes, "probes", 2)  # one has no error
+    probes = None if probes is None else whole_number(probes, "probes", 2)  # one probe has no error
     _check_arguments(method, passes, probes, rel_err)
     problem, ranks, whole = context.problem, context.ranks, context.whole
     with problem.active():
@@ -170,7 +170,7 @@ def traces_in(
                 plan.notes += (
                     f"the model rounds its values on the way, to about {problem.rounding:.1g} of their size",
                 )
-            if not context.coupling and plan.norms is None:  # which look for themselves
+            if not context.coupling and plan.norms is None:  # norms check that themselves
                 check_independence(problem, inputs)
             budget = context.budget()
             cores = cores_for(problem, structure, plan, outputs, context.batch_size, budget)
@@ -202,7 +202,7 @@ def _structure(context: Context, few: Any) -> Structure:
 
 
 def _few_of(problem: Problem, batches: Batches) -> Any:
-    """A few samples from all over the first batch, on which everything is tried first."""
+    """A few samples from all over the first batch, to try everything on."""
     inputs, targets = batches.first(4096, 3)
     chosen = spread(len(targets))
     return problem.place(resized(inputs, chosen), targets[chosen])[0]
@@ -261,9 +261,9 @@ def trace_in(
     rel_err: float | None = None,
     per_layer: bool = False,
 ) -> Estimate:
-    """The trace of the mean loss in a context that is bound already; see `trace`.
+    """The trace of the mean loss in a context that is already bound; see `trace`.
 
-    Where the loss couples the samples of a batch none has a trace of its own: probes of the Hessian then say it.
+    Where the loss couples the samples of a batch, none has a trace of its own: probes of the Hessian then give it.
     """
     if context.coupling != "loss":
         found = traces_in(context, method=method, passes=passes, probes=probes, rel_err=rel_err, per_layer=per_layer)
@@ -277,7 +277,7 @@ def trace_in(
 def sample_forms(context: Context, batches: Batches, directions: Sequence[Params]) -> Tensor:
     """vᵀHₙv of every sample for some directions v, (N, directions): how strongly each sample curves the loss along v.
 
-    About four forward passes a direction by Taylor terms, more where an operation has no rule. Exact to rounding.
+    About four forward passes per direction by Taylor terms, more where an operation has no rule. Exact to rounding.
     """
     problem = context.problem
     prober, rows = None, []
