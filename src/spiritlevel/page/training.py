@@ -32,7 +32,7 @@ def suspects(found: SuspiciousSamples, key: str) -> Iterator[Section]:
     section.cards = [
         Card("Samples seen", number(found.seen), "", f"Of {number(found.samples)}, in {number(found.steps)} steps."),
         Card("Never learned", number(found.never_learned), "", "Never classified as labelled, at any visit."),
-        Card("Forgotten", number(found.forgotten), "", "Classified as labelled at one visit, and wrongly at a later one."),
+        Card("Forgotten", number(found.forgotten), "", "Classified as labelled at one visit, wrongly at a later one."),
     ]
     yield section
     section = Section(f"{key}-samples", "Samples to look at", [_about(by)])

@@ -52,7 +52,7 @@ def _at_once(values: _Values) -> Callable[[], _Values]:
 def _weighted_norms(
     recording: Recording, factors: Iterator[Factor], count: int, names: Sequence[str], start: int
 ) -> tuple[_Values, Tensor]:
-    """Σ_j d_j ‖v_jᵀJ‖² of a batch by parameter, over `count` factors (d, v); and the total that the last of them adds."""
+    """Σ_j d_j ‖v_jᵀJ‖² of a batch by parameter, over `count` factors (d, v); and all that the last of them adds."""
     samples, dtype = len(recording.outputs), recording.outputs.dtype
     totals = dict.fromkeys(names, torch.zeros(samples, dtype=torch.float64, device=recording.outputs.device))
     last = torch.zeros_like(next(iter(totals.values())))
@@ -108,7 +108,7 @@ class Collector:
         self.targets: list[Tensor] = []
 
     def each(self) -> Iterator[tuple[int, Any, Tensor]]:
-        """This rank's batches on the model's device, each with the number of its first sample; records targets and fingerprint."""
+        """This rank's batches on the model's device, each with the number of its first sample; records all targets."""
         self.fingerprint, self.targets = Fingerprint(), []
         start = 0
         for index, (inputs, targets) in enumerate(self.batches):
@@ -235,7 +235,7 @@ class Collector:
     def probed(self, plan: Plan, probes: int | None, rel_err: float | None) -> SampleTraces:
         """The whole trace, or what the Gauss-Newton part leaves of it, by probes that all samples share.
 
-        Every probe gives both parts, so the spread of the first ones tells whether it pays to compute one of them exactly.
+        Every probe gives both parts, so the spread of the first ones shows whether it pays to have one of them exactly.
         """
         prober = self._prober()
         notes: tuple[str, ...] = plan.notes

@@ -121,7 +121,7 @@ class _Curved(NotExactError):
 
 
 class _InInputs:
-    """A problem whose parameters are the floating-point inputs of one batch: the same code differentiates both kinds."""
+    """A problem whose parameters are the floating-point inputs of one batch: the same code differentiates both."""
 
     def __init__(self, problem: Problem, inputs: Any) -> None:
         self.problem, self.loss, self.dtype, self.batch_norm = problem, problem.loss, problem.dtype, "eval"

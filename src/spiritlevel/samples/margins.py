@@ -104,8 +104,8 @@ def output_margin(logits: Tensor, y: Tensor) -> Tensor:
 def softmax_margin(logits: Tensor, y: Tensor) -> Tensor:
     """The softmax margin γ = |S_y − max_{j≠y} S_j| of every row.
 
-    Computed as S_top(1 − e^{−|Δ|}), so that small margins keep all their digits. Cost: O(N·C). Exact to rounding, float64.
-    Reference: paper A, section 3.1.
+    Computed as S_top(1 − e^{−|Δ|}), so that small margins keep all their digits. Cost: O(N·C). Exact to rounding,
+    float64. Reference: paper A, section 3.1.
 
     >>> softmax_margin(torch.tensor([[0.0, 0.0], [1e-9, 0.0]], dtype=torch.float64), torch.tensor([0, 0]))
     tensor([0.0000e+00, 5.0000e-10], dtype=torch.float64)
@@ -199,7 +199,7 @@ def margins(
     `reading`: `target=`, `batch=`, `output=`, `unit=`, `batches=`: how batches and outputs are read, and what a sample
     is; see `Reading`.
 
-    Cost: one forward pass, no graph; with `distance` another C−1 backward passes, for a whole batch at once. Memory: one
+    Cost: one forward pass, no graph; with `distance` another C−1 backward passes, a whole batch at once. Memory: one
     batch, by default at most 512 samples (256 with `distance`), fewer if they are large. Margins are exact to the
     rounding of the outputs. References: paper A, section 4; Elsayed et al. 2018 (distance); Jiang et al. 2018 (layer).
 
