@@ -1,10 +1,10 @@
-"""Every differentiable operation of PyTorch through every way we differentiate, each in a child process.
+"""Every differentiable operation of PyTorch by every mode of differentiation that we use, each in a child process.
 
 The list is PyTorch's own, `op_db`, with its sample inputs. A sample becomes a small network whose parameters move the
-operation's arguments, h(θ) = W·op(a + θ + c·θ²/2) at θ = 0, so that first and second derivatives of what goes in are
-there. What is measured is compared with second differences of the loss in float64, which need no derivative at all.
+operation's arguments, h(θ) = W·op(a + θ + c·θ²/2) at θ = 0, so that what goes in has first and second derivatives.
+What is measured is compared with second differences of the loss in float64, which need no derivative at all.
 
-    python tools/census.py --page docs/operations.md  # all of them, some twenty minutes: `make census`
+    python tools/census.py --page docs/operations.md  # all of them, about twenty minutes: `make census`
     python tools/census.py --only ldexp mse           # those whose names contain one of these
     python tools/census.py --quick                    # what was once found bad, and every 40th of the rest
 """
@@ -531,7 +531,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=2, help="of each operation")
     parser.add_argument("--json", type=Path, help="where to keep the verdicts")
     parser.add_argument("--page", type=Path, help="where to write the page")
-    parser.add_argument("--minutes", type=float, default=math.inf, help="begin nothing new after so many")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="begin nothing new after this many")
     parser.add_argument("--resume", action="store_true", help="keep what --json has already")
     options = parser.parse_args()
     torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""Random networks against second differences of their loss, for as long as is given: `make fuzz SECONDS=3600`.
+"""Random networks against second differences of their loss, for as long as you like: `make fuzz SECONDS=3600`.
 
 Networks are compared in a child process, one at a time, so that an interpreter that dies is a finding too. Each
 finding is shrunk to a small network that still fails, and written to the folder of findings as JSON; once its cause is
@@ -41,7 +41,7 @@ def serve() -> None:
 
     torch.set_num_threads(1)
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever prints something does not disturb the answers
+    os.dup2(2, 1)  # so that nothing printed disturbs the answers
 
     def say(kind: str, content: Any) -> None:
         answers.write(json.dumps([kind, content]) + "\n")
@@ -52,7 +52,7 @@ def serve() -> None:
         signal.setitimer(signal.ITIMER_PROF, PATIENCE)  # which ends the process
         try:
             outcome = dataclasses.asdict(compare(program, ways, lambda way: say("way", way)))
-        except Exception as error:  # the program is none: a shrunk one may not run
+        except Exception as error:  # not a valid program: a shrunk one may not run
             say("unusable", f"{type(error).__name__}: {error}")
         else:
             say("outcome", outcome)
@@ -80,7 +80,7 @@ class Child:
         return process
 
     def replace(self) -> int:
-        """End the process and go on with the other one; the code that it ended with."""
+        """End the process and continue with the other one; the code that it ended with."""
         code = _end(self.process)
         del self.lines[self.process]
         self.process, self.spare = self.spare, self._new()
@@ -303,7 +303,7 @@ def main() -> int:
     today = int(datetime.date.today().strftime("%Y%m%d"))
     parser.add_argument("--seconds", type=float, default=600, help="how long to go on")
     parser.add_argument("--seed", type=int, default=today, help="which networks: those of today unless given")
-    parser.add_argument("--start", type=int, default=0, help="the number of the first network, to go on from a stop")
+    parser.add_argument("--start", type=int, default=0, help="the number of the first network, to resume after a stop")
     parser.add_argument("--out", type=Path, default=Path("build/fuzz"), help="the folder for what is found")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -328,7 +328,7 @@ def main() -> int:
     finally:
         run.child.stop()
     text = run.summary()
-    print(f"{text}\nTo go on: --seed {options.seed} --start {index}")
+    print(f"{text}\nTo resume: --seed {options.seed} --start {index}")
     (options.out / f"summary-{options.seed}-{options.start}.txt").write_text(text + "\n", encoding="utf-8")
     return 1 if run.kept else 0
 

@@ -1,9 +1,9 @@
-"""Write docs/findings.md: what of the papers survives, fails or is untested here, from the kept runs alone.
+"""Write docs/findings.md: which results of the papers survive, fail or are untested here, from the kept runs alone.
 
 Run by `make docs`. Each conclusion names a statement of a study; its number, interval, scale and verdict are drawn from
 the summaries under `results/` by the rules of the program (`spiritlevel.papers.studies.rules`). What is wrong in the
-papers comes from claims, which are run for this page. Nothing is written here by hand but which statements and claims
-are listed, and in which order.
+papers comes from claims, which are run for this page. Only which statements and claims are listed, and in
+which order, is written here by hand.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ def conclusions(rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterator[str
 def wrong(rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterator[str]:
     """What does not hold as it is printed: claims, run now, and identities of the kept runs."""
     yield "## What is wrong in the papers\n"
-    yield "Theorems, formulas and numbers that do not hold as they are printed, each with what holds instead and with"
+    yield "Theorems, formulas and numbers that do not hold as they are printed, each with what holds instead and"
     yield "the numbers that show it. These claims were run for this page; [claims.md](claims.md) has all of them.\n"
     yield "| claim | place | printed | verdict | what holds | evidence |"
     yield "|---|---|---|---|---|---|"

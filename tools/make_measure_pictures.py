@@ -61,7 +61,7 @@ def draw(name: str, over_time: dict[int, dict[str, float]], rescaled: dict[float
         positive = all(value > 0 for value in columns[name])
         spread = positive and max(columns[name]) > 3 * min(columns[name])
         charts.append(lines(columns, axis, name, log_x=True, log_y=spread, points=True))
-        if not spread:  # equal values in one line, not rounding blown up
+        if not spread:  # equal values as one line, not rounding magnified
             low, high = min(columns[name]), max(columns[name])
             room = max(high - low, 0.1 * max(abs(low), abs(high)), 1e-12)
             for layer in charts[-1].layer:

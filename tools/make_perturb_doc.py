@@ -3,7 +3,7 @@
 How often the 95 % intervals of `perturb` hold what a change does, over random changes of a LeNet, a small ResNet and a
 small transformer; and what chosen bits are worth, from the kept runs of the study `layer-bits`. Changes are counted in
 pieces that are kept under build/, so that `--seconds 300` can be called until nothing is left; a version of the library
-that foretells otherwise counts anew.
+that predicts differently counts afresh.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def counted(name: str, kind: str, case: int) -> dict[str, Any]:
 
 @functools.cache
 def version() -> str:
-    """A hash of what foretells, and of what is counted here."""
+    """A hash of the code that predicts, and of what is counted here."""
     here = (Block, resnet, Rows, fitted, trained.__wrapped__, bound.__wrapped__, changed, counted)
     texts = [inspect.getsource(each) for each in (changes, expanding, perturbing, *here)]
     return hashlib.sha256("".join([*texts, str((NOISE, BITS))]).encode()).hexdigest()[:12]

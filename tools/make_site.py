@@ -1,7 +1,7 @@
 """Write the pages of the site to build/pages, from docs/ and from the registry, the docstrings and the notebooks.
 
 `make docs` runs this and then mkdocs. Links that lead out of docs/ become links into the repository, pictures of kept
-runs are copied, and what the code of a guide printed stands behind it.
+runs are copied, and what the code of a guide printed is shown below it.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ COST = {
     "forward": "forward passes",
     "backward": "forward and backward passes",
     "matvecs": "products with the Hessian or Gauss–Newton matrix",
-    "optimiser": "an optimiser that searches, some dozens of gradients",
+    "optimiser": "an optimiser that searches, a few dozen gradients",
 }
 NOTEBOOKS = ("first_measurement", "audit_transformer", "training_dynamics")
 SECTIONS = {
     "answers": "Questions about a model",
-    "samples": "One number of every sample",
+    "samples": "One number for every sample",
     "operators": "Operators of a data set",
     "estimators": "Estimators of an operator",
     "statistics": "Statistics",
@@ -113,7 +113,7 @@ def linked(text: str, name: str, folder: Path) -> str:
 def measures_page(family: str) -> str:
     about = {
         "curvature": "Curvature of the loss around the parameters, or of what follows from it.",
-        "margin": "How far the samples are from being classified otherwise.",
+        "margin": "How far the samples are from being classified differently.",
         "norm": "Sizes of the weights alone.",
     }[family]
     lines = [
@@ -121,8 +121,8 @@ def measures_page(family: str) -> str:
         "",
         about,
         "",
-        "The pictures show one network, 64-24-10 with ReLU on the built-in digits: at the left the measure while it "
-        "learns, at the right after rescaling its layers by α and 1/α, which changes no output. A flat line at the "
+        "The pictures show one network, 64-24-10 with ReLU on the built-in digits: on the left the measure while it "
+        "learns, on the right after rescaling its layers by α and 1/α, which changes no output. A flat line on the "
         "right is a measure that this cannot fool.",
     ]
     for measure in MEASURES.values():

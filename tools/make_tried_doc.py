@@ -100,7 +100,7 @@ def table(state: dict[str, dict[str, object]]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tries", type=int, default=5000, help="of each kind")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after so long, and go on next time")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop then, and continue next time")
     parser.add_argument("--only", choices=list(KINDS), help="one kind alone")
     options = parser.parse_args()
     state = json.loads(STATE.read_text()) if STATE.exists() else {}

@@ -1,6 +1,6 @@
 """Print the oldest versions that pyproject.toml promises, as constraints for pip; `make test-versions` tests with them.
 
-What is promised by no lower bound, the tools and what a dependency brings along, stays as constraints.txt has it. So
+What has no lower bound (the tools, and what a dependency brings along) stays as constraints.txt has it. So
 does torch where another is not asked for (TORCH in the environment), since its lower bound is what we test with.
 """
 

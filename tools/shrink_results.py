@@ -1,7 +1,7 @@
 """Make the kept runs under `results/` small: equal marks of a chart written once, no second copy of it in pixels.
 
 Run it after runs of an older program were added; what it has done once it leaves alone. Numbers and tables stay as they
-are. The summary of a run lists its files with their SHA-256, and is written anew where a file has changed.
+are. The summary of a run lists its files with their SHA-256, and is rewritten where a file has changed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Try the library as `pip install spiritlevel` brings it, without extras: `make test-versions` runs this there.
+"""Try the library as `pip install spiritlevel` installs it, without extras: `make test-versions` runs this there.
 
 The example of the README must run, and what the extras bring must be named where it is missing.
 """
