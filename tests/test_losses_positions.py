@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from spiritlevel.binding.losses import CausalLM, CrossEntropy, Loss, TokenCrossEntropy, cross_entropy, resolve
+from spiritlevel.binding.losses import CausalLM, CrossEntropy, Loss, TokenCrossEntropy, elimination, resolve
 from spiritlevel.errors import InputError
 
 Reference = Callable[[Tensor, Tensor], Tensor]
@@ -308,7 +308,7 @@ def test_pieces_change_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> No
         return found + [part for factor in loss.sampled_factors(outputs, targets, 3, signs) for part in factor]
 
     whole = everything()
-    monkeypatch.setattr(cross_entropy, "_PIECE", 7)
+    monkeypatch.setattr(elimination, "_PIECE", 7)
     for one, other in zip(whole, everything(), strict=True):
         assert torch.allclose(one, other, rtol=1e-14, atol=0)
 

@@ -178,8 +178,10 @@ def _subcommand(study: Any) -> type:
             help_behavior_hint=f"(default: {_defaults(study, field)})",
         )
         fields.append((field.name, Annotated[str | None, shown], None))
-    made = dataclasses.make_dataclass(study.name, fields, bases=(Reproduce,), frozen=True, kw_only=True)
-    made.RENAMED = {_option(old): _option(new) for old, new in study.renamed.items()}
+    renamed = {"RENAMED": {_option(old): _option(new) for old, new in study.renamed.items()}}
+    made = dataclasses.make_dataclass(
+        study.name, fields, bases=(Reproduce,), namespace=renamed, frozen=True, kw_only=True
+    )
     made.__doc__ = f"{study.title} ({study.source}).\n\nFor example: spiritlevel reproduce {study.name} --scale smoke"
     return made
 
