@@ -252,3 +252,19 @@ def test_more_series_than_a_legend_can_name_have_none() -> None:
         data = {"x": [0.0] * count, "y": [1.0] * count, "run": [f"run {k}" for k in range(count)]}
         spec = charts.lines(data, "x", "y", series="run").to_dict()
         assert (spec["layer"][0]["encoding"]["color"]["legend"] is not None) == named
+
+
+def test_cells_of_a_surface_overlap_only_where_the_next_is_drawn_over_them() -> None:
+    """Seams show between cells that merely touch; one that reached into a gap would show a value that is not there."""
+    heights = [[1.0, 2.0, 3.0], [2.0, math.nan, 4.0], [3.0, 4.0, 5.0]]
+    chart = charts.contours([0, 1, 2], [0, 1, 2], heights, names=("x", "y", "z")).to_dict()
+    drawn = chart["datasets"][chart["layer"][0]["data"]["name"]]
+    cells = {(round(cell["x"] + 0.5), round(cell["y"] + 0.5)): cell for cell in drawn}
+    assert len(cells) == 8
+    reach = {place: (c["x2"] - c["x"] > 1.01, c["y2"] - c["y"] > 1.01) for place, c in cells.items()}
+    assert reach[0, 0] == (True, True)
+    assert reach[0, 1] == (False, True)
+    assert reach[1, 0] == (True, False)
+    assert reach[2, 2] == (False, False)
+    assert reach[2, 1] == (False, True)
+    assert reach[1, 2] == (True, False)

@@ -462,3 +462,61 @@ def test_sinc_bends_at_zero(dtype: torch.dtype) -> None:
     assert float(op.dense()) == pytest.approx(float(wanted), rel=1e-5)
     one = sl.hessian(Sinc().to(dtype), (points[:1], points[:1]), loss=lambda outputs, targets: outputs[:, 0])
     assert float(one.dense()) == pytest.approx(-(math.pi**2) / 3, rel=1e-6)
+
+
+# ---------------------------------------------------------------- max pooling without derivatives
+
+
+def _pooled(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    with Elementary():
+        return F.max_pool2d(x, *args, **kwargs)
+
+
+@pytest.mark.parametrize("shape", [(3, 4, 8, 6), (2, 1, 7, 9), (4, 6, 6)])
+@pytest.mark.parametrize("kernel", [2, 3, (2, 3), (1, 2), 5])
+@pytest.mark.parametrize("options", [{}, {"stride": 1}, {"ceil_mode": True}, {"padding": 1}, {"dilation": 2}])
+def test_pooled_values_are_those_of_pytorch(shape: tuple[int, ...], kernel: Any, options: dict[str, Any]) -> None:
+    x = random(*shape)
+    x.view(-1)[5] = math.nan
+    x.view(-1)[9] = -math.inf
+    wide = kernel if isinstance(kernel, int) else max(kernel)
+    if ("dilation" in options and 2 * wide > min(shape[-2:])) or ("padding" in options and kernel == (1, 2)):
+        options = {}  # PyTorch takes no such cells
+    wanted = F.max_pool2d(x, kernel, **options)
+    torch.testing.assert_close(_pooled(x, kernel, **options), wanted, rtol=0, atol=0, equal_nan=True)
+    with torch.no_grad():
+        found = _pooled(x.requires_grad_(), kernel, **options)
+    torch.testing.assert_close(found, wanted.detach(), rtol=0, atol=0, equal_nan=True)
+    assert found.is_contiguous()
+    assert found.data_ptr() != x.data_ptr()
+
+
+def test_ties_have_the_derivatives_of_pytorch() -> None:
+    """All of the slope goes to the first of equal values; written out, it would be shared among them."""
+    x = torch.ones(1, 1, 4, 4, dtype=torch.float64)
+    direction = random(1, 1, 4, 4)
+    wanted = torch.autograd.grad(F.max_pool2d(leaf := x.clone().requires_grad_(), 2).sum(), leaf)[0]
+    assert wanted.sum() == 4
+    assert set(wanted.flatten().tolist()) == {0.0, 1.0}
+    found = torch.autograd.grad(_pooled(leaf := x.clone().requires_grad_(), 2).sum(), leaf)[0]
+    assert torch.equal(found, wanted)
+    along = F.max_pool2d(direction * wanted, 2) + -F.max_pool2d(-direction * wanted, 2)  # the one that is not 0
+    assert torch.equal(jvp(lambda x: _pooled(x, 2), (x,), (direction,))[1], along)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, direction)
+        assert torch.equal(torch.autograd.forward_ad.unpack_dual(_pooled(dual, 2)).tangent, along)
+
+
+def test_pooling_is_written_out_only_where_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors in channels-last order have a fast kernel, and whoever watches operations sees the one that is called."""
+    calls: list[str] = []
+    built_in = torch.max_pool2d
+    monkeypatch.setattr(torch, "max_pool2d", lambda *args: (calls.append("built in"), built_in(*args))[1])
+    x = random(2, 3, 4, 4)
+    assert torch.equal(_pooled(x, 2), _pooled(x.contiguous(memory_format=torch.channels_last), 2))
+    assert calls == ["built in"]  # the second
+    _pooled(x, 2, 1)
+    vmap(lambda x: _pooled(x, 2))(x)
+    with torch.overrides.BaseTorchFunctionMode():
+        _pooled(x, 2)
+    assert calls == ["built in"] * 4

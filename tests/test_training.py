@@ -355,6 +355,31 @@ def test_stopping_rules() -> None:
     assert stopped(Recipe(steps=0)) == (0, False)
 
 
+def test_a_check_between_evaluations_stops_where_an_evaluation_would() -> None:
+    digits = data.load("digits")
+
+    def trained(recipe: Recipe, every: int) -> Any:
+        torch.manual_seed(0)
+        return fit(models.softmax_regression(inputs=64), digits.train, recipe, evaluate_every=every, seed=1)
+
+    for recipe in (
+        Recipe(lr=0.5, epochs=30, until_loss=0.2),
+        Recipe(lr=0.5, epochs=30, average_from=3, until_loss=0.3),
+    ):
+        often, seldom = trained(recipe, 7), trained(dataclasses.replace(recipe, check_every=7), 91)
+        assert often.stopped
+        assert often.step % 91
+        assert often.step == seldom.step
+        assert seldom.rows[-1] == pytest.approx({**often.rows[-1], "loss": seldom.rows[-1]["loss"]})
+        assert {row["step"] for row in seldom.rows} == {*range(0, often.step, 91), often.step}
+        for name, tensor in often.weights[often.step].items():
+            assert torch.equal(seldom.weights[often.step][name], tensor)
+    late = trained(Recipe(lr=0.5, epochs=30, until_loss=0.3, until_step=200, check_every=7), 1_000)
+    assert late.step == 203
+    with pytest.raises(InputError, match="check_every"):
+        Recipe(steps=1, check_every=0)
+
+
 def test_progress_names_loss_accuracy_and_speed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(fitting, "_REPORT_SECONDS", -1.0)
     calls: list[tuple[str, int, int]] = []

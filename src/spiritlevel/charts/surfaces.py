@@ -23,6 +23,8 @@ from spiritlevel.charts.axes import (
 )
 from spiritlevel.errors import InputError
 
+_UNDER = 0.15  # of a cell; at fifty cells that is a pixel
+
 
 def contours(
     x: Sequence[float],
@@ -48,13 +50,14 @@ def contours(
     low, high = domain or (float(np.nanmin(heights)), float(np.nanmax(heights)))
     log = log and low > 0
     scaled = np.log10(heights) if log else heights
+    known = np.pad(np.isfinite(heights), (0, 1))
     cells = [
         {"x": left, "x2": right + wide, "y": bottom, "y2": top + high, "value": float(f"{heights[i, j]:.7g}")}
         for i, (left, right) in enumerate(_edges(across))
         for j, (bottom, top) in enumerate(_edges(up))
-        # the next cell lies over a hundredth of this one, so that no seam is seen between them
-        for wide, high in [(0.01 * (right - left) * (i + 1 < len(across)), 0.01 * (top - bottom) * (j + 1 < len(up)))]
-        if math.isfinite(heights[i, j])
+        # the next cell, if there is one, is drawn over a part of this one, so that no seam is seen between them
+        for wide, high in [(_UNDER * (right - left) * known[i + 1, j], _UNDER * (top - bottom) * known[i, j + 1])]
+        if known[i, j]
     ]
     ends = (math.log10(low), math.log10(high)) if log else (low, high)
     cuts = np.linspace(*ends, levels + 2)[1:-1]

@@ -29,6 +29,7 @@ PLAIN = ("trace", "largest_eigenvalue")
 LOSS_BASED = ("mean_aceht", "margin_bound", "printed_margin_bound")  # functions of the margins that grow with sharpness
 
 
+_EPOCHS = 20  # between two rows of a training's history
 SMALL: dict[str, Any] = {
     "networks": ("mlp", "strided_cnn"),
     "depth": (2, 4),
@@ -78,17 +79,19 @@ def job(config: Any, cell: Mapping[str, Any]) -> Job:
         batch_size=cell["batch_size"],
         epochs=config.epochs,
         until_loss=config.until_loss,
+        check_every=config.check_every,
     )
+    size = cell.get("train_size", config.train_size)
     return Job(
         network=cell.get("network", config.network),
         options={name: cell[name] for name in ("width", "depth") if name in cell},
         data=config.data,
-        train_size=cell.get("train_size", config.train_size),
+        train_size=size,
         validation=config.held_out,
         recipe=recipe,
         seed=cell["seed"],
         evaluate=("train",),
-        evaluate_every=config.check_every,
+        evaluate_every=_EPOCHS * -(-size // cell["batch_size"]),
     )
 
 

@@ -201,10 +201,10 @@ class _Fitting:
         """Evaluate and keep what is due at this step, and say whether it is the last one."""
         run = self.run
         last, due = run.step == run.total, run.step % self.every == 0
-        if not (last or due or run.step in self.wanted):
+        if not (last or due or run.checks() or run.step in self.wanted):
             return False
         network = run.network()
-        if last or due:
+        if last or due or (run.checks() and run.reaches_goal(network)):
             run.evaluate(network, self.sets)
             last = self.complete(run.rows[-1]) or self.asked_to_stop(run.rows[-1])
         if last or run.step in self.wanted:

@@ -17,7 +17,8 @@ Pair = tuple[Tensor, Tensor]
 Row = dict[str, float]
 Progress = Callable[[str, int, int], None]
 """Called with what is under way (with loss, accuracy and speed), the steps done, and the steps in all."""
-_LATER = {"pool": 1, "channels_last": False, "crop": 4}  # fields that keys do not have, with their defaults
+_LATER: dict[str, Any] = {"pool": 1, "channels_last": False, "crop": 4, "check_every": None}
+"""Fields that keys do not have, with their defaults."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,9 +66,12 @@ class Recipe:
     """Pixels of zeros around an image before it is cropped back to its size."""
     loss: str = "cross_entropy"
     until_loss: float | None = None
-    """Stop at the first evaluation at which the loss over the training set is at most this."""
+    """Stop at the first evaluation or check at which the loss over the training set is at most this."""
     until_step: int = 0
     """Before this step, `until_loss` has no effect."""
+    check_every: int | None = None
+    """Steps between two looks at whether `until_loss` is reached, beside the evaluations. Such a look is cheap as long
+    as it is not: it ends at the sample at which the sum of the losses shows that."""
 
     def __post_init__(self) -> None:
         for name, choices in (
@@ -91,6 +95,8 @@ class Recipe:
             raise InputError(f"a recipe needs a weight_decay >= 0, got {self.weight_decay}.")
         whole_number(self.batch_size, "batch_size", 1)
         whole_number(self.crop, "crop", 0)
+        if self.check_every is not None:
+            whole_number(self.check_every, "check_every", 1)
         if (self.steps is None) == (self.epochs is None):
             raise InputError(f"a recipe needs either steps or epochs, got steps={self.steps}, epochs={self.epochs}.")
         whole_number(*((self.steps, "steps") if self.epochs is None else (self.epochs, "epochs")), 0)

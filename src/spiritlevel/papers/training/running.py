@@ -21,6 +21,7 @@ from spiritlevel.papers.training.checkpoints import sealed
 from spiritlevel.papers.training.recipe import Pair, Recipe, Row
 
 _EVALUATION_BATCH = 1000
+_FEW = 64  # samples, whose losses often show already that a goal is not reached
 
 
 def seeded_generator(seed: int, purpose: str, number: int = 0) -> torch.Generator:
@@ -196,6 +197,25 @@ class Run:
                 raise self.diverged(f"{name} is {value}", rate)
         self.rows.append(row)
         self.loss_sum, self.loss_count = 0.0, 0
+
+    def checks(self) -> bool:
+        """Whether the loss over the training set is looked at here, evaluation or not."""
+        every = self.recipe.check_every
+        wanted = every is not None and self.recipe.until_loss is not None and self.step >= self.recipe.until_step
+        return wanted and self.step % (every or 1) == 0
+
+    def reaches_goal(self, network: nn.Module) -> bool:
+        """Whether the loss over the training set is at most `until_loss`.
+
+        No loss of a recipe is negative, so a sum over some samples that exceeds the goal for all of them decides it.
+        """
+        left = (self.recipe.until_loss or 0.0) * len(self.targets)
+        with torch.no_grad():
+            for some, wanted in zip(self.inputs.split(_FEW), self.targets.split(_FEW), strict=True):
+                left -= float(self.loss.values(_outputs(network, some).double(), wanted).sum())
+                if not left >= 0:  # NaN is left to the next evaluation
+                    return False
+        return True
 
     def tensors(self) -> dict[str, Tensor]:
         """All that is needed to continue from here, with `facts`."""
