@@ -58,7 +58,7 @@ def choose_bits(
         channel: whether every output channel has a scale of its own, as "int4:channel" has.
         loss: a name, a `torch.nn` loss or a callable.
         test: other samples on which the plan is compared with uniform bits; `data` unless given.
-        samples: compute costs on a random subset of so many.
+        samples: compute costs on a random subset of this many.
         seed: of that subset and of probes.
         reading: how batches and outputs are read; see `Reading`.
 

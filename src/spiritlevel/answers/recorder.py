@@ -117,7 +117,7 @@ class Recorder:
         if found.samples != self.samples:
             raise InputError(
                 f"{str(self.path)!r} holds a record of {found.samples:,} samples, not of {self.samples:,}; name "
-                "another path, or remove it to begin anew."
+                "another path, or remove it to start afresh."
             )
         return found.state_dict()
 

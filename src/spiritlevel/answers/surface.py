@@ -93,7 +93,7 @@ def landscape(
         points: grid points a direction, odd so that the model is one of them; 41 on a line, 21 on a plane. To another
             model: the points from step 0 to step 1.
         radius: the largest step: 1 for random directions, √(2/|λ₁|) for eigenvectors, where the parabola along the
-            first has risen by 1. To another model: how far the path goes on beyond both ends, 0 unless given. Along
+            first has risen by 1. To another model: how far the path continues beyond both ends, 0 unless given. Along
             a trajectory: all of it unless given.
         keep: a folder in which the work so far is kept every few seconds. After a kill the same call resumes there
             and ends at the same numbers, bit by bit; when all is done it returns at once. A call for another surface is
@@ -273,7 +273,7 @@ def _evaluate(
 ) -> _Sums:
     """Sums of loss, its square and what is right at every point of the grid.
 
-    The work comes in pieces, some points on one batch, always in the same order: a sum that goes on where a killed
+    The work comes in pieces, some points on one batch, always in the same order: a sum that resumes where a killed
     run has left it ends at the same number, bit by bit. Also a single batch that must not be cut is shared by all
     ranks.
     """

@@ -58,9 +58,9 @@ class Tracker:
       passes and a backward pass; "stability": see `stability`, started in the same way.
 
     What cannot be measured at some step, say because the weights have become NaN or the memory is full, is NaN there,
-    and `reason` says why; rows that cannot be written are kept. A warning says so once, and the training goes on. The
-    model, its mode and gradients, the optimiser and all random states are left as they were, so training goes on as it
-    would without a tracker.
+    and `reason` says why; rows that cannot be written are kept. A warning says so once, and training continues. The
+    model, its mode and gradients, the optimiser and all random states are left as they were, so training continues as
+    it would without a tracker.
 
     A measurement waits until all of them together, including what they write, fit into the `share` of the training
     time, so rows may lie further apart than `every`; `overhead` is the share actually spent. A tracker that has not
@@ -232,7 +232,7 @@ class Tracker:
             self._warn("log", f"{type(error).__name__}: {first_line(error)}")
 
     def _warn(self, what: str, reason: str) -> None:
-        """Say once what cannot be done; the training goes on."""
+        """Say once what cannot be done; training continues."""
         if what not in self._warned:
             self._warned.add(what)
             after = "numbers that are missing are NaN" if what == "measure" else "the rows are kept in memory"

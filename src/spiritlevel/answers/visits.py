@@ -47,7 +47,7 @@ class Visits:
 
     @classmethod
     def checked(cls, state: Mapping[str, Tensor], samples: int) -> Visits:
-        """From a file or a checkpoint; raises `ValueError` if it cannot be a log of so many samples."""
+        """From a file or a checkpoint; raises `ValueError` if it cannot be a log of this many samples."""
         for name, kind in _KINDS.items():
             if name not in state or state[name].dtype != kind or state[name].ndim != 1:
                 raise ValueError(f"its column {name!r} is missing or holds other numbers")

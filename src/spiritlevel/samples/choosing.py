@@ -21,7 +21,7 @@ CHAIN_COST = 2e7  # multiply-adds per sample up to which the recursion is worthw
 SPLIT_RANK = 1_000  # factors up to which an exact Gauss-Newton part may be worth its backward passes
 BACKWARD, PROBE, SLOW_PROBE = 2.0, 3.0, 10.0  # cost in forward passes: of a factor, a collapsed probe, any other probe
 BATCH_BYTES = 1e8  # activations of one batch: small enough to stay near the cache, large enough to hide overheads
-PROBED_BYTES = 1e9  # the same for probes, which are drawn anew for every batch and read its values from a tape
+PROBED_BYTES = 1e9  # the same for probes, which are drawn again for every batch and read its values from a tape
 
 
 class Plan:

@@ -148,7 +148,7 @@ class BatchSize(Config):
     """Updates of both."""
     checkpoints: int = 21
     """Evaluations from step 0 to the last one."""
-    most: int = 30_000
+    max_steps: int = 30_000
     """Updates after which the large batch is stopped even if its loss is still above that of the small one."""
     points: int = 1_000
     """Training points in the charts, drawn at random. The numbers are those of all training points."""
@@ -215,7 +215,7 @@ def trained_on(config: BatchSize, run: Run, start: Any, goal: float) -> tuple[An
     from spiritlevel.papers.training import Recipe, fit
 
     model = start.model()
-    rest = config.most - config.steps
+    rest = config.max_steps - config.steps
     recipe = Recipe(lr=config.lr, batch_size=config.large, steps=rest, until_loss=goal)
     root = run.cache or storage.cache_folder() / "networks"
     history = fit(
@@ -503,6 +503,7 @@ STUDY = Study(
     run=run,
     judge=from_tables,
     reduced=lambda config: reduced(BatchSize(), config, width="width", train_size="images", steps="steps"),
+    renamed={"most": "max_steps"},
     wanted={"Table 1, four runs": {"scale": "paper"}},
     scales={
         "smoke": {
@@ -513,9 +514,9 @@ STUDY = Study(
             "large": 256,
             "steps": 30,
             "checkpoints": 3,
-            "most": 60,
+            "max_steps": 60,
             "points": 100,
         },
-        "laptop": {"train_size": 5_000, "small": 64, "large": 1024, "width": 0.5, "steps": 2_000, "most": 6_000},
+        "laptop": {"train_size": 5_000, "small": 64, "large": 1024, "width": 0.5, "steps": 2_000, "max_steps": 6_000},
     },
 )

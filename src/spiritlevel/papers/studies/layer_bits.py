@@ -177,7 +177,7 @@ def measured(config: LayerBitsConfig, run: Run) -> dict[str, Any]:
 def planned(config: LayerBitsConfig, test: Any, layers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The bits that each order of the layers chooses within each size, and what they do on held-out images.
 
-    `measured` is an order that nobody has beforehand: what rounding each layer alone did to the loss.
+    `measured` is an order that nobody has in advance: what rounding each layer alone did to the loss.
     """
     from spiritlevel.answers.bits import at_least_of_more_bits, cheapest, mixed
     from spiritlevel.answers.perturbing import changed
