@@ -79,8 +79,8 @@ try-wheel: package  ## Install the wheel by itself into a clean environment, and
 	$(WHEEL)/bin/python $(PIP) dist/*.whl || { echo "make: $(NO_CPU_TORCH)" >&2; exit 1; }
 	$(WHEEL)/bin/python tools/try_core.py
 
-coverage: install  ## Which lines of the package the tests of `make test` run; a figure here, every line in build/coverage
-	$(BIN)/pytest -n 2 --dist worksteal --cov --cov-report=term:skip-covered --cov-report=html:build/coverage
+coverage: install  ## Which lines the tests of `make test` run, without the processes that they start; a figure here, every line in build/coverage
+	COVERAGE_FILE=build/.coverage $(BIN)/pytest -n 2 --dist worksteal --cov --cov-report=term:skip-covered --cov-report=html:build/coverage
 
 SECONDS ?= 600
 
