@@ -311,7 +311,7 @@ def small():
 
 @pytest.fixture(scope="module")
 def own(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a model of somebody's own, two sets of weights and data."""
+    """A folder with a user's own model, two sets of weights and data."""
     folder = tmp_path_factory.mktemp("own")
     (folder / "net.py").write_text(NET)
     digits = sl.data.load("digits")

@@ -1,7 +1,7 @@
 """What every public function of a model promises: it leaves no trace, repeats with its seed, ignores the batch size.
 
-A new function that is called as `f(model, data)` is found by itself. One line in `CALLS` holds a further way of calling
-to the same promises.
+A new function that is called as `f(model, data)` is found automatically. One line in `CALLS` holds a further way of
+calling to the same promises.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Everything on an accelerator that is none (`pretend_device.py`): the CPU's numbers, and few waits for the device.
+"""Everything on a pretend accelerator (`pretend_device.py`): the CPU's numbers, and few waits for the device.
 
 The device stays registered for as long as its process lives, so all checks run in one of their own, which is this file
 as a program: `python test_device.py`. It prints a line of JSON for each check; the tests read them.
@@ -153,7 +153,7 @@ def _given_logits(net: nn.Module) -> Any:
 
 
 def _continued(net: nn.Module) -> Any:
-    """A training that stops and goes on."""
+    """A training that stops and resumes."""
     recipe = sl.training.Recipe(epochs=2, batch_size=4, lr=0.05, optimizer="sgd", momentum=0.9)
     run = Run(net, samples(), recipe, seed=0)
     for _ in run.batches():

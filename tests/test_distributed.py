@@ -370,7 +370,7 @@ def make():
 
 
 def command(folder: Path, *options: str, ranks: int = 1, **environment: str) -> subprocess.CompletedProcess[str]:
-    """`spiritlevel measure` on 101 samples, alone or with so many ranks."""
+    """`spiritlevel measure` on 101 samples, alone or with this many ranks."""
     generator = np.random.default_rng(0)
     for name, samples in (("train", 101), ("test", 37)):
         x, y = generator.normal(size=(samples, 6)), generator.integers(0, 3, samples)

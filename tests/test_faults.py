@@ -44,7 +44,7 @@ def start(code: str, *arguments: object) -> subprocess.Popen[str]:
 def killed_at_random_moments(
     moments: int, begin: Callable[[], subprocess.Popen[str]], check: Callable[[], None], seconds: float = 0.5
 ) -> int:
-    """Kill so many runs, each later in the seconds that one takes; how many had not ended by themselves."""
+    """Kill this many runs, each later in the seconds that one takes; how many had not ended by themselves."""
     rng, killed = random.Random(0), 0
     for moment in range(moments):
         process = begin()

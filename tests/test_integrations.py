@@ -285,7 +285,7 @@ def test_lora_measures_what_it_trains(transformers: Any) -> None:
 
 @pytest.mark.parametrize("kind", ["plain", "rank-stabilised", "dora", "bias", "merged already", "two adapters"])
 def test_what_merging_adapters_does(transformers: Any, untouched: Untouched, kind: str) -> None:
-    """Foretold beside peft's own merging: the loss of its merged model, and the terms by differences along the way."""
+    """The prediction beside peft's own merging: the loss of its merged model, and the terms by differences."""
     peft = pytest.importorskip("peft")
     options = {"rank-stabilised": {"use_rslora": True}, "dora": {"use_dora": True}, "bias": {"lora_bias": True}}
     torch.manual_seed(0)

@@ -63,7 +63,7 @@ def loss_of(net: nn.Module, data: tuple[Tensor, Tensor]) -> Callable[[Tensor], T
 
 
 def changed(net: nn.Module, change: Callable[[Tensor], Tensor], least: int = 0) -> nn.Module:
-    """A copy whose parameters of at least so many dimensions went through a function."""
+    """A copy whose parameters of at least this many dimensions went through a function."""
     other = copy.deepcopy(net)
     with torch.no_grad():
         for parameter in other.parameters():

@@ -487,7 +487,7 @@ def rank_main(rank: int, store: str, out: Path) -> None:
 
 
 def train(folder: Path, epochs: int = 6, slow: bool = False) -> None:
-    """Record a training that goes on from its last checkpoint, whenever it was killed."""
+    """Record a training that resumes from its last checkpoint, whenever it was killed."""
     inputs = torch.randn(96, 5, generator=torch.Generator().manual_seed(0))
     data = inputs, inputs[:, :3].argmax(1)
     torch.manual_seed(0)

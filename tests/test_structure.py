@@ -180,7 +180,7 @@ def test_comparisons_and_constants_are_no_obstacles() -> None:
 
 
 def test_weights_are_no_activations() -> None:
-    """A batch is as large as the activations allow; a weight that is transposed for its product is none."""
+    """A batch is as large as the activations allow; a weight that is transposed for its product is not one."""
     problem = Problem(nn.Sequential(nn.Linear(100, 50), nn.ReLU(), nn.Linear(50, 3)))
     with problem.active():
         floats = analyse(problem, torch.randn(2, 100), 2).floats_per_sample

@@ -209,7 +209,7 @@ def test_the_recipes_of_paper_c() -> None:
 def test_what_was_measured_of_a_network_needs_the_network_no_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Pieces are kept in the repository, networks are not: a run goes on from the pieces alone."""
+    """Pieces are kept in the repository, networks are not: a run resumes from the pieces alone."""
     config = weight_decay.STUDY.at("smoke")
     first = execute(weight_decay.STUDY, config, tmp_path / "out", cache=tmp_path / "networks")
     folder = weight_decay.STUDY.folder(config, tmp_path / "out")

@@ -141,7 +141,7 @@ def test_folding_gains_is_what_moves_the_trace_of_a_rotated_stream() -> None:
 
 @pytest.mark.parametrize("transform", [shift_logits, shift_attention_biases])
 def test_shifts_that_nobody_sees_are_null_directions(transform: Callable[..., Transformed]) -> None:
-    """For keys and logits; the shift of values turns the outputs' bias against it, and is none in itself."""
+    """For keys and logits; the shift of values turns the outputs' bias against it, and is not one by itself."""
     torch.manual_seed(0)
     model, x = settled(OneAttention()), sequences()
     if transform is shift_attention_biases:

@@ -87,7 +87,7 @@ RULED = [case for case in CASES if case.values[0].taylor is not None]
 def test_every_rule_gives_the_derivatives_of_its_operation(
     operation: Operation, function: Callable[..., Any], shapes: list[tuple[int, ...]]
 ) -> None:
-    """The calls are those by which the table is tested, so that a new operation is covered by itself."""
+    """The calls are those by which the table is tested, so that a new operation is covered automatically."""
     problem = Call(function, draw(shapes, 3))
     if operation.taylor is taylor_rules.still and operation.name != "steps":  # zeros, or cut off from its gradient
         with contextlib.suppress(Untaught):  # where nothing is taped at all

@@ -1,4 +1,4 @@
-"""The tracker: right numbers, training that goes on as without it, a bounded share of the time."""
+"""The tracker: right numbers, training that continues as it would without it, a bounded share of the time."""
 
 from __future__ import annotations
 

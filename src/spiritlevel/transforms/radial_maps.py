@@ -83,7 +83,7 @@ class RadialMap:
 
         Args:
             operator: H, the Hessian of L at g(η).
-            at: η; by default the center.
+            at: η; by default the centre.
             gradient: ∇L at g(η); needed only between the spheres, where g is curved.
 
         Exact; a product costs one product with H and O(P).
@@ -94,7 +94,7 @@ class RadialMap:
         if self.rho < radius <= self.delta:
             if gradient is None:
                 raise InputError(
-                    f"the point is at distance {radius:.6g} from the center, where the radial map is curved: pass "
+                    f"the point is at distance {radius:.6g} from the centre, where the radial map is curved: pass "
                     "gradient=, that of the loss at g(at)."
                 )
             bend = -self._middle[1] / radius**2  # derivative of ψ/r
@@ -170,7 +170,7 @@ def radial(
     """The same function in radially stretched parameters: the Hessian at a minimum becomes (r̂/ρ)²∇²L.
 
     The new model holds η = g⁻¹(θ) and computes with g(η), see `RadialMap`; parameter names stay. Its loss surface is
-    the old one outside the ball of radius δ around the center, and stretched inside, so the flatness of one minimum
+    the old one outside the ball of radius δ around the centre, and stretched inside, so the flatness of one minimum
     can be changed while all others keep theirs. Exact up to rounding; cost and `data` as in `rescale_layers`.
 
     Args:
