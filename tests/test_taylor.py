@@ -12,7 +12,7 @@ import torch
 import zoo
 import zoo_transformers
 from conftest import Untouched
-from test_operations import CALLS, CASES, draw
+from operation_calls import CALLS, CASES, draw
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
