@@ -29,7 +29,7 @@ def _of_product(input: Tensor, other: Any, *rest: Any, **more: Any) -> Head | No
     return Head(input, other.T) if fits else None
 
 
-_LINEAR: dict[Any, Callable[..., Head | None]] = {
+LINEAR: dict[Any, Callable[..., Head | None]] = {
     F.linear: _of_linear,
     torch.matmul: _of_product,
     Tensor.matmul: _of_product,
@@ -48,7 +48,7 @@ class Searching(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func in _LINEAR:
+        if func in LINEAR:
             self.results.append(weakref.ref(result))
         return result
 
@@ -71,10 +71,10 @@ class Removing(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in _LINEAR:
+        if func in LINEAR:
             self.calls += 1
             if self.calls == self.place:
-                self.head = _LINEAR[func](*args, **kwargs)
+                self.head = LINEAR[func](*args, **kwargs)
                 if self.head is not None:
                     self.stand_in = self.head.stand_in()
                     return self.stand_in

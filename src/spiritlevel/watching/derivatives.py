@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from spiritlevel.binding.losses import CallableLoss
 from spiritlevel.binding.parameters import Params, along, as_leaves, in_precision
 from spiritlevel.binding.problem import Problem
+from spiritlevel.binding.tables import few_rows
 from spiritlevel.errors import InputError, first_line
 from spiritlevel.watching.operations import Kink, aten_name, dispatched
 from spiritlevel.watching.watchers import DispatchWatch, FunctionWatch
@@ -118,21 +119,22 @@ class _Found(NamedTuple):
 def _compared(
     problem: Problem, inputs: Any, targets: Tensor, kinds: set[str], kind: type[_Comparison] | None = None
 ) -> _Found:
-    """In float64, or in the model's own precision if that leaves it open."""
-    precisions = [torch.float64] if problem.size <= _HUGE else []
-    for dtype in dict.fromkeys([*precisions, problem.dtype]):
-        comparison = (kind or _Comparison)(problem, inputs, targets, dtype)
-        try:
-            verdicts = comparison.verdicts(kinds)
-        except _TooCoarse as coarse:
-            if dtype == problem.dtype:
-                problem.facts["rounding"] = coarse.rounding
-            continue
-        except Exception:  # a model that computes in one precision only, coarsely, or not at all: reported elsewhere
-            continue
-        if verdicts["reverse"] is not None:
-            broken = {kind for kind, right in verdicts.items() if right is False}
-            return _Found(broken, comparison.kinks, comparison.refusal)
+    """In float64, or in the model's own precision if that leaves it open; of large tables, in the rows that are read."""
+    for small in dict.fromkeys([few_rows(problem, inputs), problem]):
+        precisions = [torch.float64] if small.size <= _HUGE else []
+        for dtype in dict.fromkeys([*precisions, problem.dtype]):
+            comparison = (kind or _Comparison)(small, inputs, targets, dtype)
+            try:
+                verdicts = comparison.verdicts(kinds)
+            except _TooCoarse as coarse:
+                if dtype == problem.dtype:
+                    problem.facts["rounding"] = coarse.rounding
+                continue
+            except Exception:  # a model that computes in one precision only, coarsely, or not at all: reported elsewhere
+                continue
+            if verdicts["reverse"] is not None:
+                broken = {kind for kind, right in verdicts.items() if right is False}
+                return _Found(broken, comparison.kinks, comparison.refusal)
     _check_runs(problem, inputs)
     return _Found(set(), 0.0, None)
 
