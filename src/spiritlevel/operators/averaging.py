@@ -245,8 +245,9 @@ class MeanMatrix:
     def _check_independence(self, inputs: Any, outputs: Tensor | Head) -> None:
         """Refuse a network whose output for a sample depends on the rest of the batch, unless batches are meant."""
         if outputs.shape[0] < 3:
-            inputs, _ = self.problem.place(*self.batches.first(3, 3))
-            outputs = self.problem.head_or_outputs(self.problem.params, inputs)
+            more, targets = self.problem.place(*self.batches.first(3, 3))
+            if len(targets) > outputs.shape[0]:
+                inputs, outputs = more, self.problem.head_or_outputs(self.problem.params, more)
         check_independence(self.problem, inputs, outputs)
 
     def _batch(self, index: int, inputs: Any, targets: Tensor, rows: Tensor) -> _Batch:
@@ -338,29 +339,27 @@ class MeanMatrix:
         these = targets[:few]
         counted = self.problem.at_few_positions(these)
         flat, fixed, _ = self._flat(sliced(inputs, 0, few), counted)
-        generator = torch.Generator().manual_seed(1)
-        pair = torch.empty(2, self.problem.size, dtype=self.problem.dtype, device=self.problem.device)
-        pair[0] = torch.randn(self.problem.size, generator=generator, dtype=self.problem.dtype)
+        vector = self._random()
         leaves = tree_leaves((inputs, targets))
         plain = all(isinstance(leaf, Tensor | bool | int | float | str | None) for leaf in leaves)
         traced = None
         if plain and not self.problem.reverse_only:
             with self.problem.active():
-                traced = checked_trace(flat, self._shaped(pair[0]), self.params, fixed)
+                traced = checked_trace(flat, self._shaped(vector), self.params, fixed)
         self.traceable = traced is not None
-        pair[1] = torch.randn(
-            self.problem.size, generator=generator, dtype=self.problem.dtype
-        )  # not earlier: it is large
+        known: Sequence[Tensor] | None = None
         if traced is None:
-            with self.problem.active():
-                products = self._each(lambda *vector: flat(*vector, *self.params, *fixed), pair, together)
+            function: Flat = lambda *vector: flat(*vector, *self.params, *fixed)  # noqa: E731
         else:
-            tape = Tape(traced.trace.multiply, cast(tuple[Tensor, ...], traced.constants), few)
-            traced = traced._replace(product=None)  # along a vector that was not asked for
-            if counted is not these:
-                traced = traced._replace(constants=None)  # of other targets
-            with torch.no_grad():
-                products = self._each(tape.multiply, pair, together)
+            function = Tape(traced.trace.multiply, cast(tuple[Tensor, ...], traced.constants), few).multiply
+            known = traced.product
+            # along a vector that was not asked for, and perhaps of other targets
+            traced = traced._replace(product=None, constants=traced.constants if counted is these else None)
+        pair = _pair(vector)
+        del vector  # it is large
+        with self.problem.active() if traced is None else torch.no_grad():
+            products = self._each(function, pair, known, together=together)
+        del function, known
 
         def elsewhere() -> Iterator[Tensor]:
             for params in nearby(self.problem.params):
@@ -369,14 +368,17 @@ class MeanMatrix:
         self._check_symmetry(pair, products, elsewhere)
         return traced
 
-    def _each(self, function: Flat, rows: Tensor, together: bool) -> Tensor:
+    def _each(
+        self, function: Flat, rows: Tensor, known: Sequence[Tensor] | None = None, *, together: bool = True
+    ) -> Tensor:
         """The products with some vectors (k, P) one by one; if asked, it is found out whether `vmap` gives the same.
 
-        Not every rule of `vmap` can be trusted.
+        The first may be known. Not every rule of `vmap` can be trusted.
         """
         each = torch.empty_like(rows)
-        for row, product in zip(rows.split(1), each, strict=True):
-            torch.cat([part.detach().reshape(-1) for part in self._in_chunks(function, row, 1)], out=product)
+        for index, row in enumerate(rows.split(1)):
+            parts = self._in_chunks(function, row, 1) if known is None or index else known
+            torch.cat([part.detach().reshape(-1) for part in parts], out=each[index])
         if together:
             try:
                 found = _rows(self._in_chunks(function, rows, len(rows)))
@@ -429,7 +431,7 @@ class MeanMatrix:
         if len(rows) > 1 and self.chunk > 1:
             with self.deciding:
                 if self.vectorised is None:
-                    self._each(function, self._pair(), together=True)
+                    self._each(function, _pair(self._random()))
             if self.vectorised:
                 try:
                     return self._in_chunks(function, rows, self.chunk)
@@ -437,11 +439,9 @@ class MeanMatrix:
                     self.vectorised = False
         return self._in_chunks(function, rows, 1)
 
-    def _pair(self) -> Tensor:
-        """Two random vectors."""
-        generator = torch.Generator().manual_seed(1)
-        size, dtype = self.problem.size, self.problem.dtype
-        return torch.stack([torch.randn(size, generator=generator, dtype=dtype) for _ in range(2)]).to(self.problem.device)
+    def _random(self) -> Tensor:
+        generator, problem = torch.Generator().manual_seed(1), self.problem
+        return torch.randn(problem.size, generator=generator, dtype=problem.dtype).to(problem.device)
 
     def _in_chunks(self, function: Flat, rows: Tensor, chunk: int) -> Sequence[Tensor]:
         sizes = [tensor.numel() for tensor in self.params]
@@ -456,10 +456,15 @@ class MeanMatrix:
         return [torch.cat(parts) if len(parts) > 1 else parts[0] for parts in zip(*results, strict=True)]
 
 
+def _pair(vector: Tensor) -> Tensor:
+    """A random vector and the same backwards, which is another one and does not have to be drawn."""
+    return torch.stack([vector, vector.flip(0)])
+
+
 def _dot(a: Tensor, b: Tensor, scale: float, other: float = 1.0) -> float:
-    """(a/scale)ᵀ(b/other) in float64, a piece at a time: a copy of a large network's vectors would not fit."""
+    """(a/scale)ᵀ(b/other), a piece at a time and these summed in float64: a copy of a large vector would not fit."""
     pieces = zip(a.split(_PIECE), b.split(_PIECE), strict=True)
-    return math.fsum(float((x.double() / scale) @ (y.double() / other)) for x, y in pieces)
+    return math.fsum(float((x / scale) @ (y / other)) for x, y in pieces)
 
 
 def _rows(parts: Sequence[Tensor]) -> Tensor:
