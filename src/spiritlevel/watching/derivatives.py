@@ -40,7 +40,7 @@ _STEPS = (
 )  # of differences in float64, one a try: fewer kinks are crossed, or less is lost to rounding
 LARGE = 10**6  # parameters from which on two samples have to do
 _HUGE = 10**8  # and from which on a copy in float64 is too much
-_LONG = 256  # positions of a sequence from which on a quarter of them have to do
+_LONG = 256  # positions of a sequence from which on a quarter of them have to do, but for gradients
 _SEEN = 2**20  # numbers of a tensor whose second derivatives are compared
 
 Verdicts = dict[str, bool | None]
@@ -120,12 +120,43 @@ class _Found(NamedTuple):
 def _compared(
     problem: Problem, inputs: Any, targets: Tensor, kinds: set[str], kind: type[_Comparison] | None = None
 ) -> _Found:
-    """In float64, or in the model's own precision if that leaves it open; in the rows of large tables that are read."""
-    for small, some, labels in _ways(problem, inputs, targets):
+    """The gradient of whole samples; forward and second derivatives of parts of them where that is possible."""
+    found = None
+    part = _beginning(problem, inputs, targets) if kinds else None
+    if part is not None and (others := _looked_at(problem, *part, kinds, kind)) is not None:
+        found = _looked_at(problem, inputs, targets, set(), kind)
+        found = None if found is None else others._replace(broken=found.broken | others.broken, kinks=found.kinks)
+    found = _looked_at(problem, inputs, targets, kinds, kind) if found is None else found
+    if found is None:
+        _check_runs(problem, inputs)
+    return found or _Found(set(), 0.0, None)
+
+
+def _beginning(problem: Problem, inputs: Any, targets: Tensor) -> tuple[Any, Tensor] | None:
+    """The first quarter of long sequences with large outputs, whose attention, norms and layers are the same there.
+
+    Whether an operation has right forward and second derivatives does not depend on its place. What a pass does only
+    further on (a part that is detached) shows in the gradient, which is looked at in the whole sequence.
+    """
+    length = targets.shape[1] if targets.ndim == 2 and problem.words is not None else 0
+    leaves = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
+    if length < _LONG or any(leaf.shape != targets.shape for leaf in leaves):
+        return None
+    length //= 4
+    return tree_map(lambda leaf: leaf[:, :length] if isinstance(leaf, Tensor) else leaf, inputs), targets[:, :length]
+
+
+def _looked_at(
+    problem: Problem, inputs: Any, targets: Tensor, kinds: set[str], kind: type[_Comparison] | None
+) -> _Found | None:
+    """In float64, or in the model's own precision if that leaves it open; in the rows of large tables that are read.
+
+    `None` if it is left open.
+    """
+    for small in dict.fromkeys([few_rows(problem, inputs), problem]):
         precisions = [torch.float64] if small.size <= _HUGE else []
         for dtype in dict.fromkeys([*precisions, problem.dtype]):
-            comparison = (kind or _Comparison)(small, some, labels, dtype)
-            comparison.partial = labels is not targets
+            comparison = (kind or _Comparison)(small, inputs, targets, dtype)
             try:
                 verdicts = comparison.verdicts(kinds)
             except _TooCoarse as coarse:
@@ -137,25 +168,7 @@ def _compared(
             if verdicts["reverse"] is not None:
                 broken = {kind for kind, right in verdicts.items() if right is False}
                 return _Found(broken, comparison.kinks, comparison.refusal)
-    _check_runs(problem, inputs)
-    return _Found(set(), 0.0, None)
-
-
-def _ways(problem: Problem, inputs: Any, targets: Tensor) -> Iterator[tuple[Problem, Any, Tensor]]:
-    """The same comparison at less and at full expense, each for where the one before it is not possible.
-
-    Of large outputs at positions of long sequences the first quarter is looked at: attention, norms and layers are the
-    same there. What a pass does only further on is left to the test of symmetry, which sees it all.
-    """
-    length = targets.shape[1] if targets.ndim == 2 and problem.words is not None else 0
-    leaves = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
-    if length >= _LONG and all(leaf.shape == targets.shape for leaf in leaves):
-        some = tree_map(lambda leaf: leaf[:, : length // 4] if isinstance(leaf, Tensor) else leaf, inputs)
-        yield few_rows(problem, some), some, targets[:, : length // 4]
-    small = few_rows(problem, inputs)
-    yield small, inputs, targets
-    if small is not problem:
-        yield problem, inputs, targets
+    return None
 
 
 def _check_runs(problem: Problem, inputs: Any) -> None:
@@ -182,10 +195,6 @@ class _TooCoarse(Exception):
         self.rounding = rounding
 
 
-class _Unseen(Exception):
-    """What is to be found out may show in the rest of the samples only."""
-
-
 class _Comparison:
     """Derivatives and differences of one model on a few samples, in one precision."""
 
@@ -197,7 +206,6 @@ class _Comparison:
         self.precise = dtype == torch.float64
         self.tolerance = 1e-4 if self.precise else 5e-2
         self.kinks, self.refusal = 0.0, cast(InputError | None, None)
-        self.partial = False  # whether these are parts of samples
 
     def _moving(self) -> Params:
         """What moves: the parameters."""
@@ -223,8 +231,6 @@ class _Comparison:
             values = self._function(self.moving)
         if here.rounding > torch.finfo(self.problem.dtype).eps:
             raise _TooCoarse(here.rounding)
-        if self.partial and here.places:
-            raise _Unseen  # the rest of a sample may sit on a kink
         signs = torch.randint(0, 2, values.shape, generator=generator).mul(2).sub(1)
         self.signs = (signs * (1 + torch.rand(values.shape, generator=generator))).to(values)  # so that none cancel
         self.direction, self.differences = self._draw(generator), dict[float, Tensor]()
