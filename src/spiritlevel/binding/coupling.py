@@ -39,7 +39,9 @@ def depends_on_others(problem: Problem, inputs: Any, outputs: Tensor | None = No
     with torch.no_grad():
         outputs = problem.outputs(problem.params, inputs) if outputs is None else outputs
         last = len(outputs) - 1
-        for rows in ((0, 0), (last, last), (0, last)):  # twice: batch statistics and squeezes make one sample special
+        for rows in dict.fromkeys(
+            [(0, 0), (last, last), (0, last)]
+        ):  # twice: batch statistics and squeezes make one sample special
             few = torch.tensor(rows)
             if not same_outputs(problem.outputs(problem.params, resized(inputs, few)), outputs[few]):
                 return True

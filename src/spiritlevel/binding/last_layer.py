@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from spiritlevel.binding.problem import Problem
 
 LARGE_OUTPUTS = 2**20  # outputs per sample from which on they are taken in pieces
+FEW_POSITIONS = 16  # of a sample, for a quick look at all outputs there
 
 
 def _of_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Head | None:
@@ -39,7 +40,7 @@ def _of_product(input: Tensor, other: Any, *rest: Any, **more: Any) -> Head | No
     return Head(input, other.T) if fits else None
 
 
-_LINEAR: dict[Any, Callable[..., Head | None]] = {
+LINEAR: dict[Any, Callable[..., Head | None]] = {
     F.linear: _of_linear,
     torch.matmul: _of_product,
     Tensor.matmul: _of_product,
@@ -58,7 +59,7 @@ class Searching(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func in _LINEAR:
+        if func in LINEAR:
             self.results.append(weakref.ref(result))
         return result
 
@@ -81,10 +82,10 @@ class Removing(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in _LINEAR:
+        if func in LINEAR:
             self.calls += 1
             if self.calls == self.place:
-                self.head = _LINEAR[func](*args, **kwargs)
+                self.head = LINEAR[func](*args, **kwargs)
                 if self.head is not None:
                     self.stand_in = self.head.stand_in()
                     return self.stand_in
@@ -138,8 +139,10 @@ def _is_head(problem: Problem, place: int, inputs: Any, outputs: Tensor) -> bool
         problem.facts["head moves"] = tuple(part is not None and part.requires_grad for part in head)
         problem.facts["head names"] = [_named_like(problem, part) for part in (head.weight, head.bias)]
         head, flat = head.detach(), outputs.reshape(-1, outputs.shape[-1])
+        rows = torch.linspace(0, len(flat) - 1, min(len(flat), FEW_POSITIONS)).long().to(flat.device)
         with torch.no_grad():
-            error = max(float((flat[rows] - logits).abs().max()) for rows, logits in head.pieces())
+            few = F.linear(head.hidden.reshape(-1, head.hidden.shape[-1])[rows], head.weight, head.bias)
+            error = float((flat[rows] - few).abs().max())
     except RuntimeError as failed:  # the model writes to its outputs, which then have no memory
         if is_out_of_memory(failed):
             raise

@@ -24,7 +24,7 @@ from spiritlevel.binding import losses
 from spiritlevel.binding.batches import resized
 from spiritlevel.binding.devices import has_double
 from spiritlevel.binding.graphs import Rows
-from spiritlevel.binding.last_layer import Removing
+from spiritlevel.binding.last_layer import FEW_POSITIONS, Removing
 from spiritlevel.binding.losses import Head
 from spiritlevel.binding.modules import measurable, state_of, to_eval_mode
 from spiritlevel.binding.parameters import Params, depth, in_precision, select_parameters
@@ -109,6 +109,8 @@ class Problem:
         self.reverse_only = False  # set if the model turns out to have no forward derivatives
         self.facts: dict[Any, Any] = {}  # what was found out about the model once and for all, by those who need it
         self.look: Callable[[Head], Tensor] | None = None  # at what comes before the outputs, in their place
+        self.words: Tensor | None = None  # the outputs that it takes, if these are a few
+        self.around: Callable[[Params], contextlib.AbstractContextManager[Any]] | None = None  # calls of the model
         self._active = False
         self._has_data = False  # whether inputs came with targets: if the model fails on those, the caller must know
 
@@ -227,11 +229,31 @@ class Problem:
         few = min(FEW_OUTPUTS, self.facts["words"])
         words = torch.linspace(0, self.facts["words"] - 1, few).long().to(self.device)
         twin = self.looking(lambda head: head.thinned(words))
+        twin.words = words
         assert isinstance(self.loss, losses.CrossEntropy)
         if self.loss.weight is not None:
             twin.loss = copy.copy(self.loss)
             twin.loss.weight = self.loss.weight[words.to(self.loss.weight.device)]
         return twin, torch.where(targets == self.loss.ignore_index, targets, targets % few)
+
+    def with_rows(self, rows: Mapping[str, Tensor]) -> Problem:
+        """The same in which these parameters consist of some of their rows alone; `around` has to read them so.
+
+        Facts are shared.
+        """
+        twin = copy.copy(self)
+        twin.params = {name: t[rows[name]] if name in rows else t for name, t in self.params.items()}
+        weight, words = self.facts["head names"][0] if self.facts.get("head", 0) else None, self.words
+        if words is not None and weight in rows:
+            places = torch.searchsorted(rows[weight], words)
+            twin.look = lambda head: head.thinned(words, places)
+        return twin
+
+    def at_few_positions(self, targets: Tensor) -> Tensor:
+        """Targets of which a few positions count, where there is a head, which multiplies out those alone."""
+        if not self.facts.get("head", 0) or not isinstance(self.loss, losses.CrossEntropy):
+            return targets
+        return self.loss.at_few(targets, FEW_POSITIONS)
 
     def _outputs(self, params: Params, inputs: Any) -> Tensor:
         before = None if self._overwrites is not None else random_states(self.device)
@@ -248,8 +270,10 @@ class Problem:
         detached = not self._reads_by_name and not torch.is_grad_enabled() and plain
         detached = detached and not any(tensor.requires_grad for tensor in moving)
         args, kwargs = self._arguments(inputs)
+        nothing = contextlib.nullcontext()
+        around = nothing if self.around is None else self.around(params)
         try:
-            with Elementary(), keeps as changed, torch.enable_grad() if detached else contextlib.nullcontext():
+            with Elementary(), keeps as changed, torch.enable_grad() if detached else nothing, around:
                 result = functional_call(self.model, {**constants, **params}, args, kwargs)
                 self._keeps |= changed()
         except (Exception, SystemExit) as error:

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import scipy
 import torch
-from scipy.stats import chi2
 from torch import Tensor
 
 from spiritlevel.arguments import checked
@@ -165,7 +165,7 @@ def _expected_form(
     else:
         draws = draw(range(_PILOT))
         error = rel_err * abs(offset + float(draws.mean()))
-        variance = float(draws.var()) * (_PILOT - 1) / float(chi2.ppf(0.1, _PILOT - 1))
+        variance = float(draws.var()) * (_PILOT - 1) / float(scipy.stats.chi2.ppf(0.1, _PILOT - 1))
         needed = variance / error**2 if error > 0 else (math.inf if variance > 0 else 0.0)
         if needed - _PILOT >= product.size and product.size <= _MOST_PROBES:
             return exact()

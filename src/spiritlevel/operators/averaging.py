@@ -13,7 +13,7 @@ import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -51,7 +51,7 @@ _MOST_VECTORS = 128  # multiplied at once
 _MOST_SHAPES = 16  # of batches that are traced
 _FEW = 16  # samples on which a trace is tried,
 _SMALL = 2**22  # unless the batch takes no more than so many bytes: then it is tried on all of them
-_PIECE = 2**22  # numbers of a vector that are converted at once
+_PIECE = 2**16  # numbers of a vector that are converted at once
 _ROUNDING = 10  # times the change between parameters that are the same but for rounding
 _TENSOR = object()  # marks the place of a tensor among a batch's leaves
 
@@ -91,10 +91,9 @@ class MeanMatrix:
         self.total, self.count, largest = sum(sizes), len(sizes), max(1, *sizes)
         most = spare // (_VECTORS * vector)
         self.chunk = max(1, min(_MOST_VECTORS, limit // largest, _CACHE // (largest_tensor * largest), most))
-        self.vectorised = True
         self.budget, self.room = budget, spare // 2  # in all, and for what is kept between products
         self.kept: dict[int, Tape] = {}
-        self.keeping = threading.Lock()
+        self.keeping, self.deciding = threading.Lock(), threading.Lock()
         self.traceable: bool | None = None  # not known yet
         self.traces: dict[Any, Trace | None] = {}  # by the shape of the batch; None: not to be traced
         self.others: dict[Any, Trace] = problem.facts.setdefault(("traces", product), {})  # of models with other values
@@ -112,6 +111,16 @@ class MeanMatrix:
             most = even_size(most, samples, ranks * self.at_a_time)
         equal = (size for size in range(most, most // 2, -1) if samples % size == 0)
         return next(equal, -(-samples // -(-samples // most)))
+
+    @property
+    def vectorised(self) -> bool | None:
+        """Whether several vectors can be multiplied at once, by `vmap`; `None` if not known yet."""
+        known: bool | None = self.problem.facts.get(("vectorised", self.product))
+        return known
+
+    @vectorised.setter
+    def vectorised(self, known: bool) -> None:
+        self.problem.facts["vectorised", self.product] = known
 
     def operator(self, multiply: Callable[[Tensor], Tensor] | None = None, *, weight_decay: float = 0.0) -> Operator:
         """This matrix, or another `multiply` of rows, plus weight_decay · I as an operator on columns."""
@@ -236,8 +245,9 @@ class MeanMatrix:
     def _check_independence(self, inputs: Any, outputs: Tensor | Head) -> None:
         """Refuse a network whose output for a sample depends on the rest of the batch, unless batches are meant."""
         if outputs.shape[0] < 3:
-            inputs, _ = self.problem.place(*self.batches.first(3, 3))
-            outputs = self.problem.head_or_outputs(self.problem.params, inputs)
+            more, targets = self.problem.place(*self.batches.first(3, 3))
+            if len(targets) > outputs.shape[0]:
+                inputs, outputs = more, self.problem.head_or_outputs(self.problem.params, more)
         check_independence(self.problem, inputs, outputs)
 
     def _batch(self, index: int, inputs: Any, targets: Tensor, rows: Tensor) -> _Batch:
@@ -247,7 +257,7 @@ class MeanMatrix:
         if shape not in self.traces:
             traced = self._adopted(flat, fixed, shape, rows[0])
             if traced is None and len(self.traces) < _MOST_SHAPES:
-                traced = self._trace(flat, fixed, inputs, targets, rows[0])
+                traced = self._trace(flat, fixed, inputs, targets, rows)
             self.traces[shape], constants, known = traced or (None, None, None)
             if traced is not None and traced.trace.pure:
                 self.others[shape] = traced.trace
@@ -309,42 +319,47 @@ class MeanMatrix:
         self.traceable = True
         return Traced(trace, constants, tuple(product))
 
-    def _trace(self, flat: Flat, fixed: list[Tensor], inputs: Any, targets: Tensor, row: Tensor) -> Traced | None:
-        """The trace of a batch's product, along `row`; `None` if there is none."""
+    def _trace(self, flat: Flat, fixed: list[Tensor], inputs: Any, targets: Tensor, rows: Tensor) -> Traced | None:
+        """The trace of a batch's product, along the first row; `None` if there is none."""
         few = len(targets) if len(targets) <= 8 * _FEW or len(targets) * self.saved <= _SMALL else _FEW
         if self.traceable is None:
-            tried = self._try(inputs, targets, few)
+            tried = self._try(inputs, targets, few, together=len(rows) > 1)
             if few == len(targets):
                 return tried
         if not self.traceable:
             return None
         with self.problem.active():
-            return try_to_trace(flat, self._shaped(row), self.params, fixed)
+            return try_to_trace(flat, self._shaped(rows[0]), self.params, fixed)
 
-    def _try(self, inputs: Any, targets: Tensor, few: int) -> Traced | None:
-        """Find out on a few samples, along random vectors, whether the product is symmetric and can be traced."""
-        flat, fixed, _ = self._flat(sliced(inputs, 0, few), targets[:few])
-        generator = torch.Generator().manual_seed(1)
-        pair = torch.empty(2, self.problem.size, dtype=self.problem.dtype, device=self.problem.device)
-        pair[0] = torch.randn(self.problem.size, generator=generator, dtype=self.problem.dtype)
+    def _try(self, inputs: Any, targets: Tensor, few: int, together: bool) -> Traced | None:
+        """Find out on a few samples, along random vectors, whether the product is symmetric and can be traced.
+
+        And whether it can be taken for several vectors `together`.
+        """
+        these = targets[:few]
+        counted = self.problem.at_few_positions(these)
+        flat, fixed, _ = self._flat(sliced(inputs, 0, few), counted)
+        vector = self._random()
         leaves = tree_leaves((inputs, targets))
         plain = all(isinstance(leaf, Tensor | bool | int | float | str | None) for leaf in leaves)
         traced = None
         if plain and not self.problem.reverse_only:
             with self.problem.active():
-                traced = checked_trace(flat, self._shaped(pair[0]), self.params, fixed)
+                traced = checked_trace(flat, self._shaped(vector), self.params, fixed)
         self.traceable = traced is not None
-        pair[1] = torch.randn(
-            self.problem.size, generator=generator, dtype=self.problem.dtype
-        )  # not earlier: it is large
+        known: Sequence[Tensor] | None = None
         if traced is None:
-            products = self._one_by_one_and_together(lambda rows: self._differentiate(flat, fixed, rows), pair)
+            function: Flat = lambda *vector: flat(*vector, *self.params, *fixed)  # noqa: E731
         else:
-            traced = traced._replace(product=None)  # along a vector that was not asked for
-            assert traced.constants is not None
-            tape = Tape(traced.trace.multiply, traced.constants, few)
-            with torch.no_grad():
-                products = self._one_by_one_and_together(lambda rows: self._for_each(tape.multiply, rows), pair)
+            function = Tape(traced.trace.multiply, cast(tuple[Tensor, ...], traced.constants), few).multiply
+            known = traced.product
+            # along a vector that was not asked for, and perhaps of other targets
+            traced = traced._replace(product=None, constants=traced.constants if counted is these else None)
+        pair = _pair(vector)
+        del vector  # it is large
+        with self.problem.active() if traced is None else torch.no_grad():
+            products = self._each(function, pair, known, together=together)
+        del function, known
 
         def elsewhere() -> Iterator[Tensor]:
             for params in nearby(self.problem.params):
@@ -353,17 +368,25 @@ class MeanMatrix:
         self._check_symmetry(pair, products, elsewhere)
         return traced
 
-    def _one_by_one_and_together(self, multiply: Callable[[Tensor], Sequence[Tensor]], rows: Tensor) -> Tensor:
-        """The products with some vectors (k, P) one by one, after making sure that `vmap` gives the same.
+    def _each(
+        self, function: Flat, rows: Tensor, known: Sequence[Tensor] | None = None, *, together: bool = True
+    ) -> Tensor:
+        """The products with some vectors (k, P) one by one; if asked, it is found out whether `vmap` gives the same.
 
-        Not every rule of `vmap` can be trusted. If one cannot, `vectorised` is false from here on.
+        The first may be known. Not every rule of `vmap` can be trusted.
         """
         each = torch.empty_like(rows)
-        for row, product in zip(rows.split(1), each, strict=True):
-            torch.cat([part.reshape(-1) for part in multiply(row)], out=product)
-        if self.vectorised and self.chunk > 1:
-            error, scale = float((_rows(multiply(rows)) - each).norm()), float(each.norm())
-            self.vectorised &= error <= math.sqrt(torch.finfo(rows.dtype).eps) * scale
+        for index, row in enumerate(rows.split(1)):
+            parts = self._in_chunks(function, row, 1) if known is None or index else known
+            torch.cat([part.detach().reshape(-1) for part in parts], out=each[index])
+        if together:
+            try:
+                found = _rows(self._in_chunks(function, rows, len(rows)))
+            except Exception:  # not every operation can be vectorised; if it fails alone too, that says why
+                self.vectorised = False
+            else:
+                error, scale = float((found - each).norm()), float(each.norm())
+                self.vectorised = error <= math.sqrt(torch.finfo(rows.dtype).eps) * scale
         return each
 
     def _shaped(self, row: Tensor) -> list[Tensor]:
@@ -403,28 +426,45 @@ class MeanMatrix:
             results = self._for_each(lambda *vector: flat(*vector, *point, *fixed), vectors)
         return [result.detach() for result in results]  # a loss may hold parameters of its own
 
-    def _for_each(self, function: Callable[..., Sequence[Tensor]], rows: Tensor) -> Sequence[Tensor]:
+    def _for_each(self, function: Flat, rows: Tensor) -> Sequence[Tensor]:
         """`function`, of a vector in the parameters' shapes, applied to each row of (k, P), several at once."""
+        if len(rows) > 1 and self.chunk > 1:
+            with self.deciding:
+                if self.vectorised is None:
+                    self._each(function, _pair(self._random()))
+            if self.vectorised:
+                try:
+                    return self._in_chunks(function, rows, self.chunk)
+                except Exception:  # as above, of other shapes
+                    self.vectorised = False
+        return self._in_chunks(function, rows, 1)
+
+    def _random(self) -> Tensor:
+        generator, problem = torch.Generator().manual_seed(1), self.problem
+        return torch.randn(problem.size, generator=generator, dtype=problem.dtype).to(problem.device)
+
+    def _in_chunks(self, function: Flat, rows: Tensor, chunk: int) -> Sequence[Tensor]:
         sizes = [tensor.numel() for tensor in self.params]
         results: list[Sequence[Tensor]] = []
-        for some in rows.split(self.chunk if self.vectorised else 1):
+        for some in rows.split(chunk):
             pieces = zip(some.split(sizes, dim=1), self.params, strict=True)
             parts = [piece.reshape(len(some), *tensor.shape) for piece, tensor in pieces]
             if len(some) == 1:
                 results.append([result[None] for result in function(*(part[0] for part in parts))])
-                continue
-            try:
+            else:
                 results.append(vmap(function)(*parts))
-            except Exception:  # not every operation can be vectorised; if it fails alone too, that says why
-                self.vectorised = False
-                return self._for_each(function, rows)
         return [torch.cat(parts) if len(parts) > 1 else parts[0] for parts in zip(*results, strict=True)]
 
 
+def _pair(vector: Tensor) -> Tensor:
+    """A random vector and the same backwards, which is another one and does not have to be drawn."""
+    return torch.stack([vector, vector.flip(0)])
+
+
 def _dot(a: Tensor, b: Tensor, scale: float, other: float = 1.0) -> float:
-    """(a/scale)ᵀ(b/other) in float64, a piece at a time: a copy of a large network's vectors would not fit."""
+    """(a/scale)ᵀ(b/other), a piece at a time and these summed in float64: a copy of a large vector would not fit."""
     pieces = zip(a.split(_PIECE), b.split(_PIECE), strict=True)
-    return math.fsum(float((x.double() / scale) @ (y.double() / other)) for x, y in pieces)
+    return math.fsum(float((x / scale) @ (y / other)) for x, y in pieces)
 
 
 def _rows(parts: Sequence[Tensor]) -> Tensor:

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from scipy import stats
+import scipy
 
 from spiritlevel.arguments import checked
 from spiritlevel.errors import InputError
@@ -118,7 +118,7 @@ class AuditRow(Result):
         if self.before.sign * self.after.sign < 0:
             return math.inf
         if math.isfinite(self.ratio) and not math.isnan(self.ratio_error):
-            half = self.ratio_error * float(stats.t.ppf(0.975, self.after.dof))
+            half = self.ratio_error * float(scipy.stats.t.ppf(0.975, self.after.dof))
             return moved_at_least((1.0, 1.0), (self.ratio - half, self.ratio + half))
         return moved_at_least(_around(self.before), _around(self.after))
 

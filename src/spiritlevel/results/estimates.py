@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from scipy import stats
+import scipy
 from torch import Tensor
 
 from spiritlevel.arguments import checked
@@ -148,7 +148,7 @@ class Estimate(Result):
             return math.nan, math.nan
         low, high = self._limits(error, dof, level)
         if data and self.data_limits is not None:
-            stretch = float(stats.norm.ppf(0.5 + level / 2) / stats.norm.ppf(0.975))
+            stretch = float(scipy.stats.norm.ppf(0.5 + level / 2) / scipy.stats.norm.ppf(0.975))
             below, above = ((limit - self.value) * stretch for limit in self.data_limits)
             low, high = (
                 self.value - math.hypot(self.value - low, below),

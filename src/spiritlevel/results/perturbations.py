@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 
 import numpy as np
-from scipy import stats
+import scipy
 from torch import Tensor
 
 from spiritlevel.arguments import checked
@@ -52,7 +52,7 @@ class Prediction(Estimate):
         """
         if not 0 < level < 1:
             raise InputError(f"interval needs a level between 0 and 1, got {level}.")
-        stretch = float(stats.norm.ppf(0.5 + level / 2) / stats.norm.ppf(0.975))
+        stretch = float(scipy.stats.norm.ppf(0.5 + level / 2) / scipy.stats.norm.ppf(0.975))
         chance = [self.sources[name] for name in (RANDOM, SUBSET) if name in self.sources and (data or name != SUBSET)]
         known = self.sources.get(HIGHER, (0.0, 0.0))
         below, above = (stretch * math.hypot(*(part[side] for part in chance)) + known[side] for side in (0, 1))
@@ -243,7 +243,7 @@ def _spearman(values: list[float], truth: list[float]) -> float:
     both = np.array([values, truth], dtype=float)
     if both.shape[1] < 3 or not np.isfinite(both).all() or np.ptp(both[0]) == 0 or np.ptp(both[1]) == 0:
         return math.nan
-    return float(stats.spearmanr(both[0], both[1]).statistic)
+    return float(scipy.stats.spearmanr(both[0], both[1]).statistic)
 
 
 def _count(value: float) -> str:

@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from spiritlevel.binding.losses import CallableLoss
 from spiritlevel.binding.parameters import Params, along, as_leaves, in_precision
 from spiritlevel.binding.problem import Problem
+from spiritlevel.binding.tables import few_rows
 from spiritlevel.errors import InputError, first_line
 from spiritlevel.watching.operations import Kink, aten_name, dispatched
 from spiritlevel.watching.watchers import DispatchWatch, FunctionWatch
@@ -39,6 +40,7 @@ _STEPS = (
 )  # of differences in float64, one a try: fewer kinks are crossed, or less is lost to rounding
 LARGE = 10**6  # parameters from which on two samples have to do
 _HUGE = 10**8  # and from which on a copy in float64 is too much
+_LONG = 256  # positions of a sequence from which on a quarter of them have to do, but for gradients
 _SEEN = 2**20  # numbers of a tensor whose second derivatives are compared
 
 Verdicts = dict[str, bool | None]
@@ -118,23 +120,55 @@ class _Found(NamedTuple):
 def _compared(
     problem: Problem, inputs: Any, targets: Tensor, kinds: set[str], kind: type[_Comparison] | None = None
 ) -> _Found:
-    """In float64, or in the model's own precision if that leaves it open."""
-    precisions = [torch.float64] if problem.size <= _HUGE else []
-    for dtype in dict.fromkeys([*precisions, problem.dtype]):
-        comparison = (kind or _Comparison)(problem, inputs, targets, dtype)
-        try:
-            verdicts = comparison.verdicts(kinds)
-        except _TooCoarse as coarse:
-            if dtype == problem.dtype:
-                problem.facts["rounding"] = coarse.rounding
-            continue
-        except Exception:  # a model that computes in one precision only, coarsely, or not at all: reported elsewhere
-            continue
-        if verdicts["reverse"] is not None:
-            broken = {kind for kind, right in verdicts.items() if right is False}
-            return _Found(broken, comparison.kinks, comparison.refusal)
-    _check_runs(problem, inputs)
-    return _Found(set(), 0.0, None)
+    """The gradient of whole samples; forward and second derivatives of parts of them where that is possible."""
+    found = None
+    part = _beginning(problem, inputs, targets) if kinds else None
+    if part is not None and (others := _looked_at(problem, *part, kinds, kind)) is not None:
+        found = _looked_at(problem, inputs, targets, set(), kind)
+        found = None if found is None else others._replace(broken=found.broken | others.broken, kinks=found.kinks)
+    found = _looked_at(problem, inputs, targets, kinds, kind) if found is None else found
+    if found is None:
+        _check_runs(problem, inputs)
+    return found or _Found(set(), 0.0, None)
+
+
+def _beginning(problem: Problem, inputs: Any, targets: Tensor) -> tuple[Any, Tensor] | None:
+    """The first quarter of long sequences with large outputs, whose attention, norms and layers are the same there.
+
+    Whether an operation has right forward and second derivatives does not depend on its place. What a pass does only
+    further on (a part that is detached) shows in the gradient, which is looked at in the whole sequence.
+    """
+    length = targets.shape[1] if targets.ndim == 2 and problem.words is not None else 0
+    leaves = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
+    if length < _LONG or any(leaf.shape != targets.shape for leaf in leaves):
+        return None
+    length //= 4
+    return tree_map(lambda leaf: leaf[:, :length] if isinstance(leaf, Tensor) else leaf, inputs), targets[:, :length]
+
+
+def _looked_at(
+    problem: Problem, inputs: Any, targets: Tensor, kinds: set[str], kind: type[_Comparison] | None
+) -> _Found | None:
+    """In float64, or in the model's own precision if that leaves it open; in the rows of large tables that are read.
+
+    `None` if it is left open.
+    """
+    for small in dict.fromkeys([few_rows(problem, inputs), problem]):
+        precisions = [torch.float64] if small.size <= _HUGE else []
+        for dtype in dict.fromkeys([*precisions, problem.dtype]):
+            comparison = (kind or _Comparison)(small, inputs, targets, dtype)
+            try:
+                verdicts = comparison.verdicts(kinds)
+            except _TooCoarse as coarse:
+                if dtype == problem.dtype:
+                    problem.facts["rounding"] = coarse.rounding
+                continue
+            except Exception:  # it computes in one precision only, coarsely, or not at all: reported elsewhere
+                continue
+            if verdicts["reverse"] is not None:
+                broken = {kind for kind, right in verdicts.items() if right is False}
+                return _Found(broken, comparison.kinks, comparison.refusal)
+    return None
 
 
 def _check_runs(problem: Problem, inputs: Any) -> None:

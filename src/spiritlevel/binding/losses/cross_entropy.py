@@ -119,6 +119,19 @@ class CrossEntropy(Loss):
             total = total * self._weights(outputs, classes)[labels]
         return Rows(logits, labels, None, counted / total.sum(1, keepdim=True))
 
+    def at_few(self, targets: Tensor, count: int) -> Tensor:
+        """Class indices of which at most `count` positions of each sample are left, the last that counts among them."""
+        if targets.is_floating_point() or targets.ndim < 2 or self.weight is not None:
+            return targets
+        flat = targets.reshape(len(targets), -1)
+        counted = flat != self.ignore_index
+        if self.shifted:
+            counted[:, 0] = False
+        order = counted.cumsum(1)
+        total = order[:, -1:]
+        kept = counted & ((total - order) % (-(-total // count)).clamp(min=1) == 0)
+        return torch.where(kept, flat, self.ignore_index).reshape(targets.shape)
+
     def _rows_back(self, found: Tensor, outputs: Tensor, targets: Tensor) -> Tensor:
         """Rows (N·T, C) in the shape of the outputs."""
         axis = self._axis(outputs, targets)

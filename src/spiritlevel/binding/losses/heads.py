@@ -31,10 +31,10 @@ class Head(NamedTuple):
     def detach(self) -> Head:
         return Head(self.hidden.detach(), self.weight.detach(), None if self.bias is None else self.bias.detach())
 
-    def thinned(self, words: Tensor) -> Tensor:
-        """Some of the outputs, multiplied out."""
+    def thinned(self, words: Tensor, rows: Tensor | None = None) -> Tensor:
+        """Some of the outputs, multiplied out; `rows` are those of the weight, if it does not hold all."""
         bias = None if self.bias is None else self.bias[words]
-        return F.linear(self.hidden, self.weight[words], bias)
+        return F.linear(self.hidden, self.weight[words if rows is None else rows], bias)
 
     def largest(self) -> Tensor:
         """The largest absolute value in each row of the outputs, (N, …)."""
