@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import spiritlevel as sl
+from spiritlevel.binding import last_layer, tables
 from spiritlevel.binding import problem as problems
-from spiritlevel.binding import tables
 from spiritlevel.binding.losses import CausalLM, TokenCrossEntropy
 from spiritlevel.binding.problem import Problem
 from spiritlevel.binding.tables import few_rows
@@ -72,7 +72,7 @@ class LM(nn.Module):
 
 @pytest.fixture(autouse=True)
 def all_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(problems, "LARGE_OUTPUTS", 1)
+    monkeypatch.setattr(last_layer, "LARGE_OUTPUTS", 1)
     monkeypatch.setattr(problems, "FEW_OUTPUTS", 5)
     monkeypatch.setattr(problems, "FEW_POSITIONS", 3)
     monkeypatch.setattr(tables, "LARGE_TABLE", 1)
