@@ -88,7 +88,7 @@ def tokens(count: int = 2) -> Tensor:
 def bound(kind: str) -> Problem:
     found = Problem(LM(kind).double(), loss="causal_lm")
     with found.active():
-        found.find_head(tokens(), tokens())
+        last_layer.find_head(found, tokens(), tokens())
         assert found.facts["head"]
     return found
 
