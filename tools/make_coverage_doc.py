@@ -493,7 +493,7 @@ def rows(names: list[str], cases: int, workers: int = 1) -> list[Row]:
 @functools.cache
 def sources() -> str:
     """A hash of all that decides a result: of another version nothing is kept."""
-    paths = [Path(__file__), *sorted(Path(sl.__file__).parent.glob("*.py"))]
+    paths = [Path(__file__), *sorted(Path(sl.__file__).parent.rglob("*.py"))]
     return hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()[:16]
 
 
