@@ -339,27 +339,26 @@ class MeanMatrix:
         these = targets[:few]
         counted = self.problem.at_few_positions(these)
         flat, fixed, _ = self._flat(sliced(inputs, 0, few), counted)
-        vector = self._random()
+        pair = self._random_pair()
         leaves = tree_leaves((inputs, targets))
         plain = all(isinstance(leaf, Tensor | bool | int | float | str | None) for leaf in leaves)
         traced = None
         if plain and not self.problem.reverse_only:
             with self.problem.active():
-                traced = checked_trace(flat, self._shaped(vector), self.params, fixed)
+                traced = checked_trace(flat, self._shaped(pair[0]), self.params, fixed)
         self.traceable = traced is not None
-        known: Sequence[Tensor] | None = None
+        known: list[Tensor] = []
         if traced is None:
             function: Flat = lambda *vector: flat(*vector, *self.params, *fixed)  # noqa: E731
         else:
             function = Tape(traced.trace.multiply, cast(tuple[Tensor, ...], traced.constants), few).multiply
-            known = traced.product
+            known.extend(traced.product or ())
             # along a vector that was not asked for, and perhaps of other targets
             traced = traced._replace(product=None, constants=traced.constants if counted is these else None)
-        pair = _pair(vector)
-        del vector  # it is large
+        _turn(pair)
         with self.problem.active() if traced is None else torch.no_grad():
             products = self._each(function, pair, known, together=together)
-        del function, known
+        del function
 
         def elsewhere() -> Iterator[Tensor]:
             for params in nearby(self.problem.params):
@@ -368,17 +367,16 @@ class MeanMatrix:
         self._check_symmetry(pair, products, elsewhere)
         return traced
 
-    def _each(
-        self, function: Flat, rows: Tensor, known: Sequence[Tensor] | None = None, *, together: bool = True
-    ) -> Tensor:
+    def _each(self, function: Flat, rows: Tensor, known: list[Tensor], *, together: bool = True) -> Tensor:
         """The products with some vectors (k, P) one by one; if asked, it is found out whether `vmap` gives the same.
 
-        The first may be known. Not every rule of `vmap` can be trusted.
+        If the first is `known`, it is moved, for such vectors may be large. Not every rule of `vmap` can be trusted.
         """
         each = torch.empty_like(rows)
         for index, row in enumerate(rows.split(1)):
-            parts = self._in_chunks(function, row, 1) if known is None or index else known
+            parts = known or self._in_chunks(function, row, 1)
             torch.cat([part.detach().reshape(-1) for part in parts], out=each[index])
+            known.clear()
         if together:
             try:
                 found = _rows(self._in_chunks(function, rows, len(rows)))
@@ -431,7 +429,7 @@ class MeanMatrix:
         if len(rows) > 1 and self.chunk > 1:
             with self.deciding:
                 if self.vectorised is None:
-                    self._each(function, _pair(self._random()))
+                    self._each(function, _turn(self._random_pair()), [])
             if self.vectorised:
                 try:
                     return self._in_chunks(function, rows, self.chunk)
@@ -439,9 +437,12 @@ class MeanMatrix:
                     self.vectorised = False
         return self._in_chunks(function, rows, 1)
 
-    def _random(self) -> Tensor:
+    def _random_pair(self) -> Tensor:
+        """Room for two vectors, of which the first is random."""
         generator, problem = torch.Generator().manual_seed(1), self.problem
-        return torch.randn(problem.size, generator=generator, dtype=problem.dtype).to(problem.device)
+        pair = torch.empty(2, problem.size, dtype=problem.dtype, device=problem.device)
+        pair[0] = torch.randn(problem.size, generator=generator, dtype=problem.dtype)
+        return pair
 
     def _in_chunks(self, function: Flat, rows: Tensor, chunk: int) -> Sequence[Tensor]:
         sizes = [tensor.numel() for tensor in self.params]
@@ -456,9 +457,12 @@ class MeanMatrix:
         return [torch.cat(parts) if len(parts) > 1 else parts[0] for parts in zip(*results, strict=True)]
 
 
-def _pair(vector: Tensor) -> Tensor:
-    """A random vector and the same backwards, which is another one and does not have to be drawn."""
-    return torch.stack([vector, vector.flip(0)])
+def _turn(pair: Tensor) -> Tensor:
+    """Write the first vector backwards into the second: another one that does not have to be drawn."""
+    for start in range(0, pair.shape[1], _PIECE):
+        piece = pair[0, start : start + _PIECE]
+        pair[1, pair.shape[1] - start - len(piece) : pair.shape[1] - start] = piece.flip(0)
+    return pair
 
 
 def _dot(a: Tensor, b: Tensor, scale: float, other: float = 1.0) -> float:

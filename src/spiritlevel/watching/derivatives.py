@@ -154,7 +154,7 @@ def _looked_at(
     `None` if it is left open.
     """
     for small in dict.fromkeys([few_rows(problem, inputs), problem]):
-        precisions = [torch.float64] if small.size <= _HUGE else []
+        precisions = [torch.float64] if problem.size <= _HUGE else []
         for dtype in dict.fromkeys([*precisions, problem.dtype]):
             comparison = (kind or _Comparison)(small, inputs, targets, dtype)
             try:
