@@ -320,7 +320,7 @@ class Problem:
         twin = copy.copy(self)
         twin.params = {name: t[rows[name]] if name in rows else t for name, t in self.params.items()}
         weight, words = self.facts["head names"][0] if self.facts.get("head", 0) else None, self.words
-        if words is not None and weight in rows:
+        if words is not None and weight is not None and weight in rows:
             places = torch.searchsorted(rows[weight], words)
             twin._look = lambda head: head.thinned(words, places)
         return twin
