@@ -34,6 +34,8 @@ from spiritlevel.operators.replay import Flat, Tape, Trace, Traced, checked_trac
 from spiritlevel.watching.derivatives import check_derivatives
 from spiritlevel.watching.watchers import DispatchWatch, tensors_in
 
+_OfVector = Callable[..., Sequence[Tensor]]
+"""A vector in the parameters' shapes → a matrix times it, likewise."""
 _BatchProduct = Callable[[Tensor], Sequence[Tensor]]
 """Vectors (k, P) → the matrix of the batch's summed loss times each, in the parameters' shapes (k, …)."""
 
@@ -349,7 +351,7 @@ class MeanMatrix:
         self.traceable = traced is not None
         known: list[Tensor] = []
         if traced is None:
-            function: Flat = lambda *vector: flat(*vector, *self.params, *fixed)  # noqa: E731
+            function: _OfVector = lambda *vector: flat(*vector, *self.params, *fixed)  # noqa: E731
         else:
             function = Tape(traced.trace.multiply, cast(tuple[Tensor, ...], traced.constants), few).multiply
             known.extend(traced.product or ())
@@ -367,7 +369,7 @@ class MeanMatrix:
         self._check_symmetry(pair, products, elsewhere)
         return traced
 
-    def _each(self, function: Flat, rows: Tensor, known: list[Tensor], *, together: bool = True) -> Tensor:
+    def _each(self, function: _OfVector, rows: Tensor, known: list[Tensor], *, together: bool = True) -> Tensor:
         """The products with some vectors (k, P) one by one; if asked, it is found out whether `vmap` gives the same.
 
         If the first is `known`, it is moved, for such vectors may be large. Not every rule of `vmap` can be trusted.
@@ -424,7 +426,7 @@ class MeanMatrix:
             results = self._for_each(lambda *vector: flat(*vector, *point, *fixed), vectors)
         return [result.detach() for result in results]  # a loss may hold parameters of its own
 
-    def _for_each(self, function: Flat, rows: Tensor) -> Sequence[Tensor]:
+    def _for_each(self, function: _OfVector, rows: Tensor) -> Sequence[Tensor]:
         """`function`, of a vector in the parameters' shapes, applied to each row of (k, P), several at once."""
         if len(rows) > 1 and self.chunk > 1:
             with self.deciding:
@@ -444,7 +446,7 @@ class MeanMatrix:
         pair[0] = torch.randn(problem.size, generator=generator, dtype=problem.dtype)
         return pair
 
-    def _in_chunks(self, function: Flat, rows: Tensor, chunk: int) -> Sequence[Tensor]:
+    def _in_chunks(self, function: _OfVector, rows: Tensor, chunk: int) -> Sequence[Tensor]:
         sizes = [tensor.numel() for tensor in self.params]
         results: list[Sequence[Tensor]] = []
         for some in rows.split(chunk):
