@@ -411,7 +411,7 @@ def without(value: Any, *names: str) -> Any:
 
 def _without_fingerprint(page: str) -> str:
     """A page but for what says which file its numbers belong to."""
-    return re.sub(r"(spiritlevel-numbers\" content=\"|numbers )[0-9a-f]{12}", "", page)
+    return re.sub(r"(spiritlevel-numbers\" content=\"|fingerprint )[0-9a-f]{12}", "", page)
 
 
 def test_files_that_carry_less_of_the_registry_are_shown_as_before() -> None:
