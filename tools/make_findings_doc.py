@@ -160,7 +160,36 @@ def page(summaries: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     yield f"\n![Ratios of sharpness as printed and as found here]({PICTURE})\n"
     yield "The picture sets the ratios that the papers print beside ours, on a logarithmic scale; where a paper says"
     yield "only that a number rises, it has no point.\n"
+    yield from league(summaries)
     yield from wrong(rows)
+
+
+def league(summaries: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """The best measure of each family over the largest league that was kept, and what else explains the gap."""
+    runs = [summary for summary in summaries if summary["study"] == "generalisation" and summary["numbers"]["fitted"]]
+    if not runs:
+        return
+    largest = max(runs, key=lambda summary: summary["numbers"]["fitted"])
+    numbers = largest["numbers"]
+    yield "## A league of measures\n"
+    shares = sorted(numbers["variance_explained"].items(), key=lambda item: -item[1])
+    yield f"{numbers['fitted']} of {numbers['networks']} networks reached the loss at which they are compared. Their"
+    yield f"gaps spread {numbers['spread_ratio']:.2g} times as far as chance would make them. Each hyper-parameter by"
+    yield "itself explains this share of the variance of the gap:"
+    yield ", ".join(f"{name.replace('_', ' ')} {100 * share:.2g} %" for name, share in shares) + ".\n"
+    yield "The best measure of each kind by Kendall's τ with the gap, with its interval over resampled cells of the"
+    yield "grid. Ψ averages τ over pairs that differ in one hyper-parameter. K is the least share of the information on"
+    yield "which of two gaps is larger that a measure holds when up to two hyper-parameters are known (Jiang et al."
+    yield "2019); the PGDL score is 100·K, averaged over the families of networks.\n"
+    yield "| kind | best measure | τ | Ψ | K | PGDL score |"
+    yield "|---|---|---|---|---|---|"
+    found = (row for row in numbers["best_by_family"].values() if row is not None)
+    for row in sorted(found, key=lambda row: -row["τ gap"]):
+        tau = f"{row['τ gap']:.2f} [{row['τ gap low']:.2f}, {row['τ gap high']:.2f}]"
+        values = (f"{row[name]:.2g}" for name in ("Ψ", "K", "PGDL score"))
+        yield _row([row["family"], f"`{row['measure']}`", tau, *values])
+    path = largest["folder"].relative_to(ROOT).as_posix()
+    yield f"\n![Kendall's τ of every measure with the gap](../{path}/ranking.svg)\n"
 
 
 def conclusions(rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterator[str]:
