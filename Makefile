@@ -113,6 +113,7 @@ docs: install  ## Write the generated pages of docs/, then the site to build/sit
 	$(BIN)/python tools/make_claims_doc.py
 	$(BIN)/python tools/make_results_doc.py
 	$(BIN)/python tools/make_findings_doc.py
+	$(BIN)/python tools/make_perturb_doc.py --bits
 	$(BIN)/python tools/make_symmetries_doc.py
 	OMP_NUM_THREADS=1 $(BIN)/python tools/make_measure_pictures.py
 	OMP_NUM_THREADS=1 $(BIN)/python tools/make_outputs.py

@@ -68,6 +68,7 @@ FINDINGS = (
     Finding("generalisation", "times-norm"),
     Finding("quantisation", "loss-after-rounding"),
     Finding("quantisation", "rise-by-rounding"),
+    Finding("quantisation", "second-order"),
     *(
         Finding("layer-bits", statement, {"network": network})
         for statement in ("trace-or-norm", "second-order-or-trace", "chosen-or-uniform")

@@ -247,7 +247,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cases", type=int, default=CASES)
     parser.add_argument("--seconds", type=float, default=math.inf)
+    parser.add_argument("--bits", action="store_true", help="only the table of chosen bits, from kept runs: no counts")
     options = parser.parse_args()
+    if options.bits:
+        write_atomically(PAGE, written(PAGE.read_text(encoding="utf-8"), "bits", chosen()))
+        return 0
     left = count(options.cases, options.seconds)
     table, found = coverage(options.cases)
     print(table)
