@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import naive
 import numpy as np
@@ -18,7 +19,8 @@ from torch.nn import functional as F
 
 import spiritlevel as sl
 from spiritlevel.answers.changes import as_change, rounded, several
-from spiritlevel.answers.expanding import _cumulants, reach
+from spiritlevel.answers.expanding import Spread, _cumulants, reach
+from spiritlevel.answers.perturbing import _Perturbed
 from spiritlevel.errors import InputError
 from spiritlevel.estimators import Operator
 from spiritlevel.results import Perturbation, Prediction
@@ -198,6 +200,23 @@ def test_where_two_terms_do_not_suffice_it_says_so() -> None:
     assert float(before.steps[-1]) == 0.5
     assert "was not made" in str(before)
     assert sl.perturb(NET, DATA, "int8").suffices
+
+
+def test_a_draw_whose_terms_are_small_by_chance_is_no_failure_of_the_second_order() -> None:
+    """What is left out is measured against a usual draw of a random change, and against its own terms otherwise."""
+    losses = torch.tensor([[1.0, 1.001]], dtype=torch.float64)  # 0.001 came, of which a third is left out
+    usual = Spread(torch.zeros(1), True, 0.0, below=0.02, above=0.02, rest=(0.0, 0.0), flips=None)
+    for chance, enough in ((usual, True), (usual._replace(below=0.001, above=0.001), False), (None, False)):
+        drawn = SimpleNamespace(
+            columns={"losses": losses, "size": torch.zeros(1)},
+            apply=True,
+            _left_out=lambda: torch.tensor([0.0003]),
+            here=SimpleNamespace(problem=SimpleNamespace(dtype=torch.float64)),
+            chance=chance,
+            slope=0.0004,
+            curvature=0.0003,
+        )
+        assert _Perturbed._suffices(cast(_Perturbed, drawn)) is enough
 
 
 def test_what_is_left_out_is_carried_to_the_end() -> None:
