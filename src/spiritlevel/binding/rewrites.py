@@ -233,13 +233,11 @@ def _max_pool2d(
     if steps != cell or len(cell) != 2 or not plain or not _values_alone(input) or input.ndim not in (3, 4):
         return None
     rows, columns = (size // step * step for size, step in zip(input.shape[-2:], cell, strict=True))
-    if not rows or not columns:
+    if not rows or not columns or cell == (1, 1):  # of single values, the result would be the input itself
         return None
     input = input[..., :rows, :columns]
-    for dim, step in zip((-2, -1), cell, strict=True):
-        parts = [input[..., k::step, :] if dim == -2 else input[..., k::step] for k in range(step)]
-        input = reduce(torch.maximum, parts) if step > 1 else input
-    return input.contiguous()
+    input = reduce(torch.maximum, [input[..., row :: cell[0], :] for row in range(cell[0])])
+    return reduce(torch.maximum, [input[..., column :: cell[1]] for column in range(cell[1])]).contiguous()
 
 
 def _values_alone(input: Tensor) -> bool:
