@@ -25,6 +25,7 @@ from torch.func import grad
 from torch.nn import functional as F
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
+from spiritlevel.binding.batches import resized
 from spiritlevel.binding.losses import CallableLoss
 from spiritlevel.binding.parameters import Params, along, as_leaves, in_precision
 from spiritlevel.binding.problem import Problem
@@ -38,7 +39,8 @@ _STEPS = (
     1e-7,
     1e-8,
 )  # of differences in float64, one a try: fewer kinks are crossed, or less is lost to rounding
-LARGE = 10**6  # parameters from which on two samples have to do
+LARGE = 10**6  # parameters from which on two samples have to do,
+VERY_LARGE = 10**7  # from which on one has to,
 _HUGE = 10**8  # and from which on a copy in float64 is too much
 _LONG = 256  # positions of a sequence from which on a quarter of them have to do, but for gradients
 _SEEN = 2**20  # numbers of a tensor whose second derivatives are compared
@@ -55,8 +57,8 @@ def check_derivatives(problem: Problem, inputs: Any, targets: Tensor, *, twice: 
 
     If only forward mode is wrong, `problem.reverse_only` is set instead, and what follows does without it. With `twice`
     second derivatives are compared as well; without `forward`, reverse mode alone. What cannot be run in this way is
-    left to the next step, which says why. Cost: some ten forward passes of five samples (two or one for a large
-    network), once for each problem. Call inside `problem.active()`.
+    left to the next step, which says why. Cost: some ten forward passes of five samples (of two from a million
+    parameters on, of one from ten million on), once for each problem. Call inside `problem.active()`.
     """
     wanted = {kind for kind, needed in (("second", twice), ("forward", forward)) if needed}
     known = problem.facts.get("derivatives")
@@ -69,11 +71,10 @@ def check_derivatives(problem: Problem, inputs: Any, targets: Tensor, *, twice: 
 
 
 def _share_on_kinks(problem: Problem, inputs: Any, targets: Tensor, kinds: set[str]) -> float:
-    few = _few(problem, inputs, targets)
-    found = _compared(problem, *few, kinds)
+    found = _compared(problem, inputs, targets, kinds)
     if found.broken and "reverse" not in found.broken and not problem.reverse_only:
         problem.reverse_only = True
-        found = _compared(problem, *few, kinds)
+        found = _compared(problem, inputs, targets, kinds)
     if found.broken and found.refusal is not None:
         raise found.refusal
     if found.broken:
@@ -92,7 +93,7 @@ def check_input_derivatives(problem: Problem, inputs: Any, targets: Tensor) -> N
 
     A hook before the first layer changes no derivative by a parameter. Cost and the rest as `check_derivatives`.
     """
-    if "reverse" in _compared(problem, *_few(problem, inputs, targets), set(), _ByInputs).broken:
+    if "reverse" in _compared(problem, inputs, targets, set(), _ByInputs).broken:
         raise InputError(
             f"the gradient by the inputs that autograd returns for the model {type(problem.model).__name__} is not "
             "the derivative of its forward pass: a tensor hook, a gradient reversal or straight-through function, or a "
@@ -101,11 +102,15 @@ def check_input_derivatives(problem: Problem, inputs: Any, targets: Tensor) -> N
         )
 
 
-def _few(problem: Problem, inputs: Any, targets: Tensor) -> tuple[Any, Tensor]:
-    """Five samples from all over a batch, two for a large network, or one for a huge one."""
-    count = min(len(targets), 5 if problem.size <= LARGE else 2 if problem.size <= _HUGE else 1)
-    chosen = torch.linspace(0, len(targets) - 1, count).round().long().to(targets.device)
-    return tree_map(lambda leaf: leaf[chosen] if isinstance(leaf, Tensor) else leaf, inputs), targets[chosen]
+def _few(problem: Problem, inputs: Any, targets: Tensor) -> Iterator[tuple[Any, Tensor]]:
+    """Five samples from all over a batch, or two of a large network; or one of a very large one, then two.
+
+    The second time counts where a single sample cannot be run: a squeeze may take its axis away.
+    """
+    counts = [5 if problem.size <= LARGE else 2] if problem.size <= VERY_LARGE else [1, 2]
+    for count in dict.fromkeys(min(len(targets), count) for count in counts):
+        chosen = torch.linspace(0, len(targets) - 1, count).round().long().to(targets.device)
+        yield resized(inputs, chosen), targets[chosen]
 
 
 class _Found(NamedTuple):
@@ -120,16 +125,25 @@ class _Found(NamedTuple):
 def _compared(
     problem: Problem, inputs: Any, targets: Tensor, kinds: set[str], kind: type[_Comparison] | None = None
 ) -> _Found:
+    """On a few samples; if nothing can be said of them, they must run at least."""
+    few = inputs
+    for few, labels in _few(problem, inputs, targets):
+        if (found := _compared_on(problem, few, labels, kinds, kind)) is not None:
+            return found
+    _check_runs(problem, few)
+    return _Found(set(), 0.0, None)
+
+
+def _compared_on(
+    problem: Problem, inputs: Any, targets: Tensor, kinds: set[str], kind: type[_Comparison] | None
+) -> _Found | None:
     """The gradient of whole samples; forward and second derivatives of parts of them where that is possible."""
-    found = None
     part = _beginning(problem, inputs, targets) if kinds else None
     if part is not None and (others := _looked_at(problem, *part, kinds, kind)) is not None:
         found = _looked_at(problem, inputs, targets, set(), kind)
-        found = None if found is None else others._replace(broken=found.broken | others.broken, kinks=found.kinks)
-    found = _looked_at(problem, inputs, targets, kinds, kind) if found is None else found
-    if found is None:
-        _check_runs(problem, inputs)
-    return found or _Found(set(), 0.0, None)
+        if found is not None:
+            return others._replace(broken=found.broken | others.broken, kinks=found.kinks)
+    return _looked_at(problem, inputs, targets, kinds, kind)
 
 
 def _beginning(problem: Problem, inputs: Any, targets: Tensor) -> tuple[Any, Tensor] | None:
@@ -235,12 +249,12 @@ class _Comparison:
         self.signs = (signs * (1 + torch.rand(values.shape, generator=generator))).to(values)  # so that none cancel
         self.direction, self.differences = self._draw(generator), dict[float, Tensor]()
         padding.freeze(self.direction, self.moving)
-        offset = (part.reshape(-1).flip(0).reshape(part.shape) for part in self.direction.values())  # another one
-        self.point = {n: p.add(part, alpha=1e-3) for (n, p), part in zip(self.moving.items(), offset, strict=True)}
+        self.point = {n: p.add(self.direction[n], alpha=1e-3) for n, p in self.moving.items()}
         slope, self.values = self._gradient_and_values(self.point)
         if not seed:
             self.kinks = self._share_on_kinks(here, self.direction)
-        claims = {"reverse": sum(((slope[n] * d).sum() for n, d in self.direction.items()), values.new_zeros(()))}
+        products = (torch.dot(slope[n].reshape(-1), d.reshape(-1)) for n, d in self.direction.items())
+        claims = {"reverse": sum(products, values.new_zeros(()))}
         self.slope = self._weighed(slope) if "second" in kinds else values.new_zeros(0)
         del slope  # a large network has no room for more than a few of these
         if "forward" in kinds and not self.problem.reverse_only:

@@ -24,7 +24,7 @@ from spiritlevel.binding.parameters import Params, as_leaves, depth
 from spiritlevel.binding.problem import Problem
 from spiritlevel.errors import InputError, first_line
 from spiritlevel.watching.convolution_norms import Cell, ConvolutionRule, PooledConvolution, cell_of
-from spiritlevel.watching.derivatives import LARGE
+from spiritlevel.watching.derivatives import LARGE, VERY_LARGE
 from spiritlevel.watching.norm_rules import Names, Norms, Rule
 from spiritlevel.watching.operations import called, is_in_place
 from spiritlevel.watching.structure import Structure, Watch, analyse, joined
@@ -283,11 +283,11 @@ class GradientNorms:
             inputs = resized(inputs, torch.linspace(0, self._known - 1, 3).round().long())
         self.without_rule = {name for name in self.problem.params if self.structure.uses.get(name, 2) > 1}
         self.copies, self.pooled = False, set()
-        params = as_leaves(self.problem.params)
         try:
-            plain = self.problem.outputs(params, inputs)
-            check_independence(self.problem, inputs, plain.detach())
-            self._find_rules(inputs, params, plain)
+            with torch.no_grad():
+                plain = self.problem.outputs(self.problem.params, inputs)
+            check_independence(self.problem, inputs, plain)
+            self._find_rules(inputs, plain)
         except RuntimeError as error:
             if isinstance(error, InputError):
                 raise
@@ -296,7 +296,7 @@ class GradientNorms:
                 "fix that, or use method='hutchinson'."
             ) from error
 
-    def _find_rules(self, inputs: Any, params: Params, plain: Tensor) -> None:
+    def _find_rules(self, inputs: Any, plain: Tensor) -> None:
         try:
             outputs, recorder = self._forward(inputs)
             self.copies = any(tap._version != version for _, tap, version in recorder.taps)
@@ -308,18 +308,18 @@ class GradientNorms:
             self.pooled = recorder.poolable
         recorded = None if self.copies or self.pooled or recorder.without_rule else (outputs, recorder)
         self.without_rule |= recorder.without_rule
-        misfits, self._path = self._misfits(inputs, params, plain, recorded)
+        misfits, self._path = self._misfits(inputs, plain, recorded)
         if misfits:
             self.pooled = set()
-            self.without_rule |= self._misfits(inputs, params, plain)[0]
+            self.without_rule |= self._misfits(inputs, plain)[0]
             self._path = self._forward(inputs)[1].path
 
     def _misfits(
-        self, inputs: Any, params: Params, plain: Tensor, recorded: tuple[Tensor, _Recorder] | None = None
+        self, inputs: Any, plain: Tensor, recorded: tuple[Tensor, _Recorder] | None = None
     ) -> tuple[set[str], list[tuple[str, ...]]]:
         """The parameters whose rule disagrees with autograd on one of the samples; and the functions that were called.
 
-        `plain` are the outputs as a function of `params`, without any rule. The rules take all samples at once, each
+        `plain` are the outputs as the model gives them, without any rule. The rules take all samples at once, each
         with a weight of its own, so that one in another's row shows; and do so twice, because the norms of several
         backward passes may be taken together.
         """
@@ -327,21 +327,15 @@ class GradientNorms:
         if not same_outputs(outputs, plain):  # something read a value that is not there, or no longer what it was
             self.pooled, self.copies = set(), True
             outputs, recorder = self._forward(inputs)
-        count = len(plain)
+        count, params = len(plain), self.problem.params
         base = torch.linspace(1, 2, plain[0].numel()).view_as(plain[0]).to(plain)
         both = _weights(count, plain)
         vectors = [each.view(-1, *[1] * base.ndim) * base for each in both]
         found = Recording(outputs, recorder, None).squared_norms(vectors)
         rows, nothing = spread(count), plain.new_zeros(count)
         if self.problem.size > LARGE:
-            rows = rows[[0, -1]].unique()
-        expected = []  # of some samples, (samples, parameters)
-        for row in rows.tolist() if plain.requires_grad else []:
-            gradients = torch.autograd.grad(
-                (plain[row] * base).sum(), list(params.values()), retain_graph=True, allow_unused=True
-            )
-            each = [nothing[:1] if gradient is None else gradient for gradient in gradients]
-            expected.append(torch.stack([torch.linalg.vector_norm(g, dtype=torch.float64).square() for g in each]))
+            rows = rows[[-1] if self.problem.size > VERY_LARGE else [0, -1]].unique()
+        expected = self._by_autograd(inputs, plain, rows.tolist(), base)
         misfits = {name for name in params if any(len(result.get(name, nothing)) != count for result in found)}
         if len(misfits) == len(params):
             return misfits - self.without_rule, recorder.path
@@ -352,11 +346,29 @@ class GradientNorms:
         ratio = squares[0] / squares[1]
         right = ((table[0] - ratio * table[1]).abs() <= tolerance * table[0]).all(1)  # whose row is it?
         rows = rows.to(plain.device)
-        wanted = torch.stack(expected, 1) if expected else table.new_zeros(len(params), len(rows))
-        wanted = wanted * squares[:, None, rows]
+        wanted = expected * squares[:, None, rows]
         right &= ((table[:, :, rows] - wanted).abs() <= tolerance * wanted).all(2).all(0)
         misfits |= {name for name, fits in zip(params, right.tolist(), strict=True) if not fits}
         return misfits - self.without_rule, recorder.path
+
+    def _by_autograd(self, inputs: Any, plain: Tensor, rows: list[int], base: Tensor) -> Tensor:
+        """The squared norms of the gradients of ⟨base, φₙ⟩ of some samples, (parameters, samples)."""
+        params, together, found = as_leaves(self.problem.params), None, []
+        for row in rows:
+            outputs = None
+            if self.problem.size > LARGE:  # a sample alone takes fewer backward passes than it does among others
+                with contextlib.suppress(InputError, RuntimeError):  # but may be too few
+                    outputs = self.problem.outputs(params, resized(inputs, torch.tensor([row])))[0]
+            if outputs is None or not same_outputs(outputs, plain[row]):
+                together = self.problem.outputs(params, inputs) if together is None else together
+                outputs = together[row]
+            gradients: Sequence[Tensor] = [plain.new_zeros(1)] * len(params)
+            if outputs.requires_grad:
+                gradients = torch.autograd.grad(
+                    (outputs * base).sum(), list(params.values()), retain_graph=True, materialize_grads=True
+                )
+            found.append(torch.stack([torch.linalg.vector_norm(g, dtype=torch.float64).square() for g in gradients]))
+        return torch.stack(found, 1)
 
     def _forward(self, inputs: Any) -> tuple[Tensor, _Recorder]:
         params = self.problem.params
