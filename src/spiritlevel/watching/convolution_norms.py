@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from spiritlevel.watching import tiles
 from spiritlevel.watching.norm_rules import GRAM_COST, Names, Rule, gram_of, scale_and_shift, squared
+from spiritlevel.watching.tiles import Kernels, Tiles
 
 _TALL = 64  # rows of an unfolded input beyond which several passes share one product
 _PLACES = 4  # in a cell of a pooling; each costs a product of its own
@@ -57,6 +59,8 @@ def convolution(
     rule = ConvolutionRule(name, bias_name, windows, passes, weight[0].numel())
     if dims == 2 and groups == 1 and set(dilation) == {1}:
         rule.pooled = lambda cell: PooledConvolution(name, bias_name, padded(slice(None)), weight, bias, stride, cell)
+    if dims == 2 and pads == [(1, 1), (1, 1)] and tiles.fits(input, weight, stride, dilation, groups):
+        rule.tiled = lambda kernels: Tiles(name, input, weight, kernels)
     return rule
 
 
@@ -178,6 +182,8 @@ class ConvolutionRule:
         self.kept: tuple[Tensor | None, Tensor | None] | None = None
         self.pooled: Callable[[Cell], PooledConvolution] | None = None
         """The same convolution together with a max pooling, where that can be one product."""
+        self.tiled: Callable[[Kernels], Tiles] | None = None
+        """The same convolution in tiles, where that can be."""
 
     def __call__(self, delta: Tensor) -> Iterator[tuple[str, Tensor]]:
         if self.kept is None:
@@ -206,24 +212,32 @@ class ConvolutionRule:
         for name, tables in found.items():
             yield name, torch.cat(tables)
 
+    def bias_norms(self, deltas: list[Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """(parameter name, squared norms (N, passes)) of the bias alone, if there is one."""
+        if self.bias:
+            yield self.bias, torch.stack([squared(delta.flatten(2).sum(2)) for delta in deltas], 1)
+
     def _norms(self, deltas: list[Tensor], patches: Tensor | None, gram: Tensor | None) -> Iterator[tuple[str, Tensor]]:
         count, groups, depth = len(deltas[0]), self.groups, len(deltas)
         channels = deltas[0].shape[1] // groups
         positions = math.prod(deltas[0].shape[2:])
-        rows = [delta.reshape(count * groups, channels, positions) for delta in deltas]
-        stacked = rows[0] if depth == 1 else torch.cat(rows, 1)
+        if groups == 1 and deltas[0].stride(1) == 1 and channels > 1:  # the channels lie side by side
+            rows = [delta.flatten(2) for delta in deltas]
+            stacked = torch.cat([row.mT for row in rows], 2).mT
+        else:
+            rows = [delta.reshape(count * groups, channels, positions) for delta in deltas]
+            stacked = rows[0] if depth == 1 else torch.cat(rows, 1)
         if gram is not None and channels < positions:
             double = stacked.double()
-            yield self.name, torch.bmm(double, gram).mul_(double).view(count, groups, depth, -1).sum((1, 3))
+            product = torch.bmm(double, gram) if double.is_contiguous() else torch.bmm(gram, double.mT).mT
+            yield self.name, product.mul_(double).unflatten(1, (depth, -1)).sum((2, 3)).view(count, groups, -1).sum(1)
         elif gram is not None:
             yield self.name, torch.stack([gram_of(row.mT).mul_(gram).view(count, -1).sum(1) for row in rows], 1)
         else:
             assert patches is not None
             gradients = torch.bmm(stacked, patches.mT).view(count, groups, depth, -1)
             yield self.name, squared(gradients, 3).sum(1)
-        if self.bias:
-            sums = stacked.sum(2).view(count, groups, depth, channels)
-            yield self.bias, squared(sums, 3).sum(1)
+        yield from self.bias_norms(deltas)
 
 
 class PooledConvolution:

@@ -134,8 +134,20 @@ def batch_norm(
     if training or running_mean is None or running_var is None:
         return None
     shape = torch.Size([input.shape[1]] + [1] * (input.ndim - 2))
-    normalised = (input - running_mean.view(shape)) * (running_var.view(shape) + eps).rsqrt()
-    return scale_and_shift(names.get(id(weight)), names.get(id(bias)), shape, normalised)
+    version, mean, var = input._version, running_mean, running_var
+    made: list[Rule] = []
+
+    def rule(delta: Tensor) -> Iterator[tuple[str, Tensor]]:
+        if not made:  # in the order of δ in memory, which is known only now
+            if input._version != version:
+                raise RuntimeError("the input of a batch norm has been modified by an inplace operation")
+            last = delta.ndim == 4 and not delta.is_contiguous()
+            values = input.contiguous(memory_format=torch.channels_last) if last else input
+            normalised = F.batch_norm(values, mean, var, eps=eps)
+            made.append(scale_and_shift(names.get(id(weight)), names.get(id(bias)), shape, normalised))
+        yield from made[0](delta)
+
+    return rule
 
 
 def group_norm(

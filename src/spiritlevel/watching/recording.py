@@ -9,7 +9,7 @@ tensor alone, sample by sample under `vmap`: slower, but still exact.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +27,9 @@ from spiritlevel.watching.convolution_norms import Cell, ConvolutionRule, Pooled
 from spiritlevel.watching.derivatives import LARGE, VERY_LARGE
 from spiritlevel.watching.norm_rules import Names, Norms, Rule
 from spiritlevel.watching.operations import called, is_in_place
+from spiritlevel.watching.pullbacks import Own, pull_back
 from spiritlevel.watching.structure import Structure, Watch, analyse, joined
+from spiritlevel.watching.tiles import Kernels, Tiles
 from spiritlevel.watching.watchers import FunctionWatch, tensors_in
 
 
@@ -180,12 +182,19 @@ _Stacking = ConvolutionRule | PooledConvolution
 class Recording:
     """One recorded forward pass: `outputs` (N, C) and, for any cotangents v (N, C), the squared gradient norms."""
 
-    def __init__(self, outputs: Tensor, recorder: _Recorder, slow: Callable[[Tensor], Norms] | None) -> None:
+    def __init__(
+        self, outputs: Tensor, recorder: _Recorder, slow: Callable[[Tensor], Norms] | None, kernels: Kernels
+    ) -> None:
         self.outputs = outputs
         self.calls_model = slow is not None  # for the gradients of some parameters
         self._rules = [rule for rule, _, _ in recorder.taps]
         self._taps = [tap for _, tap, _ in recorder.taps]
-        self._slow = slow
+        self._slow, self._kernels = slow, kernels
+        self._tiles = {  # by position
+            position: rule.tiled(kernels)
+            for position, (rule, tap, _) in enumerate(recorder.taps)
+            if isinstance(rule, ConvolutionRule) and rule.tiled is not None and not tap.is_leaf
+        }
 
     def squared_norms(self, vectors: Sequence[Tensor], *, last: bool = False) -> list[Norms]:
         """‖∇_p (vᵀφₙ)‖² of every sample and parameter, float64, for each v of `vectors`; `last` frees the recording.
@@ -193,15 +202,25 @@ class Recording:
         The vectors are of order 1. Entries below the square of the machine epsilon are dropped: they add nothing, but
         as denormal numbers would slow the pass down severalfold.
         """
-        results: list[Norms] = []
+        vectors = [vector.to(self.outputs) for vector in vectors]
+        least = torch.finfo(self.outputs.dtype).eps ** 2
+        vectors = [vector.masked_fill(vector.abs() < least, 0.0) for vector in vectors]
+        results: list[Norms] = [{} if self._slow is None else self._slow(vector) for vector in vectors]
+        if not self._taps or not self.outputs.requires_grad or not vectors:
+            return results
+        if self._kernels.usable and any(tiles.worthwhile(len(vectors)) for tiles in self._tiles.values()):
+            try:
+                found = self._together(torch.stack(vectors))
+            except (RuntimeError, TypeError, AttributeError):  # a node that autograd alone can call
+                self._kernels.usable = False
+            else:
+                return [{**slow, **norms} for slow, norms in zip(results, found, strict=True)]
+        self._one_by_one(vectors, results, last)
+        return results
+
+    def _one_by_one(self, vectors: Sequence[Tensor], results: list[Norms], last: bool) -> None:
         waiting: dict[int, list[Tensor]] = {}
-        for index, vector in enumerate(vectors):
-            vector = vector.to(self.outputs)
-            vector = vector.masked_fill(vector.abs() < torch.finfo(vector.dtype).eps ** 2, 0.0)
-            norms: Norms = {} if self._slow is None else self._slow(vector)
-            results.append(norms)
-            if not self._taps or not self.outputs.requires_grad:
-                continue
+        for index, (vector, norms) in enumerate(zip(vectors, results, strict=True)):
             keep = not (last and index == len(vectors) - 1)
             cotangents: Sequence[Tensor | None] = torch.autograd.grad(
                 self.outputs, self._taps, vector, retain_graph=keep, allow_unused=True
@@ -219,10 +238,47 @@ class Recording:
             for position, deltas in waiting.items():
                 rule = self._rules[position]
                 assert isinstance(rule, _Stacking)
-                for name, table in rule.several(deltas):
-                    for norms, column in zip(results[-len(deltas) :], table.unbind(1), strict=True):
-                        norms[name] = column
+                _add(results[-len(deltas) :], rule.several(deltas))
+
+    def _together(self, vectors: Tensor) -> list[Norms]:
+        """All passes at once, the norms of a tap as soon as its cotangents are there; convolutions in tiles."""
+        results: list[Norms] = [{} for _ in vectors]
+        tiles = {position: each for position, each in self._tiles.items() if each.worthwhile(len(vectors))}
+
+        def arrive(position: int, cotangents: Tensor) -> None:
+            rule, deltas = self._rules[position], list(cotangents.unbind(0))
+            if position in tiles and tiles[position].norms_pay:
+                assert isinstance(rule, ConvolutionRule)
+                _add(results, rule.bias_norms(deltas))
+            elif isinstance(rule, _Stacking) and rule.stacks:
+                _add(results, rule.several(deltas))
+            else:
+                for norms, delta in zip(results, deltas, strict=True):
+                    norms.update(rule(delta))
+
+        def in_tiles(each: Tiles, node: Any) -> Own:
+            def own(cotangents: Tensor, back: bool) -> Tensor | None:
+                node._saved_input  # noqa: B018 (which autograd refuses to give if it was overwritten)
+                found, table = each.through(cotangents, back, each.norms_pay)
+                if table is not None:
+                    _add(results, [(each.name, table)])
+                return found
+
+            return own
+
+        own = {
+            self._taps[position].grad_fn: in_tiles(each, self._taps[position].grad_fn)
+            for position, each in tiles.items()
+        }
+        pull_back(self.outputs, self._taps, vectors, arrive, own)
         return results
+
+
+def _add(results: Sequence[Norms], found: Iterable[tuple[str, Tensor]]) -> None:
+    """Give each pass its column of the squared norms (N, passes) of each parameter."""
+    for name, table in found:
+        for norms, column in zip(results, table.unbind(1), strict=True):
+            norms[name] = column
 
 
 def _weights(count: int, like: Tensor) -> list[Tensor]:
@@ -259,6 +315,7 @@ class GradientNorms:
         self.without_rule: set[str] = set()
         self.copies = False  # whether operations in place get copies of the taps
         self.pooled: set[str] = set()
+        self.kernels = Kernels()
         self._path: list[tuple[str, ...]] = []
         self._learn(inputs, structure)
 
@@ -331,7 +388,7 @@ class GradientNorms:
         base = torch.linspace(1, 2, plain[0].numel()).view_as(plain[0]).to(plain)
         both = _weights(count, plain)
         vectors = [each.view(-1, *[1] * base.ndim) * base for each in both]
-        found = Recording(outputs, recorder, None).squared_norms(vectors)
+        found = Recording(outputs, recorder, None, self.kernels).squared_norms(vectors)
         rows, nothing = spread(count), plain.new_zeros(count)
         if self.problem.size > LARGE:
             rows = rows[[-1] if self.problem.size > VERY_LARGE else [0, -1]].unique()
@@ -407,7 +464,7 @@ class GradientNorms:
             def slow(vectors: Tensor) -> Norms:
                 return _sample_by_sample(self.problem, params, inputs, vectors)
 
-        return Recording(outputs, recorder, slow)
+        return Recording(outputs, recorder, slow, self.kernels)
 
 
 def _has_forward_hooks(model: nn.Module) -> bool:

@@ -1,0 +1,137 @@
+"""Several backward passes through one recorded graph at once: every node takes all cotangents together.
+
+A backward pass that autograd makes takes the samples of a batch alone, which are too few for convolutions with many
+channels; and what several passes share (the values of a kernel, those of an input) is made for each. So the cotangents
+of several passes go through each node as one batch, channels last, and what arrives at a value is used at once and
+need not be kept. Nodes without a rule of their own are called once for every pass, as autograd calls them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+
+_Found = Sequence[Tensor | None]
+Own = Callable[[Tensor, bool], Tensor | None]
+"""In place of a node: from its cotangents, and whether those of its first argument are wanted, to the latter."""
+
+
+def pull_back(
+    outputs: Tensor,
+    values: Sequence[Tensor],
+    vectors: Tensor,
+    arrive: Callable[[int, Tensor], None],
+    own: Mapping[Any, Own] | None = None,
+) -> None:
+    """Take cotangents `vectors`, (passes, *outputs), back through the graph to each of `values` that they reach.
+
+    `arrive(position, cotangents)` is called when those of a value are complete, (passes, *value); `own` holds functions
+    that take the place of some nodes. Raises whatever a node raises that cannot be called in this way; the graph
+    stays as it was. Hooks of tensors are not called.
+    """
+    places: dict[tuple[Any, int], list[int]] = {}
+    for position, value in enumerate(values):
+        edge = get_gradient_edge(value)
+        places.setdefault((edge.node, edge.output_nr), []).append(position)
+    root = get_gradient_edge(outputs)
+    waiting: dict[Any, dict[int, Tensor]] = {root.node: {root.output_nr: vectors}}
+    with torch.no_grad():
+        for node in _downwards(root.node):
+            given = waiting.pop(node, {})
+            for number, cotangents in given.items():
+                for position in places.get((node, number), ()):
+                    arrive(position, cotangents)
+            if not given or not node.next_functions:
+                continue
+            if own and node in own:
+                wanted = node.next_functions[0][0] is not None
+                results: _Found = [own[node](channels_last(given[0]), wanted)]
+            else:
+                results = _through(node, given)
+            for (below, number), found in zip(node.next_functions, results, strict=False):
+                if below is not None and found is not None:
+                    inbox = waiting.setdefault(below, {})
+                    inbox[number] = inbox[number] + found if number in inbox else found
+
+
+def channels_last(tensor: Tensor) -> Tensor:
+    """(…, C, H, W) with the channels side by side in memory."""
+    axes = [*range(tensor.ndim - 3), -2, -1, -3]
+    back = [*range(tensor.ndim - 3), -1, -3, -2]
+    return tensor.permute(axes).contiguous().permute(back) if tensor.ndim >= 4 else tensor
+
+
+def _downwards(root: Any) -> Iterator[Any]:
+    """All nodes, each after everything that reads it."""
+    order, seen, stack = [], {root}, [(root, iter(root.next_functions))]
+    while stack:
+        node, below = stack[-1]
+        following = next((each for each, _ in below if each is not None and each not in seen), None)
+        if following is None:
+            order.append(node)
+            stack.pop()
+        else:
+            seen.add(following)
+            stack.append((following, iter(following.next_functions)))
+    return reversed(order)
+
+
+def _through(node: Any, given: dict[int, Tensor]) -> _Found:
+    """What a node makes of the cotangents of its results: one for each of its arguments."""
+    rule = _RULES.get(node.name())
+    found = rule(node, given[0]) if rule is not None and [*given] == [0] else None
+    if found is not None:
+        return found
+    results, passes = range(len(node._input_metadata)), len(next(iter(given.values())))
+    each = [node(*(given[n][k] if n in given else None for n in results)) for k in range(passes)]
+    columns = zip(*(one if isinstance(one, tuple) else (one,) for one in each), strict=True)
+    return [None if column[0] is None else torch.stack(column) for column in columns]
+
+
+def _convolution(node: Any, cotangents: Tensor) -> _Found | None:
+    """All passes as one batch, channels last: half as long where a convolution has strides."""
+    if node._saved_weight.ndim != 4 or cotangents.ndim != 5:
+        return None
+    rows, weight = channels_last(cotangents).flatten(0, 1), channels_last(node._saved_weight)
+    options = (node._saved_stride, node._saved_padding, node._saved_dilation, node._saved_transposed)
+    # of the input nothing but its shape is looked at, so nothing is written there
+    shape = len(rows), *node._saved_input.shape[1:]
+    sizes = torch.empty(shape, dtype=rows.dtype, device=rows.device, memory_format=torch.channels_last)
+    more = (node._saved_output_padding, node._saved_groups, [True, False, False])
+    found = torch.ops.aten.convolution_backward(rows, sizes, weight, None, *options, *more)[0]
+    return [found.unflatten(0, cotangents.shape[:2]), None, None]
+
+
+def _batch_norm(node: Any, cotangents: Tensor) -> _Found | None:
+    """By running statistics: a factor of each channel."""
+    if node._saved_training:
+        return None
+    scale = (node._saved_running_var + node._saved_eps).rsqrt()
+    if node._saved_weight is not None:
+        scale = scale * node._saved_weight
+    return [cotangents * scale.view(-1, *[1] * (cotangents.ndim - 3)), None, None]
+
+
+def _relu(node: Any, cotangents: Tensor) -> _Found:
+    result = channels_last(node._saved_result)
+    return [torch.ops.aten.threshold_backward(channels_last(cotangents), result.unsqueeze(0), 0)]
+
+
+def _sum(node: Any, cotangents: Tensor) -> _Found | None:
+    """Where nothing is spread over more places."""
+    below = [each._input_metadata[number].shape for each, number in node.next_functions if each is not None]
+    same = all(shape == cotangents.shape[1:] for shape in below)
+    return [cotangents, cotangents] if same and node._saved_alpha == 1 else None
+
+
+_RULES: dict[str, Callable[[Any, Tensor], _Found | None]] = {
+    "ConvolutionBackward0": _convolution,
+    "NativeBatchNormBackward0": _batch_norm,
+    "ReluBackward0": _relu,
+    "AddBackward0": _sum,
+}
+"""By the name that autograd gives a node: those which an image goes through most often."""
