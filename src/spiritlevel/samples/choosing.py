@@ -20,6 +20,7 @@ MANY_POSITIONS = 256  # the same limit for positions times classes, each of whic
 CHAIN_COST = 2e7  # multiply-adds per sample up to which the recursion is worthwhile
 SPLIT_RANK = 1_000  # factors up to which an exact Gauss-Newton part may be worth its backward passes
 BACKWARD, PROBE, SLOW_PROBE = 2.0, 3.0, 10.0  # cost in forward passes: of a factor, a collapsed probe, any other probe
+PASSES_OF_TILES = 9  # that keep convolutions in tiles busy with a batch of BATCH_BYTES
 BATCH_BYTES = 1e8  # activations of one batch: small enough to stay near the cache, large enough to hide overheads
 PROBED_BYTES = 1e9  # the same for probes, which are drawn again for every batch and read its values from a tape
 
@@ -124,6 +125,8 @@ def batch_size_for(problem: Problem, structure: Structure, plan: Plan, outputs: 
     if plan.chain is not None:
         extra += 4 * 8 * plan.chain.width**2  # the Hessian of a layer, that of the next, and what lies between
     wanted = (PROBED_BYTES if plan.name == "hutchinson" else BATCH_BYTES) / (activations + extra)
+    if plan.name == "passes" and plan.norms is not None and plan.norms.kernels.values:
+        wanted *= max(1, PASSES_OF_TILES // (plan.passes + 1))  # convolutions in tiles want many cotangents at once
     allowed = memory / in_memory(cores) / (8 * activations + extra)
     return max(1, min(2 ** int(math.log2(max(wanted, 8))), 4096, int(allowed)))
 

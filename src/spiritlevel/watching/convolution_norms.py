@@ -6,6 +6,7 @@ for a first convolution with a max pooling behind it, one product over the cells
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -156,17 +157,16 @@ class Windows:
         positions, fan_in = math.prod(counts), input.shape[1] // self.groups * math.prod(self.kernel)
         if self._by_places(fan_in, positions) >= self.groups * positions**2 * fan_in:
             return gram_of(self.patches(samples).mT)
-        products = gram_of(input.flatten(2).mT).view(len(input), *self.sizes, *self.sizes)
-        total = products.new_zeros(len(input), *counts, *counts)
-        for place in itertools.product(*map(range, self.kernel)):
-            part = products
-            for axis in range(2 * dims):
-                d = axis % dims
-                first = place[d] * self.dilation[d]
+        total = gram_of(input.flatten(2).mT).view(len(input), *self.sizes, *self.sizes)
+        for d in range(dims):  # along one axis after the other: 3 + 3 sums for a kernel of 3 × 3, not 9
+            parts = []
+            for place in range(self.kernel[d]):
+                first = place * self.dilation[d]
                 last = first + (counts[d] - 1) * self.stride[d] + 1
-                part = part[(slice(None),) * (1 + axis) + (slice(first, last, self.stride[d]),)]
-            total += part
-        return total.view(len(input), positions, positions)
+                rows = (slice(None),) * (1 + d) + (slice(first, last, self.stride[d]),)
+                parts.append(total[rows][(slice(None),) * (1 + dims + d) + rows[-1:]])
+            total = functools.reduce(torch.Tensor.add_, parts[1:], parts[0].clone())
+        return total.reshape(len(input), positions, positions)
 
 
 class ConvolutionRule:

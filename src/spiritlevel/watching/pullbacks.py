@@ -55,7 +55,13 @@ def pull_back(
             for (below, number), found in zip(node.next_functions, results, strict=False):
                 if below is not None and found is not None:
                     inbox = waiting.setdefault(below, {})
-                    inbox[number] = inbox[number] + found if number in inbox else found
+                    if number in inbox:  # what a convolution has made is nobody else's
+                        found = found.add_(inbox[number]) if _is_convolution(node) else found + inbox[number]
+                    inbox[number] = found
+
+
+def _is_convolution(node: Any) -> bool:
+    return str(node.name()) == "ConvolutionBackward0"
 
 
 def channels_last(tensor: Tensor) -> Tensor:
