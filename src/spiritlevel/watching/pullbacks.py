@@ -9,13 +9,21 @@ need not be kept. Nodes without a rule of their own are called once for every pa
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-_Found = Sequence[Tensor | None]
+
+class _Parcel(NamedTuple):
+    """Cotangents on their way to a node, and whether nobody else holds them, so that they may be overwritten."""
+
+    cotangents: Tensor
+    owned: bool
+
+
+_Found = Sequence[_Parcel | None]
 Own = Callable[[Tensor, bool], Tensor | None]
 """In place of a node: from its cotangents, and whether those of its first argument are wanted, to the latter."""
 
@@ -29,46 +37,50 @@ def pull_back(
 ) -> None:
     """Take cotangents `vectors`, (passes, *outputs), back through the graph to each of `values` that they reach.
 
-    `arrive(position, cotangents)` is called when those of a value are complete, (passes, *value); `own` holds functions
-    that take the place of some nodes. Raises whatever a node raises that cannot be called in this way; the graph
-    stays as it was. Hooks of tensors are not called.
+    `arrive(position, cotangents)` is called when those of a value are complete, (passes, *value), and must not keep
+    them: they are overwritten later. `own` holds functions that take the place of some nodes. Raises whatever a node
+    raises that cannot be called in this way; the graph stays as it was. Hooks of tensors are not called.
     """
     places: dict[tuple[Any, int], list[int]] = {}
     for position, value in enumerate(values):
         edge = get_gradient_edge(value)
         places.setdefault((edge.node, edge.output_nr), []).append(position)
     root = get_gradient_edge(outputs)
-    waiting: dict[Any, dict[int, Tensor]] = {root.node: {root.output_nr: vectors}}
+    waiting: dict[Any, dict[int, _Parcel]] = {root.node: {root.output_nr: _Parcel(vectors, False)}}
     with torch.no_grad():
         for node in _downwards(root.node):
             given = waiting.pop(node, {})
-            for number, cotangents in given.items():
+            for number, parcel in given.items():
                 for position in places.get((node, number), ()):
-                    arrive(position, cotangents)
+                    arrive(position, parcel.cotangents)
             if not given or not node.next_functions:
                 continue
             if own and node in own:
                 wanted = node.next_functions[0][0] is not None
-                results: _Found = [own[node](channels_last(given[0]), wanted)]
+                made = own[node](channels_last(given[0].cotangents), wanted)
+                results: _Found = [None if made is None else _Parcel(made, True)]
             else:
                 results = _through(node, given)
             for (below, number), found in zip(node.next_functions, results, strict=False):
                 if below is not None and found is not None:
                     inbox = waiting.setdefault(below, {})
-                    if number in inbox:  # what a convolution has made is nobody else's
-                        found = found.add_(inbox[number]) if _is_convolution(node) else found + inbox[number]
-                    inbox[number] = found
+                    inbox[number] = _sum_of(found, inbox[number]) if number in inbox else found
 
 
-def _is_convolution(node: Any) -> bool:
-    return str(node.name()) == "ConvolutionBackward0"
+def _sum_of(first: _Parcel, second: _Parcel) -> _Parcel:
+    if not first.owned:
+        first, second = second, first
+    if first.owned and first.cotangents.shape == second.cotangents.shape:
+        return _Parcel(first.cotangents.add_(second.cotangents), True)
+    return _Parcel(first.cotangents + second.cotangents, True)
 
 
 def channels_last(tensor: Tensor) -> Tensor:
     """(…, C, H, W) with the channels side by side in memory."""
-    axes = [*range(tensor.ndim - 3), -2, -1, -3]
-    back = [*range(tensor.ndim - 3), -1, -3, -2]
-    return tensor.permute(axes).contiguous().permute(back) if tensor.ndim >= 4 else tensor
+    if tensor.ndim < 4:
+        return tensor
+    rows = tensor.permute(*range(tensor.ndim - 3), -2, -1, -3)
+    return tensor if rows.is_contiguous() else rows.contiguous().permute(*range(tensor.ndim - 3), -1, -3, -2)
 
 
 def _downwards(root: Any) -> Iterator[Any]:
@@ -86,20 +98,21 @@ def _downwards(root: Any) -> Iterator[Any]:
     return reversed(order)
 
 
-def _through(node: Any, given: dict[int, Tensor]) -> _Found:
+def _through(node: Any, given: dict[int, _Parcel]) -> _Found:
     """What a node makes of the cotangents of its results: one for each of its arguments."""
     rule = _RULES.get(node.name())
     found = rule(node, given[0]) if rule is not None and [*given] == [0] else None
     if found is not None:
         return found
-    results, passes = range(len(node._input_metadata)), len(next(iter(given.values())))
-    each = [node(*(given[n][k] if n in given else None for n in results)) for k in range(passes)]
+    results, passes = range(len(node._input_metadata)), len(next(iter(given.values())).cotangents)
+    each = [node(*(given[n].cotangents[k] if n in given else None for n in results)) for k in range(passes)]
     columns = zip(*(one if isinstance(one, tuple) else (one,) for one in each), strict=True)
-    return [None if column[0] is None else torch.stack(column) for column in columns]
+    return [None if column[0] is None else _Parcel(torch.stack(column), True) for column in columns]
 
 
-def _convolution(node: Any, cotangents: Tensor) -> _Found | None:
+def _convolution(node: Any, parcel: _Parcel) -> _Found | None:
     """All passes as one batch, channels last: half as long where a convolution has strides."""
+    cotangents = parcel.cotangents
     if node._saved_weight.ndim != 4 or cotangents.ndim != 5:
         return None
     rows, weight = channels_last(cotangents).flatten(0, 1), channels_last(node._saved_weight)
@@ -109,32 +122,39 @@ def _convolution(node: Any, cotangents: Tensor) -> _Found | None:
     sizes = torch.empty(shape, dtype=rows.dtype, device=rows.device, memory_format=torch.channels_last)
     more = (node._saved_output_padding, node._saved_groups, [True, False, False])
     found = torch.ops.aten.convolution_backward(rows, sizes, weight, None, *options, *more)[0]
-    return [found.unflatten(0, cotangents.shape[:2]), None, None]
+    return [_Parcel(found.unflatten(0, cotangents.shape[:2]), True), None, None]
 
 
-def _batch_norm(node: Any, cotangents: Tensor) -> _Found | None:
+def _batch_norm(node: Any, parcel: _Parcel) -> _Found | None:
     """By running statistics: a factor of each channel."""
     if node._saved_training:
         return None
     scale = (node._saved_running_var + node._saved_eps).rsqrt()
     if node._saved_weight is not None:
         scale = scale * node._saved_weight
-    return [cotangents * scale.view(-1, *[1] * (cotangents.ndim - 3)), None, None]
+    scale = scale.view(-1, *[1] * (parcel.cotangents.ndim - 3))
+    found = parcel.cotangents.mul_(scale) if parcel.owned else parcel.cotangents * scale
+    return [_Parcel(found, True), None, None]
 
 
-def _relu(node: Any, cotangents: Tensor) -> _Found:
-    result = channels_last(node._saved_result)
-    return [torch.ops.aten.threshold_backward(channels_last(cotangents), result.unsqueeze(0), 0)]
+def _relu(node: Any, parcel: _Parcel) -> _Found:
+    cotangents, result = channels_last(parcel.cotangents), channels_last(node._saved_result).unsqueeze(0)
+    if parcel.owned or cotangents is not parcel.cotangents:
+        torch.ops.aten.threshold_backward.grad_input(cotangents, result, 0, grad_input=cotangents)
+    else:
+        cotangents = torch.ops.aten.threshold_backward(cotangents, result, 0)
+    return [_Parcel(cotangents, True)]
 
 
-def _sum(node: Any, cotangents: Tensor) -> _Found | None:
+def _sum(node: Any, parcel: _Parcel) -> _Found | None:
     """Where nothing is spread over more places."""
     below = [each._input_metadata[number].shape for each, number in node.next_functions if each is not None]
-    same = all(shape == cotangents.shape[1:] for shape in below)
-    return [cotangents, cotangents] if same and node._saved_alpha == 1 else None
+    same = all(shape == parcel.cotangents.shape[1:] for shape in below)
+    shared = parcel._replace(owned=parcel.owned and len(below) == 1)
+    return [shared, shared] if same and node._saved_alpha == 1 else None
 
 
-_RULES: dict[str, Callable[[Any, Tensor], _Found | None]] = {
+_RULES: dict[str, Callable[[Any, _Parcel], _Found | None]] = {
     "ConvolutionBackward0": _convolution,
     "NativeBatchNormBackward0": _batch_norm,
     "ReluBackward0": _relu,
