@@ -42,7 +42,7 @@ def samples(scale: Scale) -> list[Row]:
         times = measured(function)
         for size, time in zip(sizes[1:], times[1:], strict=True):
             pair = ratio(time, times[0], sizes[0] / size)
-            label = f"{what}: time a sample, {size:,} / {sizes[0]:,} samples"
+            label = f"{what}: time per sample, {size:,} / {sizes[0]:,} samples"
             rows.append(alone("growth with samples, LeNet-5", label, pair, f"{min(time):.2g} s"))
     return rows
 

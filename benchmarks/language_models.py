@@ -227,12 +227,12 @@ def rows_of(
             rows.append(Row("language models", name, None, note=mine["failed"]))
             continue
         area = f"language model, {mine['parameters'] / 1e6:.0f} M parameters, {vocabulary:,} words"
-        note = f"{length} tokens; with its set-up the first takes {mine['first']:.0f}"
+        note = f"{length} tokens; the first, with its set-up, takes {mine['first']:.0f}"
         peak = (mine["peak"],) * 2
         rows.append(
             alone(area, f"{name}, peak GB", peak)
             if bar is None
-            else at_most(area, f"{name}, peak GB", peak, bar, "of the process")
+            else at_most(area, f"{name}, peak GB", peak, bar, "peak of the whole process")
         )
         rows.append(alone(area, f"{name}, forward passes", (mine["product"],) * 2, note))
         for who, called in PEERS.items() if peers else ():

@@ -17,7 +17,11 @@ from torch import nn
 import spiritlevel as sl
 
 MEMORY = "200MB"  # what a measurement may take beside its results: recorded products would fill half of the machine
-FEATURES, LONGER, BYTES = 10, 1.25, 512  # the bars: time a sample, and bytes a sample, of which the report keeps 120
+FEATURES, LONGER, BYTES = (
+    10,
+    1.25,
+    512,
+)  # the bars: time per sample, and bytes per sample, of which the report keeps 120
 
 
 def measured(samples: int) -> None:
@@ -49,8 +53,8 @@ def large(scale: Scale) -> list[Row]:
     area, sizes = "a million samples of 10 features", f"{many:,} / {few:,} samples"
     note = f"{long:.0f} s of one thread, peak {high / 2**20:,.0f} MB; memory={MEMORY!r}"
     return [
-        at_most(area, f"`measure`, all by default: time a sample, {sizes}", (growth, growth), LONGER, note),
-        at_most(area, f"`measure`: bytes a further sample beside the data, {sizes}", (room, room), BYTES),
+        at_most(area, f"`measure`, all by default: time per sample, {sizes}", (growth, growth), LONGER, note),
+        at_most(area, f"`measure`: bytes per further sample, beyond the data, {sizes}", (room, room), BYTES),
     ]
 
 

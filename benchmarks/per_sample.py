@@ -84,7 +84,7 @@ def side_by_side_rows(area: str, model: nn.Module, batch: tuple[Tensor, Tensor],
         finally:
             cores._MOST = most
 
-    what, rows = "all cores on one batch / a batch a core", []
+    what, rows = "all cores on one batch / one batch per core", []
     for busy in (False, True):
         other = subprocess.Popen([sys.executable, "-c", "while True: pass"]) if busy else None
         try:

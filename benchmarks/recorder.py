@@ -164,7 +164,7 @@ def _rows(scale: Scale) -> list[Row]:
         share = {way: statistics.median(watched.calls) for way, watched in found.items()}
         low, middle, high = statistics.quantiles(found["recorder"].steps, n=4)
         note = (
-            f"processor time of one thread; {1e6 * step * share['recorder']:.0f} µs a batch; copies alone "
+            f"processor time of one thread; {1e6 * step * share['recorder']:.0f} µs per batch; copies alone "
             f"{share['copies']:.2%}, one call of cross_entropy {share['cross entropy']:.2%}; steps with it are longer "
             f"by {middle:.2%} (quartiles {low:.2%}, {high:.2%})"
         )
@@ -172,7 +172,7 @@ def _rows(scale: Scale) -> list[Row]:
         pair = statistics.mean(found["recorder"].calls), share["recorder"]
         rows.append(at_most("recorder", what, pair, SHARE, note))
     size = bytes_a_visit(scale.points if full else 1024, 2)
-    rows.append(at_most("recorder", "bytes a sample and epoch, after two epochs", (size, size), BYTES))
+    rows.append(at_most("recorder", "bytes per sample and epoch, after two epochs", (size, size), BYTES))
     what = "critical sharpness with a warm start / training step, LeNet-5"
     samples = scale.points if full else 1024
     rows.append(alone("critical sharpness", what, critical(samples, 30 if full else 4), "at most 6 forward passes"))
