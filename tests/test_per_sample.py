@@ -572,8 +572,11 @@ def test_a_first_convolution_and_its_pooling_as_one_product(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("kernel", "stride", "dilation", "padding"),
-    [((3, 3), 1, 1, 1), ((3, 2), 1, 1, (1, 0)), ((3, 3), 2, 1, 1), ((2, 3), 1, 2, 2), ((3,), 2, 1, 1)],
-)
+    [
+        ((3, 3), 1, 1, 1), ((3, 2), 1, 1, (1, 0)), ((3, 3), 2, 1, 1), ((2, 3), 1, 2, 2), ((3,), 2, 1, 1),
+        ((2, 2), 3, 1, 3), ((5,), 1, 2, 6), ((3, 3), 1, 1, 0), ((2, 2), 1, 1, "same"),
+    ],
+)  # fmt: skip
 def test_products_of_windows_from_those_of_places(kernel: Any, stride: int, dilation: int, padding: Any) -> None:
     inputs = torch.randn(2, 3, *(7, 6)[: len(kernel)], dtype=torch.float64)
     weight = torch.randn(4, 3, *kernel, dtype=torch.float64)

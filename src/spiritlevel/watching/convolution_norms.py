@@ -6,7 +6,6 @@ for a first convolution with a max pooling behind it, one product over the cells
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -51,15 +50,12 @@ def convolution(
     if name is None:
         return scale_and_shift(None, bias_name, torch.Size([weight.shape[0]] + [1] * dims), None)
 
-    def padded(samples: slice) -> Tensor:
-        some = input[samples]
-        return F.pad(some, [p for pair in reversed(pads) for p in pair]) if any(map(any, pads)) else some
-
-    sizes = [size + sum(pair) for size, pair in zip(input.shape[2:], pads, strict=True)]
-    windows = Windows(padded, kernel, stride, dilation, groups, sizes)
+    windows = Windows(input, pads, kernel, stride, dilation, groups)
     rule = ConvolutionRule(name, bias_name, windows, passes, weight[0].numel())
     if dims == 2 and groups == 1 and set(dilation) == {1}:
-        rule.pooled = lambda cell: PooledConvolution(name, bias_name, padded(slice(None)), weight, bias, stride, cell)
+        rule.pooled = lambda cell: PooledConvolution(
+            name, bias_name, windows.padded(slice(None)), weight, bias, stride, cell
+        )
     if dims == 2 and pads == [(1, 1), (1, 1)] and tiles.fits(input, weight, stride, dilation, groups):
         rule.tiled = lambda kernels: Tiles(name, input, weight, kernels)
     return rule
@@ -120,15 +116,19 @@ class Windows:
 
     def __init__(
         self,
-        padded: Callable[[slice], Tensor],
+        input: Tensor,
+        pads: Sequence[tuple[int, int]],
         kernel: Sequence[int],
         stride: Sequence[int],
         dilation: Sequence[int],
         groups: int,
-        sizes: Sequence[int],
     ) -> None:
-        self.padded, self.kernel, self.stride, self.dilation, self.groups = padded, kernel, stride, dilation, groups
-        self.sizes = sizes  # of the padded input
+        self.input, self.pads, self.groups = input, pads, groups
+        self.kernel, self.stride, self.dilation = kernel, stride, dilation
+
+    def padded(self, samples: slice) -> Tensor:
+        some = self.input[samples]
+        return F.pad(some, [p for pair in reversed(self.pads) for p in pair]) if any(map(any, self.pads)) else some
 
     def patches(self, samples: slice) -> Tensor:
         """U, (N · groups, numbers of a window, windows)."""
@@ -137,7 +137,8 @@ class Windows:
     def _by_places(self, fan_in: int, positions: int) -> float:
         """What the products of all places of the input cost, and their sums along the kernel."""
         places = math.prod(self.kernel)
-        return math.prod(self.sizes) ** 2 * (fan_in / places) + places * positions**2 if self.groups == 1 else math.inf
+        single = math.prod(self.input.shape[2:]) ** 2 * (fan_in / places)
+        return single + places * positions**2 if self.groups == 1 else math.inf
 
     def gram_cost(self, fan_in: int, positions: int) -> float:
         """Multiply-adds of a sample's `gram`."""
@@ -147,26 +148,42 @@ class Windows:
         """UᵀU in float64, (N · groups, windows, windows).
 
         Neighbouring windows share most of their places: ⟨u_p, u_q⟩ = Σ_k ⟨x_{p+k}, x_{q+k}⟩ over the places k of the
-        kernel, so that the products of single places, taken once, serve them all.
+        kernel, so that the products of single places, taken once, serve them all. They are summed along one axis after
+        the other (3 + 3 sums for a kernel of 3 × 3), without those beyond the margin, which are zero.
         """
-        input, dims = self.padded(samples), len(self.kernel)
-        counts = [
-            (size - d * (k - 1) - 1) // s + 1
-            for size, d, k, s in zip(self.sizes, self.dilation, self.kernel, self.stride, strict=True)
-        ]
-        positions, fan_in = math.prod(counts), input.shape[1] // self.groups * math.prod(self.kernel)
+        some, dims = self.input[samples], len(self.kernel)
+        counts = [self._count(d) for d in range(dims)]
+        positions, fan_in = math.prod(counts), some.shape[1] // self.groups * math.prod(self.kernel)
         if self._by_places(fan_in, positions) >= self.groups * positions**2 * fan_in:
             return gram_of(self.patches(samples).mT)
-        total = gram_of(input.flatten(2).mT).view(len(input), *self.sizes, *self.sizes)
-        for d in range(dims):  # along one axis after the other: 3 + 3 sums for a kernel of 3 × 3, not 9
-            parts = []
+        total = gram_of(some.flatten(2).mT).view(len(some), *some.shape[2:], *some.shape[2:])
+        for d in range(dims):
+            shape = list(total.shape)
+            shape[1 + d] = shape[1 + dims + d] = counts[d]
+            sums = total.new_zeros(shape)
             for place in range(self.kernel[d]):
-                first = place * self.dilation[d]
-                last = first + (counts[d] - 1) * self.stride[d] + 1
-                rows = (slice(None),) * (1 + d) + (slice(first, last, self.stride[d]),)
-                parts.append(total[rows][(slice(None),) * (1 + dims + d) + rows[-1:]])
-            total = functools.reduce(torch.Tensor.add_, parts[1:], parts[0].clone())
-        return total.reshape(len(input), positions, positions)
+                to, of = self._met(d, place)
+                _of_axes(sums, d, dims, to).add_(_of_axes(total, d, dims, of))
+            total = sums
+        return total.reshape(len(some), positions, positions)
+
+    def _count(self, d: int) -> int:
+        """The number of windows along an axis."""
+        size = self.input.shape[2 + d] + sum(self.pads[d])
+        return (size - self.dilation[d] * (self.kernel[d] - 1) - 1) // self.stride[d] + 1
+
+    def _met(self, d: int, place: int) -> tuple[slice, slice]:
+        """The windows whose place of the kernel lies inside the input along an axis, and where it lies."""
+        first, step = place * self.dilation[d] - self.pads[d][0], self.stride[d]
+        low = max(0, -(first // step))
+        high = max(low, min(self._count(d), (self.input.shape[2 + d] - 1 - first) // step + 1))
+        return slice(low, high), slice(low * step + first, max(0, (high - 1) * step + first + 1), step)
+
+
+def _of_axes(table: Tensor, d: int, dims: int, part: slice) -> Tensor:
+    """The same part of axis d among the rows and among the columns of (N, *rows, *columns)."""
+    everything = (slice(None),)
+    return table[everything * (1 + d) + (part,)][everything * (1 + dims + d) + (part,)]
 
 
 class ConvolutionRule:
