@@ -65,6 +65,18 @@ def test_cotangents_are_those_of_one_pass_after_the_other(passes: int) -> None:
         torch.testing.assert_close(cotangents, expected, rtol=1e-12, atol=1e-13)
 
 
+def test_a_sum_hands_its_cotangents_on_without_a_copy() -> None:
+    x = torch.randn(2, 3, requires_grad=True)
+    node, cotangents = (x.exp() + x.relu()).grad_fn, torch.randn(4, 2, 3)
+    found = pullbacks._sum(node, pullbacks._Parcel(cotangents, True))
+    assert found is not None
+    assert [parcel is not None and (parcel.cotangents is cotangents, parcel.owned) for parcel in found] == [
+        (True, False),
+        (True, False),
+    ]
+    assert pullbacks._sum((x.exp() + x[0]).grad_fn, pullbacks._Parcel(cotangents, True)) is None  # which is spread
+
+
 def test_a_value_that_nothing_reads_is_not_reached() -> None:
     x = torch.randn(2, 3, requires_grad=True)
     read, unread = x * 2, x * 3

@@ -149,7 +149,7 @@ def _relu(node: Any, parcel: _Parcel) -> _Found:
 def _sum(node: Any, parcel: _Parcel) -> _Found | None:
     """Where nothing is spread over more places."""
     below = [each._input_metadata[number].shape for each, number in node.next_functions if each is not None]
-    same = all(shape == parcel.cotangents.shape[1:] for shape in below)
+    same = all(tuple(shape) == parcel.cotangents.shape[1:] for shape in below)
     shared = parcel._replace(owned=parcel.owned and len(below) == 1)
     return [shared, shared] if same and node._saved_alpha == 1 else None
 
