@@ -52,7 +52,7 @@ class Simulation(NamedTuple):
     name: str
     part: str
     case: Callable[[int], Found]
-    share: float = 1.0  # of the cases that are run: dear ones get fewer
+    share: float = 1.0  # of the cases that are run: expensive ones get fewer
 
 
 SIMULATIONS: dict[str, Simulation] = {}
