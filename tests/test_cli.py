@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import ast
 import io
+import itertools
 import json
 import resource
 import signal
@@ -469,3 +471,12 @@ def test_control_c_stops_the_demo_with_one_line() -> None:
     process.send_signal(signal.SIGINT)
     out, errors = process.communicate(timeout=60)
     assert (process.returncode, out, errors) == (130, b"", b"spiritlevel: interrupted.\n")
+
+
+def test_the_help_of_an_option_is_one_flowing_text() -> None:
+    """Line breaks of a docstring below a field would be kept on the screen; a longer text is given as `help=`."""
+    for path in Path(cli.__file__).parent.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            for field, below in itertools.pairwise(node.body if isinstance(node, ast.ClassDef) else ()):
+                if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr):
+                    assert "\n" not in ast.literal_eval(below.value), f"{path.name}:{below.lineno}"
