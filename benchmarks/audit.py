@@ -1,6 +1,6 @@
 """Seconds of an audit: a fitted LeNet-5 on 1,000 images of MNIST, and a BERT-like classifier on 200 sequences.
 
-`python benchmarks/audit.py` runs it alone, with the dearest measures and the cells that did not converge.
+`python benchmarks/audit.py` runs it alone, with the most expensive measures and the cells that did not converge.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Clock:
         self.seconds[self.name] += now - self.since
         self.name, self.since = what.split(" after ")[0], now
 
-    def dearest(self, count: int) -> str:
+    def most_expensive(self, count: int) -> str:
         ordered = sorted(self.seconds.items(), key=lambda item: -item[1])
         return ", ".join(f"{name} {seconds:.1f}" for name, seconds in ordered[:count])
 
@@ -89,7 +89,7 @@ def audit_of_transformer(scale: Scale) -> Row:
     what = f"audit of a BERT-like classifier on {len(data[1])} sequences, default measures: seconds"
     note = (
         f"{len(audit.rows)} cells, {len(open_cells(audit))} of them open; {busy:.0f} processor seconds; symmetries: "
-        f"{symmetries}; dearest: {clock.dearest(4)}"
+        f"{symmetries}; most expensive: {clock.most_expensive(4)}"
     )
     row = Row("audit", what, seconds, None, f"≤ {BERT:g}", seconds <= BERT if scale is FULL else None, note)
     if __name__ == "__main__":
@@ -116,7 +116,7 @@ def audits_of_lenet(scale: Scale) -> list[Row]:
         silent = open_cells(audit)
         cells = f"{len(audit.rows)} cells, {len(silent)} of them open"
         what = f"audit of LeNet-5 on {len(data[1]):,} points of {name}, {measures} measures: seconds"
-        note = f"{cells}; {busy:.0f} processor seconds; dearest: {clock.dearest(4)}"
+        note = f"{cells}; {busy:.0f} processor seconds; most expensive: {clock.most_expensive(4)}"
         rows.append(Row("audit", what, seconds, None, f"≤ {bar:g}", seconds <= bar if full else None, note))
         if __name__ == "__main__":
             print(audit, *(f"open: {cell}" for cell in silent), rows[-1], sep="\n", flush=True)

@@ -63,7 +63,7 @@ class Recipe:
     epochs: int
     rate: float
     batch: int
-    measured: int  # of the samples, by what is dear: curvature, gradients, self-influence
+    measured: int  # of the samples, by the expensive scores: curvature, gradients, self-influence
 
 
 # Chosen at a seed that is not reported, by two things: that LeNet-5 learns the wrong labels of MNIST by heart, and that
@@ -280,14 +280,14 @@ def measured(piece: Piece) -> dict[str, Any]:
     model = trained(piece, inputs, labels, 100 * piece.seed, recorder)
     spent = {"one training": time.process_time() - begin}
     fitted = (logits_of(model, inputs).argmax(1) == labels).double()
-    dear = inputs[: piece.recipe.measured], labels[: piece.recipe.measured]  # the samples are in a random order
+    part = inputs[: piece.recipe.measured], labels[: piece.recipe.measured]  # the samples are in a random order
     rows: dict[str, dict[str, float]] = {}
     failed: dict[str, str] = {}
     parts: dict[str, Callable[[], Iterator[tuple[str, Tensor]]]] = {
         "the record": lambda: from_the_record(recorder, piece.recipe),
-        "measures at the end": lambda: at_the_end(model, *dear),
+        "measures at the end": lambda: at_the_end(model, *part),
         "cross-validation": lambda: cross_validated(piece, inputs, labels),
-        "self-influence": lambda: self_influence(model, *dear),
+        "self-influence": lambda: self_influence(model, *part),
     }
     for name, scores in parts.items():
         begin = time.process_time()
@@ -331,7 +331,7 @@ def as_markdown(results: list[dict[str, Any]], missing: dict[str, str], wanted: 
         f"stopping. Out of sample: {folds_of(results)} further trainings, each without the samples that it judges. "
         "After a third of the epochs little has been learnt by heart; the end is after memorisation where the last "
         "table says that wrong labels are fitted. Per-sample trace, gradient norm, input curvature and self-influence "
-        "are dear and are judged on a part of the samples, drawn at random; their figures are the noisier for it. "
+        "are expensive and are judged on a part of the samples, drawn at random; their figures are the noisier for it. "
         "The folds are trained by the same recipe as the one network: one that is tuned for them, or stopped by labels "
         "known to be right, may do better.",
         "",
@@ -381,7 +381,7 @@ def recipes(results: list[dict[str, Any]]) -> str:
     used = {json.dumps(result["piece"]["recipe"], sort_keys=True) for result in results}
     return "; ".join(
         f"{r['network']}: {r['samples']:,} samples, {r['epochs']} epochs, batches of {r['batch']}, rate {r['rate']:g}, "
-        f"{r['measured']:,} samples for what is dear"
+        f"{r['measured']:,} samples for the expensive scores"
         for r in map(json.loads, sorted(used))
     )
 

@@ -323,6 +323,9 @@ def test_charts_of_many_runs_are_drawn_when_they_come_near(browser: Browser, sma
     assert browser.evaluate(f"document.querySelectorAll('{drawn}').length") < count
     last = f"[...document.querySelectorAll('{every}')].at(-1)"
     assert not browser.evaluate(f"{last}.dataset.drawn === 'yes'")
+    browser.call("Emulation.setEmulatedMedia", media="print")
+    assert "scroll to this chart" in browser.evaluate(f"getComputedStyle({last}, '::after').content")
+    browser.call("Emulation.setEmulatedMedia", media="")
     browser.evaluate(f"{last}.scrollIntoView({{behavior: 'instant'}})")
     browser.wait(f"{last}.dataset.drawn === 'yes'")
     assert browser.evaluate(f"{last}.querySelectorAll('canvas').length") == 1

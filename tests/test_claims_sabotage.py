@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import pytest
 
-from spiritlevel.papers.claims import CLAIMS, Claim, Ruling, examine, paper_a, paper_b, paper_c, select
+from spiritlevel.papers.claims import CLAIMS, Claim, Kind, Ruling, examine, paper_a, paper_b, paper_c, select
 
 MODULES = {"A": paper_a, "B": paper_b, "C": paper_c}
 
@@ -397,7 +397,17 @@ def check(sabotage: Sabotage, seed: int) -> None:
     assert str(ruling.finding.verdict) == sabotage.verdict != verdict(sabotage.id, seed)
 
 
-@pytest.mark.parametrize("sabotage", SABOTAGES, ids=NAMES)
+def _marks(place: int) -> tuple[pytest.MarkDecorator, ...]:
+    """Of a claim that trains networks, all but the first sabotage take their time."""
+    claim = select(id=SABOTAGES[place].id)[0]
+    first = [s.id for s in SABOTAGES].index(claim.id) == place
+    return () if first or claim.kind is not Kind.EXPERIMENT else (pytest.mark.slow,)
+
+
+CASES = [pytest.param(s, id=name, marks=_marks(k)) for k, (s, name) in enumerate(zip(SABOTAGES, NAMES, strict=True))]
+
+
+@pytest.mark.parametrize("sabotage", CASES)
 def test_with_its_subject_broken_a_claim_gets_another_verdict(sabotage: Sabotage) -> None:
     check(sabotage, 0)
 

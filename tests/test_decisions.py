@@ -331,7 +331,7 @@ def test_bits_are_chosen_within_the_size_and_compared_with_uniform_ones(untouche
     assert plan.losses[0].value == pytest.approx(float(losses(net).mean()), rel=1e-6)
     alone = sl.perturb(net, TEST, f"int{plan.bits['3.weight']}").layer("3.weight").second_order
     assert plan.rows[1].cost == pytest.approx(max(0.0, alone), rel=1e-5)
-    assert plan.rows[1].bits >= plan.rows[0].bits  # the small layer is dear and cheap to keep
+    assert plan.rows[1].bits >= plan.rows[0].bits  # the small layer costs much and is cheap to keep
     assert "bits per weight" in str(plan)
     generous = sl.choose_bits(net, TEST, 8.0, choices=(2, 8), by="square")
     assert set(generous.bits.values()) == {8}

@@ -435,7 +435,7 @@ def test_t_intervals_cover_what_they_promise(name):
 
 
 @pytest.mark.parametrize("name", ESTIMATE)
-def test_estimates_are_exact_where_that_is_no_dearer(name):
+def test_estimates_are_exact_where_that_costs_no_more(name):
     quantity, estimate = ESTIMATE[name]
     matrix = rotated(bulk(50))
     for arguments in ({"probes": 50}, {"rel_err": 1e-6}):

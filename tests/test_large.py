@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import sys
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -34,21 +34,26 @@ WAYS: dict[str, Callable[[nn.Module], Any]] = {
 
 
 @pytest.mark.parametrize("way", ["trace", "landscape"])
-def test_time_is_linear_in_the_depth(way: str) -> None:
-    """Four times as deep takes about four times as long; it was twelve times, and would be sixteen if quadratic."""
+def test_work_is_linear_in_the_depth(way: str) -> None:
+    """Lines of Python run, which no other work on the machine changes; they took twelve times as long once."""
 
-    def seconds(layers: int) -> float:
-        model, begin = deep(layers), time.process_time()
-        WAYS[way](model)
-        return time.process_time() - begin
+    def lines(layers: int) -> int:
+        model, count, before = deep(layers), 0, sys.gettrace()
 
-    seconds(10)  # what libraries do on their first call
-    ratios = []
-    for _ in range(3):  # others use the machine, too
-        ratios.append(seconds(400) / seconds(100))
-        if ratios[-1] < 8:
-            return
-    raise AssertionError(f"4 times the layers took {min(ratios):.1f} times as long")
+        def counted(*_: Any) -> Any:
+            nonlocal count
+            count += 1
+            return counted
+
+        sys.settrace(counted)
+        try:
+            WAYS[way](model)
+        finally:
+            sys.settrace(before)
+        return count
+
+    lines(10)  # what libraries do on their first call
+    assert lines(200) < 4.2 * lines(50)
 
 
 @pytest.mark.slow

@@ -165,9 +165,9 @@ sl.landscape(NET, DATA, dimensions=2, points=11, batch_size=5, keep={folder!r}, 
 @pytest.mark.parametrize(
     ("phase", "how", "left"),
     [
-        ("eigenvectors", "SIGTERM", {"product 1", "product 2"}),
+        pytest.param("eigenvectors", "SIGTERM", {"product 1", "product 2"}, marks=pytest.mark.slow),
         ("points", "SIGKILL", {"directions", "sums"}),
-        ("slope", "SIGTERM", {"directions", "sums", "derivatives"}),
+        pytest.param("slope", "SIGTERM", {"directions", "sums", "derivatives"}, marks=pytest.mark.slow),
     ],
 )
 def test_a_killed_surface_goes_on_to_the_same_numbers(tmp_path: Path, phase: str, how: str, left: set[str]) -> None:

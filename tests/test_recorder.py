@@ -516,7 +516,7 @@ def train(folder: Path, epochs: int = 6, slow: bool = False) -> None:
         (folder / "net.part").replace(folder / "net.safetensors")
 
 
-@pytest.mark.parametrize("wanted", [1, 3])
+@pytest.mark.parametrize("wanted", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_training_that_is_killed_and_resumed_leaves_the_same_record(tmp_path: Path, wanted: int) -> None:
     train(tmp_path / "whole")
     folder = tmp_path / "killed"

@@ -289,7 +289,7 @@ def test_rules_of_cost() -> None:
         }
 
     assert set(verdicts(cost.judge(table(1000, 500, 400))).values()) == {YES}
-    assert verdicts(cost.judge(table(5000, 500, 400)))["as-published"] is NO, "too dear is another result as well"
+    assert verdicts(cost.judge(table(5000, 500, 400)))["as-published"] is NO, "too expensive is another result as well"
     assert set(verdicts(cost.judge(table(50, 5, 1))).values()) == {NO}
 
 

@@ -175,9 +175,9 @@ def test_each_order_chooses_bits_within_the_size() -> None:
     net = torch.nn.Sequential(torch.nn.Linear(4, 4, bias=False), torch.nn.Linear(4, 2, bias=False))
     data = torch.randn(20, 4), torch.randint(0, 2, (20,))
     layers = []
-    for name, size, dear in (("0.weight", 16, 1.0), ("1.weight", 8, 10.0)):
+    for name, size, cost in (("0.weight", 16, 1.0), ("1.weight", 8, 10.0)):
         for bits in (2, 3, 4, 6):
-            costs = dict.fromkeys(("second_order", "trace_times_square", "square", "measured"), dear * 2.0**-bits)
+            costs = dict.fromkeys(("second_order", "trace_times_square", "square", "measured"), cost * 2.0**-bits)
             layers.append({"layer": name, "size": size, "bits": bits, **costs})
     found = layer_bits.planned(config, Setting(net, data), layers)
     chosen = {row["layer"]: row["bits"] for row in found["plan"] if (row["budget"], row["by"]) == (3.0, "square")}

@@ -52,7 +52,7 @@ class Simulation(NamedTuple):
     name: str
     part: str
     case: Callable[[int], Found]
-    share: float = 1.0  # of the cases that are run: dear ones get fewer
+    share: float = 1.0  # of the cases that are run: expensive ones get fewer
 
 
 SIMULATIONS: dict[str, Simulation] = {}
@@ -516,7 +516,7 @@ def page(found: list[Row]) -> str:
         "# Do the intervals hold?",
         "",
         f"Written by `make coverage-doc`. Every 95 % interval that the library states, in {cases:,} simulated cases "
-        "(fewer where one is dear) of each setting whose truth is known. *holds*: the truth lies inside "
+        "(fewer where a case is expensive) of each setting whose truth is known. *holds*: the truth lies inside "
         f"in {LOW:.0%} to {HIGH:.0%} of the cases; *conservative*: in more; *unknown*: the library states no interval "
         "and says why; **misses**: in fewer; *undecided*: in fewer, by no more than chance explains among fewer than "
         "1,000 cases. The share is that of the cases in which an interval was stated; with "

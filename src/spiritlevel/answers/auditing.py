@@ -123,9 +123,9 @@ def audit(
         **reading,
     )
     here.check()  # data that cannot be measured fail before anything is transformed
-    chosen, dear = affordable(measures, chosen, here)
+    chosen, expensive = affordable(measures, chosen, here)
     found = audit_in(here, chosen, transforms=transforms, search=search, progress=progress)
-    return dataclasses.replace(found, skipped={**found.skipped, **dear}) if dear else found
+    return dataclasses.replace(found, skipped={**found.skipped, **expensive}) if expensive else found
 
 
 def audit_in(

@@ -104,8 +104,8 @@ def rank(
             else:
                 setting = first.moved(model)
             setting.check()
-            chosen, dear = affordable(measures, chosen, setting)
-            left_out |= dear
+            chosen, expensive = affordable(measures, chosen, setting)
+            left_out |= expensive
         except InputError as error:
             raise InputError(f"checkpoint {name!r}: {error}") from error
         losses.append(setting.losses)

@@ -139,9 +139,9 @@ def compare(
             setting.check()
         except InputError as error:
             raise InputError(f"model {name!r}: {error}") from error
-    kept, dear = affordable(measures, chosen, first)
+    kept, expensive = affordable(measures, chosen, first)
     made = _Pair(pair[0], pair[1], names, list(kept), audit, level, progress or silent, first.seed)
-    made.left_out |= dear
+    made.left_out |= expensive
     return made.comparison(population, changes)
 
 

@@ -212,8 +212,8 @@ class _Run:
     def check(self) -> None:
         """Make data that cannot be measured fail before anything is measured."""
         self.here.check()
-        self.chosen, dear = affordable(self.asked, self.chosen, self.here)
-        self.left_out |= dear
+        self.chosen, expensive = affordable(self.asked, self.chosen, self.here)
+        self.left_out |= expensive
         begin = time.monotonic()
         if self.limit is not None:  # again: the first calls of libraries would be mistaken for the cost of a step
             self.here.check()

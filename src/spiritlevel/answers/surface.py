@@ -41,6 +41,7 @@ __all__ = ["landscape"]
 Watched = Callable[[Operator], Operator]
 
 _AT_ONCE = 512  # samples in a piece of work, unless the caller says so
+_OUTPUTS = 2**21  # outputs whose decisions are looked at together
 
 
 @torch.inference_mode(False)  # it adds up in place, which tensors of that mode do not allow outside it
@@ -366,11 +367,15 @@ def _correct(problem: Problem, outputs: Tensor, targets: Tensor) -> Tensor | Non
 
     `None` if there are no classes.
     """
-    try:
-        shares = [share_right(problem.loss.decisions(each, targets)).sum() for each in outputs]
-    except InputError:
-        return None
-    return torch.stack(shares).double().cpu()
+    found = []
+    for some in outputs.split(max(1, _OUTPUTS // outputs[0].numel())):
+        repeated = targets.repeat(len(some), *[1] * (targets.ndim - 1))
+        try:
+            shares = share_right(problem.loss.decisions(some.flatten(0, 1), repeated))
+        except InputError:
+            return None
+        found.append(shares.reshape(len(some), -1).sum(1))
+    return torch.cat(found).cpu()
 
 
 class MovingStatistics(TorchFunctionMode):

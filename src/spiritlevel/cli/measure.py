@@ -29,15 +29,29 @@ if TYPE_CHECKING:
 class RunOnData(Seeded):
     """What the commands that run models on data share."""
 
-    data: Annotated[str, arg(metavar="DATA")]
-    """A built-in name, an .npz or .safetensors file with x and y, a .csv or .parquet table (with --target), a folder of
-    images with one subfolder per class, a data set that `datasets` saved (FOLDER or FOLDER:part), or
-    file.py:function."""
+    data: Annotated[
+        str,
+        arg(
+            metavar="DATA",
+            help=(
+                "A built-in name, an .npz or .safetensors file with x and y, a .csv or .parquet table (with "
+                "--target), a folder of images with one subfolder per class, a data set that `datasets` saved "
+                "(FOLDER or FOLDER:part), or file.py:function."
+            ),
+        ),
+    ]
     target: Annotated[str | None, optional("NAME")] = None
     """The column to predict, of a table or a saved data set; or the key of the targets in batches that are dicts."""
-    loss: Annotated[str, arg(metavar="NAME")] = "cross_entropy"
-    """cross_entropy, causal_lm, binary_cross_entropy, squared_error (½‖φ − y‖² per sample), huber, poisson,
-    exponential, or file.py:function of (outputs, targets) with one loss per sample."""
+    loss: Annotated[
+        str,
+        arg(
+            metavar="NAME",
+            help=(
+                "cross_entropy, causal_lm, binary_cross_entropy, squared_error (½‖φ − y‖² per sample), huber, "
+                "poisson, exponential, or file.py:function of (outputs, targets) with one loss per sample."
+            ),
+        ),
+    ] = "cross_entropy"
     output: Annotated[str | None, optional("NAME")] = None
     """Which part of the model's output to measure: a key or a number; by default its logits."""
     unit: Annotated[str, arg(metavar="sample|token")] = "sample"
@@ -109,9 +123,17 @@ class Measure(OnData):
 
     NAME = "measure"
 
-    model: Annotated[Positional[str], arg(metavar="MODEL")]
-    """file.py:function, package.module:function, hf:FOLDER (saved by transformers), timm:NAME or
-    timm:NAME:num_classes=10, a .pt2 file of torch.export, or a built-in name such as lenet5 or lenet5:channels=3."""
+    model: Annotated[
+        Positional[str],
+        arg(
+            metavar="MODEL",
+            help=(
+                "file.py:function, package.module:function, hf:FOLDER (saved by transformers), timm:NAME or "
+                "timm:NAME:num_classes=10, a .pt2 file of torch.export, or a built-in name such as lenet5 or "
+                "lenet5:channels=3."
+            ),
+        ),
+    ]
     weights: Annotated[Path | None, optional("FILE")] = None
     """Its weights: .safetensors, a .pt file that holds nothing but tensors, or a .ckpt file of Lightning."""
     test: Annotated[str | None, optional("DATA")] = None

@@ -84,9 +84,9 @@ def _in_places(kind: type, args: Sequence[str]) -> list[str]:
     return [*values, *words]
 
 
-def optional(metavar: str | None = None) -> Any:
+def optional(metavar: str | None = None, help: str | None = None) -> Any:
     """How to show an option that does nothing unless given: without "(default: None)"."""
-    return arg(metavar=metavar, help_behavior_hint="")
+    return arg(metavar=metavar, help=help, help_behavior_hint="")
 
 
 @dataclass(frozen=True)

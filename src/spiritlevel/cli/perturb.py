@@ -30,9 +30,17 @@ class Perturb(RunOnData):
 
     model: Annotated[Positional[str], arg(metavar="MODEL")]
     """A model, written as for `spiritlevel measure`."""
-    change: Annotated[str, arg(metavar="CHANGE")]
-    """int8, int4, int4:channel:asymmetric, int4:random, prune:0.5, prune:0.5:layer, noise:0.01, noise:0.01:absolute,
-    bfloat16, float16, lora, a file of other weights for the same model, or file.py:function from tensor to tensor."""
+    change: Annotated[
+        str,
+        arg(
+            metavar="CHANGE",
+            help=(
+                "int8, int4, int4:channel:asymmetric, int4:random, prune:0.5, prune:0.5:layer, noise:0.01, "
+                "noise:0.01:absolute, bfloat16, float16, lora, a file of other weights for the same model, or "
+                "file.py:function from tensor to tensor."
+            ),
+        ),
+    ]
     weights: Annotated[Path | None, optional("FILE")] = None
     """Its weights."""
     params: Annotated[str | None, optional("NAME,NAME,...")] = None

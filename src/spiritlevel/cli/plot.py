@@ -37,9 +37,16 @@ class Plot(OnData):
 
     kind: Annotated[Positional[str], arg(metavar="FIGURE")]
     """landscape, spectrum, density, margins, traces, layers, audit or training."""
-    source: Annotated[Positional[str], arg(metavar="MODEL|RUN")]
-    """A model, written as for `spiritlevel measure`; or what was kept: a folder that measure wrote, a --json file, the
-    file of a tracker."""
+    source: Annotated[
+        Positional[str],
+        arg(
+            metavar="MODEL|RUN",
+            help=(
+                "A model, written as for `spiritlevel measure`; or what was kept: a folder that measure wrote, a "
+                "--json file, the file of a tracker."
+            ),
+        ),
+    ]
     data: Annotated[str, arg(metavar="DATA", help_behavior_hint="(for a model)")] = ""
     """The data of a model, written as for `spiritlevel measure`."""
     weights: Annotated[Path | None, optional("FILE")] = None
@@ -58,9 +65,16 @@ class Plot(OnData):
     """For a landscape: the Hessian's eigenvectors, or random directions with normalised filters."""
     to: Annotated[Path | None, optional("WEIGHTS")] = None
     """For a landscape: follow the straight line to this checkpoint of the same model instead."""
-    along: Annotated[str | None, optional("WEIGHTS,...|DIR")] = None
-    """For a landscape: the plane nearest to these checkpoints of a training, in the order of the numbers in their
-    names, or as given."""
+    along: Annotated[
+        str | None,
+        optional(
+            "WEIGHTS,...|DIR",
+            help=(
+                "For a landscape: the plane nearest to these checkpoints of a training, in the order of the "
+                "numbers in their names, or as given."
+            ),
+        ),
+    ] = None
     dimensions: Annotated[int | None, optional("1|2")] = None
     """For a landscape: a line or a plane."""
     points: Annotated[int | None, optional("N")] = None

@@ -34,9 +34,16 @@ class Reproduce(Seeded):
 
     NAME = "reproduce"
 
-    scale: Annotated[str, arg(metavar="smoke|laptop|small|paper")] = "laptop"
-    """smoke: seconds; laptop: minutes, on narrowed networks and subsets; small (some studies): hours, on narrowed
-    networks that generalise; paper: the full recipe."""
+    scale: Annotated[
+        str,
+        arg(
+            metavar="smoke|laptop|small|paper",
+            help=(
+                "smoke: seconds; laptop: minutes, on narrowed networks and subsets; small (some studies): hours, on "
+                "narrowed networks that generalise; paper: the full recipe."
+            ),
+        ),
+    ] = "laptop"
     seed: int = 0
     """The first seed; laptop scale runs five of them and small scale three, from here."""
     seeds: Annotated[str | None, arg(metavar="S,S,...", help_behavior_hint="(default: those of the scale)")] = None

@@ -139,7 +139,7 @@ class Operator:
         blocks = identity_blocks(self.space, self.dtype, self.device, width)
         return torch.cat([self.space.whole(self @ block) for block in blocks], dim=1)
 
-    def write_down(self) -> None:
+    def materialise(self) -> None:
         """Keep all entries, from `size` products: estimators then read them, exactly, and make no further products."""
         if self.entries is None and not self.space.parted:
             matrix = self.dense()

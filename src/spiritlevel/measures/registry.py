@@ -274,14 +274,14 @@ def affordable(
 
     Exact terms of 100,000 classes take as many backward passes a batch: whoever wants them says so by their names.
     """
-    found, dear = tuple(chosen), {}
+    found, expensive = tuple(chosen), {}
     for each in found if names is None or names in ("default", "all") else ():
         if (passes := each.forward_passes(setting)) > MOST_PASSES:
-            dear[each.name] = (
+            expensive[each.name] = (
                 f"it takes about {passes:,.0f} forward passes over the data, and more than {MOST_PASSES:,} are taken "
                 "only for a measure that measures= names"
             )
-    return tuple(each for each in found if each.name not in dear), dear
+    return tuple(each for each in found if each.name not in expensive), expensive
 
 
 @torch.inference_mode(False)  # measures add up in place, which tensors of that mode do not allow outside it

@@ -283,7 +283,7 @@ class Setting(Context):
         """H as an operator, with its entries where they are few and many products are expected."""
         op = hessian_in(self)
         if self.writes and op.size <= _WRITTEN and 16 * op.size**2 <= self.budget() // 4:
-            op.write_down()
+            op.materialise()
         return op
 
     @functools.cached_property

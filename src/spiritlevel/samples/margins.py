@@ -376,7 +376,9 @@ def decided(problem: Problem, outputs: Tensor | Head, targets: Tensor, start: in
 
 def share_right(found: Decisions) -> Tensor:
     """The share of every sample's decisions that are right, (N,)."""
-    return _of_rows(found, False)[:, 4]
+    labels = found.labels[:, None]
+    right = torch.cat([_signed(some.double(), labels[here]) > 0 for here, some in _pieces(found.logits)]).double()
+    return right if found.counts is None else _sums(right, found.counts) / found.counts
 
 
 def _of_rows(found: Decisions, alone: bool) -> Tensor:
@@ -390,11 +392,15 @@ def _of_rows(found: Decisions, alone: bool) -> Tensor:
     rows = torch.cat(pieces)
     if found.counts is None or alone:
         return rows
-    sample = torch.arange(len(found.counts), device=rows.device).repeat_interleave(found.counts)
-    sums = rows.new_zeros(len(found.counts), rows.shape[1]).index_add_(0, sample, rows)
-    means = sums / found.counts[:, None]
+    means = _sums(rows, found.counts) / found.counts[:, None]
     means[:, 3], means[:, 5] = -1.0, found.counts.double()  # no label of its own
     return means
+
+
+def _sums(rows: Tensor, counts: Tensor) -> Tensor:
+    """The sums over the decisions of every sample, whose rows stand one after the other."""
+    sample = torch.arange(len(counts), device=rows.device).repeat_interleave(counts)
+    return rows.new_zeros(len(counts), *rows.shape[1:]).index_add_(0, sample, rows)
 
 
 def _pieces(logits: Tensor | Head) -> Iterator[tuple[slice, Tensor]]:

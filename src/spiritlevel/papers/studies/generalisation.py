@@ -21,21 +21,22 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from spiritlevel.data import describe
-from spiritlevel.papers.studies.base import Config, Run, Study, Tables
+from spiritlevel.papers.studies.base import Run, Study, Tables
 from spiritlevel.papers.studies.league import (
     FAMILIES,
     PLAIN,
     PRODUCTS,
     SMALL,
+    Grid,
     axes,
-    cells_of,
+    cells,
     draw,
     family,
     fitted_network,
     gap_spread,
     held_out,
     job,
-    piece_of,
+    pieces_of,
     ranked,
     rankings_of,
     settings_of,
@@ -91,35 +92,9 @@ TIMES_NORM = Statement(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Generalisation(Config):
+class Generalisation(Grid):
     """The grid of networks, and what is measured on them."""
 
-    network: str = "printed_mlp"
-    """Dense with a bottleneck, 784-10w-100w-10: its width w moves the gap."""
-    networks: tuple[str, ...] = ()
-    """Several families instead of the one."""
-    depth: tuple[int, ...] = ()
-    """Hidden layers, for networks that take a depth."""
-    data: str = "fashion-mini"
-    train_size: int = 1_000
-    """The same points for every network."""
-    train_sizes: tuple[int, ...] = ()
-    """Several sizes instead of the one; a larger set contains the smaller."""
-    held_out: int = 5_000
-    """Training points that no network sees; the gap is measured on them and the test set."""
-    lr: tuple[float, ...] = (0.01, 0.03)
-    batch_size: tuple[int, ...] = (32, 128)
-    width: tuple[float, ...] = (0.7, 1.5, 5.0)
-    weight_decay: tuple[float, ...] = (0.0, 5e-4)
-    replicas: int = 5
-    """Networks per cell of the grid, each with its own seed."""
-    momentum: float = 0.9
-    until_loss: float = 0.02
-    """Every network is trained until its training loss is at most this."""
-    check_every: int = 8
-    """Steps between two checks of the training loss."""
-    epochs: int = 400
-    """At most this many; a network that has not reached the loss by then is left out, and counted."""
     measures: tuple[str, ...] = ()
     """Names from the registry; none means all."""
     resamples: int = 1_000
@@ -128,17 +103,9 @@ class Generalisation(Config):
 # ---------------------------------------------------------------------------------------------------- networks
 
 
-def cells(config: Generalisation) -> list[dict[str, Any]]:
-    """One entry per network: the values of its hyper-parameters, and its seed."""
-    return cells_of(axes(config), config.seed, config.replicas)
-
-
 def pieces(config: Generalisation) -> dict[str, Callable[[Run], Any]]:
     """What can be computed for each network alone, by the name of its piece; first seeds of cells come first."""
-    return {
-        piece_of(cell, axes(config)): partial(network, config, cell)
-        for cell in sorted(cells(config), key=lambda cell: cell["replica"])
-    }
+    return pieces_of(config, network)
 
 
 def network(config: Generalisation, cell: Mapping[str, Any], run: Run) -> dict[str, Any]:

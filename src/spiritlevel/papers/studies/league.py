@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from spiritlevel.errors import InputError
-from spiritlevel.papers.studies.base import not_fitted
+from spiritlevel.papers.studies.base import Config, not_fitted
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -41,7 +43,42 @@ SMALL: dict[str, Any] = {
 """The league of two families: what its studies set at the scale small, so that they share its trainings."""
 
 
-def axes(config: Any) -> dict[str, tuple[Any, ...]]:
+@dataclass(frozen=True, kw_only=True)
+class Grid(Config):
+    """A grid of networks, trained on the same points to the same loss."""
+
+    network: str = "printed_mlp"
+    """Dense with a bottleneck, 784-10w-100w-10: its width w moves the gap."""
+    networks: tuple[str, ...] = ()
+    """Several families instead of that one."""
+    depth: tuple[int, ...] = ()
+    """Hidden layers, for networks that take a depth."""
+    data: str = "fashion-mini"
+    train_size: int = 1_000
+    """The same points for every network."""
+    train_sizes: tuple[int, ...] = ()
+    """Several sizes instead of that one; a larger set contains the smaller."""
+    held_out: int = 5_000
+    """Training points that no network sees; gaps and losses are measured on them and the test set."""
+    lr: tuple[float, ...] = (0.01, 0.03)
+    batch_size: tuple[int, ...] = (32, 128)
+    width: tuple[float, ...] = (0.7, 1.5, 5.0)
+    weight_decay: tuple[float, ...] = (0.0, 5e-4)
+    replicas: int = 5
+    """Networks per cell of the grid, each with its own seed."""
+    momentum: float = 0.9
+    until_loss: float = 0.02
+    """Every network is trained until its training loss is at most this."""
+    check_every: int = 8
+    """Steps between two checks of the training loss."""
+    epochs: int = 400
+    """At most this many; a network that has not reached the loss by then is left out, and counted."""
+
+
+_G = TypeVar("_G", bound=Grid)
+
+
+def axes(config: Grid) -> dict[str, tuple[Any, ...]]:
     """The hyper-parameters that make the grid, and their values."""
     more: dict[str, tuple[Any, ...]] = {
         "network": config.networks,
@@ -54,21 +91,30 @@ def axes(config: Any) -> dict[str, tuple[Any, ...]]:
     }
 
 
-def cells_of(grid: Mapping[str, Sequence[Any]], seed: int, replicas: int) -> list[dict[str, Any]]:
+def cells(config: Grid) -> list[dict[str, Any]]:
     """One entry per network of a grid: the values of its hyper-parameters, and its seed."""
+    grid, replicas = axes(config), config.replicas
     return [
-        {**dict(zip(grid, cell, strict=True)), "seed": seed * replicas + replica, "replica": replica}
+        {**dict(zip(grid, cell, strict=True)), "seed": config.seed * replicas + replica, "replica": replica}
         for *cell, replica in itertools.product(*grid.values(), range(replicas))
     ]
 
 
-def piece_of(cell: Mapping[str, Any], names: Iterable[str]) -> str:
+def pieces_of(config: _G, network: Callable[[_G, Mapping[str, Any], Run], Any]) -> dict[str, Callable[[Run], Any]]:
+    """What is computed for each network alone, by the name of its piece; the first seed of every cell goes first."""
+    return {
+        _name(cell, axes(config)): partial(network, config, cell)
+        for cell in sorted(cells(config), key=lambda cell: cell["replica"])
+    }
+
+
+def _name(cell: Mapping[str, Any], names: Iterable[str]) -> str:
     """The name of a network's piece, from the values of these hyper-parameters and its seed."""
     values = (cell[name] for name in (*names, "seed"))
     return "-".join(("network", *(value if isinstance(value, str) else f"{value:g}" for value in values)))
 
 
-def job(config: Any, cell: Mapping[str, Any]) -> Job:
+def job(config: Grid, cell: Mapping[str, Any]) -> Job:
     """The training of one network; studies that ask for the same one share it through the cache."""
     from spiritlevel.papers.training import Job, Recipe
 
@@ -95,7 +141,7 @@ def job(config: Any, cell: Mapping[str, Any]) -> Job:
     )
 
 
-def fitted_network(config: Any, cell: Mapping[str, Any], run: Run) -> tuple[Trained | None, str]:
+def fitted_network(config: Grid, cell: Mapping[str, Any], run: Run) -> tuple[Trained | None, str]:
     """A network after its training, and why it is left out, if it is; none if the training diverged."""
     try:
         trained = run.train(job(config, cell))

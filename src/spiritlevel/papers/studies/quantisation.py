@@ -17,8 +17,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from spiritlevel.data import describe
-from spiritlevel.papers.studies.base import Config, Run, Study, Tables
-from spiritlevel.papers.studies.league import SMALL, axes, cells_of, fitted_network, held_out, piece_of
+from spiritlevel.papers.studies.base import Run, Study, Tables
+from spiritlevel.papers.studies.league import SMALL, Grid, axes, cells, fitted_network, held_out, pieces_of
 from spiritlevel.papers.studies.rules import Range, Ruling, Statement
 
 if TYPE_CHECKING:
@@ -65,52 +65,20 @@ STATEMENTS = (AFTER, RISE, ACTUAL)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Quantisation(Config):
+class Quantisation(Grid):
     """The grid of networks, and how their weights are rounded."""
 
-    network: str = "printed_mlp"
-    """Dense with a bottleneck, 784-10w-100w-10."""
-    networks: tuple[str, ...] = ()
-    """Several families instead of that one."""
-    depth: tuple[int, ...] = ()
-    """Hidden layers, for networks that take a depth."""
-    data: str = "fashion-mini"
-    train_size: int = 1_000
-    """The same points for every network."""
-    train_sizes: tuple[int, ...] = ()
-    """Several sizes instead of that one; a larger set holds the smaller."""
-    held_out: int = 5_000
-    """Training points that no network sees; losses are measured on them and the test set."""
-    lr: tuple[float, ...] = (0.01, 0.03)
-    batch_size: tuple[int, ...] = (32, 128)
-    width: tuple[float, ...] = (0.7, 1.5, 5.0)
-    weight_decay: tuple[float, ...] = (0.0, 5e-4)
     replicas: int = 3
     """Networks per cell of the grid, each with its own seed."""
-    momentum: float = 0.9
-    until_loss: float = 0.02
-    """Every network is trained until its training loss is at most this."""
-    check_every: int = 8
-    """Steps between two checks of the training loss."""
-    epochs: int = 400
-    """At most this many; a network that has not reached the loss by then is left out, and counted."""
     bits: int = 4
     """Bits per weight after rounding, 2 to 16."""
     predict_on: int = 1_000
     """Held-out points, drawn at random, for the second order."""
 
 
-def cells(config: Quantisation) -> list[dict[str, Any]]:
-    """One entry per network: the values of its hyper-parameters, and its seed."""
-    return cells_of(axes(config), config.seed, config.replicas)
-
-
 def pieces(config: Quantisation) -> dict[str, Callable[[Run], Any]]:
     """What can be computed of each network alone, by the name of its piece; the first seed of every cell goes first."""
-    return {
-        piece_of(cell, axes(config)): partial(network, config, cell)
-        for cell in sorted(cells(config), key=lambda cell: cell["replica"])
-    }
+    return pieces_of(config, network)
 
 
 def network(config: Quantisation, cell: Mapping[str, Any], run: Run) -> dict[str, Any]:
