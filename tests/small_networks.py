@@ -89,17 +89,22 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def network(name: str) -> nn.Module:
-    """A float64 network with batch statistics and slopes away from their defaults."""
-    torch.manual_seed(3)
-    net = NETWORKS[name]().double()
+def with_statistics(net: nn.Module) -> nn.Module:
+    """The same network, its batch statistics and slopes away from their defaults."""
     for module in net.modules():
         if isinstance(module, nn.BatchNorm2d):
             module.running_mean.uniform_(-1, 1)
             module.running_var.uniform_(0.5, 2)
             with torch.no_grad():
-                module.weight.uniform_(0.5, 2)
+                if module.affine:
+                    module.weight.uniform_(0.5, 2)
     return net
+
+
+def network(name: str) -> nn.Module:
+    """A float64 network with batch statistics and slopes away from their defaults."""
+    torch.manual_seed(3)
+    return with_statistics(NETWORKS[name]().double())
 
 
 def some_data(samples: int = 7) -> tuple[Tensor, Tensor]:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from small_networks import with_statistics
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -23,10 +24,7 @@ class Residual(nn.Module):
         self.plain_norm = nn.BatchNorm2d(6, affine=False)
         self.shortcut, self.shift = nn.Conv2d(4, 6, 1, 2), nn.Parameter(torch.randn(6, 1, 1))
         self.up, self.head = nn.ConvTranspose2d(6, 5, 3, 2, 1, 1), nn.Linear(5, 4)
-        for module in self.modules():
-            if isinstance(module, nn.BatchNorm2d):
-                module.running_mean.normal_()  # type: ignore[union-attr]
-                module.running_var.uniform_(0.5, 2)  # type: ignore[union-attr]
+        with_statistics(self)
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.relu(self.norm(self.first(x)))

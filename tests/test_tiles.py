@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from small_networks import with_statistics
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -88,10 +89,7 @@ class Net(nn.Module):
         )
         self.down, self.shortcut = nn.Conv2d(64, 96, 3, 2, 1), nn.Conv2d(64, 96, 1, 2)
         self.last, self.head = nn.Conv2d(96, 64, 3, padding=1), nn.Linear(64, 4)
-        for module in self.modules():
-            if isinstance(module, nn.BatchNorm2d):
-                module.running_mean.normal_()  # type: ignore[union-attr]
-                module.running_var.uniform_(0.5, 2)  # type: ignore[union-attr]
+        with_statistics(self)
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.relu(self.norm(self.first(x)))
