@@ -127,6 +127,18 @@ def test_traces_in_tiles_are_those_of_a_float64_model(inplace: bool, monkeypatch
         torch.testing.assert_close(found.layers[name], values, rtol=5e-5, atol=0, msg=name)
 
 
+def test_tiles_keep_to_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model, data = Net().eval(), (torch.randn(4, 3, 16, 16), torch.arange(4))
+    calls = _counted(monkeypatch)
+    whole = sl.sample_traces(model, data, batch_size=2)
+    many = len(calls)
+    calls.clear()
+    tight = sl.sample_traces(model, data, batch_size=2, memory="12MB")  # an eighth holds two kernels of three
+    assert 0 < len(calls) < many
+    torch.testing.assert_close(tight.values, whole.values, rtol=2e-5, atol=0)
+
+
 def test_tiles_that_do_not_fit_leave_the_passes_to_autograd(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     model, data = Net().eval(), (torch.randn(3, 3, 16, 16), torch.arange(3))

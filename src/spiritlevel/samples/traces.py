@@ -173,6 +173,8 @@ def traces_in(
             if not context.coupling and plan.norms is None:  # norms check that themselves
                 check_independence(problem, inputs)
             budget = context.budget()
+            if plan.norms is not None:
+                plan.norms.kernels.restrict(budget)
             cores = cores_for(problem, structure, plan, outputs, context.batch_size, budget)
             if context.batch_size is None and not whole:
                 most = batch_size_for(problem, structure, plan, outputs, budget, cores)

@@ -27,7 +27,7 @@ _POINTS = 36
 _NEAR = 150_000  # numbers at a time that stay in the cache of a core
 _LEAST_CHANNELS = 64
 _WORTH = 384  # places of cotangents below which taking the kernel to its values costs more than it gains
-_MOST_CHANNELS = 1024  # the values of a kernel take four times its memory
+_MOST = 2**26  # numbers of all kernels at the points, four times as many as they have themselves
 
 _WINDOW = [
     [4, 0, -5, 0, 1, 0],
@@ -70,7 +70,7 @@ PLACES, GRADIENTS = _from_values(4), _from_values(3)
 def fits(input: Tensor, weight: Tensor, stride: object, dilation: object, groups: int) -> bool:
     """Whether a convolution with a margin of 1 has the form that is meant here, and channels enough to gain by it."""
     plain = weight.shape[2:] == (3, 3) and stride == dilation == (1, 1) and groups == 1
-    wide = all(_LEAST_CHANNELS <= size <= _MOST_CHANNELS for size in weight.shape[:2])
+    wide = min(weight.shape[:2]) >= _LEAST_CHANNELS
     single = input.dtype == weight.dtype == torch.float32 and input.device.type == weight.device.type == "cpu"
     return plain and wide and single and not any(size % SIDE or not size for size in input.shape[2:])
 
@@ -82,6 +82,16 @@ class Kernels:
         self.values: dict[str, Tensor] = {}
         self.compared: set[str] = set()
         self.usable = True
+        self._most = _MOST
+
+    def restrict(self, memory: int) -> None:
+        """Take no more than an eighth of these bytes."""
+        self._most = min(_MOST, memory // 32)
+        if not self.has_room(0):
+            self.values.clear()
+
+    def has_room(self, numbers: int) -> bool:
+        return sum(values.numel() for values in self.values.values()) + numbers <= self._most
 
 
 class Misfit(RuntimeError):
@@ -96,7 +106,9 @@ class Tiles:
 
     def worthwhile(self, passes: int) -> bool:
         """Whether cotangents of this many passes are enough to make the values of the kernel for."""
-        return self.name in self.kernels.values or passes * self.input[:, 0].numel() >= _WORTH
+        if self.name in self.kernels.values:
+            return True
+        return passes * self.input[:, 0].numel() >= _WORTH and self.kernels.has_room(4 * self.weight.numel())
 
     @property
     def kernel(self) -> Tensor:
