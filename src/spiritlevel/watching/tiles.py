@@ -82,16 +82,20 @@ class Kernels:
         self.values: dict[str, Tensor] = {}
         self.compared: set[str] = set()
         self.usable = True
-        self._most = _MOST
+        self._most, self._kept = _MOST, dict[str, int]()
 
     def restrict(self, memory: int) -> None:
         """Take no more than an eighth of these bytes."""
         self._most = min(_MOST, memory // 32)
-        if not self.has_room(0):
+        if sum(self._kept.values()) > self._most:
+            self._kept.clear()
             self.values.clear()
 
-    def has_room(self, numbers: int) -> bool:
-        return sum(values.numel() for values in self.values.values()) + numbers <= self._most
+    def keep_room(self, name: str, numbers: int) -> bool:
+        """Keep room for the values of a kernel, if there is any."""
+        if name not in self._kept and sum(self._kept.values()) + numbers <= self._most:
+            self._kept[name] = numbers
+        return name in self._kept
 
 
 class Misfit(RuntimeError):
@@ -108,7 +112,8 @@ class Tiles:
         """Whether cotangents of this many passes are enough to make the values of the kernel for."""
         if self.name in self.kernels.values:
             return True
-        return passes * self.input[:, 0].numel() >= _WORTH and self.kernels.has_room(4 * self.weight.numel())
+        enough = passes * self.input[:, 0].numel() >= _WORTH
+        return enough and self.kernels.keep_room(self.name, 4 * self.weight.numel())
 
     @property
     def kernel(self) -> Tensor:
