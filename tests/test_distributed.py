@@ -350,7 +350,7 @@ def test_a_lost_rank_ends_the_job_with_a_sentence(tmp_path: Path, check: str) ->
 # ---------------------------------------------------------------- the command, under torchrun
 
 NETWORK = """
-import os, signal
+import os, pathlib, signal
 import torch
 from torch import nn
 
@@ -360,6 +360,7 @@ class Mortal(nn.Module):
     def forward(self, x):
         Mortal.calls += 1
         if Mortal.calls == 40 and os.environ.get("RANK") == os.environ.get("VICTIM", "nobody"):
+            pathlib.Path(os.environ["HARMED"]).touch()
             os.kill(os.getpid(), getattr(signal, os.environ["HARM"]))
         return x
 
@@ -440,9 +441,9 @@ def test_bad_input_of_a_job_is_said_once(tmp_path: Path) -> None:
     [("SIGKILL", "1"), *(pytest.param(*pair, marks=pytest.mark.slow) for pair in [("SIGKILL", "0"), ("SIGSTOP", "1")])],
 )
 def test_a_lost_rank_ends_the_command_within_a_minute(tmp_path: Path, harm: str, victim: str) -> None:
-    started = time.monotonic()
-    done = command(tmp_path, ranks=2, VICTIM=victim, HARM=harm)
-    seconds = time.monotonic() - started
+    harmed = tmp_path / "harmed"
+    done = command(tmp_path, ranks=2, VICTIM=victim, HARM=harm, HARMED=str(harmed))
+    seconds = time.time() - harmed.stat().st_mtime
     assert done.returncode == 1
     survivor = 1 - int(victim)
     (said,) = [line for line in done.stderr.splitlines() if line.startswith("spiritlevel: rank")]  # others say how far
@@ -451,7 +452,7 @@ def test_a_lost_rank_ends_the_command_within_a_minute(tmp_path: Path, harm: str,
     assert ("Set SPIRITLEVEL_PATIENCE" in said) == (harm == "SIGSTOP")
     assert "Traceback" not in done.stderr.split("ChildFailedError")[0].split("torch/distributed/elastic")[0]
     assert not (tmp_path / "report").exists()
-    assert seconds < (90 if harm == "SIGSTOP" else 60), "with the half minute that loading may take on a busy machine"
+    assert seconds < 60
 
 
 def test_group_without_a_process_group_is_refused() -> None:
