@@ -239,12 +239,16 @@ def judge(config: WeightDecay, rows: Sequence[Mapping[str, Any]]) -> Iterator[Ru
     facts: dict[str, Any] = {"accuracy": min(row["validation accuracy"] for row in solutions), "chance": 1 / classes}
     first, by_gamma = solutions[0], {row["γ"]: row for row in solutions if "γ" in row}
     said = f"Pixels: {form}. " if len(groups) > 1 else ""
-    said += f"Training accuracy {_percent(solutions, 'train accuracy', 1)} %."
+    accuracies = (_percent(solutions, f"{part} accuracy", 1) for part in ("train", "validation"))
+    said += "Accuracy in training {} %, in validation {} %.".format(*accuracies)
     for strength, gamma in strengths(config).items():
         row = by_gamma[gamma]
         numbers = {what: row[what] / first[what] for what in ("λ₁", "Tr(H²)/P")}
         numbers["gap"] = 100 * (row["gap"] - first["gap"])
-        yield TOGETHER[strength].judge(numbers, remark=f"γ = {gamma:g} against 0; gap in points. {said}", **facts)
+        remark = f"γ = {gamma:g} against 0; gap in points. {said}"
+        if row["validation accuracy"] < first["validation accuracy"]:
+            remark += " Validation accuracy falls: it generalises better by the gap alone."
+        yield TOGETHER[strength].judge(numbers, remark=remark, **facts)
     noise = chance_of_points([row["validation accuracy"] for row in solutions], config.validation)
     for statement, what in (
         (SHARPER, "λ₁"),
