@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from scipy.linalg import eigh
 from torch import Tensor
 
 from spiritlevel.estimators.operator import Product
@@ -209,8 +208,10 @@ class Krylov:
     def ritz(self) -> tuple[Array, Array]:
         """The Ritz values, ascending, and their coordinates in the basis, as columns."""
         if self._ritz is None:
-            self._ritz = eigh(self.projected[: self.width, : self.width], check_finite=False)
-            values = self._ritz[0]
+            # PyTorch's, not SciPy's, whose second thread spins: on a busy machine 60 rows take 40 ms there, not 0.2
+            found = torch.linalg.eigh(torch.from_numpy(self.projected[: self.width, : self.width]))
+            values, coordinates = found.eigenvalues.numpy(), found.eigenvectors.numpy()
+            self._ritz = values, coordinates
             self.norm = max(self.norm, -float(values[0]), float(values[-1]))
         return self._ritz
 
