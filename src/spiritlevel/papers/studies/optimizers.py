@@ -282,8 +282,14 @@ def _chosen_rate(config: Optimizers, run: Run, name: str) -> float:
         tried = replace(config, epochs=config.pilot_epochs, seed=PILOT_SEED)
         name = "Adam" if adam else SGD
 
+    def score(lr: float) -> float:
+        trial = job(tried, name, lr, gamma)
+        if tried is not config:  # nobody looks at its course: one evaluation, at the end
+            trial = replace(trial, evaluate=("validation",), evaluate_every=10**9)
+        return float(run.train(trial).history[-1]["validation_accuracy"])
+
     def scores() -> dict[str, float]:
-        return {f"{lr:g}": run.train(job(tried, name, lr, gamma)).history[-1]["validation_accuracy"] for lr in grid}
+        return {f"{lr:g}": score(lr) for lr in grid}
 
     found: dict[str, float] = run.once(f"grid-{name}", scores)
     run.report(**{f"grid of {name}": found})
