@@ -206,18 +206,21 @@ def test_the_recipes_of_paper_c() -> None:
     assert adam.rate(299, 300) == pytest.approx(2.5e-4)
 
 
+@pytest.mark.parametrize("name", ["weight-decay", "optimizers", "batch-size"])
 def test_what_was_measured_of_a_network_needs_the_network_no_more(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Pieces are kept in the repository, networks are not: a run resumes from the pieces alone."""
-    config = weight_decay.STUDY.at("smoke")
-    first = execute(weight_decay.STUDY, config, tmp_path / "out", cache=tmp_path / "networks")
-    folder = weight_decay.STUDY.folder(config, tmp_path / "out")
+    study = find(name)
+    config = study.at("smoke")
+    first = execute(study, config, tmp_path / "out", cache=tmp_path / "networks")
+    folder = study.folder(config, tmp_path / "out")
     for path in folder.iterdir():
         if path.name != "pieces" and path.is_file():
             path.unlink()
+    assert all(path.name.startswith(("solution-", "grid-")) for path in (folder / "pieces").iterdir()), ".gitignore"
     monkeypatch.setattr(Run, "train", lambda run, job: pytest.fail("trained again"))
-    again = execute(weight_decay.STUDY, config, tmp_path / "out", cache=tmp_path / "gone")
+    again = execute(study, config, tmp_path / "out", cache=tmp_path / "gone")
     assert again["rulings"] == first["rulings"]
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,9 @@ PAPER = {  # column: batch 256, batch 4096
     "test_accuracy": (0.9834, 0.9794),
     "trace": (1.01, 6.62),
 }
+
+
+ENDS = ("small", "large")  # the two solutions of the paper
 
 
 def _table(column: str, text: str, reproduced: str, fails: str, within: Range) -> Statement:
@@ -245,77 +249,82 @@ def barriers(one: nn.Module, other: nn.Module, train: Pair, chosen: Any) -> dict
 
 
 def run(config: BatchSize, run: Run) -> None:
-    """Train both, measure, give the large batch more time in two ways, and walk from one solution to the other."""
+    """Train both, measure, give the large batch more time in two ways, and walk from one solution to the other.
+
+    What is kept of a network needs that network no more: each is trained when it is first asked for.
+    """
     import torch
 
-    small, large = run.train(job(config, config.small)), run.train(job(config, config.large))
-    generator = torch.Generator().manual_seed(config.seed)
-    order = torch.randperm(len(small.train[1]), generator=generator)
+    from spiritlevel.papers.training import parts
+
+    data = parts(job(config, config.small))
+    order = torch.randperm(len(data.train[1]), generator=torch.Generator().manual_seed(config.seed))
     chosen = order[: config.points]
+
+    @functools.cache
+    def trained(key: str) -> Trained:
+        size, factor = (config.small if key == "small" else config.large), (_factor(config) if key == "faster" else 1.0)
+        return run.train(job(config, size, factor))
+
+    def way() -> dict[str, Any]:
+        return barriers(trained("small").model(), trained("large").model(), data.train, order[:10_000])
+
+    measured = partial(measure, train=data.train, test=data.test, chosen=chosen)
+    found = {key: run.once(f"solution-{key}", partial(solution, trained, key, measured, chosen)) for key in ENDS}
+    path = run.once("solution-path", way)
+    found["longer"] = run.once("solution-longer", partial(longer, config, run, trained, found, measured))
+    found["faster"] = run.once("solution-faster", partial(faster, trained, measured, chosen))
     names = {
         "small": f"batch {config.small:,}",
         "large": f"batch {config.large:,}",
         "longer": f"batch {config.large:,}, trained on",
         "faster": f"batch {config.large:,}, lr × {_factor(config):g}",
     }
-    found, runs = solutions(config, run, small, large, chosen)
-    times = [
-        {"run": names[key], **row}
-        for key, trained in runs.items()
-        for row in run.once(f"time-{key}", partial(over_time, trained, chosen))
-    ]
-    path = run.once("path", lambda: barriers(small.model(), large.model(), small.train, order[:10_000]))
-    keep(run, names, found, times, path)
-    run.report(classes=len(small.classes))
+    keep(run, names, found, path)
+    run.report(classes=len(data.classes))
 
 
-def solutions(
-    config: BatchSize, run: Run, small: Trained, large: Trained, chosen: Any
-) -> tuple[dict[str, dict[str, Any]], dict[str, Trained]]:
-    """What is measured on the four solutions, and the training runs whose course was kept."""
-    measured = partial(measure, train=small.train, test=small.test, chosen=chosen)
-    runs = {"small": small, "large": large}
-    found = {
-        key: run.once(key, lambda trained=trained: measured(trained.model(), steps=config.steps))  # type: ignore[misc]
-        for key, trained in runs.items()
-    }
-    goal = found["small"]["train_loss"]
-
-    def longer() -> dict[str, Any]:
-        if found["large"]["train_loss"] <= goal:
-            return found["large"]
-        model, steps = trained_on(config, run, large, goal)
-        return measured(model, steps=steps)
-
-    def higher() -> Trained:
-        return run.train(job(config, config.large, _factor(config)))
-
-    def faster() -> dict[str, Any]:
-        try:
-            return measured(higher().model(), steps=config.steps)
-        except InputError as error:
-            if "diverged" not in str(error):
-                raise
-            return {"diverged": str(error)}
-
-    found["longer"] = run.once("longer", longer)
-    found["faster"] = run.once("faster", faster)
-    if "diverged" not in found["faster"]:
-        runs["faster"] = higher()
-    return found, runs
+Network = Callable[[str], "Trained"]
+"""A training run of this study, by name."""
 
 
-def keep(
+def solution(trained: Network, key: str, measured: Callable[..., dict[str, Any]], chosen: Any) -> dict[str, Any]:
+    """What is measured at the end of a training run, and its course."""
+    ended = trained(key)
+    return {**measured(ended.model(), steps=ended.steps[-1]), "time": over_time(ended, chosen)}
+
+
+def longer(
+    config: BatchSize,
     run: Run,
-    names: Mapping[str, str],
-    found: Mapping[str, Mapping[str, Any]],
-    times: Sequence[Mapping[str, Any]],
-    path: Mapping[str, Any],
-) -> None:
+    trained: Network,
+    found: Mapping[str, dict[str, Any]],
+    measured: Callable[..., dict[str, Any]],
+) -> dict[str, Any]:
+    """The large batch at the training loss of the small one."""
+    goal, large = found["small"]["train_loss"], found["large"]
+    if large["train_loss"] <= goal:
+        return {name: value for name, value in large.items() if name != "time"}
+    model, steps = trained_on(config, run, trained("large"), goal)
+    return measured(model, steps=steps)
+
+
+def faster(trained: Network, measured: Callable[..., dict[str, Any]], chosen: Any) -> dict[str, Any]:
+    """The large batch with the higher learning rate, or how it diverged."""
+    try:
+        return solution(trained, "faster", measured, chosen)
+    except InputError as error:
+        if "diverged" not in str(error):
+            raise
+        return {"diverged": str(error)}
+
+
+def keep(run: Run, names: Mapping[str, str], found: Mapping[str, Mapping[str, Any]], path: Mapping[str, Any]) -> None:
     """The tables and charts of a run."""
     from spiritlevel import charts
 
-    lists = ("margins", "traces")
+    lists = ("margins", "traces", "time")
+    times = [{"run": names[key], **row} for key in names for row in found[key].get("time", ())]
     run.table("time", times)
     run.table(
         "table-1",
