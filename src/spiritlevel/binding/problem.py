@@ -277,24 +277,12 @@ class Problem:
                 result = functional_call(self.model, {**constants, **params}, args, kwargs)
                 self._keeps |= changed()
         except (Exception, SystemExit) as error:
-            if "mutate a captured Tensor" in (said := first_line(error)) and self._overwrites is False:
+            if "mutate a captured Tensor" in first_line(error) and self._overwrites is False:
                 self._overwrites = True  # in this batch, if not in the first one
                 return self._outputs(params, given)
-            if "doesn't have storage" in said:  # what torch says about a tensor inside its transformations
-                raise ReadsMemory(
-                    f"the model {type(self.model).__name__} reads the memory of a tensor in its forward (as .numpy() "
-                    "does), which has none while it is differentiated; write that part in operations of torch."
-                ) from error
-            guarded = said.startswith("Guard failed")  # what a program of torch.export says about other shapes
-            known = isinstance(error, InputError) or is_out_of_memory(error)
-            if known or not (guarded or (plain and self._has_data)):
+            if (told := self._told(error, inputs, plain)) is None:
                 raise
-            told = isinstance(error, RuntimeError | ValueError | TypeError | IndexError | AssertionError) and said
-            reason = told + place_of(error) if told else named_error(error)
-            raise _CannotRun(
-                f"the model {type(self.model).__name__} fails on inputs of shape {_shapes(inputs)}: {reason}"
-                f"{self._remark(error, inputs)}{_lacks(self.model, inputs)}."
-            ) from error
+            raise told from error
         if plain:
             copies = _leaves(inputs)
             if self._overwrites is not False:
@@ -310,13 +298,7 @@ class Problem:
         result = self.form.outputs(result, self._part)
         if isinstance(inputs, Rows):
             result = result[inputs.rows]
-        if result.layout is not torch.strided or not (result.is_floating_point() or result.is_complex()):
-            sparse = result.layout is not torch.strided
-            what = "sparse outputs" if sparse else f"outputs of {str(result.dtype).removeprefix('torch.')}"
-            way = "return .to_dense() of them" if sparse else "return the logits, before they are rounded or counted"
-            raise InputError(
-                f"the model {type(self.model).__name__} returns {what}, which cannot be differentiated; {way}."
-            )
+        self._check_differentiable(result)
         if detached and result.requires_grad:
             raise InputError(
                 f"the model {type(self.model).__name__} reads parameters that it does not hold under their "
@@ -325,6 +307,35 @@ class Problem:
             )
         self._reads_by_name |= detached
         return result
+
+    def _told(self, error: BaseException, inputs: Any, plain: bool) -> InputError | None:
+        """A failure of the model's forward pass in a sentence; None where its own error says more."""
+        said = first_line(error)
+        if "doesn't have storage" in said:  # what torch says about a tensor inside its transformations
+            return ReadsMemory(
+                f"the model {type(self.model).__name__} reads the memory of a tensor in its forward (as .numpy() "
+                "does), which has none while it is differentiated; write that part in operations of torch."
+            )
+        guarded = said.startswith("Guard failed")  # what a program of torch.export says about other shapes
+        known = isinstance(error, InputError) or is_out_of_memory(error)
+        if known or not (guarded or (plain and self._has_data)):
+            return None
+        told = isinstance(error, RuntimeError | ValueError | TypeError | IndexError | AssertionError) and said
+        reason = told + place_of(error) if told else named_error(error)
+        return _CannotRun(
+            f"the model {type(self.model).__name__} fails on inputs of shape {_shapes(inputs)}: {reason}"
+            f"{self._remark(error, inputs)}{_lacks(self.model, inputs)}."
+        )
+
+    def _check_differentiable(self, outputs: Tensor) -> None:
+        sparse = outputs.layout is not torch.strided
+        if not sparse and (outputs.is_floating_point() or outputs.is_complex()):
+            return
+        what = "sparse outputs" if sparse else f"outputs of {str(outputs.dtype).removeprefix('torch.')}"
+        way = "return .to_dense() of them" if sparse else "return the logits, before they are rounded or counted"
+        raise InputError(
+            f"the model {type(self.model).__name__} returns {what}, which cannot be differentiated; {way}."
+        )
 
     def _only_part(self, result: Any, params: Params, inputs: Any) -> Any:
         """The key or number of the only part of a model's result with a row per sample; None if there is no doubt.

@@ -139,47 +139,11 @@ def traces_in(
     passes = None if passes is None else whole_number(passes, "passes", 0)
     probes = None if probes is None else whole_number(probes, "probes", 2)  # one probe has no error
     _check_arguments(method, passes, probes, rel_err)
-    problem, ranks, whole = context.problem, context.ranks, context.whole
+    problem, ranks = context.problem, context.ranks
     with problem.active():
         with ranks.together():
-            batches = context.batches.cut(context.batch_size)
-            why = context.find_head()
-            inputs, targets = problem.place(*batches.first(3))
-            with torch.no_grad():
-                outputs = problem.head_or_outputs(problem.params, inputs)
-            problem.checked(outputs, inputs, targets)
-            outputs = outputs if isinstance(outputs, Tensor) else outputs.stand_in()
-            if problem.form.batches == "fixed" and context.coupling == "loss":
-                raise InputError(
-                    "the loss of a sample depends on the other samples of its batch, so a sample has no trace of its "
-                    "own; the trace of the mean over the fixed batches is sl.trace(..., batches='fixed')."
-                )
-            if not context.coupling:
-                inputs = _few_of(problem, batches)
-            structure = context.once("structure", lambda: _structure(context, inputs))
-            smooth = not structure.exact  # otherwise gradients are all that is needed
-            kinks = check_derivatives(problem, *context.first(64), twice=smooth, forward=smooth)
-            plan = choose(problem, structure, inputs, outputs, targets, method, passes)
-            if kinks:
-                plan.notes += (
-                    f"{kinks:.0%} of the samples looked at sit exactly on a kink of a ReLU (a pre-activation of 0): "
-                    "they have no Hessian there, and the values are those of one side",
-                )
-            plan.notes += (why,) if why else ()
-            if problem.rounding:
-                plan.notes += (
-                    f"the model rounds its values on the way, to about {problem.rounding:.1g} of their size",
-                )
-            if not context.coupling and plan.norms is None:  # norms check that themselves
-                check_independence(problem, inputs)
-            budget = context.budget()
-            if plan.norms is not None:
-                plan.norms.kernels.restrict(budget)
-            cores = cores_for(problem, structure, plan, outputs, context.batch_size, budget)
-            if context.batch_size is None and not whole:
-                most = batch_size_for(problem, structure, plan, outputs, budget, cores)
-                batches.size = even_size(most, batches.samples, cores * ranks.count) if batches.samples else most
-        if batches.size is not None and not whole:
+            plan, batches, cores = _prepared(context, method, passes)
+        if batches.size is not None and not context.whole:
             batches.size = ranks.least(batches.size)
         collect = Collector(context, batches, per_layer, cores)
         try:
@@ -195,6 +159,47 @@ def traces_in(
         if method == "pyhessian":
             return collect.pyhessian()
         return collect.probed(plan, probes, rel_err)
+
+
+def _prepared(context: Context, method: str, passes: int | None) -> tuple[Plan, Batches, int]:
+    """How the traces are found, in which batches and on how many cores, after a look at a few samples."""
+    problem, ranks = context.problem, context.ranks
+    batches = context.batches.cut(context.batch_size)
+    why = context.find_head()
+    inputs, targets = problem.place(*batches.first(3))
+    with torch.no_grad():
+        outputs = problem.head_or_outputs(problem.params, inputs)
+    problem.checked(outputs, inputs, targets)
+    outputs = outputs if isinstance(outputs, Tensor) else outputs.stand_in()
+    if problem.form.batches == "fixed" and context.coupling == "loss":
+        raise InputError(
+            "the loss of a sample depends on the other samples of its batch, so a sample has no trace of its "
+            "own; the trace of the mean over the fixed batches is sl.trace(..., batches='fixed')."
+        )
+    if not context.coupling:
+        inputs = _few_of(problem, batches)
+    structure = context.once("structure", lambda: _structure(context, inputs))
+    smooth = not structure.exact  # otherwise gradients are all that is needed
+    kinks = check_derivatives(problem, *context.first(64), twice=smooth, forward=smooth)
+    plan = choose(problem, structure, inputs, outputs, targets, method, passes)
+    if kinks:
+        plan.notes += (
+            f"{kinks:.0%} of the samples looked at sit exactly on a kink of a ReLU (a pre-activation of 0): "
+            "they have no Hessian there, and the values are those of one side",
+        )
+    plan.notes += (why,) if why else ()
+    if problem.rounding:
+        plan.notes += (f"the model rounds its values on the way, to about {problem.rounding:.1g} of their size",)
+    if not context.coupling and plan.norms is None:  # norms check that themselves
+        check_independence(problem, inputs)
+    budget = context.budget()
+    if plan.norms is not None:
+        plan.norms.kernels.restrict(budget)
+    cores = cores_for(problem, structure, plan, outputs, context.batch_size, budget)
+    if context.batch_size is None and not context.whole:
+        most = batch_size_for(problem, structure, plan, outputs, budget, cores)
+        batches.size = even_size(most, batches.samples, cores * ranks.count) if batches.samples else most
+    return plan, batches, cores
 
 
 def _structure(context: Context, few: Any) -> Structure:
