@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from spiritlevel.binding import losses
 from spiritlevel.binding.batches import resized
 from spiritlevel.binding.devices import has_double
+from spiritlevel.binding.failures import check_differentiable, explained
 from spiritlevel.binding.graphs import Rows
 from spiritlevel.binding.last_layer import FEW_POSITIONS, Removing
 from spiritlevel.binding.losses import Head
@@ -39,18 +40,11 @@ from spiritlevel.binding.state import (
     twice_differentiable,
     without_autocast,
 )
-from spiritlevel.errors import InputError, first_line, is_out_of_memory, named_error, place_of, unknown_name
+from spiritlevel.binding.values import leaves_of, tensors_of
+from spiritlevel.errors import InputError, first_line, unknown_name
 
 BATCH_NORM_MODES = ("eval", "batch")
 FEW_OUTPUTS = 64  # of large outputs, for a quick look
-
-
-class _CannotRun(InputError, RuntimeError):
-    """The model raised an error: in its first pass, usually about the shape of its inputs, or while differentiated."""
-
-
-class ReadsMemory(_CannotRun):
-    """The model reads the memory of a tensor, which has none inside the transformations of `torch.func`."""
 
 
 class Problem:
@@ -266,7 +260,7 @@ class Problem:
         keeps: Any = contextlib.nullcontext(lambda: False)
         if before is not None or self._keeps:
             keeps = preserved_module(self.model)
-        moving = [*params.values(), *_tensors(inputs)]
+        moving = [*params.values(), *tensors_of(inputs)]
         detached = not self._reads_by_name and not torch.is_grad_enabled() and plain
         detached = detached and not any(tensor.requires_grad for tensor in moving)
         args, kwargs = self._arguments(inputs)
@@ -280,11 +274,13 @@ class Problem:
             if "mutate a captured Tensor" in first_line(error) and self._overwrites is False:
                 self._overwrites = True  # in this batch, if not in the first one
                 return self._outputs(params, given)
-            if (told := self._told(error, inputs, plain)) is None:
+            first = plain and self._has_data
+            told = explained(self.model, error, inputs, form=self.form, half=self._half, first=first)
+            if told is None:
                 raise
             raise told from error
         if plain:
-            copies = _leaves(inputs)
+            copies = leaves_of(inputs)
             if self._overwrites is not False:
                 copies += [constants[name] for name in self._buffers & constants.keys()]
             overwrites = any(leaf._version for leaf in copies if isinstance(leaf, Tensor))
@@ -298,7 +294,7 @@ class Problem:
         result = self.form.outputs(result, self._part)
         if isinstance(inputs, Rows):
             result = result[inputs.rows]
-        self._check_differentiable(result)
+        check_differentiable(self.model, result)
         if detached and result.requires_grad:
             raise InputError(
                 f"the model {type(self.model).__name__} reads parameters that it does not hold under their "
@@ -308,42 +304,13 @@ class Problem:
         self._reads_by_name |= detached
         return result
 
-    def _told(self, error: BaseException, inputs: Any, plain: bool) -> InputError | None:
-        """A failure of the model's forward pass in a sentence; None where its own error says more."""
-        said = first_line(error)
-        if "doesn't have storage" in said:  # what torch says about a tensor inside its transformations
-            return ReadsMemory(
-                f"the model {type(self.model).__name__} reads the memory of a tensor in its forward (as .numpy() "
-                "does), which has none while it is differentiated; write that part in operations of torch."
-            )
-        guarded = said.startswith("Guard failed")  # what a program of torch.export says about other shapes
-        known = isinstance(error, InputError) or is_out_of_memory(error)
-        if known or not (guarded or (plain and self._has_data)):
-            return None
-        told = isinstance(error, RuntimeError | ValueError | TypeError | IndexError | AssertionError) and said
-        reason = told + place_of(error) if told else named_error(error)
-        return _CannotRun(
-            f"the model {type(self.model).__name__} fails on inputs of shape {_shapes(inputs)}: {reason}"
-            f"{self._remark(error, inputs)}{_lacks(self.model, inputs)}."
-        )
-
-    def _check_differentiable(self, outputs: Tensor) -> None:
-        sparse = outputs.layout is not torch.strided
-        if not sparse and (outputs.is_floating_point() or outputs.is_complex()):
-            return
-        what = "sparse outputs" if sparse else f"outputs of {str(outputs.dtype).removeprefix('torch.')}"
-        way = "return .to_dense() of them" if sparse else "return the logits, before they are rounded or counted"
-        raise InputError(
-            f"the model {type(self.model).__name__} returns {what}, which cannot be differentiated; {way}."
-        )
-
     def _only_part(self, result: Any, params: Params, inputs: Any) -> Any:
         """The key or number of the only part of a model's result with a row per sample; None if there is no doubt.
 
         Other parts may have as many rows by chance (as many layers as samples, say): the model is run again with one
         more sample.
         """
-        leaves = [leaf for leaf in _tensors(inputs) if leaf.ndim]
+        leaves = [leaf for leaf in tensors_of(inputs) if leaf.ndim]
         if not leaves or not (found := self.form.candidates(result, len(leaves[0]))):
             return None
         if len(found) > 1:
@@ -361,20 +328,6 @@ class Problem:
         if isinstance(inputs, Mapping) and not self.form.takes.takes_one_dict(inputs):
             return (), dict(inputs)
         return tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,), {}
-
-    def _remark(self, error: BaseException, inputs: Any) -> str:
-        """What may be behind an error of the model, in brackets."""
-        reason = first_line(error)
-        if reason.startswith("Guard failed"):
-            return " (it was exported for inputs of one shape; export it with dynamic_shapes= for batches of any size)"
-        if self._half and "dtype" in reason:
-            return (
-                " (models in half precision are measured as a float32 copy, but this one converts its values to "
-                "another type inside; convert them to the type of its weights, x.to(self.weight.dtype))"
-            )
-        given = self.form.takes.remark(inputs)
-        whole = not given and "dtype" in reason and not any(leaf.is_floating_point() for leaf in _tensors(inputs))
-        return " (its inputs are whole numbers, which are passed as they are: x.float() converts them)" * whole + given
 
     def _check_own_parameters(self) -> None:
         """Raise `InputError` if a forward pass has changed the point at which the model is measured."""
@@ -466,14 +419,6 @@ def _check_shift(model: nn.Module, loss: str, inputs: Any, targets: Tensor) -> N
         )
 
 
-def _lacks(model: nn.Module, inputs: Any) -> str:
-    """What a transformers encoder-decoder lacks once its labels are targets: it makes this from them."""
-    wanted = "decoder_input_ids"
-    if not (isinstance(inputs, Mapping) and hasattr(model, f"prepare_{wanted}_from_labels")) or wanted in inputs:
-        return ""
-    return f"; a batch needs {wanted}, which DataCollatorForSeq2Seq(tokenizer, model=model) makes from the labels"
-
-
 _HELD = ("_parameters", "_buffers", "_modules")  # what a module holds under names, beside its plain attributes
 
 
@@ -491,22 +436,6 @@ def _same_code(first: nn.Module, second: nn.Module) -> bool:
         except (RuntimeError, ValueError, TypeError):  # tensors among the attributes, which cannot be compared at once
             return False
     return True
-
-
-def _leaves(inputs: Any) -> list[Any]:
-    """What inputs consist of; for one tensor without the cost of looking for others, which is that of a small layer."""
-    return [inputs] if isinstance(inputs, Tensor) else tree_leaves(inputs)
-
-
-def _tensors(inputs: Any) -> list[Tensor]:
-    return [leaf for leaf in _leaves(inputs) if isinstance(leaf, Tensor)]
-
-
-def _shapes(inputs: Any) -> str:
-    """The shapes of inputs, with their names where they have some."""
-    if isinstance(inputs, Mapping):
-        return ", ".join(f"{key}={_shapes(value)}" for key, value in inputs.items() if _tensors(value)) or "none"
-    return ", ".join(str(tuple(leaf.shape)) for leaf in _tensors(inputs)) or "none"
 
 
 def copies_of(inputs: Any) -> Any:

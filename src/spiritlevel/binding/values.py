@@ -150,3 +150,13 @@ def _an(name: str) -> str:
 
 def _kind(item: Any) -> str:
     return f"tensor {tuple(item.shape)}" if isinstance(item, Tensor) else type(item).__name__
+
+
+def leaves_of(inputs: Any) -> list[Any]:
+    """What inputs consist of; for one tensor without the cost of looking for others, which is that of a small layer."""
+    return [inputs] if isinstance(inputs, Tensor) else tree_leaves(inputs)
+
+
+def tensors_of(inputs: Any) -> list[Tensor]:
+    """The tensors that inputs consist of."""
+    return [leaf for leaf in leaves_of(inputs) if isinstance(leaf, Tensor)]

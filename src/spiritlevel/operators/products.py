@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 from torch.func import grad, jvp, vjp
 
+from spiritlevel.binding.failures import ReadsMemory
 from spiritlevel.binding.losses import CallableLoss, Loss
 from spiritlevel.binding.parameters import Params, along, as_leaves, depth
-from spiritlevel.binding.problem import Problem, ReadsMemory
+from spiritlevel.binding.problem import Problem
 from spiritlevel.errors import InputError, first_line
 from spiritlevel.operators import headed
 from spiritlevel.operators.headed import or_whole
