@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is imported: waiting threads do not spin
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # read when NumPy is imported: its second thread would
 
 import numpy as np
 import pytest

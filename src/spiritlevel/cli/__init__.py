@@ -149,6 +149,7 @@ def main(args: Sequence[str] | None = None) -> int:
     """
     # Threads that wait for each other must not spin: on a busy machine that made the demo thirteen times slower.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is imported
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # likewise by NumPy and SciPy, whose second thread would spin
     with forgiving(), Signals() as signals:
         try:
             command = _parse(list(sys.argv[1:] if args is None else args))
