@@ -241,6 +241,16 @@ def test_any_name_can_be_drawn(name: str) -> None:
         assert charts.svg(chart).startswith("<svg")
 
 
+def test_factors_are_drawn_as_factors() -> None:
+    """A reader wants × 5, not the logarithm 0.7; what did not change stands on the line at × 1."""
+    columns = {"what": ["a", "b"], "ratio": [1.2, 38.0], "low": [1.1, 30.0], "high": [1.3, 45.0]}
+    drawn = charts.svg(charts.intervals(columns, "what", "ratio", "low", "high", ratios=True))
+    assert all(f">× {factor}<" in drawn for factor in (1, 2, 5, 10, 20))
+    assert ">× 0" not in drawn
+    empty = dict.fromkeys(columns, list[float]())
+    assert charts.svg(charts.intervals(empty, "what", "ratio", "low", "high", ratios=True)).startswith("<svg")
+
+
 def test_names_stay_readable() -> None:
     drawn = charts.svg(charts.lines({"x": [1.0, 2.0], "C:\\users\\net.py": [1.0, 2.0]}, "x", "C:\\users\\net.py"))
     assert ">C:∖users∖net.py<" in drawn

@@ -8,7 +8,6 @@ which order, is written here by hand.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -136,7 +135,7 @@ def judged(summaries: Sequence[Mapping[str, Any]]) -> dict[str, list[dict[str, A
 
 def picture(rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
     """Ratios as the papers print them and as they came out here, with intervals over seeds where there are three."""
-    columns: dict[str, list[Any]] = {name: [] for name in ("what", "log₁₀ of the ratio", "low", "high", "from")}
+    columns: dict[str, list[Any]] = {name: [] for name in ("what", "ratio", "low", "high", "from")}
     for side in sides():
         row = best(rows[side.finding.study], side.finding)
         ours = row["parts"][""] if row else None
@@ -145,11 +144,10 @@ def picture(rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
             ("here", (ours["mean"], ours["low"] or ours["mean"], ours["high"] or ours["mean"]) if ours else (None,)),
         ):
             if values[0] is not None:
-                logs = [math.log10(value) for value in values]
                 decided = label if label == "the paper" or row["seeds"] >= 3 else "here, a pilot of fewer than 3 seeds"
-                for column, value in zip(columns.values(), [side.name, *logs, decided], strict=True):
+                for column, value in zip(columns.values(), [side.name, *values, decided], strict=True):
                     column.append(value)
-    chart = charts.intervals(columns, *list(columns)[:4], colour="from", title="Sharper by how much?")
+    chart = charts.intervals(columns, *list(columns)[:4], colour="from", ratios=True, title="Sharper by how much?")
     return charts.svg_file(chart)
 
 

@@ -279,21 +279,29 @@ def intervals(
     *,
     colour: str | None = None,
     order: Sequence[str] | None = None,
+    ratios: bool = False,
     title: str = "",
 ) -> Chart:
     """A point with its interval from `low` to `high` for every row, in the order of the rows, and a line at 0.
 
-    `order` has the groups of the column `colour` in the order of the palette.
+    `order` has the groups of the column `colour` in the order of the palette. `ratios` says that the values are
+    factors: the axis is logarithmic, and the line is at 1.
     """
     rows = table_of(data, name=name, value=value, low=low, high=high, series=colour)
     names = [row["name"] for row in rows]  # in their order even where an interval is missing
     across = alt.X("value:Q", title=value, axis=NUMBERS)
+    if ratios:
+        ends = [row[key] for row in rows for key in ("value", "low", "high") if row[key]]
+        low_end, high_end = math.floor(math.log10(min(ends, default=1))), math.ceil(math.log10(max(ends, default=1)))
+        marks = [digit * 10.0**power for power in range(low_end, high_end + 1) for digit in (1, 2, 5)]
+        axis = alt.Axis(values=marks, labelExpr="'× ' + format(datum.value, '~g')")
+        across = alt.X("value:Q", title=value, scale=alt.Scale(type="log", nice=False, padding=12), axis=axis)
     base = chart_of(rows).encode(
         y=alt.Y("name:N", title=None, sort=names, axis=alt.Axis(labelLimit=240, labelOverlap=False, grid=True)),
         tooltip=tooltip_of(data, name=name, value=value, low=low, high=high, series=colour),
         **colour_of(colour, data, order=order),
     )
-    zero = chart_of([{"value": 0}]).mark_rule(strokeDash=[4, 3]).encode(x=across)
+    same = chart_of([{"value": 1 if ratios else 0}]).mark_rule(strokeDash=[4, 3]).encode(x=across)
     whisker = base.mark_rule(strokeWidth=2, opacity=0.55).encode(x=alt.X("low:Q", title=value), x2="high:Q")
     point = base.mark_circle(size=60, opacity=1).encode(x=across)
-    return with_title(alt.layer(zero, whisker, point).properties(width=460, height=18 * len(rows)), title)
+    return with_title(alt.layer(same, whisker, point).properties(width=460, height=18 * len(rows)), title)
