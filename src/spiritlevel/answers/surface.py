@@ -30,7 +30,7 @@ from spiritlevel.binding.reading import Reading
 from spiritlevel.binding.rewrites import by_channel, normalised
 from spiritlevel.errors import InputError
 from spiritlevel.estimators import Operator
-from spiritlevel.operators.averaging import activation_bytes
+from spiritlevel.operators.footprint import activation_bytes
 from spiritlevel.operators.products import hessian_product, loss_gradient
 from spiritlevel.results import Landscape
 from spiritlevel.samples.margins import share_right

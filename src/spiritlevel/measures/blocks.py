@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from spiritlevel.binding.parameters import Params
 from spiritlevel.binding.problem import Problem
 from spiritlevel.errors import InputError
-from spiritlevel.operators.averaging import activation_bytes
+from spiritlevel.operators.footprint import activation_bytes
 from spiritlevel.watching.layers import matrices, recorded
 from spiritlevel.watching.recording import GradientNorms
 

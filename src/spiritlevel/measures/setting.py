@@ -26,7 +26,7 @@ from spiritlevel.errors import InputError
 from spiritlevel.estimators import Operator, operator_trace
 from spiritlevel.measures.blocks import Block, gauss_newton_blocks
 from spiritlevel.measures.ends import Ends, in_layer_norms, probe_count
-from spiritlevel.operators.averaging import activation_bytes
+from spiritlevel.operators.footprint import activation_bytes
 from spiritlevel.operators.matrices import gauss_newton_in, hessian_in
 from spiritlevel.results import Estimate, Margins, SampleTraces
 from spiritlevel.samples.margins import margins_in, share_right

@@ -12,7 +12,6 @@ import itertools
 import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from statistics import median
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -20,19 +19,20 @@ from torch import Tensor
 from torch.func import vmap
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from spiritlevel.binding.batches import Batches, Fingerprint, is_pair_of_tensors, resized, sliced
+from spiritlevel.binding.batches import Batches, Fingerprint, is_pair_of_tensors, sliced
 from spiritlevel.binding.context import Context
 from spiritlevel.binding.cores import at_a_time, batches_that_fit, even_size, side_by_side
 from spiritlevel.binding.coupling import check_independence
 from spiritlevel.binding.losses import Head
-from spiritlevel.binding.modules import bytes_of, memory_of
-from spiritlevel.binding.parameters import as_leaves, nearby
+from spiritlevel.binding.modules import memory_of
+from spiritlevel.binding.parameters import nearby
 from spiritlevel.errors import InputError
 from spiritlevel.estimators import Operator
+from spiritlevel.operators.footprint import activation_bytes
 from spiritlevel.operators.products import Product, hessian_product
 from spiritlevel.operators.replay import Flat, Tape, Trace, Traced, checked_trace, try_to_trace
+from spiritlevel.operators.symmetry import check_symmetry, random_pair, turned
 from spiritlevel.watching.derivatives import check_derivatives
-from spiritlevel.watching.watchers import DispatchWatch, tensors_in
 
 _OfVector = Callable[..., Sequence[Tensor]]
 """A vector in the parameters' shapes → a matrix times it, likewise."""
@@ -53,8 +53,6 @@ _MOST_VECTORS = 128  # multiplied at once
 _MOST_SHAPES = 16  # of batches that are traced
 _FEW = 16  # samples on which a trace is tried,
 _SMALL = 2**22  # unless the batch takes no more than so many bytes: then it is tried on all of them
-_PIECE = 2**16  # numbers of a vector that are converted at once
-_ROUNDING = 10  # times the change between parameters that are the same but for rounding
 _TENSOR = object()  # marks the place of a tensor among a batch's leaves
 
 
@@ -341,7 +339,7 @@ class MeanMatrix:
         these = targets[:few]
         counted = self.problem.at_few_positions(these)
         flat, fixed, _ = self._flat(sliced(inputs, 0, few), counted)
-        pair = self._random_pair()
+        pair = random_pair(self.problem)
         leaves = tree_leaves((inputs, targets))
         plain = all(isinstance(leaf, Tensor | bool | int | float | str | None) for leaf in leaves)
         traced = None
@@ -357,7 +355,7 @@ class MeanMatrix:
             known.extend(traced.product or ())
             # along a vector that was not asked for, and perhaps of other targets
             traced = traced._replace(product=None, constants=traced.constants if counted is these else None)
-        _turn(pair)
+        turned(pair)
         with self.problem.active() if traced is None else torch.no_grad():
             products = self._each(function, pair, known, together=together)
         del function
@@ -366,7 +364,7 @@ class MeanMatrix:
             for params in nearby(self.problem.params):
                 yield _rows(self._differentiate(flat, fixed, pair, list(params.values())))
 
-        self._check_symmetry(pair, products, elsewhere)
+        check_symmetry(pair, products, elsewhere, rounding=self.problem.rounding)
         return traced
 
     def _each(self, function: _OfVector, rows: Tensor, known: list[Tensor], *, together: bool = True) -> Tensor:
@@ -394,30 +392,6 @@ class MeanMatrix:
         parts = row.split([tensor.numel() for tensor in self.params])
         return [part.reshape(tensor.shape) for part, tensor in zip(parts, self.params, strict=True)]
 
-    def _check_symmetry(self, pair: Tensor, products: Tensor, elsewhere: Callable[[], Iterator[Tensor]]) -> None:
-        """Refuse a product that is not symmetric: uᵀHv = vᵀHu for two random vectors, whose size is about ‖Hv‖.
-
-        Where terms cancel, Hv is nothing but their rounding, and so is its asymmetry: products at parameters that are
-        the same but for rounding, `elsewhere`, then differ as much.
-        """
-        largest = float(torch.linalg.vector_norm(products, ord=math.inf))
-        if largest < 1e8 * torch.finfo(self.problem.dtype).tiny:  # so small that rounding is no longer relative
-            return
-        # all divided by it, as their squares may be too small for a number
-        difference = abs(_dot(products[0], pair[1], largest) - _dot(products[1], pair[0], largest))
-        size = math.sqrt(max(_dot(product, product, largest, largest) for product in products))
-        tolerance = 1e-2 if self.problem.dtype == torch.float32 else 1e-6
-        if difference <= max(tolerance, _ROUNDING * self.problem.rounding) * size:
-            return
-        changes = [
-            math.sqrt(max(_dot(row, row, largest, largest) for row in other.sub_(products))) for other in elsewhere()
-        ]
-        if difference > _ROUNDING * median(changes):
-            raise InputError(
-                "the second derivatives of this model are not symmetric, so no curvature of it can be trusted: a part "
-                "of its forward runs under torch.no_grad() or on .data, or an operation has a wrong double backward."
-            )
-
     def _differentiate(
         self, flat: Flat, fixed: list[Tensor], vectors: Tensor, params: list[Tensor] | None = None
     ) -> Sequence[Tensor]:
@@ -431,20 +405,13 @@ class MeanMatrix:
         if len(rows) > 1 and self.chunk > 1:
             with self.deciding:
                 if self.vectorised is None:
-                    self._each(function, _turn(self._random_pair()), [])
+                    self._each(function, turned(random_pair(self.problem)), [])
             if self.vectorised:
                 try:
                     return self._in_chunks(function, rows, self.chunk)
                 except Exception:  # as above, of other shapes
                     self.vectorised = False
         return self._in_chunks(function, rows, 1)
-
-    def _random_pair(self) -> Tensor:
-        """Room for two vectors, of which the first is random."""
-        generator, problem = torch.Generator().manual_seed(1), self.problem
-        pair = torch.empty(2, problem.size, dtype=problem.dtype, device=problem.device)
-        pair[0] = torch.randn(problem.size, generator=generator, dtype=problem.dtype)
-        return pair
 
     def _in_chunks(self, function: _OfVector, rows: Tensor, chunk: int) -> Sequence[Tensor]:
         sizes = [tensor.numel() for tensor in self.params]
@@ -459,20 +426,6 @@ class MeanMatrix:
         return [torch.cat(parts) if len(parts) > 1 else parts[0] for parts in zip(*results, strict=True)]
 
 
-def _turn(pair: Tensor) -> Tensor:
-    """Write the first vector backwards into the second: another one that does not have to be drawn."""
-    for start in range(0, pair.shape[1], _PIECE):
-        piece = pair[0, start : start + _PIECE]
-        pair[1, pair.shape[1] - start - len(piece) : pair.shape[1] - start] = piece.flip(0)
-    return pair
-
-
-def _dot(a: Tensor, b: Tensor, scale: float, other: float = 1.0) -> float:
-    """(a/scale)ᵀ(b/other), a piece at a time and these summed in float64: a copy of a large vector would not fit."""
-    pieces = zip(a.split(_PIECE), b.split(_PIECE), strict=True)
-    return math.fsum(float((x / scale) @ (y / other)) for x, y in pieces)
-
-
 def _rows(parts: Sequence[Tensor]) -> Tensor:
     """Some vectors in the parameters' shapes as the rows of one matrix."""
     return torch.cat([part.reshape(len(part), -1) for part in parts], dim=1)
@@ -481,49 +434,3 @@ def _rows(parts: Sequence[Tensor]) -> Tensor:
 def _held(batches: Batches) -> list[Tensor]:
     """The tensors of data that lie in memory as one pair, the targets last."""
     return tree_leaves(batches.data) if is_pair_of_tensors(batches.data) else []
-
-
-def activation_bytes(context: Context) -> tuple[int, int]:
-    """Bytes per sample that a forward pass saves for its derivative, all and the largest, from at most 16 samples."""
-    return context.once("activation bytes", lambda: _activation_bytes(context))
-
-
-def _activation_bytes(context: Context) -> tuple[int, int]:
-    inputs, targets = context.first(16)
-    if targets.ndim > 1:  # sequences and images, of which one says it
-        inputs, targets = resized(inputs, 1), targets[:1]
-    problem, targets = context.problem.thinned(targets)
-    params = as_leaves(problem.params)
-    own = {memory_of(tensor) for tensor in [*params.values(), *problem.constants.values()]}
-    saved: dict[int, int] = {}
-
-    def note(tensor: Tensor) -> Tensor:
-        pointer = memory_of(tensor)
-        if pointer not in own:
-            saved[pointer] = max(saved.get(pointer, 0), bytes_of(tensor))
-        return tensor.detach()  # the tensor itself, kept by the operation that made it, would never be freed
-
-    with problem.active():
-        try:
-            with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-                outputs = problem.outputs(params, inputs)
-        except (InputError, RuntimeError):  # a model that differentiates by itself, for one, allows no hooks
-            with _Sizes(saved):
-                outputs = problem.outputs(params, inputs)
-    problem.checked(outputs, inputs, targets)
-    sizes = [*saved.values(), outputs.nbytes]
-    return max(1, sum(sizes) // len(targets)), max(1, max(sizes) // len(targets))
-
-
-class _Sizes(DispatchWatch):
-    """Counts the bytes of all that operations return, instead of what they save."""
-
-    def __init__(self, sizes: dict[int, int]) -> None:
-        super().__init__()
-        self.sizes = sizes
-
-    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        result = func(*args, **kwargs)
-        if not func.is_view:
-            self.sizes[-len(self.sizes) - 1] = sum(bytes_of(tensor) for tensor in tensors_in(result))
-        return result

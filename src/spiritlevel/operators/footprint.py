@@ -1,0 +1,61 @@
+"""What a forward pass keeps for its derivatives: the bytes by which batches are cut."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from spiritlevel.binding.batches import resized
+from spiritlevel.binding.context import Context
+from spiritlevel.binding.modules import bytes_of, memory_of
+from spiritlevel.binding.parameters import as_leaves
+from spiritlevel.errors import InputError
+from spiritlevel.watching.watchers import DispatchWatch, tensors_in
+
+
+def activation_bytes(context: Context) -> tuple[int, int]:
+    """Bytes per sample that a forward pass saves for its derivative, all and the largest, from at most 16 samples."""
+    return context.once("activation bytes", lambda: _activation_bytes(context))
+
+
+def _activation_bytes(context: Context) -> tuple[int, int]:
+    inputs, targets = context.first(16)
+    if targets.ndim > 1:  # sequences and images, of which one says it
+        inputs, targets = resized(inputs, 1), targets[:1]
+    problem, targets = context.problem.thinned(targets)
+    params = as_leaves(problem.params)
+    own = {memory_of(tensor) for tensor in [*params.values(), *problem.constants.values()]}
+    saved: dict[int, int] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        pointer = memory_of(tensor)
+        if pointer not in own:
+            saved[pointer] = max(saved.get(pointer, 0), bytes_of(tensor))
+        return tensor.detach()  # the tensor itself, kept by the operation that made it, would never be freed
+
+    with problem.active():
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+                outputs = problem.outputs(params, inputs)
+        except (InputError, RuntimeError):  # a model that differentiates by itself, for one, allows no hooks
+            with _Sizes(saved):
+                outputs = problem.outputs(params, inputs)
+    problem.checked(outputs, inputs, targets)
+    sizes = [*saved.values(), outputs.nbytes]
+    return max(1, sum(sizes) // len(targets)), max(1, max(sizes) // len(targets))
+
+
+class _Sizes(DispatchWatch):
+    """Counts the bytes of all that operations return, instead of what they save."""
+
+    def __init__(self, sizes: dict[int, int]) -> None:
+        super().__init__()
+        self.sizes = sizes
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = func(*args, **kwargs)
+        if not func.is_view:
+            self.sizes[-len(self.sizes) - 1] = sum(bytes_of(tensor) for tensor in tensors_in(result))
+        return result
