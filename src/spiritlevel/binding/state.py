@@ -7,7 +7,7 @@ import functools
 import random
 import warnings
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -44,25 +44,32 @@ def preserved_module(model: nn.Module) -> Iterator[Callable[[], bool]]:
     otherwise be left with tensors that are useless outside the transformation that made them. Tensors that are
     plain attributes get back their values. Yields a function that says whether there is anything to restore.
     """
-    saved: dict[int, tuple[Any, list[Any]]] = {}
+    saved: dict[int, tuple[Any, Sequence[Any]]] = {}
     found: list[Any] = [module.__dict__ for module in model.modules()]
     plain = [item for attributes in found for item in attributes.values() if isinstance(item, Tensor)]
     tensors = [(item, item._version, item.detach().clone()) for item in plain if not item.is_inference()]
     while found:
         container = found.pop()
-        if id(container) not in saved:
-            saved[id(container)] = container, _content(container)
-            inside = container.values() if isinstance(container, dict) else container
-            found += [item for item in inside if type(item) in _CONTAINERS]
+        if id(container) in saved:
+            continue
+        if not container:  # as most are: every module has a dozen dicts for hooks
+            saved[id(container)] = container, ()
+            continue
+        saved[id(container)] = container, _content(container)
+        inside = container.values() if isinstance(container, dict) else container
+        found += [item for item in inside if type(item) in _CONTAINERS]
 
     def changed() -> bool:
         written = any(item._version != version for item, version, _ in tensors)
-        return written or any(not _same_content(_content(now), then) for now, then in saved.values())
+        kept = ((now, then) for now, then in saved.values() if now or then)
+        return written or any(not _same_content(_content(now), then) for now, then in kept)
 
     try:
         yield changed
     finally:
         for container, content in saved.values():
+            if not (container or content):
+                continue
             container.clear()
             (container.update if isinstance(container, dict | set) else container.extend)(content)
         for item, version, values in tensors:
@@ -74,7 +81,7 @@ def _content(container: Any) -> list[Any]:
     return list(container.items() if isinstance(container, dict) else container)
 
 
-def _same_content(now: list[Any], then: list[Any]) -> bool:
+def _same_content(now: Sequence[Any], then: Sequence[Any]) -> bool:
     """Whether two lists hold the same objects; for pairs, the same second items under equal first ones."""
     if len(now) != len(then):
         return False
