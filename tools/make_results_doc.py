@@ -114,6 +114,8 @@ class Planned(NamedTuple):
     study: str
     scale: str
     fields: dict[str, list[Any]]
+    stopped: str = ""
+    """Why it was not continued, if it was not."""
 
 
 PLAN = (
@@ -124,6 +126,16 @@ PLAN = (
     Planned("E4", "C, Fig. 4", "weight-decay", "small", {"network": ["preresnet"]}),
     Planned("E3", "C, Fig. 3", "weight-decay", "small", {"network": ["cnn"]}),
     Planned("E5", "C, Fig. 6", "optimizers", "small", {"data": ["cifar100"]}),
+    Planned(
+        "E5, pilot",
+        "C, Fig. 6, at the paper's exposure to decay",
+        "optimizers",
+        "small",
+        {"data": ["cifar100"], "matched": [True]},
+        stopped="With as much decay in a twentieth of the paper's steps the network hardly learns, so a comparison "
+        "would say nothing. E5 has the decay that the paper prints, as was decided after this pilot and before its own "
+        "first run",
+    ),
     Planned("A1", "A, Table 1", "batch-size", "paper", {}),
     Planned("A2", "A, Fig. 3", "correlation", "paper", {"setting": ["lenet-mnist", "fcn-mnist", "lenet-tanh-mnist"]}),
     Planned(
@@ -139,6 +151,7 @@ PLAN = (
 
 def under_way() -> Iterator[str]:
     """How the planned runs are made and resumed, and how far each is."""
+    reasons = []
     yield RESUME
     yield "| | repeats | command | seeds finished | measured in the others |"
     yield "|---|---|---|---|---|"
@@ -154,12 +167,30 @@ def under_way() -> Iterator[str]:
             and (found := sorted(p.stem.removeprefix("solution-") for p in folder.glob("pieces/solution-*.json")))
         ]
         given = "".join(
-            f" --{name.replace('_', '-')} {','.join(map(str, values))}" for name, values in planned.fields.items()
+            f" --{name.replace('_', '-')} {','.join(map(_typed, values))}" for name, values in planned.fields.items()
         )
         command = f"spiritlevel reproduce {study.name} --scale {planned.scale} --seeds 0,1,2{given}"
-        done = f"{len(finished)} of {len(jobs)}"
+        done = "not continued" if planned.stopped else f"{len(finished)} of {len(jobs)}"
         yield f"| {planned.name} | {planned.source} | `{command}` | {done} | {'; '.join(pieces) or '–'} |"
+        if planned.stopped:
+            reasons.append(
+                f"{planned.name}: {planned.stopped}. {'; '.join(filter(None, map(_accuracies, folders.values())))}."
+            )
     yield ""
+    yield from (f"{reason}\n" for reason in reasons)
+
+
+def _typed(value: Any) -> str:
+    """A value as it is written on the command line."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _accuracies(folder: Path) -> str:
+    """How well the networks of an unfinished run do, by method."""
+    found = {path.stem.removeprefix("solution-"): path for path in sorted(folder.glob("pieces/solution-*.json"))}
+    rows = {name: json.loads(path.read_text(encoding="utf-8")) for name, path in found.items()}
+    percent = {name: [100 * row[f"{part} accuracy"] for part in ("train", "validation")] for name, row in rows.items()}
+    return "; ".join(f"{name}: {a:.1f} % in training, {b:.1f} % in validation" for name, (a, b) in percent.items())
 
 
 RESUME = """## How the planned runs are made and resumed

@@ -334,7 +334,8 @@ STUDY = Study(
             "pilot_epochs": 15,
         },
     },
-    adapted={"small": {"data": {"cifar100": {"methods": (SGD, ADAM)}}}},
+    # 100 classes are not learnt under the paper's exposure to decay in so few steps: docs/results.md has the pilot
+    adapted={"small": {"data": {"cifar100": {"methods": (SGD, ADAM), "matched": False}}}},
     sweep={"data": ("cifar100", "cifar10")},
     only={"small": {"data": ("cifar10", "cifar100")}},
 )
