@@ -91,7 +91,7 @@ def test_what_takes_the_place_of_a_node_gets_its_cotangents() -> None:
     outputs = inner.relu().mean((2, 3))
     seen: list[tuple[Tensor, bool]] = []
 
-    def own(cotangents: Tensor, back: bool) -> Tensor:
+    def own(cotangents: Tensor, back: bool, owned: bool) -> Tensor:
         seen.append((cotangents, back))
         return torch.ones(2, *x.shape)
 

@@ -24,8 +24,9 @@ class _Parcel(NamedTuple):
 
 
 _Found = Sequence[_Parcel | None]
-Own = Callable[[Tensor, bool], Tensor | None]
-"""In place of a node: from its cotangents, and whether those of its first argument are wanted, to the latter."""
+Own = Callable[[Tensor, bool, bool], Tensor | None]
+"""In place of a node: from its cotangents, whether those of its first argument are wanted, and whether the former may
+be overwritten, to the latter."""
 
 
 def pull_back(
@@ -57,7 +58,8 @@ def pull_back(
                 continue
             if own and node in own:
                 wanted = node.next_functions[0][0] is not None
-                made = own[node](channels_last(given[0].cotangents), wanted)
+                parcel = _last(given[0])
+                made = own[node](parcel.cotangents, wanted, parcel.owned)
                 results: _Found = [None if made is None else _Parcel(made, True)]
             else:
                 results = _through(node, given)
@@ -73,6 +75,12 @@ def _sum_of(first: _Parcel, second: _Parcel) -> _Parcel:
     if first.owned and first.cotangents.shape == second.cotangents.shape:
         return _Parcel(first.cotangents.add_(second.cotangents), True)
     return _Parcel(first.cotangents + second.cotangents, True)
+
+
+def _last(parcel: _Parcel) -> _Parcel:
+    """The same with the channels last, in memory of its own if that takes a copy."""
+    cotangents = channels_last(parcel.cotangents)
+    return _Parcel(cotangents, parcel.owned or cotangents is not parcel.cotangents)
 
 
 def channels_last(tensor: Tensor) -> Tensor:
@@ -138,8 +146,8 @@ def _batch_norm(node: Any, parcel: _Parcel) -> _Found | None:
 
 
 def _relu(node: Any, parcel: _Parcel) -> _Found:
-    cotangents, result = channels_last(parcel.cotangents), channels_last(node._saved_result).unsqueeze(0)
-    if parcel.owned or cotangents is not parcel.cotangents:
+    (cotangents, owned), result = _last(parcel), channels_last(node._saved_result).unsqueeze(0)
+    if owned:
         torch.ops.aten.threshold_backward.grad_input(cotangents, result, 0, grad_input=cotangents)
     else:
         cotangents = torch.ops.aten.threshold_backward(cotangents, result, 0)

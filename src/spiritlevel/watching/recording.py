@@ -257,9 +257,9 @@ class Recording:
                     norms.update(rule(delta))
 
         def in_tiles(each: Tiles, node: Any) -> Own:
-            def own(cotangents: Tensor, back: bool) -> Tensor | None:
+            def own(cotangents: Tensor, back: bool, owned: bool) -> Tensor | None:
                 node._saved_input  # noqa: B018 (which autograd refuses to give if it was overwritten)
-                found, table = each.through(cotangents, back, each.norms_pay)
+                found, table = each.through(cotangents, back, each.norms_pay, owned)
                 if table is not None:
                     _add(results, [(each.name, table)])
                 return found

@@ -130,15 +130,22 @@ class Tiles:
         """Whether the norms are quicker in this form: where tiles are many, and the gradients at the points few."""
         return 2 * self.input[0, 0].numel() >= SIDE**2 * self.weight.shape[0]
 
-    def through(self, cotangents: Tensor, back: bool, norms: bool) -> tuple[Tensor | None, Tensor | None]:
+    def through(
+        self, cotangents: Tensor, back: bool, norms: bool, owned: bool = False
+    ) -> tuple[Tensor | None, Tensor | None]:
         """For cotangents (passes, N, C, H, W): those of the input, if wanted `back`; squared `norms` (N, passes).
 
-        The norms are those of each sample's gradient by the kernel. Raises `Misfit` if they are not the library's.
+        The norms are those of each sample's gradient by the kernel. Cotangents that are `owned` are overwritten if
+        the result has their shape. Raises `Misfit` if results are not the library's.
         """
         passes, count, channels, height, width = cotangents.shape
-        rows = cotangents.permute(0, 1, 3, 4, 2)
+        rows, first = cotangents.permute(0, 1, 3, 4, 2), cotangents[0, :1]
         across, down = width // SIDE, height // SIDE
-        found = rows.new_empty(passes, count, height, width, self.weight.shape[1]) if back else None
+        found = None
+        if back:  # an image is read before it is written, and fresh memory costs as much as a product
+            in_place = owned and self.weight.shape[1] == channels
+            first = first.clone() if in_place and self.name not in self.kernels.compared else first
+            found = rows if in_place else rows.new_empty(passes, count, height, width, self.weight.shape[1])
         table = torch.empty(count, passes, dtype=torch.float64) if norms else None
         room, inputs = _Room(rows), rows
         for samples, some in self._chunks(cotangents):
@@ -162,7 +169,7 @@ class Tiles:
                 table[samples, some] = squared(gradients.view(9, n * k, -1), 2).sum(0).view(n, k)
         found = None if found is None else found.permute(0, 1, 4, 2, 3)
         if self.name not in self.kernels.compared:
-            self._compare(cotangents[0, :1], found, table)
+            self._compare(first, found, table)
         return found, table
 
     def _compare(self, cotangent: Tensor, found: Tensor | None, table: Tensor | None) -> None:
