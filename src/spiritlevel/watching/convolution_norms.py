@@ -1,7 +1,8 @@
 """Squared norms of the gradients of convolutions: ‖δUᵀ‖² with U the unfolded input (mathematics 4.5).
 
-There are three forms: δ times the windows of the input; where positions are few and channels many, ⟨δᵀδ, UᵀU⟩; and
-for a first convolution with a max pooling behind it, one product over the cells of the pooling.
+There are three forms: δ times the windows of the input; where positions are few and windows large, ‖δL‖² with L the
+Cholesky factor of UᵀU; and for a first convolution with a max pooling behind it, one product over the cells of the
+pooling.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from spiritlevel.watching.tiles import Kernels, Tiles
 
 _TALL = 64  # rows of an unfolded input beyond which several passes share one product
 _PLACES = 4  # in a cell of a pooling; each costs a product of its own
+_BLOCK, _BLOCKS = 32, 4  # least columns of a block of a triangle, and most blocks
+_SINGULAR = 1e-14  # of the trace of a Gram matrix, added to its diagonal
 _NEAR = 2**21  # numbers at a time: few enough to stay in cache, enough for all cores
 
 
@@ -186,8 +189,21 @@ def _of_axes(table: Tensor, d: int, dims: int, part: slice) -> Tensor:
     return table[everything * (1 + d) + (part,)][everything * (1 + dims + d) + (part,)]
 
 
+def _triangular(gram: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """L with LLᵀ = UᵀU for every sample, lower triangular, in this precision; `None` where there is none.
+
+    A sum of squares of δL loses no more to rounding than one of δUᵀ, whereas the terms of ⟨δᵀδ, UᵀU⟩ cancel and would
+    have to be summed in float64. What is added to the diagonal lets most singular products have a factor; it is about
+    the square of what float32 rounds off.
+    """
+    diagonal = gram.diagonal(dim1=1, dim2=2)
+    diagonal.add_(_SINGULAR * diagonal.sum(1, keepdim=True))
+    factor, info = torch.linalg.cholesky_ex(gram)
+    return None if bool(info.any()) else factor.to(dtype)
+
+
 class ConvolutionRule:
-    """‖δUᵀ‖² with U the unfolded input; where positions are few and channels many, ⟨δᵀδ, UᵀU⟩.
+    """‖δUᵀ‖² with U the unfolded input; where positions are few and windows large, ‖δL‖² with LLᵀ = UᵀU.
 
     If U is tall, the cotangents of several passes go through one product together, a few samples at a time so that
     everything stays in the cache; otherwise U is made at the first pass and kept for the others.
@@ -204,16 +220,18 @@ class ConvolutionRule:
 
     def __call__(self, delta: Tensor) -> Iterator[tuple[str, Tensor]]:
         if self.kept is None:
-            self.kept = self._patches_or_gram(slice(None), delta)
+            self.kept = self._patches_or_factor(slice(None), delta)
         for name, norms in self._norms([delta], *self.kept):
             yield name, norms[:, 0]
 
-    def _patches_or_gram(self, samples: slice, delta: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    def _patches_or_factor(self, samples: slice, delta: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """Whichever method takes less work over all passes."""
         channels, positions = delta.shape[1], math.prod(delta.shape[2:])
-        gram = self.windows.gram_cost(self.fan_in, positions) + self.passes * channels * positions**2
-        if GRAM_COST * gram < self.passes * channels * self.fan_in * positions:
-            return None, self.windows.gram(samples)
+        gram = GRAM_COST * self.windows.gram_cost(self.fan_in, positions) + self.groups * positions**3
+        if gram + self.passes * channels * positions**2 < self.passes * channels * self.fan_in * positions:
+            factor = _triangular(self.windows.gram(samples), delta.dtype)
+            if factor is not None:
+                return None, factor
         return self.windows.patches(samples), None
 
     def several(self, deltas: list[Tensor]) -> Iterator[tuple[str, Tensor]]:
@@ -223,7 +241,7 @@ class ConvolutionRule:
         found: dict[str, list[Tensor]] = {}
         for start in range(0, len(deltas[0]), chunk):
             samples = slice(start, start + chunk)
-            made = self._patches_or_gram(samples, deltas[0])
+            made = self._patches_or_factor(samples, deltas[0])
             for name, norms in self._norms([delta[samples] for delta in deltas], *made):
                 found.setdefault(name, []).append(norms)
         for name, tables in found.items():
@@ -234,27 +252,37 @@ class ConvolutionRule:
         if self.bias:
             yield self.bias, torch.stack([squared(delta.flatten(2).sum(2)) for delta in deltas], 1)
 
-    def _norms(self, deltas: list[Tensor], patches: Tensor | None, gram: Tensor | None) -> Iterator[tuple[str, Tensor]]:
+    def _norms(
+        self, deltas: list[Tensor], patches: Tensor | None, factor: Tensor | None
+    ) -> Iterator[tuple[str, Tensor]]:
         count, groups, depth = len(deltas[0]), self.groups, len(deltas)
-        channels = deltas[0].shape[1] // groups
-        positions = math.prod(deltas[0].shape[2:])
-        if groups == 1 and deltas[0].stride(1) == 1 and channels > 1:  # the channels lie side by side
-            rows = [delta.flatten(2) for delta in deltas]
-            stacked = torch.cat([row.mT for row in rows], 2).mT
-        else:
-            rows = [delta.reshape(count * groups, channels, positions) for delta in deltas]
-            stacked = rows[0] if depth == 1 else torch.cat(rows, 1)
-        if gram is not None and channels < positions:
-            double = stacked.double()
-            product = torch.bmm(double, gram) if double.is_contiguous() else torch.bmm(gram, double.mT).mT
-            yield self.name, product.mul_(double).unflatten(1, (depth, -1)).sum((2, 3)).view(count, groups, -1).sum(1)
-        elif gram is not None:
-            yield self.name, torch.stack([gram_of(row.mT).mul_(gram).view(count, -1).sum(1) for row in rows], 1)
+        rows = [delta.reshape(count * groups, delta.shape[1] // groups, -1) for delta in deltas]
+        if factor is not None:
+            yield self.name, _through(factor, rows).reshape(count, groups, depth).sum(1)
         else:
             assert patches is not None
+            if groups == 1 and deltas[0].stride(1) == 1 and deltas[0].shape[1] > 1:  # the channels lie side by side
+                stacked = torch.cat([row.mT for row in rows], 2).mT
+            else:
+                stacked = rows[0] if depth == 1 else torch.cat(rows, 1)
             gradients = torch.bmm(stacked, patches.mT).view(count, groups, depth, -1)
             yield self.name, squared(gradients, 3).sum(1)
         yield from self.bias_norms(deltas)
+
+
+def _through(factor: Tensor, rows: list[Tensor]) -> Tensor:
+    """‖δL‖² (N, passes) for the δ of several passes, (N, channels, positions) each.
+
+    A block of columns of L at a time, without the zeros above it.
+    """
+    count, channels, size = rows[0].shape
+    width = max(_BLOCK, -(-size // _BLOCKS))
+    products = factor.new_empty(len(rows), count, size, channels)
+    for row, product in zip(rows, products, strict=True):
+        for start in range(0, size, width):
+            block = slice(start, start + width)
+            torch.bmm(factor[:, start:, block].mT, row.mT[:, start:], out=product[:, block])
+    return squared(products, 3).sum(2).T  # sums in float64 of short ones in float32
 
 
 class PooledConvolution:
