@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from spiritlevel.watching import tiles
-from spiritlevel.watching.norm_rules import GRAM_COST, Names, Rule, gram_of, scale_and_shift, squared
+from spiritlevel.watching.norm_rules import GRAM_COST, Names, Rule, ScaleAndShift, Stacking, gram_of, squared
 from spiritlevel.watching.tiles import Kernels, Tiles
 
 _TALL = 64  # rows of an unfolded input beyond which several passes share one product
@@ -51,7 +51,7 @@ def convolution(
         pads = [(0, 0)] * dims if padding == "valid" else [(p, p) for p in _tuple(padding, dims)]
     name, bias_name = names.get(id(weight)), names.get(id(bias))
     if name is None:
-        return scale_and_shift(None, bias_name, torch.Size([weight.shape[0]] + [1] * dims), None)
+        return ScaleAndShift(None, bias_name, torch.Size([weight.shape[0]] + [1] * dims), None)
 
     windows = Windows(input, pads, kernel, stride, dilation, groups)
     rule = ConvolutionRule(name, bias_name, windows, passes, weight[0].numel())
@@ -202,7 +202,7 @@ def _triangular(gram: Tensor, dtype: torch.dtype) -> Tensor | None:
     return None if bool(info.any()) else factor.to(dtype)
 
 
-class ConvolutionRule:
+class ConvolutionRule(Stacking):
     """‖δUᵀ‖² with U the unfolded input; where positions are few and windows large, ‖δL‖² with LLᵀ = UᵀU.
 
     If U is tall, the cotangents of several passes go through one product together, a few samples at a time so that
@@ -285,7 +285,7 @@ def _through(factor: Tensor, rows: list[Tensor]) -> Tensor:
     return squared(products, 3).sum(2).T  # sums in float64 of short ones in float32
 
 
-class PooledConvolution:
+class PooledConvolution(Stacking):
     """A first convolution and the max pooling that is its only reader, as one product over the cells of the pooling.
 
     A cell of p×p outputs looks at one window of the input; the kernel at each place of the cell is a row of a bank over
@@ -331,10 +331,6 @@ class PooledConvolution:
             torch.eq(value, top, out=chosen)
             free.sub_(chosen.mul_(free))
         self.output = (top if bias is None else top.add_(bias[:, None])).view(count, -1, *cells)
-
-    def __call__(self, delta: Tensor) -> Iterator[tuple[str, Tensor]]:
-        for name, norms in self.several([delta]):
-            yield name, norms[:, 0]
 
     def several(self, deltas: list[Tensor]) -> Iterator[tuple[str, Tensor]]:
         """(parameter name, squared norms (N, passes)) for the cotangents of several passes."""

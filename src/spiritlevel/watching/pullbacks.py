@@ -21,7 +21,27 @@ class _Parcel(NamedTuple):
 
     cotangents: Tensor
     owned: bool
+    spread: tuple[list[int], torch.Size] | None = None
+    """The strides of places beside which all others are zero, and the shape with these: what a shortcut gives."""
 
+    def whole(self) -> _Parcel:
+        """With the zeros."""
+        if self.spread is None:
+            return self
+        rows = self.cotangents.permute(0, 1, 3, 4, 2)
+        passes, count, channels, height, width = self.spread[1]
+        found = rows.new_zeros(passes, count, height, width, channels).permute(0, 1, 4, 2, 3)
+        self.places(found).copy_(self.cotangents)
+        return _Parcel(found, True)
+
+    def places(self, whole: Tensor) -> Tensor:
+        """Those of them that are not zero for the sake of the strides."""
+        assert self.spread is not None
+        down, across = self.spread[0]
+        return whole[..., ::down, ::across]
+
+
+_MANY_PLACES = 256  # of an image, from which on it is worthwhile to turn it by itself
 
 _Found = Sequence[_Parcel | None]
 Own = Callable[[Tensor, bool, bool], Tensor | None]
@@ -50,7 +70,7 @@ def pull_back(
     waiting: dict[Any, dict[int, _Parcel]] = {root.node: {root.output_nr: _Parcel(vectors, False)}}
     with torch.no_grad():
         for node in _downwards(root.node):
-            given = waiting.pop(node, {})
+            given = {number: parcel.whole() for number, parcel in waiting.pop(node, {}).items()}
             for number, parcel in given.items():
                 for position in places.get((node, number), ()):
                     arrive(position, parcel.cotangents)
@@ -70,6 +90,12 @@ def pull_back(
 
 
 def _sum_of(first: _Parcel, second: _Parcel) -> _Parcel:
+    if first.spread is None:
+        first, second = second, first
+    if first.spread is not None and second.spread is None and second.owned:
+        first.places(second.cotangents).add_(first.cotangents)
+        return second
+    first, second = first.whole(), second.whole()
     if not first.owned:
         first, second = second, first
     if first.owned and first.cotangents.shape == second.cotangents.shape:
@@ -88,7 +114,15 @@ def channels_last(tensor: Tensor) -> Tensor:
     if tensor.ndim < 4:
         return tensor
     rows = tensor.permute(*range(tensor.ndim - 3), -2, -1, -3)
-    return tensor if rows.is_contiguous() else rows.contiguous().permute(*range(tensor.ndim - 3), -1, -3, -2)
+    if rows.is_contiguous():
+        return tensor
+    if tensor.is_contiguous() and tensor.shape[-2:].numel() >= _MANY_PLACES:
+        made = tensor.new_empty(rows.shape)
+        for image, row in zip(tensor.flatten(0, -4).flatten(2), made.flatten(0, -4).flatten(1, 2), strict=True):
+            row.copy_(image.T)  # one matrix is turned in blocks, several are not, which takes up to four times as long
+    else:
+        made = rows.contiguous()
+    return made.permute(*range(tensor.ndim - 3), -1, -3, -2)
 
 
 def _downwards(root: Any) -> Iterator[Any]:
@@ -123,7 +157,13 @@ def _convolution(node: Any, parcel: _Parcel) -> _Found | None:
     cotangents = parcel.cotangents
     if node._saved_weight.ndim != 4 or cotangents.ndim != 5:
         return None
-    rows, weight = channels_last(cotangents).flatten(0, 1), channels_last(node._saved_weight)
+    rows = channels_last(cotangents)
+    if _is_shortcut(node):
+        weight = node._saved_weight[:, :, 0, 0]
+        found = torch.matmul(rows.permute(0, 1, 3, 4, 2), weight).permute(0, 1, 4, 2, 3)
+        shape = torch.Size([len(rows), *node._saved_input.shape])
+        return [_Parcel(found, True, (node._saved_stride, shape)), None, None]
+    rows, weight = rows.flatten(0, 1), channels_last(node._saved_weight)
     options = (node._saved_stride, node._saved_padding, node._saved_dilation, node._saved_transposed)
     # of the input nothing but its shape is looked at, so nothing is written there
     shape = len(rows), *node._saved_input.shape[1:]
@@ -131,6 +171,12 @@ def _convolution(node: Any, parcel: _Parcel) -> _Found | None:
     more = (node._saved_output_padding, node._saved_groups, [True, False, False])
     found = torch.ops.aten.convolution_backward(rows, sizes, weight, None, *options, *more)[0]
     return [_Parcel(found.unflatten(0, cotangents.shape[:2]), True), None, None]
+
+
+def _is_shortcut(node: Any) -> bool:
+    """A kernel of one place that reads some of the places: its cotangents are one product, and zero at the others."""
+    plain = node._saved_weight.shape[2:] == (1, 1) and node._saved_groups == 1 and not node._saved_transposed
+    return plain and not any(node._saved_padding) and max(node._saved_stride) > 1
 
 
 def _batch_norm(node: Any, parcel: _Parcel) -> _Found | None:
@@ -146,8 +192,9 @@ def _batch_norm(node: Any, parcel: _Parcel) -> _Found | None:
 
 
 def _relu(node: Any, parcel: _Parcel) -> _Found:
-    (cotangents, owned), result = _last(parcel), channels_last(node._saved_result).unsqueeze(0)
-    if owned:
+    parcel, result = _last(parcel), channels_last(node._saved_result).unsqueeze(0)
+    cotangents = parcel.cotangents
+    if parcel.owned:
         torch.ops.aten.threshold_backward.grad_input(cotangents, result, 0, grad_input=cotangents)
     else:
         cotangents = torch.ops.aten.threshold_backward(cotangents, result, 0)

@@ -23,9 +23,9 @@ from spiritlevel.binding.coupling import check_independence, same_outputs
 from spiritlevel.binding.parameters import Params, as_leaves, depth
 from spiritlevel.binding.problem import Problem
 from spiritlevel.errors import InputError, first_line
-from spiritlevel.watching.convolution_norms import Cell, ConvolutionRule, PooledConvolution, cell_of
+from spiritlevel.watching.convolution_norms import Cell, ConvolutionRule, cell_of
 from spiritlevel.watching.derivatives import LARGE, VERY_LARGE
-from spiritlevel.watching.norm_rules import Names, Norms, Rule
+from spiritlevel.watching.norm_rules import Names, Norms, Rule, Stacking
 from spiritlevel.watching.operations import called, is_in_place
 from spiritlevel.watching.pullbacks import Own, pull_back
 from spiritlevel.watching.structure import Structure, Watch, analyse, joined
@@ -176,9 +176,6 @@ def _operands(
     return input, weight, bias
 
 
-_Stacking = ConvolutionRule | PooledConvolution
-
-
 class Recording:
     """One recorded forward pass: `outputs` (N, C) and, for any cotangents v (N, C), the squared gradient norms."""
 
@@ -230,14 +227,14 @@ class Recording:
                     rule = self._rules[position]
                     if delta is None:
                         continue
-                    if isinstance(rule, _Stacking) and rule.stacks and len(vectors) > 1:
+                    if isinstance(rule, Stacking) and rule.stacks and len(vectors) > 1:
                         waiting.setdefault(position, []).append(delta)
                     else:
                         norms.update(rule(delta))
         with torch.no_grad():
             for position, deltas in waiting.items():
                 rule = self._rules[position]
-                assert isinstance(rule, _Stacking)
+                assert isinstance(rule, Stacking)
                 _add(results[-len(deltas) :], rule.several(deltas))
 
     def _together(self, vectors: Tensor) -> list[Norms]:
@@ -250,7 +247,7 @@ class Recording:
             if position in tiles and tiles[position].norms_pay:
                 assert isinstance(rule, ConvolutionRule)
                 _add(results, rule.bias_norms(deltas))
-            elif isinstance(rule, _Stacking) and rule.stacks:
+            elif isinstance(rule, Stacking):
                 _add(results, rule.several(deltas))
             else:
                 for norms, delta in zip(results, deltas, strict=True):
