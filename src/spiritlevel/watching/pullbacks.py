@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 
 class _Parcel(NamedTuple):
@@ -51,20 +51,21 @@ be overwritten, to the latter."""
 
 def pull_back(
     outputs: Tensor,
-    values: Sequence[Tensor],
+    values: Sequence[Tensor | GradientEdge],
     vectors: Tensor,
     arrive: Callable[[int, Tensor], None],
     own: Mapping[Any, Own] | None = None,
 ) -> None:
     """Take cotangents `vectors`, (passes, *outputs), back through the graph to each of `values` that they reach.
 
+    A value may be given as the edge of the graph below it.
     `arrive(position, cotangents)` is called when those of a value are complete, (passes, *value), and must not keep
     them: they are overwritten later. `own` holds functions that take the place of some nodes. Raises whatever a node
     raises that cannot be called in this way; the graph stays as it was. Hooks of tensors are not called.
     """
     places: dict[tuple[Any, int], list[int]] = {}
     for position, value in enumerate(values):
-        edge = get_gradient_edge(value)
+        edge = get_gradient_edge(value) if isinstance(value, Tensor) else value
         places.setdefault((edge.node, edge.output_nr), []).append(position)
     root = get_gradient_edge(outputs)
     waiting: dict[Any, dict[int, _Parcel]] = {root.node: {root.output_nr: _Parcel(vectors, False)}}

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.func import vjp, vmap
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves, tree_map
@@ -54,6 +55,15 @@ class _Rectified(NamedTuple):
         return self.input._version == self.input_version and self.output._version == self.output_version
 
 
+class _Tap(NamedTuple):
+    """Where cotangents are taken: the `edge` of autograd's graph below a value, which itself need not be kept."""
+
+    rule: Rule
+    edge: GradientEdge
+    leaf: Tensor | None
+    """The value, if nothing below it is differentiated."""
+
+
 class _Recorder(FunctionWatch):
     """Taps every operation that uses one of the named parameters.
 
@@ -62,13 +72,14 @@ class _Recorder(FunctionWatch):
     is `spoiled`, since the two taps then share a kernel.
     """
 
-    def __init__(self, names: Names, passes: int, copies: bool, pooled: set[str], watch: Watch) -> None:
+    def __init__(self, names: Names, passes: int, copies: bool, pooled: set[str], watch: Watch, keeps: bool) -> None:
         super().__init__()
         self.names, self.passes, self.copies, self.pooled, self.watch = names, passes, copies, pooled, watch
-        self.taps: list[tuple[Rule, Tensor, int]] = []
+        self.keeps, self.kept = keeps, list[tuple[Tensor, int]]()  # the values at taps and their versions, if wanted
+        self.taps: list[_Tap] = []
         self.path: list[tuple[str, ...]] = []  # every function that was called, and the named parameters it was given
         self.without_rule: set[str] = set()
-        self.rectified: dict[int, _Rectified] = {}  # by the id of a ReLU's result
+        self.rectified: _Rectified | None = None  # the last one: its input is not kept for longer
         self.poolable: set[str] = set()  # kernels of first convolutions whose output went into a pooling
         self.pending: dict[int, _Pending] = {}
         self.promises: list[Tensor] = []  # kept, so that no other tensor gets the id of one
@@ -91,8 +102,8 @@ class _Recorder(FunctionWatch):
                 return self._pooled(first, cell)
             args, kwargs = tree_map(self._made, (args, kwargs))
         if func is F.max_pool2d and args and not self.copies:
-            before = self.rectified.get(id(args[0]))
-            if before is not None and before.untouched():
+            before = self.rectified
+            if before is not None and before.output is args[0] and before.untouched():
                 # max pooling commutes with ReLU, and the backward pass through ReLU is cheaper on the pooled values
                 return torch.relu(self._pool(before.input, *args[1:], **kwargs))
             return self._pool(*args, **kwargs)
@@ -100,7 +111,7 @@ class _Recorder(FunctionWatch):
             return promise
         result = func(*args, **kwargs)
         if _is_relu(func) and args and result is not args[0]:
-            self.rectified[id(result)] = _Rectified(args[0], args[0]._version, result, result._version)
+            self.rectified = _Rectified(args[0], args[0]._version, result, result._version)
             return result
         if not met or not tensors_in(result):  # only a shape, a flag or a device
             return result
@@ -120,12 +131,14 @@ class _Recorder(FunctionWatch):
     def _tap(self, rule: Rule, result: Tensor) -> Tensor:
         if not result.requires_grad:
             result = result.detach().requires_grad_()
-        self.taps.append((rule, result, result._version))
+        self.taps.append(_Tap(rule, get_gradient_edge(result), result if result.is_leaf else None))
+        if self.keeps:
+            self.kept.append((result, result._version))
         return result.clone() if self.copies else result
 
     def _pool(self, input: Tensor, *args: Any, **kwargs: Any) -> Any:
-        for rule, tap, _ in self.taps:
-            if tap is input and tap.is_leaf and isinstance(rule, ConvolutionRule) and rule.pooled is not None:
+        for rule, _, leaf in self.taps:
+            if leaf is input and isinstance(rule, ConvolutionRule) and rule.pooled is not None:
                 self.poolable.add(rule.name)
         return F.max_pool2d(input, *args, **kwargs)
 
@@ -184,13 +197,13 @@ class Recording:
     ) -> None:
         self.outputs = outputs
         self.calls_model = slow is not None  # for the gradients of some parameters
-        self._rules = [rule for rule, _, _ in recorder.taps]
-        self._taps = [tap for _, tap, _ in recorder.taps]
+        self._rules = [tap.rule for tap in recorder.taps]
+        self._taps = [tap.edge for tap in recorder.taps]
         self._slow, self._kernels = slow, kernels
         self._tiles = {  # by position
             position: rule.tiled(kernels)
-            for position, (rule, tap, _) in enumerate(recorder.taps)
-            if isinstance(rule, ConvolutionRule) and rule.tiled is not None and not tap.is_leaf
+            for position, (rule, _, leaf) in enumerate(recorder.taps)
+            if isinstance(rule, ConvolutionRule) and rule.tiled is not None and leaf is None
         }
 
     def squared_norms(self, vectors: Sequence[Tensor], *, last: bool = False) -> list[Norms]:
@@ -263,10 +276,7 @@ class Recording:
 
             return own
 
-        own = {
-            self._taps[position].grad_fn: in_tiles(each, self._taps[position].grad_fn)
-            for position, each in tiles.items()
-        }
+        own = {self._taps[position].node: in_tiles(each, self._taps[position].node) for position, each in tiles.items()}
         pull_back(self.outputs, self._taps, vectors, arrive, own)
         return results
 
@@ -352,8 +362,8 @@ class GradientNorms:
 
     def _find_rules(self, inputs: Any, plain: Tensor) -> None:
         try:
-            outputs, recorder = self._forward(inputs)
-            self.copies = any(tap._version != version for _, tap, version in recorder.taps)
+            outputs, recorder = self._forward(inputs, keeps=True)
+            self.copies = any(value._version != version for value, version in recorder.kept)
         except RuntimeError:  # autograd refuses to work in place on a leaf
             self.copies = True
         if self.copies:
@@ -424,11 +434,11 @@ class GradientNorms:
             found.append(torch.stack([torch.linalg.vector_norm(g, dtype=torch.float64).square() for g in gradients]))
         return torch.stack(found, 1)
 
-    def _forward(self, inputs: Any) -> tuple[Tensor, _Recorder]:
+    def _forward(self, inputs: Any, *, keeps: bool = False) -> tuple[Tensor, _Recorder]:
         params = self.problem.params
         names = {id(tensor): name for name, tensor in params.items() if name not in self.without_rule}
         watch = Watch(params, inputs)
-        recorder = _Recorder(names, self.passes, self.copies, self.pooled, watch)
+        recorder = _Recorder(names, self.passes, self.copies, self.pooled, watch, keeps)
         try:
             with recorder, watch:
                 outputs = self.problem.outputs(params, inputs)
@@ -436,6 +446,7 @@ class GradientNorms:
             if not self.pooled:
                 raise
             recorder.spoiled = True  # a scripted function was given the promise of an output
+        recorder.rectified = None
         recorder.pending.clear()  # each holds the recorder, which would keep all its tensors until the next collection
         if recorder.spoiled:  # a first convolution has more readers than its pooling
             self.pooled = set()
