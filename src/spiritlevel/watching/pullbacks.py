@@ -162,8 +162,8 @@ def _convolution(node: Any, parcel: _Parcel) -> _Found | None:
     if _is_shortcut(node):
         weight = node._saved_weight[:, :, 0, 0]
         found = torch.matmul(rows.permute(0, 1, 3, 4, 2), weight).permute(0, 1, 4, 2, 3)
-        shape = torch.Size([len(rows), *node._saved_input.shape])
-        return [_Parcel(found, True, (node._saved_stride, shape)), None, None]
+        whole = torch.Size([len(rows), *node._saved_input.shape])
+        return [_Parcel(found, True, (node._saved_stride, whole)), None, None]
     rows, weight = rows.flatten(0, 1), channels_last(node._saved_weight)
     options = (node._saved_stride, node._saved_padding, node._saved_dilation, node._saved_transposed)
     # of the input nothing but its shape is looked at, so nothing is written there
