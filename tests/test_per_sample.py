@@ -29,7 +29,7 @@ from spiritlevel.papers import networks as models
 from spiritlevel.samples import traces
 from spiritlevel.samples.probing import along_forward, along_reverse, probe
 from spiritlevel.samples.traces import sample_traces, trace
-from spiritlevel.watching import convolution_norms
+from spiritlevel.watching import convolution_norms, norm_rules
 
 # ---------------------------------------------------------------- exact
 
@@ -586,6 +586,33 @@ def test_products_of_windows_from_those_of_places(kernel: Any, stride: int, dila
     patches = rule.windows.patches(slice(None))
     rule.windows._by_places = lambda *_: 0.0  # type: ignore[method-assign]
     torch.testing.assert_close(rule.windows.gram(slice(None)), patches.mT @ patches)
+
+
+@pytest.mark.parametrize("near", [1, 2**17])
+@pytest.mark.parametrize("last", [False, True])
+def test_norms_of_a_batch_norm_take_several_passes_together(
+    near: int, last: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(norm_rules, "_NEAR", near)  # one sample at a time, or all
+    torch.manual_seed(0)
+    norm, inputs, deltas = (
+        nn.BatchNorm2d(4).double().eval(),
+        torch.randn(3, 4, 5, 6).double(),
+        torch.randn(2, 3, 4, 5, 6),
+    )
+    deltas = deltas.double().contiguous(memory_format=torch.channels_last_3d) if last else deltas.double()
+    norm.running_mean, norm.running_var = torch.randn(4).double(), torch.rand(4).double() + 0.5
+    names = {id(norm.weight): "weight", id(norm.bias): "bias"}
+    statistics = norm.running_mean, norm.running_var
+    rule = norm_rules.batch_norm(names, 2, inputs, *statistics, norm.weight, norm.bias, eps=norm.eps)
+    assert isinstance(rule, norm_rules.Stacking)
+    found = dict(rule.several(list(deltas.unbind(0))))
+    for k, n in itertools.product(range(2), range(3)):
+        wanted = torch.autograd.grad(norm(inputs[n : n + 1]), [norm.weight, norm.bias], deltas[k, n : n + 1])
+        for name, gradient in zip(("weight", "bias"), wanted, strict=True):
+            torch.testing.assert_close(found[name][n, k], gradient.square().sum())
+    for name, norms in rule(deltas[1]):
+        torch.testing.assert_close(norms, found[name][:, 1])
 
 
 @pytest.mark.parametrize("kind", ["usual", "dark corner", "constant", "nothing", "cancelling", "groups"])

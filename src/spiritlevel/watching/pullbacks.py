@@ -150,7 +150,15 @@ def _through(node: Any, given: dict[int, _Parcel]) -> _Found:
     results, passes = range(len(node._input_metadata)), len(next(iter(given.values())).cotangents)
     each = [node(*(given[n].cotangents[k] if n in given else None for n in results)) for k in range(passes)]
     columns = zip(*(one if isinstance(one, tuple) else (one,) for one in each), strict=True)
-    return [None if column[0] is None else _Parcel(torch.stack(column), True) for column in columns]
+    return [
+        None if below is None or column[0] is None else _Parcel(_stacked(column, below._input_metadata[number]), True)
+        for (below, number), column in zip(node.next_functions, columns, strict=False)
+    ]
+
+
+def _stacked(passes: Sequence[Tensor], wanted: Any) -> Tensor:
+    """As one, each summed over what was spread on the way, which autograd does between two nodes."""
+    return torch.stack([each.sum_to_size(tuple(wanted.shape)) for each in passes])
 
 
 def _convolution(node: Any, parcel: _Parcel) -> _Found | None:
