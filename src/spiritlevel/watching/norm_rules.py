@@ -126,17 +126,20 @@ class ScaleAndShift(Stacking):
         self.weight, self.bias, self.shape, self.normalised = weight, bias, shape, normalised
 
     def several(self, deltas: list[Tensor]) -> Iterator[tuple[str, Tensor]]:
-        scales, shifts = list[Tensor](), list[Tensor]()
+        scaled = self.normalised if self.weight else None
+        sums: dict[str, list[Tensor]] = {}
         for some in _few_at_a_time(deltas[0]):
-            parts = [delta[some] for delta in deltas]
-            if self.weight and self.normalised is not None:
-                scaled = self.normalised[some]
-                scales.append(torch.stack([self._reduced(part * scaled) for part in parts], 1))
-            if self.bias:
-                shifts.append(torch.stack([self._reduced(part) for part in parts], 1))
-        for name, sums in ((self.weight, scales), (self.bias, shifts)):
-            if name and sums:
-                yield name, squared(torch.cat(sums), 2)
+            parts: dict[str, list[Tensor]] = {}
+            for delta in deltas:  # both sums while it is near
+                part = delta[some]
+                if self.weight and scaled is not None:
+                    parts.setdefault(self.weight, []).append(self._reduced(part * scaled[some]))
+                if self.bias:
+                    parts.setdefault(self.bias, []).append(self._reduced(part))
+            for name, each in parts.items():
+                sums.setdefault(name, []).append(torch.stack(each, 1))
+        for name, tables in sums.items():
+            yield name, squared(torch.cat(tables), 2)
 
     def _reduced(self, product: Tensor) -> Tensor:
         full = (1,) * (product.ndim - len(self.shape)) + tuple(self.shape)
