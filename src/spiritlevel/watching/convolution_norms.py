@@ -7,6 +7,7 @@ pooling.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -140,7 +141,7 @@ class Windows:
     def _by_places(self, fan_in: int, positions: int) -> float:
         """What the products of all places of the input cost, and their sums along the kernel."""
         places = math.prod(self.kernel)
-        single = math.prod(self.input.shape[2:]) ** 2 * (fan_in / places)
+        single = math.prod(self.input.shape[2:]) ** 2 / math.prod(self.stride) * (fan_in / places)
         return single + places * positions**2 if self.groups == 1 else math.inf
 
     def gram_cost(self, fan_in: int, positions: int) -> float:
@@ -151,36 +152,56 @@ class Windows:
         """UᵀU in float64, (N · groups, windows, windows).
 
         Neighbouring windows share most of their places: ⟨u_p, u_q⟩ = Σ_k ⟨x_{p+k}, x_{q+k}⟩ over the places k of the
-        kernel, so that the products of single places, taken once, serve them all. They are summed along one axis after
-        the other (3 + 3 sums for a kernel of 3 × 3), without those beyond the margin, which are zero.
+        kernel, so that the products of single places, taken once, serve them all. With strides both places of a product
+        leave the same remainder, so that those with one remainder after the other are taken.
         """
         some, dims = self.input[samples], len(self.kernel)
-        counts = [self._count(d) for d in range(dims)]
-        positions, fan_in = math.prod(counts), some.shape[1] // self.groups * math.prod(self.kernel)
+        positions = math.prod(self._count(d) for d in range(dims))
+        fan_in = some.shape[1] // self.groups * math.prod(self.kernel)
         if self._by_places(fan_in, positions) >= self.groups * positions**2 * fan_in:
             return gram_of(self.patches(samples).mT)
+        every = itertools.product(*map(range, self.stride))
+        tables = (self._of_remainders(some, remainders) for remainders in every)
+        return functools.reduce(Tensor.add_, tables).reshape(len(some), positions, positions)
+
+    def _of_remainders(self, some: Tensor, remainders: tuple[int, ...]) -> Tensor:
+        """The part of `gram` by places with these remainders by the strides, (N, *windows, *windows).
+
+        Products of places are summed along one axis after the other (3 + 3 sums for a kernel of 3 × 3), without those
+        beyond the margin, which are zero.
+        """
+        dims = len(remainders)
+        for d, (first, step) in enumerate(zip(remainders, self.stride, strict=True)):
+            some = some[(slice(None),) * (2 + d) + (slice(first, None, step),)]
         total = gram_of(some.flatten(2).mT).view(len(some), *some.shape[2:], *some.shape[2:])
         for d in range(dims):
             shape = list(total.shape)
-            shape[1 + d] = shape[1 + dims + d] = counts[d]
+            shape[1 + d] = shape[1 + dims + d] = self._count(d)
             sums = total.new_zeros(shape)
             for place in range(self.kernel[d]):
-                to, of = self._met(d, place)
-                _of_axes(sums, d, dims, to).add_(_of_axes(total, d, dims, of))
+                if (to_and_of := self._met(d, place, remainders[d])) is not None:
+                    to, of = to_and_of
+                    _of_axes(sums, d, dims, to).add_(_of_axes(total, d, dims, of))
             total = sums
-        return total.reshape(len(some), positions, positions)
+        return total
 
     def _count(self, d: int) -> int:
         """The number of windows along an axis."""
         size = self.input.shape[2 + d] + sum(self.pads[d])
         return (size - self.dilation[d] * (self.kernel[d] - 1) - 1) // self.stride[d] + 1
 
-    def _met(self, d: int, place: int) -> tuple[slice, slice]:
-        """The windows whose place of the kernel lies inside the input along an axis, and where it lies."""
+    def _met(self, d: int, place: int, remainder: int) -> tuple[slice, slice] | None:
+        """The windows whose place of the kernel lies inside the input along an axis, and where it lies.
+
+        That is counted among the places with this remainder by the stride; `None` if it has another.
+        """
         first, step = place * self.dilation[d] - self.pads[d][0], self.stride[d]
+        shift, other = divmod(first - remainder, step)
+        if other:
+            return None
         low = max(0, -(first // step))
         high = max(low, min(self._count(d), (self.input.shape[2 + d] - 1 - first) // step + 1))
-        return slice(low, high), slice(low * step + first, max(0, (high - 1) * step + first + 1), step)
+        return slice(low, high), slice(low + shift, max(0, high + shift))
 
 
 def _of_axes(table: Tensor, d: int, dims: int, part: slice) -> Tensor:
