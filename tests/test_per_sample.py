@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import math
 import threading
 from collections.abc import Callable
@@ -28,7 +29,7 @@ from spiritlevel.papers import networks as models
 from spiritlevel.samples import traces
 from spiritlevel.samples.probing import along_forward, along_reverse, probe
 from spiritlevel.samples.traces import sample_traces, trace
-from spiritlevel.watching import convolution_norms
+from spiritlevel.watching import convolution_norms, norm_rules
 
 # ---------------------------------------------------------------- exact
 
@@ -585,6 +586,65 @@ def test_products_of_windows_from_those_of_places(kernel: Any, stride: int, dila
     patches = rule.windows.patches(slice(None))
     rule.windows._by_places = lambda *_: 0.0  # type: ignore[method-assign]
     torch.testing.assert_close(rule.windows.gram(slice(None)), patches.mT @ patches)
+
+
+@pytest.mark.parametrize("near", [1, 2**17])
+@pytest.mark.parametrize("last", [False, True])
+def test_norms_of_a_batch_norm_take_several_passes_together(
+    near: int, last: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(norm_rules, "_NEAR", near)  # one sample at a time, or all
+    torch.manual_seed(0)
+    norm, inputs, deltas = (
+        nn.BatchNorm2d(4).double().eval(),
+        torch.randn(3, 4, 5, 6).double(),
+        torch.randn(2, 3, 4, 5, 6),
+    )
+    deltas = deltas.double().contiguous(memory_format=torch.channels_last_3d) if last else deltas.double()
+    norm.running_mean, norm.running_var = torch.randn(4).double(), torch.rand(4).double() + 0.5
+    names = {id(norm.weight): "weight", id(norm.bias): "bias"}
+    statistics = norm.running_mean, norm.running_var
+    rule = norm_rules.batch_norm(names, 2, inputs, *statistics, norm.weight, norm.bias, eps=norm.eps)
+    assert isinstance(rule, norm_rules.Stacking)
+    found = dict(rule.several(list(deltas.unbind(0))))
+    for k, n in itertools.product(range(2), range(3)):
+        wanted = torch.autograd.grad(norm(inputs[n : n + 1]), [norm.weight, norm.bias], deltas[k, n : n + 1])
+        for name, gradient in zip(("weight", "bias"), wanted, strict=True):
+            torch.testing.assert_close(found[name][n, k], gradient.square().sum())
+    for name, norms in rule(deltas[1]):
+        torch.testing.assert_close(norms, found[name][:, 1])
+
+
+@pytest.mark.parametrize("kind", ["usual", "dark corner", "constant", "nothing", "cancelling", "groups"])
+@pytest.mark.parametrize(("size", "stride"), [((12, 12), 1), ((5, 7), 2), ((2, 2), 1)])
+def test_float32_norms_through_the_factor_of_windows_follow_float64(
+    kind: str, size: tuple[int, int], stride: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several blocks of columns or one; windows that are zero or alike, whose product is singular, as well."""
+    torch.manual_seed(0)
+    groups = 2 if kind == "groups" else 1
+    inputs, weight = torch.randn(3, 32, *size).relu(), torch.randn(24, 32 // groups, 3, 3)
+    if kind == "dark corner":
+        inputs[:, :, : size[0] // 2 + 1] = 0
+    elif kind in ("constant", "nothing"):
+        inputs[1:] = float(kind == "constant")
+    shape = nn.functional.conv2d(inputs, weight, None, stride, 1, 1, groups).shape
+    deltas = [torch.randn(shape).contiguous(memory_format=torch.channels_last) for _ in range(4)]
+    if kind == "cancelling":  # the windows have a large part in common, which such cotangents do not see
+        inputs += 30
+        deltas = [delta - delta.mean((2, 3), keepdim=True) for delta in deltas]
+    monkeypatch.setattr(convolution_norms, "GRAM_COST", 0)
+    names = {id(weight): "weight"}
+    rule = convolution_norms.convolution(names, 10**6, inputs, weight, None, stride, 1, 1, groups)
+    assert isinstance(rule, convolution_norms.ConvolutionRule)
+    (name, found), *_ = rule.several(deltas)
+    wanted = torch.zeros(len(inputs), len(deltas), dtype=torch.float64)
+    for n, (k, delta) in itertools.product(range(len(inputs)), enumerate(deltas)):
+        kernel = weight.double().requires_grad_()
+        output = nn.functional.conv2d(inputs[n : n + 1].double(), kernel, None, stride, 1, 1, groups)
+        wanted[n, k] = torch.autograd.grad(output, kernel, delta[n : n + 1].double())[0].square().sum()
+    assert name == "weight"
+    torch.testing.assert_close(found, wanted, rtol=1e-5 if kind == "cancelling" else 1e-6, atol=0)
 
 
 @pytest.mark.parametrize(("width", "groups"), [(4, 1), (24, 1), (12, 2), (24, 2)])

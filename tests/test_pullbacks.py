@@ -63,6 +63,43 @@ def test_cotangents_are_those_of_one_pass_after_the_other(passes: int) -> None:
         torch.testing.assert_close(cotangents, expected, rtol=1e-12, atol=1e-13)
 
 
+class Shortcuts(nn.Module):
+    """Kernels of one place with strides: alone, beside another, beside a value that others hold, and beside itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.alone = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 4, 1, 2)
+        self.left, self.right = nn.Conv2d(4, 5, 1, (2, 3)), nn.Conv2d(4, 5, 1, (3, 2))
+        self.beside, self.body = nn.Conv2d(4, 5, 1, 2), nn.Conv2d(4, 5, 3, 2, 1)
+        self.head = nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.alone(self.first(x))
+        several = self.left(x).mean((2, 3)) + self.right(x).mean((2, 3))
+        y = x + x.flip(3)
+        return self.head(several + (self.beside(y) * F.relu(self.body(y))).mean((2, 3)) + y.mean((1, 2, 3))[:, None])
+
+
+@pytest.mark.parametrize("size", [(12, 12), (13, 9)])
+def test_shortcuts_leave_zeros_where_they_do_not_read(size: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    model = Shortcuts().double().eval().requires_grad_(False)
+    found, wanted = _twin(model, torch.randn(2, 3, *size, dtype=torch.float64), 3)
+    assert len(found) == len(wanted[0])
+    for position, cotangents in found.items():
+        expected = torch.stack([each[position] for each in wanted])  # type: ignore[misc]
+        torch.testing.assert_close(cotangents, expected, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("shape", [(3, 2, 5, 16, 16), (2, 5, 20, 20), (2, 5, 3, 3), (0, 2, 16, 16), (4, 7)])
+def test_channels_last_changes_the_memory_alone(shape: tuple[int, ...]) -> None:
+    values = torch.randn(shape)
+    turned = pullbacks.channels_last(values)
+    assert torch.equal(turned, values)
+    assert values.ndim < 4 or turned.movedim(-3, -1).is_contiguous()
+    assert pullbacks.channels_last(turned) is turned
+
+
 def test_a_sum_hands_its_cotangents_on_without_a_copy() -> None:
     x = torch.randn(2, 3, requires_grad=True)
     node, cotangents = (x.exp() + x.relu()).grad_fn, torch.randn(4, 2, 3)
@@ -91,7 +128,7 @@ def test_what_takes_the_place_of_a_node_gets_its_cotangents() -> None:
     outputs = inner.relu().mean((2, 3))
     seen: list[tuple[Tensor, bool]] = []
 
-    def own(cotangents: Tensor, back: bool) -> Tensor:
+    def own(cotangents: Tensor, back: bool, owned: bool) -> Tensor:
         seen.append((cotangents, back))
         return torch.ones(2, *x.shape)
 

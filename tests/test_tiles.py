@@ -53,6 +53,20 @@ def test_tiles_give_what_the_library_gives(
     torch.testing.assert_close(norms, squares, rtol=2e-5, atol=0)
 
 
+@pytest.mark.parametrize("channels", [64, 128])
+def test_cotangents_that_nobody_else_holds_are_overwritten(channels: int) -> None:
+    torch.manual_seed(0)
+    input, weight = torch.randn(3, channels, 8, 8), torch.randn(64, channels, 3, 3)
+    cotangents = torch.randn(2, 3, 8, 8, 64).permute(0, 1, 4, 2, 3)
+    wanted, squares = _library(cotangents, input, weight)
+    found, norms = Tiles("weight", input, weight, Kernels()).through(cotangents, True, True, True)
+    assert found is not None
+    assert norms is not None
+    assert (found.data_ptr() == cotangents.data_ptr()) == (channels == 64)  # if they have its shape
+    assert float((found - wanted).norm() / wanted.norm()) < 5e-6
+    torch.testing.assert_close(norms, squares, rtol=2e-5, atol=0)
+
+
 def test_only_convolutions_of_the_form_meant_are_taken() -> None:
     input, weight = torch.zeros(2, 64, 8, 8), torch.zeros(64, 64, 3, 3)
     assert fits(input, weight, (1, 1), (1, 1), 1)

@@ -1,11 +1,13 @@
 """Squared norms of the gradients of convolutions: ‖δUᵀ‖² with U the unfolded input (mathematics 4.5).
 
-There are three forms: δ times the windows of the input; where positions are few and channels many, ⟨δᵀδ, UᵀU⟩; and
-for a first convolution with a max pooling behind it, one product over the cells of the pooling.
+There are three forms: δ times the windows of the input; where positions are few and windows large, ‖δL‖² with L the
+Cholesky factor of UᵀU; and for a first convolution with a max pooling behind it, one product over the cells of the
+pooling.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -16,11 +18,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from spiritlevel.watching import tiles
-from spiritlevel.watching.norm_rules import GRAM_COST, Names, Rule, gram_of, scale_and_shift, squared
+from spiritlevel.watching.norm_rules import GRAM_COST, Names, Rule, ScaleAndShift, Stacking, gram_of, squared
 from spiritlevel.watching.tiles import Kernels, Tiles
 
 _TALL = 64  # rows of an unfolded input beyond which several passes share one product
 _PLACES = 4  # in a cell of a pooling; each costs a product of its own
+_BLOCK, _BLOCKS = 32, 4  # least columns of a block of a triangle, and most blocks
+_SINGULAR = 1e-14  # of the trace of a Gram matrix, added to its diagonal
 _NEAR = 2**21  # numbers at a time: few enough to stay in cache, enough for all cores
 
 
@@ -48,7 +52,7 @@ def convolution(
         pads = [(0, 0)] * dims if padding == "valid" else [(p, p) for p in _tuple(padding, dims)]
     name, bias_name = names.get(id(weight)), names.get(id(bias))
     if name is None:
-        return scale_and_shift(None, bias_name, torch.Size([weight.shape[0]] + [1] * dims), None)
+        return ScaleAndShift(None, bias_name, torch.Size([weight.shape[0]] + [1] * dims), None)
 
     windows = Windows(input, pads, kernel, stride, dilation, groups)
     rule = ConvolutionRule(name, bias_name, windows, passes, weight[0].numel())
@@ -137,7 +141,7 @@ class Windows:
     def _by_places(self, fan_in: int, positions: int) -> float:
         """What the products of all places of the input cost, and their sums along the kernel."""
         places = math.prod(self.kernel)
-        single = math.prod(self.input.shape[2:]) ** 2 * (fan_in / places)
+        single = math.prod(self.input.shape[2:]) ** 2 / math.prod(self.stride) * (fan_in / places)
         return single + places * positions**2 if self.groups == 1 else math.inf
 
     def gram_cost(self, fan_in: int, positions: int) -> float:
@@ -148,36 +152,56 @@ class Windows:
         """UᵀU in float64, (N · groups, windows, windows).
 
         Neighbouring windows share most of their places: ⟨u_p, u_q⟩ = Σ_k ⟨x_{p+k}, x_{q+k}⟩ over the places k of the
-        kernel, so that the products of single places, taken once, serve them all. They are summed along one axis after
-        the other (3 + 3 sums for a kernel of 3 × 3), without those beyond the margin, which are zero.
+        kernel, so that the products of single places, taken once, serve them all. With strides both places of a product
+        leave the same remainder, so that those with one remainder after the other are taken.
         """
         some, dims = self.input[samples], len(self.kernel)
-        counts = [self._count(d) for d in range(dims)]
-        positions, fan_in = math.prod(counts), some.shape[1] // self.groups * math.prod(self.kernel)
+        positions = math.prod(self._count(d) for d in range(dims))
+        fan_in = some.shape[1] // self.groups * math.prod(self.kernel)
         if self._by_places(fan_in, positions) >= self.groups * positions**2 * fan_in:
             return gram_of(self.patches(samples).mT)
+        every = itertools.product(*map(range, self.stride))
+        tables = (self._of_remainders(some, remainders) for remainders in every)
+        return functools.reduce(Tensor.add_, tables).reshape(len(some), positions, positions)
+
+    def _of_remainders(self, some: Tensor, remainders: tuple[int, ...]) -> Tensor:
+        """The part of `gram` by places with these remainders by the strides, (N, *windows, *windows).
+
+        Products of places are summed along one axis after the other (3 + 3 sums for a kernel of 3 × 3), without those
+        beyond the margin, which are zero.
+        """
+        dims = len(remainders)
+        for d, (first, step) in enumerate(zip(remainders, self.stride, strict=True)):
+            some = some[(slice(None),) * (2 + d) + (slice(first, None, step),)]
         total = gram_of(some.flatten(2).mT).view(len(some), *some.shape[2:], *some.shape[2:])
         for d in range(dims):
             shape = list(total.shape)
-            shape[1 + d] = shape[1 + dims + d] = counts[d]
+            shape[1 + d] = shape[1 + dims + d] = self._count(d)
             sums = total.new_zeros(shape)
             for place in range(self.kernel[d]):
-                to, of = self._met(d, place)
-                _of_axes(sums, d, dims, to).add_(_of_axes(total, d, dims, of))
+                if (to_and_of := self._met(d, place, remainders[d])) is not None:
+                    to, of = to_and_of
+                    _of_axes(sums, d, dims, to).add_(_of_axes(total, d, dims, of))
             total = sums
-        return total.reshape(len(some), positions, positions)
+        return total
 
     def _count(self, d: int) -> int:
         """The number of windows along an axis."""
         size = self.input.shape[2 + d] + sum(self.pads[d])
         return (size - self.dilation[d] * (self.kernel[d] - 1) - 1) // self.stride[d] + 1
 
-    def _met(self, d: int, place: int) -> tuple[slice, slice]:
-        """The windows whose place of the kernel lies inside the input along an axis, and where it lies."""
+    def _met(self, d: int, place: int, remainder: int) -> tuple[slice, slice] | None:
+        """The windows whose place of the kernel lies inside the input along an axis, and where it lies.
+
+        That is counted among the places with this remainder by the stride; `None` if it has another.
+        """
         first, step = place * self.dilation[d] - self.pads[d][0], self.stride[d]
+        shift, other = divmod(first - remainder, step)
+        if other:
+            return None
         low = max(0, -(first // step))
         high = max(low, min(self._count(d), (self.input.shape[2 + d] - 1 - first) // step + 1))
-        return slice(low, high), slice(low * step + first, max(0, (high - 1) * step + first + 1), step)
+        return slice(low, high), slice(low + shift, max(0, high + shift))
 
 
 def _of_axes(table: Tensor, d: int, dims: int, part: slice) -> Tensor:
@@ -186,8 +210,21 @@ def _of_axes(table: Tensor, d: int, dims: int, part: slice) -> Tensor:
     return table[everything * (1 + d) + (part,)][everything * (1 + dims + d) + (part,)]
 
 
-class ConvolutionRule:
-    """‖δUᵀ‖² with U the unfolded input; where positions are few and channels many, ⟨δᵀδ, UᵀU⟩.
+def _triangular(gram: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """L with LLᵀ = UᵀU for every sample, lower triangular, in this precision; `None` where there is none.
+
+    A sum of squares of δL loses no more to rounding than one of δUᵀ, whereas the terms of ⟨δᵀδ, UᵀU⟩ cancel and would
+    have to be summed in float64. What is added to the diagonal lets most singular products have a factor; it is about
+    the square of what float32 rounds off.
+    """
+    diagonal = gram.diagonal(dim1=1, dim2=2)
+    diagonal.add_(_SINGULAR * diagonal.sum(1, keepdim=True))
+    factor, info = torch.linalg.cholesky_ex(gram)
+    return None if bool(info.any()) else factor.to(dtype)
+
+
+class ConvolutionRule(Stacking):
+    """‖δUᵀ‖² with U the unfolded input; where positions are few and windows large, ‖δL‖² with LLᵀ = UᵀU.
 
     If U is tall, the cotangents of several passes go through one product together, a few samples at a time so that
     everything stays in the cache; otherwise U is made at the first pass and kept for the others.
@@ -204,16 +241,18 @@ class ConvolutionRule:
 
     def __call__(self, delta: Tensor) -> Iterator[tuple[str, Tensor]]:
         if self.kept is None:
-            self.kept = self._patches_or_gram(slice(None), delta)
+            self.kept = self._patches_or_factor(slice(None), delta)
         for name, norms in self._norms([delta], *self.kept):
             yield name, norms[:, 0]
 
-    def _patches_or_gram(self, samples: slice, delta: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    def _patches_or_factor(self, samples: slice, delta: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """Whichever method takes less work over all passes."""
         channels, positions = delta.shape[1], math.prod(delta.shape[2:])
-        gram = self.windows.gram_cost(self.fan_in, positions) + self.passes * channels * positions**2
-        if GRAM_COST * gram < self.passes * channels * self.fan_in * positions:
-            return None, self.windows.gram(samples)
+        gram = GRAM_COST * self.windows.gram_cost(self.fan_in, positions) + self.groups * positions**3
+        if gram + self.passes * channels * positions**2 < self.passes * channels * self.fan_in * positions:
+            factor = _triangular(self.windows.gram(samples), delta.dtype)
+            if factor is not None:
+                return None, factor
         return self.windows.patches(samples), None
 
     def several(self, deltas: list[Tensor]) -> Iterator[tuple[str, Tensor]]:
@@ -223,7 +262,7 @@ class ConvolutionRule:
         found: dict[str, list[Tensor]] = {}
         for start in range(0, len(deltas[0]), chunk):
             samples = slice(start, start + chunk)
-            made = self._patches_or_gram(samples, deltas[0])
+            made = self._patches_or_factor(samples, deltas[0])
             for name, norms in self._norms([delta[samples] for delta in deltas], *made):
                 found.setdefault(name, []).append(norms)
         for name, tables in found.items():
@@ -234,30 +273,40 @@ class ConvolutionRule:
         if self.bias:
             yield self.bias, torch.stack([squared(delta.flatten(2).sum(2)) for delta in deltas], 1)
 
-    def _norms(self, deltas: list[Tensor], patches: Tensor | None, gram: Tensor | None) -> Iterator[tuple[str, Tensor]]:
+    def _norms(
+        self, deltas: list[Tensor], patches: Tensor | None, factor: Tensor | None
+    ) -> Iterator[tuple[str, Tensor]]:
         count, groups, depth = len(deltas[0]), self.groups, len(deltas)
-        channels = deltas[0].shape[1] // groups
-        positions = math.prod(deltas[0].shape[2:])
-        if groups == 1 and deltas[0].stride(1) == 1 and channels > 1:  # the channels lie side by side
-            rows = [delta.flatten(2) for delta in deltas]
-            stacked = torch.cat([row.mT for row in rows], 2).mT
-        else:
-            rows = [delta.reshape(count * groups, channels, positions) for delta in deltas]
-            stacked = rows[0] if depth == 1 else torch.cat(rows, 1)
-        if gram is not None and channels < positions:
-            double = stacked.double()
-            product = torch.bmm(double, gram) if double.is_contiguous() else torch.bmm(gram, double.mT).mT
-            yield self.name, product.mul_(double).unflatten(1, (depth, -1)).sum((2, 3)).view(count, groups, -1).sum(1)
-        elif gram is not None:
-            yield self.name, torch.stack([gram_of(row.mT).mul_(gram).view(count, -1).sum(1) for row in rows], 1)
+        rows = [delta.reshape(count * groups, delta.shape[1] // groups, -1) for delta in deltas]
+        if factor is not None:
+            yield self.name, _through(factor, rows).reshape(count, groups, depth).sum(1)
         else:
             assert patches is not None
+            if groups == 1 and deltas[0].stride(1) == 1 and deltas[0].shape[1] > 1:  # the channels lie side by side
+                stacked = torch.cat([row.mT for row in rows], 2).mT
+            else:
+                stacked = rows[0] if depth == 1 else torch.cat(rows, 1)
             gradients = torch.bmm(stacked, patches.mT).view(count, groups, depth, -1)
             yield self.name, squared(gradients, 3).sum(1)
         yield from self.bias_norms(deltas)
 
 
-class PooledConvolution:
+def _through(factor: Tensor, rows: list[Tensor]) -> Tensor:
+    """‖δL‖² (N, passes) for the δ of several passes, (N, channels, positions) each.
+
+    A block of columns of L at a time, without the zeros above it.
+    """
+    count, channels, size = rows[0].shape
+    width = max(_BLOCK, -(-size // _BLOCKS))
+    products = factor.new_empty(len(rows), count, size, channels)
+    for row, product in zip(rows, products, strict=True):
+        for start in range(0, size, width):
+            block = slice(start, start + width)
+            torch.bmm(factor[:, start:, block].mT, row.mT[:, start:], out=product[:, block])
+    return squared(products, 3).sum(2).T  # sums in float64 of short ones in float32
+
+
+class PooledConvolution(Stacking):
     """A first convolution and the max pooling that is its only reader, as one product over the cells of the pooling.
 
     A cell of p×p outputs looks at one window of the input; the kernel at each place of the cell is a row of a bank over
@@ -303,10 +352,6 @@ class PooledConvolution:
             torch.eq(value, top, out=chosen)
             free.sub_(chosen.mul_(free))
         self.output = (top if bias is None else top.add_(bias[:, None])).view(count, -1, *cells)
-
-    def __call__(self, delta: Tensor) -> Iterator[tuple[str, Tensor]]:
-        for name, norms in self.several([delta]):
-            yield name, norms[:, 0]
 
     def several(self, deltas: list[Tensor]) -> Iterator[tuple[str, Tensor]]:
         """(parameter name, squared norms (N, passes)) for the cotangents of several passes."""

@@ -322,8 +322,10 @@ class _Comparison:
 
     def _drawn(self, generator: torch.Generator) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in self.moving.items():
-            most = math.sqrt(3) * self.scale[name]  # a mean square of 1, in half the time of normal numbers
-            yield name, torch.empty(tensor.shape).uniform_(-most, most, generator=generator).to(tensor)
+            most = math.sqrt(3) * self.scale[name]  # a mean square of 1
+            words = torch.empty(-(-tensor.numel() // 8), dtype=torch.int64).random_(-(2**63), None, generator=generator)
+            steps = words.view(torch.int8)[: tensor.numel()].view(tensor.shape)  # a byte each: a seventh of the time
+            yield name, steps.to(tensor).add_(0.5).mul_(most / 128)
 
     def _scalar(self, params: Params) -> Tensor:
         return (self.signs * self._function(params)).sum()

@@ -15,10 +15,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from spiritlevel.watching.pullbacks import channels_last
+
 Norms = dict[str, Tensor]
 Rule = Callable[[Tensor], Iterator[tuple[str, Tensor]]]
 """From the cotangent δ at an operation's output to (parameter name, squared norm per sample)."""
 Names = dict[int, str]
+_NEAR = 2**17  # numbers of a pass at a time
 
 
 def squared(tensor: Tensor, dim: int = 1) -> Tensor:
@@ -101,21 +104,79 @@ def addmm(names: Names, passes: int, bias: Tensor, input: Tensor, other: Tensor)
     return linear(names, passes, input, other, bias)
 
 
-def scale_and_shift(weight: str | None, bias: str | None, shape: torch.Size, normalised: Tensor | None) -> Rule:
+class Stacking:
+    """A rule that takes the cotangents of several passes together, where they are there together."""
+
+    stacks = False
+    """Whether it gains so much by it that they should be kept until all are there."""
+
+    def several(self, deltas: list[Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """(parameter name, squared norms (N, passes)) for the cotangents of several passes."""
+        raise NotImplementedError
+
+    def __call__(self, delta: Tensor) -> Iterator[tuple[str, Tensor]]:
+        for name, norms in self.several([delta]):
+            yield name, norms[:, 0]
+
+
+class ScaleAndShift(Stacking):
     """Parameters of `shape`, broadcast against (N, …): gradients Σδ·x̂ and Σδ over what was broadcast."""
 
-    def reduced(product: Tensor) -> Tensor:
-        full = (1,) * (product.ndim - len(shape)) + tuple(shape)
+    def __init__(self, weight: str | None, bias: str | None, shape: torch.Size, normalised: Tensor | None) -> None:
+        self.weight, self.bias, self.shape, self.normalised = weight, bias, shape, normalised
+
+    def several(self, deltas: list[Tensor]) -> Iterator[tuple[str, Tensor]]:
+        scaled = self.normalised if self.weight else None
+        sums: dict[str, list[Tensor]] = {}
+        for some in _few_at_a_time(deltas[0]):
+            parts: dict[str, list[Tensor]] = {}
+            for delta in deltas:  # both sums while it is near
+                part = delta[some]
+                if self.weight and scaled is not None:
+                    parts.setdefault(self.weight, []).append(self._reduced(part * scaled[some]))
+                if self.bias:
+                    parts.setdefault(self.bias, []).append(self._reduced(part))
+            for name, each in parts.items():
+                sums.setdefault(name, []).append(torch.stack(each, 1))
+        for name, tables in sums.items():
+            yield name, squared(torch.cat(tables), 2)
+
+    def _reduced(self, product: Tensor) -> Tensor:
+        full = (1,) * (product.ndim - len(self.shape)) + tuple(self.shape)
         dims = [d for d in range(1, product.ndim) if full[d] == 1 and product.shape[d] > 1]
         return product.sum(dims, keepdim=True) if dims else product
 
-    def rule(delta: Tensor) -> Iterator[tuple[str, Tensor]]:
-        if weight and normalised is not None:
-            yield weight, squared(reduced(delta * normalised))
-        if bias:
-            yield bias, squared(reduced(delta))
 
-    return rule
+def _few_at_a_time(values: Tensor) -> Iterator[slice]:
+    """Parts of the samples: few enough that what is made of them is still in a core's cache when it is read."""
+    count = len(values)
+    chunk = max(1, _NEAR * count // max(1, values.numel())) if values.device.type == "cpu" else count
+    return (slice(start, start + chunk) for start in range(0, count, chunk or 1))
+
+
+class _BatchNorm(Stacking):
+    """Scale and shift after running statistics; what is scaled is made at the first pass.
+
+    It then has the order of δ in memory, which is known only now.
+    """
+
+    def __init__(
+        self, weight: str | None, bias: str | None, input: Tensor, mean: Tensor, var: Tensor, eps: float
+    ) -> None:
+        self.weight, self.bias, self.input, self.version = weight, bias, input, input._version
+        self.mean, self.var, self.eps = mean, var, eps
+        self.made: ScaleAndShift | None = None
+
+    def several(self, deltas: list[Tensor]) -> Iterator[tuple[str, Tensor]]:
+        if self.made is None:
+            if self.input._version != self.version:
+                raise RuntimeError("the input of a batch norm has been modified by an inplace operation")
+            last = deltas[0].ndim == 4 and not deltas[0].is_contiguous()
+            values = channels_last(self.input) if last else self.input
+            normalised = F.batch_norm(values, self.mean, self.var, eps=self.eps)
+            shape = torch.Size([values.shape[1]] + [1] * (values.ndim - 2))
+            self.made = ScaleAndShift(self.weight, self.bias, shape, normalised)
+        yield from self.made.several(deltas)
 
 
 def batch_norm(
@@ -133,21 +194,7 @@ def batch_norm(
     """Batch norm by running statistics."""
     if training or running_mean is None or running_var is None:
         return None
-    shape = torch.Size([input.shape[1]] + [1] * (input.ndim - 2))
-    version, mean, var = input._version, running_mean, running_var
-    made: list[Rule] = []
-
-    def rule(delta: Tensor) -> Iterator[tuple[str, Tensor]]:
-        if not made:  # in the order of δ in memory, which is known only now
-            if input._version != version:
-                raise RuntimeError("the input of a batch norm has been modified by an inplace operation")
-            last = delta.ndim == 4 and not delta.is_contiguous()
-            values = input.contiguous(memory_format=torch.channels_last) if last else input
-            normalised = F.batch_norm(values, mean, var, eps=eps)
-            made.append(scale_and_shift(names.get(id(weight)), names.get(id(bias)), shape, normalised))
-        yield from made[0](delta)
-
-    return rule
+    return _BatchNorm(names.get(id(weight)), names.get(id(bias)), input, running_mean, running_var, eps)
 
 
 def group_norm(
@@ -162,13 +209,13 @@ def group_norm(
     """Scale and shift of each channel after the groups' own statistics."""
     shape = torch.Size([input.shape[1]] + [1] * (input.ndim - 2))
     normalised = F.group_norm(input, num_groups, eps=eps)
-    return scale_and_shift(names.get(id(weight)), names.get(id(bias)), shape, normalised)
+    return ScaleAndShift(names.get(id(weight)), names.get(id(bias)), shape, normalised)
 
 
 def prelu(names: Names, passes: int, input: Tensor, weight: Tensor) -> Rule:
     """A slope for what is negative, shared or one per channel."""
     shape = weight.shape if weight.numel() == 1 else torch.Size([weight.numel()] + [1] * (input.ndim - 2))
-    return scale_and_shift(names.get(id(weight)), None, shape, input.clamp(max=0))
+    return ScaleAndShift(names.get(id(weight)), None, shape, input.clamp(max=0))
 
 
 def embedding(
@@ -204,6 +251,6 @@ def broadcast(*, scales: bool) -> Callable[..., Rule | None]:
         if torch.broadcast_shapes(shape, other.shape) != other.shape:
             return None
         name = names[id(parameter)]
-        return scale_and_shift(name, None, shape, other) if scales else scale_and_shift(None, name, shape, None)
+        return ScaleAndShift(name, None, shape, other) if scales else ScaleAndShift(None, name, shape, None)
 
     return build

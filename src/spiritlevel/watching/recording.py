@@ -10,190 +10,43 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import vjp, vmap
-from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves, tree_map
 
 from spiritlevel.binding.batches import SPREAD, resized, spread
 from spiritlevel.binding.coupling import check_independence, same_outputs
-from spiritlevel.binding.parameters import Params, as_leaves, depth
+from spiritlevel.binding.parameters import Params, as_leaves
 from spiritlevel.binding.problem import Problem
 from spiritlevel.errors import InputError, first_line
-from spiritlevel.watching.convolution_norms import Cell, ConvolutionRule, PooledConvolution, cell_of
+from spiritlevel.watching.convolution_norms import ConvolutionRule
 from spiritlevel.watching.derivatives import LARGE, VERY_LARGE
-from spiritlevel.watching.norm_rules import Names, Norms, Rule
-from spiritlevel.watching.operations import called, is_in_place
+from spiritlevel.watching.norm_rules import Norms, Stacking
 from spiritlevel.watching.pullbacks import Own, pull_back
 from spiritlevel.watching.structure import Structure, Watch, analyse, joined
+from spiritlevel.watching.taps import Recorder
 from spiritlevel.watching.tiles import Kernels, Tiles
-from spiritlevel.watching.watchers import FunctionWatch, tensors_in
-
-
-class _Pending(NamedTuple):
-    """A convolution that is deferred, since a max pooling is expected to be its only reader."""
-
-    rule: ConvolutionRule
-    call: Callable[[], Tensor]
-    operands: tuple[Tensor, Tensor, Tensor | None]
-    rectified: bool = False
-
-
-class _Rectified(NamedTuple):
-    """What went into a ReLU and what came out, each with its version, which a write in place raises."""
-
-    input: Tensor
-    input_version: int
-    output: Tensor
-    output_version: int
-
-    def untouched(self) -> bool:
-        return self.input._version == self.input_version and self.output._version == self.output_version
-
-
-class _Recorder(FunctionWatch):
-    """Taps every operation that uses one of the named parameters.
-
-    `pooled` names the kernels of first convolutions that a max pooling was seen to read. Their call returns a promise;
-    the pooling turns it into a `PooledConvolution`, any other operation makes it real. If both happen, the recording
-    is `spoiled`, since the two taps then share a kernel.
-    """
-
-    def __init__(self, names: Names, passes: int, copies: bool, pooled: set[str], watch: Watch) -> None:
-        super().__init__()
-        self.names, self.passes, self.copies, self.pooled, self.watch = names, passes, copies, pooled, watch
-        self.taps: list[tuple[Rule, Tensor, int]] = []
-        self.path: list[tuple[str, ...]] = []  # every function that was called, and the named parameters it was given
-        self.without_rule: set[str] = set()
-        self.rectified: dict[int, _Rectified] = {}  # by the id of a ReLU's result
-        self.poolable: set[str] = set()  # kernels of first convolutions whose output went into a pooling
-        self.pending: dict[int, _Pending] = {}
-        self.promises: list[Tensor] = []  # kept, so that no other tensor gets the id of one
-        self.made: dict[str, Tensor | None] = {}  # by kernel: the output, None for a pooled one
-        self.spoiled = False
-        self.level = depth()
-
-    def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        met = [self.names[id(leaf)] for leaf in tree_leaves((args, kwargs)) if id(leaf) in self.names]
-        self.path.append((getattr(func, "__name__", ""), *met))
-        if depth() != self.level:  # inside a `vmap` or `grad` of the model's own, where rows are not samples
-            self.without_rule.update(met)
-            args, kwargs = tree_map(self._made, (args, kwargs))
-            return func(*args, **kwargs)
-        if self.pending:
-            first = self.pending.get(id(args[0])) if args else None
-            if first is not None and _is_relu(func) and not kwargs.get("inplace"):
-                return self._promise(first._replace(rectified=True))
-            if first is not None and func is F.max_pool2d and (cell := cell_of(*args[1:], **kwargs)):
-                return self._pooled(first, cell)
-            args, kwargs = tree_map(self._made, (args, kwargs))
-        if func is F.max_pool2d and args and not self.copies:
-            before = self.rectified.get(id(args[0]))
-            if before is not None and before.untouched():
-                # max pooling commutes with ReLU, and the backward pass through ReLU is cheaper on the pooled values
-                return torch.relu(self._pool(before.input, *args[1:], **kwargs))
-            return self._pool(*args, **kwargs)
-        if func is torch.conv2d and self.pooled and (promise := self._postponed(func, args, kwargs)) is not None:
-            return promise
-        result = func(*args, **kwargs)
-        if _is_relu(func) and args and result is not args[0]:
-            self.rectified[id(result)] = _Rectified(args[0], args[0]._version, result, result._version)
-            return result
-        if not met or not tensors_in(result):  # only a shape, a flag or a device
-            return result
-        rule = self._rule(func, args, kwargs) if isinstance(result, Tensor) else None
-        if rule is None:
-            self.without_rule.update(met)
-            return result
-        return self._tap(rule, result)
-
-    def _rule(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rule | None:
-        builder = None if is_in_place(func) else called(func).norm
-        # a TypeError: called in a form that the rule does not know, such as add(..., alpha=)
-        with contextlib.suppress(TypeError), torch.no_grad(), self.watch.pause():
-            return builder(self.names, self.passes, *args, **kwargs) if builder else None
-        return None
-
-    def _tap(self, rule: Rule, result: Tensor) -> Tensor:
-        if not result.requires_grad:
-            result = result.detach().requires_grad_()
-        self.taps.append((rule, result, result._version))
-        return result.clone() if self.copies else result
-
-    def _pool(self, input: Tensor, *args: Any, **kwargs: Any) -> Any:
-        for rule, tap, _ in self.taps:
-            if tap is input and tap.is_leaf and isinstance(rule, ConvolutionRule) and rule.pooled is not None:
-                self.poolable.add(rule.name)
-        return F.max_pool2d(input, *args, **kwargs)
-
-    def _postponed(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-        """A promise in place of the output, if this is the convolution of a kernel in `pooled`."""
-        rule = self._rule(func, args, kwargs)
-        if not isinstance(rule, ConvolutionRule) or rule.name not in self.pooled or rule.pooled is None:
-            return None
-        operands = _operands(*args, **kwargs)
-        return self._promise(_Pending(rule, lambda: self._tap(rule, func(*args, **kwargs)), operands))
-
-    def _promise(self, pending: _Pending) -> Tensor:
-        self.promises.append(torch.empty(0))
-        self.pending[id(self.promises[-1])] = pending
-        return self.promises[-1]
-
-    def _made(self, leaf: Any) -> Any:
-        """What was promised, if this is a promise."""
-        pending = self.pending.get(id(leaf))
-        if pending is None:
-            return leaf
-        name = pending.rule.name
-        result = self.made.get(name)
-        if result is None:
-            self.spoiled |= name in self.made
-            result = self.made[name] = pending.call()
-        return torch.relu(result) if pending.rectified else result
-
-    def _pooled(self, pending: _Pending, cell: Cell) -> Tensor:
-        assert pending.rule.pooled is not None
-        self.spoiled |= pending.rule.name in self.made
-        self.made[pending.rule.name] = None
-        with torch.no_grad(), self.watch.pause():
-            rule = pending.rule.pooled(cell)
-        self.watch.multiplied(rule.output, *pending.operands)
-        pooled = self._tap(rule, rule.output)
-        return torch.relu(pooled) if pending.rectified else pooled
-
-
-def _is_relu(func: Any) -> bool:
-    return called(func).name == "relu" and not is_in_place(func)
-
-
-def _operands(
-    input: Tensor, weight: Tensor, bias: Tensor | None = None, *options: Any, **more: Any
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """For a convolution called with these arguments."""
-    return input, weight, bias
-
-
-_Stacking = ConvolutionRule | PooledConvolution
+from spiritlevel.watching.watchers import tensors_in
 
 
 class Recording:
     """One recorded forward pass: `outputs` (N, C) and, for any cotangents v (N, C), the squared gradient norms."""
 
     def __init__(
-        self, outputs: Tensor, recorder: _Recorder, slow: Callable[[Tensor], Norms] | None, kernels: Kernels
+        self, outputs: Tensor, recorder: Recorder, slow: Callable[[Tensor], Norms] | None, kernels: Kernels
     ) -> None:
         self.outputs = outputs
         self.calls_model = slow is not None  # for the gradients of some parameters
-        self._rules = [rule for rule, _, _ in recorder.taps]
-        self._taps = [tap for _, tap, _ in recorder.taps]
+        self._rules = [tap.rule for tap in recorder.taps]
+        self._taps = [tap.edge for tap in recorder.taps]
         self._slow, self._kernels = slow, kernels
         self._tiles = {  # by position
             position: rule.tiled(kernels)
-            for position, (rule, tap, _) in enumerate(recorder.taps)
-            if isinstance(rule, ConvolutionRule) and rule.tiled is not None and not tap.is_leaf
+            for position, (rule, _, leaf) in enumerate(recorder.taps)
+            if isinstance(rule, ConvolutionRule) and rule.tiled is not None and leaf is None
         }
 
     def squared_norms(self, vectors: Sequence[Tensor], *, last: bool = False) -> list[Norms]:
@@ -230,14 +83,14 @@ class Recording:
                     rule = self._rules[position]
                     if delta is None:
                         continue
-                    if isinstance(rule, _Stacking) and rule.stacks and len(vectors) > 1:
+                    if isinstance(rule, Stacking) and rule.stacks and len(vectors) > 1:
                         waiting.setdefault(position, []).append(delta)
                     else:
                         norms.update(rule(delta))
         with torch.no_grad():
             for position, deltas in waiting.items():
                 rule = self._rules[position]
-                assert isinstance(rule, _Stacking)
+                assert isinstance(rule, Stacking)
                 _add(results[-len(deltas) :], rule.several(deltas))
 
     def _together(self, vectors: Tensor) -> list[Norms]:
@@ -250,26 +103,23 @@ class Recording:
             if position in tiles and tiles[position].norms_pay:
                 assert isinstance(rule, ConvolutionRule)
                 _add(results, rule.bias_norms(deltas))
-            elif isinstance(rule, _Stacking) and rule.stacks:
+            elif isinstance(rule, Stacking):
                 _add(results, rule.several(deltas))
             else:
                 for norms, delta in zip(results, deltas, strict=True):
                     norms.update(rule(delta))
 
         def in_tiles(each: Tiles, node: Any) -> Own:
-            def own(cotangents: Tensor, back: bool) -> Tensor | None:
+            def own(cotangents: Tensor, back: bool, owned: bool) -> Tensor | None:
                 node._saved_input  # noqa: B018 (which autograd refuses to give if it was overwritten)
-                found, table = each.through(cotangents, back, each.norms_pay)
+                found, table = each.through(cotangents, back, each.norms_pay, owned)
                 if table is not None:
                     _add(results, [(each.name, table)])
                 return found
 
             return own
 
-        own = {
-            self._taps[position].grad_fn: in_tiles(each, self._taps[position].grad_fn)
-            for position, each in tiles.items()
-        }
+        own = {self._taps[position].node: in_tiles(each, self._taps[position].node) for position, each in tiles.items()}
         pull_back(self.outputs, self._taps, vectors, arrive, own)
         return results
 
@@ -355,8 +205,8 @@ class GradientNorms:
 
     def _find_rules(self, inputs: Any, plain: Tensor) -> None:
         try:
-            outputs, recorder = self._forward(inputs)
-            self.copies = any(tap._version != version for _, tap, version in recorder.taps)
+            outputs, recorder = self._forward(inputs, keeps=True)
+            self.copies = any(value._version != version for value, version in recorder.kept)
         except RuntimeError:  # autograd refuses to work in place on a leaf
             self.copies = True
         if self.copies:
@@ -372,7 +222,7 @@ class GradientNorms:
             self._path = self._forward(inputs)[1].path
 
     def _misfits(
-        self, inputs: Any, plain: Tensor, recorded: tuple[Tensor, _Recorder] | None = None
+        self, inputs: Any, plain: Tensor, recorded: tuple[Tensor, Recorder] | None = None
     ) -> tuple[set[str], list[tuple[str, ...]]]:
         """The parameters whose rule disagrees with autograd on one of the samples; and the functions that were called.
 
@@ -427,11 +277,11 @@ class GradientNorms:
             found.append(torch.stack([torch.linalg.vector_norm(g, dtype=torch.float64).square() for g in gradients]))
         return torch.stack(found, 1)
 
-    def _forward(self, inputs: Any) -> tuple[Tensor, _Recorder]:
+    def _forward(self, inputs: Any, *, keeps: bool = False) -> tuple[Tensor, Recorder]:
         params = self.problem.params
         names = {id(tensor): name for name, tensor in params.items() if name not in self.without_rule}
         watch = Watch(params, inputs)
-        recorder = _Recorder(names, self.passes, self.copies, self.pooled, watch)
+        recorder = Recorder(names, self.passes, self.copies, self.pooled, watch, keeps)
         try:
             with recorder, watch:
                 outputs = self.problem.outputs(params, inputs)
@@ -439,6 +289,7 @@ class GradientNorms:
             if not self.pooled:
                 raise
             recorder.spoiled = True  # a scripted function was given the promise of an output
+        recorder.rectified = None
         recorder.pending.clear()  # each holds the recorder, which would keep all its tensors until the next collection
         if recorder.spoiled:  # a first convolution has more readers than its pooling
             self.pooled = set()
