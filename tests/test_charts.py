@@ -247,7 +247,7 @@ def test_factors_are_drawn_as_factors() -> None:
     drawn = charts.svg(charts.intervals(columns, "what", "ratio", "low", "high", ratios=True))
     assert all(f">× {factor}<" in drawn for factor in (1, 2, 5, 10, 20))
     assert ">× 0" not in drawn
-    empty = dict.fromkeys(columns, list[float]())
+    empty = {key: list[float]() for key in columns}
     assert charts.svg(charts.intervals(empty, "what", "ratio", "low", "high", ratios=True)).startswith("<svg")
 
 
