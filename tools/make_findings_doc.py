@@ -8,6 +8,7 @@ which order, is written here by hand.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ from spiritlevel import charts
 from spiritlevel.cli.reproduce import number
 from spiritlevel.papers.claims import run
 from spiritlevel.papers.claims.show import cell, evidence
-from spiritlevel.papers.studies import Study, batch_size, catalogue, combine, optimizers, weight_decay
+from spiritlevel.papers.studies import Study, batch_size, catalogue, combine, correlation, optimizers, weight_decay
 from spiritlevel.papers.studies.base import SCALES
 from spiritlevel.storage import write_atomically
 
@@ -57,9 +58,20 @@ FINDINGS = (
     Finding("batchnorm-mode", "modes differ"),
     Finding("batch-size", "trace"),
     Finding("batch-size", "flattest is not best"),
-    Finding("correlation", "level-aceht", {"setting": "lenet-mnist"}),
-    Finding("correlation", "incorrect", {"setting": "lenet-mnist"}),
-    Finding("correlation", "level-aceht", {"setting": "fcn-mnist"}),
+    *(
+        Finding("correlation", statement, {"setting": setting, "lr": None, "batch_size": None})
+        for setting, statement in (
+            ("lenet-mnist", "level-aceht"),
+            ("lenet-mnist", "incorrect"),
+            ("lenet-tanh-mnist", "level-aceht"),
+            ("lenet-tanh-mnist", "incorrect"),
+            ("fcn-mnist", "level-aceht"),
+        )
+    ),
+    *(
+        Finding("correlation", "level-aceht", {"setting": "lenet-mnist", "lr": lr, "batch_size": size})
+        for lr, size in itertools.product(correlation.SWEEP["lr"], correlation.SWEEP["batch_size"])
+    ),
     Finding("outliers", "equal"),
     Finding("outliers", "one less"),
     Finding("generalisation", "margins"),
@@ -244,7 +256,8 @@ def best(rows: Sequence[Mapping[str, Any]], finding: Finding) -> Mapping[str, An
 def line(study: Study, finding: Finding, row: Mapping[str, Any] | None) -> tuple[str, str]:
     """The status of a finding and its line of the table."""
     (statement,) = (each for each in study.statements if each.id == finding.statement)
-    where = ", ".join(map(str, finding.setting.values()))
+    named = {"lr": "lr ", "batch_size": "batch "}
+    where = ", ".join(f"{named.get(key, '')}{value}" for key, value in finding.setting.items() if value is not None)
     said = f"{statement.text}{f' ({where})' if where else ''}"
     if row is None:
         return "untested here", _row(["untested here", said, statement.paper, "not run", "–"])
