@@ -392,7 +392,7 @@ RESULTS = Path(__file__).parents[1] / "results"
 def correlations() -> dict[str, pl.DataFrame]:
     """r at every checkpoint of a trained network, by setting: the study `correlation`, all seeds together."""
     found: dict[str, list[pl.DataFrame]] = {}
-    for folder in sorted((RESULTS / "correlation").iterdir()):
+    for folder in sorted(path.parent for path in (RESULTS / "correlation").glob(f"*/{SUMMARY}")):  # the finished ones
         setting = json.loads((folder / "config.json").read_text(encoding="utf-8"))["setting"]
         frame = pl.read_parquet(folder / "correlations.parquet")
         found.setdefault(setting, []).append(frame.filter(pl.col("step") > 0, pl.col("quantity") == "aceht"))
@@ -430,7 +430,7 @@ def test_the_claim_about_misclassified_points_says_what_the_kept_results_say() -
 
 def rulings(name: str, id: str) -> list[str]:
     """What the rules of today say about the kept numbers of a study, setting by setting."""
-    study, folders = catalogue()[name], sorted((RESULTS / name).iterdir())
+    study, folders = catalogue()[name], sorted(path.parent for path in (RESULTS / name).glob(f"*/{SUMMARY}"))
     summaries = [study.today(json.loads((each / SUMMARY).read_text(encoding="utf-8")), each) for each in folders]
     found = [row["verdict"] for row in combine(summaries, study.statements) if row["id"] == id]
     assert found

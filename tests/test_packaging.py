@@ -20,6 +20,7 @@ import spiritlevel
 ROOT = Path(__file__).parents[1]
 # What is no part of the project, and what the tests and a build leave behind.
 OTHERS = (".git", ".venv*", "build", "dist", ".*_cache", ".hypothesis", "__pycache__", "*.egg-info", "*.pyc", ".lock")
+OTHERS += ("step-*.json", "step-*.seconds")  # of a run under way
 
 
 @pytest.fixture(scope="module")
