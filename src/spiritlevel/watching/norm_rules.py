@@ -8,6 +8,7 @@ parameters p that the operation was given: a linear layer needs only ‖a‖²�
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -104,15 +105,15 @@ def addmm(names: Names, passes: int, bias: Tensor, input: Tensor, other: Tensor)
     return linear(names, passes, input, other, bias)
 
 
-class Stacking:
+class Stacking(ABC):
     """A rule that takes the cotangents of several passes together, where they are there together."""
 
     stacks = False
     """Whether it gains so much by it that they should be kept until all are there."""
 
+    @abstractmethod
     def several(self, deltas: list[Tensor]) -> Iterator[tuple[str, Tensor]]:
         """(parameter name, squared norms (N, passes)) for the cotangents of several passes."""
-        raise NotImplementedError
 
     def __call__(self, delta: Tensor) -> Iterator[tuple[str, Tensor]]:
         for name, norms in self.several([delta]):
