@@ -152,7 +152,7 @@ def _few_at_a_time(values: Tensor) -> Iterator[slice]:
     """Parts of the samples: few enough that what is made of them is still in a core's cache when it is read."""
     count = len(values)
     chunk = max(1, _NEAR * count // max(1, values.numel())) if values.device.type == "cpu" else count
-    return (slice(start, start + chunk) for start in range(0, count, chunk or 1))
+    return (slice(start, start + chunk) for start in range(0, max(1, count), max(1, chunk)))  # one part of no samples
 
 
 class _BatchNorm(Stacking):
