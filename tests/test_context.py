@@ -101,7 +101,7 @@ def test_a_whole_report_does_the_work_of_a_code_once(monkeypatch: pytest.MonkeyP
         model = nn.Sequential(nn.Linear(8, 20), nn.ReLU(), nn.Linear(20, 3))
     counts: Counter[str] = Counter()
     for owner, name in (
-        (derivatives, "_share_on_kinks"),  # the check of derivatives
+        (derivatives, "_right"),  # the check of derivatives
         (recording.GradientNorms, "_try_rules"),
         (averaging, "try_to_trace"),
         (replay, "try_to_trace"),
@@ -115,7 +115,7 @@ def test_a_whole_report_does_the_work_of_a_code_once(monkeypatch: pytest.MonkeyP
     assert report.spectrum is not None
     assert report.spectrum.matvecs == report.parameters  # every column once
     assert report.spectrum.trace.status == report.spectrum.frobenius_norm.status == "exact"
-    assert counts["_share_on_kinks"] <= 4  # twice a code at most: once for gradients, once for the Hessian
+    assert counts["_right"] <= 4  # twice a code at most: once for gradients, once for the Hessian
     assert counts["_try_rules"] <= 4  # for traces, and for the blocks of layers
     assert counts["try_to_trace"] <= 3  # Hessian, Gauss-Newton matrix, and that of the search
     assert counts["multiply"] <= 60 * tried  # some 25 a transformed model; the report needed 375 for itself

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from spiritlevel.binding.batches import resized, spread
 from spiritlevel.binding.losses import Head
-from spiritlevel.binding.problem import Problem
+from spiritlevel.binding.problem import LARGE, Problem
 from spiritlevel.errors import InputError
 
 
@@ -30,8 +30,9 @@ def same_outputs(first: Tensor, second: Tensor) -> bool:
 def depends_on_others(problem: Problem, inputs: Any, outputs: Tensor | None = None) -> bool:
     """Whether the outputs of the first or the last of these samples depend on the others.
 
-    Each is compared with itself in a batch that holds nothing else, and both with themselves in a batch of two. Call
-    inside `problem.active()`. `outputs` are those of these samples, in whatever batch, where they are known.
+    Each is compared with itself in a batch that holds nothing else, and both with themselves in a batch of two, unless
+    the network is large. Call inside `problem.active()`. `outputs` are those of these samples, in whatever batch, where
+    they are known.
     """
     small, _ = problem.thinned(torch.zeros(0))
     if small is not problem:  # some of the outputs in pieces are enough to tell
@@ -39,9 +40,8 @@ def depends_on_others(problem: Problem, inputs: Any, outputs: Tensor | None = No
     with torch.no_grad():
         outputs = problem.outputs(problem.params, inputs) if outputs is None else outputs
         last = len(outputs) - 1
-        for rows in dict.fromkeys(
-            [(0, 0), (last, last), (0, last)]
-        ):  # twice: batch statistics and squeezes make one sample special
+        pairs = [(0, 0), (last, last)]  # twice: batch statistics and squeezes make one sample special
+        for rows in dict.fromkeys([*pairs, (0, last)] if problem.size <= LARGE else pairs):
             few = torch.tensor(rows)
             if not same_outputs(problem.outputs(problem.params, resized(inputs, few)), outputs[few]):
                 return True

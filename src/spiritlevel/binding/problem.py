@@ -45,6 +45,7 @@ from spiritlevel.errors import InputError, first_line, unknown_name
 
 BATCH_NORM_MODES = ("eval", "batch")
 FEW_OUTPUTS = 64  # of large outputs, for a quick look
+LARGE = 10**6  # parameters from which on a look at a model takes fewer samples
 
 
 class Problem:

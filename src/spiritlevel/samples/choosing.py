@@ -49,8 +49,12 @@ def choose(
     targets: Tensor,
     method: str,
     passes: int | None,
+    plain: Tensor | None = None,
 ) -> Plan:
-    """The best method available; raises `NotExactError` if an exact one was asked for and there is none."""
+    """The best method available; raises `NotExactError` if an exact one was asked for and there is none.
+
+    `outputs` have the shape of the model's for these inputs; `plain` are these themselves, where they are known.
+    """
     if method in ("hutchinson", "pyhessian"):
         return Plan("hutchinson")
     rank = problem.loss.rank(outputs, targets)
@@ -69,7 +73,8 @@ def choose(
                 return Plan("hutchinson")
             plan = Plan("passes", passes=SAMPLED_PASSES)
             plan.notes = (f"{rank} factors: {SAMPLED_PASSES} taken exactly, the rest sampled; passes= changes that",)
-        plan.norms = GradientNorms(problem, inputs, structure, plan.passes + 1 if plan.name == "passes" else rank)
+        together = plan.passes + 1 if plan.name == "passes" else rank
+        plan.norms = GradientNorms(problem, inputs, structure, together, plain)
         return plan
     if passes is not None:
         raise NotExactError(f"passes= needs exact terms, but {_obstacle(problem, structure)}; leave it out.")
@@ -83,7 +88,7 @@ def choose(
             "use method='auto' or 'hutchinson' for an estimate with its error."
         )
     if problem.loss.closed_form and structure.smooth and rank <= SPLIT_RANK:
-        norms = GradientNorms(problem, inputs, structure, rank)
+        norms = GradientNorms(problem, inputs, structure, rank, plain)
         if not norms.without_rule:
             return Plan("split", norms=norms, rank=rank)
     return Plan("hutchinson")

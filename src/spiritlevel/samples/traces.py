@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from spiritlevel.arguments import checked
-from spiritlevel.binding.batches import Batches, resized, spread
+from spiritlevel.binding.batches import Batches, resized
 from spiritlevel.binding.context import Context
 from spiritlevel.binding.cores import even_size
 from spiritlevel.binding.coupling import check_independence
@@ -37,7 +37,7 @@ from spiritlevel.samples.choosing import Plan, batch_size_for, choose, cores_for
 from spiritlevel.samples.collapsing import Prober
 from spiritlevel.samples.collecting import DEFAULT_PROBES, Collector, OtherFunction
 from spiritlevel.watching.derivatives import check_derivatives
-from spiritlevel.watching.recording import analyse_few
+from spiritlevel.watching.recording import analyse_few, few_of
 from spiritlevel.watching.structure import Structure
 
 METHODS = ("auto", "exact", "hutchinson", "pyhessian")
@@ -166,22 +166,21 @@ def _prepared(context: Context, method: str, passes: int | None) -> tuple[Plan, 
     problem, ranks = context.problem, context.ranks
     batches = context.batches.cut(context.batch_size)
     why = context.find_head()
-    inputs, targets = problem.place(*batches.first(3))
+    inputs, targets = problem.place(*(batches.first(3) if context.coupling else _few(problem, batches)))
     with torch.no_grad():
         outputs = problem.head_or_outputs(problem.params, inputs)
     problem.checked(outputs, inputs, targets)
+    plain = outputs if isinstance(outputs, Tensor) else None
     outputs = outputs if isinstance(outputs, Tensor) else outputs.stand_in()
     if problem.form.batches == "fixed" and context.coupling == "loss":
         raise InputError(
             "the loss of a sample depends on the other samples of its batch, so a sample has no trace of its "
             "own; the trace of the mean over the fixed batches is sl.trace(..., batches='fixed')."
         )
-    if not context.coupling:
-        inputs = _few_of(problem, batches)
     structure = context.once("structure", lambda: _structure(context, inputs))
     smooth = not structure.exact  # otherwise gradients are all that is needed
     kinks = check_derivatives(problem, *context.first(64), twice=smooth, forward=smooth)
-    plan = choose(problem, structure, inputs, outputs, targets, method, passes)
+    plan = choose(problem, structure, inputs, outputs, targets, method, passes, plain)
     if kinks:
         plan.notes += (
             f"{kinks:.0%} of the samples looked at sit exactly on a kink of a ReLU (a pre-activation of 0): "
@@ -208,11 +207,11 @@ def _structure(context: Context, few: Any) -> Structure:
     return analyse_few(context.problem.thinned(torch.zeros(0))[0], few)
 
 
-def _few_of(problem: Problem, batches: Batches) -> Any:
+def _few(problem: Problem, batches: Batches) -> tuple[Any, Tensor]:
     """A few samples from all over the first batch, to try everything on."""
     inputs, targets = batches.first(4096, 3)
-    chosen = spread(len(targets))
-    return problem.place(resized(inputs, chosen), targets[chosen])[0]
+    chosen = few_of(problem, inputs)
+    return resized(inputs, chosen), targets[chosen]
 
 
 @checked

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from spiritlevel.binding.batches import resized
 from spiritlevel.binding.losses import CallableLoss
 from spiritlevel.binding.parameters import Params, along, as_leaves, in_precision
-from spiritlevel.binding.problem import Problem
+from spiritlevel.binding.problem import LARGE, Problem
 from spiritlevel.binding.tables import few_rows
 from spiritlevel.errors import InputError, first_line
 from spiritlevel.watching.operations import Kink, aten_name, dispatched
@@ -39,8 +39,7 @@ _STEPS = (
     1e-7,
     1e-8,
 )  # of differences in float64, one a try: fewer kinks are crossed, or less is lost to rounding
-LARGE = 10**6  # parameters from which on two samples have to do,
-VERY_LARGE = 10**7  # from which on one has to,
+VERY_LARGE = 10**7  # parameters from which on one sample has to do (from LARGE on two),
 _HUGE = 10**8  # and from which on a copy in float64 is too much
 _LONG = 256  # positions of a sequence from which on a quarter of them have to do, but for gradients
 _SEEN = 2**20  # numbers of a tensor whose second derivatives are compared
@@ -65,12 +64,31 @@ def check_derivatives(problem: Problem, inputs: Any, targets: Tensor, *, twice: 
     if known is None or not wanted <= known[0]:
         wanted |= set() if known is None else known[0]
         small, labels = problem.thinned(targets)
-        known = problem.facts["derivatives"] = frozenset(wanted), _share_on_kinks(small, inputs, labels, wanted)
+        found = _right(small, inputs, labels, wanted)
+        known = problem.facts["derivatives"] = frozenset(wanted), found.kinks
+        problem.facts["gradient of a sample"] = problem.params, found.gradient
         problem.reverse_only |= small.reverse_only
     return float(known[1])
 
 
-def _share_on_kinks(problem: Problem, inputs: Any, targets: Tensor, kinds: set[str]) -> float:
+class SampleGradient(NamedTuple):
+    """Of ⟨weights, φ⟩ at one sample: what autograd returned in float64 and differences have confirmed."""
+
+    inputs: Any
+    """The sample, alone in its batch."""
+    weights: Tensor
+    """Of its outputs."""
+    squares: dict[str, Tensor]
+    """The squared norm of the gradient by each parameter."""
+
+
+def known_gradient(problem: Problem) -> SampleGradient | None:
+    """The gradient that `check_derivatives` looked at, if it was that of one sample at these very parameters."""
+    params, gradient = problem.facts.get("gradient of a sample", (None, None))
+    return gradient if params is problem.params else None
+
+
+def _right(problem: Problem, inputs: Any, targets: Tensor, kinds: set[str]) -> _Found:
     found = _compared(problem, inputs, targets, kinds)
     if found.broken and "reverse" not in found.broken and not problem.reverse_only:
         problem.reverse_only = True
@@ -85,7 +103,7 @@ def _share_on_kinks(problem: Problem, inputs: Any, targets: Tensor, kinds: set[s
             "part of its forward under torch.no_grad() or behind .detach(), or an operation with a wrong derivative "
             "changes it; measure the model without that, or freeze the parameters it concerns by requires_grad_(False)."
         )
-    return found.kinks
+    return found
 
 
 def check_input_derivatives(problem: Problem, inputs: Any, targets: Tensor) -> None:
@@ -120,6 +138,7 @@ class _Found(NamedTuple):
     """The share of samples on a kink."""
     refusal: InputError | None
     """What the model itself says about its forward derivatives."""
+    gradient: SampleGradient | None = None
 
 
 def _compared(
@@ -142,7 +161,7 @@ def _compared_on(
     if part is not None and (others := _looked_at(problem, *part, kinds, kind)) is not None:
         found = _looked_at(problem, inputs, targets, set(), kind)
         if found is not None:
-            return others._replace(broken=found.broken | others.broken, kinks=found.kinks)
+            return others._replace(broken=found.broken | others.broken, kinks=found.kinks, gradient=found.gradient)
     return _looked_at(problem, inputs, targets, kinds, kind)
 
 
@@ -181,7 +200,7 @@ def _looked_at(
                 continue
             if verdicts["reverse"] is not None:
                 broken = {kind for kind, right in verdicts.items() if right is False}
-                return _Found(broken, comparison.kinks, comparison.refusal)
+                return _Found(broken, comparison.kinks, comparison.refusal, comparison.gradient)
     return None
 
 
@@ -220,6 +239,7 @@ class _Comparison:
         self.precise = dtype == torch.float64
         self.tolerance = 1e-4 if self.precise else 5e-2
         self.kinks, self.refusal = 0.0, cast(InputError | None, None)
+        self.gradient, self._spare = cast(SampleGradient | None, None), dict[str, Tensor]()
 
     def _moving(self) -> Params:
         """What moves: the parameters."""
@@ -249,7 +269,7 @@ class _Comparison:
             raise _TooCoarse(here.rounding)
         signs = torch.randint(0, 2, values.shape, generator=generator).mul(2).sub(1)
         self.signs = (signs * (1 + torch.rand(values.shape, generator=generator))).to(values)  # so that none cancel
-        self.direction, self.differences = self._draw(generator), dict[float, Tensor]()
+        self.direction, self.differences = self._draw(generator, kinds), dict[float, Tensor]()
         padding.freeze(self.direction, leaves)
         aside |= here.any()
         self.point = self.moving
@@ -263,10 +283,15 @@ class _Comparison:
         values = self.values
         if not seed:
             self.kinks = self._share_on_kinks(here, self.direction)
-        products = (torch.dot(slope[n].reshape(-1), d.reshape(-1)) for n, d in self.direction.items())
+        if not aside and len(self.targets) == 1 and not isinstance(self.problem.loss, CallableLoss):
+            squares = {n: torch.linalg.vector_norm(g, dtype=torch.float64).square() for n, g in slope.items()}
+            self.gradient = SampleGradient(self.inputs, self.signs[0], squares)
+        products = (torch.dot(slope[n].reshape(-1), d.reshape(-1).to(slope[n])) for n, d in self.direction.items())
         claims = {"reverse": sum(products, values.new_zeros(()))}
         self.slope = self._weighed(slope) if "second" in kinds else values.new_zeros(0)
-        del slope  # a large network has no room for more than a few of these
+        # a large network has no room for more than a few of these, and fresh memory takes as long as a pass
+        self._spare = slope if not kinds and _apart(slope.values()) else {}
+        del slope
         if "forward" in kinds and not self.problem.reverse_only:
             try:
                 with torch.no_grad():
@@ -317,15 +342,17 @@ class _Comparison:
             return self.problem.losses(params, self.inputs, self.targets)
         return self.problem.outputs(params, self.inputs)
 
-    def _draw(self, generator: torch.Generator) -> Params:
-        return dict(self._drawn(generator))
+    def _draw(self, generator: torch.Generator, kinds: set[str]) -> Params:
+        """In half the memory where no derivative is taken along it: it need not be precise, but the same throughout."""
+        half = self.precise and not kinds
+        return dict(self._drawn(generator, torch.float32 if half else self.problem.dtype))
 
-    def _drawn(self, generator: torch.Generator) -> Iterator[tuple[str, Tensor]]:
+    def _drawn(self, generator: torch.Generator, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in self.moving.items():
             most = math.sqrt(3) * self.scale[name]  # a mean square of 1
             words = torch.empty(-(-tensor.numel() // 8), dtype=torch.int64).random_(-(2**63), None, generator=generator)
             steps = words.view(torch.int8)[: tensor.numel()].view(tensor.shape)  # a byte each: a seventh of the time
-            yield name, steps.to(tensor).add_(0.5).mul_(most / 128)
+            yield name, steps.to(tensor.device, dtype).add_(0.5).mul_(most / 128)
 
     def _scalar(self, params: Params) -> Tensor:
         return (self.signs * self._function(params)).sum()
@@ -367,7 +394,10 @@ class _Comparison:
         """To one side with the tiny steps of float64, whose error is of their order; to both with larger ones."""
 
         def end(sign: int) -> Tensor:
-            moved = {n: torch.add(p, self.direction[n], alpha=sign * step) for n, p in self.point.items()}
+            moved = {
+                n: torch.add(p, self.direction[n], alpha=sign * step, out=self._spare.get(n))
+                for n, p in self.point.items()
+            }
             if kind == "second":
                 return self._weighed(self._gradient_and_values(moved)[0])
             with torch.no_grad():
@@ -415,6 +445,13 @@ class _ByInputs(_Comparison):
         leaves, structure = tree_flatten(self.inputs)
         moved = [params.get(str(n), leaf) for n, leaf in enumerate(leaves)]
         return self.problem.outputs(self.problem.params, tree_unflatten(moved, structure))
+
+
+def _apart(tensors: Iterable[Tensor]) -> bool:
+    """Whether each has numbers of its own, all of them, so that any can be overwritten."""
+    each = list(tensors)
+    distinct = len({tensor.untyped_storage().data_ptr() for tensor in each}) == len(each)
+    return distinct and all(tensor.is_contiguous() and not tensor.requires_grad for tensor in each)
 
 
 def _thin(tensor: Tensor) -> Tensor:

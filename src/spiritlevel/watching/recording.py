@@ -17,19 +17,21 @@ from torch import Tensor, nn
 from torch.func import vjp, vmap
 from torch.utils._pytree import tree_leaves, tree_map
 
-from spiritlevel.binding.batches import SPREAD, resized, spread
+from spiritlevel.binding.batches import resized, spread
 from spiritlevel.binding.coupling import check_independence, same_outputs
 from spiritlevel.binding.parameters import Params, as_leaves
-from spiritlevel.binding.problem import Problem
+from spiritlevel.binding.problem import LARGE, Problem
 from spiritlevel.errors import InputError, first_line
 from spiritlevel.watching.convolution_norms import ConvolutionRule
-from spiritlevel.watching.derivatives import LARGE, VERY_LARGE
+from spiritlevel.watching.derivatives import VERY_LARGE, SampleGradient, known_gradient
 from spiritlevel.watching.norm_rules import Norms, Stacking
 from spiritlevel.watching.pullbacks import Own, pull_back
 from spiritlevel.watching.structure import Structure, Watch, analyse, joined
 from spiritlevel.watching.taps import Recorder
 from spiritlevel.watching.tiles import Kernels, Tiles
 from spiritlevel.watching.watchers import tensors_in
+
+_FEWEST = 3  # samples that a rule is tried on: with fewer, tokens or channels could be taken for samples
 
 
 class Recording:
@@ -141,6 +143,12 @@ def _tolerance(tensor: Tensor) -> float:
     return 1e-8 if tensor.dtype == torch.float64 else 1e-3
 
 
+def few_of(problem: Problem, inputs: Any) -> Tensor:
+    """Which of these samples everything is tried on: from all over them, three of a large network."""
+    count = _samples(inputs)
+    return spread(count) if problem.size <= LARGE else torch.linspace(0, count - 1, min(_FEWEST, count)).round().long()
+
+
 def analyse_few(problem: Problem, inputs: Any) -> Structure:
     """The degrees as these samples show them, two of them for a large network: every batch is watched as well.
 
@@ -160,16 +168,18 @@ class GradientNorms:
     for every batch whose numbers decide which rows go where. `structure` is that of the last batch as it was executed.
     """
 
-    def __init__(self, problem: Problem, inputs: Any, structure: Structure, passes: int) -> None:
+    def __init__(
+        self, problem: Problem, inputs: Any, structure: Structure, passes: int, outputs: Tensor | None = None
+    ) -> None:
         self.problem, self.passes = problem, passes
         self.without_rule: set[str] = set()
         self.copies = False  # whether operations in place get copies of the taps
         self.pooled: set[str] = set()
         self.kernels = Kernels()
         self._path: list[tuple[str, ...]] = []
-        self._learn(inputs, structure)
+        self._learn(inputs, structure, outputs)
 
-    def _learn(self, inputs: Any, structure: Structure) -> None:
+    def _learn(self, inputs: Any, structure: Structure, outputs: Tensor | None = None) -> None:
         """Find out on these samples what can be done by rules, and keep what they looked like.
 
         Rules belong to the code: a model that differs only in the values of its parameters inherits them, unless
@@ -180,19 +190,21 @@ class GradientNorms:
         uses = tuple(structure.uses.get(name, 2) for name in self.problem.params)
         fact = ("rules of norms", self.passes, str(self._shapes), self._known, tuple(self.problem.params), uses)
         if fact not in self.problem.facts or structure.by_data:
-            self._try_rules(inputs)
+            self._try_rules(inputs, outputs)
             self.problem.facts[fact] = frozenset(self.without_rule), self.copies, frozenset(self.pooled), self._path
         without_rule, self.copies, pooled, self._path = self.problem.facts[fact]
         self.without_rule, self.pooled = set(without_rule), set(pooled)
 
-    def _try_rules(self, inputs: Any) -> None:
-        if self._known < 3 or self.problem.size > LARGE:  # with fewer, tokens or channels could be taken for samples
-            inputs = resized(inputs, torch.linspace(0, self._known - 1, 3).round().long())
+    def _try_rules(self, inputs: Any, plain: Tensor | None) -> None:
+        """`plain` are the outputs for these samples, where they are known."""
+        if self._known < _FEWEST or (self.problem.size > LARGE and self._known > _FEWEST):
+            inputs, plain = resized(inputs, torch.linspace(0, self._known - 1, _FEWEST).round().long()), None
         self.without_rule = {name for name in self.problem.params if self.structure.uses.get(name, 2) > 1}
         self.copies, self.pooled = False, set()
         try:
-            with torch.no_grad():
-                plain = self.problem.outputs(self.problem.params, inputs)
+            if plain is None:
+                with torch.no_grad():
+                    plain = self.problem.outputs(self.problem.params, inputs)
             check_independence(self.problem, inputs, plain)
             self._find_rules(inputs, plain)
         except RuntimeError as error:
@@ -235,14 +247,20 @@ class GradientNorms:
             self.pooled, self.copies = set(), True
             outputs, recorder = self._forward(inputs)
         count, params = len(plain), self.problem.params
-        base = torch.linspace(1, 2, plain[0].numel()).view_as(plain[0]).to(plain)
+        known, where = self._known_row(inputs, plain)
+        base = torch.linspace(1, 2, plain[0].numel()).view_as(plain[0]) if known is None else known.weights
+        base = base.to(plain)
         both = _weights(count, plain)
         vectors = [each.view(-1, *[1] * base.ndim) * base for each in both]
         found = Recording(outputs, recorder, None, self.kernels).squared_norms(vectors)
         rows, nothing = spread(count), plain.new_zeros(count)
-        if self.problem.size > LARGE:
-            rows = rows[[-1] if self.problem.size > VERY_LARGE else [0, -1]].unique()
-        expected = self._by_autograd(inputs, plain, rows.tolist(), base)
+        if known is not None:
+            rows = torch.tensor([where])
+            expected = torch.stack([known.squares[name] for name in params])[:, None]
+        else:
+            if self.problem.size > LARGE:
+                rows = rows[[-1] if self.problem.size > VERY_LARGE else [0, -1]].unique()
+            expected = self._by_autograd(inputs, plain, rows.tolist(), base)
         misfits = {name for name in params if any(len(result.get(name, nothing)) != count for result in found)}
         if len(misfits) == len(params):
             return misfits - self.without_rule, recorder.path
@@ -257,6 +275,17 @@ class GradientNorms:
         right &= ((table[:, :, rows] - wanted).abs() <= tolerance * wanted).all(2).all(0)
         misfits |= {name for name, fits in zip(params, right.tolist(), strict=True) if not fits}
         return misfits - self.without_rule, recorder.path
+
+    def _known_row(self, inputs: Any, plain: Tensor) -> tuple[SampleGradient | None, int]:
+        """A gradient of one of these samples that need not be computed again, and the sample's row."""
+        known = known_gradient(self.problem) if self.problem.size > VERY_LARGE else None
+        if known is None or known.weights.shape != plain.shape[1:]:
+            return None, 0
+        for row in range(len(plain)):
+            pairs = zip(tree_leaves(resized(inputs, torch.tensor([row]))), tree_leaves(known.inputs), strict=True)
+            if all(torch.equal(a.to(b), b) if isinstance(b, Tensor) else True for a, b in pairs):
+                return known, row
+        return None, 0
 
     def _by_autograd(self, inputs: Any, plain: Tensor, rows: list[int], base: Tensor) -> Tensor:
         """The squared norms of the gradients of ⟨base, φₙ⟩ of some samples, (parameters, samples)."""
@@ -299,8 +328,9 @@ class GradientNorms:
     def record(self, inputs: Any) -> Recording:
         """Run the model on one batch."""
         count = _samples(inputs)
-        if _shapes(inputs) != self._shapes or self._known < min(count, SPREAD):
-            few = resized(inputs, spread(count))
+        chosen = few_of(self.problem, inputs)
+        if _shapes(inputs) != self._shapes or self._known < len(chosen):
+            few = resized(inputs, chosen)
             self._learn(few, analyse_few(self.problem, few))
         outputs, recorder = self._forward(inputs)
         # the model may look at more than the shapes: at the number of samples, or at the numbers themselves
