@@ -187,6 +187,7 @@ def reduced_by(config: BatchnormMode) -> str:
 def _solution(config: BatchnormMode, run: Run, gamma: float, mode: str) -> dict[str, Any]:
     """Training and curvature of one γ in one mode: all that is kept."""
     trained = run.train(job(config, gamma))
+    run.progress(f"curvature of {trained.job.network} on {trained.job.data}", 0, 0)
     return {**training_row(trained), **_curvature(config, trained, mode)}
 
 

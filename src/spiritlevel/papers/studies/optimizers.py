@@ -251,6 +251,7 @@ def reduced_by(config: Optimizers) -> str:
 def _solution(config: Optimizers, run: Run, name: str, lr: float | None) -> dict[str, Any]:
     """Training and curvature for one method: all that is kept of its network."""
     trained = run.train(job(config, name, lr))
+    run.progress(f"curvature of {trained.job.network} on {trained.job.data}", 0, 0)
     history = [
         {"epoch": row["epoch"], "test error": 1 - row["test_accuracy"], "weight norm": row["weight_norm"]}
         for row in trained.history

@@ -317,6 +317,7 @@ def _listed(rows: Sequence[Mapping[str, Any]]) -> str:
 def _solution(config: WeightDecay, run: Run, gamma: float, pixels: str, lr: float | None) -> dict[str, Any]:
     """Training and curvature of one γ: all that is kept of its network."""
     trained = run.train(job(config, gamma, pixels, lr))
+    run.progress(f"curvature of {trained.job.network} on {trained.job.data}", 0, 0)
     return {**training_row(trained), **(_curvature if config.density else _sharpness)(config, trained)}
 
 
