@@ -117,18 +117,22 @@ def rank(
         measures=tuple(each.name for each in chosen),
         changes=tuple(change.name for change in changes),
         directions={each.name: each.direction for each in chosen},
-        settings={
-            "spiritlevel": __version__,
-            "torch": torch.__version__,
-            "seed": str(seed),
-            "loss": first.problem.loss.name,
-            "batch norm": batch_norm,
-            "samples": f"{first.count:,}",
-            **({"data": "; ".join(first.notes)} if first.notes else {}),
-        },
+        settings=_settings(first, seed),
         left_out=left_out,
         samples=first.count,
     )
+
+
+def _settings(setting: Setting, seed: int) -> dict[str, str]:
+    return {
+        "spiritlevel": __version__,
+        "torch": torch.__version__,
+        "seed": str(seed),
+        "loss": setting.problem.loss.name,
+        "batch norm": setting.batch_norm,
+        "samples": f"{setting.count:,}",
+        **({"data": "; ".join(setting.notes)} if setting.notes else {}),
+    }
 
 
 def _pairs(pairs: Any) -> Iterable[tuple[str, nn.Module]]:

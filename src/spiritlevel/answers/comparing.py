@@ -233,21 +233,25 @@ class _Pair:
             samples=count,
             population=population,
             level=self.level,
-            settings={
-                "spiritlevel": __version__,
-                "torch": torch.__version__,
-                "seed": str(self.seed),
-                "loss": self.a.problem.loss.name,
-                "batch norm": self.a.batch_norm,
-                "models": " and ".join(f"{name}: {type(setting.model).__name__}" for name, setting in self._sides),
-                "device": _once(str(setting.problem.device) for _, setting in self._sides),
-                "dtype": _once(kind(setting.problem.dtype) for _, setting in self._sides),
-                "samples": f"{count:,} of {population:,}" + (", drawn at random" if count < population else ""),
-                "parameters": f"{self.a.problem.size:,} and {self.b.problem.size:,}",
-                **({"data": "; ".join(self.a.notes)} if self.a.notes else {}),
-            },
+            settings=self._settings(population),
             left_out=self.left_out,
         )
+
+    def _settings(self, population: int) -> dict[str, str]:
+        count = self.a.count
+        return {
+            "spiritlevel": __version__,
+            "torch": torch.__version__,
+            "seed": str(self.seed),
+            "loss": self.a.problem.loss.name,
+            "batch norm": self.a.batch_norm,
+            "models": " and ".join(f"{name}: {type(setting.model).__name__}" for name, setting in self._sides),
+            "device": _once(str(setting.problem.device) for _, setting in self._sides),
+            "dtype": _once(kind(setting.problem.dtype) for _, setting in self._sides),
+            "samples": f"{count:,} of {population:,}" + (", drawn at random" if count < population else ""),
+            "parameters": f"{self.a.problem.size:,} and {self.b.problem.size:,}",
+            **({"data": "; ".join(self.a.notes)} if self.a.notes else {}),
+        }
 
     @property
     def _sides(self) -> tuple[tuple[str, Setting], tuple[str, Setting]]:

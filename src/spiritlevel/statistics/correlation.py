@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from scipy import stats as scipy_stats
 
 from spiritlevel.arguments import checked
-from spiritlevel.errors import InputError, unknown_name, whole_number
+from spiritlevel.errors import InputError, checked_seed, unknown_name, whole_number
 from spiritlevel.results import Correlation, Margins, Result, SampleTraces
 from spiritlevel.statistics.outliers import inliers
 
@@ -257,16 +257,7 @@ def correlate(
     >>> correlate([1, 1, 1], [1, 2, 3]).reason
     'all values of a are equal'
     """
-    if outliers not in OUTLIER_RULES:
-        raise unknown_name("outlier rule", outliers, OUTLIER_RULES)
-    if not isinstance(level, int | float) or not 0 < level < 1:
-        raise InputError(f"correlate needs a level between 0 and 1, got {level!r}.")
-    if resamples < 100:
-        raise InputError(f"correlate needs at least 100 resamples for an interval, got {resamples!r}.")
-    whole_number(resamples, "resamples", 100, 10**6)
-    if not isinstance(seed, int | np.integer) or seed < 0:
-        raise InputError(f"correlate needs a seed that is a whole number of at least 0, got {seed!r}.")
-    seed = int(seed)
+    resamples, seed = _checked_options(outliers, level, resamples, seed)
     x, y = _pair(a, b)
     group = "" if where is None else " in this group"
     if where is not None:
@@ -311,6 +302,15 @@ def correlate(
         notes=tuple(notes),
         **fixed,
     )
+
+
+def _checked_options(outliers: str, level: float, resamples: int, seed: int) -> tuple[int, int]:
+    """The resamples and the seed as plain numbers."""
+    if outliers not in OUTLIER_RULES:
+        raise unknown_name("outlier rule", outliers, OUTLIER_RULES)
+    if not isinstance(level, int | float) or not 0 < level < 1:
+        raise InputError(f"correlate needs a level between 0 and 1, got {level!r}.")
+    return whole_number(resamples, "resamples", 100, 10**6), checked_seed(seed)
 
 
 @checked

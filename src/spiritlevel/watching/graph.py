@@ -274,13 +274,9 @@ def written_attention(
         weights = in_proj_weight.chunk(3)
     biases: tuple[Any, ...] = (None, None, None) if in_proj_bias is None else in_proj_bias.chunk(3)
     q, k, v = (F.linear(x, w, b) for x, w, b in zip((query, key, value), weights, biases, strict=True))
-    (length, batch, width), extra = q.shape, 0
-    if bias_k is not None and bias_v is not None:
-        k, v = torch.cat([k, bias_k.repeat(1, batch, 1)]), torch.cat([v, bias_v.repeat(1, batch, 1)])
-        extra += 1
-    if add_zero_attn:
-        k, v = (torch.cat([x, x.new_zeros(1, batch, width)]) for x in (k, v))
-        extra += 1
+    length, batch, width = q.shape
+    (k, v), before = _extended(k, v, bias_k, bias_v, add_zero_attn), len(k)
+    extra = len(k) - before
     q, k, v = (x.reshape(-1, batch, num_heads, width // num_heads).permute(1, 2, 0, 3) for x in (q, k, v))
     scores = (q * (width // num_heads) ** -0.5) @ k.transpose(-2, -1)
     if attn_mask is not None:
@@ -298,6 +294,16 @@ def written_attention(
     if not batched:
         output, shares = output.squeeze(1), shares.squeeze(0)
     return output, shares if need_weights else None
+
+
+def _extended(k: Tensor, v: Tensor, bias_k: Tensor | None, bias_v: Tensor | None, zero: bool) -> tuple[Tensor, Tensor]:
+    """Keys and values with those that are the same for every sequence: learnt ones, and zeros."""
+    batch, width = k.shape[1:]
+    if bias_k is not None and bias_v is not None:
+        k, v = torch.cat([k, bias_k.repeat(1, batch, 1)]), torch.cat([v, bias_v.repeat(1, batch, 1)])
+    if zero:
+        k, v = (torch.cat([x, x.new_zeros(1, batch, width)]) for x in (k, v))
+    return k, v
 
 
 def _as_summand(mask: Tensor, like: Tensor) -> Tensor:
