@@ -353,3 +353,13 @@ def test_rules_of_outliers() -> None:
     assert judged([1, 3, 5, 7], [6, 12, 18, 24]) == {"equal": NO, "one less": YES, "positive": NO}
     for more in ({"loss": 0.2}, {"converged": False}, {"test accuracy": 0.5}, {"test accuracy": None}):
         assert judged([2, 4, 6, 8], [6] * 4, **more)["equal"] is OPEN
+
+
+def test_points_of_the_chart_keep_seven_digits_of_any_size() -> None:
+    numbers = {"trace": 1 / 3, "tiny": 1e-300 / 3, "negative": -2e200 / 3, "zero": 0.0, "infinite": math.inf}
+    others = {"step": 2**60 + 1, "none": None, "right": True}
+    found = correlation.brief({**numbers, **others})
+    assert {name: found.pop(name) for name in others} == others
+    assert found == pytest.approx(numbers, rel=2**-24, abs=0)
+    assert found["trace"] != 1 / 3
+    assert correlation.brief(found) == found
