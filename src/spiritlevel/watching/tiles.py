@@ -120,8 +120,8 @@ class Tiles:
         """(36, channels of the output, channels of the input)."""
         known = self.kernels.values.get(self.name)
         if known is None:
-            rows = self.weight.flip(2, 3).permute(2, 3, 0, 1).reshape(9, -1)
-            known = torch.mm(torch.kron(KERNELS, KERNELS), rows).view(_POINTS, *self.weight.shape[:2])
+            turned = torch.kron(KERNELS, KERNELS).flip(1)  # by half a turn, as the kernel is on the way back
+            known = torch.mm(turned, self.weight.reshape(-1, 9).mT).view(_POINTS, *self.weight.shape[:2])
             self.kernels.values[self.name] = known
         return known
 
