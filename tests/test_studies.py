@@ -275,9 +275,22 @@ def test_a_finding_can_survive_fail_and_be_untested(ratios: tuple[float, ...], s
         }
         for seed, ratio in enumerate(ratios)
     ]
-    (found,) = (line for line in findings.conclusions(findings.judged(summaries)) if statement.text in line)
+    lines = findings.conclusions(findings.judged(summaries))
+    short, found = (line for line in lines if statement.text in line)
+    assert f" | {status} | " in short
     assert found.startswith(f"| {status} |")
     assert ("width 0.1 (paper 1.0)" in found) == bool(ratios), "a reduced scale is named"
+
+
+def test_the_verdict_of_a_conclusion_counts_its_settings() -> None:
+    findings = script("make_findings_doc")
+    (statement,) = (each for each in find("batchnorm-mode").statements if each.id == "evaluation mode")
+    tried = {word: findings.Tried(statement, "", word, "", "", "") for word in findings.WORDS}
+    survives, fails, untested = tried.values()
+    assert findings.verdict([survives]) == findings.verdict([survives, survives]) == "survives"
+    assert findings.verdict([untested, survives, untested]) == "survives in 1 of 3, untested in 2"
+    assert findings.verdict([untested, fails, survives]) == "survives in 1 of 3, fails in 1, untested in 1"
+    assert findings.counted([[fails], [survives, survives]]) == "2 survive, 1 fails"
 
 
 def test_the_page_of_results_shows_the_results_that_are_kept() -> None:

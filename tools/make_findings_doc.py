@@ -9,7 +9,8 @@ which order, is written here by hand.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from make_results_doc import ROOT, kept, reason
@@ -20,6 +21,7 @@ from spiritlevel.papers.claims import run
 from spiritlevel.papers.claims.show import cell, evidence
 from spiritlevel.papers.studies import Study, batch_size, catalogue, combine, correlation, optimizers, weight_decay
 from spiritlevel.papers.studies.base import SCALES
+from spiritlevel.papers.studies.rules import Statement
 from spiritlevel.storage import write_atomically
 
 PICTURE = "pictures/findings.svg"
@@ -204,15 +206,51 @@ def league(summaries: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def conclusions(rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterator[str]:
-    """How many conclusions survive, fail or are untested, and the table of them."""
+    """The papers' conclusions and our own questions, a row each; then every setting in which they were tried."""
     studies = catalogue()
-    lines = [line(studies[finding.study], finding, best(rows[finding.study], finding)) for finding in FINDINGS]
-    counts = {word: sum(status == word for status, _ in lines) for word in WORDS}
-    yield ", ".join(f"{counts[word]} {words[counts[word] != 1]}" for word, words in WORDS.items()) + ".\n"
-    yield "| | conclusion | paper | ours | scale |"
-    yield "|---|---|---|---|---|"
-    for word in counts:
-        yield from (cells for status, cells in lines if status == word)
+    tried = [Tried.of(studies[finding.study], finding, best(rows[finding.study], finding)) for finding in FINDINGS]
+    groups: dict[tuple[str, str], list[Tried]] = {}
+    for finding, each in zip(FINDINGS, tried, strict=True):
+        groups.setdefault((finding.study, finding.statement), []).append(each)
+    for own in (False, True):
+        chosen = [group for group in groups.values() if group[0].statement.paper.startswith("–") == own]
+        what, paper = ("questions", "why we ask") if own else ("conclusions", "paper")
+        yield "\n## Questions of our own\n" if own else "## What the papers conclude\n"
+        yield f"{len(chosen)} {what}, tried in {sum(map(len, chosen))} settings: {counted(chosen)}.\n"
+        yield f"| {what[:-1]} | {paper} | verdict | ours |"
+        yield "|---|---|---|---|"
+        for group in chosen:
+            text, paper = group[0].statement.text, group[0].statement.paper
+            if own:
+                text, paper = text.removeprefix("not in the paper: "), paper.removeprefix("– (").removesuffix(")")
+            ours = "<br>".join(f"{each.where}: {each.short}" if each.where else each.short for each in group)
+            yield _row([text, paper, verdict(group), ours])
+    yield "\n## Setting by setting\n"
+    yield "The same once more with what else was seen, and with the scale of the runs beside the paper's.\n"
+    yield "| verdict | conclusion | ours | scale |"
+    yield "|---|---|---|---|"
+    for word in WORDS:
+        for each in tried:
+            if each.status == word:
+                said = f"{each.statement.text}{f' ({each.where})' if each.where else ''}"
+                yield _row([word, said, each.ours, each.scale])
+
+
+def counted(groups: Iterable[Sequence[Tried]]) -> str:
+    """How many settings each verdict has, in words."""
+    counts = Counter(each.status for group in groups for each in group)
+    return ", ".join(f"{counts[word]} {words[counts[word] != 1]}" for word, words in WORDS.items() if counts[word])
+
+
+def verdict(group: Sequence[Tried]) -> str:
+    """That of a conclusion: of how many settings, where they differ."""
+    counts = Counter(each.status for each in group)
+    found = [word for word in WORDS if counts[word]]
+    if len(found) == 1:
+        return found[0]
+    first, *others = found
+    said = [f"{first} in {counts[first]} of {len(group)}", *(f"{word} in {counts[word]}" for word in others)]
+    return ", ".join(said).replace("untested here", "untested")
 
 
 def wrong(rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterator[str]:
@@ -253,18 +291,30 @@ def best(rows: Sequence[Mapping[str, Any]], finding: Finding) -> Mapping[str, An
     return max(found, key=lambda row: (SCALES.index(row["config"]["scale"]), row["seeds"]), default=None)
 
 
-def line(study: Study, finding: Finding, row: Mapping[str, Any] | None) -> tuple[str, str]:
-    """The status of a finding and its line of the table."""
-    (statement,) = (each for each in study.statements if each.id == finding.statement)
-    named = {"lr": "lr ", "batch_size": "batch "}
-    where = ", ".join(f"{named.get(key, '')}{value}" for key, value in finding.setting.items() if value is not None)
-    said = f"{statement.text}{f' ({where})' if where else ''}"
-    if row is None:
-        return "untested here", _row(["untested here", said, statement.paper, "not run", "–"])
-    status = STATUS.get(row["verdict"], "untested here")
-    ours = f"{number(row)}. {row['remark']}" if status in STATUS.values() else f"{reason(row)} A pilot: {number(row)}"
-    scale = study.reduced(study.restored(row["config"])) or "the paper's own"
-    return status, _row([status, said, statement.paper, ours, scale])
+class Tried(NamedTuple):
+    """A conclusion in one setting: what came of it."""
+
+    statement: Statement
+    where: str
+    status: str
+    short: str
+    ours: str
+    scale: str
+
+    @classmethod
+    def of(cls, study: Study, finding: Finding, row: Mapping[str, Any] | None) -> Tried:
+        """From the row of its study, if there is one."""
+        (statement,) = (each for each in study.statements if each.id == finding.statement)
+        named = {"lr": "lr ", "batch_size": "batch "}
+        where = ", ".join(f"{named.get(key, '')}{value}" for key, value in finding.setting.items() if value is not None)
+        if row is None:
+            return cls(statement, where, "untested here", "not run", "not run", "–")
+        status = STATUS.get(row["verdict"], "untested here")
+        scale = study.reduced(study.restored(row["config"])) or "the paper's own"
+        if status == "untested here":
+            pilot = f"{reason(row)} A pilot: {number(row)}"
+            return cls(statement, where, status, f"undecided ({number(row)})", pilot, scale)
+        return cls(statement, where, status, number(row), f"{number(row)}. {row['remark']}".strip(), scale)
 
 
 def _row(cells: Sequence[str]) -> str:
