@@ -117,16 +117,16 @@ TAKES = "a function from a batch to (inputs, targets)"
 REFUSED: dict[str, tuple[Any, str]] = {
     "another key": (
         {"a": X, "labels": Y},
-        "(it was given a dict with the key 'a', and its forward takes (x); name the inputs like that, or pick them "
+        "(it was given a dict with the key 'a', but its forward takes (x); name the inputs like that, or pick them "
         "with "
         f"batch=, {TAKES}).",
     ),
     "nothing but labels": (
         {"labels": Y},
-        "a batch is a dict with the key 'labels', 'labels' its targets, and none of the others an argument of the "
+        "a batch is a dict with the key 'labels', 'labels' its targets, but none of the others is an argument of the "
         "model's forward, which takes (x); name the inputs like that",
     ),
-    "too many inputs": (Three(X, Z, Y), "(its forward takes (x), and the batches have 2 inputs; pick them with batch="),
+    "too many inputs": (Three(X, Z, Y), "(its forward takes (x), but the batches have 2 inputs; pick them with batch="),
     "a text": ("mnist", "got the string 'mnist'; sl.data.load(name).train is a data set by name, and files"),
     "a path": (Path("x.npz"), "got a PosixPath; sl.data.load(name).train"),
     "a number": (5, "data must be a pair of tensors, a Dataset, a DataLoader or batches of (inputs, targets), got 5."),
@@ -137,11 +137,11 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "a Lightning data module": (SimpleNamespace(train_dataloader=list), "; pass its train_dataloader(), or val_"),
     "parts of a split": (
         random_split(PAIRS, [4, 2]),
-        "data are 2 items (Subset, Subset), which are data sets themselves; pass one of them, as data[0].",
+        "data are 2 items (Subset, Subset), which are data sets themselves; pass one of them, e.g. data[0].",
     ),
     "loaders by name": (
         {"train": DataLoader(PAIRS), "val": DataLoader(PAIRS)},
-        "data are a dict with the keys 'train', 'val', which are data sets themselves; pass one of them, as data['tra",
+        "data are a dict with the keys 'train', 'val', which are data sets themselves; pass one of them, e.g. data['tr",
     ),
     "single samples": (
         list(zip(X, Y, strict=True)),
