@@ -189,7 +189,7 @@ def input_map(
     if walk.obstacle or not first:
         raise InputError(
             f"input_map: {walk.obstacle or 'no known layer'} reads the network's input, so the map cannot be "
-            "undone in a first layer; put it before the network yourself."
+            "undone in a first layer; apply it before the network yourself."
         )
     factors: dict[str, Factor] | None = dict.fromkeys(walk.parameters, 1.0)
     for name in first:
