@@ -276,7 +276,7 @@ def test_data_that_change_are_refused(name: str) -> None:
         ([(X, Y, Y)], "a batch has 3 items (tensor (6, 4), tensor (6,), tensor (6,)), and it is unclear"),
         ([(X, [0, 1])], "inputs of shape (6, 4) do not fit targets of shape (2,)"),
         (X, "batches of (inputs, targets), got a tensor of shape (6, 4); pass a pair (inputs, targets)."),
-        ({"x": X}, "a batch is a dict with the key 'x', none of labels, label, targets, target, y; name the"),
+        ({"x": X}, "a batch is a dict with the key 'x' and holds none of labels, label, targets, target, y; name the"),
         ("mnist", "data must be a pair of tensors, a Dataset, a DataLoader or batches of (inputs, targets), got the s"),
         (3, "got 3."),
         (None, "got None."),

@@ -160,7 +160,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     ),
     "an array of objects": ((X.numpy().astype(object), Y), "the inputs are an array of Python objects, not of numbers"),
     "several targets": ([(X, (Y, Y))], "got 2 items (tensor (6,), tensor (6,)); batch= takes a function from a batch"),
-    "lists of other lengths": (([[1.0], [2.0, 3.0]], [0, 1]), "the inputs are lists that form no tensor (expected seq"),
+    "lists of other lengths": (([[1.0], [2.0, 3.0]], [0, 1]), "the inputs are lists that do not form a tensor (expec"),
     "packed": (
         [(nn.utils.rnn.pack_sequence(list(X[:2])), Y[:2])],
         "are a PackedSequence, whose rows are steps and not",
@@ -169,7 +169,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
         [(torch.nested.nested_tensor([X[0], X[1]], layout=torch.jagged), Y[:2])],
         "; pass .to_padded_tensor(0.0) of it.",
     ),
-    "sparse": ((X.to_sparse(), Y), "the inputs are a sparse tensor, which cannot be cut into samples; pass .to_dense"),
+    "sparse": ((X.to_sparse(), Y), "the inputs are a sparse tensor, which cannot be cut into samples; pass its .to_d"),
     "whole numbers": (
         (X.byte(), Y),
         "(its inputs are whole numbers, which are passed as they are: x.float() converts",
@@ -220,7 +220,7 @@ def test_outputs_that_fit_no_loss() -> None:
     turned = nn.Sequential(One(), Turned())
     for function in (sl.margins, sl.trace, sl.hessian):
         with pytest.raises(
-            InputError, match=r"returns complex numbers, and cross_entropy needs real ones; return \.ab"
+            InputError, match=r"returns complex numbers, but cross_entropy needs real ones; return their"
         ):
             function(turned, (X, Y))
 

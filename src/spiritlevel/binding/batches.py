@@ -95,7 +95,7 @@ def _is_one_batch(data: Any) -> bool:
 
 
 def _is_table(data: Any) -> bool:
-    """Whether this is a data set of Hugging Face's `datasets`, which is not one of torch's."""
+    """Whether this is a data set of Hugging Face's `datasets`, which is not a torch one."""
     return hasattr(data, "column_names") and hasattr(data, "with_format") and not isinstance(data, Mapping)
 
 

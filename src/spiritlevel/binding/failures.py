@@ -53,7 +53,7 @@ def check_differentiable(model: nn.Module, outputs: Tensor) -> None:
     if not sparse and (outputs.is_floating_point() or outputs.is_complex()):
         return
     what = "sparse outputs" if sparse else f"outputs of {str(outputs.dtype).removeprefix('torch.')}"
-    way = "return .to_dense() of them" if sparse else "return the logits, before they are rounded or counted"
+    way = "convert them with .to_dense()" if sparse else "return the logits, before they are rounded or counted"
     raise InputError(f"the model {type(model).__name__} returns {what}, which cannot be differentiated; {way}.")
 
 

@@ -379,8 +379,8 @@ class Problem:
             )
         if shape.is_complex() and not isinstance(self.loss, losses.CallableLoss):
             raise InputError(
-                f"the model {type(self.model).__name__} returns complex numbers, and {self.loss.name} needs real ones; "
-                "return .abs() or .real of them, or pass a loss of your own."
+                f"the model {type(self.model).__name__} returns complex numbers, but {self.loss.name} needs real ones; "
+                "return their .abs() or .real, or pass a loss of your own."
             )
         self.loss.check(shape, targets, start)
         _check_shift(self.model, self.loss.name, inputs, targets)

@@ -72,7 +72,7 @@ def job() -> Iterator[Any]:
     except ConnectionError as error:
         if "timed out" not in str(error).lower():
             raise
-        more = f"Set SPIRITLEVEL_PATIENCE to more than its {patience:g} seconds if the other was only slow."
+        more = f"Set SPIRITLEVEL_PATIENCE to more than its {patience:g} seconds if the other rank was only slow."
         raise ConnectionError(f"{error} {more}") from error
     finally:
         dist.destroy_process_group()  # its threads would abort an interpreter that exits before them

@@ -91,7 +91,7 @@ class Takes(NamedTuple):
             )
         if lists:
             return (
-                f" (its {lists[0]} was given {said(inputs[lists[0]])}; a data set of Hugging Face needs "
+                f" (its {lists[0]} was given {said(inputs[lists[0]])}; a Hugging Face data set needs "
                 ".with_format('torch') before a DataLoader)"
             )
         return ""
@@ -175,8 +175,8 @@ class Form:
         if target is None:
             found = [name for name in LABELS if name in held]
             if len(found) != 1:
-                what = f"several of them ({', '.join(found)})" if found else f"none of {', '.join(LABELS)}"
-                raise InputError(f"a batch is {said(batch)}, {what}; name the targets with target=.")
+                what = f"several possible targets ({', '.join(found)})" if found else f"none of {', '.join(LABELS)}"
+                raise InputError(f"a batch is {said(batch)} and holds {what}; name the targets with target=.")
             (target,) = found
         if target not in held:
             raise InputError(f"a batch has no {target!r} to be its targets (target=): it is {said(batch)}.")
@@ -205,7 +205,7 @@ class Form:
             raise InputError(f"target={target!r} is not an item of a batch after its inputs: it has {said(batch)}.")
         target %= count
         if target < count - 1:
-            _note(notes, f"a batch has {count} items: {target} of inputs, then the targets; the rest was left out")
+            _note(notes, f"a batch has {count} items: inputs ({target}), then the targets; the rest was left out")
         return batch[0] if target == 1 else tuple(batch[:target]), batch[target]
 
     def _place(self, batch: Sequence[Any]) -> int:

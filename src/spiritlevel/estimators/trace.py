@@ -170,7 +170,7 @@ def _expected_form(
         if needed - _PILOT >= product.size and product.size <= _MOST_PROBES:
             return exact()
         if needed > _MOST_PROBES:
-            reason = f"rel_err={rel_err:g} would take about {needed:.2g} probes, stopped at {_MOST_PROBES}"
+            reason = f"rel_err={rel_err:g} would take about {needed:.2g} probes; stopped at {_MOST_PROBES}"
         total = math.ceil(min(max(needed, _PILOT), _MOST_PROBES))
         draws = torch.cat([draws, draw(range(_PILOT, total))]) if total > _PILOT else draws
     mean = Estimate.from_draws(draws, matvecs=product.count, seed=seed)

@@ -69,9 +69,9 @@ def _moments(setting: Setting, origins: list[Tensor] | None = None) -> list[_Mom
     """For every layer in the order in which they run: one forward pass, and a backward pass for each factor."""
     problem = setting.problem
     if setting.batch_norm == "batch":
-        raise InputError("with batch_norm='batch' layers' outputs depend on the whole batch; use batch_norm='eval'.")
+        raise InputError("with batch_norm='batch', layers' outputs depend on the whole batch; use batch_norm='eval'.")
     if not problem.loss.closed_form:
-        raise InputError("the Gauss-Newton matrix in layers' outputs needs a loss that offers its output factors.")
+        raise InputError("the Gauss-Newton matrix in the layers' outputs needs a loss that offers its output factors.")
     with setting.ranks.together(), problem.active(), torch.enable_grad():
         found = [_Moments.empty(origin) for origin in origins or _origins(setting)]
         for _, inputs, targets in setting.mine():
@@ -252,7 +252,7 @@ def _sensitivities(setting: Setting) -> Tensor:
 def _find_sensitivities(setting: Setting) -> Tensor:
     problem = setting.problem
     if setting.batch_norm == "batch":
-        raise InputError("with batch_norm='batch' outputs depend on the inputs of other samples; use 'eval'.")
+        raise InputError("with batch_norm='batch', outputs depend on the inputs of other samples; use 'eval'.")
 
     @torch.enable_grad()
     def sizes(inputs: Any, targets: Tensor) -> Tensor:

@@ -197,7 +197,7 @@ class Prober:
         self._sample_bytes = item * (tape.floats + rows * (tape.along(problem.params).floats - size)) / count
         self._room = self.memory - rows * size * item
         if self._room < self._sample_bytes:
-            raise Untaught("the memory does not hold the terms of one sample")
+            raise Untaught("the memory does not hold even one sample's terms")
 
 
 def _size(params: Params) -> int:

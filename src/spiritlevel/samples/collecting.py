@@ -74,8 +74,8 @@ def _weighted_norms(
         if not bool(torch.isfinite(total).all()):
             sample = start + int((~torch.isfinite(total)).nonzero()[0])
             raise InputError(
-                f"the gradient of the outputs with respect to {name} exceeds {str(dtype).removeprefix('torch.')} for "
-                f"sample {sample}; measure model.double()."
+                f"the gradient of the outputs with respect to {name} is beyond {str(dtype).removeprefix('torch.')} "
+                f"for sample {sample}; measure model.double()."
             )
     return totals, last
 

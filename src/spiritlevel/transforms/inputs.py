@@ -176,7 +176,7 @@ def input_map(
         or not float(torch.linalg.cond(square)) < 1e15
     ):
         raise InputError(
-            "input_map: the map of the inputs is not invertible; pass an invertible matrix and finite shift."
+            "input_map: the map of the inputs is not invertible; pass an invertible matrix and a finite shift."
         )
     if mapping.shift.ndim > 1 or not mapping.shift.numel():
         raise InputError(f"input_map: the shift must be a number or a vector, got {shown(mapping.shift)}.")

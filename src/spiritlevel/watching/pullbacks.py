@@ -189,7 +189,7 @@ def _is_shortcut(node: Any) -> bool:
 
 
 def _batch_norm(node: Any, parcel: _Parcel) -> _Found | None:
-    """By running statistics: a factor of each channel."""
+    """By running statistics: a factor per channel."""
     if node._saved_training:
         return None
     scale = (node._saved_running_var + node._saved_eps).rsqrt()
