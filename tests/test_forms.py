@@ -167,7 +167,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     ),
     "nested": (
         [(torch.nested.nested_tensor([X[0], X[1]], layout=torch.jagged), Y[:2])],
-        "; pass .to_padded_tensor(0.0) of it.",
+        "; pass its .to_padded_tensor(0.0).",
     ),
     "sparse": ((X.to_sparse(), Y), "the inputs are a sparse tensor, which cannot be cut into samples; pass its .to_d"),
     "whole numbers": (

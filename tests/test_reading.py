@@ -493,9 +493,9 @@ class Other(Convolution):
             Convolution,
             graph(),
             {"target": "y[mask]"},
-            "the mask 'mask' must say .* 9 targets .*, and there is none",
+            "the mask 'mask' must say .* 9 targets .*, but there is none",
         ),
-        (Convolution, graph(train_mask=Z > 0), {}, r"the mask 'train_mask' must say .* and it has shape \(9, 2\)"),
+        (Convolution, graph(train_mask=Z > 0), {}, r"the mask 'train_mask' must say .* but it has shape \(9, 2\)"),
         (
             Pooled,
             [graph(), graph()],
