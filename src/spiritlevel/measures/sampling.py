@@ -88,7 +88,7 @@ class Sampling:
         if self.grows:
             times = math.sqrt(population / setting.count)
             return unknown(
-                f"it grows as the root of the number of samples, {times:.3g}-fold up to all {population:,} of them"
+                f"it grows as the root of the number of samples: on all {population:,}, {times:.3g} times as large"
             )
         if too_few := few(setting.count, self.least):
             return too_few

@@ -109,7 +109,7 @@ class Stacking(ABC):
     """A rule that takes the cotangents of several passes together, where they are available together."""
 
     stacks = False
-    """Whether it gains so much by that that they should be kept until all have arrived."""
+    """Whether that gains so much that they should be kept until all have arrived."""
 
     @abstractmethod
     def several(self, deltas: list[Tensor]) -> Iterator[tuple[str, Tensor]]:
