@@ -264,7 +264,7 @@ class _Look:
                 total += (weight * gradient.double().reshape(len(targets), -1).square().sum(1)).cpu()
         if not bool(torch.isfinite(total).all()):
             sample = start + int((~torch.isfinite(total)).nonzero()[0])
-            raise InputError(f"the gradient of the outputs in the input of sample {sample} is NaN or infinite.")
+            raise InputError(f"the gradient of the outputs with respect to input {sample} is NaN or infinite.")
         return total, passes
 
     def moved(self, size: int, notes: tuple[str, ...]) -> SampleTraces:
