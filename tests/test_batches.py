@@ -192,7 +192,7 @@ def test_shuffling_loaders(sampler: Callable[[Any], Any]) -> None:
             assert torch.equal(torch.cat([x for x, _ in batches]), X[:3])
             assert batches.notes
         else:
-            with pytest.raises(InputError, match=f"the data loader draws by {type(found).__name__}, which may leave"):
+            with pytest.raises(InputError, match=f"the data loader draws with {type(found).__name__}, which may leave"):
                 Batches(loader, ordered=False)
 
 
@@ -207,7 +207,7 @@ def test_shuffling_batch_samplers() -> None:
     batches_in_data = DataLoader([(X[:4], Y[:4]), (X[4:], Y[4:])], batch_size=None, shuffle=True)  # type: ignore[arg-type]
     assert [len(y) for _, y in Batches(batches_in_data, ordered=False)] == [4, 2]
     unknown = DataLoader(data, batch_sampler=Pieces(RandomSampler(data), 4, drop_last=False))
-    with pytest.raises(InputError, match="the data loader draws by Pieces, which may leave out samples"):
+    with pytest.raises(InputError, match="the data loader draws with Pieces, which may leave out samples"):
         Batches(unknown, ordered=False)
 
 
@@ -276,7 +276,7 @@ def test_data_that_change_are_refused(name: str) -> None:
         ([(X, Y, Y)], "a batch has 3 items (tensor (6, 4), tensor (6,), tensor (6,)), and it is unclear"),
         ([(X, [0, 1])], "inputs of shape (6, 4) do not fit targets of shape (2,)"),
         (X, "batches of (inputs, targets), got a tensor of shape (6, 4); pass a pair (inputs, targets)."),
-        ({"x": X}, "a batch is a dict with the key 'x', none of labels, label, targets, target, y; name the"),
+        ({"x": X}, "a batch is a dict with the key 'x' and holds none of labels, label, targets, target, y; name the"),
         ("mnist", "data must be a pair of tensors, a Dataset, a DataLoader or batches of (inputs, targets), got the s"),
         (3, "got 3."),
         (None, "got None."),

@@ -117,16 +117,16 @@ TAKES = "a function from a batch to (inputs, targets)"
 REFUSED: dict[str, tuple[Any, str]] = {
     "another key": (
         {"a": X, "labels": Y},
-        "(it was given a dict with the key 'a', and its forward takes (x); name the inputs like that, or pick them "
+        "(it was given a dict with the key 'a', but its forward takes (x); name the inputs like that, or pick them "
         "with "
         f"batch=, {TAKES}).",
     ),
     "nothing but labels": (
         {"labels": Y},
-        "a batch is a dict with the key 'labels', 'labels' its targets, and none of the others an argument of the "
+        "a batch is a dict with the key 'labels', 'labels' its targets, but none of the others is an argument of the "
         "model's forward, which takes (x); name the inputs like that",
     ),
-    "too many inputs": (Three(X, Z, Y), "(its forward takes (x), and the batches have 2 inputs; pick them with batch="),
+    "too many inputs": (Three(X, Z, Y), "(its forward takes (x), but the batches have 2 inputs; pick them with batch="),
     "a text": ("mnist", "got the string 'mnist'; sl.data.load(name).train is a data set by name, and files"),
     "a path": (Path("x.npz"), "got a PosixPath; sl.data.load(name).train"),
     "a number": (5, "data must be a pair of tensors, a Dataset, a DataLoader or batches of (inputs, targets), got 5."),
@@ -137,11 +137,11 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "a Lightning data module": (SimpleNamespace(train_dataloader=list), "; pass its train_dataloader(), or val_"),
     "parts of a split": (
         random_split(PAIRS, [4, 2]),
-        "data are 2 items (Subset, Subset), which are data sets themselves; pass one of them, as data[0].",
+        "data are 2 items (Subset, Subset), which are data sets themselves; pass one of them, e.g. data[0].",
     ),
     "loaders by name": (
         {"train": DataLoader(PAIRS), "val": DataLoader(PAIRS)},
-        "data are a dict with the keys 'train', 'val', which are data sets themselves; pass one of them, as data['tra",
+        "data are a dict with the keys 'train', 'val', which are data sets themselves; pass one of them, e.g. data['tr",
     ),
     "single samples": (
         list(zip(X, Y, strict=True)),
@@ -160,16 +160,16 @@ REFUSED: dict[str, tuple[Any, str]] = {
     ),
     "an array of objects": ((X.numpy().astype(object), Y), "the inputs are an array of Python objects, not of numbers"),
     "several targets": ([(X, (Y, Y))], "got 2 items (tensor (6,), tensor (6,)); batch= takes a function from a batch"),
-    "lists of other lengths": (([[1.0], [2.0, 3.0]], [0, 1]), "the inputs are lists that form no tensor (expected seq"),
+    "lists of other lengths": (([[1.0], [2.0, 3.0]], [0, 1]), "the inputs are lists that do not form a tensor (expec"),
     "packed": (
         [(nn.utils.rnn.pack_sequence(list(X[:2])), Y[:2])],
         "are a PackedSequence, whose rows are steps and not",
     ),
     "nested": (
         [(torch.nested.nested_tensor([X[0], X[1]], layout=torch.jagged), Y[:2])],
-        "; pass .to_padded_tensor(0.0) of it.",
+        "; pass its .to_padded_tensor(0.0).",
     ),
-    "sparse": ((X.to_sparse(), Y), "the inputs are a sparse tensor, which cannot be cut into samples; pass .to_dense"),
+    "sparse": ((X.to_sparse(), Y), "the inputs are a sparse tensor, which cannot be cut into samples; pass its .to_d"),
     "whole numbers": (
         (X.byte(), Y),
         "(its inputs are whole numbers, which are passed as they are: x.float() converts",
@@ -220,7 +220,7 @@ def test_outputs_that_fit_no_loss() -> None:
     turned = nn.Sequential(One(), Turned())
     for function in (sl.margins, sl.trace, sl.hessian):
         with pytest.raises(
-            InputError, match=r"returns complex numbers, and cross_entropy needs real ones; return \.ab"
+            InputError, match=r"returns complex numbers, but cross_entropy needs real ones; return their"
         ):
             function(turned, (X, Y))
 

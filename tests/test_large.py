@@ -124,7 +124,7 @@ def test_what_takes_too_many_passes_is_left_out_with_its_need_unless_it_is_named
         "compare": lambda names: sl.compare(net, nn.Linear(4, 10), data, measures=names, audit=False).left_out,
         "rank": lambda names: sl.rank({"a": net, "b": nn.Linear(4, 10)}, data, measures=names).left_out,
     }
-    need = "it takes about 30 forward passes over the data, and more than 29 are taken only for a measure that measures"
+    need = "it takes about 30 forward passes over the data, and more than 29 are made only for a measure that measures"
     assert calls[way](None)["signal_sharpness"].startswith(need)
     assert "signal_sharpness" not in calls[way](["signal_sharpness"])
 

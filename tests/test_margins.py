@@ -525,7 +525,7 @@ def test_a_distance_is_refused_where_the_gradient_by_the_inputs_is_none() -> Non
             return self.head(x)
 
     data = torch.randn(4, 3), torch.tensor([0, 1, 0, 1])
-    with pytest.raises(InputError, match="the gradient by the inputs"):
+    with pytest.raises(InputError, match="gradient with respect to the inputs"):
         margins(Hooked(), data, distance=2)
     margins(Hooked(), data)  # without a distance there is nothing to differentiate
 
@@ -543,5 +543,5 @@ def test_distances_of_a_model_without_a_backward_pass_are_refused_in_a_sentence(
             hidden[:, 0].add_(1)
             return self.last(hidden)
 
-    with pytest.raises(InputError, match="cannot be differentiated by the inputs: one of the variables"):
+    with pytest.raises(InputError, match="cannot be differentiated with respect to the inputs: one of the variables"):
         margins(Overwrites(), (torch.randn(6, 4), torch.arange(6) % 3), distance=2)

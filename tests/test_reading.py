@@ -197,7 +197,7 @@ def test_a_tracker_reads_the_batches_of_its_steps() -> None:
 def test_the_forward_settles_which_of_several_items_are_inputs() -> None:
     first = sl.sample_traces(One(), (X, Y, Z))
     torch.testing.assert_close(first.values, of_one()[0])
-    assert first.notes == ("a batch has 3 items: 1 of inputs, then the targets; the rest was left out",)
+    assert first.notes == ("a batch has 3 items: inputs (1), then the targets; the rest was left out",)
     for data in ((X, Z, Y), loader(TensorDataset(X, Z, Y)), [[X, Z, Y]]):
         last = sl.sample_traces(Two(), data)
         torch.testing.assert_close(last.values, plain(Two(), X, Z))
@@ -247,8 +247,8 @@ def test_labels_that_the_forward_needs_are_given_to_it() -> None:
 @pytest.mark.parametrize(
     ("data", "options", "message"),
     [
-        ({"x": X}, {}, "a batch is a dict with the key 'x', none of labels, label, targets, target, y; name the targ"),
-        ({"x": X, "y": Y, "label": Y}, {}, r"several of them \(label, y\); name the targets with target="),
+        ({"x": X}, {}, "a batch is a dict with the key 'x' and holds none of labels, label, targets, target, y; name"),
+        ({"x": X, "y": Y, "label": Y}, {}, r"holds several possible targets \(label, y\); name the targets with"),
         ({"x": X, "y": Y}, {"target": "z"}, "has no 'z' to be its targets .*: it is a dict with the keys 'x', 'y'"),
         ([(X, Y)], {"target": 2}, r"target=2 is not an item of a batch after its inputs: it has 2 items \(tensor"),
         ([(X, Y)], {"target": 0}, "target=0 is not an item of a batch after its inputs"),
@@ -493,9 +493,9 @@ class Other(Convolution):
             Convolution,
             graph(),
             {"target": "y[mask]"},
-            "the mask 'mask' must say .* 9 targets .*, and there is none",
+            "the mask 'mask' must say .* 9 targets .*, but there is none",
         ),
-        (Convolution, graph(train_mask=Z > 0), {}, r"the mask 'train_mask' must say .* and it has shape \(9, 2\)"),
+        (Convolution, graph(train_mask=Z > 0), {}, r"the mask 'train_mask' must say .* but it has shape \(9, 2\)"),
         (
             Pooled,
             [graph(), graph()],

@@ -528,7 +528,7 @@ REFUSALS: dict[str, tuple[Callable[[], object], str]] = {
             nn.Sequential(nn.Linear(3, 4), nn.utils.parametrizations.weight_norm(nn.Linear(4, 2))),
             {"0": torch.ones(4).mul(2)},
         ),
-        "a tensor that is not a parameter .* scaled by a factor of each channel",
+        "a tensor that is not a parameter .* scaled by a factor per channel",
     ),
     "product": (lambda: rescale_layers(PLAIN, {"0": 2.0}), "multiply the outputs by 2; choose factors whose product"),
     "channels of the output": (

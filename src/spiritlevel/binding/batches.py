@@ -59,7 +59,7 @@ def sliced(inputs: Any, start: int, stop: int) -> Any:
 
 
 SPREAD = 5
-"""Samples on which rules and independence are tested: enough for a false order of theirs to show."""
+"""Samples on which rules and independence are tested: enough for a wrong order to show."""
 
 
 def spread(count: int) -> Tensor:
@@ -95,7 +95,7 @@ def _is_one_batch(data: Any) -> bool:
 
 
 def _is_table(data: Any) -> bool:
-    """Whether this is a data set of Hugging Face's `datasets`, which is not one of torch's."""
+    """Whether this is a data set of Hugging Face's `datasets`, which is not a torch one."""
     return hasattr(data, "column_names") and hasattr(data, "with_format") and not isinstance(data, Mapping)
 
 
@@ -107,7 +107,7 @@ def _check_one_set(data: Any) -> None:
     for key, item in sets.items():
         if isinstance(item, DataLoader | Dataset) or _is_table(item):
             raise InputError(
-                f"data are {said(data)}, which are data sets themselves; pass one of them, as data[{key!r}]."
+                f"data are {said(data)}, which are data sets themselves; pass one of them, e.g. data[{key!r}]."
             )
 
 
@@ -170,8 +170,8 @@ def _in_order(loader: DataLoader[Any], *, ordered: bool, whole: bool, notes: lis
         samples, once = sampler.indices, True
     if not (known and once):
         raise InputError(
-            f"the data loader draws by {type(sampler if known else batched).__name__}, which may leave out samples or "
-            "repeat them, differently in every pass; pass its data set, or a loader with shuffle=False."
+            f"the data loader draws with {type(sampler if known else batched).__name__}, which may leave out samples "
+            "or repeat them, differently in every pass; pass its data set, or a loader with shuffle=False."
         )
     size = None if batched is None else batched.batch_size
     if whole and size and batched.drop_last and len(samples) % size:
@@ -193,7 +193,7 @@ def _in_order(loader: DataLoader[Any], *, ordered: bool, whole: bool, notes: lis
 
 @contextlib.contextmanager
 def _reading() -> Iterator[None]:
-    """Around the code of a data set: if that fails, the error says whose fault it is."""
+    """Around the code of a data set: if it fails, the error says whose fault that is."""
     try:
         yield
     except InputError:
@@ -210,7 +210,7 @@ class Batches:
     Batches larger than `size` are split, unless `whole` (batch statistics make them part of the definition): then
     data that come in batches of another size are refused. A shuffling loader is read in the order of its data set, and
     completely, since `drop_last` leaves out different samples in every pass (and is refused if `whole`). `form` says
-    how a batch is read, and `notes` what was not obvious about that.
+    how a batch is read, and `notes` what was not obvious about it.
     """
 
     def __init__(
@@ -355,7 +355,7 @@ class Batches:
     def first(self, count: int, least: int = 1) -> Pair:
         """The first samples, at most `count`, of the first batch that has any.
 
-        For data in memory at least `least`, if there are that many: batches of one do not show whether samples depend
+        For data in memory, at least `least` if there are that many: batches of one do not show whether samples depend
         on each other.
         """
         if self.units is not None and self.size is not None and self.size < least:
@@ -400,7 +400,7 @@ def picked(batches: Batches, indices: Tensor) -> Any:
 
 
 def subset(batches: Batches, count: int | None, seed: int) -> tuple[Any, Tensor | None, int]:
-    """At most `count` of the samples, drawn without replacement and in their order; where they are; of how many."""
+    """At most `count` of the samples, drawn without replacement and in order; their places; how many there are."""
     seed = checked_seed(seed)
     if count is not None:
         count = whole_number(count, "samples", 1)

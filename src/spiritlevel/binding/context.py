@@ -93,7 +93,7 @@ class Context:
                 "they are; leave one of them out."
             )
         self._memory, self.data, self._params = memory, data, params
-        self._carried: tuple[str, ...] = ()  # notes on the data that these were drawn from
+        self._carried: tuple[str, ...] = ()  # notes on the data that these data were drawn from
         self._forget()
 
     def _forget(self) -> None:
@@ -193,7 +193,7 @@ class Context:
 
     @functools.cached_property
     def notes(self) -> tuple[str, ...]:
-        """How the data were read, if that is not obvious; with fixed batches which ones, as part of the definition."""
+        """How the data were read, if that is not obvious; and which batches, where they are part of the definition."""
         found = (*self._carried, *self.batches.notes)
         if self.problem.left:
             found += (f"{self.problem.left} has no float64, so a copy of the model was measured on the CPU",)
@@ -279,7 +279,7 @@ class Context:
     def coupling(self) -> str:
         """What ties the samples of a batch together where batches are meant: "outputs", "loss", or nothing.
 
-        Found out on a few samples of the first batch. Elsewhere nothing may: it is refused.
+        Found out on a few samples of the first batch. Elsewhere nothing may tie them: that is refused.
         """
         if self.form.batches == "fixed":
             inputs, targets = self.first(4096, 3)

@@ -2,7 +2,7 @@
 
 A number for a data set must not depend on how the set is cut into batches. It does where the model's output for a
 sample, or its loss, depends on the other samples of the batch; then nothing is defined per sample either, and the
-batches have to be part of the definition (`batches="fixed"`) or the number is refused.
+batches must be part of the definition (`batches="fixed"`), or the number is refused.
 """
 
 from __future__ import annotations

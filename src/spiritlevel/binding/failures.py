@@ -1,4 +1,4 @@
-"""What a model that fails, or returns what cannot be measured, is told: what came, what is expected, the way out."""
+"""Messages for a model that fails or returns what cannot be measured: what came, what is expected, the way out."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from spiritlevel.errors import InputError, first_line, is_out_of_memory, named_e
 
 
 class CannotRun(InputError, RuntimeError):
-    """The model raised an error: in its first pass, usually about the shape of its inputs, or while differentiated."""
+    """The model raised an error: in its first pass, usually about its inputs' shape, or while being differentiated."""
 
 
 class ReadsMemory(CannotRun):
@@ -27,7 +27,7 @@ def explained(
     """A failure of the model's forward pass in a sentence; None where its own error says more.
 
     `half` says that it is the float32 copy of a model in half precision, `first` that it was called with data and
-    outside every transformation, where whatever it raises is about these.
+    outside every transformation, where whatever it raises is about the data.
     """
     said, name = first_line(error), type(model).__name__
     if "doesn't have storage" in said:  # what torch says about a tensor inside its transformations
@@ -53,7 +53,7 @@ def check_differentiable(model: nn.Module, outputs: Tensor) -> None:
     if not sparse and (outputs.is_floating_point() or outputs.is_complex()):
         return
     what = "sparse outputs" if sparse else f"outputs of {str(outputs.dtype).removeprefix('torch.')}"
-    way = "return .to_dense() of them" if sparse else "return the logits, before they are rounded or counted"
+    way = "convert them with .to_dense()" if sparse else "return the logits, before they are rounded or counted"
     raise InputError(f"the model {type(model).__name__} returns {what}, which cannot be differentiated; {way}.")
 
 
@@ -72,7 +72,7 @@ def _remark(said: str, inputs: Any, form: Form, half: bool) -> str:
 
 
 def _lacks(model: nn.Module, inputs: Any) -> str:
-    """What a transformers encoder-decoder lacks once its labels are targets: it makes this from them."""
+    """What a transformers encoder-decoder lacks once its labels are targets, since it makes that from them."""
     wanted = "decoder_input_ids"
     if not (isinstance(inputs, Mapping) and hasattr(model, f"prepare_{wanted}_from_labels")) or wanted in inputs:
         return ""

@@ -84,7 +84,7 @@ def rows_of(graph: Any, count: int, mask: str) -> tuple[Tensor, str]:
         if not isinstance(found, Tensor) or found.shape != (count,):
             shape = f"it has shape {tuple(found.shape)}" if isinstance(found, Tensor) else "there is none"
             raise InputError(
-                f"the mask {chosen!r} must say for each of the {count} targets whether it is a sample, and {shape}; "
+                f"the mask {chosen!r} must say for each of the {count} targets whether it is a sample, but {shape}; "
                 f"the graph has {', '.join(parts_of(graph))}."
             )
         rows = found.nonzero()[:, 0] if found.dtype == torch.bool else found.long()

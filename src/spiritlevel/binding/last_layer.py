@@ -27,7 +27,7 @@ from spiritlevel.errors import InputError, is_out_of_memory
 if TYPE_CHECKING:
     from spiritlevel.binding.problem import Problem
 
-LARGE_OUTPUTS = 2**20  # outputs per sample from which on they are taken in pieces
+LARGE_OUTPUTS = 2**20  # from this many outputs per sample, they are taken in pieces
 FEW_POSITIONS = 16  # of a sample, for a quick look at all outputs there
 
 
@@ -114,7 +114,7 @@ def find_head(problem: Problem, inputs: Any, targets: Tensor) -> str:
         try:
             with torch.no_grad(), Searching() as searching:
                 outputs = problem.outputs(problem.params, plain)
-        except InputError:  # if one sample is the problem, that is reported, if at all, when it runs on a batch
+        except InputError:  # a batch may run where one sample does not; if not, that is reported there
             return ""
         if outputs.numel() < LARGE_OUTPUTS:
             return ""

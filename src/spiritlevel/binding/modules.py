@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from spiritlevel.binding.devices import has_double
 from spiritlevel.errors import InputError
 
-_QUANTISED = ("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized", "torch.nn.quantized")  # homes of modules
+_QUANTISED = ("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized", "torch.nn.quantized")  # of modules
 
 
 def measurable(model: Any) -> nn.Module:
@@ -28,7 +28,7 @@ def measurable(model: Any) -> nn.Module:
             what = f"{name or 'the model'} is a {type(module).__module__}.{type(module).__name__}"
             raise InputError(
                 f"the model {type(model).__name__} is quantised ({what}): its weights are whole numbers that cannot be "
-                "moved, and it has no curvature; measure the model before it was quantised."
+                "moved, so it has no curvature; measure the model from before quantisation."
             )
     if any(nn.parameter.is_lazy(tensor) for _, tensor in state_of(model)):
         raise InputError(f"the model {type(model).__name__} has lazy parameters; run it on one batch first.")

@@ -1,4 +1,4 @@
-"""Parameters as a dict from names to tensors: which are measured, moved along a direction, nearly the same."""
+"""Parameters as a dict from names to tensors: which ones are measured, and how they move."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def select_parameters(model: nn.Module, params: str | Iterable[str] | None = Non
 
 
 def as_leaves(params: Params) -> Params:
-    """The same values, for plain autograd to differentiate in."""
+    """The same values, for plain autograd to differentiate with respect to."""
     return {name: tensor.detach().requires_grad_() for name, tensor in params.items()}
 
 
@@ -77,7 +77,7 @@ def depth() -> int | None:
 
 
 def nearby(params: Params) -> Iterator[Params]:
-    """The parameters moved by some units in their last places, three times: what that changes is rounding."""
+    """The parameters moved by a few units in their last places, three times: whatever that changes is rounding."""
     generator = torch.Generator().manual_seed(0)
     for _ in range(3):
         moved = {}

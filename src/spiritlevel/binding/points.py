@@ -25,7 +25,7 @@ def points_at_once(problem: Problem, activation: int) -> int:
 
 
 def samples_at_once(problem: Problem, activation: int) -> int:
-    """How many samples to pass at once, where the largest activation takes so many bytes for each.
+    """How many samples to pass at once if the largest activation takes this many bytes for each.
 
     On a CPU what one layer leaves should still be in the cache when the next one reads it; a device wants to be filled.
     """

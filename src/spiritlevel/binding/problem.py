@@ -45,7 +45,7 @@ from spiritlevel.errors import InputError, first_line, unknown_name
 
 BATCH_NORM_MODES = ("eval", "batch")
 FEW_OUTPUTS = 64  # of large outputs, for a quick look
-LARGE = 10**6  # parameters from which on a look at a model takes fewer samples
+LARGE = 10**6  # from this many parameters, a look at a model takes fewer samples
 
 
 class Problem:
@@ -103,8 +103,8 @@ class Problem:
         self._part: Any = None  # the part of what the model returns that is the outputs, once known
         self.reverse_only = False  # set if the model turns out to have no forward derivatives
         self.facts: dict[Any, Any] = {}  # what was found out about the model once and for all, by those who need it
-        self.look: Callable[[Head], Tensor] | None = None  # at what comes before the outputs, in their place
-        self.words: Tensor | None = None  # the outputs that it takes, if these are a few
+        self.look: Callable[[Head], Tensor] | None = None  # a function of the head that takes the outputs' place
+        self.words: Tensor | None = None  # the outputs that it takes, if only a few
         self.around: Callable[[Params], contextlib.AbstractContextManager[Any]] | None = None  # calls of the model
         self._active = False
         self._has_data = False  # whether inputs came with targets: if the model fails on those, the caller must know
@@ -204,7 +204,7 @@ class Problem:
         return self.loss.pick_head(head, unit)
 
     def head_or_outputs(self, params: Params, inputs: Any) -> Head | Tensor:
-        """The outputs, not multiplied out where that is possible."""
+        """The outputs, not yet multiplied out where that is possible."""
         head = self.head(params, inputs)
         return self.outputs(params, inputs) if head is None else head
 
@@ -232,7 +232,7 @@ class Problem:
         return twin, torch.where(targets == self.loss.ignore_index, targets, targets % few)
 
     def with_rows(self, rows: Mapping[str, Tensor]) -> Problem:
-        """The same in which these parameters consist of some of their rows alone; `around` has to read them so.
+        """The same with only some of the rows of these parameters; `around` must read them accordingly.
 
         Facts are shared.
         """
@@ -245,7 +245,7 @@ class Problem:
         return twin
 
     def at_few_positions(self, targets: Tensor) -> Tensor:
-        """Targets of which a few positions count, where there is a head, which multiplies out those alone."""
+        """Targets of which only a few positions count, where there is a head, which multiplies out those alone."""
         if not self.facts.get("head", 0) or not isinstance(self.loss, losses.CrossEntropy):
             return targets
         return self.loss.at_few(targets, FEW_POSITIONS)
@@ -379,8 +379,8 @@ class Problem:
             )
         if shape.is_complex() and not isinstance(self.loss, losses.CallableLoss):
             raise InputError(
-                f"the model {type(self.model).__name__} returns complex numbers, and {self.loss.name} needs real ones; "
-                "return .abs() or .real of them, or pass a loss of your own."
+                f"the model {type(self.model).__name__} returns complex numbers, but {self.loss.name} needs real ones; "
+                "return their .abs() or .real, or pass a loss of your own."
             )
         self.loss.check(shape, targets, start)
         _check_shift(self.model, self.loss.name, inputs, targets)

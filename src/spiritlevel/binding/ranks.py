@@ -1,8 +1,8 @@
 """The processes that share one measurement: who takes which batch, and how all end with the same numbers.
 
-Every rank passes the same model and data and takes every R-th batch of R ranks. Only sums say what the batches of the
-others gave. Only tensors travel, never pickled objects. A process on its own does not communicate, even where a process
-group exists.
+Every one of R ranks passes the same model and data and takes every R-th batch. It learns only sums of what the others'
+batches gave. Only tensors travel, never pickled objects. A process on its own does not communicate, even where a
+process group exists.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def job() -> Iterator[Any]:
 
     Gloo carries what lies on the CPU, and the matching backend of PyTorch (NCCL, XCCL) what lies on an accelerator;
     "cuda" or "xpu" then means the device with this process's local rank. torchrun stops all processes as soon as one
-    has died: here that ends as a `ConnectionError` too.
+    has died: that, too, becomes a `ConnectionError` here.
 
     >>> with job() as group:
     ...     group is None
@@ -72,7 +72,7 @@ def job() -> Iterator[Any]:
     except ConnectionError as error:
         if "timed out" not in str(error).lower():
             raise
-        more = f"Set SPIRITLEVEL_PATIENCE to more than its {patience:g} seconds if the other was only slow."
+        more = f"Set SPIRITLEVEL_PATIENCE to more than its {patience:g} seconds if the other rank was only slow."
         raise ConnectionError(f"{error} {more}") from error
     finally:
         dist.destroy_process_group()  # its threads would abort an interpreter that exits before them
@@ -83,8 +83,8 @@ def job() -> Iterator[Any]:
 class Ranks:
     """This process among those of a `torch.distributed` group; alone if there is none.
 
-    What travels lies on `device`, the model's: Gloo takes tensors of the CPU, NCCL those of its GPU. A rank that does
-    not answer ends as a `ConnectionError`: at once if its process died, after the group's own timeout if it hangs.
+    What travels lies on `device`, the model's: Gloo takes tensors on the CPU, NCCL those on its GPU. A rank that does
+    not answer causes a `ConnectionError`: at once if its process died, after the group's own timeout if it hangs.
 
     >>> ranks = Ranks(None)
     >>> ranks.rank, ranks.count, ranks.takes(7), ranks.least(3)

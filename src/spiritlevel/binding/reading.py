@@ -20,13 +20,13 @@ BATCHES = ("free", "fixed")
 
 
 class Reading(TypedDict, total=False):
-    """Options that every function of a model and data takes besides its own, in this order and with one meaning.
+    """Options that every function of a model and data takes besides its own, in this order and with the same meaning.
 
     - `target`: which part of a batch holds the targets: the key of a dict, the name of a field, the number of an item;
       "y[mask]" for those rows of y that a mask picks. Found automatically where there is no doubt.
     - `batch`: a function from a batch, as the data give it, to the pair (inputs, targets).
-    - `output`: which part of what the model returns are its outputs: a key, a name, a number, or a function that
-      returns them. A tensor is taken as it is; of anything else, its `logits` are.
+    - `output`: which part of what the model returns is its outputs: a key, a name, a number, or a function that
+      returns them. A tensor is taken as it is; of anything else, its `logits` are taken.
     - `unit`: "sample", or "token" to count every target of a sequence by itself.
     - `batches`: "free", or "fixed" where a sample's loss depends on the rest of its batch, as in contrastive losses:
       the batches are then part of the definition, and are never split.
@@ -83,15 +83,15 @@ class Takes(NamedTuple):
         if not isinstance(inputs, Mapping):
             count = len(inputs) if isinstance(inputs, tuple | list) else 1
             wrong = self.known and not self.may_take(count)
-            return f" (its forward takes {self}, and the batches have {count} inputs; {batch})" * wrong
+            return f" (its forward takes {self}, but the batches have {count} inputs; {batch})" * wrong
         lists = [key for key, value in inputs.items() if isinstance(value, list)]
         if self.takes_one_dict(inputs) or any(name not in inputs for name in self.required):
             return (
-                f" (it was given {said(inputs)}, and its forward takes {self}; name the inputs like that, or {batch})"
+                f" (it was given {said(inputs)}, but its forward takes {self}; name the inputs like that, or {batch})"
             )
         if lists:
             return (
-                f" (its {lists[0]} was given {said(inputs[lists[0]])}; a data set of Hugging Face needs "
+                f" (its {lists[0]} was given {said(inputs[lists[0]])}; a Hugging Face data set needs "
                 ".with_format('torch') before a DataLoader)"
             )
         return ""
@@ -175,8 +175,8 @@ class Form:
         if target is None:
             found = [name for name in LABELS if name in held]
             if len(found) != 1:
-                what = f"several of them ({', '.join(found)})" if found else f"none of {', '.join(LABELS)}"
-                raise InputError(f"a batch is {said(batch)}, {what}; name the targets with target=.")
+                what = f"several possible targets ({', '.join(found)})" if found else f"none of {', '.join(LABELS)}"
+                raise InputError(f"a batch is {said(batch)} and holds {what}; name the targets with target=.")
             (target,) = found
         if target not in held:
             raise InputError(f"a batch has no {target!r} to be its targets (target=): it is {said(batch)}.")
@@ -184,9 +184,9 @@ class Form:
         unknown = [] if self.takes.takes_one_dict(rest) else [key for key in rest if not self.takes.accepts(key)]
         if len(unknown) == len(rest):
             raise InputError(
-                f"a batch is {said(batch)}, {target!r} its targets, and none of the others an argument of the model's "
-                f"forward, which takes {self.takes}; name the inputs like that, or pick them with batch=, a function "
-                "from a batch to (inputs, targets)."
+                f"a batch is {said(batch)}, {target!r} its targets, but none of the others is an argument of the "
+                f"model's forward, which takes {self.takes}; name the inputs like that, or pick them with batch=, a "
+                "function from a batch to (inputs, targets)."
             )
         if unknown:
             rest = {key: value for key, value in rest.items() if key not in unknown}
@@ -205,7 +205,7 @@ class Form:
             raise InputError(f"target={target!r} is not an item of a batch after its inputs: it has {said(batch)}.")
         target %= count
         if target < count - 1:
-            _note(notes, f"a batch has {count} items: {target} of inputs, then the targets; the rest was left out")
+            _note(notes, f"a batch has {count} items: inputs ({target}), then the targets; the rest was left out")
         return batch[0] if target == 1 else tuple(batch[:target]), batch[target]
 
     def _place(self, batch: Sequence[Any]) -> int:
@@ -242,7 +242,7 @@ class Form:
             what, way = f"takes {self.takes}" if self.takes.known else "takes anything", "wrap it in a module whose "
             way += "forward takes those parts by their names, or the graph"
             if "batch" in wanted and not isinstance(getattr(graph, "batch", None), Tensor):
-                way = "torch_geometric.loader.DataLoader(graphs) makes batches, which say each node's graph"
+                way = "torch_geometric.loader.DataLoader(graphs) makes batches that know each node's graph"
             raise InputError(
                 f"the model's forward {what}, so it is unclear how to call it with a graph of "
                 f"{', '.join(parts_of(graph))}; {way}."
@@ -266,7 +266,7 @@ class Form:
         raise InputError(
             f"the model must return a tensor or something with logits; it returned {said(result)}; say with output= "
             "which part of it to measure: a key, a number, or a function. A model that returns its loss alone is "
-            "measured by that with output=, loss=lambda value, targets: value and batches='fixed'."
+            "measured with output=, loss=lambda value, targets: value and batches='fixed'."
         )
 
     def candidates(self, result: Any, count: int) -> list[Any]:
@@ -296,7 +296,7 @@ class Form:
         return dataclasses.replace(self, target=None, batch=None)
 
     def options(self) -> Reading:
-        """The options that say this."""
+        """The options that amount to this form."""
         return Reading(target=self.target, batch=self.batch, output=self.output, unit=self.unit, batches=self.batches)
 
 
@@ -327,7 +327,7 @@ def _called(name: str, function: Callable[[Any], Any], thing: Any) -> Any:
 
 
 def form_of(options: Reading) -> Form:
-    """The form that the options say; a `TypeError` as for any other unknown keyword."""
+    """The form that the options describe; a `TypeError` for an unknown one, as for any other keyword."""
     known = [field.name for field in dataclasses.fields(Form)]
     for name in options:
         if name not in known:

@@ -1,6 +1,6 @@
 """Operations written out in elementary ones, because their built-in derivatives are wrong or missing (torch 2.13).
 
-One of them, max pooling without derivatives, because the built-in one is slow.
+One of them, max pooling without derivatives, is here because the built-in one is slow.
 
 `tools/census.py` compares every differentiable operation with second differences; `docs/operations.md` is its result.
 What it finds wrong is written out here, or refused in a sentence where that is impossible.
@@ -241,7 +241,7 @@ def _max_pool2d(
 
 
 def _values_alone(input: Tensor) -> bool:
-    """Whether this is a plain tensor of a CPU in the usual order, whose derivatives nobody asks for or watches."""
+    """Whether this is a plain CPU tensor in the usual order, whose derivatives nobody asks for or watches."""
     wanted = torch.is_grad_enabled() and input.requires_grad
     usual = type(input) is Tensor and input.device.type == "cpu" and input.is_contiguous() and input.is_floating_point()
     watched = depth() is not None or forward_ad._current_level >= 0 or torch._C._len_torch_function_stack() > 0
@@ -320,7 +320,7 @@ def _triangular_solve(
 
 
 def _normal(mean: Any, std: Any = 1.0, *size: Any, generator: Any = None, **options: Any) -> Tensor | None:
-    """The built-in one has no derivative by mean and deviation, and returns zero for it."""
+    """The built-in one has no derivative in the mean and the deviation, and returns zero for it."""
     if size or options or not any(isinstance(item, Tensor) for item in (mean, std)):
         return None
     like = mean + 0 * std
@@ -411,7 +411,7 @@ def _multi_margin_loss(
 
 
 def _linear_cross_entropy(*args: Any, **kwargs: Any) -> Tensor:
-    """In one piece: in chunks it computes its gradient ahead, which a second derivative takes as constant."""
+    """In one piece: in chunks it computes its gradient in advance, which a second derivative takes to be constant."""
     return F.linear_cross_entropy(*args, **{**kwargs, "options": None})
 
 

@@ -48,25 +48,25 @@ def _checked_placements(model: nn.Module, managed: list[Any]) -> Any:
             if parameter.requires_grad:
                 raise InputError(
                     f"the parameter {name} is whole on every rank while others are sharded, so its gradient would be "
-                    "that of one rank; call fully_shard on the whole model, too, or freeze it."
+                    "that of one rank; call fully_shard on the whole model, too, or freeze the parameter."
                 )
             continue
         placements = tuple(parameter.placements)
         rows = len(placements) == 1 and placements[0].is_shard(0)
         if not rows or id(parameter) not in under:
             raise InputError(
-                f"the parameter {name} is a DTensor placed as {placements}: sharded models are measured if fully_shard "
-                "alone has cut them, on a mesh of one dimension and by rows; tensor-parallel plans, replicated shards "
-                "(HSDP) and other dimensions are not. Load the full state dict into such a model, or into one that is "
-                "not sharded."
+                f"the parameter {name} is a DTensor placed as {placements}: a sharded model can be measured if "
+                "fully_shard alone has cut it, on a mesh of one dimension and by rows, but not with tensor-parallel "
+                "plans, replicated shards (HSDP) or other dimensions. Load the full state dict into such a model, or "
+                "into one that is not sharded."
             )
         if mesh is not None and parameter.device_mesh != mesh:
-            raise InputError(f"the parameter {name} is sharded over other ranks than those before it; use one mesh.")
+            raise InputError(f"the parameter {name} is sharded over different ranks from those before; use one mesh.")
         mesh = parameter.device_mesh
         if parameter.dtype not in (torch.float32, torch.float64):
             raise InputError(
                 f"the parameter {name} is sharded in {str(parameter.dtype).removeprefix('torch.')}, which is too "
-                "coarse for curvature, and no float32 copy of it fits beside it; call model.float() before fully_shard."
+                "coarse for curvature, and no float32 copy fits beside it; call model.float() before fully_shard."
             )
     for module in managed:
         policy = getattr(module._get_fsdp_state(), "_mp_policy", None)
@@ -162,7 +162,7 @@ class ShardedProblem(Problem):
     def shared_by(self, group: Any) -> Ranks:
         """The ranks that hold the shards, whether `group` names them or not."""
         if group is not None and dist.get_process_group_ranks(group) != dist.get_process_group_ranks(self.group):
-            raise InputError("group= names other ranks than those that the model is sharded over; leave it out.")
+            raise InputError("group= names ranks other than those that the model is sharded over; leave it out.")
         ranks = Ranks(self.group, self.device)
         ranks.same(self.fingerprint(), "their models, losses or options")
         return ranks

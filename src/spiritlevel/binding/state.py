@@ -40,9 +40,9 @@ def preserved_module(model: nn.Module) -> Iterator[Callable[[], bool]]:
     """Restore the attributes, mode, parameters and buffers (the same objects) of every submodule.
 
     Old-style weight norm, for one, leaves a computed `weight` on the module at every call. Lists, dicts and sets that
-    are reached from the attributes get their contents back: a module that collects its activations in one would
+    can be reached from the attributes get their contents back: a module that collects its activations in one would
     otherwise be left with tensors that are useless outside the transformation that made them. Tensors that are
-    plain attributes get back their values. Yields a function that says whether there is anything to restore.
+    plain attributes get their values back. Yields a function that says whether there is anything to restore.
     """
     saved: dict[int, tuple[Any, Sequence[Any]]] = {}
     found: list[Any] = [module.__dict__ for module in model.modules()]

@@ -53,7 +53,7 @@ def few_rows(problem: Problem, inputs: Any) -> Problem:
 
 
 class _Tables(TorchFunctionMode, abc.ABC):
-    """Sees a forward pass read its tables, and what else it does with them; the call of the last layer is as it is."""
+    """Sees a forward pass read its tables, and what else it does with them; the last layer's call is left as it is."""
 
     def __init__(self, tables: dict[Tensor, Any], last: int) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ class _Reading(_Tables):
 
 
 class _ByRow(_Tables):
-    """Reads tables that hold some of their rows only."""
+    """Reads tables that hold only some of their rows."""
 
     def look_up(self, input: Tensor, weight: Tensor, padding_idx: int | None = None, *rest: Any, **more: Any) -> Tensor:
         if weight not in self.tables:

@@ -39,14 +39,15 @@ def as_tensor(thing: Any, role: str) -> Any:
     if isinstance(thing, Tensor):
         if thing.is_nested or thing.layout is not torch.strided:
             kind, way = ("nested", "to_padded_tensor(0.0)") if thing.is_nested else ("sparse", "to_dense()")
-            raise InputError(f"{role} are a {kind} tensor, which cannot be cut into samples; pass .{way} of it.")
+            raise InputError(f"{role} are a {kind} tensor, which cannot be cut into samples; pass its .{way}.")
         return thing
     if are_numbers(thing):
         try:
             return torch.tensor(thing)
         except (TypeError, ValueError, RuntimeError) as error:
             raise InputError(
-                f"{role} are lists that form no tensor ({first_line(error)}); pad them to one length, or pass tensors."
+                f"{role} are lists that do not form a tensor ({first_line(error)}); pad them to one length, or pass "
+                "tensors."
             ) from error
     if not isinstance(thing, np.ndarray) and hasattr(thing, "to_numpy"):
         thing = thing.to_numpy()

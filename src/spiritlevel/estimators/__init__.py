@@ -3,8 +3,8 @@
 Every function takes anything symmetric with `shape` and `@`: an `Operator`, a dense tensor, a NumPy array, a SciPy
 matrix or linear operator. Real float32 and float64; vectors and bases keep the operator's dtype, everything small is
 float64. Random numbers come from local generators keyed by (seed, index): the same for every chunking, and the global
-random states stay untouched. What can be had exactly for no more products than the estimate is computed exactly, with
-standard error 0.
+random states stay untouched. What an exact computation gives for no more products than an estimate is computed exactly,
+with standard error 0.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ def eigenvalues(
 
     One start vector sees every eigenvalue once, however often it is repeated. So when k values have converged, the
     iteration starts again from a random vector orthogonal to all it has seen, until such a round brings no new value.
-    The round ends when repetitions of each found value that could push another one out are excluded: if one of its
+    The round ends once repetitions are excluded for each found value that could push another one out: if one of its
     eigenvectors z had been missed, then |zᵀq| of the random start q would have to be below 1/‖g‖, where g are the
     components of z in the round's basis that H and its products dictate (the Christoffel function of the round), and
     that has probability below 0.001. Eigenvalues closer than tol · max|Ritz value| count as equal. Usually this takes
@@ -71,7 +71,7 @@ def eigenvalues(
         basis: how many vectors to hold in memory; by default max(2k + 20, k + 40).
         start: a vector (P,) near the one eigenvector that is wanted, such as that of the last look at a network
             in training. A few products then reach the residual, but nothing is excluded: `reach` is infinite, and
-            `outermost()` is a lower bound of the largest eigenvalue.
+            `outermost()` is a lower bound on the largest eigenvalue.
 
     References: Wu & Simon, SIAM J. Matrix Anal. Appl. 22 (2000), doi:10.1137/S0895479898334605; Kuczyński &
     Woźniakowski, ibid. 13 (1992), doi:10.1137/0613066 (random starts); Golub & Meurant, Matrices, Moments and
@@ -168,7 +168,7 @@ def outermost(
 
 
 def _roomy(product: Product, seed: int) -> Krylov:
-    """A Krylov space of a random start that need not restart before an end is as well known as it will be."""
+    """A Krylov space from a random start that need not restart before an end is as well known as it will be."""
     room = max(capacity_for(product.size, 1, None), min(_SETTLED, 2**26 // product.size))
     return Krylov(product, min(product.size, room), seed, gaussian(product, seed, 0), uniform=True)
 
@@ -218,8 +218,8 @@ def spectral_norm(op: Any, *, tol: float = 1e-4, max_matvecs: int | None = None,
     """The spectral norm ‖H‖₂ = max|λ|, by `eigenvalues(op, 1, which="magnitude")`.
 
     Known to ± `tolerance`, about tol · ‖H‖₂, beyond which a larger one is excluded except with a chance of 0.001; in
-    practice much more closely. No random error, so `stderr` is 0; if the iteration did not converge, `status` says so
-    and `reason` why. Usually 10 to 30 products. Reference: see `eigenvalues`.
+    practice much more closely. There is no random error, so `stderr` is 0; if the iteration did not converge, `status`
+    says so and `reason` why. Usually 10 to 30 products. Reference: see `eigenvalues`.
 
     >>> print(spectral_norm(torch.diag(torch.tensor([1.0, -3.0, 2.0]))))
     3
@@ -246,8 +246,8 @@ def converge(
 ) -> tuple[Array, str]:
     """Extend `space` until the k Ritz pairs at each end have converged and none is missing (see `eigenvalues`).
 
-    Unless `exclude`, whether one is missing is left open. Returns the coordinates of the pairs, end by end, and an
-    empty string or why it stopped early.
+    Without `exclude`, whether one is missing is left open. Returns the coordinates of the pairs, end by end, and why it
+    stopped early, or an empty string.
     """
     product = space.product
     reserve = max(1, (space.capacity - k * len(ends)) // 2)  # room for new vectors after a restart
@@ -362,7 +362,7 @@ def dense_eigenpairs(
 ) -> Eigenpairs:
     """The k eigenpairs at one end of a matrix that was formed by products.
 
-    Their residuals are measured where there are vectors, else at most the asymmetry of the products.
+    Their residuals are measured where there are vectors; otherwise they are at most the asymmetry of the products.
     """
     (end,) = ENDS[which]
     wanted = np.argsort(-end(entries.values), kind="stable")[:k]

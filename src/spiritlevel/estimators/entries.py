@@ -37,7 +37,7 @@ class Entries:
         """All eigenvalues, ascending, and their vectors as columns.
 
         By PyTorch: the threads of SciPy's library spin while they wait, and on a machine whose cores are busy a matrix
-        of 800 rows took five seconds there in place of 0.06.
+        of 800 rows took five seconds there instead of 0.06.
         """
         found = torch.linalg.eigh(torch.from_numpy(self.symmetric))
         return found.eigenvalues.numpy(), found.eigenvectors.numpy()
@@ -48,5 +48,5 @@ class Entries:
         return self._pairs[0]
 
     def vectors(self, wanted: NDArray[np.intp]) -> Array:
-        """The eigenvectors with these places in `values`, as columns."""
+        """The eigenvectors at these places in `values`, as columns."""
         return self._pairs[1][:, wanted]

@@ -19,12 +19,12 @@ from spiritlevel.memory import check_room
 Array = NDArray[np.float64]
 _MISS = 1e-3  # chance that an eigenvalue stays hidden
 _COARSE = np.geomspace(1, 1e-14, 64)  # in units of the norm: where to look for an eigenvalue
-_FINE = np.geomspace(1, _COARSE[1], 52)  # in units of the last but one step
+_FINE = np.geomspace(1, _COARSE[1], 52)  # in units of the last step but one
 
 
 @dataclass
 class _Edge:
-    """A unit vector outside a Krylov space, with its shares in H times the basis vectors (see `Krylov`)."""
+    """A unit vector outside a Krylov space, and its shares in H times the basis vectors (see `Krylov`)."""
 
     vector: Tensor
     shares: Array
@@ -80,7 +80,7 @@ class Krylov:
         self._ritz: tuple[Array, Array] | None = None  # of `projected` as it stands
 
     def _outside(self, v: Tensor) -> tuple[Tensor, Array]:
-        """`v` minus its part in the span of the basis, and its coefficients there. Twice is enough."""
+        """`v` minus its part in the span of the basis, and its coefficients there. Two rounds are enough."""
         basis = self.basis[: self.width]
         first = self.space.sum(basis @ v)
         v = torch.addmv(v, basis.T, first, alpha=-1)
@@ -89,7 +89,7 @@ class Krylov:
         return v, (first.double() + second.double()).cpu().numpy()
 
     def extend(self, number: int = 0) -> Tensor:
-        """Take an edge into the basis; what its product leaves outside becomes the edge. Returns the product."""
+        """Take an edge into the basis; what its product leaves outside becomes the new edge. Returns the product."""
         self._ritz = None
         j = self.width
         edge = self.edges.pop(number)

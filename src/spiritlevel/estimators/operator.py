@@ -1,4 +1,4 @@
-"""A symmetric matrix known through its products, which estimators ask for: checked, counted, in full precision."""
+"""A symmetric matrix known through its products, which estimators request: checked, counted, in full precision."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class Operator:
             self.shapes = {name: torch.Size(shape) for name, shape in (shapes or {}).items()}
         except (RuntimeError, TypeError) as error:
             raise InputError(
-                f"an operator needs a device of torch, and for each name a shape of whole numbers: {first_line(error)}."
+                f"an operator needs a torch device, and for each name a shape of whole numbers: {first_line(error)}."
             ) from error
         self._matmat = matmat
         self.space = Space(size)

@@ -1,7 +1,7 @@
-"""Where the vectors of an operator live: all of them here, or each process with a part of every vector.
+"""Where the vectors of an operator live: all of them here, or a part of every vector in each process.
 
 Estimators need three things of a space besides its size: sums over all parts (of products of entries: inner products),
-their part of a random vector, and, for small matrices, whole vectors.
+their own part of a random vector, and, for small matrices, whole vectors.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 class Space:
-    """Vectors of `size` entries, whose first dimension holds `length` of them here: all.
+    """Vectors of `size` entries, of which `length` are here, along the first dimension: in this class, all.
 
     >>> space = Space(3)
     >>> float(space.norm(torch.tensor([0.0, 3.0, 4.0])))

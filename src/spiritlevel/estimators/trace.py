@@ -54,7 +54,7 @@ def operator_trace(
         found = _expected_form(product, product, _dots, probes, rel_err, seed)
         return with_tolerance(found, product.size * product.form_error)
     if product.space.parted:
-        raise InputError("hutch++ needs whole vectors, and those of a sharded model come in parts; use 'hutchinson'.")
+        raise InputError("hutch++ needs whole vectors, but those of a sharded model come in parts; use 'hutchinson'.")
     rank = probes // 3 if rel_err is None else _PILOT
     sketch = torch.cat([product(v) for v in sign_blocks(product, range(rank), seed, SKETCH)], dim=1)
     q = torch.linalg.qr(sketch).Q
@@ -103,7 +103,7 @@ def diagonal(op: Any, *, probes: int = 64, seed: int = 0) -> DiagonalEstimate:
     check_probes("diagonal", probes, None, seed)
     size = product.size
     if product.space.parted:
-        raise InputError("the diagonal of a sharded model is not offered; operator_trace gives its sum.")
+        raise InputError("the diagonal is not available for a sharded model; operator_trace gives its sum.")
     if size <= probes:
         blocks = identity_blocks(product.space, product.dtype, product.device)
         entries = [(block * product(block)).sum(1) for block in blocks]
@@ -170,7 +170,7 @@ def _expected_form(
         if needed - _PILOT >= product.size and product.size <= _MOST_PROBES:
             return exact()
         if needed > _MOST_PROBES:
-            reason = f"rel_err={rel_err:g} would take about {needed:.2g} probes, stopped at {_MOST_PROBES}"
+            reason = f"rel_err={rel_err:g} would take about {needed:.2g} probes; stopped at {_MOST_PROBES}"
         total = math.ceil(min(max(needed, _PILOT), _MOST_PROBES))
         draws = torch.cat([draws, draw(range(_PILOT, total))]) if total > _PILOT else draws
     mean = Estimate.from_draws(draws, matvecs=product.count, seed=seed)
@@ -178,6 +178,6 @@ def _expected_form(
 
 
 def root_of(square: Estimate) -> Estimate:
-    """√x with its error by the delta method; its limits are the roots of those of x."""
+    """√x with its error by the delta method; its limits are the roots of x's limits."""
     value = math.sqrt(max(square.value, 0.0))
     return replace(square, value=value, stderr=square.stderr / (2 * value) if value else 0.0, power=2.0)

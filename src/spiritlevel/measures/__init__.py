@@ -3,7 +3,7 @@
 A measure is a function (model, data, *, loss, batch_norm, seed) → `Estimate`. `MEASURES` holds them by name; `Setting`
 holds what several measures of one model share (Hessian operator, traces, margins), so that a set of measures costs
 little more than the most expensive of them. A *declared invariance* is the name of a transform that leaves the value
-unchanged for every network that it accepts: `TRANSFORMS` says which. What an optimiser found is a lower bound and is
+unchanged for every network that it accepts: `TRANSFORMS` lists them. What an optimiser found is a lower bound and is
 marked as one. L is the mean loss, θ the P trainable parameters, H = ∇²L without any L2 term. Where a measure is not
 defined for a network, `InputError` says why.
 """

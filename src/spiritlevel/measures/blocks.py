@@ -37,12 +37,12 @@ class Block:
 
 
 def gauss_newton_blocks(setting: Setting, weights: Sequence[str]) -> dict[str, Block]:
-    """Diagonals and relative flatness of the weights' blocks, exactly, from C−1 backward passes at most.
+    """Diagonals and relative flatness of the weights' blocks, exactly, from at most C−1 backward passes.
 
-    G = E Σ_j d_j vec(g_j)vec(g_j)ᵀ with the per-sample gradients g_j of v_jᵀφ by the weight W: the diagonal is
-    E Σ_j d_j g_j², the other sum E Σ_j d_j ‖Wᵀg_j‖². A backward pass gives δ = ∂(v_jᵀφ)/∂z at a layer's output z; of a
-    linear layer with one row per sample g = δaᵀ, so both follow from δ and its input a, and no gradient is formed. That
-    needs a weight with one use, in a module whose rows are the samples; others get gradients sample by sample.
+    G = E Σ_j d_j vec(g_j)vec(g_j)ᵀ with the per-sample gradients g_j of v_jᵀφ in the weight W: the diagonal is
+    E Σ_j d_j g_j², the other sum E Σ_j d_j ‖Wᵀg_j‖². A backward pass gives δ = ∂(v_jᵀφ)/∂z at a layer's output z; for a
+    linear layer with one row per sample, g = δaᵀ, so both follow from δ and its input a, and no gradient is formed.
+    That needs a weight with one use, in a module whose rows are the samples; others get gradients sample by sample.
     """
     problem = setting.problem
     if setting.coupling:
@@ -63,7 +63,7 @@ def gauss_newton_blocks(setting: Setting, weights: Sequence[str]) -> dict[str, B
             if name not in without_rule and len(calls) == 1 and calls[0].plain:
                 modules[name] = calls[0].module
         alone = {name: problem.params[name] for name in weights if name not in modules}
-        # samples at once, so that their outputs and factors, one for each class, and what a pass saves stay small
+        # how many samples at once, so that their outputs and factors, one per class, and what a pass saves stay small
         fitting = min(_OUTPUTS // max(setting.classes, 1), _SAVED // activation_bytes(setting)[0])
         size = None if setting.whole else setting.fair(max(1, fitting))
         for start, inputs, targets in setting.mine(setting.batches if size is None else setting.batches.cut(size)):
@@ -102,7 +102,7 @@ def _with_more(items: Iterator[Item]) -> Iterator[tuple[Item, bool]]:
 def _add_call(
     block: Block, module: nn.Module, weight: Tensor, points: Tensor, slope: Tensor, scale: Tensor, start: int
 ) -> None:
-    """Add Σ_n d g², and d ‖Wᵀg‖² of every sample from `start` on, of one factor, from inputs and slopes of a layer."""
+    """Add one factor's Σ_n d g², and d ‖Wᵀg‖² of every sample from `start` on, from a layer's inputs and slopes."""
     if isinstance(module, nn.Linear) and points.ndim == 2:
         block.diagonal += (scale[:, None] * slope.double().square()).T @ points.double().square()
         sizes = (slope @ weight).double().square().sum(1) * points.double().square().sum(1)
@@ -130,7 +130,7 @@ def _add_gradients(
 
 
 def _sample_by_sample(problem: Problem, chosen: Params, inputs: Any, vectors: Tensor) -> Iterator[tuple[slice, Params]]:
-    """The gradients of vᵀφ by the chosen parameters, every use of them included, for a few samples at a time."""
+    """The gradients of vᵀφ in the chosen parameters, every use of them included, for a few samples at a time."""
     if not chosen:
         return
     leaves = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]

@@ -25,7 +25,7 @@ def _quadratics(setting: Setting, direction: Params) -> Tensor:
     """vᵀGₙv of every sample, G the Gauss-Newton matrix: one forward-mode pass."""
     problem = setting.problem
 
-    @torch.enable_grad()  # for reverse mode, where an operation has no other
+    @torch.enable_grad()  # for reverse mode, where an operation has no forward mode
     def quadratic(inputs: Any, targets: Tensor) -> Tensor:
         outputs, slope = outputs_along(problem, direction, problem.params, inputs)
         return problem.loss.quadratic(outputs, targets, slope)
@@ -79,7 +79,7 @@ def _empirical_fisher_values(setting: Setting) -> Tensor:
 
 @register(
     "empirical_fisher_trace",
-    "mean square norm of the per-sample gradients, true labels",
+    "mean squared norm of the per-sample gradients, with the true labels",
     "E ‖∇ℓ(θ; x, y)‖²",
     "Golatkar, Achille & Soatto 2019, arXiv:1905.13277",
     family="curvature",
@@ -128,7 +128,7 @@ def _empirical_fisher_trace(setting: Setting) -> Estimate:
 def _fisher_rao_norm(setting: Setting) -> Estimate:
     """It survives linear maps of the parameters and shifts that no loss sees: proved, (Tθ)ᵀT⁻ᵀFT⁻¹(Tθ) = θᵀFθ.
 
-    Affine moves that are undone elsewhere (the biases of values) move it, and so does folding parameters into others.
+    Affine moves that are undone elsewhere (the biases of values) change it, as does folding parameters into others.
     """
     values = _quadratics(setting, setting.problem.params)
     setting.kept["fisher_rao_norm"] = values

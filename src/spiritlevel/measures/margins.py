@@ -58,7 +58,7 @@ register(
 )(_mean_over_samples(_aceht))
 register(
     "margin_bound",
-    "mean upper bound of ACEHT by the softmax margin γ",
+    "mean upper bound on ACEHT by the softmax margin γ",
     "E (‖x‖²+1)(1−γ²)",
     "paper A, section 3.2, in the form of mathematics 3.2",
     family="curvature",
@@ -70,7 +70,7 @@ register(
 )(_mean_over_samples(margin_bound))
 register(
     "printed_margin_bound",
-    "the margin bound as printed, in truth a lower bound of ACEHT; for comparison only",
+    "the margin bound as printed, in fact a lower bound on ACEHT; for comparison only",
     "E ‖x‖(1−γ²)",
     "paper A, section 3.2",
     family="curvature",
@@ -94,8 +94,8 @@ def quantile(share: float) -> Callable[[Tensor], float]:
             found = float(np.quantile(values.double().cpu().numpy(), share))
         if math.isnan(found):
             raise InputError(
-                f"the {share:.0%} quantile lies among infinite distances: no boundary is in reach of these samples, as "
-                "the outputs do not change with what the distance is measured in."
+                f"the {share:.0%} quantile lies among infinite distances: no boundary is within reach of these "
+                "samples, as their outputs do not depend on what the distance is measured in."
             )
         return found
 

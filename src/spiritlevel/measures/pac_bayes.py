@@ -1,4 +1,4 @@
-"""How much noise on the parameters the error tolerates."""
+"""How much noise in the parameters it takes to raise the error."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _PAC_WIDTH = 0.0099  # of the final bracket of log σ
 
 
 def _pac_bayes(setting: Setting, deviation: Callable[[float], Tensor | float], purpose: int) -> Estimate:
-    """1/σ² on fixed draws: σ is doubled or halved until it crosses the allowed rise, and the crossing enclosed to 1 %.
+    """1/σ² on fixed draws: σ is doubled or halved until the rise crosses the limit, and the crossing enclosed to 1 %.
 
     The error follows by the delta method, from the spread of the draws and the slope of the rise in log σ over the
     first bracket. `deviation` maps σ to the standard deviation of every parameter.
@@ -53,7 +53,7 @@ def _pac_bayes(setting: Setting, deviation: Callable[[float], Tensor | float], p
     else:
         raise InputError(
             f"the error never crosses the allowed rise of {_ALLOWED}, however {'large' if first < 0 else 'small'} the "
-            "noise; the error at the model is too close to chance, or the network too fragile."
+            "noise; the model's own error is too close to chance, or the network too fragile."
         )
     ends = sorted((before, point))  # the points themselves: point − step would round to another number
     slope = float(seen[ends[1]].mean() - seen[ends[0]].mean()) / math.log(2)

@@ -42,9 +42,9 @@ TRANSFORMS: dict[str, str] = {
 
 SAME = frozenset(SYMMETRIES)
 SCALED = frozenset({"scale_last_layer", "rescale_all"})
-UNSEEN = frozenset({"shift_logits", "permute_units"})  # gradient and Hessian stay, but for the order of their entries
+UNSEEN = frozenset({"shift_logits", "permute_units"})  # gradient and Hessian are unchanged but for the order of entries
 BY_TENSOR = frozenset({"rescale_layers", "scale_before_batchnorm", "permute_units"})  # one number for each tensor
-DIAGONAL = BY_TENSOR | {"rescale_channels", "shift_norm_gain", "scale_gate"}  # and order: one number for each parameter
+DIAGONAL = BY_TENSOR | {"rescale_channels", "shift_norm_gain", "scale_gate"}  # one number for each parameter
 LINEAR = DIAGONAL | {"mix_heads", "mix_linear", "split_units"}  # θ → Tθ, T any matrix
 
 Compute = Callable[[Setting], Estimate]
@@ -64,8 +64,8 @@ class Measure:
     are the names of the transforms that leave it unchanged; `predict` gives the value after a transform where theory
     knows it. `keeps_sign` says that no linear reparametrisation θ → Tθ can change its sign (Sylvester's law of inertia
     for T⁻ᵀHT⁻¹). `guide` is what the audit's search climbs to move it, see `GUIDES`. `advice` is what a comparison may
-    say for the model that is surely better by this measure; without it the measure has no say in the advice.
-    `in_shards` says that it can be taken of a model that is sharded over processes. `also_called` are the names that
+    say in favour of a model that is clearly better by this measure; without it the measure has no say in the advice.
+    `in_shards` says that it can be taken for a model that is sharded over processes. `also_called` are the names that
     others use.
 
     >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2))
@@ -113,7 +113,7 @@ class Measure:
 
     @property
     def takes_shards(self) -> bool:
-        """Whether it can be taken of a sharded model: it says so, or is a statistic of the output margins."""
+        """Whether it can be taken for a sharded model: it says so, or it is a statistic of the output margins."""
         return self.in_shards or self.of_margins
 
     def attempt(self, setting: Setting) -> Estimate:
@@ -127,14 +127,14 @@ class Measure:
 
     def _attempted(self, setting: Setting) -> Estimate:
         if setting.problem.sharded and not self.takes_shards:
-            reason = "this measure needs the whole model, and it is sharded over processes"
+            reason = "this measure needs the whole model, which is sharded over processes"
             return Estimate(math.nan, seed=setting.seed, reason=reason)
         try:
             found = self.compute(setting)
         except (InputError, NotExactError) as error:
             return Estimate(math.nan, seed=setting.seed, reason=str(error))
         except (ArithmeticError, MemoryError, RuntimeError, ValueError) as error:
-            if setting.group is not None:  # the other ranks may still wait for this one
+            if setting.group is not None:  # the other ranks may still be waiting for this one
                 raise
             first = first_line(error)
             return Estimate(math.nan, seed=setting.seed, reason=f"failed with {type(error).__name__}: {first}")
@@ -145,7 +145,7 @@ class Measure:
     def subset_error(self, setting: Setting, value: float, population: int) -> SubsetError:
         """The error of `value`, measured in this setting on a random subset of `population` samples; see `Sampling`.
 
-        What cannot be found is unknown, and says why.
+        An error that cannot be found is unknown, and says why.
         """
         if setting.coupling:
             return unknown(setting.why_coupled)
@@ -177,7 +177,7 @@ class Measure:
             return 0.0
 
     def subset_passes(self, setting: Setting) -> float:
-        """What finding the error of a random subset takes on top of the measure, likewise."""
+        """What finding the error of a random subset takes on top of the measure, also in forward passes."""
         try:
             return self.sampling.forward_passes(self, setting) if setting.batch_norm != "batch" else 0.0
         except (ArithmeticError, RuntimeError, ValueError):
@@ -204,7 +204,7 @@ class Measure:
 
 
 FAMILIES = ("curvature", "margin", "norm")
-"""The kinds of number that measures are."""
+"""The kinds of number that a measure can be."""
 
 WORTH: dict[str, tuple[str, ...]] = {
     "exact": ("exact",),
@@ -246,12 +246,12 @@ LEADING = {
     "curvature": ("trace", "largest_eigenvalue", "frobenius_norm"),
     "margin": ("margin_q50", "margin_mean", "input_distance"),
 }
-"""The measures that stand for their family in a summary: the first that is there."""
+"""The measures that stand for their family in a summary: the first one present."""
 
 
 @checked
 def select(names: str | Iterable[str] | None = None) -> tuple[Measure, ...]:
-    """Measures by their names: "default" (as is None), "all", or the ones listed.
+    """Measures by their names: "default" (the same as None), "all", or the ones listed.
 
     >>> [measure.name for measure in select(["trace", "path_norm"])]
     ['trace', 'path_norm']
@@ -272,19 +272,19 @@ def affordable(
 ) -> tuple[tuple[Measure, ...], dict[str, str]]:
     """The chosen measures that take a bearable number of passes, and why the others are left out.
 
-    Exact terms of 100,000 classes take as many backward passes a batch: whoever wants them says so by their names.
+    Exact terms of 100,000 classes take as many backward passes per batch: whoever wants them must name them.
     """
     found, expensive = tuple(chosen), {}
     for each in found if names is None or names in ("default", "all") else ():
         if (passes := each.forward_passes(setting)) > MOST_PASSES:
             expensive[each.name] = (
-                f"it takes about {passes:,.0f} forward passes over the data, and more than {MOST_PASSES:,} are taken "
+                f"it takes about {passes:,.0f} forward passes over the data, and more than {MOST_PASSES:,} are made "
                 "only for a measure that measures= names"
             )
     return tuple(each for each in found if each.name not in expensive), expensive
 
 
-@torch.inference_mode(False)  # measures add up in place, which tensors of that mode do not allow outside it
+@torch.inference_mode(False)  # measures add up in place, which inference tensors do not allow outside that mode
 @checked
 def evaluate(
     model: nn.Module,
@@ -329,7 +329,7 @@ def evaluate(
 
 
 def register(name: str, meaning: str, formula: str, reference: str, **fields: Any) -> Callable[[Compute], Compute]:
-    """Decorate the function that computes a measure: it becomes one, with all that is declared here."""
+    """Make the decorated function a measure, with everything that is declared here."""
 
     def add(compute: Compute) -> Compute:
         MEASURES[name] = Measure(name, meaning, formula, reference, compute=compute, **fields)

@@ -83,7 +83,7 @@ def _relative_flatness(setting: Setting) -> Estimate:
     last = setting.last
     if last.weight not in setting.problem.params:
         why = "frozen; set its requires_grad" if last.weight else "computed from other parameters (weight norm?)"
-        raise InputError(f"relative_flatness is about the last layer, and the weight of {last.name!r} is {why}.")
+        raise InputError(f"relative_flatness is about the last layer, but the weight of {last.name!r} is {why}.")
     return _relative_flatness_of(setting, [last.weight])
 
 
@@ -142,7 +142,7 @@ def _relative_flatness_of(setting: Setting, weights: list[str]) -> Estimate:
             shape = (2, len(rows), rows[0, 0].numel())
             signs = torch.randint(0, 2, shape, generator=generator).mul(2).sub(1).to(rows)
             columns = rows.flatten(2) @ signs[0][:, :, None]
-            vector += (columns * signs[1][:, None]).reshape(rows.shape)  # a view of what it fills
+            vector += (columns * signs[1][:, None]).reshape(rows.shape)  # a view: this fills parts
         probe = torch.cat([parts[name].reshape(-1) for name in op.names])
         draws.append(float(probe.double() @ (op @ probe).double()))
         vectors.append(probe)
@@ -186,7 +186,7 @@ def _normalised_sharpness(setting: Setting) -> Estimate:
 
 
 def _balanced(h: Tensor, w: Tensor, steps: int = 2000, tol: float = 1e-9) -> tuple[float, float, bool]:
-    """Minimum over a, b > 0 of Σ_ij h_ij a_i b_j + w_ij/(a_i b_j), convex in the logarithms: alternating forms.
+    """Minimum over a, b > 0 of Σ_ij h_ij a_i b_j + w_ij/(a_i b_j), convex in the logarithms: alternating steps.
 
     Each step gains less than the one before, in the end by a constant factor: what is left to gain is the rest of that
     series, the second number. The third says whether a step gained as little as `tol`. On the CPU: the steps are many

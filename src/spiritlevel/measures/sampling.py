@@ -56,7 +56,7 @@ class Sampling:
     "bracket" (`limits` finds them) or "unknown", and `reason` says why. `bias` is how much too large the measure is on
     average. Finding the error takes about `passes` forward passes over the data and `repeats` times the measure itself.
     `least` is how many samples an interval needs to hold, which is more where a few of them decide the value. What
-    `grows` with the root of the number of samples can be compared on equal samples, but says nothing about others.
+    `grows` with the root of the number of samples can be compared on the same samples, but says nothing about others.
     """
 
     how: str
@@ -88,7 +88,7 @@ class Sampling:
         if self.grows:
             times = math.sqrt(population / setting.count)
             return unknown(
-                f"it grows as the root of the number of samples, by {times:.3g} to all {population:,} of them"
+                f"it grows as the root of the number of samples: on all {population:,}, {times:.3g} times as large"
             )
         if too_few := few(setting.count, self.least):
             return too_few
@@ -144,7 +144,7 @@ def quantile_of(values: Callable[[Setting], Tensor], share: float) -> Sampling:
 
 
 def recomputed() -> Sampling:
-    """By recomputing the measure without each of ten groups: nine times the measure."""
+    """By recomputing the measure without each of ten groups: nine times its cost."""
     return Sampling("jackknife", repeats=GROUPS - 1.0)
 
 

@@ -54,7 +54,7 @@ class Setting(Context):
     writes = False  # whether enough products are expected to make writing a small matrix down worthwhile
 
     def __init__(self, *args: Any, probes: int | None = None, **options: Any) -> None:
-        """As a context; `probes` is how many a trace that must be estimated takes, by default the usual number."""
+        """As a context; `probes` is how many probes a trace that must be estimated takes, if not the usual number."""
         super().__init__(*args, **options)
         self.probes = probes
 
@@ -69,7 +69,7 @@ class Setting(Context):
     def model(self) -> nn.Module:
         """The model, while it is still the one that `problem` copied: a setting never mixes two states of a model."""
         if self.problem.sharded:
-            raise InputError("this needs the whole model, and it is sharded over processes.")
+            raise InputError("this needs the whole model, which is sharded over processes.")
         model, copied = self.problem.model, {**self.problem.params, **self.problem.constants}
         state, device = dict(state_of(model)), self.problem.device
         changed = torch.stack([_differ(tensor.detach(), copied[name]).to(device) for name, tensor in state.items()])
@@ -131,8 +131,8 @@ class Setting(Context):
     ) -> Tensor:
         """`function` of every sample at each of `count` points, (count, N).
 
-        Some points with one batch are one piece of work, and every rank takes a run of pieces: few ranks make the same
-        points.
+        A few points on one batch are one piece of work, and every rank takes a run of pieces, so that few ranks make
+        the same points.
         """
         if self.problem.sharded:  # one point after the other: each is spread over all ranks
             each = (self.split(points(range(index, index + 1))[0]) for index in range(count))
@@ -186,7 +186,7 @@ class Setting(Context):
         if self.of_means is not self:
             return self.of_means.gradient_at(theta)
         if self.problem.sharded:
-            raise InputError("an ascent along gradients needs the whole model, and it is sharded over processes.")
+            raise InputError("an ascent along gradients needs the whole model, which is sharded over processes.")
         total, gradient = torch.zeros((), dtype=torch.float64), torch.zeros_like(theta)
         with self.ranks.together(), self.problem.active():
             for _, inputs, targets in self.mine():
@@ -298,7 +298,7 @@ class Setting(Context):
 
     @property
     def by_norms(self) -> bool:
-        """Whether norms of gradients give exact traces, and so those of every parameter by itself."""
+        """Whether norms of gradients give exact traces, and with them those of every parameter by itself."""
         return self.structure.exact and self.problem.loss.closed_form
 
     @property

@@ -230,7 +230,7 @@ def _register_box(name: str, epsilon: float, columns: int | None) -> None:
         guide="curvature",
         passes=50,
         sampling=bracket(name, compute, percent=True),
-        invariant_to=frozenset() if columns else frozenset({"permute_units"}),  # a subspace has an order
+        invariant_to=frozenset() if columns else frozenset({"permute_units"}),  # a subspace depends on the order
     )(compute)
 
 
@@ -262,7 +262,7 @@ _box_curvature_sampling = Sampling(
 
 @register(
     "box_sharpness_curvature",
-    "what the largest eigenvalue allows box_sharpness to be, to second order at a critical point: an upper bound",
+    "upper bound on box_sharpness by the largest eigenvalue, to second order at a critical point",
     "100 κλ₁, κ = ½ε² Σ(|θ_i|+1)²/(1+L), ε = 1e-3",
     "paper C, Eq. 2, in the form of mathematics 8.4",
     family="curvature",

@@ -20,14 +20,14 @@ from spiritlevel.watching.signals import Signal, Signals
 
 _FEW = 64  # samples from which the mean of a layer's output is guessed
 
-# ---------------------------------------------------------------- what layers put out
+# ---------------------------------------------------------------- the outputs of layers
 
 
 @dataclass
 class _Moments:
-    """Sums over the places of a layer's output z: of z and zzᵀ, from an origin, and of Σ_j d_j ssᵀ, s its slopes.
+    """Sums over the places of a layer's output z: of z and zzᵀ about an origin, and of Σ_j d_j ssᵀ, s its slopes.
 
-    `samples` are the ones the places belong to.
+    `samples` is the number of samples that the places belong to.
     """
 
     origin: Tensor
@@ -43,7 +43,7 @@ class _Moments:
         return cls(origin, torch.zeros_like(origin), square, square.clone())
 
     def plus(self, other: _Moments, sign: int = 1) -> _Moments:
-        """The sums over the places of both, which share an origin; or without those of the other."""
+        """The sums over the places of both, which share an origin; with sign −1, without those of the other."""
         return _Moments(
             self.origin,
             self.total + sign * other.total,
@@ -69,9 +69,9 @@ def _moments(setting: Setting, origins: list[Tensor] | None = None) -> list[_Mom
     """For every layer in the order in which they run: one forward pass, and a backward pass for each factor."""
     problem = setting.problem
     if setting.batch_norm == "batch":
-        raise InputError("with batch_norm='batch' layers' outputs depend on the whole batch; use batch_norm='eval'.")
+        raise InputError("with batch_norm='batch', layers' outputs depend on the whole batch; use batch_norm='eval'.")
     if not problem.loss.closed_form:
-        raise InputError("the Gauss-Newton matrix in layers' outputs needs a loss that offers its output factors.")
+        raise InputError("the Gauss-Newton matrix in the layers' outputs needs a loss that offers its output factors.")
     with setting.ranks.together(), problem.active(), torch.enable_grad():
         found = [_Moments.empty(origin) for origin in origins or _origins(setting)]
         for _, inputs, targets in setting.mine():
@@ -103,7 +103,7 @@ def _origins(setting: Setting) -> list[Tensor]:
 
 
 def _add(found: list[_Moments], signals: list[Signal], loss: Loss, outputs: Tensor, targets: Tensor) -> None:
-    """Add a batch. The weight of a factor goes into the vector, so that nobody need know which place is whose."""
+    """Add a batch. The weight of a factor goes into its vector, so it does not matter which sample a place is of."""
     for layer, signal in zip(found, signals, strict=True):
         layer.samples += len(outputs)
         for rows in signal.rows(signal.value):
@@ -113,7 +113,7 @@ def _add(found: list[_Moments], signals: list[Signal], loss: Loss, outputs: Tens
             layer.squares += rows.T @ rows
     values = [signal.value for signal in signals]
     if values and _is_copy(outputs, values[-1]) and (summed := loss.hessian_sum(outputs, targets)) is not None:
-        found[-1].slopes += summed  # what the layer puts out are the outputs: C factors of C numbers would take C³ each
+        found[-1].slopes += summed  # the layer's output is the network's: C factors of C numbers would take C³ each
         found, values = found[:-1], values[:-1]
     for weight, vector in loss.factors(outputs.detach(), targets) if values else ():
         vector = vector.reshape(len(outputs), -1) * weight.sqrt()[:, None]
@@ -126,7 +126,7 @@ def _add(found: list[_Moments], signals: list[Signal], loss: Loss, outputs: Tens
 
 
 def _is_copy(outputs: Tensor, value: Tensor) -> bool:
-    """Whether the outputs are a copy of a value, as the watch makes one, and nothing else."""
+    """Whether the outputs are nothing but a copy of a value, such as the watch makes."""
     made = outputs.grad_fn
     if made is None or value.grad_fn is None or made.name() != "CloneBackward0" or outputs.shape != value.shape:
         return False
@@ -172,7 +172,7 @@ _INVARIANT = "the invariant metric of da Silva, Dangel & Oore 2025, arXiv:2505.0
 
 @register(
     "signal_sharpness",
-    "curvature of the loss when every layer's output gets noise of that output's own covariance",
+    "curvature of the loss when every layer's output gets noise with that output's own covariance",
     "Σ_l E Σ_p Tr(C_l G_lp), C_l the covariance of the output of layer l, G_lp the Gauss-Newton matrix in its place p",
     f"mathematics 8.9; Camuto et al. 2020, arXiv:2007.07368; {_INVARIANT}",
     family="curvature",
@@ -195,7 +195,7 @@ def _signal_sharpness(setting: Setting) -> Estimate:
 
 @register(
     "signal_sharpness_max",
-    "the same along the worst direction of the worst layer",
+    "signal_sharpness along the worst direction of the worst layer",
     "max_l λ₁(C_l G_l), G_l = E Σ_p G_lp",
     f"mathematics 8.9; {_INVARIANT}",
     family="curvature",
@@ -252,7 +252,7 @@ def _sensitivities(setting: Setting) -> Tensor:
 def _find_sensitivities(setting: Setting) -> Tensor:
     problem = setting.problem
     if setting.batch_norm == "batch":
-        raise InputError("with batch_norm='batch' outputs depend on the inputs of other samples; use 'eval'.")
+        raise InputError("with batch_norm='batch', outputs depend on the inputs of other samples; use 'eval'.")
 
     @torch.enable_grad()
     def sizes(inputs: Any, targets: Tensor) -> Tensor:

@@ -99,7 +99,7 @@ def _mean_square_eigenvalue(setting: Setting) -> Estimate:
 
 @register(
     "log_volume",
-    f"log of the product of those of the {_TOP} largest eigenvalues that are positive beyond rounding",
+    f"log of the product of those among the {_TOP} largest eigenvalues that are positive beyond rounding",
     "Σ_{i≤k} log λ_i",
     "Wu, Zhu & E 2017, arXiv:1706.10239",
     **_OF_HESSIAN,

@@ -24,7 +24,7 @@ from spiritlevel.watching.layers import INPUTS, WATCHED, Call, Wiring, wiring
 
 
 def _operator_norms(layer: Call, seed: int) -> tuple[Estimate, float]:
-    """‖A‖_σ and ‖Aᵀ‖_{2,1} of a layer as a linear map of its real input."""
+    """‖A‖_σ and ‖Aᵀ‖_{2,1} of a layer as a linear map of its actual input."""
     module, weight = layer.module, layer.value.double()
     if isinstance(module, nn.Linear):
         times = math.prod(layer.inputs[:-1]) / WATCHED  # a sample's tokens, whichever their dimension
@@ -45,7 +45,7 @@ def _operator_norms(layer: Call, seed: int) -> tuple[Estimate, float]:
         return back.reshape(block.shape[1], -1).T
 
     found = spectral_norm(Operator(gram, math.prod(shape), dtype=torch.float64, device=weight.device), seed=seed)
-    if module.padding_mode == "zeros":  # a row of A holds the weights that one output reads: ones sum their squares
+    if module.padding_mode == "zeros":  # a row of A holds the weights that one output reads: on ones, squares add up
         with torch.no_grad():
             squares = run(torch.ones(1, *shape, dtype=torch.float64, device=weight.device), weight.square())
         rows = squares.clamp_min(0).sqrt().sum()
@@ -99,7 +99,7 @@ def _path_complexity(wired: Wiring, ends: frozenset[int], norms: dict[int, tuple
 
 
 def _spectral_complexity(setting: Setting) -> Estimate:
-    """R·‖X‖_F/n of the network with batch norm folded; what stands between the layers is taken not to stretch.
+    """R·‖X‖_F/n of the network with batch norm folded; what lies between the layers is assumed not to stretch.
 
     R grows with every ‖A_l‖_σ by a power between 0 and 1, so its relative tolerance is at most the sum of theirs.
     """
@@ -114,7 +114,7 @@ def _spectral_complexity(setting: Setting) -> Estimate:
     for call in [call for call in folded.calls if call.module is None] + [call for call, _ in wired.values()]:
         if not call.plain:
             raise InputError(
-                f"the spectrally normalised margin needs layers that are plain nn.Linear or convolutions, and "
+                f"the spectrally normalised margin needs layers that are plain nn.Linear or convolutions, but "
                 f"{call.name!r} is not; write it as one."
             )
     norms, found, relative = {}, [], 0.0

@@ -1,4 +1,4 @@
-"""Hidden margins in units of how far two halves of a class lie apart."""
+"""Hidden margins in units of how far apart two halves of a class lie."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _features(setting: Setting) -> tuple[Tensor, Tensor]:
 
 @register(
     "variance_margin",
-    "median distance to the boundary at the last layer's input, over how far two halves of a class lie apart there",
+    "median distance to the boundary at the last layer's input, over how far apart two halves of a class lie there",
     "median of min_{j≠y} (φ_y−φ_j)/‖∇_h(φ_y−φ_j)‖₂ / E_c E W₁(half of class c, other half)",
     "Chuang, Mroueh, Greenewald, Torralba & Jegelka 2021, arXiv:2106.03314",
     family="margin",
@@ -60,15 +60,15 @@ def _features(setting: Setting) -> tuple[Tensor, Tensor]:
     invariant_to=BY_TENSOR | SCALED | {"fold_batchnorm", "shift_logits", "shift_attention_biases"},
 )
 def _variance_margin(setting: Setting) -> Estimate:
-    """The margin function has the Lipschitz constant 1 in h, as the least of signed distances to half-spaces."""
+    """The margin function has Lipschitz constant 1 in h, as the least of signed distances to half-spaces."""
     found = setting.hidden
     assert found.distance is not None
     features, labels = _features(setting)
     if labels.ndim != 1 or labels.is_floating_point():
-        raise InputError("halves of a class need one class for each sample.")
+        raise InputError("splitting classes into halves needs one class for each sample.")
     classes, counts = labels.unique(return_counts=True)
     if not bool((counts >= 2).any()):
-        raise InputError("halves of a class need a class with at least two samples.")
+        raise InputError("splitting classes into halves needs a class with at least two samples.")
     generator = np.random.default_rng(setting.seed)
     shares = counts.double() / counts[counts >= 2].sum()
     splits = np.zeros(SPLITS)

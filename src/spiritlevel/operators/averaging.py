@@ -2,7 +2,7 @@
 
 A batch's product is traced once to a list of operations and cut in two: what follows from the parameters and the data
 alone, and what follows from the vector. The first part is kept for as many batches as fit the memory budget
-(*replayed*) and computed again for the others (*recomputed*); both give the same bits. Where tracing fails the
+(*replayed*) and computed again for the others (*recomputed*); both give the same bits. Where tracing fails, the
 product is differentiated afresh each time; where the model has no forward derivatives, by reverse mode alone.
 """
 
@@ -52,7 +52,7 @@ _VECTORS = 6  # of the parameters' size that a product takes: motions, slopes, s
 _MOST_VECTORS = 128  # multiplied at once
 _MOST_SHAPES = 16  # of batches that are traced
 _FEW = 16  # samples on which a trace is tried,
-_SMALL = 2**22  # unless the batch takes no more than so many bytes: then it is tried on all of them
+_SMALL = 2**22  # unless the batch takes no more than this many bytes: then it is tried on all of them
 _TENSOR = object()  # marks the place of a tensor among a batch's leaves
 
 
@@ -77,7 +77,7 @@ class MeanMatrix:
             saved, largest_tensor = self.saved, _ = activation_bytes(context)
         self.at_a_time = at_a_time(problem.device)
         vector = sum(tensor.nbytes for tensor in self.params)
-        spare = max(0, budget - _VECTORS * vector)  # beside the vectors that there have to be
+        spare = max(0, budget - _VECTORS * vector)  # besides the vectors that any product needs
         limit = max(1, spare // (2 * max(2, self.at_a_time) * _FOOTPRINT * saved))  # samples times vectors
         if context.batch_size is None and not whole:
             self.batches.size = self._batch_size(min(limit, _CACHE // largest_tensor))
@@ -183,11 +183,11 @@ class MeanMatrix:
 
         with self.ranks.together():
             batches = self._pass(rows)
-            if self.count == 1:  # without what it takes to share, which a small network would notice
+            if self.count == 1:  # without the overhead of sharing, which a small network would notice
                 for batch in batches:
                     add(begin(batch)())
             else:
-                first = list(itertools.islice(batches, 1))  # with it is known whether the product can be traced
+                first = list(itertools.islice(batches, 1))  # after it, whether the product can be traced is known
                 cores = batches_that_fit(self.at_a_time, rows.nbytes, self.budget // 4) if self.traceable else 1
                 side_by_side(itertools.chain(first, batches), begin, add, cores)
         self.ranks.add(totals)
@@ -196,7 +196,7 @@ class MeanMatrix:
     def _pass(self, rows: Tensor) -> Iterator[_Batch]:
         """Each batch of this rank; the data are read only if some are not kept.
 
-        What is multiplied first are `rows`: a batch that has to be traced is traced along them.
+        `rows` are what is multiplied first: a batch that has to be traced is traced along them.
         """
         mine = range(self.ranks.rank, self.count, self.ranks.count)
         if all(index in self.kept for index in mine):
@@ -217,7 +217,7 @@ class MeanMatrix:
             )
 
     def _check_versions(self) -> None:
-        if [tensor._version for tensor in self.held] != self.versions:  # some were written to
+        if [tensor._version for tensor in self.held] != self.versions:  # some have been written to
             raise InputError(
                 "the data were written to in place after the operator was made; products need data that stay as they "
                 "are: build a new operator for the new data."
@@ -334,7 +334,7 @@ class MeanMatrix:
     def _try(self, inputs: Any, targets: Tensor, few: int, together: bool) -> Traced | None:
         """Find out on a few samples, along random vectors, whether the product is symmetric and can be traced.
 
-        And whether it can be taken for several vectors `together`.
+        Also, if asked, whether it can be taken for several vectors `together`.
         """
         these = targets[:few]
         counted = self.problem.at_few_positions(these)
@@ -368,9 +368,9 @@ class MeanMatrix:
         return traced
 
     def _each(self, function: _OfVector, rows: Tensor, known: list[Tensor], *, together: bool = True) -> Tensor:
-        """The products with some vectors (k, P) one by one; if asked, it is found out whether `vmap` gives the same.
+        """The products with some vectors (k, P) one by one; if asked, finds out whether `vmap` gives the same.
 
-        If the first is `known`, it is moved, for such vectors may be large. Not every rule of `vmap` can be trusted.
+        If the first is `known`, it is moved, as such vectors may be large. Not every rule of `vmap` can be trusted.
         """
         each = torch.empty_like(rows)
         for index, row in enumerate(rows.split(1)):
@@ -409,7 +409,7 @@ class MeanMatrix:
             if self.vectorised:
                 try:
                     return self._in_chunks(function, rows, self.chunk)
-                except Exception:  # as above, of other shapes
+                except Exception:  # as above, for other shapes
                     self.vectorised = False
         return self._in_chunks(function, rows, 1)
 

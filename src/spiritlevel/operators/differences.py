@@ -2,8 +2,8 @@
 
 H u ≈ D(ε) = (g(θ + εu) − g(θ − εu)) / 2ε for a unit vector u. Its error has two parts (mathematics 4.12): a
 bias that grows as ε² where the loss is smooth and as ε across kinks, and the rounding of the two gradients, σ/(√2 ε).
-σ is measured by fourth differences of gradients at neighbouring points; the bias by D(2ε) − D(ε), for the first
-product and the second, fourth, eighth …, along whatever is multiplied then. The step minimises their sum, and
+σ is measured by fourth differences of gradients at neighbouring points; the bias by D(2ε) − D(ε), for the first,
+second, fourth, eighth … product, along whatever is multiplied then. The step minimises the sum of the two parts, and
 shrinks when a direction turns out to be more strongly curved than those before.
 """
 
@@ -94,12 +94,12 @@ class DifferencedHessian(Operator):
 
     @property
     def form_error(self) -> float:
-        """The same for vᵀHv; noise has hardly any part along v."""
+        """The same for vᵀHv; noise has hardly any component along v."""
         return self._form_error
 
     @property
     def gradients(self) -> int:
-        """How many gradients of the whole data have been computed."""
+        """How many gradients over all the data have been computed."""
         return self._gradients
 
     def _gradient(self, unit: Tensor, step: float) -> tuple[float, Tensor]:
@@ -123,7 +123,7 @@ class DifferencedHessian(Operator):
         return (above - below) / (2 * step), high.sub_(low).div_(2 * step)  # in place: three vectors would be too many
 
     def _calibrate(self) -> None:
-        """Find σ and a first step along one random direction, and whether gradients are those of the loss."""
+        """Find σ and a first step along one random direction, and check that gradients are those of the loss."""
         problem, context = self._problem, self._context
         generator = torch.Generator().manual_seed(context.seed)
         unit = problem.drawn(lambda count: torch.randn(count, generator=generator, dtype=torch.float64))
@@ -168,13 +168,13 @@ class DifferencedHessian(Operator):
         return self.noise / (math.sqrt(2) * self.step)
 
     def _bias(self, unit: Tensor, found: Tensor) -> Tensor:
-        """D(2ε) − D(ε): more than three times the bias of D(ε) where the loss is smooth, as much across kinks."""
+        """D(2ε) − D(ε): more than three times the bias of D(ε) where the loss is smooth, as much as it across kinks."""
         return self._difference(unit, 2 * self.step)[1].sub_(found)
 
     def _choose(self, change: Tensor) -> bool:
-        """Take the step that minimises bias plus noise, from the change at the present one; was that too large?
+        """Take the step that minimises bias plus noise, given the change at the present one; was that too large?
 
-        The part of the change due to noise, √(1 + ¼) of a product's, is not bias.
+        The part of the change due to noise, √(1 + ¼) times a product's, is not bias.
         """
         rounding = self._rounding
         bias = math.sqrt(max(0.0, float(self.space.norm(change)) ** 2 - 1.25 * rounding**2)) / 3

@@ -22,7 +22,7 @@ def activation_bytes(context: Context) -> tuple[int, int]:
 
 def _activation_bytes(context: Context) -> tuple[int, int]:
     inputs, targets = context.first(16)
-    if targets.ndim > 1:  # sequences and images, of which one says it
+    if targets.ndim > 1:  # sequences and images, of which one is enough
         inputs, targets = resized(inputs, 1), targets[:1]
     problem, targets = context.problem.thinned(targets)
     params = as_leaves(problem.params)
@@ -48,7 +48,7 @@ def _activation_bytes(context: Context) -> tuple[int, int]:
 
 
 class _Sizes(DispatchWatch):
-    """Counts the bytes of all that operations return, instead of what they save."""
+    """Counts the bytes of everything that operations return, instead of what they save."""
 
     def __init__(self, sizes: dict[int, int]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Products of models whose outputs come straight from a linear layer, without these outputs: see `losses.in_pieces`.
+"""Products for models whose outputs come straight from a linear layer, without these outputs: see `losses.in_pieces`.
 
 What comes before the layer is differentiated as usual; the layer and the loss enter in closed form, in pieces.
 """
@@ -105,7 +105,7 @@ def gradient(problem: Problem, params: Params, inputs: Any, targets: Tensor) -> 
 
 
 def or_whole(headed: Callable[..., Params], whole: Callable[..., Params]) -> Callable[..., Params]:
-    """A product by the head where the model has one, and by whole outputs elsewhere."""
+    """A product through the head where the model has one, and through whole outputs elsewhere."""
 
     def product(problem: Problem, *args: Any) -> Params:
         if problem.facts.get("head"):

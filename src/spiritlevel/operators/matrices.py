@@ -38,7 +38,7 @@ def hessian(
 
     A product is the derivative of the gradient along v, H v = 1/N Σₙ [Jᵀ(A·Jv) + (Σ_c g_c ∇²φ_c) v], where g and A are
     the loss's gradient and Hessian in the outputs φ and J = ∂φ/∂θ. Exact to rounding, even at tiny losses. Cost: about
-    two gradients per product when replayed, three when recomputed, and some five once for the first. The parameters are
+    two gradients per product when replayed, three when recomputed, and about five for the first one. The parameters are
     copied: later training steps do not change the operator.
 
     Args:
@@ -55,13 +55,13 @@ def hessian(
             memory as far as half of it allows; the others are read again and recomputed.
         group: a `torch.distributed` group; every rank passes the same model, data and options, makes the same
             products and takes its share of the batches. Vectors are those of rank 0, results the same on all. Where
-            the ranks' batch sizes differ the smallest is used. `None` never communicates, unless the model is sharded.
+            the ranks' batch sizes differ, the smallest is used. `None` never communicates, unless the model is sharded.
         reading: `target=`, `batch=`, `output=`, `unit=`, `batches=`: how batches and outputs are read, and what a
             sample is; see `Reading`.
 
     For a model that `fully_shard` has sharded, every rank passes the same data, and vectors hold the entries of its own
     shards. Products are differences of gradients with an error of their own, `op.error` for a unit vector, which
-    results carry as `tolerance` (mathematics 4.12); cost: two gradients, four for some.
+    results carry as `tolerance` (mathematics 4.12); cost: two gradients per product, four for some.
 
     Reference: Pearlmutter, Neural Comput. 6 (1994), doi:10.1162/neco.1994.6.1.147.
 
@@ -126,7 +126,7 @@ def empirical_fisher(
     """The empirical Fisher matrix F = 1/N Σₙ gₙgₙᵀ of the per-sample gradients gₙ = ∇ℓₙ, plus weight_decay · I.
 
     The gradients are those of the true labels, so F is the uncentred second moment of the gradients, not the Fisher
-    matrix of the model (that is `gauss_newton` for cross entropy), and far from a curvature where the model is wrong.
+    matrix of the model (that is `gauss_newton` for cross entropy), and far from any curvature where the model is wrong.
     A product is F v = 1/N Gᵀ(G v), G the (N, P) matrix of per-sample gradients, without forming G. Exact to rounding,
     even at tiny losses. Cost: about one gradient per product when replayed. Arguments as in `hessian`.
 

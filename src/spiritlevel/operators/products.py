@@ -53,7 +53,7 @@ def fisher_product(problem: Problem, v: Params, params: Params, inputs: Any, tar
 
 
 def _in_either_mode(forward: Product, reverse: Product, problem: Problem, *args: Any) -> Params:
-    """By forward over reverse mode, or if the model has no forward derivatives by reverse mode alone.
+    """By forward over reverse mode, or by reverse mode alone if the model has no forward derivatives.
 
     A user's own `torch.autograd.Function`, for one, usually has none.
     """
@@ -100,7 +100,7 @@ def _fisher_forward(problem: Problem, v: Params, params: Params, inputs: Any, ta
 
 
 def _slope_along(loss: Loss, outputs: Tensor, targets: Tensor, direction: Tensor) -> Tensor:
-    """For every sample g (gᵀu) with g = ∂ℓ/∂φ, typed like φ."""
+    """For every sample, g (gᵀu) with g = ∂ℓ/∂φ, typed like φ."""
     slope = output_slope(loss, outputs, targets)
     along = (slope * direction).flatten(1).sum(1).reshape(-1, *[1] * (slope.ndim - 1))
     return (slope * along).to(outputs.dtype)

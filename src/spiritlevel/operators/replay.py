@@ -54,7 +54,7 @@ class _Recorder(DispatchWatch):
     """Writes down all operations on tensors that are executed inside it, in functional form.
 
     Where a tensor does not follow from the first `moving` inputs, `values[node.meta["value"]]` is the tensor itself,
-    if they are to be kept. Nodes refer to each other in circles, so that what they held would outlive them.
+    if values are to be kept. Nodes refer to each other in cycles, so what they held themselves would outlive them.
     """
 
     def __init__(self, inputs: Sequence[Tensor], moving: int, keep: bool) -> None:
@@ -84,7 +84,7 @@ class _Recorder(DispatchWatch):
         return self.nodes[tensor]
 
     def _nodes(self, value: Any) -> Any:
-        """Arguments with nodes in the place of tensors."""
+        """Arguments with nodes in place of tensors."""
         if isinstance(value, Tensor):
             return self.node(value)
         return [self._nodes(item) for item in value] if isinstance(value, list | tuple) else value
@@ -111,7 +111,7 @@ class _Recorder(DispatchWatch):
         node = self.graph.create_node("call_function", function, *arguments)
         moves = any("value" not in argument.meta for argument in node.all_input_nodes)
         if several and not moves:
-            node.meta["value"] = None  # the items have values, the list has not
+            node.meta["value"] = None  # the items have values, the list has none
         for index, item in tensors:
             self._name(item, self.graph.call_function(operator.getitem, (node, index)) if several else node, moves)
         return result
@@ -174,7 +174,7 @@ def try_to_trace(
 ) -> Traced | None:
     """`function(*vector, *params, *data)` as operations, cut in two; `None` if that fails.
 
-    To `keep` the constants that were computed on the way takes the memory of all values that do not move.
+    Keeping (`keep`) the constants computed on the way takes the memory of all values that do not move.
 
     A trace depends on nothing but its inputs and the tensors that the model holds: no number can leave a tensor
     unnoticed, since `functionalize` wraps them all and the recorder refuses what reads one.
@@ -197,7 +197,7 @@ def checked_trace(
 ) -> Traced | None:
     """A trace along a random vector, if it gives the product with the opposite vector as well.
 
-    It does not if a dependence on the vector was lost, or if what was done in place is wrongly written out of place.
+    It does not if a dependence on the vector was lost, or if an in-place operation was wrongly made out of place.
     """
     traced = try_to_trace(function, vector, params, data, keep=False)
     if traced is None or traced.product is None:
@@ -270,7 +270,7 @@ def _vanishes(node: fx.Node, zeros: set[fx.Node]) -> bool:
 
 
 def _cut(graph: fx.Graph, vector: int, outside: dict[str, Tensor]) -> tuple[Trace, list[str]]:
-    """The operations that follow from the first `vector` placeholders, those before them, and the values between."""
+    """The operations that depend on the first `vector` placeholders, the ones before those, and the values between."""
     placeholders = list(graph.find_nodes(op="placeholder"))[:vector]
     (output,) = graph.find_nodes(op="output")
     moving = set(placeholders)
@@ -297,5 +297,5 @@ def _cut(graph: fx.Graph, vector: int, outside: dict[str, Tensor]) -> tuple[Trac
     names = [node.meta["value"] for node in constants]
     modules = [fx.GraphModule(outside, operations) for operations in (prepare, multiply)]
     for module in modules:
-        module.graph.owning_module = None  # a circle, in which the tensors from outside would outlive it
+        module.graph.owning_module = None  # a cycle, which would keep the tensors from outside alive
     return Trace(modules[0], modules[1], pure=not outside), names

@@ -1,4 +1,4 @@
-"""Whether a product is that of a symmetric matrix: two random vectors tell."""
+"""Whether a product is that of a symmetric matrix: two random vectors show it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def random_pair(problem: Problem) -> Tensor:
 
 
 def turned(pair: Tensor) -> Tensor:
-    """Write the first vector backwards into the second: another one that does not have to be drawn."""
+    """Write the first vector backwards into the second: another one that need not be drawn."""
     for start in range(0, pair.shape[1], _PIECE):
         piece = pair[0, start : start + _PIECE]
         pair[1, pair.shape[1] - start - len(piece) : pair.shape[1] - start] = piece.flip(0)
@@ -44,7 +44,7 @@ def check_symmetry(
     largest = float(torch.linalg.vector_norm(products, ord=math.inf))
     if largest < 1e8 * torch.finfo(products.dtype).tiny:  # so small that rounding is no longer relative
         return
-    # all divided by it, as their squares may be too small for a number
+    # all divided by it, as their squares may be too small to represent
     difference = abs(_dot(products[0], pair[1], largest) - _dot(products[1], pair[0], largest))
     size = math.sqrt(max(_dot(product, product, largest, largest) for product in products))
     tolerance = 1e-2 if products.dtype == torch.float32 else 1e-6
@@ -61,6 +61,6 @@ def check_symmetry(
 
 
 def _dot(a: Tensor, b: Tensor, scale: float, other: float = 1.0) -> float:
-    """(a/scale)ᵀ(b/other), a piece at a time and these summed in float64: a copy of a large vector would not fit."""
+    """(a/scale)ᵀ(b/other), piece by piece and summed in float64: a copy of a large vector would not fit."""
     pieces = zip(a.split(_PIECE), b.split(_PIECE), strict=True)
     return math.fsum(float((x / scale) @ (y / other)) for x, y in pieces)

@@ -15,7 +15,7 @@ from spiritlevel.watching.recording import GradientNorms
 from spiritlevel.watching.structure import Structure
 
 MANY_CLASSES = 2_000
-SAMPLED_PASSES = 8  # exact passes when there are that many classes; the rest is sampled
+SAMPLED_PASSES = 8  # exact passes where there are that many classes; the rest is sampled
 MANY_POSITIONS = 256  # the same limit for positions times classes, each of which is a factor
 CHAIN_COST = 2e7  # multiply-adds per sample up to which the recursion is worthwhile
 SPLIT_RANK = 1_000  # factors up to which an exact Gauss-Newton part may be worth its backward passes
@@ -53,7 +53,7 @@ def choose(
 ) -> Plan:
     """The best method available; raises `NotExactError` if an exact one was asked for and there is none.
 
-    `outputs` have the shape of the model's for these inputs; `plain` are these themselves, where they are known.
+    `outputs` have the shape of the model's outputs for these inputs; `plain` are those outputs, where they are known.
     """
     if method in ("hutchinson", "pyhessian"):
         return Plan("hutchinson")
@@ -64,7 +64,7 @@ def choose(
             plan = Plan("passes", passes=passes)
         elif passes is None and rank >= (MANY_CLASSES if outputs.ndim < 3 else MANY_POSITIONS):
             if method == "exact":
-                sampled = "passes=8 for a sampled rest, or " if problem.loss.can_sample else ""
+                sampled = "passes=8 to sample the rest, or " if problem.loss.can_sample else ""
                 raise InputError(
                     f"exact traces of {outputs[0].numel()} outputs take {rank} backward passes per batch; "
                     f"pass {sampled}passes={rank} to insist."
@@ -116,7 +116,7 @@ def cores_for(
     """How many batches to work on at once; if their size is given, as many as fit.
 
     One where the model is called throughout, and where the classes take more memory than the activations: operations
-    on that many are large enough for all cores.
+    on that many classes are large enough for all cores.
     """
     activations, classes = _bytes_per_sample(problem, structure, outputs)
     if plan.norms is None or classes > activations:

@@ -25,7 +25,7 @@ from spiritlevel.watching.taylor import Tape, Untaught, Way, taped
 MOST_MEMBERS = 4
 LEAST_GROUPS = 16  # the error comes from their spread: Student's t with 15 degrees of freedom
 ROW_BYTES = 5e7  # for the terms of a few groups: no more than it takes to hide the cost of calls
-LARGE = 10**6  # parameters; from here on, two samples must do for a comparison
+LARGE = 10**6  # from this many parameters, two samples must suffice for a comparison
 
 Direction = Callable[[Problem, int], Params]
 """(problem, number) → the direction with that number in its parameters, zero where a name is missing."""
@@ -50,7 +50,7 @@ def members_of(probes: int) -> int:
 class Prober:
     """Computes vᵀHₙv of every sample along many directions v, in the quickest way that can be trusted.
 
-    Made from a few samples inside `problem.active()`. `collapses` says whether groups of probes are cheaper than the
+    Built on a few samples inside `problem.active()`. `collapses` says whether groups of probes are cheaper than the
     same number of single ones; if they are not, `notes` say why.
     """
 
@@ -197,7 +197,7 @@ class Prober:
         self._sample_bytes = item * (tape.floats + rows * (tape.along(problem.params).floats - size)) / count
         self._room = self.memory - rows * size * item
         if self._room < self._sample_bytes:
-            raise Untaught("the memory does not hold the terms of one sample")
+            raise Untaught("the memory does not hold even one sample's terms")
 
 
 def _size(params: Params) -> int:

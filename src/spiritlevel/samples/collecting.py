@@ -45,7 +45,7 @@ _ERROR = ""  # the name of a column that is not a parameter
 
 
 def _at_once(values: _Values) -> Callable[[], _Values]:
-    """Values that are already there: whatever calls the model must be done in turn."""
+    """Values that are already there: work that calls the model must be done in turn."""
     return lambda: values
 
 
@@ -74,8 +74,8 @@ def _weighted_norms(
         if not bool(torch.isfinite(total).all()):
             sample = start + int((~torch.isfinite(total)).nonzero()[0])
             raise InputError(
-                f"the gradient of the outputs by {name} is beyond {str(dtype).removeprefix('torch.')} for sample "
-                f"{sample}; measure model.double()."
+                f"the gradient of the outputs with respect to {name} is beyond {str(dtype).removeprefix('torch.')} "
+                f"for sample {sample}; measure model.double()."
             )
     return totals, last
 
@@ -213,7 +213,7 @@ class Collector:
         notes = plan.notes
         if plan.norms is not None and plan.norms.without_rule:
             names = ", ".join(sorted(plan.norms.without_rule))
-            notes += (f"gradients of their own, sample by sample, for: {names}",)
+            notes += (f"gradients computed sample by sample for: {names}",)
         method = "exact" if plan.name == "exact" else f"passes={plan.passes}"
         return self.result(layers, stderr, exact=stderr is None, method=method, matvecs=count, notes=notes)
 
@@ -301,7 +301,7 @@ class Collector:
     def _draws(self, prober: Prober, indices: range, members: int) -> dict[str, Tensor]:
         """What every group of probes says about every sample, (N, groups, 2): Gauss-Newton part and remainder.
 
-        One table, or one per parameter if layers are wanted: probes inside a parameter see its diagonal block alone.
+        One table, or one per parameter if layers are wanted: probes within a parameter see only its diagonal block.
         """
         problem = self.problem
         parts: list[str | None] = [*problem.params] if self.per_layer else [None]

@@ -87,8 +87,8 @@ def distances(outputs: Tensor, labels: Tensor, points: list[Tensor], norm: str, 
                 )
             except RuntimeError as error:
                 raise InputError(
-                    f"the outputs cannot be differentiated by the inputs: {first_line(error)}; write that part of the "
-                    "model in other operations, or leave out distance=."
+                    f"the outputs cannot be differentiated with respect to the inputs: {first_line(error)}; write that "
+                    "part of the model in other operations, or leave out distance=."
                 ) from error
             norms = [
                 torch.linalg.vector_norm(gradient.reshape(count, -1), dual, dim=1, dtype=torch.float64)

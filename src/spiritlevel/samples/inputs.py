@@ -50,13 +50,13 @@ def input_curvature(
     Exact for networks that are piecewise linear in their inputs (linear and convolution layers, batch norm
     in eval mode, ReLU and its relatives, pooling, residual sums): there ∇²ₓℓ = JₓᵀAJₓ, A = ∂²ℓ/∂φ² = Σ_j d_j v_j v_jᵀ,
     and the trace is Σ_j d_j ‖∂(v_jᵀφ)/∂x‖². What counts is the degree of the outputs in the *input*, which is
-    checked on every batch. Exact, too, where a sample's input has no more numbers than there are probes: each is moved
-    on its own. Estimated by random signs, with errors, for everything else.
+    checked on every batch. Exact, too, where a sample's input has no more numbers than there are probes: each is then
+    moved on its own. Estimated by random signs, with errors, for everything else.
 
     Args:
         model: Any `torch.nn.Module`; it is measured in eval mode and comes back untouched.
         data: A pair of tensors, a data set, a loader, or re-iterable batches. All floating-point
-            inputs count; for texts, measure the part of the model behind its embedding.
+            inputs count; for texts, measure the part of the model after its embedding.
         loss: A name, a `torch.nn` loss, or a callable that returns one value per sample.
         method: "auto", "exact" (raises `NotExactError` where there is no exact method) or "hutchinson".
         probes: Random probes for what is estimated, 64 by default. All samples share them.
@@ -131,12 +131,12 @@ class _InInputs:
         self.params: Params = {str(k): leaf for k, leaf in kinds.items() if leaf.is_floating_point()}
         self.reverse_only, self.rounding = problem.reverse_only, problem.rounding
         if isinstance(inputs, Rows):
-            raise InputError("the curvature in the input is not a sample's own where samples share one graph.")
+            raise InputError("where samples share one graph, none has a curvature in an input of its own.")
         if not self.params:
             names = ", ".join(sorted({str(leaf.dtype).removeprefix("torch.") for leaf in kinds.values()}))
             raise InputError(
                 f"the curvature in the input needs floating-point inputs, got {names}; convert them, or measure the "
-                "part of the model behind its embedding."
+                "part of the model after its embedding."
             )
 
     def converted(self, dtype: torch.dtype) -> _InInputs:
@@ -264,7 +264,7 @@ class _Look:
                 total += (weight * gradient.double().reshape(len(targets), -1).square().sum(1)).cpu()
         if not bool(torch.isfinite(total).all()):
             sample = start + int((~torch.isfinite(total)).nonzero()[0])
-            raise InputError(f"the gradient of the outputs by the input is NaN or infinite for sample {sample}.")
+            raise InputError(f"the gradient of the outputs with respect to input {sample} is NaN or infinite.")
         return total, passes
 
     def moved(self, size: int, notes: tuple[str, ...]) -> SampleTraces:

@@ -151,7 +151,7 @@ def margin_bound(inputs: Tensor, logits: Tensor, y: Tensor) -> Tensor:
 
 @checked
 def printed_margin_bound(inputs: Tensor, logits: Tensor, y: Tensor) -> Tensor:
-    """‖x‖(1 − γ²) of every sample, the "margin bound" as printed in paper A: in fact a *lower* bound of ACEHT.
+    """‖x‖(1 − γ²) of every sample, the "margin bound" as printed in paper A: in fact a *lower* bound on ACEHT.
 
     ‖x‖(1−γ²) ≤ 2‖x‖(1−ΣS²) ≤ (‖x‖²+1)(1−ΣS²). For comparison with the paper only; `margin_bound` is the upper bound.
     Cost: O(N·(d + C)). Exact to rounding, float64. Reference: paper A, section 3.2; mathematics 3.3.
@@ -190,8 +190,8 @@ def margins(
 
     `distance=2` or `"inf"` adds, in that norm, min over *all* other classes j of (φ_y−φ_j)/‖∇(φ_y−φ_j)‖, the gradient
     in the dual norm: the distance to the boundary of the linearised network, negative for misclassified points. The
-    space is that of the floating-point inputs, or the output of the module named `layer`. Exact for networks that are
-    affine from there on. Where the gradient is zero no boundary is in sight: ±inf with the sign of φ_y−φ_j.
+    space is that of the floating-point inputs, or of the output of the module named `layer`. Exact for networks that
+    are affine from there on. Where the gradient is zero, no boundary is in sight: ±inf with the sign of φ_y−φ_j.
 
     `group`: a `torch.distributed` group; every rank passes the same model and data, takes its share of the batches, and
     returns the whole result. `None` never communicates.
@@ -277,7 +277,7 @@ def margins_in(context: Context, *, distance: int | float | str | None = None, l
 def _check_distances(context: Context) -> None:
     """Refuse to measure distances where a sample has none of its own, or where the model is sharded."""
     if context.problem.sharded:
-        raise InputError("the distances of a sharded model are not offered; leave out distance=.")
+        raise InputError("distances are not available for a sharded model; leave out distance=.")
     if context.coupling == "outputs":
         raise InputError(
             f"{context.why_coupled}: a sample's outputs depend on the whole batch, so it has no distance of its own; "
@@ -293,7 +293,7 @@ class _Pass:
     norm: str
     layer: str | None
     units: bool
-    """Whether the margins are of rows of outputs, such as tokens, while the data hold samples."""
+    """Whether the margins are those of rows of outputs, such as tokens, while the data hold samples."""
     looked: bool
     """Whether the model has been looked at on some samples."""
     several: bool = False
@@ -337,7 +337,7 @@ class _Pass:
         self.several |= found.counts is not None and not self.units
         if self.norm and self.several:
             raise InputError(
-                "a distance needs one decision for each sample, and here a sample makes one at every position or for "
+                "a distance needs one decision for each sample, but here a sample makes one at every position or for "
                 "every label; measure single positions with unit='token', or leave out distance=."
             )
         self.spread.update(points)
@@ -353,7 +353,7 @@ class _Pass:
         return rest
 
     def _look(self, inputs: Any, targets: Tensor, outputs: Tensor | Head) -> None:
-        """Make sure, once, that samples have outputs of their own and derivatives that are right."""
+        """Make sure, once, that samples have outputs of their own and the right derivatives."""
         problem, self.looked = self.context.problem, True
         check_independence(problem, inputs, outputs)
         if self.norm and self.layer is None:

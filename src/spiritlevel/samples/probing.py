@@ -23,7 +23,7 @@ def form_along(problem: Problem, derivatives: Derivatives, targets: Tensor) -> T
 
 
 def parts_along(problem: Problem, derivatives: Derivatives, targets: Tensor) -> Tensor:
-    """Its Gauss-Newton part φ̇ᵀAφ̇ and the remainder gᵀφ̈, (N, 2)."""
+    """The Gauss-Newton part φ̇ᵀAφ̇ of that and the remainder gᵀφ̈, (N, 2)."""
     outputs, first, second = derivatives
     loss = problem.loss
     form = loss.slope_along(outputs, targets, second)
@@ -147,7 +147,7 @@ def differentiator(problem: Problem, inputs: Any, seed: int) -> tuple[Differenti
         scale = math.sqrt(dot(product, product) * dot(u, u))
         difference = abs(dot(u, product) - dot(v, other))
         symmetric = difference <= _tolerance(problem) * max(scale, 1e-30)
-        if not symmetric:  # or is all of it rounding, and different at parameters that differ by rounding alone?
+        if not symmetric:  # or is it all rounding, and different at parameters that differ by rounding alone?
             changes = []
             for params in nearby(problem.params):
                 _, near, near_other = products(params)
@@ -156,7 +156,7 @@ def differentiator(problem: Problem, inputs: Any, seed: int) -> tuple[Differenti
     if not symmetric:
         raise InputError(
             "the second derivatives of this model are not symmetric, so no curvature of it can be trusted: is a part "
-            "of its forward under torch.no_grad() (then freeze its parameters by requires_grad_(False) instead), or is "
+            "of its forward under torch.no_grad() (then freeze its parameters with requires_grad_(False)), or is "
             "the double backward of an operation wrong?"
         )
     for found, right in zip((first, second), wanted, strict=True):

@@ -86,8 +86,8 @@ def sample_traces(
             samples (`SampleTraces.mean`), and none for a single sample's trace.
         probes: Random probes for what is estimated, 64 by default. All samples share them. Up to four make a group,
             of which only the mean is known: errors come from the spread of at least 16 groups.
-        rel_err: Instead of `probes`: the relative standard error wanted for the *mean*; a pilot of 16 probes fixes
-            their number, then all are run.
+        rel_err: Instead of `probes`: the relative standard error wanted for the *mean*; a pilot of 16 probes
+            determines how many are needed, then all are run.
         params: Names, prefixes or globs of the parameters to measure; all that require grad by default.
         per_layer: Also split the values by parameter tensor.
         batch_norm: "eval", or "batch" for batch statistics; the batches are then part of the definition.
@@ -184,7 +184,7 @@ def _prepared(context: Context, method: str, passes: int | None) -> tuple[Plan, 
     if kinks:
         plan.notes += (
             f"{kinks:.0%} of the samples looked at sit exactly on a kink of a ReLU (a pre-activation of 0): "
-            "they have no Hessian there, and the values are those of one side",
+            "they have no Hessian there, and the values are those on one side of it",
         )
     plan.notes += (why,) if why else ()
     if problem.rounding:
@@ -269,7 +269,7 @@ def trace_in(
 ) -> Estimate:
     """The trace of the mean loss in a context that is already bound; see `trace`.
 
-    Where the loss couples the samples of a batch, none has a trace of its own: probes of the Hessian then give it.
+    Where the loss couples the samples of a batch, none has a trace of its own: probes of the whole Hessian give it.
     """
     if context.coupling != "loss":
         found = traces_in(context, method=method, passes=passes, probes=probes, rel_err=rel_err, per_layer=per_layer)

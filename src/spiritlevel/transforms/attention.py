@@ -31,8 +31,8 @@ def mix_heads(
 
     W_Q → AW_Q and W_K → A⁻ᵀW_K with their biases leave every score qᵀk as it was; W_V → BW_V with its bias and
     W_O → W_OB⁻¹ in the columns of the head leave its output. Heads that share keys and values share their A and
-    B. Under rotary embeddings A must commute with all rotations: a number times a rotation of each pair of channels
-    that is turned together, any matrix on channels that are not turned. It finds all products of two projected values
+    B. Under rotary embeddings A must commute with all rotations: a number times a rotation on each pair of channels
+    that are turned together, any matrix on channels that are not turned. It finds all products of two projected values
     and all mixtures of projected values in the running network, in `nn.MultiheadAttention`,
     `F.scaled_dot_product_attention` or written out; fused weights are no obstacle. A norm of queries and keys is one:
     then only values and outputs are mixed. T = A ⊗ I on W_Q and so on. Exact up to rounding.
@@ -82,8 +82,8 @@ def shift_attention_biases(
     b_K → b_K + u adds qᵀu to all scores of a query, which the softmax over keys takes out again: free without rotary
     embeddings, norms of the keys, additional keys (`add_zero_attn`, `add_bias_kv`) and sinks. b_V → b_V + u adds u to
     a head's output, since its shares sum to 1, and b_O → b_O − W_O u removes it again. The keys' part is a
-    translation in which nothing ever changes; the values' part is one together with the shear b_O −= W_O u, so that
-    gradient and Hessian become T⁻ᵀg and T⁻ᵀHT⁻¹ with that shear T. Exact up to rounding.
+    translation along which nothing ever changes; the values' part is one together with the shear b_O −= W_O u, so
+    that gradient and Hessian become T⁻ᵀg and T⁻ᵀHT⁻¹ with that shear T. Exact up to rounding.
 
     Args:
         model: any module; it is left as it was.
@@ -133,7 +133,7 @@ class _Moving:
         self.reasons: list[str] = []
 
     def keys(self, channels: Channels, block: Block, product: Product) -> None:
-        """Shift the biases of the keys of one head, if the scores' softmax does not see it."""
+        """Shift the biases of the keys of one head, if the scores' softmax does not see that."""
         axis = _softmax_axis(channels.graph, product)
         if isinstance(axis, str):
             self.reasons.append(axis)
@@ -151,7 +151,7 @@ class _Moving:
             self._move(block, biases[0])
 
     def values(self, channels: Channels, block: Block, mixture: Mixture) -> None:
-        """Shift the biases of the values of one head, and undo it in the biases of the layers that read them."""
+        """Shift the biases of the values of one head, and undo that in the biases of the layers that read them."""
         if "mixed" not in block.tags or not _side(channels, block, mixture.atoms):
             return
         if "joined" in block.tags:

@@ -184,7 +184,7 @@ class Sample:
                 continue
             return cls(inputs, _GUESSED, f"{_GUESSED} normal random inputs of shape {shape}", problem.form)
         raise InputError(
-            "the shape of the network's inputs does not follow from its first layer; pass data=, a batch of inputs."
+            "the shape of the network's inputs cannot be told from its first layer; pass data=, a batch of inputs."
         )
 
     def _before(self, model: nn.Module, mode: str) -> Tensor:

@@ -176,7 +176,7 @@ def input_map(
         or not float(torch.linalg.cond(square)) < 1e15
     ):
         raise InputError(
-            "input_map: the map of the inputs is not invertible; pass an invertible matrix and finite shift."
+            "input_map: the map of the inputs is not invertible; pass an invertible matrix and a finite shift."
         )
     if mapping.shift.ndim > 1 or not mapping.shift.numel():
         raise InputError(f"input_map: the shift must be a number or a vector, got {shown(mapping.shift)}.")
@@ -189,7 +189,7 @@ def input_map(
     if walk.obstacle or not first:
         raise InputError(
             f"input_map: {walk.obstacle or 'no known layer'} reads the network's input, so the map cannot be "
-            "undone in a first layer; put it before the network yourself."
+            "undone in a first layer; apply it before the network yourself."
         )
     factors: dict[str, Factor] | None = dict.fromkeys(walk.parameters, 1.0)
     for name in first:

@@ -142,7 +142,7 @@ class _Radial(nn.Module):
         self._parameters, self._buffers, self._modules = model._parameters, model._buffers, model._modules
         self.training = model.training
         # One attribute with a name that no child of the model has. The model is held in a tuple, because its tables are
-        # # already this module's own.
+        # already this module's own.
         self._spiritlevel_radial = model, mapping, names
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

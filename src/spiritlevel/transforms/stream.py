@@ -55,7 +55,7 @@ def rotate_stream(
 
 def stream_rotations(watched: Watched, size: float) -> Family:
     """The maps of `rotate_stream`."""
-    del size  # all rotations are equal in size
+    del size  # rotations have none
     folded = _folded(watched)
     channels = folded.channels(_ROTATED)
     moves = [

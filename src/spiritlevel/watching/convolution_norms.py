@@ -1,7 +1,7 @@
 """Squared norms of the gradients of convolutions: ‖δUᵀ‖² with U the unfolded input (mathematics 4.5).
 
 There are three forms: δ times the windows of the input; where positions are few and windows large, ‖δL‖² with L the
-Cholesky factor of UᵀU; and for a first convolution with a max pooling behind it, one product over the cells of the
+Cholesky factor of UᵀU; and for a first convolution followed by a max pooling, one product over the cells of the
 pooling.
 """
 
@@ -23,7 +23,7 @@ from spiritlevel.watching.tiles import Kernels, Tiles
 
 _TALL = 64  # rows of an unfolded input beyond which several passes share one product
 _PLACES = 4  # in a cell of a pooling; each costs a product of its own
-_BLOCK, _BLOCKS = 32, 4  # least columns of a block of a triangle, and most blocks
+_BLOCK, _BLOCKS = 32, 4  # fewest columns in a block of a triangle, and most blocks
 _SINGULAR = 1e-14  # of the trace of a Gram matrix, added to its diagonal
 _NEAR = 2**21  # numbers at a time: few enough to stay in cache, enough for all cores
 
@@ -152,8 +152,8 @@ class Windows:
         """UᵀU in float64, (N · groups, windows, windows).
 
         Neighbouring windows share most of their places: ⟨u_p, u_q⟩ = Σ_k ⟨x_{p+k}, x_{q+k}⟩ over the places k of the
-        kernel, so that the products of single places, taken once, serve them all. With strides both places of a product
-        leave the same remainder, so that those with one remainder after the other are taken.
+        kernel, so that the products of single places, taken once, serve them all. With strides, both places of a
+        product leave the same remainder, so one remainder is taken after the other.
         """
         some, dims = self.input[samples], len(self.kernel)
         positions = math.prod(self._count(d) for d in range(dims))
@@ -165,7 +165,7 @@ class Windows:
         return functools.reduce(Tensor.add_, tables).reshape(len(some), positions, positions)
 
     def _of_remainders(self, some: Tensor, remainders: tuple[int, ...]) -> Tensor:
-        """The part of `gram` by places with these remainders by the strides, (N, *windows, *windows).
+        """The part of `gram` from places with these remainders modulo the strides, (N, *windows, *windows).
 
         Products of places are summed along one axis after the other (3 + 3 sums for a kernel of 3 × 3), without those
         beyond the margin, which are zero.
@@ -193,7 +193,7 @@ class Windows:
     def _met(self, d: int, place: int, remainder: int) -> tuple[slice, slice] | None:
         """The windows whose place of the kernel lies inside the input along an axis, and where it lies.
 
-        That is counted among the places with this remainder by the stride; `None` if it has another.
+        Counted among the places with this remainder modulo the stride; `None` if it has another.
         """
         first, step = place * self.dilation[d] - self.pads[d][0], self.stride[d]
         shift, other = divmod(first - remainder, step)
@@ -237,7 +237,7 @@ class ConvolutionRule(Stacking):
         self.pooled: Callable[[Cell], PooledConvolution] | None = None
         """The same convolution together with a max pooling, where that can be one product."""
         self.tiled: Callable[[Kernels], Tiles] | None = None
-        """The same convolution in tiles, where that can be."""
+        """The same convolution in tiles, where that is possible."""
 
     def __call__(self, delta: Tensor) -> Iterator[tuple[str, Tensor]]:
         if self.kept is None:
@@ -311,9 +311,9 @@ class PooledConvolution(Stacking):
 
     A cell of p×p outputs looks at one window of the input; the kernel at each place of the cell is a row of a bank over
     that window. Windows times bank gives all outputs of all cells, and each channel keeps its largest: fewer
-    copies than a convolution and a pooling, and the same windows serve the gradients. Only the chosen places carry
-    one: with δ of the pooled values spread over the places, δ·windows is the gradient of the bank, and the map from
-    kernel to bank, transposed, turns that into the gradient of the kernel.
+    copies than a convolution and a pooling, and the same windows serve the gradients. Only the chosen places carry a
+    cotangent: with δ of the pooled values spread over the places, δ·windows is the gradient of the bank, and the map
+    from kernel to bank, transposed, turns that into the gradient of the kernel.
     """
 
     stacks = True

@@ -9,7 +9,7 @@ random direction, on a few samples and in float64 if the model allows it.
 A kink must not look like a fault. The comparison is made where no value sits exactly on one: at the model's own
 parameters if none is seen there and derivatives and differences agree, at a point nearby otherwise. The step is so
 small that hardly any value crosses a kink, at first so small that none of a million does; and a fault is only called
-one if differences of two step sizes agree with each other, which a kink between them does not let them.
+one if differences of two step sizes agree with each other, which a kink between them would prevent.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ _STEPS = (
     1e-9,
     1e-7,
     1e-8,
-)  # of differences in float64, one a try: fewer kinks are crossed, or less is lost to rounding
-VERY_LARGE = 10**7  # parameters from which on one sample has to do (from LARGE on two),
-_HUGE = 10**8  # and from which on a copy in float64 is too much
-_LONG = 256  # positions of a sequence from which on a quarter of them have to do, but for gradients
+)  # of differences in float64, one per try: fewer kinks are crossed, or less is lost to rounding
+VERY_LARGE = 10**7  # from this many parameters, one sample must suffice (from LARGE, two),
+_HUGE = 10**8  # and from this many, a copy in float64 is too much
+_LONG = 256  # from this many positions of a sequence, a quarter of them must suffice, except for gradients
 _SEEN = 2**20  # numbers of a tensor whose second derivatives are compared
 
 Verdicts = dict[str, bool | None]
@@ -49,15 +49,15 @@ Verdicts = dict[str, bool | None]
 
 
 def check_derivatives(problem: Problem, inputs: Any, targets: Tensor, *, twice: bool, forward: bool = True) -> float:
-    """Raise `InputError` if autograd's derivatives by the parameters are not those of the forward pass.
+    """Raise `InputError` if autograd's derivatives in the parameters are not those of the forward pass.
 
     Returns the share of the samples looked at that sit on a kink, where they have no Hessian, only one on either side:
     some ReLU-like function is given exactly 0 there but not on either side, and the loss depends on it.
 
-    If only forward mode is wrong, `problem.reverse_only` is set instead, and what follows does without it. With `twice`
-    second derivatives are compared as well; without `forward`, reverse mode alone. What cannot be run in this way is
-    left to the next step, which says why. Cost: some ten forward passes of five samples (of two from a million
-    parameters on, of one from ten million on), once for each problem. Call inside `problem.active()`.
+    If only forward mode is wrong, `problem.reverse_only` is set instead, and what follows does without it. With
+    `twice`, second derivatives are compared as well; without `forward`, reverse mode alone. What cannot be run in this
+    way is left to the next step, which says why. Cost: some ten forward passes of five samples (two from a million
+    parameters, one from ten million), once for each problem. Call inside `problem.active()`.
     """
     wanted = {kind for kind, needed in (("second", twice), ("forward", forward)) if needed}
     known = problem.facts.get("derivatives")
@@ -72,14 +72,14 @@ def check_derivatives(problem: Problem, inputs: Any, targets: Tensor, *, twice: 
 
 
 class SampleGradient(NamedTuple):
-    """Of ⟨weights, φ⟩ at one sample: what autograd returned in float64 and differences have confirmed."""
+    """The gradient of ⟨weights, φ⟩ at one sample: as autograd returned it in float64 and differences confirmed it."""
 
     inputs: Any
     """The sample, alone in its batch."""
     weights: Tensor
     """Of its outputs."""
     squares: dict[str, Tensor]
-    """The squared norm of the gradient by each parameter."""
+    """The squared norm of the gradient in each parameter."""
 
 
 def known_gradient(problem: Problem) -> SampleGradient | None:
@@ -107,16 +107,16 @@ def _right(problem: Problem, inputs: Any, targets: Tensor, kinds: set[str]) -> _
 
 
 def check_input_derivatives(problem: Problem, inputs: Any, targets: Tensor) -> None:
-    """Raise `InputError` if autograd's gradient by the inputs is not that of the forward pass.
+    """Raise `InputError` if autograd's gradient in the inputs is not that of the forward pass.
 
-    A hook before the first layer changes no derivative by a parameter. Cost and the rest as `check_derivatives`.
+    A hook before the first layer changes no derivative in a parameter. Cost and the rest as in `check_derivatives`.
     """
     if "reverse" in _compared(problem, inputs, targets, set(), _ByInputs).broken:
         raise InputError(
-            f"the gradient by the inputs that autograd returns for the model {type(problem.model).__name__} is not "
-            "the derivative of its forward pass: a tensor hook, a gradient reversal or straight-through function, or a "
-            "part of its forward under torch.no_grad() or behind .detach() changes it, so no distance can be taken "
-            "from it; measure the model without that, or leave out distance=."
+            f"autograd's gradient with respect to the inputs of the model {type(problem.model).__name__} is not the "
+            "derivative of its forward pass: a tensor hook, a gradient reversal or straight-through function, or a "
+            "part of its forward under torch.no_grad() or behind .detach() changes it, so it gives no distance; "
+            "measure the model without that, or leave out distance=."
         )
 
 
@@ -144,7 +144,7 @@ class _Found(NamedTuple):
 def _compared(
     problem: Problem, inputs: Any, targets: Tensor, kinds: set[str], kind: type[_Comparison] | None = None
 ) -> _Found:
-    """On a few samples; if nothing can be said of them, they must run at least."""
+    """On a few samples; if these decide nothing, they must at least run."""
     few = inputs
     for few, labels in _few(problem, inputs, targets):
         if (found := _compared_on(problem, few, labels, kinds, kind)) is not None:
@@ -184,7 +184,7 @@ def _looked_at(
 ) -> _Found | None:
     """In float64, or in the model's own precision if that leaves it open; in the rows of large tables that are read.
 
-    `None` if it is left open.
+    `None` if both leave it open.
     """
     for small in dict.fromkeys([few_rows(problem, inputs), problem]):
         precisions = [torch.float64] if problem.size <= _HUGE else []
@@ -391,7 +391,7 @@ class _Comparison:
         return torch.cat([self.scale[name] * _thin(part.detach()) for name, part in parts.items()])
 
     def _difference(self, kind: str, step: float) -> Tensor:
-        """To one side with the tiny steps of float64, whose error is of their order; to both with larger ones."""
+        """To one side with the tiny steps of float64, whose error is of the same order; to both with larger ones."""
 
         def end(sign: int) -> Tensor:
             moved = {
@@ -434,7 +434,7 @@ class _Comparison:
 
 
 class _ByInputs(_Comparison):
-    """The same by the inputs of the model, of which only floating-point ones move; in reverse mode alone."""
+    """The same in the inputs of the model, of which only floating-point ones move; in reverse mode alone."""
 
     def _moving(self) -> Params:
         self.problem.reverse_only = True
@@ -518,7 +518,7 @@ class _Padding(FunctionWatch):
             self.rows.append((weight, padding_idx))
 
     def freeze(self, direction: Params, params: Params) -> None:
-        """Keep the rows that are padding from moving."""
+        """Keep padding rows from moving."""
         names = {id(tensor): name for name, tensor in params.items()}
         for weight, row in self.rows:
             if id(weight) in names:

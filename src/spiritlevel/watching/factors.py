@@ -113,4 +113,4 @@ def grid(first: Factor, second: Factor, shape: torch.Size, groups: int) -> Facto
 
 def text(factor: Factor) -> str:
     """A factor in words."""
-    return "a factor of each channel" if isinstance(factor, Tensor) else f"{factor:.6g}"
+    return "a factor per channel" if isinstance(factor, Tensor) else f"{factor:.6g}"

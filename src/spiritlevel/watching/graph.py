@@ -129,7 +129,7 @@ class Graph:
 
 
 def record(who: str, model: nn.Module, inputs: Any, form: Form = PLAIN) -> Graph:
-    """Run a model on the first two samples of a batch and write down what it did; `who` begins messages."""
+    """Run a model on the first two samples of a batch and write down what it did; messages begin with `who`."""
     problem = Problem(model, params="*", form=form)
     recorder = _Recorder(who)
     inputs = tree_map(lambda leaf: leaf[:2] if isinstance(leaf, Tensor) else leaf, inputs)
@@ -283,7 +283,7 @@ def written_attention(
         shape = (1, 1) if attn_mask.ndim == 2 else (batch, num_heads)
         scores = scores + _as_summand(F.pad(attn_mask, (0, extra)), q).view(*shape, length, -1)
     elif is_causal:
-        raise InputError("attention with is_causal=True needs its attn_mask to be followed; pass both.")
+        raise InputError("attention with is_causal=True cannot be followed without its attn_mask; pass both.")
     if key_padding_mask is not None:
         scores = scores + _as_summand(F.pad(key_padding_mask, (0, extra)), q)[:, None, None]
     shares = torch.softmax(scores, -1)
@@ -297,7 +297,7 @@ def written_attention(
 
 
 def _extended(k: Tensor, v: Tensor, bias_k: Tensor | None, bias_v: Tensor | None, zero: bool) -> tuple[Tensor, Tensor]:
-    """Keys and values with those that are the same for every sequence: learnt ones, and zeros."""
+    """Keys and values, extended by those that are the same for every sequence: learnt ones, and zeros."""
     batch, width = k.shape[1:]
     if bias_k is not None and bias_v is not None:
         k, v = torch.cat([k, bias_k.repeat(1, batch, 1)]), torch.cat([v, bias_v.repeat(1, batch, 1)])

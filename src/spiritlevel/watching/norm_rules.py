@@ -29,8 +29,8 @@ def squared(tensor: Tensor, dim: int = 1) -> Tensor:
     """‖·‖² over all dimensions from `dim` on, in float64: of every sample by default.
 
     `vector_norm` is several times faster than square and sum on the CPU. Its squares leave the range of float32 where
-    the norms do not; those norms are taken again in float64. Looking for them would stall an accelerator, which
-    takes all in float64 at once.
+    the norms do not; those norms are taken again in float64. Looking for them would stall an accelerator, so there
+    everything is taken in float64 at once.
     """
     rows = tensor.flatten(dim)
     if rows.device.type != "cpu":
@@ -106,10 +106,10 @@ def addmm(names: Names, passes: int, bias: Tensor, input: Tensor, other: Tensor)
 
 
 class Stacking(ABC):
-    """A rule that takes the cotangents of several passes together, where they are there together."""
+    """A rule that takes the cotangents of several passes together, where they are available together."""
 
     stacks = False
-    """Whether it gains so much by it that they should be kept until all are there."""
+    """Whether that gains so much that they should be kept until all have arrived."""
 
     @abstractmethod
     def several(self, deltas: list[Tensor]) -> Iterator[tuple[str, Tensor]]:
@@ -131,7 +131,7 @@ class ScaleAndShift(Stacking):
         sums: dict[str, list[Tensor]] = {}
         for some in _few_at_a_time(deltas[0]):
             parts: dict[str, list[Tensor]] = {}
-            for delta in deltas:  # both sums while it is near
+            for delta in deltas:  # both sums while it is in the cache
                 part = delta[some]
                 if self.weight and scaled is not None:
                     parts.setdefault(self.weight, []).append(self._reduced(part * scaled[some]))

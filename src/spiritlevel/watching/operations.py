@@ -58,7 +58,7 @@ class Kind(Enum):
     MOVING = "numbers at other places, some perhaps left out or repeated"
     JOIN = "several tensors side by side"
     SUM = "several tensors laid over each other: each number of the result is one of theirs, or their sum"
-    REDUCTION = "one number of many"
+    REDUCTION = "one number from many"
     MASK = "numbers replaced at some places"
     SPATIAL = "the same for every channel: pooling, padding, interpolation"
 
@@ -456,7 +456,7 @@ UNKNOWN = Operation("")
 
 
 def called(func: Any) -> Operation:
-    """The entry of a function of PyTorch's; `UNKNOWN` if there is none."""
+    """The entry of a PyTorch function; `UNKNOWN` if there is none."""
     return _CALLED.get(func, UNKNOWN)
 
 
@@ -466,7 +466,7 @@ def called_by_name(name: str) -> Operation:
 
 
 def is_in_place(func: Any) -> bool:
-    """Whether a function of PyTorch's writes into its first argument, judging by its name."""
+    """Whether a PyTorch function writes into its first argument, judging by its name."""
     name = getattr(func, "__name__", "")
     return name.endswith("_") and not name.endswith("__")
 

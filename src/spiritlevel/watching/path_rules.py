@@ -110,7 +110,7 @@ def averaged(paths: Sums, func: Any, args: Any, kwargs: Any, result: Any) -> Any
 
 
 def padded(paths: Sums, func: Any, args: Any, kwargs: Any, result: Any) -> Any:
-    """What is padded with a number other than 0 starts paths there."""
+    """Padding with a number other than 0 starts paths there."""
     value = args[2] if len(args) > 2 else kwargs.get("value", 0)
     return func(paths.squares(args[0]), args[1], value**2)
 
@@ -158,7 +158,7 @@ def scaled(paths: Sums, func: Any, args: Any, kwargs: Any, result: Any) -> Any:
 
 
 def divided(paths: Sums, func: Any, args: Any, kwargs: Any, result: Any) -> Any:
-    """Number by number."""
+    """Number divided by number."""
     if paths.knows(args[1]) or kwargs.get("rounding_mode"):
         return None
     first, second = (paths.squares(as_tensor(argument, result)) for argument in args[:2])

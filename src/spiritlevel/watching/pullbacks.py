@@ -1,9 +1,9 @@
 """Several backward passes through one recorded graph at once: every node takes all cotangents together.
 
-A backward pass that autograd makes takes the samples of a batch alone, which are too few for convolutions with many
-channels; and what several passes share (the values of a kernel, those of an input) is made for each. So the cotangents
-of several passes go through each node as one batch, channels last, and what arrives at a value is used at once and
-need not be kept. Nodes without a rule of their own are called once for every pass, as autograd calls them.
+A backward pass that autograd makes takes only the samples of one batch, which are too few for convolutions with many
+channels; and what several passes share (the values of a kernel, those of an input) is made anew for each. So the
+cotangents of several passes go through each node as one batch, channels last, and what arrives at a value is used at
+once and need not be kept. Nodes without a rule of their own are called once for every pass, as autograd calls them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class _Parcel(NamedTuple):
     cotangents: Tensor
     owned: bool
     spread: tuple[list[int], torch.Size] | None = None
-    """The strides of places beside which all others are zero, and the shape with these: what a shortcut gives."""
+    """The strides of the places given, all others being zero, and the shape with those: what a shortcut gives."""
 
     def whole(self) -> _Parcel:
         """With the zeros."""
@@ -35,18 +35,18 @@ class _Parcel(NamedTuple):
         return _Parcel(found, True)
 
     def places(self, whole: Tensor) -> Tensor:
-        """Those of them that are not zero for the sake of the strides."""
+        """Those that are not zero on account of the strides."""
         assert self.spread is not None
         down, across = self.spread[0]
         return whole[..., ::down, ::across]
 
 
-_MANY_PLACES = 256  # of an image, from which on it is worthwhile to turn it by itself
+_MANY_PLACES = 256  # from this many, it is worthwhile to transpose an image by itself
 
 _Found = Sequence[_Parcel | None]
 Own = Callable[[Tensor, bool, bool], Tensor | None]
-"""In place of a node: from its cotangents, whether those of its first argument are wanted, and whether the former may
-be overwritten, to the latter."""
+"""In place of a node: (its cotangents, whether those of its first argument are wanted, whether its own may be
+overwritten) → those of its first argument."""
 
 
 def pull_back(
@@ -162,7 +162,7 @@ def _stacked(passes: Sequence[Tensor], wanted: Any) -> Tensor:
 
 
 def _convolution(node: Any, parcel: _Parcel) -> _Found | None:
-    """All passes as one batch, channels last: half as long where a convolution has strides."""
+    """All passes as one batch, channels last: half the time where a convolution has strides."""
     cotangents = parcel.cotangents
     if node._saved_weight.ndim != 4 or cotangents.ndim != 5:
         return None
@@ -174,7 +174,7 @@ def _convolution(node: Any, parcel: _Parcel) -> _Found | None:
         return [_Parcel(found, True, (node._saved_stride, whole)), None, None]
     rows, weight = rows.flatten(0, 1), channels_last(node._saved_weight)
     options = (node._saved_stride, node._saved_padding, node._saved_dilation, node._saved_transposed)
-    # of the input nothing but its shape is looked at, so nothing is written there
+    # only the shape of the input is looked at, so nothing is written there
     shape = len(rows), *node._saved_input.shape[1:]
     sizes = torch.empty(shape, dtype=rows.dtype, device=rows.device, memory_format=torch.channels_last)
     more = (node._saved_output_padding, node._saved_groups, [True, False, False])
@@ -189,7 +189,7 @@ def _is_shortcut(node: Any) -> bool:
 
 
 def _batch_norm(node: Any, parcel: _Parcel) -> _Found | None:
-    """By running statistics: a factor of each channel."""
+    """By running statistics: a factor per channel."""
     if node._saved_training:
         return None
     scale = (node._saved_running_var + node._saved_eps).rsqrt()
@@ -224,4 +224,4 @@ _RULES: dict[str, Callable[[Any, _Parcel], _Found | None]] = {
     "ReluBackward0": _relu,
     "AddBackward0": _sum,
 }
-"""By the name that autograd gives a node: those which an image goes through most often."""
+"""By the name that autograd gives a node: those that an image goes through most often."""

@@ -144,13 +144,13 @@ def _tolerance(tensor: Tensor) -> float:
 
 
 def few_of(problem: Problem, inputs: Any) -> Tensor:
-    """Which of these samples everything is tried on: from all over them, three of a large network."""
+    """Which of these samples everything is tried on: some from all over them, three for a large network."""
     count = _samples(inputs)
     return spread(count) if problem.size <= LARGE else torch.linspace(0, count - 1, min(_FEWEST, count)).round().long()
 
 
 def analyse_few(problem: Problem, inputs: Any) -> Structure:
-    """The degrees as these samples show them, two of them for a large network: every batch is watched as well.
+    """The degrees as these samples show them, only two for a large network: every batch is watched as well.
 
     One sample is taken twice, since a batch of one may be special.
     """
@@ -239,7 +239,7 @@ class GradientNorms:
         """The parameters whose rule disagrees with autograd on one of the samples; and the functions that were called.
 
         `plain` are the outputs as the model gives them, without any rule. The rules take all samples at once, each
-        with a weight of its own, so that one in another's row shows; and do so twice, because the norms of several
+        with a weight of its own, so that a sample in another's row shows; and do so twice, because the norms of several
         backward passes may be taken together.
         """
         outputs, recorder = recorded or self._forward(inputs)

@@ -50,7 +50,7 @@ class Signal:
 
 
 class Signals(FunctionWatch):
-    """A context that keeps the output of every layer that runs inside; outputs can be differentiated by them.
+    """A context that keeps the output of every layer run inside; the network's outputs can be differentiated in them.
 
     Parameters are recognised by their tensors, `problem.params` and `problem.constants`; a weight that is computed from
     others is recognised in a linear layer or a convolution, not in a bare product. What runs inside a call of

@@ -123,7 +123,7 @@ def joined(first: Structure, second: Structure) -> Structure:
 
 
 class Watch(DispatchWatch):
-    """Gives every piece of memory that an operation fills its degrees; a context for one forward pass.
+    """Gives degrees to every piece of memory that an operation fills; a context for one forward pass.
 
     Degrees are kept by storage, so that a view and its base have the same. They only grow: what is overwritten later
     counts as if it were still there, which may cost exactness but never invents it. A storage is known by its address,

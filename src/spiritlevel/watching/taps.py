@@ -1,6 +1,6 @@
 """One forward pass, tapped at every operation that uses a measured parameter, by the rule of its norms.
 
-Max pooling is taken before a ReLU, and a first convolution together with the max pooling behind it.
+Max pooling is moved before a ReLU, and a first convolution is taken together with the max pooling that follows it.
 """
 
 from __future__ import annotations

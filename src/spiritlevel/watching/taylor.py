@@ -1,6 +1,6 @@
 """Second-order Taylor terms of a network's outputs: the forward pass is taped once, and the terms follow the tape.
 
-The tape holds the ATen operations that a batch really executed, made free of in-place writes, with their values. The
+The tape holds the ATen operations that a batch actually executed, freed of in-place writes, with their values. The
 terms of `taylor_terms` pass along it for as many probes as wanted, a few groups at a time, without another look at the
 model. What does not move, or does not reach the outputs, is not on it. An operation without a rule raises `Untaught`.
 """

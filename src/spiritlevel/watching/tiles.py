@@ -6,7 +6,7 @@ and ∞, in both directions. With Bᵀ taking the 6×6 window of a cotangent δ 
 G′ doing the same with the 3×3 kernel and with a 4×4 tile of the input x,
 
     δ taken back to the input:  Aᵀ [G w ⊙ Bᵀδ]        a sum over the channels of δ,
-    gradient by the kernel:     A′ᵀ [Σ_tiles G′x ⊙ Bᵀδ]    for all pairs of channels,
+    gradient of the kernel:     A′ᵀ [Σ_tiles G′x ⊙ Bᵀδ]    for all pairs of channels,
 
 so the values of δ serve both. Rounding errors are about four times those of the plain form (mathematics 4.5).
 """
@@ -68,7 +68,7 @@ PLACES, GRADIENTS = _from_values(4), _from_values(3)
 
 
 def fits(input: Tensor, weight: Tensor, stride: object, dilation: object, groups: int) -> bool:
-    """Whether a convolution with a margin of 1 has the form that is meant here, and channels enough to gain by it."""
+    """Whether a convolution with a margin of 1 has the form treated here, and enough channels to gain by it."""
     plain = weight.shape[2:] == (3, 3) and stride == dilation == (1, 1) and groups == 1
     wide = min(weight.shape[:2]) >= _LEAST_CHANNELS
     single = input.dtype == weight.dtype == torch.float32 and input.device.type == weight.device.type == "cpu"
@@ -76,7 +76,7 @@ def fits(input: Tensor, weight: Tensor, stride: object, dilation: object, groups
 
 
 class Kernels:
-    """The values of kernels at the points, by name, once made; and whether what they gave was compared."""
+    """The values of kernels at the points, by name, once made; and whether what they give has been compared."""
 
     def __init__(self) -> None:
         self.values: dict[str, Tensor] = {}
@@ -99,7 +99,7 @@ class Kernels:
 
 
 class Misfit(RuntimeError):
-    """What comes out of the tiles is not what the library makes."""
+    """What comes out of the tiles is not what the library gives."""
 
 
 class Tiles:
@@ -109,7 +109,7 @@ class Tiles:
         self.name, self.input, self.weight, self.kernels = name, input, weight, kernels
 
     def worthwhile(self, passes: int) -> bool:
-        """Whether cotangents of this many passes are enough to make the values of the kernel for."""
+        """Whether the cotangents of this many passes are worth making the values of the kernel for."""
         if self.name in self.kernels.values:
             return True
         enough = passes * self.input[:, 0].numel() >= _WORTH
@@ -135,7 +135,7 @@ class Tiles:
     ) -> tuple[Tensor | None, Tensor | None]:
         """For cotangents (passes, N, C, H, W): those of the input, if wanted `back`; squared `norms` (N, passes).
 
-        The norms are those of each sample's gradient by the kernel. Cotangents that are `owned` are overwritten if
+        The norms are those of each sample's gradient of the kernel. Cotangents that are `owned` are overwritten if
         the result has their shape. Raises `Misfit` if results are not the library's.
         """
         passes, count, channels, height, width = cotangents.shape
@@ -186,7 +186,7 @@ class Tiles:
         self.kernels.compared.add(self.name)
 
     def _chunks(self, cotangents: Tensor) -> Iterator[tuple[slice, slice]]:
-        """Samples and passes at a time: few enough for the cache, but not few beside the kernel's own values."""
+        """Samples and passes at a time: few enough for the cache, but not few next to the kernel's own values."""
         passes, count, channels, height, width = cotangents.shape
         image = _POINTS * channels * height * width // SIDE**2
         most = max(1, max(_NEAR, _POINTS * self.weight.shape[:2].numel() // 2) // image)
@@ -208,7 +208,7 @@ class Tiles:
 
 
 class _Room:
-    """Memory that is used again for one chunk after another: new memory would push the old out of the cache."""
+    """Memory that is reused for one chunk after another: new memory would push the old out of the cache."""
 
     def __init__(self, like: Tensor) -> None:
         self._like, self._places = like, dict[int, Tensor]()
