@@ -146,7 +146,7 @@ def said(thing: Any) -> str:
 
 
 def _an(name: str) -> str:
-    return f"a{'n' * (name[:1].lower() in 'aeiou')} {name}"
+    return f"a{'n' * (name[:1].lower() in 'aeio')} {name}"  # a UserDict: of the types that come, none has a short u
 
 
 def _kind(item: Any) -> str:

@@ -168,7 +168,7 @@ class DifferencedHessian(Operator):
         return self.noise / (math.sqrt(2) * self.step)
 
     def _bias(self, unit: Tensor, found: Tensor) -> Tensor:
-        """D(2ε) − D(ε): more than three times the bias of D(ε) where the loss is smooth, as much as it across kinks."""
+        """D(2ε) − D(ε): three times the bias of D(ε) where the loss is smooth, as much as the bias across kinks."""
         return self._difference(unit, 2 * self.step)[1].sub_(found)
 
     def _choose(self, change: Tensor) -> bool:

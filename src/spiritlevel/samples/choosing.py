@@ -64,7 +64,7 @@ def choose(
             plan = Plan("passes", passes=passes)
         elif passes is None and rank >= (MANY_CLASSES if outputs.ndim < 3 else MANY_POSITIONS):
             if method == "exact":
-                sampled = "passes=8 to sample the rest, or " if problem.loss.can_sample else ""
+                sampled = f"passes={SAMPLED_PASSES} to sample the rest, or " if problem.loss.can_sample else ""
                 raise InputError(
                     f"exact traces of {outputs[0].numel()} outputs take {rank} backward passes per batch; "
                     f"pass {sampled}passes={rank} to insist."
