@@ -130,7 +130,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["measure", "mlp:inputs=64", "--data", "digits", "--batch-norm", "evil"], "did you mean 'eval'?"),
         (["measure", "mlp:inputs=64", "--data", "digits", "--loss", "crossentropy"], "did you mean 'cross_entropy'"),
         (["measure", "mlp:inputs=64", "--data", "digits", "--weights", "none.pt"], "there is no file 'none.pt'."),
-        (["measure", "mlp:inputs=64,classes=4", "--data", "digits"], "has 10 classes (0, 1, 2, ...) and the model 4"),
+        (["measure", "mlp:inputs=64,classes=4", "--data", "digits"], "has 10 classes (0, 1, 2, ...) but the model has"),
         (["measure", "mlp:inputs=64", "--data", "digits", "--time-limit", "-1"], "--time-limit must be a positive"),
         (["compare", "mlp:inputs=64", "mlp", "--data", "digits"], "fails on inputs of shape"),
         (["measure", "mlp:inputs=64", "--data", "digits", "--measures", ","], "--measures names no measure"),

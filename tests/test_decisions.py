@@ -271,7 +271,7 @@ def test_files_alone_are_compared(folder: Path, capsys: pytest.CaptureFixture[st
         (["a.pt", "b.pt"], "name it once for both: spiritlevel compare a.pt b.pt --model file.py:function"),
         (["a.pt", "net.py:make", "--weights", "a.pt", "b.pt"], "a.pt is a file of weights already"),
         (["net.py:make", "net.py:make", "--model", "net.py:make"], "neither A nor B is one"),
-        (["script.pt", "script.pt", "--model", "script.pt"], "a program of TorchScript, which is not opened"),
+        (["script.pt", "script.pt", "--model", "script.pt"], "a TorchScript program, which is not opened"),
     ],
 )
 def test_files_that_are_no_models(

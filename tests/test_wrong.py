@@ -359,7 +359,7 @@ def test_estimators_say_what_they_would_need_before_they_ask(
     """A system that gives more than it has ends the process later, without a word."""
     monkeypatch.setattr(memory, "available_memory", lambda: 10**8)
     op = sl.Operator(mock.Mock(side_effect=AssertionError("begun")), 2_000_000)
-    sentence = r"not enough memory for a .*: it needs about [\d,.]+ GB, and 0\.1 GB are free"
+    sentence = r"not enough memory for a .*: it needs about [\d,.]+ GB, but 0\.1 GB are free"
     with pytest.raises(InputError, match=sentence):
         ask(op)
 
