@@ -118,9 +118,9 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["demo", "--samples", "0"], "demo measures at least 1 training image, got --samples 0."),
         (
             ["demo", "--data", "digits"],
-            "demo needs images of 28×28 or 32×32 pixels, and digits has another size",
+            "demo needs images of 28×28 or 32×32 pixels, but digits has another size",
         ),
-        (["demo", "--out", "pyproject.toml"], "--out needs a folder, and 'pyproject.toml' is a file."),
+        (["demo", "--out", "pyproject.toml"], "--out needs a folder, but 'pyproject.toml' is a file."),
         (["measure", "--data", "digits"], "MODEL"),
         (["measure", "lenet", "--data", "digits"], "did you mean 'lenet5'?"),
         (["measure", "lenet5", "--data", "digit"], "did you mean 'digits'?"),

@@ -269,7 +269,7 @@ def test_files_alone_are_compared(folder: Path, capsys: pytest.CaptureFixture[st
     ("words", "sentence"),
     [
         (["a.pt", "b.pt"], "name it once for both: spiritlevel compare a.pt b.pt --model file.py:function"),
-        (["a.pt", "net.py:make", "--weights", "a.pt", "b.pt"], "a.pt is a file of weights already"),
+        (["a.pt", "net.py:make", "--weights", "a.pt", "b.pt"], "a.pt is already a file of weights"),
         (["net.py:make", "net.py:make", "--model", "net.py:make"], "neither A nor B is one"),
         (["script.pt", "script.pt", "--model", "script.pt"], "a TorchScript program, which is not opened"),
     ],
