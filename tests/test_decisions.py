@@ -370,7 +370,7 @@ def test_no_other_choice_of_bits_costs_less() -> None:
 
 def test_bad_bits() -> None:
     net = MODELS["step 20"]
-    with pytest.raises(InputError, match="fewer than the 3 that a layer gets"):
+    with pytest.raises(InputError, match="fewer than 3, the least that a layer gets"):
         sl.choose_bits(net, TEST, 2.0, choices=(3, 4))
     with pytest.raises(InputError, match="choices= is empty"):
         sl.choose_bits(net, TEST, 2.0, choices=())
