@@ -552,7 +552,7 @@ def test_what_does_not_fit_is_refused() -> None:
         Recorder(5).record(torch.zeros(2, 3), labels, [0, 5])
     with pytest.raises(InputError, match="got the id 1, but the ids of 1 sample are 0 to 0"):
         Recorder(1).record(torch.zeros(1, 3), torch.tensor([0]), torch.tensor([True]))
-    with pytest.raises(InputError, match="got the class 3, and the model's 3 outputs stand for the classes 0 to 2"):
+    with pytest.raises(InputError, match="got the class 3, but the model's 3 outputs stand for the classes 0 to 2"):
         Recorder(5).record(torch.zeros(2, 3), torch.tensor([0, 3]), [0, 1])
     with pytest.raises(InputError, match="whole numbers as classes, got float32"):
         Recorder(5).record(torch.zeros(2, 3), labels.float(), [0, 1])

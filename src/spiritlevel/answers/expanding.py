@@ -1,4 +1,4 @@
-"""The loss along a change of the weights: its expansion for every sample, the way itself, and the part of chance.
+"""The loss along a change of the weights: its expansion for every sample, the way itself, and the role of chance.
 
 With δ the change, a sample's loss is ℓ(θ+tδ) = ℓ + t·g·δ + t²·½δᵀHδ + …; both terms follow from the derivatives of
 the sample's outputs along δ (mathematics 12.1). Nothing here knows what kind of change it is.

@@ -84,8 +84,7 @@ def perturb(
         model: any module; it is left as it was.
         data: a pair of tensors, a data set, a loader or batches.
         change: a string: "int8", "int4", "int4:channel:asymmetric" (2 to 16 bits; one scale for each tensor, or for
-        each
-            output channel; round to nearest, or at random with `:random`); "prune:0.5" (the smallest half of all
+            each output channel; round to nearest, or at random with `:random`); "prune:0.5" (the smallest half of all
             weights set to 0, or of each layer with `:layer`); "noise:0.01" (normal, of standard deviation 0.01 times
             the root mean square of each tensor, or 0.01 itself with `:absolute`); "bfloat16", "float16"; "lora" (the
             adapters of a peft model merged, seen from the model without them). Rounding and pruning are for matrices
