@@ -196,9 +196,9 @@ def test_a_test_table_takes_the_codes_of_its_training_table(folder: Path) -> Non
     for text, sentence in (
         (
             "200,Mars,gentoo,4,true",
-            "test.csv: the column 'island' holds 'Mars', which the training data do not: Biscoe",
+            "test.csv: the column 'island' holds 'Mars', but the training data hold only Biscoe",
         ),
-        ("200,Dream,chinstrap,4,true", "the column 'species' holds 'chinstrap', which the training data do not"),
+        ("200,Dream,chinstrap,4,true", "the column 'species' holds 'chinstrap', but the training data hold only"),
         ("200,Dream,gentoo,fat,true", "test.csv: the column 'mass' holds texts, but numbers in the training data"),
         ("200,1,gentoo,4,true", "test.csv: the column 'island' holds numbers, but texts in the training data"),
     ):

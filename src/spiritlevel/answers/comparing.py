@@ -159,7 +159,7 @@ _SHARES = Plain(
     "mean share of a sample's decisions (at its positions or for its labels) that are right",
     "wider",
     _KEEP_CLASSES,
-    "a share of {difference} more of a sample's decisions is right",
+    "the mean share of a sample's decisions that it gets right is higher by {difference}",
 )
 
 

@@ -127,7 +127,7 @@ def _found(below: float | None, above: float | None, line: _Line) -> CriticalSha
     if below is not None:
         reason = f"the loss is still lower at {below:.3g} times the optimiser's step; call again without start="
         return CriticalSharpness(high, status="not converged", reason=reason, **cost)
-    reason = f"the loss is not lower at {above:.3g} times the optimiser's step, where it may be no more than rounding"
+    reason = f"the loss is not lower at {above:.3g} times the optimiser's step, where that may be mere rounding"
     return CriticalSharpness(low, status="not converged", reason=reason, **cost)
 
 

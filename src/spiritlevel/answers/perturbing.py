@@ -237,7 +237,7 @@ class _Perturbed:
         traces = self._traces()
         self.chance: Spread | None = None
         if moves.spread is not None:
-            self.progress("what chance does to it", 2, self.total)
+            self.progress("the effect of chance", 2, self.total)
             self.chance = self._spread(moves.spread, traces)
         predicted, flips = self._predicted(), self._flips()
         rows = self._rows(traces)

@@ -129,7 +129,7 @@ class Recorder:
 
         `ids` are places in the training data, from 0 on; `Recorder.numbered(data)` makes a data set that hands them
         out. `step` counts the calls unless given; it must not fall. What does not fit is refused at once in the first
-        call, and later at the latest when the record is read.
+        call, and otherwise no later than when the record is read.
         """
         if not isinstance(logits, Tensor):
             logits = _tensor("logits", getattr(logits, "logits", logits))

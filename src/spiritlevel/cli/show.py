@@ -51,7 +51,7 @@ def show_report(report: Report, console: Console | None = None) -> None:
     reasons = {row.name: row.subset_error for row in report.rows if row.subset_error}
     for reason in dict.fromkeys(reasons.values()):
         names = ", ".join(name for name in reasons if reasons[name] == reason)
-        console.print(f"unknown: {names}: {reason}", style="dim", markup=False)
+        console.print(f"± unknown: {names}: {reason}", style="dim", markup=False)
     for line in left_out_lines(report.left_out):
         console.print(line, style="dim", markup=False)
     for sentence in report.headline:

@@ -149,7 +149,7 @@ def _coded(path: Path, column: pl.Series, known: tuple[str, ...] | None) -> tupl
         names = known
         if other := sorted(set(texts.unique().to_list()) - set(names)):
             raise InputError(
-                f"{path.name}: the column {column.name!r} holds {other[0]!r}, which the training data do not: "
+                f"{path.name}: the column {column.name!r} holds {other[0]!r}, but the training data hold only "
                 f"{_listed(names)}."
             )
     places = texts.replace_strict(list(names), list(range(len(names))), return_dtype=pl.Int64)

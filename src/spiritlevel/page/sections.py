@@ -200,13 +200,13 @@ def _audit(report: Report, key: str) -> Section:
         "far as these symmetries go. ‘?’: nothing can be said within the errors; ‘…’: an iteration did not converge."
     )
     section.texts.append(audit.scope)
-    section.texts += [
-        f"The map below shows one draw of each. A short search for a worse {item.transform} moved ‘{item.measure}’ "
-        f"{at_least(item.factor)} at the same outputs, from {_journey(item)}; larger ones move it "
-        "further."
+    searched = [
+        f"A short search for a worse {item.transform} moved ‘{item.measure}’ {at_least(item.factor)} at the same "
+        f"outputs, from {_journey(item)}; larger ones move it further."
         for item in audit.worst
         if math.isfinite(item.factor)
     ]
+    section.texts += [f"The map below shows one draw of each. {searched[0]}", *searched[1:]] if searched else []
     changed = sum(row.verdict == "changes" for row in audit.rows)
     same = sum(row.verdict == "invariant" for row in audit.rows)
     alt = f"Heat map of measures against transforms: {changed} of {len(audit.rows)} change, {same} are invariant."

@@ -110,7 +110,7 @@ class Checkpoints(Shown):
         """Which checkpoint is best as it is, and which after each change."""
         best = self.row(self.order("loss")[0])
         tied = [row.name for row in self.rows if row is not best and row.tied]
-        others = f"; on {self.samples:,} samples, {counted(len(tied), 'other')} cannot be told from it" if tied else ""
+        others = f"; these {self.samples:,} samples cannot tell {counted(len(tied), 'other')} from it" if tied else ""
         said = [f"{best.name} has the lowest loss, {figure(best.loss.value)}{others}."]
         if not all(math.isnan(value) for value in self.values("accuracy")):
             first = self.row(self.order("accuracy")[0])
@@ -125,7 +125,7 @@ class Checkpoints(Shown):
                 value, name = min(totals)
                 said.append(f"After {change}, {name} has the lowest loss, {figure(value)}.")
             elif change in self.rows[0].predicted:
-                said.append(f"{change} is predicted to cost {self.order(f'{change}, predicted')[0]} the least.")
+                said.append(f"{change} is predicted to cost least for {self.order(f'{change}, predicted')[0]}.")
         return said
 
     def _columns(self) -> Columns:
