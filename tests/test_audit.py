@@ -158,7 +158,7 @@ def test_unknown_names_are_refused() -> None:
         audit(net, points(net), transforms="rescale")
     with pytest.raises(InputError, match="seed must be a whole number from 0 to 4,000,000,000, got -1"):
         audit(net, points(net), measures="trace", seed=-1)  # not an empty table
-    with pytest.raises(InputError, match="no row of measure 'trace'"):
+    with pytest.raises(InputError, match="no row for measure 'trace'"):
         Audit(rows=()).row("trace", "rescale_layers")
 
 

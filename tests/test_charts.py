@@ -208,10 +208,10 @@ def test_the_density_reaches_six_decades_down_and_not_to_zero() -> None:
     [
         (lambda: charts.lines(TABLE, "stepp", "loss"), "unknown column 'stepp'"),
         (lambda: charts.lines(TABLE, "step [1.5]", "loss", low="loss"), "needs both ends of a band"),
-        (lambda: charts.scatter({"x": [1], "y": [1, 2]}, "x", "y"), "must have one length"),
+        (lambda: charts.scatter({"x": [1], "y": [1, 2]}, "x", "y"), "must have the same length"),
         (lambda: charts.distribution([math.nan], "margin"), "needs at least one finite value"),
         (lambda: charts.contours([0, 1], [0, 1], [[1, 2]], names=("x", "y", "z")), "needs 2 x 2 values"),
-        (lambda: charts.grid([1.0], [2.0]), "two matrices of one shape"),
+        (lambda: charts.grid([1.0], [2.0]), "two matrices of the same shape"),
         (lambda: charts.triangle({"a": [1], "b": [0], "c": [0], "v": [1]}, ("a", "b", "c"), "v"), "on a lattice"),
         (lambda: charts.landscape_line(plane()), "use landscape_contours"),
         (lambda: charts.landscape_contours(line()), "use landscape_line"),

@@ -60,21 +60,21 @@ def test_seeds() -> None:
         (["confidence", "--scale", "papr"], "unknown scale 'papr': did you mean 'paper'?"),
         (
             ["confidence", "--divisions", "ten"],
-            "--divisions takes a whole number, or several between commas, got 'ten'.",
+            "--divisions takes a whole number, or several separated by commas, got 'ten'.",
         ),
         (["confidence", "--divisions", "10"], "confidence needs a multiple of 3 as --divisions, so that"),
-        (["confidence", "--seeds", "1;2"], "--seeds takes a whole number, or several between commas, got '1;2'."),
+        (["confidence", "--seeds", "1;2"], "--seeds takes a whole number, or several separated by commas, got '1;2'."),
         (["confidence", "--seeds", "0,0"], "confidence: seed 0 is given twice; every value is one job."),
         (["confidence", "--divisions", "6,9,6"], "confidence: divisions 6 is given twice"),
         (["confidence", "--seeds", "-1"], "--seeds must be a whole number from 0 to 4,000,000,000, got -1."),
         (["confidence", "--seed", "-1"], "--seed must be a whole number from 0 to 4,000,000,000, got -1."),
-        (["confidence", "--out", __file__], "--out needs a folder, and"),
+        (["confidence", "--out", __file__], "--out needs a folder, but"),
         (
             ["confidence", "--divison", "4"],
             "did you mean '--divisions'? See `spiritlevel reproduce confidence --help`.",
         ),
         (["confidence", "--scale", "small"], "confidence has no scale small; take smoke, laptop or paper."),
-        (["weight-decay", "--gammas", "a,b"], "--gammas takes a number, or several between commas, got 'a,b'."),
+        (["weight-decay", "--gammas", "a,b"], "--gammas takes a number, or several separated by commas, got 'a,b'."),
     ],
 )
 def test_bad_input_is_one_sentence(args: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:

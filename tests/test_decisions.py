@@ -269,9 +269,9 @@ def test_files_alone_are_compared(folder: Path, capsys: pytest.CaptureFixture[st
     ("words", "sentence"),
     [
         (["a.pt", "b.pt"], "name it once for both: spiritlevel compare a.pt b.pt --model file.py:function"),
-        (["a.pt", "net.py:make", "--weights", "a.pt", "b.pt"], "a.pt is a file of weights already"),
+        (["a.pt", "net.py:make", "--weights", "a.pt", "b.pt"], "a.pt is already a file of weights"),
         (["net.py:make", "net.py:make", "--model", "net.py:make"], "neither A nor B is one"),
-        (["script.pt", "script.pt", "--model", "script.pt"], "a program of TorchScript, which is not opened"),
+        (["script.pt", "script.pt", "--model", "script.pt"], "a TorchScript program, which is not opened"),
     ],
 )
 def test_files_that_are_no_models(
@@ -370,7 +370,7 @@ def test_no_other_choice_of_bits_costs_less() -> None:
 
 def test_bad_bits() -> None:
     net = MODELS["step 20"]
-    with pytest.raises(InputError, match="fewer than the 3 that a layer gets"):
+    with pytest.raises(InputError, match="fewer than 3, the least that a layer gets"):
         sl.choose_bits(net, TEST, 2.0, choices=(3, 4))
     with pytest.raises(InputError, match="choices= is empty"):
         sl.choose_bits(net, TEST, 2.0, choices=())

@@ -506,7 +506,7 @@ def test_probes_that_agree_do_not_make_a_diagonal_exact():
     again = DiagonalEstimate.from_json(found.to_json())
     assert again.status == "estimated"
     assert diagonal(torch.diag(torch.arange(50.0)), probes=50).status == "exact"
-    with pytest.raises(InputError, match="status of a diagonal is exact or estimated, got 'nearly'"):
+    with pytest.raises(InputError, match="status of a diagonal must be exact or estimated, got 'nearly'"):
         DiagonalEstimate(found.values, found.stderr, status="nearly")
 
 

@@ -550,7 +550,7 @@ def test_timm_by_name_with_weights(timm: Any, tmp_path: Path) -> None:
     save_file(model.state_dict(), tmp_path / "w.safetensors")
     found = load_model("timm:test_resnet:num_classes=3", tmp_path / "w.safetensors")
     assert all(map(torch.equal, found.state_dict().values(), model.state_dict().values()))
-    with pytest.raises(InputError, match="unknown network of timm 'test_resnett': did you mean 'test_resnet"):
+    with pytest.raises(InputError, match="unknown timm network 'test_resnett': did you mean 'test_resnet"):
         load_model("timm:test_resnett")
     with pytest.raises(InputError, match="unknown network of timm 'hf-hub'"):
         load_model("timm:hf-hub:someone/something=1")
@@ -607,8 +607,8 @@ def test_a_saved_transformer_and_a_saved_data_set(saved: Path, transformers: Any
     assert samples.classes == ("bad", "fair", "good")
     assert samples.notes == (
         "columns input_ids, attention_mask as inputs, labels as target",
-        "columns left out, which hold no numbers: text",
-        "columns left out, which the model has no argument for: row",
+        "columns left out because they hold no numbers: text",
+        "columns left out because the model has no argument for them: row",
     )
     assert len(load_samples(f"{saved}/parts:validation", model=model).data[1]) == 4
     assert len(load_samples(f"{saved}/parts", model=model).data[1]) == 12

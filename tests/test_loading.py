@@ -265,7 +265,7 @@ def test_weights_with_another_prefix_are_refused_at_once(tmp_path: Path) -> None
     part = nn.ModuleDict({"net": make()})
     torch.save(make().state_dict(), tmp_path / "part.pt")
     with pytest.raises(
-        InputError, match=r"the model's names begin with 'net\.', as net\.1\.weight, and the file's do not"
+        InputError, match=r"the model's names begin with 'net\.', as net\.1\.weight, but the file's do not"
     ):
         load_weights(part, tmp_path / "part.pt")
 
@@ -273,9 +273,9 @@ def test_weights_with_another_prefix_are_refused_at_once(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("tensor", "sentence"),
     [
-        (torch.zeros(1, 2, dtype=torch.complex64), "weight holds complex64 and the model float32: the imaginary part"),
-        (torch.ones(1, 2, dtype=torch.int8), "weight holds int8 and the model float32: whole numbers have lost"),
-        (torch.ones(1, 2, dtype=torch.bool), "weight holds bool and the model float32"),
+        (torch.zeros(1, 2, dtype=torch.complex64), "weight holds complex64 but the model float32: the imaginary part"),
+        (torch.ones(1, 2, dtype=torch.int8), "weight holds int8 but the model float32: whole numbers have lost"),
+        (torch.ones(1, 2, dtype=torch.bool), "weight holds bool but the model float32"),
         (torch.zeros(1, 2).to_sparse(), "weight is sparse; save it as dense floats"),
         (torch.zeros(1, 2, device="meta"), "weight has a shape but no numbers"),
     ],
@@ -294,7 +294,7 @@ def test_counts_that_were_saved_as_floats_must_be_whole(tmp_path: Path) -> None:
             load_weights(norm, tmp_path / "w.pt")
             assert int(norm.num_batches_tracked or 0) == 3
             continue
-        with pytest.raises(InputError, match="num_batches_tracked holds float32 and the model int64: the fractions"):
+        with pytest.raises(InputError, match="num_batches_tracked holds float32 but the model int64: the fractions"):
             load_weights(norm, tmp_path / "w.pt")
 
 
@@ -302,7 +302,7 @@ def test_counts_that_were_saved_as_floats_must_be_whole(tmp_path: Path) -> None:
 def test_weights_without_names_are_refused(tmp_path: Path, keys: tuple[object, object]) -> None:
     torch.save(dict(zip(keys, nn.Linear(2, 1).state_dict().values(), strict=True)), tmp_path / "w.pt")
     with pytest.raises(
-        InputError, match=r"must name its tensors as model\.state_dict\(\) does, and one is called [01]\."
+        InputError, match=r"must name its tensors as model\.state_dict\(\) does, but one is called [01]\."
     ):
         load_weights(nn.Linear(2, 1), tmp_path / "w.pt")
 
@@ -319,7 +319,7 @@ def test_a_packed_checkpoint_is_refused_by_the_size_that_it_states(
             packed.writestr(member.filename, plain.read(member))
     assert (tmp_path / "w.pt").stat().st_size < 2**20
     monkeypatch.setattr(torch, "load", lambda *_, **__: pytest.fail("nothing is unpacked"))
-    with pytest.raises(InputError, match=r"w\.pt unpacks to 0\.1 GB, and the model's weights take 0\.000 GB"):
+    with pytest.raises(InputError, match=r"w\.pt unpacks to 0\.1 GB, but the model's weights take 0\.000 GB"):
         load_weights(nn.Linear(2, 1), tmp_path / "w.pt")
 
 
@@ -417,7 +417,7 @@ def test_bombs_are_refused_before_memory_is_taken(tmp_path: Path, monkeypatch: p
         archive.writestr("y.npy", member((10**6,), bytes(8 * 10**6)))
     assert path.stat().st_size < 10**5
     monkeypatch.setattr(arrays, "available_memory", lambda: 10**7)
-    with pytest.raises(InputError, match=r"unpacks to 0\.0 GB, and only 0\.0 GB of memory can be spared"):
+    with pytest.raises(InputError, match=r"unpacks to 0\.0 GB, but only 0\.0 GB of memory can be spared"):
         load_samples(str(path))
 
 
@@ -451,7 +451,7 @@ def test_a_folder_of_images(tmp_path: Path) -> None:
     assert float(inputs.max()) == pytest.approx(0.2)
     assert (targets.tolist(), samples.classes) == ([0, 0, 1, 1], ("cat", "dog"))
     draw(tmp_path / "dog" / "2.png", size=(9, 6))
-    with pytest.raises(InputError, match=r"the same size: .* has 8×6 pixels and .*2\.png 9×6 pixels"):
+    with pytest.raises(InputError, match=r"the same size: .* has 8×6 pixels and .*2\.png has 9×6 pixels"):
         load_samples(str(tmp_path))
     (tmp_path / "dog" / "2.png").write_bytes(b"nonsense")
     with pytest.raises(InputError, match=r"the image .*2\.png cannot be read"):
@@ -553,6 +553,6 @@ def test_classes_that_differ(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"only test has 'dogs' \(the other has dog\)"):
         check_classes(train, test, make())
     two = nn.Sequential(nn.Flatten(), nn.Linear(64, 2))
-    with pytest.raises(InputError, match=r"train has 3 classes .* and the model 2 outputs"):
+    with pytest.raises(InputError, match=r"train has 3 classes .* but the model has 2 outputs"):
         check_classes(train, None, two)
     check_classes(train, train, make())

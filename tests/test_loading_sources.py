@@ -94,13 +94,13 @@ def test_a_loss_is_a_name_a_function_or_an_object(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("spec", "sentence"),
     [
-        ("own.py", "the loss 'own.py' lacks its function: write own.py:function."),
+        ("own.py", "the loss 'own.py' names no function: write own.py:function."),
         (
             "own.py:none",
             r"the loss own.py:none must take \(outputs, targets\) and return one number per sample, .* \(\)\.",
         ),
         ("own.py:number", r"must be a function of \(outputs, targets\), got int; name a function\."),
-        ("own.py:Mixed", r"got a class; name an object of it, as loss = Mixed\(\.\.\.\)\."),
+        ("own.py:Mixed", r"got a class; name an instance of it, as loss = Mixed\(\.\.\.\)\."),
         ("own.py:hlf", "own.py has no 'hlf'; did you mean 'half'"),
     ],
 )
@@ -184,7 +184,7 @@ def test_targets_of_every_kind(folder: Path) -> None:
     pl.DataFrame({"": [0, 1, 2], "x": [1.0, 2.0, 3.0], "y": [0, 1, 0]}).write_csv("index.csv")
     found = load_samples("index.csv", target="y")
     assert found.data[0].shape == (3, 1)
-    assert found.notes[-1] == "left out: '', the numbers of the rows"
+    assert found.notes[-1] == "left out: '', the row numbers"
 
 
 def test_a_test_table_takes_the_codes_of_its_training_table(folder: Path) -> None:
@@ -196,11 +196,11 @@ def test_a_test_table_takes_the_codes_of_its_training_table(folder: Path) -> Non
     for text, sentence in (
         (
             "200,Mars,gentoo,4,true",
-            "test.csv: the column 'island' holds 'Mars', which the training data do not: Biscoe",
+            "test.csv: the column 'island' holds 'Mars', but the training data hold only Biscoe",
         ),
-        ("200,Dream,chinstrap,4,true", "the column 'species' holds 'chinstrap', which the training data do not"),
-        ("200,Dream,gentoo,fat,true", "test.csv: the column 'mass' holds texts, and in the training data numbers"),
-        ("200,1,gentoo,4,true", "test.csv: the column 'island' holds numbers, and in the training data texts"),
+        ("200,Dream,chinstrap,4,true", "the column 'species' holds 'chinstrap', but the training data hold only"),
+        ("200,Dream,gentoo,fat,true", "test.csv: the column 'mass' holds texts, but numbers in the training data"),
+        ("200,1,gentoo,4,true", "test.csv: the column 'island' holds numbers, but texts in the training data"),
     ):
         Path("test.csv").write_text(f"flipper,island,species,mass,male\n{text}\n")
         with pytest.raises(InputError, match=sentence):
@@ -246,7 +246,7 @@ def test_other_columns_and_other_files_are_refused(folder: Path) -> None:
     with pytest.raises(InputError, match="there is no file"):
         load_samples("absent.csv", target="y")
     for spec in ("train.npz", "digits"):
-        with pytest.raises(InputError, match=f"--target y names a column of a table, and {spec} has its own targets"):
+        with pytest.raises(InputError, match=f"--target y names a column of a table, but {spec} has its own targets"):
             load_samples(spec, target="y")
 
 
@@ -460,7 +460,7 @@ def test_only_operations_of_aten_are_taken_from_a_program(program: Path, target:
             found["graph_module"]["graph"]["nodes"][0]["target"] = target
         return found
 
-    with pytest.raises(InputError, match=r"and only operations of torch.ops.aten are run from a file"):
+    with pytest.raises(InputError, match=r"but only operations of torch.ops.aten are run from a file"):
         exported_program(rewritten(program, change))
 
 
@@ -517,7 +517,7 @@ def test_names_in_a_program_are_no_code(program: Path) -> None:
 @pytest.mark.parametrize("content", [b"", b"nonsense", b"PK\x03\x04 half a zip"])
 def test_files_that_are_no_programs(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "net.pt2").write_bytes(content)
-    with pytest.raises(InputError, match=r"net.pt2 is not a program that torch.export.save\(\) wrote, or damaged"):
+    with pytest.raises(InputError, match=r"net.pt2 is not a program that torch.export.save\(\) wrote, or is damaged"):
         load_model(str(tmp_path / "net.pt2"))
     with pytest.raises(InputError, match="there is no file"):
         load_model(str(tmp_path / "absent.pt2"))
@@ -535,7 +535,7 @@ def test_a_program_of_another_version_is_refused(program: Path) -> None:
         return found
 
     with pytest.raises(
-        InputError, match=r"was saved by torch 2.*, in another format than torch .*; export the model again"
+        InputError, match=r"was saved by torch 2.*, in a format that torch .* does not write; export the model again"
     ):
         exported_program(rewritten(program, change))
 

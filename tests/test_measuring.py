@@ -164,7 +164,7 @@ def test_probabilities_in_place_of_logits_are_told() -> None:
     def sentences(model: nn.Module) -> str:
         return " ".join(measure(model, points(), measures=["weight_norm"], parts=[]).headline)
 
-    assert "look like probabilities, and the loss expects logits" in sentences(nn.Sequential(net(), nn.Softmax(1)))
+    assert "look like probabilities, but the loss expects logits" in sentences(nn.Sequential(net(), nn.Softmax(1)))
     assert "probabilities" not in sentences(net())
     assert "probabilities" not in sentences(nn.Sequential(net(), nn.Sigmoid()))
 

@@ -233,7 +233,7 @@ def test_one_logit_and_outputs_with_logits() -> None:
         mixed.record(z, torch.tensor(y, requires_grad=place == 0), [place])
     assert mixed.frame().select("loss", "margin", "label").equals(frame.select("loss", "margin", "label"))
     mixed.record(torch.tensor([3.0]), torch.tensor([0.5]), [0])
-    with pytest.raises(InputError, match=r"got the class 0\.5, and the model's one output stands for"):
+    with pytest.raises(InputError, match=r"got the class 0\.5, but the model's one output stands for"):
         mixed.frame()
 
 
@@ -548,11 +548,11 @@ def test_a_training_that_is_killed_and_resumed_leaves_the_same_record(tmp_path: 
 
 def test_what_does_not_fit_is_refused() -> None:
     labels = torch.tensor([0, 1])
-    with pytest.raises(InputError, match="got the id 5, and the ids of 5 samples are 0 to 4; pass places"):
+    with pytest.raises(InputError, match="got the id 5, but the ids of 5 samples are 0 to 4; pass places"):
         Recorder(5).record(torch.zeros(2, 3), labels, [0, 5])
-    with pytest.raises(InputError, match="got the id 1, and the ids of 1 sample are 0 to 0"):
+    with pytest.raises(InputError, match="got the id 1, but the ids of 1 sample are 0 to 0"):
         Recorder(1).record(torch.zeros(1, 3), torch.tensor([0]), torch.tensor([True]))
-    with pytest.raises(InputError, match="got the class 3, and the model's 3 outputs stand for the classes 0 to 2"):
+    with pytest.raises(InputError, match="got the class 3, but the model's 3 outputs stand for the classes 0 to 2"):
         Recorder(5).record(torch.zeros(2, 3), torch.tensor([0, 3]), [0, 1])
     with pytest.raises(InputError, match="whole numbers as classes, got float32"):
         Recorder(5).record(torch.zeros(2, 3), labels.float(), [0, 1])
@@ -566,7 +566,7 @@ def test_what_does_not_fit_is_refused() -> None:
     recorder.record(torch.zeros(2, 3), labels, [0, 1], step=7)
     with pytest.raises(InputError, match=r"record got step 3 after step 7, .* calls rewind\(3\) first"):
         recorder.record(torch.zeros(2, 3), labels, [0, 1], step=3)
-    with pytest.raises(InputError, match="record got 4 logits per sample, and 3 before"):
+    with pytest.raises(InputError, match="record got 4 logits per sample, but 3 before"):
         recorder.record(torch.zeros(2, 4), labels, [0, 1])
     recorder.record(torch.zeros(2, 3), labels, [0, 9])  # waits, and is refused when it is looked at
     with pytest.raises(InputError, match="got the id 9"):
@@ -589,7 +589,7 @@ def test_files_that_are_no_record_are_refused(tmp_path: Path) -> None:
         Recorder.load(tmp_path)
     file = tmp_path / "samples.safetensors"
     file.write_bytes(b"no safetensors at all")
-    with pytest.raises(InputError, match="is no record of a training"):
+    with pytest.raises(InputError, match="is not the record of a training"):
         Recorder.load(file)
     safetensors.torch.save_file({"weight": torch.zeros(2)}, file)
     with pytest.raises(InputError, match="but some other safetensors file"):
@@ -597,7 +597,7 @@ def test_files_that_are_no_record_are_refused(tmp_path: Path) -> None:
     good = filled()
     metadata = {"format": recording.FORMAT, "version": "99"}
     file.write_bytes(safetensors.torch.save(good.state_dict(), metadata))
-    with pytest.raises(InputError, match=r"written by a later spiritlevel \(format 99\); update this one"):
+    with pytest.raises(InputError, match=r"written by a later spiritlevel \(format 99\); upgrade this one"):
         Recorder.load(file)
     metadata["version"] = "1"
     for harm in (
@@ -615,7 +615,7 @@ def test_files_that_are_no_record_are_refused(tmp_path: Path) -> None:
     good.save(tmp_path / "other")
     with pytest.raises(InputError, match="holds a record of 50 samples, not of 7; name another path"):
         Recorder(7, path=tmp_path / "other")
-    with pytest.raises(InputError, match="this is no state of a recorder"):
+    with pytest.raises(InputError, match="this is not the state of a recorder"):
         good.load_state_dict({})
 
 
@@ -631,7 +631,7 @@ def test_the_page_shows_pictures_and_names(tmp_path: Path) -> None:
     assert "taken for" in text
     assert "data:image/webp" in text
     assert "samples were never" in recorder.suspects().headline or "were never classified" in text
-    with pytest.raises(InputError, match="the data are 3 samples, and the record is one of 50"):
+    with pytest.raises(InputError, match="the data hold 3 samples, but the record holds 50"):
         recorder.to_html(data=(images[:3], torch.zeros(3, dtype=torch.int64)))
 
 
@@ -682,7 +682,7 @@ def test_the_command_lists_the_suspicious_samples(tmp_path: Path, capsys: pytest
     assert main(["samples", str(tmp_path / "run"), "--by", "auc"]) == 2
     assert "unknown score 'auc'" in capsys.readouterr().err
     assert main(["samples", str(tmp_path / "run"), "--data", "fashion-mini"]) == 2
-    assert "the data are 6,000 samples, and the record is one of 1,437" in capsys.readouterr().err
+    assert "the data hold 6,000 samples, but the record holds 1,437" in capsys.readouterr().err
 
 
 def test_flipped_labels_come_first() -> None:

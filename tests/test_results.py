@@ -263,7 +263,7 @@ def test_lists_without_a_declared_type_come_back_as_tuples() -> None:
 def test_what_json_cannot_hold_is_refused() -> None:
     with pytest.raises(TypeError, match="results hold tensors, numbers, strings, dicts and lists, got complex"):
         Everything(anything=1j).to_json()
-    with pytest.raises(TypeError, match="have strings as keys, got 3"):
+    with pytest.raises(TypeError, match="must have strings as keys, got 3"):
         Everything(anything={3: 1}).to_json()
 
     @dataclass(frozen=True)
@@ -288,7 +288,7 @@ def test_unreadable_results_say_what_is_wrong() -> None:
         Result.from_dict({"type": "Estimat"})
     with pytest.raises(InputError, match=r"type 'Margins', expected one of: CriticalSharpness, Estimate, Prediction\."):
         Estimate.from_dict({"type": "Margins"})
-    with pytest.raises(InputError, match="this is not a result of spiritlevel"):
+    with pytest.raises(InputError, match="this is not a spiritlevel result"):
         Result.from_json("[1, 2]")
     with pytest.raises(InputError, match="one of: Audit, ") as refused:
         Result.from_dict({"type": "Unknown"})
@@ -416,7 +416,7 @@ def test_the_estimate_of_draws() -> None:
     assert estimate.skew == pytest.approx(stats.skew(draws, bias=False) / math.sqrt(17))
     same = Estimate.from_draws(torch.ones(3))
     assert (same.stderr, same.status, same.exact) == (0.0, "estimated", False)  # three equal draws prove nothing
-    with pytest.raises(InputError, match="at least 2 draws to have a standard error, got 1"):
+    with pytest.raises(InputError, match="a standard error needs at least 2 draws, got 1"):
         Estimate.from_draws(torch.ones(1))
 
 

@@ -230,7 +230,7 @@ def test_a_zip_bomb_is_refused_before_it_takes_memory(tmp_path: Path, monkeypatc
     assert (tmp_path / "bomb.npz").stat().st_size < 1_000_000
     monkeypatch.setattr(arrays, "available_memory", lambda: 1 << 26)
     tracemalloc.start()
-    with pytest.raises(InputError, match=r"bomb.npz unpacks to 0.1 GB, and only 0.0 GB of memory can be spared"):
+    with pytest.raises(InputError, match=r"bomb.npz unpacks to 0.1 GB, but only 0.0 GB of memory can be spared"):
         load_samples(str(tmp_path / "bomb.npz"))
     assert tracemalloc.get_traced_memory()[1] < 20_000_000
     tracemalloc.stop()

@@ -109,7 +109,7 @@ def test_a_group_is_seen_by_itself() -> None:
     found = correlate(a, b, where=torch.from_numpy(group))
     alone = correlate(a[group], b[group])
     assert found == alone
-    assert correlate(a, b, where=a > 100).reason == "r needs at least 3 points, there are 0 in this group"
+    assert correlate(a, b, where=a > 100).reason == "r needs at least 3 points, and there are 0 in this group"
 
 
 # ---------------------------------------------------------------- intervals
@@ -221,7 +221,7 @@ def test_the_result_depends_on_the_seed_alone_and_is_quick() -> None:
 @pytest.mark.parametrize(
     ("a", "b", "reason"),
     [
-        ([], [], "r needs at least 3 points, there are 0"),
+        ([], [], "r needs at least 3 points, and there are 0"),
         ([1.0], [1.0], "there is 1"),
         ([1.0, 2.0], [1.0, 2.0], "there are 2"),
         ([1.0, 1.0, 1.0], [1.0, 2.0, 3.0], "all values of a are equal"),
@@ -230,7 +230,7 @@ def test_the_result_depends_on_the_seed_alone_and_is_quick() -> None:
         (
             [1.0, math.nan, math.inf],
             [1.0, 2.0, 3.0],
-            "a is NaN or infinite for 2 of the samples, the first is number 1",
+            "a is NaN or infinite for 2 of the samples, the first being number 1",
         ),
     ],
 )
@@ -258,7 +258,7 @@ def test_orders_that_differ_are_refused() -> None:
     draws = np.random.default_rng(0).standard_normal((10, 4))
     values = torch.arange(10.0)
     margin = Margins(values, values, values, values, values > 0, values.long(), fingerprint="two")
-    with pytest.raises(InputError, match="their orders differ"):
+    with pytest.raises(InputError, match="in a different order"):
         correlate(traces(draws, fingerprint="one"), margin)
     same = correlate(traces(draws, fingerprint="two"), margin, outliers="none")
     assert same.r == pytest.approx(np.corrcoef(draws.mean(1), np.arange(10))[0, 1])

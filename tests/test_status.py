@@ -82,7 +82,7 @@ def test_the_status_follows_the_number_and_goes_to_json_and_back(estimate: Estim
 
 
 def test_an_unknown_status_is_refused() -> None:
-    with pytest.raises(InputError, match="one of the statuses exact"):
+    with pytest.raises(InputError, match="must be one of exact"):
         Estimate(1.0, status="nearly exact")
 
 
@@ -393,7 +393,7 @@ def test_a_page_says_how_far_the_spectrum_reaches_and_claims_no_sign_that_is_ope
         found = dataclasses.replace(whole, spectrum=dataclasses.replace(whole.spectrum, smallest=low))
         return page(found).split('id="r0-spectrum"', 1)[1].split("</p>", 1)[0]
 
-    open_end = "Whether the smallest of them lies below 0 cannot be told"
+    open_end = "Whether the smallest lies below 0 cannot be told"
     assert open_end in text(6.3e-7, 0.03, 0.05)
     assert "± 0.05" in text(6.3e-7, 0.03, 0.05)
     assert open_end in text(6.3e-7, 0.03, None)

@@ -69,7 +69,7 @@ def test_what_cannot_be_read_is_neither_missing_nor_damaged(tmp_path: Path, monk
     for path, sentence in (
         (tmp_path / "no.pt", "there is no file"),
         (file / "below.pt", "there is no file"),
-        (tmp_path, "is a folder, and a file is needed"),
+        (tmp_path, "is a folder, but a file is needed"),
         (Path("/dev/null"), "is a pipe or a device"),
         (Path("a\0b"), "cannot be read: embedded null byte"),
     ):

@@ -115,7 +115,7 @@ def test_a_measurement_waits_until_it_can_be_afforded() -> None:
 def test_files_are_whole_and_curves_are_drawn(tmp_path: Path) -> None:
     model = net()
     tracker = Tracker(model, points(), every=5, share=math.inf, path=tmp_path / "run" / "curves.parquet")
-    assert "nothing measured yet; it waits, measuring first after 5 steps" in str(tracker)
+    assert "nothing measured yet; it waits, as the first measurement comes after 5 steps" in str(tracker)
     with pytest.raises(InputError, match="no rows yet"):
         tracker.chart()
     train(model, 10, tracker)
@@ -228,7 +228,7 @@ def test_a_disk_that_takes_nothing_does_not_end_the_training(tmp_path: Path, mon
 
 
 def test_a_folder_as_path_is_refused_before_the_training_and_warned_of_later(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"needs the path of a file for its rows, and .* is a folder"):
+    with pytest.raises(InputError, match=r"needs the path of a file for its rows, but .* is a folder"):
         Tracker(net(), points(), path=tmp_path)
     tracker = Tracker(net(), points(), every=1, share=math.inf, path=tmp_path / "rows")
     (tmp_path / "rows").mkdir()
@@ -438,7 +438,7 @@ def test_more_wrong_arguments(tmp_path: Path) -> None:
         Tracker(net(), points(), quantities=[])
     with pytest.raises(InputError, match=r"needs a logger with add_scalar.* got dict"):
         Tracker(net(), points(), logger={})
-    with pytest.raises(InputError, match=r"needs the path of a file for its page, and .* is a folder"):
+    with pytest.raises(InputError, match=r"needs the path of a file for its page, but .* is a folder"):
         Tracker(net(), points(), page=tmp_path)
 
 

@@ -221,9 +221,9 @@ def _set(content: Any, path: str, value: Any) -> None:
             {"type": "tensor", "dtype": "float64", "shape": [0], "data": []},
             "differ in length",
         ),
-        ("fits.train.accuracy.value", 7, "an accuracy lies between 0 and 1, but here it is 7"),
-        ("pictures.indices.data", [0, 1, 2, 2**40], "it shows a picture of sample 1099511627776, and has 24 samples"),
-        ("pictures.groups.sharpest", [2**40], "the group 'sharpest' names pictures that it does not have"),
+        ("fits.train.accuracy.value", 7, "an accuracy must lie between 0 and 1, but here it is 7"),
+        ("pictures.indices.data", [0, 1, 2, 2**40], "it shows a picture of sample 1099511627776, but has 24 samples"),
+        ("pictures.groups.sharpest", [2**40], "the group 'sharpest' names pictures that are not there"),
         ("pictures.images.shape", [4, 2, 28, 14], "its pictures need 1 or 3 channels of bytes"),
         ("landscape.steps", [], "differ in length"),
         ("settings", "nonsense", "expected dict, got str"),
@@ -359,7 +359,7 @@ def test_estimators_say_what_they_would_need_before_they_ask(
     """A system that gives more than it has ends the process later, without a word."""
     monkeypatch.setattr(memory, "available_memory", lambda: 10**8)
     op = sl.Operator(mock.Mock(side_effect=AssertionError("begun")), 2_000_000)
-    sentence = r"not enough memory for a .*: it needs about [\d,.]+ GB, and 0\.1 GB are free"
+    sentence = r"not enough memory for a .*: it needs about [\d,.]+ GB, but 0\.1 GB are free"
     with pytest.raises(InputError, match=sentence):
         ask(op)
 

@@ -204,7 +204,7 @@ def _check_callable(value: Any, inner: tuple[Any, ...], name: str) -> None:
         except ValueError:  # a builtin without a signature
             return
         except TypeError as error:
-            raise InputError(f"{name} must be a function of {count} arguments, and {shown(value)} {error}.") from None
+            raise InputError(f"{name} must be a function of {count} arguments, got {shown(value)}: {error}.") from None
         return
     raise InputError(f"{name} must be a function, got {shown(value)}.")
 

@@ -52,7 +52,7 @@ _OTHER_NAMES = {
 
 
 def checked_seed(seed: object, name: str = "seed") -> int:
-    """A seed that every random generator takes, of any kind of whole number, as an `int`.
+    """A seed that every random generator accepts, as an `int`; any kind of whole number will do.
 
     >>> checked_seed(-1, "--seed")
     Traceback (most recent call last):
@@ -64,7 +64,7 @@ def checked_seed(seed: object, name: str = "seed") -> int:
 
 
 def whole_number(value: object, name: str, least: int | None = None, most: int | None = None) -> int:
-    """A whole number of any kind, NumPy's too, as an `int`; neither a truth value nor a tensor is one.
+    """A whole number of any kind, NumPy's too, as an `int`; neither a truth value nor a tensor counts as one.
 
     >>> whole_number(0, "batch_size", 1)
     Traceback (most recent call last):
@@ -99,7 +99,7 @@ def shown(value: object) -> str:
 
 
 def is_array(value: object) -> bool:
-    """Whether it is a tensor or an array, and not a NumPy number."""
+    """Whether the value is a tensor or an array, and not a NumPy number."""
     return hasattr(value, "shape") and hasattr(value, "dtype") and not isinstance(value, numbers.Number)
 
 
@@ -113,7 +113,7 @@ def counted(count: int, noun: str) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    r"""What an exception says, without the page that may follow.
+    r"""The first line of what an exception says, without the page that may follow.
 
     >>> first_line(RuntimeError("mat1 and mat2 cannot be multiplied.\nSee the trace below."))
     'mat1 and mat2 cannot be multiplied'
@@ -122,7 +122,7 @@ def first_line(error: BaseException) -> str:
     """
     try:
         text = str(error)
-        if isinstance(error, OSError) and error.strerror:  # without its number and the second file of a renaming
+        if isinstance(error, OSError) and error.strerror:  # without its number and the second file of a rename
             text = error.strerror if error.filename is None else f"{error.strerror}: {os.fspath(error.filename)}"
     except Exception:  # a user's own exception, which fails to print itself
         text = f"{type(error).__name__}, which cannot be shown"
@@ -130,7 +130,7 @@ def first_line(error: BaseException) -> str:
 
 
 def named_error(error: BaseException) -> str:
-    """What went wrong, with the kind of error, since its text alone may say nothing, and where in whose file.
+    """What went wrong and where in the user's file; the kind of error comes first, since its text may say nothing.
 
     >>> named_error(KeyError("width"))
     "KeyError: 'width'"
@@ -140,9 +140,9 @@ def named_error(error: BaseException) -> str:
 
 
 def place_of(error: BaseException) -> str:
-    """The line of the user's own file in which an error arose, in brackets; nothing if it is a library's.
+    """The line of the user's own file in which an error arose, in brackets; nothing if it arose in a library.
 
-    The last line outside of installed packages, of Python's own modules and of this library.
+    That is the last line outside installed packages, Python's own modules and this library.
     """
     found = ""
     for frame, line in traceback.walk_tb(error.__traceback__):
@@ -153,7 +153,7 @@ def place_of(error: BaseException) -> str:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that there is not enough memory, in any of the ways that Python and PyTorch have.
+    """Whether an error says that there is not enough memory, in any of the ways in which Python and PyTorch say it.
 
     >>> is_out_of_memory(MemoryError()), is_out_of_memory(RuntimeError("mat1 and mat2 cannot be multiplied"))
     (True, False)

@@ -41,7 +41,7 @@ def parse_memory(memory: int | str | None, device: torch.device | None = None) -
 def check_room(need: int, what: str, way_out: str) -> None:
     """Refuse work that needs more memory than there is, before it is asked for.
 
-    The system lets a process ask for more than there is, and kills it without a word when it uses it.
+    The system lets a process ask for more than there is, and kills it without a word once it uses that much.
 
     >>> check_room(10**15, "eigenvalues, for 40 vectors of 3,125,000,000,000 numbers", "basis= holds fewer")
     Traceback (most recent call last):
@@ -49,7 +49,7 @@ def check_room(need: int, what: str, way_out: str) -> None:
     """
     if need > _SMALL and need > (free := available_memory()):
         raise InputError(
-            f"there is not enough memory for {what}: it needs about {need / 1e9:,.1f} GB, and {free / 1e9:,.1f} GB are "
+            f"there is not enough memory for {what}: it needs about {need / 1e9:,.1f} GB, but {free / 1e9:,.1f} GB are "
             f"free; {way_out}."
         )
 

@@ -48,7 +48,7 @@ def write_together(contents: Mapping[Any, str | bytes]) -> None:
     """Write several files of one folder, by path, so that a reader finds all the old ones or all the new ones.
 
     All are written before the first takes its place, so a full disk changes nothing; of two processes that write the
-    same files one goes first. Only a kill or a crash between two renames can leave them of different ages.
+    same files, one goes first. Only a kill or a crash between two renames can leave them of different ages.
     """
     staged: dict[Path, Path] = {}
     try:
@@ -101,7 +101,7 @@ def _stage(path: Path, data: bytes) -> Path | None:
 
 @contextmanager
 def _one_at_a_time(folder: Path) -> Iterator[None]:
-    """A lock on the folder itself, for the moment of two renames; nothing where the system has none."""
+    """A lock on the folder itself while files are renamed; nothing where the system has no locks."""
     descriptor = None
     if sys.platform != "win32":
         import fcntl
@@ -135,7 +135,7 @@ def check_readable(path: str | Path) -> None:
         reason = getattr(error, "strerror", None) or error
         raise InputError(f"the file {str(path)!r} cannot be read: {reason}.") from error
     kind = "a folder" if stat.S_ISDIR(mode) else "a pipe or a device"
-    raise InputError(f"{str(path)!r} is {kind}, and a file is needed.")
+    raise InputError(f"{str(path)!r} is {kind}, but a file is needed.")
 
 
 @contextmanager
@@ -194,7 +194,7 @@ def plain(config: Any) -> Any:
         return {"class": type(config).__name__, **fields}
     if isinstance(config, Mapping):
         if not all(isinstance(key, str) for key in config):
-            raise InputError(f"the keys of a config are texts, got {sorted(map(repr, config))}.")
+            raise InputError(f"the keys of a config must be strings, got {sorted(map(repr, config))}.")
         return {key: plain(value) for key, value in config.items()}
     if isinstance(config, list | tuple):
         return [plain(value) for value in config]
@@ -202,7 +202,7 @@ def plain(config: Any) -> Any:
         return str(config)
     if config is None or isinstance(config, str | bool | int | float):
         return config
-    raise InputError(f"a config holds texts, numbers, lists and dataclasses of them, got a {type(config).__name__}.")
+    raise InputError(f"a config holds strings, numbers, lists and dataclasses of them, got a {type(config).__name__}.")
 
 
 def digest(config: Any, length: int = 16) -> str:

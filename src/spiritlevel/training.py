@@ -1,4 +1,4 @@
-"""Training as in the papers, under its public name: `import spiritlevel.training` is that of `spiritlevel.papers`."""
+"""Training as in the papers, under its public name: `import spiritlevel.training` is `spiritlevel.papers.training`."""
 
 import sys
 

@@ -33,7 +33,7 @@ def advise(rows: Sequence[ComparisonRow], phrases: Mapping[str, str], sides: Sid
     if sides.twice:
         return (
             f"No advice: the outputs of {' and '.join(sides.twice)} all lie in [0, 1] and sum to 1. They look like "
-            "probabilities, and the loss expects logits: compare again without the last softmax."
+            "probabilities, but the loss expects logits: compare again without the last softmax."
         ), reasons
     if decisive:
         return _trust(decisive, sides), reasons
@@ -45,7 +45,7 @@ def advise(rows: Sequence[ComparisonRow], phrases: Mapping[str, str], sides: Sid
 
 
 def _trust(decisive: Sequence[tuple[ComparisonRow, str]], sides: Sides) -> str:
-    """Which of the two, and why; and what speaks for the other one."""
+    """Which of the two, and why; and what speaks in favour of the other."""
     first, phrase = decisive[0]
     winner = first.verdict
     low, high = sorted((abs(first.low), abs(first.high)))
@@ -62,7 +62,7 @@ def _trust(decisive: Sequence[tuple[ComparisonRow, str]], sides: Sides) -> str:
 
 
 def _reasons(rows: Sequence[ComparisonRow], sides: Sides) -> list[str]:
-    """Which rows speak for which model, and which for none."""
+    """Which rows favour which model, and which favour none."""
     texts = []
     for side, name in zip("ab", sides.names, strict=True):
         favours = [row.name for row in rows if row.verdict == side]

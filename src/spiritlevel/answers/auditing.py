@@ -35,7 +35,7 @@ DEFAULT_TRANSFORMS = (*SYMMETRIES, "scale_last_layer")
 _BETA = 8.0  # powers of 2 change no digit of a weight
 _ALPHA = 2.0
 _TOLERANCE = {torch.float64: 1e-6}  # relative difference that still counts as equal; 1e-3 in single precision
-_DECLARED = 5  # errors by which two estimates of a value that stays in theory may differ
+_DECLARED = 5  # standard errors by which two estimates of a value that in theory stays the same may differ
 _SINGLE, _BOUND = 1e-3, 0.02  # lower bounds that an optimiser found are compared to 2 %
 
 Progress = Callable[[str, int, int], None]
@@ -67,8 +67,8 @@ def audit(
         model: any module; it is left as it was.
         data: a pair of tensors, a data set, a loader, or batches.
         measures: names from `measures.MEASURES`, "all", or "default", which is what None means.
-        transforms: names from `measures.TRANSFORMS`, "all", the default set, or transforms of your own: a dict of name
-            → `Transformed`. Transforms that the network does not allow are listed in `skipped` with the reason.
+        transforms: names from `measures.TRANSFORMS`, "all", the default set, or transforms of your own: a dict from
+            names to `Transformed`. Transforms that the network does not allow are listed in `skipped` with the reason.
         search: whether to look for what moves each measure furthest: scalings of layers, and for every continuous
             symmetry the end of a climb along a slope.
         progress: called with (what comes next, done, total) before every measurement and before the search.
@@ -84,22 +84,22 @@ def audit(
 
     The predicted ratio is 1 for a declared invariance; for spectra, traces and norms it comes from H(Tθ) = T⁻¹H(θ)T⁻¹
     and the transform's own factors. The search scales every group of layers by up to 32 either way, guided by the
-    prediction, and measures the network it ends at: the factor it reports was reached, and so is a lower bound of what
-    is possible. The other transforms are drawn with condition 10, or as long as what they are added to. In the search
-    they may have condition 100, and shifts ten times that length: there it draws once more, and climbs from the network
-    in three steps along the exact slope of what the measure names as its stand-in (`Measure.guide`): the length of the
+    prediction, and measures the network it ends at: the factor it reports was reached, and so is a lower bound on what
+    is possible. The other transforms are drawn with condition 10, or as long as what they are added to. The search
+    allows condition 100, and shifts of ten times that length: it draws once more, and climbs from the network in three
+    steps along the exact slope of what the measure names as its stand-in (`Measure.guide`): the length of the
     parameters, or vᵀGv for one sign vector v, G the Gauss-Newton matrix, with every parameter in its own unit. Each end
     is certified and measured like any other network.
 
     Values count as equal up to 1e-6 in double precision, 1e-3 in single, 2 % where an optimiser found them. Two
-    estimates count as different if they are 3 errors of their difference apart; 5 if in theory the value stays. Both
-    are taken along the same random vectors, and where there are as many parameters as before, the error is that of the
-    paired differences. A larger reach would move it further, so the size of what moves at all does not tell two
-    networks apart.
+    estimates count as different if they are 3 standard errors of their difference apart, or 5 if in theory the value
+    stays the same. Both are taken along the same random vectors, and where there are as many parameters as before, the
+    error is that of the paired differences. A larger reach would move a measure further, so the size of one that moves
+    at all does not tell two networks apart.
     A trace that must be estimated takes 10 products here, by "hutch++" of `operator_trace`, where `measure` takes 64
     probes: a few large eigenvalues, which make up most of its error, are taken out.
     Cost: the measures, once for the model and once per transform. The search adds, for each continuous symmetry, up to
-    nine products with G and the measures that take at most 60 forward passes, once; those of at most 25 twice.
+    nine products with G and, once, the measures that take at most 60 forward passes; those of at most 25, twice.
     References: paper B, section E; mathematics 7.1, 7.10.
 
     >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2)).double()
@@ -296,11 +296,11 @@ def _verdict(
     declared: bool = False,
     paired: float = math.nan,
 ) -> tuple[str, str]:
-    """What the two values say, and why if they say nothing; `keeps_sign` where theory forbids a change of sign.
+    """What the two values say, or why they say nothing; `keeps_sign` where theory forbids a change of sign.
 
     `declared` says that in theory the value stays: then two estimates that agree within their errors are the same, and
     they may differ a little more, since no small change is suspected. `paired` is the error of the difference
-    where both are along the same random vectors.
+    where both are taken along the same random vectors.
 
     >>> _verdict(Estimate(1.0), Estimate(2.0), 1e-6), _verdict(Estimate(1.0, 1.0), Estimate(2.0, 1.0), 1e-6)[0]
     (('changes', ''), 'unstable')
@@ -391,7 +391,7 @@ def _shift_logits(here: Setting) -> Transformed:
     before, after = here.losses, moved_to(here, found).losses
     if not torch.allclose(before, after, rtol=_SINGLE, atol=_SINGLE * float(before.abs().max())):
         raise InputError(
-            f"shift_logits: keeps the probabilities, and the loss {here.problem.loss.name!r} sees the logits."
+            f"shift_logits: keeps the probabilities, but the loss {here.problem.loss.name!r} sees the logits."
         )
     return found
 

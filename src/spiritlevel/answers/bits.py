@@ -1,4 +1,4 @@
-"""`choose_bits`: how many bits each layer gets, so that all together keep to a size and the loss rises least."""
+"""`choose_bits`: how many bits each layer gets, so that together they keep to a size and the loss rises least."""
 
 from __future__ import annotations
 
@@ -40,30 +40,30 @@ def choose_bits(
     seed: int = 0,
     **reading: Unpack[Reading],
 ) -> BitPlan:
-    """How many bits each matrix and kernel gets, with at most `bits` a weight on average, so that the loss rises least.
+    """How many bits each matrix and kernel gets, at most `bits` per weight on average, so that the loss rises least.
 
     Each layer is rounded alone to each number of bits, and `by` says what that is taken to cost: "measured", the rise
-    of the loss that it brings; "second_order", g·δ + ½ δᵀHδ of that rounding; or one of the plainer orders,
-    "curvature", "trace_times_square" (HAWQ's) and "square". No cost is below 0 or below that of more bits. The bits are
-    those of the least cost in all that keep to the size, by an integer program. What layers do to each other is left
-    out of it, so the plan is made and compared with the same number of bits for all. Far from the model, at 2 bits,
+    of the loss that it causes; "second_order", g·δ + ½ δᵀHδ of that rounding; or one of the plainer orders,
+    "curvature", "trace_times_square" (HAWQ's) and "square". No cost is below 0 or below that of more bits. An integer
+    program finds the bits of least total cost that keep to the size. It leaves out what layers do to each other, so the
+    plan is carried out and compared with the same number of bits for all. Far from the model, at 2 bits,
     the second order may predict a fortieth of what happens, and plans by it may be worse than uniform bits.
 
     Args:
         model: any module; it is left as it was.
         data: the samples that costs are computed on.
-        bits: a weight, on average over all matrices and kernels; others are not rounded.
+        bits: per weight, on average over all matrices and kernels; other parameters are not rounded.
         choices: numbers of bits that a layer may get, 2 to 16.
         by: what a rounding is taken to cost.
-        channel: whether every output channel has a scale of its own, as "int4:channel" has.
+        channel: whether every output channel has a scale of its own, as with "int4:channel".
         loss: a name, a `torch.nn` loss or a callable.
         test: other samples on which the plan is compared with uniform bits; `data` unless given.
         samples: compute costs on a random subset of this many.
         seed: of that subset and of probes.
         reading: how batches and outputs are read; see `Reading`.
 
-    Cost: for each of the choices one forward pass a layer; by anything else than "measured" one product with H a layer,
-    and its trace where `by` needs it. Reference: Dong et al. 2019, arXiv:1905.03696.
+    Cost: for each of the choices one forward pass per layer; by anything other than "measured" one product with H per
+    layer, and its trace where `by` needs it. Reference: Dong et al. 2019, arXiv:1905.03696.
 
     >>> torch.manual_seed(0), (x := torch.randn(60, 8)), (y := (x[:, 0] > 0).long())
     (...)
@@ -78,7 +78,7 @@ def choose_bits(
     if not widths:
         raise InputError("choices= is empty; name the numbers of bits that a layer may get, such as (2, 4, 8).")
     if bits < widths[0]:
-        raise InputError(f"{bits:g} bits per weight are fewer than the {widths[0]} that a layer gets at least.")
+        raise InputError(f"{bits:g} bits per weight are fewer than {widths[0]}, the least that a layer gets.")
     names = [name for name, parameter in model.named_parameters() if parameter.is_floating_point()]
     setting = Setting(model, data, loss=loss, params=names, seed=seed, **reading)
     setting.check()
@@ -150,7 +150,7 @@ def at_least_of_more_bits(costs: Mapping[int, float]) -> dict[int, float]:
 def cheapest(
     costs: Mapping[str, Mapping[int, float]], sizes: Mapping[str, int], widths: list[int], bits: float
 ) -> dict[str, int]:
-    """Bits for each layer of the least cost in all that keep to the size: a knapsack, solved as an integer program.
+    """Bits for each layer, of the least total cost that keeps to the size: a knapsack, solved as an integer program.
 
     The layer that saves most for its size is not always the one to serve first: small ones would use up what a large
     one needs.

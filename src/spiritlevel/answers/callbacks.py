@@ -1,6 +1,6 @@
 """A tracker and a recorder in the trainers that people use: Hugging Face's `Trainer` and Lightning.
 
-A loop of one's own needs neither: it calls `Tracker.step()` and `Recorder.record(...)`.
+A loop of your own needs neither: it calls `Tracker.step()` and `Recorder.record(...)`.
 """
 
 from __future__ import annotations
@@ -85,13 +85,13 @@ class _Watch:
                 recorder.save()
             except OSError as error:  # a full disk is no reason to end a training that can go on
                 text = f"the record could not be written at step {recorder.steps:,}: {first_line(error)}"
-                warnings.warn(f"{text}; the training goes on, and it is tried again.", RuntimeWarning, stacklevel=2)
+                warnings.warn(f"{text}; the training goes on, and writing is retried.", RuntimeWarning, stacklevel=2)
                 return
             self._kept = recorder.steps
 
 
 class _Callback:
-    """What both callbacks show."""
+    """What both callbacks expose."""
 
     watch: _Watch
 

@@ -1,7 +1,7 @@
 """Changes of the weights that practitioners make: rounding, pruning, noise, casts, another checkpoint, a LoRA merge.
 
-A change is a string, `int4:channel` or `prune:0.5`, or is another model, a dict of tensors, or a function from
-tensor to tensor. Here it becomes values of parameters; nothing is known of losses or samples.
+A change is a string such as `int4:channel` or `prune:0.5`, another model, a dict of tensors, or a function from tensor
+to tensor. Here it becomes values of parameters; nothing is known about losses or samples.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _BITS = range(2, 17)
 class Moved:
     """Where a change puts the parameters.
 
-    `after` has the new values of those that it touches. Of a random change these are one draw, and `spread` holds the
-    standard deviation of every weight, around values that do not move on average; None for others.
+    `after` has the new values of those that it touches. For a random change these are one draw, and `spread` holds the
+    standard deviation of every weight, around values that do not move on average; otherwise it is None.
     """
 
     after: Params
@@ -43,7 +43,7 @@ class Moved:
 class Change:
     """A change of the weights by its name.
 
-    `weights_only`: whether it is about matrices and kernels and leaves biases, gains and other vectors as they are.
+    `weights_only`: whether it applies to matrices and kernels and leaves biases, gains and other vectors as they are.
     `move` takes the parameters to change and a generator. `other` is the state of another model instead.
     """
 
@@ -55,13 +55,13 @@ class Change:
     other: Mapping[str, Tensor] | None = field(default=None, repr=False)
 
     def chosen(self, params: Params, named: bool) -> Params:
-        """The parameters that it moves among these; all, if somebody has named them."""
+        """Those of these parameters that the change moves; all, if somebody has named them."""
         if not self.weights_only or named:
             return params
         found = {name: tensor for name, tensor in params.items() if tensor.ndim >= 2}
         if not found:
             raise InputError(
-                f"the change {self.name} is about matrices and kernels, and the model has none; name the parameters "
+                f"the change {self.name} applies to matrices and kernels, but the model has none; name the parameters "
                 "to change with params=."
             )
         return found
@@ -77,7 +77,7 @@ def as_change(change: Any) -> Change:
     'weights rounded to 4 bits, symmetric, a scale for every output channel'
     >>> as_change("int3:wide")
     Traceback (most recent call last):
-    spiritlevel.errors.InputError: the change 'int3:wide' has the option 'wide', and int takes tensor, channel, ...
+    spiritlevel.errors.InputError: the change 'int3:wide' has the option 'wide', but int takes tensor, channel, ...
     """
     if isinstance(change, Change):
         return change
@@ -90,7 +90,7 @@ def as_change(change: Any) -> Change:
     if isinstance(change, Mapping):
         if not change or not all(isinstance(tensor, Tensor) for tensor in change.values()):
             raise InputError(
-                "a change that is a dict needs a tensor for every name of a parameter, as state_dict() has."
+                "a change that is a dict needs a tensor under the name of each parameter, as state_dict() has."
             )
         return Change("other weights", "the way to other weights", other=dict(change))
     if callable(change):
@@ -98,12 +98,12 @@ def as_change(change: Any) -> Change:
         name = "function" if name == "<lambda>" else name
         return Change(name, f"every parameter through {name}", lambda params, _: Moved(_through(change, name, params)))
     raise InputError(
-        f"a change is a string such as {GRAMMAR}, a model, a dict of tensors or a function, got {shown(change)}."
+        f"a change must be a string such as {GRAMMAR}, a model, a dict of tensors or a function, got {shown(change)}."
     )
 
 
 def several(changes: str | Iterable[Any]) -> list[Change]:
-    """The changes of a list, or of a text in which commas part them; each once."""
+    """The changes of a list, or of a string in which commas separate them; each once."""
     parts = [part.strip() for part in changes.split(",")] if isinstance(changes, str) else list(changes)
     found = {each.name: each for each in map(as_change, filter(None, parts))}
     if not found:
@@ -155,10 +155,10 @@ def _rounding(text: str, bits: int, options: list[str]) -> Change:
 
 
 def _flags(text: str, kind: str, options: list[str], known: tuple[str, ...]) -> set[str]:
-    """Options that come in pairs, of which the first is what happens anyway."""
+    """Options that come in pairs, the first of each pair being the default."""
     for option in options:
         if option not in known:
-            raise InputError(f"the change {text!r} has the option {option!r}, and {kind} takes {', '.join(known)}.")
+            raise InputError(f"the change {text!r} has the option {option!r}, but {kind} takes {', '.join(known)}.")
     found = set(options)
     for pair in zip(known[::2], known[1::2], strict=True):
         if found.issuperset(pair):
@@ -196,9 +196,9 @@ def _grid(weight: Tensor, bits: int, channel: bool, asymmetric: bool) -> tuple[T
 
 
 def rounded(weight: Tensor, bits: int, channel: bool = False, asymmetric: bool = False) -> Tensor:
-    """A weight on the grid of so many bits, as numbers of its own type; 0 stays 0.
+    """A weight on the grid of that many bits, as numbers of its own type; 0 stays 0.
 
-    Symmetric: w' = s·round(w/s), s = max|w|/(2^(b−1)−1). Asymmetric: s = (max − min)/(2^b−1) of a range that holds 0,
+    Symmetric: w' = s·round(w/s), s = max|w|/(2^(b−1)−1). Asymmetric: s = (max − min)/(2^b−1) for a range that holds 0,
     and w' = s·(clamp(round(w/s) + z, 0, 2^b−1) − z) with the zero point z = round(−min/s). The maximum is that of the
     tensor, or of every output channel, the first dimension.
 
@@ -213,7 +213,7 @@ def rounded(weight: Tensor, bits: int, channel: bool = False, asymmetric: bool =
 
 
 def _randomly_rounded(params: Params, bits: int, channel: bool, asymmetric: bool, generator: torch.Generator) -> Moved:
-    """Up or down at random with the chances that leave every weight where it is on average: variance s²f(1−f)."""
+    """Up or down at random, with probabilities that on average leave every weight where it is: variance s²f(1−f)."""
     after, spread = {}, {}
     for name, tensor in params.items():
         step, *_ = _grid(tensor, bits, channel, asymmetric) if tensor.numel() else (torch.ones(()),)
@@ -236,7 +236,7 @@ def _noisy(params: Params, size: float, absolute: bool, generator: torch.Generat
 
 
 def root_mean_square(tensor: Tensor) -> float:
-    """√(mean of squares), 0 of nothing."""
+    """√(mean of squares), 0 for an empty tensor."""
     return float(tensor.double().square().mean().sqrt()) if tensor.numel() else 0.0
 
 
@@ -296,7 +296,7 @@ def merged(model: nn.Module) -> tuple[nn.Module, Change]:
     if not found:
         raise InputError(
             "the change lora needs a model with LoRA layers (modules with base_layer, lora_A, lora_B and scaling, as "
-            "peft makes them), and this one has none; pass the merged model as the change instead."
+            "peft makes them), but this one has none; pass the merged model as the change instead."
         )
     after: Params = {}
     for name, module in found:

@@ -48,11 +48,11 @@ def rank(
 
     The loss of each is compared with the lowest one, sample by sample: `Checkpoint.behind` has the paired 95 %
     interval. Unless named, the measures are those of the default set that no parametrisation of the same function can
-    move, since checkpoints of one run differ in that, too. Exact and estimated as the measures are; the changes as in
-    `perturb`.
+    move, since checkpoints of one run differ in that, too. Numbers are exact or estimated as the measures are, and the
+    changes as in `perturb`.
 
     Args:
-        models: a dict of models by name, or pairs of a name and a model, which are taken one after the other and need
+        models: a dict of models by name, or pairs of a name and a model, which are taken one after another and need
             not be in memory together.
         data: a pair of tensors, a data set, a loader or batches; the same for all.
         loss: a name, a `torch.nn` loss or a callable.
@@ -60,7 +60,7 @@ def rank(
         under: changes of the weights as `perturb` takes them, several in a list or separated by commas in a string; ()
             for none.
         samples: measure on a random subset of this many.
-        apply: whether to make the changes, too, and not only predict what they do.
+        apply: whether to make the changes as well as predict what they do.
         progress: called with (what, done, total) before every step.
         batch_norm: "eval" or "batch".
         batch_size: samples to take at once; chosen automatically unless given.

@@ -65,15 +65,16 @@ def compare(
 
     What every sample has (whether it is classified correctly, its loss, margin, distance to the boundary, trace) is
     compared sample by sample: the interval of a mean is Student's t of the paired differences, corrected for their
-    skewness; that of a quantile a percentile bootstrap of the pairs (999 resamples). A number for the whole data set,
-    such as the largest eigenvalue, is compared by the influence that every sample has on it. All intervals are about
-    other samples of the same kind, so pass data that neither model was trained on, and at least 30 of them. What has no
-    influence function has the error of its probes only, or none; without an interval there is no verdict. Values that
-    differ by no more than rounding (1e-5 of their size in single precision, 1e-10 in double) are equal.
+    skewness; that of a quantile is a percentile bootstrap of the pairs (999 resamples). A number for the whole data
+    set, such as the largest eigenvalue, is compared by the influence that every sample has on it. All intervals are
+    statements about other samples of the same kind, so pass data that neither model was trained on, and at least 30 of
+    them. What has no influence function has the error of its probes only, or none; without an interval there is no
+    verdict. Values that differ by no more than rounding (1e-5 of their size in single precision, 1e-10 in double) are
+    equal.
 
     Rows that no parametrisation of the same function can move come first. For the others both models are audited, and
-    what the audit moves at the same outputs is *not comparable*, however large the difference; the factor that it
-    reached is not a limit, since a larger scaling moves the measure further. Nor is what could not be tested.
+    what the audit moves at the same outputs is *not comparable*, however large the difference (the factor that it
+    reached is not a limit, since a larger scaling moves the measure further); nor is what could not be tested.
     The advice rests on the first of accuracy, distance to the boundary and loss whose difference is sure: it looks at
     up to three numbers, so each of their intervals must exclude 0 at a third of the chance of error (98.3 % for 95 %);
     `ComparisonRow.sure` says whether it does. Equal models are then told apart in at most 5 % of all cases. There is
@@ -81,7 +82,7 @@ def compare(
 
     Args:
         model_a: any module.
-        model_b: another one, of the same or another architecture, for the same data and loss.
+        model_b: another module, of the same or another architecture, for the same data and loss.
         data: a pair of tensors, a data set, a loader, or batches.
         names: what to call the two models.
         loss: a name, a `torch.nn` loss or a callable.
@@ -90,8 +91,8 @@ def compare(
         audit: whether to audit; without it, what a parametrisation can move is not comparable at all.
         under: changes of the weights as `perturb` takes them, several in a list or separated by commas in a string:
             "int4,prune:0.5". Both models are changed, and rows say which is better afterwards; `Comparison.under` says
-            it in words. They are about these weights: another parametrisation of the same function may round
-            differently.
+            it in words. These rows hold for these weights: another parametrisation of the same function may
+            round differently.
         level: confidence level of the intervals.
         progress: called with (what, done, total) before every step.
         params: names, prefixes or globs of the parameters to measure, in both models; by default all that require
@@ -158,7 +159,7 @@ _SHARES = Plain(
     "mean share of a sample's decisions (at its positions or for its labels) that are right",
     "wider",
     _KEEP_CLASSES,
-    "a share of {difference} more of a sample's decisions is right",
+    "the mean share of a sample's decisions that it gets right is higher by {difference}",
 )
 
 
@@ -258,7 +259,7 @@ class _Pair:
         return (self.names[0], self.a), (self.names[1], self.b)
 
     def _same_outputs(self) -> str:
-        """What both models have in common for every sample, up to rounding: "outputs", "probabilities" or nothing.
+        """What both models share for every sample, up to rounding: "outputs", "probabilities" or nothing.
 
         Probabilities count only where the loss of every sample is also the same: a squared error sees the logits.
         """

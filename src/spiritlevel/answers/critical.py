@@ -56,7 +56,7 @@ def critical_sharpness(
 
     Args:
         closure: returns the loss of the batch, in one forward pass, without `zero_grad` or `backward`.
-        optimizer: any but those that call the closure themselves (L-BFGS). Its hooks are not run.
+        optimizer: any except those that call the closure themselves (L-BFGS). Its hooks are not run.
         start: η_c of the last call, or its result: the search stays within a factor of 2.6. Without it the search
             begins at the optimiser's own step and reaches a factor of 4,000 either way.
 
@@ -127,7 +127,7 @@ def _found(below: float | None, above: float | None, line: _Line) -> CriticalSha
     if below is not None:
         reason = f"the loss is still lower at {below:.3g} times the optimiser's step; call again without start="
         return CriticalSharpness(high, status="not converged", reason=reason, **cost)
-    reason = f"the loss is not lower at {above:.3g} times the optimiser's step, where it may be no more than rounding"
+    reason = f"the loss is not lower at {above:.3g} times the optimiser's step, where that may be mere rounding"
     return CriticalSharpness(low, status="not converged", reason=reason, **cost)
 
 
@@ -361,7 +361,7 @@ def stability(
     seed: int = 0,
     **reading: Unpack[Reading],
 ) -> Stability:
-    """Which side of its limit of stability a training run is on: the largest eigenvalue against what the steps allow.
+    """On which side of its limit of stability a training run is: the largest eigenvalue against what the steps allow.
 
     On a quadratic, steps settle while the largest eigenvalue of the Hessian H is below 2/η for gradient descent,
     2(1+β)/η with momentum β, 2(1+β)/(η(1+2β)) with Nesterov's; for RMSprop and Adam it is that of D^(-1/2) H D^(-1/2),

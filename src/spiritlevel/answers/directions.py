@@ -20,7 +20,7 @@ from spiritlevel.estimators import Operator, eigenvalues
 from spiritlevel.operators.matrices import hessian_in
 
 _NAMED = ("eigenvectors", "random")
-_ROOM = 0.15  # of the extent of a trajectory, left free on every side of it
+_ROOM = 0.15  # of the extent of a trajectory, left free on each side
 
 
 @dataclass(frozen=True)
@@ -74,10 +74,10 @@ def wanted(
         kind = "trajectory"
         others = _models(trajectory, kind, "the checkpoints of a training run, models or state dicts")
     elif len(others) > 2:
-        raise InputError(f"a landscape has one or two directions, got {len(others)} models.")
+        raise InputError(f"a landscape takes one or two directions, got {len(others)} models.")
     dimensions = len(others) if kind == "models" else dimensions or (2 if kind == "trajectory" else 1)
     if not isinstance(dimensions, int) or dimensions not in (1, 2):
-        raise InputError(f"a landscape has dimensions=1 or 2, got {dimensions!r}.")
+        raise InputError(f"a landscape takes dimensions=1 or 2, got {dimensions!r}.")
     free = kind in ("models", "trajectory")
     if points is not None and (not isinstance(points, int) or points < 3 or (not free and points % 2 == 0)):
         article, why = ("a", "") if free else ("an odd", ", so that the model is one of them")
@@ -88,7 +88,7 @@ def wanted(
 
 
 def _models(given: Any, name: str, expected: str) -> list[nn.Module | Mapping[str, Tensor]]:
-    """A list of models or state dicts, empty where directions have a name."""
+    """A list of models or state dicts, empty where directions are given by name."""
     if isinstance(given, str):
         if given not in _NAMED or name != "directions":
             raise unknown_name("kind of directions", given, _NAMED)
@@ -168,7 +168,7 @@ def _tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
 def _along(context: Context, asked: Wanted) -> Directions:
     """The plane, or line, through the model that comes nearest to the checkpoints.
 
-    Rows of M are the checkpoints minus the model. Its right singular vectors of the largest singular values span the
+    Rows of M are the checkpoints minus the model. Its right singular vectors for the largest singular values span the
     subspace through the model with the least sum of squared distances to the checkpoints; they are Mᵀu/√λ for
     eigenpairs (λ, u) of the small matrix MMᵀ. Buffers follow with the same combination, but do not count.
     """
@@ -180,8 +180,8 @@ def _along(context: Context, asked: Wanted) -> Directions:
     values, vectors = values.flip(0).clamp(min=0), vectors.flip(1)
     if not len(values) >= count or not float(values[count - 1]) > 1e-12 * float(values[0]):
         raise InputError(
-            f"a trajectory of {count} directions needs checkpoints that differ from it in as many directions, got "
-            f"{len(rows)}: give more of them, or dimensions=1."
+            f"a trajectory of {count} directions needs checkpoints that differ from the model in as many directions, "
+            f"got {len(rows)}: give more of them, or dimensions=1."
         )
     weights = vectors[:, :count] / values[:count].sqrt()
     weights = weights * (weights.T @ gram)[:, 0].sign().masked_fill_((weights.T @ gram)[:, 0] == 0, 1.0)

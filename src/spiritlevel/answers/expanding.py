@@ -1,4 +1,4 @@
-"""The loss along a change of the weights: its expansion for every sample, the way itself, and what chance makes of it.
+"""The loss along a change of the weights: its expansion for every sample, the way itself, and the role of chance.
 
 With δ the change, a sample's loss is ℓ(θ+tδ) = ℓ + t·g·δ + t²·½δᵀHδ + …; both terms follow from the derivatives of
 the sample's outputs along δ (mathematics 12.1). Nothing here knows what kind of change it is.
@@ -109,7 +109,7 @@ def reach(steps: Sequence[float], rests: Sequence[float]) -> tuple[float, float]
     """How far below and above the two terms the end of a change may lie, from what they leave out on the first half.
 
     `rests` are what is left out, r(t), at `steps` up to ½. Where r keeps its sign and grows at least as t², the last
-    two points tell its power p, which is taken between 3 and 4; the end is then expected 2^p·r(½) off, and the interval
+    two points give its power p, which is kept between 3 and 4; the end is then expected 2^p·r(½) off, and the interval
     reaches to half as much again, and to half of that on the other side. Else nothing is expected: the end may be
     2⁴ times the largest of all r(t)·(½/t)² off, on either side (mathematics 12.1).
 
@@ -139,7 +139,7 @@ class Choices(NamedTuple):
     right: Tensor
 
     def gap(self, logits: Tensor) -> Tensor:
-        """By how much the class of each choice lies above the best other one, in these outputs."""
+        """How far the class of each choice lies above the best of the others, in these outputs."""
         own = logits.gather(1, self.top[:, None])[:, 0]
         others = logits.scatter(1, self.top[:, None], -math.inf)
         return own - others.max(1).values
@@ -328,7 +328,7 @@ class Spread(NamedTuple):
 
 
 def spread(way: Way, deviation: Params, draws: Sequence[Params], means: Tensor | None) -> Spread:
-    """The distribution of L(θ+δ) − L over draws of δ to second order, and what half of some draws says of the rest.
+    """The distribution of L(θ+δ) − L over draws of δ to second order, and what half of some draws says about the rest.
 
     X = a·z + ½zᵀAz with a = Σ^½g and A = Σ^½HΣ^½ has the mean ½Tr A, the variance a·a + ½Tr A² and the third cumulant
     3aᵀAa + Tr A³; its limits are those of a Pearson curve of type III with these (mathematics 12.2). `means` are the
@@ -416,8 +416,8 @@ def exact_means(deviation: Params, traces: SampleTraces | None) -> Tensor | None
 def flips_of_one_draw(totals: Tensor) -> tuple[float, float]:
     """How far below and above their mean the flips of one more draw may lie, from those of a few.
 
-    The wider of Student's t for draws that vary together, and of the law for independent flips, which holds also where
-    hardly any were seen.
+    The wider of two laws: Student's t for draws that vary together, and that of independent flips, which also holds
+    where hardly any were seen.
     """
     draws, mean = len(totals), float(totals.mean())
     half = float(totals.std()) * math.sqrt(1 + 1 / draws) * float(stats.t.ppf(0.975, draws - 1))

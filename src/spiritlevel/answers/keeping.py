@@ -50,7 +50,7 @@ class Keeper:
     def __init__(self, folder: str | Path, key: str, between: float = _BETWEEN) -> None:
         self.folder, self.key, self.between = Path(folder), key, between
         if self.folder.exists() and not self.folder.is_dir():
-            raise InputError(f"keep= needs a folder, and {str(self.folder)!r} is a file.")
+            raise InputError(f"keep= needs a folder, but {str(self.folder)!r} is a file.")
         self._last = time.monotonic()
 
     def read(self, name: str) -> tuple[dict[str, Tensor], str] | None:
@@ -102,10 +102,10 @@ class Keeper:
 
 
 def remembered(op: Operator, keeper: Keeper | None, progress: Progress | None) -> Operator:
-    """The same operator, which tells of each product and keeps those that take long.
+    """The same operator, which reports each product and keeps those that take long.
 
-    Lanczos asks for the same products in the same order every time, so after a kill it runs through those that were
-    made at the speed of the disk.
+    Lanczos asks for the same products in the same order every time, so after a kill it runs at the speed of the disk
+    through those that were made.
     """
     if (keeper is None and progress is None) or op.entries is not None or type(op) is not Operator:
         return op

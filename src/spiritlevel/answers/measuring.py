@@ -103,12 +103,12 @@ def measure(
         measures: names from `measures.MEASURES`, "all", or the default set.
         parts: which of "audit", "spectrum", "landscape", "pictures" to add; by default all.
         samples: measure a random subset of this many; intervals are then for the value on all of the data, and where
-            none is known `subset_error` of a row says why. Costs a few Hessian products for the default measures;
+            none is known, `subset_error` of a row says why. This costs a few Hessian products for the default measures;
             `sampling` in `measures.MEASURES` says what each takes.
         params: names, prefixes or globs of the parameters to measure; by default all that require grad.
         batch_norm: "eval" or "batch".
         batch_size: samples to take at once; chosen automatically unless given.
-        memory: bytes, or a string such as "2GB", for all of it; by default half of what is available.
+        memory: bytes, or a string such as "2GB", for the whole measurement; by default half of what is available.
         time_limit: seconds. What is expected to fit is measured, cheap things first; `left_out` names the rest. What
             has begun is finished.
         name: what the report calls the model; by default its class.
@@ -122,8 +122,8 @@ def measure(
             sample is; see `Reading`.
 
     Cost: the measures (about 150 forward passes by default), audit, 200 Hessian products and 289 forward passes on
-    the 500 samples. An interrupt (Ctrl-C) ends the measurement; the report then holds what was done by then and says
-    so.
+    the 500 samples. An interrupt (Ctrl-C) ends the measurement; the report then holds what had been measured by then
+    and says so.
 
     >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2))
     >>> report = measure(net, (torch.randn(20, 2), torch.tensor([0, 1] * 10)), measures=["trace"], parts=["audit"])
@@ -253,7 +253,7 @@ class _Run:
             yield _Step("landscape", share * (_GRID**2 + 4 * 45), self._landscape, vectors=46)
 
     def everything(self) -> None:
-        """Take the steps one after the other, within the time limit and until an interrupt."""
+        """Take the steps one after another, within the time limit and until an interrupt."""
         steps = list(self.steps())
         for number, step in enumerate(steps):
             try:
@@ -283,16 +283,16 @@ class _Run:
         return "" if left >= cost else f"no time for it within the limit of {self.limit:g} s"
 
     def _too_large(self, step: _Step) -> str:
-        """Why a step does not fit into the memory, or nothing.
+        """Why a step does not fit into memory, or nothing.
 
-        Asked before it begins: the system lets a process ask for more than there is, and kills it when it uses it.
+        Asked before it begins: the system lets a process ask for more than there is, and kills it once it uses that.
         """
         size = self.here.problem.size
         need, free = step.vectors * size * self.here.problem.dtype.itemsize, available_memory(self.here.problem.device)
         if need <= free:
             return ""
         return (
-            f"it needs about {need / 1e9:,.1f} GB of memory, for {step.vectors} vectors of {size:,} numbers, and "
+            f"it needs about {need / 1e9:,.1f} GB of memory, for {step.vectors} vectors of {size:,} numbers, but "
             f"{free / 1e9:,.1f} GB is free; params= measures some of the layers"
         )
 
@@ -364,7 +364,7 @@ class _Run:
         return each.subset_error(self.here, found.value, self.population)
 
     def _correlations(self) -> None:
-        """How the curvature correlates with the margin, and with what that of a linear classifier would be."""
+        """How the curvature correlates with the margin, and with what a linear classifier's curvature would be."""
         traces, found = self._traces(), self.found.get("margins")
         if traces is None or found is None:
             raise InputError("correlations need the traces and the margins of the samples.")
@@ -411,7 +411,7 @@ class _Run:
             self.progress(f"audit: {what}", done, total)
 
         if self.here.problem.sharded:
-            raise InputError("an audit transforms the whole model, and it is sharded over processes.")
+            raise InputError("an audit transforms the whole model, which is sharded over processes.")
         self.found["audit"] = audit_in(self.few, self.chosen, progress=forward)
 
     def _spectrum(self) -> None:
@@ -419,7 +419,7 @@ class _Run:
 
     def _landscape(self) -> None:
         if self.here.problem.sharded:
-            raise InputError("a landscape moves the whole model, and it is sharded over processes.")
+            raise InputError("a landscape moves the whole model, which is sharded over processes.")
         self.found["landscape"] = landscape_in(self.few, wanted("eigenvectors", None, 2, _GRID, None))
 
     # ------------------------------------------------------------ the report
@@ -476,7 +476,7 @@ class _Run:
 
 
 def _vectors(each: Measure) -> int:
-    """How many vectors of the size of the parameters a measure holds at once: eigenvalues keep a basis."""
+    """How many vectors as long as the parameters a measure holds at once: eigenvalues keep a basis."""
     return 42 if each.cost == "matvecs" else 0
 
 

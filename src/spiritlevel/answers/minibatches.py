@@ -54,7 +54,7 @@ def batch_eigenvalues(
         k: eigenvalues per batch.
         count: mini-batches, fewer if the data do not hold that many.
         tol: relative residual.
-        loss: as in `hessian`, and so are `params`, `weight_decay` and `memory`.
+        loss: as in `hessian`, like `params`, `weight_decay` and `memory`.
         params: the parameters to measure.
         weight_decay: γ of a penalty ½γ‖θ‖²; adds γ to every eigenvalue.
         batch_norm: "eval", or "batch" for the statistics of each mini-batch.
@@ -80,7 +80,7 @@ def batch_eigenvalues(
         raise InputError(f"k={k} eigenvalues need as many parameters, got {whole.problem.size}.")
     notes = tuple(whole.notes)
     if whole.count < batch_size:
-        notes += (f"the data hold {whole.count:,} samples, fewer than a batch of {batch_size:,}: all are one batch",)
+        notes += (f"the data hold {whole.count:,} samples, fewer than a batch of {batch_size:,}: they are one batch",)
         batch_size = whole.count
     order = np.random.default_rng((seed, 2)).permutation(whole.count)
     count = min(count, whole.count // batch_size)

@@ -1,4 +1,4 @@
-"""Logits that wait, copied, until many of them are looked at together: what the loop of a training pays is the copy."""
+"""Logits that wait, copied, until many of them are looked at together: the training loop pays only for the copy."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class Waiting:
         self._rows = self._room = self._count = 0
 
     def add(self, logits: Tensor, targets: Tensor, ids: Tensor, step: int) -> bool:
-        """Take in a batch; whether it is time to look. The first is looked at alone, so that a mistake shows at once.
+        """Take in a batch; returns whether to look now. The first is looked at alone, so that a mistake shows at once.
 
-        Beside a small network this is what recording costs: a few operations on small tensors, each of which has left
+        With a small network this is what recording costs: a few operations on small tensors, each of which has left
         the processor's cache since the last step. So shapes are compared with those before, and all else waits.
         """
         shapes = logits.shape, targets.shape, ids.shape
@@ -51,7 +51,7 @@ class Waiting:
             )
         outputs = logits[1] if len(logits) == 2 else 1
         if self.outputs not in (None, outputs):
-            raise InputError(f"record got {outputs} logits per sample, and {self.outputs} before.")
+            raise InputError(f"record got {outputs} logits per sample, but {self.outputs} before.")
         self._shapes, self._count, self.outputs = (logits, targets, ids), count, outputs
 
     def clear(self) -> None:
@@ -144,7 +144,7 @@ def check_batch(ids: Tensor, labels: Tensor, samples: int, outputs: int) -> tupl
     if not _within(ids, samples):
         wrong = ids[(ids < 0) | (ids >= samples)]
         raise InputError(
-            f"record got the id {int(wrong[0])}, and the ids of {counted(samples, 'sample')} are 0 to {samples - 1}; "
+            f"record got the id {int(wrong[0])}, but the ids of {counted(samples, 'sample')} are 0 to {samples - 1}; "
             "pass places in the training data, not in the batch or in a larger set."
         )
     classes = max(outputs, 2)
@@ -152,7 +152,7 @@ def check_batch(ids: Tensor, labels: Tensor, samples: int, outputs: int) -> tupl
         strange = labels[~((labels >= 0) & (labels < classes) & (labels == labels.round()))]
         stand = "one output stands" if outputs == 1 else f"{outputs} outputs stand"
         raise InputError(
-            f"record got the class {strange[0].item():g}, and the model's {stand} for the classes 0 to {classes - 1}; "
+            f"record got the class {strange[0].item():g}, but the model's {stand} for the classes 0 to {classes - 1}; "
             "leave out samples without a class."
         )
     return ids.long(), labels.long()

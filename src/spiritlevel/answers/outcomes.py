@@ -1,4 +1,4 @@
-"""What a model says about every sample, how much of the targets that explains, and small pictures of samples."""
+"""What a model says about every sample, how much of the targets this explains, and small pictures of samples."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rows of a comparison: a number of two models on the same samples, the difference, and the interval of that."""
+"""The rows of a comparison: a number for two models on the same samples, the difference, and its interval."""
 
 from __future__ import annotations
 

@@ -72,27 +72,28 @@ def perturb(
     """What a change δ of the weights will do to the loss and to every prediction; then what it does, to a copy.
 
     Predicted, before anything is changed: the change of the mean loss, g·δ + ½ δᵀHδ for the δ that will be applied,
-    and the predictions that flip, those whose largest output is another one in the linearised outputs φ + Jδ. Both
+    and the predictions that flip, those whose largest output is another in the linearised outputs φ + Jδ. Both
     have an interval for what will be measured, and `Prediction.sources` says where it comes from: from measuring a
     subset (`samples=`); from chance, if the change is random (the prediction is then the mean over draws, ½ Σ h_ii σ_i²
     for the loss, and the interval that of one draw); from higher orders, as evaluating half of the change shows them.
-    Then the change is made and the truth set beside it. `suffices` is False where the two terms miss it by more than a
-    fifth of the largest of them, and of the standard deviation over draws; `losses` has the loss along the way.
+    Then the change is made, and the prediction compared with the truth. `suffices` is False where the two terms miss it
+    by more than a fifth of the largest of them, and of the standard deviation over draws; `losses` has the loss along
+    the way.
 
     Args:
         model: any module; it is left as it was.
         data: a pair of tensors, a data set, a loader or batches.
-        change: a str: "int8", "int4", "int4:channel:asymmetric" (2 to 16 bits; one scale for each tensor, or for each
-            output channel; round to nearest, or at random with `:random`); "prune:0.5" (the smallest half of all
-            weights set to 0, or of each layer with `:layer`); "noise:0.01" (normal, of 0.01 times the root mean square
-            of each tensor, or of 0.01 itself with `:absolute`); "bfloat16", "float16"; "lora" (the adapters of a peft
-            model merged, seen from the model without them). Rounding and pruning are for matrices and kernels and leave
-            biases, gains and other vectors as they are, unless `params` names them. Or another model of the same
-            architecture, or a dict of tensors: the way there, running statistics included. Or a function from tensor
-            to tensor, for every parameter. Activations are never rounded.
+        change: a string: "int8", "int4", "int4:channel:asymmetric" (2 to 16 bits; one scale for each tensor, or for
+            each output channel; round to nearest, or at random with `:random`); "prune:0.5" (the smallest half of all
+            weights set to 0, or of each layer with `:layer`); "noise:0.01" (normal, of standard deviation 0.01 times
+            the root mean square of each tensor, or 0.01 itself with `:absolute`); "bfloat16", "float16"; "lora" (the
+            adapters of a peft model merged, seen from the model without them). Rounding and pruning are for matrices
+            and kernels and leave biases, gains and other vectors as they are, unless `params` names them. Or another
+            model of the same architecture, or a dict of tensors: the way there, running statistics included. Or a
+            function from tensor to tensor, for every parameter. Activations are never rounded.
         loss: a name, a `torch.nn` loss or a callable.
         samples: predict from a random subset of this many; what happens is still measured on all.
-        apply: whether to make the change, too.
+        apply: whether to make the change as well.
         layers: whether to look at each tensor that moves by itself: one product with H, one forward pass, its trace.
         params: names, prefixes or globs of the parameters to change; by default all, frozen ones included.
         batch_norm: "eval" or "batch".
@@ -121,7 +122,7 @@ def perturb(
         model, wanted = merged(model)
     named = params is not None
     if wanted.other is not None and named:
-        raise InputError("params= does not go with the way to other weights, which moves all; leave it out.")
+        raise InputError("params= does not go with a change to other weights, which moves all of them; leave it out.")
     everything = Setting(
         model,
         data,
@@ -149,7 +150,7 @@ def perturb(
 def _floating(model: nn.Module) -> list[str]:
     found = [name for name, tensor in model.named_parameters() if tensor.is_floating_point()]
     if not found:
-        raise InputError(f"the model {type(model).__name__} has no parameters of floating point to change.")
+        raise InputError(f"the model {type(model).__name__} has no floating-point parameters to change.")
     return found
 
 
@@ -166,10 +167,10 @@ def perturb_in(
     name: str = "",
     progress: Progress | None = None,
 ) -> Perturbation:
-    """The same in a setting that is bound already; see `perturb`. `traces=False` leaves out those of the layers."""
+    """The same in a setting that is already bound; see `perturb`. `traces=False` leaves out those of the layers."""
     if everything.coupling == "loss":
         raise InputError(
-            f"perturb needs a loss of every sample, and {everything.why_coupled}; use one that takes them one by one."
+            f"perturb needs a loss for every sample, but {everything.why_coupled}; use one that takes them one by one."
         )
     here, indices = everything.drawn(samples)
     here.check()
@@ -191,7 +192,7 @@ def moved(change: Change, setting: Setting, named: bool, index: int = 0) -> Move
 
 
 def floating(setting: Setting) -> Setting:
-    """The same model and data, with all parameters of floating point as those that a change may move."""
+    """The same model and data, with all floating-point parameters as those that a change may move."""
     names = _floating(setting.model)
     return setting if names == list(setting.problem.params) else setting.moved(setting.model, params=names)
 
@@ -236,7 +237,7 @@ class _Perturbed:
         traces = self._traces()
         self.chance: Spread | None = None
         if moves.spread is not None:
-            self.progress("what chance does to it", 2, self.total)
+            self.progress("the effect of chance", 2, self.total)
             self.chance = self._spread(moves.spread, traces)
         predicted, flips = self._predicted(), self._flips()
         rows = self._rows(traces)
@@ -341,7 +342,7 @@ class _Perturbed:
         return spread(self.way, deviation, deltas, exact_means(deviation, traces))
 
     def _suffices(self) -> bool:
-        """Whether slope and curvature tell what happens, to a fifth of the largest term or to rounding.
+        """Whether slope and curvature explain what happens, to a fifth of the largest term or to rounding.
 
         The terms of one draw of a random change may be small by chance, and then what they leave out is no sign that
         the second order fails: its standard deviation over draws counts as a term.
@@ -451,7 +452,7 @@ class _Perturbed:
         return table
 
     def _pictures(self, table: dict[str, Tensor], best: str) -> Pictures | None:
-        """The samples that are predicted to flip, those that did without, and the next ones, where they are images."""
+        """The samples predicted to flip, those that flipped unpredicted, and the next in line, if they are images."""
         if "gap" not in table:
             return None
         order = scores(table)[best or "linearised gap"].argsort(descending=True, stable=True).tolist()

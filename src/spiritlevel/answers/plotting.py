@@ -1,8 +1,8 @@
 """Figures in one call: `sl.plot.landscape(model, data)`, `sl.plot.margins(report)`, `sl.plot.save(chart, "fig.pdf")`.
 
-Every function takes a result that is there already, a model with its data, or several of either: a list, or a dict
-whose keys name them, drawn on one scale. It returns an Altair chart, which can be changed like any other. `save` makes
-a figure for print of it.
+Every function takes an existing result, a model with its data, or several of either: a list, or a dict whose keys name
+them, drawn on one scale. It returns an Altair chart, which can be changed like any other. `save` makes it a figure for
+print.
 
 >>> import spiritlevel as sl
 >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2))
@@ -64,14 +64,14 @@ def landscape(
 ) -> Chart:
     """The loss along a line, or on a plane, through one model or several.
 
-    A line has a band, the 95 % interval of the mean over the data of which the samples were drawn, and the parabola
-    that slope and curvature predict. A plane has contour lines, a cross for the model, and the way of its training if
+    A line has a band, the 95 % interval of the mean over the data from which the samples were drawn, and the parabola
+    that slope and curvature predict. A plane has contour lines, a cross for the model, and the path of its training if
     the landscape was made with `trajectory=`. Several planes have the same colours.
 
     Args:
         of: a `Landscape`, a `Report`, a model, or several of them.
         data: for a model, as in `sl.landscape`.
-        accuracy: also draw the accuracy: on an axis at the right, or as the lines of a plane.
+        accuracy: also draw the accuracy: on an axis on the right, or as the lines of a plane.
         band: draw one standard deviation of the loss of mini-batches of this many samples instead.
         quadratic: whether to draw the parabola; by default only for a single model.
         log: a logarithmic axis for the loss along a line; a plane has one anyway.
@@ -93,7 +93,7 @@ def landscape(
 
 @checked
 def spectrum(of: Any, data: Any = None, *, title: str = "", **options: Any) -> Chart:
-    """The Ritz values of the Hessian and their weights; of mini-batches a histogram of their largest eigenvalues.
+    """The Ritz values of the Hessian and their weights; for mini-batches, a histogram of their largest eigenvalues.
 
     Args:
         of: a `SpectralDensity`, `SpectrumSummary`, `Report` or model; or one or several `BatchEigenvalues`.
@@ -107,7 +107,7 @@ def spectrum(of: Any, data: Any = None, *, title: str = "", **options: Any) -> C
     batches = {name: each for name, each in _several(of).items() if isinstance(each, BatchEigenvalues)}
     if batches:
         if len(batches) < len(_several(of)):
-            raise InputError("spectra of mini-batches and of all data are not drawn on one scale; give one kind.")
+            raise InputError("spectra of mini-batches and of all data cannot be drawn on one scale; give one kind.")
         return batch_spectra(batches, title=title)
     found = _densities(of, data, options)
     if len(found) > 1:
@@ -122,7 +122,7 @@ def density(of: Any, data: Any = None, *, width: float | None = None, title: str
     Args:
         of: a `SmoothedDensity`, `SpectralDensity`, `SpectrumSummary`, `Report` or model, or several of them.
         data: for a model, as in `sl.hessian`.
-        width: of the Gaussian that smooths; by default 1/100 of the span of the eigenvalues.
+        width: of the smoothing Gaussian; by default 1/100 of the span of the eigenvalues.
         title: a heading.
         options: of `sl.hessian` and `sl.spectral_density`, where it is measured here.
     """
@@ -165,7 +165,7 @@ def margins(of: Any, data: Any = None, *, title: str = "", **options: Any) -> Ch
 
 @checked
 def traces(of: Any, data: Any = None, *, title: str = "", **options: Any) -> Chart:
-    """The trace of every sample's Hessian: against its margin where that is known, else how they are distributed.
+    """The trace of every sample's Hessian: against its margin where that is known, else the distribution of traces.
 
     Args:
         of: a `Report`, a model, or one or several `SampleTraces`.
@@ -215,7 +215,7 @@ def layers(of: Any, data: Any = None, *, title: str = "", **options: Any) -> Cha
         raise InputError(f"layers draws a Report, SampleTraces, a SpectrumSummary or a model, got {shown(found)}.")
     total = sum(held.values())
     if not held or not total:
-        raise InputError("there are no traces by layer in it; sl.sample_traces(..., per_layer=True) makes some.")
+        raise InputError("it holds no traces by layer; sl.sample_traces(..., per_layer=True) computes them.")
     column = "share of the trace (%)"
     shares = {"layer": list(held), column: [100 * part / total for part in held.values()]}
     return bars(shares, "layer", column, title=title)
@@ -239,7 +239,7 @@ def audit(of: Any, data: Any = None, *, title: str = "", **options: Any) -> Char
 
 @checked
 def training(of: Any, *, log: bool = False, title: str = "") -> Any:
-    """The curves of a tracked training, a panel for each quantity; of several trainings on the same axes.
+    """The curves of a tracked training run, a panel for each quantity; several runs share the same axes.
 
     Args:
         of: a `Tracker`, its `TrainingCurves`, or several of them.
@@ -261,7 +261,7 @@ def save(
 ) -> tuple[Path, ...]:
     """Write a chart as a figure for print, with its fonts inside, and return the files.
 
-    The ending of the path says which file: .svg, .pdf or .png, without an ending all three. A "column" is 85 mm wide,
+    The ending of the path says which file: .svg, .pdf or .png; without one, all three. A "column" is 85 mm wide,
     a "page" 178 mm, and letters are 7 and 8 points high in both.
 
     Args:
@@ -269,7 +269,7 @@ def save(
         path: the file.
         size: "column" or "page".
         titles: whether headings and the notes below them are drawn; a paper has captions for that.
-        dark: for dark ground.
+        dark: for a dark background.
     """
     from spiritlevel.charts.publishing import publish
 
@@ -301,7 +301,7 @@ def _one(of: Any, what: str) -> Any:
 
 def _needed(data: Any) -> Any:
     if data is None:
-        raise InputError("a model needs data= to be measured; a result can be drawn without.")
+        raise InputError("a model needs data= to be measured; a result can be drawn without it.")
     return data
 
 
@@ -319,7 +319,7 @@ def _found(
     if not given:
         raise InputError(f"{name} needs something to draw, got nothing.")
     if options and not any(isinstance(each, nn.Module) for each in given.values()):
-        raise InputError(f"{next(iter(options))}= is an option of a measurement, and the result is there already.")
+        raise InputError(f"{next(iter(options))}= is an option of a measurement, but the result is already there.")
     found: dict[str, Any] = {}
     for key, each in given.items():
         if isinstance(each, kind):

@@ -22,7 +22,7 @@ from spiritlevel.results.training import CriticalSharpness, Stability
 from spiritlevel.samples.traces import traces_in
 
 TOL, PRODUCTS = 0.02, 24  # of the largest eigenvalue
-AFRESH = 4  # one look in so many starts from a random vector, which rules out a larger eigenvalue that was missed
+AFRESH = 4  # one look in this many starts from a random vector, which rules out a larger eigenvalue that was missed
 _PROBES = 16
 
 COLUMNS: dict[str, tuple[str, ...]] = {
@@ -70,7 +70,7 @@ class Quantities:
         self._looks = {"largest_eigenvalue": 0, "stability": 0}
 
     def _afresh(self, name: str, last: Tensor | None, size: int) -> bool:
-        """Whether this look starts from a random vector instead of what the last one found."""
+        """Whether this look starts from a random vector rather than from what the last one found."""
         self._looks[name] += 1
         usable = last is not None and last.numel() == size and bool(torch.isfinite(last).all())
         return not usable or self._looks[name] % AFRESH == 1

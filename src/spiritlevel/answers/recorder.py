@@ -1,7 +1,8 @@
 """What every training sample does while a network trains: its loss, margin and entropy at every visit.
 
-The loop has the logits anyway, so this costs no pass. From the visits follow the quantities that tell samples to look
-at from the rest: area under the margin, cumulative loss, forgetting events, variability, the step of first learning.
+The loop has the logits anyway, so this costs no pass. From the visits follow the quantities that set the samples worth
+a look apart from the rest: area under the margin, cumulative loss, forgetting events, variability, the step of first
+learning.
 """
 
 from __future__ import annotations
@@ -67,11 +68,11 @@ class Recorder:
     """Keeps loss, margin, correctness and entropy of every training sample at every visit.
 
     Call `record` with what the loop has anyway, once per batch, samples in any order. Logits are copied and looked
-    at many rows at a time, free of cancellation. Kept are 14 bytes per visit, 8 bytes per call, and the label and
-    prediction of each sample, 2 bytes up to 128 classes: less than 16 bytes per sample and epoch from the second
-    epoch on, 16.1 after the first (`benchmarks/recorder.py`).
+    at many rows at a time, free of cancellation. The record takes 14 bytes per visit, 8 bytes per call, and for the
+    label and prediction of each sample 2 bytes up to 128 classes: less than 16 bytes per sample and epoch from the
+    second epoch on, 16.1 after the first (`benchmarks/recorder.py`).
 
-    `frame()` has a row a sample:
+    `frame()` has one row per sample:
 
     - `loss`, `margin` (logit of the label − largest other logit), `entropy`, `correct`, `predicted`: at its last visit;
     - `aum`: the area under the margin, the mean of its margins (Pleiss et al. 2020, arXiv:2001.10528);
@@ -82,13 +83,13 @@ class Recorder:
       arXiv:2009.10795); `accuracy`: the share of visits at which it was right; `seen`: how many there were.
 
     Augmented inputs, dropout and mixed precision are recorded as the loop sees them. With gradient accumulation every
-    piece is a call. Of several processes each records its own samples; `merge` joins them.
+    piece is a call. Each of several processes records its own samples; `merge` joins them.
 
     Args:
         samples: how many there are, or the data themselves (a pair of tensors, a data set, a list of texts), which
             are kept to be shown by `to_html`.
         classes: names of the classes, for the page.
-        path: where `save` writes, a file or a folder. What an earlier run has left there is continued.
+        path: where `save` writes, a file or a folder. A record that an earlier run left there is continued.
 
     >>> recorder = Recorder(3)
     >>> for _ in range(2):
@@ -104,7 +105,7 @@ class Recorder:
         self.classes = tuple(classes)
         self.path = None if path is None else Path(path)
         self.steps = 0
-        """The step that the next call has unless it says another."""
+        """The step of the next call, unless that call names another."""
         self._logs: list[Visits] = []
         self._label = torch.full((self.samples,), _UNKNOWN, dtype=torch.int8)
         self._predicted = self._label.clone()
@@ -127,8 +128,8 @@ class Recorder:
         """Take in a batch: its logits (B, C), or (B,) for one logit, its classes (B,), and which samples these are.
 
         `ids` are places in the training data, from 0 on; `Recorder.numbered(data)` makes a data set that hands them
-        out. `step` counts the calls unless given; it must not fall. What does not fit is refused at the first call,
-        later at the latest when the record is read.
+        out. `step` counts the calls unless given; it must not fall. What does not fit is refused at once in the first
+        call, and otherwise no later than when the record is read.
         """
         if not isinstance(logits, Tensor):
             logits = _tensor("logits", getattr(logits, "logits", logits))
@@ -144,8 +145,8 @@ class Recorder:
         step = whole_number(step, "step", 0, _LAST_STEP)
         if step < self.steps - 1:
             raise InputError(
-                f"record got step {step} after step {self.steps - 1}, and steps do not fall; a training that goes on "
-                f"from an older state calls rewind({step}) first."
+                f"record got step {step} after step {self.steps - 1}, but steps must not fall; a training that goes "
+                f"on from an older state calls rewind({step}) first."
             )
         return step
 
@@ -182,13 +183,13 @@ class Recorder:
     # ------------------------------------------------------------ reading
 
     def _columns(self) -> dict[str, Tensor]:
-        """All columns of `frame`, with numbers of no meaning where a sample has not been seen."""
+        """All columns of `frame`, with meaningless numbers where a sample has not been seen."""
         found = summary(self._log(), self.samples)
         own = {"label": self._label.long(), "predicted": self._predicted.long()}
         return {"id": torch.arange(self.samples), **own, **found}
 
     def frame(self) -> pl.DataFrame:
-        """One row a sample, in the order of their ids; null where a sample has not been seen."""
+        """One row per sample, in the order of their ids; null where a sample has not been seen."""
         import polars as pl
 
         columns = self._columns()
@@ -203,7 +204,7 @@ class Recorder:
 
     @checked
     def history(self, ids: Any = None) -> pl.DataFrame:
-        """Every visit of the given samples, or of all: id, step, loss, margin, entropy, correct, in the order of time.
+        """Every visit of the given samples, or of all: id, step, loss, margin, entropy, correct, in order of time.
 
         >>> recorder = Recorder(1)
         >>> recorder.record(torch.tensor([[0.0, 0.0]]), torch.tensor([1]), [0])
@@ -235,7 +236,7 @@ class Recorder:
 
     @checked
     def suspects(self, count: int = 48, *, by: str = "aum", data: Any = None) -> SuspiciousSamples:
-        """The samples to look at first, whose labels are the most likely to be wrong, with pictures or texts.
+        """The samples to look at first, those whose labels are most likely wrong, with pictures or texts.
 
         Ordered by a column of `frame`, the suspicious end first: the smallest `aum` (or `margin`, `confidence`), the
         largest `cumulative_loss` (or `loss`, `entropy`, `forgetting`, `first_learned`, `variability`). A sample that
@@ -292,21 +293,21 @@ class Recorder:
 
     @checked
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from what `state_dict` returned, bit by bit."""
+        """Go on from what `state_dict` returned, bit for bit."""
         try:
             label, predicted, steps = (state[name] for name in ("label", "predicted", "next"))
             log = Visits.checked(state, self.samples)
         except (KeyError, ValueError) as error:
-            raise InputError(f"this is no state of a recorder: {first_line(error)}.") from error
+            raise InputError(f"this is not the state of a recorder: {first_line(error)}.") from error
         if {len(label), len(predicted)} != {self.samples}:
-            raise InputError(f"the state is that of {len(label):,} samples, and the recorder has {self.samples:,}.")
+            raise InputError(f"the state is that of {len(label):,} samples, but the recorder has {self.samples:,}.")
         self._logs, self._label, self._predicted = [log], label.clone(), predicted.clone()
         self._waiting.clear()
         self.steps = int(steps)
 
     @checked
     def rewind(self, step: int) -> None:
-        """Forget all visits from this step on: a training that goes on from an older state will see them again."""
+        """Forget all visits from this step on: a training that goes on from an older state will make them again."""
         whole_number(step, "step", 0, _LAST_STEP)
         before = self._log()
         kept = before.until(step)
@@ -316,8 +317,8 @@ class Recorder:
     def resume(self, step: int, rank: int | None = None) -> None:
         """Go on with a training that has made `step` steps: later visits are forgotten, at step 0 all.
 
-        Of several processes each says its `rank`; `path` is then a folder, and what this process has left in its own
-        file there is read, to which `save` will write.
+        Each of several processes states its `rank`; `path` is then a folder, in which this process has a file of its
+        own: what it left there is read, and `save` will write to it.
         """
         if rank is not None:
             rank = whole_number(rank, "rank", 0)
@@ -332,7 +333,7 @@ class Recorder:
     def save(self, path: str | Path | None = None) -> Path:
         """Write the record whole or not at all: a safetensors file, or `samples.safetensors` in a folder.
 
-        Of several processes each writes a file of its own into one folder, `samples-0.safetensors` and so on, say;
+        Several processes each write a file of their own into one folder, say `samples-0.safetensors` and so on;
         `load` of the folder joins them.
         """
         where = self.path if path is None else Path(path)
@@ -361,11 +362,11 @@ class Recorder:
             kind, version = metadata.get("format"), int(metadata.get("version", 0))
             classes = [str(name) for name in json.loads(metadata.get("classes", "[]"))]
         except (safetensors.SafetensorError, OSError, TypeError, ValueError) as error:
-            raise InputError(f"{str(path)!r} is no record of a training: {first_line(error)}.") from error
+            raise InputError(f"{str(path)!r} is not the record of a training: {first_line(error)}.") from error
         if kind != FORMAT:
-            raise InputError(f"{str(path)!r} is no record of a training, but some other safetensors file.")
+            raise InputError(f"{str(path)!r} is not the record of a training, but some other safetensors file.")
         if version > VERSION:
-            raise InputError(f"{str(path)!r} was written by a later spiritlevel (format {version}); update this one.")
+            raise InputError(f"{str(path)!r} was written by a later spiritlevel (format {version}); upgrade this one.")
         try:
             recorder = cls(len(state["label"]), classes=classes)
             recorder.load_state_dict(state)
@@ -396,7 +397,7 @@ class Recorder:
 
 
 def _joined(states: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """One state of several; label and prediction of a sample are those of its latest visit."""
+    """One state from several; label and prediction of a sample are those of its latest visit."""
     samples = len(states[0]["label"])
     logs = [Visits.checked(state, samples) for state in states]
     label, predicted = (torch.full((samples,), _UNKNOWN, dtype=torch.int32) for _ in range(2))
@@ -413,7 +414,7 @@ def _joined(states: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def _kind(highest: int) -> torch.dtype:
-    """The smallest whole numbers that reach to the highest class."""
+    """The smallest integer type that holds the highest class."""
     kinds = torch.int8, torch.int16, torch.int32
     return next(kind for kind in kinds if highest <= torch.iinfo(kind).max)
 

@@ -1,7 +1,7 @@
 """The search for what moves a measure furthest at the same outputs.
 
 Scalings of layers are chosen by what theory predicts for them. For every other continuous symmetry a few steps are
-taken along an exact slope. Whatever is found is applied, certified and measured: a factor that is reported was reached.
+taken along an exact slope. Whatever is found is applied, certified and measured: a reported factor was reached.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def searches(
 
 
 def furthest(found: Iterable[WorstFactor]) -> tuple[WorstFactor, ...]:
-    """What moved each measure furthest, of all that searches found."""
+    """What moved each measure furthest, among all that the searches found."""
     best: dict[str, WorstFactor] = {}
     for item in found:
         last = best.setdefault(item.measure, item)

@@ -40,7 +40,7 @@ __all__ = ["landscape"]
 
 Watched = Callable[[Operator], Operator]
 
-_AT_ONCE = 512  # samples in a piece of work, unless the caller says so
+_AT_ONCE = 512  # samples in a piece of work, unless the caller says otherwise
 _OUTPUTS = 2**21  # outputs whose decisions are looked at together
 
 
@@ -74,34 +74,34 @@ def landscape(
     - "random": Gaussian directions, each filter (or row) of a weight scaled to the norm of that filter of the model,
       and zero for biases and other vectors, so that the picture does not change when a ReLU layer is rescaled.
     - another model of the same architecture, or a pair of them: d = θ' − θ for all parameters, and for the running
-      statistics of batch norm and other buffers, so that step 1 *is* the other model; beyond the two a running
-      variance ends at zero. The result then has the `barrier` between them.
+      statistics of batch norm and other buffers, so that step 1 *is* the other model; beyond the two, a running
+      variance stops at zero. The result then has the `barrier` between them.
     - with `trajectory`, the checkpoints of a training: the principal directions of θᵢ − θ, the plane through the model
       that comes nearest to them all. The result then has their places in the plane, `track`, and how much of their
       distances from the model it `explained`.
 
     Exact at every grid point, with the standard deviation of a sample's loss beside it (`spread`); slope and curvature
     are exact derivatives; the eigenvectors have a relative residual of at most 1e-3, or `notes` says so. Cost: one
-    forward pass over the data a grid point, about 4 gradients a direction, and for eigenvectors some 30 Hessian
+    forward pass over the data per grid point, about 4 gradients per direction, and for eigenvectors some 30 Hessian
     products.
 
     Args:
         model: any module; it is left as it was.
         data: as in `hessian`.
         directions: see above.
-        trajectory: models or state dicts in the order of the training, the model itself need not be among them.
-        dimensions: 1 or 2; 1 unless given, of two models and of a trajectory 2.
-        points: grid points a direction, odd so that the model is one of them; 41 on a line, 21 on a plane. To another
+        trajectory: models or state dicts in the order of the training; the model itself need not be among them.
+        dimensions: 1 or 2; by default 1, and 2 for two models or a trajectory.
+        points: grid points per direction, odd so that the model is one of them; 41 on a line, 21 on a plane. To another
             model: the points from step 0 to step 1.
         radius: the largest step: 1 for random directions, √(2/|λ₁|) for eigenvectors, where the parabola along the
             first has risen by 1. To another model: how far the path continues beyond both ends, 0 unless given. Along
             a trajectory: all of it unless given.
         keep: a folder in which the work so far is kept every few seconds. After a kill the same call resumes there
-            and ends at the same numbers, bit by bit; when all is done it returns at once. A call for another surface is
-            refused. The search for eigenvectors keeps each of its products that takes more than a second, as large as
-            the parameters, until it is over.
+            and ends at the same numbers, bit for bit; when all is done it returns at once. A call for another surface
+            is refused. The search for eigenvectors keeps each product that takes more than a second, as large as the
+            parameters, until the search is over.
         progress: called with (what, done, total) while it works; `total` is 0 where it is not known.
-        loss: as in `hessian`, and so are the next four.
+        loss: as in `hessian`, like the next four.
         params: the parameters that move; not for a path to another model, which moves them all.
         batch_norm: "eval" or "batch".
         batch_size: how many samples to take at once.
@@ -146,7 +146,7 @@ def landscape(
 def landscape_in(
     context: Context, asked: Wanted, *, keeper: Keeper | None = None, progress: Progress | None = None
 ) -> Landscape:
-    """The surface in a context that is bound already; see `landscape`."""
+    """The surface in a context that is already bound; see `landscape`."""
     if keeper is not None and (finished := keeper.result(Landscape)) is not None:
         return finished
     batches = context.batches.cut(context.batch_size if context.batch_size or context.whole else context.fair(_AT_ONCE))
@@ -191,7 +191,7 @@ def landscape_in(
 
 
 def _key(context: Context, asked: Wanted) -> str:
-    """What tells this surface from any other: everything that decides its numbers."""
+    """What distinguishes this surface from any other: everything that determines its numbers."""
     state = {**context.problem.params, **context.problem.constants}
     data = Fingerprint()
     sizes = []
@@ -275,8 +275,7 @@ def _evaluate(
     """Sums of loss, its square and what is right at every point of the grid.
 
     The work comes in pieces, some points on one batch, always in the same order: a sum that resumes where a killed
-    run has left it ends at the same number, bit by bit. Also a single batch that must not be cut is shared by all
-    ranks.
+    run left it ends at the same number, bit for bit. Even a single batch that must not be cut is shared by all ranks.
     """
     problem, ranks = context.problem, context.ranks
     sums, piece = _Sums.none(len(grid)), 0
@@ -363,7 +362,7 @@ def _points(problem: Problem, moves: Sequence[Params], grid: Tensor) -> Params:
 
 
 def _correct(problem: Problem, outputs: Tensor, targets: Tensor) -> Tensor | None:
-    """How many samples each of (points, N, …) outputs classifies correctly; of many decisions their shares.
+    """How many samples each of (points, N, …) outputs classifies correctly; shares for samples with many decisions.
 
     `None` if there are no classes.
     """

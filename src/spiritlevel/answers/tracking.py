@@ -76,7 +76,7 @@ class Tracker:
         optimizer: needed for critical sharpness and stability.
         samples: how many samples, drawn once; batches as they are with batch_norm="batch" or batches="fixed".
         share: the share of the training time that may be spent, by default 0.08; `math.inf` never waits.
-        path: a Parquet file, or with the ending .csv a CSV file, that is rewritten, whole, after every measurement.
+        path: a Parquet file, or a CSV file if it ends in .csv, rewritten as a whole after every measurement.
         page: an HTML file of the curves, likewise; a browser that shows it reloads it automatically.
         logger: an object with `add_scalar(name, value, step)`, as TensorBoard's writer has, or with
             `log(dict, step=step)`, as runs of Weights & Biases have: it gets the numbers of every row.
@@ -120,7 +120,7 @@ class Tracker:
         self.page, self.logger = page, logger
         for file, what in ((path, "rows"), (page, "page")):
             if file is not None and Path(file).is_dir():
-                raise InputError(f"Tracker needs the path of a file for its {what}, and {str(file)!r} is a folder.")
+                raise InputError(f"Tracker needs the path of a file for its {what}, but {str(file)!r} is a folder.")
         if logger is not None and not (hasattr(logger, "add_scalar") or hasattr(logger, "log")):
             raise InputError(
                 f"Tracker needs a logger with add_scalar(name, value, step) or log(dict, step=step), got "
@@ -241,7 +241,7 @@ class Tracker:
 
     @property
     def training_seconds(self) -> float:
-        """Time since the tracker was made, without its own."""
+        """Time since the tracker was made, not counting what the tracker itself took."""
         return time.perf_counter() - self._begin - self.spent
 
     @property
@@ -284,7 +284,9 @@ class Tracker:
         return self.curves().to_html(path)
 
     def to_json(self, path: str | Path | None = None) -> str:
-        """The rows as strict JSON that names its format, like all results, undefined numbers as null; also to `path`.
+        """The rows as strict JSON that names its format, like all results, with undefined numbers as null.
+
+        With `path` it is also written there.
 
         `Result.from_json` reads it back, as `TrainingCurves`.
         """
@@ -319,7 +321,7 @@ class Tracker:
     def _waits(self) -> str:
         """What the next measurement is waiting for."""
         if self.steps < self.every:
-            return f"measuring first after {self.every:,} steps"
+            return f"as the first measurement comes after {self.every:,} steps"
         trained = self.training_seconds
         cost, time_so_far, free = figure(self._cost, 2), figure(trained, 3), figure(self.share * trained, 2)
         return (
@@ -376,7 +378,7 @@ def _read(path: Path) -> list[dict[str, Any]]:
 
 
 def _value(row: dict[str, Any], key: str) -> str:
-    """One number of a row with its error: that of the probes of a trace, that of the iteration for λ₁."""
+    """One number of a row with its error: that of the probes for a trace, that of the iteration for λ₁."""
     value = row[key]
     if math.isnan(value):
         return "undefined"

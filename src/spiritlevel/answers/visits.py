@@ -1,4 +1,4 @@
-"""The visits of samples while a network trains, as a log in the order of time: 14 bytes each.
+"""The visits of samples while a network trains, as a log in order of time: 14 bytes each.
 
 A call of the recorder is a run of rows with one step, so that steps cost nothing per visit, whatever the order in which
 samples come, and however often one of them does.
@@ -37,7 +37,7 @@ class Visits:
 
     @classmethod
     def of(cls, columns: Mapping[str, Tensor]) -> Visits:
-        """From tensors that are or become of the right kinds."""
+        """From tensors, converted to the right kinds."""
         return cls(**{name: columns[name].to(kind) for name, kind in _KINDS.items()})
 
     @classmethod
@@ -81,7 +81,7 @@ class Visits:
 
 
 def appended(logs: Sequence[Visits]) -> Visits:
-    """One log of several, each later than the one before."""
+    """One log from several, each later than the one before."""
     if len(logs) == 1:
         return logs[0]
     return (
@@ -90,7 +90,7 @@ def appended(logs: Sequence[Visits]) -> Visits:
 
 
 def merged(logs: Sequence[Visits]) -> Visits:
-    """One log of several that ran side by side, in the order of the steps."""
+    """One log from several that ran side by side, in the order of the steps."""
     whole = appended(logs)
     if len(logs) < 2 or not len(whole):
         return whole
@@ -127,7 +127,7 @@ def summary(log: Visits, samples: int) -> dict[str, Tensor]:
     def total(values: Tensor) -> Tensor:
         return torch.bincount(ids, values.double(), minlength=samples).double()
 
-    order = ids.argsort(stable=True)  # the visits of a sample side by side, in the order of time
+    order = ids.argsort(stable=True)  # the visits of a sample side by side, in order of time
     sample, correct = ids[order], log.margin[order] > 0
     same = sample[1:] == sample[:-1]
     last = order[torch.cat([~same, torch.ones(min(1, len(ids)), dtype=torch.bool)])]

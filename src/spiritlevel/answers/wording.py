@@ -26,8 +26,8 @@ from spiritlevel.results import (
 from spiritlevel.statistics.correlation import skewness
 
 _TWICE = (
-    "The outputs all lie in [0, 1] and sum to 1: they look like probabilities, and the loss expects logits. If the "
-    "network ends in a softmax, measure it without: every number here is otherwise that of a softmax taken twice."
+    "The outputs all lie in [0, 1] and sum to 1: they look like probabilities, but the loss expects logits. If the "
+    "network ends in a softmax, measure it without one: otherwise every number here is that of a softmax taken twice."
 )
 
 

@@ -1,7 +1,7 @@
 """Numbers → charts: results, Polars frames and plain columns drawn by Altair, in one theme. Computes nothing.
 
-Columns are named as their axis should read. A chart has no colours of its own: `theme` gives them, for light or dark
-ground, when the chart is saved or put on a page, so one specification serves both.
+Columns are named as their axis should read. A chart has no colours of its own: `theme` gives them, for a light or dark
+background, when the chart is saved or put on a page, so one specification serves both.
 
 >>> curve = lines({"step": [1, 10, 100], "loss": [2.0, 0.5, 0.1]}, "step", "loss", log_x=True)
 >>> svg(curve)[:4]

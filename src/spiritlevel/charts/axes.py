@@ -27,13 +27,13 @@ Rows = list[dict[str, Any]]
 
 
 class _Inline(alt.InlineData):
-    """Rows that Altair takes as they are; it would check each number of them against its schema, for many seconds."""
+    """Rows that Altair takes as they are; checking each number against its schema would take it many seconds."""
 
     _class_is_valid_at_instantiation = False
 
 
 def chart_of(rows: Rows) -> alt.Chart:
-    """A chart of rows, without marks so far."""
+    """A chart of rows, as yet without marks."""
     return alt.Chart(_Inline(values=rows))
 
 
@@ -48,7 +48,7 @@ def table_of(data: Columns, **fields: str | None) -> Rows:
         columns[field] = plain_values(data[name])
     lengths = {fields[field]: len(column) for field, column in columns.items()}
     if len(set(lengths.values())) > 1:
-        raise InputError(f"the columns of a chart must have one length, got {lengths}.")
+        raise InputError(f"the columns of a chart must have the same length, got {lengths}.")
     return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
 

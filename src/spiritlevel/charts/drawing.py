@@ -17,7 +17,7 @@ from spiritlevel.errors import InputError, printable
 from spiritlevel.storage import write_atomically
 
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', 'DejaVu Sans', sans-serif"
-# Okabe and Ito's colours, distinguishable with every common kind of colour blindness; brighter on dark ground.
+# Okabe and Ito's colours, distinguishable with every common kind of colour blindness; brighter on a dark background.
 _LIGHT = {
     "ground": "#ffffff",
     "ink": "#1f2933",
@@ -39,7 +39,7 @@ _DARK = {
 
 
 def theme(*, dark: bool = False) -> dict[str, Any]:
-    """The Vega-Lite configuration that all charts share, for light or dark ground.
+    """The Vega-Lite configuration that all charts share, for a light or dark background.
 
     >>> theme()["background"], theme(dark=True)["background"]
     ('#ffffff', '#14181d')
@@ -102,9 +102,9 @@ def theme(*, dark: bool = False) -> dict[str, Any]:
 
 @contextmanager
 def unchecked() -> Iterator[None]:
-    """Charts that are made inside are not compared with Vega-Lite's schema, which takes half of the time of a page.
+    """Charts made inside are not checked against Vega-Lite's schema, which would take half the time of a page.
 
-    The tests compare every kind of chart.
+    The tests check every kind of chart.
     """
     with debug_mode(False):
         yield
@@ -137,7 +137,7 @@ def svg(chart: Chart, *, dark: bool = False) -> str:
 
 
 def svg_file(chart: Chart, *, dark: bool = False) -> str:
-    """The chart as an SVG file of a tenth to a half of the size, which looks the same.
+    """The chart as an SVG file a tenth to a half as large, which looks the same.
 
     It does not describe every single mark, which would double the size of a scatter plot, and is `compact`. Not for a
     page that holds several: the names of the marks are the same in all files.

@@ -30,9 +30,9 @@ def surface_lines(
     log: bool = False,
     title: str = "",
 ) -> Chart:
-    """The loss along a direction for one model or several, with its error band; accuracy on an axis at the right.
+    """The loss along a direction for one model or several, with its error band; accuracy on an axis on the right.
 
-    The band is the 95 % interval of the mean over data of which these samples were drawn; with `band` B it is one
+    The band is the 95 % interval of the mean over the data from which these samples were drawn; with `band` B it is one
     standard deviation of the loss of a mini-batch of B samples, up and down. The parabola that slope and curvature
     predict is drawn for a single model, unless it is on the way to another.
     """

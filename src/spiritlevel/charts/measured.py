@@ -92,7 +92,7 @@ def audit_map(audit: Audit, *, title: str = "") -> Chart:
     """Measures × transforms: the colour is log₁₀ of after / before, the text the verdict.
 
     "=" invariant, "×3.2" the ratio of a value that changes, "?" nothing can be said within the errors, "…" an
-    iteration did not converge; the last two stand on a framed, empty cell, because their colour would mean nothing.
+    iteration did not converge; the last two are shown on a framed, empty cell, because their colour would mean nothing.
     """
     if not audit.rows:
         raise InputError("audit_map needs an audit with at least one row, got none.")

@@ -32,7 +32,7 @@ _LETTERS = {"text": 4.7, "subtitle": 3.7}  # points that a letter of a heading t
 def publish(
     chart: Chart, path: str | Path, *, size: str = "column", titles: bool = True, dark: bool = False
 ) -> tuple[Path, ...]:
-    """Write a chart as a figure and return the files: the ending says which, without one all three are written.
+    """Write a chart as a figure and return the files: the ending says which; without one, all three are written.
 
     Texts are 7 and 8 points high at the width of the figure, 85 mm for a "column" and 178 mm for a "page". A PDF embeds
     the letters it uses, an SVG the font; a PNG has 300 pixels per inch. All are written, or none.
@@ -42,11 +42,11 @@ def publish(
         path: `figure.svg`, `figure.pdf`, `figure.png`, or `figure` for all three.
         size: "column" or "page".
         titles: whether headings and the notes below them are drawn; a paper has captions for that.
-        dark: for dark ground.
+        dark: for a dark background.
     """
     path = Path(path)
     if path.suffix not in ("", *FORMATS):
-        raise InputError(f"a figure is a .svg, .pdf or .png file, or all three without an ending, got {path.name!r}.")
+        raise InputError(f"a figure needs the ending .svg, .pdf or .png, or none for all three, got {path.name!r}.")
     endings = FORMATS if not path.suffix else (path.suffix,)
     drawn = drawing(chart, size=size, titles=titles, dark=dark)
     contents: dict[Path, str | bytes] = {}
@@ -65,7 +65,7 @@ def publish(
 def drawing(chart: Chart, *, size: str = "column", titles: bool = True, dark: bool = False) -> str:
     """The chart as an SVG whose units are points, exactly as wide as asked."""
     if size not in SIZES:
-        raise unknown_name("size of a figure", size, SIZES)
+        raise unknown_name("figure size", size, SIZES)
     _register()
     width = SIZES[size] * _POINTS
     spec = _smaller(specification(chart))
@@ -138,7 +138,7 @@ def _wrap_titles(spec: dict[str, Any], width: float) -> None:
 
 
 def _columns(spec: dict[str, Any]) -> int:
-    """How many charts stand beside each other at most."""
+    """The largest number of charts side by side."""
     inside = [_columns(child) for several in ("hconcat", "vconcat") for child in spec.get(several, ())]
     return max([len(spec.get("hconcat", ())) or 1, *inside])
 

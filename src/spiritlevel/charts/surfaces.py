@@ -164,7 +164,7 @@ def grid(x: Any, y: Any, *, names: tuple[str, str] = ("x", "y"), title: str = ""
     """A deformed grid: the points (x[i][j], y[i][j]) joined along both indices, with equal units on both axes."""
     across, up = np.asarray(plain_values(x), dtype=float), np.asarray(plain_values(y), dtype=float)
     if across.ndim != 2 or across.shape != up.shape:
-        raise InputError(f"grid needs x and y as two matrices of one shape, got {across.shape} and {up.shape}.")
+        raise InputError(f"grid needs x and y as two matrices of the same shape, got {across.shape} and {up.shape}.")
     threads = [
         (f"{way}{k}", way, row)
         for way, matrix in (("i", (across, up)), ("j", (across.T, up.T)))

@@ -140,7 +140,7 @@ def _run(command: Command) -> int:
 def main(args: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code.
 
-    0 done, 1 ran and a check failed, 2 bad input, 70 a bug in spiritlevel, 130 interrupted (143 by SIGTERM), 141 the
+    0 done, 1 ran but a check failed, 2 bad input, 70 a bug in spiritlevel, 130 interrupted (143 by SIGTERM), 141 the
     reader has gone.
 
     >>> main(["--version"])

@@ -27,7 +27,7 @@ DONE, CHECK_FAILED, BAD_INPUT, BUG, INTERRUPTED, PIPE_CLOSED = 0, 1, 2, 70, 130,
 class Outcome(NamedTuple):
     """What a command found, as plain values for JSON, and whether all its checks passed.
 
-    A process that leaves the telling to rank 0 found nothing (None).
+    A process that leaves the reporting to rank 0 found nothing (None).
     """
 
     payload: dict[str, Any] | None
@@ -179,5 +179,5 @@ def check_folder(folder: Path) -> None:
     with contextlib.suppress(OSError, ValueError):  # the next check says what is wrong with the name
         a_file = folder.exists() and not folder.is_dir()
     if a_file:
-        raise InputError(f"--out needs a folder, and {str(folder)!r} is a file.")
+        raise InputError(f"--out needs a folder, but {str(folder)!r} is a file.")
     check_writable(folder / "report.html", "--out")

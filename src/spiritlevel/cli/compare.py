@@ -33,7 +33,7 @@ class Compare(OnData):
     weights: Annotated[tuple[Path, Path] | None, optional("FILE FILE")] = None
     """The weights of both, in the same order."""
     model: Annotated[str | None, optional("MODEL")] = None
-    """The network of both, where A and B are files of weights."""
+    """The network of both, if A and B are files of weights."""
     under: Annotated[str | None, optional("CHANGE,CHANGE,...")] = None
     """Also change the weights of both, and say which is better afterwards: int4, prune:0.5, noise:0.01 and so on."""
     out: Annotated[Path | None, optional("DIR")] = None
@@ -93,11 +93,11 @@ class Compare(OnData):
         alone = [each for each in (self.a, self.b) if is_file_of_weights(each) and not is_program(each)]
         if alone and self.weights is not None:
             raise InputError(
-                f"{alone[0]} is a file of weights already, and --weights names others; name the network once, with "
-                "--model, or write it in the place of this file."
+                f"{alone[0]} is already a file of weights, but --weights names others; name the network once, with "
+                "--model, or write it in place of this file."
             )
         if self.model is not None and not alone:
-            raise InputError("--model names the network of two files of weights, and neither A nor B is one.")
+            raise InputError("--model names the network of two files of weights, but neither A nor B is one.")
         if alone and self.model is None:
             raise InputError(
                 f"{alone[0]} holds weights, which do not say what network they belong to; name it once for both: "

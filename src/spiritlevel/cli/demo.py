@@ -34,7 +34,7 @@ class Demo(Seeded):
     NAME = "demo"
 
     epochs: Annotated[int, arg(metavar="N")] = 8
-    """Training in units of 47 steps, one pass over 6,000 images."""
+    """Length of the training in units of 47 steps, one pass over 6,000 images."""
     samples: Annotated[int, arg(metavar="N")] = 1000
     """Training images to measure, drawn at random."""
     data: Annotated[str | None, optional("NAME")] = None
@@ -93,7 +93,7 @@ def demo_network(
     torch.set_num_threads(2)  # a different number would sum in a different order and round differently
     images = data.load(name)
     if images.train[0].shape[2:] not in ((28, 28), (32, 32)):
-        raise InputError(f"demo needs images of 28×28 or 32×32 pixels, and {name} has another size; try fashion-mini.")
+        raise InputError(f"demo needs images of 28×28 or 32×32 pixels, but {name} has another size; try fashion-mini.")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = models.lenet5(channels=images.train[0].shape[1], classes=len(images.classes))

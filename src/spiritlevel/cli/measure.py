@@ -57,9 +57,9 @@ class RunOnData(Seeded):
     unit: Annotated[str, arg(metavar="sample|token")] = "sample"
     """What counts as one item: a sample, or each of its tokens."""
     batches: Annotated[str, arg(metavar="free|fixed")] = "free"
-    """fixed, if the loss of a sample depends on the rest of its batch: batches are then never split."""
+    """fixed if the loss of a sample depends on the rest of its batch: batches are then never split."""
     samples: Annotated[int | None, optional("N")] = None
-    """Measure a random subset of N samples; ± then holds for all of them, or the report says why it is not known."""
+    """Measure a random subset of N samples; ± then covers the whole data, or the report says why it is not known."""
     batch_norm: Annotated[str, arg(metavar="eval|batch")] = "eval"
     """Running statistics, or those of each batch."""
     device: Annotated[str | None, optional("DEVICE")] = None
@@ -74,7 +74,7 @@ class RunOnData(Seeded):
         return {"target": samples.target, "output": output, "unit": self.unit, "batches": self.batches}
 
     def drawn(self, samples: Samples, model: nn.Module) -> tuple[Any, Reading, int]:
-        """The samples asked for, drawn at random if they are fewer; how they are read; and how many there are."""
+        """The samples asked for, drawn at random if there are more; how to read them; and how many there are in all."""
         from spiritlevel.binding.batches import Batches, subset
         from spiritlevel.binding.reading import form_of
         from spiritlevel.loading import check_classes
@@ -112,7 +112,7 @@ class OnData(RunOnData):
 
 @dataclass(frozen=True, kw_only=True)
 class Measure(OnData):
-    """Measure a model of your own: how flat it is, how wide its margins, how sure, how much is only parametrisation.
+    """Measure a model of your own: how flat, how wide its margins, how sure that is, how much is only parametrisation.
 
     For example: spiritlevel measure net.py:make --weights net.safetensors --data train.npz --test test.npz
 
@@ -141,7 +141,7 @@ class Measure(OnData):
     out: Annotated[Path, arg(metavar="DIR")] = Path("report")
     """The folder for report.html and report.json."""
     time_limit: Annotated[float | None, optional("SECONDS")] = None
-    """Measure what fits, and list the rest."""
+    """Measure what fits into this time, and list the rest."""
 
     def run(self) -> Outcome:
         """Load, measure, write the page, show the numbers; under torchrun all ranks measure and rank 0 does the rest.
@@ -177,7 +177,7 @@ class Measure(OnData):
         with ranks.together():
             kind, _, number = (self.device or "").partition(":")
             if ranks.count > 1 and number and kind != "cpu":
-                raise InputError(f"--device is {kind}, without a number, under torchrun: every process takes its own.")
+                raise InputError(f"--device must be {kind} without a number under torchrun: each process has its own.")
             progress("loading", 0, 0)
             model, note = read_model(self.model, self.weights, device=self.device, dtype=self.dtype, seed=self.seed)
             loss = load_loss(self.loss)

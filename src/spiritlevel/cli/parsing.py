@@ -56,7 +56,7 @@ def parse(kind: type[T], prog: str, args: Sequence[str]) -> T:
 
 
 def _by_new_names(kind: type, args: Sequence[str]) -> list[str]:
-    """The arguments, with the options that have been renamed by their new names."""
+    """The arguments, with renamed options under their new names."""
     from spiritlevel.cli.base import say  # which imports this module
 
     words, renamed = list(args), getattr(kind, "RENAMED", {})

@@ -18,7 +18,7 @@ from spiritlevel.errors import InputError
 
 @dataclass(frozen=True, kw_only=True)
 class Perturb(RunOnData):
-    """Predict what a change of the weights will do to the loss and to every prediction, then make it and look.
+    """Predict what a change of the weights will do to the loss and to every prediction, then make the change and look.
 
     For example: spiritlevel perturb net.py:make --weights net.safetensors --change int4 --data test.npz --out int4/
 
@@ -46,7 +46,7 @@ class Perturb(RunOnData):
     params: Annotated[str | None, optional("NAME,NAME,...")] = None
     """Change only these parameters: names, prefixes or globs."""
     predict_only: Annotated[bool, optional()] = False
-    """Predict and do not measure: at most half of the change is ever made."""
+    """Predict but do not measure: at most half of the change is ever made."""
     no_layers: Annotated[bool, optional()] = False
     """Leave out the layers, which cost three gradients each."""
     out: Annotated[Path | None, optional("DIR")] = None

@@ -43,7 +43,7 @@ class Plot(OnData):
             metavar="MODEL|RUN",
             help=(
                 "A model, written as for `spiritlevel measure`; or what was kept: a folder that measure wrote, a "
-                "--json file, the file of a tracker."
+                "--json file, or a tracker's file."
             ),
         ),
     ]
@@ -52,7 +52,7 @@ class Plot(OnData):
     weights: Annotated[Path | None, optional("FILE")] = None
     """The weights of the model."""
     beside: Annotated[str | None, optional("WEIGHTS|RUN")] = None
-    """Another one to draw on the same scale: other weights for the model, or another run."""
+    """What else to draw on the same scale: other weights for the model, or another run."""
     out: Annotated[Path | None, optional("FILE")] = None
     """Where to write it, as .svg, .pdf or .png; a name without an ending writes all three. FIGURE.svg unless given."""
     size: Annotated[str, arg(metavar="column|page")] = "column"
@@ -100,9 +100,9 @@ class Plot(OnData):
         from spiritlevel.charts.publishing import FORMATS, SIZES
 
         if out.suffix not in ("", *FORMATS):
-            raise InputError(f"--out is a .svg, .pdf or .png file, or has no ending for all three, got {out.name!r}.")
+            raise InputError(f"--out needs the ending .svg, .pdf or .png, or none for all three, got {out.name!r}.")
         if self.size not in SIZES:
-            raise unknown_name("size of a figure", self.size, SIZES)
+            raise unknown_name("figure size", self.size, SIZES)
         if self.band is not None and self.band < 1:
             raise InputError(f"--band takes a number of samples, at least 1, got {self.band}.")
         keep = out.with_name(f"{out.stem}.kept")
@@ -128,7 +128,7 @@ class Plot(OnData):
         from spiritlevel.results import Report
 
         if self.data:
-            raise InputError("--data belongs to a model, and a kept run holds its numbers already; leave one out.")
+            raise InputError("--data belongs to a model, but a kept run already holds its numbers; leave one out.")
         found: dict[str, Result] = {}
         for place in filter(None, (self.source, self.beside)):
             path = Path(place)
@@ -213,7 +213,7 @@ class Plot(OnData):
         return measure(model, data, measures="trace", parts=[], seed=self.seed, progress=progress, **shared)
 
 
-_HINT = "or name a folder that `spiritlevel measure` wrote in place of the model."
+_HINT = "or, in place of the model, name a folder that `spiritlevel measure` wrote."
 
 
 def _is_run(source: str) -> bool:

@@ -28,7 +28,7 @@ class Rank(OnData):
 
     NAME = "rank"
 
-    checkpoints: Annotated[Positional[tuple[Path, ...]], arg(metavar="FILE ...", help_behavior_hint="(one at least)")]
+    checkpoints: Annotated[Positional[tuple[Path, ...]], arg(metavar="FILE ...", help_behavior_hint="(at least one)")]
     """Files of weights, in training order."""
     model: Annotated[str, arg(metavar="MODEL")]
     """The model they belong to, written as for `spiritlevel measure`."""
@@ -38,7 +38,7 @@ class Rank(OnData):
     """Also write report.html and report.json to DIR."""
 
     def run(self) -> Outcome:
-        """Load one after the other, measure, show the table."""
+        """Load one after another, measure, show the table."""
         if not self.checkpoints:
             raise InputError("rank needs at least one file of weights.")
         if self.out is not None:

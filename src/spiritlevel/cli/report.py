@@ -29,7 +29,7 @@ class Report(Command):
 
     NAME = "report"
 
-    runs: Annotated[Positional[tuple[Path, ...]], arg(metavar="RUN ...", help_behavior_hint="(one at least)")]
+    runs: Annotated[Positional[tuple[Path, ...]], arg(metavar="RUN ...", help_behavior_hint="(at least one)")]
     """Folders that these commands wrote, their report.json, or what `--json` wrote."""
     out: Annotated[Path, arg(metavar="FILE")] = Path("page.html")
     """The page to write."""
@@ -85,7 +85,7 @@ def _read(path: Path) -> Found | Comparison | Perturbation | Checkpoints:
     if not isinstance(found, Found | Comparison | Perturbation | Checkpoints):
         kind = type(found).__name__
         article = "an" if kind[0] in "AEIOU" else "a"
-        raise InputError(f"{_file(path)} holds {article} {kind}, and a page shows reports and comparisons.")
+        raise InputError(f"{_file(path)} holds {article} {kind}, but a page shows reports and comparisons.")
     return found
 
 

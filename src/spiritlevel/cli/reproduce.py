@@ -45,7 +45,7 @@ class Reproduce(Seeded):
         ),
     ] = "laptop"
     seed: int = 0
-    """The first seed; laptop scale runs five of them and small scale three, from here."""
+    """The first seed; laptop scale runs five and small scale three, counting up from here."""
     seeds: Annotated[str | None, arg(metavar="S,S,...", help_behavior_hint="(default: those of the scale)")] = None
     """Run these seeds instead, each an independent job."""
     cluster: Annotated[str | None, parsing.optional("ray|ray://HOST:PORT")] = None
@@ -119,7 +119,7 @@ class Listing(Command):
 
 
 def show(rows: Sequence[Mapping[str, Any]], settings: Sequence[str], console: Any) -> None:
-    """One row for each statement and setting, paper, ours, verdict; the remarks below, as they are long."""
+    """One row for each statement and setting: paper, ours, verdict; the remarks, which are long, come below."""
     from rich.text import Text
 
     from spiritlevel.cli.show import columns, print_table
@@ -166,13 +166,13 @@ def _part(mean: float, low: float | None, high: float | None, ratio: bool) -> st
 
 
 def varied(summaries: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The fields in which the jobs differ, seeds apart."""
+    """The fields in which the jobs differ, apart from the seed."""
     first = summaries[0]["config"]
     return [name for name in first if name != "seed" and any(s["config"][name] != first[name] for s in summaries)]
 
 
 def _subcommand(study: Any) -> type:
-    """A command with the study's own options; each takes one value, or several between commas for as many jobs."""
+    """A command with the study's own options; each takes one value, or several separated by commas for as many jobs."""
     hints = typing.get_type_hints(study.config)
     notes = _notes(study.config)
     fields = []
@@ -230,7 +230,7 @@ def _values(option: str, text: str, kind: Any) -> list[Any]:
     ([0.5, 1.0], [(0.0, 0.0001)])
     >>> _values("--width", "wide", float)
     Traceback (most recent call last):
-    spiritlevel.errors.InputError: --width takes a number, or several between commas, got 'wide'.
+    spiritlevel.errors.InputError: --width takes a number, or several separated by commas, got 'wide'.
     """
     try:
         if typing.get_origin(kind) is tuple:
@@ -240,7 +240,7 @@ def _values(option: str, text: str, kind: Any) -> list[Any]:
     except ValueError as error:
         if isinstance(error, InputError):
             raise
-        raise InputError(f"{option} takes {_words(kind)}, or several between commas, got {text!r}.") from error
+        raise InputError(f"{option} takes {_words(kind)}, or several separated by commas, got {text!r}.") from error
 
 
 def _value(text: str, kind: Any) -> Any:
@@ -259,7 +259,7 @@ def _value(text: str, kind: Any) -> Any:
 
 
 def _plain(hint: Any) -> Any:
-    """The type of one value: without None, and of a tuple that of its items."""
+    """The type of one value: without None, and for a tuple that of its items."""
     if typing.get_origin(hint) in (Union, types.UnionType):
         return _plain(next(kind for kind in typing.get_args(hint) if kind is not type(None)))
     return _plain(typing.get_args(hint)[0]) if typing.get_origin(hint) is tuple else hint

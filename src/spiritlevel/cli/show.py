@@ -51,7 +51,7 @@ def show_report(report: Report, console: Console | None = None) -> None:
     reasons = {row.name: row.subset_error for row in report.rows if row.subset_error}
     for reason in dict.fromkeys(reasons.values()):
         names = ", ".join(name for name in reasons if reasons[name] == reason)
-        console.print(f"unknown: {names}: {reason}", style="dim", markup=False)
+        console.print(f"± unknown: {names}: {reason}", style="dim", markup=False)
     for line in left_out_lines(report.left_out):
         console.print(line, style="dim", markup=False)
     for sentence in report.headline:
@@ -78,7 +78,7 @@ def _limits(row: ReportRow) -> str:
 
 
 def _apart(value: float, low: float, high: float) -> str:
-    """One number, or two where the limits are not equally far from the value, by more than a quarter.
+    """One number, or two where the distances of the limits from the value differ by more than a quarter.
 
     >>> _apart(5.0, 4.0, 6.1), _apart(5.0, 4.0, 8.0), _apart(5.0, 5.5, 8.0)
     ('1', '−1 +3', '5.5 to 8')
@@ -176,7 +176,7 @@ def show_checkpoints(found: Checkpoints) -> None:
 
 
 def show_audit(audit: Audit) -> None:
-    """Measures × transforms, and how far a search went."""
+    """Measures × transforms, and how far a search got."""
     from spiritlevel.results import in_short, left_out_lines, mark
 
     console = base.console()

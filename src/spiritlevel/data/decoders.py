@@ -35,7 +35,7 @@ def decode_idx(blobs: Sequence[Blob]) -> Arrays:
 
 
 def decode_records(blobs: Sequence[Blob], *, labels: int) -> Arrays:
-    """CIFAR's binary files: rows of `labels` label bytes (the last is the one meant) and 3×32×32 pixels; test last."""
+    """CIFAR's binary files: rows of `labels` label bytes (the last is the one used) and 3×32×32 pixels; test last."""
     rows = [np.frombuffer(blob, np.uint8).reshape(-1, labels + 3072) for blob in blobs]
     train, test = np.concatenate(rows[:-1]), rows[-1]
     return (

@@ -173,7 +173,7 @@ def path(name: str) -> Path | None:
 
 
 def describe() -> list[Listing]:
-    """A row for every set: sizes, where it is now, and its licence and authors. Touches no network.
+    """A row for every set: sizes, where it is now, and its licence and authors. Needs no network.
 
     >>> for row in describe()[:2]:
     ...     print(row.name, row.train, row.test, row.shape, row.classes, row.where)

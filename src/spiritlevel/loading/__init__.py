@@ -1,4 +1,4 @@
-"""Models, weights and data from what a user writes on the command line; anything that does not fit is one `InputError`.
+"""Models, weights and data from what a user writes on the command line; what does not fit raises one `InputError`.
 
 Files are read as data, never as programs: no pickle is executed, and sizes are checked before memory is taken. Only
 what is written as `file.py:function` or `package.module:function` runs, because the user names it to be run.

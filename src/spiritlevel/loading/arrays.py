@@ -73,7 +73,7 @@ def as_inputs(inputs: Tensor) -> tuple[Tensor, tuple[str, ...]]:
     highest = int(inputs.max()) if inputs.numel() else 255
     if 0 < highest < FAINT:
         reach = f"the largest byte is {highest}, so all inputs lie in [0, {highest / 255:.2g}]"
-        notes.append(f"{reach}: save floats if the network was trained on others")
+        notes.append(f"{reach}: save floats if the network was trained on another scale")
     if inputs.ndim == 3:
         inputs = inputs[:, None]
         notes.append(f"a channel axis added, {before} to {tuple(inputs.shape[1:])}")
@@ -84,7 +84,7 @@ def as_inputs(inputs: Tensor) -> tuple[Tensor, tuple[str, ...]]:
 
 
 def read_npz(path: Path) -> dict[str, np.ndarray[Any, Any]]:
-    """All arrays of the file; none is read before its size, as the file states it, is known to fit the memory."""
+    """All arrays of the file; none is read before its size, as the file states it, is known to fit in memory."""
     try:
         with zipfile.ZipFile(path) as archive:
             members = [member for member in archive.infolist() if member.filename.endswith(".npy")]
@@ -110,7 +110,7 @@ def read_npz(path: Path) -> dict[str, np.ndarray[Any, Any]]:
 
 
 def _check_member(member: zipfile.ZipInfo, stream: IO[bytes], path: Path) -> None:
-    """Refuse arrays of Python objects, and headers that promise a size other than the archive holds."""
+    """Refuse arrays of Python objects, and headers that promise another size than the archive holds."""
     version = npy.read_magic(stream)
     read = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
     shape, _, dtype = read(stream)
@@ -122,15 +122,15 @@ def _check_member(member: zipfile.ZipInfo, stream: IO[bytes], path: Path) -> Non
     if promised != member.file_size - stream.tell():
         raise InputError(
             f"{path.name} is damaged: {member.filename} says it holds {promised:,} bytes of shape {shape}, "
-            f"and the archive has {member.file_size - stream.tell():,}."
+            f"but the archive has {member.file_size - stream.tell():,}."
         )
 
 
 def check_size(size: int, path: Path) -> None:
-    """Refuse what would not fit the memory."""
+    """Refuse what would not fit in memory."""
     limit = available_memory() // 4  # the numbers are held twice while they are converted, and the work needs memory
     if size > limit:
         raise InputError(
-            f"{path.name} unpacks to {size / 1e9:,.1f} GB, and only {limit / 1e9:,.1f} GB of memory can be spared; "
+            f"{path.name} unpacks to {size / 1e9:,.1f} GB, but only {limit / 1e9:,.1f} GB of memory can be spared; "
             "pass fewer samples, or a function that returns a loader (file.py:function)."
         )

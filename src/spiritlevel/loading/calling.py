@@ -34,18 +34,18 @@ def call_spec(spec: str) -> Any:
 
 
 def load_loss(spec: str) -> Any:
-    """A loss as `--loss` names it: a known name as it is, or the callable that `file.py:name` is, which is not called.
+    """A loss as `--loss` names it: a known name as it is, or the callable that `file.py:name` names, itself not called.
 
     >>> load_loss("cross_entropy")
     'cross_entropy'
     """
     if ":" not in spec:
         if spec.endswith(".py"):
-            raise InputError(f"the loss {spec!r} lacks its function: write {spec}:function.")
+            raise InputError(f"the loss {spec!r} names no function: write {spec}:function.")
         return spec
     with _named(spec) as found:
         if isinstance(found, type) or not callable(found):
-            made = f"an object of it, as loss = {found.__name__}(...)" if isinstance(found, type) else "a function"
+            made = f"an instance of it, as loss = {found.__name__}(...)" if isinstance(found, type) else "a function"
             got = "a class" if isinstance(found, type) else type(found).__name__
             raise InputError(f"the loss {spec} must be a function of (outputs, targets), got {got}; name {made}.")
         if not isinstance(found, nn.Module):
@@ -54,7 +54,7 @@ def load_loss(spec: str) -> Any:
 
 
 def load_change(spec: str) -> Any:
-    """The function from tensor to tensor that `file.py:name` is, which is not called."""
+    """The function from tensor to tensor that `file.py:name` names; it is not called."""
     with _named(spec) as found:
         if isinstance(found, type) or not callable(found):
             got = "a class" if isinstance(found, type) else type(found).__name__
@@ -67,7 +67,7 @@ def _check_takes_two(spec: str, loss: Callable[..., Any]) -> None:
         inspect.signature(loss).bind(0, 0)
     except TypeError as error:
         raise InputError(
-            f"the loss {spec} must take (outputs, targets) and return one number per sample, and it takes "
+            f"the loss {spec} must take (outputs, targets) and return one number per sample, but it takes "
             f"{inspect.signature(loss)}."
         ) from error
     except ValueError:  # a built-in function without a signature
@@ -113,7 +113,7 @@ def _import_file(path: Path) -> Any:
 
 _Modules = dict[str, ModuleType]
 _NEIGHBOURS: dict[str, _Modules] = {}  # what was imported from the folder of a user's file, by folder
-# Python's own folders, and those of packages: those of a user, a distribution or a borrowed one are not Python's own.
+# Python's own folders, and those of packages, which may also be a user's, a distribution's or borrowed ones.
 _INSTALLED = sorted(
     {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
     | {place for place in sys.path if Path(place).name in ("site-packages", "dist-packages")}

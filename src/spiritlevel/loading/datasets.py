@@ -31,7 +31,7 @@ def saved_dataset(folder: Path, split: str, target: str | None, model: nn.Module
 
     Args:
         folder: where it was saved.
-        split: which part of it, where it has parts.
+        split: which part of it, if it has parts.
         target: the column to predict; by default "labels" or "label".
         model: the model that will be called with the columns.
     """
@@ -48,13 +48,13 @@ def saved_dataset(folder: Path, split: str, target: str | None, model: nn.Module
     usable, notes = _usable(table, wanted)
     taken = _taken(folder, usable, model)
     if unused := [name for name in usable if name not in (*taken, wanted)]:
-        notes.append(f"columns left out, which the model has no argument for: {', '.join(unused)}")
+        notes.append(f"columns left out because the model has no argument for them: {', '.join(unused)}")
     tensors = {name: _column(folder, table, name, notes) for name in (*taken, wanted)}
     targets = tensors.pop(wanted)
     shifted = getattr(model, "prepare_decoder_input_ids_from_labels", None)
     if shifted is not None and "decoder_input_ids" not in tensors:
         tensors["decoder_input_ids"] = shifted(labels=targets)
-        notes.append(f"decoder_input_ids made from {wanted}, as in training an encoder with a decoder")
+        notes.append(f"decoder_input_ids made from {wanted}, as when an encoder with a decoder is trained")
     inputs = tensors if model is None or set(taken) & set(_arguments(model)) else tensors[taken[0]]
     named = f"columns {', '.join(taken)}" if isinstance(inputs, Mapping) else f"column {taken[0]}"
     notes.insert(0, f"{named} as inputs, {wanted} as target")
@@ -90,7 +90,7 @@ def _usable(table: Any, target: str) -> tuple[list[str], list[str]]:
             "data.class_encode_column()."
         )
     texts = [name for name, kind in kinds.items() if not kind]
-    notes = [f"columns left out, which hold no numbers: {', '.join(texts)}"] if texts else []
+    notes = [f"columns left out because they hold no numbers: {', '.join(texts)}"] if texts else []
     return [name for name, kind in kinds.items() if kind and name != target], notes
 
 
@@ -125,7 +125,7 @@ def _taken(folder: Path, usable: Sequence[str], model: nn.Module | None) -> list
     if len(usable) == 1:
         return list(usable)
     raise InputError(
-        f"the model's forward takes {', '.join(_arguments(model)) or 'nothing'}, and the data set {folder} has columns "
+        f"the model's forward takes {', '.join(_arguments(model)) or 'nothing'}, but the data set {folder} has columns "
         f"of numbers {', '.join(usable) or '(none)'}; rename them, or return batches from file.py:function."
     )
 

@@ -65,8 +65,8 @@ def exported_program(path: Path) -> nn.Module:
             program = json.loads(archive.read(files["models/model.json"]))
             if program["schema_version"]["major"] != _FORMAT:
                 raise InputError(
-                    f"{path.name} was saved by torch {program.get('torch_version', 'of another version')}, in another "
-                    f"format than torch {torch.__version__} writes; export the model again."
+                    f"{path.name} was saved by torch {program.get('torch_version', 'of another version')}, in a format "
+                    f"that torch {torch.__version__} does not write; export the model again."
                 )
             state = {
                 **_tensors(archive, files, "data/weights/", "model_weights_config.json"),
@@ -77,7 +77,9 @@ def exported_program(path: Path) -> nn.Module:
         raise
     except Exception as error:  # a damaged archive can raise almost anything
         reason = f"{type(error).__name__}: {first_line(error)}"
-        raise InputError(f"{path} is not a program that torch.export.save() wrote, or damaged ({reason}).") from error
+        raise InputError(
+            f"{path} is not a program that torch.export.save() wrote, or is damaged ({reason})."
+        ) from error
 
 
 def _tensors(archive: zipfile.ZipFile, files: Mapping[str, str], folder: str, config: str) -> dict[str, Tensor]:
@@ -198,7 +200,7 @@ class _Reader:
             if isinstance(found, torch._ops.OpOverload):
                 return found
         raise InputError(
-            f"{self.path.name} uses {target!r}, and only operations of torch.ops.aten are run from a file; measure the "
+            f"{self.path.name} uses {target!r}, but only operations of torch.ops.aten are run from a file; measure the "
             "module that it was exported from."
         )
 
@@ -229,7 +231,7 @@ class _Reader:
             return (
                 torch.device(value["type"]) if value["index"] is None else torch.device(value["type"], value["index"])
             )
-        raise InputError(f"{self.path.name} uses an argument {kind!r}, which is not read from a file.")
+        raise InputError(f"{self.path.name} uses an argument of kind {kind!r}, which is not read from a file.")
 
     def _result(self, outputs: list[Any]) -> Any:
         """A tensor, a dict under the names that the program's own result had, or a tuple."""

@@ -53,7 +53,7 @@ def saved_transformer(folder: Path) -> nn.Module:
             )
     except Exception as error:  # a damaged file can raise almost anything
         raise InputError(f"hf:{folder} cannot be read: {first_line(error) or type(error).__name__}.") from error
-    for what, where in (("missing_keys", "lack"), ("mismatched_keys", "have another shape of")):
+    for what, where in (("missing_keys", "lack"), ("mismatched_keys", "have another shape for")):
         if keys := sorted(map(str, found.get(what) or ())):
             more = f" and {len(keys) - 1:,} more" if len(keys) > 1 else ""
             raise InputError(
@@ -127,7 +127,7 @@ def timm_model(name: str, options: dict[str, Any]) -> nn.Module:
                 "'spiritlevel[timm]'."
             ) from error
     if name not in timm.list_models():
-        raise unknown_name("network of timm", name, timm.list_models(), {})
+        raise unknown_name("timm network", name, timm.list_models(), {})
     try:
         return timm.create_model(name, pretrained=False, **options)
     except Exception as error:  # a network may do anything with options it does not know

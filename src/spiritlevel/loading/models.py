@@ -85,7 +85,7 @@ def read_model(
 
 
 def about_weights(spec: str, weights: str | Path | None) -> str:
-    """A sentence where no weights were loaded, since the numbers are then those of an untrained network, or may be.
+    """A sentence if no weights were loaded, since the numbers are then, or may be, those of an untrained network.
 
     >>> about_weights("lenet5", None), about_weights("lenet5", "lenet5.pt")
     ('Weights: as built, not trained.', '')
@@ -158,8 +158,8 @@ def _without_network(spec: str) -> str:
     """Why a file alone is no model, and what to write."""
     if archived(Path(spec), "code/"):
         return (
-            f"{spec} is a program of TorchScript, which is not opened, because that could run a program; save it "
-            "with torch.export.save()."
+            f"{spec} is a TorchScript program, which is not opened, because that could run a program; save it with "
+            "torch.export.save()."
         )
     return (
         f"the model {spec!r} is a file of weights, which do not say what network they belong to; name the network, as "

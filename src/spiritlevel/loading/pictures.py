@@ -60,16 +60,16 @@ def stacked(files: Sequence[tuple[Any, Path | bytes]], place: Path) -> tuple[Ten
         image = _picture(name, file, grey)
         if image.pixels.shape != first.pixels.shape:
             raise InputError(
-                f"all images must have the same size: {files[0][0]} has {_size(first)} and {name} {_size(image)}."
+                f"all images must have the same size: {files[0][0]} has {_size(first)} and {name} has {_size(image)}."
             )
         images[index] = image.pixels
         images[index] /= image.top
         notes[image.note] = None
         brightest = max(brightest, float(images[index].max()))
     if 0 < brightest < FAINT / 255:
-        notes[f"the brightest pixel is {brightest:.2g} of white: save floats if the network was trained on others"] = (
-            None
-        )
+        notes[
+            f"the brightest pixel is {brightest:.2g} of white: save floats if the network was trained on another scale"
+        ] = None
     return torch.from_numpy(images.transpose(0, 3, 1, 2).copy()), tuple(notes)
 
 

@@ -88,7 +88,7 @@ def load_samples(
 def _refuse_target(target: str | None, spec: str) -> None:
     if target is not None:
         raise InputError(
-            f"--target {target} names a column of a table, and {spec} has its own targets (y, or the class); "
+            f"--target {target} names a column of a table, but {spec} has its own targets (y, or the class); "
             "leave it out."
         )
 
@@ -112,7 +112,7 @@ def check_classes(train: Samples, test: Samples | None, model: nn.Module, readin
     if outputs is not None and outputs > 1 and outputs < len(train.classes):
         names = ", ".join(train.classes[:3])
         raise InputError(
-            f"{train.name} has {len(train.classes)} classes ({names}, ...) and the model {outputs} outputs; "
+            f"{train.name} has {len(train.classes)} classes ({names}, ...) but the model has {outputs} outputs; "
             "one of the two is wrong."
         )
 

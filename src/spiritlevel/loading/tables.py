@@ -26,7 +26,7 @@ def read_table(path: Path, target: str | None, like: Samples | None = None) -> S
     """The samples of a `.csv` or `.parquet` table, one per row; `notes` says what became of each column.
 
     Numbers and truth values become one float32 tensor, in the order of the columns. Texts and categories become codes
-    from 0, in alphabetical order (of an Enum: its own), as a second tensor of integers: the model is then called
+    from 0, in alphabetical order (an Enum keeps its own), as a second tensor of integers: the model is then called
     as `model(numbers, categories)`. An integer target column is taken as classes as it stands, floats as
     numbers to predict. Values that are missing or infinite are refused, since whatever was done about them in
     training cannot be known here.
@@ -34,8 +34,8 @@ def read_table(path: Path, target: str | None, like: Samples | None = None) -> S
     Args:
         path: the file.
         target: the column to predict.
-        like: samples of another table, whose columns and codes are taken over (a test set means what its training set
-            means).
+        like: samples of another table, whose columns and codes are taken over (a code must mean the same in a test set
+            as in its training set).
     """
     frame = _read(path)
     names = [name for name in frame.columns if name not in _INDEX]
@@ -61,7 +61,7 @@ def read_table(path: Path, target: str | None, like: Samples | None = None) -> S
         raise InputError(f"the table {path.name} has no column besides the target {target!r}.")
     notes = _notes(target, targets, numbers, categories, codes)
     dropped = [name for name in frame.columns if name in _INDEX]
-    notes += (f"left out: {dropped[0]!r}, the numbers of the rows",) if dropped else ()
+    notes += (f"left out: {dropped[0]!r}, the row numbers",) if dropped else ()
     inputs = parts[0] if len(parts) == 1 else tuple(parts)
     return Samples((inputs, targets), codes[target], f"{path.name} (target {target})", notes, codes=codes)
 
@@ -120,7 +120,7 @@ def _column(
     text = kind == pl.String or isinstance(kind, pl.Categorical | pl.Enum)
     if known is not None and text != bool(known):
         got, before = ("texts", "numbers") if text else ("numbers", "texts")
-        raise InputError(f"{path.name}: the column {column.name!r} holds {got}, and in the training data {before}.")
+        raise InputError(f"{path.name}: the column {column.name!r} holds {got}, but {before} in the training data.")
     if text:
         return _coded(path, column, known)
     if not (kind.is_numeric() or kind == pl.Boolean):
@@ -149,7 +149,7 @@ def _coded(path: Path, column: pl.Series, known: tuple[str, ...] | None) -> tupl
         names = known
         if other := sorted(set(texts.unique().to_list()) - set(names)):
             raise InputError(
-                f"{path.name}: the column {column.name!r} holds {other[0]!r}, which the training data do not: "
+                f"{path.name}: the column {column.name!r} holds {other[0]!r}, but the training data hold only "
                 f"{_listed(names)}."
             )
     places = texts.replace_strict(list(names), list(range(len(names))), return_dtype=pl.Int64)

@@ -25,8 +25,8 @@ _PREFIXES = ("module.", "_orig_mod.")  # of DataParallel and torch.compile
 def load_weights(model: nn.Module, path: str | Path) -> str:
     """Fill a model with the weights of a file; `InputError` names the first differences and the nearest names.
 
-    A Lightning checkpoint (`.ckpt`) holds a model as part of another, as `net.`: only that part is taken, and the
-    sentence returned says so. It is empty otherwise.
+    A Lightning checkpoint (`.ckpt`) holds a model as part of another, under a prefix such as `net.`: only that part is
+    taken, and the sentence returned says so; otherwise it is empty.
     """
     path = Path(path)
     expected = model.state_dict()
@@ -82,7 +82,7 @@ def _other_prefix(missing: Sequence[str], unknown: Sequence[str]) -> str:
         for prefix in {name.removesuffix(tail[1:]) for name in many if tail and name.endswith(tail)}:
             if all(prefix + name in names for name in few):
                 return (
-                    f"the {whose} names begin with {prefix!r}, as {prefix}{few[0]}, and the {other} do not; save the "
+                    f"the {whose} names begin with {prefix!r}, as {prefix}{few[0]}, but the {other} do not; save the "
                     "state_dict() of that part, or rename its keys"
                 )
     return ""
@@ -100,11 +100,11 @@ def _misfit(key: str, found: Tensor, expected: Tensor) -> str:
     if found.layout != torch.strided or found.is_quantized:
         return f"{key} is {'quantised' if found.is_quantized else 'sparse'}; save it as dense floats"
     if found.is_complex() and not expected.is_complex():
-        return f"{key} holds {kinds[0]} and the model {kinds[1]}: the imaginary part would be lost"
+        return f"{key} holds {kinds[0]} but the model {kinds[1]}: the imaginary part would be lost"
     if expected.is_floating_point() and not found.is_floating_point():
-        return f"{key} holds {kinds[0]} and the model {kinds[1]}: whole numbers have lost their scale, save floats"
+        return f"{key} holds {kinds[0]} but the model {kinds[1]}: whole numbers have lost their scale; save floats"
     if found.is_floating_point() and not expected.is_floating_point() and bool((found != found.trunc()).any()):
-        return f"{key} holds {kinds[0]} and the model {kinds[1]}: the fractions would be lost"
+        return f"{key} holds {kinds[0]} but the model {kinds[1]}: the fractions would be lost"
     return ""
 
 
@@ -146,7 +146,7 @@ def _check_unpacked(path: Path, size: int) -> None:
     packed = unpacked > path.stat().st_size and unpacked > _ROOM * size + 2**26
     if packed or unpacked > available_memory():
         raise InputError(
-            f"{path.name} unpacks to {unpacked / 1e9:,.1f} GB, and the model's weights take {size / 1e9:,.3f} GB: it "
+            f"{path.name} unpacks to {unpacked / 1e9:,.1f} GB, but the model's weights take {size / 1e9:,.3f} GB: it "
             "holds other weights or much else; save model.state_dict() alone."
         )
 
@@ -161,8 +161,8 @@ def _read_checkpoint(path: Path, size: int) -> dict[str, Tensor]:
         found = _read_plain(path)
     except pickle.UnpicklingError as error:
         raise InputError(
-            f"{path} holds more than tensors, or is not a checkpoint, and is not opened, because that could run a "
-            "program; save model.state_dict() alone, as .pt or .safetensors."
+            f"{path} holds more than tensors, or is not a checkpoint; it is not opened, because that could run a "
+            "program: save model.state_dict() alone, as .pt or .safetensors."
         ) from error
     except Exception as error:  # a damaged file can raise almost anything
         kind = "" if path.suffix in (".pt", ".pth", ".ckpt", ".bin") else " as .pt or .safetensors"
@@ -176,7 +176,7 @@ def _read_checkpoint(path: Path, size: int) -> dict[str, Tensor]:
         kind = type(found).__name__
         raise InputError(f"{path} must hold a dict of tensors, as model.state_dict() gives it, got a {kind}.")
     if odd := [key for key in found if not isinstance(key, str)]:
-        raise InputError(f"{path} must name its tensors as model.state_dict() does, and one is called {odd[0]!r}.")
+        raise InputError(f"{path} must name its tensors as model.state_dict() does, but one is called {odd[0]!r}.")
     return found
 
 
@@ -196,8 +196,8 @@ class _Unread:
 def _read_plain(path: Path) -> Any:
     """What a checkpoint holds: only tensors, numbers, strings, lists and dicts.
 
-    Other objects stop it; in a `.ckpt`, such as the settings that Lightning keeps beside the weights, they become
-    `_Unread`: whatever class the file names, it is never looked for.
+    Other objects are refused; in a `.ckpt` they become `_Unread`, such as the settings that Lightning keeps beside the
+    weights: whatever class the file names, it is never looked for.
     """
     with warnings.catch_warnings():  # a user needs our sentence alone
         warnings.simplefilter("ignore")

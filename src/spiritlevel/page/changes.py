@@ -53,7 +53,7 @@ def _summary(found: Perturbation, key: str) -> Section:
         )
     )
     if not math.isnan(found.measured.value):
-        off = "" if math.isnan(found.ratio) else f"slope and curvature of this change: {number(found.ratio, 3)} of it"
+        off = "" if math.isnan(found.ratio) else f"slope and curvature predict {number(found.ratio, 3)} of this change"
         meaning = f"The mean loss was {number(found.loss.value, 4)} before."
         section.cards.append(Card("Change of the loss, measured", number(found.measured.value, 3), off, meaning))
     if not math.isnan(found.flips_predicted.value):
@@ -142,7 +142,7 @@ def _layers(found: Perturbation, key: str) -> Section:
 
 
 def _samples(found: Perturbation, key: str) -> Section:
-    section = Section(f"{key}-samples", "Which samples")
+    section = Section(f"{key}-samples", "Which samples flip")
     if found.best:
         tried = ", ".join(f"{_SCORES[name]} {number(value, 3)}" for name, value in found.agreement.items())
         section.texts.append(

@@ -89,7 +89,7 @@ def trace_against_margin(report: Report, key: str) -> Section:
     if margins.decisions is not None:
         whose = f"{wrong:,} of which have at least one wrong decision (at a position or for a label); margins are means"
     section.texts.append(
-        f"One point is one of {counted(count, 'sample' if margins.position is None else 'token')}, {whose}. "
+        f"Each point is one of {counted(count, 'sample' if margins.position is None else 'token')}, {whose}. "
         "A sample with a small margin lies near a decision boundary; one with a large trace makes the minimum sharp. "
         "Point at a sample to see it."
     )
@@ -192,8 +192,8 @@ def margins_section(report: Report, key: str) -> Section:
         section.figures.append(as_figure(f"{key}-margins-{name}", f"Output margins, {name} data", alt, chart))
     if section.figures:
         section.texts.append(
-            "The output margin of a sample is the output of its own class minus the largest of the others. Below 0 it "
-            "is classified wrongly. The box holds the middle half of the samples; its line is the median."
+            "The output margin of a sample is the output of its own class minus the largest of the others. Below 0 the "
+            "sample is classified wrongly. The box holds the middle half of the samples; its line is the median."
         )
     else:
         section.texts.append(why_missing(report, "The margins", "margins"))

@@ -55,7 +55,7 @@ def _artefact_card(report: Report) -> Card:
     factors = {} if report.audit is None else report.audit.moved()
     known = {name: factor for name, factor in factors.items() if 1 < factor < math.inf}
     if report.audit is None or not known:
-        return Card(label, "–", "", why_missing(report, "A factor of the audit", "audit"))
+        return Card(label, "–", "", why_missing(report, "A factor from the audit", "audit"))
     name = next((name for name in leading(report, "curvature") if name in known), next(iter(known)))
     return Card(
         label,
@@ -99,7 +99,7 @@ def _spectrum(report: Report, key: str) -> Section:
         " ".join(
             [
                 *fewer_samples(report),
-                f"The {found.size:,} eigenvalues reach from {ends}; their sum, the trace, "
+                f"The {found.size:,} eigenvalues range from {ends}; their sum, the trace, "
                 f"is {estimate_text(found.trace)}; the square root of the sum of their squares is "
                 f"{estimate_text(found.frobenius_norm)}. A few large values and very many near 0 are usual: the "
                 "loss is flat in most directions.",
@@ -129,9 +129,9 @@ def _spectrum(report: Report, key: str) -> Section:
 def _open_ends(bottom: Estimate, top: Estimate) -> Iterator[str]:
     """What the values at the two ends leave open."""
     if "not converged" in (bottom.status, top.status):
-        yield "One end of it did not converge, so it may reach further out."
+        yield "One end of the spectrum did not converge, so it may reach further out."
     elif not bottom.sign:
-        yield "Whether the smallest of them lies below 0 cannot be told: its error is larger than its value."
+        yield "Whether the smallest lies below 0 cannot be told: its error is larger than its value."
 
 
 def _pairs(a: Any, b: Any) -> Iterable[tuple[float, float]]:
@@ -196,17 +196,17 @@ def _audit(report: Report, key: str) -> Section:
     section.texts.append(
         "Each column changes the parameters and keeps what the network computes or predicts. A measure that moves "
         "there (× the factor) describes the parametrisation as much as the model, so its size cannot tell two "
-        "models apart; one that stays (=) under all that keep the function can be compared between models, as far as "
-        "these symmetries go. ‘?’: nothing can be said within the errors; ‘…’: an iteration did not converge."
+        "models apart; one that stays (=) under all those that keep the function can be compared between models, as "
+        "far as these symmetries go. ‘?’: nothing can be said within the errors; ‘…’: an iteration did not converge."
     )
     section.texts.append(audit.scope)
-    section.texts += [
-        f"The map below shows one draw of each. A short search for a worse {item.transform} moved ‘{item.measure}’ "
-        f"{at_least(item.factor)} at the same outputs, from {_journey(item)}; larger ones move it "
-        "further."
+    searched = [
+        f"A short search for a worse {item.transform} moved ‘{item.measure}’ {at_least(item.factor)} at the same "
+        f"outputs, from {_journey(item)}; larger ones move it further."
         for item in audit.worst
         if math.isfinite(item.factor)
     ]
+    section.texts += [f"The map below shows one draw of each. {searched[0]}", *searched[1:]] if searched else []
     changed = sum(row.verdict == "changes" for row in audit.rows)
     same = sum(row.verdict == "invariant" for row in audit.rows)
     alt = f"Heat map of measures against transforms: {changed} of {len(audit.rows)} change, {same} are invariant."

@@ -34,10 +34,10 @@ def leading(report: Report, family: str) -> tuple[str, ...]:
 
 
 def interval_of(report: Report, row: ReportRow) -> tuple[float, float]:
-    """The 95 % interval, not a number where a subset was measured and its error is not known.
+    """The 95 % interval, NaN where a subset was measured and its error is not known.
 
-    JSON knows one null for an error that does not apply and for one that is not known, so a report that was read
-    back says `None` for both.
+    JSON has one and the same null for an error that does not apply and for one that is not known, so a report that
+    was read back says `None` for both.
     """
     subset = any(fit.population > fit.samples for name, fit in report.fits.items() if name == "train")
     if subset and row.value.data_stderr is None and row.needs_data:

@@ -39,7 +39,7 @@ SYMMETRIES = (
 class Certificate(Result):
     """What a transform of a network keeps, and how that was checked.
 
-    `preserves` says it in words, `scale` is the α of new outputs = α · old outputs (1: the function is the same).
+    `preserves` says it in words, `scale` is the α in new outputs = α · old outputs (1: the function is the same).
     `modes` are the batch-norm modes in which it holds exactly, "eval" and "batch" (statistics of the batch). The
     outputs of both networks were compared in these modes on `samples` samples, described by `data`: they differ by at
     most `largest_difference`, and by `relative_difference` of the largest output. `keeps` is "outputs", or
@@ -75,7 +75,7 @@ class Certificate(Result):
 class AuditRow(Result):
     """One measure before and after one transform.
 
-    `ratio` is after / before, NaN where that says nothing: where the error of one of them leaves its sign open, or the
+    `ratio` is after / before, NaN where that says nothing: where the error of either leaves its sign open, or the
     signs differ. `predicted` is the ratio that theory gives, NaN where it gives none; `declared` whether the measure is
     declared invariant. `ratio_error` is the standard error of the ratio where both values were estimated along the same
     random vectors, NaN elsewhere. Verdicts: "invariant"; "changes"; "unstable": the difference is within the errors,
@@ -107,7 +107,7 @@ class AuditRow(Result):
 
     @property
     def factor(self) -> float:
-        """How far the transform moved the value, at least.
+        """How far, at least, the transform moved the value.
 
         1 where it stayed; infinite where it became 0 or changed its sign; NaN where nothing can be said. Values with
         errors count with the ends of their 95 % intervals that lie nearest to each other, and so does the ratio where
@@ -134,7 +134,7 @@ def _around(estimate: Estimate) -> tuple[float, float]:
 
 
 def moved_at_least(before: tuple[float, float], after: tuple[float, float]) -> float:
-    """The factor between two sizes that are known to lie in intervals, at least; NaN where they overlap.
+    """The smallest factor between two sizes that are known to lie in these intervals; NaN where they overlap.
 
     >>> moved_at_least((2.0, 2.0), (6.0, 6.0)), moved_at_least((1.0, 2.0), (6.0, 8.0))
     (3.0, 3.0)
@@ -170,9 +170,9 @@ def ratio_of(after: tuple[float, float], before: tuple[float, float]) -> tuple[f
 
 @dataclass(frozen=True)
 class WorstFactor(Result):
-    """How far a measure could be moved by one transform at the same outputs: what a short search found, at least.
+    """How far, at least, one transform can move a measure at the same outputs: what a short search found.
 
-    `lowest` and `highest` were measured on networks that were really transformed. Beside them stand the factors
+    `lowest` and `highest` were measured on networks that were really transformed. With them come the factors
     of their layers for "rescale_layers", and the `size` and `seed` of the draw for other transforms. `errors` are the
     half-widths of the 95 % intervals of `before`, `lowest` and `highest`. `difference` is the largest relative
     difference of the outputs.
@@ -190,7 +190,7 @@ class WorstFactor(Result):
 
     @property
     def factor(self) -> float:
-        """The larger of highest / before and before / lowest, at least, with the errors taken against it.
+        """At least this far: the larger of highest / before and before / lowest, with the errors taken against it.
 
         NaN where the errors leave no factor to speak of.
         """
@@ -248,7 +248,7 @@ class Audit(Table):
         for row in self.rows:
             if (row.measure, row.transform) == (measure, transform):
                 return row
-        raise InputError(f"the audit holds no row of measure {measure!r} under transform {transform!r}.")
+        raise InputError(f"the audit holds no row for measure {measure!r} under transform {transform!r}.")
 
     def moved(self) -> dict[str, float]:
         """How far each measure was moved while outputs or probabilities stayed, by a transform or by the search.
@@ -344,7 +344,7 @@ def largest(factors: Iterable[float]) -> float:
 
 
 def mark(row: AuditRow, digits: int = 2) -> str:
-    """The row, short enough for a cell: "=" invariant, "×3.2" the ratio of a value that changes, "?", "…" unsettled.
+    """The row, short enough for a cell: "=" invariant, "×3.2" the ratio of a value that changes, "?" or "…" unsettled.
 
     >>> one = Estimate(1.0)
     >>> mark(AuditRow("trace", "rescale_layers", one, Estimate(64.0), 64.0, 64.0, "changes", False))

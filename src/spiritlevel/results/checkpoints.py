@@ -1,4 +1,4 @@
-"""Many checkpoints beside each other."""
+"""Many checkpoints side by side."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Checkpoint(Result):
 
 @dataclass(frozen=True)
 class Checkpoints(Shown):
-    """Many checkpoints on the same samples, in the order in which they were given; `order(by)` sorts them.
+    """Many checkpoints on the same samples, in the order given; `order(by)` sorts them.
 
     `measures` and `changes` name the columns beside accuracy and loss; `directions` says what a larger value of each
     measure means.
@@ -92,7 +92,7 @@ class Checkpoints(Shown):
 
     @checked
     def order(self, by: str = "loss") -> list[str]:
-        """The names, the best first: the largest for accuracy and for what is wider, the smallest for all else."""
+        """The names, best first: the largest for accuracy and where larger is wider or flatter, else the smallest."""
         sign = -1 if by == "accuracy" or self.directions.get(by) in ("wider", "flatter") else 1
         pairs = [(sign * value, row.name) for value, row in zip(self.values(by), self.rows, strict=True)]
         known = sorted(pair for pair in pairs if not math.isnan(pair[0]))
@@ -107,10 +107,10 @@ class Checkpoints(Shown):
         raise InputError(f"there is no checkpoint {name!r}, only {', '.join(row.name for row in self.rows)}.")
 
     def sentences(self) -> list[str]:
-        """Which checkpoint is the best as it is, and which after each change."""
+        """Which checkpoint is best as it is, and which after each change."""
         best = self.row(self.order("loss")[0])
         tied = [row.name for row in self.rows if row is not best and row.tied]
-        others = f"; on {self.samples:,} samples {counted(len(tied), 'other')} cannot be told from it" if tied else ""
+        others = f"; these {self.samples:,} samples cannot tell {counted(len(tied), 'other')} from it" if tied else ""
         said = [f"{best.name} has the lowest loss, {figure(best.loss.value)}{others}."]
         if not all(math.isnan(value) for value in self.values("accuracy")):
             first = self.row(self.order("accuracy")[0])
@@ -125,7 +125,7 @@ class Checkpoints(Shown):
                 value, name = min(totals)
                 said.append(f"After {change}, {name} has the lowest loss, {figure(value)}.")
             elif change in self.rows[0].predicted:
-                said.append(f"{change} is predicted to cost {self.order(f'{change}, predicted')[0]} the least.")
+                said.append(f"{change} is predicted to cost least for {self.order(f'{change}, predicted')[0]}.")
         return said
 
     def _columns(self) -> Columns:

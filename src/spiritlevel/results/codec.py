@@ -52,7 +52,7 @@ def _encode(value: Any) -> Any:
     if isinstance(value, dict):
         for key in value:
             if not isinstance(key, str):
-                raise TypeError(f"the dicts of a result have strings as keys, got {key!r}.")
+                raise TypeError(f"the dicts of a result must have strings as keys, got {key!r}.")
         items = {key: _encode(item) for key, item in value.items()}
         return {_TAG: _DICT, "items": items} if _TAG in items else items
     if isinstance(value, list | tuple):
@@ -103,7 +103,7 @@ def _decoded(value: Any, hint: Any, unknown: list[str]) -> Any:
     if kind == _TENSOR:
         dtype = getattr(torch, value["dtype"])
         if not isinstance(dtype, torch.dtype):
-            raise TypeError(f"{value['dtype']} is not a type of number")
+            raise TypeError(f"{value['dtype']} is not a number type")
         data = [_number(item) for item in value["data"]] if dtype.is_floating_point else value["data"]
         return torch.tensor(data, dtype=dtype).reshape(value["shape"])
     if kind is not None and kind != _DICT:
@@ -117,7 +117,7 @@ class Misfit(ValueError):
 
 
 def same_length(**columns: Any) -> None:
-    """Raise `Misfit` unless all that are given have the same number of entries along their first dimension."""
+    """Raise `Misfit` unless all columns given have the same number of entries along their first dimension."""
     sizes = {}
     for name, column in columns.items():
         if column is not None:
@@ -129,11 +129,11 @@ def same_length(**columns: Any) -> None:
 class Result:
     """Base of all results: one JSON form (`to_json`) and its inverse (`from_json`).
 
-    Subclasses are frozen dataclasses whose fields hold numbers, texts, tensors, results, and dicts, tuples or lists of
-    those. An undefined number is NaN and becomes null; it comes back as NaN if the field is declared as `float` (also
-    inside `dict[str, float]` and the like), and as `None` if it may be absent (`float | None`).
+    Subclasses are frozen dataclasses whose fields hold numbers, strings, tensors, results, and dicts, tuples or lists
+    of these. An undefined number is NaN and becomes null; it comes back as NaN if the field is declared as `float`
+    (also inside `dict[str, float]` and the like), and as `None` if it may be absent (`float | None`).
 
-    A file says its `format`. A newer format than this version knows is refused; files of version 0.1, which
+    A file states its `format`. A newer format than this version knows is refused; files of version 0.1, which
     name no format, are read. Unknown fields are named in a warning and left out.
     """
 
@@ -150,7 +150,7 @@ class Result:
             cls.__repr__ = Result.__repr__  # type: ignore[method-assign]
 
     def __repr__(self) -> str:
-        """The fields that are not at their default, tensors and long ones as a summary."""
+        """The fields that differ from their defaults, with tensors and long values summarised."""
         given = [f for f in _fields(type(self)) if not _is_default(f, getattr(self, f.name))]
         return f"{type(self).__name__}({', '.join(f'{f.name}={_brief(getattr(self, f.name))}' for f in given)})"
 
@@ -180,7 +180,7 @@ class Result:
 
     @classmethod
     def _from_older(cls, data: dict[str, Any]) -> dict[str, Any]:
-        """The dict of a result as an earlier version wrote it, completed by what it did not say yet."""
+        """The dict of a result as an earlier version wrote it, completed by what that version did not say."""
         return data
 
     @checked
@@ -239,7 +239,7 @@ def _read(expected: type[_R], data: Any, unknown: list[str]) -> _R:
 
 
 def _alias(owner: str, old: str, new: str) -> property:
-    """A field by the name that it had."""
+    """A field under its old name."""
 
     def get(self: Result) -> Any:
         warnings.warn(f"{owner}.{old} is deprecated, use {owner}.{new}.", DeprecationWarning, stacklevel=2)
@@ -256,7 +256,7 @@ def _fits(found: Result) -> None:
 def _unreadable(expected: type[Result], name: object) -> InputError:
     if name is None:
         return InputError(
-            "this is not a result of spiritlevel, which would say its type; pass a report.json or what to_json wrote."
+            "this is not a spiritlevel result, which would state its type; pass a report.json or what to_json wrote."
         )
     known = [kind for kind in Result._types.values() if issubclass(kind, expected) and dataclasses.is_dataclass(kind)]
     names = ", ".join(sorted(kind.__name__ for kind in known))

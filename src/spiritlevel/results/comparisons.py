@@ -1,4 +1,4 @@
-"""Two models beside each other."""
+"""Two models side by side."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from spiritlevel.results.samples import Margins, SampleTraces
 from spiritlevel.results.tables import Columns
 
 UNDER = " under "
-"""In the names of rows: what stands before it, after the change of the weights that follows it."""
+"""In the names of rows: the quantity before it was measured after the change of the weights named behind it."""
 _DECIDED = ("accuracy", "input_distance", "loss")  # the rows that the advice of version 0.1 looked at
 
 
@@ -26,14 +26,14 @@ class ComparisonRow(Result):
     """One measure of two models: `difference` is b − a, with `low` and `high` its interval where there is one.
 
     `how` says where the interval comes from: "paired t", "bootstrap of the pairs", "probes"; or why there is none:
-    "exact" (no error on the data given), "tolerance" (known to that of an iteration), "lower bounds", "not converged",
-    "too few samples". `ratio` is b / a, NaN where the interval of either leaves its sign open or the signs differ.
-    `factor` is how far the audit moved this measure at the same outputs, 1 for an
-    invariant one and NaN where that is not known. Verdicts: "a" or "b", the model that the measure favours; "equal":
-    the interval holds 0; "not comparable": the parametrisation moves it, so the difference may be an artefact of that;
-    "no interval": there is no telling how sure the difference is; "no preference": neither direction is better;
-    "undefined". `note` says why. `sure`: whether the difference excludes 0 even at the stricter level that the advice,
-    which looks at up to three rows, needs. `decides`: whether it is one of those that the advice looks at.
+    "exact" (no error on the data given), "tolerance" (known to within that of an iteration), "lower bounds", "not
+    converged", "too few samples". `ratio` is b / a, NaN where the interval of either leaves its sign open or the signs
+    differ. `factor` is how far the audit moved this measure at the same outputs, 1 for an invariant one and NaN where
+    that is not known. Verdicts: "a" or "b", the model that the measure favours; "equal": the interval holds 0; "not
+    comparable": the parametrisation moves it, so the difference may be an artefact of that; "no interval": there is no
+    telling how certain the difference is; "no preference": neither direction is better; "undefined". `note` says why.
+    `sure`: whether the difference excludes 0 even at the stricter level that the advice, which looks at up to three
+    rows, needs. `decides`: whether this row is one that the advice looks at.
     """
 
     name: str
@@ -71,9 +71,9 @@ class ComparisonRow(Result):
 class Comparison(Shown):
     """Two models on the same samples: which to trust, and why. Rows that no parametrisation can move come first.
 
-    `margins`, `traces` (where they could be had) and `losses` hold a pair, a and b, in the order of the samples.
+    `margins`, `traces` (where available) and `losses` each hold a pair, a and b, in the order of the samples.
     `advice` is one sentence that follows from the rows alone; `reasons` are the rows that it rests on, in words.
-    `samples` were compared out of `population`, drawn at random if these are more. `under` says, for each change of the
+    `samples` were compared out of `population`, drawn at random if there are more. `under` says, for each change of the
     weights that was tried, which model is better after it.
     """
 

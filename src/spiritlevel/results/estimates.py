@@ -33,9 +33,9 @@ class Estimate(Result):
     - "not converged": an iteration stopped before its tolerance, so the error is not known; `reason` says why;
     - "undefined": the value is NaN, and `reason` says why.
 
-    Unless given it follows from value, `stderr` and `tolerance`. `stderr` is NaN where it is not known; `dof` are its
-    degrees of freedom (infinite for a known variance) and `skew` the skewness of that error. `power` is 2 for the root
-    of a mean: the limits are then those of the mean, and their roots. Where only a random subset of the data was
+    Unless given, the status follows from value, `stderr` and `tolerance`. `stderr` is NaN where it is not known; `dof`
+    are its degrees of freedom (infinite for a known variance) and `skew` the skewness of that error. `power` is 2 for
+    the root of a mean: the limits are then the roots of the mean's limits. Where only a random subset of the data was
     measured, `data_stderr` is the standard error due to that and `data_limits` are the 95 % limits it alone sets for
     the value on all of the data; both are `None` where that does not apply, and NaN where it is not known. `matvecs`
     counts products with the matrix (or passes over the data).
@@ -66,7 +66,7 @@ class Estimate(Result):
 
     def __post_init__(self) -> None:
         if self.status and self.status not in STATUSES:
-            raise InputError(f"an estimate has one of the statuses {', '.join(STATUSES)}, got {self.status!r}.")
+            raise InputError(f"the status of an estimate must be one of {', '.join(STATUSES)}, got {self.status!r}.")
         status = self.status
         if math.isnan(self.value):
             status = "undefined"
@@ -76,7 +76,7 @@ class Estimate(Result):
 
     def _check(self) -> None:
         if self.power not in (1.0, 2.0):
-            raise Misfit(f"an estimate is a mean or the root of one, power 1 or 2, not {self.power:g}")
+            raise Misfit(f"an estimate is a mean (power 1) or the root of one (power 2), not of power {self.power:g}")
 
     @classmethod
     def _from_older(cls, data: dict[str, Any]) -> dict[str, Any]:
@@ -93,7 +93,7 @@ class Estimate(Result):
         draws = draws.detach().double().cpu().reshape(-1)
         count = draws.numel()
         if count < 2:
-            raise InputError(f"an estimate needs at least 2 draws to have a standard error, got {count}.")
+            raise InputError(f"a standard error needs at least 2 draws, got {count}.")
         cost = count if matvecs is None else matvecs
         error = float(standard_error(draws))
         skew = mean_skewness(draws)
@@ -106,7 +106,7 @@ class Estimate(Result):
 
     @property
     def sign(self) -> int:
-        """1 or -1 where the 95 % interval on the given data lies on one side of 0, else 0: the sign is not known."""
+        """1 or -1 where the 95 % interval on the given data lies on one side of 0; 0 where the sign is not known."""
         low, high = self.interval()
         return 1 if low > 0 else -1 if high < 0 else 0
 
@@ -131,10 +131,10 @@ class Estimate(Result):
 
     @checked
     def interval(self, level: float = 0.95, *, data: bool = False) -> tuple[float, float]:
-        """The value on the given data by `skewed_limits`; `data=True` adds the error of having measured a subset.
+        """Limits for the value on the given data, by `skewed_limits`; `data=True` adds the error due to the subset.
 
         A tolerance widens it on both sides, a lower bound has no upper end, and what did not converge has no interval:
-        both ends are NaN. The limits of a subset are kept for 95 %; at other levels they are stretched as those of a
+        both ends are NaN. The limits of a subset are kept for 95 %; at other levels they are stretched like those of a
         normal error.
         """
         if not 0 < level < 1:
@@ -191,7 +191,7 @@ WERE_ITERATED = frozenset(
 
 
 def with_status(estimate: Any, measure: str) -> Any:
-    """The dict of an estimate as version 0.1 wrote it, with the status that it did not say."""
+    """The dict of an estimate as version 0.1 wrote it, with the status that it did not state."""
     if not isinstance(estimate, dict) or "status" in estimate or estimate.get("value") is None:
         return estimate
     if measure in WERE_BOUNDS:

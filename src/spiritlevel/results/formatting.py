@@ -16,7 +16,7 @@ _SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 def figure(value: float, digits: int = 4, *, typeset: bool = False) -> str:
-    """A number to that many digits, without those that say nothing; a whole number (`int`) keeps all of its own.
+    """A number to that many digits, without those that say nothing; a whole number (`int`) keeps all its digits.
 
     From 0.001 to 10 million it is written out, beyond that with a power of ten. `typeset` is for pages and sentences:
     a true minus sign, ×10ⁿ and ∞ in place of what a program could read.
@@ -45,7 +45,7 @@ def figure(value: float, digits: int = 4, *, typeset: bool = False) -> str:
 
 
 def with_error(value: float, error: float, digits: int = 8, *, typeset: bool = False) -> str:
-    """A number and its error: two digits of the error, only as many of the number as it warrants, `digits` at most.
+    """A number and its error: two digits of the error and as many of the number as that warrants, at most `digits`.
 
     >>> with_error(64.5312, 10.6), with_error(1234.5678, 0.012), with_error(0.0123, 0.0), with_error(-2.5, math.nan)
     ('65 ± 11', '1,234.568 ± 0.012', '0.0123', '-2.5 ± unknown')
@@ -74,7 +74,7 @@ def times(factor: float) -> str:
 
 
 def at_least(factor: float) -> str:
-    """How far something was moved at least, in words: a share of it where a factor would be next to 1.
+    """How far, at least, something was moved, in words: as a percentage where a factor would be close to 1.
 
     >>> at_least(523.6), at_least(1.0021), at_least(1.0)
     ('at least 524-fold', 'by at least 0.21%', 'at least 1-fold')

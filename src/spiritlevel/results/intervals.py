@@ -30,10 +30,10 @@ def mean_skewness(draws: Tensor) -> float:
 
 
 def skewed_limits(value: float, error: float, dof: float, skew: float, level: float = 0.95) -> tuple[float, float]:
-    """Student's t interval of a mean, corrected for the skewness of its error by Hall's transformation.
+    """Student's t interval for a mean, corrected for the skewness of its error by Hall's transformation.
 
     T = (mean − truth)/error is not Student's t where the draws are skewed: the interval would lie too low, or too
-    high. g(T) = T + aT² + a²T³/3 + s/6, with a = s/3 and s the skewness of the mean, is nearly so, and is monotone. A
+    high. g(T) = T + aT² + a²T³/3 + s/6, with a = s/3 and s the skewness of the mean, nearly is, and is monotone. A
     few draws show less skewness than their distribution has, hence the factor 1.25, under which means of exponential,
     χ² and log-normal draws, and of the losses of networks, are covered as they should be (docs/coverage.md); the
     spread of skewed draws is less well known too, and the skewness of few draws hardly at all, so there are fewer
@@ -52,7 +52,7 @@ def skewed_limits(value: float, error: float, dof: float, skew: float, level: fl
 
 
 def errors_off(skew: Any, dof: float, level: float) -> tuple[Any, Any]:
-    """How many errors the limits of `skewed_limits` are below and above the value, for every skewness."""
+    """How many standard errors the limits of `skewed_limits` lie below and above the value, for every skewness."""
     skew = _SEEN * skew
     a = skew / 3
     flat = np.abs(a) < 1e-9
@@ -79,7 +79,7 @@ def subset_mean(values: Tensor, population: int | None) -> tuple[float | None, t
 
 
 def share_limits(share: float, count: int, population: int) -> tuple[float, float]:
-    """Clopper and Pearson's 95 % interval of a share of the population, of which a random subset was counted.
+    """Clopper and Pearson's 95 % interval for a share of the population, of which a random subset was counted.
 
     It covers 95 % or more, even for a share near 0 or 1, where shorter intervals fall short.
 
@@ -93,5 +93,5 @@ def share_limits(share: float, count: int, population: int) -> tuple[float, floa
     return low, high
 
 
-FEWEST = 30  # samples from which on a subset error is stated
+FEWEST = 30  # samples needed for a subset error to be stated
 _SEEN = 1.25  # how much larger the skewness of a population is than that of a few draws of it

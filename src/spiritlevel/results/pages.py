@@ -11,7 +11,7 @@ from spiritlevel.storage import write_atomically
 
 
 class Shown(Table):
-    """A table with a page of its own. `page` lies above this room: it is looked up only when a page is asked for."""
+    """A table with a page of its own. `page` is a higher layer: it is looked up only when a page is asked for."""
 
     @checked
     def to_html(self, path: str | Path | None = None) -> str:

@@ -27,17 +27,17 @@ PREDICTORS = {
     "trace_times_square": "Tr H · ‖δ‖²",
     "square": "‖δ‖²",
 }
-"""What may tell how much the change of one layer alone raises the loss, by the name of its column."""
+"""What may predict how much changing one layer alone raises the loss, by the name of its column."""
 COSTS = {"measured": "the measured rise of each layer alone", **PREDICTORS}
 """What rounding a layer may be taken to cost."""
 
 
 @dataclass(frozen=True)
 class Prediction(Estimate):
-    """A number that is predicted, and an interval for what will be measured.
+    """A predicted number, with an interval for what will be measured.
 
-    `sources` says where the interval comes from: for each source how far below and above the value it alone sets the 95
-    % limits. "random change": another draw of the change would do something else; "subset of samples": the rest of the
+    `sources` says where the interval comes from: how far below and above the value each source alone sets the 95 %
+    limits. "random change": another draw of the change would do something else; "subset of samples": the rest of the
     data is not like these; "higher orders": what the terms that were used leave out, as half of the change shows. The
     first two are independent and add in squares; the third is added to them.
     """
@@ -48,7 +48,7 @@ class Prediction(Estimate):
     def interval(self, level: float = 0.95, *, data: bool = True) -> tuple[float, float]:
         """The limits for what will be measured; at levels other than 95 % the random ones scale like normal errors.
 
-        `data=False` leaves out the error of a subset: the limits for these samples.
+        `data=False` leaves out the error of a subset and gives the limits for these samples.
         """
         if not 0 < level < 1:
             raise InputError(f"interval needs a level between 0 and 1, got {level}.")
@@ -71,8 +71,8 @@ class LayerChange(Result):
 
     `square` is ‖δ‖² and `size` the number of parameters. `slope` is g·δ of this layer and `curvature` ½ δᵀHδ of it
     alone; `with_others` is its part ½ δ_lᵀ(Hδ) of the whole, to which the other layers' changes contribute. `trace` is
-    the trace of its block of H. `measured` is the change of the mean loss if this layer alone is changed. NaN where it
-    was not asked for.
+    the trace of its block of H. `measured` is the change of the mean loss if this layer alone is changed. What was not
+    asked for is NaN.
     """
 
     name: str
@@ -100,19 +100,19 @@ class Perturbation(Shown):
     """What `perturb` predicted for a change of the weights, and what the change did.
 
     `predicted` and `measured` are the change of the mean loss; `flips_predicted` and `flips_measured` the number of
-    predictions whose class changes. Of a random change `predicted` is the mean over all draws with the interval for
-    one, and what was measured is one draw; `slope` and `curvature`, g·δ and ½ δᵀHδ, are those of the change that was
-    made. `suffices` says whether these two terms tell what happened, to a fifth of the largest of them, or of the
-    standard deviation over draws. `steps` and `losses` are the way: the mean loss of the samples at θ + tδ.
+    predictions whose class changes. For a random change `predicted` is the mean over all draws, with the interval for
+    a single one, and what was measured is one draw; `slope` and `curvature`, g·δ and ½ δᵀHδ, are those of the change
+    that was made. `suffices` says whether these two terms explain what happened, to a fifth of the largest of them, or
+    of the standard deviation over draws. `steps` and `losses` trace the way: the mean loss of the samples at θ + tδ.
 
     `layers` has a row for every tensor that moves; `rank_agreement()` says how well each of their columns orders them
     as the measured one does. `samples` are columns for the samples that were looked at, `index` their places in the
-    data: "gap" is the distance of the two largest outputs, "linearised_gap" what is left of it in the linearised
+    data: "gap" is the distance between the two largest outputs, "linearised_gap" what is left of it in the linearised
     outputs (negative: predicted to flip), "flips_predicted" how many of its decisions flip in these (0 or 1 for a
     sample that makes one), "flips_measured" how many did, "predicted" and "measured" the change of its loss, "chance"
-    how many flip on average over draws of a random change. `agreement` is, for what may tell which samples flip, the
-    chance that a sample that flipped comes before one that did not (AUROC), and `best` the largest of them, by which
-    the page orders samples.
+    how many flip on average over draws of a random change. `agreement` is, for each score that may tell which samples
+    flip, the chance that a sample that flipped comes before one that did not (AUROC), and `best` is the score with the
+    largest, by which the page orders samples.
     """
 
     change: str
@@ -271,7 +271,7 @@ def limits_in_words(predicted: Prediction) -> str:
 
 @dataclass(frozen=True)
 class LayerBits(Result):
-    """The bits that one layer gets, what rounding it to that many is taken to cost, and what uniform bits would."""
+    """The bits that one layer gets, what rounding to them is taken to cost, and what uniform bits would cost."""
 
     name: str
     size: int
@@ -282,10 +282,10 @@ class LayerBits(Result):
 
 @dataclass(frozen=True)
 class BitPlan(Table):
-    """How many bits each layer gets within a size, and how the plan fares beside the same number for all.
+    """How many bits each layer gets within a budget, and how the plan compares with the same number for all.
 
     `budget` is the number of bits per weight that may be used on average, `uniform` the largest single number of bits
-    that keeps to it. `losses` and `accuracies` are those of the model, of the plan and of uniform bits.
+    within it. `losses` and `accuracies` are those of the model, of the plan and of uniform bits.
     """
 
     rows: tuple[LayerBits, ...]

@@ -1,4 +1,4 @@
-"""What was measured of one model, as a whole."""
+"""All that was measured of one model."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from spiritlevel.results.spectra import SpectrumSummary
 from spiritlevel.results.surfaces import Landscape
 from spiritlevel.results.tables import Columns, of_estimates
 
-_LARGEST = 1e30  # that is drawn: beyond it the ends of an axis overflow
+_LARGEST = 1e30  # what can be drawn: beyond it the ends of an axis overflow
 
 
 @dataclass(frozen=True)
 class Fit(Result):
-    """How well a model fits some samples: `accuracy` and mean `loss`, with the error of a random subset if it was one.
+    """How well a model fits some samples: `accuracy` and mean `loss`, with their errors if these are a random subset.
 
     `samples` were measured out of `population`. `accuracy` is undefined where the targets are not classes. `of` says
     what is right or wrong: "samples" ("tokens", where those are the unit), or their "positions" or "labels"; the
-    accuracy is then the mean of every sample's share. For a regression `r_squared` is 1 − Σ‖y − ŷ‖²/Σ‖y − ȳ‖², ȳ the
-    mean target of each output.
+    accuracy is then the mean of every sample's share. For a regression `r_squared` is 1 − Σ‖y − ŷ‖²/Σ‖y − ȳ‖², with ȳ
+    the mean target of each output.
     """
 
     samples: int
@@ -43,7 +43,7 @@ class Fit(Result):
     r_squared: Estimate | None = None
 
     def quality(self) -> tuple[str, str]:
-        """What besides the loss says how well it fits, and its value in words; both empty where nothing does.
+        """What, besides the loss, says how well the model fits, and its value in words; both empty if nothing does.
 
         >>> Fit(60, 60, Estimate(0.5), Estimate(0.0), of="positions").quality()
         ('accuracy, of positions', '50.00%')
@@ -58,10 +58,10 @@ class Fit(Result):
         if not 0 <= self.samples <= self.population:
             raise Misfit(f"{self.samples:,} of {self.population:,} samples is impossible")
         if not (math.isnan(self.accuracy.value) or 0 <= self.accuracy.value <= 1):
-            raise Misfit(f"an accuracy lies between 0 and 1, but here it is {self.accuracy.value:g}")
+            raise Misfit(f"an accuracy must lie between 0 and 1, but here it is {self.accuracy.value:g}")
 
     def accuracy_limits(self) -> tuple[float, float]:
-        """Clopper and Pearson's 95 % interval of the accuracy on the whole population, of which a subset was measured.
+        """Clopper and Pearson's 95 % interval for the accuracy on the whole population, of which a subset was measured.
 
         >>> [f"{limit:.3f}" for limit in Fit(60, 10**9, Estimate(1.0), Estimate(0.0)).accuracy_limits()]
         ['0.940', '1.000']
@@ -83,7 +83,7 @@ class ReportRow(Result):
     "wider" or "larger". `invariant_to` are the transforms that leave it unchanged; `family` is "curvature", "margin" or
     "norm"; `cost` the most expensive thing it does and `seconds` the time it took, not counting what other measures
     had computed. Where a subset was measured and the resulting error is not known, `subset_error` says why.
-    `needs_data` is false where the weights alone decide.
+    `needs_data` is false where the weights alone determine the value.
     """
 
     name: str
@@ -118,7 +118,7 @@ class ReportRow(Result):
 
     @property
     def invariant(self) -> bool:
-        """Whether in theory the value stays under every symmetry that this library knows, `SYMMETRIES`."""
+        """Whether, in theory, the value stays the same under every symmetry that this library knows, `SYMMETRIES`."""
         return set(SYMMETRIES) <= set(self.invariant_to)
 
     def __str__(self) -> str:
@@ -144,7 +144,7 @@ class Pictures(Result):
             raise Misfit("its indices need one row of whole numbers")
         for name, places in self.groups.items():
             if any(isinstance(place, bool) or not 0 <= place < len(self.indices) for place in places):
-                raise Misfit(f"the group {name!r} names pictures that it does not have")
+                raise Misfit(f"the group {name!r} names pictures that are not there")
 
     def __str__(self) -> str:
         counts = ", ".join(f"{len(places)} {name}" for name, places in self.groups.items())
@@ -156,11 +156,11 @@ class Report(Shown):
     """Everything that `measure` found about one model: prints as a table, shows itself in a notebook, has a page.
 
     Per-sample results (`traces`, `margins`, `predicted`) are in the order of the samples measured; `indices` are their
-    places in the data if they are a random subset, else `None`. `fits` and `correlations` are by name ("train", "test";
-    "trace and margin", "trace and ACEHT"), and an undefined correlation says why. `layers` is the share of the trace by
-    parameter tensor. `spectrum` holds no vectors. `settings` says how all this was measured: versions, seed, device,
-    dtype, data, batch norm. `left_out` names what was not measured, with the reason; `partial` is empty unless the
-    measurement was interrupted. `headline` puts the most important findings into words, from the numbers alone;
+    places in the data if they are a random subset, else `None`. `fits` and `correlations` are keyed by name ("train",
+    "test"; "trace and margin", "trace and ACEHT"), and an undefined correlation says why. `layers` is each parameter
+    tensor's share of the trace. `spectrum` holds no vectors. `settings` says how all this was measured: versions, seed,
+    device, dtype, data, batch norm. `left_out` names what was not measured, with the reason; `partial` is empty unless
+    the measurement was interrupted. `headline` puts the most important findings into words, from the numbers alone;
     `leads` names the measures that stand for their family ("curvature", "margin") in a summary, the best first.
     """
 
@@ -197,7 +197,7 @@ class Report(Shown):
         if self.pictures is not None and count is not None and len(self.pictures.indices):
             low, high = int(self.pictures.indices.min()), int(self.pictures.indices.max())
             if low < 0 or high >= count:
-                raise Misfit(f"it shows a picture of sample {high if low >= 0 else low}, and has {count:,} samples")
+                raise Misfit(f"it shows a picture of sample {high if low >= 0 else low}, but has {count:,} samples")
         for what in (self.margins, self.test_margins):
             if what is not None and len(what) and float(what.signed.abs().nan_to_num().max()) > _LARGEST:
                 raise Misfit(f"margins beyond {_LARGEST:g} cannot be drawn")

@@ -21,7 +21,7 @@ class SampleTraces(Table):
     """The trace of the Hessian of every sample's own loss.
 
     `values[n]` = Tr ∇²ℓ(θ; xₙ, yₙ) and `stderr[n]` its error (0 where exact). `layers` splits the values by parameter
-    tensor if that was asked for. `probes` counts the random probes a sample got. Where all samples shared their probes
+    tensor if that was asked for. `probes` counts the random probes a sample got. Where all samples shared their probes,
     their errors are correlated: `draws` (N, groups) keeps what each of the `dof` + 1 groups of probes said, so that
     `mean` and `correlate` can take the error from their spread. `fingerprint` identifies the order of the data. With
     batch statistics the batches are part of the definition: `batches` then holds their sizes in order. `wrt` says what
@@ -67,10 +67,10 @@ class SampleTraces(Table):
     def mean(self) -> Estimate:
         """The trace of the mean loss, Tr ∇²L = mean of the per-sample traces, with the error of the probes.
 
-        Shared probes: the standard error is that of the probe-wise means. Independent ones (`passes=`): the root of
-        the summed squares, and NaN where fewer than 8 samples make up that sum, since a single draw says no more about
-        its error than about its value. If these samples are a random subset of `population` points, `data_stderr` and
-        `data_limits` are the subset's error (NaN below 30 samples).
+        With shared probes the standard error is that of the probe-wise means; with independent ones (`passes=`), the
+        root of the summed squares, and NaN where fewer than 8 samples make up that sum, since a single draw says no
+        more about its error than about its value. If these samples are a random subset of `population` points,
+        `data_stderr` and `data_limits` are the subset's error (NaN below 30 samples).
         """
         value, spread = float(self.values.mean()), subset_mean(self.values, self.population)
         error: dict[str, Any] = {"stderr": 0.0}
@@ -142,11 +142,11 @@ def _targets(targets: Tensor) -> dict[str, tuple[type, Any]]:
 class Margins(Table):
     """Margins of every sample.
 
-    `signed` = φ_y − max_{j≠y} φ_j, `output` its absolute value, `softmax` the same of the softmax probabilities in
-    absolute value (γ), `softmax_gap` = 1−γ² computed without cancellation, `correct` whether the label's output is the
-    strictly largest. `targets` are the labels, 0 and 1 for a single logit. `distance` is the signed linearised distance
-    to the decision boundary if it was asked for, in the space `layer` (the input where empty) and the norm `norm`;
-    `spread` is the root of the total variance of the points in that space, a unit for such distances.
+    `signed` = φ_y − max_{j≠y} φ_j, `output` its absolute value, `softmax` the absolute value of the same for the
+    softmax probabilities (γ), `softmax_gap` = 1−γ² computed without cancellation, `correct` whether the label's output
+    is strictly the largest. `targets` are the labels, 0 and 1 for a single logit. `distance` is the signed linearised
+    distance to the decision boundary, if that was asked for, in the space `layer` (the input where empty) and the norm
+    `norm`; `spread` is the root of the total variance of the points in that space, a unit for such distances.
 
     A sample that decides more than once, at every position or for every label, has the *mean* of its margins, is
     `correct` if all its `decisions` are, and `right` is the share of those that are; it has no label (-1). With `unit`

@@ -24,8 +24,8 @@ class Eigenpairs(Table):
 
     Each residual bounds the distance from its value to an eigenvalue. `converged` is true if every residual is at most
     tol · max|Ritz value| and repeated eigenvalues were ruled out or found; otherwise `reason` says what is missing.
-    `reach` is how far beyond the outermost value an eigenvalue may still lie: further out there is none, except with a
-    chance of 0.001; `None` where that is not known.
+    `reach` is how far beyond the outermost value an eigenvalue may still lie: further out there is none, except with
+    probability 0.001; `None` where that is not known.
     """
 
     values: Tensor
@@ -48,10 +48,10 @@ class Eigenpairs(Table):
         return self.values.numel()
 
     def outermost(self) -> Estimate:
-        """The first value ± what is not known of it: the larger of its residual and `reach`.
+        """The first value ± its uncertainty: the larger of its residual and `reach`.
 
         A residual alone is not enough. It shows that some eigenvalue is near, not that it is the outermost one. Where
-        nothing is excluded (`reach` is infinite) this value is a lower bound of the largest eigenvalue.
+        nothing is excluded (`reach` is infinite) this value is a lower bound on the largest eigenvalue.
         """
         tolerance = max(float(self.residuals[0]), self.reach or 0.0)
         if self.converged and math.isinf(tolerance):
@@ -86,7 +86,7 @@ class Eigenpairs(Table):
 class BatchEigenvalues(Table):
     """The largest eigenvalues of the Hessian of every mini-batch: `values` (batches, k), the largest first.
 
-    `residuals` has the same shape; `converged` (batches,) says for which batches all values are within the tolerance.
+    `residuals` has the same shape; `converged` (batches,) says in which batches all values are within the tolerance.
     """
 
     values: Tensor
@@ -151,11 +151,11 @@ class DiagonalEstimate(Table):
         if not self.status:  # version 0.1 did not say
             object.__setattr__(self, "status", "estimated" if bool(self.stderr.any()) else "exact")
         if self.status not in ("exact", "estimated"):
-            raise InputError(f"the status of a diagonal is exact or estimated, got {self.status!r}.")
+            raise InputError(f"the status of a diagonal must be exact or estimated, got {self.status!r}.")
 
     @property
     def exact(self) -> bool:
-        """Whether no entry has any error but rounding."""
+        """Whether every entry is free of error but for rounding."""
         return self.status == "exact"
 
     def __len__(self) -> int:
@@ -180,7 +180,7 @@ class SmoothedDensity(Table):
     """A spectral density smoothed by a Gaussian of standard deviation `width`, on the points of `grid`.
 
     `stderr` is the error of the random probes at every point, 0 where all eigenvalues are known, and `skew` its
-    skewness. It does not include the error of the quadrature, which is small once `width` exceeds the distance of
+    skewness. It does not include the error of the quadrature, which is small once `width` exceeds the distance between
     neighbouring nodes.
     """
 

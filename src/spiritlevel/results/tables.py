@@ -29,7 +29,7 @@ class Table(Result):
         """The table, column by column."""
 
     def frame(self) -> pl.DataFrame:
-        """The table as a Polars frame; an undefined number is NaN, what does not apply null."""
+        """The table as a Polars frame; an undefined number is NaN, what does not apply is null."""
         with needs("a table"):
             import polars as pl
 
@@ -58,7 +58,7 @@ def as_csv(frame: pl.DataFrame, path: str | Path | None = None) -> str:
     return text
 
 
-_FORMULA = r"\A[=+\-@\t\r\n]"  # how a cell begins that a spreadsheet runs, or may run once it has trimmed blanks
+_FORMULA = r"\A[=+\-@\t\r\n]"  # how a cell begins that a spreadsheet runs, or may run after trimming blanks
 
 
 def _harmless(name: str) -> str:

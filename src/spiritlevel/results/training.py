@@ -21,7 +21,7 @@ from spiritlevel.results.tables import Columns
 
 @dataclass(frozen=True)
 class CriticalSharpness(Estimate):
-    """2/η_c, η_c the first step along the optimiser's own update at which the loss is no longer lower.
+    """2/η_c, with η_c the first step along the optimiser's own update at which the loss is no longer lower.
 
     `low` and `high` are the ends of the bracket to which the search narrowed it, 0 or infinite where an end is open;
     `step` is η_c, to pass to the next call as `start=`; `scale` is η_c in units of the optimiser's own step;
@@ -43,7 +43,7 @@ class CriticalSharpness(Estimate):
 
 @dataclass(frozen=True)
 class Stability(Result):
-    """Whether the curvature lies within what the optimiser's steps can follow.
+    """Whether the curvature is within what the optimiser's steps can follow.
 
     `curvature` is the largest eigenvalue of the Hessian, or of D^(-1/2) H D^(-1/2) where the optimiser divides by D;
     `limit` the value above which steps on that quadratic grow; `formula` says which. `side` is "stable", "unstable"
@@ -79,8 +79,8 @@ class SuspiciousSamples(Shown):
     """The samples of a recorded training to look at first, those with the most suspicious `by` at the top.
 
     `table` has the columns of these samples, in the order of `ids`; `everything` those of all samples that were seen.
-    `never_learned` were never classified as labelled, `forgotten` were so once and later no longer. `visits` is how
-    often a sample was seen on average, in `steps` calls.
+    `never_learned` samples were never classified as labelled, `forgotten` ones were at first and later were not.
+    `visits` is how often a sample was seen on average, in `steps` calls.
     """
 
     by: str
@@ -138,7 +138,7 @@ class SuspiciousSamples(Shown):
 
 @dataclass(frozen=True)
 class TrainingCurves(Shown):
-    """The rows of a tracker for its page: `rows` of numbers by name, `sentences` about the last, `notes` on failures.
+    """The rows of a tracker for its page: `rows` of numbers by name, `sentences` on the last row, `notes` on failures.
 
     While the training runs, `refresh` is the number of seconds after which the page loads itself again.
     """
@@ -150,7 +150,7 @@ class TrainingCurves(Shown):
     name: str = "Training"
 
     def __post_init__(self) -> None:
-        """What is null in a file was undefined."""
+        """What is null in a file stands for an undefined number."""
         rows = ({name: math.nan if value is None else value for name, value in row.items()} for row in self.rows)
         object.__setattr__(self, "rows", tuple(rows))
 

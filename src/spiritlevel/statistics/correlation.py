@@ -59,7 +59,7 @@ def _column(name: str, data: Any) -> _Column:
     except (TypeError, ValueError):
         raise InputError(f"{name} must hold one number per sample, got {type(data).__name__}.") from None
     if np.iscomplexobj(numbers):
-        raise InputError(f"{name} holds complex numbers; pass their real parts, or their sizes.")
+        raise InputError(f"{name} holds complex numbers; pass their real parts, or their magnitudes.")
     if values.ndim != 1:
         raise InputError(f"{name} must hold one number per sample, got an array of shape {values.shape}.")
     return _Column(name, values)
@@ -71,7 +71,7 @@ def _pair(a: Any, b: Any) -> tuple[_Column, _Column]:
         raise InputError(f"a and b must describe the same samples, got {len(x.values)} and {len(y.values)} values.")
     if x.fingerprint and y.fingerprint and x.fingerprint != y.fingerprint:
         raise InputError(
-            "a and b come from different data or their orders differ (the fingerprints are not equal); "
+            "a and b come from different data or in a different order (their fingerprints differ); "
             "measure both on the same data in the same order."
         )
     return x, y
@@ -97,10 +97,10 @@ def _undefined(x: _Column, y: _Column, kind: str = "") -> str:
         wrong = ~np.isfinite(column.values)
         if wrong.any():
             count, first = int(wrong.sum()), int(wrong.argmax())
-            return f"{column.name} is NaN or infinite for {count} of the samples, the first is number {first}"
+            return f"{column.name} is NaN or infinite for {count} of the samples, the first being number {first}"
     count = len(x.values)
     if count < 3:
-        return f"r needs at least 3 points, there {'is' if count == 1 else 'are'} {count}{kind}"
+        return f"r needs at least 3 points, and there {'is' if count == 1 else 'are'} {count}{kind}"
     for column in (x, y):
         if _centred(column.values)[1] == 0.0:
             return f"all values of {column.name} are equal{kind}"
@@ -235,19 +235,19 @@ def correlate(
 
     `outliers`: "lof" removes what scikit-learn's LocalOutlierFactor (20 neighbours) rejects in the raw cloud, where
     the quantity with the larger spread decides, as in the paper; "lof-standardised" scales both to unit variance
-    first, and is the choice for tiny values (distances below 1e-10 are equal to that routine); "none" keeps all.
+    first, and suits tiny values (to that routine, distances below 1e-10 are equal); "none" keeps all.
     Where more than 20 points coincide, neighbours are counted among distinct points, as Breunig et al. advise.
 
     The interval is tanh(z ± t·s), z = artanh r: s is half the width of the central 68.3 % of z over resampled points
     (outliers stay removed), t Student's. With `SampleTraces` that carry their probes' draws, points and probes are
-    resampled together, which is conservative; the interval is then about r *as measured with that many probes*, and
+    resampled together, which is conservative; the interval is then one for r *as measured with that many probes*, and
     `disattenuated` is the estimate of r without their noise. Slope and intercept are those of b = slope·a + intercept
-    by least squares, Spearman's coefficient is that of the same points; `r_all` keeps the outliers.
+    by least squares, and Spearman's coefficient is that of the same points; `r_all` keeps the outliers.
 
     Where r is undefined (fewer than 3 points, equal or NaN values) it is NaN, and `reason` says why. Cost: 0.1 s for
     1,000 points, O(resamples·N); beyond 50,000 points the moments of the resamples are drawn from their normal limit,
     O(N). Coverage of the 95 % interval in simulation: 94-95 % for normal data of 15 to 200 points, 90-93 % for heavy
-    tails, if none are removed. With "lof" the interval is about the r of the points kept, which is nearer to zero: it
+    tails, if none are removed. With "lof" the interval is for the r of the points kept, which is nearer to zero: it
     covers the r of a whole normal cloud (0.6, 50 to 200 points) in 83-87 % of cases.
     References: paper A, section 3.2; Breunig et al. 2000; Owen 2007 (points and probes); Spearman 1904 (attenuation).
 
@@ -282,7 +282,7 @@ def correlate(
     r = _pearson(x.values, y.values)
     distinct = len(np.unique(np.stack([x.values, y.values], 1), axis=0))
     if distinct < _FEWEST:
-        notes.append(f"{distinct} different points leave r open anywhere between -1 and 1")
+        notes.append(f"with {distinct} different points, r may lie anywhere between -1 and 1")
     fewest = min([len(x.values), *(c.draws.shape[1] for c in (x, y) if c.draws is not None and c.draws.shape[1] > 1)])
     lower, upper = np.quantile(_resampled(x, y, resamples, seed), scipy_stats.norm.cdf([-1.0, 1.0]))
     half = scipy_stats.t.ppf(0.5 + level / 2, fewest - 1) * (upper - lower) / 2

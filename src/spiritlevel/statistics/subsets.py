@@ -68,7 +68,7 @@ def by_influences(value: float, influences: Tensor, population: int, bias: float
     if too_few := few(len(influences)):
         return too_few
     if not bool(influences.isfinite().all()):
-        return unknown("a sample's part in it is not finite")
+        return unknown("a sample's contribution to it is not finite")
     error, limits = subset_mean(influences, population)
     if error is None or limits is None:
         return SubsetError(0.0, value, value)

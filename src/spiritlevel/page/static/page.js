@@ -41,7 +41,7 @@
     }
   }
 
-  // Of the charts of two hundred runs those that nobody has come near take neither time nor memory.
+  // On a page of two hundred runs, charts that nobody has scrolled near take neither time nor memory.
   const AT_ONCE = 100;
   const near = new IntersectionObserver((seen) => {
     for (const { isIntersecting, target } of seen) {
@@ -181,7 +181,7 @@
   // -------------------------------------------------------------------------------------------------------- start
   document.querySelectorAll(".picture[data-place]").forEach((picture) =>
     place(picture, picture.closest("[data-run]").dataset.run, Number(picture.dataset.place)));
-  let printing = false; // browsers print on light ground and say so as a change
+  let printing = false; // browsers print on a light background and report that as a change
   darkness.addEventListener("change", () => printing || drawAll(darkness.matches));
   addEventListener("beforeprint", () => {
     printing = true;
