@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -78,6 +79,7 @@ def test_the_worst_factor_is_measured_on_a_network_of_the_same_outputs(normed: A
     again = MEASURES["trace"](moved, net_data).value
     assert again == pytest.approx(worst["trace"].highest, rel=1e-9)
     assert "at the same outputs" in str(worst["trace"])
+    assert "at the same probabilities" in str(replace(worst["trace"], transform="shift_logits"))
 
 
 def test_json_round_trip_and_table(normed: Audit, tmp_path: Path) -> None:

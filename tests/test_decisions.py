@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +143,10 @@ def test_many_checkpoints(untouched: Untouched) -> None:
     assert not found.row("step 20").tied
     assert found.row(order[0]).tied
     assert found.sentences()[0].startswith(f"{order[0]} has the lowest loss")
+    first, *_ = found.order("accuracy")
+    assert f"{first} has the highest accuracy" in found.sentences()[1]
+    twice = replace(found, rows=(found.row(first), replace(found.row(first), name="z")))
+    assert f"{first} and 1 other have the highest accuracy" in twice.sentences()[1]
     back = Checkpoints.from_json(found.to_json())
     assert back.frame().equals(found.frame())
     assert back.frame()["checkpoint"].to_list() == list(MODELS)

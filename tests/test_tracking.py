@@ -336,7 +336,7 @@ def test_an_undefined_critical_sharpness_says_why() -> None:
     assert row["reason"].startswith("critical sharpness is undefined: the update does not go downhill: gᵀu = -")
     tracker.steps = 1200
     tracker.measure()
-    assert "Not everything could be measured at step 0, 1,200: critical sharpness is undefined" in tracker.to_html()
+    assert "Not everything could be measured at steps 0, 1,200: critical sharpness is undefined" in tracker.to_html()
 
 
 def test_a_critical_sharpness_that_moved_far_is_searched_anew() -> None:

@@ -27,6 +27,7 @@ from spiritlevel.results import (
     Comparison,
     ComparisonRow,
     figure,
+    kept_by,
     largest,
     times,
 )
@@ -371,9 +372,9 @@ class _Pair:
         if math.isnan(factor):
             return "the audit could not decide whether the parametrisation moves it"
         if math.isinf(factor):
-            return "the audit moved it to or from 0, or to the other sign, at the same outputs"
-        by, kept = self.movers[name], "probabilities" if self.movers[name] == "shift_logits" else "outputs"
-        return f"the audit moved it {times(factor)}-fold by {by} at the same {kept}, and more is possible"
+            return "the audit moved it to or from 0, or to the other sign, at the same outputs or probabilities"
+        by = self.movers[name]
+        return f"the audit moved it {times(factor)}-fold by {by} at the same {kept_by(by)}, and more is possible"
 
     def _of_logits(self, rows: list[ComparisonRow]) -> list[ComparisonRow]:
         """Exclude all rows but the accuracy where a model gives probabilities instead of logits."""

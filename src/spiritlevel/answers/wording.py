@@ -19,6 +19,7 @@ from spiritlevel.results import (
     SampleTraces,
     at_least,
     figure,
+    kept_by,
     ratio_of,
     times,
     with_error,
@@ -167,8 +168,9 @@ def about_audit(found: Audit) -> Iterator[str]:
     if moved.get("trace", 1.0) > 1:
         size = at_least(moved["trace"])
         size = "to 0 or to the other sign" if math.isinf(moved["trace"]) else size
+        by = found.moved_by("trace")
         yield (
-            f"The symmetry {found.moved_by('trace')} moves the trace {size} while the outputs stay the same, "
+            f"The symmetry {by} moves the trace {size} while the {kept_by(by)} stay the same, "
             "and no limit is known: its size does not tell two networks apart."
         )
     kept = [name for name, factor in moved.items() if factor == 1]

@@ -100,7 +100,7 @@ def _spectrum(report: Report, key: str) -> Section:
             [
                 *fewer_samples(report),
                 f"The {found.size:,} eigenvalues range from {ends}; their sum, the trace, "
-                f"is {estimate_text(found.trace)}; the square root of the sum of their squares is "
+                f"is {estimate_text(found.trace)}{_by_probes(report)}; the square root of the sum of their squares is "
                 f"{estimate_text(found.frobenius_norm)}. A few large values and very many near 0 are usual: the "
                 "loss is flat in most directions.",
                 *unsure,
@@ -124,6 +124,16 @@ def _spectrum(report: Report, key: str) -> Section:
     columns = ["end", "rank", "eigenvalue", "residual ‖Hv − λv‖"]
     section.tables.append(Table(f"{key}-eigenvalues", "Outermost eigenvalues", columns, rows, True))
     return section
+
+
+def _by_probes(report: Report) -> str:
+    """That the trace beside the spectrum is a rough one, and where a better one is."""
+    found = report.spectrum
+    if found is None or found.trace.status == "exact":
+        return ""
+    exact = any(row.name == "trace" and row.value.status == "exact" for row in report.rows)
+    better = "; its exact value is among the measures" if exact else ""
+    return f" (estimated from {found.density.nodes.shape[0]} probes{better})"
 
 
 def _open_ends(bottom: Estimate, top: Estimate) -> Iterator[str]:

@@ -136,7 +136,10 @@ def _gaps(found: TrainingCurves) -> list[str]:
     for row in found.rows:
         if row.get("reason"):
             steps.setdefault(str(row["reason"]).rstrip("."), []).append(f"{row['step']:,}")
-    notes = [f"Not everything could be measured at step {', '.join(at)}: {reason}." for reason, at in steps.items()]
+    notes = [
+        f"Not everything could be measured at step{'s' * (len(at) > 1)} {', '.join(at)}: {reason}."
+        for reason, at in steps.items()
+    ]
     more = [f"{len(notes) - _REASONS} other reasons are in the table."] if len(notes) > _REASONS else []
     return notes[:_REASONS] + more
 

@@ -168,9 +168,18 @@ def ratio_of(after: tuple[float, float], before: tuple[float, float]) -> tuple[f
     return first / high, last / low
 
 
+def kept_by(transform: str) -> str:
+    """What a symmetry leaves as it is.
+
+    >>> kept_by("rescale_layers"), kept_by("shift_logits")
+    ('outputs', 'probabilities')
+    """
+    return "probabilities" if transform == "shift_logits" else "outputs"
+
+
 @dataclass(frozen=True)
 class WorstFactor(Result):
-    """How far, at least, one transform can move a measure at the same outputs: what a short search found.
+    """How far, at least, one transform can move a measure at the same outputs or probabilities: what a search found.
 
     `lowest` and `highest` were measured on networks that were really transformed. With them come the factors
     of their layers for "rescale_layers", and the `size` and `seed` of the draw for other transforms. `errors` are the
@@ -202,10 +211,11 @@ class WorstFactor(Result):
         return max((factor for factor in found if not math.isnan(factor)), default=math.nan)
 
     def __str__(self) -> str:
+        kept = kept_by(self.transform)
         if math.isnan(self.factor):
-            return f"its error is too large to tell how far {self.measure} can be moved at the same outputs"
+            return f"its error is too large to tell how far {self.measure} can be moved at the same {kept}"
         return (
-            f"{self.measure} can be moved {at_least(self.factor)} at the same outputs: {self.transform} "
+            f"{self.measure} can be moved {at_least(self.factor)} at the same {kept}: {self.transform} "
             f"took it from {figure(self.before)} to anything between {figure(self.lowest)} and "
             f"{figure(self.highest)}"
         )

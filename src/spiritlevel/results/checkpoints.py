@@ -114,7 +114,9 @@ class Checkpoints(Shown):
         said = [f"{best.name} has the lowest loss, {figure(best.loss.value)}{others}."]
         if not all(math.isnan(value) for value in self.values("accuracy")):
             first = self.row(self.order("accuracy")[0])
-            said.append(f"{first.name} has the highest accuracy, {first.accuracy.value:.2%}.")
+            same = sum(value == first.accuracy.value for value in self.values("accuracy")) - 1
+            has = f"and {counted(same, 'other')} have" if same else "has"
+            said.append(f"{first.name} {has} the highest accuracy, {first.accuracy.value:.2%}.")
         for change in self.changes:
             totals = [
                 (row.loss.value + row.measured[change].value, row.name)
