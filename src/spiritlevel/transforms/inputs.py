@@ -224,7 +224,10 @@ def _first_layer_map(name: str, module: Any, shape: Any, mapping: AffineMap, who
                 "them, so it can only undo a single number."
             )
     if isinstance(module, _ConvNd) and (module.groups != 1 or module.transposed):
-        raise InputError(f"input_map: the first layer {name!r} is a grouped or transposed convolution.")
+        raise InputError(
+            f"input_map: the first layer {name!r} is a grouped or transposed convolution, which cannot undo the map; "
+            "apply it before the network yourself."
+        )
     return mapping._on(module.in_channels if isinstance(module, _ConvNd) else module.in_features)
 
 
@@ -241,7 +244,10 @@ def _fold_input(module: Any, mapping: AffineMap) -> None:
     set_bias(module, (bias - moved).to(device))
     if isinstance(module, _ConvNd) and module.padding_mode == "zeros" and any(module._reversed_padding_repeated_twice):
         if type(module) not in _BORDERED:
-            raise InputError(f"input_map: a {type(module).__name__} with padding cannot be given another border.")
+            raise InputError(
+                f"input_map: a {type(module).__name__} with padding cannot be given the border that a shift needs; use "
+                "a map without a shift, or apply it before the network yourself."
+            )
         module.__class__ = _BORDERED[type(module)]
         module.padding = (0,) * len(module.kernel_size)
         module.register_buffer("border", mapping.shift.to(module.weight))
