@@ -222,8 +222,11 @@ def conclusions(rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterator[str
         for group in chosen:
             text, paper = group[0].statement.text, group[0].statement.paper
             if own:
-                text, paper = text.removeprefix("not in the paper: "), paper.removeprefix("– (").removesuffix(")")
-            ours = "<br>".join(f"{each.where}: {each.short}" if each.where else each.short for each in group)
+                text, paper = (
+                    text.removeprefix("not in the paper: "),
+                    paper.removeprefix("– (").removeprefix("our own question: ").removesuffix(")"),
+                )
+            ours = "<br>".join(f"**{each.where}** {each.short}" if each.where else each.short for each in group)
             yield _row([text, paper, verdict(group), ours])
     yield "\n## Setting by setting\n"
     yield "The same once more with what else was seen, and with the scale of the runs beside the paper's.\n"
