@@ -161,15 +161,16 @@ def audit_in(
     one = _Audit(here.alone(), before, chosen, announce)
     parts = shared(here.ranks, [functools.partial(one.column, name, make) for name, make in names.items()])
     whole = functools.reduce(_plus, parts, one.part())
-    worst: tuple[WorstFactor, ...] = ()
+    order = {measure.name: index for index, measure in enumerate(chosen)}
+    worst: list[WorstFactor] = []
     if search:
         done = total - 1
         announce("the search for the worst scaling")
         found = shared(here.ranks, one.searches(whole.certificates))
-        worst = furthest(functools.reduce(_plus, found, one.part()).worst)
-    order = {measure.name: index for index, measure in enumerate(chosen)}
+        every = furthest(functools.reduce(_plus, found, one.part()).worst)
+        worst = sorted(every, key=lambda factor: order[factor.measure])  # whichever of two equal ones came first
     rows = sorted(whole.rows, key=lambda row: order[row.measure])
-    return dataclasses.replace(whole, rows=tuple(rows), worst=worst, skipped={**whole.skipped, **undefined})
+    return dataclasses.replace(whole, rows=tuple(rows), worst=tuple(worst), skipped={**whole.skipped, **undefined})
 
 
 def _plus(one: Audit, other: Audit) -> Audit:
