@@ -152,6 +152,14 @@ def test_verdict(before: Estimate, after: Estimate, verdict: str) -> None:
     assert _verdict(before, after, 1e-6)[0] == verdict
 
 
+def test_lower_bounds_that_differ_little_are_the_same_only_where_theory_says_so() -> None:
+    before, near, far = (Estimate(value, status="lower bound") for value in (1.0, 1.013, 1.03))
+    assert _verdict(before, near, 1e-6, found=0.02)[0] == "unstable"
+    assert _verdict(before, near, 1e-6, declared=True, found=0.02)[0] == "invariant"
+    assert _verdict(before, far, 1e-6, found=0.02)[0] == "changes"
+    assert _verdict(before, before, 1e-6, found=0.02) == ("invariant", "")
+
+
 def test_unknown_names_are_refused() -> None:
     net = network(norm=False)
     with pytest.raises(InputError, match="unknown measure 'trase'"):

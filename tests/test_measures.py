@@ -194,6 +194,9 @@ class Wide(nn.Module):
         return self.last(nn.functional.max_pool2d(x, 2).flatten(1))
 
 
+OF_OTHER_NETWORKS = {"mix_heads", "shift_attention_biases", "mix_linear", "scale_gate", "rotate_stream"}
+
+
 @pytest.mark.slow
 def test_the_battery_on_convolutions_and_residual_sums() -> None:
     """All measures, all transforms, by the audit itself."""
@@ -201,15 +204,16 @@ def test_the_battery_on_convolutions_and_residual_sums() -> None:
     for buffer in (net.norm.running_mean, net.norm.running_var):  # type: ignore[union-attr]
         buffer.fill_(0.7)  # type: ignore[operator, union-attr]
     found = audit(net, labelled(net, normal(40, 1, 4, 4)), measures="all", transforms="all")
-    assert not found.skipped
-    assert {(row.measure, row.transform) for row in found.rows} == set(itertools.product(MEASURES, TRANSFORMS))
+    assert set(found.skipped) == OF_OTHER_NETWORKS
+    applied = TRANSFORMS.keys() - OF_OTHER_NETWORKS
+    assert {(row.measure, row.transform) for row in found.rows} == set(itertools.product(MEASURES, applied))
     for row in found.rows:
-        if row.measure in COUNTED:
-            assert not row.declared
-        elif row.declared:
+        if row.declared:
             assert row.verdict == "invariant", str(row)
-        else:
-            assert row.verdict in (("changes", "unstable") if row.before.stderr else ("changes",)), str(row)
+        elif row.measure not in COUNTED:
+            unknown = row.before.status != "exact"  # what is known to a tolerance may move by less
+            little = unknown and row.ratio == pytest.approx(1, rel=1e-3)
+            assert little or row.verdict in (("changes", "unstable") if unknown else ("changes",)), str(row)
         if not math.isnan(row.predicted) and row.verdict == "changes":
             assert row.ratio == pytest.approx(row.predicted, rel=1e-4), str(row)
 

@@ -262,8 +262,10 @@ def _row(
     mapped = certificate.factors is not None or (transformed.map is not None and transformed.start is None)
     linear = mapped and certificate.scale == 1.0  # the Hessian becomes T⁻ᵀHT⁻¹
     paired = _paired(measure, *both)
-    tolerance, keeps_sign = _tolerance(measure, here), measure.keeps_sign and linear
-    verdict, note = _verdict(before, after, tolerance, keeps_sign, declared, paired[0])
+    tolerance = _TOLERANCE.get(here.problem.dtype, _SINGLE)
+    keeps_sign = measure.keeps_sign and linear
+    found = _BOUND if measure.lower_bound else 0.0
+    verdict, note = _verdict(before, after, tolerance, keeps_sign, declared, paired[0], found)
     one_sign = before.sign * after.sign > 0 or verdict == "invariant"
     ratio = after.value / before.value if one_sign and before.value else math.nan
     return AuditRow(measure.name, name, before, after, ratio, predicted, verdict, declared, note, paired[1])
@@ -284,11 +286,6 @@ def _paired(measure: Measure, here: Setting, there: Setting) -> tuple[float, flo
     return apart, scaled_apart / abs(mean) if mean else math.nan
 
 
-def _tolerance(measure: Measure, setting: Setting) -> float:
-    tolerance = _TOLERANCE.get(setting.problem.dtype, _SINGLE)
-    return max(tolerance, _BOUND) if measure.lower_bound else tolerance
-
-
 def _verdict(
     before: Estimate,
     after: Estimate,
@@ -296,12 +293,14 @@ def _verdict(
     keeps_sign: bool = False,
     declared: bool = False,
     paired: float = math.nan,
+    found: float = 0.0,
 ) -> tuple[str, str]:
     """What the two values say, or why they say nothing; `keeps_sign` where theory forbids a change of sign.
 
     `declared` says that in theory the value stays: then two estimates that agree within their errors are the same, and
     they may differ a little more, since no small change is suspected. `paired` is the error of the difference
-    where both are taken along the same random vectors.
+    where both are taken along the same random vectors. `found` is how closely, relatively, an optimiser finds a lower
+    bound: two that differ by less are the same where theory says so, and tell nothing elsewhere.
 
     >>> _verdict(Estimate(1.0), Estimate(2.0), 1e-6), _verdict(Estimate(1.0, 1.0), Estimate(2.0, 1.0), 1e-6)[0]
     (('changes', ''), 'unstable')
@@ -314,6 +313,9 @@ def _verdict(
     difference = abs(after.value - before.value)
     if difference <= tolerance * max(abs(before.value), abs(after.value)):
         return "invariant", ""
+    if difference <= found * max(abs(before.value), abs(after.value)):
+        note = f"two lower bounds within {found:.0%} of each other, which is as closely as they are found"
+        return ("invariant", f"{note}, and in theory it stays") if declared else ("unstable", note)
     error, tolerances = math.hypot(before.stderr, after.stderr), before.tolerance + after.tolerance
     error = error if math.isnan(paired) else paired
     if not difference > (_DECLARED if declared else 3) * error + tolerances:
