@@ -91,7 +91,8 @@ def audit(
     parameters, or vᵀGv for one sign vector v, G the Gauss-Newton matrix, with every parameter in its own unit. Each end
     is certified and measured like any other network.
 
-    Values count as equal up to 1e-6 in double precision, 1e-3 in single, 2 % where an optimiser found them. Two
+    Values count as equal up to 1e-6 in double precision and 1e-3 in single; lower bounds that an optimiser found, up
+    to 2 % if in theory the value stays the same, and otherwise nothing can be told of so small a difference. Two
     estimates count as different if they are 3 standard errors of their difference apart, or 5 if in theory the value
     stays the same. Both are taken along the same random vectors, and where there are as many parameters as before, the
     error is that of the paired differences. A larger reach would move a measure further, so the size of one that moves
