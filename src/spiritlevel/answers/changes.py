@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -102,10 +102,20 @@ def as_change(change: Any) -> Change:
     )
 
 
-def several(changes: str | Iterable[Any]) -> list[Change]:
-    """The changes of a list, or of a string in which commas separate them; each once."""
-    parts = [part.strip() for part in changes.split(",")] if isinstance(changes, str) else list(changes)
-    found = {each.name: each for each in map(as_change, filter(None, parts))}
+def wanted(under: Any) -> list[Change]:
+    """The changes that were named, if any."""
+    nothing = under is None or (isinstance(under, str | list | tuple) and not under)
+    return [] if nothing else several(under)
+
+
+def several(changes: Any) -> list[Change]:
+    """The changes of a list, or of a string in which commas separate them, or a single one; each once."""
+    parts = [changes]
+    if isinstance(changes, str):
+        parts = [part.strip() for part in changes.split(",")]
+    elif isinstance(changes, list | tuple | set | frozenset | Iterator):
+        parts = list(changes)
+    found = {each.name: each for each in map(as_change, (part for part in parts if not isinstance(part, str) or part))}
     if not found:
         raise InputError(f"there is no change to make; name some, separated by commas, of {GRAMMAR}.")
     return list(found.values())

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from spiritlevel import __version__
-from spiritlevel.answers.changes import Change, several
+from spiritlevel.answers.changes import Change, wanted
 from spiritlevel.answers.measuring import Progress, silent
 from spiritlevel.answers.pairing import KEEP_FUNCTION
 from spiritlevel.answers.perturbing import floating, perturb_in
@@ -77,7 +77,7 @@ def rank(
     >>> found.order("margin_mean")
     ['good', 'poor']
     """
-    changes = several(under) if under else []
+    changes = wanted(under)
     chosen = tuple(each for each in select(measures) if measures is not None or each.invariant_to >= KEEP_FUNCTION)
     pairs = models.items() if isinstance(models, Mapping) else models
     rows: list[Checkpoint] = []

@@ -13,7 +13,7 @@ from torch import nn
 from spiritlevel import __version__
 from spiritlevel.answers.advising import Sides, advise
 from spiritlevel.answers.auditing import audit_in
-from spiritlevel.answers.changes import Change, several
+from spiritlevel.answers.changes import Change, wanted
 from spiritlevel.answers.measuring import FEW, Progress, kind, silent
 from spiritlevel.answers.outcomes import outcomes
 from spiritlevel.answers.pairing import KEEP_FUNCTION, Pairing, Plain, precision_of
@@ -120,7 +120,7 @@ def compare(
         raise InputError(f"compare needs a level between 0 and 1, got {level}.")
     if len(names) != 2 or names[0] == names[1]:
         raise InputError(f"compare needs two different names, got {names!r}.")
-    changes = several(under) if under else []
+    changes = wanted(under)
     chosen = [each for each in select(measures) if measures is not None or each.direction != "larger"]
     everything = Setting(
         model_a,

@@ -286,6 +286,8 @@ def _several(of: Any) -> dict[str, Any]:
     if isinstance(of, Mapping):
         return {str(name): each for name, each in of.items()}
     items = list(of) if isinstance(of, list | tuple) else [of]
+    if not items:
+        raise InputError("there is nothing to draw: the list is empty; pass a model, a report or another result.")
     names = [each.name if isinstance(each, Report) else str(number) for number, each in enumerate(items, 1)]
     if len(set(names)) < len(names):
         names = [f"{name} ({number})" for number, name in enumerate(names, 1)]
