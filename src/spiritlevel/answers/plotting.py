@@ -283,11 +283,11 @@ def save(
 
 def _several(of: Any) -> dict[str, Any]:
     """What was given, by name: a dict as it is, a report by its own, others by number."""
+    if isinstance(of, Mapping | list | tuple) and not of:
+        raise InputError("a figure needs something to draw, got nothing; pass a model, a report or another result.")
     if isinstance(of, Mapping):
         return {str(name): each for name, each in of.items()}
     items = list(of) if isinstance(of, list | tuple) else [of]
-    if not items:
-        raise InputError("there is nothing to draw: the list is empty; pass a model, a report or another result.")
     names = [each.name if isinstance(each, Report) else str(number) for number, each in enumerate(items, 1)]
     if len(set(names)) < len(names):
         names = [f"{name} ({number})" for number, name in enumerate(names, 1)]
@@ -318,8 +318,6 @@ def _found(
 ) -> dict[str, Any]:
     """Results of that kind: those that were given, parts of reports, and what is measured of models."""
     given = _several(of)
-    if not given:
-        raise InputError(f"{name} needs something to draw, got nothing.")
     if options and not any(isinstance(each, nn.Module) for each in given.values()):
         raise InputError(f"{next(iter(options))}= is an option of a measurement, but the result is already there.")
     found: dict[str, Any] = {}
