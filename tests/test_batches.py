@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import functools
 import math
+import os
+import platform
 import random
 import re
+import subprocess
+import sys
 from collections import UserDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -436,3 +440,43 @@ def test_available_memory_where_nothing_is_known(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(Path, "read_text", missing)
     monkeypatch.setattr(memory.os, "sysconf", missing)
     assert available_memory() == 2**32
+
+
+_BLOCKS = """
+import ctypes, resource, sys
+from spiritlevel.memory import keep_freed_memory
+if "keep" in sys.argv:
+    keep_freed_memory()
+library = ctypes.CDLL(None)
+library.malloc.restype = ctypes.c_void_p
+for _ in range(20):  # 64 MB each, which glibc would map and give back
+    block = library.malloc(2**26)
+    ctypes.memset(block, 1, 2**26)
+    library.free(ctypes.c_void_p(block))
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries have no such setting")
+def test_freed_memory_is_kept() -> None:
+    """Every block but the first finds its pages where the one before left them, at run time and by the environment."""
+
+    def faults(*arguments: str, **environment: str) -> int:
+        command = [sys.executable, "-c", _BLOCKS, *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ, **environment})
+        return int(done.stdout)
+
+    given_back = faults(MALLOC_MMAP_MAX_="65536", MALLOC_TRIM_THRESHOLD_="131072")
+    assert faults("keep") < given_back / 4
+    assert faults(**memory.KEPT_BY_MALLOC) < given_back / 4
+
+
+@pytest.mark.parametrize("missing", [OSError, TypeError, AttributeError])
+def test_nothing_is_kept_where_the_library_has_no_such_setting(
+    monkeypatch: pytest.MonkeyPatch, missing: type[Exception]
+) -> None:
+    def no_library(_: None) -> Any:
+        raise missing
+
+    monkeypatch.setattr(memory.ctypes, "CDLL", no_library)
+    memory.keep_freed_memory()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import math
 import os
 import re
@@ -15,6 +16,9 @@ if TYPE_CHECKING:
     import torch
 
 _SMALL = 2**26  # bytes assumed to be free, whatever the machine says
+_TRIM_THRESHOLD, _MMAP_MAX, _MOST = -1, -4, 2**31 - 1  # of mallopt(3)
+KEPT_BY_MALLOC = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(_MOST)}
+"""The environment in which a new process does what `keep_freed_memory` does."""
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 
@@ -86,3 +90,16 @@ def available_memory(device: torch.device | None = None) -> int:
                 free += int((root / "memory.stat").read_text().split("inactive_file ")[1].split()[0])
             limits.append(free)
     return max(min(limits, default=2**32), 2**26)
+
+
+def keep_freed_memory() -> None:
+    """Have this process keep what it frees, for what it asks for next; only with glibc, and for as long as it runs.
+
+    By default glibc gives every large block back to the system and takes it anew, page by page. Trainings ask for the
+    same blocks at every step: LeNet-5 in batches of 1,024 takes 1.6 times as long that way, and no less memory. It
+    concerns the whole process, so it is for a process of our own, not for a library.
+    """
+    with contextlib.suppress(OSError, TypeError, AttributeError):  # other systems have no such function
+        library = ctypes.CDLL(None)
+        library.mallopt(_MMAP_MAX, 0)
+        library.mallopt(_TRIM_THRESHOLD, _MOST)

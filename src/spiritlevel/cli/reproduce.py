@@ -23,6 +23,7 @@ from tyro.conf import arg
 from spiritlevel.cli import parsing
 from spiritlevel.cli.base import Command, Outcome, ProgressBar, Seeded, check_folder
 from spiritlevel.errors import InputError, checked_seed, counted, unknown_name
+from spiritlevel.memory import keep_freed_memory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +60,7 @@ class Reproduce(Seeded):
 
         from spiritlevel.papers.studies import combine, execute, find
 
+        keep_freed_memory()
         check_folder(self.out)
         study, given = find(type(self).__name__), _given(self)
         count = study.seeds.get(self.scale, 1)

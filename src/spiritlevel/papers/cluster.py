@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from spiritlevel.errors import InputError, needs
+from spiritlevel.memory import KEPT_BY_MALLOC
 from spiritlevel.papers.studies import Config, Run, execute, find
 from spiritlevel.papers.studies.base import read_summary
 from spiritlevel.storage import cache_folder
@@ -45,6 +46,7 @@ def run_jobs(
     if not local and not address.startswith("ray://"):
         raise InputError(f"--cluster takes ray, or the address of a running cluster, ray://HOST:PORT, got {address!r}.")
     environment = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), "OMP_WAIT_POLICY": "PASSIVE"}
+    environment |= KEPT_BY_MALLOC
     environment |= {name: os.environ[name] for name in ("SPIRITLEVEL_CACHE", "SPIRITLEVEL_DATA") if name in os.environ}
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # our own cluster reports to no one
     options: dict[str, Any] = {"address": "local", "include_dashboard": False} if local else {"address": address}
