@@ -14,7 +14,9 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import spiritlevel as sl
+from spiritlevel.binding import coupling
 from spiritlevel.binding.context import Context
+from spiritlevel.binding.coupling import check_independence
 from spiritlevel.binding.losses import CallableLoss
 from spiritlevel.errors import InputError, NotExactError
 
@@ -400,3 +402,43 @@ def test_the_check_costs_next_to_nothing() -> None:
         inputs, targets = context.first(N)
         context.problem.checked(context.problem.outputs(context.problem.params, inputs), inputs, targets)
     assert sorted(sizes) == [1, 1, 2, N, N]
+
+
+class _Crowded(nn.Module):
+    """Samples that get in each other's way as soon as there are more than four."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = net()
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = self.inner(inputs)
+        return outputs - outputs.mean(0) if len(inputs) > 4 else outputs
+
+
+def test_a_second_look_is_taken_only_where_it_could_show_something_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a larger batch, or at other parameters."""
+    inputs, looks = points()[0], list[int]()
+    problem = Context(_Crowded(), points()).problem
+    look = coupling.depends_on_others
+    monkeypatch.setattr(coupling, "depends_on_others", lambda *given: bool(looks.append(1)) or look(*given))
+    with problem.active():
+        for some in (inputs[:4], inputs[:4].flip(0), inputs[:3]):
+            check_independence(problem, some)
+        assert len(looks) == 1
+        for _ in range(2):  # nothing is known of a batch that was refused
+            with pytest.raises(InputError, match="depends on the other samples"):
+                check_independence(problem, inputs)
+        problem.params = {name: 2 * tensor for name, tensor in problem.params.items()}
+        check_independence(problem, inputs[:4])
+        assert len(looks) == 4
+
+
+def test_all_that_is_measured_of_a_network_looks_once_whether_its_samples_depend_on_each_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looks: list[int] = []
+    look = coupling.depends_on_others
+    monkeypatch.setattr(coupling, "depends_on_others", lambda *given: bool(looks.append(1)) or look(*given))
+    sl.measure(net(tanh=False), points(), parts=["spectrum", "landscape"])
+    assert len(looks) == 1

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from spiritlevel.binding.batches import resized, spread
 from spiritlevel.binding.losses import Head
@@ -49,7 +50,16 @@ def depends_on_others(problem: Problem, inputs: Any, outputs: Tensor | None = No
 
 
 def check_independence(problem: Problem, inputs: Any, outputs: Tensor | Head | None = None) -> None:
-    """Raise `InputError` if the outputs of some of these samples depend on the others; see `depends_on_others`."""
+    """Raise `InputError` if the outputs of some of these samples depend on the others; see `depends_on_others`.
+
+    Samples of the same shapes in a batch that is no larger than one looked at before need no second look.
+    """
+    tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.ndim]
+    fact = ("independent", *(leaf.shape[1:] for leaf in tensors))
+    together = max((len(leaf) for leaf in tensors), default=0)
+    looked_at, most = problem.facts.get(fact, (None, 0))
+    if looked_at is problem.params and 0 < together <= most:
+        return
     if isinstance(outputs, Head):
         inputs, outputs = resized(inputs, spread(len(outputs.hidden))), None
     if outputs is not None:
@@ -62,3 +72,4 @@ def check_independence(problem: Problem, inputs: Any, outputs: Tensor | Head | N
             "cut into batches, and nothing is defined per sample; batches='fixed' measures the batches as they come, "
             "batch_norm='batch' those of batch norm."
         )
+    problem.facts[fact] = problem.params, together
