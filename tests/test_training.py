@@ -238,12 +238,12 @@ def test_squared_error_of_numbers_has_no_accuracy() -> None:
     ("pair", "options", "sentence"),
     [
         ((torch.rand(3, 2, 8, 8), torch.arange(4)), {}, "as many inputs as targets, got 3 and 4"),
-        ((torch.rand(0, 2, 8, 8), torch.arange(0)), {}, "training needs at least one sample, got none; look at"),
+        ((torch.rand(0, 2, 8, 8), torch.arange(0)), {}, "training needs at least one sample, got none; check how"),
         (images(), {"evaluate": {"some": images(0)}}, "the evaluation on 'some' needs at least one sample, got none"),
         ((torch.rand(4, 2, 8, 8), torch.arange(4)), {}, "target 3 .* is outside the model's 3 classes"),
         ((torch.rand(4, 2, 8, 8), torch.zeros(4)), {}, "needs one integer class per sample"),
         ((torch.full((3, 2, 8, 8), torch.nan), torch.arange(3)), {}, "cannot begin: .* before any update"),
-        (images(), {"keep": (4,)}, "keep asks for step 4 of a training run of 3 steps"),
+        (images(), {"keep": (4,)}, "keep asks for step 4, but the training run has steps 0 to 3"),
         (images(), {"keep": (-1,)}, "keep asks for step -1"),
         (images(), {"evaluate_every": 0}, "evaluate_every must be a whole number"),
         (images(size=7), {}, r"the model Sequential fails on inputs of shape \(50, 2, 7, 7\): mat1 and mat2"),
@@ -479,14 +479,14 @@ def test_the_key_sees_every_field_but_keep() -> None:
     [
         ({"network": "mpl"}, "unknown network 'mpl': did you mean 'mlp'"),
         ({"data": "mnits"}, "did you mean 'mnist'"),
-        ({"pixels": "raw"}, "unknown form of the pixels 'raw'"),
+        ({"pixels": "raw"}, "unknown form of pixels 'raw'"),
         ({"evaluate": ("tests",)}, "did you mean 'test'"),
         ({"validation": -1}, "validation must be"),
         ({"train_size": 0}, "train_size must be"),
         ({"train_size": 1400}, "digits has 1,437 training points, .* train_size=1400 and validation=50"),
         ({"test_size": 361}, "digits has 360 test points"),
         ({"options": {"widht": 1}}, "did you mean 'width'"),
-        ({"keep": (25,)}, "step 25 of a training run of 24 steps"),
+        ({"keep": (25,)}, "step 25, but the training run has steps 0 to 24"),
     ],
 )
 def test_jobs_that_make_no_sense(changes: dict[str, Any], sentence: str, tmp_path: Path) -> None:

@@ -122,7 +122,7 @@ def test_a_disk_that_cannot_be_written_ends_with_a_sentence(
             raise OSError(number, "no")
 
         monkeypatch.setattr(checkpoints, "write_atomically", refuse)
-    with pytest.raises(InputError, match=r"cannot keep the training in .* \(.*\): free some space, or"):
+    with pytest.raises(InputError, match=r"cannot keep the training run in .* \(.*\): free some space, or"):
         train(SMALL, cache=cache)
     if what == "full":
         monkeypatch.undo()

@@ -1,8 +1,8 @@
-"""Many independent runs over many machines, by Ray (the extra `cluster`).
+"""Many independent runs on many machines, by way of Ray (the extra `cluster`).
 
 A job is a plain function of a config that keeps its state in the run folder and in the cache of networks, so a worker
 that dies is replaced by another that continues from the last checkpoint, and a driver that was killed is simply started
-again: what is finished is read, not run. Several machines must share `out` and the cache (SPIRITLEVEL_CACHE) by a
+again: what is finished is read, not run. Several machines must share `out` and the cache (SPIRITLEVEL_CACHE) on a
 common file system.
 """
 
@@ -21,7 +21,7 @@ from spiritlevel.papers.studies import Config, Run, execute, find
 from spiritlevel.papers.studies.base import read_summary
 from spiritlevel.storage import cache_folder
 
-RETRIES = 5  # of a job whose worker died; an error of the job itself is not retried
+RETRIES = 5  # of a job whose worker died; an error in the job itself is not retried
 
 
 def run_jobs(
@@ -37,9 +37,9 @@ def run_jobs(
     Args:
         study: The name of the study.
         configs: One for each job.
-        out: As in `execute`; on several machines a folder that all of them see.
+        out: As in `execute`; with several machines, a folder that all of them can see.
         address: "ray" starts a cluster on this machine for the duration of the call; "ray://host:10001" joins one.
-        progress: Called with `(what, done, total)` whenever a job has ended.
+        progress: Called with `(what, done, total)` whenever a job, or a piece of one, has ended.
     """
     ray = _ray()
     local = address == "ray"
@@ -56,8 +56,8 @@ def run_jobs(
     except (ConnectionError, RuntimeError, ValueError) as error:
         reason = str(error).splitlines()[0].rstrip(".")
         raise InputError(
-            f"no cluster was reached at {address} ({reason}); check that it runs there, and that RAY_AUTH_MODE and "
-            "RAY_AUTH_TOKEN are set as they were for it."
+            f"no cluster could be reached at {address} ({reason}); check that one is running there, and that "
+            "RAY_AUTH_MODE and RAY_AUTH_TOKEN are set as they were when it was started."
         ) from error
     try:
         where = (str(Path(out).absolute()), str(cache_folder() / "networks"))
@@ -127,14 +127,14 @@ def _missing_pieces(study: str, config: Config, out: str) -> list[str]:
 
 
 def _piece(study: str, config: Config, name: str, out: str, cache: str) -> None:
-    """What a worker does for one piece; its number goes into the folder of the run, not through the network."""
+    """What a worker does for one piece; the result goes into the folder of the run, not through the network."""
     found = find(study)
     run = Run(found.folder(config, out), cache=Path(cache))
     run.once(name, partial(found.pieces(config)[name], run))
 
 
 def _job(study: str, config: Config, out: str, cache: str) -> dict[str, Any]:
-    """What a worker does."""
+    """What a worker does for a whole job."""
     return execute(find(study), config, out, cache=Path(cache))
 
 

@@ -2,8 +2,8 @@
 
 Every network is a function that takes `classes` and `width`, a factor on all hidden channels (1.0 gives the papers'
 network, 0.25 a quarter of the channels), and returns an `nn.Module` that maps a batch of images (N, C, H, W) to logits
-(N, classes). Dense networks flatten their input themselves. Weights come from torch's global random state, as always
-in PyTorch.
+(N, classes). Dense networks flatten their input themselves. Weights are drawn from torch's global random state, as
+usual in PyTorch.
 
 >>> count(lenet5()), count(lenet5(channels=3)), count(mlp()), count(printed_mlp())
 (61706, 62006, 79510, 9960)
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from spiritlevel.arguments import checked
 from spiritlevel.errors import InputError, unknown_name
 
-_LARGEST = 10**7  # of any one size: beyond it a single layer fills any machine
+_LARGEST = 10**7  # of any one size: a single layer beyond it would fill any machine
 ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {"relu": nn.ReLU, "tanh": nn.Tanh}
 
 
@@ -133,7 +133,7 @@ def lenet5(
     """LeNet-5 with max-pooling and softmax outputs: 61,706 parameters for 1 channel, 62,006 for 3.
 
     Args:
-        channels: Those of the input.
+        channels: Channels of the input.
         activation: "relu" or "tanh".
         classes: Number of outputs.
         width: Factor on the channels 6 and 16 and the units 120 and 84.
@@ -173,7 +173,7 @@ def _average_head(channels: int, classes: int) -> list[nn.Module]:
 
 @checked
 def strided_cnn(channels: int = 1, classes: int = 10, width: float = 1.0, depth: int = 2) -> nn.Module:
-    """`depth` convolutions 3×3 of 16 channels with ReLU, the first two at stride 2; means of 4×4 cells; a dense layer.
+    """`depth` 3×3 convolutions of 16 channels with ReLU, the first two of stride 2; pooled to 4×4 by means; dense.
 
     The convolutional networks of the league of measures.
 
@@ -336,7 +336,7 @@ NAMES: tuple[str, ...] = tuple(_BUILDERS)
 
 @checked
 def build(name: str, **options: Any) -> nn.Module:
-    """The network `name` (one of `NAMES`) with its options; an unknown name or option gets the nearest as a hint.
+    """The network `name` (one of `NAMES`) with its options; errors suggest the nearest name or option.
 
     >>> count(build("lenet5", channels=3))
     62006

@@ -7,8 +7,8 @@ a run that was killed and started again ends bit for bit where the uninterrupted
 number of threads: both may change the rounding of a sum). Nothing global is changed.
 
 Trained networks are kept in a folder named by the digest of their job. `state.json` there names every other file
-with its SHA-256 and is replaced last, atomically. So whenever a process dies, the folder holds a whole state,
-and anything damaged later is detected and trained again.
+with its SHA-256 and is replaced last, atomically. So whenever a process dies, the folder holds a complete
+state, and anything damaged later is detected and trained again.
 
 >>> job = Job(network="softmax_regression", data="digits", recipe=Recipe(lr=0.5, steps=100), keep=(0,))
 >>> import tempfile

@@ -38,8 +38,8 @@ class Trained:
         found = parts(self.job)
         if self._labels not in (None, sealed(found.train[1])[:16]):
             raise InputError(
-                f"the network in {self.folder} was trained on {self.job.data} in another order, as these can come "
-                "from several places, so its training and validation sets are no longer known; remove that folder."
+                f"the network in {self.folder} was trained on {self.job.data} in another order (copies from different "
+                "sources can differ), so its training and validation sets are no longer known; remove that folder."
             )
         return found
 
@@ -77,14 +77,14 @@ class Trained:
 def train(job: Job, *, cache: str | Path | None = None, progress: Progress | None = None) -> Trained:
     """Train a job, or find what an earlier call, in this process or another, has already trained.
 
-    A training run that was killed resumes from its last checkpoint, which is some 20 seconds old, or older where
+    A training run that was killed resumes from its last checkpoint, which is about 20 seconds old, or older where
     writing one takes more than a second. Two processes that want the same job do not both train it: the second waits,
     and takes over if the first one dies. A damaged entry of the cache is trained again.
 
     Args:
         job: What to train.
         cache: The folder of trained networks. Default: `networks` in `SPIRITLEVEL_CACHE` or the platform's cache.
-        progress: Called a few times a second with what is under way, the steps done and the steps in all.
+        progress: Called a few times a second with what is under way, the steps done and the total number of steps.
 
     Raises:
         InputError: the job does not fit its data; the training diverged; the cache cannot be written.
@@ -117,7 +117,7 @@ def train(job: Job, *, cache: str | Path | None = None, progress: Progress | Non
             )
             state = folder.read()
     if not state:
-        raise InputError(f"{folder.path} was changed while it was written; call train again.")
+        raise InputError(f"{folder.path} was changed while it was being written; call train again.")
     steps = sorted(kept_steps(state["files"]) & {*job.keep, state["step"]})
     stopped = bool(state["step"] < state["total"])
     labels = state.get("labels")

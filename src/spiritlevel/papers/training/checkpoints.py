@@ -1,4 +1,4 @@
-"""A training run on disk: whole at every moment, and identified by its contents."""
+"""A training run on disk: complete at every moment, and identified by its contents."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _CHECKPOINT_SECONDS = 20.0
 _CHECKPOINT_SHARE = 0.05  # of the time, at most, goes into checkpoints
-# What a training run may remove from its folder, where the files of others may lie: its checkpoints, and what
+# What a training run may remove from its folder, which may hold other files too: its checkpoints, and what
 # `write_atomically` leaves of a file that a killed process was writing.
 _OWN = re.compile(
     r"checkpoint-\d+-[0-9a-f]{8}\.safetensors|\.(?:state\.json|(?:step|checkpoint)-[0-9a-f-]+\.safetensors)\.[0-9a-f]{16}"
@@ -46,8 +46,8 @@ class Folder:
             yield
         except OSError as error:
             raise InputError(
-                f"cannot keep the training in {self.path} ({error.strerror or error}): free some space, or name "
-                "a folder that can be written in SPIRITLEVEL_CACHE."
+                f"cannot keep the training run in {self.path} ({error.strerror or error}): free some space, or set "
+                "SPIRITLEVEL_CACHE to a writable folder."
             ) from error
 
     def read(self) -> dict[str, Any] | None:
@@ -83,7 +83,7 @@ class Folder:
         self.files[name] = hashlib.sha256(content).hexdigest()
 
     def commit(self, facts: Mapping[str, Any]) -> None:
-        """Make the files written so far, with `facts`, the state."""
+        """Make the files written so far, together with `facts`, the current state."""
         versions = {"torch": torch.__version__, "threads": torch.get_num_threads()}
         state = {**facts, "key": self.key, "config": plain(self.config), "files": self.files, "versions": versions}
         with self.speaking():
@@ -97,7 +97,7 @@ class Folder:
                 file.unlink(missing_ok=True)
 
     def checkpoint(self, run: Run) -> None:
-        """Write a checkpoint and forget the last one, if it is time."""
+        """Write a checkpoint and forget the last one, if it is time to."""
         now = time.monotonic()
         if now - self.last_write < max(_CHECKPOINT_SECONDS, self.cost / _CHECKPOINT_SHARE):
             return
@@ -127,7 +127,7 @@ def sealed(tensor: Tensor) -> str:
 
 
 def kept_name(step: int) -> str:
-    """The file of the weights of a step."""
+    """The name of the file that holds the weights of a step."""
     return f"step-{step}.safetensors"
 
 

@@ -28,9 +28,9 @@ _REPORT_SECONDS = 0.2
 class History:
     """What `fit` returns.
 
-    `rows` hold, at step 0, at every evaluation and at the end: `step`, `epoch`, `lr` (of the last update), `loss` (mean
-    over the batches since the last row, never NaN; absent at step 0), `weight_norm` ‖θ‖₂, and for each evaluated set
-    its `_loss` and, for classes, `_accuracy`. `weights` has the state dict of every kept step and of the last one.
+    `rows` has one row for step 0, each evaluation and the end: `step`, `epoch`, `lr` (of the last update), `loss`
+    (mean over the batches since the last row, never NaN; absent at step 0), `weight_norm` ‖θ‖₂, and for each evaluated
+    set its `_loss` and, for classes, `_accuracy`. `weights` has the state dict of every kept step and of the last one.
     """
 
     rows: list[Row]
@@ -40,7 +40,7 @@ class History:
     stopped: bool
     """Whether a stopping rule ended the run before its last step."""
     seconds: float
-    """Of training, over all resumed runs."""
+    """Of training, summed over all resumed runs."""
 
 
 @checked
@@ -58,30 +58,30 @@ def fit(
     progress: Progress | None = None,
     label: str = "training",
 ) -> History:
-    """Train `model` in place by `recipe`; it is left in eval mode with its last (or averaged) weights.
+    """Train `model` in place, following `recipe`; it is left in eval mode with its last (or averaged) weights.
 
     The model keeps its device and dtype; batches are moved to the device. Global random states are untouched.
 
     Args:
-        model: Any module that maps a batch of inputs to outputs that the recipe's loss takes.
+        model: Any module that maps a batch of inputs to outputs that the recipe's loss accepts.
         train: Inputs and targets, tensors of equal length.
         recipe: How to train.
         seed: For the order of the data, crops and dropout. The first weights are those of `model`.
         keep: Steps whose weights are kept, 0 for the first ones; those of the last step always are.
         evaluate: Sets whose loss and accuracy go into the history, by name.
-        evaluate_every: Steps between two rows of the history. Default: an epoch.
-        checkpoint: A folder for checkpoints. A run that finds one of its own there resumes from it. Its own is one with
-            the same modules (as the model prints itself), trainable parameters, first weights, data, sets to evaluate,
-            recipe, seed and `evaluate_every`. A rewritten `forward` goes unnoticed: use another folder then.
-        until: Asked about every row of the history whether to stop there; must depend on that row alone. Rows
-            found in `checkpoint` are asked about too: a run that `until` ended earlier continues if it does not end it
-            now, and one that has gone further starts again.
-        progress: Called a few times a second with what is under way, the steps done and the steps in all.
+        evaluate_every: Steps between two rows of the history. Default: one epoch.
+        checkpoint: A folder for checkpoints. A run that finds one of its own there resumes from it: one with the same
+            modules (as the model prints itself), trainable parameters, first weights, data, sets to evaluate, recipe,
+            seed and `evaluate_every`. A rewritten `forward` goes unnoticed: use another folder then.
+        until: Called with every row of the history, to say whether to stop there; must depend on that row alone. It is
+            called with the rows found in `checkpoint` too: a run that `until` ended earlier continues if it does not
+            end it now, and one that has gone further starts again.
+        progress: Called a few times a second with what is under way, the steps done and the total number of steps.
         label: What is under way, for `progress`.
 
     Raises:
-        InputError: the arguments do not fit; the training diverged; `checkpoint` cannot be written. The model is then
-            in the mode it had, with the weights of its last step.
+        InputError: the arguments do not fit together; the training diverged; `checkpoint` cannot be written.
+            The model is then in the mode it had, with the weights of its last step.
 
     >>> from spiritlevel import data, models
     >>> digits, _ = data.load("digits"), torch.manual_seed(0)
@@ -117,7 +117,7 @@ def fit(
 
 
 def _key(model: nn.Module, train: Pair, evaluate: Mapping[str, Pair], facts: Mapping[str, Any]) -> str:
-    """The digest of what decides what `fit` computes, except the code of a forward; `until` is asked again."""
+    """The digest of all that determines what `fit` computes, except the code of `forward`; `until` is asked again."""
     network = {
         "modules": str(model),
         "trainable": [name for name, parameter in model.named_parameters() if parameter.requires_grad],
@@ -130,7 +130,7 @@ def _key(model: nn.Module, train: Pair, evaluate: Mapping[str, Pair], facts: Map
 
 @contextlib.contextmanager
 def owned(folder: Folder | None, progress: Progress | None, label: str) -> Iterator[None]:
-    """Keep other processes away from `folder`, if there is one, after waiting for one that is at work there."""
+    """Keep other processes out of `folder`, if there is one, after waiting for any that is at work there."""
 
     def waiting() -> None:
         if progress:
@@ -173,7 +173,7 @@ class _Fitting:
     ) -> None:
         for step in keep:
             if not 0 <= step <= run.total:
-                raise InputError(f"keep asks for step {step} of a training run of {run.total} steps.")
+                raise InputError(f"keep asks for step {step}, but the training run has steps 0 to {run.total}.")
         self.run, self.folder, self.sets, self.every, self.until = run, folder, sets, every, until
         self.keep, self.wanted = keep, set(keep)
         self.weights: dict[int, dict[str, Tensor]] = {}
@@ -213,7 +213,7 @@ class _Fitting:
         return last
 
     def resume(self, folder: Folder) -> bool:
-        """Go back to what the folder holds, if that is useful; returns whether it holds the whole run."""
+        """Restore what the folder holds, if that is of use; returns whether it holds the whole run."""
         run = self.run
         if not (state := folder.read()) or state.get("labels", run.labels) != run.labels:
             return False

@@ -29,7 +29,7 @@ class Job:
     """Which network, on which data, by which recipe: everything that determines what `train` returns.
 
     The training set is shuffled by `split_seed`; its first `validation` points are the validation set, the next
-    `train_size` (default: all others) the training set. Points of the test set are drawn likewise.
+    `train_size` (default: all others) the training set. Points of the test set are drawn in the same way.
 
     >>> job = Job(network="lenet5", options={"activation": "tanh"}, data="mnist", recipe=Recipe(lr=0.05, steps=10_000))
     >>> job.options
@@ -62,11 +62,11 @@ class Job:
     split_seed: int = 0
     keep: tuple[int, ...] = ()
     """Steps whose weights are kept, 0 for the first ones. Those of the last step always are. Not part of the key: a
-    training that kept other steps is run again if one is missing, and then keeps both."""
+    training run that kept other steps is repeated if one is missing, and then keeps both."""
     evaluate: tuple[str, ...] = ("train", "validation", "test")
     """The sets whose loss and accuracy go into the history."""
     evaluate_every: int | None = None
-    """Steps between two rows of the history. Default: an epoch."""
+    """Steps between two rows of the history. Default: one epoch."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "options", tuple(sorted(dict(self.options).items())))
@@ -76,7 +76,7 @@ class Job:
         if self.data not in data_sets.names():
             raise unknown_name("data set", self.data, data_sets.names())
         if self.pixels not in ("unit", "standard"):
-            raise unknown_name("form of the pixels", self.pixels, ("unit", "standard"))
+            raise unknown_name("form of pixels", self.pixels, ("unit", "standard"))
         for name in self.evaluate:
             if name not in _PARTS:
                 raise unknown_name("set to evaluate", name, _PARTS)
@@ -90,7 +90,7 @@ class Job:
     def key(self) -> str:
         """The digest of all fields but `keep`, which changes nothing about the training.
 
-        Fields that came later count only where they are not at their defaults, so that older networks are still found.
+        Fields added later count only where they are not at their defaults, so that older networks are still found.
         """
         job = {**deciding_fields(self), "keep": None, "recipe": deciding_fields(self.recipe)}
         return digest({"version": KEY_VERSION, "job": job})
@@ -124,7 +124,7 @@ def parts(job: Job) -> Parts:
         )
     tests = len(whole.test[1])
     if job.test_size is not None and job.test_size > tests:
-        raise InputError(f"{job.data} has {tests:,} test points, test_size={job.test_size} asks for more.")
+        raise InputError(f"{job.data} has {tests:,} test points, too few for test_size={job.test_size}: ask for fewer.")
     order = torch.randperm(total, generator=seeded_generator(job.split_seed, "split"))
     test_order = torch.randperm(tests, generator=seeded_generator(job.split_seed, "test"))[: job.test_size]
 
@@ -149,7 +149,7 @@ def parts(job: Job) -> Parts:
 
 
 def build_network(job: Job) -> nn.Module:
-    """The network of a job with its first weights. What the data determine is filled in."""
+    """The network of a job with its first weights. Options that the data determine are filled in."""
     (listing,) = (row for row in data_sets.describe() if row.name == job.data)
     channels, height, width = listing.shape
     height, width = height // job.pool, width // job.pool

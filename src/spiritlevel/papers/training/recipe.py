@@ -16,9 +16,9 @@ from spiritlevel.storage import plain
 Pair = tuple[Tensor, Tensor]
 Row = dict[str, float]
 Progress = Callable[[str, int, int], None]
-"""Called with what is under way (with loss, accuracy and speed), the steps done, and the steps in all."""
+"""Called with what is under way (with loss, accuracy and speed), the steps done, and the total number of steps."""
 _LATER: dict[str, Any] = {"pool": 1, "channels_last": False, "crop": 4, "check_every": None}
-"""Fields that keys do not have, with their defaults."""
+"""Fields that were added later, with their defaults: at these they are left out of keys."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +48,7 @@ class Recipe:
     weight_decay: float = 0.0
     """γ of the penalty ½γ‖w‖² on all parameters, as PyTorch's `weight_decay`."""
     decoupled: bool = False
-    """Decay the weights by the factor 1 − lr·γ beside the step instead of through the gradient (AdamW)."""
+    """Multiply the weights by 1 − lr·γ at every step instead of adding the decay to the gradient (AdamW)."""
     batch_size: int = 128
     steps: int | None = None
     epochs: int | None = None
@@ -70,8 +70,8 @@ class Recipe:
     until_step: int = 0
     """Before this step, `until_loss` has no effect."""
     check_every: int | None = None
-    """Steps between two looks at whether `until_loss` is reached, beside the evaluations. Such a look is cheap as long
-    as it is not: it ends at the sample at which the sum of the losses shows that."""
+    """Steps between two checks of whether `until_loss` has been reached, besides the evaluations. A check is cheap as
+    long as it has not: it stops as soon as the running sum of the losses rules it out."""
 
     def __post_init__(self) -> None:
         for name, choices in (
@@ -89,7 +89,7 @@ class Recipe:
             raise InputError(f"a recipe needs a momentum in [0, 1), got {self.momentum}.")
         if self.momentum and self.optimizer != "sgd":
             raise InputError(
-                f"momentum={self.momentum} is for optimizer='sgd'; Adam has moments of its own, leave it 0."
+                f"momentum={self.momentum} is for optimizer='sgd'; Adam has moments of its own, so leave it at 0."
             )
         if not 0 <= self.weight_decay < math.inf:
             raise InputError(f"a recipe needs a weight_decay >= 0, got {self.weight_decay}.")
@@ -117,6 +117,6 @@ class Recipe:
 
 
 def deciding_fields(config: object) -> dict[str, Any]:
-    """The fields of a job or a recipe that determine a key: all but later ones that are at their defaults."""
+    """The fields of a job or a recipe that determine a key: all but those added later that are at their defaults."""
     fields: dict[str, Any] = plain(config)
     return {name: value for name, value in fields.items() if name not in _LATER or value != _LATER[name]}

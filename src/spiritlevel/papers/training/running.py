@@ -20,8 +20,8 @@ from spiritlevel.errors import InputError, first_line, is_out_of_memory, shown
 from spiritlevel.papers.training.checkpoints import sealed
 from spiritlevel.papers.training.recipe import Pair, Recipe, Row
 
-_EVALUATION_BATCH = 250  # more leave the cache: VGG-16 of a quarter of the width takes 1.6 times as long with 1,000
-_FEW = 64  # samples, whose losses often show already that a goal is not reached
+_EVALUATION_BATCH = 250  # more overflow the cache: VGG-16 at a quarter of its width takes 1.6 times as long with 1,000
+_FEW = 64  # samples: their losses often show already that a goal is not reached
 
 
 def seeded_generator(seed: int, purpose: str, number: int = 0) -> torch.Generator:
@@ -67,8 +67,8 @@ class Run:
             first = recipe.average_from * self.per_epoch + (1 if recipe.average_every == "step" else self.per_epoch)
             if first > self.total:
                 raise InputError(
-                    f"average_from={recipe.average_from} would take its first weights after {first} steps, but the "
-                    f"training has {self.total}: choose an earlier epoch (they count from 0)."
+                    f"average_from={recipe.average_from} would average its first weights after {first} steps, but "
+                    f"the training run has {self.total}: choose an earlier epoch (they count from 0)."
                 )
         self.optimizer = self._make_optimizer()
         self.labels = sealed(train[1])[:16]
@@ -199,7 +199,7 @@ class Run:
         self.loss_sum, self.loss_count = 0.0, 0
 
     def checks(self) -> bool:
-        """Whether the loss over the training set is looked at here, evaluation or not."""
+        """Whether the loss over the training set is checked here, evaluation or not."""
         every = self.recipe.check_every
         wanted = every is not None and self.recipe.until_loss is not None and self.step >= self.recipe.until_step
         return wanted and self.step % (every or 1) == 0
@@ -218,7 +218,7 @@ class Run:
         return True
 
     def tensors(self) -> dict[str, Tensor]:
-        """All that is needed to continue from here, with `facts`."""
+        """All that is needed, together with `facts`, to continue from here."""
         found = {f"model.{name}": tensor for name, tensor in weights_of(self.model).items()}
         for index, state in self.optimizer.state_dict()["state"].items():
             found |= {f"optimizer.{index}.{name}": value for name, value in state.items() if value is not None}
@@ -297,7 +297,7 @@ def check_pair(what: str, pair: Pair) -> None:
     if len(inputs) != len(targets):
         raise InputError(f"{what} needs as many inputs as targets, got {len(inputs)} and {len(targets)}.")
     if not len(targets):
-        raise InputError(f"{what} needs at least one sample, got none; look at how the data were chosen.")
+        raise InputError(f"{what} needs at least one sample, got none; check how the data were chosen.")
 
 
 def _fitted(model: nn.Module, inputs: Tensor, targets: Tensor) -> Pair:
@@ -323,7 +323,7 @@ def _outputs(model: nn.Module, inputs: Tensor) -> Tensor:
 
 @checked
 def evaluate(model: nn.Module, pair: Pair, loss: str | losses.Loss = "cross_entropy") -> dict[str, float]:
-    """The mean loss (of the outputs in float64) and, for classes, the accuracy, of `model` in its present mode.
+    """The mean loss (of the outputs in float64) and, for classes, the accuracy, of `model` in its current mode.
 
     >>> evaluate(nn.Identity(), (torch.tensor([[2.0, 0.0], [0.0, 2.0]]), torch.tensor([0, 0])))
     {'loss': 1.126928..., 'accuracy': 0.5}
