@@ -64,7 +64,7 @@ def test_seeds() -> None:
         ),
         (["confidence", "--divisions", "10"], "confidence needs a multiple of 3 as --divisions, so that"),
         (["confidence", "--seeds", "1;2"], "--seeds takes a whole number, or several separated by commas, got '1;2'."),
-        (["confidence", "--seeds", "0,0"], "confidence: seed 0 is given twice; every value is one job."),
+        (["confidence", "--seeds", "0,0"], "confidence: seed 0 is given twice; give each value once."),
         (["confidence", "--divisions", "6,9,6"], "confidence: divisions 6 is given twice"),
         (["confidence", "--seeds", "-1"], "--seeds must be a whole number from 0 to 4,000,000,000, got -1."),
         (["confidence", "--seed", "-1"], "--seed must be a whole number from 0 to 4,000,000,000, got -1."),
@@ -73,7 +73,7 @@ def test_seeds() -> None:
             ["confidence", "--divison", "4"],
             "did you mean '--divisions'? See `spiritlevel reproduce confidence --help`.",
         ),
-        (["confidence", "--scale", "small"], "confidence has no scale small; take smoke, laptop or paper."),
+        (["confidence", "--scale", "small"], "confidence has no scale small; choose smoke, laptop or paper."),
         (["weight-decay", "--gammas", "a,b"], "--gammas takes a number, or several separated by commas, got 'a,b'."),
     ],
 )

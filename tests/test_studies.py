@@ -171,7 +171,7 @@ def test_jobs_are_every_combination() -> None:
     [
         ({"numbr": 1}, "unknown option of numbers 'numbr': did you mean 'number'"),
         ({"number": []}, "at least one value"),
-        ({"seeds": [0, 1, 0]}, "numbers: seed 0 is given twice; every value is one job"),
+        ({"seeds": [0, 1, 0]}, "numbers: seed 0 is given twice; give each value once"),
         ({"number": [1.0, 1.0]}, "numbers: number 1.0 is given twice"),
         ({"seeds": [-1]}, "seed must be a whole number from 0 to 4,000,000,000, got -1"),
         ({"scale": "papr"}, "unknown scale 'papr': did you mean 'paper'"),

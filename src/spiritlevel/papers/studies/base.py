@@ -77,7 +77,7 @@ class Study:
             `judge` does.
         judge: The rulings from the tables alone, given by name, so that kept runs are judged by today's rules. Without
             it the numbers of the run itself count.
-        reduced: How a config falls short of the paper's experiment, for the row of its results; nothing if it is that
+        reduced: How a config falls short of the paper's experiment, for the row of its results; empty if it is that
             experiment.
         wanted: What there is to run, by name: the fields of the config that a run must have to count for it.
         scales: Fields that differ from the config's defaults, for each scale.
@@ -88,10 +88,10 @@ class Study:
         seeds: How many seeds each scale runs if the caller gives none.
         pieces: The pieces of a run that are independent of each other, by name; a cluster computes them separately, and
             `run` finds them done.
-        renamed: Fields that had another name, old to new: kept runs are found and read, and the old name works and
-            warns.
-        later: Fields that came later, with their defaults: at these they are not part of a run's key, so that older
-            runs are still found.
+        renamed: Fields that were renamed, old name to new: kept runs are still found and read, and the old name works
+            with a warning.
+        later: Fields that were added later, with their defaults: at these they are not part of a run's key, so that
+            older runs are still found.
         revision: Part of a run's key; raise it when the same config would give different numbers.
     """
 
@@ -125,7 +125,7 @@ class Study:
             if name not in known:
                 raise unknown_name(f"option of {self.name}", name, known)
         if scale == "small" and scale not in self.scales:
-            raise InputError(f"{self.name} has no scale small; take smoke, laptop or paper.")
+            raise InputError(f"{self.name} has no scale small; choose smoke, laptop or paper.")
         preset = dict(self.scales.get(scale, {}))
         for name, values in self.adapted.get(scale, {}).items():
             preset |= values.get(given.get(name), {})
@@ -149,7 +149,7 @@ class Study:
         for name, values in lists.items():
             twice = [value for value in values if list(values).count(value) > 1]
             if twice:  # the same run would count as two independent ones
-                raise InputError(f"{self.name}: {name} {twice[0]} is given twice; every value is one job.")
+                raise InputError(f"{self.name}: {name} {twice[0]} is given twice; give each value once.")
         configs: list[dict[str, Any]] = [{}]
         for name, values in lists.items():
             configs = [{**config, name: value} for config in configs for value in values]
@@ -170,13 +170,13 @@ class Study:
         return Path(out) / self.name / f"{config.scale}-{self.key(config)}"
 
     def restored(self, kept: Mapping[str, Any]) -> Config:
-        """The config kept in a summary; fields that came later have their defaults."""
+        """The config kept in a summary; fields added later have their defaults."""
         known = {f.name for f in dataclasses.fields(self.config)}
         named = {self.renamed.get(name, name): value for name, value in kept.items()}
         return self.config(**{name: _frozen(value) for name, value in named.items() if name in known})
 
     def today(self, summary: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-        """A kept summary as it would be written today: with fields that came later and the numbers judged now."""
+        """A kept summary as it would be written today: with the fields added later, and its numbers judged now."""
         config = json.loads(json.dumps(storage.plain(self.restored(summary["config"]))))
         return {**summary, "config": config, "rulings": self.rulings(summary, folder)}
 
@@ -299,7 +299,7 @@ def execute(
         The summary: study, config, rulings, numbers, versions, commit, seconds, and the hash of every file.
     """
     folder = study.folder(config, out)
-    waiting = (lambda: progress("another process runs this study; waiting", 0, 0)) if progress else None
+    waiting = (lambda: progress("another process is running this study; waiting", 0, 0)) if progress else None
     try:
         with storage.lock(folder, waiting=waiting):
             done = read_summary(folder)
@@ -329,7 +329,7 @@ def execute(
     except OSError as error:
         raise InputError(
             f"{study.name} could not write to {str(folder)!r}: {error.strerror or error}; what it had finished is "
-            "kept, so give it room or another --out and start it again."
+            "kept, so free some space or give another --out, and start it again."
         ) from error
 
 
@@ -362,7 +362,7 @@ def _combined(pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]], stat
     rulings = [ruling for _, ruling in pairs]
     decision = decide(statement, rulings)
     said = dataclasses.asdict(statement)
-    del said["within"], said["limits"]  # the words say it
+    del said["within"], said["limits"]  # the text says it
     return {
         **said,
         "study": summary["study"],
@@ -484,7 +484,7 @@ def _finite(value: float | None) -> float | None:
 
 
 def _strict(value: Any) -> Any:
-    """Plain values for strict JSON: tensors and NumPy numbers become numbers and lists, what is not finite None."""
+    """Plain values for strict JSON: tensors and NumPy numbers become numbers and lists, non-finite ones None."""
     if isinstance(value, Mapping):
         return {str(key): _strict(item) for key, item in value.items()}
     if hasattr(value, "tolist"):

@@ -132,7 +132,7 @@ FLATTEST = Statement(
 
 @dataclass(frozen=True, kw_only=True)
 class BatchSize(Config):
-    """Two batch sizes, equally many steps, and two ways to give the large one more time."""
+    """Two batch sizes, the same number of steps, and two ways to give the large one more time."""
 
     data: str = "mnist"
     """The data set."""
@@ -147,9 +147,9 @@ class BatchSize(Config):
     large: int = 4096
     """The large batch."""
     lr: float = 0.1
-    """The learning rate of both."""
+    """The learning rate for both."""
     steps: int = 10_000
-    """Updates of both."""
+    """Updates for both."""
     checkpoints: int = 21
     """Evaluations from step 0 to the last one."""
     max_steps: int = 30_000
@@ -251,7 +251,7 @@ def barriers(one: nn.Module, other: nn.Module, train: Pair, chosen: Any) -> dict
 def run(config: BatchSize, run: Run) -> None:
     """Train both, measure, give the large batch more time in two ways, and walk from one solution to the other.
 
-    What is kept of a network needs that network no more: each is trained when it is first asked for.
+    Once its numbers are kept, a network is no longer needed: each is trained only when it is first asked for.
     """
     import torch
 

@@ -71,7 +71,7 @@ class BatchnormMode(Config):
     gammas: tuple[float, ...] = (0.0, 5e-4)
     """Values of γ; the first and the last are compared."""
     matched: tuple[float, ...] = ()
-    """Values of the paper's γ whose exposure Σαγ/(1−ρ) a larger γ matches here; these γ are run as well."""
+    """Values of the paper's γ; the larger γ that give the same exposure Σαγ/(1−ρ) here are run as well."""
     lr: float = 0.1
     """The first learning rate."""
     epochs: int = 300
@@ -85,7 +85,7 @@ class BatchnormMode(Config):
     pool: int = 1
     """Every pool × pool pixels averaged to one."""
     density: bool = True
-    """Whether to take the whole spectra; otherwise λ₁, Tr H and Tr H² alone."""
+    """Whether to compute the whole spectra; otherwise only λ₁, Tr H and Tr H²."""
     curvature_points: int | None = None
     """Training points on which curvature is measured, if not all."""
     steps: int = 100
@@ -118,7 +118,7 @@ def strengths(config: BatchnormMode) -> list[float]:
 
 
 def run(config: BatchnormMode, run: Run) -> None:
-    """One network for each γ, two modes, a spectrum for each."""
+    """One network for each γ, and one spectrum for each of the two modes."""
     from spiritlevel import charts
     from spiritlevel.results import SpectralDensity
 

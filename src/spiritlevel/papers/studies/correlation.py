@@ -247,7 +247,7 @@ def run(config: Correlate, run: Run) -> None:
 
 
 def brief(point: Mapping[str, Any]) -> dict[str, Any]:
-    """A point of the chart with seven decimal digits, which take half the room; correlations were taken before."""
+    """A point of the chart with seven significant digits, which take half the space; correlations are taken before."""
     return {name: _rounded(value) if isinstance(value, float) else value for name, value in point.items()}
 
 

@@ -69,9 +69,9 @@ class Cost(Config):
     batched: int = 4_000
     """Points on which PyHessian's rule is timed in batches."""
     singly: int = 60
-    """Points on which it is timed one by one, as the package is used."""
+    """Points on which it is timed one by one, as the package is normally used."""
     repeats: int = 3
-    """Timings of the margins; the median counts."""
+    """Timings of the margins, of which the median is taken."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -93,14 +93,14 @@ def job(config: Cost) -> Job:
 
 
 def timed(compute: Callable[[], Any], points: int) -> dict[str, float]:
-    """CPU seconds (all threads) and seconds by the clock; other work on the machine disturbs only the clock."""
+    """CPU seconds (all threads) and wall-clock seconds; other work on the machine disturbs only the latter."""
     clock, processor = time.perf_counter(), time.process_time()
     compute()
     return {"points": points, "CPU seconds": time.process_time() - processor, "seconds": time.perf_counter() - clock}
 
 
 def one_by_one(model: nn.Module, pair: Pair, seed: int, most: int = 100, tolerance: float = 1e-3) -> list[float]:
-    """Each point's trace as PyHessian is used on it: double backward, random signs, its stopping rule."""
+    """Each point's trace as PyHessian computes it: double backward, random signs, its stopping rule."""
     import torch
     from torch.nn import functional as F
 
@@ -112,7 +112,7 @@ def one_by_one(model: nn.Module, pair: Pair, seed: int, most: int = 100, toleran
         total = mean = 0.0
         for count in range(1, most + 1):
             signs = [torch.randint(0, 2, p.shape, generator=generator).to(p.dtype) * 2 - 1 for p in parameters]
-            # a network that is affine up to ReLU has parameters without second derivatives at a point: none, not zero
+            # a network that is affine up to ReLU has parameters without second derivatives at a point: None, not zero
             products = torch.autograd.grad(gradients, parameters, signs, retain_graph=True, allow_unused=True)
             total += sum(float((s * h).sum()) for s, h in zip(signs, products, strict=True) if h is not None)
             previous, mean = mean, total / count

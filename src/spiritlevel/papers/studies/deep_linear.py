@@ -73,9 +73,9 @@ class DeepLinear(Config):
     steps: int = 20_000
     """Steps of gradient descent."""
     lr: float = 0.05
-    """Their size."""
+    """The learning rate of gradient descent."""
     gamma: float = 5e-4
-    """Strength of L2, as γ‖w‖²/2."""
+    """γ, the strength of the L2 term γ‖w‖²/2."""
 
 
 def loss(w: Tensor, x: float) -> Tensor:

@@ -98,13 +98,14 @@ class Generalisation(Grid):
     measures: tuple[str, ...] = ()
     """Names from the registry; none means all."""
     resamples: int = 1_000
+    """Bootstrap resamples behind each interval."""
 
 
 # ---------------------------------------------------------------------------------------------------- networks
 
 
 def pieces(config: Generalisation) -> dict[str, Callable[[Run], Any]]:
-    """What can be computed for each network alone, by the name of its piece; first seeds of cells come first."""
+    """What can be computed for each network alone, by the name of its piece; the first seed of each cell goes first."""
     return pieces_of(config, network)
 
 
@@ -147,7 +148,7 @@ def costs(config: Generalisation, cell: Mapping[str, Any], run: Run) -> dict[str
     trained = run.train(job(config, cell))
     model = trained.model()
     names = [measure.name for measure in select(config.measures or "all")]
-    evaluate(model, trained.train, measures=names[:1])  # costs of the first call only
+    evaluate(model, trained.train, measures=names[:1])  # absorbs what only a first call costs
     found = {}
     for number, name in enumerate(names):
         run.progress("cost of each measure", number, len(names))

@@ -1,7 +1,7 @@
-"""Paper B, section D: Euclidean scores rank models by the coordinates chosen; likelihoods and divergences do not.
+"""Paper B, section D: the ranking by Euclidean scores depends on the coordinates, that by likelihoods does not.
 
-Every model is a normal mixture. It can be sampled (Earth-mover distance), its density taken in any coordinates (log-
-likelihood, divergences), and it denoises by its posterior mean (mean square error), so one set of models serves all.
+Every model is a normal mixture. It can be sampled (Earth-mover distance), its density is known in any coordinates
+(log-likelihood, divergences), and its posterior mean denoises (mean square error), so one set of models serves all.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class InputRepresentation(Config):
     """How many models, and how many points score them."""
 
     models: int = 24
-    """Models that are ranked in each case."""
+    """Models to rank in each case."""
     points: int = 300
     """Held-out points, and samples of each model."""
     draws: int = 5000

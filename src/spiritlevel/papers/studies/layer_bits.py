@@ -1,9 +1,9 @@
-"""Which layers can do with fewer bits, and does curvature tell? Layers rounded singly, on three kinds of networks.
+"""Which layers can manage with fewer bits, and does curvature tell? Layers rounded one at a time, in three networks.
 
 Each matrix and kernel of a trained network is rounded alone, and the rise of the loss is what it costs. Three orders of
 the layers are compared with that by Spearman's correlation: the second order of that very rounding, g·δ + ½ δᵀHδ of the
 layer; Tr H · ‖δ‖² of the layer, as HAWQ orders them (Dong et al. 2019, arXiv:1905.03696); and plain ‖δ‖². Then bits
-are chosen by the first within a size, and compared with the same number of bits for all on held-out images.
+are chosen by the first within a total size, and compared with the same bits for all layers on held-out images.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ BUDGET = Statement(
 )
 STATEMENTS = (TRACE, EXACT, BUDGET)
 CHOICES = (2, 3, 4, 6)
-"""Bits that a layer may get within a size."""
+"""Bits that a layer may be given within a size."""
 ORDERS = ("second_order", "trace_times_square", "square", "measured")
 
 
@@ -60,19 +60,21 @@ class LayerBitsConfig(Config):
     """The network, its training, and the numbers of bits."""
 
     network: str = "lenet"
-    """lenet (LeNet-5), resnet (Wide ResNet 28 at a twentieth of its width) or transformer (two blocks of 32 units that
-    read an image row by row)."""
+    """lenet (LeNet-5), resnet (Wide ResNet 28, a twentieth as wide) or transformer (reads an image row by row)."""
     train_size: int = 10_000
+    """Training images."""
     steps: int = 2_000
+    """Updates."""
     batch_size: int = 64
+    """Samples per update."""
     lr: float = 3e-3
-    """Of Adam."""
+    """The learning rate of Adam."""
     bits: tuple[int, ...] = (4, 3)
-    """Each layer alone is rounded to this many bits, 2 to 16."""
+    """Numbers of bits, 2 to 16, to which each layer alone is rounded."""
     budget: float = 3.0
-    """Bits a weight, on average over all layers."""
+    """Bits per weight, averaged over all layers."""
     budgets: tuple[float, ...] = (4.0,)
-    """Further sizes, which are shown and not judged."""
+    """Further sizes, shown but not judged."""
     measure_on: int = 1_000
     """Training images on which layers are rounded and curvature is measured."""
     test_size: int = 5_000
@@ -177,7 +179,7 @@ def measured(config: LayerBitsConfig, run: Run) -> dict[str, Any]:
 def planned(config: LayerBitsConfig, test: Any, layers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The bits that each order of the layers chooses within each size, and what they do on held-out images.
 
-    `measured` is an order that nobody has in advance: what rounding each layer alone did to the loss.
+    `measured` is an order that nobody knows in advance: what rounding each layer alone did to the loss.
     """
     from spiritlevel.answers.bits import at_least_of_more_bits, cheapest, mixed
     from spiritlevel.answers.perturbing import changed
@@ -271,7 +273,7 @@ STUDY = Study(
         "laptop": {"train_size": 4_000, "steps": 500, "measure_on": 100, "test_size": 2_000},
         "small": {"train_size": 6_000, "measure_on": 100, "test_size": 2_000},
     },
-    # of 4,000 images the ResNet learns too little of CIFAR-10 to be judged
+    # from 4,000 images the ResNet learns too little of CIFAR-10 to be judged
     adapted={"small": {"network": {"resnet": {"train_size": 40_000}}}},
     seeds={"laptop": 3, "small": 3},
     revision=3,  # every order chooses bits; revision 1 chose greedily, worse than uniform by its own cost

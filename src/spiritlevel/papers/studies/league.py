@@ -31,7 +31,7 @@ PLAIN = ("trace", "largest_eigenvalue")
 LOSS_BASED = ("mean_aceht", "margin_bound", "printed_margin_bound")  # functions of the margins that grow with sharpness
 
 
-_EPOCHS = 20  # between two rows of a training's history
+_EPOCHS = 20  # between two rows of a training run's history
 SMALL: dict[str, Any] = {
     "networks": ("mlp", "strided_cnn"),
     "depth": (2, 4),
@@ -40,7 +40,7 @@ SMALL: dict[str, Any] = {
     "weight_decay": (0.0, 1e-3),
     "replicas": 3,
 }
-"""The league of two families: what its studies set at the scale small, so that they share its trainings."""
+"""The league of two families: what its studies set at the scale small, so that they share its trained networks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,31 +48,37 @@ class Grid(Config):
     """A grid of networks, trained on the same points to the same loss."""
 
     network: str = "printed_mlp"
-    """Dense with a bottleneck, 784-10w-100w-10: its width w moves the gap."""
+    """By default dense with a bottleneck, 784-10w-100w-10: its width w moves the gap."""
     networks: tuple[str, ...] = ()
     """Several families instead of that one."""
     depth: tuple[int, ...] = ()
     """Hidden layers, for networks that take a depth."""
     data: str = "fashion-mini"
+    """The data set."""
     train_size: int = 1_000
-    """The same points for every network."""
+    """Training points, the same for every network."""
     train_sizes: tuple[int, ...] = ()
     """Several sizes instead of that one; a larger set contains the smaller."""
     held_out: int = 5_000
     """Training points that no network sees; gaps and losses are measured on them and the test set."""
     lr: tuple[float, ...] = (0.01, 0.03)
+    """Learning rates of the grid."""
     batch_size: tuple[int, ...] = (32, 128)
+    """Batch sizes of the grid."""
     width: tuple[float, ...] = (0.7, 1.5, 5.0)
+    """Factors on the units of every hidden layer."""
     weight_decay: tuple[float, ...] = (0.0, 5e-4)
+    """Strengths of L2, PyTorch's weight_decay."""
     replicas: int = 5
     """Networks per cell of the grid, each with its own seed."""
     momentum: float = 0.9
+    """The momentum of SGD."""
     until_loss: float = 0.02
     """Every network is trained until its training loss is at most this."""
     check_every: int = 8
     """Steps between two checks of the training loss."""
     epochs: int = 400
-    """At most this many; a network that has not reached the loss by then is left out, and counted."""
+    """At most; a network that has not reached the loss by then is left out, and counted."""
 
 
 _G = TypeVar("_G", bound=Grid)

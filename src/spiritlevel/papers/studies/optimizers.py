@@ -30,7 +30,7 @@ METHODS = {
     "Adam": Method(adam=True, averaged=False),
     "SGD, averaged": Method(adam=False, averaged=True),
 }
-SGD, ADAM = "SGD", "Adam, averaged"  # the two of the paper; the other two show which part does it
+SGD, ADAM = "SGD", "Adam, averaged"  # the paper's two; the other two show which part is responsible
 DECAY = {"cifar10": {False: 3e-4, True: 0.35}, "cifar100": {False: 5e-4, True: 0.25}}
 
 TOGETHER = Statement(
@@ -110,7 +110,7 @@ class Optimizers(Config):
     adam_lr: float = 5e-4
     """Adam's first learning rate."""
     matched: bool = False
-    """Make decay stronger by the factor by which training is shorter, so that its exposure is the paper's."""
+    """Strengthen decay by the factor by which training is shorter, so that its exposure is the paper's."""
     methods: tuple[str, ...] = tuple(METHODS)
     """Which of the four methods are run."""
     width: float = 1.0
@@ -126,12 +126,11 @@ class Optimizers(Config):
     probes: int = 2
     """Lanczos runs."""
     density: bool = True
-    """Whether to take the whole spectrum; otherwise λ₁, Tr H and Tr H² alone."""
+    """Whether to compute the whole spectrum; otherwise only λ₁, Tr H and Tr H²."""
     grid: bool = False
     """Choose each learning rate from App. A.1's grid by validation accuracy."""
     pilot_epochs: int | None = None
-    """Choose it by training runs of this length with a seed of their own; a method with averaging takes the rate of the
-    same method without."""
+    """Choose it by runs of this length with their own seed; methods with averaging take the rate of those without."""
 
 
 def job(config: Optimizers, name: str, lr: float | None = None, gamma: float | None = None) -> Job:
@@ -163,7 +162,7 @@ def decay(config: Optimizers, *, adam: bool) -> float:
 
 
 def run(config: Optimizers, run: Run) -> None:
-    """One training and one spectrum for each method, the curves of test error and weight norm."""
+    """One training run and one spectrum for each method, and the curves of test error and weight norm."""
     from spiritlevel import charts
     from spiritlevel.results import SpectralDensity
 
@@ -285,7 +284,7 @@ def _chosen_rate(config: Optimizers, run: Run, name: str) -> float:
 
     def score(lr: float) -> float:
         trial = job(tried, name, lr, gamma)
-        if tried is not config:  # nobody looks at its course: one evaluation, at the end
+        if tried is not config:  # nobody looks at its history: one evaluation, at the end
             trial = replace(trial, evaluate=("validation",), evaluate_every=10**9)
         return float(run.train(trial).history[-1]["validation_accuracy"])
 

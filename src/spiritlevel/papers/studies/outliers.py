@@ -55,7 +55,7 @@ class Outliers(Config):
     data: str = "mnist"
     """The data set."""
     classes: tuple[int, ...] = (2, 3, 4, 5, 6, 8, 10)
-    """Numbers of classes: this many, from the first of the data set."""
+    """Numbers of classes, counted from the first of the data set."""
     train_size: int = 5_000
     """Training points of each network, fewer if the classes do not have that many."""
     width: float = 1.0
@@ -147,7 +147,9 @@ def run(config: Outliers, run: Run) -> None:
 
     loaded = data.load(config.data)
     if max(config.classes) > len(loaded.classes) or min(config.classes) < 2:
-        raise InputError(f"{config.data} has {len(loaded.classes)} classes, got classes={config.classes}.")
+        raise InputError(
+            f"outliers takes 2 to {len(loaded.classes)} classes of {config.data}, got classes={config.classes}."
+        )
     rows: list[dict[str, Any]] = []
     spectra: list[dict[str, Any]] = []
     for number, classes in enumerate(config.classes):

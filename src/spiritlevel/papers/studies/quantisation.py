@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from spiritlevel.statistics.ranking import Ranking
 
 LEAST = 24
-"""Fitted networks below which nothing is decided."""
+"""The number of fitted networks below which nothing is decided."""
 FLATNESS = ("trace", "mean_aceht", "largest_eigenvalue", "frobenius_norm")
 """Of paper A the trace and its stand-in ACEHT, of paper C the trace, its largest eigenvalue and the Frobenius norm."""
 CHEAP = ("loss", "weight_norm", "margin_mean")
@@ -77,7 +77,7 @@ class Quantisation(Grid):
 
 
 def pieces(config: Quantisation) -> dict[str, Callable[[Run], Any]]:
-    """What can be computed of each network alone, by the name of its piece; the first seed of every cell goes first."""
+    """What can be computed for each network alone, by the name of its piece; the first seed of each cell goes first."""
     return pieces_of(config, network)
 
 

@@ -78,7 +78,9 @@ class Radial(Config):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not (0 < self.rho < self.delta and 0 < self.r_hat < self.delta):
-            raise InputError(f"radial needs rho and r_hat between 0 and delta={self.delta}.")
+            raise InputError(
+                f"radial needs rho and r_hat between 0 and delta={self.delta:g}, got {self.rho:g} and {self.r_hat:g}."
+            )
 
 
 def run(config: Radial, run: Run) -> Iterator[Ruling]:

@@ -106,7 +106,7 @@ def paper_a(
         checkpoints: Kept and evaluated steps, from 0 to the last one.
         batch_size: Samples per update.
         lr: The learning rate, if not the paper's.
-        options: Those of the network.
+        options: Options of the network.
         width: Factor on the network's widths.
         train_size: Training points, if not all.
         pixels: "unit" or "standard".
@@ -269,7 +269,7 @@ def paper_c(
         epochs: Passes over the training set.
         weight_decay: L2 for SGD, decoupled for Adam.
         adam: Adam in place of SGD.
-        average_from: The epoch from which iterates are averaged, after Eq. 15's schedule; None: no averaging, Eq. 14.
+        average_from: The epoch from which iterates are averaged, with Eq. 15's schedule; None: no averaging, Eq. 14.
         width: Factor on the network's widths.
         train_size: Training points.
         validation: Validation points, split off the training set.

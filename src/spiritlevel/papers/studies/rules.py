@@ -86,7 +86,7 @@ class Statement:
         within: The range of our number; for several numbers judged together, each by its name.
         kind: An experiment needs seeds. An identity (or a theorem, or a bound) follows from a proof, so it can
             fail only if the proof or the program is wrong; these are counted separately.
-        trained: Whether it is about networks that were trained, which must then do better than chance.
+        trained: Whether it is about trained networks, which must then do much better than chance.
         limits: The limits of what our number can be, if it is a correlation or a share.
     """
 

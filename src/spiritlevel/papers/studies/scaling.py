@@ -89,7 +89,7 @@ class Scaling(Config):
     points: int = 1_000
     """Correctly classified training points, drawn at random."""
     alphas: tuple[float, ...] = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 64.0, 256.0, 1024.0)
-    """The factors, 1 among them."""
+    """The factors, which must include 1."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -113,7 +113,7 @@ class WeightDecay(Config):
     gammas: tuple[float, ...] = (0.0, 1e-4, 5e-4)
     """Values of γ, PyTorch's weight_decay."""
     matched: tuple[float, ...] = ()
-    """Values of the paper's γ whose exposure Σαγ/(1−ρ) a larger γ matches here; these γ are run as well."""
+    """Values of the paper's γ; the larger γ that give the same exposure Σαγ/(1−ρ) here are run as well."""
     epochs: int | None = None
     """Training epochs, if not the paper's."""
     lr: float | None = None
@@ -129,7 +129,7 @@ class WeightDecay(Config):
     pixels: str | None = None
     """unit or standard, if not the network's usual choice."""
     density: bool = True
-    """Whether to take the whole spectrum; otherwise λ₁, Tr H (exact where there is no batch norm) and Tr H² alone."""
+    """Whether to compute the whole spectrum; otherwise only λ₁, Tr H (exact without batch norm) and Tr H²."""
     curvature_points: int | None = None
     """Training points on which curvature is measured, if not all."""
     steps: int = 100
@@ -192,7 +192,7 @@ def _power(gamma: float) -> str:
 
 
 def run(config: WeightDecay, run: Run) -> None:
-    """Train every γ, take its curvature, show both."""
+    """Train with every γ, measure the curvature, show both."""
     from spiritlevel import charts
     from spiritlevel.results import SpectralDensity
 
@@ -219,7 +219,7 @@ def run(config: WeightDecay, run: Run) -> None:
 
 
 def forms_of_pixels(config: WeightDecay) -> tuple[str, ...]:
-    """What the network is given."""
+    """The forms of pixels that the network is given."""
     return (config.pixels,) if config.pixels else NETWORKS[config.network].pixels
 
 
