@@ -173,7 +173,7 @@ def _average_head(channels: int, classes: int) -> list[nn.Module]:
 
 @checked
 def strided_cnn(channels: int = 1, classes: int = 10, width: float = 1.0, depth: int = 2) -> nn.Module:
-    """`depth` 3×3 convolutions of 16 channels with ReLU, the first two of stride 2; pooled to 4×4 by means; dense.
+    """`depth` 3×3 convolutions of 16 channels with ReLU, the first two of stride 2; averages to 4×4; a dense layer.
 
     The convolutional networks of the league of measures.
 

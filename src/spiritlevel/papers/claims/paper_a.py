@@ -82,7 +82,7 @@ def _sum_of_eigenvalues(seed: int) -> Finding:
 def _expected_increase(seed: int) -> Finding:
     """Passes if mean increase / Tr H is one number, ½, at minima of three networks of different sizes.
 
-    Each mean of ½δᵀHδ is over 60,000 draws; it must agree within 5 standard errors, and these be below 1 %.
+    Each mean of ½δᵀHδ is over 60,000 draws; it must agree within 5 standard errors, which must be below 1 %.
     """
     rng = generator(seed)
     means, stderrs, traces = [], [], []
@@ -482,7 +482,7 @@ def _last_layer(seed: int) -> Finding:
     kind=Kind.RECORD,
 )
 def _outlier_factor(seed: int) -> Finding:
-    """Passes if a source file of the installed SciPy has the name; what is said instead: one of scikit-learn has."""
+    """Passes if a source file of the installed SciPy defines the name. Instead: one of scikit-learn does."""
     found = {name: _sources_with(name, b"class LocalOutlierFactor") for name in ("scipy", "sklearn")}
     return judge(
         {"definitions in SciPy": found["scipy"], "definitions in scikit-learn": found["sklearn"]},
@@ -549,7 +549,7 @@ def _filled(model: nn.Module, rng: Rng, spread: float = 1.0) -> nn.Module:
     kind=Kind.EXPERIMENT,
 )
 def _figure_two(seed: int) -> Finding:
-    """Passes if exact traces of 300 digits are ACEHT to rounding, and PyHessian's correlate with r < 0.9999.
+    """Passes if exact traces of 300 digits equal ACEHT to rounding, and PyHessian's correlate with it at r < 0.9999.
 
     Also required: the rank correlation of trace and absolute error is positive (p < 0.01).
     """
@@ -626,7 +626,7 @@ def _follow(
 
 @lru_cache(maxsize=2)
 def _trained(seed: int) -> _Trained:
-    """Two ReLU networks: a CNN on the 8×8 digits, and a deeper one, of LeNet's kind, on 500 clothes of 14×14 pixels."""
+    """Two ReLU networks: a CNN on the 8×8 digits, and a deeper one, of LeNet's kind, on 500 14×14 images of clothes."""
     with preserved_random_state():
         shallow = nn.Sequential(
             *(nn.Conv2d(1, 6, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
@@ -749,7 +749,7 @@ def _incorrect_points(seed: int) -> Finding:
 def _table_one(seed: int) -> Finding:
     """Passes if the table bears out every part of the sentence, 'considerably' being a factor of more than 2.
 
-    'Comparable' is one of less than 2. Also required: ACEHT ≤ 2(|x|²+1)ℓ at 5,000 points, which puts the mean ACEHT
+    'Comparable' means a factor below 2. Also required: ACEHT ≤ 2(|x|²+1)ℓ at 5,000 points, which puts the mean ACEHT
     below a tenth of the printed trace.
     """
     rng = generator(seed)
@@ -804,7 +804,7 @@ def _way(seed: int, batch: int) -> _Plan:
     kind=Kind.EXPERIMENT,
 )
 def _time(seed: int) -> Finding:
-    """Printed: after equally many steps the small batch is 10 % further from the start, and its median margin wider.
+    """Printed: in the same number of steps the small batch gets 10 % further from the start, its median margin 10 % wider.
 
     A dense network on digits, batches of 16 and 256, in the paper's proportion. Instead: its path is longer by a factor
     of more than 2.
@@ -991,9 +991,9 @@ def _sign(seed: int) -> Finding:
     "∂_tφ_y for ∂_tφ_l: outside its sum, l means nothing.",
 )
 def _index(seed: int) -> Finding:
-    """Passes if first summand and rest make the whole term, taken from a dense Hessian, to rounding.
+    """Passes if the first summand and the rest make up the whole term, taken from a dense Hessian, to rounding.
 
-    As printed, for the best choice of l ≠ y.
+    As printed: for the best choice of l ≠ y.
     """
     printed = mended = 0.0
     for jet in _jets(seed):
@@ -1087,7 +1087,7 @@ def _factor(seed: int) -> Finding:
 
 
 class _Point(NamedTuple):
-    """A network, parameters and one input whose largest output is clear of the second, and that of the third."""
+    """A network, parameters and one input whose largest output is clear of the second, and the second of the third."""
 
     net: Mlp
     theta: Tensor
@@ -1598,7 +1598,7 @@ def _cifar(seed: int) -> Finding:
 def _no_points(seed: int) -> Finding:
     """The convention and the r of small groups agree if the latter is near 0 too, in a population with r = 0.8.
 
-    Near: below 0.3, in the mean over 100 groups of three points. Instead: r of no points is NaN, with a reason.
+    Near: below 0.3 on average over 100 groups of three points. Instead: r of no points is NaN, with a reason.
     """
     rng = generator(seed)
     empty = correlate([], [], outliers="none")

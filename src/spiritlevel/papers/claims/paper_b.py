@@ -311,7 +311,7 @@ def _one_hidden(seed: int) -> Finding:
     "Holds; the rule behind it is b_k → (Π_{j≤k} α_j) b_k. The product is of the α alone.",
 )
 def _deep(seed: int) -> Finding:
-    """Passes if the outputs of a network of 5 layers are equal to rounding; biases times α_k must not do."""
+    """Passes if the outputs of a network of 5 layers are equal to rounding; scaling each bias by α_k must not do."""
     rng = generator(seed)
     net, x = Mlp((4, 5, 5, 5, 5, 3)), normal(rng, 50, 4)
     theta, alphas = net.draw(rng), _alphas(rng, 5)
@@ -326,7 +326,7 @@ def _deep(seed: int) -> Finding:
 
 
 def _growing(net: Mlp, exponents: tuple[int, ...]) -> Tensor:
-    """Whose curvature grows with β when α_k = β^{a_k}: weights with a_k < 0, biases with Σ_{j≤k} a_j < 0."""
+    """A mask of what grows in curvature with β if α_k = β^{a_k}: weights with a_k < 0, biases with Σ_{j≤k} a_j < 0."""
     sums = np.cumsum(exponents)
     return torch.cat(
         [
@@ -779,7 +779,7 @@ def _bound(minimum: _Minimum) -> int:
 def _theorem_two(seed: int) -> Finding:
     """Passes if at zero-loss minima of five networks at least r − min n_k eigenvalues exceed M = 10⁶.
 
-    Also required: their number is the rank of H without the enlarged layer, and it is less than r − min width once.
+    Also required: their number is the rank of H without the enlarged layer, and at least once below r − min width.
     """
     rng = generator(seed)
     table, enough, sharp, narrow = [], True, True, False

@@ -608,7 +608,7 @@ def _derivative_bound(seed: int) -> Finding:
     "does: for instance along w → tw for a bias-free network that separates the data.",
 )
 def _theorem_one(seed: int) -> Finding:
-    """Printed: λ₁ vanishes with the loss in a network of six weights, all |w| ≥ 1, whose paths cancel.
+    """Printed: λ₁ vanishes with the loss in a network of six weights, all with |w| ≥ 1, whose paths cancel.
 
     Instead: the bound holds for 60 random networks and labels, and λ₁ vanishes along a ray.
     """
@@ -774,7 +774,7 @@ def _count_softmax(seed: int) -> Finding:
 def _count_mlp(seed: int) -> Finding:
     """The record agrees if 784-100-10 has 9960 parameters, with or without biases.
 
-    What has as many is searched for: one hidden layer of up to 3,000 units, or two of up to 400.
+    Networks that do are searched for: one hidden layer of up to 3,000 units, or two of up to 400.
     """
     printed = 9960
     counts = {"with biases": _count(models.mlp), "without": 784 * 100 + 100 * 10}
@@ -977,7 +977,7 @@ def _limits(seed: int) -> Finding:
 def _sgd(seed: int) -> Finding:
     """Passes if the bound is the largest mean curvature a with E(1 − αh)² ≤ 1, h = a ± s, by bisection, to 1e-6.
 
-    In one dimension and for batches of one; 5 random α and s.
+    In one dimension, with batches of one, for 5 random α and s.
     """
     rng = generator(seed)
     printed = mended = 0.0
@@ -1114,7 +1114,7 @@ def _equation_fifteen(seed: int) -> Finding:
     kind=Kind.RECORD,
 )
 def _average_epoch(seed: int) -> Finding:
-    """The sentence agrees with the document if T_avg occurs in the main text, before appendix A; counted by hand."""
+    """The sentence agrees with the document if T_avg occurs in the main text, before appendix A (counted by hand)."""
     mentions = {"main text (sections 1 to 6)": 0, "appendix A.2": 3}
     return judge(mentions, "It is in the appendix only.", agree=mentions["main text (sections 1 to 6)"] > 0)
 

@@ -13,7 +13,7 @@ Record = dict[str, Any]
 
 
 def figure(name: str, value: Any) -> str:
-    """A number of the evidence to four digits; a rounding error as a bound, the same on every machine.
+    """A number of the evidence to four digits; a rounding error as a bound, which is the same on every machine.
 
     >>> figure("largest error", 3.1e-15), figure("trace", 12.3456), figure("points", 40000)
     ('< 1e-9', '12.35', '40,000')

@@ -1,6 +1,6 @@
-"""Two small networks that between them have every symmetry, and what a measure does under each.
+"""Two small networks that between them have every symmetry, and how a measure behaves under each.
 
-Everything is dense: the Hessian of some two hundred parameters by automatic differentiation, no estimate.
+Everything is dense: the Hessian of some two hundred parameters by automatic differentiation, nothing estimated.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from spiritlevel.results import SYMMETRIES
 from spiritlevel.samples.margins import margin_bound, signed_margin
 from spiritlevel.statistics.correlation import skewness
 
-KEPT = 1e-6  # a value that a symmetry changes by less than this, relatively, has stayed
+KEPT = 1e-6  # a value whose relative change under a symmetry is below this has stayed
 
 
 class Classifier(nn.Module):
@@ -99,7 +99,7 @@ class Pair(NamedTuple):
 
 @lru_cache(maxsize=4)
 def pairs(seed: int) -> tuple[Pair, ...]:
-    """Every symmetry at a network that has it; `InputError` if neither has one of them."""
+    """Every symmetry, applied to a network that has it; `InputError` if neither network has one of them."""
     rng, found = generator(seed), []
     plain, deep = _drawn(_plain(), rng), _drawn(Classifier(), rng)
     for model, x, names in ((plain, normal(rng, 12, 3), SYMMETRIES[:5]), (deep, normal(rng, 8, 3, 3), SYMMETRIES[5:])):
@@ -128,7 +128,7 @@ def _transformed(model: nn.Module, x: Tensor, names: tuple[str, ...], seed: int)
 
 
 def survival(seed: int, measure: Callable[[Look], float]) -> tuple[dict[str, Any], frozenset[str]]:
-    """Evidence of what a measure does under every symmetry, and the symmetries that it survives."""
+    """Evidence of how a measure behaves under every symmetry, and the symmetries that it survives."""
     kept, furthest = [], 1.0
     for pair in pairs(seed):
         before, after = measure(pair.before), measure(pair.after)
@@ -183,7 +183,7 @@ def mean_aceht(look: Look) -> float:
 
 
 def mean_bound(look: Look) -> float:
-    """E (|x|² + 1)(1 − γ²), γ the margin behind the softmax."""
+    """E (|x|² + 1)(1 − γ²), γ the margin after the softmax."""
     return float(margin_bound(look.x, look.outputs, look.y).mean())
 
 

@@ -165,7 +165,7 @@ def dense(function: Callable[[Tensor], Tensor], theta: Tensor) -> Tensor:
 
 
 def losses(logits: Tensor, y: Tensor) -> Tensor:
-    """−log S_y = log(1 + Σ_{k≠y} e^{φ_k − φ_y}) of every row, right for tiny losses too."""
+    """−log S_y = log(1 + Σ_{k≠y} e^{φ_k − φ_y}) of every row, accurate for tiny losses too."""
     rivals = torch.logsumexp(logits.scatter(1, y[:, None], -math.inf), 1)
     return softplus(rivals - logits.gather(1, y[:, None])[:, 0])
 
@@ -176,7 +176,7 @@ def cross_entropy(logits: Tensor, y: Tensor) -> Tensor:
 
 
 def softmax_hessian(net: Callable[[Tensor], Tensor], theta: Tensor, y: Tensor, scale: float = 1.0) -> Tensor:
-    """∇²_θ of the mean cross entropy of scale·φ(θ), φ = net(θ) of shape (N, C), right at any margin.
+    """∇²_θ of the mean cross entropy of scale·φ(θ), φ = net(θ) of shape (N, C), accurate at any margin.
 
     scale²·JᵀAJ + scale·Σ_c g_c∇²φ_c, A and g from the closed forms of `losses`: only the outputs are differentiated.
     """
@@ -206,7 +206,7 @@ def alive(net: Mlp, rng: Rng, x: Tensor) -> Tensor:
     """Parameters of a rectified network without dead units: each is active for part of the inputs.
 
     Every unit is drawn until it is active for a quarter to three quarters of the inputs, or the best of 60 draws is
-    taken; layers are scaled to outputs of unit variance. The rank of the Hessian then hardly depends on the seed.
+    used; layers are scaled to outputs of unit variance. The rank of the Hessian then hardly depends on the seed.
     """
     layers, h = [], x
     for k, (fan_in, fan_out) in enumerate(pairwise(net.sizes), 1):

@@ -1,4 +1,4 @@
-"""Paper B, section D: the ranking by Euclidean scores depends on the coordinates, that by likelihoods does not.
+"""Paper B, section D: Euclidean scores rank models differently in new coordinates; likelihoods and divergences do not.
 
 Every model is a normal mixture. It can be sampled (Earth-mover distance), its density is known in any coordinates
 (log-likelihood, divergences), and its posterior mean denoises (mean square error), so one set of models serves all.
