@@ -47,13 +47,13 @@ from spiritlevel.errors import InputError, NotExactError
 from spiritlevel.operators.products import _hessian_forward, _hessian_in_reverse
 from spiritlevel.samples import probing
 
-# the tables of PyTorch's own tests forbid everybody to set a flag, which we set and give back
+# the tables of PyTorch's own tests forbid setting a flag that we set and restore
 torch.backends.disable_global_flags.__globals__["__allow_nonbracketed_mutation_flag"] = True
 
 SAMPLES, OUTPUTS = 2, 3
 SECONDS = 60  # for one way with one sample
-LARGEST = 150, 1500  # numbers that move in a sample: the second where there is none of the first
-TOLERANCE = 1e-4  # relative; an error in a derivative is mostly of the order of one
+LARGEST = 150, 1500  # the most numbers that move in a sample; the second where no sample meets the first
+TOLERANCE = 1e-4  # relative; an error in a derivative is usually of order one
 
 ROUNDS = {"bfloat16", "half", "float", "chalf", "cfloat"}  # casts: what they return is a staircase
 
@@ -252,7 +252,7 @@ def close(found: Any, wanted: Any) -> bool:
 
 
 def double_backward(m: Measured) -> bool:
-    """PyTorch alone, without anything of ours."""
+    """PyTorch alone, with nothing of ours."""
     point = {name: p.detach().requires_grad_() for name, p in m.model.named_parameters()}
     loss = m.losses(functional_call(m.model, point, (m.x,))).mean()
     gradient = torch.autograd.grad(loss, list(point.values()), create_graph=True, materialize_grads=True)
@@ -345,7 +345,7 @@ INSIDE = (double_backward, forward_over_reverse, reverse_over_reverse, nested_fo
 PUBLIC = (hessian, in_the_loss, probed_traces, exact_traces)
 ORDER = ("died", "wrong", "error", "too slow", "refused", "not tried", "right")  # from the worst to the best
 
-# What was once wrong, deadly or refused without need: all of it is tried by `--quick`.
+# What was once wrong, fatal or needlessly refused: `--quick` tries all of it.
 ONCE_BAD = frozenset(
     """
     ldexp nn.functional.mse_loss nn.functional.layer_norm native_layer_norm native_batch_norm cdist corrcoef
@@ -389,7 +389,7 @@ def child(operation: Any, most: int, skip: set[tuple[int, str]], write: Callable
 
 @dataclass
 class Result:
-    """What was found of one operation: verdicts by way, each with how often and the first example."""
+    """What was found for one operation: verdicts by way, each with how often and the first example."""
 
     name: str
     found: dict[str, dict[str, list[Any]]] = field(default_factory=dict)
@@ -525,14 +525,14 @@ def chosen_names(options: argparse.Namespace) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="*", help="parts of names")
-    parser.add_argument("--quick", action="store_true", help="what was once found bad, and a sample of the rest")
+    parser.add_argument("--only", nargs="*", help="only operations whose names contain one of these")
+    parser.add_argument("--quick", action="store_true", help="only what was once found bad, and a sample of the rest")
     parser.add_argument("--after", help="only what follows this operation in the table")
-    parser.add_argument("--samples", type=int, default=2, help="of each operation")
-    parser.add_argument("--json", type=Path, help="where to keep the verdicts")
-    parser.add_argument("--page", type=Path, help="where to write the page")
-    parser.add_argument("--minutes", type=float, default=math.inf, help="begin nothing new after this many")
-    parser.add_argument("--resume", action="store_true", help="keep what --json has already")
+    parser.add_argument("--samples", type=int, default=2, help="sample inputs per operation")
+    parser.add_argument("--json", type=Path, help="file to keep the verdicts in")
+    parser.add_argument("--page", type=Path, help="file to write the page to")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="start nothing new after this many minutes")
+    parser.add_argument("--resume", action="store_true", help="reuse the verdicts already in --json")
     options = parser.parse_args()
     torch.set_num_threads(1)
     found: dict[str, Any] = {}

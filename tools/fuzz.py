@@ -2,7 +2,7 @@
 
 Networks are compared in a child process, one at a time, so that an interpreter that dies is a finding too. Each
 finding is shrunk to a small network that still fails, and written to the folder of findings as JSON; once its cause is
-mended, move the file to tests/counterexamples, where the tests replay it.
+fixed, move the file to tests/counterexamples, where the tests replay it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
 
-PATIENCE = 120.0  # seconds of a processor that one network may take; ten times as long by the clock
+PATIENCE = 120.0  # processor seconds that one network may take; ten times as many by the clock
 SHRINKING = 90.0  # seconds to make a counterexample smaller
 
 
@@ -35,7 +35,7 @@ SHRINKING = 90.0  # seconds to make a counterexample smaller
 
 
 def serve() -> None:
-    """Compare the programs that arrive on the standard input, a line of JSON each, and say what was found."""
+    """Compare the programs that arrive on standard input, one line of JSON each, and report what was found."""
     import torch
     from comparisons import compare
 
@@ -59,7 +59,7 @@ def serve() -> None:
 
 
 class Child:
-    """A process that compares networks, and another one that takes its place when it has died or takes too long."""
+    """A process that compares networks, and a spare that takes its place when it dies or takes too long."""
 
     def __init__(self) -> None:
         self.lines: dict[subprocess.Popen[str], queue.Queue[str]] = {}
@@ -80,7 +80,7 @@ class Child:
         return process
 
     def replace(self) -> int:
-        """End the process and continue with the other one; the code that it ended with."""
+        """End the process and continue with the spare; returns its exit code."""
         code = _end(self.process)
         del self.lines[self.process]
         self.process, self.spare = self.spare, self._new()
@@ -106,7 +106,7 @@ class Child:
                 process.wait()
                 code = self.replace()
                 if code == -signal.SIGPROF:
-                    return _only(way, "hangs", f"no answer after {PATIENCE:.0f} s of a processor")
+                    return _only(way, "hangs", f"no answer after {PATIENCE:.0f} processor seconds")
                 return _only(way, "died", f"the interpreter ended with code {code}")
             kind, content = json.loads(line)
             if kind == "way":
@@ -149,7 +149,7 @@ def way_of(finding: dict[str, Any]) -> str:
 
 
 def alike(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether two findings are of the same kind; of errors also whether they say the same."""
+    """Whether two findings are of the same kind and, for errors, say the same."""
     from comparisons import reason
 
     if (one["kind"], way_of(one)) != (other["kind"], way_of(other)):
@@ -249,13 +249,13 @@ class Run:
         lines = [
             f"{self.networks:,} networks; {self.compared:,} comparisons, {self.exact:,} of them of exact answers.",
             f"{len(self.estimates):,} estimates, {wide:,} ({wide / max(1, len(self.estimates)):.1%}) of them more than "
-            "2 standard errors off (4.6 % would be normal; 6.6 % of a Student's t of 15 degrees of freedom).",
-            f"{sum(self.unknown.values()):,} comparisons without a truth to compare with:",
+            "2 standard errors off (a normal distribution has 4.6 %, Student's t with 15 degrees of freedom 6.6 %).",
+            f"{sum(self.unknown.values()):,} comparisons with no truth to compare with:",
             *(f"  {count:6,}  {text}" for text, count in self.unknown.most_common(12)),
             f"{sum(self.refusals.values()):,} refusals:",
             *(f"  {count:6,}  {text}" for text, count in self.refusals.most_common(60)),
             f"{self.seen:,} findings, {len(self.kept)} of them distinct:",
-            *(f"  {describe(kept)} (met {kept['times']} times)" for kept in self.kept),
+            *(f"  {describe(kept)} (seen {kept['times']} times)" for kept in self.kept),
         ]
         return "\n".join(lines)
 
@@ -293,7 +293,7 @@ def describe(kept: dict[str, Any]) -> str:
 
 
 def case_text(kept: dict[str, Any]) -> str:
-    """A counterexample as it is kept: what was said, what is so, and the program that shows it."""
+    """A counterexample as it is kept: what was said, what is true, and the program that shows it."""
     shown = {key: kept[key] for key in ("way", "kind", "said", "truth", "program", "drawn")}
     return json.dumps(shown, indent=1) + "\n"
 
@@ -301,10 +301,10 @@ def case_text(kept: dict[str, Any]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     today = int(datetime.date.today().strftime("%Y%m%d"))
-    parser.add_argument("--seconds", type=float, default=600, help="how long to go on")
-    parser.add_argument("--seed", type=int, default=today, help="which networks: those of today unless given")
-    parser.add_argument("--start", type=int, default=0, help="the number of the first network, to resume after a stop")
-    parser.add_argument("--out", type=Path, default=Path("build/fuzz"), help="the folder for what is found")
+    parser.add_argument("--seconds", type=float, default=600, help="how long to run")
+    parser.add_argument("--seed", type=int, default=today, help="which networks to draw (default: today's date)")
+    parser.add_argument("--start", type=int, default=0, help="number of the first network, to resume after a stop")
+    parser.add_argument("--out", type=Path, default=Path("build/fuzz"), help="folder for the findings")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:

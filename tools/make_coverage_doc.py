@@ -1,8 +1,8 @@
 """Count how often 95 % intervals hold the truth in simulated cases, and write docs/coverage.md: `make coverage-doc`.
 
 A *setting* draws a case by its number (a subset of the data, or probes) and says of each interval in it whether the
-truth, which is known, lies inside; None where the library says *unknown*. Takes some ten minutes, and goes on where it
-was stopped.
+truth, which is known, lies inside; None where the library says *unknown*. Takes about ten minutes, and resumes if
+it was stopped.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from spiritlevel.results import Estimate, subset_mean, write_atomically
 from spiritlevel.statistics.subsets import SubsetError, by_order
 
 PAGE = Path(__file__).parents[1] / "docs" / "coverage.md"
-LOW, HIGH = 0.92, 0.98  # what a 95 % interval may cover in 1,000 cases; above it is called conservative
+LOW, HIGH = 0.92, 0.98  # what a 95 % interval may cover in 1,000 cases; above that it is called conservative
 
 KINDS = ("holds", "conservative", "unknown", "undecided", "misses")
 KEPT: Path | None = None  # the folder of what is finished, set by `main`
@@ -97,7 +97,7 @@ def coarse() -> tuple[Tensor, Tensor]:
 
 @functools.cache
 def network(name: str) -> nn.Module:
-    """Trained for more or less long: the longer, the more skewed are losses and traces."""
+    """Trained for more or fewer steps: the more, the more skewed are losses and traces."""
     steps = {"early": 60, "half-way": 300, "fitted": 1500, "small": 600, "tanh": 400}[name]
     inputs, labels = coarse() if name in ("small", "tanh") else digits()
     with torch.random.fork_rng(devices=[]):
@@ -213,7 +213,7 @@ ANEW = ("normalised_sharpness", "hidden_margin_q1", "hidden_margin_high_fence")
 
 
 def measured(net: str, names: tuple[str, ...], count: int, case: int) -> Found:
-    """The measures of a subset from scratch, as `measure(samples=)` takes them."""
+    """The measures of a subset from scratch, as `measure(samples=)` computes them."""
     setting = whole(net)
     chosen = drawn(case, count, setting.count)
     part = setting.part(chosen)
@@ -301,7 +301,7 @@ def probes(kind: str, case: int) -> Found:
 
 @simulation("random probes of a network", "average_sharpness", "adaptive_sharpness_average")
 def noise(measure: str, case: int) -> Found:
-    """The draws of the measure, all cases at once: as it takes them, 16 make an estimate."""
+    """The draws of the measure, made once for all cases; as in the measure itself, 16 make an estimate."""
     draws = rises(measure)
     first = 16 * case % (len(draws) - 16)
     found = Estimate.from_draws(draws[first : first + 16])
@@ -386,7 +386,7 @@ def correlation(count: int, case: int) -> Found:
 
 @functools.cache
 def to_be_changed(kind: str) -> nn.Module:
-    """A smooth network, trained: of a ReLU network a finite change crosses kinks, which no Hessian knows."""
+    """A trained smooth network: in a ReLU network a finite change crosses kinks, which no Hessian sees."""
 
     def make() -> nn.Module:
         convolution = [nn.Unflatten(1, (1, 4, 4)), nn.Conv2d(1, 4, 3, padding=1), nn.SiLU(), nn.AvgPool2d(2)]
@@ -459,7 +459,7 @@ class Row(NamedTuple):
         share = self.covered / self.stated
         if share >= LOW:
             return "conservative" if share > HIGH else "holds"
-        chance = 2 * math.sqrt(LOW * (1 - LOW) / self.stated)  # of few cases a right interval may miss some more
+        chance = 2 * math.sqrt(LOW * (1 - LOW) / self.stated)  # with few cases a right interval may miss a few more
         return "undecided" if self.cases < 1000 and share >= LOW - chance else "**misses**"
 
 
@@ -492,13 +492,13 @@ def rows(names: list[str], cases: int, workers: int = 1) -> list[Row]:
 
 @functools.cache
 def sources() -> str:
-    """A hash of all that decides a result: of another version nothing is kept."""
+    """A hash of all that determines a result: nothing is reused from another version."""
     paths = [Path(__file__), *sorted(Path(sl.__file__).parent.rglob("*.py"))]
     return hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()[:16]
 
 
 def finished(name: str, cases: int) -> dict[str, tuple[int, int]]:
-    """`run` from the first case to the last; kept under build/, so that a run that was stopped resumes."""
+    """`run` from the first case to the last; kept under build/, so that a stopped run can resume."""
     if KEPT is None:
         return run(name, 0, cases)
     file = KEPT / f"{sources()}-{cases}-{name.replace(' ', '-')}.json"
@@ -562,9 +562,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cases", type=int, default=1000)
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--only", nargs="*", help="settings whose name begins so; print, and leave the page as it is")
+    parser.add_argument("--only", nargs="*", help="print only the settings that begin so; leave the page as it is")
     options = parser.parse_args()
-    global KEPT  # processes that are forked know it, too
+    global KEPT  # forked processes inherit it
     KEPT = PAGE.parents[1] / "build" / "coverage"
     begin = time.monotonic()
     names = [name for name in SIMULATIONS if not options.only or name.startswith(tuple(options.only))]

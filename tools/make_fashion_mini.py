@@ -1,7 +1,7 @@
 """Make the built-in data set: the first 600 training and the first 100 test images of every class of Fashion-MNIST.
 
 Run `python tools/make_fashion_mini.py`; prints the size and the SHA-256 to pin in `spiritlevel/data.py`. The images
-are the same every time; the bytes of the file are the same for one version of zlib.
+are the same every time, the bytes of the file only with the same version of zlib.
 """
 
 import hashlib

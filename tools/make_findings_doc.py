@@ -107,7 +107,7 @@ WRONG = (
 
 
 class Side(NamedTuple):
-    """A ratio that a paper prints, or only says the direction of, and the statement that repeats it."""
+    """A ratio that a paper prints, or gives only the direction of, and the statement that repeats it."""
 
     name: str
     finding: Finding
@@ -246,7 +246,7 @@ def counted(groups: Iterable[Sequence[Tried]]) -> str:
 
 
 def verdict(group: Sequence[Tried]) -> str:
-    """That of a conclusion: of how many settings, where they differ."""
+    """The verdict on a conclusion, with the number of settings where they differ."""
     counts = Counter(each.status for each in group)
     found = [word for word in WORDS if counts[word]]
     if len(found) == 1:

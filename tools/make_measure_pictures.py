@@ -1,6 +1,6 @@
 """Draw how every measure behaves: while a small network learns, and when its layers are rescaled; run by `make docs`.
 
-One network, 64-24-10 with ReLU on the built-in digits, seed 0. Left: the measure at some steps of a training by SGD.
+One network, 64-24-10 with ReLU on the built-in digits, seed 0. Left: the measure at some steps of training by SGD.
 Right: the same after rescaling, the first layer by α and the second by 1/α, which changes no output.
 """
 
@@ -61,7 +61,7 @@ def draw(name: str, over_time: dict[int, dict[str, float]], rescaled: dict[float
         positive = all(value > 0 for value in columns[name])
         spread = positive and max(columns[name]) > 3 * min(columns[name])
         charts.append(lines(columns, axis, name, log_x=True, log_y=spread, points=True))
-        if not spread:  # equal values as one line, not rounding magnified
+        if not spread:  # so that equal values are a flat line, not magnified rounding
             low, high = min(columns[name]), max(columns[name])
             room = max(high - low, 0.1 * max(abs(low), abs(high)), 1e-12)
             for layer in charts[-1].layer:
@@ -79,7 +79,7 @@ def main(folder: Path) -> None:
         known = [sum(math.isfinite(each[name]) for each in found.values()) for found in (over_time, rescaled)]
         if min(known) < 3:
             file.unlink(missing_ok=True)
-            print(f"{name} is not defined for this network, and has no picture")
+            print(f"{name} is not defined for this network, so it has no picture")
             continue
         write_atomically(file, draw(name, over_time, rescaled))
 

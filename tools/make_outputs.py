@@ -1,7 +1,7 @@
 """Run the code of the guides, and keep what it prints and draws for the site; run by `make docs`.
 
 Output goes to docs/guides/outputs.json under the hash of its block, figures to docs/pictures/guides. A test compares
-the hashes with the pages, so that an output never belongs to other code.
+the hashes with the pages, so that no output can belong to different code.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 How often the 95 % intervals of `perturb` hold what a change does, over random changes of a LeNet, a small ResNet and a
 small transformer; and what chosen bits are worth, from the kept runs of the study `layer-bits`. Changes are counted in
-pieces that are kept under build/, so that `--seconds 300` can be called until nothing is left; a version of the library
-that predicts differently counts afresh.
+pieces that are kept under build/, so that it can be run with `--seconds 300` until nothing is left; if the code that
+predicts has changed, counting starts afresh.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "ResNet": (resnet, "digits"),
     "transformer": (Rows, "digits"),
 }
-NOISE, BITS = (0.001, 0.05), (5, 6, 7, 8)  # relative sizes from the least to the largest; numbers of bits
+NOISE, BITS = (0.001, 0.05), (5, 6, 7, 8)  # smallest and largest relative size; numbers of bits
 KINDS = ("noise", "random rounding", "rounding, from a subset")
 
 
@@ -145,13 +145,13 @@ def piece(name: str, kind: str, first: int) -> Path:
 
 
 def pieces(cases: int) -> list[tuple[str, str, int]]:
-    """All pieces, the kinds of changes in turn, so that what is stopped has some of each."""
+    """All pieces, the kinds of changes in turn, so that a stopped run has some of each."""
     each = math.ceil(cases / (len(NETWORKS) * len(KINDS)))
     return [(name, kind, first) for first in range(0, each, PIECE) for name in NETWORKS for kind in KINDS]
 
 
 def count(cases: int, seconds: float) -> int:
-    """Count what is not counted yet, until the time is over; how many pieces are left."""
+    """Count what has not been counted yet until time runs out; returns how many pieces are left."""
     begin, todo = time.monotonic(), [each for each in pieces(cases) if not piece(*each).exists()]
     KEPT.mkdir(parents=True, exist_ok=True)
     for done, (name, kind, first) in enumerate(todo):
@@ -235,7 +235,7 @@ def against_uniform(kept: dict[tuple[str, float, str], list[tuple[float, float, 
 
 
 def written(text: str, mark: str, table: str) -> str:
-    """A page with a table in the place of what stands between the marks of that name."""
+    """A page with what stands between the marks of that name replaced by a table."""
     begin, end = f"<!-- {mark}: begin -->", f"<!-- {mark}: end -->"
     pattern = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.DOTALL)
     if not pattern.search(text):
@@ -247,7 +247,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cases", type=int, default=CASES)
     parser.add_argument("--seconds", type=float, default=math.inf)
-    parser.add_argument("--bits", action="store_true", help="only the table of chosen bits, from kept runs: no counts")
+    parser.add_argument("--bits", action="store_true", help="only the table of chosen bits, from kept runs; no counts")
     options = parser.parse_args()
     if options.bits:
         write_atomically(PAGE, written(PAGE.read_text(encoding="utf-8"), "bits", chosen()))
@@ -256,7 +256,7 @@ def main() -> int:
     table, found = coverage(options.cases)
     print(table)
     if left:
-        print(f"{left} pieces of {PIECE} changes are left; call it again.")
+        print(f"{left} pieces of {PIECE} changes are left; run it again.")
         return 0
     text = written(PAGE.read_text(encoding="utf-8"), "changes", table)
     write_atomically(PAGE, written(text, "bits", chosen()))

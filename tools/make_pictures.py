@@ -162,7 +162,7 @@ def main(folder: str = "docs/pictures", run: str | None = None) -> None:
     target.mkdir(parents=True, exist_ok=True)
     chart.save(target / "overview.svg")
     drawing = (target / "overview.svg").read_text(encoding="utf-8")
-    # a hundredth of a pixel is enough, and half the size; what is written on the axes stays
+    # a hundredth of a pixel is enough, and half the size; the labels of the axes stay as they are
     short = re.sub(r"(\d\.\d\d)\d+(?![^<>]*</text>)", r"\1", drawing)
     (target / "overview.svg").write_text(short + "\n", encoding="utf-8")
     chart.save(target / "overview.png", scale_factor=1.4)

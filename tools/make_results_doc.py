@@ -107,7 +107,7 @@ def not_run(studies: Sequence[Study], own: Mapping[str, Sequence[Mapping[str, An
 
 
 class Planned(NamedTuple):
-    """An experiment of the plan: its name, what it repeats, and how it is asked for."""
+    """An experiment of the plan: its name, what it repeats, and how to ask for it."""
 
     name: str
     source: str
@@ -208,7 +208,7 @@ def _has(config: Mapping[str, Any], fields: Mapping[str, Any]) -> bool:
 
 
 SIZES = ("width", "train_size", "validation", "epochs", "steps", "probes", "curvature_points", "points")
-"""Fields that are no setting of an experiment: the scale of a row names those that matter."""
+"""Fields that are not settings of an experiment: the scale of a row names those that matter."""
 
 
 def section(study: Study, scale: str, runs: Sequence[Mapping[str, Any]]) -> Iterator[str]:

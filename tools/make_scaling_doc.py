@@ -38,7 +38,7 @@ def size(net: nn.Module) -> int:
 
 
 def seconds(work: Callable[[], object], repeat: int = 3) -> float:
-    """CPU seconds of the quickest of some runs, so that other programs do not count."""
+    """CPU seconds of the quickest of a few runs, so that other programs do not count."""
     times = []
     for _ in range(repeat):
         start = time.process_time()
@@ -126,7 +126,7 @@ print(peak() - before)
 
 
 def peak(steps: int) -> float:
-    """Bytes that a process takes at most, above what it took for a small run."""
+    """The most bytes that a process takes, beyond what it took for a small run."""
     command = [sys.executable, "-c", PEAK, str(Path(__file__).parent), str(steps)]
     return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[-1])
 

@@ -73,11 +73,11 @@ def with_outputs(text: str, printed: dict[str, str]) -> str:
         if block.key in printed:
             fence = f"```{block.kind}\n{block.code}```\n"
             text = text.replace(fence, f"{fence}\n{as_printed(printed[block.key])}\n", 1)
-    return re.sub(r"^```py\n", "```sh\n", text, flags=re.MULTILINE)  # a command that is shown and not run
+    return re.sub(r"^```py\n", "```sh\n", text, flags=re.MULTILINE)  # a command that is shown but not run
 
 
 def as_printed(text: str) -> str:
-    """What a program printed, long sentences in several lines; tables, which have two blanks in a row, as they are."""
+    """What a program printed, long sentences in several lines; tables, which have two spaces in a row, as they are."""
     lines = (
         line if "  " in line.strip() else textwrap.fill(line, 88, subsequent_indent="  ", drop_whitespace=True)
         for line in text.rstrip().splitlines()
@@ -112,7 +112,7 @@ def linked(text: str, name: str, folder: Path) -> str:
 
 def measures_page(family: str) -> str:
     about = {
-        "curvature": "Curvature of the loss around the parameters, or of what follows from it.",
+        "curvature": "Curvature of the loss around the parameters, or what follows from it.",
         "margin": "How far the samples are from being classified differently.",
         "norm": "Sizes of the weights alone.",
     }[family]
@@ -123,12 +123,12 @@ def measures_page(family: str) -> str:
         "",
         "The pictures show one network, 64-24-10 with ReLU on the built-in digits: on the left the measure while it "
         "learns, on the right after rescaling its layers by α and 1/α, which changes no output. A flat line on the "
-        "right is a measure that this cannot fool.",
+        "right is a measure that rescaling cannot fool.",
     ]
     for measure in MEASURES.values():
         if measure.family != family:
             continue
-        stays = ", ".join(f"`{name}`" for name in TRANSFORMS if name in measure.invariant_to) or "nothing that we know"
+        stays = ", ".join(f"`{name}`" for name in TRANSFORMS if name in measure.invariant_to) or "nothing we know of"
         others = f" Also called {', '.join(measure.also_called)}." if measure.also_called else ""
         usual = " Measured by default." if measure.name in DEFAULT else ""
         lines += ["", f"## {measure.name}", "", f"{measure.meaning[:1].upper()}{measure.meaning[1:]}.{others}{usual}"]
@@ -223,7 +223,7 @@ def entry(name: str, value: Any) -> str:
 
 
 def called(name: str, value: Any) -> str:
-    """The call with its defaults, without types, in lines of at most a hundred letters."""
+    """The call with its defaults, without types, in lines of at most a hundred characters."""
     try:
         parameters = inspect.signature(value).parameters.values()
     except (TypeError, ValueError):
@@ -282,7 +282,7 @@ def docstring(text: str) -> str:
 
 
 def notebook_pages(folder: Path) -> dict[str, str]:
-    """The notebooks as pages, with the output that they were kept with."""
+    """The notebooks as pages, with the output kept in them."""
     pages = {}
     index = ["# Notebooks", "", "Each runs from a clean install in less than three minutes on two cores.", ""]
     for stem in NOTEBOOKS:

@@ -2,7 +2,7 @@
 
 All that `tests/test_wrong.py` draws from, in pieces: what was tried so far is kept in build/tried.json, so that
 `--seconds 300` can be called until nothing is left. What was answered badly is tried again each time, until it is
-mended. The table says for each kind how many tries there are, how many were made and how many were answered badly.
+fixed. The table says for each kind how many tries there are, how many were made and how many were answered badly.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PAGE, STATE = ROOT / "SECURITY.md", ROOT / "build" / "tried.json"
 BEGIN, END = "<!-- tried: begin -->", "<!-- tried: end -->"
 
 Answer = tuple[int, str, str]
-"""The number of a try, what was tried, and what was wrong with the answer (nothing: a right one)."""
+"""The number of a try, what was tried, and what was wrong with the answer (empty if nothing was)."""
 
 
 def arguments(count: int, numbers: Sequence[int]) -> Iterator[Answer]:
@@ -99,9 +99,9 @@ def table(state: dict[str, dict[str, object]]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tries", type=int, default=5000, help="of each kind")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop then, and continue next time")
-    parser.add_argument("--only", choices=list(KINDS), help="one kind alone")
+    parser.add_argument("--tries", type=int, default=5000, help="tries of each kind")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop then; the next call continues")
+    parser.add_argument("--only", choices=list(KINDS), help="try this kind alone")
     options = parser.parse_args()
     state = json.loads(STATE.read_text()) if STATE.exists() else {}
     end = time.monotonic() + options.seconds

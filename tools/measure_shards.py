@@ -1,7 +1,7 @@
 """Measures the memory that calls on a sharded model take per parameter, and writes the table into docs/scaling.md.
 
-Two Gloo processes on this machine, `fully_shard` on every layer; the slope between two sizes of the model leaves what
-does not grow with it (activations, libraries) out.
+Two Gloo processes on this machine, `fully_shard` on every layer; the slope between two sizes of the model leaves out
+what does not grow with it (activations, libraries).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ WIDTHS = (512, 1024)
 
 
 def peak() -> int:
-    """Bytes of the most that this process has held since `forget_peak`."""
+    """The most bytes that this process has held since `forget_peak`."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * int(next(line for line in lines if line.startswith("VmHWM")).split()[1])
 

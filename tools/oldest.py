@@ -1,7 +1,7 @@
 """Print the oldest versions that pyproject.toml promises, as constraints for pip; `make test-versions` tests with them.
 
 What has no lower bound (the tools, and what a dependency brings along) stays as constraints.txt has it. So
-does torch where another is not asked for (TORCH in the environment), since its lower bound is what we test with.
+does torch unless another is asked for (TORCH in the environment), since its lower bound is what we test with.
 """
 
 from __future__ import annotations

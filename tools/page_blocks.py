@@ -79,7 +79,7 @@ def run_block(block: Block, page: Path, names: dict[str, Any]) -> None:
 
     for line in block.code.replace("\\\n", " ").splitlines():
         program, *words = shlex.split(line, comments=True) or [""]
-        if program == "spiritlevel" and words[:1] != ["demo"]:  # which trains; tests of its own run it
+        if program == "spiritlevel" and words[:1] != ["demo"]:  # it trains a network, and tests of its own run it
             code = cli.main(words)
             if code:
                 raise AssertionError(f"{page.name}, line {block.line}: {line!r} ended with {code}")

@@ -1,6 +1,6 @@
 """Make the kept runs under `results/` small: equal marks of a chart written once, no second copy of it in pixels.
 
-Run it after runs of an older program were added; what it has done once it leaves alone. The points of the chart of
+Run it after adding runs of an older version; running it twice changes nothing more. The points of the chart of
 `correlation` keep seven digits, as new runs write them; all other numbers and tables stay as they are. The summary of
 a run lists its files with their SHA-256, and is rewritten where a file has changed.
 """
@@ -25,7 +25,7 @@ DESCRIPTION = re.compile(r' aria-label="[^"]*" role="[^"]*" aria-roledescription
 
 
 def shrink(folder: Path) -> int:
-    """Shrink one run; how many bytes were saved. A run that is not whole stays as it is."""
+    """Shrink one run; returns how many bytes were saved. An incomplete or damaged run stays as it is."""
     summary = read_summary(folder)
     if summary is None:
         return 0
@@ -56,7 +56,7 @@ def shrink(folder: Path) -> int:
 
 
 def main() -> None:
-    """Shrink all runs below the folder that is named, by default `results`."""
+    """Shrink all runs below the folder given, by default `results`."""
     root = Path(sys.argv[1] if len(sys.argv) > 1 else "results")
     saved = sum(shrink(path.parent) for path in sorted(root.rglob(SUMMARY)))
     print(f"{saved / 1e6:.1f} MB saved")

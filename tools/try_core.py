@@ -23,10 +23,10 @@ SENTENCE = r"needs [a-z-]+, which is not installed: run pip install 'spiritlevel
 def main() -> None:
     """Raise an error where something is not as it should be."""
     if Path(sl.__file__).is_relative_to(ROOT / "src"):
-        sys.exit("this tries an installed package, and found the source tree: do not install with -e.")
+        sys.exit("this tries the installed package but found the source tree: install it without -e.")
     extra = [name for name in OPTIONAL if importlib.util.find_spec(name) and name != "jinja2"]  # which torch brings
     if extra:
-        sys.exit(f"this tries the core alone, and {', '.join(extra)} is installed.")
+        sys.exit(f"this tries the core alone but found {', '.join(extra)}: install it without extras.")
     *_, example = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.DOTALL)
     exec(example, {})
     model = torch.nn.Linear(4, 3)
