@@ -804,10 +804,10 @@ def _way(seed: int, batch: int) -> _Plan:
     kind=Kind.EXPERIMENT,
 )
 def _time(seed: int) -> Finding:
-    """Printed: in the same number of steps the small batch gets 10 % further from the start, its median margin 10 % wider.
+    """Printed: after as many steps as the large, the small batch is further from the start, its median margin wider.
 
-    A dense network on digits, batches of 16 and 256, in the paper's proportion. Instead: its path is longer by a factor
-    of more than 2.
+    Both by 10 %. A dense network on digits, with batches of 16 and 256, in the paper's proportion. Instead: its path is
+    longer by a factor of more than 2.
     """
     small, large = _way(seed, 16), _way(seed, 256)
     numbers = {
