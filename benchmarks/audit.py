@@ -1,4 +1,4 @@
-"""Seconds of an audit: a fitted LeNet-5 on 1,000 images of MNIST, and a BERT-like classifier on 200 sequences.
+"""Seconds for an audit: a fitted LeNet-5 on 1,000 images of MNIST, and a BERT-like classifier on 200 sequences.
 
 `python benchmarks/audit.py` runs it alone, with the most expensive measures and the cells that did not converge.
 """
@@ -46,7 +46,7 @@ def open_cells(audit: Audit) -> list[str]:
 
 
 class Classifier(nn.Module):
-    """An encoder as BERT has it, small: norms behind the sums, GELU, the first token decides."""
+    """A small encoder like BERT's: norms after the sums, GELU, the first token decides."""
 
     def __init__(self, layers: int, width: int, heads: int, tokens: int) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class Classifier(nn.Module):
 
 
 def fitted_classifier(scale: Scale) -> tuple[nn.Module, tuple[Tensor, Tensor]]:
-    """Which of four words is the most frequent one: learnt in some steps, to give the curvature something to show."""
+    """Which of four words is the most frequent one: learnt in a few steps, to give the curvature something to show."""
     layers, width, heads, tokens, count = (4, 64, 4, 32, 200) if scale is FULL else (1, 16, 2, 8, 20)
     torch.manual_seed(0)
     model = Classifier(layers, width, heads, tokens)
@@ -98,7 +98,7 @@ def audit_of_transformer(scale: Scale) -> Row:
 
 
 def audits(scale: Scale) -> list[Row]:
-    """One row a set of measures. Wall-clock seconds count; processor seconds tell how busy the machine was."""
+    """One row per set of measures. Wall-clock seconds count; processor seconds tell how busy the machine was."""
     return [*audits_of_lenet(scale), audit_of_transformer(scale)]
 
 

@@ -1,4 +1,4 @@
-"""Whether `torch.compile` pays for the replayed Hessian product: the question behind a path that is not there."""
+"""Whether `torch.compile` pays off for the replayed Hessian product: why the library has no such path."""
 
 from __future__ import annotations
 

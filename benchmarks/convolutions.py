@@ -1,4 +1,4 @@
-"""Exact per-sample traces of convolution nets in forward passes: ResNet-18 on images of CIFAR's size, BackPACK beside.
+"""Exact per-sample traces of convolution nets in forward passes: ResNet-18 on images of CIFAR's size, beside BackPACK.
 
 Processor time on one thread, against a forward pass under `no_grad` of the same batch in the same process.
 """
@@ -18,7 +18,7 @@ import spiritlevel as sl
 
 
 def _images(count: int, classes: int) -> tuple[Tensor, Tensor]:
-    """CIFAR-10 where it can be had, else noise: what a trace costs does not depend on it."""
+    """CIFAR-10 where it is available, else noise: what a trace costs does not depend on it."""
     try:
         inputs, targets = sl.data.load("cifar10").test
         inputs, targets = inputs[:count], targets[:count]
@@ -36,7 +36,7 @@ def _forward(model: nn.Module, inputs: Tensor) -> Callable[[], None]:
 
 
 def ratio(function: Callable[[], Any], forward: Callable[[], None], rounds: int) -> tuple[float, float]:
-    """A function's processor time in forward passes, these before and after it: best and median."""
+    """A function's processor time in forward passes, timed before and after it: best and median."""
     ratios = []
     for _ in range(rounds):
         before = min(processor_time(forward) for _ in range(3))
@@ -46,7 +46,7 @@ def ratio(function: Callable[[], Any], forward: Callable[[], None], rounds: int)
 
 
 def _multiply_adds(model: nn.Module, inputs: Tensor) -> tuple[float, float]:
-    """Of a forward pass in convolutions, and of the products behind the norms of 9 backward passes, a sample."""
+    """Per sample: in the convolutions of a forward pass, and in the products behind the norms of 9 backward passes."""
     through, norms = 0.0, 0.0
 
     def count(module: nn.Module, given: tuple[Tensor, ...], output: Tensor) -> None:

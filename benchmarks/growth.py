@@ -21,7 +21,7 @@ def growth(scale: Scale) -> list[Row]:
 
 
 def samples(scale: Scale) -> list[Row]:
-    """Time a sample against that of the smallest set, so that 1 is linear growth."""
+    """Time per sample against that of the smallest set, so that 1 is linear growth."""
     sizes = (1000, 10_000, 60_000) if scale is FULL else (100, 200)
     _, inputs, targets = images(sizes[-1])
     model = sl.models.lenet5().eval()

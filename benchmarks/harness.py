@@ -91,7 +91,7 @@ def _loaded() -> tuple[str, Tensor, Tensor]:
 
 
 def images(count: int) -> tuple[str, Tensor, Tensor]:
-    """MNIST, or the built-in images repeated where MNIST cannot be had."""
+    """MNIST, or the built-in images repeated where MNIST is not available."""
     name, inputs, targets = _loaded()
     times = -(-count // len(inputs))
     return name, inputs.repeat(times, 1, 1, 1)[:count], targets.repeat(times)[:count]

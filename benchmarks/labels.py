@@ -1,7 +1,7 @@
 """Does it find wrong labels? Labels are flipped on purpose; each score orders the samples; how early do the flips come?
 
 `make labels` trains every network on every data set with every kind of noise, three seeds each, about two hours on one
-thread. Each such piece is a file in `--out`, which is kept: a run that is cut short goes on where it was, anywhere,
+thread. Each such piece is a file in `--out`, which is kept: a run that is cut short resumes, on any machine,
 and the page is written from the pieces that are there (`--minutes 0` writes it and trains nothing). `--smoke` takes a
 minute and needs nothing but the built-in data. Packages, data sets and pieces that are missing are named as missing.
 """
@@ -42,7 +42,7 @@ NOISES = {
 }
 DATA = ("mnist", "fashion-mnist", "cifar10")
 FOLDS = 5
-EARLY = 3  # the part of the epochs after which little has been learnt by heart
+EARLY = 3  # after a third of the epochs, little has been learnt by heart
 METRICS = {
     "auroc": "AUROC",
     "precision": "average precision",
@@ -132,7 +132,7 @@ def trained(
     recorder: sl.Recorder | None = None,
     look: Callable[[nn.Module], None] | None = None,
 ) -> nn.Module:
-    """Momentum, a rate that falls as a cosine, no augmentation, no decay: wrong labels may be learnt by heart.
+    """Momentum, a rate that falls like a cosine, no augmentation, no decay: wrong labels may be learnt by heart.
 
     `look` is called once, after the early epochs.
     """
@@ -199,7 +199,7 @@ def at_the_end(model: nn.Module, inputs: Tensor, labels: Tensor) -> Iterator[tup
 
 
 def out_of_sample(piece: Piece, inputs: Tensor, labels: Tensor) -> Tensor:
-    """Probabilities of every sample from a network that has not seen it, one training a fold: at the end, and early."""
+    """Every sample's probabilities from a network that has not seen it, one training per fold: at the end and early."""
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(piece.seed))
     probabilities = torch.zeros(2, len(labels), 10, dtype=torch.float64)
     for fold in range(piece.folds):
@@ -295,7 +295,7 @@ def measured(piece: Piece) -> dict[str, Any]:
             for label, score in scores():
                 rows[label] = judged(score, flipped[: len(score)])
         except Exception as error:
-            if name != "self-influence":  # a package of others in versions of others
+            if name != "self-influence":  # a third-party package, in whatever version is installed
                 raise
             failed["kronfluence"] = f"{type(error).__name__}: {error}"[:300]
         spent[name] = time.process_time() - begin
@@ -398,7 +398,7 @@ def cell(results: list[dict[str, Any]], name: str, metric: str) -> str:
 
 
 def verdict(results: list[dict[str, Any]]) -> str:
-    """The recorder against cross-validation, in the settings that hold both, by the rule stated before the run."""
+    """The recorder against cross-validation, in the settings that have both, by the rule stated before the run."""
     sentences = [compared(results, ours, theirs) for theirs, ours in itertools.product(THEIRS, OURS)]
     return " ".join(filter(None, sentences)) or "Nothing can be compared yet."
 
@@ -424,7 +424,7 @@ def compared(results: list[dict[str, Any]], ours: str, theirs: str) -> str:
 
 
 def what_is_missing(wanted: list[Piece], results: list[dict[str, Any]]) -> dict[str, str]:
-    """What the page cannot say, and why: data that are not there, packages, their failures, pieces."""
+    """What the page cannot say, and why: missing data, missing packages, their failures, missing pieces."""
     missing: dict[str, str] = {}
     done = {json.dumps(result["piece"], sort_keys=True) for result in results}
     absent = [piece for piece in wanted if json.dumps(asdict(piece), sort_keys=True) not in done]
@@ -453,9 +453,9 @@ def not_measured(wanted: list[Piece], absent: list[Piece]) -> dict[str, str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--smoke", action="store_true", help="a minute on built-in data, to see that it still runs")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/labels_pieces"), help="the folder of the pieces")
-    parser.add_argument("--page", type=Path, help="write the page there")
-    parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no piece after so long")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/labels_pieces"), help="folder of the pieces")
+    parser.add_argument("--page", type=Path, help="file to write the page to")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="start no piece after this many minutes")
     parser.add_argument("--data", nargs="*", help="only these data sets")
     arguments = parser.parse_args()
     torch.set_num_threads(1)

@@ -33,7 +33,7 @@ PEERS = {"curvlinops": "curvlinops", "eigenthings": "hessian-eigenthings"}
 
 class NeoX(nn.Module):
     """A language model like GPT-NeoX: rotary positions on a quarter of a head, attention and MLP side by side, a head
-    of its own weights. Twelve layers of width 768 are the 162 million parameters of Pythia-160m.
+    with weights of its own. Twelve layers of width 768 are the 162 million parameters of Pythia-160m.
     """
 
     def __init__(self, layers: int = 12, width: int = 768, heads: int = 12, vocabulary: int = VOCABULARY) -> None:
@@ -131,7 +131,7 @@ def eigenthings(kind: str, model: nn.Module, ids: Tensor) -> Callable[[Tensor], 
 
 
 def measure(who: str, kind: str, layers: int, width: int, vocabulary: int, length: int) -> dict[str, Any]:
-    """In this process: the peak, forward passes of a product, and two numbers of it to compare."""
+    """In this process: the peak, the cost of a product in forward passes, and two numbers to compare products by."""
     torch.manual_seed(0)
     model = NeoX(layers, width, max(1, width // 64), vocabulary).eval()
     ids = torch.randint(0, vocabulary, (1, length))
@@ -168,19 +168,19 @@ def _seconds(function: Callable[[], Any]) -> float:
 
 
 def _peak() -> float:
-    """GB that this process held at most."""
+    """The most GB that this process has held."""
     status = Path("/proc/self/status").read_text()
     return int(status.split("VmHWM:")[1].split()[0]) * 1024 / 1e9
 
 
 def _failed(last: str) -> dict[str, Any]:
-    """A row without a number, by the last line of what a process had to say."""
+    """A row without a number, from the last line that a process printed."""
     missing = last.removeprefix("ModuleNotFoundError: No module named ")
     return {"failed": f"{missing} is not installed" if missing != last else f"failed: {last[:200]}"}
 
 
 def here(who: str, kind: str, *sizes: int) -> dict[str, Any]:
-    """The same in this process, whose peak says nothing then."""
+    """The same in this process, whose peak then says nothing."""
     try:
         return measure(who, kind, *sizes)
     except ModuleNotFoundError as error:
@@ -205,7 +205,7 @@ def in_a_process(who: str, kind: str, *sizes: int) -> dict[str, Any]:
 
 
 def language_models(scale: Scale) -> list[Row]:
-    """The large model by ourselves, and a smaller one, which does not take hours, beside the peers."""
+    """The large model with our library alone, and a smaller one, which does not take hours, beside the peers."""
     if scale is not FULL:
         return rows_of(TINY, 499, 32, peers=True, find=here)
     return [*rows_of(LARGE, VOCABULARY, LENGTH, bar=12.0), *rows_of(SMALL, VOCABULARY, LENGTH, peers=True)]

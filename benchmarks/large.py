@@ -1,6 +1,6 @@
-"""A million samples through `measure`: time and memory a sample, against a tenth of them.
+"""A million samples through `measure`: time and memory per sample, against a tenth as many.
 
-`python benchmarks/large.py` runs it alone, in some minutes; each size in a process of its own, whose peak is taken.
+`python benchmarks/large.py` runs it alone, in a few minutes; each size in a process of its own, whose peak is taken.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import nn
 
 import spiritlevel as sl
 
-MEMORY = "200MB"  # what a measurement may take beside its results: recorded products would fill half of the machine
+MEMORY = "200MB"  # what a measurement may take besides its results: recorded products would fill half of the machine
 FEATURES, LONGER, BYTES = (
     10,
     1.25,
@@ -25,7 +25,7 @@ FEATURES, LONGER, BYTES = (
 
 
 def measured(samples: int) -> None:
-    """Measure so many samples by all that is measured by default, and print the processor time and the peak."""
+    """Measure this many samples with the default measures, and print the processor time and the peak."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(FEATURES, 16), nn.ReLU(), nn.Linear(16, 3))

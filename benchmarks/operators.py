@@ -99,7 +99,7 @@ def five_eigenvalues(area: str, model: nn.Module, batch: tuple[Tensor, Tensor], 
         from hessian_eigenthings.loss_fns import supervised_loss
         from hessian_eigenthings.operators.hessian import HessianOperator
     except ImportError:
-        return Row(area, what, None, bar="≥ 1.5", note="hessian-eigenthings is not installed, or has another shape")
+        return Row(area, what, None, bar="≥ 1.5", note="hessian-eigenthings is not installed, or has another interface")
     right = sl.eigenvalues(sl.hessian(model, batch), 5, tol=1e-6).values
     accuracy = 1e-4
     state: dict[str, Any] = {}

@@ -75,7 +75,7 @@ def per_sample(scale: Scale) -> list[Row]:
 
 
 def side_by_side_rows(area: str, model: nn.Module, batch: tuple[Tensor, Tensor], scale: Scale) -> list[Row]:
-    """What it is worth to give every core a batch of its own, on a machine at rest and beside a busy process."""
+    """What giving every core a batch of its own is worth, on an idle machine and beside a busy process."""
 
     def one_by_one() -> None:
         most, cores._MOST = cores._MOST, 1

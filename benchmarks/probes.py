@@ -1,7 +1,7 @@
 """Per-sample traces by probes on transformers and a smooth ResNet-18, in forward passes per probe, errors included.
 
-Processor time on one thread, a forward pass and a whole call of `sample_traces` in turns: a machine that is busy with
-something else takes its share of both.
+Processor time on one thread, a forward pass and a whole call of `sample_traces` in turns, so that other work on the
+machine slows both alike.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and a layer with GELU, each with its norm before (`first`) or behind it."""
+    """Attention and a layer with GELU, each with its norm before (`first`) or after it."""
 
     def __init__(self, width: int, heads: int, *, first: bool, **options: Any) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class Transformer(nn.Module):
 
 
 def resnet18(width: int = 64, activation: type[nn.Module] = nn.GELU, classes: int = CLASSES) -> nn.Module:
-    """ResNet-18 for images of 32 by 32, with GELU in the place of ReLU unless told; 11.2 million parameters in full."""
+    """ResNet-18 for images of 32 by 32, with GELU for ReLU by default; 11.2 million parameters at full width."""
 
     def convolution(inputs: int, outputs: int, size: int, stride: int) -> list[nn.Module]:
         return [nn.Conv2d(inputs, outputs, size, stride, size // 2, bias=False), nn.BatchNorm2d(outputs)]
@@ -103,7 +103,7 @@ def resnet18(width: int = 64, activation: type[nn.Module] = nn.GELU, classes: in
 
 def processor_time(function: Callable[[], Any]) -> float:
     gc.collect()
-    gc.freeze()  # a collection in the midst of it would look through all that was ever imported
+    gc.freeze()  # a collection halfway through would scan everything ever imported
     start = time.process_time()
     function()
     return time.process_time() - start

@@ -1,4 +1,4 @@
-"""What watching a training costs: recorder, critical sharpness and tracker, as shares of the training's own time.
+"""What watching a training run costs: recorder, critical sharpness and tracker, as shares of the run's own time.
 
 Both sides are timed in one loop of one process, in processor time, so that other work on the machine hardly matters.
 `python benchmarks/recorder.py` runs it alone.
@@ -31,21 +31,21 @@ ROUNDS = {"LeNet-5": 12, "784-100-10": 60, "ResNet-8": 3}
 
 
 class Watched(NamedTuple):
-    """What one way to watch adds to a training, as shares of its processor time, one a round."""
+    """What one way of watching adds to a training run, as shares of its processor time, one per round."""
 
     calls: list[float]
     """The time in the calls themselves."""
     steps: list[float]
-    """How much longer the steps with it are than those without: with what a call does to the caches, and more noise."""
+    """How much longer steps with it are than without: this includes its effect on the caches, and more noise."""
 
 
 def recorded(make: Callable[[], nn.Module], rounds: int, calls: int = 64) -> tuple[dict[str, Watched], float]:
-    """What each way to watch costs, and the seconds of a step without.
+    """What each way of watching costs, and the seconds of a step without any.
 
-    A round trains `calls` steps with each, in turns of eight steps, so that what the machine does besides falls on all
-    alike. 64 calls fill the recorder's room: each round of it has one look at all that has waited. Beside it, to say
-    what could be reached: copies of logits, targets and ids alone, and one call of PyTorch's cross entropy, which gives
-    one of the three numbers that are recorded.
+    A round trains `calls` steps with each, in turns of eight steps, so that other work on the machine slows all alike.
+    64 calls fill the recorder's buffer, so that each round includes one pass over all that was waiting. Beside it, to
+    show what could be achieved: copies of logits, targets and ids alone, and one call of PyTorch's cross entropy, which
+    gives one of the three numbers that are recorded.
     """
     _, inputs, targets = images(8192)
     torch.manual_seed(0)
@@ -93,7 +93,7 @@ def recorded(make: Callable[[], nn.Module], rounds: int, calls: int = 64) -> tup
 
 
 def bytes_a_visit(samples: int, epochs: int) -> float:
-    """Bytes of the record by samples and epochs."""
+    """Bytes of the record per sample and epoch."""
     recorder = sl.Recorder(samples)
     for _ in range(epochs):
         for ids in torch.randperm(samples).split(BATCH):
@@ -102,7 +102,7 @@ def bytes_a_visit(samples: int, epochs: int) -> float:
 
 
 def critical(samples: int, looks: int) -> tuple[float, float]:
-    """Processor time of a look with a warm start over that of a step of the training, and the median over looks."""
+    """Processor time of a look with a warm start over that of a training step, and the median over looks."""
     _, inputs, targets = images(samples)
     torch.manual_seed(0)
     model = sl.models.lenet5()
@@ -127,7 +127,7 @@ def critical(samples: int, looks: int) -> tuple[float, float]:
 
 
 def tracked(samples: int, steps: int, share: float) -> tuple[float, int]:
-    """Processor time that a tracker with this share adds to a training of LeNet-5, and how often it measured."""
+    """Processor time that a tracker with this share adds to that of training LeNet-5, and how often it measured."""
     _, inputs, targets = images(samples)
     torch.manual_seed(0)
     model = sl.models.lenet5()
@@ -147,9 +147,9 @@ def tracked(samples: int, steps: int, share: float) -> tuple[float, int]:
 
 
 def recorder(scale: Scale) -> list[Row]:
-    """One row a network for the share of the time, one for the bytes, one each for critical sharpness and tracker."""
+    """One row per network for the share of the time, one for the bytes, one each for critical sharpness and tracker."""
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # of several, those that wait for each other take processor time, too
+    torch.set_num_threads(1)  # threads that wait for each other would take processor time, too
     try:
         return _rows(scale)
     finally:

@@ -1,4 +1,4 @@
-"""A whole report about a tiny network, where what a call costs is overhead: once in code, not in arithmetic."""
+"""A whole report about a tiny network, where a call costs overhead: time spent in code, not in arithmetic."""
 
 from __future__ import annotations
 

@@ -106,7 +106,7 @@ def traces(model: nn.Module, batch: Batch, exact: float, scale: Scale) -> list[R
 
 
 def densities(model: nn.Module, batch: Batch, exact: float, scale: Scale) -> list[Row]:
-    """The same quadrature for all; its accuracy told by the mean eigenvalue, which is the trace over the size."""
+    """The same quadrature for all; its accuracy is judged by the mean eigenvalue, which is the trace over the size."""
     area = "spectral density, LeNet-5"
     probes, steps = (2, 40) if scale is FULL else (2, 5)
     size = sl.models.count(model)
@@ -131,7 +131,7 @@ def densities(model: nn.Module, batch: Batch, exact: float, scale: Scale) -> lis
 
 
 def memory_row() -> Row:
-    """Peak memory of a fresh process that multiplies over a tenth or all of the points, beyond a budget."""
+    """Peak memory of a fresh process that multiplies over a tenth or all of the points, under a memory budget."""
     count = 20_000
     tenth, everything = (peak_of("spectra.py", some, count) for some in (count // 10, count))
     note = f"{tenth:.0f} and {everything:.0f} MB; budget 64 MB"
