@@ -175,3 +175,22 @@ def test_the_package_imports_what_it_asks_for_and_nothing_else() -> None:
     found = set[str]().union(*map(imported, trees)) - {*sys.stdlib_module_names, "spiritlevel", "__future__"}
     core = {MODULES.get(name, name) for name in names_of(PROJECT["dependencies"])}
     assert found == {*core, *OPTIONAL, "markupsafe"}  # which jinja2 brings
+
+
+_FIRST_CALL = """
+import random, torch
+import spiritlevel as sl
+before = random.getstate()
+generator = torch.Generator().manual_seed(0)
+x = torch.randn(60, generator=generator)
+sl.correlate(x, x + torch.randn(60, generator=generator), outliers="lof")
+assert random.getstate() == before, "correlate"
+sl.data.load("digits")
+assert random.getstate() == before, "data.load"
+"""
+
+
+def test_the_first_call_of_a_process_leaves_the_random_state_alone_too() -> None:
+    """Packages are imported then, and some draw random numbers while they are."""
+    done = subprocess.run([sys.executable, "-c", _FIRST_CALL], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -181,21 +181,21 @@ def test_rules_of_batch_size() -> None:
     later = solution(train_loss=2e-5, test_accuracy=0.982, trace=1.2, steps=20_000)
     faster = solution(test_accuracy=0.982, trace=0.5, median=17.3, test_loss=0.09)
     found = {"small": small, "large": large, "longer": later, "faster": faster}
-    assert set(verdicts(batch_size.judge(found, paths(0.01))).values()) == {YES}
+    assert set(verdicts(batch_size.judge(found, paths(0.01), 10)).values()) == {YES}
 
     worse = solution(**LARGE | {"test_loss": 0.01, "trace": 0.5, "train_loss": 1e-3, "test_accuracy": 0.99})
     worse |= {"skewness": -0.6, "minimum": 0.5, "traces": [4.0, 8.0, 1.0, 2.0], "train_accuracy": 0.995}
     found = {"small": small, "large": worse, "longer": later, "faster": solution(trace=2.0)}
-    shown = verdicts(batch_size.judge(found, paths(2.0)))
+    shown = verdicts(batch_size.judge(found, paths(2.0), 10))
     assert (shown.pop("time"), shown.pop("rate")) == (OPEN, OPEN), "there is no gap to close"
     assert set(shown.values()) == {NO}
 
     half = solution(trace=5.0, test_accuracy=0.9795)
     found = {"small": small, "large": large, "longer": half, "faster": {"diverged": "training diverged."}}
-    shown = verdicts(batch_size.judge(found, paths(0.01)))
+    shown = verdicts(batch_size.judge(found, paths(0.01), 10))
     assert (shown["time"], shown["rate"], shown["flattest is not best"]) == (NO, OPEN, OPEN)
     unfitted = {"small": solution(train_loss=0.5), "large": large, "longer": later, "faster": later}
-    assert set(verdicts(batch_size.judge(unfitted, paths(0.01))).values()) == {OPEN}
+    assert set(verdicts(batch_size.judge(unfitted, paths(0.01), 10)).values()) == {OPEN}
 
 
 def test_more_time_must_reach_the_loss() -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from scipy import integrate, stats
 
-from spiritlevel.papers.studies import Verdict, decide
+from spiritlevel import charts
+from spiritlevel.papers.studies import Verdict, decide, radial
 from spiritlevel.papers.studies import input_representation as inputs
 from spiritlevel.papers.studies.input_representation import SYSTEMS, Mixture, bend, coordinates, earth_mover, unbend
 from spiritlevel.papers.studies.rescaling import Rescaling, _measure
@@ -114,3 +117,15 @@ def test_rules_of_input_representation() -> None:
     assert judged(0.2, 0.0) == {Verdict.REPRODUCED}
     assert judged(0.01, 0.1) == {Verdict.NOT}
     assert judged(0.01, 0.0, change=1e-3) == {Verdict.NOT}
+
+
+@pytest.mark.parametrize(("rho", "verdict"), [(0.2, Verdict.REPRODUCED), (0.5, Verdict.NOT)])
+def test_a_map_that_moves_nothing_inside_the_ball_is_not_local(
+    monkeypatch: pytest.MonkeyPatch, rho: float, verdict: Verdict
+) -> None:
+    """With ρ = r̂ the map is the identity: outside nothing moves, as stated, but neither does anything inside."""
+    monkeypatch.setattr(charts, "lines", lambda *given, **more: None)
+    monkeypatch.setattr(charts, "grid", lambda *given, **more: None)
+    kept: Any = SimpleNamespace(table=lambda name, rows: rows, chart=lambda name, chart: None)
+    ruling = next(radial._figure(radial.Radial(points=7, rho=rho, r_hat=0.5), kept))
+    assert decide(radial.LOCAL, [ruling.record()]).verdict is verdict

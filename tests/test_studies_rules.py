@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from spiritlevel.papers.studies import Range, Statement, Verdict, catalogue, combine, decide
+from spiritlevel.errors import InputError
+from spiritlevel.papers.studies import Range, Statement, Verdict, catalogue, combine, decide, find
 from spiritlevel.papers.studies.base import Study, reduced
 from spiritlevel.papers.studies.rules import SEEDS, least_accuracy
 
@@ -76,6 +77,16 @@ def test_several_numbers_are_judged_together() -> None:
     assert verdict((0.8, -2.0), (0.7, -2.1), (0.75, -1.9)) is Verdict.NOT, "better but flatter"
     assert verdict((1.8, -0.1), (2.0, -5.0), (2.2, -1.0)) is Verdict.SIGN
     assert verdict((1.8, -1.0), (2.0, 5.0), (2.2, -1.0)) is Verdict.UNDECIDED
+
+
+def test_an_identity_holds_only_if_it_was_tried_with_every_seed() -> None:
+    tried, not_tried = SAME.judge(1e-12).record(), SAME.judge(None, undecided="it could not be tried").record()
+    assert decide(SAME, [tried, not_tried])[:2] == (Verdict.UNDECIDED, "it could not be tried")
+    assert decide(SAME, [tried, {**not_tried, "undecided": ""}])[:2] == (
+        Verdict.UNDECIDED,
+        "not every seed has a number",
+    )
+    assert decide(SAME, [SAME.judge(1.0).record(), not_tried]).verdict is Verdict.NOT, "one that fails is enough"
 
 
 def test_an_identity_needs_no_seeds() -> None:
@@ -206,3 +217,22 @@ def test_the_frobenius_norm_is_never_below_the_largest_eigenvalue(tmp_path: Path
     error = abs(row["Frobenius norm"] - float(dense.norm()))
     assert error <= 4 * row["Frobenius norm stderr"] + 0.02 * float(dense.norm())
     assert row["Tr(H²)/P"] == pytest.approx(row["Frobenius norm"] ** 2 / len(flat))
+
+
+@pytest.mark.parametrize(
+    ("study", "options", "message"),
+    [
+        ("scaling", {"alphas": (2.0, 4.0)}, r"alphas needs 1 and another, got \(2\.0, 4\.0\)"),
+        ("scaling", {"alphas": (1.0,)}, r"alphas needs 1 and another"),
+        (
+            "weight-decay",
+            {"matched": (2e-4,)},
+            r"matched takes the paper's values of γ, .*, got \(0\.0002,\)",
+        ),
+    ],
+)
+def test_options_that_could_not_be_judged_are_refused_before_anything_is_trained(
+    study: str, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(InputError, match=message):
+        find(study).config(scale="smoke", seed=0, **options)

@@ -9,6 +9,7 @@ import contextlib
 import difflib
 import numbers
 import os
+import random
 import re
 import textwrap
 import traceback
@@ -186,11 +187,14 @@ OPTIONAL = {
 def needs(purpose: str) -> Iterator[None]:
     """Around imports: if a package of an extra is missing, say so in one sentence with the command that installs it.
 
+    Python's random state stays as it was: rich, which scikit-learn imports, draws from it while it is imported.
+
     >>> with needs("a table"):
     ...     raise ModuleNotFoundError(name="polars")
     Traceback (most recent call last):
     spiritlevel.errors.InputError: a table needs polars, which is not installed: run pip install 'spiritlevel[report]'.
     """
+    before = random.getstate()
     try:
         yield
     except ModuleNotFoundError as error:
@@ -200,6 +204,8 @@ def needs(purpose: str) -> Iterator[None]:
         raise InputError(
             f"{purpose} needs {package}, which is not installed: run pip install 'spiritlevel[{extra}]'."
         ) from error
+    finally:
+        random.setstate(before)
 
 
 def unknown_name(

@@ -74,7 +74,8 @@ def decode_npz(blobs: Sequence[Blob]) -> Arrays:
 
 def decode_digits() -> Arrays:
     """Scikit-learn's digits; the last 36 of every class are the test set."""
-    from sklearn.datasets import load_digits
+    with needs("this data set"):
+        from sklearn.datasets import load_digits
 
     bunch = load_digits()
     images, targets = bunch.images.astype(np.uint8)[:, None], bunch.target.astype(np.uint8)

@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from spiritlevel.errors import needs
+
 Array = NDArray[Any]
 
 NEIGHBOURS = 20  # scikit-learn's default, which the paper used
@@ -53,7 +55,8 @@ def _by_strips(points: Array) -> Array:
 
 
 def _factors(points: Array) -> Array:
-    from sklearn.neighbors import NearestNeighbors  # a second to import, and only this function needs it
+    with needs("a search for outliers"):  # a second to import, and only this function needs it
+        from sklearn.neighbors import NearestNeighbors
 
     count = min(NEIGHBOURS, len(points) - 1)
     tree = NearestNeighbors(n_neighbors=count).fit(points)

@@ -671,7 +671,7 @@ def _correct_points(seed: int) -> Finding:
 
     def most(rows: list[_Checkpoint]) -> bool:
         columns = [row.right for row in rows], [row.bound for row in rows]
-        return all(sum(r >= 0.8 for r in values) > len(rows) / 2 for values in columns)
+        return all(sum(r > 0.8 for r in values) > len(rows) / 2 for values in columns)
 
     numbers = {
         f"{quantity}, {name}": values

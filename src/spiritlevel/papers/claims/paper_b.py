@@ -201,7 +201,7 @@ def _jacobian(seed: int) -> Finding:
     "These transformations are purely local: they only have an effect inside the ball B₂(θ̂, δ).",
 )
 def _local(seed: int) -> Finding:
-    """Passes if 300 points outside the ball do not move at all, and 300 inside move unless ρ = r̂."""
+    """Passes if 300 points outside the ball move by no more than rounding, and 300 inside move unless ρ = r̂."""
     rng = generator(seed)
     outside, inside = 0, 0
     for _ in range(300):
@@ -464,7 +464,7 @@ def _deeper(seed: int) -> Finding:
 # ---------------------------------------------------------------- D: the representation of the inputs
 
 
-def _maps(rng: Rng, reference: Tensor) -> dict[str, Tensor]:
+def _maps(reference: Tensor) -> dict[str, Tensor]:
     """Standardization and whitening of the reference points as matrices (shifts do not matter to differences)."""
     standard = torch.diag(1 / reference.std(0))
     covariance = torch.cov(reference.T)
@@ -500,7 +500,7 @@ def _mean_square_error(seed: int) -> Finding:
     noise = [normal(rng, 200, 3) * torch.exp(normal(rng, 3)) for _ in range(30)]  # what each model gets wrong
     scores = torch.stack([part.square().sum(1).mean() for part in noise])
     flips = {}
-    for name, matrix in _maps(rng, points).items():
+    for name, matrix in _maps(points).items():
         flips[name] = _flips(scores, torch.stack([(part @ matrix.T).square().sum(1).mean() for part in noise]))
     return judge(
         {f"pairs reversed by {name}": share for name, share in flips.items()},
@@ -529,7 +529,7 @@ def _earth_mover_distance(seed: int) -> Finding:
     samples = [points + 0.1 * normal(rng, 60, 3) + normal(rng, 3) * torch.exp(normal(rng, 3)) for _ in range(30)]
     scores = torch.tensor([_earth_mover(points, sample) for sample in samples])
     flips = {}
-    for name, matrix in _maps(rng, points).items():
+    for name, matrix in _maps(points).items():
         moved = torch.tensor([_earth_mover(points @ matrix.T, sample @ matrix.T) for sample in samples])
         flips[name] = _flips(scores, moved)
     return judge(

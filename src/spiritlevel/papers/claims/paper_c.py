@@ -337,11 +337,7 @@ def _smaller_losses(seed: int) -> Finding:
 def _footnote(seed: int) -> Finding:
     """Printed: n·log x − x^m falls below −100 by x = 10^60 for n = 1…5 and m from −2 to 2. Condition: m > 0."""
     x = 1e60
-    ends = {
-        (n, m): n * math.log(x) - (x**m if m * 60 < 300 else math.inf)
-        for n in range(1, 6)
-        for m in (-2, -1, 0, 0.5, 1, 2)
-    }
+    ends = {(n, m): n * math.log(x) - x**m for n in range(1, 6) for m in (-2, -1, 0, 0.5, 1, 2)}
     falls = {key: value < -100 for key, value in ends.items()}
     return judge(
         {

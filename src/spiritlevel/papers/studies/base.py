@@ -479,10 +479,6 @@ def _sha256(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-def _finite(value: float | None) -> float | None:
-    return None if value is None or not math.isfinite(value) else float(value)
-
-
 def _strict(value: Any) -> Any:
     """Plain values for strict JSON: tensors and NumPy numbers become numbers and lists, non-finite ones None."""
     if isinstance(value, Mapping):

@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from spiritlevel import storage
-from spiritlevel.errors import InputError
+from spiritlevel.data import describe
 from spiritlevel.papers.studies.base import Config, Run, Study, Tables, not_fitted, reduced
 from spiritlevel.papers.studies.rules import Range, Ruling, Statement
 
@@ -311,11 +311,11 @@ def longer(
 
 def faster(trained: Network, measured: Callable[..., dict[str, Any]], chosen: Any) -> dict[str, Any]:
     """The large batch with the higher learning rate, or how it diverged."""
+    from spiritlevel.papers.training import Diverged
+
     try:
         return solution(trained, "faster", measured, chosen)
-    except InputError as error:
-        if "diverged" not in str(error):
-            raise
+    except Diverged as error:
         return {"diverged": str(error)}
 
 
@@ -418,10 +418,11 @@ def from_tables(config: BatchSize, tables: Tables) -> Iterator[Ruling]:
     heights = {
         mode: max(loss - (1 - t) * line[0][1] - t * line[-1][1] for t, loss in line) for mode, line in path.items()
     }
-    yield from judge(found, heights)
+    (listing,) = (row for row in describe() if row.name == config.data)
+    yield from judge(found, heights, listing.classes)
 
 
-def judge(found: Mapping[str, Mapping[str, Any]], barriers: Mapping[str, float], classes: int = 10) -> Iterator[Ruling]:
+def judge(found: Mapping[str, Mapping[str, Any]], barriers: Mapping[str, float], classes: int) -> Iterator[Ruling]:
     """The rulings, from the rows of `measure` and the height of the barrier in each mode of batch norm."""
     small, large = found["small"], found["large"]
     reasons = [not_fitted(row["train_accuracy"], row["train_loss"]) for row in (small, large)]

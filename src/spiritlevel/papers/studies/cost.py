@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
     from spiritlevel.papers.training import Job, Pair
 
-PAPER = 1.5 * 3600 / 5
 SINGLE = Statement(
     "as-published",
     "per-sample traces by PyHessian's method, one point at a time, cost far more than margins",

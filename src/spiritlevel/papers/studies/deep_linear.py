@@ -135,8 +135,9 @@ def along_rays(config: DeepLinear, run: Run) -> Iterator[Ruling]:
     ends = [values[-1] for values in shares.values()]
     rising = all(values[-1] > values[len(values) // 2] for values in shares.values())
     yield ONE_VALUE.judge(
-        min(ends),
-        remark=f"The smallest λ₁/Tr H at the rays' ends.{' It rises towards 1 along every ray.' if rising else ''}",
+        max(ends, key=lambda share: abs(share - 1)),
+        remark="The λ₁/Tr H at a ray's end that is furthest from 1."
+        + (" It rises towards 1 along every ray." if rising else ""),
     )
 
 

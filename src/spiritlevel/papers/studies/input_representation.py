@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from spiritlevel.errors import needs
 from spiritlevel.papers.studies.base import Config, Run, Study
 from spiritlevel.papers.studies.rules import Range, Ruling, Statement
 
@@ -291,7 +292,9 @@ def _images(config: InputRepresentation) -> tuple[Mixture, list[Mixture], Tensor
     divergences. Log-likelihood, mean square error and Earth-mover distance use held-out images.
     """
     import torch
-    from sklearn.mixture import GaussianMixture
+
+    with needs("a mixture of Gaussians"):
+        from sklearn.mixture import GaussianMixture
 
     from spiritlevel import data
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from spiritlevel.errors import InputError
 from spiritlevel.papers.studies.base import Config, not_fitted
 
 if TYPE_CHECKING:
@@ -149,11 +148,11 @@ def job(config: Grid, cell: Mapping[str, Any]) -> Job:
 
 def fitted_network(config: Grid, cell: Mapping[str, Any], run: Run) -> tuple[Trained | None, str]:
     """A network after its training, and why it is left out, if it is; none if the training diverged."""
+    from spiritlevel.papers.training import Diverged
+
     try:
         trained = run.train(job(config, cell))
-    except InputError as error:
-        if "diverged" not in str(error):
-            raise
+    except Diverged as error:
         return None, str(error)
     last = trained.history[-1]
     reason = not_fitted(last["train_accuracy"], last["train_loss"])

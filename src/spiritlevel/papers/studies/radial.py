@@ -120,8 +120,7 @@ def _figure(config: Radial, run: Run) -> Iterator[Ruling]:
     outside = float(shift[radius > config.delta].max())
     inside = float(shift[(radius < 0.999 * config.delta) & (radius > 1e-9)].min())
     yield LOCAL.judge(
-        outside if inside > 0 else None,
-        undecided="" if inside > 0 else "a point inside does not move",
+        outside if inside > 0 else config.delta,  # a point inside that stays is as wrong as one outside that moves
         remark=f"The largest move outside. Inside, the smallest is {inside:.2g}.",
     )
     back = torch.stack([mapping(point) for point in moved])

@@ -180,6 +180,8 @@ def decide(statement: Statement, records: Sequence[Mapping[str, Any]]) -> Decisi
     if statement.kind == "identity":
         if not known:
             return decision(Verdict.UNDECIDED, "; ".join(said))
+        if agree == len(known) < len(numbers):
+            return decision(Verdict.UNDECIDED, "; ".join(said or ["not every seed has a number"]))
         return decision(Verdict.REPRODUCED if agree == len(known) else Verdict.NOT)
     reasons = said or _reasons(statement, records, numbers)
     if reasons:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from spiritlevel.errors import unknown_name
+from spiritlevel.errors import InputError, unknown_name
 from spiritlevel.papers.studies.base import Config, Run, Study
 from spiritlevel.papers.studies.recipes import paper_a
 from spiritlevel.papers.studies.rules import Range, Ruling, Statement
@@ -95,6 +95,8 @@ class Scaling(Config):
         super().__post_init__()
         if self.network not in NETWORKS:
             raise unknown_name("network", self.network, NETWORKS)
+        if 1.0 not in self.alphas or len(self.alphas) < 2:
+            raise InputError(f"scaling compares factors with 1, so alphas needs 1 and another, got {self.alphas}.")
 
 
 def job(config: Scaling) -> Job:

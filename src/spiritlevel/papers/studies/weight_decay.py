@@ -35,6 +35,7 @@ STRENGTHS = {
     "5e-4 as printed": "γ = 5e-4 as printed, at the smaller exposure of this scale",
 }
 """The strengths that are compared with γ = 0. At the paper's own scale γ and exposure are one and the same."""
+PRINTED = {1e-4, 5e-4}  # the paper's values of γ, beside 0
 
 
 def _together(strength: str) -> Statement:
@@ -145,6 +146,8 @@ class WeightDecay(Config):
             raise unknown_name("network", self.network, NETWORKS)
         if len(self.gammas) + len(self.matched) < 2 or list(self.gammas) != sorted(set(self.gammas)):
             raise InputError(f"weight-decay needs at least two rising values of γ, got {self.gammas}.")
+        if not {*self.matched} <= PRINTED:
+            raise InputError(f"matched takes the paper's values of γ, 1e-4 and 5e-4, got {self.matched}.")
 
 
 def job(config: WeightDecay, gamma: float, pixels: str, lr: float | None = None) -> Job:
@@ -175,7 +178,7 @@ def whole(config: WeightDecay) -> bool:
 def strengths(config: WeightDecay) -> dict[str, float]:
     """The γ > 0 that are compared with γ = 0, by what they stand for."""
     if whole(config):
-        return {f"exposure of {_power(gamma)}": gamma for gamma in config.gammas if gamma in (1e-4, 5e-4)}
+        return {f"exposure of {_power(gamma)}": gamma for gamma in config.gammas if gamma in PRINTED}
     found = {f"exposure of {_power(gamma)}": matched(config, gamma) for gamma in config.matched}
     return found | ({"5e-4 as printed": 5e-4} if 5e-4 in config.gammas else {})
 

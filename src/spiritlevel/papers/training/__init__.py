@@ -22,9 +22,10 @@ from spiritlevel.papers.training.cache import Trained, train
 from spiritlevel.papers.training.fitting import History, fit
 from spiritlevel.papers.training.jobs import Job, Parts, parts
 from spiritlevel.papers.training.recipe import Pair, Progress, Recipe, Row
-from spiritlevel.papers.training.running import evaluate
+from spiritlevel.papers.training.running import Diverged, evaluate
 
 __all__ = [
+    "Diverged",
     "History",
     "Job",
     "Pair",

@@ -80,8 +80,8 @@ def fit(
         label: What is under way, for `progress`.
 
     Raises:
-        InputError: the arguments do not fit together; the training diverged; `checkpoint` cannot be written.
-            The model is then in the mode it had, with the weights of its last step.
+        InputError: the arguments do not fit together; `checkpoint` cannot be written; or, as `Diverged`, the loss or
+            the weights are no longer numbers. The model is then in the mode it had, with the weights of its last step.
 
     >>> from spiritlevel import data, models
     >>> digits, _ = data.load("digits"), torch.manual_seed(0)

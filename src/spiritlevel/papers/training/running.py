@@ -24,6 +24,10 @@ _EVALUATION_BATCH = 250  # more overflow the cache: VGG-16 at a quarter of its w
 _FEW = 64  # samples: their losses often show already that a goal is not reached
 
 
+class Diverged(InputError):
+    """A training run whose loss or weights are no longer numbers."""
+
+
 def seeded_generator(seed: int, purpose: str, number: int = 0) -> torch.Generator:
     """A generator for one purpose. Hashed, since the generator itself looks only at the lower 32 bits of its seed."""
     text = f"{purpose} {number} {seed}".encode()
@@ -154,9 +158,10 @@ class Run:
         return text
 
     def diverged(self, what: str, rate: float) -> InputError:
+        """What to raise if a number of this run is not finite."""
         if self.step == 0:
             return InputError(f"training cannot begin: {what} before any update; look for NaN in inputs and weights.")
-        return InputError(
+        return Diverged(
             f"training diverged after {self.step} steps: {what} at learning rate {rate:g}; lower lr, for example to "
             f"{self.recipe.lr / 10:g}."
         )
