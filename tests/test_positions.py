@@ -278,6 +278,19 @@ def test_units_are_refused_where_there_are_none() -> None:
         sl.hessian(CASES["tagger"].model, CASES["tagger"].data, unit="token", batch_norm="batch")
 
 
+def test_tokens_that_torch_would_weigh_by_their_batch_are_refused_by_all() -> None:
+    """Operators took the plain mean of the weighted losses where traces refused; `reduction="none"` asks for it."""
+    case, weight = CASES["tagger"], torch.tensor([1.0, 2.0, 0.5], dtype=torch.float64)
+    for measure in (sl.hessian, sl.gauss_newton, sl.sample_traces):
+        with pytest.raises(InputError, match="divides by the sum of the weights of a batch"):
+            measure(case.model, case.data, loss=nn.CrossEntropyLoss(weight), unit="token")
+    loss = nn.CrossEntropyLoss(weight, reduction="none")
+    traces = sl.sample_traces(case.model, case.data, loss=loss, unit="token")
+    diagonal = sl.hessian(case.model, case.data, loss=loss, unit="token").dense().diag()
+    assert traces.exact
+    assert float(traces.values.mean()) == pytest.approx(float(diagonal.sum()), rel=1e-9)
+
+
 def test_exact_traces_of_a_language_model_are_refused_as_ever() -> None:
     case = CASES["language model"]
     with pytest.raises(NotExactError):

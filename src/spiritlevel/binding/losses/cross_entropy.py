@@ -92,7 +92,7 @@ class CrossEntropy(Loss):
         With the mean number of positions per sample, the mean over samples is the mean over all positions of the data.
         """
         other = copy.copy(self)
-        other.divisor, other.weighted_mean = positions, False
+        other.divisor = positions
         return other
 
     def rows(self, outputs: Tensor, targets: Tensor) -> Rows:
@@ -164,6 +164,10 @@ class CrossEntropy(Loss):
                 f"{self.ignore_index}, which leaves the sample out of the mean; leave it out of the data instead."
             )
         class_targets(self.name, outputs, targets, start)
+        self._check_mean()
+
+    def _check_mean(self) -> None:
+        """Where the mean is not that over a sample's own positions, the sum of their weights cannot divide it."""
         if self.weight is not None and self.weighted_mean:
             raise InputError(
                 "CrossEntropyLoss(weight=…, reduction='mean') divides by the sum of the weights of a batch, which "
@@ -197,6 +201,8 @@ class CrossEntropy(Loss):
         labels = targets.long()
         counted = labels != self.ignore_index
         within(self.name, outputs.shape[axis], labels, counted, start)
+        if self.divisor:
+            self._check_mean()
         if self.shifted:
             counted = counted[:, 1:]
         empty = ~counted.reshape(len(targets), -1).any(1)
