@@ -38,7 +38,8 @@ def exponential(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
-    wanted = targets.reshape(outputs.shape).to(outputs) if targets.is_floating_point() else one_hot(outputs, targets)
+    numbers = targets.is_floating_point() or outputs.shape[1] == 1
+    wanted = targets.reshape(outputs.shape).to(outputs) if numbers else one_hot(outputs, targets)
     return 0.5 * (outputs - wanted).square().sum(1)
 
 

@@ -628,6 +628,17 @@ def test_squared_error_takes_targets_of_any_float_type_and_shape() -> None:
         assert loss.values(outputs, targets).dtype == outputs.dtype
 
 
+def test_squared_error_of_one_output_takes_whole_numbers_as_numbers() -> None:
+    """A column of outputs is no single class: 0 was one-hot encoded as 1, and any other number was refused."""
+    outputs = torch.randn(4, 1)
+    for targets in (torch.zeros(4).long(), torch.tensor([0, 1, 1, 0]), torch.tensor([[3], [-1], [0], [7]])):
+        loss = SquaredError()
+        loss.check(outputs, targets)
+        wanted = (outputs[:, 0] - targets.reshape(-1)).square() / 2
+        assert torch.allclose(loss.values(outputs, targets), wanted)
+        assert torch.equal(loss.values(outputs, targets), loss.values(outputs[:, 0], targets))
+
+
 # ---------------------------------------------------------------- the scalars
 
 

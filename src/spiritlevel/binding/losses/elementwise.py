@@ -194,7 +194,8 @@ class SquaredError(Elementwise):
         return (2.0 if self.mean else 1.0) * super()._factor(outputs)
 
     def _are_classes(self, outputs: Tensor, targets: Tensor) -> bool:
-        return not self.mean and outputs.ndim == 2 and not targets.is_floating_point()
+        several = outputs.ndim == 2 and outputs.shape[1] > 1
+        return not self.mean and several and not targets.is_floating_point()
 
     def check(self, outputs: Tensor, targets: Tensor, start: int = 0) -> None:
         if self._are_classes(outputs, targets):
