@@ -360,6 +360,12 @@ def test_only_positions_that_count_take_factors() -> None:
         ),
         ("causal_lm", torch.zeros(2, 5, 3), soft(2, 2, 5, 3), "causal_lm needs integer labels"),
         ("causal_lm", torch.zeros(1, 3, 3), torch.tensor([[1, -100, -100]]), "all are -100 after the first"),
+        (
+            nn.CrossEntropyLoss(torch.tensor([1.0, 0.0])),  # 0/0
+            torch.zeros(2, 2, 3),
+            torch.tensor([[0, 1, 1], [1, -100, 1]]),
+            "all labels of sample 1 have the class weight 0, by the sum of which torch divides",
+        ),
         ("binary_cross_entropy", torch.zeros(2, 3), torch.zeros(2, 2), "needs targets like the outputs (2, 3)"),
         ("binary_cross_entropy", torch.zeros(2, 3), torch.full((2, 3), 1.5), "needs targets from 0 to 1, got 1.5"),
         (

@@ -204,13 +204,21 @@ class CrossEntropy(Loss):
         if self.divisor:
             self._check_mean()
         if self.shifted:
-            counted = counted[:, 1:]
+            labels, counted = labels[:, 1:], counted[:, 1:]
         empty = ~counted.reshape(len(targets), -1).any(1)
         if bool(empty.any()) and not self.divisor:
             raise InputError(
                 f"{self.name}: sample {start + int(empty.nonzero()[0])} has no label that counts, all are "
                 f"{self.ignore_index}{' after the first' if self.shifted else ''}, so it has no loss; leave it out."
             )
+        if self.weight is not None and self.weighted_mean:
+            classes = outputs.shape[axis]
+            weightless = ~(self._weights(outputs, classes)[torch.where(counted, labels, 0)] * counted).flatten(1).any(1)
+            if bool(weightless.any()):
+                raise InputError(
+                    f"{self.name}: all labels of sample {start + int(weightless.nonzero()[0])} have the class weight "
+                    "0, by the sum of which torch divides; leave it out, or use reduction='none'."
+                )
 
     # ------------------------------------------------------------ values and derivatives
 
