@@ -60,6 +60,32 @@ def test_the_interval_of_a_mean_is_that_of_the_paired_differences() -> None:
     assert row.difference == pytest.approx(second.mean() - first.mean())
 
 
+def steps(*thresholds: float) -> list[nn.Linear]:
+    """Classifiers of a number, each with its own threshold."""
+    found = [nn.Linear(1, 2).double() for _ in thresholds]
+    for net, threshold in zip(found, thresholds, strict=True):
+        with torch.no_grad():
+            net.weight.copy_(torch.tensor([[-1.0], [1.0]]))
+            net.bias.copy_(torch.tensor([threshold, -threshold]))
+    return found
+
+
+@pytest.mark.parametrize(("apart", "verdict", "sure"), [(3, "equal", False), (6, "b", False), (12, "b", True)])
+def test_a_handful_of_samples_is_no_evidence_of_a_higher_accuracy(apart: int, verdict: str, sure: bool) -> None:
+    """If the models are equally good, three samples on which they differ all favour one of them in a quarter of all
+    cases, six in a 32nd part: less than the 5 % of a row, more than the third of it that advice asks for."""
+    inputs = torch.linspace(0.1, 1, 200, dtype=torch.float64) * torch.tensor([-1.0, 1.0]).double().repeat(100)
+    inputs[:apart] = 0.01
+    labels = (inputs > 0.02).long()
+    found = compare(*steps(0.0, 0.02), (inputs[:, None], labels), measures=["margin_mean"], audit=False)
+    row = found.row("accuracy")
+    assert row.difference == pytest.approx(apart / 200)
+    assert (row.verdict, row.sure) == (verdict, sure)
+    added = [1.0, -1.0, *[1.0] * apart, *[0.0] * (200 - apart)]
+    student = stats.ttest_1samp(added, 0).confidence_interval(0.95)
+    assert (row.low, row.high) == pytest.approx((student.low, student.high))
+
+
 def test_the_same_function_in_other_coordinates_is_no_evidence() -> None:
     model, data = trained(150), points(100)
     scaled = sl.transforms.rescale_layers(model, {"0": 4.0, "2": 0.25}, data=data).model

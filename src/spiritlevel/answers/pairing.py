@@ -110,7 +110,9 @@ class Pairing:
         """One number over all samples for both models, from each sample's value; `exact` ones have no rounding."""
         difference, tolerance = values[1].value - values[0].value, values[0].tolerance + values[1].tolerance
         strict = 1 - (1 - self.level) / self.looks
-        if math.isnan(share):
+        if exact:
+            limits, how = self._of_shares(b - a), "paired t"
+        elif math.isnan(share):
             limits, how = self._of_means(values, b - a), "paired t"
         else:
             limits, how = self._of_quantiles(a, b, share), "bootstrap of the pairs"
@@ -135,6 +137,23 @@ class Pairing:
         both = math.hypot(error, probes)
         skew = mean_skewness(apart) * (error / both) ** 3 if both else 0.0
         return lambda level: skewed_limits(difference, both, dof, skew, level)
+
+    def _of_shares(self, apart: Tensor) -> Callable[[float], tuple[float, float]]:
+        """The interval of a difference of shares of right decisions, at a level.
+
+        A few samples may make all of the difference, and then their spread and skewness say little: three against none
+        would exclude 0. So two samples are added, one in favour of each model, that differ as much as any does. For
+        samples that are right or wrong this is the interval of Bonett & Price 2012, J. Educ. Behav. Stat. 37.
+        """
+        most = apart.abs().max()
+        added = torch.cat([apart, torch.stack([most, -most])])
+        mean, error = float(added.mean()), float(standard_error(added))
+
+        def limits(level: float) -> tuple[float, float]:
+            low, high = skewed_limits(mean, error, len(added) - 1, 0.0, level)
+            return max(low, -1.0), min(high, 1.0)
+
+        return limits
 
     def _alone(self, value: Estimate, samples: Tensor, share: float) -> tuple[float, float]:
         """The interval of one of the two numbers by itself, which shows whether their ratio means anything."""
