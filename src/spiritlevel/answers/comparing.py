@@ -65,14 +65,14 @@ def compare(
     """Which of two models to trust on these data, and why.
 
     What every sample has (whether it is classified correctly, its loss, margin, distance to the boundary, trace) is
-    compared sample by sample: the interval of a mean is Student's t of the paired differences, corrected for their
-    skewness; for the accuracy two samples are added, one in favour of each model (Bonett & Price 2012), since a few
-    may decide it; that of a quantile is a percentile bootstrap of the pairs (999 resamples). A number for the whole
-    data set, such as the largest eigenvalue, is compared by the influence that every sample has on it. All intervals
-    are statements about other samples of the same kind, so pass data that neither model was trained on, and at least 30
-    of them. What has no influence function has the error of its probes only, or none; without an interval there is no
-    verdict. Values that differ by no more than rounding (1e-5 of their size in single precision, 1e-10 in double) are
-    equal.
+    compared sample by sample: the interval of a mean is Student's t of the paired differences, widened where their
+    skewness asks for it; for the accuracy two samples are added, one in favour of each model (Bonett & Price 2012),
+    since a few may decide it; that of a quantile is a percentile bootstrap of the pairs (999 resamples). A number for
+    the whole data set, such as the largest eigenvalue, is compared by the influence that every sample has on it. All
+    intervals are statements about other samples of the same kind, so pass data that neither model was trained on, and
+    at least 30 of them. What has no influence function has the error of its probes only, or none; without an interval
+    there is no verdict. Values that differ by no more than rounding (1e-5 of their size in single precision, 1e-10 in
+    double) are equal.
 
     Rows that no parametrisation of the same function can move come first. For the others both models are audited, and
     what the audit moves at the same outputs is *not comparable*, however large the difference (the factor that it
