@@ -121,6 +121,16 @@ def test_equal_models_are_equal_after_a_change() -> None:
 # ---------------------------------------------------------------- many checkpoints
 
 
+def test_a_few_large_differences_leave_a_checkpoint_tied() -> None:
+    here, there = (torch.zeros(60, 2, dtype=torch.float64) for _ in range(2))
+    there[:3, 0] = 4.0
+    pair = {name: nn.Embedding.from_pretrained(table, freeze=False) for name, table in (("a", here), ("b", there))}
+    found = sl.rank(pair, (torch.arange(60), torch.zeros(60).long()), measures=["margin_mean"], under=())
+    assert found.order("loss") == ["b", "a"]
+    assert found.row("a").behind_low < 0 < found.row("a").behind_high
+    assert found.row("a").tied
+
+
 def test_many_checkpoints(untouched: Untouched) -> None:
     with untouched(*MODELS.values()):
         found = sl.rank(MODELS, TEST, under="int3")

@@ -23,7 +23,7 @@ from spiritlevel.answers.expanding import Spread, _cumulants, reach
 from spiritlevel.answers.perturbing import _Perturbed
 from spiritlevel.errors import InputError
 from spiritlevel.estimators import Operator
-from spiritlevel.results import Perturbation, Prediction
+from spiritlevel.results import Perturbation, Prediction, subset_mean
 from spiritlevel.results.perturbations import HIGHER, RANDOM, SUBSET, limits_in_words
 from spiritlevel.statistics.ranking import auroc
 
@@ -491,6 +491,27 @@ def test_a_subset_predicts_what_happens_to_all() -> None:
         low, high = sl.perturb(NET, data, "int4", samples=100, layers=False, seed=seed).predicted.interval()
         hits += low <= whole.measured.value <= high
     assert hits >= 16
+
+
+def test_the_interval_from_a_subset_holds_where_changes_are_large_to_either_side() -> None:
+    """As those of a fitted network are: corrected for the skewness of the subset alone, it holds in 88 % of cases."""
+    generator = np.random.default_rng(0)
+    half = torch.from_numpy(generator.normal(size=500) ** 3)
+    changes = torch.cat([half, -half])
+    held = []
+    for differences in (False, True):
+        draws = (changes[generator.permutation(1000)[:60]] for _ in range(600))
+        found = [subset_mean(draw, 1000, differences=differences)[1] for draw in draws]
+        held.append(np.mean([limits is not None and limits[0] <= changes.mean() <= limits[1] for limits in found]))
+    assert held[0] < 0.92
+    assert held[1] > 0.93
+    here, there = (torch.zeros(90, 2, dtype=torch.float64) for _ in range(2))
+    there[:9, 0] = 6.0
+    table = nn.Embedding.from_pretrained(here, freeze=False)
+    data = torch.arange(90), torch.zeros(90).long()
+    predicted = sl.perturb(table, data, {"weight": there}, samples=60, layers=False)
+    _, limits = subset_mean(predicted.samples["predicted"], 90, differences=True)
+    assert predicted.predicted.data_limits == pytest.approx(limits)
 
 
 def test_intervals_add_their_sources() -> None:

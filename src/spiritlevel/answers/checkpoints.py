@@ -20,7 +20,7 @@ from spiritlevel.binding.reading import Reading
 from spiritlevel.errors import InputError
 from spiritlevel.measures import Measure, Setting, select
 from spiritlevel.measures.registry import affordable
-from spiritlevel.results import Checkpoint, Checkpoints, Estimate, mean_skewness, skewed_limits, standard_error
+from spiritlevel.results import Checkpoint, Checkpoints, Estimate, mean_skewness, signed_limits, standard_error
 from spiritlevel.results.intervals import FEWEST
 
 __all__ = ["rank"]
@@ -184,5 +184,5 @@ def _behind(rows: list[Checkpoint], losses: list[Tensor]) -> Iterable[Checkpoint
         if number == best:
             low = high = 0.0
         elif count >= FEWEST:
-            low, high = skewed_limits(value, float(standard_error(apart)), count - 1, mean_skewness(apart))
+            low, high = signed_limits(value, float(standard_error(apart)), count - 1, mean_skewness(apart))
         yield dataclasses.replace(row, behind=value, behind_low=low, behind_high=high)

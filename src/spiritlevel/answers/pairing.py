@@ -22,6 +22,7 @@ from spiritlevel.results import (
     Estimate,
     mean_skewness,
     ratio_of,
+    signed_limits,
     skewed_limits,
     standard_error,
 )
@@ -131,22 +132,12 @@ class Pairing:
         return dataclasses.replace(self._verdict(each, *values, found, how, rounding, "", in_proportion), sure=sure)
 
     def _of_means(self, values: tuple[Estimate, Estimate], apart: Tensor) -> Callable[[float], tuple[float, float]]:
-        """The interval of a difference of means, at a level; with the error of the probes, if there were any.
-
-        It reaches from the lower to the upper of the limits with and without the correction for skewness. Where a few
-        samples differ by much, as many to either side in truth, those that came make mean and skewness agree in sign,
-        and the corrected interval alone would exclude 0 twice as often as it should.
-        """
+        """The interval of a difference of means, at a level; with the error of the probes, if there were any."""
         difference, dof = values[1].value - values[0].value, len(apart) - 1
         error, probes = float(standard_error(apart)), math.hypot(*(value.stderr for value in values))
         both = math.hypot(error, probes)
         skew = mean_skewness(apart) * (error / both) ** 3 if both else 0.0
-
-        def limits(level: float) -> tuple[float, float]:
-            lows, highs = zip(*(skewed_limits(difference, both, dof, each, level) for each in (skew, 0.0)), strict=True)
-            return min(lows), max(highs)
-
-        return limits
+        return lambda level: signed_limits(difference, both, dof, skew, level)
 
     def _of_shares(self, apart: Tensor) -> Callable[[float], tuple[float, float]]:
         """The interval of a difference of shares of right decisions, at a level.

@@ -291,7 +291,7 @@ class _Perturbed:
             values, rest, stderr = self.chance.means, self.chance.rest, self.chance.stderr
             sources = {RANDOM: (self.chance.below, self.chance.above)}
         value = float(values.mean())
-        error, limits = subset_mean(values, self.population)
+        error, limits = subset_mean(values, self.population, differences=True)
         if limits is not None:
             sources[SUBSET] = value - limits[0], limits[1] - value
         sources[HIGHER] = rest

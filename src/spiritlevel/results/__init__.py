@@ -33,6 +33,7 @@ from spiritlevel.results.formatting import times as times
 from spiritlevel.results.formatting import with_error as with_error
 from spiritlevel.results.intervals import FEWEST as FEWEST
 from spiritlevel.results.intervals import mean_skewness as mean_skewness
+from spiritlevel.results.intervals import signed_limits as signed_limits
 from spiritlevel.results.intervals import skewed_limits as skewed_limits
 from spiritlevel.results.intervals import standard_error as standard_error
 from spiritlevel.results.intervals import subset_mean as subset_mean
