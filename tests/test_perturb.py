@@ -317,6 +317,24 @@ def test_casts_are_those_of_torch() -> None:
         assert len(found.layers) == 4
 
 
+@pytest.mark.parametrize("options", ["", ":asymmetric", ":channel:asymmetric"])
+@pytest.mark.parametrize("bits", [2, 3])
+def test_random_rounding_keeps_to_its_bits(bits: int, options: str) -> None:
+    """A grid through 0 that ends between two points had 2^b + 1 of them."""
+    weights = torch.randn(3, 400, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    weights[1] = weights[1].abs()
+    change = as_change(f"int{bits}{options}:random")
+    assert change.move is not None
+    draws = torch.stack([change.move({"w": weights}, torch.Generator().manual_seed(i)).after["w"] for i in range(400)])
+    groups = draws.unbind(1) if "channel" in options else [draws]
+    for group in groups:
+        assert len(group.unique()) <= 2**bits
+    spread = change.move({"w": weights}, torch.Generator()).spread
+    assert spread is not None
+    off = (draws.mean(0) - weights).abs() / (spread["w"] / 20).clamp_min(1e-12)
+    assert float(off[spread["w"] > 1e-9].max()) < 6  # unbiased
+
+
 def test_random_rounding_leaves_weights_where_they_are_on_average() -> None:
     change = as_change("int3:random")
     weight = {"weight": torch.tensor([[0.9, -0.35, 0.1, 0.0]])}

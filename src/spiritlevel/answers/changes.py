@@ -190,8 +190,13 @@ def _size(text: str, options: list[str], what: str, most: float) -> tuple[float,
 # ---------------------------------------------------------------- what they do
 
 
-def _grid(weight: Tensor, bits: int, channel: bool, asymmetric: bool) -> tuple[Tensor, Tensor, int, int]:
-    """Steps and zero points, float64 and ready to be broadcast, and the least and largest whole number."""
+def _grid(
+    weight: Tensor, bits: int, channel: bool, asymmetric: bool, around: bool = False
+) -> tuple[Tensor, Tensor, int, int]:
+    """Steps and zero points, float64 and ready to be broadcast, and the least and largest whole number.
+
+    A grid `around` the weights has points beyond both ends, so that all can be rounded either way.
+    """
     values = weight.double()
     over = tuple(range(1, values.ndim)) if channel and values.ndim > 1 else tuple(range(values.ndim))
     if not asymmetric:
@@ -202,6 +207,9 @@ def _grid(weight: Tensor, bits: int, channel: bool, asymmetric: bool) -> tuple[T
     top = 2**bits - 1
     step = (high - low) / top
     step = torch.where(step > 0, step, 1.0)
+    if around:
+        points = (high / step).ceil() + (-low / step).ceil()
+        step = torch.where(points > top, (high - low) / (top - 1), step)
     return step, (-low / step).round(), 0, top
 
 
@@ -223,10 +231,14 @@ def rounded(weight: Tensor, bits: int, channel: bool = False, asymmetric: bool =
 
 
 def _randomly_rounded(params: Params, bits: int, channel: bool, asymmetric: bool, generator: torch.Generator) -> Moved:
-    """Up or down at random, with probabilities that on average leave every weight where it is: variance s²f(1−f)."""
+    """Up or down at random, with probabilities that on average leave every weight where it is: variance s²f(1−f).
+
+    An asymmetric grid that goes through 0 and ends between two of its points gets s = (max − min)/(2^b−2), so that no
+    weight needs a point too many.
+    """
     after, spread = {}, {}
     for name, tensor in params.items():
-        step, *_ = _grid(tensor, bits, channel, asymmetric) if tensor.numel() else (torch.ones(()),)
+        step, *_ = _grid(tensor, bits, channel, asymmetric, around=True) if tensor.numel() else (torch.ones(()),)
         places = tensor.double() / step
         rest = places - places.floor()
         up = torch.rand(tensor.shape, generator=generator, dtype=torch.float64).to(rest.device) < rest
