@@ -226,6 +226,8 @@ def _set(content: Any, path: str, value: Any) -> None:
         ("pictures.groups.sharpest", [2**40], "the group 'sharpest' names pictures that are not there"),
         ("pictures.images.shape", [4, 2, 28, 14], "its pictures need 1 or 3 channels of bytes"),
         ("landscape.steps", [], "differ in length"),
+        ("landscape.steps.0.data", [*range(16), 1e308], "its steps are too long to be drawn"),
+        ("spectrum.density.weights.data", [1e308] * 120, "its weights, the shares of a spectrum, do not all lie"),
         ("settings", "nonsense", "expected dict, got str"),
     ],
 )

@@ -17,6 +17,8 @@ from spiritlevel.results.formatting import figure
 from spiritlevel.results.intervals import errors_off, mean_skewness
 from spiritlevel.results.tables import Columns, Table, of_estimates
 
+_ROUNDING = 1e-5  # of a weight, in float32
+
 
 @dataclass(frozen=True)
 class Eigenpairs(Table):
@@ -240,6 +242,8 @@ class SpectralDensity(Table):
             raise Misfit("it needs as many weights as nodes, in at least one row")
         if not bool(torch.isfinite(self.nodes).all() & torch.isfinite(self.weights).all()) or self.size < 1:
             raise Misfit("its nodes and weights are not all numbers")
+        if float(self.weights.min()) < -_ROUNDING or float(self.weights.max()) > 1 + _ROUNDING:
+            raise Misfit("its weights, the shares of a spectrum, do not all lie between 0 and 1")
 
     @checked
     def integrate(self, function: Callable[[Tensor], Tensor]) -> Estimate:

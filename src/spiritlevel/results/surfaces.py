@@ -59,6 +59,8 @@ class Landscape(Table):
             raise Misfit("its track does not fit its directions")
         if not all(bool(torch.isfinite(each).all()) for each in self.steps):
             raise Misfit("its steps are not all numbers")
+        if not all(bool(torch.isfinite(4 * each).all()) for each in self.steps):
+            raise Misfit("its steps are too long to be drawn")
 
     notes: tuple[str, ...] = ()
 
