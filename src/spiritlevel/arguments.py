@@ -10,6 +10,7 @@ checked automatically; the function itself has only ranges and names left to che
 from __future__ import annotations
 
 import contextlib
+import difflib
 import functools
 import inspect
 import math
@@ -103,6 +104,9 @@ def checked(function: F) -> F:
     >>> half(3), half(3, times=True)
     Traceback (most recent call last):
     spiritlevel.errors.InputError: times must be a whole number, got True.
+    >>> half(3, time=2)
+    Traceback (most recent call last):
+    TypeError: half() got an unexpected keyword argument 'time'; did you mean 'times'?
     """
     signature = inspect.signature(function)
     positional = [name for name, each in signature.parameters.items() if each.kind is each.POSITIONAL_OR_KEYWORD]
@@ -110,6 +114,8 @@ def checked(function: F) -> F:
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         hints = _hints(function)
+        if kwargs and (known := _keywords(function)) is not None:
+            _check_keywords(function.__qualname__.removesuffix(".__init__"), kwargs, known)
         found = [
             by_type(value, hints.get(name, Any), name)
             for name, value in zip([*positional, *[""] * len(args)], args, strict=False)
@@ -130,6 +136,31 @@ def _hints(function: Callable[..., Any]) -> dict[str, Any]:
         if typing.get_origin(found.get(name)) is typing.Unpack:
             del found[name]  # options that several functions share: they are checked where they are bound
     return found
+
+
+@functools.cache
+def _keywords(function: Callable[..., Any]) -> tuple[str, ...] | None:
+    """The keywords that a function takes, or None if it passes on whatever it is given."""
+    parameters = inspect.signature(function).parameters.values()
+    known = [each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
+    for each in parameters:
+        if each.kind is each.VAR_KEYWORD:
+            space, hint = getattr(inspect.unwrap(function), "__globals__", {}), function.__annotations__.get(each.name)
+            with contextlib.suppress(NameError, AttributeError, TypeError):
+                hint = typing.get_type_hints(types.SimpleNamespace(__annotations__={"": hint}), space)[""]
+            if typing.get_origin(hint) is not typing.Unpack:
+                return None
+            known += typing.get_args(hint)[0].__annotations__
+    return tuple(known)
+
+
+def _check_keywords(function: str, given: Iterable[str], known: Sequence[str]) -> None:
+    """A `TypeError` for an unknown keyword, as Python has it, with the nearest known one."""
+    for name in given:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}{hint}")
 
 
 def by_type(value: Any, hint: Any, name: str) -> Any:
