@@ -324,7 +324,7 @@ def test_a_row_survives_only_if_it_survives_every_symmetry() -> None:
     rows: dict[str, ReportRow] = {row.name: row for row in report.rows}
     assert (rows["path_norm"].invariant, rows["margin_mean"].invariant) == (False, True)
     text = " ".join(report.headline)
-    assert "others may move them: margin_mean." in text
+    assert "though others might: margin_mean." in text
     assert "does not have these symmetries" in text
     assert "wherever the function" not in text
 

@@ -66,7 +66,7 @@ def test_reports_and_comparisons_print_in_ascii(monkeypatch: pytest.MonkeyPatch)
         show.show_report(report(30, name="réseau λ₁ 木 caf\udce9"))
         show.show_comparison(dataclasses.replace(comparison(), names=("café 木", "b")))
     assert r"reseau lambda1 ? caf\xe9: 61,706 parameters" in output.text
-    assert "+- (95 %)" in output.text
+    assert "+- (95%)" in output.text
 
 
 def test_a_real_process_with_ascii_output_ends_well() -> None:

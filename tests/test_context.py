@@ -287,9 +287,7 @@ def test_an_unknown_option_is_one_for_python(name: str, data: Data) -> None:
     model: Any = net()
     first = (torch.optim.SGD(model.parameters(), lr=0.1), model) if name == "stability" else (model,)
     first = (model, model) if name == "compare" else first
-    with pytest.raises(
-        TypeError, match=rf"^{name}\(\) got an unexpected keyword argument 'targte'; did you mean 'target'\?$"
-    ):
+    with pytest.raises(TypeError, match=rf"^{name}\(\) got .* 'targte'; did you mean 'target'\?$"):
         getattr(sl, name)(*first, data, *{"perturb": ("int8",), "choose_bits": (4,)}.get(name, ()), targte="labels")
 
 

@@ -18,7 +18,7 @@ PROMISES = {
     "before_you_round": ("predicted to flip", "measured alone", "bits per weight", "has the lowest loss", "The page:"),
     "track_training": ("8 measurements", "largest_eigenvalue"),
     "audit_measures": ("fisher_rao_norm", "trace can be moved at least", "rescale_layers preserves"),
-    "audit_transformer": ("mix_heads preserves", "It does not have:", "describe the parametrisation"),
+    "audit_transformer": ("mix_heads preserves", "The network does not have:", "describe the parametrisation"),
 }
 
 

@@ -179,7 +179,8 @@ def test_what_the_audit_could_not_test_and_what_is_undefined_is_said() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Flatten(), nn.Linear(16, 6), nn.GELU(), nn.Linear(6, 3)).double()
     text = " ".join(measure(model, points(), measures=["margin_mean", "path_norm"], parts=["audit"]).headline)
-    assert "tried (shift_logits, split_units, permute_units); others may move them: margin_mean." in text
+    assert "tried (shift_logits, split_units, permute_units) moved the following" in text
+    assert ", though others might: margin_mean." in text
     assert "does not have these symmetries, so they were not tried: rescale_layers, " in text
     assert "Not defined here: path_norm (" in text
 
@@ -291,7 +292,7 @@ def test_what_the_audit_could_not_decide_is_not_said_to_stay() -> None:
     assert moved == {"stays": 1.0, "moves": 4.0, "vanishes": math.inf}
     sentences = list(wording.about_audit(audit))
     assert sentences == [
-        "These kept their value under every symmetry that was tried (same, same too); others may move them: stays."
+        "None of the symmetries tried (same, same too) moved the following, though others might: stays."
     ]
 
 

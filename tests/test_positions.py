@@ -312,9 +312,9 @@ def test_float32_stays_right_for_confident_tokens() -> None:
 
 
 QUALITY = {
-    "tagger": "accuracy, of positions",
-    "segmentation": "accuracy, of positions",
-    "many labels": "accuracy, of labels",
+    "tagger": "accuracy of positions",
+    "segmentation": "accuracy of positions",
+    "many labels": "accuracy of labels",
     "soft labels": "accuracy",
     "one number": "R²",
     "counts": "R²",
@@ -331,7 +331,7 @@ def test_reports_and_pages_say_what_makes_sense(name: str, untouched: Any, tmp_p
     assert quality == report.fits["test"].quality()[0] == QUALITY[name]
     said = f"{value} on the {COUNT} train samples and {value} on the" if quality == "R²" else "It classifies "
     assert said in " ".join(report.headline)
-    assert (f"of the {QUALITY[name].rpartition(' ')[2]} of" in " ".join(report.headline)) == (", of" in quality)
+    assert (f"of the {QUALITY[name].rpartition(' ')[2]} of" in " ".join(report.headline)) == (" of " in quality)
     report.to_html(tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text()
     for text in (str(report), page[page.index("<body") :]):

@@ -73,7 +73,7 @@ def test_the_page_has_every_part(whole: str) -> None:
     for words in (
         "lenet5 on made-up digits",
         "How sharp",
-        "95 % interval",
+        "95% interval",
         "× 486",
         "Every sample: trace against margin",
         "Sharpest",
@@ -205,7 +205,7 @@ def test_the_search_is_told_from_the_fixed_scaling() -> None:
     assert made.audit is not None
     text = Reader(page(made)).text
     assert (
-        "one draw of each. A short search for a worse rescale_layers moved ‘trace’ at least 486-fold at the same "
+        "one draw of each. A short search for the worst rescale_layers moved ‘trace’ at least 486-fold at the same "
         in text
     )
     assert "from 2 down to 0.01 and up to 972; larger ones move it further." in text

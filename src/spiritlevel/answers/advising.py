@@ -67,7 +67,7 @@ def _reasons(rows: Sequence[ComparisonRow], sides: Sides) -> list[str]:
     for side, name in zip("ab", sides.names, strict=True):
         favours = [row.name for row in rows if row.verdict == side]
         if favours:
-            texts.append(f"For {name}: {', '.join(favours)}.")
+            texts.append(f"In favour of {name}: {', '.join(favours)}.")
     unsure = [row.name for row in rows if row.verdict == "no interval"]
     if unsure:
         texts.append(f"No verdict, because the difference has no interval: {', '.join(unsure)}.")

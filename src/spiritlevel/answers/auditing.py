@@ -36,7 +36,7 @@ _BETA = 8.0  # powers of 2 change no digit of a weight
 _ALPHA = 2.0
 _TOLERANCE = {torch.float64: 1e-6}  # relative difference that still counts as equal; 1e-3 in single precision
 _DECLARED = 5  # standard errors by which two estimates of a value that in theory stays the same may differ
-_SINGLE, _BOUND = 1e-3, 0.02  # lower bounds that an optimiser found are compared to 2 %
+_SINGLE, _BOUND = 1e-3, 0.02  # lower bounds that an optimiser found are compared to 2%
 
 Progress = Callable[[str, int, int], None]
 """Called with what comes next, the steps done, and the steps in all."""
@@ -92,7 +92,7 @@ def audit(
     is certified and measured like any other network.
 
     Values count as equal up to 1e-6 in double precision and 1e-3 in single; lower bounds that an optimiser found, up
-    to 2 % if in theory the value stays the same, and otherwise nothing can be told of so small a difference. Two
+    to 2% if in theory the value stays the same, and otherwise nothing can be told of so small a difference. Two
     estimates count as different if they are 3 standard errors of their difference apart, or 5 if in theory the value
     stays the same. Both are taken along the same random vectors, and where there are as many parameters as before, the
     error is that of the paired differences. A larger reach would move a measure further, so the size of one that moves

@@ -46,7 +46,7 @@ def rank(
 ) -> Checkpoints:
     """Which of many checkpoints to take: accuracy, loss, measures, and what a change of the weights will do to each.
 
-    The loss of each is compared with the lowest one, sample by sample: `Checkpoint.behind` has the paired 95 %
+    The loss of each is compared with the lowest one, sample by sample: `Checkpoint.behind` has the paired 95%
     interval. Unless named, the measures are those of the default set that no parametrisation of the same function can
     move, since checkpoints of one run differ in that, too. Numbers are exact or estimated as the measures are, and the
     changes as in `perturb`.
@@ -145,7 +145,9 @@ def _pairs(pairs: Any) -> Iterable[tuple[str, nn.Module]]:
     except (TypeError, ValueError) as error:
         if isinstance(error, InputError):
             raise
-        raise InputError("rank needs a dict of models by name, or pairs of a name and a model.") from error
+        raise InputError(
+            f"rank needs a dict of models by name, or pairs of a name and a model, got {type(pairs).__name__}."
+        ) from error
 
 
 def _row(

@@ -78,8 +78,8 @@ def compare(
     what the audit moves at the same outputs is *not comparable*, however large the difference (the factor that it
     reached is not a limit, since a larger scaling moves the measure further); nor is what could not be tested.
     The advice rests on the first of accuracy, distance to the boundary and loss whose difference is sure: it looks at
-    up to three numbers, so each of their intervals must exclude 0 at a third of the chance of error (98.3 % for 95 %);
-    `ComparisonRow.sure` says whether it does. Equal models are then told apart in at most 5 % of all cases. There is
+    up to three numbers, so each of their intervals must exclude 0 at a third of the chance of error (98.3% for 95%);
+    `ComparisonRow.sure` says whether it does. Equal models are then told apart in at most 5% of all cases. There is
     no advice where the outputs of a model look like probabilities, since the loss takes logits.
 
     Args:

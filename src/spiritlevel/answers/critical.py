@@ -49,7 +49,7 @@ def critical_sharpness(
     2/η_c = uᵀHu/gᵀu, and λ₁ if u = g lies along its eigenvector. While 2/η_c is below 2/η, a step with the learning
     rate η lowers the loss of its own batch.
 
-    The loss is compared at steps that differ by 6.25 %, by bisection, and the bracket is returned: `low` ≤ value ≤
+    The loss is compared at steps that differ by 6.25%, by bisection, and the bracket is returned: `low` ≤ value ≤
     `high`. The search assumes that the loss, once it is no longer lower, stays so as far as it looks.
     Undefined, with a reason, where the update does not go downhill (gᵀu ≤ 0), as momentum may. Optimiser, parameters,
     gradients, buffers and random states are left bit for bit as they were; every pass sees the same random numbers.

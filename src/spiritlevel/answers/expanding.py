@@ -315,7 +315,7 @@ class Spread(NamedTuple):
     """What chance makes of a random change δ of mean 0.
 
     `means` are every sample's mean change of the loss, `exact` whether without error; `below` and `above` the distance
-    of the 95 % limits for one draw; `rest` how far higher orders may move the mean; `flips` of each draw, by sample.
+    of the 95% limits for one draw; `rest` how far higher orders may move the mean; `flips` of each draw, by sample.
     """
 
     means: Tensor

@@ -449,7 +449,7 @@ class _Run:
             "batch norm": self.here.batch_norm,
             **({"unit": "every position that counts is a sample"} if self.here.form.unit == "token" else {}),
             "samples": chosen,
-            "limits": "± and intervals hold 95 %",
+            "limits": "± and intervals hold 95%",
         }
         if self.here.notes:
             settings["data"] = "; ".join(self.here.notes)

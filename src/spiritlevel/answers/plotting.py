@@ -64,7 +64,7 @@ def landscape(
 ) -> Chart:
     """The loss along a line, or on a plane, through one model or several.
 
-    A line has a band, the 95 % interval of the mean over the data from which the samples were drawn, and the parabola
+    A line has a band, the 95% interval of the mean over the data from which the samples were drawn, and the parabola
     that slope and curvature predict. A plane has contour lines, a cross for the model, and the path of its training if
     the landscape was made with `trajectory=`. Several planes have the same colours.
 

@@ -206,7 +206,7 @@ def _worst(here: Setting, chosen: list[Measure], before: dict[str, Estimate]) ->
 
 
 def _half(value: Estimate) -> float:
-    """The half-width of the 95 % interval on the given data; for a lower bound, that of the value found."""
+    """The half-width of the 95% interval on the given data; for a lower bound, that of the value found."""
     low, high = value.interval()
     return 0.0 if value.status == "lower bound" else (high - low) / 2
 

@@ -51,7 +51,7 @@ class Tracker:
 
     - "loss"; "margins": accuracy, mean and median output margin;
     - "trace": the mean Hessian trace (`sample_traces`: exact where that is possible); "layers": the same by tensor;
-    - "largest_eigenvalue": λ₁ of the Hessian, by Lanczos, to 2 % or 24 products (`converged` says which). A look starts
+    - "largest_eigenvalue": λ₁ of the Hessian, by Lanczos, to 2% or 24 products (`converged` says which). A look starts
       from the eigenvector of the last one and takes a few products; every fourth begins `afresh`, from a random vector,
       and only these rule out that another eigenvalue has become the largest: the others are lower bounds;
     - "critical_sharpness": see `critical_sharpness`, along the update for the loss of these samples, for 7 forward

@@ -78,7 +78,7 @@ def _about_fit(name: str, fit: Fit) -> str:
     if fit.samples == fit.population:
         return f"{share:.1%} of the {samples}"
     low, high = fit.accuracy_limits()
-    limits = f"95 % interval {low:.1%} to {high:.1%}"
+    limits = f"95% interval {low:.1%} to {high:.1%}"
     limits = f"at least {low:.1%}" if share == 1 else f"at most {high:.1%}" if share == 0 else limits
     return f"{share:.1%} ({limits}) of the {samples} ({fit.samples:,} measured)"
 
@@ -176,9 +176,6 @@ def about_audit(found: Audit) -> Iterator[str]:
     kept = [name for name, factor in moved.items() if factor == 1]
     if kept:
         tried = ", ".join(found.tried)
-        yield (
-            f"These kept their value under every symmetry that was tried ({tried}); others may move them: "
-            f"{', '.join(kept)}."
-        )
+        yield f"None of the symmetries tried ({tried}) moved the following, though others might: {', '.join(kept)}."
     if moved and found.absent:
         yield f"The network does not have these symmetries, so they were not tried: {', '.join(found.absent)}."

@@ -32,7 +32,7 @@ def surface_lines(
 ) -> Chart:
     """The loss along a direction for one model or several, with its error band; accuracy on an axis on the right.
 
-    The band is the 95 % interval of the mean over the data from which these samples were drawn; with `band` B it is one
+    The band is the 95% interval of the mean over the data from which these samples were drawn; with `band` B it is one
     standard deviation of the loss of a mini-batch of B samples, up and down. The parabola that slope and curvature
     predict is drawn for a single model, unless it is on the way to another.
     """
@@ -94,7 +94,7 @@ def _band_note(surfaces: Mapping[str, Landscape], batch: int | None, layers: Seq
     if batch:
         return f"band: one standard deviation of the loss of mini-batches of {batch:,} samples"
     counts = sorted({surface.samples for surface in surfaces.values()})
-    return f"band: 95 % interval of the mean, {' and '.join(f'{count:,}' for count in counts)} samples"
+    return f"band: 95% interval of the mean, {' and '.join(f'{count:,}' for count in counts)} samples"
 
 
 def surface_maps(

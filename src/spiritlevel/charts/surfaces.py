@@ -133,7 +133,7 @@ def triangle(data: Columns, corners: tuple[str, str, str], value: str, *, width:
     height = width * math.sqrt(3) / 2
     for row in table:  # corner a at the left, b at the right, c at the top
         row["x"], row["y"] = row["b"] + row["c"] / 2, row["c"]
-    # Vega draws a path of inner radius 1 with inner radius √size / 2; 2 % more hide the seams
+    # Vega draws a path of inner radius 1 with inner radius √size / 2; 2% more hide the seams
     inner = step * width / 2
     outer = [
         (math.sin(k * math.pi / 3) * 2 / math.sqrt(3), math.cos(k * math.pi / 3) * 2 / math.sqrt(3)) for k in range(6)

@@ -33,7 +33,7 @@ def show(result: Result) -> None:
 
 def show_report(report: Report, console: Console | None = None) -> None:
     """The measures with their errors, what the audit did to each, and the headline."""
-    from spiritlevel.results import left_out_lines
+    from spiritlevel.results import fate, left_out_lines
 
     console = console or base.console()
     known = report.settings.get("samples", "an unknown number of")  # a report made by hand may lack it
@@ -43,9 +43,9 @@ def show_report(report: Report, console: Console | None = None) -> None:
     if report.partial:
         console.print(f"Not complete: {report.partial}.", style="bold red", markup=False)
     moved = report.audit.moved() if report.audit is not None else {}
-    table = columns("measure", "value", "± (95 %)", "larger is", "at the same\noutputs", right=(1, 2), whole=(4,))
+    table = columns("measure", "value", "± (95%)", "larger is", "at the same\noutputs", right=(1, 2), whole=(4,))
     for row in report.rows:
-        table.add_row(row.name, _value(row.value), _limits(row), row.direction, _fate(moved.get(row.name)))
+        table.add_row(row.name, _value(row.value), _limits(row), row.direction, fate(moved.get(row.name)))
     if report.rows:
         print_table(console, table)
     reasons = {row.name: row.subset_error for row in report.rows if row.subset_error}
@@ -67,7 +67,7 @@ def _value(estimate: Estimate, digits: int = 4) -> str:
 
 
 def _limits(row: ReportRow) -> str:
-    """How far the limits of the 95 % interval are from the value, or the word for a number that has none."""
+    """How far the limits of the 95% interval are from the value, or the word for a number that has none."""
     low, high = row.interval
     if row.kind in ("undefined", "lower bound", "not converged"):
         return "" if row.kind == "undefined" else row.kind
@@ -195,17 +195,6 @@ def show_audit(audit: Audit) -> None:
         console.print(str(worst), markup=False)
     for line in left_out_lines(audit.skipped):
         console.print(line, style="dim", markup=False)
-
-
-def _fate(factor: float | None) -> str:
-    """What the audit saw of a measure where outputs or probabilities stayed the same."""
-    from spiritlevel.results import times
-
-    if factor is None:
-        return "not tested"
-    if math.isnan(factor):
-        return "undecided"
-    return "stays" if factor == 1 else "moves" if math.isinf(factor) else f"moves ≥ ×{times(factor)}"
 
 
 def columns(*headings: str, right: Iterable[int] = (), whole: Iterable[int] = ()) -> Table:

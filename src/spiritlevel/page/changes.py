@@ -80,7 +80,7 @@ def _limits(predicted: Prediction) -> str:
     low, high = predicted.interval()
     if not low < high:
         return "no error of its own"
-    return f"95 % interval {number(low, 3)} to {number(high, 3)}: {limits_in_words(predicted).replace('-', '−')}"
+    return f"95% interval {number(low, 3)} to {number(high, 3)}: {limits_in_words(predicted).replace('-', '−')}"
 
 
 def _way(found: Perturbation, key: str) -> Section:

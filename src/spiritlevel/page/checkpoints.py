@@ -40,7 +40,7 @@ def _summary(found: Checkpoints, key: str) -> Section:
         for row in found.rows:
             came = [found.values(f"{change}, {kind}")[found.rows.index(row)] for kind in ("measured", "flips")]
             after.append((change, row.name, _prediction(row.predicted.get(change)), *came))
-    titles = ["checkpoint", *(_words(name) for name in names), "loss above the lowest (95 %)"]
+    titles = ["checkpoint", *(_words(name) for name in names), "loss above the lowest (95%)"]
     title = f"{len(found.rows)} checkpoints on {found.samples:,} samples"
     section.tables.append(Table(f"{key}-table", title, titles, rows))
     if after:

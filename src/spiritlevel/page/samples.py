@@ -54,7 +54,7 @@ def trace_against_margin(report: Report, key: str) -> Section:
         if margins is None and traces is not None and len(finite := traces.values[traces.values.isfinite()]):
             low, middle, high = np.quantile(finite.numpy(), [0.1, 0.5, 0.9])  # of a regression, say
             ends = (
-                f"median {number(float(middle), 3)}, 80 % between {number(float(low), 3)} and {number(float(high), 3)}"
+                f"median {number(float(middle), 3)}, 80% between {number(float(low), 3)} and {number(float(high), 3)}"
             )
             alt = f"Histogram with box plot of {len(traces):,} Hessian traces: {ends}."
             chart = charts.distribution(traces.values, "Hessian trace")
@@ -187,7 +187,7 @@ def margins_section(report: Report, key: str) -> Section:
         skewness = None if row is None else row.value.value  # as measured, if it was
         chart = charts.distribution(margins.signed, "output margin", skewness=skewness)
         low, middle, high = np.quantile(margins.signed.numpy(), [0.1, 0.5, 0.9])
-        text = f"median {number(float(middle), 3)}, 80 % between {number(float(low), 3)} and {number(float(high), 3)}"
+        text = f"median {number(float(middle), 3)}, 80% between {number(float(low), 3)} and {number(float(high), 3)}"
         alt = f"Histogram with box plot of {len(margins):,} output margins ({name} data): {text}."
         section.figures.append(as_figure(f"{key}-margins-{name}", f"Output margins, {name} data", alt, chart))
     if section.figures:

@@ -24,7 +24,7 @@ from spiritlevel.page.words import (
     left_out_table,
     why_missing,
 )
-from spiritlevel.results import Estimate, Report, WorstFactor, at_least
+from spiritlevel.results import Estimate, Report, WorstFactor, at_least, kept_by
 
 
 def report_sections(report: Report, key: str, pictures: Sheet | None) -> Iterator[Section]:
@@ -182,12 +182,12 @@ def _layers(report: Report, key: str) -> Section:
     shares = {name: 100 * share for name, share in report.layers.items()}
     largest = max(shares, key=lambda name: shares[name])
     section.texts.append(
-        f"Each bar is the share of one parameter tensor; the largest is {largest} with {number(shares[largest], 3)} %. "
+        f"Each bar is the share of one parameter tensor; the largest is {largest} with {number(shares[largest], 3)}%. "
         "These shares change when layers are rescaled, although the function does not."
     )
     chart = charts.bars({"layer": list(shares), column: list(shares.values())}, "layer", column)
     alt = (
-        f"Bar chart of the shares of the trace by parameter tensor; largest: {largest}, {number(shares[largest], 3)} %."
+        f"Bar chart of the shares of the trace by parameter tensor; largest: {largest}, {number(shares[largest], 3)}%."
     )
     section.figures.append(as_figure(f"{key}-layers-chart", "Shares of the trace", alt, chart))
     section.tables.append(
@@ -211,8 +211,8 @@ def _audit(report: Report, key: str) -> Section:
     )
     section.texts.append(audit.scope)
     searched = [
-        f"A short search for a worse {item.transform} moved ‘{item.measure}’ {at_least(item.factor)} at the same "
-        f"outputs, from {_journey(item)}; larger ones move it further."
+        f"A short search for the worst {item.transform} moved ‘{item.measure}’ {at_least(item.factor)} at the same "
+        f"{kept_by(item.transform)}, from {_journey(item)}; larger ones move it further."
         for item in audit.worst
         if math.isfinite(item.factor)
     ]
@@ -260,7 +260,7 @@ def _measures(report: Report, key: str) -> Section:
     if not report.rows:
         section.texts.append("No measure was taken.")
         return section
-    columns = ["measure", "value", "95 % interval", "kind", "larger is", "at the same outputs", "meaning"]
+    columns = ["measure", "value", "95% interval", "kind", "larger is", "at the same outputs", "meaning"]
     rows = []
     moved = {} if report.audit is None else report.audit.moved()
     for row in report.rows:

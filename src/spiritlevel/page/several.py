@@ -35,7 +35,7 @@ def comparison_sections(found: Comparison, key: str) -> Iterator[Section]:
                 Card(
                     row.name.replace("_", " ").capitalize(),
                     f"{number(row.a.value, 3)} → {number(row.b.value, 3)}",
-                    f"for {favours[row.verdict]}; difference {_difference(row)}",
+                    f"favours {favours[row.verdict]}; difference {_difference(row)}",
                     f"{row.meaning[:1].upper()}{row.meaning[1:]}, {a} → {b}.",
                 )
             )
@@ -119,7 +119,7 @@ def _quality(fit: Fit) -> str:
 
 
 def _with_limits(report: Report, row: ReportRow) -> Cell:
-    """A value with its 95 % limits; a number alone where it has none."""
+    """A value with its 95% limits; a number alone where it has none."""
     low, high = interval_of(report, row)
     value = row.value.value
     if row.kind in ("lower bound", "not converged"):
@@ -147,7 +147,7 @@ def side_by_side(reports: list[Report]) -> Section:
         rows.append((measure, *values, first.direction, fate(largest(factors) if factors else None)))
     section.texts.append(
         "What stays under the symmetries that the audits tried can be compared as it stands, within its limits (±, "
-        "95 %). What they moved cannot: the factor is how far they got, and larger changes move it further."
+        "95%). What they moved cannot: the factor is how far they got, and larger changes move it further."
     )
     columns = ["measure", *names, "larger is", "at the same outputs"]
     section.tables.append(Table("side-table", "Measures of all runs", columns, rows))

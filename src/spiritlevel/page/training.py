@@ -42,7 +42,7 @@ def suspects(found: SuspiciousSamples, key: str) -> Iterator[Section]:
     if found.texts:  # what it is about first, not as the last of a dozen columns
         value = [found.cell(found.by, k).replace("-", "−") for k in range(len(found.texts))]
         listed: list[list[Cell]] = [
-            [int(found.ids[k]), *_classes(found, k), value[k], text] for k, text in enumerate(found.texts)
+            [str(int(found.ids[k])), *_classes(found, k), value[k], text] for k, text in enumerate(found.texts)
         ]
         section.tables.append(Table(f"{key}-texts", f"By {by}", ["sample", "label", "predicted", by, "text"], listed))
     columns = ["sample", "label", "predicted", *(_WORDS.get(name, name) for name in _COLUMNS), "times forgotten"]
@@ -74,7 +74,7 @@ def _lines(found: SuspiciousSamples, k: int) -> tuple[str, ...]:
 def _row(found: SuspiciousSamples, k: int) -> list[Cell]:
     numbers = [float(found.table[name][k]) for name in _COLUMNS]
     forgotten, first = int(found.table["forgetting"][k]), int(found.table["first_learned"][k])
-    return [int(found.ids[k]), *_classes(found, k), *numbers, forgotten, "never" if first < 0 else first]
+    return [str(int(found.ids[k])), *_classes(found, k), *numbers, forgotten, "never" if first < 0 else first]
 
 
 def _classes(found: SuspiciousSamples, k: int) -> tuple[str, str]:

@@ -34,7 +34,7 @@ def leading(report: Report, family: str) -> tuple[str, ...]:
 
 
 def interval_of(report: Report, row: ReportRow) -> tuple[float, float]:
-    """The 95 % interval, NaN where a subset was measured and its error is not known.
+    """The 95% interval, NaN where a subset was measured and its error is not known.
 
     JSON has one and the same null for an error that does not apply and for one that is not known, so a report that
     was read back says `None` for both.
@@ -65,11 +65,11 @@ def certainty(report: Report, row: ReportRow) -> str:
         return f"± {number((high - low) / 2, 2)}, the tolerance of its iteration"
     if low == high:
         return _WORTH.get(row.kind, row.kind)
-    return f"95 % interval {number(low, 3)} to {number(high, 3)}"
+    return f"95% interval {number(low, 3)} to {number(high, 3)}"
 
 
 def accuracy_limits(fit: Fit) -> str:
-    """The 95 % interval in percent where a random subset was measured: even an accuracy of 100 % has an error."""
+    """The 95% interval in percent where a random subset was measured: even an accuracy of 100% has an error."""
     if math.isnan(fit.accuracy.value) or not 0 < fit.samples < fit.population:
         return "–" if math.isnan(fit.accuracy.value) else "exact"
     low, high = fit.accuracy_limits()
@@ -82,7 +82,7 @@ def fit_columns(fits: dict[str, Fit]) -> tuple[str, ...]:
     if not names:
         return ()
     name = " or ".join(names)
-    return (f"{name} (%)" if name.startswith("accuracy") else name, "95 % interval")
+    return (f"{name} (%)" if name.startswith("accuracy") else name, "95% interval")
 
 
 def fit_cells(fit: Fit) -> tuple[float | str, ...]:
@@ -95,7 +95,7 @@ def fit_cells(fit: Fit) -> tuple[float | str, ...]:
 
 
 def estimate_text(estimate: Estimate) -> str:
-    """A value and its 95 % limits, where they are wider than the digits shown."""
+    """A value and its 95% limits, where they are wider than the digits shown."""
     low, high = estimate.interval()
     text = number(estimate.value)
     if estimate.status in ("not converged", "lower bound"):

@@ -12,6 +12,7 @@ from spiritlevel.results.audits import Audit as Audit
 from spiritlevel.results.audits import AuditRow as AuditRow
 from spiritlevel.results.audits import Certificate as Certificate
 from spiritlevel.results.audits import WorstFactor as WorstFactor
+from spiritlevel.results.audits import fate as fate
 from spiritlevel.results.audits import kept_by as kept_by
 from spiritlevel.results.audits import largest as largest
 from spiritlevel.results.audits import mark as mark

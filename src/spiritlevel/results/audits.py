@@ -14,7 +14,7 @@ from spiritlevel.arguments import checked
 from spiritlevel.errors import InputError
 from spiritlevel.results.codec import Result
 from spiritlevel.results.estimates import Estimate, with_status
-from spiritlevel.results.formatting import aligned, at_least, figure, in_short
+from spiritlevel.results.formatting import aligned, at_least, figure, in_short, times
 from spiritlevel.results.tables import Columns, Table
 
 SYMMETRIES = (
@@ -110,7 +110,7 @@ class AuditRow(Result):
         """How far, at least, the transform moved the value.
 
         1 where it stayed; infinite where it became 0 or changed its sign; NaN where nothing can be said. Values with
-        errors count with the ends of their 95 % intervals that lie nearest to each other, and so does the ratio where
+        errors count with the ends of their 95% intervals that lie nearest to each other, and so does the ratio where
         its own error is known.
         """
         if self.verdict != "changes":
@@ -129,7 +129,7 @@ class AuditRow(Result):
 
 
 def _around(estimate: Estimate) -> tuple[float, float]:
-    """The 95 % interval on the given data; for a lower bound, the value that was found."""
+    """The 95% interval on the given data; for a lower bound, the value that was found."""
     return (estimate.value, estimate.value) if estimate.status == "lower bound" else estimate.interval()
 
 
@@ -168,6 +168,19 @@ def ratio_of(after: tuple[float, float], before: tuple[float, float]) -> tuple[f
     return first / high, last / low
 
 
+def fate(factor: float | None) -> str:
+    """What the audit saw of a measure where outputs or probabilities stayed the same.
+
+    >>> fate(657.2), fate(1.0), fate(None)
+    ('moves ≥ ×657', 'stays', 'not tested')
+    """
+    if factor is None:
+        return "not tested"
+    if math.isnan(factor):
+        return "undecided"
+    return "stays" if factor == 1 else "moves" if math.isinf(factor) else f"moves ≥ ×{times(factor)}"
+
+
 def kept_by(transform: str) -> str:
     """What a symmetry leaves as it is.
 
@@ -183,7 +196,7 @@ class WorstFactor(Result):
 
     `lowest` and `highest` were measured on networks that were really transformed. With them come the factors
     of their layers for "rescale_layers", and the `size` and `seed` of the draw for other transforms. `errors` are the
-    half-widths of the 95 % intervals of `before`, `lowest` and `highest`. `difference` is the largest relative
+    half-widths of the 95% intervals of `before`, `lowest` and `highest`. `difference` is the largest relative
     difference of the outputs.
     """
 
@@ -246,11 +259,11 @@ class Audit(Table):
         """Which symmetries were tried, and which the network does not have: no number is tested under any others.
 
         >>> Audit((), skipped={"mix_heads": "no attention"}).scope
-        'No symmetry of this network was tried. It does not have: mix_heads.'
+        'No symmetry of this network was tried. The network does not have: mix_heads.'
         """
         said = f"Tried, outputs or probabilities kept: {', '.join(self.tried)}."
         said = said if self.tried else "No symmetry of this network was tried."
-        return f"{said} It does not have: {', '.join(self.absent)}." if self.absent else said
+        return f"{said} The network does not have: {', '.join(self.absent)}." if self.absent else said
 
     @checked
     def row(self, measure: str, transform: str) -> AuditRow:

@@ -21,7 +21,7 @@ from spiritlevel.results.tables import Columns
 class Checkpoint(Result):
     """One checkpoint: its fit, its measures, and for each change the predicted and the measured rise of the loss.
 
-    `behind` is how much higher its mean loss is than the lowest, `behind_low` and `behind_high` are the 95 % limits of
+    `behind` is how much higher its mean loss is than the lowest, `behind_low` and `behind_high` are the 95% limits of
     that over samples of the same kind, paired: an interval that holds 0 is a tie. `flips` is, for each change, the
     number of predictions that flipped.
     """

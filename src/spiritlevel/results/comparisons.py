@@ -140,7 +140,7 @@ class Comparison(Shown):
         table = [["measure", a, b, "difference", f"{self.level:.0%} interval", "from", "favours"]]
         for row in self.rows:
             interval = (
-                "" if math.isnan(row.low) or row.low == row.high else f"{figure(row.low, 3)} .. {figure(row.high, 3)}"
+                "" if math.isnan(row.low) or row.low == row.high else f"{figure(row.low, 3)} to {figure(row.high, 3)}"
             )
             favours = {"a": a, "b": b, "equal": "neither"}.get(row.verdict, row.verdict)
             values = [figure(each.value, 5) for each in (row.a, row.b)]

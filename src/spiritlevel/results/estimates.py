@@ -36,7 +36,7 @@ class Estimate(Result):
     Unless given, the status follows from value, `stderr` and `tolerance`. `stderr` is NaN where it is not known; `dof`
     are its degrees of freedom (infinite for a known variance) and `skew` the skewness of that error. `power` is 2 for
     the root of a mean: the limits are then the roots of the mean's limits. Where only a random subset of the data was
-    measured, `data_stderr` is the standard error due to that and `data_limits` are the 95 % limits it alone sets for
+    measured, `data_stderr` is the standard error due to that and `data_limits` are the 95% limits it alone sets for
     the value on all of the data; both are `None` where that does not apply, and NaN where it is not known. `matvecs`
     counts products with the matrix (or passes over the data).
 
@@ -106,7 +106,7 @@ class Estimate(Result):
 
     @property
     def sign(self) -> int:
-        """1 or -1 where the 95 % interval on the given data lies on one side of 0; 0 where the sign is not known."""
+        """1 or -1 where the 95% interval on the given data lies on one side of 0; 0 where the sign is not known."""
         low, high = self.interval()
         return 1 if low > 0 else -1 if high < 0 else 0
 
@@ -134,7 +134,7 @@ class Estimate(Result):
         """Limits for the value on the given data, by `skewed_limits`; `data=True` adds the error due to the subset.
 
         A tolerance widens it on both sides, a lower bound has no upper end, and what did not converge has no interval:
-        both ends are NaN. The limits of a subset are kept for 95 %; at other levels they are stretched like those of a
+        both ends are NaN. The limits of a subset are kept for 95%; at other levels they are stretched like those of a
         normal error.
         """
         if not 0 < level < 1:

@@ -78,7 +78,7 @@ def errors_off(skew: Any, dof: float, level: float) -> tuple[Any, Any]:
 def subset_mean(
     values: Tensor, population: int | None, *, differences: bool = False
 ) -> tuple[float | None, tuple[float, float] | None]:
-    """Standard error and 95 % limits of a mean over the population of which the values are a random subset.
+    """Standard error and 95% limits of a mean over the population of which the values are a random subset.
 
     Of `differences`, which may be large to either side, the limits are `signed_limits`.
 
@@ -97,9 +97,9 @@ def subset_mean(
 
 
 def share_limits(share: float, count: int, population: int) -> tuple[float, float]:
-    """Clopper and Pearson's 95 % interval for a share of the population, of which a random subset was counted.
+    """Clopper and Pearson's 95% interval for a share of the population, of which a random subset was counted.
 
-    It covers 95 % or more, even for a share near 0 or 1, where shorter intervals fall short.
+    It covers 95% or more, even for a share near 0 or 1, where shorter intervals fall short.
 
     >>> [f"{limit:.3f}" for limit in share_limits(1.0, 60, 10**9)]
     ['0.940', '1.000']

@@ -36,7 +36,7 @@ COSTS = {"measured": "the measured rise of each layer alone", **PREDICTORS}
 class Prediction(Estimate):
     """A predicted number, with an interval for what will be measured.
 
-    `sources` says where the interval comes from: how far below and above the value each source alone sets the 95 %
+    `sources` says where the interval comes from: how far below and above the value each source alone sets the 95%
     limits. "random change": another draw of the change would do something else; "subset of samples": the rest of the
     data is not like these; "higher orders": what the terms that were used leave out, as half of the change shows. The
     first two are independent and add in squares; the third is added to them.
@@ -46,7 +46,7 @@ class Prediction(Estimate):
 
     @checked
     def interval(self, level: float = 0.95, *, data: bool = True) -> tuple[float, float]:
-        """The limits for what will be measured; at levels other than 95 % the random ones scale like normal errors.
+        """The limits for what will be measured; at levels other than 95% the random ones scale like normal errors.
 
         `data=False` leaves out the error of a subset and gives the limits for these samples.
         """

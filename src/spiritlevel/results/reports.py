@@ -11,7 +11,7 @@ from torch import Tensor
 
 from spiritlevel.arguments import checked
 from spiritlevel.errors import InputError
-from spiritlevel.results.audits import SYMMETRIES, Audit
+from spiritlevel.results.audits import SYMMETRIES, Audit, fate
 from spiritlevel.results.codec import Misfit, Result, same_length
 from spiritlevel.results.estimates import Estimate, with_status
 from spiritlevel.results.formatting import aligned, figure, left_out_lines
@@ -46,13 +46,13 @@ class Fit(Result):
         """What, besides the loss, says how well the model fits, and its value in words; both empty if nothing does.
 
         >>> Fit(60, 60, Estimate(0.5), Estimate(0.0), of="positions").quality()
-        ('accuracy, of positions', '50.00%')
+        ('accuracy of positions', '50.00%')
         """
         if self.r_squared is not None and not math.isnan(self.r_squared.value):
             return "R²", figure(self.r_squared.value)
         if math.isnan(self.accuracy.value):
             return "", ""
-        return "accuracy" + ("" if self.of == "samples" else f", of {self.of}"), f"{self.accuracy.value:.2%}"
+        return "accuracy" + ("" if self.of == "samples" else f" of {self.of}"), f"{self.accuracy.value:.2%}"
 
     def _check(self) -> None:
         if not 0 <= self.samples <= self.population:
@@ -61,7 +61,7 @@ class Fit(Result):
             raise Misfit(f"an accuracy must lie between 0 and 1, but here it is {self.accuracy.value:g}")
 
     def accuracy_limits(self) -> tuple[float, float]:
-        """Clopper and Pearson's 95 % interval for the accuracy on the whole population, of which a subset was measured.
+        """Clopper and Pearson's 95% interval for the accuracy on the whole population, of which a subset was measured.
 
         >>> [f"{limit:.3f}" for limit in Fit(60, 10**9, Estimate(1.0), Estimate(0.0)).accuracy_limits()]
         ['0.940', '1.000']
@@ -113,7 +113,7 @@ class ReportRow(Result):
 
     @property
     def interval(self) -> tuple[float, float]:
-        """95 % interval, with the error of a random subset where the data were one; NaN where that is not known."""
+        """95% interval, with the error of a random subset where the data were one; NaN where that is not known."""
         return (math.nan, math.nan) if self.subset_error_unknown else self.value.interval(data=True)
 
     @property
@@ -122,7 +122,12 @@ class ReportRow(Result):
         return set(SYMMETRIES) <= set(self.invariant_to)
 
     def __str__(self) -> str:
-        return f"{self.name}: {self.value} ({self.kind}); {self.meaning}"
+        said = f"{self.name}: {self.value} ({self.kind})"
+        if self.subset_error_unknown:
+            said += " for the samples measured, unknown for all of the data"
+        elif self.value.data_stderr:
+            said += f" for the samples measured, {' to '.join(map(figure, self.interval))} for all of the data"
+        return f"{said}; {self.meaning}"
 
 
 @dataclass(frozen=True)
@@ -233,12 +238,14 @@ class Report(Shown):
         for name, fit in self.fits.items():
             of = f" of {fit.population:,}" if fit.population > fit.samples else ""
             quality = " ".join(filter(None, fit.quality()))
-            known = [f"{fit.samples:,}{of} samples", quality, f"loss {figure(fit.loss.value)}"]
+            noun = "tokens" if fit.of == "tokens" else "samples"
+            known = [f"{fit.samples:,}{of} {noun}", quality, f"loss {figure(fit.loss.value)}"]
             lines.append(f"{name}: {', '.join(filter(None, known))}")
-        table = [["measure", "value", "95 % interval", "kind", "larger is", "invariant to"]]
+        table = [["measure", "value", "95% interval", "kind", "larger is", "at the same outputs"]]
+        moved = self.audit.moved() if self.audit is not None else {}
         for row in self.rows:
             low, high = row.interval
-            interval = "" if row.kind == "undefined" or low == high else f"{figure(low)} .. {figure(high)}"
+            interval = "" if row.kind == "undefined" or low == high else f"{figure(low)} to {figure(high)}"
             if row.kind == "converged":
                 interval = "" if row.value.settled and not row.value.data_stderr else f"± {figure((high - low) / 2, 2)}"
             interval = "unknown" if math.isnan(low) and row.kind != "undefined" else interval
@@ -250,7 +257,7 @@ class Report(Shown):
                     interval,
                     row.kind,
                     row.direction,
-                    ", ".join(row.invariant_to) or "-",
+                    fate(moved.get(row.name)),
                 ]
             )
         lines += aligned(table)

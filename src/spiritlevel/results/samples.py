@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from spiritlevel.errors import counted
 from spiritlevel.results.codec import Misfit, Result, same_length
 from spiritlevel.results.estimates import Estimate
 from spiritlevel.results.formatting import figure
@@ -242,6 +243,6 @@ class Correlation(Result):
     def __str__(self) -> str:
         if math.isnan(self.r):
             return f"r undefined ({self.reason})"
-        outliers = f"({self.removed} outliers removed)"
+        outliers = f"({counted(self.removed, 'outlier')} removed)"
         r, low, high = (figure(value, 3) for value in (self.r, self.low, self.high))
-        return f"r = {r} [{low}, {high}] over {self.n} points {outliers}"
+        return f"r = {r} [{low}, {high}] over {counted(self.n, 'point')} {outliers}"

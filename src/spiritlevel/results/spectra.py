@@ -203,7 +203,7 @@ class SmoothedDensity(Table):
         return (self.values - below * self.stderr).clamp(min=0.0), self.values + above * self.stderr
 
     def _columns(self) -> Columns:
-        """One row per point of the grid, with the 95 % band."""
+        """One row per point of the grid, with the 95% band."""
         low, high = self.band()
         columns = {"eigenvalue": self.grid, "density": self.values, "stderr": self.stderr, "low": low, "high": high}
         return {name: (float, values.tolist()) for name, values in columns.items()}

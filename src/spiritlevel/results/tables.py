@@ -66,7 +66,7 @@ def _harmless(name: str) -> str:
 
 
 def of_estimates(estimates: Sequence[Estimate], limits: Iterable[tuple[float, float]] | None = None) -> Columns:
-    """The columns of numbers with their errors; the 95 % `limits` are by default those on the given data."""
+    """The columns of numbers with their errors; the 95% `limits` are by default those on the given data."""
     ends = [estimate.interval() for estimate in estimates] if limits is None else list(limits)
     return {
         "value": (float, [estimate.value for estimate in estimates]),
