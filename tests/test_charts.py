@@ -256,6 +256,13 @@ def test_names_stay_readable() -> None:
     assert ">C:∖users∖net.py<" in drawn
 
 
+def test_a_legend_is_stacked_where_the_names_that_nothing_bears_need_the_room() -> None:
+    order = ["stays", "flip predicted", "flip not predicted", "predicted, stayed"]
+    data = {"x": [1.0, 2.0], "y": [1.0, 2.0], "kind": ["stays", "stays"]}
+    found = charts.scatter(data, "x", "y", colour="kind", order=order).to_dict()
+    assert '"columns": 1' in json.dumps(found)
+
+
 def test_more_series_than_a_legend_can_name_have_none() -> None:
     """Vega would name the first thirty and say so in the console of every reader."""
     for count, named in ((30, True), (31, False)):

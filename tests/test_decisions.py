@@ -208,7 +208,7 @@ def test_perturb_on_the_command_line(folder: Path, capsys: pytest.CaptureFixture
     words = ["perturb", "net.py:make", "--weights", "w2.safetensors", "--data", "digits"]
     assert main([*words, "--change", "int3", "--out", "run", "--json", "found.json"]) == 0
     said = capsys.readouterr().out
-    assert "predicted to flip" in said
+    assert "predictions should flip" in said
     assert "rank correlation" not in said  # of two layers
     found = Perturbation.from_json(folder / "run" / "report.json")
     assert json.loads((folder / "found.json").read_text())["perturbation"]["change"] == "int3"
@@ -403,5 +403,5 @@ def test_every_line_of_the_guide_runs(
     monkeypatch.chdir(tmp_path)
     run(blocks)
     shown = capsys.readouterr().out
-    assert "predicted to flip" in shown
+    assert "predictions should flip" in shown
     assert (tmp_path / "int4" / "report.html").is_file()

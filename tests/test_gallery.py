@@ -15,7 +15,13 @@ GALLERY = Path(__file__).parents[1] / "docs" / "gallery"
 PROMISES = {
     "own_model": ("trace", "It classifies", "The page:"),
     "compare_two_models": ("Trust long", "not comparable", "no reason to trust one"),
-    "before_you_round": ("predicted to flip", "measured alone", "bits per weight", "has the lowest loss", "The page:"),
+    "before_you_round": (
+        "predictions should flip",
+        "measured alone",
+        "bits per weight",
+        "has the lowest loss",
+        "The page:",
+    ),
     "track_training": ("8 measurements", "largest_eigenvalue"),
     "audit_measures": ("fisher_rao_norm", "trace can be moved at least", "rescale_layers preserves"),
     "audit_transformer": ("mix_heads preserves", "The network does not have:", "describe the parametrisation"),

@@ -129,6 +129,13 @@ def test_a_subset_of_any_kind_of_data_is_the_same() -> None:
         subset(Batches(batches), 0, 0)
 
 
+def test_a_row_of_a_subset_says_what_it_is_worth_for_all_of_the_data() -> None:
+    row = measure(net(), points(400), measures=["trace"], parts=[], samples=60).row("trace")
+    low, high = (figure(limit) for limit in row.interval)
+    assert f"(exact) for the samples measured, {low} to {high} for all of the data; " in str(row)
+    assert "for all of the data" not in str(measure(net(), points(60), measures=["trace"], parts=[]).row("trace"))
+
+
 def test_the_error_of_an_accuracy_is_never_nothing() -> None:
     model, (inputs, _) = net(), points(400)
     with torch.no_grad():

@@ -90,7 +90,7 @@ def colour_of(
         return {"color": colour, "detail": alt.Detail("series:O")}
     kind: Literal["ordinal", "nominal"] = "ordinal" if gradual else "nominal"
     scale = alt.Scale(scheme="viridis") if gradual else alt.Scale(domain=list(order) if order else alt.Undefined)
-    names = {str(name) for name in plain_values(data[series])}
+    names = {str(name) for name in (*plain_values(data[series]), *(order or ()))}  # the legend has them all
     stacked = not gradual and sum(map(len, names)) > 40  # side by side they would not fit on a phone
     legend: alt.Legend | None = alt.Legend(title=series)
     if len(names) > _NAMED:  # Vega would name the first of them alone; the pointer names each

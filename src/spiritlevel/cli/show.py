@@ -81,7 +81,7 @@ def _apart(value: float, low: float, high: float) -> str:
     """One number, or two where the distances of the limits from the value differ by more than a quarter.
 
     >>> _apart(5.0, 4.0, 6.1), _apart(5.0, 4.0, 8.0), _apart(5.0, 5.5, 8.0)
-    ('1', '−1 +3', '5.5 to 8')
+    ('1', '-1 +3', '5.5 to 8')
     """
     from spiritlevel.results import figure
 
@@ -90,7 +90,7 @@ def _apart(value: float, low: float, high: float) -> str:
         return f"{figure(low, 2)} to {figure(high, 2)}"
     if max(below, above) <= 1.25 * min(below, above):
         return figure((high - low) / 2, 2)
-    return f"−{figure(below, 2)} +{figure(above, 2)}"
+    return f"-{figure(below, 2)} +{figure(above, 2)}"
 
 
 def show_comparison(comparison: Comparison) -> None:

@@ -372,7 +372,11 @@ def mark(row: AuditRow, digits: int = 2) -> str:
     >>> one = Estimate(1.0)
     >>> mark(AuditRow("trace", "rescale_layers", one, Estimate(64.0), 64.0, 64.0, "changes", False))
     '×64'
+    >>> mark(AuditRow("trace", "split_units", one, Estimate(1.02), 1.02, 1.0, "changes", False))
+    '×1.02'
     """
+    if row.verdict == "changes" and 0.95 < row.ratio < 1.05:
+        return f"×{times(row.ratio)}"  # ×1 would look as if nothing had changed
     if row.verdict == "changes":
         return f"×{figure(row.ratio, digits)}" if math.isfinite(row.ratio) else "changes"
     return {"invariant": "=", "unstable": "?"}.get(row.verdict, "…")

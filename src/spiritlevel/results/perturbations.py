@@ -61,8 +61,14 @@ class Prediction(Estimate):
     def __str__(self) -> str:
         if math.isnan(self.value):
             return super().__str__()
+        return self.said()
+
+    def said(self, *, typeset: bool = False) -> str:
+        """The value and its interval in words; `typeset` as for `figure`."""
         low, high = self.interval()
-        return f"{figure(self.value)} ({figure(low, 3)} to {figure(high, 3)})" if low < high else figure(self.value)
+        value = figure(self.value, typeset=typeset)
+        limits = f"{figure(low, 3, typeset=typeset)} to {figure(high, 3, typeset=typeset)}"
+        return f"{value} ({limits})" if low < high else value
 
 
 @dataclass(frozen=True)
@@ -196,15 +202,15 @@ class Perturbation(Shown):
 
     def sentences(self) -> list[str]:
         """The outcome in words."""
-        said = [f"The loss is predicted to change by {self.predicted}"]
+        said = [f"The loss is predicted to change by {self.predicted.said(typeset=True)}"]
         if not math.isnan(self.measured.value):
-            said[0] += f"; it changed by {figure(self.measured.value)}."
+            said[0] += f"; it changed by {figure(self.measured.value, typeset=True)}."
         else:
             said[0] += "; the change was not made."
         if not math.isnan(self.flips_predicted.value):
             of = f" of {self.decisions:,}" if self.decisions else ""
             limits = _range(self.flips_predicted)
-            text = f"{_count(self.flips_predicted.value)}{of} predictions are predicted to flip ({limits})"
+            text = f"{_count(self.flips_predicted.value)}{of} predictions should flip ({limits})"
             if not math.isnan(self.flips_measured.value):
                 text += f"; {_count(self.flips_measured.value)} did"
             said.append(text + ".")
@@ -214,17 +220,17 @@ class Perturbation(Shown):
         if not self.suffices:
             said.append(
                 "Second order is not enough for this change: slope and curvature predict "
-                f"{figure(self.second_order)}{self._against()}. Look at the loss along the way."
+                f"{figure(self.second_order, typeset=True)}{self._against()}. Look at the loss along the way."
             )
         if self.best and len(self.agreement) > 1:
             share = self.agreement[self.best]
-            said.append(f"The {self.best} best tells which samples flip (AUROC {share:.3f}).")
+            said.append(f"The {self.best} best tells which samples flip (AUROC {share:.3f}, 1 is perfect, 0.5 chance).")
         return said
 
     def _against(self) -> str:
         if math.isnan(self.measured.value):
             return ", and half of the change does not follow them"
-        return f", and {figure(self.measured.value)} was measured"
+        return f", and {figure(self.measured.value, typeset=True)} was measured"
 
     def __str__(self) -> str:
         lines = [f"{self.change}: {self.meaning}", *self.sentences()]
