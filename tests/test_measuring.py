@@ -188,7 +188,7 @@ def test_what_the_audit_could_not_test_and_what_is_undefined_is_said() -> None:
     text = " ".join(measure(model, points(), measures=["margin_mean", "path_norm"], parts=["audit"]).headline)
     assert "tried (shift_logits, split_units, permute_units) moved the following" in text
     assert ", though others might: margin_mean." in text
-    assert "does not have these symmetries, so they were not tried: rescale_layers, " in text
+    assert "10 other known symmetries do not apply to this network; the audit says why." in text
     assert "Not defined here: path_norm (" in text
 
 

@@ -93,6 +93,12 @@ def test_a_full_disk_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         write_atomically(tmp_path / "result.json", "{}")
 
 
+def test_a_file_that_cannot_be_written_is_the_only_one_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match=r"file/page\.html'$"):  # and not: -> None
+        write_atomically(tmp_path / "file" / "page.html", "text")
+
+
 def test_the_cache_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("SPIRITLEVEL_CACHE", str(tmp_path))
     assert cache_folder() == tmp_path

@@ -44,6 +44,13 @@ def write_atomically(path: str | Path, content: str | bytes) -> None:
     write_together({path: content})
 
 
+def _about(path: Path, error: OSError) -> OSError:
+    """The same error, naming the file that was asked for alone."""
+    error.filename = str(path)
+    del error.filename2  # None would be printed as a second name
+    return error
+
+
 def write_together(contents: Mapping[Any, str | bytes]) -> None:
     """Write several files of one folder, by path, so that a reader finds all the old ones or all the new ones.
 
@@ -61,15 +68,13 @@ def write_together(contents: Mapping[Any, str | bytes]) -> None:
                 if temporary := _stage(path, data):
                     staged[path] = temporary
             except OSError as error:  # a full disk names no file, other errors the temporary one
-                error.filename, error.filename2 = str(path), None
-                raise
+                raise _about(path, error) from None
         with _one_at_a_time(next(iter(staged)).parent) if len(staged) > 1 else contextlib.nullcontext():
             for path, temporary in staged.items():
                 try:
                     temporary.replace(path)
                 except OSError as error:
-                    error.filename, error.filename2 = str(path), None
-                    raise
+                    raise _about(path, error) from None
     except BaseException:
         for temporary in staged.values():
             with contextlib.suppress(OSError):

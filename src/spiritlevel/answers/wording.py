@@ -178,4 +178,6 @@ def about_audit(found: Audit) -> Iterator[str]:
         tried = ", ".join(found.tried)
         yield f"None of the symmetries tried ({tried}) moved the following, though others might: {', '.join(kept)}."
     if moved and found.absent:
-        yield f"The network does not have these symmetries, so they were not tried: {', '.join(found.absent)}."
+        count = len(found.absent)
+        names = f"{count} other known symmetries do" if count > 1 else f"{found.absent[0]} does"
+        yield f"{names} not apply to this network; the audit says why."

@@ -22,7 +22,7 @@ class Measures(Command):
 
     NAME = "measures"
 
-    name: Annotated[Positional[str | None], arg(metavar="NAME", help_behavior_hint="(default: all)")] = None
+    name: Annotated[Positional[str | None], arg(metavar="[NAME]", help_behavior_hint="(default: all)")] = None
     """A measure, or `default` for those that `spiritlevel measure` takes unless told otherwise."""
 
     def run(self) -> Outcome:

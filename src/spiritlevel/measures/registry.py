@@ -17,27 +17,11 @@ from spiritlevel.binding.reading import Reading
 from spiritlevel.errors import InputError, NotExactError, first_line, unknown_name
 from spiritlevel.measures.sampling import Parts, Sampling
 from spiritlevel.measures.setting import Setting
-from spiritlevel.results import SYMMETRIES, Estimate
+from spiritlevel.results import EFFECTS, SYMMETRIES, Estimate
 from spiritlevel.statistics.subsets import SubsetError, unknown
 from spiritlevel.transforms import Transformed
 
-TRANSFORMS: dict[str, str] = {
-    "rescale_layers": "one factor for each layer, with product 1 along every path; the function stays",
-    "rescale_channels": "one factor for each channel, undone in the next layer; the function stays",
-    "scale_before_batchnorm": "a factor that the following batch norm undoes; the function stays",
-    "fold_batchnorm": "batch norm folded into the layer in front of it; the function stays in eval mode",
-    "shift_logits": "the same linear function of the last hidden layer added to all logits; the probabilities stay",
-    "mix_heads": "an invertible matrix in each attention head, Q against K and V against O; the function stays",
-    "shift_attention_biases": "key biases that no softmax sees, value biases undone further on; the function stays",
-    "shift_norm_gain": "gain and bias of norms, channel by channel, undone in the next layers; the function stays",
-    "scale_gate": "a factor for each unit of a gated layer's linear half, undone in the next layer; the function stays",
-    "mix_linear": "an invertible matrix between two linear maps with nothing between them; the function stays",
-    "rotate_stream": "RMS-norm gains folded, and the residual stream rotated; the function stays",
-    "split_units": "hidden units become two that share their outgoing weights: more parameters; the function stays",
-    "permute_units": "hidden units in another order; the function stays, and so must every measure",
-    "scale_last_layer": "outputs times a number, by the last layer; the predictions stay",
-    "rescale_all": "outputs times a number, by all layers; the predictions stay",
-}
+TRANSFORMS = EFFECTS
 """The transforms that invariances are declared for (`spiritlevel.transforms`)."""
 
 SAME = frozenset(SYMMETRIES)

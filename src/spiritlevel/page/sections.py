@@ -24,7 +24,7 @@ from spiritlevel.page.words import (
     left_out_table,
     why_missing,
 )
-from spiritlevel.results import Estimate, Report, WorstFactor, at_least, kept_by
+from spiritlevel.results import EFFECTS, Estimate, Report, WorstFactor, at_least, kept_by
 
 
 def report_sections(report: Report, key: str, pictures: Sheet | None) -> Iterator[Section]:
@@ -221,6 +221,13 @@ def _audit(report: Report, key: str) -> Section:
     same = sum(row.verdict == "invariant" for row in audit.rows)
     alt = f"Heat map of measures against transforms: {changed} of {len(audit.rows)} change, {same} are invariant."
     section.figures.append(as_figure(f"{key}-audit-map", "Measures under transforms", alt, charts.audit_map(audit)))
+    kept = [
+        (name, EFFECTS.get(name, ""), found.preserves, found.relative_difference, found.data)
+        for name, found in audit.certificates.items()
+    ]
+    if kept:
+        columns = ["transform", "what it does", "keeps", "largest relative difference of the outputs", "checked on"]
+        section.tables.append(Table(f"{key}-certificates", "What each transform does and keeps", columns, kept))
     columns = ["measure", "transform", "before", "after", "after / before", "predicted ratio", "verdict", "note"]
     rows = [
         (
@@ -236,12 +243,6 @@ def _audit(report: Report, key: str) -> Section:
         for r in audit.rows
     ]
     section.tables.append(Table(f"{key}-audit-table", "The audit in numbers", columns, rows, True))
-    kept = [
-        (name, found.preserves, found.relative_difference, found.data) for name, found in audit.certificates.items()
-    ]
-    if kept:
-        columns = ["transform", "keeps", "largest relative difference of the outputs", "checked on"]
-        section.tables.append(Table(f"{key}-certificates", "What each transform keeps", columns, kept, True))
     if audit.skipped:
         rows_ = list(audit.skipped.items())
         section.tables.append(Table(f"{key}-skipped", "Left out of the audit", ["name", "reason"], rows_, True))

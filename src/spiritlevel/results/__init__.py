@@ -7,6 +7,7 @@ values are float64 tensors on the CPU. Nothing here computes on a model.
 import warnings
 from typing import TYPE_CHECKING, Any
 
+from spiritlevel.results.audits import EFFECTS as EFFECTS
 from spiritlevel.results.audits import SYMMETRIES as SYMMETRIES
 from spiritlevel.results.audits import Audit as Audit
 from spiritlevel.results.audits import AuditRow as AuditRow

@@ -17,21 +17,25 @@ from spiritlevel.results.estimates import Estimate, with_status
 from spiritlevel.results.formatting import aligned, at_least, figure, in_short, times
 from spiritlevel.results.tables import Columns, Table
 
-SYMMETRIES = (
-    "rescale_layers",
-    "rescale_channels",
-    "scale_before_batchnorm",
-    "fold_batchnorm",
-    "shift_logits",
-    "mix_heads",
-    "shift_attention_biases",
-    "shift_norm_gain",
-    "scale_gate",
-    "mix_linear",
-    "rotate_stream",
-    "split_units",
-    "permute_units",
-)
+EFFECTS: dict[str, str] = {
+    "rescale_layers": "one factor for each layer, with product 1 along every path; the function stays",
+    "rescale_channels": "one factor for each channel, undone in the next layer; the function stays",
+    "scale_before_batchnorm": "a factor that the following batch norm undoes; the function stays",
+    "fold_batchnorm": "batch norm folded into the layer in front of it; the function stays in eval mode",
+    "shift_logits": "the same linear function of the last hidden layer added to all logits; the probabilities stay",
+    "mix_heads": "an invertible matrix in each attention head, Q against K and V against O; the function stays",
+    "shift_attention_biases": "key biases that no softmax sees, value biases undone further on; the function stays",
+    "shift_norm_gain": "gain and bias of norms, channel by channel, undone in the next layers; the function stays",
+    "scale_gate": "a factor for each unit of a gated layer's linear half, undone in the next layer; the function stays",
+    "mix_linear": "an invertible matrix between two linear maps with nothing between them; the function stays",
+    "rotate_stream": "RMS-norm gains folded, and the residual stream rotated; the function stays",
+    "split_units": "hidden units become two that share their outgoing weights: more parameters; the function stays",
+    "permute_units": "hidden units in another order; the function stays, and so must every measure",
+    "scale_last_layer": "outputs times a number, by the last layer; the predictions stay",
+    "rescale_all": "outputs times a number, by all layers; the predictions stay",
+}
+"""What the transforms of `spiritlevel.transforms` do that an audit tries, and what each keeps."""
+SYMMETRIES = tuple(name for name in EFFECTS if name not in ("scale_last_layer", "rescale_all"))
 """The transforms of `spiritlevel.transforms` that keep the outputs of a network, or its probabilities."""
 
 
