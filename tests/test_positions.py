@@ -348,6 +348,17 @@ def test_reports_and_pages_say_what_makes_sense(name: str, untouched: Any, tmp_p
     assert math.isnan(values["margin_mean"]) == (QUALITY[name] == "R²")
 
 
+def test_sentences_about_tokens_call_them_tokens() -> None:
+    case = CASES["tagger"]
+    report = sl.measure(
+        case.model, case.data, loss=case.loss, unit="token", measures=["trace", "margin_mean"], parts=[]
+    )
+    text = " ".join(report.headline)
+    assert " train tokens correctly" in text
+    assert "misclassified tokens" in text
+    assert "samples" not in text
+
+
 def test_r_squared_is_that_of_scikit_learn() -> None:
     r2_score = pytest.importorskip("sklearn.metrics").r2_score
     case = CASES["one number"]

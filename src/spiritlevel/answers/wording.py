@@ -55,7 +55,7 @@ def headline(report: Report, probabilities: bool) -> Iterator[str]:
         skew = skewness(margin.signed)
         shape = "" if math.isnan(skew) else f", their skewness {figure(skew, 3, typeset=True)}"
         mean, middle = (figure(float(of(margin.signed)), 3, typeset=True) for of in (torch.mean, median))
-        whose = "of the samples measured " if _partly(report) else ""
+        whose = f"of the {_unit(report)}s measured " if _partly(report) else ""
         several = "" if margin.decisions is None else ", each the mean over a sample's decisions,"
         yield (
             f"The output margins{several} {whose}are {mean} on average and {middle} in the median{shape}."
@@ -66,6 +66,11 @@ def headline(report: Report, probabilities: bool) -> Iterator[str]:
     undefined = {row.name: row.value.reason.rstrip(".") for row in report.rows if row.kind == "undefined"}
     for reason in dict.fromkeys(undefined.values()):
         yield f"Not defined here: {', '.join(name for name in undefined if undefined[name] == reason)} ({reason})."
+
+
+def _unit(report: Report) -> str:
+    """What every sample of the report is: a sample, or a token."""
+    return next((found.unit for found in (report.traces, report.margins) if found is not None), "sample")
 
 
 def _about_fit(name: str, fit: Fit) -> str:
@@ -102,7 +107,7 @@ def about_trace(report: Report, row: ReportRow) -> str:
     """How curved the loss is, where, and how much more where the model errs."""
     found = row.value
     error = math.hypot(found.stderr, found.data_stderr or 0.0)
-    whose = " of the samples measured" if math.isnan(error) else ""
+    whose = f" of the {_unit(report)}s measured" if math.isnan(error) else ""
     low, high = found.interval(data=not whose)
     text = f"The mean Hessian trace{whose} is {with_error(found.value, (high - low) / 2, 4, typeset=True)}"
     if report.layers and (whose or found.interval(data=True)[0] > 0):
@@ -120,7 +125,8 @@ def about_mistakes(report: Report) -> str:
         return ""
     right, wrong = (_mean_trace(traces, where) for where in (found.correct, ~found.correct))
     count = int((~found.correct).sum())
-    where = f"at the {count:,} misclassified samples" if count > 1 else "at the one misclassified sample"
+    unit = _unit(report)
+    where = f"at the {count:,} misclassified {unit}s" if count > 1 else f"at the one misclassified {unit}"
     open_question = f"; whether the loss is more or less curved {where} than at the correct ones cannot be told"
     low, high = ratio_of(wrong.interval(data=True), right.interval(data=True))
     if not low > 0 or right.value < 0 or (low <= 1 <= high and low < high):
@@ -152,11 +158,12 @@ def about_correlation(report: Report) -> str:
     found = report.correlations.get("trace and margin, correct samples")
     if found is None or math.isnan(found.r):
         return ""
-    size = f"(rank correlation {figure(found.spearman, 2, typeset=True)}, {found.n:,} samples)"
+    unit = _unit(report)
+    size = f"(rank correlation {figure(found.spearman, 2, typeset=True)}, {found.n:,} {unit}s)"
     if not found.low * found.high > 0 or found.spearman * found.r < 0:
-        return f" Among correct samples no relation between curvature and margin is certain {size}."
+        return f" Among correct {unit}s no relation between curvature and margin is certain {size}."
     way = "falls" if found.spearman < 0 else "grows"
-    return f" Among correct samples the curvature {way} with the margin {size}."
+    return f" Among correct {unit}s the curvature {way} with the margin {size}."
 
 
 def about_audit(found: Audit) -> Iterator[str]:
