@@ -159,6 +159,15 @@ def test_verdicts_on_optimisers(adam: dict[str, float], id: str, verdict: Verdic
     assert verdicts(optimizers.judge(optimizers.Optimizers(scale="paper"), optimised(**adam)))[id] is verdict
 
 
+@pytest.mark.parametrize("accuracy", [0.7, 0.758])
+def test_a_smaller_gap_at_a_lower_accuracy_is_called_that(accuracy: float) -> None:
+    """By the rule it generalises better; the row says what that rests on."""
+    fitted_less = {"validation_accuracy": accuracy, "train_accuracy": accuracy + 0.1}
+    ruling, *_ = optimizers.judge(optimizers.Optimizers(scale="paper"), optimised(**fitted_less))
+    assert decide(optimizers.TOGETHER, [ruling.record()] * 3).verdict is Verdict.REPRODUCED
+    assert ("better by the gap alone" in ruling.remark) == (accuracy < 0.735)
+
+
 def test_verdicts_on_modes_of_batch_norm() -> None:
     def judged(training: float, evaluation: float, square: float = 2.0, accuracy: float = 0.8) -> dict[str, Verdict]:
         rows = [

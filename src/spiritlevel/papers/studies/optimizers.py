@@ -206,6 +206,8 @@ def judge(config: Optimizers, table: Sequence[Mapping[str, Any]]) -> Iterator[Ru
     said = f"Gap in points. Training accuracy: {others('train accuracy')}"
     if all("exposure" in row for row in rows.values()):
         said += f" Learning rate: {others('lr')} Exposure with it: {others('exposure')}"
+    if adam["validation accuracy"] < sgd["validation accuracy"]:
+        said += " Its validation accuracy is lower: it generalises better by the gap alone."
     yield TOGETHER.judge(numbers, remark=said, **facts)
     for statement, what in ((SHARPER, "λ₁"), (HEAVIER, "weight norm"), (FROBENIUS, "Tr(H²)/P")):
         yield statement.judge(ratios[what], remark=others(what), **facts)
