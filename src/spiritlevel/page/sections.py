@@ -222,7 +222,7 @@ def _audit(report: Report, key: str) -> Section:
     alt = f"Heat map of measures against transforms: {changed} of {len(audit.rows)} change, {same} are invariant."
     section.figures.append(as_figure(f"{key}-audit-map", "Measures under transforms", alt, charts.audit_map(audit)))
     kept = [
-        (name, EFFECTS.get(name, ""), found.preserves, found.relative_difference, found.data)
+        (name, EFFECTS.get(name, "").partition(";")[0], found.preserves, found.relative_difference, found.data)
         for name, found in audit.certificates.items()
     ]
     if kept:
