@@ -205,7 +205,7 @@ sys.exit(cli.main(sys.argv[1:]))
 """
 
 
-@pytest.mark.parametrize("moments", [1, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("moments", [1, pytest.param(20, marks=[pytest.mark.slow, pytest.mark.timeout(900)])])
 def test_a_report_killed_at_random_moments_is_whole_or_not_there(tmp_path: Path, moments: int) -> None:
 
     def numbers(folder: str) -> tuple[Any, ...]:
