@@ -54,8 +54,14 @@ FINDINGS = (
     Finding("weight-decay", "sharper and better, exposure of 5e-4", {"network": "wideresnet"}),
     Finding("weight-decay", "sharper and better, exposure of 5e-4", {"network": "preresnet"}),
     Finding("weight-decay", "sharper and better, exposure of 5e-4", {"network": "cnn"}),
+    *(
+        Finding("weight-decay", "validation rises", {"network": network})
+        for network in ("softmax", "mlp", "wideresnet", "preresnet", "cnn")
+    ),
     Finding("optimizers", "sharper and better", {"data": "cifar10"}),
     Finding("optimizers", "sharper and better", {"data": "cifar100"}),
+    Finding("optimizers", "better", {"data": "cifar10"}),
+    Finding("optimizers", "better", {"data": "cifar100"}),
     Finding("batchnorm-mode", "evaluation mode"),
     Finding("batchnorm-mode", "modes differ"),
     Finding("batch-size", "trace"),
