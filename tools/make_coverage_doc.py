@@ -541,7 +541,7 @@ def page(found: list[Row]) -> str:
         "",
         f"{len({row.setting for row in found})} settings, {len(found)} intervals: {kinds['holds']} hold, "
         f"{kinds['conservative']} are conservative, {kinds['unknown']} say unknown, "
-        f"{kinds['undecided']} are undecided, {kinds['misses']} miss.",
+        f"{kinds['undecided']} {'is' if kinds['undecided'] == 1 else 'are'} undecided, {kinds['misses']} miss.",
         "",
     ]
     if missed:
