@@ -325,7 +325,7 @@ def test_a_row_survives_only_if_it_survives_every_symmetry() -> None:
     assert (rows["path_norm"].invariant, rows["margin_mean"].invariant) == (False, True)
     text = " ".join(report.headline)
     assert "though others might: margin_mean." in text
-    assert "does not have these symmetries" in text
+    assert "7 other known symmetries do not apply" in text
     assert "wherever the function" not in text
 
 

@@ -239,7 +239,7 @@ SABOTAGES = tuple(
         ("C-2-flatter", "[math.exp(t), -t * math.exp(-t), 1.0]", "[t, -t, 1.0]", HOLDS),
         ("C-2-flatter", "* math.exp(-size)", "* 1.0", UNDECIDED),
         ("C-2-footnote", "(-2, -1, 0, 0.5, 1, 2)", "(0.5, 1, 2)", HOLDS),
-        ("C-2-footnote", "n * math.log(x) - (x**m", "n * math.log(x) + (x**m", UNDECIDED),
+        ("C-2-footnote", "n * math.log(x) - x**m", "n * math.log(x) + x**m", UNDECIDED),
         (
             "C-1-weights",
             "net.join([*start[:-1], (size / margin * start[-1][0], start[-1][1])])",
