@@ -205,6 +205,21 @@ def test_a_killed_surface_goes_on_to_the_same_numbers(tmp_path: Path, phase: str
         sl.landscape(NET, DATA, keep=kept, **options)
 
 
+def test_a_kept_surface_is_not_taken_for_one_of_other_parameters_or_another_loss(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"directions": "random", "points": 3}
+    settings: list[dict[str, Any]] = [
+        {"params": "0.*"},
+        {"loss": nn.CrossEntropyLoss(label_smoothing=0.1)},
+        {"output": lambda outputs: 2 * outputs},
+    ]
+    for number, setting in enumerate(settings):
+        kept = tmp_path / str(number)
+        found = sl.landscape(NET, DATA, keep=kept, **options, **setting)
+        assert torch.equal(sl.landscape(NET, DATA, keep=kept, **options, **setting).losses, found.losses)
+        with pytest.raises(InputError, match="keeps another surface"):
+            sl.landscape(NET, DATA, keep=kept, **options)
+
+
 def test_a_batch_in_pieces_gives_the_same_surface(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Conv2d(1, 3, 3), nn.BatchNorm2d(3), nn.ReLU(), nn.Flatten(), nn.Linear(48, 3)).double()

@@ -42,6 +42,7 @@ Watched = Callable[[Operator], Operator]
 
 _AT_ONCE = 512  # samples in a piece of work, unless the caller says otherwise
 _OUTPUTS = 2**21  # outputs whose decisions are looked at together
+_FEW = 16  # samples whose losses tell one loss from another
 
 
 @torch.inference_mode(False)  # it adds up in place, which tensors of that mode do not allow outside it
@@ -191,14 +192,24 @@ def landscape_in(
 
 
 def _key(context: Context, asked: Wanted) -> str:
-    """What distinguishes this surface from any other: everything that determines its numbers."""
-    state = {**context.problem.params, **context.problem.constants}
+    """What distinguishes this surface from any other: everything that determines its numbers.
+
+    A loss and the code of a model have no name that tells their settings; what they make of a few samples does. To four
+    digits, since the last ones may depend on the number of threads.
+    """
+    problem = context.problem
+    state = {**problem.params, **problem.constants}
+    few, their = context.first(_FEW)
+    with problem.active(), torch.no_grad():
+        outputs = problem.outputs(problem.params, few)
+        problem.checked(outputs, few, their)
+        values = problem.loss.values(outputs, their).flatten().tolist()
     data = Fingerprint()
     sizes = []
     for inputs, targets in context.batches:
         data.update(inputs, targets)
         sizes.append(len(targets))
-    others = [fingerprint_of(dict(difference(context.problem, other))) for other in asked.others]
+    others = [fingerprint_of(dict(difference(problem, other))) for other in asked.others]
     return digest(
         {
             "model": fingerprint_of(state),
@@ -207,7 +218,8 @@ def _key(context: Context, asked: Wanted) -> str:
             "at once": context.batch_size,
             "others": others,
             "asked": [asked.kind, asked.dimensions, asked.points, asked.radius],
-            "loss": context.problem.loss.name,
+            "moving": list(problem.params),
+            "loss": [problem.loss.name, *(f"{value:.4g}" for value in values)],
             "batch norm": context.batch_norm,
             "seed": context.seed,
         }
