@@ -398,6 +398,25 @@ def test_the_share_of_split_units(size: float, count: int) -> None:
     assert result.certificate.notes == (f"{noun} became two; 50 parameters became {50 + 6 * count}",)
 
 
+class _Concatenated(nn.Module):
+    """Two layers side by side, which one layer reads together with the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.last = nn.Linear(3, 4), nn.Linear(3, 2), nn.Linear(9, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.cat([x, torch.tanh(self.a(x)), torch.relu(self.b(x))], 1))
+
+
+def test_units_are_split_that_one_layer_reads_side_by_side() -> None:
+    model = _Concatenated().double()
+    result = split_units(model, data=torch.randn(5, 3), size=1.0)
+    assert tuple(result.model.last.weight.shape) == (2, 3 + 8 + 4)
+    points = torch.randn(20, 3).double()
+    assert torch.allclose(result.model(points), model(points), rtol=1e-12)
+
+
 def test_channels_are_split_with_all_their_positions_and_statistics() -> None:
     model, x = small_net("residual")
     grown = split_units(model, data=x, size=1.0).model

@@ -115,7 +115,10 @@ def split_units(
             splits.append(_Split(shares, cuts))
     if not splits:
         raise watched.refused(_NO_UNITS, channels.obstacles())
-    possible = [split for split in splits if _works(watched, split)]
+    possible: list[_Split] = []
+    for each in splits:  # two that work by themselves need not work together
+        if _works(watched, [*possible, each]):
+            possible.append(each)
     if not possible:
         raise watched.refused("no layer of this network can change its width, which its own code or its groups fix")
     new = copy.deepcopy(watched.exact)
@@ -171,20 +174,23 @@ def _axis(slot: Slot, layout: Layout) -> tuple[str, int, Tensor] | None:
 def _divide(model: nn.Module, splits: Iterable[_Split]) -> None:
     """Split units in a model: longer tensors in its modules, and module attributes that fit them."""
     state = {name: tensor.detach() for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
+    places: dict[tuple[str, int], Tensor] = {}  # where the entries of an axis stood before other splits made it longer
     for split in splits:
         for cut in split.cuts:
-            tensor = state[cut.name]
+            tensor, before = state[cut.name], places.get((cut.name, cut.axis), torch.arange(len(cut.units)))
+            units = cut.units[before]
             # runs of the same unit are doubled as a whole: the positions of one channel after a flattening
-            _, lengths = torch.unique_consecutive(cut.units, return_counts=True)
+            _, lengths = torch.unique_consecutive(units, return_counts=True)
             order: list[Tensor] = []
             factors: list[Tensor] = []
-            for run in torch.arange(len(cut.units)).split(lengths.tolist()):
-                unit = int(cut.units[run[0]])
+            for run in torch.arange(len(units)).split(lengths.tolist()):
+                unit = int(units[run[0]])
                 part = split.shares[unit] if unit >= 0 else torch.tensor(torch.nan)
                 parts = [torch.ones(())] if bool(part.isnan()) else [part, 1 - part]
                 for part in parts:
                     order.append(run)
                     factors.append((part if cut.side < 0 else torch.ones(())).expand(len(run)).double())
+            places[cut.name, cut.axis] = before[torch.cat(order)]
             state[cut.name] = tensor.index_select(cut.axis, torch.cat(order).to(tensor.device))
             if cut.side < 0:
                 shape = [-1] + [1] * (tensor.ndim - cut.axis - 1)
@@ -224,10 +230,10 @@ def _fit(model: nn.Module) -> None:
             module.num_parameters = len(weight)
 
 
-def _works(watched: Watched, split: _Split) -> bool:
-    """Whether the network runs, with the same output, if one layer has a different width."""
+def _works(watched: Watched, splits: Iterable[_Split]) -> bool:
+    """Whether the network runs, with the same output, if these layers have a different width."""
     new = copy.deepcopy(watched.exact)
-    _divide(new, [split])
+    _divide(new, splits)
     try:
         watched.sample.certify(watched.who, watched.exact, new)
     except (InputError, RuntimeError, ValueError, TypeError, IndexError):  # its own code fixes the old width
