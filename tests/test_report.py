@@ -224,6 +224,19 @@ def test_parts_of_fewer_samples_say_so() -> None:
     assert "Computed on" not in Reader(page(report(30))).text
 
 
+def test_an_unknown_error_of_a_subset_is_unknown_after_it_was_read_back() -> None:
+    made = report(30)
+    fit = dataclasses.replace(made.fits["train"], population=300)
+    value = Estimate(12.5, tolerance=1e-3, data_stderr=math.nan, data_limits=(math.nan, math.nan))
+    bare = dataclasses.replace(value, data_stderr=None, data_limits=None)  # as files of earlier versions have it
+    for one in (value, bare):
+        row = dataclasses.replace(made.rows[1], value=one, subset_error_unknown=True)
+        subset = dataclasses.replace(made, fits={"train": fit}, rows=(row,))
+        back = Report.from_json(subset.to_json())
+        assert str(back.rows[0].value.data_stderr) == str(one.data_stderr)
+        assert "largest_eigenvalue 12.5 unknown" in Reader(page(back)).text
+
+
 def test_an_accuracy_of_a_subset_always_has_an_interval() -> None:
     def shown(fit: Fit) -> str:
         return Reader(page(report(30, fits={"train": fit}))).text

@@ -270,7 +270,7 @@ def _measures(report: Report, key: str) -> Section:
         meaning = f"{row.meaning} ({row.kind}: {why})" if why else row.meaning
         # the error of a subset is not known for every measure
         ends = f"{number(low, 3)} to {number(high, 3)}" if low < high else "unknown" if math.isnan(low) else "–"
-        if row.kind == "converged" and not row.value.data_stderr:
+        if row.kind == "converged" and not row.value.data_stderr and not math.isnan(low):
             ends = "–" if row.value.settled else f"±\u00a0{number((high - low) / 2, 2)}"
         ends = f"{number(row.value.value)} or more" if math.isinf(high) else ends
         rows.append((row.name, row.value.value, ends, row.kind, row.direction, fate(moved.get(row.name)), meaning))

@@ -80,6 +80,8 @@ class Estimate(Result):
 
     @classmethod
     def _from_older(cls, data: dict[str, Any]) -> dict[str, Any]:
+        if data.get("data_stderr") is None and data.get("data_limits") is not None:  # null is None and NaN in one
+            data = {**data, "data_stderr": math.nan}
         reason = str(data.get("reason", ""))
         if "status" in data or not reason.startswith("not converged"):
             return data
