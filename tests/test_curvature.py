@@ -243,6 +243,7 @@ LOSSES: dict[str, tuple[Any, Any]] = {  # what the library gets, and the same wr
     "callable": (lambda out, y: (out - 0.5).pow(4).sum(1),) * 2,
     "binary_cross_entropy": ("binary_cross_entropy", "binary_cross_entropy"),
     "one exponential": ("exponential", "exponential"),
+    "one number": ("squared_error", lambda out, y: (out.reshape(y.shape) - y) ** 2 / 2),  # outputs of shape (N,)
 }
 
 
@@ -252,6 +253,8 @@ def loss_case(name: str) -> tuple[nn.Module, tuple[Tensor, Tensor], Any, Any]:
     if name in ("binary_cross_entropy", "one exponential"):
         net = nn.Sequential(net, nn.Linear(3, 1).double())
         targets = targets % 2
+    elif name == "one number":
+        net, targets = nn.Sequential(net, nn.Linear(3, 1).double(), nn.Flatten(0)), targets.double()
     elif name == "mse":
         targets = torch.randn(7, 3, dtype=torch.float64)
     return net, (inputs, targets), ours, plain
@@ -266,7 +269,11 @@ def test_hessian_of_every_loss(name: str) -> None:
 def jacobians(net: nn.Module, inputs: Tensor) -> tuple[Tensor, Tensor]:
     """Outputs (N, C) and their Jacobians (N, C, P)."""
     flat = naive.Flat(net)
-    return flat.outputs(flat.point, inputs), jacrev(lambda point: flat.outputs(point, inputs))(flat.point)
+
+    def outputs(point: Tensor) -> Tensor:
+        return flat.outputs(point, inputs).reshape(len(inputs), -1)
+
+    return outputs(flat.point), jacrev(outputs)(flat.point)
 
 
 @pytest.mark.parametrize("name", LOSSES)

@@ -102,7 +102,8 @@ def _fisher_forward(problem: Problem, v: Params, params: Params, inputs: Any, ta
 def _slope_along(loss: Loss, outputs: Tensor, targets: Tensor, direction: Tensor) -> Tensor:
     """For every sample, g (gᵀu) with g = ∂ℓ/∂φ, typed like φ."""
     slope = output_slope(loss, outputs, targets)
-    along = (slope * direction).flatten(1).sum(1).reshape(-1, *[1] * (slope.ndim - 1))
+    rows = slope.ndim - 1  # outputs may be one number a sample, (N,)
+    along = (slope * direction).reshape(len(slope), -1).sum(1).reshape(-1, *[1] * rows)
     return (slope * along).to(outputs.dtype)
 
 
