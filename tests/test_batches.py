@@ -29,6 +29,7 @@ from torch.utils.data import (
     Dataset,
     IterableDataset,
     RandomSampler,
+    Sampler,
     SubsetRandomSampler,
     TensorDataset,
     WeightedRandomSampler,
@@ -295,6 +296,22 @@ def test_other_data_are_refused_in_a_sentence(data: Any, message: str) -> None:
 def test_batch_sizes_are_whole_numbers(size: Any) -> None:
     with pytest.raises(InputError, match="batch_size must be a whole number of at least 1, got"):
         Batches((X, Y), size=size)
+
+
+def test_a_loaders_own_generator_stays_as_it_was() -> None:
+    """A training run may draw its order from the same one."""
+    own = torch.Generator().manual_seed(1)
+    before = own.get_state()
+    batches = Batches(DataLoader(TensorDataset(X, Y), batch_size=4, generator=own))
+    assert [len(targets) for _, targets in batches] == [4, 2]
+    assert torch.equal(own.get_state(), before)
+
+    class Shuffled(Sampler[int]):
+        def __iter__(self) -> Iterator[int]:
+            return iter(torch.randperm(6, generator=own).tolist())
+
+    with pytest.raises(InputError, match="change between two passes"):
+        Batches(DataLoader(TensorDataset(X, Y), batch_size=4, sampler=Shuffled(), generator=own))
 
 
 def test_workers_change_nothing() -> None:

@@ -266,11 +266,17 @@ class Batches:
         """How many samples there are, if they lie in memory as one pair of tensors."""
         return len(self.data[1]) if self._in_memory and self.units is None else None
 
+    @property
+    def _generators(self) -> list[torch.Generator]:
+        """A loader's own source of random numbers, which the caller may share with a training run."""
+        own = self.data.generator if isinstance(self.data, DataLoader) else None
+        return [] if own is None else [own]
+
     def _check_repeats(self) -> None:
         """Read the first batch twice, from different random states, so that whatever depends on them shows."""
         first = tree_leaves(next(iter(self)))
-        with preserved_random_state():
-            advance_random_states()
+        with preserved_random_state(*self._generators):
+            advance_random_states(*self._generators)
             second = tree_leaves(next(self._pieces(), None))
         if second == [None]:
             raise InputError("data can be read only once; pass a list of batches, a data set or a data loader instead.")
@@ -341,7 +347,8 @@ class Batches:
             return
         batches = None
         while True:
-            with preserved_random_state(), _reading():  # even a sequential loader draws from the global generator
+            # even a sequential loader draws from the global generator, or from its own
+            with preserved_random_state(*self._generators), _reading():
                 batches = iter(self.data) if batches is None else batches
                 try:
                     batch = next(batches)

@@ -21,15 +21,18 @@ from spiritlevel.binding.devices import generators, random_state
 
 
 @contextlib.contextmanager
-def preserved_random_state() -> Iterator[None]:
-    """Restore the random states of torch, NumPy and Python."""
+def preserved_random_state(*others: torch.Generator) -> Iterator[None]:
+    """Restore the random states of torch, NumPy and Python, and those of other generators."""
     python, numpy_state = random.getstate(), np.random.get_state()
+    states = [(generator, generator.get_state()) for generator in others]
     with torch.random.fork_rng(devices=generators()):
         try:
             yield
         finally:
             random.setstate(python)
             np.random.set_state(numpy_state)
+            for generator, state in states:
+                generator.set_state(state)
 
 
 _CONTAINERS = {list, deque, dict, OrderedDict, defaultdict, set}  # exactly these: a subclass may refuse to be refilled
@@ -165,6 +168,8 @@ def random_states(device: torch.device) -> tuple[Any, ...] | None:
     return shared, own, numbers[1].tobytes(), numbers[2:], random.getstate()
 
 
-def advance_random_states() -> None:
+def advance_random_states(*others: torch.Generator) -> None:
     """Advance the random states, so that whatever draws from them draws something else."""
     torch.rand(1), np.random.random(), random.random()
+    for generator in others:
+        torch.rand(1, generator=generator, device=generator.device)
