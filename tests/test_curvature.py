@@ -176,6 +176,21 @@ def test_a_network_that_mixes_its_samples_is_refused_unless_batches_are_meant(la
     hessian(net, some_data(40), batch_norm="batch", batch_size=10)
 
 
+class Masked(nn.Module):
+    """Adds a class that is ruled out by a very small logit."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([x, torch.full_like(x[:, :1], -1e9)], 1)
+
+
+def test_a_masked_logit_does_not_hide_that_samples_mix() -> None:
+    torch.manual_seed(0)
+    layers = nn.Linear(12, 5), nn.ReLU(), nn.Linear(5, 3), Masked()
+    hessian(nn.Sequential(*layers).double(), some_data(40))
+    with pytest.raises(InputError, match="depends on the other samples"):
+        hessian(nn.Sequential(Centred(), *layers).double(), some_data(40))
+
+
 def test_data_that_are_written_to_are_refused() -> None:
     inputs, targets = some_data(30)
     op = hessian(network("tanh"), (inputs, targets))
