@@ -191,6 +191,29 @@ def test_a_masked_logit_does_not_hide_that_samples_mix() -> None:
         hessian(nn.Sequential(Centred(), *layers).double(), some_data(40))
 
 
+class Spectral(nn.Module):
+    """A filter in frequency space, whose complex weights are pairs of numbers."""
+
+    def __init__(self, as_complex: Any) -> None:
+        super().__init__()
+        self.filter, self.layer = nn.Parameter(torch.randn(7, 2)), nn.Linear(12, 3)
+        self.as_complex = as_complex
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(torch.fft.irfft(torch.fft.rfft(x) * self.as_complex(self.filter), n=12).tanh())
+
+
+def test_pairs_of_numbers_may_be_read_as_complex_ones() -> None:
+    """With an odd number of parameters, every other row of some vectors begins at an odd place in memory."""
+    net, data = Spectral(torch.view_as_complex).double(), some_data()
+    written = Spectral(lambda pairs: torch.complex(pairs[..., 0], pairs[..., 1])).double()
+    written.load_state_dict(net.state_dict())
+    expected = naive.mean_hessian(written, *data)
+    assert len(expected) % 2
+    assert_close(hessian(net, data).dense(), expected)
+    assert_close(products(hessian(net, data)), expected)
+
+
 def test_data_that_are_written_to_are_refused() -> None:
     inputs, targets = some_data(30)
     op = hessian(network("tanh"), (inputs, targets))

@@ -390,7 +390,7 @@ class MeanMatrix:
     def _shaped(self, row: Tensor) -> list[Tensor]:
         """A vector cut into the parameters' shapes."""
         parts = row.split([tensor.numel() for tensor in self.params])
-        return [part.reshape(tensor.shape) for part, tensor in zip(parts, self.params, strict=True)]
+        return [_in_shape(part, tensor.shape) for part, tensor in zip(parts, self.params, strict=True)]
 
     def _differentiate(
         self, flat: Flat, fixed: list[Tensor], vectors: Tensor, params: list[Tensor] | None = None
@@ -418,12 +418,21 @@ class MeanMatrix:
         results: list[Sequence[Tensor]] = []
         for some in rows.split(chunk):
             pieces = zip(some.split(sizes, dim=1), self.params, strict=True)
-            parts = [piece.reshape(len(some), *tensor.shape) for piece, tensor in pieces]
+            parts = [_in_shape(piece, (len(some), *tensor.shape)) for piece, tensor in pieces]
             if len(some) == 1:
                 results.append([result[None] for result in function(*(part[0] for part in parts))])
             else:
                 results.append(vmap(function)(*parts))
         return [torch.cat(parts) if len(parts) > 1 else parts[0] for parts in zip(*results, strict=True)]
+
+
+def _in_shape(piece: Tensor, shape: Sequence[int]) -> Tensor:
+    """A part of a vector in a parameter's shape; pairs of numbers as a copy, since a model may read them as complex.
+
+    `view_as_complex` needs them to begin at an even place in memory.
+    """
+    part = piece.reshape(shape)
+    return part.clone(memory_format=torch.contiguous_format) if part.shape[-1:] == (2,) else part
 
 
 def _rows(parts: Sequence[Tensor]) -> Tensor:
