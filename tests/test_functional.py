@@ -866,6 +866,30 @@ def test_parameters_that_are_read_elsewhere_are_refused(measure: Any) -> None:
         measure(Listing(), data)
 
 
+class Forces(nn.Module):
+    """Minus the slope of an energy, taken in the forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.energy = nn.Sequential(nn.Linear(4, 5), nn.Softplus(), nn.Linear(5, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            x = x if x.requires_grad else x.detach().requires_grad_()
+            return -torch.autograd.grad(self.energy(x).sum(), x, create_graph=True)[0]
+
+
+def test_a_model_may_differentiate_in_its_forward_pass() -> None:
+    torch.manual_seed(0)
+    net, inputs, targets = Forces().double(), torch.randn(5, 4).double(), torch.randn(5, 4).double()
+    flat = naive.Flat(net)
+    expected = torch.autograd.functional.hessian(
+        lambda point: (flat.outputs(point, inputs) - targets).square().sum() / 10, flat.point
+    )
+    found = sl.hessian(net, (inputs, targets), loss="squared_error").dense()
+    torch.testing.assert_close(found, expected)
+
+
 class Clamping(nn.Module):
     """Writes to its inputs, but only where one of them is large."""
 

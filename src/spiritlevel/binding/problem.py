@@ -296,7 +296,7 @@ class Problem:
         if isinstance(inputs, Rows):
             result = result[inputs.rows]
         check_differentiable(self.model, result)
-        if detached and result.requires_grad:
+        if detached and result.requires_grad and self._reads_elsewhere(result, params, given):
             raise InputError(
                 f"the model {type(self.model).__name__} reads parameters that it does not hold under their "
                 "names (in a list, a cache or a closure, say), so a measurement cannot move them; read them as "
@@ -321,6 +321,17 @@ class Problem:
                 again = functional_call(self.model, {**self.constants, **params}, args, kwargs)
             found = [key for key in found if key in self.form.candidates(again, more)]
         return found[0] if len(found) == 1 else None
+
+    def _reads_elsewhere(self, result: Tensor, params: Params, inputs: Any) -> bool:
+        """Whether the outputs lead to a tensor with a gradient that outlives the pass, although no parameter has one.
+
+        A model that differentiates in its forward pass (forces are slopes of an energy) makes such tensors anew.
+        """
+        args, kwargs = self._arguments(copies_of(inputs))
+        with preserved_module(self.model), torch.enable_grad(), Elementary():
+            again = functional_call(self.model, {**self.constants, **params}, args, kwargs)
+        kept = {id(leaf) for leaf in _leaves_of(self.form.outputs(again, self._part))}
+        return any(id(leaf) in kept for leaf in _leaves_of(result))
 
     def _arguments(self, inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """What the model is called with."""
@@ -446,6 +457,18 @@ def copies_of(inputs: Any) -> Any:
 
 def _each(change: Callable[[Any], Any], inputs: Any) -> Any:
     return change(inputs) if isinstance(inputs, Tensor) else tree_map(change, inputs)
+
+
+def _leaves_of(result: Tensor) -> list[Tensor]:
+    """The tensors to which autograd leads from a result."""
+    nodes, seen, found = [result.grad_fn], set[Any](), [result] if result.is_leaf else []
+    while nodes:
+        node = nodes.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            found += [node.variable] if hasattr(node, "variable") else []
+            nodes += [following for following, _ in node.next_functions]
+    return found
 
 
 def _values(outputs: Tensor | Head) -> Tensor:
