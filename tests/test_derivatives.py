@@ -365,3 +365,25 @@ def test_kinks_as_close_as_those_of_a_large_network_hide_no_fault(fault: float) 
         assert comparison.verdicts(set()) == {"reverse": fault == 1.0}
         comparison.steps = {"reverse": 1e-7}
         assert comparison._from(0, set(), aside=True) == {"reverse": None}
+
+
+class Doubled(nn.Module):
+    """Doubles a gradient on its way; some classes are ruled out by a very small logit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 5), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.relu(self.first(x))
+        if hidden.requires_grad:
+            hidden.register_hook(lambda slope: 2 * slope)
+        logits = self.last(hidden)
+        return torch.cat([logits, torch.full_like(logits[:, :2], -1e9)], 1)
+
+
+def test_a_masked_logit_does_not_hide_a_wrong_gradient() -> None:
+    torch.manual_seed(0)
+    data = torch.randn(7, 4).double(), torch.arange(7) % 3
+    with pytest.raises(sl.InputError, match="not the derivative of its forward pass"):
+        sl.sample_traces(Doubled().double(), data)
