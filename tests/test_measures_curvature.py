@@ -18,6 +18,7 @@ from torch.func import functional_call, jacrev
 
 from spiritlevel.errors import InputError
 from spiritlevel.measures import MEASURES, Setting, spectral
+from spiritlevel.measures.relative import _balanced
 
 mlp, data, dense, here = measured.mlp, measured.data, measured.dense, measured.here  # fixtures
 
@@ -336,6 +337,11 @@ def test_normalised_sharpness_is_the_minimum_over_scalings(here: Setting, mlp: n
         search.step(closure)  # type: ignore[arg-type]
         total += float(objective().detach())
     assert close(value(here, "normalised_sharpness"), total, 1e-5)
+
+
+def test_a_chain_of_weights_that_can_be_scaled_away_one_after_the_other_has_the_infimum_0() -> None:
+    """As strong pruning leaves them: each row or column without one of the two sets another one free."""
+    assert _balanced(torch.eye(8).double(), torch.ones(7).double().diag(1)) == (0.0, 0.0, True)
 
 
 class Split(nn.Module):

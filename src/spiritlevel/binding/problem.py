@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import hashlib
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -401,9 +402,13 @@ class Problem:
                 if isinstance(leaf, Tensor) and leaf.is_floating_point() and not bool(torch.isfinite(leaf).all()):
                     where = start + _first_not_finite(leaf)
                     raise InputError(f"the input of sample {where} is NaN or infinite; clean the data first.")
+            masked = bool((values == -math.inf).any() & ~values.isnan().any() & (values != math.inf).all())
+            way_out = (
+                "check the weights, or, if it masks classes, have it write −1e9" if masked else "check the weights"
+            )
             raise InputError(
                 f"the model's output for sample {start + _first_not_finite(values)} is NaN or infinite although its "
-                "input is finite; check the weights."
+                f"input is finite; {way_out}."
             )
         if self._draws:
             with self.active(), torch.no_grad():

@@ -193,7 +193,9 @@ def _balanced(h: Tensor, w: Tensor, steps: int = 2000, tol: float = 1e-9) -> tup
     and short.
     """
     h, w = h.cpu(), w.cpu()
-    for _ in range(3):  # a row without h or without w can be scaled away
+    whole = None
+    while h.numel() and h.shape != whole:  # a row without h or without w can be scaled away, and then others
+        whole = h.shape
         rows, columns = (h.sum(1) > 0) & (w.sum(1) > 0), (h.sum(0) > 0) & (w.sum(0) > 0)
         h, w = h[rows][:, columns], w[rows][:, columns]
     if not h.numel():

@@ -357,7 +357,7 @@ class _Pass:
         problem, self.looked = self.context.problem, True
         check_independence(problem, inputs, outputs)
         if self.norm and self.layer is None:
-            check_input_derivatives(problem, inputs, targets)
+            check_input_derivatives(problem, inputs, targets, "leave out distance=")
         elif self.norm:
             check_derivatives(problem, inputs, targets, twice=False)
 

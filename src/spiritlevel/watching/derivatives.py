@@ -106,17 +106,17 @@ def _right(problem: Problem, inputs: Any, targets: Tensor, kinds: set[str]) -> _
     return found
 
 
-def check_input_derivatives(problem: Problem, inputs: Any, targets: Tensor) -> None:
+def check_input_derivatives(problem: Problem, inputs: Any, targets: Tensor, way_out: str = "") -> None:
     """Raise `InputError` if autograd's gradient in the inputs is not that of the forward pass.
 
-    A hook before the first layer changes no derivative in a parameter. Cost and the rest as in `check_derivatives`.
+    `way_out` is what else the caller can do, besides changing the model. A hook before the first layer changes no derivative in a parameter. Cost and the rest as in `check_derivatives`.
     """
     if "reverse" in _compared(problem, inputs, targets, set(), _ByInputs).broken:
         raise InputError(
             f"autograd's gradient with respect to the inputs of the model {type(problem.model).__name__} is not the "
             "derivative of its forward pass: a tensor hook, a gradient reversal or straight-through function, or a "
-            "part of its forward under torch.no_grad() or behind .detach() changes it, so it gives no distance; "
-            "measure the model without that, or leave out distance=."
+            f"part of its forward under torch.no_grad() or behind .detach() changes it; measure the model without that"
+            f"{way_out and ', or '}{way_out}."
         )
 
 
