@@ -289,7 +289,7 @@ def test_the_page_prints_on_light_ground_with_every_table_open(browser: Browser,
     pdf = tmp_path / "page.pdf"
     browser.pdf(pdf)
     assert pdf.read_bytes().startswith(b"%PDF")
-    assert 3 <= pdf.read_bytes().count(b"/Type /Page\n") <= 20
+    assert 3 <= pdf.read_bytes().count(b"/Type /Page\n") <= 9  # half of what a screen needs
     features = [{"name": "prefers-color-scheme", "value": "dark"}]
     browser.call("Emulation.setEmulatedMedia", media="print", features=features)
     assert luminance(browser.evaluate("getComputedStyle(document.body).backgroundColor")) > 0.9
