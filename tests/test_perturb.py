@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -192,13 +193,20 @@ def test_a_quadratic_loss_is_predicted_exactly() -> None:
 def test_where_two_terms_do_not_suffice_it_says_so() -> None:
     found = sl.perturb(NET, DATA, lambda weight: 30 * weight)
     assert not found.suffices
-    assert any("not enough" in sentence for sentence in found.sentences())
-    assert "not enough" in str(found)
+    assert found.held  # the interval is wide enough, so the prediction as a whole did not fail
+    assert "not enough" not in str(found)
+    assert "the interval allowed for them" in str(found)
+    missed = dataclasses.replace(found, predicted=dataclasses.replace(found.predicted, sources={}))
+    assert not missed.held
+    assert any("Second order is not enough" in sentence for sentence in missed.sentences())
+    assert "not enough" in str(missed)
     before = sl.perturb(NET, DATA, lambda weight: 30 * weight, apply=False)
     assert not before.suffices
     assert before.measured.status == "undefined"
     assert float(before.steps[-1]) == 0.5
+    assert not before.held
     assert "was not made" in str(before)
+    assert "may not be enough" in str(before)
     assert sl.perturb(NET, DATA, "int8").suffices
 
 

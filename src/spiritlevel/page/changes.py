@@ -88,10 +88,14 @@ def _way(found: Perturbation, key: str) -> Section:
     if found.suffices:
         section.texts.append("The parabola of slope and curvature follows the loss: second order is enough.")
     else:
-        section.texts.append(
-            "The parabola of slope and curvature departs from the loss: second order is not enough for a change of "
-            "this size, so trust the prediction no further than its interval."
+        beyond = (
+            "trust the prediction no further than its interval"
+            if math.isnan(found.measured.value)
+            else "the interval of the prediction allowed for that, and holds what was measured"
+            if found.held
+            else "second order is not enough for a change of this size, and the interval misses what was measured"
         )
+        section.texts.append(f"The parabola of slope and curvature departs from the loss: {beyond}.")
     steps, count = found.steps.tolist(), len(found.steps)
     share, loss = "share of the change", "mean loss"
     columns = {

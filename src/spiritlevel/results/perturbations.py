@@ -167,6 +167,12 @@ class Perturbation(Shown):
         return self.second_order / self.measured.value if self.measured.value else math.nan
 
     @property
+    def held(self) -> bool:
+        """Whether the interval of the prediction holds the change of the loss that was measured."""
+        low, high = self.predicted.interval()
+        return low <= self.measured.value <= high
+
+    @property
     def quadratic(self) -> Tensor:
         """The mean loss along the way, as the two terms predict it."""
         return self.losses[0] + self.steps * self.slope + self.steps.square() * self.curvature
@@ -218,19 +224,22 @@ class Perturbation(Shown):
         if not math.isnan(before.value + after.value):
             said.append(f"The accuracy went from {before.value:.2%} to {after.value:.2%}.")
         if not self.suffices:
-            said.append(
-                "Second order is not enough for this change: slope and curvature predict "
-                f"{figure(self.second_order, typeset=True)}{self._against()}. Look at the loss along the way."
-            )
+            said.append(self._beyond())
         if self.best and len(self.agreement) > 1:
             share = self.agreement[self.best]
             said.append(f"The {self.best} best tells which samples flip (AUROC {share:.3f}, 1 is perfect, 0.5 chance).")
         return said
 
-    def _against(self) -> str:
+    def _beyond(self) -> str:
+        """What a change does that slope and curvature do not tell, and whether the interval allowed for it."""
+        terms = f"slope and curvature predict {figure(self.second_order, typeset=True)}"
+        look = "Look at the loss along the way."
         if math.isnan(self.measured.value):
-            return ", and half of the change does not follow them"
-        return f", and {figure(self.measured.value, typeset=True)} was measured"
+            return f"Second order may not be enough: {terms}, and half of the change does not follow them. {look}"
+        came = f"{figure(self.measured.value, typeset=True)} was measured"
+        if self.held:
+            return f"Alone, {terms}, and {came}: higher orders matter, and the interval allowed for them. {look}"
+        return f"Second order is not enough for this change: {terms}, and {came}. {look}"
 
     def __str__(self) -> str:
         lines = [f"{self.change}: {self.meaning}", *self.sentences()]
