@@ -16,6 +16,7 @@ from typing import NamedTuple
 import pytest
 
 from spiritlevel.papers.claims import CLAIMS, Claim, Kind, Ruling, examine, paper_a, paper_b, paper_c, select
+from spiritlevel.papers.training.recipe import Recipe
 
 MODULES = {"A": paper_a, "B": paper_b, "C": paper_c}
 
@@ -294,9 +295,9 @@ SABOTAGES = tuple(
         ("C-5-times", '"abstract": 30.0', '"abstract": 38.0', HOLDS),
         ("C-5-frobenius", '(387.8, 0.02), "SGD": (10.11, 0.0001)', '(387.8, 400), "SGD": (10.11, 11)', HOLDS),
         ("C-5-frobenius", "(387.8, 0.02)", "(387.8, 0.002)", UNDECIDED),
-        ("C-eq14", "(share - 0.5) / 0.4", "(share - 0.5) / 0.5", FALSE),
-        ("C-eq15", "1 - (1 - ratio) * (share - 0.5) / 0.4 if share <= 0.9 else ratio", "1 - share / 2", HOLDS),
-        ("C-eq15", "1 - (1 - ratio) *", "1 + (1 - ratio) *", UNDECIDED),
+        ("C-eq14", 'schedule="paper_c"', 'schedule="constant"', FALSE),
+        ("C-eq15", "averaged_lr=ratio", "averaged_lr=ratio / 8", HOLDS),
+        ("C-eq15", "averaged_lr=ratio", "averaged_lr=ratio * 4", UNDECIDED),
         ("C-A-average", '"main text (sections 1 to 6)": 0', '"main text (sections 1 to 6)": 1', HOLDS),
         ("C-A-grid", "[1e-4, 3e-3, 1e-3], [1e-4", "[1e-4, 3e-4, 1e-3], [1e-4", HOLDS),
         ("C-A-grid", "[1e-4, 3e-4, 1e-3]", "[1e-4, 5e-4, 1e-3]", UNDECIDED),
@@ -380,6 +381,13 @@ def sabotaged(sabotage: Sabotage, seed: int) -> Ruling:
 def test_every_claim_has_a_sabotage() -> None:
     """A new claim needs one here: what would have to be different for its verdict to change?"""
     assert {s.id for s in SABOTAGES} == {claim.id for claim in CLAIMS}
+
+
+@pytest.mark.parametrize("id", ["C-eq14", "C-eq15"])
+def test_claims_about_schedules_test_the_rates_of_trainings(id: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    verdict = examine(claim_of(id), 0).finding.verdict
+    monkeypatch.setattr(Recipe, "rate", lambda self, epoch, epochs: 1.0 + epoch)
+    assert examine(claim_of(id), 0).finding.verdict != verdict
 
 
 def test_no_sabotage_is_there_twice() -> None:

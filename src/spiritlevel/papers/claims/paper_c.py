@@ -37,6 +37,7 @@ from spiritlevel.papers.claims.tools import (
     softmax_hessian,
     vanishes,
 )
+from spiritlevel.papers.training.recipe import Recipe
 from spiritlevel.results import SYMMETRIES
 from spiritlevel.samples.margins import signed_margin
 
@@ -1052,13 +1053,6 @@ def _frobenius(seed: int) -> Finding:
 # ---------------------------------------------------------------- appendix A: schedules
 
 
-def _schedule(share: float, ratio: float) -> float:
-    """Equations 14 and 15 over α₀: 1 up to half the time, linear to `ratio` at 0.9, `ratio` after."""
-    if share <= 0.5:
-        return 1.0
-    return 1 - (1 - ratio) * (share - 0.5) / 0.4 if share <= 0.9 else ratio
-
-
 @claim(
     "C-eq14",
     "Equation 14 and section 4",
@@ -1068,8 +1062,9 @@ def _schedule(share: float, ratio: float) -> float:
 )
 def _equation_fourteen(seed: int) -> Finding:
     """Passes if the schedule never rises, has no jump, is linear between 0.5 and 0.9 and ends at 0.01 of its start."""
+    recipe = Recipe(lr=1.0, epochs=1000, schedule="paper_c")  # of the trainings here
     shares = np.linspace(0, 1, 1001)
-    rates = np.array([_schedule(float(share), 0.01) for share in shares])
+    rates = np.array([recipe.rate(epoch, 1000) for epoch in range(1001)])
     decay = rates[(shares > 0.5) & (shares <= 0.9)]
     bent = float(np.abs(np.diff(decay, 2)).max())
     jump = float(np.abs(np.diff(rates)).max())
@@ -1091,13 +1086,16 @@ def _equation_fourteen(seed: int) -> Finding:
 )
 def _equation_fifteen(seed: int) -> Finding:
     """Passes if the schedule with r = α_avg/α₀ never rises and falls in the end: r = 2 as printed, ½ as corrected."""
-    shares = [k / 100 for k in range(101)]
+
+    def rates(ratio: float) -> list[float]:
+        recipe = Recipe(lr=1.0, epochs=100, schedule="averaging", average_from=100, averaged_lr=ratio)
+        return [recipe.rate(epoch, 100) for epoch in range(101)]
 
     def decays(ratio: float) -> bool:
-        rates = [_schedule(share, ratio) for share in shares]
-        return all(b <= a + 1e-12 for a, b in itertools.pairwise(rates)) and rates[-1] < rates[0]
+        found = rates(ratio)
+        return all(b <= a + 1e-12 for a, b in itertools.pairwise(found)) and found[-1] < found[0]
 
-    ends = {f"last / first with r = {ratio}": _schedule(1.0, ratio) for ratio in (2.0, 0.5)}
+    ends = {f"last / first with r = {ratio}": rates(ratio)[-1] for ratio in (2.0, 0.5)}
     return judge(ends, "With r = 2 the rate rises.", printed=decays(2.0), mended=decays(0.5))
 
 
