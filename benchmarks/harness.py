@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import spiritlevel as sl
+from spiritlevel.memory import peak_memory
 
 
 @dataclass(frozen=True)
@@ -155,5 +156,4 @@ def peak_of(script: str, *arguments: object) -> float:
 
 
 def print_peak() -> None:
-    status = Path("/proc/self/status").read_text()  # getrusage would start from the peak of the parent process
-    print(int(status.split("VmHWM:")[1].split()[0]) / 1024)
+    print(peak_memory() / 2**20)

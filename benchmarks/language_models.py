@@ -24,6 +24,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import spiritlevel as sl
+from spiritlevel.memory import peak_memory
 
 VOCABULARY, LENGTH = 50_304, 512
 LARGE, SMALL, TINY = (12, 768), (4, 256), (1, 64)  # layers and width
@@ -153,7 +154,7 @@ def measure(who: str, kind: str, layers: int, width: int, vocabulary: int, lengt
         del found
         times = [_seconds(lambda: product(vector)) for _ in range(2)]
     return {
-        "peak": _peak(),
+        "peak": peak_memory() / 1e9,
         "parameters": len(vector),
         "product": min(times) / min(forwards),
         "first": first / min(forwards),
@@ -165,12 +166,6 @@ def _seconds(function: Callable[[], Any]) -> float:
     start = time.process_time()
     function()
     return time.process_time() - start
-
-
-def _peak() -> float:
-    """The most GB that this process has held."""
-    status = Path("/proc/self/status").read_text()
-    return int(status.split("VmHWM:")[1].split()[0]) * 1024 / 1e9
 
 
 def _failed(last: str) -> dict[str, Any]:

@@ -200,7 +200,7 @@ SABOTAGES = tuple(
         ("B-D-earth", "torch.diag(values.rsqrt()) @ vectors.T", "vectors.T", FALSE),
         ("B-D-divergence", "m.log_density(back) - stretch", "m.log_density(back)", FALSE),
         ("B-D-likelihood", "/ self.spreads) @ self.weights", "/ self.spreads) @ self.weights.flip(0)", FALSE),
-        ("B-D-likelihood", "x = x - (_bend(x) - u) / (1 + x.square())", "x = torch.asinh(u)", FALSE),
+        ("B-D-likelihood", "model.distribution(unbend(u))", "model.distribution(torch.asinh(u))", FALSE),
         ("B-E-map", '("k ∈ K", range(depth))', '("k ∈ K", range(1, depth + 1))', HOLDS),
         ("B-E-map", '("k ≤ K", range(1, depth + 1))', '("k ≤ K", range(2, depth + 1))', UNDECIDED),
         ("B-E-gradient", "error(there, here / factors)", "error(there, here / factors**2)", FALSE),

@@ -417,6 +417,7 @@ def test_memory_decides_how_much_is_kept() -> None:
 PEAK = """
 import sys, torch
 from torch import nn
+from spiritlevel.memory import peak_memory
 from spiritlevel.operators.matrices import hessian
 
 class Stream:
@@ -425,18 +426,14 @@ class Stream:
             generator = torch.Generator().manual_seed(seed)
             yield torch.rand(100, 784, generator=generator), torch.randint(0, 10, (100,), generator=generator)
 
-def megabytes():
-    with open("/proc/self/status") as status:  # getrusage would start from the parent's peak
-        return next(int(line.split()[1]) / 1000 for line in status if line.startswith("VmHWM"))
-
 net = nn.Sequential(nn.Linear(784, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
 vector = torch.ones(sum(parameter.numel() for parameter in net.parameters()))
 hessian(net, (torch.rand(4, 784), torch.zeros(4, dtype=torch.long))) @ vector
-before = megabytes()
+before = peak_memory() / 1e6
 op = hessian(net, Stream(), memory="60MB")
 op @ vector
 op @ vector
-print(megabytes() - before)
+print(peak_memory() / 1e6 - before)
 """
 
 

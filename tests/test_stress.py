@@ -184,9 +184,7 @@ MANY_CLASSES = """
 import sys, torch
 from torch import nn
 import spiritlevel as sl
-
-def peak_bytes():  # getrusage would start from the peak of the parent process
-    return int(open("/proc/self/status").read().split("VmHWM:")[1].split()[0]) * 1024
+from spiritlevel.memory import peak_memory
 
 classes, samples = int(sys.argv[1]), int(sys.argv[2])
 torch.manual_seed(0)
@@ -194,9 +192,9 @@ net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, classes))
 data = torch.randn(samples, 8), torch.randint(0, classes, (samples,))
 small = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 12))
 sl.sample_traces(small, (data[0], data[1] % 12), passes=3)  # what is loaded once is not counted
-before = peak_bytes()
+before = peak_memory()
 found = sl.sample_traces(net, data, passes=3)
-peak = peak_bytes() - before
+peak = peak_memory() - before
 size = sum(p.numel() for p in net.parameters())
 floats = 4 * (samples * classes + size)
 with torch.no_grad():

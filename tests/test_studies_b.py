@@ -12,9 +12,10 @@ import torch
 from scipy import integrate, stats
 
 from spiritlevel import charts
+from spiritlevel.papers.coordinates import bend, earth_mover, unbend
 from spiritlevel.papers.studies import Verdict, decide, radial
 from spiritlevel.papers.studies import input_representation as inputs
-from spiritlevel.papers.studies.input_representation import SYSTEMS, Mixture, bend, coordinates, earth_mover, unbend
+from spiritlevel.papers.studies.input_representation import SYSTEMS, Mixture, coordinates
 from spiritlevel.papers.studies.rescaling import Rescaling, _measure
 
 

@@ -116,12 +116,11 @@ PEAK = """
 import sys
 sys.path.insert(0, sys.argv[1])
 from make_scaling_doc import data, lanczos, network
-def peak():  # getrusage would start from the peak of the parent process
-    return int(open("/proc/self/status").read().split("VmHWM:")[1].split()[0]) * 1024
+from spiritlevel.memory import peak_memory
 lanczos(network(), data(64), 4)()
-before = peak()
+before = peak_memory()
 lanczos(network(1024), data(64), int(sys.argv[2]))()
-print(peak() - before)
+print(peak_memory() - before)
 """
 
 

@@ -24,17 +24,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import spiritlevel as sl
+from spiritlevel.memory import peak_memory
 
 PAGE = Path(__file__).parent.parent / "docs" / "scaling.md"
 BEGIN, END = "<!-- shards: begin -->", "<!-- shards: end -->"
 RANKS, LAYERS = 2, 16
 WIDTHS = (512, 1024)
-
-
-def peak() -> int:
-    """The most bytes that this process has held since `forget_peak`."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * int(next(line for line in lines if line.startswith("VmHWM")).split()[1])
 
 
 def held() -> int:
@@ -92,7 +87,7 @@ def worker(rank: int, width: int, store: str) -> None:
         forget_peak()
         before = held()
         work()
-        found[name] = peak() - before
+        found[name] = peak_memory() - before
     if rank == 0:
         sys.stdout.write(json.dumps(found))
     dist.destroy_process_group()

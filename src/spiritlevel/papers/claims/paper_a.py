@@ -1618,9 +1618,6 @@ def _no_points(seed: int) -> Finding:
 
 # ---------------------------------------------------------------- do its measures survive the symmetries of networks?
 
-# what leaves the Hessian unchanged, except for the order of its rows
-_HESSIAN_STAYS = {"shift_logits", "permute_units"}
-
 
 @claim(
     "A-2-symmetries",
@@ -1640,7 +1637,7 @@ def _trace_under_symmetries(seed: int) -> Finding:
         evidence,
         "A linear map T of the parameters turns H into T⁻ᵀHT⁻¹, which has another trace.",
         printed=len(kept) == len(SYMMETRIES),
-        instead=kept == _HESSIAN_STAYS,
+        instead=kept == symmetry.HESSIAN_STAYS,
     )
 
 

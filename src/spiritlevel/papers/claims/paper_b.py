@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 from torch.func import grad, jacrev
 
@@ -33,6 +32,7 @@ from spiritlevel.papers.claims.tools import (
     normal,
     rank,
 )
+from spiritlevel.papers.coordinates import bend, earth_mover, reversed_pairs, unbend
 
 CLAIMS: list[Claim] = []
 claim = registrar("B", CLAIMS)
@@ -472,12 +472,6 @@ def _maps(reference: Tensor) -> dict[str, Tensor]:
     return {"standardization": standard, "whitening": torch.diag(values.rsqrt()) @ vectors.T}
 
 
-def _flips(before: Tensor, after: Tensor) -> float:
-    """The share of pairs that two lists of scores rank differently."""
-    pairs = list(itertools.combinations(range(len(before)), 2))
-    return sum(bool((before[i] - before[j]) * (after[i] - after[j]) < 0) for i, j in pairs) / len(pairs)
-
-
 def _cloud(rng: Rng, count: int) -> Tensor:
     """Points in three dimensions of very different spreads, mixed a little."""
     return (
@@ -498,22 +492,16 @@ def _mean_square_error(seed: int) -> Finding:
     rng = generator(seed)
     points = _cloud(rng, 200)
     noise = [normal(rng, 200, 3) * torch.exp(normal(rng, 3)) for _ in range(30)]  # what each model gets wrong
-    scores = torch.stack([part.square().sum(1).mean() for part in noise])
+    scores = [float(part.square().sum(1).mean()) for part in noise]
     flips = {}
     for name, matrix in _maps(points).items():
-        flips[name] = _flips(scores, torch.stack([(part @ matrix.T).square().sum(1).mean() for part in noise]))
+        moved = [float((part @ matrix.T).square().sum(1).mean()) for part in noise]
+        flips[name] = reversed_pairs(scores, moved)
     return judge(
         {f"pairs reversed by {name}": share for name, share in flips.items()},
         "The ranking depends on the coordinates.",
         printed=min(flips.values()) > 0.05,
     )
-
-
-def _earth_mover(first: Tensor, second: Tensor) -> float:
-    """The exact Earth-mover distance of two sets of equally many points: an assignment problem."""
-    cost = torch.cdist(first, second).numpy()
-    rows, columns = linear_sum_assignment(cost)
-    return float(cost[rows, columns].mean())
 
 
 @claim(
@@ -527,11 +515,11 @@ def _earth_mover_distance(seed: int) -> Finding:
     rng = generator(seed)
     points = _cloud(rng, 60)
     samples = [points + 0.1 * normal(rng, 60, 3) + normal(rng, 3) * torch.exp(normal(rng, 3)) for _ in range(30)]
-    scores = torch.tensor([_earth_mover(points, sample) for sample in samples])
+    scores = [earth_mover(points, sample) for sample in samples]
     flips = {}
     for name, matrix in _maps(points).items():
-        moved = torch.tensor([_earth_mover(points @ matrix.T, sample @ matrix.T) for sample in samples])
-        flips[name] = _flips(scores, moved)
+        moved = [earth_mover(points @ matrix.T, sample @ matrix.T) for sample in samples]
+        flips[name] = reversed_pairs(scores, moved)
     return judge(
         {f"pairs reversed by {name}": share for name, share in flips.items()},
         "The ranking depends on the coordinates.",
@@ -560,21 +548,6 @@ def _mixture(rng: Rng) -> _Mixture:
     return _Mixture(normal(rng, 2), torch.from_numpy(rng.uniform(0.6, 1.4, 2)), weights)
 
 
-def _bend(x: Tensor) -> Tensor:
-    """A bijection of the line that is far from affine: x + x³/3."""
-    return x + x.pow(3) / 3
-
-
-def _unbend(u: Tensor) -> Tensor:
-    """The inverse of `_bend`, by Cardano's formula, polished by Newton's method."""
-    root = ((1.5 * u).square() + 1).sqrt()
-    big = torch.where(u >= 0, 1.5 * u + root, root - 1.5 * u).pow(1 / 3)
-    x = torch.sign(u) * (big - 1 / big)
-    for _ in range(3):
-        x = x - (_bend(x) - u) / (1 + x.square())
-    return x
-
-
 F_DIVERGENCES: dict[str, Callable[[Tensor], Tensor]] = {
     "Kullback–Leibler": lambda t: t * t.log(),
     "reverse Kullback–Leibler": lambda t: -t.log(),
@@ -599,7 +572,7 @@ def _f_divergence(seed: int) -> Finding:
     target, candidates = _mixture(rng), [_mixture(rng) for _ in range(6)]
     x = torch.linspace(-12, 12, 20_001, dtype=torch.float64)
     u = torch.sinh(torch.linspace(-7.5, 7.5, 20_001, dtype=torch.float64))  # its own grid, in the new coordinates
-    back = _unbend(u)
+    back = unbend(u)
     stretch = (1 + back.square()).log()  # the logarithm of du/dx
     off, flips = 0.0, 0.0
     for function in F_DIVERGENCES.values():
@@ -611,7 +584,8 @@ def _f_divergence(seed: int) -> Finding:
             base = logs[0].exp()
             terms = [base * function((log - logs[0]).clamp(-60, 60).exp()) for log in logs[1:]]
             values.append(torch.stack([torch.trapezoid(term, grid) for term in terms]))
-        off, flips = max(off, error(values[1], values[0])), max(flips, _flips(*values))
+        off = max(off, error(values[1], values[0]))
+        flips = max(flips, reversed_pairs(values[0].tolist(), values[1].tolist()))
     return judge(
         {"largest change": off, "pairs reversed": flips},
         "Ratios of densities do not depend on coordinates.",
@@ -635,11 +609,12 @@ def _log_likelihood(seed: int) -> Finding:
     rng = generator(seed)
     points = normal(rng, 200)
     candidates = [_mixture(rng) for _ in range(20)]
-    u = _bend(points)
+    u = bend(points)
     before = torch.stack([model.log_density(points).mean() for model in candidates])
     densities = [grad(partial(_total_probability, model=model))(u) for model in candidates]
     shift = torch.stack([density.log().mean() for density in densities]) - before
-    off, flips = error(shift, -(1 + points.square()).log().mean().expand(20)), _flips(before, before + shift)
+    off = error(shift, -(1 + points.square()).log().mean().expand(20))
+    flips = reversed_pairs(before.tolist(), (before + shift).tolist())
     return judge(
         {"common shift": shift.mean(), "largest error of the shift": off, "pairs reversed": flips},
         "All models shift alike.",
@@ -649,7 +624,7 @@ def _log_likelihood(seed: int) -> Finding:
 
 def _total_probability(u: Tensor, model: _Mixture) -> Tensor:
     """Σ P(X ≤ x(u)) over the points: its derivative by one of them is the density of u there."""
-    return model.distribution(_unbend(u)).sum()
+    return model.distribution(unbend(u)).sum()
 
 
 # ---------------------------------------------------------------- E: the whole spectrum

@@ -1507,8 +1507,6 @@ def _trained_flatness(seed: int) -> Finding:
 
 # ---------------------------------------------------------------- do its measures survive the symmetries of networks?
 
-# what leaves the Hessian unchanged, except for the order of its rows
-_HESSIAN_STAYS = {"shift_logits", "permute_units"}
 _ORDER = {"permute_units"}
 
 
@@ -1530,7 +1528,7 @@ def _trace_under_symmetries(seed: int) -> Finding:
         evidence,
         "A linear map T of the parameters turns H into T⁻ᵀHT⁻¹, which has another spectrum.",
         printed=len(kept) == len(SYMMETRIES),
-        instead=kept == _HESSIAN_STAYS,
+        instead=kept == symmetry.HESSIAN_STAYS,
     )
 
 
@@ -1552,7 +1550,7 @@ def _spectral_under_symmetries(seed: int) -> Finding:
         evidence,
         "A linear map T of the parameters turns H into T⁻ᵀHT⁻¹, which has another spectrum.",
         printed=len(kept) == len(SYMMETRIES),
-        instead=kept == _HESSIAN_STAYS,
+        instead=kept == symmetry.HESSIAN_STAYS,
     )
 
 
@@ -1574,7 +1572,7 @@ def _frobenius_under_symmetries(seed: int) -> Finding:
         evidence,
         "A linear map T of the parameters turns H into T⁻ᵀHT⁻¹, which has another spectrum.",
         printed=len(kept) == len(SYMMETRIES),
-        instead=kept == _HESSIAN_STAYS,
+        instead=kept == symmetry.HESSIAN_STAYS,
     )
 
 
@@ -1596,7 +1594,7 @@ def _volume_under_symmetries(seed: int) -> Finding:
         evidence,
         "The top k eigenvalues of T⁻ᵀHT⁻¹ differ from those of H.",
         printed=len(kept) == len(SYMMETRIES),
-        instead=kept == _HESSIAN_STAYS,
+        instead=kept == symmetry.HESSIAN_STAYS,
     )
 
 

@@ -21,6 +21,8 @@ from spiritlevel.samples.margins import margin_bound, signed_margin
 from spiritlevel.statistics.correlation import skewness
 
 KEPT = 1e-6  # a value whose relative change under a symmetry is below this has stayed
+HESSIAN_STAYS = {"shift_logits", "permute_units"}
+"""What leaves the Hessian unchanged, except for the order of its rows."""
 
 
 class Classifier(nn.Module):

@@ -113,6 +113,8 @@ def judge(flips: list[dict[str, Any]]) -> Iterator[Ruling]:
 
 def _flips(scores: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """For each case, score and coordinate system: pairs ordered differently than in the given coordinates."""
+    from spiritlevel.papers.coordinates import reversed_pairs
+
     rows = []
     for score, case in STATEMENTS:
         found = [row for row in scores if row["case"] == case and row["score"] == score]
@@ -122,12 +124,10 @@ def _flips(scores: list[dict[str, Any]]) -> list[dict[str, Any]]:
         for name, values in by_system.items():
             if name == "given":
                 continue
-            pairs = list(itertools.combinations(range(len(given)), 2))
-            flipped = sum((given[i] - given[j]) * (values[i] - values[j]) < 0 for i, j in pairs)
             shift = [after - before for before, after in zip(given, values, strict=True)]
             change = (max(shift) - min(shift)) / spread
             row = {"case": case, "score": score, "coordinates": name}
-            rows.append({**row, "reversed": flipped / len(pairs), "change": change})
+            rows.append({**row, "reversed": reversed_pairs(given, values), "change": change})
     return rows
 
 
@@ -189,6 +189,7 @@ def coordinates(reference: Tensor) -> dict[str, Coordinates]:
     """The four coordinate systems, with the affine ones fitted to reference points."""
     import torch
 
+    from spiritlevel.papers.coordinates import bend, unbend
     from spiritlevel.transforms import standardisation, whitening
 
     eye = torch.eye(reference.shape[1], dtype=reference.dtype)
@@ -214,18 +215,10 @@ def _affine(mapping: Any, eye: Tensor) -> Coordinates:
     return Coordinates(mapping, lambda model, u: model.mapped(matrix, shift).log_density(u))
 
 
-def bend(x: Tensor) -> Tensor:
-    """The map x + x³/3: a bijection of the line, far from affine."""
-    return x + x.pow(3) / 3
-
-
-def unbend(u: Tensor) -> Tensor:
-    """The inverse of `bend`: x = 2 sinh(asinh(3u/2)/3), since sinh 3t = 4 sinh³ t + 3 sinh t."""
-    return 2 * ((1.5 * u).asinh() / 3).sinh()
-
-
 def _scores(case: str, config: InputRepresentation) -> list[dict[str, Any]]:
     import torch
+
+    from spiritlevel.papers.coordinates import earth_mover
 
     target, models, held_out = (_constructed if case == "constructed" else _images)(config)
     generator = torch.Generator().manual_seed(config.seed + 1)
@@ -251,16 +244,6 @@ def _scores(case: str, config: InputRepresentation) -> list[dict[str, Any]]:
             for score, value in values.items():
                 rows.append({"case": case, "coordinates": name, "model": number, "score": score, "value": float(value)})
     return rows
-
-
-def earth_mover(first: Tensor, second: Tensor) -> float:
-    """The Earth-mover distance of two sets of equally many points: exact, an assignment problem."""
-    import torch
-    from scipy.optimize import linear_sum_assignment
-
-    cost = torch.cdist(first, second).numpy()
-    rows, columns = linear_sum_assignment(cost)
-    return float(cost[rows, columns].mean())
 
 
 def _constructed(config: InputRepresentation) -> tuple[Mixture, list[Mixture], Tensor]:
