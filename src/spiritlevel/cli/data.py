@@ -12,6 +12,8 @@ from spiritlevel.cli import parsing
 from spiritlevel.cli.base import Command, Outcome, ProgressBar, say
 from spiritlevel.errors import InputError, unknown_name
 
+_WITH_LICENCES = 124  # columns of a terminal in which licences stand beside the sets, and not below
+
 
 @dataclass(frozen=True, kw_only=True)
 class DataList(Command):
@@ -32,16 +34,20 @@ class DataList(Command):
 
         rows = [row._asdict() for row in data.describe()]
         console = Console()
-        shown = [heading for heading in rows[0] if heading != "licence" or console.width >= 80]
+        beside = console.width >= _WITH_LICENCES
+        shown = [heading for heading in rows[0] if heading != "licence" or beside]
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
         for heading in shown:
             number = isinstance(rows[0][heading], int)
-            # only these may be cut: a truncated number would be a different number
-            wraps = heading in ("licence", "where")
-            table.add_column(heading, justify="right" if number else "left", overflow="fold", no_wrap=not wraps)
+            whole = heading != "where"  # a truncated number would be a different number
+            table.add_column(heading, justify="right" if number else "left", overflow="fold", no_wrap=whole)
         for row in rows:
             table.add_row(*(_cell(row[heading]) for heading in shown))
         console.print(table)
+        if not beside:
+            console.print("Licences:", style="dim")
+            for row in rows:
+                console.print(f"{row['name']}: {row['licence']}", style="dim", highlight=False)
         return Outcome({"data": rows})
 
 
