@@ -146,6 +146,8 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["data", "get", "mnits"], "unknown data set 'mnits': did you mean 'mnist'"),
         (["data", "path", "fashion"], "did you mean 'fashion-mini'"),
         (["data", "list", "--json", "."], "--json needs the path of a file that can be written, got '.'"),
+        (["data", "list", "--json", "/proc/x/y"], "nothing can be made in '/proc'"),  # looks writable, takes nothing
+        (["measure", "mlp", "--data", "digits", "--out", "/proc/x"], "nothing can be made in '/proc'"),
         (["data", "list", "--json", "pyproject.toml/x"], "--json needs the path of a file that can be written"),
     ],
 )
@@ -177,6 +179,18 @@ def test_data_list_names_every_set_and_writes_strict_json(tmp_path: Path, capsys
     assert found["version"] == sl.__version__
     assert found["command"] == "data list"
     assert list(file.parent.iterdir()) == [file]
+
+
+@pytest.mark.parametrize("width", [80, 140])
+def test_the_list_of_data_sets_breaks_no_line(
+    width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    assert cli.main(["data", "list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= width
+    assert sum("CC BY-SA 3.0, Y. LeCun and C. Cortes" in line for line in lines) == 1
+    assert sum("built-in" in line for line in lines) == 2
 
 
 def test_data_get_and_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

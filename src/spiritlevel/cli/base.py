@@ -171,6 +171,23 @@ def check_writable(path: Path, option: str = "--json") -> None:
         ) from error
     if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
         raise InputError(f"{option} needs the path of a file that can be written, got {str(path)!r}.")
+    if not path.exists():
+        _try_folder(folder, option, path)
+
+
+def _try_folder(folder: Path, option: str, path: Path) -> None:
+    """Make a folder where the result will be: some places that look writable, such as /proc, take nothing."""
+    import tempfile
+
+    try:
+        with tempfile.TemporaryDirectory(prefix=".spiritlevel-", dir=folder):
+            pass
+    except OSError as error:
+        reason = error.strerror or error
+        raise InputError(
+            f"{option} needs the path of a file that can be written, got {str(path)!r}: nothing can be made in "
+            f"{str(folder)!r} ({reason})."
+        ) from error
 
 
 def check_folder(folder: Path) -> None:
