@@ -347,7 +347,10 @@ def test_distance_of_token_models_is_at_a_layer(untouched) -> None:  # type: ign
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"distance": 2}, "needs floating-point inputs, got int64; convert them, or name a layer"),
+        (
+            {"distance": 2},
+            r"got int64; `sl.margins\(model, data, distance=2, layer='embed'\)` measures it at the output of a layer",
+        ),
         ({"distance": 2, "layer": "embd"}, "unknown layer 'embd': did you mean 'embed'?"),
         ({"distance": 2, "layer": ""}, "unknown layer ''"),
         ({"layer": "embed"}, "pass distance=2 or distance='inf' as well"),

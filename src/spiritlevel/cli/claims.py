@@ -16,6 +16,8 @@ class Claims(Seeded):
     """Run the formulas, theorems and counts of the three papers and say which hold; exit code 1 if one is undecided.
 
     For example: spiritlevel claims --paper B --json claims.json
+
+    One claim in full: spiritlevel claims --id C-eq14
     """
 
     NAME = "claims"

@@ -48,9 +48,7 @@ def show_report(report: Report, console: Console | None = None) -> None:
         table.add_row(row.name, _value(row.value), _limits(row), row.direction, fate(moved.get(row.name)))
     if report.rows:
         print_table(console, table)
-    reasons = {row.name: row.subset_error for row in report.rows if row.subset_error}
-    for reason in dict.fromkeys(reasons.values()):
-        names = ", ".join(name for name in reasons if reasons[name] == reason)
+    for names, reason in report.unknown_errors().items():
         console.print(f"± unknown: {names}: {reason}", style="dim", markup=False)
     for line in left_out_lines(report.left_out):
         console.print(line, style="dim", markup=False)

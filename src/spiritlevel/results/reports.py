@@ -215,6 +215,14 @@ class Report(Shown):
                 return row
         raise InputError(f"the report holds no measure {name!r}, only {', '.join(row.name for row in self.rows)}.")
 
+    def unknown_errors(self) -> dict[str, str]:
+        """Why the error of a random subset is not known, for the names of the measures that share a reason."""
+        reasons = {row.name: row.subset_error for row in self.rows if row.subset_error}
+        return {
+            ", ".join(name for name in reasons if reasons[name] == reason): reason
+            for reason in dict.fromkeys(reasons.values())
+        }
+
     def _columns(self) -> Columns:
         """One row per measure; the limits are those of `ReportRow.interval`."""
         rows = self.rows
@@ -261,6 +269,7 @@ class Report(Shown):
                 ]
             )
         lines += aligned(table)
+        lines += [f"95% interval unknown: {names}: {reason}" for names, reason in self.unknown_errors().items()]
         lines += [f"{name}: {found}" for name, found in self.correlations.items()]
         lines += left_out_lines(self.left_out)
         return "\n".join([*lines, *self.headline])

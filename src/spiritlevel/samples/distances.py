@@ -40,9 +40,11 @@ def linearised(problem: Problem, inputs: Any, layer: str | None) -> tuple[Tensor
         inputs = tree_map(watch, inputs)
         if not points:
             kinds = {str(leaf.dtype).removeprefix("torch.") for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)}
+            tables = (name for name, module in problem.model.named_modules() if isinstance(module, nn.Embedding))
             raise InputError(
-                f"a distance in input space needs floating-point inputs, got {', '.join(sorted(kinds))}; convert them, "
-                "or name a layer, e.g. the embedding, with layer=."
+                f"a distance in input space needs floating-point inputs, got {', '.join(sorted(kinds))}; "
+                f"`sl.margins(model, data, distance=2, layer={next(tables, 'NAME')!r})` measures it at the output of a "
+                "layer instead."
             )
         return problem.outputs(problem.params, inputs), points
 

@@ -111,7 +111,8 @@ class Loss(ABC):
         if outputs.ndim != 2 or outputs.shape[1] < 2:
             raise InputError(
                 f"margins needs logits of shape (samples, classes >= 2), got {tuple(outputs.shape)}; the loss "
-                f"{self.name} does not say which of them are classes."
+                f"{self.name} does not say which of them are classes; loss='cross_entropy' or a "
+                "torch.nn.CrossEntropyLoss does."
             )
         class_targets("margins", outputs, targets, start)
         return Decisions(outputs, targets.long())
