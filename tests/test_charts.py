@@ -285,3 +285,16 @@ def test_cells_of_a_surface_overlap_only_where_the_next_is_drawn_over_them() -> 
     assert reach[2, 2] == (False, False)
     assert reach[2, 1] == (False, True)
     assert reach[1, 2] == (True, False)
+
+
+def test_contours_of_heights_near_the_largest_float() -> None:
+    """Their differences overflow; the lines are those of the same surface in other units. Warnings are errors here."""
+
+    def lines(unit: float) -> list[dict[str, Any]]:
+        heights = [[-1.7 * unit, 1.7 * unit], [1.7 * unit, -1.7 * unit]]
+        chart = charts.contours([0, 1], [0, 1], heights, names=("x", "y", "z")).to_dict()
+        (found,) = [rows for rows in chart["datasets"].values() if "value" not in rows[0]]
+        return list(found)
+
+    for huge, plain in zip(lines(1e308), lines(1.0), strict=True):
+        assert huge == pytest.approx(plain)

@@ -23,6 +23,7 @@ from spiritlevel.charts.axes import (
 )
 from spiritlevel.errors import InputError
 
+_HUGE = 1e307  # of a height; the differences of larger ones are no longer numbers
 _UNDER = 0.15  # of a cell; at fifty cells that is a pixel
 
 
@@ -60,6 +61,8 @@ def contours(
         if known[i, j]
     ]
     ends = (math.log10(low), math.log10(high)) if log else (low, high)
+    if not log and max(map(abs, ends)) > _HUGE:  # the difference of two of them would overflow
+        scaled, ends = scaled / 4, (low / 4, high / 4)
     cuts = np.linspace(*ends, levels + 2)[1:-1]
     segments = [
         dict(zip(("x", "y", "x2", "y2"), map(float, segment), strict=True))
