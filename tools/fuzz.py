@@ -249,7 +249,7 @@ class Run:
         lines = [
             f"{self.networks:,} networks; {self.compared:,} comparisons, {self.exact:,} of them of exact answers.",
             f"{len(self.estimates):,} estimates, {wide:,} ({wide / max(1, len(self.estimates)):.1%}) of them more than "
-            "2 standard errors off (a normal distribution has 4.6 %, Student's t with 15 degrees of freedom 6.6 %).",
+            "2 standard errors off (a normal distribution has 4.6%, Student's t with 15 degrees of freedom 6.6%).",
             f"{sum(self.unknown.values()):,} comparisons with no truth to compare with:",
             *(f"  {count:6,}  {text}" for text, count in self.unknown.most_common(12)),
             f"{sum(self.refusals.values()):,} refusals:",

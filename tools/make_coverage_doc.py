@@ -1,4 +1,4 @@
-"""Count how often 95 % intervals hold the truth in simulated cases, and write docs/coverage.md: `make coverage-doc`.
+"""Count how often 95% intervals hold the truth in simulated cases, and write docs/coverage.md: `make coverage-doc`.
 
 A *setting* draws a case by its number (a subset of the data, or probes) and says of each interval in it whether the
 truth, which is known, lies inside; None where the library says *unknown*. Takes about ten minutes, and resumes if
@@ -40,7 +40,7 @@ from spiritlevel.results import Estimate, subset_mean, write_atomically
 from spiritlevel.statistics.subsets import SubsetError, by_order
 
 PAGE = Path(__file__).parents[1] / "docs" / "coverage.md"
-LOW, HIGH = 0.92, 0.98  # what a 95 % interval may cover in 1,000 cases; above that it is called conservative
+LOW, HIGH = 0.92, 0.98  # what a 95% interval may cover in 1,000 cases; above that it is called conservative
 
 KINDS = ("holds", "conservative", "unknown", "undecided", "misses")
 KEPT: Path | None = None  # the folder of what is finished, set by `main`
@@ -408,7 +408,7 @@ def changing(kind: str) -> Setting:
 
 @simulation("random changes of the weights", "tanh", "convolution", share=0.334)
 def random_change(kind: str, case: int) -> Found:
-    """Noise of 1 % to 5 %, or rounding at random: does the prediction cover what the draw did?"""
+    """Noise of 1% to 5%, or rounding at random: does the prediction cover what the draw did?"""
     setting = copy.copy(changing(kind))
     setting.seed = case
     made = perturb_in(setting, as_change(("noise:0.01", "noise:0.05", "int6:random")[case % 3]), layers=False)
@@ -443,7 +443,7 @@ def comparison(count: int, case: int) -> Found:
 
 @simulation("two models that are equally good", 100, 400, share=0.5)
 def rare_differences(count: int, case: int) -> Found:
-    """Two tables of outputs that differ in 2 % of their rows, by much, as often in favour of either."""
+    """Two tables of outputs that differ in 2% of their rows, by much, as often in favour of either."""
     draw = torch.Generator().manual_seed(case)
     logits, labels = torch.randn(count, 2, generator=draw), torch.randint(0, 2, (count,), generator=draw)
     logits[torch.arange(count), labels] += 2
@@ -532,7 +532,7 @@ def page(found: list[Row]) -> str:
     text = [
         "# Do the intervals hold?",
         "",
-        f"Written by `make coverage-doc`. Every 95 % interval that the library states, in {cases:,} simulated cases "
+        f"Written by `make coverage-doc`. Every 95% interval that the library states, in {cases:,} simulated cases "
         "(fewer where a case is expensive) of each setting whose truth is known. *holds*: the truth lies inside "
         f"in {LOW:.0%} to {HIGH:.0%} of the cases; *conservative*: in more; *unknown*: the library states no interval "
         "and says why; **misses**: in fewer; *undecided*: in fewer, by no more than chance explains among fewer than "
@@ -567,9 +567,9 @@ The networks are small ones trained on scikit-learn's digits: *early*, *half-way
 stopped after 60, 300 and 1,500 steps; *small* and *tanh* with 4 on 4×4 pixels. A subset of N of the 1,437 images is
 drawn without replacement, and the truth is the number on all of them. `means` and `quantiles` draw from the values of
 all samples; what is *measured from scratch* goes through all that `measure(samples=N)` does. A random change is noise
-of 1 % or 5 %, or rounding at random to 6 bits, of a smooth network on 80 samples, drawn anew in each case; where
+of 1% or 5%, or rounding at random to 6 bits, of a smooth network on 80 samples, drawn anew in each case; where
 `perturb` says that the second order does not suffice, no interval counts as stated. The two models that are
-compared are mirror images of each other on symmetric data, or tables of outputs of which 2 % differ by much, as many
+compared are mirror images of each other on symmetric data, or tables of outputs of which 2% differ by much, as many
 in favour of either (`rare differences`), so that no difference is real: *no advice* counts the cases in which `compare`
 does not say "Trust". The standard errors of single entries (`DiagonalEstimate`) make no
 interval, and are not in the table.""".replace("simulated\n\n", "simulated\0").split("\n")

@@ -1,6 +1,6 @@
 """Writes the tables of docs/perturb.md between their marks: `make perturb-doc`.
 
-How often the 95 % intervals of `perturb` hold what a change does, over random changes of a LeNet, a small ResNet and a
+How often the 95% intervals of `perturb` hold what a change does, over random changes of a LeNet, a small ResNet and a
 small transformer; and what chosen bits are worth, from the kept runs of the study `layer-bits`. Changes are counted in
 pieces that are kept under build/, so that it can be run with `--seconds 300` until nothing is left; if the code that
 predicts has changed, counting starts afresh.
@@ -168,7 +168,7 @@ def count(cases: int, seconds: float) -> int:
 
 
 def share(rows: Sequence[dict[str, Any]], key: str = "loss") -> str:
-    return f"{sum(row[key] for row in rows) / len(rows):.1%} of {len(rows):,}".replace("%", " %") if rows else "–"
+    return f"{sum(row[key] for row in rows) / len(rows):.1%} of {len(rows):,}" if rows else "–"
 
 
 def coverage(cases: int) -> tuple[str, dict[tuple[str, str], list[dict[str, Any]]]]:
@@ -210,7 +210,7 @@ def chosen() -> str:
         used, loss, accuracy = (statistics.mean(column) for column in zip(*rows, strict=True))
         spread = f" ± {100 * statistics.stdev(row[2] for row in rows):.1f}" if len(rows) > 1 else ""
         cells = (network, f"{budget:g}" if budget else "–", ORDERS[by], f"{used:.3g}", f"{loss:.3f}")
-        lines.append(f"| {' | '.join(cells)} | {100 * accuracy:.1f} %{spread} | {len(rows)} |")
+        lines.append(f"| {' | '.join(cells)} | {100 * accuracy:.1f}%{spread} | {len(rows)} |")
     return "\n".join([*lines, "", *against_uniform(kept)])
 
 

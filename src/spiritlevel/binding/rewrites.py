@@ -29,9 +29,9 @@ from spiritlevel.errors import InputError
 class Elementary(TorchFunctionMode):
     """Inside it, the operations of this module run in forms that can be differentiated in every way.
 
-    Nested forward mode is silently wrong for layer norm (by 10-20 %), and for batch norm and instance norm that use the
-    statistics of their input (by 30 % and more; a `vmap` over their backward pass is off by 10 %). Double backward
-    through weight norm is off by 24 %, and ignores the mean and the deviation that the native norms also return.
+    Nested forward mode is silently wrong for layer norm (by 10-20%), and for batch norm and instance norm that use the
+    statistics of their input (by 30% and more; a `vmap` over their backward pass is off by 10%). Double backward
+    through weight norm is off by 24%, and ignores the mean and the deviation that the native norms also return.
     Forward mode moves the row of an embedding that `padding_idx` holds fixed; reverse mode does not. The hard sigmoid,
     `cdist` and bags of embeddings have no second derivative, the gated linear unit no nested forward mode; the second
     derivatives of `sinc` at 0 are NaN or 0. Running statistics are never written.

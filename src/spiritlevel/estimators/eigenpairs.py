@@ -54,7 +54,7 @@ def eigenvalues(
     4 to 10 products.
 
     A small residual does not show that no eigenvalue lies further out: the start vector may hardly have contained its
-    eigenvector. That is excluded in the same way, for eigenvalues further out by min(50 tol, 5 %) of max|Ritz value|
+    eigenvector. That is excluded in the same way, for eigenvalues further out by min(50 tol, 5%) of max|Ritz value|
     or more; the products that the first round made for its residual usually suffice.
 
     Up to size max(128, 4k) all eigenvalues are computed from the dense matrix, and up to size 2048 once the iteration

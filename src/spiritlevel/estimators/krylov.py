@@ -167,7 +167,7 @@ class Krylov:
     def reach(self, end: Callable[[Array], Array], size: float) -> float:
         """How far beyond `size` an eigenvalue may lie, measured by `end`, with a chance above _MISS; at most the norm.
 
-        To 1 %, and to 1e-14 of the norm. Products with H are known up to `noise`, which moves eigenvalues by that much.
+        To 1%, and to 1e-14 of the norm. Products with H are known up to `noise`, which moves eigenvalues by that much.
         """
         if not self.norm:
             return self.noise

@@ -33,7 +33,7 @@ def operator_trace(
     of (I − QQᵀ)H(I − QQᵀ), whose spread is the standard error; far better where a few eigenvalues dominate.
 
     Cost: `probes` products in all. With `rel_err` instead, 16 pilot probes decide how many more are needed for
-    stderr ≤ rel_err · |Tr H| (from the upper 90 % bound of their variance), at most 4096. Exact, from the unit
+    stderr ≤ rel_err · |Tr H| (from the upper 90% bound of their variance), at most 4096. Exact, from the unit
     vectors, where that takes no more products.
 
     References: Hutchinson, Commun. Stat. Simul. Comput. 18 (1989), doi:10.1080/03610918908812806; Meyer, Musco, Musco

@@ -21,7 +21,7 @@ _PAC_WIDTH = 0.0099  # of the final bracket of log σ
 
 
 def _pac_bayes(setting: Setting, deviation: Callable[[float], Tensor | float], purpose: int) -> Estimate:
-    """1/σ² on fixed draws: σ is doubled or halved until the rise crosses the limit, and the crossing enclosed to 1 %.
+    """1/σ² on fixed draws: σ is doubled or halved until the rise crosses the limit, and the crossing enclosed to 1%.
 
     The error follows by the delta method, from the spread of the draws and the slope of the rise in log σ over the
     first bracket. `deviation` maps σ to the standard deviation of every parameter.

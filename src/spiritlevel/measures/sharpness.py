@@ -24,7 +24,7 @@ _GAIN = 1e-4  # relative gain of an ascent step; less ends it
 def _ascent(setting: Setting, name: str, unit: Tensor, radius: float, norm: float) -> Estimate:
     """Maximum of L(θ + unit∘u) − L over ‖u‖ ≤ radius: projected ascent along the unit gradient, the best point seen.
 
-    `norm` is 2 or infinity. At most 20 steps, until one gains less than 0.01 %. The iteration knows only u, so scaling
+    `norm` is 2 or infinity. At most 20 steps, until one gains less than 0.01%. The iteration knows only u, so scaling
     θ and `unit` alike changes no step.
     """
     base, slope = setting.start
@@ -97,7 +97,7 @@ def _adaptive_sharpness_l2(setting: Setting) -> Estimate:
 
 @register(
     "adaptive_sharpness_linf",
-    "largest rise of the loss that 20 steps of projected ascent find when every weight may move by 1 %",
+    "largest rise of the loss that 20 steps of projected ascent find when every weight may move by 1%",
     "max_{|δ_i|≤ρ|θ_i|} L(θ+δ) − L, ρ = 0.01",
     "Kwon et al. 2021, arXiv:2102.11600; Andriushchenko et al. 2023, arXiv:2302.07011",
     family="curvature",
@@ -151,7 +151,7 @@ def _average_sharpness(setting: Setting) -> Estimate:
 
 @register(
     "adaptive_sharpness_average",
-    "mean rise of the loss when every weight gets 5 % normal noise",
+    "mean rise of the loss when every weight gets 5% normal noise",
     "E L(θ+δ) − L, δ_i ~ N(0, ρ²θ_i²), ρ = 0.05",
     "Andriushchenko, Croce, Müller, Hein & Flammarion 2023, arXiv:2302.07011",
     family="curvature",

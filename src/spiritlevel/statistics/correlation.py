@@ -238,7 +238,7 @@ def correlate(
     first, and suits tiny values (to that routine, distances below 1e-10 are equal); "none" keeps all.
     Where more than 20 points coincide, neighbours are counted among distinct points, as Breunig et al. advise.
 
-    The interval is tanh(z ± t·s), z = artanh r: s is half the width of the central 68.3 % of z over resampled points
+    The interval is tanh(z ± t·s), z = artanh r: s is half the width of the central 68.3% of z over resampled points
     (outliers stay removed), t Student's. With `SampleTraces` that carry their probes' draws, points and probes are
     resampled together, which is conservative; the interval is then one for r *as measured with that many probes*, and
     `disattenuated` is the estimate of r without their noise. Slope and intercept are those of b = slope·a + intercept
@@ -246,9 +246,9 @@ def correlate(
 
     Where r is undefined (fewer than 3 points, equal or NaN values) it is NaN, and `reason` says why. Cost: 0.1 s for
     1,000 points, O(resamples·N); beyond 50,000 points the moments of the resamples are drawn from their normal limit,
-    O(N). Coverage of the 95 % interval in simulation: 94-95 % for normal data of 15 to 200 points, 90-93 % for heavy
+    O(N). Coverage of the 95% interval in simulation: 94-95% for normal data of 15 to 200 points, 90-93% for heavy
     tails, if none are removed. With "lof" the interval is for the r of the points kept, which is nearer to zero: it
-    covers the r of a whole normal cloud (0.6, 50 to 200 points) in 83-87 % of cases.
+    covers the r of a whole normal cloud (0.6, 50 to 200 points) in 83-87% of cases.
     References: paper A, section 3.2; Breunig et al. 2000; Owen 2007 (points and probes); Spearman 1904 (attenuation).
 
     >>> a = torch.arange(50.0)

@@ -163,7 +163,7 @@ def _entropy(counts: Array) -> float:
 
 
 def interval(draws: Array) -> tuple[float, float]:
-    """The central 95 % of the resamples, entry 0 left out; NaN if fewer than 90 % of them are defined."""
+    """The central 95% of the resamples, entry 0 left out; NaN if fewer than 90% of them are defined."""
     finite = draws[1:][np.isfinite(draws[1:])]
     if len(finite) < 0.9 * (len(draws) - 1) or not len(finite):
         return math.nan, math.nan

@@ -26,7 +26,7 @@ _Z = float(stats.norm.ppf(0.975))
 
 
 class SubsetError(NamedTuple):
-    """Standard error and 95 % limits, NaN where they are not known; `reason` then says why."""
+    """Standard error and 95% limits, NaN where they are not known; `reason` then says why."""
 
     stderr: float
     low: float
