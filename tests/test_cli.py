@@ -148,6 +148,10 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["data", "list", "--json", "."], "--json needs the path of a file that can be written, got '.'"),
         (["data", "list", "--json", "/proc/x/y"], "nothing can be made in '/proc'"),  # looks writable, takes nothing
         (["measure", "mlp", "--data", "digits", "--out", "/proc/x"], "nothing can be made in '/proc'"),
+        (
+            ["measure", "mlp", "--data", "digits", "--out", "page.html"],
+            "'page.html' is named like a file; write --out 'page'",
+        ),
         (["data", "list", "--json", "pyproject.toml/x"], "--json needs the path of a file that can be written"),
     ],
 )

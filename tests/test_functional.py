@@ -785,6 +785,7 @@ def test_a_model_that_reads_memory_is_measured_in_reverse_mode(measure: Callable
         (lambda x: x[:, :2], "target 2 .* is outside the model's 2 classes"),
         (lambda x: x / 0, "output for sample 10 is NaN or infinite although its input is finite; check the weights"),
         (lambda x: torch.cat([x[:3], x[3:] * math.nan]), "output for sample 13 is NaN"),
+        (lambda x: x.masked_fill(x < x.amax(), -math.inf), "if it masks classes, have it write −1e9"),
     ],
 )
 def test_outputs_that_do_not_fit_are_refused(change: Callable[[Tensor], Tensor], message: str) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
+import spiritlevel as sl
 from spiritlevel.binding.losses import aceht, confidence_gap
 from spiritlevel.errors import InputError
 from spiritlevel.results import Margins
@@ -528,8 +529,10 @@ def test_a_distance_is_refused_where_the_gradient_by_the_inputs_is_none() -> Non
             return self.head(x)
 
     data = torch.randn(4, 3), torch.tensor([0, 1, 0, 1])
-    with pytest.raises(InputError, match="gradient with respect to the inputs"):
+    with pytest.raises(InputError, match=r"gradient with respect to the inputs.*, or leave out distance="):
         margins(Hooked(), data, distance=2)
+    with pytest.raises(InputError, match=r"gradient with respect to the inputs.*measure the model without that\.$"):
+        sl.input_curvature(Hooked(), data)
     margins(Hooked(), data)  # without a distance there is nothing to differentiate
 
 

@@ -197,4 +197,9 @@ def check_folder(folder: Path) -> None:
         a_file = folder.exists() and not folder.is_dir()
     if a_file:
         raise InputError(f"--out needs a folder, but {str(folder)!r} is a file.")
+    if folder.suffix in (".html", ".json", ".pdf") and not folder.is_dir():
+        raise InputError(
+            f"--out needs a folder, but {str(folder)!r} is named like a file; write --out {str(folder.with_suffix(''))!r}, "
+            "and the page will be report.html in there."
+        )
     check_writable(folder / "report.html", "--out")

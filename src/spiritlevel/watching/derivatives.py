@@ -109,7 +109,8 @@ def _right(problem: Problem, inputs: Any, targets: Tensor, kinds: set[str]) -> _
 def check_input_derivatives(problem: Problem, inputs: Any, targets: Tensor, way_out: str = "") -> None:
     """Raise `InputError` if autograd's gradient in the inputs is not that of the forward pass.
 
-    `way_out` is what else the caller can do, besides changing the model. A hook before the first layer changes no derivative in a parameter. Cost and the rest as in `check_derivatives`.
+    A hook before the first layer changes no derivative in a parameter. `way_out` is what the caller can do besides
+    changing the model. Cost and the rest as in `check_derivatives`.
     """
     if "reverse" in _compared(problem, inputs, targets, set(), _ByInputs).broken:
         raise InputError(
