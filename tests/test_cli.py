@@ -150,7 +150,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["measure", "mlp", "--data", "digits", "--out", "/proc/x"], "nothing can be made in '/proc'"),
         (
             ["measure", "mlp", "--data", "digits", "--out", "page.html"],
-            "'page.html' is named like a file; write --out 'page'",
+            "is named like a file; write --out 'page'",
         ),
         (["data", "list", "--json", "pyproject.toml/x"], "--json needs the path of a file that can be written"),
     ],

@@ -198,8 +198,9 @@ def check_folder(folder: Path) -> None:
     if a_file:
         raise InputError(f"--out needs a folder, but {str(folder)!r} is a file.")
     if folder.suffix in (".html", ".json", ".pdf") and not folder.is_dir():
+        name = str(folder.with_suffix(""))
         raise InputError(
-            f"--out needs a folder, but {str(folder)!r} is named like a file; write --out {str(folder.with_suffix(''))!r}, "
-            "and the page will be report.html in there."
+            f"--out needs a folder, but {str(folder)!r} is named like a file; write --out {name!r}, and the page will be "
+            "report.html in there."
         )
     check_writable(folder / "report.html", "--out")
