@@ -200,7 +200,7 @@ def check_folder(folder: Path) -> None:
     if folder.suffix in (".html", ".json", ".pdf") and not folder.is_dir():
         name = str(folder.with_suffix(""))
         raise InputError(
-            f"--out needs a folder, but {str(folder)!r} is named like a file; write --out {name!r}, and the page will be "
-            "report.html in there."
+            f"--out needs a folder, but {str(folder)!r} is named like a file; write --out {name!r}, and the page will "
+            "be report.html in there."
         )
     check_writable(folder / "report.html", "--out")
