@@ -318,6 +318,17 @@ def test_padding_is_held_fixed(body: str, act: Callable[[Tensor], Tensor]) -> No
     assert sl.margins(model, (SENTENCES, Y)) is not None
 
 
+@pytest.mark.parametrize("padding", [None, 0])
+def test_embeddings_with_sparse_gradients(padding: int | None) -> None:
+    torch.manual_seed(0)
+    table = nn.Embedding(7, 4, padding_idx=padding)
+    model = nn.Sequential(table, nn.Flatten(), nn.Linear(20, 3)).double()
+    dense = sl.hessian(model, (SENTENCES, Y)).dense()
+    table.sparse = True
+    assert torch.equal(sl.hessian(model, (SENTENCES, Y)).dense(), dense)
+    assert sl.sample_traces(model, (SENTENCES, Y)).exact
+
+
 def test_bags_with_padding() -> None:
     torch.manual_seed(0)
     for mode in ("sum", "mean", "max"):

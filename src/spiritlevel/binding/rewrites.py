@@ -340,10 +340,15 @@ def _embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Tensor | None:
-    """The row of `padding_idx` is held fixed: it is never trained, and must not move in forward mode either."""
-    if padding_idx is None:
+    """The row of `padding_idx` is held fixed: it is never trained, and must not move in forward mode either.
+
+    Gradients are dense: the second derivative of a sparse one does not exist, nor can it be flattened.
+    """
+    if padding_idx is None and not sparse:
         return None
-    rows = F.embedding(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
+    rows = F.embedding(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq)
+    if padding_idx is None:
+        return rows
     padded = (input == padding_idx % weight.shape[0]).unsqueeze(-1)
     return torch.where(padded, rows.detach(), rows)
 
