@@ -329,6 +329,7 @@ def test_ends_that_are_not_met_are_said() -> None:
     assert found.high > 0
     assert found.forwards == 12
     assert "the loss is still lower at" in found.reason
+    assert "start=" not in found.reason, "there was none"
     flat = sl.critical_sharpness(lambda: weight.sum() * 0 + 1, optimizer)
     assert math.isinf(flat.high)
     assert flat.forwards <= 12
@@ -336,6 +337,7 @@ def test_ends_that_are_not_met_are_said() -> None:
     off = sl.critical_sharpness(lambda: 0.5 * 4 * (weight - 0.75).square().sum(), optimizer, start=50.0)
     assert off.status == "not converged"
     assert off.forwards == 6
+    assert off.reason.endswith("; call again without start=")
     again = sl.critical_sharpness(lambda: 0.5 * 4 * (weight - 0.75).square().sum(), optimizer, start=off)
     assert again.status == "converged", "a start that found nothing is none"
     assert again.low <= 4 <= again.high

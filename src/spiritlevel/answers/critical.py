@@ -92,7 +92,8 @@ def critical_sharpness(
 
         ends = _bracket(lower, *((_WARM, 0) if last is not None else (_JUMP, _JUMPS)))
     below, above = (None if end is None else first * _CELL**end for end in ends)
-    return _found(below, above, line)
+    way_out = "" if last is None else "; call again without start="
+    return _found(below, above, line, way_out)
 
 
 def _bracket(lower: Callable[[int], bool], jump: int, jumps: int) -> tuple[int | None, int | None]:
@@ -115,7 +116,7 @@ def _bracket(lower: Callable[[int], bool], jump: int, jumps: int) -> tuple[int |
     return ends if falls else (ends[1], ends[0])
 
 
-def _found(below: float | None, above: float | None, line: _Line) -> CriticalSharpness:
+def _found(below: float | None, above: float | None, line: _Line, way_out: str) -> CriticalSharpness:
     """The result for the last step, in units of the optimiser's, that lowers the loss and the first that does not."""
     low = 0.0 if above is None else 2 / (line.rate * above)
     high = math.inf if below is None else 2 / (line.rate * below)
@@ -125,9 +126,10 @@ def _found(below: float | None, above: float | None, line: _Line) -> CriticalSha
         value = 2 / (line.rate * scale)
         return CriticalSharpness(value, tolerance=high - value, step=2 / value, scale=scale, **cost)
     if below is not None:
-        reason = f"the loss is still lower at {below:.3g} times the optimiser's step; call again without start="
+        reason = f"the loss is still lower at {below:.3g} times the optimiser's step{way_out}"
         return CriticalSharpness(high, status="not converged", reason=reason, **cost)
-    reason = f"the loss is not lower at {above:.3g} times the optimiser's step, where that may be mere rounding"
+    reason = f"the loss is not lower at {above:.3g} times the optimiser's step"
+    reason += way_out or ", where that may be mere rounding"
     return CriticalSharpness(low, status="not converged", reason=reason, **cost)
 
 
