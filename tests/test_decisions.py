@@ -383,6 +383,42 @@ def test_no_other_choice_of_bits_costs_less() -> None:
         assert sum(costs[n][b] for n, b in found.items()) == pytest.approx(least, abs=1e-7)
 
 
+def test_costs_may_span_orders_of_magnitude() -> None:
+    """The solver's own tolerance, relative to the 100 that 2 bits cost, would hide all that 6 and 8 bits do."""
+    costs = {
+        "a": {2: 100.0, 6: 4e-5, 8: 1e-5},
+        "b": {2: 80.0, 6: 3e-5, 8: 2e-5},
+        "c": {2: 90.0, 6: 9e-5, 8: 1e-6},
+    }
+    assert cheapest(costs, {"a": 10, "b": 10, "c": 10}, [2, 6, 8], 7.0) == {"a": 6, "b": 6, "c": 8}
+    nothing = {name: dict.fromkeys((2, 4, 8), 0.0) for name in "ab"}
+    assert cheapest(nothing, {"a": 10, "b": 20}, [2, 4, 8], 6.0) == {"a": 2, "b": 8}, "of equal costs more bits"
+
+
+class Logarithm(nn.Module):
+    """The smallest of its gains is rounded to 0 below 6 bits, and its logarithm is no number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain, self.last = nn.Parameter(torch.tensor([[1.0, 0.3, 0.5, 0.04]])), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(x * (self.gain * self.gain.log()))
+
+
+def test_bits_that_make_the_loss_nan_are_not_chosen() -> None:
+    torch.manual_seed(0)
+    net, data = Logarithm(), (torch.randn(20, 4), torch.randint(0, 3, (20,)))
+    plan = sl.choose_bits(net, data, 4.0)
+    assert plan.bits["gain"] >= 6
+    assert math.isfinite(plan.losses[1].value)
+    with pytest.raises(InputError, match=r"NaN or infinite when gain is rounded to any of 2, 3 bits; allow more"):
+        sl.choose_bits(net, data, 4.0, choices=(2, 3))
+    found = sl.perturb(net, data, "int2")
+    assert "; the loss is NaN after the change." in str(found), "it was made"
+    assert "; the change was not made." in str(sl.perturb(net, data, "int2", apply=False))
+
+
 def test_bad_bits() -> None:
     net = MODELS["step 20"]
     with pytest.raises(InputError, match="fewer than 3, the least that a layer gets"):

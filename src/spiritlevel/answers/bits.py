@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, Unpack
 
@@ -136,14 +137,17 @@ def _alone(setting: Setting, change: Change, by: str, samples: int | None) -> di
 def at_least_of_more_bits(costs: Mapping[int, float]) -> dict[int, float]:
     """What a layer costs by its number of bits, not below 0 and not below what more bits cost.
 
-    Far from the model the second order may predict a gain, and the layer would be given 2 bits for nothing.
+    Far from the model the second order may predict a gain, and the layer would be given 2 bits for nothing. A loss
+    that is no longer a number costs infinitely much.
 
     >>> at_least_of_more_bits({2: -3.0, 4: 0.5, 8: -0.1})
     {8: 0.0, 4: 0.5, 2: 0.5}
+    >>> at_least_of_more_bits({2: float("nan"), 4: 0.5})
+    {4: 0.5, 2: inf}
     """
     found, most = {}, 0.0
     for width in sorted(costs, reverse=True):
-        found[width] = most = max(most, costs[width])
+        found[width] = most = math.inf if math.isnan(costs[width]) else max(most, costs[width])
     return found
 
 
@@ -161,18 +165,41 @@ def cheapest(
     weights = np.array([sizes[names[row]] * width for row, width in places], dtype=float)
     one_each = np.array([[float(row == layer) for row, _ in places] for layer in range(len(names))])
     total = float(sum(sizes.values()))
-    found = milp(
-        prices / max(float(prices.max()), 1e-300) - 1e-9 * weights / weights.max(),  # of equal costs more bits
-        constraints=[LinearConstraint(one_each, 1, 1), LinearConstraint(weights[None] / total, -np.inf, bits + 1e-9)],
-        integrality=np.ones(len(places)),
-        bounds=Bounds(0, 1),
-        options={"mip_rel_gap": 0.0},
-    )
-    if found.x is None:
-        raise InputError(f"no choice of bits keeps to {bits:g} bits per weight ({found.message}); allow fewer bits.")
+    limits = [LinearConstraint(one_each, 1, 1), LinearConstraint(weights[None] / total, -np.inf, bits + 1e-9)]
+
+    def least(of: Any, most: float, *more: LinearConstraint) -> Any:
+        """Which places to take for the least sum, none of them priced above `most`."""
+        found = milp(
+            of,
+            constraints=[*limits, *more],
+            integrality=np.ones(len(places)),
+            bounds=Bounds(0, prices <= most),
+            options={"mip_rel_gap": 0.0},
+        )
+        if found.x is None:
+            raise InputError(f"no choice of bits keeps to {bits:g} bits per weight ({found.message}); allow more bits.")
+        return found.x > 0.5
+
+    known = np.isfinite(prices)
+    if not (known.reshape(len(names), -1).any(1)).all():
+        name = names[int((~known.reshape(len(names), -1).any(1)).argmax())]
+        raise InputError(
+            f"the loss is NaN or infinite when {name} is rounded to any of {', '.join(map(str, widths))} bits; "
+            "allow more bits in choices=."
+        )
+    prices[~known] = np.inf
+    unit = most = max(float(prices[known].max()), 1e-300)
+    while True:  # the solver stops within a millionth of the unit, and costs span orders of magnitude
+        taken = least(np.where(known, prices, 0.0) / unit, most)
+        cost = float(prices[taken].sum())
+        if not 0 < cost < unit / 2:
+            break
+        unit = most = cost  # no layer alone costs more than a plan that was found
+    priced = np.where(prices <= cost, prices, 0.0)[None] / max(cost, 1e-300)
+    taken = least(-weights / weights.max(), cost, LinearConstraint(priced, -np.inf, 1.0))  # of equal costs more bits
     chosen = {}
-    for (row, width), share in zip(places, found.x, strict=True):
-        if share > 0.5:
+    for (row, width), its in zip(places, taken, strict=True):
+        if its:
             chosen[names[row]] = width
     return chosen
 

@@ -419,7 +419,7 @@ class _Perturbed:
             after = Estimate(float(columns["right_after"].mean()))
         return {
             "loss": Estimate(float(columns["before"].mean())),
-            "measured": Estimate(float((columns["after"] - columns["before"]).mean())) if self.apply else undone,
+            "measured": _rise(columns) if self.apply else undone,
             "flips_measured": (Estimate(float(columns["flips_measured"].sum())) if self.apply else undone)
             if classified
             else none,
@@ -487,6 +487,12 @@ class _Perturbed:
             "dtype": kind_of(self.here.problem.dtype, self.here.model),
             "samples": f"{self.population:,}{some}",
         }
+
+
+def _rise(columns: dict[str, Tensor]) -> Estimate:
+    """How much the mean loss has changed."""
+    rise = float((columns["after"] - columns["before"]).mean())
+    return Estimate(rise, reason="the loss is NaN after the change" if math.isnan(rise) else "")
 
 
 def _norm(params: Params) -> float:

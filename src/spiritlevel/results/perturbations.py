@@ -212,7 +212,7 @@ class Perturbation(Shown):
         if not math.isnan(self.measured.value):
             said[0] += f"; it changed by {figure(self.measured.value, typeset=True)}."
         else:
-            said[0] += "; the change was not made."
+            said[0] += f"; {self.measured.reason or 'the change was not made'}."
         if not math.isnan(self.flips_predicted.value):
             of = f" of {self.decisions:,}" if self.decisions else ""
             limits = _range(self.flips_predicted)
@@ -234,6 +234,8 @@ class Perturbation(Shown):
         """What a change does that slope and curvature do not tell, and whether the interval allowed for it."""
         terms = f"slope and curvature predict {figure(self.second_order, typeset=True)}"
         look = "Look at the loss along the way."
+        if math.isnan(self.measured.value) and "measured" in self.samples:
+            return f"Second order is not enough for this change: {terms}, and {self.measured.reason}. {look}"
         if math.isnan(self.measured.value):
             return f"Second order may not be enough: {terms}, and half of the change does not follow them. {look}"
         came = f"{figure(self.measured.value, typeset=True)} was measured"
