@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 
 import spiritlevel as sl
 from spiritlevel import cli
-from spiritlevel.cli import base
+from spiritlevel.cli import base, show
 from spiritlevel.cli.measures import describe, to_markdown
 from spiritlevel.cli.show import show_report
 from spiritlevel.errors import InputError
@@ -278,6 +278,17 @@ def test_narrow_terminals_cut_no_number(monkeypatch: pytest.MonkeyPatch, capsys:
         assert "60,000" in shown
         assert "10,000" in shown
         assert max(map(len, shown.splitlines())) <= width
+
+
+def test_names_are_broken_between_words(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("COLUMNS", "30")
+    table = show.columns("measure", "value", right=(1,))
+    table.add_row(show.Name("adaptive_sharpness_average"), "123,456,789")
+    table.add_row(show.Name("a" * 30), "1")  # a word that is too long for a line is cut
+    show.print_table(base.console(), table)
+    lines = [line.split() for line in capsys.readouterr().out.splitlines() if "─" not in line and line.strip()]
+    assert lines[:3] == [["measure", "value"], ["adaptive_", "123,456,789"], ["sharpness_"]]
+    assert "".join(line[0] for line in lines[3:]) == "average" + "a" * 30
 
 
 def test_a_log_gets_a_line_every_ten_seconds(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import textwrap
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Literal
@@ -11,7 +12,8 @@ from spiritlevel.cli import base
 from spiritlevel.errors import printable
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.console import Console, ConsoleOptions, RenderResult
+    from rich.measure import Measurement
     from rich.table import Table
 
     from spiritlevel.results import Audit, Checkpoints, Comparison, Estimate, Perturbation, Report, ReportRow, Result
@@ -45,7 +47,7 @@ def show_report(report: Report, console: Console | None = None) -> None:
     moved = report.audit.moved() if report.audit is not None else {}
     table = columns("measure", "value", "± (95%)", "larger is", "at the same\noutputs", right=(1, 2), whole=(4,))
     for row in report.rows:
-        table.add_row(row.name, _value(row.value), _limits(row), row.direction, fate(moved.get(row.name)))
+        table.add_row(Name(row.name), _value(row.value), _limits(row), row.direction, fate(moved.get(row.name)))
     if report.rows:
         print_table(console, table)
     for names, reason in report.unknown_errors().items():
@@ -110,11 +112,12 @@ def show_comparison(comparison: Comparison) -> None:
         if row.verdict == "not comparable" and not math.isnan(row.factor):
             favours = f"(×{times(row.factor)})"
         if row.verdict == "undefined":
-            table.add_row(row.name, "", "", "undefined", "", "")
+            table.add_row(Name(row.name), "", "", "undefined", "", "")
             continue
         sign = "+" if row.difference > 0 else ""
         change = sign + figure(row.difference, 3)
-        table.add_row(row.name, *(_value(value, 3) for value in (row.a, row.b)), change, spread, favours)
+        values = (_value(value, 3) for value in (row.a, row.b))
+        table.add_row(Name(row.name), *values, change, spread, Name(favours))
     print_table(console, table)
     for line in left_out_lines(comparison.left_out):
         console.print(line, style="dim", markup=False)
@@ -142,7 +145,7 @@ def show_perturbation(found: Perturbation) -> None:
         known = not any(math.isnan(row.measured) for row in found.layers)
         for row in sorted(found.layers, key=lambda row: -(row.measured if known else row.second_order)):
             numbers = ("" if math.isnan(getattr(row, key)) else figure(getattr(row, key), 3) for key in keys)
-            table.add_row(row.name, f"{row.size:,}", *numbers)
+            table.add_row(Name(row.name), f"{row.size:,}", *numbers)
         print_table(console, table)
         ranks = {name: value for name, value in found.rank_agreement().items() if not math.isnan(value)}
         if ranks:
@@ -156,17 +159,24 @@ def show_perturbation(found: Perturbation) -> None:
 
 
 def show_checkpoints(found: Checkpoints) -> None:
-    """A row for each checkpoint in the order given, and the best in words."""
+    """A row for each checkpoint in the order given, what the changes do to each, and the best in words."""
     from spiritlevel.results import figure, left_out_lines
 
     console = base.console()
-    heads = ("\n".join(name.replace("_", " ").replace(", ", " ").split(" ")) for name in found.columns)
-    table = columns("checkpoint", *heads, right=range(1, len(found.columns) + 1))
-    values = [found.values(name) for name in found.columns]
-    for number, row in enumerate(found.rows):
-        cells = ("" if math.isnan(column[number]) else figure(column[number], 3) for column in values)
-        table.add_row(row.name, *cells)
-    print_table(console, table)
+    after = [name for name in found.columns if ", " in name]
+    for names in ([name for name in found.columns if name not in after], after):
+        if not names:
+            continue
+        heads = ("\n".join(name.replace("_", " ").replace(", ", " ").split(" ")) for name in names)
+        table = columns("checkpoint", *heads, right=range(1, len(names) + 1))
+        values = [found.values(name) for name in names]
+        for number, row in enumerate(found.rows):
+            cells = ("" if math.isnan(column[number]) else figure(column[number], 3) for column in values)
+            table.add_row(Name(row.name), *cells)
+        print_table(console, table)
+    if after:
+        legend = "predicted, measured: what the change adds to the loss; flips: predictions that it changes"
+        console.print(legend, style="dim", markup=False)
     for line in left_out_lines(found.left_out):
         console.print(line, style="dim", markup=False)
     for sentence in found.sentences():
@@ -185,7 +195,7 @@ def show_audit(audit: Audit) -> None:
         rows = {row.transform: row for row in audit.rows if row.measure == measure}
         first = next(iter(rows.values()))
         cells = [mark(rows[name]) if name in rows else "" for name in transforms]
-        table.add_row(measure, in_short(first.before), *cells)
+        table.add_row(Name(measure), in_short(first.before), *cells)
     print_table(console, table)
     console.print("= invariant, ×r changes by that factor, ? within the error, … not converged", style="dim")
     console.print(audit.scope, markup=False)
@@ -193,6 +203,38 @@ def show_audit(audit: Audit) -> None:
         console.print(str(worst), markup=False)
     for line in left_out_lines(audit.skipped):
         console.print(line, style="dim", markup=False)
+
+
+class Name:
+    """A name in a column that may be folded: it breaks after an underscore, a hyphen or a space, not inside a word."""
+
+    def __init__(self, text: str) -> None:
+        self.text = printable(text)
+
+    def folded(self, width: int) -> str:
+        """The name in lines of this width, longer only where a word is.
+
+        >>> Name("adaptive_sharpness_average").folded(20).splitlines()
+        ['adaptive_sharpness_', 'average']
+        """
+        lines = [""]
+        for word in re.findall(r"[^\s_-]*[\s_-]?", self.text):
+            if lines[-1] and len(lines[-1] + word.rstrip()) > width:
+                lines.append("")
+            lines[-1] += word
+        return "\n".join(line.rstrip() for line in lines)
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        from rich.measure import Measurement
+        from rich.text import Text
+
+        widest = Measurement.get(console, options, Text(self.text)).maximum
+        return Measurement(Measurement.get(console, options, Text(self.folded(1))).maximum, widest)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        from rich.text import Text
+
+        yield Text(self.folded(options.max_width), overflow="fold")
 
 
 def columns(*headings: str, right: Iterable[int] = (), whole: Iterable[int] = ()) -> Table:
@@ -210,7 +252,7 @@ def columns(*headings: str, right: Iterable[int] = (), whole: Iterable[int] = ()
 
 
 _LABEL = 14  # characters of a model's name in one line of a heading
-_NARROWEST = 8  # characters that a folded column keeps
+_NARROWEST, _LONG = 8, 16  # characters that a folded column keeps: at least, and at most for the sake of a word
 
 
 def print_table(console: Console, table: Table) -> None:
@@ -221,9 +263,13 @@ def print_table(console: Console, table: Table) -> None:
     from rich.measure import Measurement
 
     wide = console.options.update(width=10_000)
-    whole = [column for column in table.columns if column.no_wrap]
-    cells = [[Measurement.get(console, wide, cell).maximum for cell in (c.header, *c.cells)] for c in whole]
-    needed = sum(map(max, cells)) + _NARROWEST * (len(table.columns) - len(whole)) + 2 * len(table.columns)
+    needed = 2 * len(table.columns)
+    for column in table.columns:
+        sizes = [Measurement.get(console, wide, cell) for cell in (column.header, *column.cells)]
+        if column.no_wrap:
+            needed += max(size.maximum for size in sizes)
+        else:
+            needed += max(_NARROWEST, *(size.minimum for size in sizes if size.minimum <= _LONG))
     width = console.width
     console.width = max(width, needed)
     console.print(table)
