@@ -214,6 +214,19 @@ def test_without_the_audit_nothing_that_can_be_moved_is_compared() -> None:
     assert "the audit was left out" in row.note
 
 
+def test_progress_names_what_the_audit_measures() -> None:
+    said: list[str] = []
+    compare(
+        trained(2),
+        trained(3),
+        points(20),
+        names=("x", "y"),
+        measures=["weight_norm"],
+        progress=lambda what, done, total: said.append(what),
+    )
+    assert {"audit of x: weight_norm", "audit of y: weight_norm after rescale_layers"} <= set(said)
+
+
 def test_a_model_and_itself_are_equal() -> None:
     model, data = trained(20), points(50)
     found = compare(model, copy.deepcopy(model), data, measures=["margin_mean"])

@@ -206,7 +206,6 @@ class _Pair:
         for number, each in enumerate(self.chosen):
             self.progress(each.name, number + 1, total)
             rows.append(self.pairing.row(each))
-        self.progress("audit", len(self.chosen) + 1, total)
         rows = self._of_logits(self._judged(rows))
         rows.sort(key=lambda row: (row.name != "accuracy", self._movable(row), row.name != "loss"))
         said = []
@@ -354,9 +353,13 @@ class _Pair:
     def _moved(self, names: list[str]) -> dict[str, float]:
         """How far the audits of both models moved these measures at the same outputs; nothing where none applies."""
         factors: dict[str, float] = {}
-        for _, setting in self._sides:
+        for side, setting in self._sides:
+
+            def forward(what: str, done: int, total: int, side: str = side) -> None:
+                self.progress(f"audit of {side}: {what}", done, total)
+
             few = setting if setting.whole else setting.drawn(FEW)[0]
-            found = audit_in(few, select(names), transforms=_TRIED)
+            found = audit_in(few, select(names), transforms=_TRIED, progress=forward)
             for name, factor in found.moved().items():
                 if factor > max(1.0, factors.get(name, 1.0)):
                     self.movers[name] = found.moved_by(name)
