@@ -294,6 +294,7 @@ def test_the_page_prints_on_light_ground_with_every_table_open(browser: Browser,
     browser.call("Emulation.setEmulatedMedia", media="print", features=features)
     assert luminance(browser.evaluate("getComputedStyle(document.body).backgroundColor")) > 0.9
     assert browser.evaluate("getComputedStyle(document.querySelector('nav')).display") == "none"
+    assert browser.evaluate("getComputedStyle(document.querySelector('.hint')).display") == "none"  # how to use a mouse
     assert browser.evaluate("getComputedStyle(document.querySelector('.plot canvas')).display") == "none"
     assert browser.evaluate("document.querySelector('.paper').getBoundingClientRect().width") > 200
     browser.call("Emulation.setEmulatedMedia", media="", features=[])

@@ -74,6 +74,7 @@ class Section:
     key: str
     title: str
     texts: list[str] = field(default_factory=list)
+    hint: str = ""  # how to use it on a screen; not printed
     cards: list[Card] = field(default_factory=list)
     figures: list[Figure] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)  # texts below the figures

@@ -90,9 +90,9 @@ def trace_against_margin(report: Report, key: str) -> Section:
         whose = f"{wrong:,} of which have at least one wrong decision (at a position or for a label); margins are means"
     section.texts.append(
         f"Each point is one of {counted(count, 'sample' if margins.position is None else 'token')}, {whose}. "
-        "A sample with a small margin lies near a decision boundary; one with a large trace makes the minimum sharp. "
-        "Point at a sample to see it."
+        "A sample with a small margin lies near a decision boundary; one with a large trace makes the minimum sharp."
     )
+    section.hint = "Point at a sample to see it."
     section.notes += [_correlation(name, found) for name, found in report.correlations.items()]
     alt = f"Scatter plot of the Hessian trace against the output margin of {count:,} samples, coloured by prediction."
     section.figures.append(as_figure(f"{key}-scatter", "Trace against margin", alt, chart, inset="xy"))
