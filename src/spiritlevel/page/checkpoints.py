@@ -11,6 +11,12 @@ from spiritlevel.page.parts import Cell, Section, Table, number
 from spiritlevel.page.words import as_figure, left_out_table
 from spiritlevel.results import Checkpoints, Prediction
 
+_LEGEND = (
+    "‘Loss above the lowest’ is paired, sample by sample: an interval that holds 0 is a tie. ‘spiritlevel measures "
+    "NAME’ explains a measure."
+)
+_FLIPS = " Flips are predictions that the change of the weights alters."
+
 
 def checkpoint_sections(found: Checkpoints, key: str) -> Iterator[Section]:
     """The best in words and as tables, curves, and how it was measured."""
@@ -27,6 +33,7 @@ def checkpoint_sections(found: Checkpoints, key: str) -> Iterator[Section]:
 
 def _summary(found: Checkpoints, key: str) -> Section:
     section = Section(f"{key}-summary", "Which checkpoint", found.sentences())
+    section.notes.append(_LEGEND + (_FLIPS if found.changes else ""))
     names = ("accuracy", "loss", *found.measures)
     columns = [found.values(name) for name in names]
     rows: list[tuple[Cell, ...]] = []

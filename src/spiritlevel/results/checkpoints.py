@@ -110,13 +110,13 @@ class Checkpoints(Shown):
         """Which checkpoint is best as it is, and which after each change."""
         best = self.row(self.order("loss")[0])
         tied = [row.name for row in self.rows if row is not best and row.tied]
-        others = f"; these {self.samples:,} samples cannot tell {counted(len(tied), 'other')} from it" if tied else ""
+        others = f"; these {self.samples:,} samples cannot tell {_listed(tied)} from it" if tied else ""
         said = [f"{best.name} has the lowest loss, {figure(best.loss.value)}{others}."]
         if not all(math.isnan(value) for value in self.values("accuracy")):
-            first = self.row(self.order("accuracy")[0])
-            same = sum(value == first.accuracy.value for value in self.values("accuracy")) - 1
-            has = f"and {counted(same, 'other')} have" if same else "has"
-            said.append(f"{first.name} {has} the highest accuracy, {first.accuracy.value:.2%}.")
+            highest = self.row(self.order("accuracy")[0]).accuracy.value
+            first = [row.name for row in self.rows if row.accuracy.value == highest]
+            has = "have" if len(first) > 1 else "has"
+            said.append(f"{_listed(first)} {has} the highest accuracy, {highest:.2%}.")
         for change in self.changes:
             totals = [
                 (row.loss.value + row.measured[change].value, row.name)
@@ -144,3 +144,13 @@ class Checkpoints(Shown):
         for number, row in enumerate(self.rows):
             table.append([row.name, *(figure(column[number], 4) for column in values)])
         return "\n".join([*aligned(table), *left_out_lines(self.left_out), *self.sentences()])
+
+
+def _listed(names: list[str]) -> str:
+    """Up to three names in a sentence, or the first two and how many more there are.
+
+    >>> _listed(["a", "b", "c"]), _listed(["a", "b", "c", "d"])
+    ('a, b and c', 'a, b and 2 others')
+    """
+    shown = names if len(names) <= 3 else [*names[:2], counted(len(names) - 2, "other")]
+    return f"{', '.join(shown[:-1])} and {shown[-1]}" if len(shown) > 1 else shown[0]
