@@ -317,7 +317,8 @@ def test_the_story_of_a_claim_tells_all() -> None:
         "Printed: ACEHT",
         "What holds:",
         "Rule: Passes if",
-        "printed passes: no",
+        "As printed it fails.",
+        "With its symbols put right it passes.",
     ):
         assert part in text
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from spiritlevel.cli.base import Outcome, ProgressBar, Seeded, check_writable
+from spiritlevel.cli.base import Outcome, ProgressBar, Seeded, check_writable, tell
 from spiritlevel.cli.parsing import optional
 from spiritlevel.errors import counted
 
@@ -59,4 +59,5 @@ class Claims(Seeded):
             print(f"{counted(len(records), 'claim')}, seed {self.seed}: {show.counts(records)}.")
         if self.html is not None:
             write_atomically(self.html, show.to_html(records, self.seed))
+            tell(f"The page: {self.html}")
         return Outcome({"verdicts": claims.tally(rulings), "claims": records}, passed=claims.decided(rulings))

@@ -34,10 +34,28 @@ def figure(name: str, value: Any) -> str:
 def numbers(record: Record, *, facts: bool = False, volatile: bool = True) -> list[str]:
     """`name: number` for the evidence; with or without what passed, and what differs between machines."""
     return [
-        f"{name}: {figure(name, value)}"
+        _fact(name, value) if name.endswith(PASSES) else f"{name}: {figure(name, value)}"
         for name, value in record["evidence"].items()
         if (facts or not name.endswith(PASSES)) and (volatile or name not in record["volatile"])
     ]
+
+
+_FACTS = {
+    "printed": "As printed it {}.",
+    "agree": "The comparison of the records {}.",
+    "mended": "With its symbols put right it {}.",
+    "within": "Under the condition it {}.",
+    "instead": "What holds in its place {}.",
+}
+
+
+def _fact(name: str, passed: bool) -> str:
+    """What was tested, as a sentence.
+
+    >>> _fact("printed passes", True), _fact("mended passes", False)
+    ('As printed it passes.', 'With its symbols put right it fails.')
+    """
+    return _FACTS[name.removesuffix(PASSES)].format("passes" if passed else "fails")
 
 
 def story(record: Record) -> str:
@@ -84,6 +102,14 @@ def cell(text: str) -> str:
     return text.replace("\\", "\\\\").replace("|", "\\|").replace("*", "\\*").replace("_", "\\_").replace("\n", " ")
 
 
+_MEANINGS = {
+    Verdict.CONDITIONS: "passes only under the stated condition",
+    Verdict.MISPRINT: "fails as printed, passes with its symbols put right",
+    Verdict.FALSE: "the statement itself fails",
+    Verdict.INCONSISTENT: "two places of the document, or document and public fact, disagree",
+}
+
+
 def to_markdown(records: Sequence[Record]) -> str:
     """The document `docs/claims.md`: one table per paper. Numbers that differ between machines are left out."""
     lines = [
@@ -94,9 +120,9 @@ def to_markdown(records: Sequence[Record]) -> str:
         "whole story of a claim, and the rule by which it is decided; `--seed` changes the random instances, not the "
         "verdicts.",
         "",
-        "Verdicts: **holds**; **holds under conditions** (passes only under the stated condition); **misprint** (fails "
-        "as printed, passes with its symbols put right); **false** (the statement itself fails); **inconsistent** (two "
-        "places of the document, or document and public fact, disagree). They follow from the numbers by one rule, "
+        "Verdicts: **holds**; "
+        + "; ".join(f"**{verdict}** ({meaning})" for verdict, meaning in _MEANINGS.items())
+        + ". They follow from the numbers by one rule, "
         "`spiritlevel.claims.decide`. Numbers of trained networks differ in their digits between machines and are left "
         "out here.",
         "",
@@ -135,7 +161,7 @@ h3 { font-size: 1rem; margin: 0; display: flex; gap: .8rem; align-items: baselin
 .holds { background: #1b6e3c; } .holds-under-conditions { background: #2a5d9f; } .misprint { background: #8a5a00; }
 .false { background: #a32020; } .inconsistent { background: #6b3fa0; }
 .place { font-weight: normal; color: #555; }
-dl { display: grid; grid-template-columns: max-content 1fr; gap: .1rem 1rem; margin: .4rem 0 0; }
+dl { display: grid; grid-template-columns: 6rem 1fr; gap: .1rem 1rem; margin: .4rem 0 0; }
 dt { color: #555; } dd { margin: 0; overflow-wrap: anywhere; }
 @media (prefers-color-scheme: dark) { body { background: #16181c; color: #e6e6e6; } article { border-color: #444; }
   .place, dt { color: #aaa; } }
@@ -143,7 +169,10 @@ dt { color: #555; } dd { margin: 0; overflow-wrap: anywhere; }
 </head>
 <body>
 <h1>Claims</h1>
-<p>{{ total }}, seed {{ seed }}: {{ summary }}.</p>
+<p>{{ total }} of the papers, checked by a program. Seed {{ seed }}: {{ summary }}.</p>
+{% for verdict, meaning in meanings.items() %}
+{{ "<p>" | safe if loop.first }}<b>{{ verdict }}</b>: {{ meaning }}{{ ".</p>" | safe if loop.last else ";" }}
+{% endfor %}
 {% for paper, title in papers.items() %}
 {% set rows = records | selectattr("paper", "equalto", paper) | list %}
 {% if rows %}
@@ -176,5 +205,7 @@ def to_html(records: Sequence[Record], seed: int) -> str:
         from jinja2 import Environment
 
     template = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(PAGE)
-    heading = {"total": counted(len(records), "claim"), "seed": seed, "summary": counts(records)}
+    found = {record["verdict"] for record in records}
+    meanings = {str(verdict): meaning for verdict, meaning in _MEANINGS.items() if verdict in found}
+    heading = {"total": counted(len(records), "claim"), "seed": seed, "summary": counts(records), "meanings": meanings}
     return template.render(records=records, papers=PAPERS, numbers=numbers, **heading) + "\n"
