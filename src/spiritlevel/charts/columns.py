@@ -254,8 +254,9 @@ def bars(
     last, least = "value" if high is None else "high", 1.0 if log else 0.0  # numbers stand beside bars, never inside
     rows = [{**row, "end": None if row[last] is None else max(least, row[last])} for row in rows]
     across = alt.X("value:Q", title=value, axis=NUMBERS, scale=alt.Scale(type="log") if log else alt.Undefined)
+    axis = alt.Axis(labelLimit=380 if log else 180, labelOverlap=False, labelPadding=6)  # clear of bars to the left
     base = chart_of(rows).encode(
-        y=alt.Y("name:N", title=None, sort=None, axis=alt.Axis(labelLimit=380 if log else 180, labelOverlap=False)),
+        y=alt.Y("name:N", title=None, sort=None, axis=axis),
         tooltip=tooltip_of(data, name=name, value=value, low=low, high=high),
     )
     start = {"x2": alt.datum(1)} if log else {}
