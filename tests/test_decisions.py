@@ -348,8 +348,11 @@ def test_bits_are_chosen_within_the_size_and_compared_with_uniform_ones(untouche
     assert plan.rows[1].cost == pytest.approx(max(0.0, alone), rel=1e-5)
     assert plan.rows[1].bits >= plan.rows[0].bits  # the small layer costs much and is cheap to keep
     assert "bits per weight" in str(plan)
+    assert "unrounded" in str(plan)
+    assert "the same" not in str(plan)
     generous = sl.choose_bits(net, TEST, 8.0, choices=(2, 8), by="square")
     assert set(generous.bits.values()) == {8}
+    assert "It gives all layers the same 8 bits" in str(generous)
     assert set(sl.choose_bits(net, TEST, 2.0, choices=(2, 8)).bits.values()) == {2}
 
 

@@ -338,10 +338,13 @@ class BitPlan(Table):
             [row.name, f"{row.size:,}", str(row.bits), figure(row.cost, 3), figure(row.uniform_cost, 3)]
             for row in self.rows
         ]
+        said = [f"{figure(self.mean_bits, 3)} bits per weight, by {COSTS[self.by]}."]
+        if set(self.bits.values()) == {self.uniform}:
+            said.append(f"It gives all layers the same {self.uniform} bits: nothing else within the budget costs less.")
+        uniform = f"with {self.uniform} bits for all"
         whole, plan, alike = (figure(each.value) for each in self.losses)
-        said = f"{figure(self.mean_bits, 3)} bits per weight, by {COSTS[self.by]}: loss {plan}"
-        said += f", with {self.uniform} bits for all {alike}, unrounded {whole}"
+        said.append(f"Loss: {whole} unrounded, {plan} with this plan, {alike} {uniform}.")
         if not math.isnan(self.accuracies[0].value):
             whole, plan, alike = (f"{each.value:.2%}" for each in self.accuracies)
-            said += f"; accuracy {plan}, {alike}, {whole}"
-        return "\n".join([*aligned(table), said + "."])
+            said.append(f"Accuracy: {whole} unrounded, {plan} with this plan, {alike} {uniform}.")
+        return "\n".join([*aligned(table), *said])
