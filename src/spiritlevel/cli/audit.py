@@ -27,7 +27,7 @@ class Audit(OnData):
     weights: Annotated[Path | None, optional("FILE")] = None
     """Its weights: .safetensors, a .pt file that holds nothing but tensors, or a .ckpt file of Lightning."""
     transforms: Annotated[str | None, optional("NAME,NAME,...")] = None
-    """Only these transforms, or all."""
+    """Only these transforms, such as rescale_layers,shift_logits; `all` adds rescale_all to the default ones."""
 
     def run(self) -> Outcome:
         """Load, audit, show the table."""

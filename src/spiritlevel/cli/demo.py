@@ -34,7 +34,7 @@ class Demo(Seeded):
     NAME = "demo"
 
     epochs: Annotated[int, arg(metavar="N")] = 8
-    """Length of the training in units of 47 steps, one pass over 6,000 images."""
+    """Length of the training in units of 47 steps: one pass over the built-in images."""
     samples: Annotated[int, arg(metavar="N")] = 1000
     """Training images to measure, drawn at random."""
     data: Annotated[str | None, optional("NAME")] = None

@@ -80,7 +80,8 @@ class Plot(OnData):
     points: Annotated[int | None, optional("N")] = None
     """For a landscape: points per direction; 41 on a line and 21 on a plane unless given."""
     radius: Annotated[float | None, optional("X")] = None
-    """For a landscape: the largest step; chosen by the directions unless given."""
+    """For a landscape: the largest step, in lengths of the direction; 1 for random directions and chosen by the
+    curvature for eigenvectors unless given."""
     accuracy: Annotated[bool, optional()] = False
     """For a landscape: also draw the accuracy."""
     band: Annotated[int | None, optional("N")] = None
