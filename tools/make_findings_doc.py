@@ -65,6 +65,7 @@ FINDINGS = (
     Finding("batchnorm-mode", "evaluation mode"),
     Finding("batchnorm-mode", "modes differ"),
     Finding("batch-size", "trace"),
+    Finding("batch-size", "time"),
     Finding("batch-size", "flattest is not best"),
     *(
         Finding("correlation", statement, {"setting": setting, "lr": None, "batch_size": None})
