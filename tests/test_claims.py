@@ -451,7 +451,7 @@ def test_the_claim_about_positive_eigenvalues_says_what_the_kept_results_say() -
 def test_one_claim_is_no_plural() -> None:
     records = [claims.run(id="C-4-softmax")[0].record()]
     assert "\n1 claim: 1 holds." in show.to_markdown(records)
-    assert "<p>1 claim, seed 0: 1 holds.</p>" in show.to_html(records, 0)
+    assert "<p>1 claim of the papers, checked by a program. Seed 0: 1 holds.</p>" in show.to_html(records, 0)
 
 
 def test_the_command_ends_with_1_if_a_claim_is_undecided(

@@ -18,6 +18,8 @@ class Audit(OnData):
     """Measure a model before and after transforms that keep its function, and show which numbers stay.
 
     For example: spiritlevel audit net.py:make --weights net.safetensors --data train.npz --samples 500
+
+    With nothing but what is built in: spiritlevel audit mlp --data fashion-mini --samples 200
     """
 
     NAME = "audit"

@@ -117,6 +117,8 @@ class Measure(OnData):
 
     For example: spiritlevel measure net.py:make --weights net.safetensors --data train.npz --test test.npz
 
+    With nothing but what is built in: spiritlevel measure mlp --data fashion-mini --samples 200
+
     Or a model that another library saved: spiritlevel measure hf:my-bert --data my-data --samples 500
 
     A table: spiritlevel measure net.py:make --weights last.ckpt --data train.parquet --test test.parquet --target label

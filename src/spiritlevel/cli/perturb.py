@@ -22,6 +22,8 @@ class Perturb(RunOnData):
 
     For example: spiritlevel perturb net.py:make --weights net.safetensors --change int4 --data test.npz --out int4/
 
+    With nothing but what is built in: spiritlevel perturb mlp --change int4 --data fashion-mini
+
     On the way to another checkpoint: spiritlevel perturb lenet5 --weights a.pt --change b.pt --data mnist
     """
 

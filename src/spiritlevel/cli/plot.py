@@ -30,6 +30,8 @@ class Plot(OnData):
 
     For example: spiritlevel plot landscape net.py:make --weights net.safetensors --data train.npz --out surface.pdf
 
+    With nothing but what is built in: spiritlevel plot landscape mlp --data fashion-mini --samples 200 --out surface.pdf
+
     From a kept run: spiritlevel plot margins run/ --out margins.svg --size page
     """
 
@@ -80,8 +82,7 @@ class Plot(OnData):
     points: Annotated[int | None, optional("N")] = None
     """For a landscape: points per direction; 41 on a line and 21 on a plane unless given."""
     radius: Annotated[float | None, optional("X")] = None
-    """For a landscape: the largest step, in lengths of the direction; 1 for random directions and chosen by the
-    curvature for eigenvectors unless given."""
+    """For a landscape: the largest step, in lengths of the direction; by default 1, or by curvature (eigenvectors)."""
     accuracy: Annotated[bool, optional()] = False
     """For a landscape: also draw the accuracy."""
     band: Annotated[int | None, optional("N")] = None

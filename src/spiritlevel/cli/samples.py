@@ -24,8 +24,7 @@ class Samples(Command):
     run_: Annotated[Positional[Path], arg(name="run", metavar="RUN")]
     """What `sl.Recorder(...).save(RUN)` wrote: its folder, or the file in it."""
     by: Annotated[str, arg(metavar="SCORE")] = "aum"
-    """What to order them by: aum, cumulative_loss, loss, margin, entropy, forgetting, first_learned,
-    variability or confidence."""
+    """aum, cumulative_loss, loss, margin, entropy, forgetting, first_learned, variability or confidence."""
     count: int = 20
     """How many to list."""
     html: Annotated[Path | None, optional("FILE")] = None

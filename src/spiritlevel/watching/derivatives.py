@@ -457,7 +457,7 @@ class _ByInputs(_Comparison):
 def _usual(values: Tensor) -> Tensor:
     """Which outputs are of the usual size; a logit masked by -1e9 is not, and its rounding would hide all others."""
     size = values.abs()
-    return size <= (1e4 * float(size.median()) or math.inf)
+    return ~(size > (1e4 * float(size.median()) or math.inf))  # NaN is refused elsewhere
 
 
 def _apart(tensors: Iterable[Tensor]) -> bool:
