@@ -59,8 +59,7 @@ class RunOnData(Seeded):
     batches: Annotated[str, arg(metavar="free|fixed")] = "free"
     """fixed if the loss of a sample depends on the rest of its batch: batches are then never split."""
     samples: Annotated[int | None, optional("N")] = None
-    """Measure a random subset of N samples, by default all; ± then covers the whole data, or the report says why it is
-    not known."""
+    """Measure N samples drawn at random, by default all; ± then covers all of the data, or the report says why not."""
     batch_norm: Annotated[str, arg(metavar="eval|batch")] = "eval"
     """Running statistics, or those of each batch."""
     device: Annotated[str | None, optional("DEVICE")] = None

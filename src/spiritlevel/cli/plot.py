@@ -30,7 +30,7 @@ class Plot(OnData):
 
     For example: spiritlevel plot landscape net.py:make --weights net.safetensors --data train.npz --out surface.pdf
 
-    With nothing but what is built in: spiritlevel plot landscape mlp --data fashion-mini --samples 200 --out surface.pdf
+    With nothing but what is built in: spiritlevel plot landscape mlp --data fashion-mini --samples 200 --out loss.pdf
 
     From a kept run: spiritlevel plot margins run/ --out margins.svg --size page
     """
