@@ -181,20 +181,20 @@ def cheapest(
         return found.x > 0.5
 
     known = np.isfinite(prices)
-    if not (known.reshape(len(names), -1).any(1)).all():
-        name = names[int((~known.reshape(len(names), -1).any(1)).argmax())]
+    possible = known.reshape(len(names), -1).any(1)
+    if not possible.all():
         raise InputError(
-            f"the loss is NaN or infinite when {name} is rounded to any of {', '.join(map(str, widths))} bits; "
-            "allow more bits in choices=."
+            f"the loss is NaN or infinite when {names[int(possible.argmin())]} is rounded to any of "
+            f"{', '.join(map(str, widths))} bits; allow more bits in choices=."
         )
     prices[~known] = np.inf
-    unit = most = max(float(prices[known].max()), 1e-300)
+    unit = max(float(prices[known].max()), 1e-300)
     while True:  # the solver stops within a millionth of the unit, and costs span orders of magnitude
-        taken = least(np.where(known, prices, 0.0) / unit, most)
+        taken = least(np.where(known, prices, 0.0) / unit, unit)
         cost = float(prices[taken].sum())
         if not 0 < cost < unit / 2:
             break
-        unit = most = cost  # no layer alone costs more than a plan that was found
+        unit = cost  # no layer alone costs more than a plan that was found
     priced = np.where(prices <= cost, prices, 0.0)[None] / max(cost, 1e-300)
     taken = least(-weights / weights.max(), cost, LinearConstraint(priced, -np.inf, 1.0))  # of equal costs more bits
     chosen = {}

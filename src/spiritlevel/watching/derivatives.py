@@ -116,7 +116,7 @@ def check_input_derivatives(problem: Problem, inputs: Any, targets: Tensor, way_
         raise InputError(
             f"autograd's gradient with respect to the inputs of the model {type(problem.model).__name__} is not the "
             "derivative of its forward pass: a tensor hook, a gradient reversal or straight-through function, or a "
-            f"part of its forward under torch.no_grad() or behind .detach() changes it; measure the model without that"
+            "part of its forward under torch.no_grad() or behind .detach() changes it; measure the model without that"
             f"{way_out and ', or '}{way_out}."
         )
 
@@ -417,24 +417,24 @@ class _Comparison:
         return self.differences[step]
 
     def _verdict(self, kind: str, claim: Tensor) -> bool | None:
-        claim, step = claim.detach(), self.steps[kind]
-        start = self.slope if kind == "second" else self.values[self.signs != 0]
-        claim = claim[self.signs != 0] if kind == "forward" else claim
+        step, compared = self.steps[kind], self.signs != 0
+
+        def of_outputs(values: Tensor) -> Tensor:
+            return values if kind == "second" else values[compared]
+
+        claim = of_outputs(claim.detach()) if kind == "forward" else claim.detach()
+        start = of_outputs(self.slope if kind == "second" else self.values)
         noise = 10 * torch.finfo(start.dtype).eps / step * float(start.norm())
 
         def fits(values: Tensor) -> bool:
-            found = (self.signs[self.signs != 0] * values).sum() if kind == "reverse" else values
+            found = (self.signs[compared] * values).sum() if kind == "reverse" else values
             size = max(float(values.norm()), float(claim.norm()))
             return float((found - claim).norm()) <= self.tolerance * size + noise
 
-        def difference(step: float) -> Tensor:
-            found = self._difference(kind, step)
-            return found if kind == "second" else found[self.signs != 0]
-
-        first = difference(step)
+        first = of_outputs(self._difference(kind, step))
         if fits(first):
             return True
-        second = difference(3 * step)
+        second = of_outputs(self._difference(kind, 3 * step))
         apart = float((first - second).norm())
         agree = apart <= self.tolerance / 4 * max(float(first.norm()), float(second.norm())) + noise
         return False if agree else None
