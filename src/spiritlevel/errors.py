@@ -208,15 +208,22 @@ def needs(purpose: str) -> Iterator[None]:
         random.setstate(before)
 
 
+_NAMES = 40  # shown of a long list; twice as many are still a list that can be read
+
+
 def unknown_name(
     kind: str, name: object, choices: Iterable[str], others: Mapping[str, str] = _OTHER_NAMES
 ) -> InputError:
     """An `InputError` for an unknown name that lists the nearest known ones, or what others mean by it.
 
+    A library's thousand names are not printed: a list that long begins and is counted.
+
     >>> print(unknown_name("data set", "mnits", ["mnist", "digits"]))
     unknown data set 'mnits': did you mean 'mnist'? Known: digits, mnist.
     >>> print(unknown_name("loss", "MSE", ["cross_entropy", "squared_error"]))
     unknown loss 'MSE': did you mean 'squared_error'? Known: cross_entropy, squared_error.
+    >>> str(unknown_name("layer", "head", (f"block{i:03}" for i in range(1_000))))[-22:]
+    'block039 and 960 more.'
     """
     known = sorted(choices)
     other = others.get(str(name).casefold())
@@ -224,7 +231,9 @@ def unknown_name(
     hint = f": did you mean {' or '.join(repr(word) for word in near)}?" if near else "."
     if near and len(known) > 20:  # a page of names would hide the right one
         return InputError(f"unknown {kind} {str(name)!r}{hint}")
-    return InputError(f"unknown {kind} {str(name)!r}{hint} Known: {', '.join(known)}.")
+    more = f" and {len(known) - _NAMES:,} more" if len(known) > 2 * _NAMES else ""
+    names = ", ".join(known[:_NAMES] if more else known)
+    return InputError(f"unknown {kind} {str(name)!r}{hint} Known: {names}{more}.")
 
 
 # Control characters except tab and line feed, marks that change the direction of writing, lone surrogates.
