@@ -7,14 +7,9 @@ import json
 import struct
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
-
-if TYPE_CHECKING:  # torch takes a second to import, and `spiritlevel data list` does not need it
-    pass
-
 
 from spiritlevel.errors import needs
 

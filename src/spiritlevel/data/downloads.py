@@ -12,17 +12,13 @@ import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from spiritlevel.errors import InputError, needs
-from spiritlevel.storage import lock
-
-if TYPE_CHECKING:  # torch takes a second to import, and `spiritlevel data list` does not need it
-    pass
 from spiritlevel.data.decoders import Blob
 from spiritlevel.data.reading import Unusable, cache_file, checked_content, members_of, read_cache, read_file
 from spiritlevel.data.table import SETS, Carrier, Entry, PinnedFile
+from spiritlevel.errors import InputError, needs
+from spiritlevel.storage import lock
 
 Progress = Callable[[str, int, int], None]
 """Called with what is under way, the bytes done, and the bytes in all (0 where unknown)."""

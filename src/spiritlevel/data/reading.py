@@ -12,17 +12,14 @@ import zipfile
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO
 
 import numpy as np
 
-from spiritlevel.errors import InputError
-from spiritlevel.storage import cache_folder
-
-if TYPE_CHECKING:  # torch takes a second to import, and `spiritlevel data list` does not need it
-    pass
 from spiritlevel.data.decoders import Blob
 from spiritlevel.data.table import Entry, Form, PinnedFile
+from spiritlevel.errors import InputError
+from spiritlevel.storage import cache_folder
 
 
 class Unusable(Exception):

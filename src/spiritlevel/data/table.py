@@ -6,10 +6,8 @@ import tomllib
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-if TYPE_CHECKING:  # torch takes a second to import, and `spiritlevel data list` does not need it
-    pass
 from spiritlevel.data.decoders import (
     Arrays,
     Blob,
