@@ -316,6 +316,11 @@ def test_relative_error_drives_the_number_of_probes() -> None:
     torch.testing.assert_close(
         result.values, again.values, rtol=1e-12, atol=1e-12
     )  # the pilot's probes are the first of all
+    seeds = [sample_traces(model, batch, rel_err=0.15, seed=seed) for seed in range(12)]
+    missed = [found.mean().stderr > 0.15 * abs(found.mean().value) for found in seeds]
+    assert [any("rel_err=0.15 was missed" in note for note in found.notes) for found in seeds] == missed
+    assert any(missed)
+    assert not all(missed)
 
 
 def test_batch_statistics_by_probes() -> None:

@@ -16,6 +16,7 @@ from spiritlevel.errors import InputError, unknown_name
 from spiritlevel.estimators.operator import Product, columns_at_once, identity_blocks, in_full_precision
 from spiritlevel.estimators.probes import SKETCH, check_probes, sign_blocks
 from spiritlevel.results import DiagonalEstimate, Estimate
+from spiritlevel.results.intervals import standard_error
 
 _PILOT = 16  # probes that decide how many a relative error needs
 _MOST_PROBES = 4096  # where the search for a relative error gives up
@@ -33,8 +34,8 @@ def operator_trace(
     of (I − QQᵀ)H(I − QQᵀ), whose spread is the standard error; far better where a few eigenvalues dominate.
 
     Cost: `probes` products in all. With `rel_err` instead, 16 pilot probes decide how many more are needed for
-    stderr ≤ rel_err · |Tr H| (from the upper 90% bound of their variance), at most 4096. Exact, from the unit
-    vectors, where that takes no more products.
+    stderr ≤ rel_err · |Tr H| (from the upper 90% bound of their variance), at most 4096; where that was not enough,
+    `reason` says so. Exact, from the unit vectors, where that takes no more products.
 
     References: Hutchinson, Commun. Stat. Simul. Comput. 18 (1989), doi:10.1080/03610918908812806; Meyer, Musco, Musco
     & Woodruff, SOSA 2021, arXiv:2010.09649.
@@ -82,8 +83,7 @@ def frobenius_norm(op: Any, *, probes: int = 64, rel_err: float | None = None, s
     """
     product = Product(op)
     check_probes("frobenius_norm", probes, rel_err, seed)
-    square_err = None if rel_err is None else 2 * rel_err
-    found = root_of(_expected_form(product, product, _squares, probes, square_err, seed))
+    found = root_of(_expected_form(product, product, _squares, probes, rel_err, seed, power=2))
     return with_tolerance(found, math.sqrt(product.size) * product.error)
 
 
@@ -145,8 +145,12 @@ def _expected_form(
     rel_err: float | None,
     seed: int,
     offset: float = 0.0,
+    power: int = 1,
 ) -> Estimate:
-    """`offset` + Tr M for a quadratic `form` vᵀMv of v and its product: its mean over signs, or its sum over eᵢ."""
+    """`offset` + Tr M for a quadratic `form` vᵀMv of v and its product: its mean over signs, or its sum over eᵢ.
+
+    `rel_err` is meant for its root of order `power`.
+    """
 
     def draw(indices: range) -> Tensor:
         blocks = sign_blocks(product, indices, seed)
@@ -164,7 +168,7 @@ def _expected_form(
         draws = draw(range(probes))
     else:
         draws = draw(range(_PILOT))
-        error = rel_err * abs(offset + float(draws.mean()))
+        error = power * rel_err * abs(offset + float(draws.mean()))
         variance = float(draws.var()) * (_PILOT - 1) / float(scipy.stats.chi2.ppf(0.1, _PILOT - 1))
         needed = variance / error**2 if error > 0 else (math.inf if variance > 0 else 0.0)
         if needed - _PILOT >= product.size and product.size <= _MOST_PROBES:
@@ -173,6 +177,10 @@ def _expected_form(
             reason = f"rel_err={rel_err:g} would take about {needed:.2g} probes; stopped at {_MOST_PROBES}"
         total = math.ceil(min(max(needed, _PILOT), _MOST_PROBES))
         draws = torch.cat([draws, draw(range(_PILOT, total))]) if total > _PILOT else draws
+        error = power * rel_err * abs(offset + float(draws.mean()))
+        if not reason and float(standard_error(draws)) > error:  # to draw on until it is reached would bias the mean
+            needed = float(draws.var()) / error**2 if error > 0 else math.inf
+            reason = f"rel_err={rel_err:g} would take about {needed:.2g} probes; a pilot of {_PILOT} asked for {total}"
     mean = Estimate.from_draws(draws, matvecs=product.count, seed=seed)
     return replace(mean, value=offset + mean.value, reason=reason)
 

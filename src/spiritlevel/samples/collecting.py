@@ -262,6 +262,10 @@ class Collector:
         total = _wanted(draws, known is not None)
         if known is not None:
             total = total + known[:, None]
+        if rel_err is not None and not notes[len(plan.notes) :]:
+            means = total.mean(0)
+            if float(standard_error(means)) > rel_err * abs(float(means.mean())):
+                notes += (f"rel_err={rel_err:g} was missed: {count} probes, as a pilot asked for, were too few",)
         layers = {}
         if self.per_layer:
             parts = {name: _wanted({name: table}, known is not None) for name, table in draws.items()}
