@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
@@ -109,15 +109,28 @@ def wanted(under: Any) -> list[Change]:
 
 
 def several(changes: Any) -> list[Change]:
-    """The changes of a list, or of a string in which commas separate them, or a single one; each once."""
+    """The changes of a list, or of a string in which commas separate them, or a single one; each once.
+
+    >>> [each.name for each in several(["int4", torch.abs, "int4", lambda w: 0.9 * w, lambda w: 0.5 * w])]
+    ['int4', 'abs', 'function', 'function 2']
+    """
     parts = [changes]
     if isinstance(changes, str):
         parts = [part.strip() for part in changes.split(",")]
     elif isinstance(changes, list | tuple | set | frozenset | Iterator):
         parts = list(changes)
-    found = {each.name: each for each in map(as_change, (part for part in parts if not isinstance(part, str) or part))}
-    if not found:
+    distinct = {
+        part if isinstance(part, str) else id(part): part for part in parts if not isinstance(part, str) or part
+    }
+    if not distinct:
         raise InputError(f"there is no change to make; name some, separated by commas, of {GRAMMAR}.")
+    found: dict[str, Change] = {}
+    for each in map(as_change, distinct.values()):
+        named, number = each, 1
+        while named.name in found:  # two functions without a name, or two other models
+            number += 1
+            named = replace(each, name=f"{each.name} {number}")
+        found[named.name] = named
     return list(found.values())
 
 
