@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import spiritlevel as sl
-from spiritlevel.answers.bits import cheapest
+from spiritlevel.answers.bits import at_least_of_more_bits, cheapest
 from spiritlevel.answers.changes import rounded
 from spiritlevel.cli import main
 from spiritlevel.errors import InputError
@@ -325,6 +326,25 @@ def test_pictures_show_the_flips() -> None:
     assert not bool((found.samples["flips_measured"][rows] > 0).any())
 
 
+def test_changes_that_share_a_name_are_all_made() -> None:
+    """Two functions without a name, or two models, were one change: the last."""
+    nets = {name: MODELS[name] for name in ("step 20", "step 250")}
+    under = [lambda w: 0.9 * w, lambda w: 0.1 * w]
+    found = sl.rank(nets, TEST, measures=["margin_mean"], under=under)
+    assert found.changes == ("function", "function 2")
+    for name, net in nets.items():
+        for change, function in zip(found.changes, under, strict=True):
+            row = next(row for row in found.rows if row.name == name)
+            assert row.measured[change].value == sl.perturb(net, TEST, function, layers=False).measured.value
+    a, b = nets.values()
+    said = sl.compare(a, b, TEST, measures=["margin_mean"], audit=False, under=[a, b, "int4", a, "int4"]).under
+    assert [sentence.split(",")[0] for sentence in said] == [
+        "Under another model",
+        "Under another model 2",
+        "Under int4",
+    ]
+
+
 # ---------------------------------------------------------------- bits
 
 
@@ -398,6 +418,54 @@ def test_costs_may_span_orders_of_magnitude() -> None:
     assert cheapest(nothing, {"a": 10, "b": 20}, [2, 4, 8], 6.0) == {"a": 2, "b": 8}, "of equal costs more bits"
 
 
+def test_plans_of_many_layers_keep_to_the_size_and_nothing_is_printed(capfd: pytest.CaptureFixture[str]) -> None:
+    """With the solver's presolve some were 1e-6 bits too large, some refused as impossible, and lines were printed."""
+    numbers, widths = np.random.default_rng(5), [2, 3, 4, 6, 8]
+    for layers in (60, 160):
+        base = 10 ** (1 - 3 * numbers.random(layers))
+        costs = {
+            f"{i}": {w: float(base[i] * 4.0**-w * np.exp(0.3 * numbers.normal())) for w in widths}
+            for i in range(layers)
+        }
+        sizes = {name: int(10 ** numbers.uniform(2, 6)) for name in costs}
+        found = cheapest({name: at_least_of_more_bits(each) for name, each in costs.items()}, sizes, widths, 4.0)
+        assert (
+            3.99 * sum(sizes.values())
+            < sum(sizes[name] * bits for name, bits in found.items())
+            <= 4 * sum(sizes.values())
+        )
+    few = np.random.default_rng(10)
+    for _ in range(106):  # the last one was refused
+        count, span = int(few.integers(2, 7)), few.uniform(0, 14)
+        costs = {
+            f"{i}": dict(zip(widths, np.sort(10 ** (-span * few.random(5)))[::-1].tolist(), strict=True))
+            for i in range(count)
+        }
+        sizes, bits = {name: int(10 ** few.uniform(0, 6)) for name in costs}, few.uniform(2.5, 7)
+    assert sum(sizes[name] * width for name, width in cheapest(costs, sizes, widths, bits).items()) <= bits * sum(
+        sizes.values()
+    )
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_layer_that_rounding_does_not_move_counts_in_the_size() -> None:
+    """Its bits were left out of the plan, and the others did not get what it does not need."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
+    nn.init.zeros_(net[2].weight)
+    data = torch.randn(80, 6), torch.randint(0, 2, (80,))
+    for by in ("measured", "second_order", "square"):
+        plan = sl.choose_bits(net, data, 4.0, by=by)
+        assert list(plan.bits) == ["0.weight", "2.weight", "4.weight"]
+        assert plan.rows[1].cost == 0
+        assert plan.mean_bits <= 4
+    assert sl.choose_bits(net, data, 4.0, choices=(2, 8), by="square").bits == {
+        "0.weight": 2,
+        "2.weight": 2,
+        "4.weight": 8,
+    }
+
+
 class Logarithm(nn.Module):
     """The smallest of its gains is rounded to 0 below 6 bits, and its logarithm is no number."""
 
@@ -420,6 +488,22 @@ def test_bits_that_make_the_loss_nan_are_not_chosen() -> None:
     found = sl.perturb(net, data, "int2")
     assert "; the loss is NaN after the change." in str(found), "it was made"
     assert "; the change was not made." in str(sl.perturb(net, data, "int2", apply=False))
+
+
+@pytest.mark.parametrize("by", ["measured", "second_order", "curvature", "square"])
+def test_no_order_prefers_bits_that_make_the_loss_nan(by: str) -> None:
+    """Derivatives at the model do not see it: plans by them gave the gains 3 bits."""
+    torch.manual_seed(0)
+    net, data = Logarithm(), (torch.randn(20, 4), torch.randint(0, 3, (20,)))
+    with torch.no_grad():
+        net.last.weight.mul_(5)
+    plan = sl.choose_bits(net, data, 3.0, choices=(2, 3, 6), by=by)
+    assert plan.bits == {"gain": 6, "last.weight": 2}
+    assert math.isfinite(plan.losses[1].value)
+    with pytest.raises(
+        InputError, match=r"no choice of bits keeps the loss finite within 2\.5 bits per weight; allow more"
+    ):
+        sl.choose_bits(net, data, 2.5, choices=(2, 3, 6), by=by)
 
 
 def test_bad_bits() -> None:

@@ -45,10 +45,11 @@ def choose_bits(
 
     Each layer is rounded alone to each number of bits, and `by` says what that is taken to cost: "measured", the rise
     of the loss that it causes; "second_order", g·δ + ½ δᵀHδ of that rounding; or one of the plainer orders,
-    "curvature", "trace_times_square" (HAWQ's) and "square". No cost is below 0 or below that of more bits. An integer
-    program finds the bits of least total cost that keep to the size. It leaves out what layers do to each other, so the
-    plan is carried out and compared with the same number of bits for all. Far from the model, at 2 bits,
-    the second order may predict a fortieth of what happens, and plans by it may be worse than uniform bits.
+    "curvature", "trace_times_square" (HAWQ's) and "square". No cost is below 0 or below that of more bits, and a
+    rounding that alone makes the loss NaN or infinite is not chosen. An integer program finds the bits of least total
+    cost that keep to the size. It leaves out what layers do to each other, so the plan is carried out and compared with
+    the same number of bits for all. Far from the model, at 2 bits, the second order may predict a fortieth of what
+    happens, and plans by it may be worse than uniform bits.
 
     Args:
         model: any module; it is left as it was.
@@ -63,8 +64,8 @@ def choose_bits(
         seed: of that subset and of probes.
         reading: how batches and outputs are read; see `Reading`.
 
-    Cost: for each of the choices one forward pass per layer; by anything other than "measured" one product with H per
-    layer, and its trace where `by` needs it. Reference: Dong et al. 2019, arXiv:1905.03696.
+    Cost: for each of the choices one forward pass per layer; by anything other than "measured" also one product with H
+    per layer, and its trace where `by` needs it. Reference: Dong et al. 2019, arXiv:1905.03696.
 
     >>> torch.manual_seed(0), (x := torch.randn(60, 8)), (y := (x[:, 0] > 0).long())
     (...)
@@ -83,22 +84,19 @@ def choose_bits(
     names = [name for name, parameter in model.named_parameters() if parameter.is_floating_point()]
     setting = Setting(model, data, loss=loss, params=names, seed=seed, **reading)
     setting.check()
-    way = ":channel" if channel else ""
-    costs: dict[str, dict[int, float]] = {}
-    sizes: dict[str, int] = {}
-    for width in widths:
-        for name, (cost, size) in _alone(setting, as_change(f"int{width}{way}"), by, samples).items():
-            costs.setdefault(name, {})[width] = cost
-            sizes[name] = size
-    costs = {name: at_least_of_more_bits(each) for name, each in costs.items()}
+    changes = {width: as_change(f"int{width}{':channel' if channel else ''}") for width in widths}
+    matrices = changes[widths[0]].chosen(setting.problem.params, False)
+    sizes = {name: tensor.numel() for name, tensor in matrices.items()}
+    found = {width: _alone(setting, change, by, samples) for width, change in changes.items()}
+    alone = {name: {width: found[width].get(name, 0.0) for width in widths} for name in sizes}  # 0: it does not move
+    costs = {name: at_least_of_more_bits(each) for name, each in alone.items()}
     chosen = cheapest(costs, sizes, widths, bits)
     uniform = max(width for width in widths if width <= bits)
     where = setting if test is None else setting.on(test)
     plan = changed(where, mixed(chosen, channel))
     alike = changed(where, mixed(dict.fromkeys(chosen, uniform), channel))
     rows = [
-        LayerBits(name, sizes[name], chosen[name], costs[name][chosen[name]], costs[name].get(uniform, 0.0))
-        for name in chosen
+        LayerBits(name, sizes[name], chosen[name], costs[name][chosen[name]], costs[name][uniform]) for name in chosen
     ]
     nothing = Estimate(float("nan"), reason="the outputs are not classes")
     accuracies = [
@@ -122,16 +120,15 @@ def _three(values: Any) -> tuple[Estimate, Estimate, Estimate]:
     return first, second, third
 
 
-def _alone(setting: Setting, change: Change, by: str, samples: int | None) -> dict[str, tuple[float, int]]:
-    """What the change of each tensor alone is taken to cost, and its size."""
-    if by != "measured":
-        traces = by == "trace_times_square"
-        found = perturb_in(setting, change, samples=samples, apply=False, traces=traces)
-        return {row.name: (float(getattr(row, by)), row.size) for row in found.layers}
+def _alone(setting: Setting, change: Change, by: str, samples: int | None) -> dict[str, float]:
+    """What the change of each tensor that moves is taken to cost: infinitely much if it alone makes the loss NaN."""
     here, _ = setting.drawn(samples)
     way = Way(here, moved(change, here, False).after)
-    rises = rises_alone(way).tolist()
-    return {name: (rise, way.delta[name].numel()) for name, rise in zip(way.delta, rises, strict=True)}
+    rises = dict(zip(way.delta, rises_alone(way).tolist(), strict=True))
+    if by == "measured":
+        return rises
+    found = perturb_in(setting, change, samples=samples, apply=False, traces=by == "trace_times_square")
+    return {row.name: float(getattr(row, by)) if math.isfinite(rises[row.name]) else math.inf for row in found.layers}
 
 
 def at_least_of_more_bits(costs: Mapping[int, float]) -> dict[int, float]:
@@ -161,24 +158,26 @@ def cheapest(
     """
     names = list(costs)
     places = [(row, width) for row in range(len(names)) for width in widths]
-    prices = np.array([costs[names[row]].get(width, 0.0) for row, width in places])  # what moved nothing has no row
+    prices = np.array([costs[names[row]][width] for row, width in places])
     weights = np.array([sizes[names[row]] * width for row, width in places], dtype=float)
     one_each = np.array([[float(row == layer) for row, _ in places] for layer in range(len(names))])
     total = float(sum(sizes.values()))
-    limits = [LinearConstraint(one_each, 1, 1), LinearConstraint(weights[None] / total, -np.inf, bits + 1e-9)]
 
     def least(of: Any, most: float, *more: LinearConstraint) -> Any:
-        """Which places to take for the least sum, none of them priced above `most`."""
-        found = milp(
-            of,
-            constraints=[*limits, *more],
-            integrality=np.ones(len(places)),
-            bounds=Bounds(0, prices <= most),
-            options={"mip_rel_gap": 0.0},
-        )
-        if found.x is None:
-            raise InputError(f"no choice of bits keeps to {bits:g} bits per weight ({found.message}); allow more bits.")
-        return found.x > 0.5
+        """Which places to take for the least sum, none of them priced above `most`; None if there are none."""
+        for spare in (0.0, 1e-6, 1e-5):  # the solver may overstep the size by its own tolerance
+            size = LinearConstraint(weights[None] / total, -np.inf, bits + 1e-9 - spare)
+            found = milp(
+                of,
+                constraints=[LinearConstraint(one_each, 1, 1), size, *more],
+                integrality=np.ones(len(places)),
+                bounds=Bounds(0, prices <= most),
+                # what comes back from its presolve may be infeasible, is repaired with a line on stdout, and then fails
+                options={"mip_rel_gap": 0.0, "presolve": False},
+            )
+            if found.x is not None and weights[found.x > 0.5].sum() <= (bits + 1e-9) * total:
+                return found.x > 0.5
+        return None
 
     known = np.isfinite(prices)
     possible = known.reshape(len(names), -1).any(1)
@@ -189,19 +188,18 @@ def cheapest(
         )
     prices[~known] = np.inf
     unit = max(float(prices[known].max()), 1e-300)
-    while True:  # the solver stops within a millionth of the unit, and costs span orders of magnitude
-        taken = least(np.where(known, prices, 0.0) / unit, unit)
-        cost = float(prices[taken].sum())
-        if not 0 < cost < unit / 2:
-            break
+    taken = least(np.where(known, prices, 0.0) / unit, unit)
+    if taken is None:
+        raise InputError(f"no choice of bits keeps the loss finite within {bits:g} bits per weight; allow more bits.")
+    while 0 < (cost := float(prices[taken].sum())) < unit / 2:
+        # the solver stops within a millionth of the unit, and costs span orders of magnitude
         unit = cost  # no layer alone costs more than a plan that was found
+        better = least(np.where(known, prices, 0.0) / unit, unit)
+        taken = taken if better is None else better
     priced = np.where(prices <= cost, prices, 0.0)[None] / max(cost, 1e-300)
-    taken = least(-weights / weights.max(), cost, LinearConstraint(priced, -np.inf, 1.0))  # of equal costs more bits
-    chosen = {}
-    for (row, width), its in zip(places, taken, strict=True):
-        if its:
-            chosen[names[row]] = width
-    return chosen
+    fuller = least(-weights / weights.max(), cost, LinearConstraint(priced, -np.inf, 1.0))  # of equal costs more bits
+    taken = taken if fuller is None else fuller
+    return {names[row]: width for (row, width), its in zip(places, taken, strict=True) if its}
 
 
 def mixed(bits: Mapping[str, int], channel: bool = False) -> Change:
