@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import spiritlevel as sl
 from spiritlevel.answers.comparing import compare
 from spiritlevel.errors import InputError
-from spiritlevel.results import mean_skewness, skewed_limits
+from spiritlevel.results import Comparison, mean_skewness, skewed_limits
 
 FAST = ["trace", "margin_mean", "input_distance"]
 
@@ -252,3 +252,62 @@ def test_models_that_do_not_fit_are_named() -> None:
         compare(trained(1), trained(1), points(8), seed=-1)
     with pytest.raises(InputError, match="level between 0 and 1"):
         compare(trained(1), trained(1), points(8), level=95)
+
+
+class Evidence(nn.Module):
+    """Two classes by one of the features of every position."""
+
+    def __init__(self, feature: int) -> None:
+        super().__init__()
+        self.feature, self.scale = feature, nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([-x[..., self.feature], x[..., self.feature]], -1) * self.scale
+
+
+def test_positions_of_one_sequence_are_not_independent() -> None:
+    """Sequences whose positions are all alike say no more than one position each: the same intervals."""
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(60, 1, 2, generator=generator) + torch.tensor([0.5, 1.0])
+    labels = torch.ones(60, 1, dtype=torch.long)
+    a, b = Evidence(0), Evidence(1)
+
+    def compared(times: int, samples: int | None = None) -> Comparison:
+        data = inputs.expand(60, times, 2).contiguous(), labels.expand(60, times).contiguous()
+        names = ["margin_mean", "margin_q50", "trace"]
+        return sl.compare(a, b, data, measures=names, audit=False, unit="token", under="noise:0.1", samples=samples)
+
+    alone, repeated = compared(1), compared(20)
+    assert repeated.samples == 1200
+    for one, many in zip(alone.rows, repeated.rows, strict=True):
+        rel = 0.2 if one.name == "margin_q50" else 1e-5  # between two of 60 values, or of 1,200
+        assert (many.low, many.high) == pytest.approx((one.low, one.high), rel=rel, abs=1e-7), one.name
+    assert compared(20, 400).row("loss").high - compared(20, 400).row("loss").low > 0.7 * (
+        alone.row("loss").high - alone.row("loss").low
+    )
+    few = sl.compare(a, b, (inputs[:20].expand(20, 9, 2), labels[:20].expand(20, 9)), measures=[], unit="token")
+    assert {(row.how, row.verdict) for row in few.rows} == {("too few sequences", "no interval")}
+
+
+def test_equally_good_models_are_told_apart_no_more_often_by_tokens() -> None:
+    """They were in 70% of cases where a model does well or badly on whole sequences."""
+    told = 0
+    for seed in range(40):
+        generator = torch.Generator().manual_seed(seed)
+        of_sequence = torch.randn(40, 1, 2, generator=generator) + 0.5
+        inputs = of_sequence + 0.5 * torch.randn(40, 15, 2, generator=generator)
+        data = inputs, torch.ones(40, 15, dtype=torch.long)
+        row = sl.compare(Evidence(0), Evidence(1), data, measures=[], unit="token").row("loss")
+        told += row.low > 0 or row.high < 0
+    assert told <= 6  # of 40 at 5%: a chance of 0.3% for more
+
+
+def test_the_distance_of_checkpoints_is_that_of_whole_sequences() -> None:
+    inputs = torch.randn(60, 1, 2, generator=torch.Generator().manual_seed(0)) + torch.tensor([0.5, 1.0])
+    models = {"a": Evidence(0), "b": Evidence(1)}
+    rows = []
+    for times in (1, 20):
+        data = inputs.expand(60, times, 2).contiguous(), torch.ones(60, times, dtype=torch.long)
+        rows.append(sl.rank(models, data, measures=["margin_mean"], under=(), unit="token").rows[0])
+    assert rows[1].behind_low == pytest.approx(rows[0].behind_low, rel=1e-5)
+    assert rows[1].behind_high == pytest.approx(rows[0].behind_high, rel=1e-5)

@@ -22,6 +22,7 @@ from spiritlevel.measures import Measure, Setting, select
 from spiritlevel.measures.registry import affordable
 from spiritlevel.results import Checkpoint, Checkpoints, Estimate, mean_skewness, signed_limits, standard_error
 from spiritlevel.results.intervals import FEWEST
+from spiritlevel.statistics.subsets import of_owners
 
 __all__ = ["rank"]
 
@@ -46,10 +47,10 @@ def rank(
 ) -> Checkpoints:
     """Which of many checkpoints to take: accuracy, loss, measures, and what a change of the weights will do to each.
 
-    The loss of each is compared with the lowest one, sample by sample: `Checkpoint.behind` has the paired 95%
-    interval. Unless named, the measures are those of the default set that no parametrisation of the same function can
-    move, since checkpoints of one run differ in that, too. Numbers are exact or estimated as the measures are, and the
-    changes as in `perturb`.
+    The loss of each is compared with the lowest one, sample by sample: `Checkpoint.behind` has the paired 95% interval,
+    with `unit="token"` that for other sequences. Unless named, the measures are those of the default set that no
+    parametrisation of the same function can move, since checkpoints of one run differ in that, too. Numbers are exact
+    or estimated as the measures are, and the changes as in `perturb`.
 
     Args:
         models: a dict of models by name, or pairs of a name and a model, which are taken one after another and need
@@ -108,7 +109,7 @@ def rank(
             left_out |= expensive
         except InputError as error:
             raise InputError(f"checkpoint {name!r}: {error}") from error
-        losses.append(setting.losses)
+        losses.append(of_owners(setting.losses, _owners(setting)))
         rows.append(_row(name, setting, chosen, changes, apply, left_out))
     if first is None:
         raise InputError("rank needs at least one checkpoint, got none.")
@@ -148,6 +149,11 @@ def _pairs(pairs: Any) -> Iterable[tuple[str, nn.Module]]:
         raise InputError(
             f"rank needs a dict of models by name, or pairs of a name and a model, got {type(pairs).__name__}."
         ) from error
+
+
+def _owners(setting: Setting) -> Tensor | None:
+    """The sequences to which samples belong, where these are single positions, which are not independent."""
+    return setting.margins.sample if setting.form.unit == "token" else None
 
 
 def _row(

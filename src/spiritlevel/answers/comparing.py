@@ -70,9 +70,10 @@ def compare(
     since a few may decide it; that of a quantile is a percentile bootstrap of the pairs (999 resamples). A number for
     the whole data set, such as the largest eigenvalue, is compared by the influence that every sample has on it. All
     intervals are statements about other samples of the same kind, so pass data that neither model was trained on, and
-    at least 30 of them. What has no influence function has the error of its probes only, or none; without an interval
-    there is no verdict. Values that differ by no more than rounding (1e-5 of their size in single precision, 1e-10 in
-    double) are equal.
+    at least 30 of them. With `unit="token"` they are statements about other sequences, whose positions are not
+    independent, so pass at least 30 of those. What has no influence function has the error of its probes only, or none;
+    without an interval there is no verdict. Values that differ by no more than rounding (1e-5 of their size in single
+    precision, 1e-10 in double) are equal.
 
     Rows that no parametrisation of the same function can move come first. For the others both models are audited, and
     what the audit moves at the same outputs is *not comparable*, however large the difference (the factor that it
@@ -198,7 +199,8 @@ class _Pair:
         losses = seen[0].losses, seen[1].losses
         found = self._both(lambda setting: setting.margins, "margins")
         looks = 1 + (found is not None) + sum(bool(each.advice) for each in self.chosen)
-        self.pairing = Pairing(self.a, self.b, self.level, self.seed, self.same, looks)
+        owners = found[0].sample if found is not None else None
+        self.pairing = Pairing(self.a, self.b, self.level, self.seed, self.same, looks, owners)
         rows = [self.pairing.plain(_LOSS, *losses)]
         if found is not None:
             self.accuracy = _ACCURACY if found[0].right is None else _SHARES

@@ -26,6 +26,7 @@ from spiritlevel.results import (
     skewed_limits,
     standard_error,
 )
+from spiritlevel.statistics.subsets import of_owners
 
 KEEP_FUNCTION = frozenset(name for name in TRANSFORMS if name in SAME)
 _ROUNDING = {torch.float64: 1e-10}  # what counts as rounding, relative to the values; 1e-5 in single precision
@@ -53,7 +54,8 @@ class Pairing:
     """Two models on the same samples: makes the rows of their comparison, before any audit.
 
     `same` is what both give for every sample: "outputs", "probabilities" or nothing. `looks` is how many of the numbers
-    the advice looks at: a row is sure if its interval excludes 0 at that part of the chance of error.
+    the advice looks at: a row is sure if its interval excludes 0 at that part of the chance of error. `owners` are the
+    sequences to which the samples belong where these are single positions, which are not independent.
     """
 
     a: Setting
@@ -62,6 +64,7 @@ class Pairing:
     seed: int
     same: str = ""
     looks: int = 1
+    owners: Tensor | None = None
 
     def row(self, each: Measure) -> ComparisonRow:
         """A measure of both models: paired by samples where its parts are known, else by the errors of both values."""
@@ -112,13 +115,14 @@ class Pairing:
         difference, tolerance = values[1].value - values[0].value, values[0].tolerance + values[1].tolerance
         strict = 1 - (1 - self.level) / self.looks
         if exact:
-            limits, how = self._of_shares(b - a), "paired t"
+            limits, how = self._of_shares(of_owners(b - a, self.owners)), "paired t"
         elif math.isnan(share):
-            limits, how = self._of_means(values, b - a), "paired t"
+            limits, how = self._of_means(values, of_owners(b - a, self.owners)), "paired t"
         else:
             limits, how = self._of_quantiles(a, b, share), "bootstrap of the pairs"
-        if len(a) < FEWEST:
-            found, sure, how, in_proportion = (math.nan, math.nan), False, "too few samples", False
+        if len(a if self.owners is None else self.owners.unique()) < FEWEST:
+            how = "too few samples" if self.owners is None else "too few sequences"
+            found, sure, in_proportion = (math.nan, math.nan), False, False
         else:
             low, high = limits(self.level)
             found = low - biases[1] - tolerance, high + biases[0] + tolerance
@@ -159,6 +163,7 @@ class Pairing:
     def _alone(self, value: Estimate, samples: Tensor, share: float) -> tuple[float, float]:
         """The interval of one of the two numbers by itself, which shows whether their ratio means anything."""
         if math.isnan(share):
+            samples = of_owners(samples, self.owners)
             error = math.hypot(float(standard_error(samples)), value.stderr)
             return skewed_limits(value.value, error, len(samples) - 1, mean_skewness(samples), self.level)
         draws = self._quantiles(samples, share)
@@ -177,11 +182,17 @@ class Pairing:
         return limits
 
     def _quantiles(self, samples: Tensor, share: float) -> Any:
-        """Of resampled samples, the same ones for both models."""
+        """Of resampled samples, the same ones for both models; with all of its positions where sequences are drawn."""
         generator, values = np.random.default_rng((self.seed, 2)), samples.numpy()
+        parts = None
+        if self.owners is not None:
+            ends = self.owners.unique(return_counts=True)[1].cumsum(0)[:-1]
+            parts = np.split(values[self.owners.argsort(stable=True).numpy()], ends.numpy())
+        count = len(parts or values)
         with np.errstate(invalid="ignore"):  # one at a time: all at once would be a thousand times the data
-            rows = (generator.integers(len(values), size=len(values)) for _ in range(RESAMPLES))
-            return np.array([np.quantile(values[row], share) for row in rows])
+            rows = (generator.integers(count, size=count) for _ in range(RESAMPLES))
+            drawn = (np.concatenate([parts[i] for i in row]) if parts else values[row] for row in rows)
+            return np.array([np.quantile(each, share) for each in drawn])
 
     def _verdict(
         self,

@@ -113,6 +113,24 @@ def by_jackknife(value: float, without: Sequence[float], count: int, population:
     return SubsetError(error, value - half, value + half)
 
 
+def of_owners(values: Tensor, owners: Tensor | None) -> Tensor:
+    """A column of units, such as the tokens of sequences, as one with an entry for each of their owners.
+
+    Units of one owner resemble each other, owners are independent. The entries have the same mean, and their spread is
+    that of the mean, to first order in how much the owners differ in size: mean + (G/N) Σ (value − mean) of the owner's
+    units, for G owners of N units. Without owners the column stays as it is.
+
+    >>> of_owners(torch.tensor([1.0, 1.0, 5.0, 5.0]), torch.tensor([3, 3, 8, 8]))
+    tensor([1., 5.], dtype=torch.float64)
+    """
+    if owners is None:
+        return values
+    values, mean = values.double(), float(values.double().mean())
+    distinct, place = owners.unique(return_inverse=True)
+    sums = torch.zeros(len(distinct), dtype=torch.float64).index_add_(0, place, values - mean)
+    return mean + sums * (len(distinct) / len(values))
+
+
 def groups(count: int, seed: int, number: int = GROUPS) -> list[Tensor]:
     """The numbers of all samples in random groups of nearly equal size, each in order."""
     order = np.random.default_rng((seed, 4)).permutation(count)
