@@ -265,6 +265,17 @@ def test_dropout_and_batch_norm_in_training_mode(untouched: Untouched) -> None:
     assert model.training
 
 
+def test_inside_autocast_the_steps_are_seen_and_gradients_still_flow() -> None:
+    model, optimizer, closure = prepared(lambda p: torch.optim.SGD(p, lr=0.05), dtype=torch.float32)
+    outside = sl.critical_sharpness(closure, optimizer)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = sl.critical_sharpness(closure, optimizer)
+        loss = closure()  # by casts of its own, which lead to the parameters
+    assert found.status == "converged"
+    assert found.value == pytest.approx(outside.value, rel=0.3)
+    assert all(slope is not None for slope in torch.autograd.grad(loss, list(model.parameters()), allow_unused=True))
+
+
 def test_hooks_are_not_run_and_a_graph_stays_usable() -> None:
     _, optimizer, closure = prepared(OPTIMISERS["adam"])
     calls: list[int] = []
@@ -476,12 +487,47 @@ def test_the_preconditioned_hessian_is_that_of_dense_autodiff() -> None:
         (optimizer.state[p]["exp_avg_sq"] / (1 - group["betas"][1] ** 5)).sqrt().reshape(-1) + group["eps"]
         for p in model.parameters()
     ]
-    root = torch.cat(divisors).rsqrt()
+    root = ((1 - group["betas"][0] ** 5) * torch.cat(divisors)).rsqrt()
     exact = float(torch.linalg.eigvalsh(root[:, None] * dense * root)[-1])
     assert found.curvature.value == pytest.approx(exact, rel=1e-6)
     assert found.matrix == "D^(-1/2) H D^(-1/2)"
     assert found.limit == pytest.approx(38 / 0.5 * 0.5 / 1e-2)
     assert isinstance(Result.from_json(found.to_json()), Stability)
+
+
+@pytest.mark.parametrize("number", [1, 3, 1000])
+def test_the_limit_of_adam_is_that_of_its_step_of_this_number(number: int) -> None:
+    """The step as a linear map of weight and average, the divisor held: it grows beyond the limit and not below."""
+    model = nn.Linear(1, 1, bias=False).double()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1, betas=(0.8, 0.95), eps=0.3)
+    hold(optimizer, model.weight)
+    state, beta = optimizer.state[model.weight], 0.95
+
+    def stepped(weight: float, average: float, curvature: float) -> list[float]:
+        model.weight.data.fill_(weight)
+        state["step"].fill_(number - 1)
+        state["exp_avg"].fill_(average)
+        model.weight.grad = curvature * model.weight.detach()
+        state["exp_avg_sq"].copy_((2.0 - (1 - beta) * model.weight.grad**2) / beta)  # 2 after the step
+        optimizer.step()
+        return [model.weight.item(), state["exp_avg"].item()]
+
+    def growth(curvature: float) -> float:
+        map = torch.tensor([stepped(1e-6, 0.0, curvature), stepped(0.0, 1e-6, curvature)]) / 1e-6
+        return float(torch.linalg.eigvals(map).abs().max())
+
+    stepped(1e-6, 0.0, 1.0)
+    data = torch.ones(1, 1, dtype=torch.float64), torch.zeros(1, 1, dtype=torch.float64)
+    limit = 1 / sl.stability(optimizer, model, data, loss="squared_error").ratio
+    assert growth(0.99 * limit) <= 1.001
+    assert growth(1.01 * limit) > 1.001
+
+
+def test_stability_of_a_wrapped_model_is_that_of_the_model() -> None:
+    model, data = net(torch.float64), batch(torch.float64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    plain = sl.stability(optimizer, model, data)
+    assert sl.stability(optimizer, nn.DataParallel(model), data).curvature.value == plain.curvature.value
 
 
 def test_sides_warm_starts_and_several_rates() -> None:
@@ -525,6 +571,18 @@ def test_what_stability_refuses() -> None:
         sl.stability(torch.optim.SGD(groups, lr=0.1), model, data)
     with pytest.raises(InputError, match="ascends"):
         sl.stability(torch.optim.SGD(parameters, lr=0.1, maximize=True), model, data)
+    with pytest.raises(InputError, match="learning rate of SGD is 0, as at the start of a warm-up"):
+        sl.stability(torch.optim.SGD(parameters, lr=0.0), model, data)
+    with pytest.raises(InputError, match=r"SGD\(dampening=1\) takes no step along the gradient"):
+        sl.stability(torch.optim.SGD(parameters, lr=0.1, momentum=0.9, dampening=1.0), model, data)
+
+    class SignDescent(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            for parameter in self.param_groups[0]["params"]:
+                parameter.data.sub_(parameter.grad.sign(), alpha=self.param_groups[0]["lr"])
+
+    with pytest.raises(InputError, match=r"and SignDescent has a step\(\) of its own"):
+        sl.stability(SignDescent(parameters, lr=0.1), model, data)
     with pytest.raises(InputError, match="optimizer must be a torch optimizer, got an object of type Sequential"):
         sl.stability(model, model, data)
 

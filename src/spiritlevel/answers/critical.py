@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from spiritlevel.arguments import checked
 from spiritlevel.binding.devices import doubled
-from spiritlevel.binding.modules import is_parted, managed_modules, part_here
+from spiritlevel.binding.modules import is_parted, managed_modules, part_here, unwrapped
 from spiritlevel.binding.ranks import Ranks
 from spiritlevel.binding.reading import Reading
 from spiritlevel.binding.state import preserved_random_state
@@ -230,7 +230,7 @@ class _Line:
                 for parameter, old, part in zip(self.parameters, self.before, self.update, strict=True):
                     torch.add(old, part, alpha=-scale, out=part_here(parameter.data))
             self.forwards += 1
-            with preserved_random_state(), torch.no_grad(), Ranks.contact(self.ranks.group):
+            with preserved_random_state(), torch.no_grad(), Ranks.contact(self.ranks.group), _fresh_casts():
                 value = float(closure())
             for module in ran:  # what one pass has gathered would not see the next step
                 module.reshard()
@@ -277,6 +277,17 @@ def _equal(gradient: Tensor | None, values: Tensor | None) -> bool:
 
 
 @contextmanager
+def _fresh_casts() -> Iterator[None]:
+    """Keep autocast from reusing casts of the parameters, which would not see them move, or from keeping its own."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
+
+
+@contextmanager
 def _kept_buffers() -> Iterator[list[Any]]:
     """Restore the buffers of every module that runs inside, such as the statistics of batch norm.
 
@@ -316,6 +327,11 @@ class _Rule(NamedTuple):
 
 def _rule(optimizer: Optimizer, group: dict[str, Any]) -> _Rule:
     name = type(optimizer).__name__
+    if not inspect.unwrap(type(optimizer).step).__module__.startswith("torch.optim."):
+        raise InputError(
+            f"the limit of stability is known for the steps of SGD, RMSprop, Adam and AdamW, and {name} has a step() "
+            "of its own; if that does the same, pass one of torch.optim with its settings and state."
+        )
     if group.get("maximize"):
         raise InputError(f"{name}(maximize=True) ascends; stability is about steps that descend.")
     if isinstance(optimizer, torch.optim.SGD):
@@ -325,6 +341,10 @@ def _rule(optimizer: Optimizer, group: dict[str, Any]) -> _Rule:
         if group["nesterov"]:
             return _Rule(2 * (1 + momentum) / (1 + 2 * momentum), "2(1+β)/(η(1+2β))", False)
         damping = float(group["dampening"])
+        if not damping < 1:
+            raise InputError(
+                f"SGD(dampening={damping:g}) takes no step along the gradient; stability needs it below 1."
+            )
         formula = "2(1+β)/((1−τ)η)" if damping else "2(1+β)/η"
         return _Rule(2 * (1 + momentum) / (1 - damping), formula, False)
     if isinstance(optimizer, torch.optim.Adam):  # AdamW too
@@ -341,12 +361,14 @@ def _divisor(group: dict[str, Any], state: dict[str, Any], name: str) -> Tensor:
     moment = state.get("max_exp_avg_sq", state.get("exp_avg_sq", state.get("square_avg")))
     if moment is None:
         raise InputError(f"the optimiser has made no step with the parameter {name} yet; stability needs its averages.")
-    moment = doubled(moment.detach())
+    moment, share = doubled(moment.detach()), 1.0
     if "betas" in group:
-        moment = moment / (1 - float(group["betas"][1]) ** float(state["step"]))
+        steps = float(state["step"])
+        share, seen = (1 - float(beta) ** steps for beta in group["betas"])  # what both averages are corrected by
+        moment = moment / seen
     elif group.get("centered"):
         moment = moment - doubled(state["grad_avg"].detach()).square()
-    return moment.clamp_min(0.0).sqrt() + float(group["eps"])
+    return share * (moment.clamp_min(0.0).sqrt() + float(group["eps"]))
 
 
 @checked
@@ -367,8 +389,9 @@ def stability(
 
     On a quadratic, steps settle while the largest eigenvalue of the Hessian H is below 2/η for gradient descent,
     2(1+β)/η with momentum β, 2(1+β)/(η(1+2β)) with Nesterov's; for RMSprop and Adam it is that of D^(-1/2) H D^(-1/2),
-    D = √v + ε held fixed, below 2(1+β)/η and 2(1+β₁)/((1−β₁)η), 38/η at β₁ = 0.9. Weight decay that enters the
-    gradient is part of H; that of AdamW is left out. Where learning rates differ, η is the largest and the others
+    D = √v + ε held fixed, below 2(1+β)/η and 2(1+β₁)/((1−β₁)η), 38/η at β₁ = 0.9; Adam's D holds the corrections of
+    both averages, (1−β₁ᵗ)(√(v/(1−β₂ᵗ)) + ε). Weight decay that enters the gradient is part of H; that of AdamW is left
+    out. Where learning rates differ, η is the largest and the others
     scale their part of H.
 
     With `start`, the last result, a few products suffice, but no larger eigenvalue is excluded: the curvature is then a
@@ -392,8 +415,14 @@ def stability(
         raise InputError("the groups of the optimiser differ in momentum, so there is no single limit of stability.")
     (rule,) = rules
     rate = max(float(group["lr"]) for group in optimizer.param_groups)
+    if not 0 < rate < math.inf:
+        name = type(optimizer).__name__
+        raise InputError(
+            f"the learning rate of {name} is {rate:g}, as at the start of a warm-up, so its steps have no limit of "
+            "stability; call this when it is positive."
+        )
     op = hessian(model, data, loss=loss, batch_norm=batch_norm, **reading)
-    own = dict(model.named_parameters())
+    own = dict(unwrapped(model).named_parameters())
     roots, decays = [], []
     for name in op.names:
         parameter = own[name]
