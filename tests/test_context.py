@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import threading
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import nn
 
 import spiritlevel as sl
@@ -309,3 +311,43 @@ def test_chosen_parameters_are_those_that_are_measured(name: str, data: Data) ->
             .value.value
         )
     assert value == pytest.approx(found, rel=1e-5)
+
+
+def test_threads_take_turns_and_leave_the_process_as_it_was(data: Data) -> None:
+    def switches() -> tuple[Any, ...]:
+        return torch.utils.checkpoint.CheckpointFunction, torch.backends.mha.get_fastpath_enabled()  # type: ignore[attr-defined]
+
+    inside, over = threading.Event(), threading.Event()
+    found: list[float] = []
+    models = [net(), net()]
+    expected, before = sl.trace(net(), data).value, switches()
+    other = threading.Thread(target=lambda: found.append(sl.trace(models[1], data).value))
+
+    def first(module: nn.Module, args: Any) -> None:
+        if not other.ident:
+            other.start()
+            inside.wait(0.5)  # it does not get that far
+
+    def second(module: nn.Module, args: Any) -> None:
+        inside.set()
+        over.wait(30)  # leaves after the one that came first
+
+    models[0].register_forward_pre_hook(first)
+    models[1].register_forward_pre_hook(second)
+    found.append(sl.trace(models[0], data).value)
+    over.set()
+    other.join()
+    assert found == [expected, expected]
+    assert switches() == before
+
+
+def test_one_model_in_several_threads_is_measured_once_in_each(data: Data) -> None:
+    model, found = net(), list[float]()
+    expected = sl.trace(model, data).value
+    threads = [threading.Thread(target=lambda: found.append(sl.trace(model, data).value)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [expected] * 4
+    assert model.training

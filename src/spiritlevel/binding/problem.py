@@ -35,6 +35,7 @@ from spiritlevel.binding.reading import PLAIN, Form
 from spiritlevel.binding.rewrites import Elementary
 from spiritlevel.binding.state import (
     advance_random_states,
+    in_turn,
     preserved_module,
     preserved_random_state,
     random_states,
@@ -58,6 +59,7 @@ class Problem:
 
     sharded = False  # whether each rank holds a part of every parameter
 
+    @in_turn()  # what another thread measures holds other tensors until it is done
     def __init__(
         self,
         model: nn.Module,
@@ -157,17 +159,22 @@ class Problem:
         """The state in which the model is measured; all of it is undone on leaving.
 
         Forward hooks run as they always do. Backward hooks do not: they see no gradients of a measurement. Nested,
-        it only makes sure that derivatives can be taken.
+        it only makes sure that derivatives can be taken. Other threads wait.
         """
-        if self._active:
-            with torch.inference_mode(False), torch.enable_grad():
-                yield
-            return
+        nested = contextlib.nullcontext
+        with (
+            in_turn(),
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            (nested if self._active else self._measured)(),
+        ):
+            yield
+
+    @contextlib.contextmanager
+    def _measured(self) -> Iterator[None]:
         with (
             preserved_random_state(),
             preserved_module(self.model),
-            torch.inference_mode(False),
-            torch.enable_grad(),
             without_autocast(self.device),
             twice_differentiable(self.model),
         ):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import random
+import threading
 import warnings
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +20,24 @@ from torch.func import jvp
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from spiritlevel.binding.devices import generators, random_state
+
+_turn = threading.RLock()
+
+
+def _renew_turn() -> None:
+    global _turn
+    _turn = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):  # the thread that holds the old one may not exist in the child
+    os.register_at_fork(after_in_child=_renew_turn)
+
+
+@contextlib.contextmanager
+def in_turn() -> Iterator[None]:
+    """Let one thread at a time measure: meanwhile a model holds other tensors, and switches of the process are set."""
+    with _turn:
+        yield
 
 
 @contextlib.contextmanager
