@@ -664,6 +664,29 @@ def test_biases_are_free_where_a_softmax_over_all_keys_makes_them_so(change: str
     assert distance(result, model, sequences(seed=5)) < 1e-13
 
 
+class MaskedAfterwards(nn.Module):
+    """An attention that leaves padding, positions of zeros, out of its shares once they are made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(6, 6) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        shares = (self.q(x) @ self.k(x).mT).softmax(-1) * x.any(-1)[:, None]
+        return self.o(shares @ self.v(x))  # type: ignore[no-any-return]
+
+
+def test_shares_that_sum_to_one_on_these_data_only_leave_the_values_alone() -> None:
+    torch.manual_seed(0)
+    model, x = settled(MaskedAfterwards()), sequences()
+    padded = x.clone()
+    padded[:, 2:] = 0
+    result = shift_attention_biases(model, data=x)
+    assert not torch.equal(result.model.k.bias, model.k.bias)
+    assert torch.equal(result.model.v.bias, model.v.bias)
+    assert torch.allclose(result.model(padded), model(padded), atol=1e-12)
+
+
 def test_shifted_biases_have_the_length_asked_for_also_where_they_were_zero() -> None:
     torch.manual_seed(0)
     model, x = settled(OneAttention(heads=1)), sequences()

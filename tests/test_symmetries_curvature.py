@@ -57,6 +57,27 @@ class Normed(nn.Module):
         return self.last(self.scale * (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-5)))
 
 
+class Untrained(nn.Module):
+    """An attention with gains of 1 and biases of 0 of its own, as they are before a training run."""
+
+    def __init__(self, place: str) -> None:
+        super().__init__()
+        self.place = place
+        self.query, self.key, self.value = (nn.Linear(6, 4) for _ in range(3))
+        self.gain, self.shift = nn.Parameter(torch.ones(4)), nn.Parameter(torch.zeros(4))
+        self.whole = nn.Parameter(torch.ones(1))
+        self.last = nn.Linear(4, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = {"query": self.query(x), "key": self.key(x), "value": self.value(x)}
+        if self.place in parts:
+            parts[self.place] = parts[self.place] * self.gain + self.shift
+        mixed = (parts["query"] @ parts["key"].mT).softmax(-1) @ parts["value"]
+        if self.place == "mixed":
+            mixed = mixed * self.gain + self.shift
+        return self.last(mixed * self.whole).mean(1)
+
+
 def low_rank() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 2), nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, CLASSES))
 
@@ -116,6 +137,26 @@ def test_gradient_and_hessian_at_the_new_parameters_are_predicted(case: str) -> 
     assert torch.allclose(moved, naive.gradient(result.model, x, y), rtol=1e-10, atol=1e-13)
     if case.partition(",")[0] not in ("shift_logits", "permute_units", "rotate_stream"):
         assert float((after - before).abs().max()) > 1e-3 * scale  # it did move
+
+
+@pytest.mark.parametrize(
+    ("transform", "place"),
+    [
+        *[
+            (transform, place)
+            for transform in (mix_heads, permute_units)
+            for place in ("query", "key", "value", "mixed")
+        ],
+        *[(shift_attention_biases, place) for place in ("value", "mixed")],
+    ],
+)
+def test_parameters_that_are_equal_for_now_are_no_constants(transform: Callable[..., Transformed], place: str) -> None:
+    torch.manual_seed(0)
+    model, x = Untrained(place).double(), sequences()
+    result, y = transform(model, data=x, seed=2), labels(x)
+    before, after = naive.mean_hessian(model, x, y), naive.mean_hessian(result.model, x, y)
+    operator = Operator(lambda block: before @ block, len(before), dtype=torch.float64, shapes=shapes(model))
+    assert float((result.hessian(operator).dense() - after).abs().max()) < 1e-12 * float(after.abs().max())
 
 
 @pytest.mark.parametrize("transform", [permute_units, rotate_stream])

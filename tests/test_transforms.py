@@ -618,6 +618,33 @@ def test_what_cannot_be_transformed_is_refused_with_its_place(name: str) -> None
         call()
 
 
+class Limited(nn.Module):
+    """A network that looks at the size of its hidden values, and cuts them off where one is large."""
+
+    def __init__(self, size: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.size, self.first, self.last = size, nn.Linear(3, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = F.relu(self.first(x))
+        return self.last(hidden.clamp(max=50.0) if self.size(hidden) > 50 else hidden)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    "size",
+    [
+        lambda h: h.amax().item(),
+        lambda h: float(h.sum()),
+        lambda h: max(h.reshape(-1).tolist()),
+        lambda h: h.detach().numpy().max(),
+    ],
+)
+def test_values_whose_size_decides_what_comes_next_take_no_factor(size: Callable[[Tensor], Any]) -> None:
+    with pytest.raises(InputError, match="passes no factor on, but its input is scaled by 8"):
+        rescale_layers(Limited(size), {"first": 8.0, "last": 0.125})
+    assert scaling_groups(Limited(size)) == ()
+
+
 def test_an_operation_that_passes_no_factor_on_may_stand_where_there_is_none() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2), nn.Softmax(1))
     assert scaling_groups(model) == (ScalingGroup(("2",), ("4",), (), 4),)

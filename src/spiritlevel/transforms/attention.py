@@ -21,6 +21,7 @@ from spiritlevel.watching.operations import Degree, Kind, called_by_name
 _HEADS = Passing(each=True, attention=True)
 _KEYS = Passing(attention=True)
 _VALUES = Passing(attention=True, factors=False)
+_PLACED = (Kind.ALIAS, Kind.COPY, Kind.RESHAPING, Kind.MOVING)
 
 
 @checked
@@ -157,11 +158,9 @@ class _Moving:
         if "joined" in block.tags:
             self.reasons.append("values that do not come from the projection (add_zero_attn, add_bias_kv)")
             return
-        if mixture.shares is not None:
-            sums = mixture.shares.tensor.sum(mixture.axis)
-            if not bool(((sums - 1).abs() < 1e-5).all()):
-                self.reasons.append(f"shares at {mixture.operation.place} that do not sum to 1")
-                return
+        if mixture.shares is not None and not _sum_to_one(channels, mixture.shares, mixture.axis):
+            self.reasons.append(f"shares at {mixture.operation.place} that do not always sum to 1")
+            return
         biases = [slot for slot in block.slots if slot.side > 0 and slot.role == "bias"]
         readers = [slot for slot in block.slots if slot.side < 0]
         undone = [_bias_of(channels, slot) for slot in readers]
@@ -182,6 +181,16 @@ class _Moving:
             reach = float(self.state[weights].norm()) / math.sqrt(weights.shape[1])
         move = Shifting(tuple(entries[:, None]), self.size * reach, undone)
         self.moves.setdefault((int(entries[0]), len(entries)), move)
+
+
+def _sum_to_one(channels: Channels, shares: Value, axis: int) -> bool:
+    """Whether shares sum to 1 whatever the data: a softmax made them, and they were only moved since; or constants."""
+    source = shares
+    while source.maker is not None and called_by_name(source.maker.name).kind in _PLACED:
+        source = source.maker.inputs[0]
+    made = source.maker is not None and source.maker.name == "softmax"
+    constant = not (source.given or source in channels.varying or source.name in channels.graph.parameters)
+    return (made or constant) and bool(((shares.tensor.sum(axis) - 1).abs() < 1e-5).all())
 
 
 def _side(channels: Channels, block: Block, atoms: Tensor) -> int:

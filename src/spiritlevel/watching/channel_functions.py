@@ -17,13 +17,17 @@ def _spread(found: Channels, value: Any, operation: Operation) -> Tensor | None:
     return None if atoms is None else atoms.expand(operation.outputs[0].shape)
 
 
-def _alike(value: Value, atoms: Tensor) -> bool:
+def _alike(found: Channels, value: Value, atoms: Tensor) -> bool:
     """Whether an operand is the same number for all channels, at every position."""
     shape = [1] * (atoms.ndim - value.tensor.ndim) + list(value.shape)
     if constant(atoms, [axis for axis, size in enumerate(shape) if size > 1]):
         return True
-    fixed = value.maker is None and not value.given
-    return fixed and bool((value.tensor == value.tensor.reshape(-1)[0]).all())
+    return _fixed(found, value) and bool((value.tensor == value.tensor.reshape(-1)[0]).all())
+
+
+def _fixed(found: Channels, value: Value) -> bool:
+    """Whether a value is a constant: entries of a parameter may be equal, as at the start of a training, but differ."""
+    return value.maker is None and not value.given and value.name not in found.graph.parameters
 
 
 def _meets(found: Channels, operation: Operation, value: Value, atoms: Tensor, *, added: bool = False) -> bool:
@@ -62,7 +66,7 @@ def _elementwise(found: Channels, operation: Operation, *, added: bool = False) 
         _tie(found, parts[0], other, operation)
     for value in operation.inputs:
         if value not in found.atoms and not (
-            _alike(value, parts[0]) or _meets(found, operation, value, parts[0], added=added)
+            _alike(found, value, parts[0]) or _meets(found, operation, value, parts[0], added=added)
         ):
             return False
     found.atoms[operation.outputs[0]] = parts[0]
@@ -113,7 +117,7 @@ def _multiply(found: Channels, operation: Operation) -> bool:
         return _gain(found, operation, other)
     if atoms is None:
         return False
-    if not _alike(other, atoms):
+    if not _alike(found, other, atoms):
         if passing.gains == "tied" and _meets(found, operation, other, atoms):
             found.atoms[result] = atoms
             return True
@@ -123,7 +127,7 @@ def _multiply(found: Channels, operation: Operation) -> bool:
             found.twisted.update(atoms[atoms >= 0].unique().tolist())
         elif other in found.varying:
             found.tag(atoms, "gate")
-    elif not passing.factors and not bool((other.tensor == 1).all()):
+    elif not passing.factors and not (_fixed(found, other) and bool((other.tensor == 1).all())):
         return False
     found.atoms[result] = atoms
     return True
@@ -176,9 +180,9 @@ def _add(found: Channels, operation: Operation) -> bool:
     if not isinstance(other, Value):
         return passing.offsets or not other
     if found.view(other) is not None:
-        return (passing.offsets and _alike(other, atoms)) or _meets(found, operation, other, atoms, added=True)
+        return (passing.offsets and _alike(found, other, atoms)) or _meets(found, operation, other, atoms, added=True)
     zero = other.maker is None and not other.given and not bool(other.tensor.any())
-    return zero or (passing.offsets and _alike(other, atoms))
+    return zero or (passing.offsets and _alike(found, other, atoms))
 
 
 def negate(found: Channels, operation: Operation) -> bool:
@@ -218,7 +222,7 @@ def _zeros(found: Channels, operation: Operation) -> bool:
     """Zeros in place of some positions: linear, if all channels have them there."""
     value, mask, number = operation.args[:3]
     atoms = found.atoms.get(value)
-    if atoms is None or isinstance(number, Value) or number != 0 or not _alike(mask, atoms):
+    if atoms is None or isinstance(number, Value) or number != 0 or not _alike(found, mask, atoms):
         return False
     found.atoms[operation.outputs[0]] = atoms.expand(operation.outputs[0].shape)
     return True

@@ -263,9 +263,9 @@ def attention(found: Channels, operation: Operation) -> bool:
     if operation.argument(7, "enable_gqa", False):
         k, v = (None if x is None else x.repeat_interleave(query.shape[-3] // x.shape[-3], -3) for x in (k, v))
     shape = operation.outputs[0].shape
-    if (q is None) != (k is None):
-        return False
-    if q is not None and k is not None:
+    if q is None or k is None:
+        found.forest.stop(k if q is None else q, f"the operation {operation.described}")  # the other is not known
+    else:
         scores = torch.Size([*shape[:-1], key.shape[-2]])
         done, _ = _contract(found, operation, q, k.transpose(-2, -1), scores, None, (None, 0))
         if not done:

@@ -46,10 +46,10 @@ _ALIASES = {
     "__abs__": "abs",
     "linalg_norm": "vector_norm",
 }
-# What takes numbers out of a tensor: a value that leaves this way can no longer be followed.
-_TAKES_NUMBERS = frozenset(
+TAKES_NUMBERS = frozenset(
     "item tolist numpy __bool__ __float__ __int__ __index__ __array__ is_nonzero equal allclose".split()
 )
+"""What takes numbers out of a tensor: a value that leaves this way can no longer be followed."""
 
 
 @dataclass(eq=False)
@@ -202,7 +202,7 @@ class _Recorder(TorchFunctionMode):
             known = self.values.get(id(tensor))
             if known is None or known.version != tensor._version:
                 operation.outputs.append(self._keep(Value(tensor, operation)))
-        if operation.outputs or getattr(func, "__name__", "") in _TAKES_NUMBERS:
+        if operation.outputs or getattr(func, "__name__", "") in TAKES_NUMBERS:
             self.operations.append(operation)
         return result
 

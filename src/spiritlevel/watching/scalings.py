@@ -25,6 +25,7 @@ from spiritlevel.binding.problem import Problem
 from spiritlevel.binding.reading import PLAIN, Form
 from spiritlevel.errors import InputError, unknown_name
 from spiritlevel.watching.factors import Call, Factor, ScaledLayer, Value, grid, is_one, same, text
+from spiritlevel.watching.graph import TAKES_NUMBERS
 from spiritlevel.watching.operations import Degree, Kind, Layer
 from spiritlevel.watching.watchers import FunctionWatch, hooked, tensors_in
 
@@ -155,6 +156,8 @@ class Walk(FunctionWatch):
         outputs = tensors_in(result)
         if func is Tensor.__setitem__:
             outputs = tensors[:1]
+        if not outputs and getattr(func, "__name__", "") in TAKES_NUMBERS:  # which may decide what comes next
+            self._demand_one(Call(func, args, kwargs, tensors, values, []), *values)
         if outputs:
             self.kept.append((tensors, outputs))
             for tensor in tensors:
