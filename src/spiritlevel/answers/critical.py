@@ -327,7 +327,8 @@ class _Rule(NamedTuple):
 
 def _rule(optimizer: Optimizer, group: dict[str, Any]) -> _Rule:
     name = type(optimizer).__name__
-    if not inspect.unwrap(type(optimizer).step).__module__.startswith("torch.optim."):
+    known = isinstance(optimizer, torch.optim.SGD | torch.optim.Adam | torch.optim.RMSprop)
+    if known and not inspect.unwrap(type(optimizer).step).__module__.startswith("torch.optim."):
         raise InputError(
             f"the limit of stability is known for the steps of SGD, RMSprop, Adam and AdamW, and {name} has a step() "
             "of its own; if that does the same, pass one of torch.optim with its settings and state."
