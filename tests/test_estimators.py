@@ -807,3 +807,12 @@ def test_nothing_depends_on_the_scale_of_the_matrix(dtype: torch.dtype, exponent
 
     factor = 2.0**exponent
     assert [value / factor for value in measured(matrix * factor)] == pytest.approx(measured(matrix), rel=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("size", [8, 36, 100])
+def test_the_rounding_of_a_singular_matrix_has_no_sign(size: int, dtype: torch.dtype) -> None:
+    for seed in range(20):
+        factor = torch.randn(size, 3, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+        found = eigenvalues(factor @ factor.T, which="smallest", tol=1e-3, seed=seed).outermost()
+        assert found.sign == 0, f"{found} at {seed}"

@@ -366,7 +366,8 @@ def dense_eigenpairs(
     """
     (end,) = ENDS[which]
     wanted = np.argsort(-end(entries.values), kind="stable")[:k]
-    bound = tol * float(np.abs(entries.values).max())
+    norm = float(np.abs(entries.values).max())
+    bound = tol * norm
     values, columns, residuals = entries.values[wanted], None, np.full(k, entries.asymmetry)
     if vectors or residuals.max() > bound:
         columns = entries.vectors(wanted)
@@ -392,7 +393,7 @@ def dense_eigenpairs(
         tol=tol,
         seed=seed,
         reason=reason,
-        reach=0.0,
+        reach=4 * torch.finfo(product.dtype).eps * norm,  # the entries are rounded, however symmetric they came out
     )
 
 
