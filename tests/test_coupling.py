@@ -281,6 +281,56 @@ def test_other_models_are_not_taken_for_coupled() -> None:
         assert Context(model, (data, targets), batches="fixed").coupling == ""
 
 
+class Mixing(nn.Module):
+    """Adds a share of the batch's mean to every sample, before some of the logits are masked."""
+
+    def __init__(self, share: float, mask: float, masked: int, classes: int) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(1)
+            self.first, self.last = nn.Linear(4, 6), nn.Linear(6, classes)
+        self.share = share
+        self.register_buffer("mask", torch.where(torch.arange(classes) < classes - masked, 0.0, mask))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x).relu()
+        outputs: Tensor = self.last(hidden + self.share * hidden.mean(0)) + self.mask
+        return outputs
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("masked", "classes"), [(1, 5), (9, 10), (198, 200)])
+@pytest.mark.parametrize("mask", [-1e2, -1e4, -1e6, -1e9])
+def test_masked_logits_do_not_hide_that_samples_are_mixed(
+    mask: float, masked: int, classes: int, dtype: torch.dtype
+) -> None:
+    data = points()[0].to(dtype), torch.zeros(N, dtype=torch.long)
+    with pytest.raises(InputError, match="depends on the other samples of its batch"):
+        sl.trace(Mixing(0.01, mask, masked, classes).to(dtype), data)
+    assert sl.trace(Mixing(0.0, mask, masked, classes).to(dtype), data).exact
+
+
+def test_a_part_in_single_precision_is_not_taken_for_a_mixture() -> None:
+    """As the routers of some mixtures of experts have it: its rounding depends on the size of the batch."""
+
+    class Single(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            with torch.random.fork_rng():
+                torch.manual_seed(0)
+                self.first, self.last = nn.Linear(20, 300), nn.Linear(300, 10)
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = F.linear(x.float(), self.first.weight.float()).relu()
+            hidden = F.linear(hidden, hidden.new_ones(300, 300) / 300 + torch.eye(300))
+            outputs: Tensor = self.last(hidden.to(x.dtype))
+            return outputs
+
+    inputs = torch.randn(64, 20, generator=torch.Generator().manual_seed(0)).double()
+    found = sl.margins(Single().double(), (inputs, torch.arange(64) % 10))
+    assert len(found.output) == 64
+
+
 # ---------------------------------------------------------------- fixed batches
 
 

@@ -367,23 +367,27 @@ def test_kinks_as_close_as_those_of_a_large_network_hide_no_fault(fault: float) 
         assert comparison._from(0, set(), aside=True) == {"reverse": None}
 
 
-class Doubled(nn.Module):
-    """Doubles a gradient on its way; some classes are ruled out by a very small logit."""
+class Changed(nn.Module):
+    """Changes a gradient on its way; some classes are ruled out by a very small logit."""
 
-    def __init__(self) -> None:
+    def __init__(self, masked: int, mask: float) -> None:
         super().__init__()
-        self.first, self.last = nn.Linear(4, 5), nn.Linear(5, 3)
+        self.first, self.last = nn.Linear(4, 5), nn.Linear(5, 3 + masked)
+        self.mask = torch.where(torch.arange(3 + masked) < 3, 0.0, mask)
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = torch.relu(self.first(x))
         if hidden.requires_grad:
-            hidden.register_hook(lambda slope: 2 * slope)
-        logits = self.last(hidden)
-        return torch.cat([logits, torch.full_like(logits[:, :2], -1e9)], 1)
+            hidden.register_hook(lambda slope: 1.01 * slope)
+        outputs: Tensor = self.last(hidden) + self.mask
+        return outputs
 
 
-def test_a_masked_logit_does_not_hide_a_wrong_gradient() -> None:
+@pytest.mark.parametrize("masked", [2, 30, 300])
+@pytest.mark.parametrize("mask", [-1e3, -1e6, -1e9])
+def test_masked_logits_do_not_hide_a_wrong_gradient(mask: float, masked: int) -> None:
     torch.manual_seed(0)
-    data = torch.randn(7, 4).double(), torch.arange(7) % 3
-    with pytest.raises(sl.InputError, match="not the derivative of its forward pass"):
-        sl.sample_traces(Doubled().double(), data)
+    data, model = (torch.randn(7, 4).double(), torch.arange(7) % 3), Changed(masked, mask).double()
+    for function in (sl.sample_traces, sl.gauss_newton):
+        with pytest.raises(sl.InputError, match=r"gradient .* is not the derivative of its forward pass"):
+            function(model, data)

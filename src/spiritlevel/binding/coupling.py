@@ -7,14 +7,17 @@ batches must be part of the definition (`batches="fixed"`), or the number is ref
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from spiritlevel.binding.batches import resized, spread
 from spiritlevel.binding.losses import Head
+from spiritlevel.binding.parameters import nearby
 from spiritlevel.binding.problem import LARGE, Problem
 from spiritlevel.errors import InputError
 
@@ -30,6 +33,13 @@ def same_outputs(first: Tensor, second: Tensor) -> bool:
     differing = torch.where(first != second, second.nan_to_num().abs(), 0.0)
     largest = float(differing.max()) if differing.numel() else 0.0
     return torch.allclose(first, second, rtol=tolerance, atol=tolerance * largest, equal_nan=True)
+
+
+def usual_size(outputs: Tensor) -> Tensor:
+    """What is not small for these outputs: the size of the smaller ones, at most 1, however many a mask makes large."""
+    size = outputs.detach().abs().flatten()
+    size = torch.where(size > 0, size, math.inf)
+    return size.kthvalue(1 + len(size) // 10).values.clamp(max=1) if len(size) else outputs.new_ones(())
 
 
 def depends_on_others(problem: Problem, inputs: Any, outputs: Tensor | None = None) -> bool:
@@ -48,9 +58,53 @@ def depends_on_others(problem: Problem, inputs: Any, outputs: Tensor | None = No
         pairs = [(0, 0), (last, last)]  # twice: batch statistics and squeezes make one sample special
         for rows in dict.fromkeys([*pairs, (0, last)] if problem.size <= LARGE else pairs):
             few = torch.tensor(rows)
-            if not same_outputs(problem.outputs(problem.params, resized(inputs, few)), outputs[few]):
+            some, among = resized(inputs, few), outputs[few]
+            apart = problem.outputs(problem.params, some)
+            same = same_outputs(apart, among) or _works_in_single(problem, some)
+            if not same or _more_than_rounding(problem, some, apart, among):
                 return True
     return False
+
+
+class _Narrowest(TorchDispatchMode):
+    """The narrowest floating-point type of the values in a forward pass, by its rounding."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.rounding = 0.0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **kwargs or {})
+        values = (leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and leaf.is_floating_point())
+        self.rounding = max([self.rounding, *(torch.finfo(value.dtype).eps for value in values)])
+        return result
+
+
+def _works_in_single(problem: Problem, inputs: Any) -> bool:
+    """Whether a model of float64 does a part of its work in float32, as a router or a norm may."""
+    if problem.dtype != torch.float64:
+        return False
+    with _Narrowest() as narrowest:
+        problem.outputs(problem.params, inputs)
+    return narrowest.rounding == torch.finfo(torch.float32).eps
+
+
+def _more_than_rounding(problem: Problem, inputs: Any, apart: Tensor, among: Tensor) -> bool:
+    """Whether some outputs differ by more than a move of the weights in their last places makes of them.
+
+    A mask of -1e4, or an output in large units, leaves much room to all others in `same_outputs`. So what is not small
+    beside the smaller outputs is held against its own rounding: three more passes of these samples, seldom needed. The
+    last places are those of float32, in which a model of float64 may do a part of its work.
+    """
+    difference = (apart - among).abs()
+    doubtful = difference > 1e-4 * (apart.abs() + usual_size(apart))
+    if not doubtful.any():
+        return False
+    weights = {name: t for name, t in problem.constants.items() if t.is_floating_point()}
+    weights = {name: t for name, t in weights.items() if name not in problem.buffers} | problem.params
+    eps = torch.finfo(torch.float32).eps
+    moves = [(problem.outputs(moved, inputs) - apart).abs() for moved in nearby(weights, eps)]
+    return bool((doubtful & (difference > 4 * torch.stack(moves).amax(0))).any())
 
 
 def check_independence(problem: Problem, inputs: Any, outputs: Tensor | Head | None = None) -> None:

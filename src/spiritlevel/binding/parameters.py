@@ -76,8 +76,11 @@ def depth() -> int | None:
     return level
 
 
-def nearby(params: Params) -> Iterator[Params]:
-    """The parameters moved by a few units in their last places, three times: whatever that changes is rounding."""
+def nearby(params: Params, eps: float = 0.0) -> Iterator[Params]:
+    """The parameters moved by a few units in their last places, three times: whatever that changes is rounding.
+
+    `eps` is the unit, relative to a number's size, if it is not that of its type.
+    """
     generator = torch.Generator().manual_seed(0)
     for _ in range(3):
         moved = {}
@@ -85,5 +88,5 @@ def nearby(params: Params) -> Iterator[Params]:
             size = tensor.abs()
             size = size + (float(size.mean()) or 1.0)
             noise = torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype).to(tensor.device)
-            moved[name] = tensor + 64 * torch.finfo(tensor.dtype).eps * size * noise
+            moved[name] = tensor + 64 * (eps or torch.finfo(tensor.dtype).eps) * size * noise
         yield moved

@@ -96,7 +96,7 @@ class Problem:
         floating = [tensor for tensor in self.params.values() if tensor.is_floating_point()]
         first = next(iter(floating or self.params.values()))
         self.device, self.dtype = first.device, first.dtype
-        self._buffers = {name for name, _ in model.named_buffers()}
+        self.buffers = {name for name, _ in model.named_buffers()}
         # known after one plain pass: does the model work in place on inputs or buffers, does it keep something in its
         # attributes (merged weights, say), does it draw random numbers?
         self._overwrites: bool | None = None
@@ -265,7 +265,7 @@ class Problem:
         if plain or self._overwrites is not False:  # copies, so that no pass changes the data or the function
             inputs = copies_of(inputs)
         if self._overwrites is not False:
-            constants = {name: t.clone() if name in self._buffers else t for name, t in constants.items()}
+            constants = {name: t.clone() if name in self.buffers else t for name, t in constants.items()}
         keeps: Any = contextlib.nullcontext(lambda: False)
         if before is not None or self._keeps:
             keeps = preserved_module(self.model)
@@ -291,7 +291,7 @@ class Problem:
         if plain:
             copies = leaves_of(inputs)
             if self._overwrites is not False:
-                copies += [constants[name] for name in self._buffers & constants.keys()]
+                copies += [constants[name] for name in self.buffers & constants.keys()]
             overwrites = any(leaf._version for leaf in copies if isinstance(leaf, Tensor))
             if before is not None or overwrites:
                 self._overwrites = overwrites

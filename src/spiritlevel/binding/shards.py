@@ -123,7 +123,7 @@ class ShardedProblem(Problem):
         self._part: Any = None
         self._overwrites, self._keeps, self._draws, self._half = False, False, False, False
         self.reverse_only, self._active, self._has_data = True, False, False
-        self.look, self._buffers, self.left = None, set(), ""
+        self.look, self.buffers, self.left = None, set(), ""
         self.facts = {"head": 0, "why whole": ""}  # outputs are taken as they come
 
     def _runs(self) -> Iterator[Run]:

@@ -26,6 +26,7 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from spiritlevel.binding.batches import resized
+from spiritlevel.binding.coupling import usual_size
 from spiritlevel.binding.losses import CallableLoss
 from spiritlevel.binding.parameters import Params, along, as_leaves, in_precision
 from spiritlevel.binding.problem import LARGE, Problem
@@ -270,7 +271,7 @@ class _Comparison:
             raise _TooCoarse(here.rounding)
         signs = torch.randint(0, 2, values.shape, generator=generator).mul(2).sub(1)
         self.signs = (signs * (1 + torch.rand(values.shape, generator=generator))).to(values)  # so that none cancel
-        self.signs *= _usual(values.detach())
+        self.signs *= _weights(values.detach())
         self.direction, self.differences = self._draw(generator, kinds), dict[float, Tensor]()
         padding.freeze(self.direction, leaves)
         aside |= here.any()
@@ -420,14 +421,14 @@ class _Comparison:
         step, compared = self.steps[kind], self.signs != 0
 
         def of_outputs(values: Tensor) -> Tensor:
-            return values if kind == "second" else values[compared]
+            return values if kind == "second" else (self.signs * values)[compared]
 
         claim = of_outputs(claim.detach()) if kind == "forward" else claim.detach()
         start = of_outputs(self.slope if kind == "second" else self.values)
         noise = 10 * torch.finfo(start.dtype).eps / step * float(start.norm())
 
         def fits(values: Tensor) -> bool:
-            found = (self.signs[compared] * values).sum() if kind == "reverse" else values
+            found = values.sum() if kind == "reverse" else values
             size = max(float(values.norm()), float(claim.norm()))
             return float((found - claim).norm()) <= self.tolerance * size + noise
 
@@ -454,10 +455,10 @@ class _ByInputs(_Comparison):
         return self.problem.outputs(self.problem.params, tree_unflatten(moved, structure))
 
 
-def _usual(values: Tensor) -> Tensor:
-    """Which outputs are of the usual size; a logit masked by -1e9 is not, and its rounding would hide all others."""
-    size = values.abs()
-    return ~(size > (1e4 * float(size.median()) or math.inf))  # NaN is refused elsewhere
+def _weights(values: Tensor) -> Tensor:
+    """Less for large outputs: the rounding of a logit masked by -1e9 would hide all others; none for infinite ones."""
+    usual = usual_size(values)
+    return (usual / (usual + values.abs())).nan_to_num(0.0)  # NaN is refused elsewhere
 
 
 def _apart(tensors: Iterable[Tensor]) -> bool:
