@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 import os
 import pickle
@@ -321,6 +322,37 @@ def test_a_packed_checkpoint_is_refused_by_the_size_that_it_states(
     monkeypatch.setattr(torch, "load", lambda *_, **__: pytest.fail("nothing is unpacked"))
     with pytest.raises(InputError, match=r"w\.pt unpacks to 0\.1 GB, but the model's weights take 0\.000 GB"):
         load_weights(nn.Linear(2, 1), tmp_path / "w.pt")
+
+
+@pytest.mark.parametrize("key", ["net", "weights", "model_ema"])
+def test_weights_are_found_under_any_key_of_a_training_script(tmp_path: Path, key: str) -> None:
+    saved, model = make(), make()
+    state = {f"module.{name}": tensor for name, tensor in saved.state_dict().items()}
+    optimiser = torch.optim.Adam(saved.parameters()).state_dict()
+    torch.save({key: state, "acc": 91.2, "epoch": 3, "optimizer": optimiser}, tmp_path / "w.pth")
+    load_weights(model, tmp_path / "w.pth")
+    assert all(torch.equal(a, b) for a, b in zip(saved.parameters(), model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        ({"generator": {"w": torch.ones(1)}, "critic": {"w": torch.ones(1)}}, "weights under 'generator' and 'critic'"),
+        ({"weight": torch.ones(1), "epoch": 3}, "but its 'epoch' is of type int; save the tensors alone"),
+        ([torch.ones(1)], r"as model\.state_dict\(\) gives it, got an object of type list"),
+        (
+            {"model": {"w": torch.ones(1)}, "args": argparse.Namespace(lr=1)},
+            r"more than tensors \(argparse\.Namespace\)",
+        ),
+        (nn.Linear(1, 1), r"more than tensors \(torch\.nn\.modules\.linear\.Linear\)"),
+    ],
+)
+def test_checkpoints_without_weights_that_can_be_read_name_what_they_hold(
+    tmp_path: Path, content: object, sentence: str
+) -> None:
+    torch.save(content, tmp_path / "w.pt")
+    with pytest.raises(InputError, match=sentence):
+        load_weights(make(), tmp_path / "w.pt")
 
 
 class Trap:

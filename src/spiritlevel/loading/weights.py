@@ -161,23 +161,52 @@ def _read_checkpoint(path: Path, size: int) -> dict[str, Tensor]:
         found = _read_plain(path)
     except pickle.UnpicklingError as error:
         raise InputError(
-            f"{path} holds more than tensors, or is not a checkpoint; it is not opened, because that could run a "
-            "program: save model.state_dict() alone, as .pt or .safetensors."
+            f"{path} holds more than tensors{_strangers(path)}; it is not opened, because that could run a program: "
+            "save model.state_dict() alone, as .pt or .safetensors."
         ) from error
     except Exception as error:  # a damaged file can raise almost anything
         kind = "" if path.suffix in (".pt", ".pth", ".ckpt", ".bin") else " as .pt or .safetensors"
         raise InputError(
             f"{path} is not a PyTorch checkpoint, or is damaged; save model.state_dict() again{kind}."
         ) from error
-    for key in _WRAPPERS:
-        if isinstance(found, dict) and isinstance(found.get(key), dict):
-            found = found[key]
-    if not isinstance(found, dict) or not all(isinstance(tensor, Tensor) for tensor in found.values()):
-        kind = type(found).__name__
-        raise InputError(f"{path} must hold a dict of tensors, as model.state_dict() gives it, got a {kind}.")
+    found = _unwrapped(found, path)
+    expected = f"{path} must hold a dict of tensors, as model.state_dict() gives it"
+    if not isinstance(found, dict):
+        raise InputError(f"{expected}, got an object of type {type(found).__name__}.")
+    for key, value in found.items():
+        if not isinstance(value, Tensor):
+            raise InputError(f"{expected}, but its {key!r} is of type {type(value).__name__}; save the tensors alone.")
     if odd := [key for key in found if not isinstance(key, str)]:
         raise InputError(f"{path} must name its tensors as model.state_dict() does, but one is called {odd[0]!r}.")
     return found
+
+
+def _unwrapped(found: Any, path: Path) -> Any:
+    """The part of a checkpoint that is nothing but named tensors, under a usual key or as the only such part."""
+    for key in _WRAPPERS:
+        if isinstance(found, dict) and isinstance(found.get(key), dict):
+            found = found[key]
+    if not isinstance(found, dict):
+        return found
+    parts = [key for key, value in found.items() if isinstance(value, dict) and _only_tensors(value)]
+    if len(parts) > 1:
+        names = " and ".join(map(repr, parts[:3]))
+        raise InputError(f"{path} holds weights under {names}; save the state_dict() to measure alone.")
+    return found[parts[0]] if parts else found
+
+
+def _only_tensors(value: dict[Any, Any]) -> bool:
+    return bool(value) and all(isinstance(key, str) and isinstance(item, Tensor) for key, item in value.items())
+
+
+def _strangers(path: Path) -> str:
+    """In brackets, the first objects besides tensors that a checkpoint names, read off without looking for them."""
+    try:
+        names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+    except Exception:  # an old format, or no checkpoint
+        return ", or is not a checkpoint"
+    first = [name for name in names if not name.startswith(("torch.nn.", "builtins."))] or names
+    return f" ({', '.join(sorted(first)[:3])})" if first else ""
 
 
 class _Unread:
