@@ -164,6 +164,24 @@ def test_a_narrow_screen_does_not_scroll_sideways(browser: Browser, file: Path) 
     assert wide == []
 
 
+def test_what_goes_on_beyond_a_narrow_screen_fades_until_it_is_scrolled_to_its_end(
+    browser: Browser, file: Path
+) -> None:
+    browser.show(file, width=400, phone=True)
+    browser.evaluate("document.querySelectorAll('details').forEach((part) => { part.open = true; })")
+    cut = "[...document.querySelectorAll('.scroll, .plot')].filter((box) => box.scrollWidth > box.clientWidth + 2)"
+    browser.wait(f"{cut}.length > 3 && {cut}.every((box) => getComputedStyle(box).maskImage !== 'none')")
+    assert browser.evaluate("document.querySelectorAll('[data-more]').length") == browser.evaluate(f"{cut}.length")
+    captions = (
+        "[...document.querySelectorAll('section > .scroll caption')].map((part) => part.getBoundingClientRect().right)"
+    )
+    assert max(browser.evaluate(captions)) <= 400
+    browser.evaluate(f"{cut}.forEach((box) => {{ box.scrollLeft = box.scrollWidth; }})")
+    browser.wait("document.querySelectorAll('[data-more]').length === 0")
+    browser.show(file, width=1300)
+    assert browser.evaluate("document.querySelectorAll('#r0-measures [data-more]').length") == 0
+
+
 def luminance(colour: str) -> float:
     parts = [int(part) / 255 for part in colour[colour.index("(") + 1 : -1].split(",")[:3]]
     linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]

@@ -34,6 +34,7 @@
     try {
       views.set(key, await embed(plot, key, dark, plot.clientWidth));
       plot.dataset.drawn = "yes";
+      fade(plot);
     } catch (error) { // one chart that fails must not take the others with it
       views.delete(key);
       plot.replaceChildren(element("p", "This chart could not be drawn; its numbers are in the tables.", "warning"));
@@ -78,6 +79,12 @@
       plot.append(picture);
     }
   }
+
+  // What is wider than its box fades at the right until it has been scrolled to its end.
+  function fade(box) {
+    box.toggleAttribute("data-more", box.scrollWidth - box.clientWidth - box.scrollLeft > 2);
+  }
+  const resized = new ResizeObserver((seen) => { for (const { target } of seen) fade(target); });
 
   // ------------------------------------------------------------------------------------------------------ tooltip
   function element(kind, text, className) {
@@ -193,5 +200,9 @@
   });
   document.querySelectorAll(".plot").forEach((plot) => plot.addEventListener("pointerleave", () => { tip.hidden = true; }));
   addEventListener("scroll", () => { tip.hidden = true; }, { passive: true });
+  document.querySelectorAll(".scroll, .plot").forEach((box) => {
+    resized.observe(box);
+    box.addEventListener("scroll", () => fade(box), { passive: true });
+  });
   drawAll(darkness.matches);
 })();
