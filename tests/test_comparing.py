@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from scipy import stats
 from torch import Tensor, nn
 
 import spiritlevel as sl
+from spiritlevel.answers.advising import Sides, advise
 from spiritlevel.answers.comparing import compare
 from spiritlevel.errors import InputError
 from spiritlevel.results import Comparison, mean_skewness, skewed_limits
@@ -45,6 +47,20 @@ def test_the_better_model_is_advised_whatever_the_order() -> None:
     assert one.rows[0].name == "accuracy"
     assert [row.name for row in one.rows][-1] == "trace"  # what the parametrisation moves comes last
     assert sl.Comparison.from_json(one.to_json()).to_json() == one.to_json()
+
+
+def test_no_advice_says_why_rows_that_favour_a_model_are_no_reason() -> None:
+    a, b, data = trained(150), trained(170), points(200)
+    found = compare(a, b, data, names=("early", "late"), measures=FAST)
+    rows = [dataclasses.replace(row, verdict="equal", sure=False) for row in found.rows]
+    at = {row.name: number for number, row in enumerate(rows)}
+    sides = Sides(("early", "late"), 200, True, 0.95, [], "", {})
+    nothing = "These samples give no reason to trust one of the two models more than the other"
+    assert advise(rows, {}, sides)[0] == f"{nothing}."
+    rows[at["margin_mean"]] = dataclasses.replace(rows[at["margin_mean"]], verdict="b")
+    assert advise(rows, {}, sides)[0] == f"{nothing}; only accuracy, input_distance and loss decide about that."
+    rows[at["loss"]] = dataclasses.replace(rows[at["loss"]], verdict="b")
+    assert advise(rows, {}, sides)[0] == f"{nothing}; loss favours late at 95%, but 3 rows decide, each at 98.3%."
 
 
 def test_the_interval_of_a_mean_is_that_of_the_paired_differences() -> None:

@@ -41,7 +41,24 @@ def advise(rows: Sequence[ComparisonRow], phrases: Mapping[str, str], sides: Sid
         nothing += (
             f": both give the same {sides.same}, up to rounding. Numbers that differ describe the parametrisation"
         )
+    else:
+        nothing += _not_sure(rows, sides)
     return f"{nothing}.", reasons
+
+
+def _not_sure(rows: Sequence[ComparisonRow], sides: Sides) -> str:
+    """Why rows that favour one model are no reason to trust it; nothing if there are none."""
+    looked = [row for row in rows if row.decides]
+    near = [f"{row.name} favours {sides.names[row.verdict == 'b']}" for row in looked if row.verdict in ("a", "b")]
+    if near:
+        needed = 1 - (1 - sides.level) / len(looked)
+        return f"; {' and '.join(near)} at {sides.level:.0%}, but {len(looked)} rows decide, each at {needed:.1%}"
+    if looked and any(row.verdict in ("a", "b") for row in rows):
+        *first, last = sorted(row.name for row in looked)
+        return (
+            f"; only {', '.join(first)} and {last} decide about that" if first else f"; only {last} decides about that"
+        )
+    return ""
 
 
 def _trust(decisive: Sequence[tuple[ComparisonRow, str]], sides: Sides) -> str:

@@ -26,10 +26,10 @@ from spiritlevel.measures.registry import affordable
 from spiritlevel.results import (
     Comparison,
     ComparisonRow,
+    at_least,
     figure,
     kept_by,
     largest,
-    times,
 )
 from spiritlevel.results.comparisons import UNDER
 
@@ -380,7 +380,7 @@ class _Pair:
         if math.isinf(factor):
             return "the audit moved it to or from 0, or to the other sign, at the same outputs or probabilities"
         by = self.movers[name]
-        return f"the audit moved it {times(factor)}-fold by {by} at the same {kept_by(by)}, and more is possible"
+        return f"the audit moved it {at_least(factor)} by {by} at the same {kept_by(by)}, and no limit is known"
 
     def _of_logits(self, rows: list[ComparisonRow]) -> list[ComparisonRow]:
         """Exclude all rows but the accuracy where a model gives probabilities instead of logits."""
