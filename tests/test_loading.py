@@ -397,6 +397,16 @@ def test_damaged_weights(tmp_path: Path, name: str, content: bytes) -> None:
 # ---------------------------------------------------------------- data
 
 
+def test_data_that_is_nothing_we_know_names_the_way_out(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"or a built-in name: did you mean 'mnist'\?"):
+        load_samples("MNIST")
+    with pytest.raises(InputError, match=r"or a built-in name: one of digits, fashion-mini, "):
+        load_samples("zzz")
+    np.save(tmp_path / "x.npy", np.zeros(3))
+    with pytest.raises(InputError, match=r"or file\.py:function that reads it and returns \(inputs, targets\)\."):
+        load_samples(str(tmp_path / "x.npy"))
+
+
 def test_built_in_data_and_functions(folder: Path) -> None:
     assert len(load_samples("digits").data[0]) == 1437
     assert len(load_samples("digits:test").data[0]) == 360
@@ -422,6 +432,10 @@ def test_arrays_become_inputs_and_targets(tmp_path: Path) -> None:
     ("arrays", "sentence"),
     [
         ({"a": np.zeros(2), "b": np.zeros(2)}, r"must hold the inputs as x and the targets as y; it holds a, b\."),
+        (
+            {"x": np.zeros(2), "y": np.array(["cat", "dog"])},
+            r"y\.npy holds texts; save classes as whole numbers from 0\.",
+        ),
         ({"x": np.zeros((3, 2)), "y": np.zeros(2)}, r"as many targets as inputs; it holds shapes \(3, 2\) and \(2,\)"),
     ],
 )

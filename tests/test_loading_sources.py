@@ -225,6 +225,8 @@ def test_a_test_table_takes_the_codes_of_its_training_table(folder: Path) -> Non
         ("a,b\n1.5,2\n,3\n", "b", "t.csv: 1 of 2 values of 'a' are missing"),
         ("a,b\ninf,2\n1.5,3\n", "b", "the column 'a' holds infinite numbers"),
         ("", "b", "t.csv is not a readable .csv table"),
+        ("a;b\n1,5;0\n", "b", "t.csv separates its columns by ';'; save it with commas"),
+        ("a\tb\n1\t0\n", "b", r"t.csv separates its columns by '\\t'; save it with commas"),
         ("a,b\n" + "".join(f"n{i},1\n" for i in range(60)), "b", "holds 60 different texts in 60 rows, too many for"),
     ],
 )

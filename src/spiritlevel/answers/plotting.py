@@ -251,7 +251,9 @@ def training(of: Any, *, log: bool = False, title: str = "") -> Any:
     found = {name: each.curves() if isinstance(each, Tracker) else each for name, each in _several(of).items()}
     for each in found.values():
         if not isinstance(each, TrainingCurves):
-            raise InputError(f"training draws a Tracker or its curves, got {shown(each)}.")
+            raise InputError(
+                f"training draws a Tracker or its curves, also from the file that it wrote, got {shown(each)}."
+            )
     return training_panels(found, log=log, title=title)
 
 

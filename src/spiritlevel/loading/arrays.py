@@ -116,6 +116,8 @@ def _check_member(member: zipfile.ZipInfo, stream: IO[bytes], path: Path) -> Non
     shape, _, dtype = read(stream)
     if dtype.hasobject:
         raise InputError(f"{path.name}: {member.filename} holds Python objects, which are not opened; save numbers.")
+    if dtype.kind in "SU":
+        raise InputError(f"{path.name}: {member.filename} holds texts; save classes as whole numbers from 0.")
     if dtype.kind not in "biuf" or dtype.itemsize > 8:
         raise InputError(f"{path.name}: {member.filename} holds {dtype}, not real numbers of at most 64 bits.")
     promised = int(np.prod(shape, dtype=object)) * dtype.itemsize

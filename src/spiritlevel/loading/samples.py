@@ -77,11 +77,11 @@ def load_samples(
         return _from_function(spec, split)._replace(target=target)
     if path.exists():
         raise InputError(
-            f"data {spec!r}: expected an .npz, .safetensors, .csv or .parquet file, a folder of images or a data set "
-            "that was saved to disk."
+            f"data {spec!r}: expected an .npz, .safetensors, .csv or .parquet file, a folder of images, a data set "
+            "that was saved to disk, or file.py:function that reads it and returns (inputs, targets)."
         )
-    near = difflib.get_close_matches(spec, named_data.names(), n=1)
-    hint = f"did you mean {near[0]!r}?" if near else f"Known names: {', '.join(named_data.names())}."
+    near = difflib.get_close_matches(spec.lower(), named_data.names(), n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"one of {', '.join(named_data.names())}."
     raise InputError(f"data {spec!r} is not a file, a folder, file.py:function or a built-in name: {hint}")
 
 

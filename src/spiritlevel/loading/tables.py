@@ -20,6 +20,7 @@ KINDS = (".csv", ".parquet")
 _MISSING = ["", "NA", "N/A", "NaN", "nan", "null", "NULL", "None", "?"]  # in the fields of a .csv file
 _INDEX = ("", "Unnamed: 0", "__index_level_0__")  # what pandas calls the numbers of its rows
 _NAMED = 12  # names in a sentence
+_HEADING = 2**20  # characters of the first line
 
 
 def read_table(path: Path, target: str | None, like: Samples | None = None) -> Samples:
@@ -72,6 +73,7 @@ def _read(path: Path) -> pl.DataFrame:
     try:
         if path.suffix == ".csv":
             check_size(path.stat().st_size, path)
+            _check_separated(path)
             return pl.read_csv(path, infer_schema_length=None, null_values=_MISSING)
         rows = pl.scan_parquet(path).select(pl.len()).collect().item()
         check_size(8 * rows * len(pl.read_parquet_schema(path)), path)
@@ -80,6 +82,15 @@ def _read(path: Path) -> pl.DataFrame:
         raise
     except Exception as error:  # a damaged file can raise almost anything
         raise InputError(f"{path} is not a readable {path.suffix} table: {first_line(error)}.") from error
+
+
+def _check_separated(path: Path) -> None:
+    """Refuse other separators than commas: where they are usual, numbers have decimal commas too."""
+    with path.open(encoding="utf-8", errors="replace") as stream:
+        heading = stream.readline(_HEADING)
+    used = [mark for mark in (";", "\t", "|") if mark in heading and "," not in heading]
+    if used:
+        raise InputError(f"{path.name} separates its columns by {used[0]!r}; save it with commas.")
 
 
 def _same_columns(path: Path, names: Sequence[str], like: Samples) -> list[str]:
