@@ -21,7 +21,7 @@ from spiritlevel.cli import base, show
 from spiritlevel.cli.measures import describe, to_markdown
 from spiritlevel.cli.show import show_report
 from spiritlevel.errors import InputError
-from spiritlevel.loading import load_model
+from spiritlevel.loading import load_model, load_weights
 from spiritlevel.papers.training import Recipe, fit
 from spiritlevel.results import figure
 
@@ -490,6 +490,7 @@ def test_demo_learns_and_ends_in_a_page(tmp_path: Path, capsys: pytest.CaptureFi
     assert report.left_out == {}
     shown = capsys.readouterr().out
     assert f"The page: {tmp_path}" in shown.replace("\n", "")
+    assert load_weights(sl.models.lenet5(), tmp_path / "lenet5.safetensors") == ""
     assert "Among correct samples the curvature falls with the margin" in " ".join(shown.split())
 
 

@@ -21,6 +21,8 @@ class Compare(OnData):
 
     For example: spiritlevel compare net.py:small net.py:large --weights small.pt large.pt --data test.npz
 
+    With nothing but what is built in: spiritlevel compare softmax_regression mlp --data fashion-mini --samples 100
+
     Rounded as well: spiritlevel compare a.pt b.pt --model net.py:make --under int4,noise:0.01 --data test.npz
     """
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 _STEPS = 47  # of a pass over the 6,000 built-in images; larger sets get as many steps, not as many passes
 
 _MOST_EPOCHS = 1_000_000  # months
+_WEIGHTS = "lenet5.safetensors"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +41,7 @@ class Demo(Seeded):
     data: Annotated[str | None, optional("NAME")] = None
     """Train on this data set instead."""
     out: Annotated[Path, arg(metavar="DIR")] = Path("spiritlevel-demo")
-    """The folder for report.html and report.json."""
+    """The folder for report.html, report.json and the weights, lenet5.safetensors."""
 
     def run(self) -> Outcome:
         """Train, measure, write the page, show the numbers."""
@@ -49,6 +50,8 @@ class Demo(Seeded):
         if self.samples < 1:
             raise InputError(f"demo measures at least 1 training image, got --samples {self.samples}.")
         check_folder(self.out)
+        from safetensors.torch import save
+
         from spiritlevel.answers.measuring import measure
 
         name = self.data or _best_data()
@@ -68,8 +71,9 @@ class Demo(Seeded):
             report = dataclasses.replace(report, settings={**trained, **report.settings})
         with shown_in_any_case(report), ProgressBar() as progress:
             progress("writing the page", 0, 0)
-            write_run(report, self.out)
+            write_run(report, self.out, {_WEIGHTS: save(model.state_dict())})
         tell(f"The page: {self.out / 'report.html'}")
+        tell(f"The weights: {self.out / _WEIGHTS}")
         finish(report)
         return Outcome({"report": report.to_dict()})
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -228,8 +228,12 @@ def shown_in_any_case(result: Shown) -> Iterator[None]:
         show(result)
 
 
-def write_run(result: Shown, folder: Path) -> None:
-    """The result as JSON and as a page, both or neither: a page beside the numbers of another run would mislead."""
+def write_run(result: Shown, folder: Path, beside: Mapping[str, bytes] | None = None) -> None:
+    """The result as JSON and as a page, both or neither: a page beside the numbers of another run would mislead.
+
+    `beside` are other files that belong to it, by name.
+    """
     from spiritlevel.storage import write_together
 
-    write_together({folder / "report.json": result.to_json() + "\n", folder / "report.html": result.to_html()})
+    files: dict[str, str | bytes] = {"report.json": result.to_json() + "\n", "report.html": result.to_html()}
+    write_together({folder / name: content for name, content in {**files, **(beside or {})}.items()})

@@ -24,6 +24,8 @@ class Rank(OnData):
     """Rank the checkpoints of a run: accuracy, margins, measures, and what a change of the weights does to each.
 
     For example: spiritlevel rank checkpoints/*.safetensors --model net.py:make --data test.npz --out ranks/
+
+    What two demos left: spiritlevel rank one/*.safetensors two/*.safetensors --model lenet5 --data fashion-mini
     """
 
     NAME = "rank"

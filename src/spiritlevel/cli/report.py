@@ -25,6 +25,8 @@ class Report(Command):
     """Put several runs of `spiritlevel measure`, `compare`, `perturb` or `rank` onto one page.
 
     For example: spiritlevel report small/ large/ --out page.html
+
+    What two demos left (`spiritlevel demo --out one/`, `--seed 1 --out two/`): spiritlevel report one/ two/
     """
 
     NAME = "report"
