@@ -214,6 +214,8 @@ def test_the_audit_finds_that_row_by_itself_and_says_so() -> None:
     assert worst.factor > found.row("path_norm", "shift_logits").factor
     assert found.scope == "Tried, outputs or probabilities kept: shift_logits."
     assert found.scope in str(found)
+    both = audit(net, data, measures=["margin_mean"], transforms=["shift_logits", "scale_last_layer"])
+    assert both.scope == f"{found.scope} Changes the outputs, so what it moves does not count: scale_last_layer."
 
 
 def test_a_loss_that_sees_the_logits_is_not_audited_under_their_shift() -> None:

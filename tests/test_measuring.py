@@ -211,6 +211,10 @@ def test_a_relation_is_claimed_only_where_it_is_certain() -> None:
     )
     for change, text in (
         ({}, "the curvature falls with the margin (rank correlation −0.7, 61 samples)."),
+        (
+            {"removed": 4},
+            "the curvature falls with the margin (rank correlation −0.7, 61 samples, 4 outliers left out).",
+        ),
         ({"high": 0.2}, "no relation between curvature and margin is certain (rank correlation −0.7, 61 samples)."),
         ({"spearman": 0.1}, "no relation between curvature and margin is certain (rank correlation 0.1, 61 samples)."),
         ({"r": 0.6, "low": 0.3, "high": 0.8, "spearman": 0.7}, "the curvature grows with the margin"),

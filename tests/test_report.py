@@ -212,6 +212,9 @@ def test_the_search_is_told_from_the_fixed_scaling() -> None:
     upwards = WorstFactor("trace", 10.42, 10.42, 7000.0, {}, {"conv1": 10.0}, 0.0)
     text = Reader(page(dataclasses.replace(made, audit=dataclasses.replace(made.audit, worst=(upwards,))))).text
     assert "from 10.42 up to 7,000;" in text
+    rough = dataclasses.replace(upwards, errors=(2.0, 2.0, 900.0))
+    text = Reader(page(dataclasses.replace(made, audit=dataclasses.replace(made.audit, worst=(rough,))))).text
+    assert "at least 491-fold at the same outputs, from 10.42 ± 2 up to 7,000 ± 900;" in text
     untested = dataclasses.replace(made.audit, worst=(), certificates={})
     text = Reader(page(dataclasses.replace(made, audit=untested))).text
     assert "No symmetry of this network was tried." in text

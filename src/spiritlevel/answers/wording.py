@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from spiritlevel.errors import counted
 from spiritlevel.measures import TRANSFORMS
 from spiritlevel.results import (
     Audit,
@@ -159,7 +160,8 @@ def about_correlation(report: Report) -> str:
     if found is None or math.isnan(found.r):
         return ""
     unit = _unit(report)
-    size = f"(rank correlation {figure(found.spearman, 2, typeset=True)}, {found.n:,} {unit}s)"
+    rest = f", {counted(found.removed, 'outlier')} left out" if found.removed else ""
+    size = f"(rank correlation {figure(found.spearman, 2, typeset=True)}, {found.n:,} {unit}s{rest})"
     if not found.low * found.high > 0 or found.spearman * found.r < 0:
         return f" Among correct {unit}s no relation between curvature and margin is certain {size}."
     way = "falls" if found.spearman < 0 else "grows"

@@ -24,7 +24,7 @@ from spiritlevel.page.words import (
     left_out_table,
     why_missing,
 )
-from spiritlevel.results import EFFECTS, Estimate, Report, WorstFactor, at_least, kept_by
+from spiritlevel.results import EFFECTS, Estimate, Report, WorstFactor, at_least, kept_by, with_limits
 
 
 def report_sections(report: Report, key: str, pictures: Sheet | None) -> Iterator[Section]:
@@ -251,9 +251,11 @@ def _audit(report: Report, key: str) -> Section:
 
 def _journey(item: WorstFactor) -> str:
     """Where the search began and how far it got, in each direction in which it got anywhere."""
-    ends = [f"down to {number(item.lowest)}"] if item.lowest < item.before else []
-    ends += [f"up to {number(item.highest)}"] if item.highest > item.before else []
-    return f"{number(item.before)} {' and '.join(ends)}"
+    values = zip((item.before, item.lowest, item.highest), item.errors, strict=True)
+    before, lowest, highest = (with_limits(*value, typeset=True) for value in values)
+    ends = [f"down to {lowest}"] if item.lowest < item.before else []
+    ends += [f"up to {highest}"] if item.highest > item.before else []
+    return f"{before} {' and '.join(ends)}"
 
 
 def _measures(report: Report, key: str) -> Section:

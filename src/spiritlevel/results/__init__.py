@@ -33,6 +33,7 @@ from spiritlevel.results.formatting import in_short as in_short
 from spiritlevel.results.formatting import left_out_lines as left_out_lines
 from spiritlevel.results.formatting import times as times
 from spiritlevel.results.formatting import with_error as with_error
+from spiritlevel.results.formatting import with_limits as with_limits
 from spiritlevel.results.intervals import FEWEST as FEWEST
 from spiritlevel.results.intervals import mean_skewness as mean_skewness
 from spiritlevel.results.intervals import signed_limits as signed_limits

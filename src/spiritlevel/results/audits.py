@@ -14,7 +14,7 @@ from spiritlevel.arguments import checked
 from spiritlevel.errors import InputError
 from spiritlevel.results.codec import Result
 from spiritlevel.results.estimates import Estimate, with_status
-from spiritlevel.results.formatting import aligned, at_least, figure, in_short, times
+from spiritlevel.results.formatting import aligned, at_least, figure, in_short, times, with_limits
 from spiritlevel.results.tables import Columns, Table
 
 EFFECTS: dict[str, str] = {
@@ -231,10 +231,10 @@ class WorstFactor(Result):
         kept = kept_by(self.transform)
         if math.isnan(self.factor):
             return f"its error is too large to tell how far {self.measure} can be moved at the same {kept}"
+        before, lowest, highest = map(with_limits, (self.before, self.lowest, self.highest), self.errors)
         return (
             f"{self.measure} can be moved {at_least(self.factor)} at the same {kept}: {self.transform} "
-            f"took it from {figure(self.before)} to anything between {figure(self.lowest)} and "
-            f"{figure(self.highest)}"
+            f"took it from {before} to anything between {lowest} and {highest}"
         )
 
 
@@ -267,7 +267,9 @@ class Audit(Table):
         """
         said = f"Tried, outputs or probabilities kept: {', '.join(self.tried)}."
         said = said if self.tried else "No symmetry of this network was tried."
-        return f"{said} The network does not have: {', '.join(self.absent)}." if self.absent else said
+        said = f"{said} The network does not have: {', '.join(self.absent)}." if self.absent else said
+        others = [name for name, certificate in self.certificates.items() if name not in self.tried]
+        return f"{said} Changes the outputs, so what it moves does not count: {', '.join(others)}." if others else said
 
     @checked
     def row(self, measure: str, transform: str) -> AuditRow:

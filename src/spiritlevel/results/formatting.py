@@ -58,6 +58,16 @@ def with_error(value: float, error: float, digits: int = 8, *, typeset: bool = F
     return f"{shown} ± {figure(error, 2, typeset=typeset)}"
 
 
+def with_limits(value: float, error: float, *, typeset: bool = False) -> str:
+    """A value in four digits, with its error where that is more than a hundredth of it.
+
+    >>> with_limits(1.443e-4, 5e-5), with_limits(20.47, 0.001)
+    ('1.443e-4 ± 5e-5', '20.47')
+    """
+    shown = figure(value, typeset=typeset)
+    return f"{shown} ± {figure(error, 2, typeset=typeset)}" if error > abs(value) / 100 else shown
+
+
 def _magnitude(number: float) -> int:
     return math.floor(math.log10(number)) if number > 0 and math.isfinite(number) else 0
 
