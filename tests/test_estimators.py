@@ -591,10 +591,27 @@ def test_spectrum_answers_everything_from_one_set_of_runs(size):
     else:
         assert 300 < result.matvecs < 500
         assert sum(layer.value for layer in result.layers.values()) == pytest.approx(result.trace.value, rel=1e-12)
-        assert result.trace.value == pytest.approx(operator_trace(op, probes=10).value, rel=1e-12)
-        assert result.frobenius_norm.value == pytest.approx(frobenius_norm(op, probes=10).value, rel=1e-12)
-        assert result.trace.stderr == pytest.approx(operator_trace(op, probes=10).stderr, rel=1e-9)
+        assert result.trace.value == pytest.approx(size * result.density.moment(1).value, rel=0.5)
+        q = torch.cat([result.largest.vectors, result.smallest.vectors], 1)
+        rest = wrap(matrix - q @ torch.diag(torch.tensor([6.0, 6.0, -2.0, -1.0]).double()) @ q.T)
+        without = operator_trace(rest, probes=10)
+        assert result.trace.value == pytest.approx(without.value + 9, rel=1e-3)
+        assert result.trace.stderr == pytest.approx(without.stderr, rel=1e-3)
+        squares = frobenius_norm(rest, probes=10)
+        assert result.frobenius_norm.value == pytest.approx(math.hypot(squares.value, math.sqrt(77)), rel=1e-3)
     assert result.spectral_norm == pytest.approx(6.0, abs=1e-6)
+
+
+def test_a_spectrum_of_few_probes_knows_what_its_ends_contribute():
+    """One eigenvalue is nearly all of H: two probes alone would leave the norm below it in half of all cases."""
+    values = torch.cat([torch.tensor([10.0]).double(), torch.linspace(-0.01, 0.01, 1_999)])
+    matrix = rotated(values)
+    for seed in range(5):
+        result = spectrum(wrap(matrix, weights=(2_000,)), probes=2, steps=12, seed=seed)
+        assert result.frobenius_norm.value >= result.spectral_norm
+        assert result.frobenius_norm.value == pytest.approx(float(values.norm()), rel=1e-4)
+        assert result.trace.value == pytest.approx(float(values.sum()), abs=1.5)  # without, ± 10
+        assert result.layers["weights"].value == pytest.approx(result.trace.value)
 
 
 # --- operators, randomness, results -----------------------------------------------------------------------------------

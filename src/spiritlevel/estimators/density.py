@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 from scipy.linalg import eigh_tridiagonal
+from torch import Tensor
 
 from spiritlevel.arguments import checked
 from spiritlevel.errors import InputError
@@ -27,7 +29,7 @@ from spiritlevel.estimators.krylov import Array, Krylov, lanczos
 from spiritlevel.estimators.operator import Operator, Product, entries_of, in_full_precision
 from spiritlevel.estimators.probes import check_probes, signs, whole_of
 from spiritlevel.estimators.trace import root_of, with_tolerance
-from spiritlevel.results import Estimate, SpectralDensity, SpectrumSummary
+from spiritlevel.results import Eigenpairs, Estimate, SpectralDensity, SpectrumSummary
 
 
 @in_full_precision
@@ -83,7 +85,8 @@ def spectrum(
     tensor l (if the operator can `split`) and ‖Hv‖², all unbiased: the trace, the traces of the layers and Tr H²,
     with errors from the spread over the probes. The first run continues until the `k` values at both ends have
     converged as in `eigenvalues`, within `max_matvecs` further products (by default 500 + 100k), and up to 128 more
-    from a random start show how far beyond them another eigenvalue may lie (`Eigenpairs.reach`).
+    from a random start show how far beyond them another eigenvalue may lie (`Eigenpairs.reach`). What these values
+    contribute is then known and has no part in the errors, and ‖H‖_F is not below them.
 
     Cost: probes · steps products and the few more that the ends need. Sizes up to min(probes · steps, 2048) go dense
     and are exact. References: see `eigenvalues` and `spectral_density`.
@@ -99,51 +102,73 @@ def spectrum(
     steps = min(steps, product.size)
     if product.written or product.size <= min(probes * steps, DENSE_LATER):
         return _dense_summary(product, named, k, tol, vectors, seed)
-    layers: dict[str, list[float]] = {name: [] for name in named.names} if named else {}
+    forms: dict[str, list[float]] = {name: [] for name in named.names} if named else {}
 
     def run(index: int, capacity: int) -> Krylov:
         space = Krylov(product, capacity, seed, signs(product, seed, index))
         first_product = space.extend()
         if named:
             for name, part in named.split(space.basis[0] * first_product).items():
-                layers[name].append(product.size * float(product.space.sum(part.sum(dtype=torch.float64))))
+                forms[name].append(product.size * float(product.space.sum(part.sum(dtype=torch.float64))))
         return lanczos(space, steps)
 
     space = run(0, max(steps, capacity_for(product.size, 2 * k, None)))
     rows = [_quadrature(space, steps)]
     limit = product.count + (500 + 100 * k if max_matvecs is None else max_matvecs)
     coordinates, reason = converge(space, ENDS["both"], k, tol, limit)
-    largest = ritz_pairs(space, coordinates[:, :k], reason, "largest", tol, vectors)
-    smallest = ritz_pairs(space, coordinates[:, k:], reason, "smallest", tol, vectors)
+    largest = ritz_pairs(space, coordinates[:, :k], reason, "largest", tol, True)
+    smallest = ritz_pairs(space, coordinates[:, k:], reason, "smallest", tol, True)
     del space  # its basis, before the next one is allocated
     if not reason:
         ends = with_reach({"largest": largest, "smallest": smallest}, product, tol, seed)
         largest, smallest = ends["largest"], ends["smallest"]
     rows += [_quadrature(run(index, steps), steps) for index in range(1, probes)]
 
-    density = _quadrature_spectrum(rows, product, seed)
-    trace = with_tolerance(_scaled(density.moment(1), product.size, probes), product.size * product.form_error)
-    mean_square = _scaled(density.moment(2), 1.0, probes)
-    frobenius = root_of(_scaled(mean_square, product.size, probes))
+    forms[""] = [product.size * float(weights @ nodes) for nodes, weights in rows]
+    draws = {name: torch.tensor(each, dtype=torch.float64) for name, each in forms.items()}
+    squares = torch.tensor([product.size * float(weights @ nodes**2) for nodes, weights in rows], dtype=torch.float64)
+    if largest.converged and smallest.converged:
+        _take_out((largest, smallest), product, named, seed, draws, squares)
+    traces = {name: Estimate.from_draws(each, matvecs=probes, seed=seed) for name, each in draws.items()}
+    square = Estimate.from_draws(squares, matvecs=probes, seed=seed)
+    if not vectors:
+        largest, smallest = replace(largest, vectors=None), replace(smallest, vectors=None)
     return SpectrumSummary(
         largest=largest,
         smallest=smallest,
-        trace=trace,
-        frobenius_norm=with_tolerance(frobenius, math.sqrt(product.size) * product.error),
-        mean_square=mean_square,
-        density=density,
-        layers={
-            name: Estimate.from_draws(torch.tensor(draws, dtype=torch.float64), seed=seed)
-            for name, draws in layers.items()
-        },
+        trace=with_tolerance(traces.pop(""), product.size * product.form_error),
+        frobenius_norm=with_tolerance(root_of(square), math.sqrt(product.size) * product.error),
+        mean_square=square.scaled(1 / product.size),
+        density=_quadrature_spectrum(rows, product, seed),
+        layers=traces,
         size=product.size,
         matvecs=product.count,
         seed=seed,
     )
 
 
-def _scaled(estimate: Estimate, factor: float, matvecs: int) -> Estimate:
-    return replace(estimate.scaled(factor), matvecs=matvecs)
+def _take_out(
+    ends: Sequence[Eigenpairs],
+    product: Product,
+    named: Operator | None,
+    seed: int,
+    draws: dict[str, Tensor],
+    squares: Tensor,
+) -> None:
+    """Take out of every draw what chance makes of known eigenpairs: λ(q·v)² is λ on average, and λ²(q·v)² is λ².
+
+    In layer l, λ(q·v)(q_l·v_l) is λ‖q_l‖². A few large eigenvalues make up most of the spread.
+    """
+    for index in range(len(squares)):
+        v = signs(product, seed, index).double()
+        for end in ends:
+            assert end.vectors is not None
+            for value, q in zip(end.values.tolist(), end.vectors.T.double(), strict=True):
+                along = float(product.space.sum((q * v).sum()))
+                squares[index] -= value**2 * (along**2 - 1)
+                chance = q * (along * v - q)
+                for name, part in {"": chance, **(named.split(chance) if named else {})}.items():
+                    draws[name][index] -= value * float(product.space.sum(part.sum()))
 
 
 def _quadrature(space: Krylov, steps: int) -> tuple[Array, Array]:
