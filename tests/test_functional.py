@@ -175,7 +175,7 @@ def test_tied_weights_are_one_parameter() -> None:
         ("model", "the model must be a torch.nn.Module, got str"),
         (nn.LazyLinear(2), "the model LazyLinear has lazy parameters; run it on one batch first"),
         (nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double()), "mixes parameters of float32, float64; convert it"),
-        (nn.Linear(2, 2, dtype=torch.complex64), "the parameter weight is complex; there is no curvature to measure"),
+        (nn.Linear(2, 2, dtype=torch.complex64), "the parameter weight is complex, and this needs real ones"),
         (nn.Linear(2, 2, device="meta"), "the parameter weight is on the meta device, without values"),
     ],
 )
@@ -183,6 +183,41 @@ def test_tied_weights_are_one_parameter() -> None:
 def test_models_that_cannot_be_measured_are_refused(model: Any, message: str) -> None:
     with pytest.raises(InputError, match=message):
         Problem(model)
+
+
+class Spectral(nn.Module):
+    """A filter in frequency space, as Fourier layers have it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.filter = nn.Parameter(torch.randn(3, dtype=torch.complex64), requires_grad=False)
+        self.last = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs: Tensor = self.last(torch.fft.irfft(torch.fft.rfft(x) * self.filter, n=4).relu())
+        return outputs
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_complex_parameters_that_are_not_measured_are_constants(frozen: bool) -> None:
+    torch.manual_seed(0)
+    model, data = Spectral(), (torch.randn(6, 4), torch.arange(6) % 3)
+    model.filter.requires_grad_(not frozen)
+    with torch.no_grad():
+        hidden = torch.fft.irfft(torch.fft.rfft(data[0]) * model.filter, n=4).relu()
+    params = None if frozen else "last"
+    found = sl.sample_traces(model, data, params=params)
+    assert found.exact
+    wanted = (hidden, data[1])
+    torch.testing.assert_close(found.values, sl.sample_traces(model.last, wanted).values, rtol=1e-5, atol=1e-6)
+    for function in (sl.hessian, sl.gauss_newton):
+        matrix = function(model, data, params=params).dense()
+        torch.testing.assert_close(matrix, function(model.last, wanted).dense(), rtol=1e-4, atol=1e-6)
+    margins = sl.margins(model, data, distance=2)
+    torch.testing.assert_close(margins.output, sl.margins(model.last, wanted).output)
+    assert sl.input_curvature(model, data).exact
+    with pytest.raises(InputError, match="the parameter filter is complex, and this needs real ones; hold it as pairs"):
+        sl.transforms.shift_logits(model, data=data)
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit")

@@ -34,9 +34,10 @@ def measurable(model: Any) -> nn.Module:
         raise InputError(f"the model {type(model).__name__} has lazy parameters; run it on one batch first.")
     refuse_sharded(model)
     for name, parameter in model.named_parameters():
-        if parameter.is_complex() or parameter.is_meta:
-            kind = "is complex" if parameter.is_complex() else "is on the meta device, without values"
-            raise InputError(f"the parameter {name} {kind}; there is no curvature to measure.")
+        if parameter.is_meta:
+            raise InputError(
+                f"the parameter {name} is on the meta device, without values; there is no curvature to measure."
+            )
     return model
 
 

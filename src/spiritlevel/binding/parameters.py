@@ -17,6 +17,13 @@ from spiritlevel.errors import InputError, is_array, unknown_name
 Params = dict[str, Tensor]
 
 
+class _Real(str):
+    """Of the pattern that it is, the parameters that are real: complex ones are constants, without a word."""
+
+
+REAL = _Real("*")  # for callers that need parameters, but no curvature along each
+
+
 def select_parameters(model: nn.Module, params: str | Iterable[str] | None = None) -> list[str]:
     """Names of the parameters to measure: all that require grad, or those that a name, prefix or glob picks.
 
@@ -47,7 +54,9 @@ def select_parameters(model: nn.Module, params: str | Iterable[str] | None = Non
         if not hits:
             raise unknown_name("parameter", pattern, names)
         picked.update(hits)
-    return [name for name in names if name in picked]
+    chosen = [name for name in names if name in picked]
+    real = {own[id(parameter)] for parameter in model.parameters() if not parameter.is_complex()}
+    return [name for name in chosen if name in real] or chosen if isinstance(params, _Real) else chosen
 
 
 def as_leaves(params: Params) -> Params:
@@ -56,9 +65,11 @@ def as_leaves(params: Params) -> Params:
 
 
 def in_precision(tree: Any, dtype: torch.dtype) -> Any:
-    """The same with all floating-point tensors in one type."""
+    """The same with all floating-point tensors in one type, and complex ones in that of such parts."""
 
     def converted(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor) and leaf.is_complex():
+            return leaf.to(dtype.to_complex())
         return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
 
     return tree_map(converted, tree)

@@ -73,6 +73,13 @@ class Problem:
         if batch_norm not in BATCH_NORM_MODES:
             raise unknown_name("batch_norm mode", batch_norm, BATCH_NORM_MODES)
         names, self._half = select_parameters(model, params), False
+        whole = dict(model.named_parameters())
+        if (name := next((name for name in names if whole[name].is_complex()), None)) is not None:
+            raise InputError(
+                f"the parameter {name} is complex, and this needs real ones; hold it as pairs of real numbers "
+                "(torch.view_as_complex in forward), or, for curvature, leave it out by requires_grad_(False) or by "
+                "naming the others with params=."
+            )
         dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
         if dtypes & {torch.float16, torch.bfloat16}:
             model = copy.deepcopy(model).float()  # half precision holds no curvature: measured as a float32 copy

@@ -16,7 +16,7 @@ from spiritlevel.binding.batches import Batches, Fingerprint, all_targets, resiz
 from spiritlevel.binding.context import Context
 from spiritlevel.binding.coupling import check_independence
 from spiritlevel.binding.graphs import Rows
-from spiritlevel.binding.parameters import Params, in_precision
+from spiritlevel.binding.parameters import REAL, Params, in_precision
 from spiritlevel.binding.problem import Problem
 from spiritlevel.binding.reading import Reading
 from spiritlevel.errors import InputError, NotExactError, first_line, unknown_name, whole_number
@@ -78,7 +78,7 @@ def input_curvature(
     if method not in METHODS:
         raise unknown_name("method", method, METHODS)
     count = DEFAULT_PROBES if probes is None else whole_number(probes, "probes", 2)
-    everything = "*" if isinstance(model, nn.Module) and next(model.parameters(), None) is not None else None
+    everything = REAL if isinstance(model, nn.Module) and next(model.parameters(), None) is not None else None
     context = Context(
         model, data, loss=loss, params=everything, batch_size=batch_size, group=group, seed=seed, **reading
     )

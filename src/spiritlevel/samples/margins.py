@@ -29,6 +29,7 @@ from spiritlevel.binding.losses import (
     softmax_parts,
     unit_batches,
 )
+from spiritlevel.binding.parameters import REAL
 from spiritlevel.binding.problem import Problem
 from spiritlevel.binding.reading import Reading
 from spiritlevel.errors import InputError
@@ -209,7 +210,7 @@ def margins(
     >>> found.signed, found.distance
     (tensor([ 2., -2.], dtype=torch.float64), tensor([ 1.4142, -1.4142], dtype=torch.float64))
     """
-    everything = "*" if isinstance(model, nn.Module) and next(model.parameters(), None) is not None else None
+    everything = REAL if isinstance(model, nn.Module) and next(model.parameters(), None) is not None else None
     context = Context(
         model,
         data,
