@@ -14,6 +14,7 @@ from spiritlevel.measures.registry import UNSEEN, register
 from spiritlevel.measures.sampling import Sampling, kept
 from spiritlevel.measures.setting import Setting
 from spiritlevel.results import Estimate
+from spiritlevel.statistics.subsets import SubsetError, by_influences
 
 _ALLOWED = 0.1  # rise of the error
 _PAC_DRAWS = 10
@@ -23,8 +24,8 @@ _PAC_WIDTH = 0.0099  # of the final bracket of log σ
 def _pac_bayes(setting: Setting, deviation: Callable[[float], Tensor | float], purpose: int) -> Estimate:
     """1/σ² on fixed draws: σ is doubled or halved until the rise crosses the limit, and the crossing enclosed to 1%.
 
-    The error follows by the delta method, from the spread of the draws and the slope of the rise in log σ over the
-    first bracket. `deviation` maps σ to the standard deviation of every parameter.
+    The error of log σ follows by the delta method, from the spread of the draws and the slope of the rise in log σ over
+    the first bracket. `deviation` maps σ to the standard deviation of every parameter.
     """
     base = setting.wrong_at(setting.theta)
     seen: dict[float, Tensor] = {}
@@ -71,7 +72,19 @@ def _pac_bayes(setting: Setting, deviation: Callable[[float], Tensor | float], p
         setting.seed,
         tolerance=2 * _PAC_WIDTH * value,  # the crossing lies within the final bracket
         status="estimated",
+        power=0.0,
     )
+
+
+def _sampling(purpose: int) -> Sampling:
+    """The error of a subset: limits of the logarithm, which the rises of the samples move."""
+    values = kept(f"pac-bayes {purpose}")
+
+    def limits(setting: Setting, value: float, population: int) -> SubsetError:
+        found = by_influences(math.log(value), values(setting) / value, population)
+        return found._replace(stderr=value * found.stderr, low=math.exp(found.low), high=math.exp(found.high))
+
+    return Sampling("influence", values, limits=limits)
 
 
 @register(
@@ -84,7 +97,7 @@ def _pac_bayes(setting: Setting, deviation: Callable[[float], Tensor | float], p
     cost="forward",
     guide="curvature",
     passes=10 * _PAC_DRAWS,
-    sampling=Sampling("influence", kept("pac-bayes 3")),
+    sampling=_sampling(3),
     in_shards=True,
     invariant_to=UNSEEN,
 )
@@ -102,7 +115,7 @@ def _pac_bayes_flatness(setting: Setting) -> Estimate:
     cost="forward",
     guide="curvature in sizes",
     passes=10 * _PAC_DRAWS,
-    sampling=Sampling("influence", kept("pac-bayes 4")),
+    sampling=_sampling(4),
     in_shards=True,
     invariant_to=frozenset({"permute_units"}),
 )

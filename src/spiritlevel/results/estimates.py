@@ -35,7 +35,8 @@ class Estimate(Result):
 
     Unless given, the status follows from value, `stderr` and `tolerance`. `stderr` is NaN where it is not known; `dof`
     are its degrees of freedom (infinite for a known variance) and `skew` the skewness of that error. `power` is 2 for
-    the root of a mean: the limits are then the roots of the mean's limits. Where only a random subset of the data was
+    the root of a mean, whose limits are the roots of the mean's limits, and 0 for a positive number whose logarithm has
+    the error: its limits are those of the logarithm, so they are positive. Where only a random subset of the data was
     measured, `data_stderr` is the standard error due to that and `data_limits` are the 95% limits it alone sets for
     the value on all of the data; both are `None` where that does not apply, and NaN where it is not known. `matvecs`
     counts products with the matrix (or passes over the data).
@@ -75,8 +76,13 @@ class Estimate(Result):
         object.__setattr__(self, "status", status)
 
     def _check(self) -> None:
-        if self.power not in (1.0, 2.0):
-            raise Misfit(f"an estimate is a mean (power 1) or the root of one (power 2), not of power {self.power:g}")
+        if self.power not in (0.0, 1.0, 2.0):
+            raise Misfit(
+                f"an estimate is a mean (power 1), the root of one (power 2) or has a logarithm that is one (power 0), "
+                f"and not of power {self.power:g}"
+            )
+        if self.power == 0 and any(limit <= 0 for limit in self.data_limits or ()):
+            raise Misfit("an estimate of power 0 is positive, but its limits are not")
 
     @classmethod
     def _from_older(cls, data: dict[str, Any]) -> dict[str, Any]:
@@ -151,14 +157,24 @@ class Estimate(Result):
         low, high = self._limits(error, dof, level)
         if data and self.data_limits is not None:
             stretch = float(scipy.stats.norm.ppf(0.5 + level / 2) / scipy.stats.norm.ppf(0.975))
-            below, above = ((limit - self.value) * stretch for limit in self.data_limits)
+            there, back = (math.log, _exp) if self._in_logs else (float, float)
+            here = there(self.value)
+            below, above = ((there(limit) - here) * stretch for limit in self.data_limits)
             low, high = (
-                self.value - math.hypot(self.value - low, below),
-                self.value + math.hypot(high - self.value, above),
+                back(here - math.hypot(here - there(low), below)),
+                back(here + math.hypot(there(high) - here, above)),
             )
-        return low - self.tolerance, math.inf if self.status == "lower bound" else high + self.tolerance
+        low = max(low - self.tolerance, 0.0) if self._in_logs else low - self.tolerance
+        return low, math.inf if self.status == "lower bound" else high + self.tolerance
+
+    @property
+    def _in_logs(self) -> bool:
+        return self.power == 0 and self.value > 0
 
     def _limits(self, error: float, dof: float, level: float) -> tuple[float, float]:
+        if self._in_logs:
+            low, high = skewed_limits(math.log(self.value), error / self.value, dof, self.skew, level)
+            return _exp(low), _exp(high)
         if self.power == 1.0 or not self.value > 0:
             return skewed_limits(self.value, error, dof, self.skew, level)
         mean = self.value**self.power
@@ -175,6 +191,11 @@ class Estimate(Result):
             return f"{figure(self.value, 6)} (not converged{self.reason and f': {self.reason}'})"
         bound = "≥ " if self.status == "lower bound" else ""
         return bound + with_error(self.value, 0.0 if self.settled else self.stderr + self.tolerance)
+
+
+def _exp(x: float) -> float:
+    """eˣ, at most the largest float."""
+    return math.exp(min(x, 709.0))
 
 
 def _ordered(a: float, b: float) -> tuple[float, float]:
