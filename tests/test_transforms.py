@@ -618,6 +618,13 @@ def test_what_cannot_be_transformed_is_refused_with_its_place(name: str) -> None
         call()
 
 
+def test_a_last_layer_that_shares_its_weight_is_told_how_to_be_scaled() -> None:
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Tanh(), nn.Linear(4, 4, bias=False))
+    model[2].weight = model[0].weight
+    with pytest.raises(InputError, match=r"is used more than once.*; give the last layer a copy of its own"):
+        scale_last_layer(model, 2.0)
+
+
 class Limited(nn.Module):
     """A network that looks at the size of its hidden values, and cuts them off where one is large."""
 

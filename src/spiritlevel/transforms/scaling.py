@@ -189,11 +189,12 @@ def scale_last_layer(model: nn.Module, alpha: float, *, data: Any = None, **read
     _positive("scale_last_layer", "alpha", alpha)
     walk = follow_factors("scale_last_layer", copy.deepcopy(model), sample.inputs, {}, sample.form)
     output = walk.root(walk.output.group)
-    if output in walk.fixed():
-        raise InputError(
-            f"scale_last_layer: {walk.fixed()[output]}; the network must end in a linear layer, a convolution or a "
-            "batch norm, so pass it without what comes after that."
-        )
+    if reason := walk.fixed().get(output):
+        way_out = "the network must end in a linear layer, a convolution or a batch norm, so pass it without what "
+        way_out += "comes after that"
+        if "used more than once" in reason:
+            way_out = "give the last layer a copy of its own"
+        raise InputError(f"scale_last_layer: {reason}; {way_out}.")
     last = ScalingGroup(
         tuple(walk.adjacent(output, "writes")),
         tuple(name for name in walk.adjacent(output, "reads") if not walk.layers[name].norm),
