@@ -406,3 +406,33 @@ def test_many_points_are_resampled_by_their_limit(monkeypatch: pytest.MonkeyPatc
     assert limit.r == whole.r
     assert limit.high - limit.low == pytest.approx(whole.high - whole.low, rel=0.1)
     assert limit.high - limit.low != whole.high - whole.low
+
+
+def _tokens(seed: int, sequences: int = 40, positions: int = 25) -> tuple[SampleTraces, torch.Tensor]:
+    """Two columns of tokens without any correlation; each sequence has a level of its own in both."""
+    draw = np.random.default_rng(seed)
+    levels = draw.standard_normal((2, sequences, 1))
+    x, y = torch.from_numpy((levels + 0.3 * draw.standard_normal((2, sequences, positions))).reshape(2, -1))
+    owners = torch.arange(sequences).repeat_interleave(positions)
+    return dataclasses.replace(traces(x[:, None].expand(-1, 2).numpy(), exact=True), sample=owners), y
+
+
+@pytest.mark.parametrize("many", [False, True])
+def test_tokens_are_resampled_by_whole_sequences(monkeypatch: pytest.MonkeyPatch, many: bool) -> None:
+    if many:
+        monkeypatch.setattr(correlation, "_MANY", 300)
+    together, apart = 0, 0
+    for seed in range(150):
+        column, other = _tokens(seed)
+        found = correlate(column, other, outliers="none", resamples=200, seed=seed)
+        together += found.low <= 0 <= found.high
+        alone = correlate(column.values, other, outliers="none", resamples=200, seed=seed)
+        apart += alone.low <= 0 <= alone.high
+    assert together >= 0.9 * 150
+    assert apart <= 0.5 * 150  # what was said of the positions
+
+
+def test_three_sequences_leave_a_correlation_open() -> None:
+    found = correlate(*_tokens(0, sequences=3), outliers="none")
+    assert (found.low, found.high) == (-1, 1)
+    assert found.notes == ("with 3 sequences, r may lie anywhere between -1 and 1",)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from scipy import stats as scipy_stats
 
 from spiritlevel.arguments import checked
-from spiritlevel.errors import InputError, checked_seed, unknown_name, whole_number
+from spiritlevel.errors import InputError, checked_seed, counted, unknown_name, whole_number
 from spiritlevel.results import Correlation, Margins, Result, SampleTraces
 from spiritlevel.statistics.outliers import inliers
 
@@ -28,9 +28,12 @@ class _Column(NamedTuple):
     values: Array
     draws: Array | None = None
     fingerprint: str = ""
+    owners: Array | None = None
+    """The sequences to which samples belong where these are single positions."""
 
     def pick(self, chosen: Array) -> _Column:
-        return self._replace(values=self.values[chosen], draws=None if self.draws is None else self.draws[chosen])
+        draws, owners = (None if each is None else each[chosen] for each in (self.draws, self.owners))
+        return self._replace(values=self.values[chosen], draws=draws, owners=owners)
 
 
 def _numbers(data: Any) -> Array:
@@ -43,14 +46,14 @@ def _numbers(data: Any) -> Array:
 
 
 def _column(name: str, data: Any) -> _Column:
-    if isinstance(data, SampleTraces):
-        values = _numbers(data.values).astype(np.float64)
-        if data.exact or data.draws is None:
-            return _Column(name, values, None, data.fingerprint)
+    if isinstance(data, SampleTraces | Margins):
+        owners = None if data.sample is None else _numbers(data.sample)
+        values = _numbers(data.values if isinstance(data, SampleTraces) else data.signed).astype(np.float64)
+        found = _Column(name, values, None, data.fingerprint, owners)
+        if isinstance(data, Margins) or data.exact or data.draws is None:
+            return found
         draws = _numbers(data.draws).astype(np.float64)  # of the whole value, or of the part that was estimated
-        return _Column(name, values, draws - draws.mean(1, keepdims=True) + values[:, None], data.fingerprint)
-    if isinstance(data, Margins):
-        return _Column(name, _numbers(data.signed).astype(np.float64), None, data.fingerprint)
+        return found._replace(draws=draws - draws.mean(1, keepdims=True) + values[:, None])
     if isinstance(data, Result):
         raise InputError(f"{name} must hold one number per sample, got a result of type {type(data).__name__}.")
     try:
@@ -74,7 +77,8 @@ def _pair(a: Any, b: Any) -> tuple[_Column, _Column]:
             "a and b come from different data or in a different order (their fingerprints differ); "
             "measure both on the same data in the same order."
         )
-    return x, y
+    owners = x.owners if y.owners is None else y.owners
+    return x._replace(owners=owners), y._replace(owners=owners)
 
 
 def _centred(values: Array) -> tuple[Array, float]:
@@ -134,13 +138,16 @@ def _resampled(x: _Column, y: _Column, resamples: int, seed: int) -> Array:
         noise = None if column.draws is None else (column.draws - column.values[:, None]).T / unit
         columns.append((values, noise))
     size = len(x.values)
+    owners = np.arange(size) if x.owners is None else np.unique(x.owners, return_inverse=True)[1]
     if size > _MANY and all(noise is None for _, noise in columns):
-        return _by_their_limit(columns[0][0], columns[1][0], resamples, generator)
+        return _by_their_limit(columns[0][0], columns[1][0], owners, resamples, generator)
     results = []
     chunk = max(1, 2**21 // size)
     for start in range(0, resamples, chunk):
         rows = min(chunk, resamples - start)
-        weights = _counts(generator, rows, size)
+        weights = _counts(generator, rows, owners.max() + 1)
+        if x.owners is not None:  # all points of a sequence that is drawn
+            weights = weights[:, owners] / weights[:, owners].sum(1, keepdims=True)
         shares: dict[int, Array] = {}  # equal numbers of probes are resampled as pairs: right if shared, and if not
         moved = []
         for values, noise in columns:
@@ -161,18 +168,15 @@ def _resampled(x: _Column, y: _Column, resamples: int, seed: int) -> Array:
     return np.concatenate(results)
 
 
-def _by_their_limit(x: Array, y: Array, resamples: int, generator: np.random.Generator) -> Array:
+def _by_their_limit(x: Array, y: Array, owners: Array, resamples: int, generator: np.random.Generator) -> Array:
     """The same for so many points that the means of x, y, x², y², xy over resampled ones are practically normal.
 
-    Resamples are then drawn from that normal law, whose covariance is theirs over N: one pass in place of one each.
+    Resamples are then drawn from that normal law: its covariance is that of the sums over the points of each owner.
     """
-    total, squares = np.zeros(5), np.zeros((5, 5))
-    for start in range(0, len(x), _MANY):
-        a, b = x[start : start + _MANY], y[start : start + _MANY]
-        terms = np.stack([a, b, a * a, b * b, a * b])
-        total, squares = total + terms.sum(1), squares + terms @ terms.T
-    mean = total / len(x)
-    covariance = (squares / len(x) - np.outer(mean, mean)) / len(x)
+    terms = np.stack([x, y, x * x, y * y, x * y])
+    mean = terms.mean(1)
+    sums = np.stack([np.bincount(owners, each - middle) for each, middle in zip(terms, mean, strict=True)])
+    covariance = sums @ sums.T / len(x) ** 2
     drawn = generator.multivariate_normal(mean, covariance, resamples, check_valid="ignore", method="eigh").T
     mean_x, mean_y, square_x, square_y, product = drawn
     spread_x, spread_y = square_x - mean_x**2, square_y - mean_y**2
@@ -231,7 +235,8 @@ def correlate(
 
     `a` and `b` are tensors, arrays or lists with one number per sample, or results: `SampleTraces` stand for their
     values, `Margins` for their signed output margins. Two results must come from the same data in the same order.
-    `where`, a mask, picks a group (say the correct points): all steps then see that group alone.
+    `where`, a mask, picks a group (say the correct points): all steps then see that group alone. Points of results with
+    `unit="token"` are resampled by whole sequences, since the positions of one are not independent.
 
     `outliers`: "lof" removes what scikit-learn's LocalOutlierFactor (20 neighbours) rejects in the raw cloud, where
     the quantity with the larger spread decides, as in the paper; "lof-standardised" scales both to unit variance
@@ -281,12 +286,15 @@ def correlate(
             x, y = (c._replace(draws=None) if c.name == column.name else c for c in (x, y))
     r = _pearson(x.values, y.values)
     distinct = len(np.unique(np.stack([x.values, y.values], 1), axis=0))
+    independent = len(x.values) if x.owners is None else len(np.unique(x.owners))
     if distinct < _FEWEST:
         notes.append(f"with {distinct} different points, r may lie anywhere between -1 and 1")
-    fewest = min([len(x.values), *(c.draws.shape[1] for c in (x, y) if c.draws is not None and c.draws.shape[1] > 1)])
+    elif independent < _FEWEST:
+        notes.append(f"with {counted(independent, 'sequence')}, r may lie anywhere between -1 and 1")
+    fewest = min([independent, *(c.draws.shape[1] for c in (x, y) if c.draws is not None and c.draws.shape[1] > 1)])
     lower, upper = np.quantile(_resampled(x, y, resamples, seed), scipy_stats.norm.cdf([-1.0, 1.0]))
     half = scipy_stats.t.ppf(0.5 + level / 2, fewest - 1) * (upper - lower) / 2
-    half = math.inf if distinct < _FEWEST else half
+    half = math.inf if min(distinct, independent) < _FEWEST else half
     slope = r * _centred(y.values)[1] / _centred(x.values)[1]
     return Correlation(
         r=r,
