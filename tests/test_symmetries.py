@@ -795,3 +795,37 @@ def test_images_go_through_a_copy_of_the_model_without_a_trace() -> None:
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
     assert len(SMALL) == 4
     assert x.shape[0] == 8
+
+
+class Experts(nn.Module):
+    """Sends every sample through one of four layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.gate, self.last = nn.Linear(6, 8), nn.Linear(8, 4), nn.Linear(8, 3)
+        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        shares = (3 * self.gate(hidden)).softmax(-1)
+        found, chosen = torch.zeros_like(hidden), shares.argmax(-1)
+        for number, expert in enumerate(self.experts):
+            rows = (chosen == number).nonzero()[:, 0]
+            if len(rows):
+                found = found.index_add(0, rows, expert(hidden[rows]) * shares[rows, number, None])
+        return self.last(found.relu())
+
+
+@pytest.mark.parametrize("transform", [mix_linear, permute_units])
+def test_experts_that_two_samples_do_not_reach_are_followed_or_named(transform: Any) -> None:
+    torch.manual_seed(0)
+    model, inputs = Experts().double(), torch.randn(400, 6, dtype=torch.float64)
+    with torch.no_grad():
+        chosen = model.gate(model.first(inputs)).argmax(-1)
+    assert len(chosen[:2].unique()) < 4
+    whole = transform(model, data=inputs)
+    torch.testing.assert_close(whole.model(inputs), model(inputs), rtol=1e-9, atol=1e-12)
+    assert not any("unread" in note for note in whole.certificate.notes)
+    part = transform(model, data=inputs[chosen == chosen[0]])
+    assert not torch.allclose(part.model(inputs), model(inputs))  # what cannot be known is said
+    assert "6 parameters unread on the samples that were followed" in str(part.certificate)

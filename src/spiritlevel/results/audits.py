@@ -71,7 +71,7 @@ class Certificate(Result):
         apart, relative = figure(self.largest_difference, 2), figure(self.relative_difference, 2)
         return (
             f"{self.transform} preserves: {self.preserves} (batch norm: {' and '.join(self.modes)}); {compared} differ "
-            f"by at most {apart}, relatively {relative}, on {self.data}"
+            f"by at most {apart}, relatively {relative}, on {self.data}{''.join(f'; {note}' for note in self.notes)}"
         )
 
 

@@ -11,13 +11,14 @@ from torch import Tensor, nn
 
 from spiritlevel.binding.modules import in_double, state_of, unwrapped
 from spiritlevel.binding.reading import Form
-from spiritlevel.errors import InputError, checked_seed
+from spiritlevel.errors import InputError, checked_seed, counted
 from spiritlevel.transforms.certificates import Sample, Transformed
 from spiritlevel.transforms.maps import LinearMap, Step, generator
 from spiritlevel.watching.channels import Channels, Passing
 from spiritlevel.watching.following import follow_channels
 from spiritlevel.watching.graph import Graph, record
 
+_MORE = 16, 128  # samples to follow where two leave parameters unread
 _EXACT = 1e-9  # relative difference of the outputs in float64 beyond which a map is not the symmetry it was taken for
 _ROUNDED = 1e-3  # the same where the network itself computes with fewer digits, or the parameters are rounded to fewer
 
@@ -38,6 +39,13 @@ class Watched:
         self.exact = self.original = in_double(self.model)
         self.sample = Sample.of(self.exact, data, form)
         self.graph: Graph = record(who, self.exact, self.sample.inputs, self.sample.form)
+        for count in _MORE if self.sample.count > 2 else ():  # where samples decide which parts run, more of them do
+            if not (unread := len(self.graph.unread)):
+                break
+            more = record(who, self.exact, self.sample.inputs, self.sample.form, count)
+            if len(more.unread) == unread:
+                break
+            self.graph = more
 
     def channels(self, passing: Passing) -> Channels:
         """The network's channels under one kind of map."""
@@ -94,6 +102,11 @@ class Watched:
         Two comparisons: the first shows that the map is a symmetry, the second what rounding its result costs. `fit`
         makes the modules of the rounded copy match the shapes of their tensors.
         """
+        if unread := self.graph.unread:
+            notes += (
+                f"{counted(len(unread), 'parameter')} unread on the samples that were followed ({unread[0]}, say): "
+                "where other data run through such a part, the function may change",
+            )
         tolerance = _ROUNDED if self._computes_in_fewer_digits() else _EXACT
         self.sample.certify(self.who, self.original, new, keeps=keeps, tolerance=tolerance)
         rounded = copy.deepcopy(self.model)

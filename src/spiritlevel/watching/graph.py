@@ -119,6 +119,12 @@ class Graph:
     operations: list[Operation]
     output: Value
 
+    @property
+    def unread(self) -> list[str]:
+        """The parameters that no operation read: experts that no sample was sent to, for example."""
+        read = {value.name for operation in self.operations for value in operation.inputs}
+        return [name for name in self.parameters if name not in read]
+
     def readers(self) -> dict[Value, list[Operation]]:
         """The operations that read each value."""
         found: dict[Value, list[Operation]] = {}
@@ -128,11 +134,11 @@ class Graph:
         return found
 
 
-def record(who: str, model: nn.Module, inputs: Any, form: Form = PLAIN) -> Graph:
-    """Run a model on the first two samples of a batch and write down what it did; messages begin with `who`."""
+def record(who: str, model: nn.Module, inputs: Any, form: Form = PLAIN, count: int = 2) -> Graph:
+    """Run a model on the first samples of a batch and write down what it did; messages begin with `who`."""
     problem = Problem(model, params="*", form=form)
     recorder = _Recorder(who)
-    inputs = tree_map(lambda leaf: leaf[:2] if isinstance(leaf, Tensor) else leaf, inputs)
+    inputs = tree_map(lambda leaf: leaf[:count] if isinstance(leaf, Tensor) else leaf, inputs)
     handles = list(recorder.watch(problem.model))
     try:
         with problem.active(), torch.no_grad():
