@@ -548,6 +548,7 @@ def test_a_derived_loss_counts_for_what_it_computes() -> None:
         (None, "must be a name, a torch.nn loss or a callable, got None."),
         (nn.CrossEntropyLoss, "is the class CrossEntropyLoss; pass an instance"),
         (nn.CrossEntropyLoss(reduction="sum"), "CrossEntropyLoss(reduction='sum') is not a mean over samples"),
+        (nn.CrossEntropyLoss(torch.ones(3), reduction="sum"), "use reduction='none' and multiply by their number"),
         (nn.MSELoss(reduction="sum"), "MSELoss(reduction='sum') is not a mean over samples"),
         (nn.MSELoss(reduction="none"), "MSELoss(reduction='none') has no single value per sample"),
         (nn.NLLLoss(), "torch.nn.NLLLoss is not known; pass loss='cross_entropy', which is the same for log-prob"),

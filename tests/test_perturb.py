@@ -676,3 +676,12 @@ def test_other_bad_input() -> None:
     with pytest.raises(InputError, match="there is no change to make"):
         several(" , ")
     assert [change.name for change in several("int4, prune:0.5,int4")] == ["int4", "prune:0.5"]
+
+
+def test_the_page_asks_for_bits_only_where_a_layer_raises_the_loss() -> None:
+    net = nn.Linear(3, 2, bias=False)
+    points = torch.randn(40, 3, generator=torch.Generator().manual_seed(0))
+    labels = (net(points)[:, 0] < net(points)[:, 1]).long()  # as it predicts, so that larger weights are better
+    better, worse = (sl.perturb(net, (points, labels), lambda w, f=f: f * w) for f in (1.1, -1.0))
+    assert "None raises the loss." in better.to_html()
+    assert "they should keep more bits" in worse.to_html()

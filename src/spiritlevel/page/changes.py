@@ -112,19 +112,17 @@ def _way(found: Perturbation, key: str) -> Section:
 def _layers(found: Perturbation, key: str) -> Section:
     section = Section(f"{key}-layers", "Layer by layer")
     measured = not any(math.isnan(row.measured) for row in found.layers)
-    section.texts.append(
-        "Each tensor that moves, changed alone. Those at the top cost the most: they should keep more bits."
-    )
     rank = {name: value for name, value in found.rank_agreement().items() if not math.isnan(value)}
     if rank:
         words = ", ".join(f"{PREDICTORS[name]}: {number(value, 2)}" for name, value in rank.items())
         section.notes.append(f"Rank correlation with what changing the layer alone did (Spearman): {words}.")
     rows = sorted(found.layers, key=lambda row: -(row.measured if measured else row.second_order))
+    costs = [row.measured if measured else row.second_order for row in rows]
     value = "measured change of the loss" if measured else "predicted change of the loss"
-    columns = {
-        "layer": [row.name for row in rows],
-        value: [row.measured if measured else row.second_order for row in rows],
-    }
+    columns = {"layer": [row.name for row in rows], value: costs}
+    raised = any(cost > 0 for cost in costs)
+    most = "Those at the top raise the loss most: they should keep more bits." if raised else "None raises the loss."
+    section.texts.append(f"Each tensor that moves, changed alone. {most}")
     chart = charts.bars(columns, "layer", value)
     alt = f"Bar chart of the change of the loss for each of {len(rows)} layers changed alone."
     section.figures.append(as_figure(f"{key}-layers-chart", "Layers changed alone", alt, chart))

@@ -65,8 +65,9 @@ def resolve(loss: str | nn.Module | Callable[[Tensor, Tensor], Tensor] | Loss, *
 def _translate(loss: Any) -> Loss:
     kind = type(loss).__name__
     if loss.reduction == "sum":
+        mean = "none" if isinstance(loss, nn.CrossEntropyLoss) and loss.weight is not None else "mean"
         raise InputError(
-            f"{kind}(reduction='sum') is not a mean over samples; use reduction='mean' and multiply by their number."
+            f"{kind}(reduction='sum') is not a mean over samples; use reduction={mean!r} and multiply by their number."
         )
     for known, translation in _TRANSLATIONS.items():
         if isinstance(loss, known):
