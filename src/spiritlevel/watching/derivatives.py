@@ -458,7 +458,7 @@ class _ByInputs(_Comparison):
 def _weights(values: Tensor) -> Tensor:
     """Less for large outputs: the rounding of a logit masked by -1e9 would hide all others; none for infinite ones."""
     usual = usual_size(values)
-    return (usual / (usual + values.abs())).nan_to_num(0.0)  # NaN is refused elsewhere
+    return (usual / (usual + values.abs())).nan_to_num(1.0)  # NaN counts, and is refused elsewhere
 
 
 def _apart(tensors: Iterable[Tensor]) -> bool:
