@@ -91,6 +91,10 @@ def verdicts(rulings: Iterable[Ruling]) -> dict[str, Verdict]:
         ({}, "accuracies", Verdict.REPRODUCED),
         ({"validation accuracy": [0.91, 0.92, 0.93]}, "accuracies", Verdict.NOT),
         ({"validation accuracy": [0.4, 0.92, 0.93]}, "λ₁ rises", Verdict.UNDECIDED),  # 5 times chance is 50 %
+        # a network counts for what rests on it alone
+        ({"validation accuracy": [0.93, 0.92, 0.4]}, "sharper and better, exposure of 1e-4", Verdict.REPRODUCED),
+        ({"validation accuracy": [0.93, 0.92, 0.4]}, "sharper and better, exposure of 5e-4", Verdict.UNDECIDED),
+        ({"validation accuracy": [0.93, 0.4, 0.92]}, "λ₁ rises", Verdict.REPRODUCED),
         ({"validation accuracy": [0.93, 0.92, 0.91]}, "validation rises", Verdict.NOT),
         ({"weight norm": [1.0, 2.0, 3.0]}, "weights shrink", Verdict.NOT),
         ({"trace": [3.0, 2.0, 1.0]}, "trace rises", Verdict.NOT),

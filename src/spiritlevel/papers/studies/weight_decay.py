@@ -239,7 +239,11 @@ def judge(config: WeightDecay, rows: Sequence[Mapping[str, Any]]) -> Iterator[Ru
 
     form, solutions = min(groups.items(), key=lambda item: distance(item[1]))
     classes = next(row.classes for row in describe() if row.name == (config.data or network.data))
-    facts: dict[str, Any] = {"accuracy": min(row["validation accuracy"] for row in solutions), "chance": 1 / classes}
+
+    def facts(*rows: Mapping[str, Any]) -> dict[str, Any]:
+        """What decides whether a number that rests on these solutions counts."""
+        return {"accuracy": min(row["validation accuracy"] for row in rows), "chance": 1 / classes}
+
     first, by_gamma = solutions[0], {row["γ"]: row for row in solutions if "γ" in row}
     said = f"Pixels: {form}. " if len(groups) > 1 else ""
     accuracies = (_percent(solutions, f"{part} accuracy", 1) for part in ("train", "validation"))
@@ -251,7 +255,7 @@ def judge(config: WeightDecay, rows: Sequence[Mapping[str, Any]]) -> Iterator[Ru
         remark = f"γ = {gamma:g} against 0; gap in points. {said}"
         if row["validation accuracy"] < first["validation accuracy"]:
             remark += " Validation accuracy falls: it generalises better by the gap alone."
-        yield TOGETHER[strength].judge(numbers, remark=remark, **facts)
+        yield TOGETHER[strength].judge(numbers, remark=remark, **facts(first, row))
     noise = chance_of_points([row["validation accuracy"] for row in solutions], config.validation)
     for statement, what in (
         (SHARPER, "λ₁"),
@@ -267,13 +271,13 @@ def judge(config: WeightDecay, rows: Sequence[Mapping[str, Any]]) -> Iterator[Ru
         yield statement.judge(
             100 * (values[-1] - values[0]) if share else values[-1] / values[0],
             remark=f"{remark} {noise}" if share else remark,
-            **facts,
+            **facts(first, solutions[-1]),
         )
     yield VALUES.judge(
         distance(solutions) if paper else None,
         undecided="" if paper else "the paper prints no value",
         remark=" ".join(f"{name}: {_listed(group)}." for name, group in groups.items()),
-        **facts,
+        **facts(*solutions),
     )
     printed = network.validation if usual and whole(config) else ()
     off = [abs(100 * row["validation accuracy"] - p) for row, p in zip(solutions, printed, strict=False)]
@@ -281,7 +285,7 @@ def judge(config: WeightDecay, rows: Sequence[Mapping[str, Any]]) -> Iterator[Ru
         max(off, default=None),
         undecided="" if printed else "the paper's recipe was not run in full",
         remark=f"{_percent(solutions, 'validation accuracy', 2)} %.",
-        **facts,
+        **facts(*solutions),
     )
     yield STABLE.judge(max(row["λ₁"] / row["bound of momentum"] for row in solutions), remark="The largest λ₁ / bound.")
     yield TIGHT.judge(max(row["λ₁"] / row["bound of descent"] for row in solutions), remark="The largest λ₁ / (2/α).")
