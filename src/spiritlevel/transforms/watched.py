@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from spiritlevel.binding.batches import resized
 from spiritlevel.binding.modules import in_double, state_of, unwrapped
+from spiritlevel.binding.problem import Problem
 from spiritlevel.binding.reading import Form
 from spiritlevel.errors import InputError, checked_seed, counted
 from spiritlevel.transforms.certificates import Sample, Transformed
@@ -17,6 +19,7 @@ from spiritlevel.transforms.maps import LinearMap, Step, generator
 from spiritlevel.watching.channels import Channels, Passing
 from spiritlevel.watching.following import follow_channels
 from spiritlevel.watching.graph import Graph, record
+from spiritlevel.watching.structure import analyse
 
 _MORE = 16, 128  # samples to follow where two leave parameters unread
 _EXACT = 1e-9  # relative difference of the outputs in float64 beyond which a map is not the symmetry it was taken for
@@ -39,13 +42,24 @@ class Watched:
         self.exact = self.original = in_double(self.model)
         self.sample = Sample.of(self.exact, data, form)
         self.graph: Graph = record(who, self.exact, self.sample.inputs, self.sample.form)
-        for count in _MORE if self.sample.count > 2 else ():  # where samples decide which parts run, more of them do
-            if not (unread := len(self.graph.unread)):
+        self.unread = self.graph.unread if self._chosen_by_numbers() else []
+        for count in _MORE if self.sample.count > 2 else ():
+            if not self.unread:
                 break
             more = record(who, self.exact, self.sample.inputs, self.sample.form, count)
-            if len(more.unread) == unread:
+            if len(more.unread) == len(self.unread):
                 break
-            self.graph = more
+            self.graph, self.unread = more, more.unread
+
+    def _chosen_by_numbers(self) -> bool:
+        """Whether other samples may run through parts that two do not reach; looked at where there are such parts."""
+        if not self.graph.unread:
+            return False
+        problem = Problem(self.exact, params="*", form=self.sample.form)
+        inputs = problem.place(resized(self.sample.inputs, 2), torch.empty(0))[0]
+        with problem.active():
+            found = analyse(problem, inputs, 2)
+        return found.by_data or bool(found.failure)
 
     def channels(self, passing: Passing) -> Channels:
         """The network's channels under one kind of map."""
@@ -102,7 +116,7 @@ class Watched:
         Two comparisons: the first shows that the map is a symmetry, the second what rounding its result costs. `fit`
         makes the modules of the rounded copy match the shapes of their tensors.
         """
-        if unread := self.graph.unread:
+        if unread := self.unread:
             notes += (
                 f"{counted(len(unread), 'parameter')} unread on the samples that were followed ({unread[0]}, say): "
                 "where other data run through such a part, the function may change",

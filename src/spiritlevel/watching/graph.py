@@ -121,7 +121,7 @@ class Graph:
 
     @property
     def unread(self) -> list[str]:
-        """The parameters that no operation read: experts that no sample was sent to, for example."""
+        """The parameters that no operation read: experts to which no sample was sent, for example."""
         read = {value.name for operation in self.operations for value in operation.inputs}
         return [name for name in self.parameters if name not in read]
 
