@@ -243,7 +243,7 @@ class Collector:
         members = 1 if rel_err is not None else prober.members(count)
         draws = self._draws(prober, range(count), members)
         base: dict[str, Tensor] = {}
-        passes = 0
+        passes, need = 0, 0.0
         if plan.name == "split" and self._pays(plan, draws, count, rel_err, prober):
             base, _, passes = self.gauss_newton(plan)
         known = torch.stack(list(base.values())).sum(0) if base else None
@@ -262,7 +262,7 @@ class Collector:
         total = _wanted(draws, known is not None)
         if known is not None:
             total = total + known[:, None]
-        if rel_err is not None and not notes[len(plan.notes) :]:
+        if rel_err is not None and need <= MAX_PROBES:
             means = total.mean(0)
             if float(standard_error(means)) > rel_err * abs(float(means.mean())):
                 notes += (f"rel_err={rel_err:g} was missed: {count} probes, as a pilot asked for, were too few",)
