@@ -23,6 +23,7 @@ from spiritlevel.estimators import (
     eigenpairs,
     eigenvalues,
     frobenius_norm,
+    norm_around,
     operator,
     operator_trace,
     probes,
@@ -612,6 +613,37 @@ def test_a_spectrum_of_few_probes_knows_what_its_ends_contribute():
         assert result.frobenius_norm.value == pytest.approx(float(values.norm()), rel=1e-4)
         assert result.trace.value == pytest.approx(float(values.sum()), abs=1.5)  # without, ± 10
         assert result.layers["weights"].value == pytest.approx(result.trace.value)
+
+
+@pytest.mark.parametrize("near", [True, False], ids=["near the eigenvector", "anywhere"])
+def test_the_norm_around_a_vector_is_unbiased_and_never_below_its_image(near):
+    values = torch.cat([torch.tensor([10.0]).double(), torch.linspace(-1, 1, 199)])
+    matrix = rotated(values)
+    q = eigenvalues(matrix, 1).vectors[:, 0] if near else torch.nn.functional.normalize(matrix[:, 3] + 1, dim=0)
+    found = [norm_around(matrix, q, probes=8, seed=seed) for seed in range(300)]
+    squares = torch.tensor([each.value**2 for each in found]).double()
+    truth = float(values.square().sum())
+    assert abs(float(squares.mean()) - truth) < 4.5 * float(squares.std()) / math.sqrt(300)
+    assert min(each.value for each in found) >= float((matrix @ q).norm())
+    plain = torch.tensor([frobenius_norm(matrix, probes=8, seed=seed).value ** 2 for seed in range(300)]).double()
+    if near:
+        assert float(squares.std()) < 0.3 * float(plain.std())
+    exact = norm_around(matrix, q, probes=200, seed=0)
+    assert exact.exact
+    assert exact.value == pytest.approx(math.sqrt(truth), rel=1e-12)
+
+
+def test_a_matrix_whose_entries_are_known_is_not_estimated():
+    matrix = rotated(bulk(200))
+    op = wrap(matrix)
+    op.materialise()
+    for method in ("hutchinson", "hutch++"):
+        trace = operator_trace(op, probes=8, method=method)
+        assert trace.exact
+        assert trace.value == pytest.approx(float(matrix.trace()), rel=1e-12)
+    norm = frobenius_norm(op, probes=8)
+    assert norm.exact
+    assert norm.value == pytest.approx(float(matrix.norm()), rel=1e-12)
 
 
 # --- operators, randomness, results -----------------------------------------------------------------------------------

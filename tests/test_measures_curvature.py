@@ -67,6 +67,18 @@ def test_spectral_measures_are_those_of_the_dense_hessian(here: Setting, dense: 
     assert close(value(here, "log_volume"), top[top > 1e-12].log().sum())
 
 
+def test_the_frobenius_norm_is_never_below_the_largest_eigenvalue() -> None:
+    """One eigenvalue is nearly all of this H; probes alone left the norm below it for every second seed."""
+    torch.manual_seed(0)
+    net = nn.Linear(200, 1, bias=False).double()
+    inputs = torch.ones(40, 200).double() + 0.01 * torch.randn(40, 200).double()
+    for seed in range(6):
+        setting = Setting(net, (inputs, torch.zeros(40, 1).double()), loss=nn.MSELoss(), seed=seed)
+        norm, largest = value(setting, "frobenius_norm"), value(setting, "largest_eigenvalue")
+        assert norm >= largest
+        assert close(norm, torch.linalg.matrix_norm(2 * inputs.T @ inputs / 40), 1e-6)
+
+
 def test_fisher_measures_enumerate_the_labels(here: Setting, mlp: nn.Module, data: Data) -> None:
     fisher = dense_gauss_newton(mlp, data[0])
     assert close(value(here, "fisher_trace"), fisher.trace())

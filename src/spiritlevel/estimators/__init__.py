@@ -10,17 +10,19 @@ with standard error 0.
 from __future__ import annotations
 
 from spiritlevel.estimators.density import spectral_density, spectrum
-from spiritlevel.estimators.eigenpairs import eigenvalues, outermost, spectral_norm
+from spiritlevel.estimators.eigenpairs import eigenvalues, outermost, outermost_pair, spectral_norm
 from spiritlevel.estimators.operator import Operator
-from spiritlevel.estimators.trace import diagonal, frobenius_norm, operator_trace
+from spiritlevel.estimators.trace import diagonal, frobenius_norm, norm_around, operator_trace
 
 __all__ = [
     "Operator",
     "diagonal",
     "eigenvalues",
     "frobenius_norm",
+    "norm_around",
     "operator_trace",
     "outermost",
+    "outermost_pair",
     "spectral_density",
     "spectral_norm",
     "spectrum",

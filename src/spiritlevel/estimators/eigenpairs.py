@@ -144,13 +144,27 @@ def outermost(
     >>> low.sign, abs(low.value + 1e-4) <= low.tolerance
     (-1, True)
     """
+    return outermost_pair(op, which, tol=tol, max_matvecs=max_matvecs, vectors=False, seed=seed).outermost()
+
+
+@in_full_precision
+def outermost_pair(
+    op: Any,
+    which: str = "largest",
+    *,
+    tol: float = 1e-4,
+    max_matvecs: int | None = None,
+    vectors: bool = True,
+    seed: int = 0,
+) -> Eigenpairs:
+    """The pair that `outermost` finds, with its eigenvector, at no further product."""
     product = Product(op)
     check_end(product, 1, which, tol, seed)
     limit = 550 if max_matvecs is None else max_matvecs
     if limit < 1:
         raise InputError(f"outermost needs max_matvecs >= 1, got {limit}.")
     if product.written:
-        return dense_eigenpairs(product, product.written, 1, which, tol, False, seed).outermost()
+        return dense_eigenpairs(product, product.written, 1, which, tol, vectors, seed)
     space = _roomy(product, seed)
     may_go_dense = product.size <= DENSE_LATER and (max_matvecs is None or 2 * product.size <= max_matvecs)
     reason = "small"
@@ -158,13 +172,13 @@ def outermost(
         allowed = min(limit, product.size) if may_go_dense else limit
         coordinates, reason = converge(space, ENDS[which], 1, tol, allowed)
     if reason and may_go_dense:
-        return dense_eigenpairs(product, entries_of(product), 1, which, tol, False, seed).outermost()
+        return dense_eigenpairs(product, entries_of(product), 1, which, tol, vectors, seed)
     if not reason and space.knows_first:
         _settle(space, ENDS[which], tol, limit)
         (end,) = ENDS[which]
-        values, vectors = space.ritz()
-        coordinates = vectors[:, [int(np.argmax(end(values)))]]
-    return ritz_pairs(space, coordinates, reason, which, tol, vectors=False).outermost()
+        values, columns = space.ritz()
+        coordinates = columns[:, [int(np.argmax(end(values)))]]
+    return ritz_pairs(space, coordinates, reason, which, tol, vectors)
 
 
 def _roomy(product: Product, seed: int) -> Krylov:

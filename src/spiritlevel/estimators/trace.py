@@ -51,7 +51,7 @@ def operator_trace(
     if method not in ("hutchinson", "hutch++"):
         raise unknown_name("trace method", method, ("hutchinson", "hutch++"))
     check_probes("operator_trace", probes, rel_err, seed, least=2 if method == "hutchinson" else 4)
-    if method == "hutchinson" or product.size <= (probes if rel_err is None else _PILOT):
+    if method == "hutchinson" or product.written or product.size <= (probes if rel_err is None else _PILOT):
         found = _expected_form(product, product, _dots, probes, rel_err, seed)
         return with_tolerance(found, product.size * product.form_error)
     if product.space.parted:
@@ -84,6 +84,23 @@ def frobenius_norm(op: Any, *, probes: int = 64, rel_err: float | None = None, s
     product = Product(op)
     check_probes("frobenius_norm", probes, rel_err, seed)
     found = root_of(_expected_form(product, product, _squares, probes, rel_err, seed, power=2))
+    return with_tolerance(found, math.sqrt(product.size) * product.error)
+
+
+@in_full_precision
+def norm_around(op: Any, q: Tensor, *, probes: int, seed: int) -> Estimate:
+    """‖H‖_F where a unit vector q near a dominant eigenvector is known: ‖H‖_F² = ‖Hq‖² + E ‖H(v − q(q·v))‖².
+
+    Unbiased whatever q is, never below ‖Hq‖, and without the chance that the largest eigenvalue makes up most of.
+    Cost: one product more than `frobenius_norm`.
+    """
+    product = Product(op)
+    known = float(product.space.norm(product(q), torch.float64)) ** 2
+
+    def multiply_rest(v: Tensor) -> Tensor:
+        return product(v - torch.outer(q, product.space.sum(q @ v)))
+
+    found = root_of(_expected_form(product, multiply_rest, _squares, probes, None, seed, known))
     return with_tolerance(found, math.sqrt(product.size) * product.error)
 
 
@@ -161,7 +178,7 @@ def _expected_form(
         total = sum(float(product.space.sum(form(v, multiply(v)).sum())) for v in blocks)
         return Estimate(offset + total, matvecs=product.count, seed=seed)
 
-    if product.size <= (probes if rel_err is None else _PILOT):
+    if product.written or product.size <= (probes if rel_err is None else _PILOT):
         return exact()
     reason = ""
     if rel_err is None:

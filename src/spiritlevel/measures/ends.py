@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from spiritlevel.estimators import Operator, eigenvalues, frobenius_norm, outermost
-from spiritlevel.results import Estimate
+from spiritlevel.estimators import Operator, norm_around, outermost_pair
+from spiritlevel.results import Eigenpairs, Estimate
 
 if TYPE_CHECKING:
     from spiritlevel.measures.setting import Setting
@@ -29,30 +29,33 @@ class Ends:
 
     def __init__(self, op: Operator, seed: int) -> None:
         self.op, self.seed = op, seed
-        self._vectors: dict[str, Tensor] = {}
+        self._pairs: dict[str, Eigenpairs] = {}
+
+    def _pair(self, which: str) -> Eigenpairs:
+        if which not in self._pairs:
+            self._pairs[which] = outermost_pair(self.op, which, seed=self.seed)
+        return self._pairs[which]
 
     def vector(self, which: str) -> Tensor:
-        """The eigenvector of an end, "largest" or "magnitude"; computed when first asked for."""
-        if which not in self._vectors:
-            found = eigenvalues(self.op, which=which, seed=self.seed)
-            assert found.vectors is not None
-            self._vectors[which] = found.vectors[:, 0]
-        return self._vectors[which]
+        """The eigenvector of an end, "largest" or "magnitude"."""
+        found = self._pair("magnitude" if which == "largest" and self.dominant.sign > 0 else which).vectors
+        assert found is not None
+        return found[:, 0]
 
     @functools.cached_property
     def dominant(self) -> Estimate:
         """The eigenvalue of largest magnitude: depending on its sign, it is also the largest or the smallest."""
-        return outermost(self.op, "magnitude", seed=self.seed)
+        return self._pair("magnitude").outermost()
 
     @functools.cached_property
     def largest(self) -> Estimate:
         """λ₁."""
-        return self.dominant if self.dominant.sign > 0 else outermost(self.op, "largest", seed=self.seed)
+        return self.dominant if self.dominant.sign > 0 else self._pair("largest").outermost()
 
     @functools.cached_property
     def smallest(self) -> Estimate:
         """λ_P."""
-        return self.dominant if self.dominant.sign < 0 else outermost(self.op, "smallest", seed=self.seed)
+        return self.dominant if self.dominant.sign < 0 else self._pair("smallest").outermost()
 
     @functools.cached_property
     def norm(self) -> Estimate:
@@ -61,8 +64,8 @@ class Ends:
 
     @functools.cached_property
     def frobenius(self) -> Estimate:
-        """√Σλ²."""
-        return frobenius_norm(self.op, probes=probe_count(self.op.size), seed=self.seed)
+        """√Σλ², around the eigenvector that the largest of them belongs to, and so not below its magnitude."""
+        return norm_around(self.op, self.vector("magnitude"), probes=probe_count(self.op.size), seed=self.seed)
 
 
 def layer_norms(setting: Setting) -> Tensor:

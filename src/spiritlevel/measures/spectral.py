@@ -76,7 +76,7 @@ _register_end(
     "Frobenius norm of the Hessian",
     "√Tr(H²)",
     worth="estimated",
-    passes=150,
+    passes=220,
     sampling=norm_sampling(lambda setting: 0.5 / setting.spectrum.frobenius.value),
 )
 
@@ -88,7 +88,7 @@ _register_end(
     "paper C",
     **_OF_HESSIAN,
     worth="estimated",
-    passes=150,
+    passes=220,
     sampling=norm_sampling(lambda setting: 1 / setting.problem.size),
 )
 def _mean_square_eigenvalue(setting: Setting) -> Estimate:
