@@ -141,7 +141,9 @@ def test_limits_of_1_over_a_variance_are_positive(name: str) -> None:
         half = stats.t.ppf(0.975, found.dof) * found.stderr / found.value
         low, high = (found.value * math.exp(off) for off in (-half, half))
         assert found.interval() == pytest.approx((max(low - found.tolerance, 0), high + found.tolerance))
-    report = sl.measure(net, data, measures=[name], samples=60, parts=())
+    few = sl.measure(net, data, measures=[name], samples=60, parts=()).row(name).value
+    assert few.data_limits is None or math.isnan(few.data_limits[0])  # they held in 85 to 95% of cases
+    report = sl.measure(net, data, measures=[name], samples=100, parts=())
     value = report.row(name).value
     assert value.data_limits is not None
     assert 0 < value.data_limits[0] < value.value < value.data_limits[1]

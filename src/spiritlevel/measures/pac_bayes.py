@@ -11,7 +11,7 @@ from torch import Tensor
 
 from spiritlevel.errors import InputError
 from spiritlevel.measures.registry import UNSEEN, register
-from spiritlevel.measures.sampling import Sampling, kept
+from spiritlevel.measures.sampling import MORE, Sampling, kept
 from spiritlevel.measures.setting import Setting
 from spiritlevel.results import Estimate
 from spiritlevel.statistics.subsets import SubsetError, by_influences
@@ -84,7 +84,7 @@ def _sampling(purpose: int) -> Sampling:
         found = by_influences(math.log(value), values(setting) / value, population)
         return found._replace(stderr=value * found.stderr, low=math.exp(found.low), high=math.exp(found.high))
 
-    return Sampling("influence", values, limits=limits)
+    return Sampling("influence", values, limits=limits, least=MORE)
 
 
 @register(
