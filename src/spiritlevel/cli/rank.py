@@ -25,7 +25,8 @@ class Rank(OnData):
 
     For example: spiritlevel rank checkpoints/*.safetensors --model net.py:make --data test.npz --out ranks/
 
-    What two demos left: spiritlevel rank one/*.safetensors two/*.safetensors --model lenet5 --data fashion-mini
+    What two demos left (`spiritlevel demo --data fashion-mini --out one/`, then with `--seed 1 --out two/`):
+    spiritlevel rank one/*.safetensors two/*.safetensors --model lenet5 --data fashion-mini
     """
 
     NAME = "rank"

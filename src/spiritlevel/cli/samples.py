@@ -17,6 +17,9 @@ class Samples(Command):
     """List the samples of a recorded training whose labels are the most likely to be wrong.
 
     For example: spiritlevel samples run/ --html samples.html --data mnist
+
+    With nothing but what is built in: run the first block of docs/guides/suspicious-samples.md, which trains for a
+    second and saves its record, then spiritlevel samples record --count 5
     """
 
     NAME = "samples"

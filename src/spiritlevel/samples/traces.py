@@ -102,7 +102,7 @@ def sample_traces(
 
     Cost: *exact* C−1 backward passes and one forward pass; *hutchinson* two to four forward passes per probe by Taylor
     terms, which need memory for five copies of the parameters, and about ten where an operation has no rule.
-    References: paper A, section 3; Hutchinson 1990, doi:10.1080/03610919008812866; mathematics 2 and 4.
+    References: paper A, section 3; Hutchinson 1989, doi:10.1080/03610918908812806; mathematics 2 and 4.
 
     >>> net = nn.Sequential(nn.Flatten(), nn.Linear(64, 16), nn.ReLU(), nn.Linear(16, 10))
     >>> from spiritlevel import data
