@@ -108,8 +108,8 @@ def perturb(
 
     Cost: about 14 forward passes; with `layers` three gradients and a forward pass for each tensor; for a random change
     64 forward passes and 17 products with H. The terms are exact derivatives, checked against differences; the
-    interval of a random change covers its outcome as often as it says (mathematics 12.2). Reference for layers: Dong
-    et al. 2019, arXiv:1905.03696.
+    interval of a random change covers its outcome as often as it says where the second order suffices (mathematics
+    12.2; docs/perturb.md has the counts). Reference for layers: Dong et al. 2019, arXiv:1905.03696.
 
     >>> torch.manual_seed(0), (x := torch.randn(60, 4)), (y := (x[:, 0] > 0).long())
     (...)
