@@ -317,6 +317,14 @@ def test_a_density_prints_in_a_line() -> None:
 # ---------------------------------------------------------------- files
 
 
+def test_the_median_of_evenly_many_is_the_mean_of_the_middle_two() -> None:
+    four, found = torch.tensor([1.0, 2.0, 4.0, 9.0]), torch.tensor([True] * 4)
+    margins = Margins(four, four, four, four, found, torch.zeros(4).long(), distance=four, norm="2")
+    assert "median distance 3 in input space" in str(margins)
+    batches = sl.BatchEigenvalues(four[:, None], torch.zeros(4, 1), found, 4, 9)
+    assert "from 1 to 9, median 3;" in str(batches)
+
+
 def test_json_files(tmp_path: Path) -> None:
     path = tmp_path / "new" / "folder" / "result.json"
     text = ESTIMATE.to_json(path)

@@ -13,11 +13,11 @@ from torch.optim import Optimizer
 
 from spiritlevel.answers.critical import critical_sharpness, stability
 from spiritlevel.answers.outcomes import outcomes
-from spiritlevel.answers.wording import median
 from spiritlevel.binding.modules import unwrapped
 from spiritlevel.errors import InputError, NotExactError, unknown_name
 from spiritlevel.estimators import eigenvalues, operator_trace
 from spiritlevel.measures import Setting
+from spiritlevel.results import median
 from spiritlevel.results.training import CriticalSharpness, Stability
 from spiritlevel.samples.traces import traces_in
 
@@ -105,7 +105,7 @@ class Quantities:
         return {
             "accuracy": float(found.shares.mean()),
             "margin_mean": float(signed.mean()),
-            "margin_median": float(median(signed)),
+            "margin_median": median(signed),
         }
 
     def _trace_of(self, setting: Setting) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from spiritlevel.results import (
     at_least,
     figure,
     kept_by,
+    median,
     ratio_of,
     times,
     with_error,
@@ -97,11 +98,6 @@ def _about_regression(name: str, fit: Fit) -> str:
 def _partly(report: Report) -> bool:
     """Whether a random subset of the data was measured."""
     return any(fit.population > fit.samples for name, fit in report.fits.items() if name == "train")
-
-
-def median(values: Tensor) -> float:
-    """For an even number of values, the mean of the middle two; `torch.median` takes the lower."""
-    return float(torch.quantile(values, 0.5))
 
 
 def about_trace(report: Report, row: ReportRow) -> str:

@@ -36,6 +36,7 @@ from spiritlevel.results.formatting import with_error as with_error
 from spiritlevel.results.formatting import with_limits as with_limits
 from spiritlevel.results.intervals import FEWEST as FEWEST
 from spiritlevel.results.intervals import mean_skewness as mean_skewness
+from spiritlevel.results.intervals import median as median
 from spiritlevel.results.intervals import signed_limits as signed_limits
 from spiritlevel.results.intervals import skewed_limits as skewed_limits
 from spiritlevel.results.intervals import standard_error as standard_error

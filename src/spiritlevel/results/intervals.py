@@ -17,6 +17,12 @@ def standard_error(draws: Tensor) -> Tensor:
     return (draws / scale).std(-1) * scale.squeeze(-1) / math.sqrt(draws.shape[-1])
 
 
+def median(values: Tensor) -> float:
+    """For an even number of values, the mean of the middle two; `torch.median` takes the lower."""
+    with np.errstate(invalid="ignore"):  # between infinities of both signs lies no number
+        return float(np.median(values.double().cpu().numpy()))
+
+
 def mean_skewness(draws: Tensor) -> float:
     """The skewness of the error of the mean of draws (one dimension): theirs over √n, from the usual estimate of it."""
     count = draws.numel()

@@ -13,7 +13,7 @@ from spiritlevel.errors import counted
 from spiritlevel.results.codec import Misfit, Result, same_length
 from spiritlevel.results.estimates import Estimate
 from spiritlevel.results.formatting import figure
-from spiritlevel.results.intervals import mean_skewness, standard_error, subset_mean
+from spiritlevel.results.intervals import mean_skewness, median, standard_error, subset_mean
 from spiritlevel.results.tables import Columns, Table
 
 
@@ -211,7 +211,7 @@ class Margins(Table):
         text = f"{len(self)} output margins: mean {mean}, smallest {smallest}; {right:.2%} {what}"
         if self.distance is not None:
             where = f"at layer {self.layer!r}" if self.layer else "in input space"
-            text += f"; median distance {figure(float(self.distance.median()))} {where} ({self.norm}-norm)"
+            text += f"; median distance {figure(median(self.distance))} {where} ({self.norm}-norm)"
         return text
 
 

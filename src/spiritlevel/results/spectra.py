@@ -14,7 +14,7 @@ from spiritlevel.errors import InputError, shown, whole_number
 from spiritlevel.results.codec import Misfit, same_length
 from spiritlevel.results.estimates import Estimate
 from spiritlevel.results.formatting import figure
-from spiritlevel.results.intervals import errors_off, mean_skewness
+from spiritlevel.results.intervals import errors_off, mean_skewness, median
 from spiritlevel.results.tables import Columns, Table, of_estimates
 
 _ROUNDING = 1e-5  # of a weight, in float32
@@ -124,7 +124,7 @@ class BatchEigenvalues(Table):
     def __str__(self) -> str:
         batches, k = self.values.shape
         top = self.values[:, 0]
-        low, middle, high = (figure(float(each)) for each in (top.min(), top.median(), top.max()))
+        low, middle, high = (figure(each) for each in (float(top.min()), median(top), float(top.max())))
         missing = int((~self.converged).sum())
         state = "all converged" if not missing else f"{missing} batches not converged"
         return (
