@@ -453,9 +453,15 @@ def square(outputs: Tensor, targets: Tensor) -> Tensor:
     [
         (
             nn.Linear(3, 1),
-            torch.tensor([0.0, 1, 1, 0, -2.5, 1]),
+            torch.tensor([-1.0, 1, 1, -1, -2.5, 0]),
             "squared_error",
             "got -2.5 for sample 4; a regression",
+        ),
+        (
+            nn.Linear(3, 1),
+            torch.tensor([1, 1, 1, 0, 1, 1]),
+            "squared_error",
+            "need labels -1 and 1, got 0 for sample 3: predictions of 0 and 1 are told apart at 1/2",
         ),
         (
             nn.Linear(3, 3),

@@ -218,8 +218,17 @@ class SquaredError(Elementwise):
         return None if self._are_classes(outputs, targets) else outputs
 
     def decisions(self, outputs: Tensor, targets: Tensor, start: int = 0) -> Decisions:
-        numbers = outputs.shape[1:] != () and outputs.shape[1:] != (1,) and not self._are_classes(outputs, targets)
-        return _no_margins(self.name) if self.mean or numbers else super().decisions(outputs, targets, start)
+        one = outputs.shape[1:] in ((), (1,))
+        if self.mean or not (one or self._are_classes(outputs, targets)):
+            _no_margins(self.name)
+        found, zeros = super().decisions(outputs, targets, start), targets.reshape(-1) == 0
+        if one and bool(zeros.any()):  # refused, since a batch of ones alone would not tell where the boundary is
+            raise InputError(
+                f"margins of one output under {self.name} need labels -1 and 1, got 0 for sample "
+                f"{start + int(zeros.nonzero()[0])}: predictions of 0 and 1 are told apart at 1/2, not at 0 as margins "
+                "take it; use these labels, or a model with two outputs."
+            )
+        return found
 
     def _value(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return 0.5 * (outputs - targets).square()
