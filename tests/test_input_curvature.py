@@ -235,6 +235,25 @@ def test_a_later_batch_that_is_curved_is_not_called_exact() -> None:
     torch.testing.assert_close(found.values, dense(model, inputs, targets), rtol=1e-8, atol=1e-10)
 
 
+class Mean(nn.Module):
+    """The mean over the places of a sequence of any length."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mean(1)
+
+
+@pytest.mark.parametrize("lengths", [(2, 4), (4, 2)])
+def test_later_batches_may_have_longer_sequences(lengths: tuple[int, ...]) -> None:
+    model = seeded(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 4), Mean())
+    batches = [samples((length, 3), 3) for length in lengths]
+    found = sl.input_curvature(model, batches)
+    assert (found.exact, found.method) == (True, "axes")
+    truth = torch.cat([dense(model, *batch) for batch in batches])
+    torch.testing.assert_close(found.values, truth, rtol=1e-9, atol=1e-12)
+    with pytest.raises(NotExactError, match="probes=12 to move each of a sample's 12 numbers"):
+        sl.input_curvature(model, batches, method="exact", probes=11)
+
+
 def test_printing_json_and_correlation() -> None:
     model, shape = EXACT["dense"]
     data = samples(shape, 40)

@@ -106,14 +106,14 @@ def input_curvature(
                 return look.exact()
             except _Curved as error:
                 reason = str(error)
-        size = -ranks.least(-shadow.size)
+        size = math.inf if method == "hutchinson" else look.largest()
         if method == "exact" and size > count:
             raise NotExactError(
                 f"the curvature in the input has no exact form here: {reason}; use method='auto' for an estimate with "
                 f"its error, or probes={size} to move each of a sample's {size} numbers by itself."
             )
         notes = () if method == "hutchinson" else (f"not exact by factors, because {reason}",)
-        return look.moved(size, notes) if size <= count and method != "hutchinson" else look.probed(count, notes)
+        return look.moved(int(size), notes) if size <= count else look.probed(count, notes)
 
 
 class _Curved(NotExactError):
@@ -196,6 +196,12 @@ class _Look:
     def __init__(self, problem: Problem, batches: Batches, ranks: Any, context: Context) -> None:
         self.problem, self.batches, self.ranks, self.seed = problem, batches, ranks, context.seed
         self.notes = context.notes
+
+    def largest(self) -> int:
+        """How many numbers the inputs of a sample hold at most: later batches may have longer sequences."""
+        with self.ranks.together():
+            sizes = [_InInputs(self.problem, inputs).size for inputs, targets in self.batches if len(targets)]
+        return -self.ranks.least(-max(sizes))
 
     def _each(self) -> Iterator[tuple[int, _InInputs, Tensor]]:
         self.fingerprint, self.targets = Fingerprint(), list[Tensor]()
