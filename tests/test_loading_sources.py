@@ -8,6 +8,7 @@ import io
 import json
 import os
 import pickle
+import re
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -250,6 +251,41 @@ def test_other_columns_and_other_files_are_refused(folder: Path) -> None:
     for spec in ("train.npz", "digits"):
         with pytest.raises(InputError, match=f"--target y names a column of a table, but {spec} has its own targets"):
             load_samples(spec, target="y")
+
+
+@pytest.mark.parametrize(
+    ("head", "row", "sentence"),
+    [
+        (
+            "id,a,b,y",
+            "{i},0.5,{i}.25,{c}",
+            r"the table t.csv has 3 columns besides the target 'y' \(id, a, b\), but the model Sequential takes 2 "
+            "numbers a row; save it with the columns that the network was trained on, in their order, which 'id' "
+            r"hardly is: it numbers the rows\.$",
+        ),
+        (
+            "a,y",
+            "0.5,{c}",
+            r"has 1 column besides the target 'y' \(a\), but the model Sequential takes 2 numbers a row; .* order\.$",
+        ),
+        (
+            "a,b,kind,y",
+            "0.5,0.25,k{c},{c}",
+            r"has 3 columns besides the target 'y' \(a, b, kind \(codes\)\), but the model Sequential fails on them: .*"
+            "takes 2 positional arguments but 3 were given; save it with",
+        ),
+    ],
+)
+def test_a_table_with_other_columns_than_the_network_takes(
+    folder: Path, capsys: pytest.CaptureFixture[str], head: str, row: str, sentence: str
+) -> None:
+    rows = (row.format(i=i, c=i % 3) for i in range(12))
+    Path("t.csv").write_text("\n".join([head, *rows, ""]))
+    with pytest.raises(InputError, match=sentence):
+        load_samples("t.csv", target="y", model=net())
+    Path("plain.py").write_text("from torch import nn\ndef make():\n    return nn.Sequential(nn.Linear(2, 3))\n")
+    assert cli.main(["measure", "plain.py:make", "--data", "t.csv", "--target", "y"]) == 2
+    assert re.search(sentence, capsys.readouterr().err.strip())
 
 
 def test_a_table_from_the_command_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

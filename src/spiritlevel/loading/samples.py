@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from spiritlevel import data as named_data
 from spiritlevel.binding.batches import is_pair_of_tensors, sliced
+from spiritlevel.binding.failures import CannotRun
 from spiritlevel.binding.problem import Problem
 from spiritlevel.binding.reading import Form, Reading, form_of
 from spiritlevel.errors import InputError
@@ -66,7 +67,10 @@ def load_samples(
         return images_in(path)
     if path.suffix in tables.KINDS:
         check_readable(path)
-        return tables.read_table(path, target, like)
+        table = tables.read_table(path, target, like)
+        if model is not None:
+            _check_columns(table, path, str(target), model)
+        return table
     if path.suffix in (".npz", ".safetensors"):
         _refuse_target(target, spec)
         check_readable(path)
@@ -91,6 +95,16 @@ def _refuse_target(target: str | None, spec: str) -> None:
             f"--target {target} names a column of a table, but {spec} has its own targets (y, or the class); "
             "leave it out."
         )
+
+
+def _check_columns(found: Samples, path: Path, target: str, model: nn.Module) -> None:
+    """Refuse a table that the model fails on: its own error knows shapes, and a user knows columns."""
+    try:
+        _run(model, found.data, form_of({}))
+    except CannotRun as error:
+        raise InputError(tables.misfit(found, path, target, model, error.__cause__ or error)) from error
+    except InputError:  # not about the columns: what reads the outputs will say
+        pass
 
 
 def check_classes(train: Samples, test: Samples | None, model: nn.Module, reading: Reading | None = None) -> None:
@@ -120,11 +134,16 @@ def check_classes(train: Samples, test: Samples | None, model: nn.Module, readin
 def _outputs(model: nn.Module, data: Any, form: Form) -> int | None:
     if not (isinstance(data, tuple) and is_pair_of_tensors(data)):
         return None
+    outputs = _run(model, data, form)
+    return outputs.shape[1] if outputs.ndim == 2 else None
+
+
+def _run(model: nn.Module, data: Any, form: Form) -> Tensor:
+    """The outputs for the first two samples."""
     problem = Problem(model, form=form)
     with problem.active(), torch.no_grad():
         inputs, _ = problem.place(sliced(data[0], 0, 2), data[1][:2])
-        outputs = problem.outputs(problem.params, inputs)
-    return outputs.shape[1] if outputs.ndim == 2 else None
+        return problem.outputs(problem.params, inputs)
 
 
 def _from_function(spec: str, split: str) -> Samples:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from spiritlevel.errors import InputError, first_line, needs, unknown_name
+from spiritlevel.errors import InputError, counted, first_line, needs, unknown_name
 from spiritlevel.loading.arrays import Samples, check_size
 
 if TYPE_CHECKING:
@@ -165,6 +166,33 @@ def _coded(path: Path, column: pl.Series, known: tuple[str, ...] | None) -> tupl
             )
     places = texts.replace_strict(list(names), list(range(len(names))), return_dtype=pl.Int64)
     return torch.from_numpy(np.require(places.to_numpy(), requirements=["C", "W"])), names
+
+
+def misfit(found: Samples, path: Path, target: str, model: nn.Module, error: BaseException) -> str:
+    """What to say about a table that a model fails on: which columns it was given, how many it takes if that is known.
+
+    There is no option that leaves columns out: which ones a network was trained on is for its table to say.
+    """
+    columns = [name for name in found.codes if name != target]
+    given = _listed([f"{name} (codes)" if found.codes[name] else name for name in columns])
+    said = first_line(error)
+    shapes = re.search(r"\(\d+x(\d+) and (\d+)x\d+\)", said)  # of the rows, and of the matrix that takes them
+    way_out = "save it with the columns that the network was trained on, in their order"
+    takes = f"fails on them: {said}"
+    if shapes and int(shapes[1]) == len(columns) and isinstance(found.data[0], Tensor):
+        takes = f"takes {int(shapes[2]):,} numbers a row"
+        counts = [name for name, column in zip(columns, found.data[0].T, strict=True) if _counts(name, column)]
+        if int(shapes[2]) < len(columns) and counts:
+            way_out += f", which {counts[0]!r} hardly is: it numbers the rows"
+    return (
+        f"the table {path.name} has {counted(len(columns), 'column')} besides the target {target!r} ({given}), but the "
+        f"model {type(model).__name__} {takes}; {way_out}."
+    )
+
+
+def _counts(name: str, column: Tensor) -> bool:
+    """Whether a column numbers the rows."""
+    return name.casefold() in ("id", "index") or (len(column) > 2 and bool((column.diff() == 1).all()))
 
 
 def _notes(
