@@ -254,7 +254,7 @@ def test_rank_and_compare_on_the_command_line(folder: Path, capsys: pytest.Captu
     text = (folder / "ranks" / "report.html").read_text()
     for part in ("Curves", "After each change of the weights", "What int3 adds to the loss"):
         assert part in text
-    assert main(["report", "ranks", "--out", "page.html"]) == 0
+    assert main(["report", "ranks", "ranks.json", "--out", "page.html"]) == 0
     capsys.readouterr()
     assert main(["compare", "net.py:make", "net.py:make", "--weights", *files[:2], *words]) == 0
     assert "Under int3, w1 is better" in capsys.readouterr().out

@@ -143,7 +143,7 @@ def _inner(file: Path) -> Any:
         return None
     if not isinstance(written, dict) or "command" not in written:
         return None
-    names = ("report", "comparison", "perturbation", "audit", "result")
+    names = ("report", "comparison", "perturbation", "checkpoints", "audit", "result")
     held = next((written[name] for name in names if name in written), None)
     if held is None:
         raise InputError(f"it is the --json file of {written['command']}, which holds no report.")
