@@ -224,7 +224,7 @@ def test_perturb_on_the_command_line(folder: Path, capsys: pytest.CaptureFixture
     shown = capsys.readouterr()
     assert "was not made" in " ".join(shown.out.split())
     assert "spiritlevel: --foretell is deprecated, use --predict-only." in shown.err
-    assert main([*words, "--change", "net.py:scaled", "--no-layers", "--params", "1"]) == 0
+    assert main([*words, "--change", "net.py:scaled", "--no-layers", "--params", "1, 3"]) == 0
     assert "scaled" in capsys.readouterr().out
     assert main(["report", "run", "--out", "page.html"]) == 0
 

@@ -74,7 +74,7 @@ class Perturb(RunOnData):
                 samples=self.samples,
                 apply=not self.predict_only,
                 layers=not self.no_layers,
-                params=None if self.params is None else [name for name in self.params.split(",") if name.strip()],
+                params=None if self.params is None else [*filter(None, map(str.strip, self.params.split(",")))],
                 batch_norm=self.batch_norm,
                 classes=samples.classes,
                 name=self.model if self.weights is None else f"{self.model} ({self.weights.name})",
