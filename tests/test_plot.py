@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 import spiritlevel as sl
 from spiritlevel import charts, cli
+from spiritlevel.answers import plotting
 from spiritlevel.answers.directions import wanted
 from spiritlevel.answers.keeping import Keeper
 from spiritlevel.binding.context import Context
@@ -523,6 +524,32 @@ def test_the_command_draws_models(folder: Path, capsys: pytest.CaptureFixture[st
         assert not list(folder.glob("*.kept"))
     assert cli.main(["plot", "audit", "numbers.json"]) == 0  # what was written can be drawn again
     assert (folder / "audit.svg").is_file()
+
+
+def test_two_checkpoints_of_one_name_are_both_drawn(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for place, seed in (("one", 1), ("two", 2)):
+        (folder / place).mkdir()
+        (folder / "steps" / f"step-{seed}.safetensors").rename(folder / place / "net.safetensors")
+    drawn: list[list[str]] = []
+    whole = plotting.margins
+    monkeypatch.setattr(plotting, "margins", lambda found, **more: drawn.append(list(found)) or whole(found, **more))
+    weights = ["--weights", "one/net.safetensors", "--beside", "two/net.safetensors"]
+    assert cli.main(["plot", "margins", "net.py:make", "--data", "data.npz", *weights, "--out", "two.svg"]) == 0
+    assert drawn == [["one/net.safetensors", "two/net.safetensors"]]
+
+
+def test_a_figure_removes_only_the_points_that_it_has_kept(folder: Path) -> None:
+    kept = folder / "figure.kept" / "0" / "sums.safetensors"  # of a surface that was interrupted
+    kept.parent.mkdir(parents=True)
+    kept.touch()
+    on = ["net.py:make", "--data", "data.npz", "--samples", "20", "--out"]
+    assert cli.main(["plot", "margins", *on, "figure.svg"]) == 0
+    assert kept.exists()
+    notes = folder / "surface.kept" / "notes.txt"
+    notes.parent.mkdir()
+    notes.touch()
+    assert cli.main(["plot", "landscape", *on, "surface.svg", "--points", "3"]) == 0
+    assert [path.name for path in notes.parent.iterdir()] == ["notes.txt"]
 
 
 def test_checkpoints_come_in_the_order_of_their_numbers(folder: Path) -> None:

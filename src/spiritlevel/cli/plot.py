@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -118,7 +118,8 @@ class Plot(OnData):
             bar("drawing", 0, 0)
             chart = getattr(plotting, self.kind)(found, **drawn)
             files = plotting.save(chart, out, size=self.size, titles=not self.no_titles)
-        shutil.rmtree(keep, ignore_errors=True)
+        if self.kind == "landscape":
+            _forget(keep)
         tell(f"The figure: {', '.join(map(str, files))}")
         payload: dict[str, Any] = {"figures": [str(file) for file in files]}
         if len(found) == 1:
@@ -158,9 +159,12 @@ class Plot(OnData):
             model = model_of(self.weights)
             samples = load_samples(self.data, target=self.target, model=model)
             data, reading, _ = self.drawn(samples, model)
-            models = {_stem(self.weights) if self.beside else "": model}
+            models = {"": model}
             if self.beside:
-                models[_stem(Path(self.beside))] = model_of(Path(self.beside))
+                other = Path(self.beside)
+                alike = _stem(self.weights) == _stem(other)  # checkpoints of two runs, say, which differ in the folder
+                names = [str(path) if alike and path else _stem(path) for path in (self.weights, other)]
+                models = dict(zip(names, (model, model_of(other)), strict=True))
             try:
                 return {
                     name: self._measured(each, data, reading, progress, keep / str(number), model_of)
@@ -224,6 +228,17 @@ def _is_run(source: str) -> bool:
         return path.is_dir() or (path.suffix in (".json", ".parquet", ".csv") and ":" not in source)
     except (OSError, ValueError):  # too long for a name, or with a zero byte
         return False
+
+
+def _forget(keep: Path) -> None:
+    """Remove what a surface that is now drawn has kept, and nothing that somebody else has put there."""
+    with contextlib.suppress(OSError):
+        for folder in (keep / "0", keep / "1"):
+            for file in folder.glob("*.safetensors"):
+                file.unlink()
+            if folder.is_dir():
+                folder.rmdir()
+        keep.rmdir()
 
 
 def _stem(weights: Path | None) -> str:
