@@ -431,6 +431,28 @@ def test_processes_resume_from_files_of_their_own(tmp_path: Path) -> None:
         other.resume(4, 0)
 
 
+@pytest.mark.parametrize(("before", "after"), [(3, 2), (1, 2), (3, 1)])
+@pytest.mark.parametrize("step", [0, 4])
+def test_another_number_of_processes_counts_no_visit_twice(before: int, after: int, step: int, tmp_path: Path) -> None:
+    """What the callbacks do: a run goes on, or starts again, with more or fewer processes than it had."""
+
+    def run(ranks: int, start: int) -> None:
+        for rank in range(ranks):
+            recorder = Recorder(6, path=tmp_path)
+            recorder.resume(start, rank if ranks > 1 else None, ranks)
+            mine = list(range(rank, 6, ranks))
+            for at in range(start, 6):
+                recorder.record(torch.zeros(len(mine), 2), torch.zeros(len(mine), dtype=torch.long), mine, at)
+            recorder.save()
+
+    run(before, 0)
+    run(after, step)
+    whole = Recorder.load(tmp_path)
+    assert whole.frame()["seen"].to_list() == [6] * 6
+    assert whole.history([5])["step"].to_list() == list(range(6))
+    assert len(list(tmp_path.iterdir())) == after
+
+
 def test_merged_records_are_those_of_one_process(tmp_path: Path) -> None:
     batches = random_batches(50, 3, 30, 16)
     whole, parts = Recorder(50), [Recorder(50), Recorder(50)]

@@ -66,7 +66,7 @@ class _Watch:
             self.tracker = Tracker(model, self.data, **{"optimizer": optimizer, "logger": logger, **self.options})
             self.tracker.resume(step)
         if self.recorder is not None:
-            self.recorder.resume(step, *((rank,) if count > 1 else ()))
+            self.recorder.resume(step, rank if count > 1 else None, count)
 
     def step(self, batch: Any = None) -> None:
         """After a step of the optimiser."""

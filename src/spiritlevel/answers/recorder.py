@@ -8,6 +8,7 @@ learning.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -35,6 +36,7 @@ __all__ = ["SCORES", "Recorder"]
 
 FORMAT, VERSION = "spiritlevel recorder", 1
 FILE = "samples.safetensors"
+_OF_A_RUN = re.compile(r"samples(-\d+)?\.safetensors")  # of one process, or of one of several
 
 _UNKNOWN = -1
 
@@ -111,6 +113,7 @@ class Recorder:
         self._predicted = self._label.clone()
         self._waiting = Waiting()
         if self.path is not None and _file(self.path).exists():
+        self._gone: list[Path] = []
             self.load_state_dict(self._left_by_an_earlier_run(_file(self.path)))
 
     def _left_by_an_earlier_run(self, file: Path) -> dict[str, Tensor]:
@@ -314,16 +317,18 @@ class Recorder:
         self._predicted[before.ids[len(kept) :].long()] = _UNKNOWN
         self._logs, self.steps = [kept], min(self.steps, step)
 
-    def resume(self, step: int, rank: int | None = None) -> None:
+    def resume(self, step: int, rank: int | None = None, ranks: int | None = None) -> None:
         """Go on with a training that has made `step` steps: later visits are forgotten, at step 0 all.
 
         Each of several processes states its `rank`; `path` is then a folder, in which this process has a file of its
-        own: what it left there is read, and `save` will write to it.
+        own: what it left there is read, and `save` will write to it. `ranks` is how many processes there are now: where
+        there were more before, or one, the first goes on with the files of those that are gone, and `save` removes
+        them.
         """
         if rank is not None:
             rank = whole_number(rank, "rank", 0)
         if rank is not None and self.path is not None:
-            folder = self.path.parent if self.path.suffix == ".safetensors" else self.path
+            before, folder = _file(self.path), _file(self.path).parent
             self.path = folder / f"samples-{rank}.safetensors"
             if self.path.exists():
                 self.load_state_dict(self._left_by_an_earlier_run(self.path))
@@ -337,8 +342,22 @@ class Recorder:
         `load` of the folder joins them.
         """
         where = self.path if path is None else Path(path)
+        if ranks is not None and not rank:
+            self._take_over(whole_number(ranks, "ranks", 1))
         if where is None:
             raise InputError("save needs a path; give it here or to Recorder(samples, path=...).")
+    def _take_over(self, ranks: int) -> None:
+        """Go on with the files of processes that are gone too; `load` of the folder would count their visits again."""
+        if self.path is None or (ranks == 1 and self.path.suffix == ".safetensors"):
+            return
+        folder = self.path if ranks == 1 else self.path.parent
+        own = {FILE} if ranks == 1 else {f"samples-{rank}.safetensors" for rank in range(ranks)}
+        found = sorted(file for file in folder.glob("samples*.safetensors") if _OF_A_RUN.fullmatch(file.name))
+        self._gone = [file for file in found if file.name not in own]
+        if self._gone:
+            left = (self._left_by_an_earlier_run(file) for file in self._gone)
+            self.load_state_dict(_joined([self.state_dict(), *left]))
+
         metadata = {"format": FORMAT, "version": str(VERSION), "classes": json.dumps(self.classes)}
         write_atomically(_file(where), safetensors.torch.save(self._state(), metadata))
         return _file(where)
@@ -351,6 +370,10 @@ class Recorder:
         if folder.is_dir():
             files = sorted(folder.glob("samples*.safetensors"))
             if not files:
+        if where == self.path:
+            for file in self._gone:
+                file.unlink(missing_ok=True)
+            self._gone = []
                 raise InputError(f"the folder {str(path)!r} holds no record; Recorder.save writes {FILE} there.")
             first, *others = (cls.load(file) for file in files)
             return first.merge(*others) if others else first
