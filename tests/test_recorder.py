@@ -602,6 +602,14 @@ def test_what_does_not_fit_is_refused() -> None:
         Recorder(x for x in ())
     with pytest.raises(InputError, match="save needs a path"):
         recorder.save()
+    for ids in ([0.5], [2**32], -1):
+        with pytest.raises(InputError, match="ids must be whole numbers from 0 to 4, got"):
+            recorder.history(ids)
+    with pytest.raises(InputError, match="merge got the same recorder twice"):
+        recorder.merge(recorder)
+    other: Any = recorder.state_dict()
+    with pytest.raises(InputError, match="merge takes recorders, got an object of type dict"):
+        recorder.merge(other)
 
 
 def test_files_that_are_no_record_are_refused(tmp_path: Path) -> None:
@@ -630,6 +638,13 @@ def test_files_that_are_no_record_are_refused(tmp_path: Path) -> None:
         {"rows": -good.state_dict()["rows"]},
         {"label": torch.zeros(0, dtype=torch.int16)},
         {"predicted": torch.zeros(3, dtype=torch.int16)},
+        {"label": torch.tensor(3)},
+        {"label": torch.zeros(50)},
+        {"label": torch.zeros(50, 2, dtype=torch.int8)},
+        {"steps": good.state_dict()["steps"] - 1_000},
+        {"next": torch.tensor([1, 2])},
+        {"next": torch.tensor([0])},
+        {"next": torch.tensor([float("nan")])},
     ):
         file.write_bytes(safetensors.torch.save({**good.state_dict(), **harm}, metadata))
         with pytest.raises(InputError, match="is damaged"):

@@ -56,6 +56,7 @@ SCORES: dict[str, bool] = {
 
 _MOST_SAMPLES = 2**31 - 1  # ids are kept in 32 bits
 _LAST_STEP = 2**31 - 1
+_WHOLE = (torch.int8, torch.int16, torch.int32)  # what classes are kept in
 
 
 def _tensor(name: str, values: Any) -> Tensor:
@@ -112,8 +113,8 @@ class Recorder:
         self._label = torch.full((self.samples,), _UNKNOWN, dtype=torch.int8)
         self._predicted = self._label.clone()
         self._waiting = Waiting()
-        if self.path is not None and _file(self.path).exists():
         self._gone: list[Path] = []
+        if self.path is not None and _file(self.path).exists():
             self.load_state_dict(self._left_by_an_earlier_run(_file(self.path)))
 
     def _left_by_an_earlier_run(self, file: Path) -> dict[str, Tensor]:
@@ -219,10 +220,16 @@ class Recorder:
         log = self._log()
         order = log.ids.argsort(stable=True)
         if ids is not None:
-            order = order[torch.isin(log.ids[order], _tensor("ids", ids).to(log.ids.dtype))]
+            order = order[torch.isin(log.ids[order].long(), self._places(ids))]
         columns = {"id": log.ids.long(), "step": log.at(), "loss": log.loss, "margin": log.margin}
         columns |= {"entropy": log.entropy.float(), "correct": log.margin > 0}
         return pl.DataFrame({name: values[order].numpy() for name, values in columns.items()})
+
+    def _places(self, ids: Any) -> Tensor:
+        wanted = _tensor("ids", ids).reshape(-1)
+        if wanted.is_floating_point() or wanted.is_complex() or bool(((wanted < 0) | (wanted >= self.samples)).any()):
+            raise InputError(f"ids must be whole numbers from 0 to {self.samples - 1:,}, got {shown(ids)}.")
+        return wanted.long()
 
     @checked
     def order(self, by: str = "aum") -> Tensor:
@@ -300,6 +307,7 @@ class Recorder:
         try:
             label, predicted, steps = (state[name] for name in ("label", "predicted", "next"))
             log = Visits.checked(state, self.samples)
+            _check_beside(log, label, predicted, steps)
         except (KeyError, ValueError) as error:
             raise InputError(f"this is not the state of a recorder: {first_line(error)}.") from error
         if {len(label), len(predicted)} != {self.samples}:
@@ -330,22 +338,14 @@ class Recorder:
         if rank is not None and self.path is not None:
             before, folder = _file(self.path), _file(self.path).parent
             self.path = folder / f"samples-{rank}.safetensors"
+            if before != self.path and before.name == FILE and before.exists():
+                self.load_state_dict(type(self)(self.samples).state_dict())  # not every process goes on with all of it
             if self.path.exists():
                 self.load_state_dict(self._left_by_an_earlier_run(self.path))
-        self.rewind(step)
-
-    @checked
-    def save(self, path: str | Path | None = None) -> Path:
-        """Write the record whole or not at all: a safetensors file, or `samples.safetensors` in a folder.
-
-        Several processes each write a file of their own into one folder, say `samples-0.safetensors` and so on;
-        `load` of the folder joins them.
-        """
-        where = self.path if path is None else Path(path)
         if ranks is not None and not rank:
             self._take_over(whole_number(ranks, "ranks", 1))
-        if where is None:
-            raise InputError("save needs a path; give it here or to Recorder(samples, path=...).")
+        self.rewind(step)
+
     def _take_over(self, ranks: int) -> None:
         """Go on with the files of processes that are gone too; `load` of the folder would count their visits again."""
         if self.path is None or (ranks == 1 and self.path.suffix == ".safetensors"):
@@ -358,8 +358,22 @@ class Recorder:
             left = (self._left_by_an_earlier_run(file) for file in self._gone)
             self.load_state_dict(_joined([self.state_dict(), *left]))
 
+    @checked
+    def save(self, path: str | Path | None = None) -> Path:
+        """Write the record whole or not at all: a safetensors file, or `samples.safetensors` in a folder.
+
+        Several processes each write a file of their own into one folder, say `samples-0.safetensors` and so on;
+        `load` of the folder joins them.
+        """
+        where = self.path if path is None else Path(path)
+        if where is None:
+            raise InputError("save needs a path; give it here or to Recorder(samples, path=...).")
         metadata = {"format": FORMAT, "version": str(VERSION), "classes": json.dumps(self.classes)}
         write_atomically(_file(where), safetensors.torch.save(self._state(), metadata))
+        if where == self.path:
+            for file in self._gone:
+                file.unlink(missing_ok=True)
+            self._gone = []
         return _file(where)
 
     @classmethod
@@ -370,10 +384,6 @@ class Recorder:
         if folder.is_dir():
             files = sorted(folder.glob("samples*.safetensors"))
             if not files:
-        if where == self.path:
-            for file in self._gone:
-                file.unlink(missing_ok=True)
-            self._gone = []
                 raise InputError(f"the folder {str(path)!r} holds no record; Recorder.save writes {FILE} there.")
             first, *others = (cls.load(file) for file in files)
             return first.merge(*others) if others else first
@@ -391,7 +401,7 @@ class Recorder:
         if version > VERSION:
             raise InputError(f"{str(path)!r} was written by a later spiritlevel (format {version}); upgrade this one.")
         try:
-            recorder = cls(len(state["label"]), classes=classes)
+            recorder = cls(state["label"].numel(), classes=classes)
             recorder.load_state_dict(state)
         except (InputError, KeyError) as error:
             raise InputError(f"{str(path)!r} is damaged: {first_line(error)}.") from error
@@ -403,7 +413,13 @@ class Recorder:
         Each visit must be in one of them only, as it is where every process records its own batches. All ranks get the
         whole; each goes on recording with its own part.
         """
-        parts: list[Recorder] = [self, *others]
+        parts: list[Any] = [self, *others]
+        for place, part in enumerate(parts):
+            if not isinstance(part, Recorder):
+                kind = type(part).__name__
+                raise InputError(f"merge takes recorders, got an object of type {kind}; Recorder.load reads a file.")
+            if any(part is other for other in parts[:place]):
+                raise InputError("merge got the same recorder twice, and its visits would count twice; name it once.")
         sizes = sorted({part.samples for part in parts})
         if len(sizes) > 1:
             raise InputError(f"records of {' and '.join(f'{size:,}' for size in sizes)} samples cannot be merged.")
@@ -417,6 +433,16 @@ class Recorder:
         whole.data = self.data
         whole.load_state_dict(_joined(states))
         return whole
+
+
+def _check_beside(log: Visits, label: Tensor, predicted: Tensor, steps: Tensor) -> None:
+    """Raise `ValueError` if what stands beside a log cannot belong to it."""
+    for name, tensor in (("label", label), ("predicted", predicted), ("next", steps)):
+        if tensor.ndim != 1 or tensor.dtype not in (*_WHOLE, torch.int64):
+            raise ValueError(f"its column {name!r} holds other numbers")
+    last = int(log.steps[-1]) if len(log.steps) else -1
+    if len(steps) != 1 or not last < int(steps) <= _LAST_STEP + 1:
+        raise ValueError("its next step is not after the last one")
 
 
 def _joined(states: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
@@ -438,8 +464,7 @@ def _joined(states: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
 
 def _kind(highest: int) -> torch.dtype:
     """The smallest integer type that holds the highest class."""
-    kinds = torch.int8, torch.int16, torch.int32
-    return next(kind for kind in kinds if highest <= torch.iinfo(kind).max)
+    return next(kind for kind in _WHOLE if highest <= torch.iinfo(kind).max)
 
 
 def _file(path: Path) -> Path:

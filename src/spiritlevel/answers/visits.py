@@ -57,8 +57,8 @@ class Visits:
             raise ValueError("its columns differ in length")
         if len(log.ids) and not 0 <= int(log.ids.min()) <= int(log.ids.max()) < samples:
             raise ValueError(f"it names samples beyond its {samples:,}")
-        if bool((log.steps.diff() < 0).any()):
-            raise ValueError("its steps fall")
+        if bool((log.steps.diff() < 0).any()) or bool((log.steps[:1] < 0).any()):
+            raise ValueError("its steps fall, or begin below 0")
         return log
 
     def __len__(self) -> int:
