@@ -8,6 +8,7 @@ import math
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 import polars as pl
 import pytest
@@ -461,6 +462,28 @@ def test_a_training_that_resumes_keeps_the_rows_up_to_its_checkpoint(name: str, 
     (tmp_path / name).write_text("no,table\n1,2\n")
     with pytest.raises(InputError, match="holds no rows of a tracker"):
         again.resume(12)
+
+
+@pytest.mark.parametrize("name", ["rows.csv", "rows.parquet"])
+def test_a_training_that_resumes_may_measure_more_than_before(name: str, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"every": 1, "share": math.inf, "path": tmp_path / name}
+    Tracker(net(), points(), quantities="loss", **options).step()
+    more = Tracker(net(), points(), quantities=["loss", "trace"], page=tmp_path / "page.html", **options)
+    more.resume(1)
+    row = more.step()
+    assert row is not None
+    assert f"trace {row['trace']:.3g}"[:8] in str(more)
+    assert (tmp_path / "page.html").exists()
+    again = Tracker(net(), points(), quantities="loss", **options)
+    again.resume(2)
+    assert [row["step"] for row in again.rows] == [1, 2]
+    assert "loss" in str(again)
+
+
+def test_a_file_of_texts_holds_no_rows(tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_text("step,loss,reason\n1,low,\n")
+    with pytest.raises(InputError, match="holds no rows of a tracker: its column 'loss' holds texts"):
+        Tracker(net(), points(), path=tmp_path / "rows.csv").resume(1)
 
 
 def test_a_row_that_says_why_survives_the_file(tmp_path: Path) -> None:

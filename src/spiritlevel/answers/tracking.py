@@ -332,9 +332,9 @@ class Tracker:
     def __str__(self) -> str:
         if not self.rows:
             return f"tracker after {self.steps:,} steps: nothing measured yet; it waits, {self._waits()}"
-        first, last = self.rows[0], self.rows[-1]
-        changes = ", ".join(
-            f"{name} {_value(first, key)} → {_value(last, key)}"
+        last = self.rows[-1]
+        changes = ", ".join(  # rows of an earlier run may hold fewer quantities
+            f"{name} {_value(next(row for row in self.rows if key in row), key)} → {_value(last, key)}"
             for key, name in (
                 ("trace", "trace"),
                 ("largest_eigenvalue", "λ₁"),
@@ -371,6 +371,9 @@ def _read(path: Path) -> list[dict[str, Any]]:
             table = table.with_columns(pl.col(pl.String).fill_null(""))  # an empty string is written as an empty field
         else:
             table = pl.read_parquet(path)
+        for name, column in table.select(pl.col(pl.String)).to_dict().items():
+            if name != "reason" and (column != "").any():
+                raise ValueError(f"its column {name!r} holds texts")
         rows = table.with_columns(pl.col(pl.Float64).fill_null(math.nan)).to_dicts()
         return [{**row, "step": int(row["step"])} for row in rows]
     except (pl.exceptions.PolarsError, OSError, KeyError, TypeError, ValueError) as error:
