@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 import spiritlevel as sl
 from spiritlevel import charts, cli
-from spiritlevel.answers import plotting
+from spiritlevel.answers import keeping, plotting
 from spiritlevel.answers.directions import wanted
 from spiritlevel.answers.keeping import Keeper
 from spiritlevel.binding.context import Context
@@ -219,6 +219,24 @@ def test_a_kept_surface_is_not_taken_for_one_of_other_parameters_or_another_loss
         assert torch.equal(sl.landscape(NET, DATA, keep=kept, **options, **setting).losses, found.losses)
         with pytest.raises(InputError, match="keeps another surface"):
             sl.landscape(NET, DATA, keep=kept, **options)
+
+
+def test_products_of_an_interrupted_search_belong_to_its_surface(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keeping, "_WORTH", 0.0)
+
+    def interrupt(what: str, done: int, total: int) -> None:
+        if what.startswith("eigenvectors: product 3"):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        sl.landscape(NET, DATA, points=3, keep=tmp_path, progress=interrupt)
+    assert {path.stem for path in tmp_path.iterdir()} == {"product 1", "product 2"}
+    with pytest.raises(InputError, match="keeps another surface"):
+        sl.landscape(NET, DATA, directions="random", points=3, keep=tmp_path)
+    sl.landscape(NET, DATA, points=3, keep=tmp_path)
+    assert {path.stem for path in tmp_path.iterdir()} == {"result"}
 
 
 def test_a_batch_in_pieces_gives_the_same_surface(monkeypatch: pytest.MonkeyPatch) -> None:

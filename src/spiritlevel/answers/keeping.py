@@ -21,6 +21,8 @@ from spiritlevel.storage import write_atomically
 
 Found = TypeVar("Found", bound=Result)
 Progress = Callable[[str, int, int], None]
+_NAMES = ("directions", "sums", "derivatives", "result")
+_PRODUCT = "product "
 _BETWEEN = 5.0  # seconds between two writes
 _WORTH = 1.0  # seconds that a product must take to be kept: it is as large as all parameters
 
@@ -51,17 +53,22 @@ class Keeper:
         self.folder, self.key, self.between = Path(folder), key, between
         if self.folder.exists() and not self.folder.is_dir():
             raise InputError(f"keep= needs a folder, but {str(self.folder)!r} is a file.")
+        for path in sorted(self.folder.glob("*.safetensors")):
+            if path.stem in _NAMES or path.stem.startswith(_PRODUCT):  # also those that this surface never reads
+                self._content(path, values=False)
         self._last = time.monotonic()
 
     def read(self, name: str) -> tuple[dict[str, Tensor], str] | None:
         """Tensors and text as they were written; None where they were not."""
         path = self.folder / f"{name}.safetensors"
-        if not path.is_file():
-            return None
+        return self._content(path) if path.is_file() else None
+
+    def _content(self, path: Path, values: bool = True) -> tuple[dict[str, Tensor], str]:
+        """Tensors, unless only asked whose they are, and text of a file; another computation's is refused."""
         try:
             with safetensors.safe_open(str(path), framework="pt") as file:
                 about = file.metadata() or {}
-                tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+                tensors = {key: file.get_tensor(key) for key in (file.keys() if values else ())}
         except (safetensors.SafetensorError, OSError) as error:
             raise InputError(f"{str(path)!r} cannot be read: {error}. Delete it to start again.") from error
         if about.get("key") != self.key:
@@ -92,7 +99,7 @@ class Keeper:
     def finish(self, result: Result) -> None:
         """Keep the result; what led to it is no longer needed."""
         self.write("result", {}, result.to_json())
-        self.forget("directions", "sums", "derivatives")
+        self.forget("directions", "sums", "derivatives", f"{_PRODUCT}*")
 
     def forget(self, *names: str) -> None:
         """Delete files that are no longer needed; a name may hold the wildcard `*`."""
@@ -113,7 +120,7 @@ def remembered(op: Operator, keeper: Keeper | None, progress: Progress | None) -
 
     def matmat(block: Tensor) -> Tensor:
         number, of = next(made), "" if keeper is None else fingerprint_of({"block": block})
-        name = f"product {number}"
+        name = f"{_PRODUCT}{number}"
         kept = None if keeper is None else keeper.read(name)
         if kept is not None and kept[1] == of:
             return kept[0]["product"].to(block)
