@@ -498,6 +498,22 @@ def test_intervals_of_random_changes_cover() -> None:
     assert hits >= 16  # fewer have a chance of 1 in 400 at 95 %
 
 
+@pytest.mark.parametrize("change", ["int4", "int2", "noise:0.05"])
+def test_limits_are_unknown_from_a_few_samples(change: str) -> None:
+    found = sl.perturb(NET, samples(100), change, samples=8, layers=False)
+    assert all(math.isnan(limit) for limit in found.predicted.interval())
+    text = str(found)
+    assert "(limits unknown from so few samples); it changed by" in text
+    assert "predictions should flip (limits unknown from so few samples)" in text
+    assert "Second order is not enough" not in text
+    assert limits_in_words(found.predicted).startswith("subset of samples unknown, ")
+    page = found.to_html()
+    assert "95% interval not known: subset of samples unknown" in page
+    assert "misses what was measured" not in page
+    again = Perturbation.from_json(found.to_json())
+    assert str(again) == text
+
+
 def test_a_subset_predicts_what_happens_to_all() -> None:
     data = samples(600)
     found = sl.perturb(NET, data, "int4", samples=100)

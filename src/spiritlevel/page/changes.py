@@ -78,6 +78,8 @@ def _summary(found: Perturbation, key: str) -> Section:
 
 def _limits(predicted: Prediction) -> str:
     low, high = predicted.interval()
+    if math.isnan(low):
+        return f"95% interval not known: {limits_in_words(predicted)}"
     if not low < high:
         return "no error of its own"
     return f"95% interval {number(low, 3)} to {number(high, 3)}: {limits_in_words(predicted).replace('-', '−')}"
@@ -91,6 +93,8 @@ def _way(found: Perturbation, key: str) -> Section:
         beyond = (
             "trust the prediction no further than its interval"
             if math.isnan(found.measured.value)
+            else "higher orders matter"
+            if math.isnan(found.predicted.interval()[0])
             else "the interval of the prediction allowed for that, and holds what was measured"
             if found.held
             else "second order is not enough for a change of this size, and the interval misses what was measured"

@@ -89,6 +89,8 @@ def _prediction(predicted: Prediction | None) -> str:
     if predicted is None or math.isnan(predicted.value):
         return "–"
     low, high = predicted.interval()
+    if math.isnan(low):
+        return f"{number(predicted.value, 3)} ± unknown"
     return f"{number(predicted.value, 3)} ({number(low, 3)} to {number(high, 3)})"
 
 

@@ -30,6 +30,7 @@ PREDICTORS = {
 """What may predict how much changing one layer alone raises the loss, by the name of its column."""
 COSTS = {"measured": "the measured rise of each layer alone", **PREDICTORS}
 """What rounding a layer may be taken to cost."""
+_UNKNOWN = "limits unknown from so few samples"
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,8 @@ class Prediction(Estimate):
         """The value and its interval in words; `typeset` as for `figure`."""
         low, high = self.interval()
         value = figure(self.value, typeset=typeset)
+        if math.isnan(low):
+            return f"{value} ({_UNKNOWN})"
         limits = f"{figure(low, 3, typeset=typeset)} to {figure(high, 3, typeset=typeset)}"
         return f"{value} ({limits})" if low < high else value
 
@@ -239,6 +242,8 @@ class Perturbation(Shown):
         if math.isnan(self.measured.value):
             return f"Second order may not be enough: {terms}, and half of the change does not follow them. {look}"
         came = f"{figure(self.measured.value, typeset=True)} was measured"
+        if math.isnan(self.predicted.interval()[0]):
+            return f"Alone, {terms}, and {came}: higher orders matter. {look}"
         if self.held:
             return f"Alone, {terms}, and {came}: higher orders matter, and the interval allowed for them. {look}"
         return f"Second order is not enough for this change: {terms}, and {came}. {look}"
@@ -269,6 +274,8 @@ def _count(value: float) -> str:
 
 def _range(predicted: Prediction) -> str:
     low, high = predicted.interval()
+    if math.isnan(low):
+        return _UNKNOWN
     return f"{_count(max(0.0, math.floor(low)))} to {_count(math.ceil(high))}"
 
 
@@ -280,6 +287,9 @@ def limits_in_words(predicted: Prediction) -> str:
     """
     parts: list[tuple[float, str]] = []
     for name, (below, above) in predicted.sources.items():
+        if math.isnan(below + above):
+            parts.append((math.inf, f"{name} unknown"))
+            continue
         same = math.isclose(below, above, rel_tol=1e-6)
         width = f"±{figure(above, 2)}" if same else f"−{figure(below, 2)} +{figure(above, 2)}"
         parts.append((below + above, f"{name} {width}"))
