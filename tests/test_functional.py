@@ -784,6 +784,7 @@ def test_other_outputs_are_refused() -> None:
     ("model", "inputs", "message"),
     [
         (nn.Linear(5, 3), X, r"the model Linear fails on inputs of shape \(6, 4\): mat1 and mat2 shapes cannot be"),
+        (nn.Linear(5, 3), X, r"\(the data have 4 numbers for each sample, and the model takes 5\)\.$"),
         (nn.Conv2d(1, 2, 3), X, r"Conv2d fails on inputs of shape \(6, 4\): Expected 3D"),
         (nn.Linear(4, 3), (X, X), r"Linear fails on inputs of shape \(6, 4\), \(6, 4\): .* positional arguments"),
         (nn.Linear(4, 3), {"x": X}, "Linear fails on inputs of shape .* must be Tensor, not dict"),

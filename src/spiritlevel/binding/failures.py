@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -66,9 +67,20 @@ def _remark(said: str, inputs: Any, form: Form, half: bool) -> str:
             " (models in half precision are measured as a float32 copy, but this one converts its values to "
             "another type inside; convert them to the type of its weights, x.to(self.weight.dtype))"
         )
+    if (counts := _counts(said, inputs)) is not None:
+        return f" (the data have {counts[0]:,} numbers for each sample, and the model takes {counts[1]:,})"
     given = form.takes.remark(inputs)
     whole = not given and "dtype" in said and not any(leaf.is_floating_point() for leaf in tensors_of(inputs))
     return " (its inputs are whole numbers, which are passed as they are: x.float() converts them)" * whole + given
+
+
+def _counts(said: str, inputs: Any) -> tuple[int, int] | None:
+    """How many numbers each sample has and how many a matrix of the model takes, if the product of both has failed."""
+    shapes = re.search(r"mat1 and mat2 shapes cannot be multiplied \((\d+)x(\d+) and (\d+)x\d+\)", said)
+    if shapes is None or not isinstance(inputs, Tensor) or inputs.ndim < 2:
+        return None
+    samples, numbers, taken = map(int, shapes.groups())
+    return (numbers, taken) if inputs.shape[0] == samples and inputs[0].numel() == numbers else None
 
 
 def _lacks(model: nn.Module, inputs: Any) -> str:
