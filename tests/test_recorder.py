@@ -719,7 +719,12 @@ def test_the_command_lists_the_suspicious_samples(tmp_path: Path, capsys: pytest
     assert main(["samples", str(tmp_path / "run"), "--by", "auc"]) == 2
     assert "unknown score 'auc'" in capsys.readouterr().err
     assert main(["samples", str(tmp_path / "run"), "--data", "fashion-mini"]) == 2
-    assert "the data hold 6,000 samples, but the record holds 1,437" in capsys.readouterr().err
+    assert "the data hold 6,000 samples, but the record holds 1,437; pass those" in capsys.readouterr().err
+    assert main(["samples", str(tmp_path / "run"), "--data", "train.csv"]) == 2
+    assert "--data train.csv is a table, whose rows cannot be shown; name images" in capsys.readouterr().err
+    np.savez(tmp_path / "flat.npz", x=np.zeros((1437, 4), np.float32), y=np.zeros(1437, int))
+    assert main(["samples", str(tmp_path / "run"), "--data", str(tmp_path / "flat.npz")]) == 0
+    assert "flat.npz holds neither images of one size nor texts" in capsys.readouterr().err
 
 
 def test_flipped_labels_come_first() -> None:

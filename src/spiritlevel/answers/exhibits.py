@@ -49,7 +49,10 @@ def exhibits(data: Any, ids: Tensor, samples: int) -> tuple[Pictures | None, tup
     if data is None:
         return None, ()
     if length(data) != samples:
-        raise InputError(f"the data hold {length(data):,} samples, but the record holds {samples:,}.")
+        raise InputError(
+            f"the data hold {length(data):,} samples, but the record holds {samples:,}; pass those that were recorded, "
+            "in the order of their ids."
+        )
     if is_pair_of_tensors(data):
         items = [data[0][i] if isinstance(data[0], Tensor | np.ndarray) else None for i in ids.tolist()]
     else:

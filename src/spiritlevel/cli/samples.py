@@ -8,8 +8,9 @@ from typing import Annotated
 
 from tyro.conf import Positional, arg
 
-from spiritlevel.cli.base import Command, Outcome, check_writable, tell
+from spiritlevel.cli.base import Command, Outcome, check_writable, say, tell
 from spiritlevel.cli.parsing import optional
+from spiritlevel.errors import InputError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,11 +42,19 @@ class Samples(Command):
             check_writable(self.html, "--html")
         from spiritlevel.answers.recorder import Recorder
         from spiritlevel.loading import load_samples
+        from spiritlevel.loading.tables import KINDS as TABLES
 
         recorder = Recorder.load(self.run_)
+        if self.data is not None and Path(self.data).suffix in TABLES:
+            raise InputError(
+                f"--data {self.data} is a table, whose rows cannot be shown; name images, or file.py:function that "
+                "returns texts, in the order of the ids."
+            )
         shown = None if self.data is None else load_samples(self.data).data
         found = recorder.suspects(self.count, by=self.by, data=shown)
         tell(str(found))
+        if shown is not None and found.pictures is None and not found.texts:
+            say(f"{self.data} holds neither images of one size nor texts, so none of its samples are shown.")
         if self.html is not None:
             found.to_html(self.html)
             tell(f"The page: {self.html}")
