@@ -575,6 +575,19 @@ def test_checkpoints_come_in_the_order_of_their_numbers(folder: Path) -> None:
 
     assert [path.stem for path in _checkpoints("steps")] == ["step-1", "step-2", "step-10"]
     assert _checkpoints("b.pt, a.pt") == [Path("b.pt"), Path("a.pt")]
+    (folder / "empty").mkdir()
+    for given in ("", ",", "empty"):
+        with pytest.raises(InputError, match=f"--along needs files of weights, or a folder of them .*, got '{given}'"):
+            _checkpoints(given)
+
+
+def test_options_of_a_figure_that_contradict_are_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    on = ["net.py:make", "--data", "data.npz"]
+    both = ["--to", "steps/step-2.safetensors", "--along", "steps"]
+    assert cli.main(["plot", "landscape", *on, *both]) == 2
+    assert "--to and --along each choose the directions" in capsys.readouterr().err
+    assert cli.main(["plot", "spectrum", *on, "--batch", "0"]) == 2
+    assert "--batch takes a number of samples, at least 1, got 0." in capsys.readouterr().err
 
 
 def test_the_command_draws_kept_runs(folder: Path, report: Report, capsys: pytest.CaptureFixture[str]) -> None:

@@ -107,6 +107,10 @@ class Plot(OnData):
             raise unknown_name("figure size", self.size, SIZES)
         if self.band is not None and self.band < 1:
             raise InputError(f"--band takes a number of samples, at least 1, got {self.band}.")
+        if self.batch is not None and self.batch < 1:
+            raise InputError(f"--batch takes a number of samples, at least 1, got {self.batch}.")
+        if self.to is not None and self.along is not None:
+            raise InputError("--to and --along each choose the directions of a landscape; leave one of them out.")
         keep = out.with_name(f"{out.stem}.kept")
         found = self._from_runs() if _is_run(self.source) else self._from_models(keep)
         drawn: dict[str, Any] = {"title": self.title}
@@ -249,9 +253,12 @@ def _checkpoints(given: str) -> list[Path]:
     """The files in the order given; from a folder, those that hold weights, by the numbers in their names."""
     import re
 
-    if Path(given).is_dir():
-        files = [file for file in Path(given).iterdir() if file.suffix in (".safetensors", ".pt", ".ckpt")]
-        return sorted(
-            files, key=lambda file: [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", file.name)]
-        )
-    return [Path(name.strip()) for name in given.split(",") if name.strip()]
+    endings = (".safetensors", ".pt", ".pth", ".ckpt")
+    if given and Path(given).is_dir():
+        files = [file for file in Path(given).iterdir() if file.suffix in endings]
+        files.sort(key=lambda file: [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", file.name)])
+    else:
+        files = [Path(name.strip()) for name in given.split(",") if name.strip()]
+    if not files:
+        raise InputError(f"--along needs files of weights, or a folder of them ({', '.join(endings)}), got {given!r}.")
+    return files
