@@ -237,6 +237,17 @@ def test_tables_that_are_refused(folder: Path, text: str, target: str | None, se
         load_samples("t.csv", target=target)
 
 
+def test_a_table_may_have_tabs(folder: Path) -> None:
+    Path("t.csv").write_text("a,b,y\n0.5,x,1\n1.5,z,0\n")
+    Path("t.tsv").write_text("a\tb\ty\n0.5\tx\t1\n1.5\tz\t0\n")
+    commas, tabs = (load_samples(name, target="y") for name in ("t.csv", "t.tsv"))
+    for first, second in zip((*commas.data[0], commas.data[1]), (*tabs.data[0], tabs.data[1]), strict=True):
+        assert torch.equal(first, second)
+    Path("t.tsv").write_text("a,b,y\n0.5,x,1\n")
+    with pytest.raises(InputError, match=r"t\.tsv separates its columns by ','; save it with tabs"):
+        load_samples("t.tsv", target="y")
+
+
 def test_other_columns_and_other_files_are_refused(folder: Path) -> None:
     import datetime
 

@@ -34,7 +34,7 @@ class RunOnData(Seeded):
         arg(
             metavar="DATA",
             help=(
-                "A built-in name, an .npz or .safetensors file with x and y, a .csv or .parquet table (with "
+                "A built-in name, an .npz or .safetensors file with x and y, a .csv, .tsv or .parquet table (with "
                 "--target), a folder of images with one subfolder per class, a data set that `datasets` saved "
                 "(FOLDER or FOLDER:part), or file.py:function."
             ),

@@ -36,9 +36,9 @@ def load_samples(
 
     Args:
         spec: a built-in name (`fashion-mini`; `fashion-mini:test` for its other part), an `.npz` or `.safetensors`
-            file with x and y, a `.csv` or `.parquet` table, a folder of images with one subfolder per class, a folder
-            that `datasets` saved (`folder:test` for one of its parts), or `file.py:function` that returns a pair of
-            tensors, a data set or a loader.
+            file with x and y, a `.csv`, `.tsv` or `.parquet` table, a folder of images with one subfolder per class, a
+            folder that `datasets` saved (`folder:test` for one of its parts), or `file.py:function` that returns a pair
+            of tensors, a data set or a loader.
         split: the part of a built-in or saved data set, "train" or "test", where `spec` does not say it.
         target: the column of a table or a saved data set to predict, or the key of the targets in batches that are
             dicts.
@@ -81,8 +81,8 @@ def load_samples(
         return _from_function(spec, split)._replace(target=target)
     if path.exists():
         raise InputError(
-            f"data {spec!r}: expected an .npz, .safetensors, .csv or .parquet file, a folder of images, a data set "
-            "that was saved to disk, or file.py:function that reads it and returns (inputs, targets)."
+            f"data {spec!r}: expected an .npz, .safetensors, .csv, .tsv or .parquet file, a folder of images, a data "
+            "set that was saved to disk, or file.py:function that reads it and returns (inputs, targets)."
         )
     near = difflib.get_close_matches(spec.lower(), named_data.names(), n=1)
     hint = f"did you mean {near[0]!r}?" if near else f"one of {', '.join(named_data.names())}."

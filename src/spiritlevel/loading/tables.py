@@ -17,15 +17,16 @@ from spiritlevel.loading.arrays import Samples, check_size
 if TYPE_CHECKING:
     import polars as pl
 
-KINDS = (".csv", ".parquet")
-_MISSING = ["", "NA", "N/A", "NaN", "nan", "null", "NULL", "None", "?"]  # in the fields of a .csv file
+_SEPARATORS = {".csv": ",", ".tsv": "\t"}
+KINDS = (*_SEPARATORS, ".parquet")
+_MISSING = ["", "NA", "N/A", "NaN", "nan", "null", "NULL", "None", "?"]  # in the fields of a .csv or .tsv file
 _INDEX = ("", "Unnamed: 0", "__index_level_0__")  # what pandas calls the numbers of its rows
 _NAMED = 12  # names in a sentence
 _HEADING = 2**20  # characters of the first line
 
 
 def read_table(path: Path, target: str | None, like: Samples | None = None) -> Samples:
-    """The samples of a `.csv` or `.parquet` table, one per row; `notes` says what became of each column.
+    """The samples of a `.csv`, `.tsv` or `.parquet` table, one per row; `notes` says what became of each column.
 
     Numbers and truth values become one float32 tensor, in the order of the columns. Texts and categories become codes
     from 0, in alphabetical order (an Enum keeps its own), as a second tensor of integers: the model is then called
@@ -72,10 +73,10 @@ def _read(path: Path) -> pl.DataFrame:
     with needs(f"the table {path.name}"):
         import polars as pl
     try:
-        if path.suffix == ".csv":
+        if (separator := _SEPARATORS.get(path.suffix)) is not None:
             check_size(path.stat().st_size, path)
-            _check_separated(path)
-            return pl.read_csv(path, infer_schema_length=None, null_values=_MISSING)
+            _check_separated(path, separator)
+            return pl.read_csv(path, separator=separator, infer_schema_length=None, null_values=_MISSING)
         rows = pl.scan_parquet(path).select(pl.len()).collect().item()
         check_size(8 * rows * len(pl.read_parquet_schema(path)), path)
         return pl.read_parquet(path)
@@ -85,13 +86,14 @@ def _read(path: Path) -> pl.DataFrame:
         raise InputError(f"{path} is not a readable {path.suffix} table: {first_line(error)}.") from error
 
 
-def _check_separated(path: Path) -> None:
-    """Refuse other separators than commas: where they are usual, numbers have decimal commas too."""
+def _check_separated(path: Path, separator: str) -> None:
+    """Refuse other separators than the usual one: where semicolons are usual, numbers have decimal commas too."""
     with path.open(encoding="utf-8", errors="replace") as stream:
         heading = stream.readline(_HEADING)
-    used = [mark for mark in (";", "\t", "|") if mark in heading and "," not in heading]
+    used = [mark for mark in (";", "\t", "|", ",") if mark in heading and separator not in heading]
     if used:
-        raise InputError(f"{path.name} separates its columns by {used[0]!r}; save it with commas.")
+        marks = {",": "commas", "\t": "tabs"}[separator]
+        raise InputError(f"{path.name} separates its columns by {used[0]!r}; save it with {marks}.")
 
 
 def _same_columns(path: Path, names: Sequence[str], like: Samples) -> list[str]:
