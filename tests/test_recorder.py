@@ -755,3 +755,15 @@ if __name__ == "__main__":
         train(Path(sys.argv[2]), slow=True)
     else:
         rank_main(int(sys.argv[2]), sys.argv[3], Path(sys.argv[4]))
+
+
+def test_a_batch_that_does_not_fit_takes_no_other_with_it() -> None:
+    recorder, logits, targets = Recorder(10), torch.randn(2, 3), torch.tensor([0, 1])
+    recorder.record(logits, targets, torch.tensor([0, 1]))
+    recorder.record(logits, targets, torch.tensor([2, 3]))
+    recorder.record(logits, targets, torch.tensor([4, 10]))
+    recorder.record(logits, targets, torch.tensor([6, 7]))
+    with pytest.raises(InputError, match="10"):
+        recorder.frame()
+    seen = recorder.frame()["seen"].to_list()
+    assert [place for place, count in enumerate(seen) if count] == [0, 1, 2, 3, 6, 7]

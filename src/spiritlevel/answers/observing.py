@@ -17,6 +17,9 @@ _PIECE = 2**15  # logits that are worked on at once: some arrays of this size st
 _FAR = 700.0  # exp(−700) is nothing to float32; numbers too small for float64 would take ten times as long
 
 
+_Call = tuple[Tensor, Tensor, Tensor, int, int]  # logits, targets, ids, step and number of rows
+
+
 class Waiting:
     """Batches that have been recorded and not yet looked at."""
 
@@ -24,7 +27,7 @@ class Waiting:
         self.outputs: int | None = None
         """Logits per sample, once known."""
         self.device = torch.device("cpu")
-        self._calls: list[tuple[Tensor, Tensor, Tensor, int, int]] = []
+        self._calls: list[_Call] = []
         self._shapes: tuple[torch.Size, torch.Size, torch.Size] | None = None
         self._rows = self._room = self._count = 0
 
@@ -68,11 +71,24 @@ class Waiting:
         self.device, ids = logits[-1].device, _joined_rows(numbers)
         rows = _joined_rows(logits).reshape(len(ids), -1)
         self._room = min(_ROWS, _NUMBERS // rows.shape[1])
-        ids, labels = check_batch(ids, _joined_rows(targets).reshape(-1), samples, rows.shape[1])
+        try:
+            ids, labels = check_batch(ids, _joined_rows(targets).reshape(-1), samples, rows.shape[1])
+        except InputError:
+            self._calls = [call for call in calls if _fits(call, samples, rows.shape[1])]  # only the others are lost
+            self._rows = sum(size for *_, size in self._calls)
+            raise
         loss, margin, entropy, top = observed(rows, labels)
         times = {"steps": torch.tensor(at), "rows": torch.tensor(sizes)}
         found = {"ids": ids, "loss": loss, "margin": margin, "entropy": entropy, **times}
         return found, labels, top
+
+
+def _fits(call: _Call, samples: int, outputs: int) -> bool:
+    try:
+        check_batch(call[2].cpu(), call[1].reshape(-1).cpu(), samples, outputs)
+    except InputError:
+        return False
+    return True
 
 
 def _joined_rows(parts: Sequence[Tensor]) -> Tensor:
