@@ -94,11 +94,11 @@ def norm_around(op: Any, q: Tensor, *, probes: int, seed: int) -> Estimate:
     Unbiased whatever q is, never below ‖Hq‖, and without the chance that the largest eigenvalue makes up most of.
     Cost: one product more than `frobenius_norm`.
     """
-    product = Product(op)
+    product, column = Product(op), q[:, None]
     known = float(product.space.norm(product(q), torch.float64)) ** 2
 
     def multiply_rest(v: Tensor) -> Tensor:
-        return product(v - torch.outer(q, product.space.sum(q @ v)))
+        return product(v - column * product.space.sum(column.T @ v))
 
     found = root_of(_expected_form(product, multiply_rest, _squares, probes, None, seed, known))
     return with_tolerance(found, math.sqrt(product.size) * product.error)
