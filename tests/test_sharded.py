@@ -181,10 +181,14 @@ def check_report(rank: int) -> None:
     """A report of a sharded model holds what can be measured in shards, and names the rest with a reason."""
     whole, sharded, data = pair()
     with untouched(sharded):
-        report = sl.measure(sharded, data, measures=["trace", "largest_eigenvalue", "path_norm"], parts=["audit"])
+        names = ["trace", "largest_eigenvalue", "frobenius_norm", "path_norm"]
+        report = sl.measure(sharded, data, measures=names, parts=["audit"])
     exact = sl.hessian(whole, data)
     top = report.row("largest_eigenvalue").value
     assert abs(top.value - float(sl.eigenvalues(exact).values[0])) <= top.tolerance
+    norm = report.row("frobenius_norm").value
+    assert top.value - top.tolerance <= norm.value
+    assert abs(norm.value - float(exact.dense().norm())) < 4 * norm.stderr + norm.tolerance
     trace = report.row("trace").value
     assert abs(trace.value - float(exact.dense().trace())) < 4 * trace.stderr
     assert "sharded over processes" in report.row("path_norm").value.reason
