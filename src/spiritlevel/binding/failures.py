@@ -74,12 +74,18 @@ def _remark(said: str, inputs: Any, form: Form, half: bool) -> str:
     return " (its inputs are whole numbers, which are passed as they are: x.float() converts them)" * whole + given
 
 
+def not_multiplied(said: str) -> tuple[int, int, int] | None:
+    """Rows, numbers in each, and how many a matrix takes, if PyTorch says that it could not multiply the two."""
+    shapes = re.search(r"mat1 and mat2 shapes cannot be multiplied \((\d+)x(\d+) and (\d+)x\d+\)", said)
+    return None if shapes is None else (int(shapes[1]), int(shapes[2]), int(shapes[3]))
+
+
 def _counts(said: str, inputs: Any) -> tuple[int, int] | None:
     """How many numbers each sample has and how many a matrix of the model takes, if the product of both has failed."""
-    shapes = re.search(r"mat1 and mat2 shapes cannot be multiplied \((\d+)x(\d+) and (\d+)x\d+\)", said)
+    shapes = not_multiplied(said)
     if shapes is None or not isinstance(inputs, Tensor) or inputs.ndim < 2:
         return None
-    samples, numbers, taken = map(int, shapes.groups())
+    samples, numbers, taken = shapes
     return (numbers, taken) if inputs.shape[0] == samples and inputs[0].numel() == numbers else None
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from spiritlevel.binding.failures import not_multiplied
 from spiritlevel.errors import InputError, counted, first_line, needs, unknown_name
 from spiritlevel.loading.arrays import Samples, check_size
 
@@ -178,13 +178,13 @@ def misfit(found: Samples, path: Path, target: str, model: nn.Module, error: Bas
     columns = [name for name in found.codes if name != target]
     given = _listed([f"{name} (codes)" if found.codes[name] else name for name in columns])
     said = first_line(error)
-    shapes = re.search(r"\(\d+x(\d+) and (\d+)x\d+\)", said)  # of the rows, and of the matrix that takes them
+    shapes = not_multiplied(said)
     way_out = "save it with the columns that the network was trained on, in their order"
     takes = f"fails on them: {said}"
-    if shapes and int(shapes[1]) == len(columns) and isinstance(found.data[0], Tensor):
-        takes = f"takes {int(shapes[2]):,} numbers a row"
+    if shapes and shapes[1] == len(columns) and isinstance(found.data[0], Tensor):
+        takes = f"takes {shapes[2]:,} numbers a row"
         counts = [name for name, column in zip(columns, found.data[0].T, strict=True) if _counts(name, column)]
-        if int(shapes[2]) < len(columns) and counts:
+        if shapes[2] < len(columns) and counts:
             way_out += f", which {counts[0]!r} hardly is: it numbers the rows"
     return (
         f"the table {path.name} has {counted(len(columns), 'column')} besides the target {target!r} ({given}), but the "
