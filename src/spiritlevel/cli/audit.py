@@ -10,7 +10,7 @@ from tyro.conf import Positional, arg
 
 from spiritlevel.cli.base import Outcome, ProgressBar, tell
 from spiritlevel.cli.measure import OnData
-from spiritlevel.cli.parsing import optional
+from spiritlevel.cli.parsing import listed, optional
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +47,7 @@ class Audit(OnData):
                 model,
                 data,
                 measures=self.names,
-                transforms=wanted if wanted in (None, "all") else wanted.split(","),
+                transforms=wanted if wanted in (None, "all") else listed(wanted),
                 loss=load_loss(self.loss),
                 batch_norm=self.batch_norm,
                 progress=progress,

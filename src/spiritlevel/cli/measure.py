@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from tyro.conf import Positional, arg
 
 from spiritlevel.cli.base import Outcome, ProgressBar, Seeded, check_folder, tell
-from spiritlevel.cli.parsing import optional
+from spiritlevel.cli.parsing import listed, optional
 from spiritlevel.errors import InputError
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ class OnData(RunOnData):
         """The measures asked for."""
         if self.measures is None:
             return None
-        names = [name.strip() for name in self.measures.split(",") if name.strip()]
+        names = listed(self.measures)
         if not names:
             raise InputError("--measures names no measure; `spiritlevel measures` lists them all.")
         if "all" in names:

@@ -205,3 +205,12 @@ def in_options(message: str, command: object) -> str:
         return f"--{name.replace('_', '-')}{f' {value}' if value else ''}"
 
     return re.sub(r"(?<![\w:,])(?P<name>[a-z_]+)=(?:['\"](?P<value>[^'\"]*)['\"]|(?=[\s.,;:)]|$))", option, message)
+
+
+def listed(text: str) -> list[str]:
+    """The names in a list with commas; spaces around them are no part of a name.
+
+    >>> listed("0.weight, 2 ,")
+    ['0.weight', '2']
+    """
+    return [name.strip() for name in text.split(",") if name.strip()]

@@ -12,7 +12,7 @@ from tyro.conf import Positional, arg
 
 from spiritlevel.cli.base import Outcome, ProgressBar, check_folder, tell
 from spiritlevel.cli.measure import RunOnData, shown_in_any_case, write_run
-from spiritlevel.cli.parsing import optional
+from spiritlevel.cli.parsing import listed, optional
 from spiritlevel.errors import InputError
 
 
@@ -74,7 +74,7 @@ class Perturb(RunOnData):
                 samples=self.samples,
                 apply=not self.predict_only,
                 layers=not self.no_layers,
-                params=None if self.params is None else [*filter(None, map(str.strip, self.params.split(",")))],
+                params=None if self.params is None else listed(self.params),
                 batch_norm=self.batch_norm,
                 classes=samples.classes,
                 name=self.model if self.weights is None else f"{self.model} ({self.weights.name})",

@@ -12,7 +12,7 @@ from tyro.conf import Positional, arg
 
 from spiritlevel.cli.base import Outcome, ProgressBar, check_writable, tell
 from spiritlevel.cli.measure import OnData
-from spiritlevel.cli.parsing import optional
+from spiritlevel.cli.parsing import listed, optional
 from spiritlevel.cli.report import read_result
 from spiritlevel.errors import InputError, unknown_name
 
@@ -258,7 +258,7 @@ def _checkpoints(given: str) -> list[Path]:
         files = [file for file in Path(given).iterdir() if file.suffix in endings]
         files.sort(key=lambda file: [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", file.name)])
     else:
-        files = [Path(name.strip()) for name in given.split(",") if name.strip()]
+        files = [Path(name) for name in listed(given)]
     if not files:
         raise InputError(f"--along needs files of weights, or a folder of them ({', '.join(endings)}), got {given!r}.")
     return files
