@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from spiritlevel import papers
 from spiritlevel.errors import InputError
 from spiritlevel.papers.studies import Ruling, Verdict, affine, batch_size, correlation, cost, decide, outliers, scaling
 from spiritlevel.papers.studies.base import Run
@@ -174,6 +178,26 @@ LARGE |= {"skewness": -0.3, "minimum": 1.5, "minimum_drawn": 2.5}
 
 def paths(barrier: float) -> dict[str, float]:
     return {"eval": barrier, "batch": barrier + 1}
+
+
+def test_the_median_of_evenly_many_margins_is_the_mean_of_the_middle_two() -> None:
+    """`torch.median` takes the lower of the two."""
+    net = nn.Linear(1, 2, bias=False).double()
+    nn.init.constant_(net.weight, 0.5)
+    net.weight.data[1] = -0.5  # the margin of an input x > 0 of class 0 is x
+    pair = torch.tensor([[1.0], [2.0], [4.0], [9.0]], dtype=torch.float64), torch.zeros(4, dtype=torch.int64)
+    history = [{"step": 0, "train_loss": 0.0, "test_loss": 0.0, "test_accuracy": 1.0}]
+    trained: Any = SimpleNamespace(train=pair, history=history, steps=[0], model=lambda step: net)
+    (row,) = batch_size.over_time(trained, torch.arange(4))
+    assert row["median margin"] == pytest.approx(3.0)
+    assert batch_size.measure(net, pair, pair, torch.arange(4), 0)["median"] == pytest.approx(3.0)
+    assert scaling.measure(net, pair, "last layer", 1.0, 0)["median margin"] == pytest.approx(3.0)
+
+
+def test_no_median_is_the_lower_of_two() -> None:
+    taken = re.compile(r"(?<!np)(?<!statistics)\.median\(")
+    for path in sorted(Path(papers.__file__).parent.rglob("*.py")):
+        assert not taken.search(path.read_text()), f"{path.name}: results.median takes the mean of the middle two"
 
 
 def test_rules_of_batch_size() -> None:

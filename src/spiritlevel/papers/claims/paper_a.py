@@ -44,7 +44,7 @@ from spiritlevel.papers.claims.tools import (
     softmax_hessian,
     vanishes,
 )
-from spiritlevel.results import SYMMETRIES
+from spiritlevel.results import SYMMETRIES, median
 from spiritlevel.samples.margins import margin_bound, printed_margin_bound, signed_margin, softmax_gap, softmax_margin
 from spiritlevel.samples.traces import sample_traces
 from spiritlevel.statistics.correlation import correlate, skewness
@@ -311,8 +311,8 @@ def _large_margins_are_flat(seed: int) -> Finding:
         traces = aceht(x, scale * logits)
         gap = softmax_gap(scale * logits, y)
         over = max(over, float((traces - (x.square().sum(1) + 1) * gap).max()))
-        sizes.append(float(traces.median()))
-        gaps.append(float(gap.median()))
+        sizes.append(median(traces))
+        gaps.append(median(gap))
     return judge(
         {"median 1 − γ²": gaps, "median ACEHT": sizes},
         "Both fall together.",
@@ -568,7 +568,7 @@ def _figure_two(seed: int) -> Finding:
         {
             "largest error of exact traces": off,
             "r of PyHessian's traces": r,
-            "median relative error": (away / formula).median(),
+            "median relative error": median(away / formula),
             "rank correlation of trace and error": growth.statistic,
         },
         "The formula is exact, the scatter is the estimator's.",
@@ -790,7 +790,7 @@ def _way(seed: int, batch: int) -> _Plan:
         chosen = torch.from_numpy(rng.permutation(len(x))[:batch])
         step = 0.1 * torch.func.grad(net.loss(x[chosen], targets[chosen]))(theta)
         theta, length = theta - step, length + float(step.norm())
-    margin = float(signed_margin(net(theta, x), targets).median())
+    margin = median(signed_margin(net(theta, x), targets))
     return _Plan(length, float((theta - start).norm()), margin)
 
 

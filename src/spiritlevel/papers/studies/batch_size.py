@@ -182,6 +182,7 @@ def measure(model: nn.Module, train: Pair, test: Pair, chosen: Any, steps: int) 
     import numpy as np
 
     from spiritlevel.papers.training import evaluate
+    from spiritlevel.results import median
     from spiritlevel.samples.margins import margins
     from spiritlevel.samples.traces import sample_traces
     from spiritlevel.statistics.correlation import skewness
@@ -203,7 +204,7 @@ def measure(model: nn.Module, train: Pair, test: Pair, chosen: Any, steps: int) 
         "skewness": skewness(column),
         "skewness_error": float(np.std(again, ddof=1)),
         "minimum": float(found.min()),
-        "median": float(found.median()),
+        "median": median(found),
         "minimum_drawn": float(found[chosen].min()),
         "skewness_drawn": skewness(found[chosen]),
         "margins": found[chosen],
@@ -355,6 +356,7 @@ def keep(run: Run, names: Mapping[str, str], found: Mapping[str, Mapping[str, An
 
 def over_time(trained: Trained, chosen: Any) -> list[dict[str, float]]:
     """Losses and the margins of the chosen points at every kept step."""
+    from spiritlevel.results import median
     from spiritlevel.samples.margins import margins
 
     pair = trained.train[0][chosen], trained.train[1][chosen]
@@ -363,7 +365,7 @@ def over_time(trained: Trained, chosen: Any) -> list[dict[str, float]]:
     for step in trained.steps:
         found = margins(trained.model(step), pair).output
         losses = {key.replace("_", " "): history[step][key] for key in ("train_loss", "test_loss", "test_accuracy")}
-        rows.append({"step": step, "median margin": float(found.median()), "smallest margin": float(found.min())})
+        rows.append({"step": step, "median margin": median(found), "smallest margin": float(found.min())})
         rows[-1] |= losses
     return rows
 

@@ -119,6 +119,7 @@ def measure(model: nn.Module, pair: Pair, transform: str, alpha: float, seed: in
     from spiritlevel.estimators import frobenius_norm, spectral_norm
     from spiritlevel.operators.matrices import hessian
     from spiritlevel.papers.training import evaluate
+    from spiritlevel.results import median
     from spiritlevel.samples.margins import margins
     from spiritlevel.samples.traces import sample_traces
 
@@ -135,7 +136,7 @@ def measure(model: nn.Module, pair: Pair, transform: str, alpha: float, seed: in
         "Frobenius norm": float(frobenius.value),
         "Frobenius norm, standard error": float(frobenius.stderr),
         "smallest margin": float(found.signed.min()),
-        "median margin": float(found.signed.median()),
+        "median margin": median(found.signed),
         "margins": found.signed,
         "outputs' error": scaled.certificate.relative_difference,
         "layers unmoved": len(unmoved),
