@@ -15,13 +15,25 @@ import torch.utils.checkpoint
 from torch import nn
 
 import spiritlevel as sl
+from spiritlevel.answers.changes import as_change
 from spiritlevel.binding.batches import Batches
 from spiritlevel.binding.context import Context
+from spiritlevel.binding.modules import in_double
 from spiritlevel.binding.problem import Problem
 from spiritlevel.binding.reading import Form, Reading
 from spiritlevel.errors import InputError
 from spiritlevel.measures import Setting, select
 from spiritlevel.operators import averaging, replay
+from spiritlevel.transforms import (
+    input_map,
+    permute_units,
+    radial,
+    rescale_all,
+    rescale_layers,
+    scale_last_layer,
+    shift_logits,
+    split_units,
+)
 from spiritlevel.watching import derivatives, recording
 from spiritlevel.watching.structure import Watch
 
@@ -339,6 +351,67 @@ def test_threads_take_turns_and_leave_the_process_as_it_was(data: Data) -> None:
     other.join()
     assert found == [expected, expected]
     assert switches() == before
+
+
+COPIED: dict[str, Callable[[nn.Module], Any]] = {
+    "rescale_layers": lambda model: rescale_layers(model, {"0": 2.0, "2": 0.5}).model,
+    "rescale_all": lambda model: rescale_all(model, 2.0).model,
+    "scale_last_layer": lambda model: scale_last_layer(model, 2.0).model,
+    "permute_units": lambda model: permute_units(model, data=torch.ones(4, 4)).model,
+    "split_units": lambda model: split_units(model, data=torch.ones(4, 4)).model,
+    "shift_logits": lambda model: shift_logits(model, data=torch.ones(4, 4)).model,
+    "input_map": lambda model: input_map(model, 2.0, 1.0).model,
+    "radial": lambda model: radial(model, delta=1.0, rho=0.25, r_hat=0.5).model,
+    "in_double": in_double,
+    "another model": lambda model: as_change(model).other,
+}
+"""What copies a model, or reads its parameters."""
+
+
+@pytest.mark.parametrize("name", COPIED)
+def test_a_model_is_copied_as_it_is_while_another_thread_measures_it(name: str, data: Data) -> None:
+    """Points of a surface stand in the place of the model's own parameters during each pass."""
+    model, found = net(), list[Any]()
+    expected, own = state(COPIED[name](net())), [*model.parameters()]
+    other = threading.Thread(target=lambda: found.append(state(COPIED[name](model))))
+
+    def hook(module: nn.Module, args: Any) -> None:
+        moved = any(a is not b and not torch.equal(a, b) for a, b in zip(model.parameters(), own, strict=True))
+        if moved and not other.ident:
+            other.start()
+            other.join(0.3)  # it waits for its turn
+
+    model.register_forward_pre_hook(hook)
+    sl.landscape(model, data, directions="random", points=3)
+    assert other.ident
+    other.join()
+    assert found
+    assert found[0].keys() == expected.keys()
+    assert all(torch.equal(found[0][key], expected[key]) for key in expected)
+
+
+def state(copied: Any) -> dict[str, torch.Tensor]:
+    return dict(copied.state_dict() if isinstance(copied, nn.Module) else copied)
+
+
+def test_a_model_is_not_measured_while_another_thread_moves_it_along_an_update(data: Data) -> None:
+    model, found = net(), list[float]()
+    expected = sl.trace(model, data).value
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    other = threading.Thread(target=lambda: found.append(sl.trace(model, data).value))
+    before = model[0].weight.detach().clone()  # type: ignore[index,union-attr]
+
+    def closure() -> torch.Tensor:
+        if not torch.equal(model[0].weight, before) and not other.ident:  # type: ignore[index,union-attr]
+            other.start()
+            other.join(0.3)
+        return nn.functional.cross_entropy(model(data[0]), data[1])
+
+    closure().backward()
+    sl.critical_sharpness(closure, optimizer)
+    assert other.ident
+    other.join()
+    assert found == [expected]
 
 
 def test_one_model_in_several_threads_is_measured_once_in_each(data: Data) -> None:

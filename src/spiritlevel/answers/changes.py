@@ -15,8 +15,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from spiritlevel.binding.modules import unwrapped
+from spiritlevel.binding.modules import state_of, unwrapped
 from spiritlevel.binding.parameters import Params
+from spiritlevel.binding.state import in_turn
 from spiritlevel.errors import InputError, first_line, named_error, shown
 
 GRAMMAR = (
@@ -85,7 +86,7 @@ def as_change(change: Any) -> Change:
         return _named(change)
     if isinstance(change, nn.Module):
         other = unwrapped(change)
-        state = {name: tensor.detach() for name, tensor in [*other.named_parameters(), *other.named_buffers()]}
+        state = {name: tensor.detach() for name, tensor in state_of(other)}
         return Change("another model", f"the way to another {type(other).__name__}", other=state)
     if isinstance(change, Mapping):
         if not change or not all(isinstance(tensor, Tensor) for tensor in change.values()):
@@ -320,6 +321,7 @@ def _through(function: Callable[[Tensor], Any], name: str, params: Params) -> Pa
 # ---------------------------------------------------------------- LoRA
 
 
+@in_turn()  # while another thread measures the model, it holds other tensors
 def merged(model: nn.Module) -> tuple[nn.Module, Change]:
     """The model without its LoRA adapters, and the change that merging them makes: W + s·BA for every layer.
 

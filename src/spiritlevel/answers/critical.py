@@ -21,10 +21,10 @@ from torch.optim import Optimizer
 
 from spiritlevel.arguments import checked
 from spiritlevel.binding.devices import doubled
-from spiritlevel.binding.modules import is_parted, managed_modules, part_here, unwrapped
+from spiritlevel.binding.modules import is_parted, managed_modules, part_here, state_of, unwrapped
 from spiritlevel.binding.ranks import Ranks
 from spiritlevel.binding.reading import Reading
-from spiritlevel.binding.state import preserved_random_state
+from spiritlevel.binding.state import in_turn, preserved_random_state
 from spiritlevel.errors import InputError, first_line
 from spiritlevel.estimators import Operator, eigenvalues
 from spiritlevel.operators.matrices import hessian
@@ -38,6 +38,7 @@ _JUMP, _JUMPS = 23, 5  # cells, a factor of 4, and how often, from the optimiser
 
 
 @checked
+@in_turn()  # it moves the parameters themselves
 def critical_sharpness(
     closure: Callable[[], Any], optimizer: Optimizer, *, start: float | CriticalSharpness | None = None
 ) -> CriticalSharpness:
@@ -423,7 +424,7 @@ def stability(
             "stability; call this when it is positive."
         )
     op = hessian(model, data, loss=loss, batch_norm=batch_norm, **reading)
-    own = dict(unwrapped(model).named_parameters())
+    own = dict(state_of(unwrapped(model)))
     roots, decays = [], []
     for name in op.names:
         parameter = own[name]

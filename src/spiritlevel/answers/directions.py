@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from spiritlevel.binding.context import Context
-from spiritlevel.binding.modules import unwrapped
+from spiritlevel.binding.modules import state_of, unwrapped
 from spiritlevel.binding.parameters import Params
 from spiritlevel.binding.problem import Problem
 from spiritlevel.errors import InputError, shown, unknown_name
@@ -137,7 +137,7 @@ def _towards(problem: Problem, other: nn.Module | Mapping[str, Tensor]) -> Param
 def difference(problem: Problem, other: nn.Module | Mapping[str, Tensor]) -> Params:
     """Other minus this, which may be zero; see `_towards`."""
     here = {**problem.params, **problem.constants}
-    there = dict(other) if isinstance(other, Mapping) else dict(_tensors(other))
+    there = dict(other) if isinstance(other, Mapping) else dict(state_of(other))
     unsaved: set[str] = set()
     if isinstance(other, Mapping):  # it holds tied parameters twice, and may lack what was not trained
         twice = problem.model.state_dict().keys() - here.keys()
@@ -156,10 +156,6 @@ def difference(problem: Problem, other: nn.Module | Mapping[str, Tensor]) -> Par
             goal = tensor if name in unsaved else there[name].detach().to(tensor)
             move[name] = torch.where(goal == tensor, 0.0, goal - tensor)  # a mask of −∞ stays where it is
     return move
-
-
-def _tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
-    return [*model.named_parameters(), *model.named_buffers()]
 
 
 # ---------------------------------------------------------------- along a training

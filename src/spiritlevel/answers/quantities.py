@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from spiritlevel.answers.critical import critical_sharpness, stability
 from spiritlevel.answers.outcomes import outcomes
-from spiritlevel.binding.modules import unwrapped
+from spiritlevel.binding.modules import state_of, unwrapped
 from spiritlevel.errors import InputError, NotExactError, unknown_name
 from spiritlevel.estimators import eigenvalues, operator_trace
 from spiritlevel.measures import Setting
@@ -140,7 +140,7 @@ class Quantities:
     def _critical_sharpness_of(self, setting: Setting) -> dict[str, Any]:
         assert self.optimizer is not None
         problem = setting.problem
-        own = dict(unwrapped(self.model).named_parameters())
+        own = dict(state_of(unwrapped(self.model)))
         batches = list(setting.each())
         count = sum(len(targets) for _, targets in batches)
 

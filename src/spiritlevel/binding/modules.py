@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from spiritlevel.binding.devices import has_double
+from spiritlevel.binding.state import in_turn
 from spiritlevel.errors import InputError
 
 _QUANTISED = ("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized", "torch.nn.quantized")  # of modules
@@ -96,6 +96,7 @@ def to_eval_mode(model: nn.Module) -> None:
             module.training = False
 
 
+@in_turn()
 def in_double(model: nn.Module) -> nn.Module:
     """A copy of a model in float64; on the CPU, if its own device has no such numbers."""
     copied = copy.deepcopy(model)
@@ -104,10 +105,10 @@ def in_double(model: nn.Module) -> nn.Module:
     return copied.double()
 
 
-def state_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and buffers, by name."""
-    yield from model.named_parameters()
-    yield from model.named_buffers()
+@in_turn()
+def state_of(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """Parameters and buffers, by name: the model's own, not those that another thread measures it with."""
+    return [*model.named_parameters(), *model.named_buffers()]
 
 
 def memory_of(tensor: Tensor) -> int:

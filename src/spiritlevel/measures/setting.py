@@ -22,6 +22,7 @@ from spiritlevel.binding.parameters import Params
 from spiritlevel.binding.points import at_points, points_at_once
 from spiritlevel.binding.problem import Problem
 from spiritlevel.binding.shards import ShardedProblem
+from spiritlevel.binding.state import in_turn
 from spiritlevel.errors import InputError
 from spiritlevel.estimators import Operator, operator_trace
 from spiritlevel.measures.blocks import Block, gauss_newton_blocks
@@ -66,6 +67,7 @@ class Setting(Context):
         self.along: dict[str, list[Tensor]] = {}  # probes that they used
 
     @property
+    @in_turn()
     def model(self) -> nn.Module:
         """The model, while it is still the one that `problem` copied: a setting never mixes two states of a model."""
         if self.problem.sharded:
@@ -437,6 +439,7 @@ class Setting(Context):
         return found
 
     @functools.cached_property
+    @in_turn()
     def folded(self) -> Setting:
         """The same model, every batch norm folded into the layer in front of it and no parameter frozen.
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from spiritlevel.arguments import checked
 from spiritlevel.binding.reading import Reading, form_of
+from spiritlevel.binding.state import in_turn
 from spiritlevel.transforms.certificates import Transformed
 from spiritlevel.transforms.families import Family, Mixing, Shifting, Turning
 from spiritlevel.transforms.maps import condition, length
@@ -25,6 +26,7 @@ _PLACED = (Kind.ALIAS, Kind.COPY, Kind.RESHAPING, Kind.MOVING)
 
 
 @checked
+@in_turn()
 def mix_heads(
     model: nn.Module, *, data: Any, size: float = 10.0, seed: int = 0, **reading: Unpack[Reading]
 ) -> Transformed:
@@ -75,6 +77,7 @@ def head_mixings(watched: Watched, size: float) -> Family:
 
 
 @checked
+@in_turn()
 def shift_attention_biases(
     model: nn.Module, *, data: Any, size: float = 1.0, seed: int = 0, **reading: Unpack[Reading]
 ) -> Transformed:

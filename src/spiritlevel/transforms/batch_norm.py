@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from spiritlevel.arguments import checked
 from spiritlevel.binding.devices import doubled
 from spiritlevel.binding.reading import Reading, form_of
+from spiritlevel.binding.state import in_turn
 from spiritlevel.errors import InputError
 from spiritlevel.transforms.certificates import Sample, Transformed
 from spiritlevel.watching.factors import Factor, grid
@@ -18,6 +19,7 @@ from spiritlevel.watching.scalings import follow_factors
 
 
 @checked
+@in_turn()
 def fold_batchnorm(model: nn.Module, *, data: Any = None, **reading: Unpack[Reading]) -> Transformed:
     """Fold every batch norm into the linear layer or convolution directly before it (eval mode).
 

@@ -15,6 +15,7 @@ from torch.nn.modules.conv import _ConvNd
 from spiritlevel.arguments import checked
 from spiritlevel.binding.devices import doubled
 from spiritlevel.binding.reading import Reading, form_of
+from spiritlevel.binding.state import in_turn
 from spiritlevel.errors import InputError, shown, unknown_name
 from spiritlevel.transforms.batch_norm import set_bias
 from spiritlevel.transforms.certificates import Sample, Transformed
@@ -138,6 +139,7 @@ def _rows(inputs: Tensor, per: str) -> Tensor:
 
 
 @checked
+@in_turn()
 def input_map(
     model: nn.Module,
     matrix: Tensor | float | None = None,

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from spiritlevel.arguments import checked
 from spiritlevel.binding.reading import Reading, form_of
+from spiritlevel.binding.state import in_turn
 from spiritlevel.transforms.certificates import Transformed
 from spiritlevel.transforms.families import Family, Shifting
 from spiritlevel.transforms.maps import length
@@ -22,6 +23,7 @@ _SHIFTED = Passing(outputs=True)
 
 
 @checked
+@in_turn()
 def shift_logits(
     model: nn.Module, *, data: Any, size: float = 1.0, seed: int = 0, **reading: Unpack[Reading]
 ) -> Transformed:

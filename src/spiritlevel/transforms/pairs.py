@@ -8,6 +8,7 @@ from torch import nn
 
 from spiritlevel.arguments import checked
 from spiritlevel.binding.reading import Reading, form_of
+from spiritlevel.binding.state import in_turn
 from spiritlevel.transforms.certificates import Transformed
 from spiritlevel.transforms.families import Family, Mixing, Scaling
 from spiritlevel.transforms.maps import condition
@@ -28,6 +29,7 @@ def _family(watched: Watched, moves: list[Scaling] | list[Mixing], refused: str,
 
 
 @checked
+@in_turn()
 def mix_linear(
     model: nn.Module, *, data: Any, size: float = 10.0, seed: int = 0, **reading: Unpack[Reading]
 ) -> Transformed:
@@ -70,6 +72,7 @@ def linear_mixings(watched: Watched, size: float) -> Family:
 
 
 @checked
+@in_turn()
 def shift_norm_gain(
     model: nn.Module, *, data: Any, size: float = 10.0, seed: int = 0, **reading: Unpack[Reading]
 ) -> Transformed:
@@ -111,6 +114,7 @@ def gains(watched: Watched, size: float) -> Family:
 
 
 @checked
+@in_turn()
 def scale_gate(
     model: nn.Module, *, data: Any, size: float = 10.0, seed: int = 0, **reading: Unpack[Reading]
 ) -> Transformed:

@@ -13,6 +13,7 @@ from torch.func import functional_call
 
 from spiritlevel.arguments import checked, number
 from spiritlevel.binding.reading import Reading, form_of
+from spiritlevel.binding.state import in_turn
 from spiritlevel.errors import InputError
 from spiritlevel.estimators import Operator
 from spiritlevel.transforms.certificates import Sample, Transformed
@@ -157,6 +158,7 @@ class _Radial(nn.Module):
 
 
 @checked
+@in_turn()
 def radial(
     model: nn.Module,
     *,

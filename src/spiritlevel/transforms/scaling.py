@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from spiritlevel.arguments import checked
 from spiritlevel.binding.devices import doubled
 from spiritlevel.binding.reading import Form, Reading, form_of
+from spiritlevel.binding.state import in_turn
 from spiritlevel.errors import InputError, unknown_name
 from spiritlevel.transforms.certificates import Sample, Transformed
 from spiritlevel.watching.factors import Factor, is_one, same
@@ -54,6 +55,7 @@ def _groups_walk(model: nn.Module, data: Any, form: Form) -> Walk:
 
 
 @checked
+@in_turn()
 def scaling_groups(model: nn.Module, *, data: Any = None, **reading: Unpack[Reading]) -> tuple[ScalingGroup, ...]:
     """The groups of layers that may be scaled without changing the function, found by running the network.
 
@@ -82,6 +84,7 @@ def scaling_groups(model: nn.Module, *, data: Any = None, **reading: Unpack[Read
     return tuple(found)
 
 
+@in_turn()
 def why_no_groups(model: nn.Module, *, data: Any = None, **reading: Unpack[Reading]) -> str:
     """Why `scaling_groups` finds nothing: no factor passes, or there is an operation that it cannot follow."""
     walk = _groups_walk(model, data, form_of(reading))
@@ -90,6 +93,7 @@ def why_no_groups(model: nn.Module, *, data: Any = None, **reading: Unpack[Readi
 
 
 @checked
+@in_turn()
 def rescale_layers(
     model: nn.Module,
     factors: Mapping[str, Factor],
@@ -136,6 +140,7 @@ def rescale_layers(
 
 
 @checked
+@in_turn()
 def rescale_all(model: nn.Module, alpha: float, *, data: Any = None, **reading: Unpack[Reading]) -> Transformed:
     """Multiply the outputs by α, spread evenly over the layers: W_k → α^{1/K} W_k and b_k → α^{k/K} b_k.
 
@@ -173,6 +178,7 @@ def rescale_all(model: nn.Module, alpha: float, *, data: Any = None, **reading: 
 
 
 @checked
+@in_turn()
 def scale_last_layer(model: nn.Module, alpha: float, *, data: Any = None, **reading: Unpack[Reading]) -> Transformed:
     """Multiply the outputs by α through the last layer alone, weights and bias.
 
@@ -205,6 +211,7 @@ def scale_last_layer(model: nn.Module, alpha: float, *, data: Any = None, **read
 
 
 @checked
+@in_turn()
 def scale_before_batchnorm(
     model: nn.Module, factors: Mapping[str, Factor], *, data: Any = None, **reading: Unpack[Reading]
 ) -> Transformed:

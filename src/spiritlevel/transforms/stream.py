@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from spiritlevel.arguments import checked
 from spiritlevel.binding.reading import Reading, form_of
+from spiritlevel.binding.state import in_turn
 from spiritlevel.transforms.certificates import Transformed
 from spiritlevel.transforms.families import Family, Rotating
 from spiritlevel.transforms.maps import LinearMap, Step
@@ -22,6 +23,7 @@ _ROTATED = Passing(squares=True, orthogonal=True)
 
 
 @checked
+@in_turn()
 def rotate_stream(
     model: nn.Module, *, data: Any, size: float = 1.0, seed: int = 0, **reading: Unpack[Reading]
 ) -> Transformed:
@@ -73,6 +75,7 @@ def stream_rotations(watched: Watched, size: float) -> Family:
     return Family(folded, moves, start=start)
 
 
+@in_turn()  # while another thread measures the model, it holds other tensors
 def _folded(watched: Watched) -> Watched:
     """The network with the gains of its RMS norms in the layers that read them, and ones in their place."""
     channels = watched.channels(SCALED)

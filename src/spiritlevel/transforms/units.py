@@ -15,6 +15,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from spiritlevel.arguments import checked
 from spiritlevel.binding.reading import Reading, form_of
+from spiritlevel.binding.state import in_turn
 from spiritlevel.errors import InputError, counted
 from spiritlevel.transforms.certificates import Transformed
 from spiritlevel.transforms.maps import Step, share
@@ -35,6 +36,7 @@ _NO_UNITS = "this network has no hidden units that only linear layers read"
 
 
 @checked
+@in_turn()
 def permute_units(
     model: nn.Module, *, data: Any, size: float = 1.0, seed: int = 0, **reading: Unpack[Reading]
 ) -> Transformed:
@@ -75,6 +77,7 @@ def permute_units(
 
 
 @checked
+@in_turn()
 def split_units(
     model: nn.Module, *, data: Any, size: float = 0.25, seed: int = 0, **reading: Unpack[Reading]
 ) -> Transformed:

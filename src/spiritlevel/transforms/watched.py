@@ -13,6 +13,7 @@ from spiritlevel.binding.batches import resized
 from spiritlevel.binding.modules import in_double, state_of, unwrapped
 from spiritlevel.binding.problem import Problem
 from spiritlevel.binding.reading import Form
+from spiritlevel.binding.state import in_turn
 from spiritlevel.errors import InputError, checked_seed, counted
 from spiritlevel.transforms.certificates import Sample, Transformed
 from spiritlevel.transforms.maps import LinearMap, Step, generator
@@ -29,6 +30,7 @@ _ROUNDED = 1e-3  # the same where the network itself computes with fewer digits,
 class Watched:
     """A model under a transform's inspection: a float64 copy, its recorded forward pass, data and random numbers."""
 
+    @in_turn()  # while another thread measures the model, it holds other tensors
     def __init__(self, who: str, model: nn.Module, data: Any, seed: int, form: Form) -> None:
         if not isinstance(model, nn.Module):
             raise InputError(f"{who}: the model must be a torch.nn.Module, got {type(model).__name__}.")
@@ -99,6 +101,7 @@ class Watched:
             start=start,
         )
 
+    @in_turn()
     def certified(
         self,
         new: nn.Module,
