@@ -247,6 +247,21 @@ def test_sequences_of_unequal_length_are_measured_in_their_batches() -> None:
     assert len(sl.margins(case.model, batches, loss=case.loss, unit="token")) == int((TAGS != -100).sum()) + 12
 
 
+def test_an_empty_batch_of_sequences_changes_nothing() -> None:
+    case = CASES["tagger"]
+    batches = [(TEXT[:0], TAGS[:0]), (TEXT, TAGS), (TEXT[:0], TAGS[:0])]
+    measures: list[Callable[[Any], Tensor]] = [
+        lambda data: sl.sample_traces(case.model, data, loss=case.loss, unit="token").values,
+        lambda data: sl.margins(case.model, data, loss=case.loss, unit="token").signed,
+        lambda data: sl.hessian(case.model, data, loss=case.loss, unit="token").dense(),
+        lambda data: sl.empirical_fisher(case.model, data, loss=case.loss, unit="token").dense(),
+    ]
+    for measure in measures:
+        assert torch.allclose(measure(batches), measure(case.data))
+    with pytest.raises(InputError, match="the data are empty"):
+        sl.margins(case.model, (TEXT[:0], TAGS[:0]), loss=case.loss, unit="token")
+
+
 def test_margins_of_many_decisions_are_means() -> None:
     for name in ("tagger", "many labels"):
         case = CASES[name]

@@ -321,7 +321,8 @@ class Batches:
         """Every position that counts, as a sample of its own; data that were already taken apart stay as they are."""
         first = 0
         for inputs, targets in self._raw():
-            _count(inputs, targets)
+            if not _count(inputs, targets):
+                continue
             if isinstance(inputs, Unit):
                 size = self.size or len(targets)
                 for start in range(0, len(targets), size):
