@@ -306,6 +306,10 @@ def test_a_table_from_the_command_line(folder: Path, capsys: pytest.CaptureFixtu
     assert "columns taken as numbers: mass, male, flipper" in said
     report = json.loads(Path("r.json").read_text())["report"]
     assert report["settings"]["train data"] == "penguins.csv (target species)"
+    first, weights, *_, target = report["headline"]  # what a page shows above its numbers is what was measured
+    assert first.startswith("It classifies")
+    assert weights.startswith("Weights: as own.py:Mixed built them")
+    assert target.startswith("target species (")
     expected = sl.trace(load_model("own.py:Mixed"), load_samples("penguins.csv", target="species").data)
     assert report["rows"][0]["value"]["value"] == pytest.approx(float(expected.value))
 

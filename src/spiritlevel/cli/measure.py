@@ -206,8 +206,9 @@ class Measure(OnData):
         )
         sources = {"model": self.model, "weights": str(self.weights or "as built"), "train data": train.name}
         sources |= {} if test is None else {"test data": test.name}
-        notes = [note, *train.notes, *(() if test is None else test.notes)]
-        headline = (*filter(None, dict.fromkeys(notes)), *report.headline)
+        read = dict.fromkeys([*train.notes, *(() if test is None else test.notes)])  # how tables were read
+        first, rest = report.headline[:1], report.headline[1:]  # the page shows the first above its numbers
+        headline = (*first, *filter(None, [note]), *rest, *read)
         return dataclasses.replace(report, settings={**sources, **report.settings}, headline=headline)
 
 
