@@ -115,6 +115,36 @@ def test_a_trajectory_lies_in_the_nearest_plane_through_the_model(states: bool) 
     assert torch.equal(again.track, plane.track)
 
 
+@pytest.mark.parametrize("points", [3, 5, 6, 20, 21])
+def test_the_steps_of_a_trajectory_hold_it_or_end_at_the_radius(points: int) -> None:
+    others, context = [network(1), network(2), network(3)], Context(NET, DATA)
+    found = wanted("eigenvectors", others, None, points, None).find(context)
+    assert found.track is not None
+    for k, steps in enumerate(found.steps):
+        reach = max(0.0, float(found.track[:, k].max())) - min(0.0, float(found.track[:, k].min()))
+        assert len(steps) == points
+        assert 0.0 in steps.tolist()
+        assert float(steps[0]) <= float(found.track[:, k].min())
+        assert float(steps[-1]) >= float(found.track[:, k].max())
+        assert float(steps[-1] - steps[0]) <= 1.3 * reach * (points - 1) / (points - 2) + 1e-12
+    if points % 2 == 0:
+        with pytest.raises(InputError, match=f"an odd whole number of points, .*, got {points}; take {points + 1}"):
+            wanted("eigenvectors", others, None, points, 0.5)
+        return
+    for steps in wanted("eigenvectors", others, None, points, 0.5).find(context).steps:
+        assert steps.tolist() == pytest.approx(torch.linspace(-0.5, 0.5, points).tolist())
+        assert (float(steps[0]), float(steps[points // 2]), float(steps[-1])) == (-0.5, 0.0, 0.5)
+
+
+@pytest.mark.parametrize("points", [3, 4, 5, 20])
+@pytest.mark.parametrize("radius", [0.0, 0.25, 0.4, 1.0])
+def test_a_path_continues_no_further_than_asked(points: int, radius: float) -> None:
+    (steps,) = wanted(network(1), None, None, points, radius).find(Context(NET, DATA)).steps
+    assert {0.0, 1.0} <= set(steps.tolist())
+    assert float(steps[0]) >= -radius
+    assert float(steps[-1]) <= 1 + radius
+
+
 def test_a_plane_through_two_checkpoints_holds_both() -> None:
     others = [network(1), network(2)]
     found = wanted("eigenvectors", others, None, 5, None).find(Context(NET, DATA))
@@ -414,6 +444,7 @@ def test_a_trajectory_is_drawn_to_the_model() -> None:
         (lambda: sl.plot.save(sl.plot.margins(NET, DATA), "figure.gif"), "needs the ending .svg, .pdf or .png"),
         (lambda: sl.plot.save(sl.plot.margins(NET, DATA), "x.svg", size="poster"), "unknown figure size 'poster'"),
         (lambda: sl.landscape(NET, DATA, trajectory=[NET]), "checkpoints that differ from the model"),
+        (lambda: sl.landscape(NET, DATA, directions=network(1), dimensions=2), "here 1, and dimensions= asks for 2"),
         (lambda: sl.landscape(NET, DATA, trajectory=5), "trajectory must be the checkpoints of a training"),
         (lambda: sl.landscape(NET, DATA, trajectory=[NET], directions="random"), "leave directions= out"),
         (lambda: sl.landscape(NET, DATA, keep=__file__), "keep= needs a folder, but"),

@@ -75,16 +75,26 @@ def wanted(
         others = _models(trajectory, kind, "the checkpoints of a training run, models or state dicts")
     elif len(others) > 2:
         raise InputError(f"a landscape takes one or two directions, got {len(others)} models.")
+    if kind == "models" and dimensions not in (None, len(others)):
+        raise InputError(
+            f"a landscape to other models has a direction for each of them, here {len(others)}, and dimensions= asks "
+            f"for {dimensions!r}; leave it out."
+        )
     dimensions = len(others) if kind == "models" else dimensions or (2 if kind == "trajectory" else 1)
     if not isinstance(dimensions, int) or dimensions not in (1, 2):
         raise InputError(f"a landscape takes dimensions=1 or 2, got {dimensions!r}.")
-    free = kind in ("models", "trajectory")
-    if points is not None and (not isinstance(points, int) or points < 3 or (not free and points % 2 == 0)):
-        article, why = ("a", "") if free else ("an odd", ", so that the model is one of them")
-        raise InputError(f"landscape needs {article} whole number of points, at least 3{why}, got {points!r}.")
+    _check_points(points, odd=kind != "models" and not (kind == "trajectory" and radius is None))
     if radius is not None and not (math.isfinite(radius) and (radius > 0 or (kind == "models" and radius == 0))):
         raise InputError(f"landscape needs a positive radius, got {radius}.")
     return Wanted(kind, others, dimensions, points or (41 if dimensions == 1 else 21), radius)
+
+
+def _check_points(points: int | None, odd: bool) -> None:
+    """Between −radius and radius, an even number of equal steps would leave out the model or reach beyond."""
+    if points is not None and (not isinstance(points, int) or points < 3 or (odd and points % 2 == 0)):
+        article, why = ("an odd", ", so that the model is the one in the middle") if odd else ("a", "")
+        way = f"; take {points + 1}" if odd and isinstance(points, int) and points > 3 else ""
+        raise InputError(f"landscape needs {article} whole number of points, at least 3{why}, got {points!r}{way}.")
 
 
 def _models(given: Any, name: str, expected: str) -> list[nn.Module | Mapping[str, Tensor]]:
@@ -191,16 +201,19 @@ def _along(context: Context, asked: Wanted) -> Directions:
         for column in weights.T
     ]
     track = gram @ weights
-    steps = tuple(_around(track[:, k], asked.points, asked.radius) for k in range(count))
+    if asked.radius is None:
+        steps = tuple(_around(track[:, k], asked.points) for k in range(count))
+    else:
+        steps = (_centred(asked.points, asked.radius),) * count
     labels = tuple(f"principal direction {k + 1}" for k in range(count))
     explained = tuple((values[:count] / values.sum()).tolist())
     return Directions(moves, labels, steps, track=track, explained=explained)
 
 
-def _around(places: Tensor, points: int, radius: float | None) -> Tensor:
-    """Equal steps that include 0 and reach beyond all places; with `radius` from −radius to radius."""
-    low, high = (min(0.0, float(places.min())), max(0.0, float(places.max()))) if radius is None else (-radius, radius)
-    room = _ROOM * (high - low) if radius is None else 0.0
+def _around(places: Tensor, points: int) -> Tensor:
+    """Equal steps that include 0 and reach beyond all places."""
+    low, high = min(0.0, float(places.min())), max(0.0, float(places.max()))
+    room = _ROOM * (high - low)
     low, high = low - room, high + room
     size = (high - low) / (points - 1)
     if not math.isclose(low / size, round(low / size), abs_tol=1e-9):  # a little wider, so that 0 is a step

@@ -92,11 +92,11 @@ def landscape(
         directions: see above.
         trajectory: models or state dicts in the order of the training; the model itself need not be among them.
         dimensions: 1 or 2; by default 1, and 2 for two models or a trajectory.
-        points: grid points per direction, odd so that the model is one of them; 41 on a line, 21 on a plane. To another
-            model: the points from step 0 to step 1.
-        radius: the largest step: 1 for random directions, √(2/|λ₁|) for eigenvectors, where the parabola along the
-            first has risen by 1. To another model: how far the path continues beyond both ends, 0 unless given. Along
-            a trajectory: all of it unless given.
+        points: grid points per direction, odd so that the model is the one in the middle; 41 on a line, 21 on a plane.
+            To another model: the points from step 0 to step 1, of any number. Along a whole trajectory: any number.
+        radius: the largest step, to both sides: 1 for random directions, √(2/|λ₁|) for eigenvectors, where the parabola
+            along the first has risen by 1. To another model: how far the path continues beyond both ends, 0 unless
+            given. Along a trajectory: all of it unless given, with some room around it.
         keep: a folder in which the work so far is kept every few seconds. After a kill the same call resumes there
             and ends at the same numbers, bit for bit; when all is done it returns at once. A call for another surface
             is refused. The search for eigenvectors keeps each product that takes more than a second, as large as the
