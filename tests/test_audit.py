@@ -82,6 +82,17 @@ def test_the_worst_factor_is_measured_on_a_network_of_the_same_outputs(normed: A
     assert "at the same probabilities" in str(replace(worst["trace"], transform="shift_logits"))
 
 
+def test_a_search_finds_no_factor_in_rounding() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 6), nn.ReLU(), nn.Linear(6, 3))
+    data = torch.randn(20, 4), torch.arange(20) % 3
+    found = audit(net, data, measures=["relative_flatness", "weight_norm"], transforms=["mix_linear"])
+    row = found.row("relative_flatness", "mix_linear")
+    assert row.verdict == "invariant"
+    assert row.before.value != row.after.value  # float32
+    assert [item.measure for item in found.worst] == ["weight_norm"]
+
+
 def test_json_round_trip_and_table(normed: Audit, tmp_path: Path) -> None:
     text = normed.to_json(tmp_path / "audit.json")
     json.loads(text, parse_constant=lambda name: pytest.fail(f"not strict JSON: {name}"))

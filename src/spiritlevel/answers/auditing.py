@@ -16,7 +16,16 @@ import torch
 from torch import nn
 
 from spiritlevel import transforms as maps
-from spiritlevel.answers.searching import PROBES, furthest, moved_to, sample_of, scaled, searches
+from spiritlevel.answers.searching import (
+    PROBES,
+    SINGLE,
+    equal_within,
+    furthest,
+    moved_to,
+    sample_of,
+    scaled,
+    searches,
+)
 from spiritlevel.answers.sharing import shared
 from spiritlevel.arguments import checked
 from spiritlevel.binding.reading import Reading
@@ -34,9 +43,8 @@ DEFAULT_TRANSFORMS = (*SYMMETRIES, "scale_last_layer")
 
 _BETA = 8.0  # powers of 2 change no digit of a weight
 _ALPHA = 2.0
-_TOLERANCE = {torch.float64: 1e-6}  # relative difference that still counts as equal; 1e-3 in single precision
 _DECLARED = 5  # standard errors by which two estimates of a value that in theory stays the same may differ
-_SINGLE, _BOUND = 1e-3, 0.02  # lower bounds that an optimiser found are compared to 2%
+_BOUND = 0.02  # lower bounds that an optimiser found are compared to 2%
 
 Progress = Callable[[str, int, int], None]
 """Called with what comes next, the steps done, and the steps in all."""
@@ -263,10 +271,9 @@ def _row(
     mapped = certificate.factors is not None or (transformed.map is not None and transformed.start is None)
     linear = mapped and certificate.scale == 1.0  # the Hessian becomes T⁻ᵀHT⁻¹
     paired = _paired(measure, *both)
-    tolerance = _TOLERANCE.get(here.problem.dtype, _SINGLE)
     keeps_sign = measure.keeps_sign and linear
     found = _BOUND if measure.lower_bound else 0.0
-    verdict, note = _verdict(before, after, tolerance, keeps_sign, declared, paired[0], found)
+    verdict, note = _verdict(before, after, equal_within(here), keeps_sign, declared, paired[0], found)
     one_sign = before.sign * after.sign > 0 or verdict == "invariant"
     ratio = after.value / before.value if one_sign and before.value else math.nan
     return AuditRow(measure.name, name, before, after, ratio, predicted, verdict, declared, note, paired[1])
@@ -393,7 +400,7 @@ def _scale_before_batchnorm(here: Setting) -> Transformed:
 def _shift_logits(here: Setting) -> Transformed:
     found = maps.shift_logits(here.model, data=sample_of(here), seed=here.seed)
     before, after = here.losses, moved_to(here, found).losses
-    if not torch.allclose(before, after, rtol=_SINGLE, atol=_SINGLE * float(before.abs().max())):
+    if not torch.allclose(before, after, rtol=SINGLE, atol=SINGLE * float(before.abs().max())):
         raise InputError(
             f"shift_logits: keeps the probabilities, but the loss {here.problem.loss.name!r} sees the logits."
         )

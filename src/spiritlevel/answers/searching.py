@@ -35,6 +35,13 @@ _SHIFTS = ("shift_logits", "shift_attention_biases")
 _STEPS = 3  # uphill
 _DRAWN, _AFFORDABLE = 25, 60  # forward passes of measures that are taken at a random point, and at the end of a climb
 _PURPOSE = 11  # of the random signs that stand for all parameters
+_EQUAL = {torch.float64: 1e-6}  # relative difference that still counts as equal; 1e-3 in single precision
+SINGLE = 1e-3
+
+
+def equal_within(here: Setting) -> float:
+    """The relative difference of two values that still counts as none, in the precision of the parameters."""
+    return _EQUAL.get(here.problem.dtype, SINGLE)
 
 
 def sample_of(here: Setting) -> Sample:
@@ -112,7 +119,7 @@ def _climbed(here: Setting, chosen: list[Measure], before: dict[str, Estimate], 
         start = before[measure.name]
         found = [*ends[measure.name], (start, {})]
         (low, low_end), (high, high_end) = (of(found, key=lambda end: end[0].value) for of in (min, max))
-        if high.value > low.value:
+        if high.value - low.value > equal_within(here) * high.value:
             errors = (_half(start), _half(low), _half(high))
             numbers = (start.value, low.value, high.value)
             yield WorstFactor(measure.name, *numbers, low_end, high_end, apart, errors, name)
@@ -198,7 +205,7 @@ def _worst(here: Setting, chosen: list[Measure], before: dict[str, Estimate]) ->
         worst = max(low_difference, high_difference)
         start = before[measure.name]
         low, high = min(low, start, key=float), max(high, start, key=float)
-        if high.value > low.value:
+        if high.value - low.value > equal_within(here) * high.value:
             errors = (_half(start), _half(low), _half(high))
             values = (start.value, low.value, high.value)
             found.append(WorstFactor(measure.name, *values, low_factors, high_factors, worst, errors))
