@@ -386,6 +386,8 @@ def test_nothing_is_defined_per_sample_under_a_coupled_loss() -> None:
         sl.sample_traces(net(), points(), **options)
     with pytest.raises(InputError, match="needs the gradient of each sample's own loss"):
         sl.empirical_fisher(net(), points(), **options)
+    with pytest.raises(InputError, match="a sample has no curvature of its own in its input"):
+        sl.input_curvature(net(), points(), **options)
     assert Context(net(), points(), **options).coupling == "loss"
 
 
@@ -408,6 +410,9 @@ def test_fixed_batches_of_samples_that_have_nothing_to_do_with_each_other_stay_e
     found = sl.sample_traces(model, data, batches="fixed", batch_size=5)
     assert found.exact
     torch.testing.assert_close(found.values, sl.sample_traces(model, data).values)
+    batches = list(zip(data[0].split(5), data[1].split(5), strict=True))
+    curved = sl.input_curvature(model, batches, batches="fixed").values
+    torch.testing.assert_close(curved, sl.input_curvature(model, data).values)
 
 
 class OwnLoss(nn.Module):

@@ -92,7 +92,12 @@ def input_curvature(
                 problem.checked(problem.outputs(problem.params, first), first, targets)
             check_independence(problem, resized(first, spread(len(targets))))
             check_input_derivatives(problem, first, targets)
-            if batch_size is None:
+            if context.coupling == "loss":
+                raise InputError(
+                    "the loss of a sample depends on the other samples of its batch, so a sample has no curvature of "
+                    "its own in its input; return each sample's own loss."
+                )
+            if batch_size is None and not context.whole:
                 batches.size = max(1, min(512, _NUMBERS // max(1, shadow.size)))
         if batches.size is not None:
             batches.size = ranks.least(batches.size)
