@@ -132,7 +132,7 @@ def test_the_steps_of_a_trajectory_hold_it_or_end_at_the_radius(points: int) -> 
             wanted("eigenvectors", others, None, points, 0.5)
         return
     for steps in wanted("eigenvectors", others, None, points, 0.5).find(context).steps:
-        assert steps.tolist() == pytest.approx(torch.linspace(-0.5, 0.5, points).tolist())
+        assert steps.tolist() == pytest.approx(torch.linspace(-0.5, 0.5, points).tolist(), abs=1e-6)
         assert (float(steps[0]), float(steps[points // 2]), float(steps[-1])) == (-0.5, 0.0, 0.5)
 
 
