@@ -30,6 +30,7 @@ from spiritlevel.answers.keeping import Keeper
 from spiritlevel.binding.context import Context
 from spiritlevel.binding.state import _load_forward_mode
 from spiritlevel.charts import publishing
+from spiritlevel.cli import plot as plot_command
 from spiritlevel.errors import InputError
 from spiritlevel.results import Landscape, Report, TrainingCurves
 
@@ -429,6 +430,25 @@ def test_a_trajectory_is_drawn_to_the_model() -> None:
     assert track[3] == (0.0, 0.0)
 
 
+def smooth() -> Any:
+    return sl.spectral_density(sl.hessian(NET, DATA), probes=2, steps=5).density()
+
+
+def test_traces_and_margins_of_a_model_read_the_data_alike() -> None:
+    """Options of reading went to the traces alone, and the margins were those of another output."""
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = NET
+
+        def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+            return {"logits": -self.net(x), "others": self.net(x)}
+
+    drawn = sorted(row["x"] for row in rows(sl.plot.traces(Two(), DATA, output="others")) if "series" in row)
+    assert drawn == pytest.approx(sorted(sl.margins(NET, DATA).signed.tolist()), rel=1e-5)
+
+
 @pytest.mark.parametrize(
     ("draw", "message"),
     [
@@ -440,6 +460,14 @@ def test_a_trajectory_is_drawn_to_the_model() -> None:
         (lambda: sl.plot.layers(sl.sample_traces(NET, DATA)), "holds no traces by layer"),
         (lambda: sl.plot.layers(3), "layers draws a Report, SampleTraces"),
         (lambda: sl.plot.margins(sl.margins(NET, DATA), loss="exponential"), "the result is already there"),
+        (lambda: sl.plot.margins(sl.margins(NET, DATA), DATA), "data= is an option of a measurement, but the result"),
+        (lambda: sl.plot.layers(sl.sample_traces(NET, DATA, per_layer=True), seed=1), "seed= is an option of a measur"),
+        (lambda: sl.plot.traces(sl.measure(NET, DATA, measures="trace"), probes=9), "probes= is an option of a measur"),
+        (lambda: sl.plot.spectrum(sl.batch_eigenvalues(NET, DATA, batch_size=9), steps=3), "steps= is an option"),
+        (lambda: sl.plot.density(smooth(), steps=3), "steps= is an option of a measurement"),
+        (lambda: sl.plot.density(smooth(), width=0.1), "this one is smooth already; leave it out"),
+        (lambda: sl.plot.landscape(NET, DATA, dimensions=2, points=3, band=4), "band= is drawn along a line, and this"),
+        (lambda: sl.plot.landscape(NET, DATA, dimensions=2, points=3, quadratic=True), "quadratic= is drawn along a"),
         (lambda: sl.plot.save("chart", "figure.svg"), "save needs an Altair chart, got"),
         (lambda: sl.plot.save(sl.plot.margins(NET, DATA), "figure.gif"), "needs the ending .svg, .pdf or .png"),
         (lambda: sl.plot.save(sl.plot.margins(NET, DATA), "x.svg", size="poster"), "unknown figure size 'poster'"),
@@ -617,6 +645,13 @@ def test_options_of_a_figure_that_contradict_are_refused(folder: Path, capsys: p
     both = ["--to", "steps/step-2.safetensors", "--along", "steps"]
     assert cli.main(["plot", "landscape", *on, *both]) == 2
     assert "--to and --along each choose the directions" in capsys.readouterr().err
+    assert cli.main(["plot", "landscape", *on, "--directions", "random", *both[2:]]) == 2
+    assert "--directions and --along each choose the directions" in capsys.readouterr().err
+    assert cli.main(["plot", "landscape", *on, *both[:2], "--dimensions", "2"]) == 2
+    assert "--to draws a line, so it does not go with --dimensions 2" in capsys.readouterr().err
+    for plane in (["--dimensions", "2"], both[2:]):
+        assert cli.main(["plot", "landscape", *on, *plane, "--band", "4"]) == 2
+        assert "--band is drawn along a line, and this landscape is a plane" in capsys.readouterr().err
     assert cli.main(["plot", "spectrum", *on, "--batch", "0"]) == 2
     assert "--batch takes a number of samples, at least 1, got 0." in capsys.readouterr().err
 
@@ -634,6 +669,41 @@ def test_the_command_draws_kept_runs(folder: Path, report: Report, capsys: pytes
     tracker.to_json(folder / "rows.json")
     for file in ("rows.parquet", "rows.json"):
         assert cli.main(["plot", "training", file]) == 0, capsys.readouterr().err
+
+
+def test_options_of_other_figures_are_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """They were ignored."""
+    of_landscape = {
+        "--directions": "random", "--to": "steps/step-2.safetensors", "--along": "steps", "--dimensions": "2",
+        "--points": "5", "--radius": "0.5", "--band": "4", "--accuracy": "",
+    }  # fmt: skip
+    for kind in plot_command.KINDS:
+        options = {} if kind == "landscape" else dict(of_landscape)
+        options |= {} if kind in ("landscape", "training") else {"--log": ""}
+        options |= {} if kind == "spectrum" else {"--batch": "5"}
+        options |= {} if kind == "audit" else {"--measures": "trace"}
+        for option, value in options.items():
+            words = [kind, "net.py:make", "--data", "data.npz", option, *([value] if value else [])]
+            assert cli.main(["plot", *words]) == 2, words
+            sentence = capsys.readouterr().err
+            assert f"{option} belongs to " in sentence, words
+            assert f"not to {kind}; leave it out." in sentence, words
+    assert not list(folder.glob("*.svg"))
+
+
+def test_options_of_a_measurement_are_refused_for_a_kept_run(
+    folder: Path, report: Report, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report.to_json(folder / "report.json")
+    for option, value in (
+        ("--weights", "steps/step-2.safetensors"), ("--samples", "5"), ("--points", "5"), ("--loss", "exponential"),
+        ("--batch-norm", "batch"), ("--seed", "3"), ("--dtype", "float64"), ("--along", "steps"),
+    ):  # fmt: skip
+        assert cli.main(["plot", "landscape", "report.json", option, value]) == 2, option
+        assert f"{option} belongs to a model, but a kept run already holds its numbers" in capsys.readouterr().err
+    assert cli.main(["plot", "landscape", "report.json", "--accuracy", "--log"]) == 0
+    assert cli.main(["plot", "landscape", "report.json", "--band", "4"]) == 2  # a report has a plane
+    assert "--band is drawn along a line" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ from spiritlevel.answers.auditing import audit as audited
 from spiritlevel.answers.surface import landscape as measured_landscape
 from spiritlevel.answers.tracking import Tracker
 from spiritlevel.arguments import checked
+from spiritlevel.binding.reading import Reading
 from spiritlevel.errors import InputError, shown
 from spiritlevel.estimators import spectral_density
 from spiritlevel.operators.matrices import hessian
@@ -46,6 +47,8 @@ from spiritlevel.samples.traces import sample_traces
 
 if TYPE_CHECKING:
     from spiritlevel.charts.axes import Chart
+
+_OF_BOTH = ("loss", "batch_norm", "batch_size", "group", *Reading.__annotations__)  # options of traces and margins
 
 __all__ = ["audit", "density", "landscape", "layers", "margins", "save", "spectrum", "traces", "training"]
 
@@ -72,8 +75,8 @@ def landscape(
         of: a `Landscape`, a `Report`, a model, or several of them.
         data: for a model, as in `sl.landscape`.
         accuracy: also draw the accuracy: on an axis on the right, or as the lines of a plane.
-        band: draw one standard deviation of the loss of mini-batches of this many samples instead.
-        quadratic: whether to draw the parabola; by default only for a single model.
+        band: along a line, draw one standard deviation of the loss of mini-batches of this many samples instead.
+        quadratic: whether to draw the parabola of a line; by default only for a single model.
         log: a logarithmic axis for the loss along a line; a plane has one anyway.
         title: a heading.
         options: of `sl.landscape`, where it is measured here: directions, trajectory, dimensions, points, keep, ...
@@ -87,6 +90,9 @@ def landscape(
     if len(counts) > 1:
         raise InputError("lines and planes cannot be drawn on one scale; give landscapes of one kind.")
     if counts == {2}:
+        if band is not None or quadratic:
+            option = "quadratic=" if band is None else "band="
+            raise InputError(f"{option} is drawn along a line, and this landscape is a plane; leave it out.")
         return surface_maps(found, accuracy=accuracy, title=title)
     return surface_lines(found, accuracy=accuracy, band=band, quadratic=quadratic, log=log, title=title)
 
@@ -108,6 +114,7 @@ def spectrum(of: Any, data: Any = None, *, title: str = "", **options: Any) -> C
     if batches:
         if len(batches) < len(_several(of)):
             raise InputError("spectra of mini-batches and of all data cannot be drawn on one scale; give one kind.")
+        _check_used(batches, data, options)
         return batch_spectra(batches, title=title)
     found = _densities(of, data, options)
     if len(found) > 1:
@@ -130,6 +137,10 @@ def density(of: Any, data: Any = None, *, width: float | None = None, title: str
     from spiritlevel.charts.figures import densities
 
     ready = {name: each for name, each in _several(of).items() if isinstance(each, SmoothedDensity)}
+    if len(ready) == len(_several(of)):
+        _check_used(ready, data, options)
+        if width is not None:
+            raise InputError("width= smooths a spectral density, but this one is smooth already; leave it out.")
     rest = {name: each for name, each in _several(of).items() if name not in ready}
     curves = ready | {
         name: each.density(width=width) for name, each in (_densities(rest, data, options) if rest else {}).items()
@@ -176,6 +187,7 @@ def traces(of: Any, data: Any = None, *, title: str = "", **options: Any) -> Cha
     from spiritlevel.charts.figures import histograms, traces_and_margins
 
     given = _several(of)
+    _check_used(given, data, options)
     alone = next(iter(given.values())) if len(given) == 1 else None
     if isinstance(alone, Report) and alone.traces is not None and alone.margins is not None:
         return traces_and_margins(alone.traces, alone.margins, title=title)
@@ -183,7 +195,7 @@ def traces(of: Any, data: Any = None, *, title: str = "", **options: Any) -> Cha
         of, data, options, SampleTraces, "traces", lambda report: report.traces, sample_traces
     )
     if isinstance(alone, nn.Module):
-        shared = {key: value for key, value in options.items() if key in ("loss", "batch_norm", "batch_size")}
+        shared = {key: value for key, value in options.items() if key in _OF_BOTH}
         return traces_and_margins(found[next(iter(found))], measured_margins(alone, data, **shared), title=title)
     return histograms({name: each.values for name, each in found.items()}, "Hessian trace", log_x=True, title=title)
 
@@ -203,6 +215,7 @@ def layers(of: Any, data: Any = None, *, title: str = "", **options: Any) -> Cha
     from spiritlevel.charts import bars
 
     found = _one(of, "layers")
+    _check_used({"": found}, data, options)
     if isinstance(found, nn.Module):
         found = sample_traces(found, _needed(data), **{**options, "per_layer": True})
     if isinstance(found, SampleTraces):
@@ -320,8 +333,7 @@ def _found(
 ) -> dict[str, Any]:
     """Results of that kind: those that were given, parts of reports, and what is measured of models."""
     given = _several(of)
-    if options and not any(isinstance(each, nn.Module) for each in given.values()):
-        raise InputError(f"{next(iter(options))}= is an option of a measurement, but the result is already there.")
+    _check_used(given, data, options)
     found: dict[str, Any] = {}
     for key, each in given.items():
         if isinstance(each, kind):
@@ -333,6 +345,15 @@ def _found(
         else:
             raise InputError(f"{name} draws a {kind.__name__}, a Report or a model with its data, got {shown(each)}.")
     return found
+
+
+def _check_used(given: Mapping[str, Any], data: Any, options: Mapping[str, Any]) -> None:
+    """Refuse data and options of a measurement where nothing is measured."""
+    named = [*options, *([] if data is None else ["data"])]
+    if named and not any(isinstance(each, nn.Module) for each in given.values()):
+        raise InputError(
+            f"{named[0]}= is an option of a measurement, but the result is already there; leave it out or pass a model."
+        )
 
 
 def _held(report: Report, part: Any, name: str) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,8 +64,8 @@ class Plot(OnData):
     """A heading."""
     no_titles: Annotated[bool, optional()] = False
     """Leave out headings and the notes below them, for a figure that has a caption."""
-    directions: Annotated[str, arg(metavar="eigenvectors|random")] = "eigenvectors"
-    """For a landscape: the Hessian's eigenvectors, or random directions with normalised filters."""
+    directions: Annotated[str | None, optional("eigenvectors|random")] = None
+    """For a landscape: the Hessian's eigenvectors, unless given, or random directions with normalised filters."""
     to: Annotated[Path | None, optional("WEIGHTS")] = None
     """For a landscape: follow the straight line to this checkpoint of the same model instead."""
     along: Annotated[
@@ -88,7 +89,7 @@ class Plot(OnData):
     band: Annotated[int | None, optional("N")] = None
     """For a line: show how much the loss of batches of N samples scatters, in place of the error of the mean."""
     log: Annotated[bool, optional()] = False
-    """For a line or a training: logarithmic axes."""
+    """For a landscape or a training: logarithmic axes; the colours of a plane are logarithmic anyway."""
     batch: Annotated[int | None, optional("N")] = None
     """For a spectrum: the largest eigenvalues of mini-batches of N samples."""
 
@@ -100,6 +101,7 @@ class Plot(OnData):
         check_writable(out, "--out")
         from spiritlevel.answers import plotting
         from spiritlevel.charts.publishing import FORMATS, SIZES
+        from spiritlevel.results import Landscape
 
         if out.suffix not in ("", *FORMATS):
             raise InputError(f"--out needs the ending .svg, .pdf or .png, or none for all three, got {out.name!r}.")
@@ -109,10 +111,12 @@ class Plot(OnData):
             raise InputError(f"--band takes a number of samples, at least 1, got {self.band}.")
         if self.batch is not None and self.batch < 1:
             raise InputError(f"--batch takes a number of samples, at least 1, got {self.batch}.")
-        if self.to is not None and self.along is not None:
-            raise InputError("--to and --along each choose the directions of a landscape; leave one of them out.")
+        self._check_figure()
         keep = out.with_name(f"{out.stem}.kept")
         found = self._from_runs() if _is_run(self.source) else self._from_models(keep)
+        planes = [each for each in found.values() if isinstance(each, Landscape) and len(each.steps) == 2]
+        if self.band is not None and planes:
+            raise InputError(_NO_BAND)
         drawn: dict[str, Any] = {"title": self.title}
         if self.kind == "landscape":
             drawn |= {"accuracy": self.accuracy, "band": self.band, "log": self.log}
@@ -130,12 +134,37 @@ class Plot(OnData):
             payload["result"] = next(iter(found.values())).to_dict()
         return Outcome(payload)
 
+    def _check_figure(self) -> None:
+        """Refuse the options of other figures, and those that contradict each other."""
+        for name, kinds in _FIGURES.items():
+            if self._given(name) and self.kind not in kinds:
+                raise InputError(f"--{name} belongs to {' and '.join(kinds)}, not to {self.kind}; leave it out.")
+        ways = [f"--{name}" for name in ("directions", "to", "along") if self._given(name)]
+        if len(ways) > 1:
+            raise InputError(
+                f"{' and '.join(ways)} each choose the directions of a landscape; leave all but one of them out."
+            )
+        if self.to is not None and self.dimensions not in (None, 1):
+            raise InputError("--to draws a line, so it does not go with --dimensions 2; leave one of them out.")
+        if self.band is not None and (self.dimensions or (1 if self.along is None else 2)) == 2:
+            raise InputError(_NO_BAND)
+
+    def _given(self, name: str) -> bool:
+        """Whether an option was set to something else than what it is without."""
+        (default,) = (field.default for field in dataclasses.fields(self) if field.name == name)
+        return bool(getattr(self, name) != default)
+
     def _from_runs(self) -> dict[str, Result]:
         from spiritlevel.answers.tracking import curves_in
         from spiritlevel.results import Report
 
-        if self.data:
-            raise InputError("--data belongs to a model, but a kept run already holds its numbers; leave one out.")
+        measuring = [field.name for field in dataclasses.fields(OnData) if field.name not in ("json", "debug")]
+        for name in (*measuring, *_MEASURING):
+            if self._given(name):
+                option = f"--{name.replace('_', '-')}"
+                raise InputError(
+                    f"{option} belongs to a model, but a kept run already holds its numbers; leave it out."
+                )
         found: dict[str, Result] = {}
         for place in filter(None, (self.source, self.beside)):
             path = Path(place)
@@ -202,7 +231,7 @@ class Plot(OnData):
 
         shared: dict[str, Any] = {"loss": load_loss(self.loss), "batch_norm": self.batch_norm, **reading}
         if self.kind == "landscape":
-            where: dict[str, Any] = {"directions": self.directions}
+            where: dict[str, Any] = {"directions": self.directions or "eigenvectors"}
             if self.to is not None:
                 where = {"directions": model_of(self.to)}
             if self.along is not None:
@@ -223,6 +252,16 @@ class Plot(OnData):
         return measure(model, data, measures="trace", parts=[], seed=self.seed, progress=progress, **shared)
 
 
+_FIGURES = {  # options that belong to some figures only
+    **dict.fromkeys(
+        ("directions", "to", "along", "dimensions", "points", "radius", "accuracy", "band"), ("landscape",)
+    ),
+    "log": ("landscape", "training"),
+    "batch": ("spectrum",),
+    "measures": ("audit",),
+}
+_MEASURING = ("weights", "directions", "to", "along", "dimensions", "points", "radius", "batch")  # of a model
+_NO_BAND = "--band is drawn along a line, and this landscape is a plane; leave it out, or ask for --dimensions 1."
 _HINT = "or, in place of the model, name a folder that `spiritlevel measure` wrote."
 
 
