@@ -41,6 +41,8 @@ def test_a_list_of_values_makes_independent_jobs(tmp_path: Path, capsys: pytest.
     assert "divisions" in shown
     assert "scale, 2 jobs." in " ".join(shown.split())
     assert "6, middle: The largest deviation; the value is 0.6667." in shown  # remarks stand below the table, not in it
+    assert "\n  fails if it is not." in shown  # a rule is indented as a whole
+    assert "middle: 1 − η is" in shown  # a row goes by the name that its rule and its remark go by
 
 
 def test_help_names_the_defaults_of_the_scales(capsys: pytest.CaptureFixture[str]) -> None:

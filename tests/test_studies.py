@@ -109,7 +109,7 @@ def test_a_finished_run_is_judged_by_the_rules_of_today(tmp_path: Path) -> None:
     again = execute(study(), Numbers(), tmp_path)
     assert again["config"]["kind"] == "a"
     (row,) = combine([again], [LARGE])
-    assert (row["verdict"], row["reason"], row["remark"]) == (Verdict.UNDECIDED, "1 of 3 seeds", "Old.")
+    assert (row["verdict"], row["reason"], row["remark"]) == (Verdict.UNDECIDED, "only 1 of the 3 seeds needed", "Old.")
 
 
 def test_a_killed_run_goes_on_with_the_same_numbers(tmp_path: Path) -> None:
@@ -301,9 +301,9 @@ def test_the_page_of_results_shows_the_results_that_are_kept() -> None:
 def test_the_page_of_results_says_which_rule_gave_a_verdict() -> None:
     tool = results_tool()
     row = {"verdict": "undecided", "kind": "experiment", "reproduced": "above 2", "fails": "it is below"}
-    row |= {"seeds": 1, "agree": 0, "reason": "1 of 3 seeds"}
+    row |= {"seeds": 1, "agree": 0, "reason": "only 1 of the 3 seeds needed"}
     assert tool.rule(row) == "Reproduced if above 2; fails if it is below."
-    assert tool.reason(row) == "1 of 3 seeds."
+    assert tool.reason(row) == "Only 1 of the 3 seeds needed."
     assert tool.verdict({**row, "seeds": 5, "agree": 2}) == "undecided, 2 of 5 seeds"
     assert tool.verdict({**row, "kind": "identity", "verdict": "not reproduced"}) == "does not hold"
     page = tool.text()

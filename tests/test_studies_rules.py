@@ -57,7 +57,7 @@ def test_the_interval_is_students_t_on_the_scale_of_the_number() -> None:
 
 def test_reasons_not_to_decide() -> None:
     good = (1.8, 2.0, 2.2)
-    assert "2 of 3 seeds" in decide(SHARPER, seeds(SHARPER, *good[:2])).reason
+    assert "only 2 of the 3 seeds needed" in decide(SHARPER, seeds(SHARPER, *good[:2])).reason
     poor = decide(SHARPER, seeds(SHARPER, *good, accuracy=0.035))
     assert (poor.verdict, poor.reason) == (
         Verdict.UNDECIDED,
@@ -98,7 +98,7 @@ def test_an_identity_needs_no_seeds() -> None:
 def test_a_run_that_holds_several_seeds_gives_a_number_for_each() -> None:
     assert decide(SHARPER, seeds(SHARPER, [1.8, 2.0, 2.2])).verdict is Verdict.REPRODUCED
     found = decide(SHARPER, seeds(SHARPER, [1.8, 2.0]))
-    assert (found.verdict, found.seeds, found.reason) == (Verdict.UNDECIDED, 2, "2 of 3 seeds")
+    assert (found.verdict, found.seeds, found.reason) == (Verdict.UNDECIDED, 2, "only 2 of the 3 seeds needed")
     assert decide(SHARPER, seeds(SHARPER, [1.8, 2.0], [2.2, 2.1])).seeds == 4
     assert decide(SHARPER, seeds(SHARPER, [1.8, 2.0, None])).verdict is Verdict.UNDECIDED
 

@@ -73,7 +73,7 @@ class Reproduce(Seeded):
         console.print(heading, highlight=False)
         for statement in study.statements:
             rule = f"reproduced if {statement.reproduced}; fails if {statement.fails}"
-            console.print(f"  {statement.id}: {rule}.", style="dim", markup=False)
+            aside(f"{statement.id}: {rule}.", console)
         with ProgressBar() as progress:
             if self.cluster is not None:
                 from spiritlevel.papers.cluster import run_jobs
@@ -87,7 +87,7 @@ class Reproduce(Seeded):
                     summaries.append(execute(study, config, self.out, progress=report))
         said = {config: study.reduced(config) for config in jobs}
         for text in dict.fromkeys(filter(None, said.values())):
-            console.print(f"  Reduced: {text}.", style="dim", markup=False, highlight=False)
+            aside(f"Reduced: {text}.", console)
         rows = combine(summaries, study.statements)
         folders = [str(study.folder(config, self.out)) for config in jobs]
         show(rows, varied(summaries), console)
@@ -133,13 +133,22 @@ def show(rows: Sequence[Mapping[str, Any]], settings: Sequence[str], console: An
         cells = [str(row["config"][name]) for name in settings]
         style = colours.get(row["verdict"], "")
         ours = Text(number(row).replace(" [", "\n["))  # the interval below its number: neither is broken
-        table.add_row(*map(Text, cells), Text(row["text"]), Text(row["paper"]), ours, Text(verdict(row), style=style))
+        statement = f"{row['id']}: {row['text']}"  # the rules above and the remarks below go by this name
+        table.add_row(*map(Text, cells), Text(statement), Text(row["paper"]), ours, Text(verdict(row), style=style))
         if row["remark"] or row["reason"]:
-            reason = f"{row['reason'].capitalize()}." if row["reason"] else ""
-            remarks.append(f"  {', '.join([*cells, row['id']])}: {' '.join(filter(None, [reason, row['remark']]))}")
+            reason = f"{row['reason'][:1].upper()}{row['reason'][1:]}." if row["reason"] else ""
+            remarks.append(f"{', '.join([*cells, row['id']])}: {' '.join(filter(None, [reason, row['remark']]))}")
     print_table(console, table)
     for remark in remarks:
-        console.print(remark, style="dim", markup=False, highlight=False)
+        aside(remark, console)
+
+
+def aside(text: str, console: Any) -> None:
+    """A text in small print, all its lines indented."""
+    from rich.padding import Padding
+    from rich.text import Text
+
+    console.print(Padding.indent(Text(text, style="dim"), 2))
 
 
 def verdict(row: Mapping[str, Any]) -> str:

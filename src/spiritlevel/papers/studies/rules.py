@@ -215,7 +215,7 @@ def _reasons(
     if any(number is None for number in numbers):
         found.append("no number was kept" if len(numbers) == 1 else "not every seed has a number")
     if len(numbers) < SEEDS:
-        found.append(f"{len(numbers)} of {SEEDS} seeds")
+        found.append(f"only {len(numbers)} of the {SEEDS} seeds needed")
     if statement.trained and not found:
         pairs: list[tuple[Any, Any]] = [(record.get("accuracy"), record.get("chance")) for record in records]
         if any(accuracy is None or chance is None for accuracy, chance in pairs):
